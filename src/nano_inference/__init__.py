@@ -1,0 +1,1 @@
+"""nano-inference: an exact, fast and readable LLM inference engine."""

@@ -1,0 +1,121 @@
+"""What a model is made of, as one frozen record; every loader's configuration file becomes this. No torch."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from nano_inference.types import check_int, check_number
+
+Activation = Literal["silu", "gelu_tanh"]
+Family = Literal["dense", "gemma"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeConfig:
+    """One rotary embedding. `kind` names how frequencies are scaled; each field is read by the kinds that use it.
+
+    Formulas: linear (position interpolation, arXiv 2306.15595), llama3 (Llama 3.1's frequency bands), yarn (arXiv
+    2309.00071), dynamic (NTK base from the longest length; here fixed once from `max_positions`, so that a cached run
+    equals a one-shot run), factors (a divisor for each frequency, as GGUF files of Llama 3 carry them).
+    """
+
+    theta: float = 10000.0
+    kind: Literal["default", "linear", "llama3", "yarn", "dynamic", "factors"] = "default"
+    rotary_dim: int
+    """How many of a head's dimensions turn."""
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_positions: int = 8192
+    attention_factor: float | None = None
+    """yarn: scale of cos and sin; None computes it from the factor."""
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    """yarn: round the correction range to whole dimensions."""
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    max_positions: int = 8192
+    factors: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_number("rope theta", self.theta, 0, 1e12, open_low=True)
+        check_number("rope factor", self.factor, 0, 1e6, open_low=True)
+        check_int("rope rotary_dim", self.rotary_dim, 2)
+        if self.rotary_dim % 2:
+            raise ValueError(f"rope rotary_dim must be even, got {self.rotary_dim}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerConfig:
+    """What differs from layer to layer."""
+
+    window: int | None = None
+    """How many keys a query sees, itself included; None sees all before it."""
+    rope: int | None = 0
+    """Index into `ModelConfig.ropes`; None is a layer without rotary embedding (SmolLM3)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """A decoder-only transformer. Raises `ValueError` when the sizes contradict each other."""
+
+    architecture: str
+    """As the checkpoint names it, for people to read."""
+    family: Family
+    """Which decoder class computes it."""
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    layers: tuple[LayerConfig, ...]
+    ropes: tuple[RopeConfig, ...]
+    max_positions: int
+    norm_eps: float = 1e-6
+    activation: Activation = "silu"
+    tie_embeddings: bool = False
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    """RMSNorm over each head's query and key before the rotation (Qwen3, Gemma 3)."""
+    attention_scale: float | None = None
+    """Multiplies q·k; None is 1/sqrt(head_dim)."""
+    attention_softcap: float | None = None
+    """cap·tanh(score/cap) (Gemma 2)."""
+    logits_softcap: float | None = None
+    embedding_scale: float | None = None
+    """Multiplies the token embeddings (Gemma: sqrt(hidden_size))."""
+    eos_token_ids: tuple[int, ...] = ()
+    bos_token_id: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim"):
+            check_int(name, getattr(self, name), 1, 2**31 - 1)
+        check_int("max_positions", self.max_positions, 1)
+        check_int("number of layers", len(self.layers), 1, 100_000)
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(f"num_heads ({self.num_heads}) must be a multiple of num_kv_heads ({self.num_kv_heads})")
+        for layer in self.layers:
+            if layer.window is not None:
+                check_int("window", layer.window, 1)
+            if layer.rope is not None:
+                check_int("rope", layer.rope, 0, len(self.ropes) - 1)
+
+    @property
+    def num_layers(self) -> int:
+        """How many layers there are."""
+        return len(self.layers)
+
+    @property
+    def scale(self) -> float:
+        """What q·k is multiplied with."""
+        return 1 / math.sqrt(self.head_dim) if self.attention_scale is None else self.attention_scale
+
+    def kv_bytes_per_token(self, bytes_per_value: int) -> int:
+        """Bytes of K and V that one token takes over all layers."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * bytes_per_value

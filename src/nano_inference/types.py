@@ -1,0 +1,466 @@
+"""Every record that crosses a room, frozen; no torch, no I/O, no decisions.
+
+What travels one way: a `Request` comes in at the door, a `SeqView` tells the scheduler its counts, a `Row` tells the
+runner what to compute, `RowResult` brings back what was drawn, `Delta` and `TrainingSample` go out to the caller.
+The only mutable record of the house is `sequence.Sequence`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple, Protocol
+
+FinishReason = Literal["stop", "length", "abort"]
+LogprobsMode = Literal["raw", "tempered", "processed"]
+StopReason = int | str
+"""What stopped a sample: the token id, or the text of a stop string or the name of a matcher's verdict."""
+
+LOGPROBS_MODES: tuple[LogprobsMode, ...] = ("raw", "tempered", "processed")
+
+
+class BadRequest(ValueError):
+    """The request asks for what cannot be done. The only error that is a client's fault; it names the field."""
+
+
+class EngineDead(RuntimeError):
+    """The engine failed in the middle of a step and takes no more work; the cause is chained."""
+
+
+class ModelError(ValueError):
+    """A model's files cannot be used: missing, damaged, of an unknown architecture. One line, naming the file."""
+
+
+class Matcher(Protocol):
+    """Follows one sample and may stop it or forbid tokens: stop strings, grammars. Built outside the engine.
+
+    One object belongs to one sample; it is never shared, and it survives preemption with the sample's tokens.
+    """
+
+    def advance(self, token: int) -> StopReason | None:
+        """Take the next token of the sample; return why it must stop now, or None."""
+
+    def mask(self) -> bytes | None:
+        """Return the tokens allowed next, one bit each, lowest id in the lowest bit; None allows all."""
+
+
+class TokenProgram(Protocol):
+    """Forces tokens into a sample (tools). Pure: the state travels with the sequence."""
+
+    def start(self) -> object:
+        """Return the state before the first sampled token."""
+
+    def step(self, state: object, token: int) -> tuple[object, tuple[int, ...]]:
+        """Take a sampled token; return the next state and the tokens to append after it, which are not sampled."""
+
+
+def check_number(name: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:
+    """Raise `ValueError` naming `name` unless `value` is a finite number in [low, high] (or (low, high])."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
+        raise ValueError(f"{name} must be a number, got {value!r}")
+    if not (low < value if open_low else low <= value) or not value <= high or math.isinf(value):
+        bracket = "(" if open_low else "["
+        raise ValueError(f"{name} must be in {bracket}{low:g}, {high:g}], got {value!r}")
+
+
+def check_int(name: str, value: object, low: int, high: int | None = None) -> None:
+    """Raise `ValueError` naming `name` unless `value` is an integer of at least `low` (and at most `high`)."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError(f"{name} must be an integer, got {value!r}")
+    if value < low or (high is not None and value > high):
+        limit = f">= {low}" if high is None else f"in [{low}, {high}]"
+        raise ValueError(f"{name} must be {limit}, got {value}")
+
+
+def token_ids(name: str, values: object) -> tuple[int, ...]:
+    """Return `values` as a tuple of token ids, or raise `ValueError` naming `name` and the first that is none."""
+    if isinstance(values, str | bytes) or not isinstance(values, Collection):
+        raise ValueError(f"{name} must be a collection of token ids, got {type(values).__name__}")
+    ids = tuple(values)
+    for value in ids:
+        if type(value) is not int or value < 0:
+            check_int(f"{name}: a token id", value, 0)
+    return ids
+
+
+def from_known(cls: type[Any], data: Mapping[str, Any]) -> Any:
+    """Build the dataclass `cls` from a JSON object; an unknown field is a `ValueError` that names it."""
+    known = {f.name for f in fields(cls) if f.init}
+    for name in data:
+        if name not in known:
+            raise ValueError(f"{cls.__name__} has no field {name!r}; known: {', '.join(sorted(known))}")
+    return cls(**data)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How to draw the tokens of one request. Raises `ValueError` naming the field when a value makes no sense.
+
+    The order in which the fields act is fixed (spec 9): penalties, logit_bias, allowed ids and masks, temperature,
+    top-k, top-p on the renormalised rest, min-p, then one uniform from (seed, sample index, absolute position).
+    """
+
+    temperature: float = 1.0
+    """0 is exact argmax, the lowest id on a tie."""
+    max_tokens: int | None = 256
+    """Tokens to add, forced ones included; 0 scores the prompt only; None means as many as there is room for."""
+    min_tokens: int = 0
+    """Stop tokens cannot be drawn before this many tokens."""
+    top_k: int = 0
+    """0 (or -1) is off."""
+    top_p: float = 1.0
+    """1 is off."""
+    min_p: float = 0.0
+    """Drops tokens less likely than min_p times the likeliest; 0 is off."""
+    repetition_penalty: float = 1.0
+    """Divides positive and multiplies negative logits of tokens seen in prompt or output (CTRL, arXiv 1909.05858)."""
+    presence_penalty: float = 0.0
+    """Subtracted once from the logit of every token seen in the output."""
+    frequency_penalty: float = 0.0
+    """Subtracted from the logit of a token once for every time it is in the output."""
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    """Added to the logits of the named tokens."""
+    allowed_token_ids: Collection[int] | None = None
+    """When given, nothing else can be drawn."""
+    stop_token_ids: Collection[int] = ()
+    """Stop after one of these, besides the model's own end tokens."""
+    stop: tuple[str, ...] | str = ()
+    """Stop when one of these strings has been written."""
+    ignore_eos: bool = False
+    """Do not stop at the model's own end tokens."""
+    seed: int | None = None
+    """None draws from the operating system's entropy."""
+    logprobs: int | None = None
+    """How many of the likeliest tokens to report at each sampled position; the sampled one's is always there."""
+    prompt_logprobs: int | None = None
+    """0 or more asks for the log-probabilities of the prompt's tokens and that many alternatives."""
+    logprobs_mode: LogprobsMode | None = None
+    """Which distribution log-probabilities speak of; None takes the engine's."""
+
+    def __post_init__(self) -> None:
+        self._check_ranges()
+        self._check_counts()
+        put = object.__setattr__
+        put(self, "top_k", max(0, self.top_k))
+        put(self, "stop_token_ids", frozenset(token_ids("stop_token_ids", self.stop_token_ids)))
+        put(self, "logit_bias", MappingProxyType(checked_bias(self.logit_bias)))
+        put(self, "stop", checked_stops(self.stop))
+        if self.allowed_token_ids is not None:
+            allowed = frozenset(token_ids("allowed_token_ids", self.allowed_token_ids))
+            if not allowed:
+                raise ValueError("allowed_token_ids must not be empty; leave it out to allow every token")
+            put(self, "allowed_token_ids", allowed)
+
+    def _check_ranges(self) -> None:
+        check_number("temperature", self.temperature, 0, 100)
+        check_number("top_p", self.top_p, 0, 1, open_low=True)
+        check_number("min_p", self.min_p, 0, 1)
+        check_number("repetition_penalty", self.repetition_penalty, 0, 100, open_low=True)
+        check_number("presence_penalty", self.presence_penalty, -2, 2)
+        check_number("frequency_penalty", self.frequency_penalty, -2, 2)
+        if self.logprobs_mode is not None and self.logprobs_mode not in LOGPROBS_MODES:
+            raise ValueError(f"logprobs_mode must be one of {', '.join(LOGPROBS_MODES)}, got {self.logprobs_mode!r}")
+
+    def _check_counts(self) -> None:
+        check_int("top_k", self.top_k, -1)
+        check_int("min_tokens", self.min_tokens, 0)
+        if self.max_tokens is not None:
+            check_int("max_tokens", self.max_tokens, 0)
+            if self.min_tokens > self.max_tokens:
+                raise ValueError(f"min_tokens must be at most max_tokens ({self.max_tokens}), got {self.min_tokens}")
+        if self.logprobs is not None:
+            check_int("logprobs", self.logprobs, 0)
+        if self.prompt_logprobs is not None:
+            check_int("prompt_logprobs", self.prompt_logprobs, 0)
+        if self.seed is not None:
+            check_int("seed", self.seed, -(2**63), 2**64 - 1)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return SamplingParams.from_dict, (self.to_dict(),)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as plain JSON values."""
+        out: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
+        out["logit_bias"] = {str(token): bias for token, bias in self.logit_bias.items()}
+        out["stop_token_ids"] = sorted(self.stop_token_ids)
+        out["stop"] = list(self.stop)
+        if self.allowed_token_ids is not None:
+            out["allowed_token_ids"] = sorted(self.allowed_token_ids)
+        return out
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> SamplingParams:
+        """Build from `to_dict`'s form; an unknown field is a `ValueError`."""
+        params: SamplingParams = from_known(cls, data)
+        return params
+
+
+def checked_bias(bias: Mapping[Any, Any]) -> dict[int, float]:
+    """Return a logit bias with integer ids and finite values; JSON's string keys are taken as numbers."""
+    if not isinstance(bias, Mapping):
+        raise ValueError(f"logit_bias must map token ids to numbers, got {type(bias).__name__}")
+    out: dict[int, float] = {}
+    for key, value in bias.items():
+        token = int(key) if isinstance(key, str) and key.isascii() and key.isdigit() else key
+        check_int("logit_bias: a token id", token, 0)
+        check_number(f"logit_bias[{token}]", value, -1e6, 1e6)
+        out[token] = float(value)
+    return out
+
+
+def checked_stops(stop: object) -> tuple[str, ...]:
+    """Return stop strings as a tuple of non-empty strings."""
+    stops = (stop,) if isinstance(stop, str) else stop
+    if not isinstance(stops, list | tuple) or not all(isinstance(s, str) for s in stops):
+        raise ValueError(f"stop must be a string or a list of strings, got {stop!r}")
+    if "" in stops:
+        raise ValueError("stop must not hold an empty string")
+    return tuple(stops)
+
+
+class TokenLogprob(NamedTuple):
+    """One alternative at a position."""
+
+    token: int
+    logprob: float
+
+
+TopLogprobs = tuple[TokenLogprob, ...]
+"""Alternatives at one position, likeliest first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingSample:
+    """One finished sample with all that a trainer must know of it.
+
+    `completion_tokens`, `logprobs`, `mask` and `token_versions` are aligned. Log-probabilities are finite and of the
+    distribution that `logprobs_mode` names.
+    """
+
+    request_id: int
+    sample_index: int
+    """Which of the request's n samples this is, from 0."""
+    prompt_tokens: tuple[int, ...]
+    completion_tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    """Of the sampled tokens; 0.0 where a token was forced."""
+    mask: tuple[int, ...]
+    """1 where the model drew the token, 0 where a tool forced it."""
+    token_versions: tuple[int, ...]
+    """The weights each token was drawn with."""
+    weight_version: int
+    """The oldest of `token_versions`; the weights in force at the end when there are none."""
+    finish_reason: FinishReason
+    stop_reason: StopReason | None = None
+    """The token id or the string that stopped it; None for the model's own end token or a length."""
+    ref_logprobs: tuple[float, ...] | None = None
+    top_logprobs: tuple[TopLogprobs, ...] | None = None
+    prompt_logprobs: tuple[float, ...] | None = None
+    """Of prompt tokens 1 and on (the first has no predecessor), when asked for."""
+    prompt_top_logprobs: tuple[TopLogprobs, ...] | None = None
+    num_cached_tokens: int = 0
+    """Prompt tokens whose K/V came from the cache at first admission."""
+    num_preemptions: int = 0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as plain JSON values."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> TrainingSample:
+        """Build from `to_dict`'s form, or from that form after a trip through JSON."""
+        plain = dict(data)
+        for name in ("prompt_tokens", "completion_tokens", "logprobs", "mask", "token_versions"):
+            plain[name] = tuple(plain[name])
+        for name in ("ref_logprobs", "prompt_logprobs"):
+            if plain.get(name) is not None:
+                plain[name] = tuple(plain[name])
+        for name in ("top_logprobs", "prompt_top_logprobs"):
+            if plain.get(name) is not None:
+                plain[name] = tuple(tuple(TokenLogprob(*pair) for pair in top) for top in plain[name])
+        sample: TrainingSample = from_known(cls, plain)
+        return sample
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Delta:
+    """What one step added to one sample; the last one carries the whole sample."""
+
+    request_id: int
+    sample_index: int
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    mask: tuple[int, ...]
+    top_logprobs: tuple[TopLogprobs, ...] | None = None
+    sample: TrainingSample | None = None
+    """Set on the sample's last delta."""
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """Why the sample ended, on its last delta."""
+        return self.sample.finish_reason if self.sample else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What the door lets in: ids only, already checked and with every limit resolved."""
+
+    id: int
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    num_samples: int
+    max_new_tokens: int
+    """`params.max_tokens` cut to the room there is."""
+    seed: int
+    """`params.seed`, or drawn from the operating system."""
+    salt: str = ""
+    """Cache namespace: requests share prefixes only within one."""
+    score_start: int | None = None
+    """First position whose prompt log-probability is wanted; None when none is."""
+    make_matcher: Callable[[], Matcher] | None = None
+    program: TokenProgram | None = None
+
+
+class SeqView(NamedTuple):
+    """What the scheduler may know of a sequence: counts, never tokens."""
+
+    id: int
+    num_tokens: int
+    num_computed: int
+    """Tokens whose K/V exists; for a waiting sequence, those the cache would give."""
+    num_blocks: int
+    """Blocks held; for a waiting sequence, whole blocks the cache would give."""
+    num_private: int = 0
+    """Of the held blocks, those that nobody else holds."""
+    idle_hit: int = 0
+    """Of the blocks that the cache would give, those that lie in the free list."""
+    next_key: object = None
+    """Names the block this sequence computes next; two with one key would compute the same K/V."""
+    max_new: int = 1
+    """Tokens it may still add."""
+
+
+class Work(NamedTuple):
+    """One sequence's part in a step."""
+
+    id: int
+    num_tokens: int
+    """Tokens to compute, from `num_computed` on."""
+    num_blocks: int
+    """Fresh blocks to take."""
+    num_sampled: int
+    """At most this many tokens may be drawn; 0 while the sequence is still behind after this step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerOutput:
+    """A plan for one step: which sequences compute how many tokens with how many fresh blocks."""
+
+    prefill_seqs: tuple[int, ...]
+    """Ids that catch up: more than one token, or one that does not end in a draw."""
+    decode_seqs: tuple[int, ...]
+    """Ids that compute their last token and draw the next."""
+    preempted_seqs: tuple[int, ...]
+    """Ids that give their blocks back, youngest first."""
+    work: tuple[Work, ...]
+    """Every scheduled sequence, oldest first."""
+
+
+class CacheAllocation(NamedTuple):
+    """The blocks of a prompt; the first `cached_length` tokens already have their K/V."""
+
+    block_ids: tuple[int, ...]
+    cached_length: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One sequence's part in a forward pass, in plain integers; made by the engine, read by the runner."""
+
+    id: int
+    tokens: tuple[int, ...]
+    """The tokens to compute."""
+    prev_token: int
+    """The token before the first of them; -1 at the start of a sequence."""
+    start: int
+    """The position of the first of them."""
+    blocks: tuple[int, ...]
+    num_sampled: int
+    """Draw at most this many tokens after the last one; 0 draws none."""
+    params: SamplingParams
+    logprobs_mode: LogprobsMode
+    seed: int
+    sample_index: int
+    banned: tuple[int, ...] = ()
+    """Tokens that cannot be drawn now (end tokens before min_tokens)."""
+    mask: bytes | None = None
+    """The matcher's allowed tokens, one bit each."""
+    history: tuple[int, ...] = ()
+    """Prompt and output, when a penalty needs them."""
+    num_prompt: int = 0
+    """How many of `history` are the prompt's."""
+    score_from: int | None = None
+    """Report the log-probabilities of the tokens at this position and after, as far as this row computes them."""
+    next_token: int = -1
+    """The known token after the last one (when scoring a prompt in chunks); -1 when there is none."""
+
+
+class BlockCopy(NamedTuple):
+    """Copy the first `num_tokens` slots of a block into another before the step (token-granular reuse)."""
+
+    source: int
+    target: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduledBatch:
+    """All rows of one step."""
+
+    rows: tuple[Row, ...]
+    copies: tuple[BlockCopy, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowResult:
+    """What the forward pass found for one row. Empty `tokens` when the row drew none."""
+
+    id: int
+    tokens: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] = ()
+    top_logprobs: tuple[TopLogprobs, ...] = ()
+    scores: tuple[float, ...] = ()
+    """Log-probabilities of the row's known tokens, from max(score_from, start + 1) on."""
+    score_tops: tuple[TopLogprobs, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepStats:
+    """Counts of one step, for metrics and progress bars."""
+
+    num_rows: int
+    num_computed: int
+    num_sampled: int
+    num_preempted: int
+    num_running: int
+    num_waiting: int
+    num_free_blocks: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """Everything that one step of the engine gives back."""
+
+    deltas: tuple[Delta, ...]
+    samples: tuple[TrainingSample, ...]
+    stats: StepStats
+
+
+class TokenizerSource(NamedTuple):
+    """Where a tokenizer's files lie: a Hugging Face directory, or the metadata of a GGUF file."""
+
+    path: str
+    gguf: Mapping[str, Any] | None = None
+    """The GGUF file's metadata (`tokenizer.ggml.*`, `tokenizer.chat_template`); None for a directory."""
