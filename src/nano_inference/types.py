@@ -29,6 +29,10 @@ class EngineDead(RuntimeError):
     """The engine failed in the middle of a step and takes no more work; the cause is chained."""
 
 
+class CacheFull(RuntimeError):
+    """More KV blocks were asked for than are free; nothing was taken."""
+
+
 class ModelError(ValueError):
     """A model's files cannot be used: missing, damaged, of an unknown architecture. One line, naming the file."""
 
