@@ -1,0 +1,174 @@
+"""`Sequence`, the one mutable record of the house, and the transitions on it as functions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from nano_inference.types import (
+    Delta,
+    FinishReason,
+    Matcher,
+    Request,
+    StopReason,
+    TokenLogprob,
+    TopLogprobs,
+    TrainingSample,
+)
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One stream of tokens: a prompt and all that was drawn or forced after it."""
+
+    id: int
+    """Rises with age of arrival: the youngest has the highest."""
+    request: Request
+    sample_index: int
+    stop_ids: frozenset[int]
+    """The request's stop tokens and, unless it ignores them, the model's end tokens."""
+    tokens: list[int]
+    leader: Sequence | None = None
+    """The request's first sample, which scores the prompt for all; None for the first itself."""
+    matcher: Matcher | None = None
+    program_state: object = None
+
+    num_computed: int = 0
+    """Tokens whose K/V is in the cache."""
+    blocks: list[int] = field(default_factory=list)
+    num_published: int = 0
+    """Whole blocks that were published."""
+    version: int = 0
+    """The weights its K/V was begun under."""
+    num_cached: int | None = None
+    """Prompt tokens that the cache gave at first admission."""
+    num_preemptions: int = 0
+
+    mask: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    top_logprobs: list[TopLogprobs] = field(default_factory=list)
+    scores: list[float] = field(default_factory=list)
+    score_tops: list[TopLogprobs] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    stop_reason: StopReason | None = None
+
+    @property
+    def num_prompt(self) -> int:
+        """Tokens that came with the request."""
+        return len(self.request.prompt)
+
+    @property
+    def num_new(self) -> int:
+        """Tokens added since, forced ones included."""
+        return len(self.tokens) - self.num_prompt
+
+    @property
+    def max_new(self) -> int:
+        """Tokens it may still add."""
+        return self.request.max_new_tokens - self.num_new
+
+    @property
+    def next_score(self) -> int | None:
+        """The next prompt position to score; None when there is none left (or a leader scores for us)."""
+        start = self.request.score_start
+        if start is None or self.leader is not None:
+            return None
+        position = max(1, start) + len(self.scores)
+        return position if position < self.num_prompt else None
+
+
+def start_sequences(request: Request, first_id: int, eos_token_ids: frozenset[int]) -> list[Sequence]:
+    """Make the n sequences of a request; they share its prompt, and the first scores it for all."""
+    params = request.params
+    stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_token_ids)
+    sequences: list[Sequence] = []
+    for index in range(request.num_samples):
+        sequences.append(
+            Sequence(
+                id=first_id + index,
+                request=request,
+                sample_index=index,
+                stop_ids=stop_ids,
+                tokens=list(request.prompt),
+                leader=sequences[0] if sequences else None,
+                matcher=request.make_matcher() if request.make_matcher else None,
+                program_state=request.program.start() if request.program else None,
+            )
+        )
+    return sequences
+
+
+def advance(seq: Sequence, token: int, logprob: float, top: TopLogprobs, version: int) -> int:
+    """Append one drawn token and whatever it forces; set `finish_reason` when the sample ends; return how many."""
+    before = seq.num_new
+    _append(seq, token, logprob, top, version, sampled=True)
+    if token in seq.stop_ids:
+        named = token in frozenset(seq.request.params.stop_token_ids)
+        finish(seq, "stop", token if named else None)
+    program = seq.request.program
+    if program is not None and seq.finish_reason is None:
+        seq.program_state, forced = program.step(seq.program_state, token)
+        for forced_token in forced:
+            if seq.finish_reason is None:
+                _append(seq, forced_token, 0.0, (), version, sampled=False)
+    return seq.num_new - before
+
+
+def _append(seq: Sequence, token: int, logprob: float, top: TopLogprobs, version: int, *, sampled: bool) -> None:
+    """Append one token; let the matcher see it; end the sample when it matched or the length is reached."""
+    seq.tokens.append(token)
+    seq.mask.append(int(sampled))
+    seq.logprobs.append(logprob)
+    seq.versions.append(version)
+    seq.top_logprobs.append(top or ((TokenLogprob(token, logprob),) if sampled else ()))
+    verdict = seq.matcher.advance(token) if seq.matcher else None
+    if verdict is not None and seq.num_new > seq.request.params.min_tokens:
+        finish(seq, "stop", verdict)
+    elif seq.max_new <= 0:
+        finish(seq, "length", None)
+
+
+def finish(seq: Sequence, reason: FinishReason, stop_reason: StopReason | None) -> None:
+    """End the sample; a stop outranks a length reached by the same token."""
+    seq.finish_reason = reason
+    seq.stop_reason = stop_reason
+
+
+def to_delta(seq: Sequence, num_added: int, version: int) -> Delta:
+    """Return what the last `num_added` tokens brought, with the whole sample when it ended."""
+    start = seq.num_new - num_added
+    wants_top = seq.request.params.logprobs is not None
+    return Delta(
+        request_id=seq.request.id,
+        sample_index=seq.sample_index,
+        token_ids=tuple(seq.tokens[seq.num_prompt + start :]),
+        logprobs=tuple(seq.logprobs[start:]),
+        mask=tuple(seq.mask[start:]),
+        top_logprobs=tuple(seq.top_logprobs[start:]) if wants_top else None,
+        sample=to_sample(seq, version) if seq.finish_reason else None,
+    )
+
+
+def to_sample(seq: Sequence, version: int) -> TrainingSample:
+    """Freeze a finished sequence; `version` are the weights in force now."""
+    assert seq.finish_reason is not None
+    params = seq.request.params
+    scorer = seq.leader or seq
+    scored = seq.request.score_start is not None
+    return TrainingSample(
+        request_id=seq.request.id,
+        sample_index=seq.sample_index,
+        prompt_tokens=seq.request.prompt,
+        completion_tokens=tuple(seq.tokens[seq.num_prompt :]),
+        logprobs=tuple(seq.logprobs),
+        mask=tuple(seq.mask),
+        token_versions=tuple(seq.versions),
+        weight_version=min(seq.versions, default=version),
+        finish_reason=seq.finish_reason,
+        stop_reason=seq.stop_reason,
+        top_logprobs=tuple(seq.top_logprobs) if params.logprobs is not None else None,
+        prompt_logprobs=tuple(scorer.scores) if scored else None,
+        prompt_top_logprobs=tuple(scorer.score_tops) if scored and params.prompt_logprobs else None,
+        num_cached_tokens=seq.num_cached or 0,
+        num_preemptions=seq.num_preemptions,
+    )
