@@ -1,1 +1,31 @@
-"""."""
+"""How a query reads K/V. Backends stand behind one Protocol; `pick` chooses one by name."""
+
+from __future__ import annotations
+
+import torch
+
+from nano_inference.attention.context import AttentionSpec, Backend, ForwardInput, Span, StepContext
+from nano_inference.attention.flex import FlexAttentionBackend
+from nano_inference.attention.masks import create_attention_mask, create_sliding_window_causal_mask
+from nano_inference.attention.sdpa import SdpaBackend
+from nano_inference.config import AttentionName
+
+__all__ = [
+    "AttentionSpec",
+    "Backend",
+    "FlexAttentionBackend",
+    "ForwardInput",
+    "SdpaBackend",
+    "Span",
+    "StepContext",
+    "create_attention_mask",
+    "create_sliding_window_causal_mask",
+    "pick",
+]
+
+
+def pick(name: AttentionName, device: torch.device) -> Backend:
+    """Return the backend of that name; "auto" is SDPA."""
+    if name == "flex":
+        return FlexAttentionBackend(compile_kernel=device.type == "cuda")
+    return SdpaBackend()

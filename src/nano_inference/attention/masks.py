@@ -1,0 +1,35 @@
+"""Who sees whom, written out: the oracle that every backend's windows are compared with.
+
+Shapes: Q queries, K keys.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from nano_inference.types import check_int
+
+
+def create_attention_mask(query_position_Q: Tensor, key_position_K: Tensor, window: int | None = None) -> Tensor:
+    """Return [Q, K] bool: True where the key is not after the query and among its last `window` keys.
+
+    A window counts visible keys, the query's own included: 1 sees itself only.
+    """
+    distance_QK = query_position_Q.unsqueeze(-1) - key_position_K.unsqueeze(0)
+    mask_QK = distance_QK >= 0
+    if window is not None:
+        check_int("window", window, 1)
+        mask_QK &= distance_QK < window
+    return mask_QK
+
+
+def create_sliding_window_causal_mask(
+    num_queries: int, window: int, *, num_keys: int | None = None, device: torch.device | str = "cpu"
+) -> Tensor:
+    """Return [num_queries, num_keys] bool for queries that are the last of `num_keys` positions (default: all)."""
+    num_keys = num_queries if num_keys is None else num_keys
+    if num_keys < num_queries:
+        raise ValueError(f"num_keys must be at least num_queries ({num_queries}), got {num_keys}")
+    query_Q = torch.arange(num_keys - num_queries, num_keys, device=device)
+    return create_attention_mask(query_Q, torch.arange(num_keys, device=device), window)

@@ -1,0 +1,210 @@
+"""The reference backend: gather pages, then torch's scaled dot product attention. Runs on every device.
+
+Rows that compute one token are gathered together with others of about their length; rows that compute a chunk go one
+by one. Query heads of one kv head are folded into the query dimension, so that a decode step reads K/V once a kv head.
+
+Shapes: T tokens of the step, H heads, K kv heads, D head size, G rows of a group, M blocks a row, S keys a row,
+P query heads of a kv head, Q queries of a chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from nano_inference.attention.context import AttentionSpec, ForwardInput, Span
+from nano_inference.attention.masks import create_attention_mask
+from nano_inference.kv.store import KVStore
+
+_GROUP_ROWS = 16
+_GROUP_SLACK = 1.25
+"""Rows share a gather while the longest is at most this much longer than the shortest (or fits its last block)."""
+_SCORE_ELEMENTS = 1 << 24
+"""Soft-capped scores are computed for as many queries at a time as give this many elements."""
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeGroup:
+    """Rows of one token each that are gathered together."""
+
+    token_G: Tensor
+    """Their indices among the step's tokens."""
+    block_GM: Tensor
+    hidden_G11S: Tensor | None
+    """0 where a key is seen, -inf where not; None when every row sees every gathered key."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """One row of several tokens."""
+
+    span: Span
+    block_M: Tensor
+    skip: int
+    """Gathered keys before the first one that any query sees."""
+    mask_QS: Tensor | None
+    """None when the chunk starts its sequence and no window cuts it: then it is plainly causal."""
+
+
+@dataclass(frozen=True, slots=True)
+class SdpaPlan:
+    """One window's rows, sorted into groups and chunks."""
+
+    groups: tuple[DecodeGroup, ...]
+    chunks: tuple[Chunk, ...]
+
+
+class SdpaBackend:
+    """Attention over gathered pages; satisfies `Backend`."""
+
+    def plan(self, step: ForwardInput, block_size: int, window: int | None) -> SdpaPlan:
+        """Sort the rows and build their block indices and masks."""
+        device = step.token_T.device
+        singles = sorted((s for s in step.spans if s.num_tokens == 1), key=lambda s: _num_visible(s, window))
+        return SdpaPlan(
+            tuple(_decode_group(g, block_size, window, device) for g in _similar(singles, block_size, window)),
+            tuple(_chunk(s, block_size, window, device) for s in step.spans if s.num_tokens > 1),
+        )
+
+    def attend(
+        self,
+        q_THD: Tensor,
+        k_TKD: Tensor,
+        v_TKD: Tensor,
+        store: KVStore,
+        layer: int,
+        spec: AttentionSpec,
+        plan: SdpaPlan,
+    ) -> Tensor:
+        """Attend group by group, chunk by chunk."""
+        out_THD = torch.empty_like(q_THD)
+        for group in plan.groups:
+            out_THD[group.token_G] = _attend_group(q_THD[group.token_G], store, layer, spec, group)
+        for chunk in plan.chunks:
+            rows = slice(chunk.span.offset, chunk.span.offset + chunk.span.num_tokens)
+            k_SKD, v_SKD = k_TKD[rows], v_TKD[rows]
+            if chunk.mask_QS is not None:
+                k_SKD, v_SKD = _gather_chunk(store, layer, chunk.block_M, chunk.skip, chunk.mask_QS.size(1))
+            out_THD[rows] = _attend_chunk(q_THD[rows], k_SKD, v_SKD, spec, chunk.mask_QS)
+        return out_THD
+
+
+def _num_visible(span: Span, window: int | None) -> int:
+    """Keys that a row's last token sees."""
+    return span.end if window is None else min(span.end, window)
+
+
+def _similar(spans: Sequence[Span], block_size: int, window: int | None) -> list[list[Span]]:
+    """Cut rows sorted by length into runs of about one length."""
+    groups: list[list[Span]] = []
+    for span in spans:
+        if groups and len(groups[-1]) < _GROUP_ROWS:
+            shortest = _num_visible(groups[-1][0], window)
+            if _num_visible(span, window) <= max(shortest * _GROUP_SLACK, shortest + block_size):
+                groups[-1].append(span)
+                continue
+        groups.append([span])
+    return groups
+
+
+def _decode_group(spans: Sequence[Span], block_size: int, window: int | None, device: torch.device) -> DecodeGroup:
+    """Pad the block tables of rows to one width and hide what no row may see."""
+    firsts = [span.end - _num_visible(span, window) for span in spans]
+    tables = [
+        span.blocks[first // block_size : -(-span.end // block_size)] for span, first in zip(spans, firsts, strict=True)
+    ]
+    width = max(map(len, tables))
+    block_GM = torch.tensor([[*table, *[table[-1]] * (width - len(table))] for table in tables], device=device)
+    low_G1 = torch.tensor([[first % block_size] for first in firsts], device=device)
+    high_G1 = torch.tensor(
+        [[span.end - first // block_size * block_size] for span, first in zip(spans, firsts, strict=True)],
+        device=device,
+    )
+    slot_S = torch.arange(width * block_size, device=device)
+    seen_GS = (slot_S >= low_G1) & (slot_S < high_G1)
+    hidden_G11S = None
+    if not bool(seen_GS.all()):
+        hidden_G11S = torch.zeros(seen_GS.shape, device=device).masked_fill_(~seen_GS, -torch.inf)[:, None, None]
+    return DecodeGroup(torch.tensor([span.offset for span in spans], device=device), block_GM, hidden_G11S)
+
+
+def _chunk(span: Span, block_size: int, window: int | None, device: torch.device) -> Chunk:
+    """Find the keys that a chunk's queries see and, unless it is plainly causal, mask them."""
+    first = 0 if window is None else max(0, span.start + 1 - window)
+    first_block = first // block_size
+    block_M = torch.tensor(span.blocks[first_block : -(-span.end // block_size)], device=device)
+    mask_QS = None
+    if span.start or (window is not None and window < span.end):
+        query_Q = torch.arange(span.start, span.end, device=device)
+        mask_QS = create_attention_mask(query_Q, torch.arange(first, span.end, device=device), window)
+    return Chunk(span, block_M, first - first_block * block_size, mask_QS)
+
+
+def _gather(store: KVStore, layer: int, block_GM: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the keys and values of block tables, [G, S, K, D] each."""
+    num_rows, width = block_GM.shape
+    num_kv_heads, head_dim = store.k_LSKD.shape[2:]
+    shape = (num_rows, width * store.block_size, num_kv_heads, head_dim)
+    k_NB, v_NB = store.blocks(layer)
+    flat = block_GM.flatten()
+    return k_NB.index_select(0, flat).view(shape), v_NB.index_select(0, flat).view(shape)
+
+
+def _gather_chunk(store: KVStore, layer: int, block_M: Tensor, skip: int, num_keys: int) -> tuple[Tensor, Tensor]:
+    """Return `num_keys` keys and values of one block table behind the first `skip`, [S, K, D] each."""
+    k_1SKD, v_1SKD = _gather(store, layer, block_M[None])
+    return k_1SKD[0, skip : skip + num_keys], v_1SKD[0, skip : skip + num_keys]
+
+
+def _attend_group(q_GHD: Tensor, store: KVStore, layer: int, spec: AttentionSpec, group: DecodeGroup) -> Tensor:
+    """Attend for rows of one token: the query heads of a kv head stand where queries do."""
+    k_GSKD, v_GSKD = _gather(store, layer, group.block_GM)
+    q_GKPD = q_GHD.view(q_GHD.size(0), k_GSKD.size(2), -1, q_GHD.size(2))
+    out_GKPD = _attend(q_GKPD, k_GSKD.transpose(1, 2), v_GSKD.transpose(1, 2), spec, group.hidden_G11S)
+    return out_GKPD.flatten(1, 2)
+
+
+def _attend_chunk(q_QHD: Tensor, k_SKD: Tensor, v_SKD: Tensor, spec: AttentionSpec, mask_QS: Tensor | None) -> Tensor:
+    """Attend for one chunk of one row."""
+    q_HQD, k_KSD, v_KSD = (x.transpose(0, 1)[None] for x in (q_QHD, k_SKD, v_SKD))
+    if spec.softcap is None:
+        out_HQD = scaled_dot_product_attention(
+            q_HQD, k_KSD, v_KSD, attn_mask=mask_QS, is_causal=mask_QS is None, scale=spec.scale, enable_gqa=True
+        )
+        return out_HQD[0].transpose(0, 1)
+    if mask_QS is None:
+        position_Q = torch.arange(q_QHD.size(0), device=q_QHD.device)
+        mask_QS = create_attention_mask(position_Q, position_Q)
+    hidden_QS = torch.zeros(mask_QS.shape, device=mask_QS.device).masked_fill_(~mask_QS, -torch.inf)
+    num_queries, num_heads, head_dim = q_QHD.shape
+    q_KPQD = q_QHD.transpose(0, 1).reshape(k_SKD.size(1), -1, num_queries, head_dim)
+    k_K1SD, v_K1SD = k_KSD[0][:, None], v_KSD[0][:, None]
+    width = max(1, _SCORE_ELEMENTS // (num_heads * k_SKD.size(0)))
+    parts = [
+        _attend_softcapped(q_KPQD[:, :, i : i + width], k_K1SD, v_K1SD, spec, hidden_QS[i : i + width])
+        for i in range(0, num_queries, width)
+    ]
+    return torch.cat(parts, dim=2).flatten(0, 1).transpose(0, 1)
+
+
+def _attend(q_GKPD: Tensor, k_GKSD: Tensor, v_GKSD: Tensor, spec: AttentionSpec, hidden_G11S: Tensor | None) -> Tensor:
+    """Attend without causality among the queries."""
+    if spec.softcap is not None:
+        return _attend_softcapped(q_GKPD, k_GKSD, v_GKSD, spec, hidden_G11S)
+    if hidden_G11S is not None:
+        hidden_G11S = hidden_G11S.to(q_GKPD.dtype)
+    return scaled_dot_product_attention(q_GKPD, k_GKSD, v_GKSD, attn_mask=hidden_G11S, scale=spec.scale)
+
+
+def _attend_softcapped(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, hidden: Tensor | None) -> Tensor:
+    """Attend with cap·tanh(score/cap), which SDPA does not have: [..., Q, D] x [..., S, D] -> [..., Q, D]."""
+    assert spec.softcap is not None
+    score = (q.float() @ k.float().transpose(-1, -2)) * spec.scale
+    score = torch.tanh(score / spec.softcap) * spec.softcap
+    if hidden is not None:
+        score = score + hidden
+    return (torch.softmax(score, dim=-1) @ v.float()).to(q.dtype)

@@ -1,0 +1,65 @@
+"""The bytes of the KV cache: one tensor for keys, one for values, all layers. Which block holds what, it never knows.
+
+Shapes: L layers, S slots (blocks x block_size), T tokens of a step, K kv heads, D head size, N blocks, C slots a block.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nano_inference.types import BlockCopy
+
+
+class KVStore:
+    """Owns the K and V of every slot of every layer."""
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.block_size = block_size
+        self.num_blocks = num_blocks
+        shape = (num_layers, num_blocks * block_size, num_kv_heads, head_dim)
+        self.k_LSKD = lazy_zeros(shape, dtype, device)
+        self.v_LSKD = lazy_zeros(shape, dtype, device)
+
+    def write(self, layer: int, slot_T: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> None:
+        """Put a step's keys and values into their slots."""
+        self.k_LSKD[layer].index_copy_(0, slot_T, k_TKD)
+        self.v_LSKD[layer].index_copy_(0, slot_T, v_TKD)
+
+    def blocks(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Return a layer's keys and values as [N, C*K*D], a block a row."""
+        return self.k_LSKD[layer].view(self.num_blocks, -1), self.v_LSKD[layer].view(self.num_blocks, -1)
+
+    def copy(self, copies: Sequence[BlockCopy]) -> None:
+        """Copy the first slots of blocks into others. Every source is read before any target is written."""
+        if not copies:
+            return
+        source = [c.source * self.block_size + i for c in copies for i in range(c.num_tokens)]
+        target = [c.target * self.block_size + i for c in copies for i in range(c.num_tokens)]
+        device = self.k_LSKD.device
+        source_S, target_S = torch.tensor(source, device=device), torch.tensor(target, device=device)
+        for cache_LSKD in (self.k_LSKD, self.v_LSKD):
+            cache_LSKD.index_copy_(1, target_S, cache_LSKD.index_select(1, source_S))
+
+
+def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return zeros; on a CPU the operating system gives the memory page by page as it is first written.
+
+    Zeros, because slots never written are read under a mask, and 0 · NaN would be NaN.
+    """
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(shape)

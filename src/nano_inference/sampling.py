@@ -1,0 +1,305 @@
+"""Draws tokens from logits: functions only, no state, not even a generator.
+
+Order (spec 9): penalties, logit_bias, allowed ids and masks, temperature, top-k, top-p on the renormalised rest, min-p,
+one canonical order of tokens (by id), one uniform. A row's result never depends on what the other rows ask for: rows
+without truncation are computed the same way alone and among truncated ones.
+
+Shapes: B rows, V vocabulary, R a subset of the rows, N blocks of a vocabulary, C tokens of such a block, K best tokens.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nano_inference.types import Row, TokenLogprob, TopLogprobs
+
+_MASK64 = 2**64 - 1
+_CDF_BLOCK = 512
+_TOP_P_WIDTH = 1024
+"""Best tokens looked at first for top-p; when they hold too little mass the whole row is sorted."""
+
+
+def uniform(seed: int, sample_index: int, position: int) -> float:
+    """Return a number in [0, 1) that depends on nothing but its arguments.
+
+    Three rounds of splitmix64's finaliser (Steele, Lea & Flood 2014), one for each argument, 53 bits kept.
+    """
+    state = _mix(seed & _MASK64)
+    state = _mix(state ^ (sample_index & _MASK64))
+    state = _mix(state ^ (position & _MASK64))
+    return (state >> 11) / 2**53
+
+
+def _mix(state: int) -> int:
+    """One step of splitmix64: add the golden gamma, then scramble."""
+    state = (state + 0x9E3779B97F4A7C15) & _MASK64
+    state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
+    state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK64
+    return state ^ (state >> 31)
+
+
+def derive_seed(seed: int, request_id: int) -> int:
+    """Return the seed of a request that names none, under an engine that has one: requests differ, runs repeat."""
+    return _mix(_mix(seed & _MASK64) ^ request_id)
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """What was drawn for the rows, on the CPU."""
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    top_logprobs: tuple[TopLogprobs, ...]
+    """Empty for rows that did not ask."""
+
+
+def draw(logits_BV: Tensor, rows: Sequence[Row]) -> Draw:
+    """Draw one token a row; `logits_BV` is float32 and is overwritten.
+
+    The uniform of a row is that of (seed, sample index, position after its last token).
+    """
+    temperatures = [row.params.temperature for row in rows]
+    raw_rows = [i for i, row in enumerate(rows) if _needs_raw(row)]
+    raw_logp_RV = torch.log_softmax(logits_BV[raw_rows], dim=-1) if raw_rows else None
+    for index, row in enumerate(rows):
+        adjust_logits(logits_BV[index], row)
+    greedy_B = torch.tensor([t == 0 for t in temperatures], device=logits_BV.device)
+    argmax_B = logits_BV.argmax(dim=-1) if any(t == 0 for t in temperatures) else None
+    scale_temperatures(logits_BV, temperatures)
+    tempered_rows = [i for i, row in enumerate(rows) if _needs_tempered(row)]
+    tempered_logp_RV = torch.log_softmax(logits_BV[tempered_rows], dim=-1) if tempered_rows else None
+    truncate(logits_BV, rows)
+    logp_BV = torch.log_softmax(logits_BV, dim=-1)
+    uniforms = [uniform(row.seed, row.sample_index, row.start + len(row.tokens)) for row in rows]
+    token_B = invert_cdf(logp_BV, torch.tensor(uniforms, dtype=torch.float64, device=logp_BV.device))
+    if argmax_B is not None:
+        token_B = torch.where(greedy_B, argmax_B, token_B)
+    if raw_logp_RV is not None:
+        logp_BV[raw_rows] = raw_logp_RV
+    if tempered_logp_RV is not None:
+        logp_BV[tempered_rows] = tempered_logp_RV
+    logprob_B = logp_BV.gather(-1, token_B.unsqueeze(-1)).squeeze(-1)
+    tops = [row.params.logprobs or 0 for row in rows]
+    return Draw(tuple(token_B.tolist()), tuple(logprob_B.tolist()), top_logprobs(logp_BV, tops))
+
+
+def sample_with_logprobs(
+    logits_BV: Tensor,
+    temperatures_B: Tensor,
+    *,
+    top_ks: Sequence[int] | None = None,
+    top_ps: Sequence[float] | None = None,
+    min_ps: Sequence[float] | None = None,
+    uniforms_B: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Draw one token a row; return tokens [B] int64 and log-probabilities [B] float32 of the distribution drawn from.
+
+    Temperature 0 is argmax, its log-probability that of temperature 1. Without `uniforms_B` ([B] in [0, 1)) torch's
+    default generator is asked. Raises `ValueError` when the shapes disagree.
+    """
+    num_rows = logits_BV.size(0)
+    if logits_BV.dim() != 2 or temperatures_B.shape != (num_rows,):
+        shapes = f"{tuple(logits_BV.shape)} and {tuple(temperatures_B.shape)}"
+        raise ValueError(f"logits must be [B, V] and temperatures [B], got {shapes}")
+    temperatures = temperatures_B.tolist()
+    logits_BV = logits_BV.to(torch.float32, copy=True)
+    argmax_B = logits_BV.argmax(dim=-1)
+    scale_temperatures(logits_BV, temperatures)
+    for index in range(num_rows):
+        cut = Truncation(
+            top_ks[index] if top_ks else 0, top_ps[index] if top_ps else 1.0, min_ps[index] if min_ps else 0.0
+        )
+        if cut.is_active and temperatures[index]:
+            truncate_row(logits_BV[index], cut)
+    logp_BV = torch.log_softmax(logits_BV, dim=-1)
+    if uniforms_B is None:
+        uniforms_B = torch.rand(num_rows, dtype=torch.float64, device=logits_BV.device)
+    token_B = torch.where(temperatures_B == 0, argmax_B, invert_cdf(logp_BV, uniforms_B.double()))
+    return token_B, logp_BV.gather(-1, token_B.unsqueeze(-1)).squeeze(-1)
+
+
+def _needs_raw(row: Row) -> bool:
+    """Whether the row reports the model's own distribution and draws from another one."""
+    params = row.params
+    if row.logprobs_mode != "raw" or params.temperature == 0:
+        return False
+    is_adjusted = bool(row.history or params.logit_bias or params.allowed_token_ids or row.mask or row.banned)
+    return is_adjusted or params.temperature != 1 or truncation_of(row).is_active
+
+
+def _needs_tempered(row: Row) -> bool:
+    """Whether the row reports the distribution before truncation and draws from a truncated one."""
+    return row.logprobs_mode == "tempered" and truncation_of(row).is_active
+
+
+def adjust_logits(logits_V: Tensor, row: Row) -> None:
+    """Apply penalties, bias, allowed ids, banned ids and the matcher's mask to one row, in place."""
+    params = row.params
+    if row.history:
+        penalise(logits_V, row)
+    if params.logit_bias:
+        ids = torch.tensor(list(params.logit_bias), device=logits_V.device)
+        logits_V[ids] += torch.tensor(list(params.logit_bias.values()), device=logits_V.device)
+    if params.allowed_token_ids is not None:
+        keep_only(logits_V, torch.tensor(sorted(params.allowed_token_ids), device=logits_V.device))
+    if row.mask is not None:
+        keep_only(logits_V, unpack_mask(row.mask, logits_V.size(0)).to(logits_V.device))
+    if row.banned:
+        logits_V[torch.tensor(row.banned, device=logits_V.device)] = -torch.inf
+
+
+def penalise(logits_V: Tensor, row: Row) -> None:
+    """Apply repetition over prompt and output, presence and frequency over output, in place."""
+    params = row.params
+    seen = torch.tensor(sorted(set(row.history)), device=logits_V.device)
+    if params.repetition_penalty != 1:
+        score = logits_V[seen]
+        logits_V[seen] = torch.where(score > 0, score / params.repetition_penalty, score * params.repetition_penalty)
+    output = Counter(row.history[row.num_prompt :])
+    if output and (params.presence_penalty or params.frequency_penalty):
+        ids = torch.tensor(list(output), device=logits_V.device)
+        counts = torch.tensor(list(output.values()), device=logits_V.device)
+        logits_V[ids] -= params.presence_penalty + params.frequency_penalty * counts
+
+
+def keep_only(logits_V: Tensor, ids: Tensor) -> None:
+    """Forbid every token but these, in place."""
+    kept = logits_V[ids]
+    logits_V.fill_(-torch.inf)
+    logits_V[ids] = kept
+
+
+def unpack_mask(mask: bytes, vocab_size: int) -> Tensor:
+    """Return the ids whose bits are set, lowest id in the lowest bit of the first byte."""
+    byte = torch.frombuffer(bytearray(mask), dtype=torch.uint8)
+    bits = (byte.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8)) & 1
+    return bits.flatten()[:vocab_size].nonzero().squeeze(-1)
+
+
+def scale_temperatures(logits_BV: Tensor, temperatures: Sequence[float]) -> None:
+    """Divide each row by its temperature, in place; greedy rows stay as they are."""
+    if all(t in (0, 1) for t in temperatures):
+        return
+    logits_BV /= torch.tensor([t or 1.0 for t in temperatures], device=logits_BV.device).unsqueeze(-1)
+
+
+@dataclass(frozen=True, slots=True)
+class Truncation:
+    """Which tokens a row may draw."""
+
+    top_k: int
+    top_p: float
+    min_p: float
+
+    @property
+    def is_active(self) -> bool:
+        """Whether anything is cut."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
+
+def truncation_of(row: Row) -> Truncation:
+    """Return a row's truncation; a greedy row has none."""
+    if row.params.temperature == 0:
+        return Truncation(0, 1.0, 0.0)
+    return Truncation(row.params.top_k, row.params.top_p, row.params.min_p)
+
+
+def truncate(logits_BV: Tensor, rows: Sequence[Row]) -> None:
+    """Forbid what each row's truncation cuts, in place."""
+    for index, row in enumerate(rows):
+        cut = truncation_of(row)
+        if cut.is_active:
+            truncate_row(logits_BV[index], cut)
+
+
+def truncate_row(logits_V: Tensor, cut: Truncation) -> None:
+    """Forbid what top-k, then top-p of the rest, then min-p cut from one tempered row, in place. Ties: lowest id."""
+    vocab_size = logits_V.size(0)
+    num_top = min(cut.top_k or vocab_size, vocab_size)
+    best = logits_V.max()
+    if num_top < vocab_size or cut.top_p < 1:
+        value_K = _best_values(logits_V, num_top, cut.top_p)
+        count = min(num_top, value_K.size(0))
+        if cut.top_p < 1:
+            mass_K = (value_K.double() - best.double()).exp().cumsum(-1)
+            total = mass_K[count - 1] if count == num_top < vocab_size else _mass(logits_V, best)
+            count = int((mass_K[:count] < cut.top_p * total).sum()) + 1
+        keep_best(logits_V, value_K[: min(count, num_top)])
+    if cut.min_p > 0:
+        logits_V[(logits_V.double() - best.double()).exp() < cut.min_p] = -torch.inf
+
+
+def _best_values(logits_V: Tensor, num_top: int, top_p: float) -> Tensor:
+    """Return the largest values, sorted; as many as top-k or top-p can need."""
+    if num_top < logits_V.size(0):
+        return logits_V.topk(num_top).values
+    width = min(_TOP_P_WIDTH, num_top)
+    value_K = logits_V.topk(width).values
+    best = value_K[0]
+    if width == num_top or (value_K.double() - best.double()).exp().sum() >= top_p * _mass(logits_V, best):
+        return value_K
+    return logits_V.sort(descending=True).values
+
+
+def _mass(logits_V: Tensor, best: Tensor) -> Tensor:
+    """Return the sum of exp(logit - best) over the row, in float64."""
+    return (logits_V.double() - best.double()).exp().sum()
+
+
+def keep_best(logits_V: Tensor, best_K: Tensor) -> None:
+    """Keep the len(best_K) largest logits, lowest ids first among equals; `best_K` are their sorted values."""
+    last = best_K[-1]
+    num_equal = int((best_K == last).sum())
+    equal_V = logits_V == last
+    if int(equal_V.sum()) > num_equal:
+        equal_V &= equal_V.cumsum(0) <= num_equal
+    logits_V.masked_fill_(~((logits_V > last) | equal_V), -torch.inf)
+
+
+def invert_cdf(logp_BV: Tensor, uniform_B: Tensor) -> Tensor:
+    """Return, for each row, the first token by id at which the cumulated probability exceeds its uniform.
+
+    Sums run in float64 over blocks of the vocabulary, so that no cumulative sum over all of it is needed.
+    """
+    num_rows, vocab_size = logp_BV.shape
+    num_blocks = -(-vocab_size // _CDF_BLOCK)
+    p_BV = torch.nn.functional.pad(logp_BV.exp(), (0, num_blocks * _CDF_BLOCK - vocab_size))
+    p_BNC = p_BV.view(num_rows, num_blocks, _CDF_BLOCK)
+    mass_BN = p_BNC.sum(-1, dtype=torch.float64)
+    cdf_BN = mass_BN.cumsum(-1)
+    target_B1 = uniform_B.unsqueeze(-1) * cdf_BN[:, -1:]
+    block_B1 = _first_above(cdf_BN, target_B1, mass_BN)
+    before_B1 = cdf_BN.gather(-1, block_B1) - mass_BN.gather(-1, block_B1)
+    p_BC = p_BNC.gather(1, block_B1.unsqueeze(-1).expand(-1, -1, _CDF_BLOCK)).squeeze(1)
+    inside_B1 = _first_above(p_BC.cumsum(-1, dtype=torch.float64), target_B1 - before_B1, p_BC)
+    return (block_B1 * _CDF_BLOCK + inside_B1).squeeze(-1)
+
+
+def _first_above(cdf_BN: Tensor, target_B1: Tensor, mass_BN: Tensor) -> Tensor:
+    """Return the first index with cdf > target, or, when rounding hides it, the last index that has any mass."""
+    index_B1 = (cdf_BN <= target_B1).sum(-1, keepdim=True)
+    rank_N = torch.arange(1, mass_BN.size(-1) + 1, device=mass_BN.device)
+    last_B1 = ((mass_BN > 0) * rank_N).amax(-1, keepdim=True) - 1
+    return index_B1.minimum(last_B1).clamp_(min=0)
+
+
+def top_logprobs(logp_BV: Tensor, counts: Sequence[int]) -> tuple[TopLogprobs, ...]:
+    """Return each row's likeliest tokens, as many as it asks for; what cannot be drawn is left out."""
+    width = max(counts, default=0)
+    if not width:
+        return ((),) * len(counts)
+    value_BK, id_BK = logp_BV.topk(min(width, logp_BV.size(-1)), dim=-1)
+    values, ids = value_BK.tolist(), id_BK.tolist()
+    return tuple(
+        tuple(
+            TokenLogprob(token, value)
+            for token, value in list(zip(ids[row], values[row], strict=True))[:count]
+            if value > -torch.inf
+        )
+        for row, count in enumerate(counts)
+    )
