@@ -1,0 +1,53 @@
+"""Makes a model from its configuration, and tells where each checkpoint tensor belongs in it."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Protocol, cast
+
+import torch
+from torch import Tensor, nn
+
+from nano_inference.attention import StepContext
+from nano_inference.models.config import Family, ModelConfig
+from nano_inference.models.layers import Embedding, Linear, RMSNorm
+from nano_inference.models.rope import RotaryTable
+
+_FAMILIES: dict[Family, str] = {
+    "dense": "nano_inference.models.dense:Dense",
+    "gemma": "nano_inference.models.gemma:Gemma",
+}
+
+
+class Model(Protocol):
+    """What the runner needs of a decoder."""
+
+    config: ModelConfig
+    ropes: tuple[RotaryTable, ...]
+
+    def __call__(self, token_T: Tensor, context: StepContext) -> Tensor:
+        """Return the hidden states [T, E] of a step's tokens."""
+
+    def head(self, hidden_SE: Tensor) -> Tensor:
+        """Return float32 logits [S, V]."""
+
+
+def build(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Model:
+    """Return a model with memory for its weights, which are not yet set."""
+    ropes = tuple(RotaryTable(rope, device) for rope in config.ropes)
+    module_name, _, class_name = _FAMILIES[config.family].partition(":")
+    decoder = getattr(importlib.import_module(module_name), class_name)
+    with torch.device("meta"):
+        model = decoder(config, ropes)
+    return cast(Model, model.to(dtype).to_empty(device=device).eval())
+
+
+def weight_slots(model: Model) -> dict[str, Tensor]:
+    """Return, for every Hugging Face name, the view of the model's memory that it fills. Tied heads have none."""
+    slots: dict[str, Tensor] = {}
+    for path, module in cast(nn.Module, model).named_modules():
+        if isinstance(module, Linear):
+            slots |= module.slots("" if path == "lm_head" else f"model.{path.rpartition('.')[0]}.")
+        elif isinstance(module, RMSNorm | Embedding):
+            slots[f"model.{path}.weight"] = module.weight.data
+    return slots
