@@ -1,0 +1,231 @@
+"""Tokenizers out of GGUF metadata (`tokenizer.ggml.*`, ggml-org/ggml docs/gguf.md), built for the `tokenizers` library.
+
+Two models are known: "gpt2", byte-level BPE with its merges, and "llama", SentencePiece's BPE whose merges follow
+from the scores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
+
+from nano_inference.text.fast import SPACE_MARK, FastTokenizer, byte_piece, fast_tokenizer, set_bos_eos
+from nano_inference.types import ModelError
+
+UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 2, 3, 4, 5, 6
+"""Token types of `tokenizer.ggml.token_type` (llama.cpp, llama_token_type); 1 is an ordinary piece."""
+
+TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end|>")
+"""Control tokens that end a turn: GGUF files of old converters name only one end token."""
+
+GPT2_WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+LLAMA3_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+QWEN2_WORDS = LLAMA3_WORDS.replace(r"\p{N}{1,3}", r"\p{N}")
+QWEN35_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}"
+    r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+TEKKEN_WORDS = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|\p{{N}}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+PRE_TOKENIZERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "default": (r"[\p{P}\$\+<=>\^~\|]+", GPT2_WORDS, r"\p{N}+", r"[0-9][0-9][0-9]"),
+        **dict.fromkeys(("gpt-2", "phi-2", "olmo", "mpt", "jais", "trillion"), (GPT2_WORDS,)),
+        **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell"), (r"\p{N}", GPT2_WORDS)),
+        **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "smaug-bpe"), (LLAMA3_WORDS,)),
+        **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2", "hunyuan"), (QWEN2_WORDS,)),
+        "qwen35": (QWEN35_WORDS,),
+        "tekken": (TEKKEN_WORDS,),
+    }
+)
+"""`tokenizer.ggml.pre` to the patterns that cut a text up, one after the other, each within the pieces of the last.
+The facts are those of llama.cpp's src/llama-vocab.cpp and of the models' own tokenizer.json files."""
+
+WHOLE_WORDS = frozenset({"llama-bpe", "llama3", "llama-v3", "falcon3", "tekken"})
+"""Here a word that is in the vocabulary is one token whatever the merges say (`ignore_merges`)."""
+
+ADDS_BOS = frozenset({"llama-bpe", "llama3", "llama-v3", "falcon3", "tekken"})
+"""What `add_bos_token` is when the file does not say."""
+
+
+def gguf_tokenizer(metadata: Mapping[str, Any], where: str) -> FastTokenizer:
+    """Build the tokenizer of a GGUF file. Raises `ModelError` naming the file and what it lacks or is unknown."""
+    model = metadata.get("tokenizer.ggml.model")
+    if model not in ("gpt2", "llama"):
+        raise ModelError(f"{where}: tokenizer.ggml.model {model!r} is not supported; known: gpt2, llama")
+    pieces = _strings(metadata, "tokens", where)
+    types = metadata.get("tokenizer.ggml.token_type") or (1,) * len(pieces)
+    if len(types) != len(pieces):
+        raise ModelError(f"{where}: {len(pieces)} tokens but {len(types)} token types")
+    vocab, doubles = _vocabulary(pieces)
+    if model == "gpt2":
+        core, adds_bos = _byte_level(metadata, vocab, where), metadata.get("tokenizer.ggml.pre") in ADDS_BOS
+    else:
+        core, adds_bos = _sentencepiece(metadata, pieces, types, vocab, where), True
+    _mark_special(core, pieces, types, byte_level=model == "gpt2")
+    named = _named(metadata, pieces, where)
+    _set_ends(core, metadata, named, adds_bos)
+    return fast_tokenizer(
+        core,
+        where=where,
+        spelling="byte_level" if model == "gpt2" else "sentencepiece",
+        drops_space=model == "llama" and _flag(metadata, "add_space_prefix", True),
+        named=named,
+        eos_ids=_end_ids(metadata, pieces, types),
+        doubles=doubles,
+    )
+
+
+def _strings(metadata: Mapping[str, Any], key: str, where: str) -> Sequence[str]:
+    values = metadata.get(f"tokenizer.ggml.{key}")
+    if not isinstance(values, list | tuple) or not values or not all(isinstance(v, str) for v in values):
+        raise ModelError(f"{where}: tokenizer.ggml.{key} is missing or not a list of strings")
+    return values
+
+
+def _vocabulary(pieces: Sequence[str]) -> tuple[dict[str, int], dict[int, str]]:
+    """Return piece → id, the first id when a piece stands twice, and the other ids with their pieces."""
+    vocab: dict[str, int] = {}
+    doubles = {token: piece for token, piece in enumerate(pieces) if vocab.setdefault(piece, token) != token}
+    return vocab, doubles
+
+
+def _byte_level(metadata: Mapping[str, Any], vocab: dict[str, int], where: str) -> tokenizers.Tokenizer:
+    pre = metadata.get("tokenizer.ggml.pre", "default")
+    if pre not in PRE_TOKENIZERS:
+        known = ", ".join(sorted(PRE_TOKENIZERS))
+        raise ModelError(f"{where}: pre-tokenizer {pre!r} (tokenizer.ggml.pre) is not supported; known: {known}")
+    merges = [_pair(merge, where) for merge in _strings(metadata, "merges", where)]
+    core = tokenizers.Tokenizer(_bpe(vocab, merges, where, ignore_merges=pre in WHOLE_WORDS))
+    core.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            *(pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in PRE_TOKENIZERS[pre]),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    core.decoder = decoders.ByteLevel()
+    return core
+
+
+def _pair(merge: str, where: str) -> tuple[str, str]:
+    left, space, right = merge.partition(" ")
+    if not space or not left or not right:
+        raise ModelError(f"{where}: tokenizer.ggml.merges holds {merge!r}, which is not two pieces")
+    return left, right
+
+
+def _bpe(
+    vocab: dict[str, int],
+    merges: list[tuple[str, str]],
+    where: str,
+    *,
+    ignore_merges: bool = False,
+    unknown: str | None = None,
+    byte_fallback: bool = False,
+) -> models.BPE:
+    try:
+        return models.BPE(
+            vocab=vocab,
+            merges=merges,
+            ignore_merges=ignore_merges,
+            unk_token=unknown,
+            fuse_unk=unknown is not None,
+            byte_fallback=byte_fallback,
+        )
+    except Exception as error:  # the library raises bare Exception, e.g. for a merge whose result is no token
+        raise ModelError(f"{where}: the vocabulary and its merges do not fit: {error}") from None
+
+
+def _sentencepiece(
+    metadata: Mapping[str, Any], pieces: Sequence[str], types: Sequence[int], vocab: dict[str, int], where: str
+) -> tokenizers.Tokenizer:
+    scores = metadata.get("tokenizer.ggml.scores")
+    if not isinstance(scores, list | tuple) or len(scores) != len(pieces):
+        raise ModelError(f"{where}: tokenizer.ggml.scores is missing or not one for each token")
+    missing = [byte for byte in range(256) if f"<0x{byte:02X}>" not in vocab]
+    if missing:
+        raise ModelError(f"{where}: the vocabulary has no piece <0x{missing[0]:02X}> for that byte")
+    unknown = next((piece for piece, kind in zip(pieces, types, strict=True) if kind == UNKNOWN), None)
+    merges = _merges_of_scores(pieces, types, scores, vocab)
+    core = tokenizers.Tokenizer(_bpe(vocab, merges, where, unknown=unknown, byte_fallback=True))
+    spaces = normalizers.Replace(" ", SPACE_MARK)
+    prefix = _flag(metadata, "add_space_prefix", True)
+    core.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE_MARK), spaces]) if prefix else spaces
+    core.decoder = decoders.Sequence([decoders.Replace(SPACE_MARK, " "), decoders.ByteFallback(), decoders.Fuse()])
+    return core
+
+
+def _merges_of_scores(
+    pieces: Sequence[str], types: Sequence[int], scores: Sequence[float], vocab: Mapping[str, int]
+) -> list[tuple[str, str]]:
+    """Return the merges that SentencePiece's BPE would do, best first: it joins the two neighbours whose union has
+    the highest score (google/sentencepiece, bpe_model.cc); every way to cut a piece in two is such a pair."""
+    mergeable = {piece for piece, kind in zip(pieces, types, strict=True) if kind in (1, USER_DEFINED)}
+    found = []
+    for piece in mergeable:
+        if len(piece) > 1:
+            rank = (-scores[vocab[piece]], vocab[piece])
+            cuts = ((piece[:at], piece[at:]) for at in range(1, len(piece)))
+            found += [(*rank, vocab[a], vocab[b], a, b) for a, b in cuts if a in mergeable and b in mergeable]
+    return [(left, right) for *_, left, right in sorted(found)]
+
+
+def _mark_special(core: tokenizers.Tokenizer, pieces: Sequence[str], types: Sequence[int], *, byte_level: bool) -> None:
+    """Let control tokens and user-defined tokens be matched as they stand.
+
+    Not the user-defined runs of SentencePiece's own space mark: no text holds that character, merges make them.
+    """
+    marked = []
+    for piece, kind in zip(pieces, types, strict=True):
+        special = kind == CONTROL or (kind == UNKNOWN and byte_piece(piece) is None)
+        if special or (kind == USER_DEFINED and (byte_level or SPACE_MARK not in piece)):
+            marked.append(AddedToken(piece, special=special, normalized=False))
+    core.add_tokens([token for token in marked if token.content])
+
+
+def _named(metadata: Mapping[str, Any], pieces: Sequence[str], where: str) -> dict[str, str]:
+    """Return the roles that the file gives to tokens; SentencePiece files that say nothing have BOS 1 and EOS 2."""
+    named = {}
+    defaults = {"bos": 1, "eos": 2} if metadata["tokenizer.ggml.model"] == "llama" else {}
+    for role, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
+        token = metadata.get(f"tokenizer.ggml.{key}_token_id", defaults.get(role))
+        if token is None:
+            continue
+        if not 0 <= token < len(pieces):
+            raise ModelError(f"{where}: tokenizer.ggml.{key}_token_id is {token}, outside of {len(pieces)} tokens")
+        named[f"{role}_token"] = pieces[token]
+    return named
+
+
+def _set_ends(
+    core: tokenizers.Tokenizer, metadata: Mapping[str, Any], named: Mapping[str, str], adds_bos: bool
+) -> None:
+    bos = named.get("bos_token") if _flag(metadata, "add_bos_token", adds_bos) else None
+    eos = named.get("eos_token") if _flag(metadata, "add_eos_token", False) else None
+    set_bos_eos(core, bos, eos)
+
+
+def _flag(metadata: Mapping[str, Any], key: str, default: bool) -> bool:
+    return bool(metadata.get(f"tokenizer.ggml.{key}", default))
+
+
+def _end_ids(metadata: Mapping[str, Any], pieces: Sequence[str], types: Sequence[int]) -> Iterable[int]:
+    """Return the tokens that end a turn or a message, beside the end token proper."""
+    for key in ("eot", "eom"):
+        token = metadata.get(f"tokenizer.ggml.{key}_token_id")
+        if token is not None and 0 <= token < len(pieces):
+            yield token
+    for token, piece in enumerate(pieces):
+        if types[token] == CONTROL and piece in TURN_ENDS:
+            yield token

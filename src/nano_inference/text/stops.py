@@ -1,0 +1,47 @@
+"""Stop strings as matchers: they follow one sample over the bytes of its tokens and say when to stop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from nano_inference.text.tokenizer import Tokenizer
+from nano_inference.types import Matcher, StopReason
+
+
+def stop_matcher(tokenizer: Tokenizer, stops: tuple[str, ...]) -> Callable[[], Matcher]:
+    """Return a maker of matchers, one for each sample, that stop once the sample's text contains one of `stops`.
+
+    The text is what a reader sees: special tokens are not in it. A special token whose own text contains a stop
+    string stops too, because that is what someone who writes `stop="<|im_end|>"` means. Of two stop strings the one
+    that is complete first wins, then the longer, as in `stream`. An empty stop string is a `ValueError`.
+    """
+    if "" in stops:
+        raise ValueError("stop must not hold an empty string")
+    return lambda: StopStrings(tokenizer, stops)
+
+
+class StopStrings:
+    """Follows one sample; keeps only as many bytes as the longest stop string needs, less one."""
+
+    def __init__(self, tokenizer: Tokenizer, stops: tuple[str, ...]) -> None:
+        self._tokenizer = tokenizer
+        self._stops = tuple((stop.encode("utf-8", "surrogatepass"), stop) for stop in stops)
+        self._keep = max((len(data) for data, _ in self._stops), default=1) - 1
+        self._tail = b""
+
+    def advance(self, token: int) -> StopReason | None:
+        """Take the next token; return the stop string that it completes, or None."""
+        piece = self._tokenizer.token_bytes(token)
+        if token in self._tokenizer.special_ids:
+            return self._first(piece)
+        text = self._tail + piece
+        self._tail = text[max(0, len(text) - self._keep) :]
+        return self._first(text)
+
+    def mask(self) -> bytes | None:
+        """Return None: every token is allowed."""
+        return None
+
+    def _first(self, text: bytes) -> str | None:
+        found = [(at + len(data), at, stop) for data, stop in self._stops if (at := text.find(data)) >= 0]
+        return min(found)[2] if found else None

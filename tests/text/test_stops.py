@@ -1,0 +1,81 @@
+"""Stop strings over tokens: the same verdict as over the text, in linear time and bounded memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from nano_inference.text.stops import StopStrings, stop_matcher
+from nano_inference.text.stream import push, start
+from nano_inference.text.tokenizer import Tokenizer, load_tokenizer
+from nano_inference.types import Matcher, TokenizerSource
+
+
+@pytest.fixture(scope="module")
+def tokenizer(chatml_dir: Path) -> Tokenizer:
+    return load_tokenizer(TokenizerSource(str(chatml_dir)))
+
+
+def first(matcher: Matcher, ids: list[int]) -> tuple[int, object] | None:
+    """Return after how many tokens the matcher stops, and why."""
+    for count, token in enumerate(ids, 1):
+        reason = matcher.advance(token)
+        if reason is not None:
+            return count, reason
+    return None
+
+
+def test_a_stop_string_inside_a_token_stops(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode(" the")
+    assert len(ids) == 1
+    assert first(stop_matcher(tokenizer, ("h",))(), ids) == (1, "h")
+
+
+def test_a_stop_string_across_tokens_stops_at_its_last(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("1234567")
+    assert first(stop_matcher(tokenizer, ("345",))(), ids) == (5, "345")
+    assert first(stop_matcher(tokenizer, ("99", "7"))(), ids) == (7, "7")
+    assert first(stop_matcher(tokenizer, ("48",))(), ids) is None
+
+
+def test_each_sample_has_a_matcher_of_its_own(tokenizer: Tokenizer) -> None:
+    make = stop_matcher(tokenizer, ("12",))
+    one, two = tokenizer.encode("12")
+    a, b = make(), make()
+    assert a.advance(one) is None and b.advance(two) is None
+    assert a.advance(two) == "12" and a.mask() is None
+
+
+def test_special_tokens_are_no_text_but_can_be_named(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("1<|im_end|>2")
+    assert first(stop_matcher(tokenizer, ("12",))(), ids) == (3, "12")
+    assert first(stop_matcher(tokenizer, ("<|im_end|>",))(), ids) == (2, "<|im_end|>")
+
+
+def test_memory_is_bounded_by_the_longest_stop_string(tokenizer: Tokenizer) -> None:
+    matcher = StopStrings(tokenizer, ("x" * 9, "y"))
+    for token in tokenizer.encode("the quick brown fox " * 50):
+        if matcher.advance(token):
+            break
+        assert len(matcher._tail) <= 8
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(text=st.text("ab é😀1", max_size=16), stops=st.lists(st.text("ab é😀1", min_size=1, max_size=3), max_size=3))
+def test_the_verdict_is_that_of_the_stream(tokenizer: Tokenizer, text: str, stops: list[str]) -> None:
+    ids = tokenizer.encode(text)
+    state, wanted = start(stops=tuple(stops)), None
+    for count, token in enumerate(ids, 1):
+        state, _ = push(state, tokenizer.token_bytes(token))
+        if state.stopped:
+            wanted = (count, state.stopped)
+            break
+    assert first(stop_matcher(tokenizer, tuple(stops))(), ids) == wanted
+
+
+def test_an_empty_stop_string_is_refused(tokenizer: Tokenizer) -> None:
+    with pytest.raises(ValueError, match="empty"):
+        stop_matcher(tokenizer, ("a", ""))

@@ -1,0 +1,205 @@
+"""Directories' tokenizers against transformers, and what every tokenizer promises."""
+
+from __future__ import annotations
+
+import base64
+import json
+from pathlib import Path
+
+import pytest
+import tiktoken
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizer_samples import ODD, SPECIALS, byte_level, save
+
+from nano_inference.text.fast import CHAR_OF_BYTE, FastTokenizer, byte_piece
+from nano_inference.text.hf import hf_tokenizer
+from nano_inference.text.tiktoken_file import LLAMA3_WORDS
+from nano_inference.text.tokenizer import Tokenizer, load_tokenizer
+from nano_inference.types import BadRequest, ModelError, TokenizerSource
+
+transformers = pytest.importorskip("transformers")
+
+
+def load(directory: Path) -> Tokenizer:
+    return load_tokenizer(TokenizerSource(str(directory)))
+
+
+@pytest.mark.parametrize("kind", ["chatml_dir", "llama_dir"])
+def test_ids_and_text_are_those_of_transformers(kind: str, request: pytest.FixtureRequest) -> None:
+    directory = request.getfixturevalue(kind)
+    ours, theirs = load(directory), transformers.AutoTokenizer.from_pretrained(directory)
+    for text in (*ODD, *(f"a{special}b {special}\n" for special in theirs.all_special_tokens)):
+        ids = ours.encode(text)
+        assert ids == theirs(text)["input_ids"], text
+        assert ours.encode(text, add_special=False) == theirs(text, add_special_tokens=False)["input_ids"], text
+        assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True), text
+    assert ours.special_ids == {token for token, entry in theirs.added_tokens_decoder.items() if entry.special}
+    assert (ours.bos_id, ours.eos_ids) == (theirs.bos_token_id, (theirs.eos_token_id,))
+    assert ours.vocab_size == len(theirs)
+
+
+@pytest.mark.parametrize("kind", ["chatml_dir", "llama_dir"])
+def test_special_tokens_in_a_text_can_be_spelled_out(kind: str, request: pytest.FixtureRequest) -> None:
+    directory = request.getfixturevalue(kind)
+    ours = load(directory)
+    theirs = transformers.AutoTokenizer.from_pretrained(directory)
+    for special in (ours.token_text(token) for token in sorted(ours.special_ids)):
+        text = f"x {special}user"
+        ids = ours.encode(text, add_special=False, parse_special=False)
+        assert not ours.special_ids & set(ids)
+        assert ours.decode(ids, skip_special=False) == text
+        assert ids == theirs(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+        assert ours.special_ids & set(ours.encode(text, add_special=False))
+
+
+@pytest.mark.parametrize("kind", ["chatml_dir", "llama_dir"])
+@settings(max_examples=60, deadline=None)
+@given(text=st.text(max_size=40))
+def test_the_bytes_of_tokens_are_the_text(kind: str, text: str, request: pytest.FixtureRequest) -> None:
+    ours = load_cached(request, kind)
+    ids = ours.encode(text, add_special=False, parse_special=False)
+    data = b"".join(ours.token_bytes(token) for token in ids)
+    prefix = b" " if ours.drops_space and text else b""
+    assert data == prefix + text.replace("▁", " " if ours.drops_space else "▁").encode()
+
+
+def load_cached(request: pytest.FixtureRequest, kind: str) -> Tokenizer:
+    return load(request.getfixturevalue(kind))
+
+
+def test_bytes_that_are_no_text_are_replaced(chatml_dir: Path) -> None:
+    ours = load(chatml_dir)
+    halves = ours.encode("é")
+    if len(halves) == 1:
+        halves = ours.encode("\U0010ffff")
+    assert ours.decode(halves[:1]) == "\ufffd"
+
+
+@pytest.mark.parametrize("token", [-1, 10**6, 2**70])
+def test_an_unknown_id_is_refused(chatml_dir: Path, token: int) -> None:
+    with pytest.raises(BadRequest, match="not in the vocabulary"):
+        load(chatml_dir).token_bytes(token)
+
+
+def test_a_lone_surrogate_is_refused(chatml_dir: Path) -> None:
+    with pytest.raises(BadRequest, match="surrogate at character 1"):
+        load(chatml_dir).encode("a\ud800")
+
+
+def test_added_tokens_spell_their_own_text(chatml_dir: Path) -> None:
+    ours = load(chatml_dir)
+    (token,) = ours.encode("<think>", parse_special=False)
+    assert ours.token_bytes(token) == b"<think>" and token not in ours.special_ids
+
+
+def test_the_library_settings_of_a_file_do_not_cut_texts(tmp_path: Path) -> None:
+    core = byte_level()
+    core.enable_truncation(max_length=2)
+    core.enable_padding(length=4)
+    assert len(load(save(core, tmp_path)).encode("hello world 1234567")) > 4
+
+
+def test_end_tokens_of_the_generation_config_count(tmp_path: Path) -> None:
+    directory = save(byte_level(), tmp_path, eos_token="<|im_end|>")
+    (directory / "generation_config.json").write_text('{"eos_token_id": [0, 2]}')
+    assert load(directory).eos_ids == (2, 0)
+
+
+@pytest.mark.parametrize("bos,eos", [(True, False), (False, True), (True, True), (False, False)])
+def test_explicit_bos_and_eos_are_those_of_transformers(tmp_path: Path, bos: bool, eos: bool) -> None:
+    names = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}
+    directory = save(byte_level(), tmp_path, add_bos_token=bos, add_eos_token=eos, **names)
+    theirs = transformers.AutoTokenizer.from_pretrained(directory)
+    assert load(directory).encode("hello") == theirs("hello")["input_ids"]
+
+
+def test_added_tokens_of_the_config_alone_are_known(tmp_path: Path) -> None:
+    size = byte_level().get_vocab_size()
+    entry = {"content": "<|tool|>", "special": True}
+    directory = save(byte_level(), tmp_path, added_tokens_decoder={str(size): entry})
+    assert load(directory).encode("<|tool|>") == [size]
+    directory = save(byte_level(), tmp_path, added_tokens_decoder={str(size + 5): entry})
+    with pytest.raises(ModelError, match="cannot have the id"):
+        load(directory)
+
+
+def test_byte_pieces() -> None:
+    assert byte_piece("<0xAB>") == 0xAB and byte_piece("<0x0a>") == 10
+    assert [byte_piece(text) for text in ("<0xAG>", "<0x1>", "0xAB", "<0x+1>")] == [None] * 4
+    assert len(set(CHAR_OF_BYTE.values())) == 256
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("tokenizer.pkl", b"\x80\x04.", "a pickle is not run"),
+        ("tokenization_evil.py", b"raise SystemExit", "Python code is not run"),
+        ("tokenizer.model", b"\x0a\x0e\x0a\x05<unk>\x15", "SentencePiece model alone"),
+        ("tokenizer.json", b"{", "not a tokenizer.json"),
+        ("readme.txt", b"", "no tokenizer"),
+    ],
+)
+def test_what_cannot_be_used_is_refused_by_name(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ModelError, match=message):
+        load(tmp_path)
+
+
+def test_other_decoders_are_refused_by_name(tmp_path: Path) -> None:
+    core = byte_level()
+    state = json.loads(core.to_str()) | {"decoder": {"type": "WordPiece", "prefix": "##", "cleanup": True}}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(state))
+    with pytest.raises(ModelError, match="WordPiece is not supported"):
+        load(tmp_path)
+
+
+def ranks() -> dict[bytes, int]:
+    words = [bytes([byte]) for byte in range(256)] + [b"he", b"ll", b"hell", b" w", b"hello", b"12", b"123"]
+    return {word: rank for rank, word in enumerate(words)}
+
+
+def write_ranks(path: Path, table: dict[bytes, int]) -> None:
+    path.write_bytes(b"".join(base64.b64encode(word) + b" %d\n" % rank for word, rank in table.items()))
+
+
+@pytest.mark.parametrize("name", ["tokenizer.model", "some.tiktoken"])
+def test_a_tiktoken_file_is_llama_3(tmp_path: Path, name: str) -> None:
+    write_ranks(tmp_path / name, ranks())
+    ours = load(tmp_path)
+    plain = tiktoken.Encoding("x", pat_str=LLAMA3_WORDS, mergeable_ranks=ranks(), special_tokens={})
+    for text in ODD:
+        assert ours.encode(text, add_special=False) == plain.encode(text), text
+        assert ours.decode(ours.encode(text)) == text
+    first = len(ranks())
+    assert ours.bos_id == first and ours.encode("hello")[0] == first and ours.vocab_size == first + 256
+    assert ours.token_text(first + 255) == "<|reserved_special_token_247|>"
+    assert ours.eos_ids == (first + 1, first + 9)
+    assert ours.encode("<|eot_id|>", add_special=False) == [first + 9]
+    assert ours.decode(ours.encode("<|eot_id|>", parse_special=False)) == "<|eot_id|>"
+
+
+def test_a_tiktoken_file_with_a_config(tmp_path: Path) -> None:
+    write_ranks(tmp_path / "x.tiktoken", ranks())
+    first = len(ranks())
+    config = {"added_tokens_decoder": {str(first + 3): {"content": "<|end|>"}}, "eos_token": "<|end|>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    ours = load(tmp_path)
+    assert ours.eos_ids == (first + 3,) and ours.bos_id is None and ours.encode("hello") == [260]
+    with pytest.raises(BadRequest):
+        ours.token_bytes(first)
+
+
+def test_a_damaged_tiktoken_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "x.tiktoken"
+    write_ranks(path, {word: rank for word, rank in ranks().items() if rank != 7})
+    with pytest.raises(ModelError, match="ranks are not 0 to"):
+        load(tmp_path)
+    path.write_bytes(b"aGk= 0\nnonsense\n")
+    with pytest.raises(ModelError, match="line 2"):
+        load(tmp_path)
+
+
+def test_the_class_is_the_protocol(chatml_dir: Path) -> None:
+    ours: Tokenizer = hf_tokenizer(chatml_dir)
+    assert isinstance(ours, FastTokenizer) and ours.named["eos_token"] == SPECIALS[2]
