@@ -1,0 +1,181 @@
+"""From a configuration to the parts of an engine: find and open the model, load it, size the cache."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from nano_inference.attention import pick
+from nano_inference.catalog import default_cache, resolve
+from nano_inference.config import Dtype, EngineConfig
+from nano_inference.kv import KVManager, make_kv
+from nano_inference.kv.store import KVStore
+from nano_inference.loader import Checkpoint, load_into, open_checkpoint
+from nano_inference.models.build import Model, build, weight_slots
+from nano_inference.models.config import ModelConfig
+from nano_inference.runner import ModelRunner, Runner
+from nano_inference.text.stops import stop_matcher
+from nano_inference.text.tokenizer import Tokenizer, load_tokenizer
+from nano_inference.types import Matcher, TokenizerSource
+
+_DTYPES: dict[Dtype, torch.dtype] = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+_CPU_CACHE_SHARE = 4
+_CPU_CACHE_LIMIT = 4 << 30
+
+StopMatcher = Callable[[tuple[str, ...]], Callable[[], Matcher]]
+LoadProgress = Callable[[int, int], None]
+"""Told the bytes of weights written so far, and of all."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineParts:
+    """What an engine runs with."""
+
+    runner: Runner
+    kv: KVManager
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: frozenset[int] = frozenset()
+    lookahead: int = 1
+    """Tokens the runner may draw for a row in one step."""
+    stop_matcher: StopMatcher | None = None
+    """Makes the matchers of stop strings; None when there is no tokenizer."""
+    checkpoint: Checkpoint | None = None
+
+
+def assemble(config: EngineConfig, progress: LoadProgress | None = None) -> EngineParts:
+    """Build everything that `config` asks for.
+
+    Raises `ModelError` when the model's files cannot be used, `ValueError` when the device cannot, or when the cache
+    has no room for a single block.
+    """
+    if config.num_threads is not None:
+        torch.set_num_threads(config.num_threads)
+    device = pick_device(config.device)
+    dtype = pick_dtype(config.dtype, device)
+    checkpoint = open_checkpoint(locate(config.model_path))
+    max_model_len = min(config.max_model_len, checkpoint.config.max_positions)
+    model = load_model(checkpoint, device, dtype, max_model_len, progress)
+    num_blocks = count_blocks(config, model.config, device, dtype, max_model_len)
+    store = make_store(model.config, num_blocks, config.block_size, device, dtype)
+    return EngineParts(
+        runner=ModelRunner(model, store, pick(config.attention, device), device),
+        kv=make_kv(config.cache_type, num_blocks, config.block_size),
+        vocab_size=model.config.vocab_size,
+        max_model_len=max_model_len,
+        eos_token_ids=frozenset(model.config.eos_token_ids),
+        stop_matcher=matcher_maker(checkpoint.tokenizer),
+        checkpoint=checkpoint,
+    )
+
+
+def locate(name: str) -> Path:
+    """Return where a model lies: a path as it is, a known name or hub id from the user's cache, fetched when absent."""
+    return resolve(name, default_cache(os.environ))
+
+
+def pick_device(name: str) -> torch.device:
+    """Return the device of that name; "auto" is CUDA when it is there."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ValueError(f"device must be auto, cpu, cuda or cuda:N, got {name!r}") from None
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"device must be auto, cpu, cuda or cuda:N, got {name!r}")
+    if device.type == "cuda" and (not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count()):
+        raise ValueError(f"device {name!r}: torch sees {torch.cuda.device_count()} CUDA devices")
+    return device
+
+
+def pick_dtype(name: Dtype, device: torch.device) -> torch.dtype:
+    """Return the arithmetic's dtype; "auto" is float32 on a CPU and bfloat16 on CUDA."""
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return _DTYPES[name]
+
+
+def load_model(
+    checkpoint: Checkpoint,
+    device: torch.device,
+    dtype: torch.dtype,
+    max_model_len: int,
+    progress: LoadProgress | None = None,
+) -> Model:
+    """Build the model and stream its weights in. A dynamic rope's base is fixed from `max_model_len`."""
+    config = checkpoint.config
+    config = replace(config, ropes=tuple(replace(rope, max_positions=max_model_len) for rope in config.ropes))
+    model = build(config, device, dtype)
+    slots = weight_slots(model)
+    total = sum(slot.numel() * slot.element_size() for slot in slots.values())
+    done = 0
+
+    def tell(num_bytes: int) -> None:
+        nonlocal done
+        done += num_bytes
+        if progress is not None:
+            progress(done, total)
+
+    ignore = ("lm_head.weight",) if config.tie_embeddings else ()
+    load_into(slots, checkpoint.tensors(), ignore=ignore, progress=tell)
+    return model
+
+
+def count_blocks(
+    config: EngineConfig, model: ModelConfig, device: torch.device, dtype: torch.dtype, max_model_len: int
+) -> int:
+    """Return how many KV blocks to make: what the memory gives, but no more than a full batch could ever use."""
+    block_bytes = model.kv_bytes_per_token(dtype.itemsize) * config.block_size
+    num_bytes = config.kv_cache_bytes or free_bytes(device, config.gpu_memory_utilization)
+    num_blocks = min(num_bytes // block_bytes, config.max_batch_size * -(-max_model_len // config.block_size))
+    if num_blocks < 1:
+        raise ValueError(f"kv_cache_bytes: {num_bytes} bytes do not hold one block of {block_bytes} bytes")
+    return num_blocks
+
+
+def free_bytes(device: torch.device, gpu_memory_utilization: float) -> int:
+    """Return the bytes that a KV cache may take when nobody says how many."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return max(0, int(total * gpu_memory_utilization) - (total - free))
+    return min(available_memory() // _CPU_CACHE_SHARE, _CPU_CACHE_LIMIT)
+
+
+def available_memory() -> int:
+    """Return the bytes of main memory that can be had without swapping; 4 GiB where the system does not say."""
+    info = Path("/proc/meminfo")
+    if info.is_file():
+        for line in info.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    try:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):
+        return 4 << 30
+
+
+def make_store(
+    model: ModelConfig, num_blocks: int, block_size: int, device: torch.device, dtype: torch.dtype
+) -> KVStore:
+    """Return the bytes of a KV cache for that model."""
+    return KVStore(model.num_layers, num_blocks, block_size, model.num_kv_heads, model.head_dim, dtype, device)
+
+
+def matcher_maker(source: TokenizerSource) -> StopMatcher:
+    """Return the maker of stop-string matchers; the tokenizer is loaded when the first one is asked for."""
+
+    @cache
+    def tokenizer() -> Tokenizer:
+        return load_tokenizer(source)
+
+    return lambda stops: stop_matcher(tokenizer(), stops)

@@ -1,0 +1,54 @@
+"""The one place where lists become tensors: a scheduled batch -> the input of a forward pass.
+
+Shapes: T tokens of the step (all rows one after another).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from nano_inference.attention import ForwardInput, Span
+from nano_inference.types import Row
+
+
+def build(rows: tuple[Row, ...], block_size: int, device: torch.device) -> ForwardInput:
+    """Lay the rows' tokens one after another and say where each stands and where its K/V goes."""
+    tokens: list[int] = []
+    previous: list[int] = []
+    positions: list[int] = []
+    slots: list[int] = []
+    spans: list[Span] = []
+    for row in rows:
+        spans.append(Span(len(tokens), len(row.tokens), row.start, row.blocks))
+        tokens += row.tokens
+        previous += (row.prev_token, *row.tokens[:-1])
+        places = range(row.start, row.start + len(row.tokens))
+        positions += places
+        slots += [row.blocks[p // block_size] * block_size + p % block_size for p in places]
+    token_T, prev_T, position_T, slot_T = torch.tensor([tokens, previous, positions, slots], device=device)
+    return ForwardInput(token_T=token_T, prev_T=prev_T, position_T=position_T, slot_T=slot_T, spans=tuple(spans))
+
+
+class Scored(NamedTuple):
+    """The known tokens whose log-probabilities one row reports."""
+
+    row: int
+    indices: range
+    """Which of the step's T tokens they follow."""
+    targets: tuple[int, ...]
+    """The known tokens themselves."""
+
+
+def scored(rows: tuple[Row, ...], spans: tuple[Span, ...]) -> list[Scored]:
+    """Return what the rows that score a prompt report."""
+    found = []
+    for index, (row, span) in enumerate(zip(rows, spans, strict=True)):
+        if row.score_from is None:
+            continue
+        known = row.tokens[1:] if row.next_token < 0 else (*row.tokens[1:], row.next_token)
+        skip = max(0, row.score_from - row.start - 1)
+        if skip < len(known):
+            found.append(Scored(index, range(span.offset + skip, span.offset + len(known)), known[skip:]))
+    return found

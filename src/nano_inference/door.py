@@ -1,0 +1,109 @@
+"""What may come in: turns a caller's prompt and parameters into a checked `Request`, or refuses by name.
+
+Pure: it knows the engine's limits and nothing else. Everything it raises is a `BadRequest`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+
+from nano_inference.types import BadRequest, Matcher, Request, SamplingParams, TokenProgram, check_int, token_ids
+
+MatcherFactory = Callable[[], Matcher]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What a request must fit into."""
+
+    vocab_size: int
+    max_model_len: int
+    num_blocks: int
+    block_size: int
+
+
+def admit(
+    request_id: int,
+    prompt: Sequence[int],
+    params: SamplingParams,
+    limits: Limits,
+    *,
+    seed: int,
+    num_samples: int = 1,
+    salt: str = "",
+    score_start: int | None = None,
+    make_matcher: MatcherFactory | None = None,
+    program: TokenProgram | None = None,
+) -> Request:
+    """Return the request with every limit resolved; raise `BadRequest` naming the field and the limit."""
+    try:
+        ids = check_prompt(prompt, limits)
+        check_int("num_samples", num_samples, 1)
+        check_vocabulary(params, limits.vocab_size)
+        max_new = room_for(len(ids), params, limits)
+    except ValueError as error:
+        raise BadRequest(str(error)) from None
+    if params.stop and make_matcher is None:
+        raise BadRequest("stop: this engine was made without a tokenizer; use stop_token_ids or pass a matcher")
+    return Request(
+        id=request_id,
+        prompt=ids,
+        params=params,
+        num_samples=num_samples,
+        max_new_tokens=max_new,
+        seed=seed,
+        salt=salt,
+        score_start=score_start if params.prompt_logprobs is not None else None,
+        make_matcher=make_matcher,
+        program=program,
+    )
+
+
+def check_prompt(prompt: Sequence[int], limits: Limits) -> tuple[int, ...]:
+    """Return the prompt as a tuple of known token ids."""
+    ids = token_ids("prompt", prompt)
+    if not ids:
+        raise ValueError("prompt must hold at least one token")
+    if max(ids) >= limits.vocab_size:
+        position = next(i for i, token in enumerate(ids) if token >= limits.vocab_size)
+        raise ValueError(
+            f"prompt: token id {ids[position]} at position {position} is outside the vocabulary of {limits.vocab_size}"
+        )
+    return ids
+
+
+def check_vocabulary(params: SamplingParams, vocab_size: int) -> None:
+    """Refuse parameters that name tokens which the model does not have."""
+    named: tuple[tuple[str, Collection[int]], ...] = (
+        ("stop_token_ids", params.stop_token_ids),
+        ("allowed_token_ids", params.allowed_token_ids or ()),
+        ("logit_bias", params.logit_bias),
+    )
+    for name, ids in named:
+        for token in ids:
+            if token >= vocab_size:
+                raise ValueError(f"{name}: token id {token} is outside the vocabulary of {vocab_size}")
+    for name, count in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
+        if count is not None:
+            check_int(name, count, 0, vocab_size)
+
+
+def room_for(num_prompt: int, params: SamplingParams, limits: Limits) -> int:
+    """Return how many tokens the request may add; refuse what the model or the whole cache cannot hold."""
+    wanted = params.max_tokens
+    shortest = num_prompt + (0 if wanted == 0 else 1)
+    if shortest > limits.max_model_len:
+        raise ValueError(
+            f"prompt has {num_prompt} tokens; max_model_len is {limits.max_model_len}"
+            + ("" if wanted == 0 else ", the answer included")
+        )
+    num_slots = limits.num_blocks * limits.block_size
+    room = min(limits.max_model_len, num_slots) - num_prompt
+    max_new = room if wanted is None else min(wanted, limits.max_model_len - num_prompt)
+    if num_prompt + max_new > num_slots or (wanted is None and room < 1):
+        raise ValueError(
+            f"prompt of {num_prompt} tokens and max_tokens of {wanted} need more than the whole KV cache, "
+            f"which holds {num_slots} tokens; lower max_tokens or raise kv_cache_bytes"
+        )
+    return max_new

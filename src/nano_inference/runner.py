@@ -1,0 +1,116 @@
+"""Runs one step on the device: the only place where a plan meets tensors.
+
+Shapes: T tokens of the step, B rows that draw, S rows scored at once, E hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from nano_inference.attention import Backend, ForwardInput, SdpaBackend, Span, StepContext
+from nano_inference.batch import Scored, build, scored
+from nano_inference.kv.store import KVStore
+from nano_inference.models.build import Model
+from nano_inference.sampling import Draw, draw, scale_temperatures, top_logprobs
+from nano_inference.types import Row, RowResult, ScheduledBatch, TopLogprobs
+
+_SCORE_ELEMENTS = 1 << 24
+"""Logits that exist at once while a prompt is scored: [T, V] is never made whole."""
+
+
+class Runner(Protocol):
+    """What the engine needs: a step in, drawn tokens out, in the order of the rows."""
+
+    def run(self, batch: ScheduledBatch) -> Sequence[RowResult]:
+        """Compute the rows' K/V and draw what they ask for."""
+
+
+class ModelRunner:
+    """Owns the model, the bytes of the KV cache and the attention backend."""
+
+    def __init__(self, model: Model, store: KVStore, backend: Backend, device: torch.device) -> None:
+        self.model = model
+        self.store = store
+        self.backend = backend
+        self.device = device
+
+    def run(self, batch: ScheduledBatch) -> list[RowResult]:
+        """Copy blocks, compute the rows, score what is asked for, draw. Results keep the rows' order."""
+        rows = batch.rows
+        with torch.inference_mode():
+            self.store.copy(batch.copies)
+            step = build(rows, self.store.block_size, self.device)
+            hidden_TE = forward(self.model, step, self.store, self.backend)
+            scores = {s.row: self._score(rows[s.row], s, hidden_TE) for s in scored(rows, step.spans)}
+            drawing = [i for i, row in enumerate(rows) if row.num_sampled]
+            drawn = self._draw([rows[i] for i in drawing], [step.spans[i] for i in drawing], hidden_TE)
+        place = {index: i for i, index in enumerate(drawing)}
+        return [_result(row, drawn, place.get(i), scores.get(i)) for i, row in enumerate(rows)]
+
+    def _draw(self, rows: Sequence[Row], spans: Sequence[Span], hidden_TE: Tensor) -> Draw:
+        """Draw one token for each row from the logits of its last token."""
+        if not rows:
+            return Draw((), (), ())
+        last_B = torch.tensor([span.offset + span.num_tokens - 1 for span in spans], device=self.device)
+        return draw(self.model.head(hidden_TE[last_B]), rows)
+
+    def _score(self, row: Row, known: Scored, hidden_TE: Tensor) -> Scores:
+        """Return the log-probabilities of known tokens, a bounded piece of [S, V] at a time."""
+        width = max(1, _SCORE_ELEMENTS // self.model.config.vocab_size)
+        temperature = row.params.temperature if row.logprobs_mode != "raw" else 1.0
+        logprobs: list[float] = []
+        tops: list[TopLogprobs] = []
+        for start in range(0, len(known.targets), width):
+            indices = known.indices[start : start + width]
+            logits_SV = self.model.head(hidden_TE[indices.start : indices.stop])
+            scale_temperatures(logits_SV, [temperature] * len(indices))
+            logp_SV = torch.log_softmax(logits_SV, dim=-1)
+            target_S1 = torch.tensor(known.targets[start : start + width], device=self.device).unsqueeze(-1)
+            logprobs += logp_SV.gather(-1, target_S1).squeeze(-1).tolist()
+            tops += top_logprobs(logp_SV, [row.params.prompt_logprobs or 0] * len(indices))
+        return Scores(tuple(logprobs), tuple(tops))
+
+
+class Scores(NamedTuple):
+    """What scoring found for one row."""
+
+    logprobs: tuple[float, ...] = ()
+    tops: tuple[TopLogprobs, ...] = ()
+
+
+def _result(row: Row, drawn: Draw, place: int | None, scores: Scores | None) -> RowResult:
+    """Put one row's findings together."""
+    scores = scores or Scores()
+    if place is None:
+        return RowResult(id=row.id, scores=scores.logprobs, score_tops=scores.tops)
+    return RowResult(
+        id=row.id,
+        tokens=(drawn.tokens[place],),
+        logprobs=(drawn.logprobs[place],),
+        top_logprobs=(drawn.top_logprobs[place],),
+        scores=scores.logprobs,
+        score_tops=scores.tops,
+    )
+
+
+def forward(model: Model, step: ForwardInput, store: KVStore, backend: Backend) -> Tensor:
+    """Return the hidden states [T, E] of a step; its K/V is in the store afterwards."""
+    windows = {layer.window for layer in model.config.layers}
+    context = StepContext(
+        step=step,
+        store=store,
+        backend=backend,
+        plans={window: backend.plan(step, store.block_size, window) for window in windows},
+        ropes=tuple(table.at(step.position_T, store.k_LSKD.dtype) for table in model.ropes),
+    )
+    return model(step.token_T, context)
+
+
+def model_forward(model: Model, inputs: ForwardInput, cache: KVStore, backend: Backend | None = None) -> Tensor:
+    """Return float32 logits [T, V] of every token of a step: the slow, whole form of what the runner does."""
+    with torch.inference_mode():
+        return model.head(forward(model, inputs, cache, backend or SdpaBackend()))

@@ -1,0 +1,159 @@
+"""A runner whose K/V is the token itself: a wrong block table comes out as a wrong token."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+from nano_inference.assemble import EngineParts
+from nano_inference.config import EngineConfig
+from nano_inference.kv import make_kv
+from nano_inference.types import Row, RowResult, SamplingParams, ScheduledBatch
+
+VOCAB_SIZE = 50
+EOS = 7
+
+
+def next_token(seen: tuple[int, ...], seed: int, sample_index: int) -> int:
+    """The fake model's draw: a function of everything seen and of the row's randomness."""
+    return random.Random(repr((seen, seed, sample_index, len(seen)))).randrange(VOCAB_SIZE)
+
+
+def score(seen: tuple[int, ...], token: int) -> float:
+    """The fake model's log-probability of a known token."""
+    return -random.Random(repr((seen, token))).random()
+
+
+class FakeRunner:
+    """Owns slots that hold tokens; reads a row's history back through its block table."""
+
+    def __init__(self, num_blocks: int, block_size: int, lookahead: int = 1) -> None:
+        self.block_size = block_size
+        self.slots: list[int | None] = [None] * (num_blocks * block_size)
+        self.lookahead = lookahead
+        self.num_computed = 0
+
+    def run(self, batch: ScheduledBatch) -> Sequence[RowResult]:
+        size = self.block_size
+        copied = [
+            (c.target * size + i, self.slots[c.source * size + i]) for c in batch.copies for i in range(c.num_tokens)
+        ]
+        for slot, token in copied:
+            self.slots[slot] = token
+        for row in batch.rows:
+            self._write(row, row.start, row.tokens)
+            self.num_computed += len(row.tokens)
+        return [self._result(row) for row in batch.rows]
+
+    def _slot(self, row: Row, position: int) -> int:
+        return row.blocks[position // self.block_size] * self.block_size + position % self.block_size
+
+    def _write(self, row: Row, start: int, tokens: Sequence[int]) -> None:
+        for i, token in enumerate(tokens):
+            self.slots[self._slot(row, start + i)] = token
+
+    def _seen(self, row: Row, end: int) -> tuple[int, ...]:
+        seen = tuple(self.slots[self._slot(row, position)] for position in range(end))
+        assert None not in seen, "a row read a slot that nobody wrote"
+        return seen  # type: ignore[return-value]
+
+    def _result(self, row: Row) -> RowResult:
+        end = row.start + len(row.tokens)
+        tokens: list[int] = []
+        for _ in range(row.num_sampled):
+            if tokens:
+                self._write(row, end + len(tokens) - 1, tokens[-1:])
+            tokens.append(next_token(self._seen(row, end + len(tokens)), row.seed, row.sample_index))
+        scores = ()
+        if row.score_from is not None:
+            known = row.tokens if row.next_token < 0 else (*row.tokens, row.next_token)
+            first = max(row.score_from, row.start + 1)
+            scores = tuple(
+                score(self._seen(row, p), known[p - row.start]) for p in range(first, row.start + len(known))
+            )
+        return RowResult(
+            id=row.id,
+            tokens=tuple(tokens),
+            logprobs=(-0.5,) * len(tokens),
+            scores=scores,
+            score_tops=((),) * len(scores),
+        )
+
+
+class Calculator:
+    """A token program: between 3 and 4 the sample writes a call, whose answer is forced. Pure."""
+
+    def start(self) -> object:
+        return None
+
+    def step(self, state: object, token: int) -> tuple[object, tuple[int, ...]]:
+        if token % 5 == 3:
+            return (), ()
+        if token % 5 == 4 and isinstance(state, tuple):
+            return None, (48, *state[:3], 49)
+        return ((*state, token) if isinstance(state, tuple) else None), ()
+
+
+class StopAfter:
+    """A matcher that stops a sample once its last two tokens add up to a multiple of 23."""
+
+    def __init__(self) -> None:
+        self.last: int | None = None
+
+    def advance(self, token: int) -> str | None:
+        hit = self.last is not None and (self.last + token) % 23 == 0
+        self.last = token
+        return "sum" if hit else None
+
+    def mask(self) -> bytes | None:
+        return None
+
+
+def fake_parts(cache_type: str, num_blocks: int, block_size: int, lookahead: int = 1) -> EngineParts:
+    """The parts of an engine without a model."""
+    return EngineParts(
+        runner=FakeRunner(num_blocks, block_size, lookahead),
+        kv=make_kv(cache_type, num_blocks, block_size),  # type: ignore[arg-type]
+        vocab_size=VOCAB_SIZE,
+        max_model_len=100_000,
+        eos_token_ids=frozenset([EOS]),
+        lookahead=lookahead,
+    )
+
+
+def fake_config(max_batch_size: int = 8, max_tokens_per_batch: int = 64) -> EngineConfig:
+    """A configuration that names no model."""
+    return EngineConfig(
+        model_path="fake", max_batch_size=max_batch_size, max_tokens_per_batch=max_tokens_per_batch, seed=3
+    )
+
+
+def reference(
+    prompt: Sequence[int], params: SamplingParams, sample_index: int, *, program: bool = False, matcher: bool = False
+) -> tuple[list[int], list[int], str]:
+    """One sample written out naively, token by token: (tokens, mask, finish reason)."""
+    assert params.max_tokens is not None and params.seed is not None
+    tokens, mask = list(prompt), []
+    state: object = None
+    tool, stop_after = Calculator(), StopAfter() if matcher else None
+
+    def add(token: int, sampled: int) -> str | None:
+        tokens.append(token)
+        mask.append(sampled)
+        if stop_after is not None and stop_after.advance(token):
+            return "stop"
+        return "length" if len(mask) == params.max_tokens else None
+
+    if params.max_tokens == 0:
+        return [], [], "length"
+    while True:
+        token = next_token(tuple(tokens), params.seed, sample_index)
+        end = add(token, 1)
+        if token in params.stop_token_ids or (token == EOS and not params.ignore_eos):
+            return tokens[len(prompt) :], mask, "stop"
+        if program and not end:
+            state, forced = tool.step(state, token)
+            for forced_token in forced:
+                end = end or add(forced_token, 0)
+        if end:
+            return tokens[len(prompt) :], mask, end

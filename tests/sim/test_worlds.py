@@ -1,0 +1,176 @@
+"""Hundreds of random worlds: the engine on a fake runner against one sample at a time, written out naively."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+import pytest
+
+from nano_inference.engine import InferenceEngine
+from nano_inference.types import SamplingParams, TrainingSample
+from tests.sim.fakes import Calculator, FakeRunner, StopAfter, fake_config, fake_parts, reference, score
+
+CACHES = ("paged", "radix")
+
+
+@dataclass
+class World:
+    """One random history: an engine, the requests still to come, what each must give."""
+
+    rng: random.Random
+    engine: InferenceEngine
+    arrivals: list[dict[str, object]] = field(default_factory=list)
+    asked: dict[int, dict[str, object]] = field(default_factory=dict)
+    samples: list[TrainingSample] = field(default_factory=list)
+    aborted: set[int] = field(default_factory=set)
+
+
+def make_world(seed: int, cache_type: str, *, tight: bool, lookahead: int = 1) -> World:
+    rng = random.Random(seed)
+    block_size = rng.choice([1, 2, 4, 8])
+    num_blocks = -(-(80 if tight else rng.choice([160, 400, 800])) // block_size)
+    config = fake_config(rng.choice([1, 2, 4, 16]), rng.choice([3, 4, 16, 64]))
+    world = World(rng, InferenceEngine(config, parts=fake_parts(cache_type, num_blocks, block_size, lookahead)))
+    base = [rng.randrange(50) for _ in range(30)]
+    for _ in range(rng.randrange(2, 8)):
+        prompt = base[: rng.randrange(30)] + [rng.randrange(50) for _ in range(rng.randrange(1, 12))]
+        params = SamplingParams(
+            max_tokens=rng.randrange(0, 30),
+            stop_token_ids=[11] if rng.random() < 0.5 else [],
+            ignore_eos=rng.random() < 0.3,
+            seed=rng.randrange(100),
+            prompt_logprobs=0 if rng.random() < 0.3 else None,
+        )
+        world.arrivals.append(
+            {
+                "prompt": prompt,
+                "params": params,
+                "n": rng.randrange(1, 5),
+                "program": rng.random() < 0.3,
+                "matcher": rng.random() < 0.3,
+                "salt": rng.choice(["", "", "a"]),
+            }
+        )
+    return world
+
+
+def arrive(world: World) -> None:
+    ask = world.arrivals.pop(0)
+    request_id = world.engine.add_request(
+        ask["prompt"],
+        ask["params"],
+        ask["n"],
+        salt=ask["salt"],
+        make_matcher=StopAfter if ask["matcher"] else None,
+        program=Calculator() if ask["program"] else None,
+    )
+    world.asked[request_id] = ask
+
+
+def run_world(world: World, *, aborts: bool = False) -> World:
+    engine = world.engine
+    for _ in range(20_000):
+        if not world.arrivals and not engine.has_pending():
+            break
+        while world.arrivals and world.rng.random() < 0.5:
+            arrive(world)
+        if aborts and world.asked and world.rng.random() < 0.05:
+            request_id = world.rng.choice(list(world.asked))
+            partial = engine.abort(request_id)
+            world.samples += partial
+            world.aborted |= {sample.request_id for sample in partial}
+        world.samples += engine.step()
+        engine.parts.kv.check()
+    else:
+        pytest.fail("the world did not end")
+    assert engine.parts.kv.num_free_blocks() == engine.parts.kv.num_blocks
+    return world
+
+
+def check_samples(world: World) -> None:
+    assert len(world.samples) == sum(ask["n"] for ask in world.asked.values())
+    for sample in world.samples:
+        ask = world.asked[sample.request_id]
+        tokens, mask, reason = reference(
+            ask["prompt"], ask["params"], sample.sample_index, program=ask["program"], matcher=ask["matcher"]
+        )
+        if sample.finish_reason == "abort":
+            assert sample.request_id in world.aborted
+            count = len(sample.completion_tokens)
+            tokens, mask = tokens[:count], mask[:count]
+        else:
+            assert sample.finish_reason == reason
+        assert list(sample.completion_tokens) == tokens
+        assert list(sample.mask) == mask
+        assert len(sample.logprobs) == len(sample.token_versions) == len(tokens)
+        assert all(lp == (-0.5 if drawn else 0.0) for lp, drawn in zip(sample.logprobs, mask, strict=True))
+        check_scores(sample, ask)
+
+
+def check_scores(sample: TrainingSample, ask: dict[str, object]) -> None:
+    prompt = tuple(ask["prompt"])
+    if ask["params"].prompt_logprobs is None:
+        assert sample.prompt_logprobs is None
+        return
+    expected = tuple(score(prompt[:i], prompt[i]) for i in range(1, len(prompt)))
+    if sample.finish_reason == "abort":
+        expected = expected[: len(sample.prompt_logprobs)]
+    assert sample.prompt_logprobs == expected
+
+
+@pytest.mark.parametrize("cache_type", CACHES)
+def test_roomy_worlds_equal_the_reference(cache_type: str) -> None:
+    num_computed = num_naive = 0
+    for seed in range(200):
+        world = run_world(make_world(seed, cache_type, tight=False))
+        check_samples(world)
+        runner = world.engine.parts.runner
+        assert isinstance(runner, FakeRunner)
+        num_computed += runner.num_computed
+        num_naive += sum(len(s.prompt_tokens) + len(s.completion_tokens) for s in world.samples)
+    assert num_computed < 0.75 * num_naive, "prefixes were not shared"
+
+
+@pytest.mark.parametrize("cache_type", CACHES)
+def test_tight_worlds_preempt_and_equal_the_reference(cache_type: str) -> None:
+    num_preempted = 0
+    for seed in range(200):
+        world = run_world(make_world(seed, cache_type, tight=True))
+        check_samples(world)
+        num_preempted += sum(sample.num_preemptions for sample in world.samples)
+    assert num_preempted > 50
+
+
+@pytest.mark.parametrize("cache_type", CACHES)
+def test_aborts_return_what_there_is_and_harm_nobody(cache_type: str) -> None:
+    num_aborted = 0
+    for seed in range(200):
+        world = run_world(make_world(seed, cache_type, tight=seed % 2 == 0), aborts=True)
+        check_samples(world)
+        num_aborted += len(world.aborted)
+    assert num_aborted > 50
+
+
+@pytest.mark.parametrize("cache_type", CACHES)
+@pytest.mark.parametrize("lookahead", [2, 5])
+def test_several_tokens_a_step_equal_one(cache_type: str, lookahead: int) -> None:
+    for seed in range(100):
+        check_samples(run_world(make_world(seed, cache_type, tight=seed % 2 == 0, lookahead=lookahead)))
+
+
+@pytest.mark.parametrize("cache_type", CACHES)
+def test_a_group_prefills_its_prompt_once(cache_type: str) -> None:
+    engine = InferenceEngine(fake_config(), parts=fake_parts(cache_type, 200, 4))
+    engine.generate([list(range(20, 40))], SamplingParams(max_tokens=1, seed=1), 8)
+    computed = engine.parts.runner.num_computed
+    tail = 4 if cache_type == "paged" else 1  # the radix cache copies the part of a block that agrees
+    assert computed == 20 + 7 * tail
+
+
+def test_a_finished_prompt_is_found_again_to_the_token() -> None:
+    engine = InferenceEngine(fake_config(), parts=fake_parts("radix", 200, 16))
+    first = engine.generate([list(range(10, 33))], SamplingParams(max_tokens=4, seed=1, ignore_eos=True))[0]
+    turn = [*first.prompt_tokens, *first.completion_tokens, 1, 2]
+    second = engine.generate([turn], SamplingParams(max_tokens=1, seed=1))[0]
+    assert second.num_cached_tokens == len(turn) - 3  # the last drawn token's K/V never existed
