@@ -19,7 +19,7 @@ from nano_inference.config import EngineConfig, SchedulerConfig
 from nano_inference.door import Limits, MatcherFactory, admit
 from nano_inference.kv import Hit
 from nano_inference.sampling import derive_seed
-from nano_inference.schedule import schedule
+from nano_inference.scheduling import schedule
 from nano_inference.sequence import Sequence, advance, finish, start_sequences, to_delta, to_sample
 from nano_inference.types import (
     BadRequest,
