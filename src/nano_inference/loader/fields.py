@@ -1,0 +1,153 @@
+"""Typed, bounded reading of values that a file claims: every refusal names the file and the field. No torch."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nano_inference.types import ModelError
+
+MAX_INT = 2**31 - 1
+_MAX_JSON_BYTES = 64 * 2**20
+_SHOWN = 80
+
+
+@dataclass(frozen=True, slots=True)
+class Fields:
+    """Values of one file. The getters raise `ModelError`; an absent or null value takes `default`."""
+
+    origin: str
+    """The file, for messages."""
+    values: Mapping[str, Any]
+
+    def get(self, name: str) -> Any:
+        """Return the raw value, None when there is none."""
+        return self.values.get(name)
+
+    def bad(self, name: str, wanted: str) -> ModelError:
+        """Return the error that says what `name` should have been."""
+        return ModelError(f"{self.origin}: {name} must be {wanted}, got {shown(self.get(name))}")
+
+    def integer(self, name: str, default: int | None = None, *, low: int = 1, high: int = MAX_INT) -> int:
+        """Return an integer in [low, high]; without a default the field must be there."""
+        found = self.optional_integer(name, low=low, high=high)
+        if found is not None:
+            return found
+        if default is None:
+            raise ModelError(f"{self.origin}: {name} is missing")
+        return default
+
+    def optional_integer(self, name: str, *, low: int = 1, high: int = MAX_INT) -> int | None:
+        """Return an integer in [low, high], or None."""
+        value = self.get(name)
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+            raise self.bad(name, f"an integer in [{low}, {high}]")
+        return value
+
+    def number(self, name: str, default: float | None = None, *, low: float = 0.0, high: float = 1e12) -> float:
+        """Return a finite number in (low, high]; without a default the field must be there."""
+        found = self.optional_number(name, low=low, high=high)
+        if found is not None:
+            return found
+        if default is None:
+            raise ModelError(f"{self.origin}: {name} is missing")
+        return default
+
+    def optional_number(self, name: str, *, low: float = 0.0, high: float = 1e12) -> float | None:
+        """Return a finite number in (low, high], or None."""
+        value = self.get(name)
+        if value is None:
+            return None
+        # Python compares integers with floats exactly, so the range check makes the conversion safe.
+        if isinstance(value, bool) or not isinstance(value, int | float) or not low < value <= high:
+            raise self.bad(name, f"a number in ({low:g}, {high:g}]")
+        return float(value)
+
+    def flag(self, name: str, default: bool) -> bool:
+        """Return a boolean."""
+        value = self.get(name)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise self.bad(name, "true or false")
+        return value
+
+    def text(self, name: str, default: str) -> str:
+        """Return a string."""
+        value = self.get(name)
+        if value is None:
+            return default
+        if not isinstance(value, str):
+            raise self.bad(name, "a string")
+        return value
+
+    def mapping(self, name: str) -> Mapping[str, Any]:
+        """Return a JSON object, empty when there is none."""
+        value = self.get(name)
+        if value is None:
+            return {}
+        if not isinstance(value, Mapping):
+            raise self.bad(name, "an object")
+        return value
+
+    def sequence(self, name: str) -> Sequence[Any] | None:
+        """Return a list, or None."""
+        value = self.get(name)
+        if value is not None and not isinstance(value, list | tuple):
+            raise self.bad(name, "a list")
+        return value
+
+    def within(self, name: str) -> Fields:
+        """Return the fields of the object `name`."""
+        return Fields(f"{self.origin}: {name}", self.mapping(name))
+
+
+def shown(value: object) -> str:
+    """Return `value` as one short line for a message."""
+    if isinstance(value, int) and not isinstance(value, bool) and abs(value) > 10**_SHOWN:
+        return "a huge integer"
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    # Only the start of a long value is written out: a file may hold megabytes where a number belongs.
+    text = ascii(value[:_SHOWN] if isinstance(value, str | list | tuple) else value)
+    return text if len(text) <= _SHOWN else text[:_SHOWN] + "…"
+
+
+def read_json(path: Path) -> Fields:
+    """Return the JSON object in a file of at most 64 MiB; `ModelError` when it is none or cannot be read."""
+    try:
+        size = path.stat().st_size
+        if size > _MAX_JSON_BYTES:
+            raise ModelError(f"{path}: {size} bytes are too many for a JSON file (limit {_MAX_JSON_BYTES})")
+        data = path.read_bytes()
+    except OSError as error:
+        raise ModelError(f"{path}: cannot be read: {error.strerror}") from error
+    return Fields(str(path), parse_json(str(path), data))
+
+
+def parse_json(origin: str, data: bytes) -> dict[str, Any]:
+    """Return the JSON object that `data` spells in UTF-8; a name given twice is a `ModelError` too."""
+    try:
+        value = json.loads(data.decode("utf-8"), object_pairs_hook=_unique)
+    except RecursionError as error:
+        raise ModelError(f"{origin}: the JSON is nested too deeply") from error
+    except ValueError as error:
+        raise ModelError(f"{origin}: not valid JSON: {shown(str(error))}") from error
+    if not isinstance(value, dict):
+        raise ModelError(f"{origin}: must hold a JSON object, got {type(value).__name__}")
+    return value
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    out = dict(pairs)
+    if len(out) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the name {shown(twice)} is there twice")
+    return out

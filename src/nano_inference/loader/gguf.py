@@ -1,0 +1,179 @@
+"""Weights of GGUF files under Hugging Face's names, dequantised by the `gguf` package in bounded pieces.
+
+llama.cpp's converter changes some tensors, which is undone here: rows of q and k of the Llama family are stored in
+pairs (ggml rotates neighbours, Hugging Face halves), and Gemma's norms have 1 added.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+
+import gguf
+import numpy as np
+import torch
+from torch import Tensor
+
+from nano_inference.loader.door import WeightSource
+from nano_inference.loader.fields import shown
+from nano_inference.loader.gguf_config import RULES, architecture_of
+from nano_inference.loader.gguf_file import GgufFile, GgufTensor
+from nano_inference.loader.pieces import FileRange, fill, open_at
+from nano_inference.models.config import ModelConfig
+from nano_inference.types import ModelError
+
+_PIECE_VALUES = 2**20
+
+PLAIN: Mapping[str, str] = MappingProxyType({"F32": "float32", "F16": "float16", "BF16": "bfloat16"})
+
+_TOP: Mapping[str, str] = MappingProxyType(
+    {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+)
+_LAYER: Mapping[str, str] = MappingProxyType(
+    {
+        "attn_norm": "input_layernorm",
+        "attn_q": "self_attn.q_proj",
+        "attn_k": "self_attn.k_proj",
+        "attn_v": "self_attn.v_proj",
+        "attn_output": "self_attn.o_proj",
+        "attn_q_norm": "self_attn.q_norm",
+        "attn_k_norm": "self_attn.k_norm",
+        "ffn_gate": "mlp.gate_proj",
+        "ffn_up": "mlp.up_proj",
+        "ffn_down": "mlp.down_proj",
+    }
+)
+_NORMS: Mapping[str, Mapping[str, str]] = MappingProxyType(
+    {
+        "dense": {"ffn_norm": "post_attention_layernorm"},
+        "gemma": {
+            "post_attention_norm": "post_attention_layernorm",
+            "ffn_norm": "pre_feedforward_layernorm",
+            "post_ffw_norm": "post_feedforward_layernorm",
+        },
+    }
+)
+_DERIVED = ("rope_freqs.weight", "rope_freqs", "attn_rot_embd", "rotary_emb.inv_freq")
+"""Rotary frequencies: those that say something went into the configuration."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackedTensor:
+    """One tensor of a GGUF file whose values must be unpacked or changed; satisfies `WeightSource`."""
+
+    path: Path
+    tensor: GgufTensor
+    head_rows: int = 0
+    """Rows of one head whose order is to be undone; 0 keeps the order."""
+    shift: float = 0.0
+    """Added to every value."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Rows first."""
+        return self.tensor.shape
+
+    @property
+    def dtype(self) -> str:
+        """ggml's name, such as "Q4_1"."""
+        return PLAIN.get(self.tensor.type_name, self.tensor.type_name)
+
+    def read_into(self, target: Tensor) -> None:
+        """Fill a contiguous tensor of the same shape, of any float dtype, on any device, a few heads at a time."""
+        kind = gguf.GGMLQuantizationType[self.tensor.type_name]
+        flat = target.view(-1)
+        num_rows = self.tensor.num_bytes // self.tensor.row_bytes
+        row_values = flat.numel() // num_rows
+        unit = self.head_rows if self.head_rows and len(self.shape) > 1 else 1
+        step = max(1, _PIECE_VALUES // (unit * row_values)) * unit
+        packed = torch.empty(min(step, num_rows), self.tensor.row_bytes, dtype=torch.uint8)
+        with open_at(self.path, self.tensor.offset) as file:
+            for start in range(0, num_rows, step):
+                part = packed[: num_rows - start]
+                fill(file, self.path, part.view(-1))
+                self._place(unpack(part, kind), flat[start * row_values : (start + step) * row_values])
+
+    def _place(self, values: Tensor, piece: Tensor) -> None:
+        """Write the values of some rows, flat, where they belong."""
+        if self.shift:
+            values += self.shift
+        if not self.head_rows:
+            piece.copy_(values)
+            return
+        num_columns = self.shape[1] if len(self.shape) > 1 else 1
+        half = self.head_rows // 2
+        piece.view(-1, 2, half, num_columns).copy_(values.view(-1, half, 2, num_columns).transpose(1, 2))
+
+
+def unpack(packed: Tensor, kind: gguf.GGMLQuantizationType) -> Tensor:
+    """Return the float32 values of rows of bytes, flat."""
+    # Damaged blocks may hold infinite scales; numpy's warnings about those are of no use to anybody here.
+    with np.errstate(all="ignore"):
+        values: np.ndarray = gguf.quants.dequantize(packed.numpy(), kind)
+    return torch.from_numpy(values).view(-1)
+
+
+def gguf_sources(file: GgufFile, config: ModelConfig) -> dict[str, WeightSource]:
+    """Return the source of every weight under its Hugging Face name, in the order of the bytes.
+
+    `ModelError` for a tensor that the architecture has not, or whose type cannot be unpacked.
+    """
+    architecture = architecture_of(file)
+    _check_types(file)
+    sources: dict[str, WeightSource] = {}
+    for tensor in sorted(file.tensors.values(), key=lambda tensor: tensor.offset):
+        part = tensor.name.split(".")[-2:][0]
+        if tensor.name in _DERIVED or part in _DERIVED:
+            continue
+        name = hf_name(tensor.name, RULES[architecture].family)
+        if name is None:
+            raise ModelError(f"{file.path}: tensor {shown(tensor.name)} is not known in architecture {architecture}")
+        head_rows = config.head_dim if RULES[architecture].permuted and part in ("attn_q", "attn_k") else 0
+        shift = -1.0 if RULES[architecture].family == "gemma" and name.endswith("norm.weight") else 0.0
+        sources[name] = _source(file, tensor, head_rows, shift)
+    return sources
+
+
+def hf_name(name: str, family: str) -> str | None:
+    """Return the Hugging Face name of a GGUF tensor, None when there is none."""
+    *where, part, kind = name.split(".") if "." in name else ("", name)
+    if kind not in ("weight", "bias"):
+        return None
+    if not where and part in _TOP:
+        return f"{_TOP[part]}.{kind}"
+    if len(where) != 2 or where[0] != "blk" or not (where[1].isascii() and where[1].isdigit()):
+        return None
+    found = _LAYER.get(part) or _NORMS[family].get(part)
+    return None if found is None else f"model.layers.{where[1]}.{found}.{kind}"
+
+
+def _source(file: GgufFile, tensor: GgufTensor, head_rows: int, shift: float) -> WeightSource:
+    """Return the plainest source that gives the values as Hugging Face has them."""
+    if head_rows % 2 or (head_rows and tensor.shape[0] % head_rows):
+        raise ModelError(
+            f"{file.path}: tensor {shown(tensor.name)} has {tensor.shape[0]} rows, not whole heads of {head_rows}"
+        )
+    if head_rows or shift or tensor.type_name not in PLAIN:
+        return PackedTensor(file.path, tensor, head_rows, shift)
+    return FileRange(file.path, tensor.offset, tensor.shape, PLAIN[tensor.type_name])
+
+
+def _check_types(file: GgufFile) -> None:
+    """Refuse by name the types that the `gguf` package cannot unpack: it has no list of them, so each is tried."""
+    for name in sorted({tensor.type_name for tensor in file.tensors.values()} - PLAIN.keys()):
+        kind = gguf.GGMLQuantizationType[name]
+        try:
+            unpack(torch.zeros(1, gguf.GGML_QUANT_SIZES[kind][1], dtype=torch.uint8), kind)
+        except NotImplementedError as error:
+            raise ModelError(f"{file.path}: tensors of type {name} cannot be unpacked") from error
+
+
+def main_type(file: GgufFile) -> str:
+    """Return the type that most of the file's bytes have: "float32", "bfloat16", "Q4_1", …"""
+    sizes: dict[str, int] = {}
+    for tensor in file.tensors.values():
+        sizes[tensor.type_name] = sizes.get(tensor.type_name, 0) + tensor.num_bytes
+    name = max(sizes, key=lambda name: sizes[name])
+    return PLAIN.get(name, name)

@@ -1,0 +1,295 @@
+"""The header, metadata and tensor table of a GGUF file (v2 and v3, little endian), every length checked. No torch.
+
+Format: ggml-org/ggml, docs/gguf.md. The `gguf` package has a reader too, but it takes seconds for a vocabulary of 49
+thousand tokens and maps the file without checking bounds; that package gives the sizes of the types here, and does
+the dequantisation in `loader.gguf`.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+import sys
+from array import array
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, BinaryIO
+
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+
+from nano_inference.loader.fields import shown
+from nano_inference.types import ModelError
+
+MAX_HEADER_BYTES = 64 * 2**20
+"""More than any vocabulary needs; what the header unpacks to in memory is a small multiple of it."""
+
+_MAGIC = b"GGUF"
+_VERSIONS = (2, 3)
+_CHUNK_BYTES = 2**20
+_MAX_DIMENSIONS = 4
+_MAX_DEPTH = 3
+_STRING, _ARRAY, _BOOL = 8, 9, 7
+_MIN_KEY_BYTES = 8 + 1 + 4 + 1
+_MIN_TENSOR_BYTES = 8 + 1 + 4 + 8 + 4 + 8
+
+_SCALARS: Mapping[int, struct.Struct] = MappingProxyType(
+    {code: struct.Struct("<" + letter) for code, letter in enumerate("BbHhIif?")}
+    | {10: struct.Struct("<Q")}
+    | {11: struct.Struct("<q"), 12: struct.Struct("<d")}
+)
+"""Value type to its layout: u8 i8 u16 i16 u32 i32 f32 bool, then u64 i64 f64."""
+
+
+@dataclass(frozen=True, slots=True)
+class GgufTensor:
+    """Where one tensor lies and how it is packed."""
+
+    name: str
+    shape: tuple[int, ...]
+    """Rows first, as torch has it (the file has it the other way round)."""
+    type_name: str
+    """As ggml names it: F32, Q4_1, …"""
+    offset: int
+    """Of its first byte in the file."""
+    num_bytes: int
+    row_bytes: int
+    """Of one row: the last dimension, packed."""
+
+
+@dataclass(frozen=True, slots=True)
+class GgufFile:
+    """What a GGUF file says of itself. Text that is not UTF-8 has U+FFFD where it is not."""
+
+    path: Path
+    metadata: Mapping[str, Any]
+    """Numbers, booleans, strings, and tuples of them."""
+    tensors: Mapping[str, GgufTensor]
+    """In the order of the file's table."""
+    data_offset: int
+    """Where the tensors' bytes begin."""
+
+
+class _Cursor:
+    """Owns the file while its header is read; reads ahead in chunks and never past the file or the limit."""
+
+    def __init__(self, path: Path, file: BinaryIO) -> None:
+        self.path = path
+        self.file = file
+        self.file_bytes = file.seek(0, 2)
+        self.buffer = b""
+        self.at = 0
+        self.loaded = 0
+        file.seek(0)
+
+    @property
+    def position(self) -> int:
+        """Where in the file the next value begins."""
+        return self.loaded - len(self.buffer) + self.at
+
+    def left(self) -> int:
+        """How many bytes the header may still have."""
+        return min(self.file_bytes, MAX_HEADER_BYTES) - self.position
+
+    def need(self, num_bytes: int) -> None:
+        """Make sure that many bytes lie in the buffer; `ModelError` when the file cannot have them."""
+        if self.at + num_bytes <= len(self.buffer):
+            return
+        if num_bytes > self.left():
+            raise self.bad(f"{num_bytes} bytes are announced where {self.left()} can follow")
+        missing = self.at + num_bytes - len(self.buffer)
+        more = self.file.read(min(max(missing, _CHUNK_BYTES), self.file_bytes - self.loaded))
+        self.buffer, self.at = self.buffer[self.at :] + more, 0
+        self.loaded += len(more)
+        if num_bytes > len(self.buffer):
+            raise self.bad("the file became shorter while it was read")
+
+    def bad(self, what: str) -> ModelError:
+        """Return the error that says what is wrong, and where."""
+        limit = f"{self.file_bytes} bytes, of which a header may take {MAX_HEADER_BYTES}"
+        return ModelError(f"{self.path}: {what} (byte {self.position} of {limit})")
+
+    def take(self, layout: struct.Struct) -> Any:
+        """Return the next value of that layout."""
+        self.need(layout.size)
+        (value,) = layout.unpack_from(self.buffer, self.at)
+        self.at += layout.size
+        return value
+
+    def u32(self) -> int:
+        """Return the next unsigned 32-bit integer."""
+        return int(self.take(_SCALARS[4]))
+
+    def u64(self) -> int:
+        """Return the next unsigned 64-bit integer."""
+        return int(self.take(_SCALARS[10]))
+
+    def count(self, what: str, min_bytes: int) -> int:
+        """Return the next 64-bit count of things that take at least `min_bytes` each."""
+        number = self.u64()
+        if number > self.left() // min_bytes:
+            raise self.bad(f"{number} {what} are announced where {self.left()} bytes can follow")
+        return number
+
+    def text(self) -> str:
+        """Return the next string."""
+        length = self.u64()
+        self.need(length)
+        value = self.buffer[self.at : self.at + length].decode("utf-8", "replace")
+        self.at += length
+        return value
+
+
+def read_gguf(path: str | Path) -> GgufFile:
+    """Read everything but the tensors' bytes; `ModelError` naming the file when anything in it is not so."""
+    path = Path(path)
+    try:
+        with path.open("rb", buffering=0) as file:
+            return _read(_Cursor(path, file))
+    except OSError as error:
+        raise ModelError(f"{path}: cannot be read: {error.strerror}") from error
+
+
+def _read(cursor: _Cursor) -> GgufFile:
+    _check_version(cursor)
+    num_tensors = cursor.count("tensors", _MIN_TENSOR_BYTES)
+    num_keys = cursor.count("metadata keys", _MIN_KEY_BYTES)
+    metadata: dict[str, Any] = {}
+    for _ in range(num_keys):
+        key = cursor.text()
+        if key in metadata:
+            raise cursor.bad(f"the metadata key {shown(key)} is there twice")
+        metadata[key] = _value(cursor, cursor.u32(), 0)
+    alignment = _alignment(cursor, metadata)
+    table = [_table_entry(cursor, alignment) for _ in range(num_tensors)]
+    data_offset = -(-cursor.position // alignment) * alignment
+    tensors = _placed(cursor, table, data_offset)
+    return GgufFile(cursor.path, MappingProxyType(metadata), MappingProxyType(tensors), data_offset)
+
+
+def _check_version(cursor: _Cursor) -> None:
+    if cursor.file_bytes < len(_MAGIC) or cursor.file.read(len(_MAGIC)) != _MAGIC:
+        raise ModelError(f"{cursor.path}: not a GGUF file (it does not begin with {_MAGIC.decode()})")
+    cursor.loaded = len(_MAGIC)
+    version = cursor.u32()
+    if version in _VERSIONS:
+        return
+    if int.from_bytes(version.to_bytes(4, "little"), "big") in (1, *_VERSIONS):
+        raise ModelError(f"{cursor.path}: big-endian GGUF files are not supported")
+    raise ModelError(f"{cursor.path}: GGUF version {version} is not supported; known: 2, 3")
+
+
+def _value(cursor: _Cursor, code: int, depth: int) -> Any:
+    """Return the next metadata value."""
+    if code in _SCALARS:
+        return cursor.take(_SCALARS[code])
+    if code == _STRING:
+        return cursor.text()
+    if code == _ARRAY:
+        return _array(cursor, depth + 1)
+    raise cursor.bad(f"metadata type {code} is not known")
+
+
+def _array(cursor: _Cursor, depth: int) -> tuple[Any, ...]:
+    """Return the next array as a tuple."""
+    if depth > _MAX_DEPTH:
+        raise cursor.bad(f"arrays are nested more than {_MAX_DEPTH} deep")
+    code = cursor.u32()
+    if code == _STRING:
+        return _strings(cursor, cursor.count("strings", 8))
+    if code == _ARRAY:
+        return tuple(_array(cursor, depth + 1) for _ in range(cursor.count("arrays", 12)))
+    if code not in _SCALARS:
+        raise cursor.bad(f"array type {code} is not known")
+    layout = _SCALARS[code]
+    length = cursor.count("numbers", layout.size)
+    cursor.need(length * layout.size)
+    data = cursor.buffer[cursor.at : cursor.at + length * layout.size]
+    cursor.at += len(data)
+    return tuple(map(bool, data)) if code == _BOOL else _numbers(layout, data)
+
+
+def _numbers(layout: struct.Struct, data: bytes) -> tuple[Any, ...]:
+    """Return little-endian numbers one after the other."""
+    numbers = array(layout.format[-1], data)
+    if sys.byteorder == "big":
+        numbers.byteswap()
+    return tuple(numbers)
+
+
+def _strings(cursor: _Cursor, count: int) -> tuple[str, ...]:
+    """Return `count` strings; a vocabulary has hundreds of thousands, so the loop works on local names."""
+    out: list[str] = []
+    unpack: Callable[[bytes, int], tuple[int]] = _SCALARS[10].unpack_from
+    buffer, at = cursor.buffer, cursor.at
+    for _ in range(count):
+        end = at + 8
+        if end <= len(buffer):
+            end += unpack(buffer, at)[0]
+        if end > len(buffer):
+            cursor.at = at
+            out.append(cursor.text())
+            buffer, at = cursor.buffer, cursor.at
+            continue
+        out.append(buffer[at + 8 : end].decode("utf-8", "replace"))
+        at = end
+    cursor.at = at
+    return tuple(out)
+
+
+def _alignment(cursor: _Cursor, metadata: Mapping[str, Any]) -> int:
+    value = metadata.get("general.alignment", 32)
+    if type(value) is not int or not 1 <= value <= 2**20 or value & (value - 1):
+        raise ModelError(f"{cursor.path}: general.alignment must be a power of two up to 2^20, got {shown(value)}")
+    return value
+
+
+def _table_entry(cursor: _Cursor, alignment: int) -> GgufTensor:
+    """Return the next tensor of the table, its offset still counted from the first tensor's."""
+    name = cursor.text()
+    num_dimensions = cursor.u32()
+    if not 1 <= num_dimensions <= _MAX_DIMENSIONS:
+        raise cursor.bad(f"tensor {shown(name)} has {num_dimensions} dimensions, the limit is {_MAX_DIMENSIONS}")
+    sizes = [cursor.u64() for _ in range(num_dimensions)]
+    type_name, block, block_bytes = _packing(cursor, name, cursor.u32())
+    offset = cursor.u64()
+    if sizes[0] % block or 0 in sizes:
+        raise cursor.bad(f"tensor {shown(name)} has the shape {sizes}, whose rows are not blocks of {block}")
+    if offset % alignment:
+        raise cursor.bad(f"tensor {shown(name)} begins at {offset}, not at a multiple of {alignment}")
+    row_bytes = sizes[0] // block * block_bytes
+    return GgufTensor(name, tuple(reversed(sizes)), type_name, offset, row_bytes * math.prod(sizes[1:]), row_bytes)
+
+
+def _packing(cursor: _Cursor, name: str, code: int) -> tuple[str, int, int]:
+    """Return a quantisation's name, the values in a block and the bytes of a block."""
+    try:
+        kind = GGMLQuantizationType(code)
+    except ValueError as error:
+        raise cursor.bad(f"tensor {shown(name)} has the unknown type {code}") from error
+    block, block_bytes = GGML_QUANT_SIZES[kind]
+    return kind.name, block, block_bytes
+
+
+def _placed(cursor: _Cursor, table: list[GgufTensor], data_offset: int) -> dict[str, GgufTensor]:
+    """Return the tensors with offsets in the file; each lies within it and on no other."""
+    tensors: dict[str, GgufTensor] = {}
+    for entry in table:
+        if entry.name in tensors:
+            raise ModelError(f"{cursor.path}: the tensor {shown(entry.name)} is there twice")
+        offset = data_offset + entry.offset
+        if offset + entry.num_bytes > cursor.file_bytes:
+            raise ModelError(
+                f"{cursor.path}: tensor {shown(entry.name)} ends at byte {offset + entry.num_bytes}, "
+                f"the file at {cursor.file_bytes}"
+            )
+        tensors[entry.name] = GgufTensor(
+            entry.name, entry.shape, entry.type_name, offset, entry.num_bytes, entry.row_bytes
+        )
+    end = 0
+    for tensor in sorted(tensors.values(), key=lambda tensor: tensor.offset):
+        if tensor.offset < end:
+            raise ModelError(f"{cursor.path}: tensor {shown(tensor.name)} overlaps the one before it")
+        end = tensor.offset + tensor.num_bytes
+    return tensors

@@ -1,0 +1,447 @@
+"""Hugging Face `config.json` (and `generation_config.json`) to `ModelConfig`, without transformers and without torch.
+
+The names and default values are those of transformers 5 (`configuration_*.py`, `modeling_rope_utils.py`), for both
+spellings of rotary parameters: `rope_theta` with `rope_scaling`, and `rope_parameters`, flat or one object for each
+kind of layer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Literal
+
+from nano_inference.loader.fields import Fields, shown
+from nano_inference.models.config import Activation, Family, LayerConfig, ModelConfig, RopeConfig
+from nano_inference.types import ModelError
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+MAX_LAYERS = 10_000
+_ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
+    {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+)
+_MIXTURE_FIELDS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_intermediate_size")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rules:
+    """What sets an architecture apart, and what a field is when the file leaves it out."""
+
+    family: Family = "dense"
+    windows: Literal["none", "all", "upper", "unrotated", "pattern"] = "none"
+    """Which layers have a sliding window when `layer_types` does not say: none; all; those from `max_window_layers`
+    on; those without rotary embedding; all but every nth."""
+    window_period: int = 2
+    window: int | None = None
+    theta: float = 10000.0
+    kv_heads: int | None = None
+    """None: as many as there are heads."""
+    head_dim: int | None = None
+    """None: hidden_size / heads."""
+    max_positions: int = 32768
+    tied: bool = False
+    bos: int | None = None
+    eos: int | None = None
+    bias: Literal["none", "qkv", "field"] = "field"
+    mlp_bias: bool = False
+    """Whether the `mlp_bias` field counts."""
+    qk_norm: bool = False
+    softcaps: tuple[float | None, float | None] = (None, None)
+    """Defaults of attn_logit_softcapping and final_logit_softcapping."""
+
+
+_GEMMA_2 = _Rules(
+    family="gemma",
+    windows="pattern",
+    window_period=2,
+    window=4096,
+    kv_heads=4,
+    head_dim=256,
+    max_positions=8192,
+    tied=True,
+    bos=2,
+    eos=1,
+    softcaps=(50.0, 30.0),
+)
+_GEMMA_3 = _Rules(
+    family="gemma",
+    windows="pattern",
+    window_period=6,
+    window=4096,
+    theta=1e6,
+    kv_heads=4,
+    head_dim=256,
+    max_positions=131072,
+    tied=True,
+    bos=2,
+    eos=1,
+    qk_norm=True,
+)
+_RULES: Mapping[str, _Rules] = MappingProxyType(
+    {
+        "LlamaForCausalLM": _Rules(max_positions=2048, bos=1, eos=2, mlp_bias=True),
+        "MistralForCausalLM": _Rules(
+            windows="all", window=4096, kv_heads=8, max_positions=131072, bos=1, eos=2, bias="none"
+        ),
+        "Qwen2ForCausalLM": _Rules(windows="upper", window=4096, kv_heads=32, bias="qkv"),
+        "Qwen3ForCausalLM": _Rules(windows="upper", window=4096, kv_heads=32, head_dim=128, qk_norm=True),
+        "SmolLM3ForCausalLM": _Rules(
+            windows="unrotated", theta=2e6, kv_heads=4, tied=True, bos=128000, eos=128001, mlp_bias=True
+        ),
+        "Gemma2ForCausalLM": _GEMMA_2,
+        "Gemma3ForCausalLM": _GEMMA_3,
+    }
+)
+_BY_MODEL_TYPE: Mapping[str, str] = MappingProxyType(
+    {
+        "llama": "LlamaForCausalLM",
+        "mistral": "MistralForCausalLM",
+        "qwen2": "Qwen2ForCausalLM",
+        "qwen3": "Qwen3ForCausalLM",
+        "smollm3": "SmolLM3ForCausalLM",
+        "gemma2": "Gemma2ForCausalLM",
+        "gemma3_text": "Gemma3ForCausalLM",
+    }
+)
+
+
+def model_config(config: Fields, generation: Fields | None = None) -> ModelConfig:
+    """Return what `config.json` describes, with the end tokens of `generation_config.json` added.
+
+    Raises `ModelError` naming the field that is wrong or the feature that is not supported.
+    """
+    architecture = _architecture(config)
+    _refuse_unsupported(config)
+    rules = _RULES[architecture]
+    heads = config.integer("num_attention_heads")
+    hidden = config.integer("hidden_size")
+    head_dim = _head_dim(config, rules, hidden, heads)
+    layer_types, rotated = _layers(config, rules)
+    ropes = _ropes(config, rules, architecture, head_dim, sorted(set(layer_types)))
+    vocab_size = config.integer("vocab_size")
+    try:
+        return ModelConfig(
+            architecture=architecture,
+            family=rules.family,
+            vocab_size=vocab_size,
+            hidden_size=hidden,
+            intermediate_size=config.integer("intermediate_size"),
+            num_heads=heads,
+            num_kv_heads=config.integer("num_key_value_heads", _kv_heads(config, rules, heads)),
+            head_dim=head_dim,
+            layers=_layer_configs(config, rules, layer_types, rotated, ropes),
+            ropes=tuple(dict.fromkeys(ropes.values())),
+            max_positions=_max_positions(config, rules, ropes),
+            norm_eps=config.number("rms_norm_eps", 1e-6, high=1.0),
+            activation=_activation(config, rules),
+            tie_embeddings=config.flag("tie_word_embeddings", rules.tied),
+            qkv_bias=rules.bias == "qkv" or (rules.bias == "field" and config.flag("attention_bias", False)),
+            out_bias=rules.bias == "field" and config.flag("attention_bias", False),
+            mlp_bias=rules.mlp_bias and config.flag("mlp_bias", False),
+            qk_norm=rules.qk_norm,
+            attention_scale=_attention_scale(config, rules),
+            attention_softcap=_softcap(config, rules, "attn_logit_softcapping", 0),
+            logits_softcap=_softcap(config, rules, "final_logit_softcapping", 1),
+            embedding_scale=math.sqrt(hidden) if rules.family == "gemma" else None,
+            eos_token_ids=_eos_ids(config, generation, rules, vocab_size),
+            bos_token_id=_bos_id(config, generation, rules, vocab_size),
+        )
+    except ValueError as error:
+        raise _named(config, error) from error
+
+
+def _named(config: Fields, error: ValueError) -> ModelError:
+    """A record's own check knows the field but not the file."""
+    return error if isinstance(error, ModelError) else ModelError(f"{config.origin}: {error}")
+
+
+def _architecture(config: Fields) -> str:
+    """Return the architecture's name, or refuse with the names of those that are known."""
+    names = config.sequence("architectures") or ()
+    model_type = config.text("model_type", "")
+    name = names[0] if names else _BY_MODEL_TYPE.get(model_type, model_type)
+    if not isinstance(name, str):
+        raise config.bad("architectures", "a list of names")
+    if name in _RULES:
+        return name
+    if "Moe" in name or any(config.get(field) is not None for field in _MIXTURE_FIELDS):
+        raise ModelError(f"{config.origin}: {shown(name)} is a mixture of experts, which is not supported")
+    if "ConditionalGeneration" in name or config.get("vision_config") is not None:
+        raise ModelError(f"{config.origin}: {shown(name)} is a multimodal model, which is not supported")
+    raise ModelError(f"{config.origin}: unknown architecture {shown(name)}; known: {', '.join(_RULES)}")
+
+
+def _refuse_unsupported(config: Fields) -> None:
+    """Refuse by name what would be computed wrongly."""
+    for field in ("quantization_config", "compression_config"):
+        if config.get(field) is not None:
+            method = config.within(field).text("quant_method", "unnamed")
+            raise ModelError(
+                f"{config.origin}: {field} ({shown(method)}) is not supported; use plain weights or a GGUF"
+            )
+    if config.flag("use_bidirectional_attention", False):
+        raise ModelError(f"{config.origin}: use_bidirectional_attention is not supported")
+
+
+def _head_dim(config: Fields, rules: _Rules, hidden: int, heads: int) -> int:
+    default = rules.head_dim or hidden // heads
+    if not default:
+        raise ModelError(f"{config.origin}: hidden_size ({hidden}) is less than num_attention_heads ({heads})")
+    return config.integer("head_dim", default)
+
+
+def _kv_heads(config: Fields, rules: _Rules, heads: int) -> int:
+    """An explicit null means one for each head; a missing field means the family's number."""
+    return heads if rules.kv_heads is None or "num_key_value_heads" in config.values else rules.kv_heads
+
+
+def _activation(config: Fields, rules: _Rules) -> Activation:
+    field, default = ("hidden_activation", "gelu_pytorch_tanh") if rules.family == "gemma" else ("hidden_act", "silu")
+    name = config.text(field, default)
+    if name not in _ACTIVATIONS:
+        raise ModelError(f"{config.origin}: {field} {shown(name)} is not supported; known: {', '.join(_ACTIVATIONS)}")
+    return _ACTIVATIONS[name]
+
+
+def _attention_scale(config: Fields, rules: _Rules) -> float | None:
+    """Gemma divides q·k by the root of a number of its own."""
+    return config.number("query_pre_attn_scalar", 256.0, high=1e9) ** -0.5 if rules.family == "gemma" else None
+
+
+def _softcap(config: Fields, rules: _Rules, field: str, index: int) -> float | None:
+    if rules.family != "gemma":
+        return None
+    return config.optional_number(field, high=1e6) if field in config.values else rules.softcaps[index]
+
+
+def _layers(config: Fields, rules: _Rules) -> tuple[tuple[str, ...], tuple[bool, ...]]:
+    """Return each layer's kind, and whether it has a rotary embedding."""
+    num_layers = config.integer("num_hidden_layers", high=MAX_LAYERS)
+    rotated = _rotated(config, num_layers) if rules.windows == "unrotated" else (True,) * num_layers
+    explicit = config.sequence("layer_types") if rules.windows in ("upper", "unrotated", "pattern") else None
+    if explicit is None:
+        return tuple(_default_types(config, rules, rotated)), rotated
+    if len(explicit) != num_layers:
+        raise ModelError(f"{config.origin}: layer_types has {len(explicit)} entries for {num_layers} layers")
+    for kind in explicit:
+        if kind not in (FULL, SLIDING):
+            raise ModelError(f"{config.origin}: layer_types holds {shown(kind)}; known: {FULL}, {SLIDING}")
+    return tuple(explicit), rotated
+
+
+def _rotated(config: Fields, num_layers: int) -> tuple[bool, ...]:
+    """SmolLM3: 1 is a layer with rotary embedding, 0 one without; by default every fourth has none."""
+    explicit = config.sequence("no_rope_layers")
+    if explicit is None:
+        interval = config.integer("no_rope_layer_interval", 4)
+        return tuple((i + 1) % interval != 0 for i in range(num_layers))
+    if len(explicit) < num_layers:
+        raise ModelError(f"{config.origin}: no_rope_layers has {len(explicit)} entries for {num_layers} layers")
+    for entry in explicit:
+        if type(entry) is not int or entry not in (0, 1):
+            raise ModelError(f"{config.origin}: no_rope_layers must hold 0 and 1, got {shown(entry)}")
+    return tuple(entry == 1 for entry in explicit[:num_layers])
+
+
+def _default_types(config: Fields, rules: _Rules, rotated: tuple[bool, ...]) -> Iterable[str]:
+    """Yield each layer's kind as the family fixes it."""
+    first_window = config.integer("max_window_layers", 28, low=0)
+    period = config.integer("sliding_window_pattern", rules.window_period)
+    has_window = _window(config, rules) is not None
+    for i, is_rotated in enumerate(rotated):
+        slides = {
+            "none": False,
+            "all": True,
+            "upper": i >= first_window,
+            "unrotated": not is_rotated and config.flag("use_sliding_window", False),
+            "pattern": (i + 1) % period != 0,
+        }[rules.windows]
+        # Gemma's kinds also choose the rotary embedding, so they stand even where no window is given.
+        yield SLIDING if slides and (has_window or rules.windows == "pattern") else FULL
+
+
+def _window(config: Fields, rules: _Rules) -> int | None:
+    """Return how many keys a query of a sliding layer sees, itself included."""
+    if rules.windows == "none" or (rules.windows == "upper" and not config.flag("use_sliding_window", False)):
+        return None
+    if "sliding_window" not in config.values:
+        return rules.window
+    return config.optional_integer("sliding_window")
+
+
+def _layer_configs(
+    config: Fields,
+    rules: _Rules,
+    layer_types: tuple[str, ...],
+    rotated: tuple[bool, ...],
+    ropes: Mapping[str, RopeConfig],
+) -> tuple[LayerConfig, ...]:
+    """Return what differs from layer to layer; equal rotary embeddings share one index."""
+    window = _window(config, rules)
+    if window is None and SLIDING in layer_types:
+        raise ModelError(f"{config.origin}: layer_types names {SLIDING}, but there is no sliding_window")
+    distinct = list(dict.fromkeys(ropes.values()))
+    return tuple(
+        LayerConfig(
+            window=window if kind == SLIDING else None, rope=distinct.index(ropes[kind]) if is_rotated else None
+        )
+        for kind, is_rotated in zip(layer_types, rotated, strict=True)
+    )
+
+
+def _ropes(
+    config: Fields, rules: _Rules, architecture: str, head_dim: int, kinds: Iterable[str]
+) -> dict[str, RopeConfig]:
+    """Return the rotary embedding of each kind of layer."""
+    find = _gemma_3_rope if architecture == "Gemma3ForCausalLM" else _plain_rope
+    out: dict[str, RopeConfig] = {}
+    for kind in kinds:
+        fields = find(config, rules, kind)
+        try:
+            out[kind] = _rope(fields, config.integer("max_position_embeddings", rules.max_positions), head_dim)
+        except ValueError as error:
+            raise _named(fields, error) from error
+    return out
+
+
+def _plain_rope(config: Fields, rules: _Rules, kind: str) -> Fields:
+    """Return one kind's rotary parameters, old keys and new ones in one form; `rope_scaling` wins as it does there."""
+    name = "rope_scaling" if config.mapping("rope_scaling") else "rope_parameters"
+    fields = config.within(name)
+    is_nested = any(key in (FULL, SLIDING) for key in fields.values)
+    if is_nested and not fields.mapping(kind):
+        raise ModelError(f"{fields.origin} has no {kind}, which some layers are")
+    found = dict(fields.mapping(kind) if is_nested else fields.values)
+    outer = {key: config.get(key) for key in ("rope_theta", "partial_rotary_factor")}
+    # A model pretrained shorter than `max_position_embeddings` may say so outside the rotary parameters.
+    if not is_nested and config.get("original_max_position_embeddings") is not None:
+        found["original_max_position_embeddings"] = config.get("original_max_position_embeddings")
+    return Fields(fields.origin, _filled(found, {**outer, "rope_theta": outer["rope_theta"] or rules.theta}))
+
+
+def _gemma_3_rope(config: Fields, rules: _Rules, kind: str) -> Fields:
+    """Gemma 3 scales the global layers only, and its windowed layers turn with a base of their own."""
+    given = config.within("rope_parameters")
+    if given.values and not any(key in (FULL, SLIDING) for key in given.values):
+        raise ModelError(f"{given.origin} must have {FULL} and {SLIDING}")
+    found = dict(given.mapping(kind))
+    if kind == SLIDING:
+        return Fields(given.origin, _filled(found, {"rope_theta": config.number("rope_local_base_freq", 10000.0)}))
+    found.update(config.mapping("rope_scaling"))
+    return Fields(given.origin, _filled(found, {"rope_theta": config.number("rope_theta", rules.theta)}))
+
+
+def _filled(found: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `found` with what it leaves out."""
+    return {**defaults, **{key: value for key, value in found.items() if value is not None}}
+
+
+def _rope(rope: Fields, max_positions: int, head_dim: int) -> RopeConfig:
+    """Return the rotary embedding that one object of rotary parameters describes."""
+    kind = rope.text("rope_type", rope.text("type", "default"))
+    dimensions = int(head_dim * rope.number("partial_rotary_factor", 1.0, high=1.0))
+    theta = rope.number("rope_theta")
+    if kind == "default":
+        return RopeConfig(theta=theta, rotary_dim=dimensions, max_positions=max_positions)
+    if kind == "linear":
+        return RopeConfig(
+            theta=theta, kind="linear", rotary_dim=dimensions, factor=_factor(rope), max_positions=max_positions
+        )
+    if kind == "dynamic":
+        if dimensions < 4:
+            raise ModelError(f"{rope.origin}: dynamic scaling needs at least 4 rotary dimensions, got {dimensions}")
+        return RopeConfig(
+            theta=theta,
+            kind="dynamic",
+            rotary_dim=dimensions,
+            factor=_factor(rope),
+            original_max_positions=max_positions,
+            max_positions=max_positions,
+        )
+    if kind == "llama3":
+        return _llama3_rope(rope, theta, dimensions, max_positions)
+    if kind == "yarn":
+        return _yarn_rope(rope, theta, dimensions, max_positions)
+    raise ModelError(
+        f"{rope.origin}: rope type {shown(kind)} is not supported; known: default, linear, dynamic, llama3, yarn"
+    )
+
+
+def _factor(rope: Fields) -> float:
+    return rope.number("factor", high=1e6)
+
+
+def _llama3_rope(rope: Fields, theta: float, dimensions: int, max_positions: int) -> RopeConfig:
+    low, high = rope.number("low_freq_factor", high=1e6), rope.number("high_freq_factor", high=1e6)
+    if low >= high:
+        raise ModelError(f"{rope.origin}: high_freq_factor ({high:g}) must be greater than low_freq_factor ({low:g})")
+    return RopeConfig(
+        theta=theta,
+        kind="llama3",
+        rotary_dim=dimensions,
+        factor=_factor(rope),
+        low_freq_factor=low,
+        high_freq_factor=high,
+        original_max_positions=rope.integer("original_max_position_embeddings", max_positions),
+        max_positions=max_positions,
+    )
+
+
+def _yarn_rope(rope: Fields, theta: float, dimensions: int, max_positions: int) -> RopeConfig:
+    original = rope.integer("original_max_position_embeddings", max_positions)
+    factor = rope.number("factor", max_positions / original, high=1e6)
+    if theta <= 1:
+        raise ModelError(f"{rope.origin}: yarn needs a rope_theta above 1, got {theta:g}")
+    return RopeConfig(
+        theta=theta,
+        kind="yarn",
+        rotary_dim=dimensions,
+        factor=factor,
+        original_max_positions=original,
+        attention_factor=rope.optional_number("attention_factor", high=1e6),
+        beta_fast=rope.number("beta_fast", 32.0, high=1e6),
+        beta_slow=rope.number("beta_slow", 1.0, high=1e6),
+        truncate=rope.flag("truncate", True),
+        mscale=rope.optional_number("mscale", low=-1e6, high=1e6),
+        mscale_all_dim=rope.optional_number("mscale_all_dim", low=-1e6, high=1e6),
+        max_positions=max_positions,
+    )
+
+
+def _max_positions(config: Fields, rules: _Rules, ropes: Mapping[str, RopeConfig]) -> int:
+    """Return the longest sequence; YaRN files state the length before stretching in one place or the other."""
+    return stretched(config.integer("max_position_embeddings", rules.max_positions), ropes.values())
+
+
+def stretched(max_positions: int, ropes: Iterable[RopeConfig]) -> int:
+    """Return `max_positions`, or what YaRN makes of the original length where that is more."""
+    lengths = [int(rope.original_max_positions * rope.factor) for rope in ropes if rope.kind == "yarn"]
+    return min(max(max_positions, *lengths), 2**31 - 1) if lengths else max_positions
+
+
+def _eos_ids(config: Fields, generation: Fields | None, rules: _Rules, vocab_size: int) -> tuple[int, ...]:
+    """Return every end token either file names; the family's own when neither does."""
+    found = [token for fields in (config, generation) if fields is not None for token in _token_ids(fields)]
+    if not found and rules.eos is not None and "eos_token_id" not in config.values:
+        found = [rules.eos]
+    # An id past the vocabulary can never be drawn; small models made from a big one's defaults have such.
+    return tuple(sorted({token for token in found if token < vocab_size}))
+
+
+def _token_ids(fields: Fields) -> list[int]:
+    value = fields.get("eos_token_id")
+    ids = list(value) if isinstance(value, list | tuple) else [value] if value is not None else []
+    for token in ids:
+        if type(token) is not int or not 0 <= token < 2**31:
+            raise fields.bad("eos_token_id", "a token id or a list of them")
+    return ids
+
+
+def _bos_id(config: Fields, generation: Fields | None, rules: _Rules, vocab_size: int) -> int | None:
+    given = "bos_token_id" in config.values
+    found = config.optional_integer("bos_token_id", low=0) if given else rules.bos
+    if found is None and generation is not None:
+        found = generation.optional_integer("bos_token_id", low=0)
+    return found if found is not None and found < vocab_size else None

@@ -1,0 +1,75 @@
+"""Copies ranges of files into tensors in bounded pieces; the only place where weights' bytes are read.
+
+Files are read, never mapped: mapped pages count as resident memory, and a file that shrinks would kill the process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from io import FileIO
+from pathlib import Path
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from nano_inference.types import ModelError
+
+PIECE_BYTES = 8 * 2**20
+
+DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
+    {"float64": torch.float64, "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+)
+"""The precisions whose bytes are the values themselves (little endian)."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileRange:
+    """Plain values of one tensor in a file; satisfies `WeightSource`."""
+
+    path: Path
+    offset: int
+    shape: tuple[int, ...]
+    dtype: str
+    """A key of `DTYPES`."""
+
+    def read_into(self, target: Tensor) -> None:
+        """Fill a contiguous tensor of the same shape, of any float dtype, on any device."""
+        flat = target.view(-1)
+        dtype = DTYPES[self.dtype]
+        with open_at(self.path, self.offset) as file:
+            if dtype == target.dtype and target.device.type == "cpu":
+                fill(file, self.path, flat)
+                return
+            staging = torch.empty(min(flat.numel(), PIECE_BYTES // dtype.itemsize), dtype=dtype)
+            for start in range(0, flat.numel(), max(1, staging.numel())):
+                piece = flat[start : start + staging.numel()]
+                fill(file, self.path, staging[: piece.numel()])
+                piece.copy_(staging[: piece.numel()])
+
+
+def open_at(path: Path, offset: int) -> FileIO:
+    """Open a file unbuffered at a byte; `ModelError` when it cannot be opened."""
+    try:
+        file = path.open("rb", buffering=0)
+    except OSError as error:
+        raise ModelError(f"{path}: cannot be read: {error.strerror}") from error
+    file.seek(offset)
+    return file
+
+
+def fill(file: FileIO, path: Path, flat: Tensor) -> None:
+    """Read exactly as many bytes as a contiguous CPU tensor has, straight into its memory."""
+    if not flat.numel():
+        return
+    memory = flat.view(torch.uint8).numpy().data
+    done = 0
+    while done < len(memory):
+        try:
+            num_read = file.readinto(memory[done:])
+        except OSError as error:
+            raise ModelError(f"{path}: cannot be read: {error.strerror}") from error
+        if not num_read:
+            raise ModelError(f"{path}: ends {len(memory) - done} bytes early; was it changed while it was read?")
+        done += num_read

@@ -1,0 +1,134 @@
+"""Weights in safetensors files, one or sharded, read range by range.
+
+Format: an unsigned 64-bit little-endian length, that many bytes of JSON, then the tensors' bytes without gaps
+(huggingface/safetensors, README). The header is checked as that library checks it; the library itself is not used to
+read, because it maps whole files.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from nano_inference.loader.fields import parse_json, read_json, shown
+from nano_inference.loader.pieces import DTYPES, FileRange
+from nano_inference.types import ModelError
+
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+MAX_HEADER_BYTES = 100_000_000
+PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+
+_KNOWN: Mapping[str, str] = MappingProxyType({"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"})
+_ENTRY_FIELDS = frozenset({"dtype", "shape", "data_offsets"})
+
+
+def read_header(path: Path) -> dict[str, FileRange]:
+    """Return where each tensor of one file lies, in the order of the bytes; `ModelError` when the file is damaged."""
+    try:
+        with path.open("rb") as file:
+            num_file_bytes = file.seek(0, 2)
+            file.seek(0)
+            length = int.from_bytes(file.read(8), "little")
+            if num_file_bytes < 8 or length > min(num_file_bytes - 8, MAX_HEADER_BYTES):
+                raise ModelError(
+                    f"{path}: a header of {length} bytes in a file of {num_file_bytes} (limit {MAX_HEADER_BYTES})"
+                )
+            header = parse_json(f"{path}: header", file.read(length))
+    except OSError as error:
+        raise ModelError(f"{path}: cannot be read: {error.strerror}") from error
+    header.pop("__metadata__", None)
+    ranges = {name: _range(path, 8 + length, name, entry) for name, entry in header.items()}
+    ordered = sorted(ranges.items(), key=lambda item: (item[1].offset, num_bytes(item[1])))
+    _check_cover(path, dict(ordered), 8 + length, num_file_bytes)
+    return dict(ordered)
+
+
+def num_bytes(part: FileRange) -> int:
+    """Return how many bytes of the file a tensor takes."""
+    return math.prod(part.shape) * DTYPES[part.dtype].itemsize
+
+
+def _range(path: Path, data_offset: int, name: str, entry: Any) -> FileRange:
+    """Return one tensor's range; its size must be what its shape and dtype make."""
+    if not isinstance(entry, dict) or entry.keys() != _ENTRY_FIELDS:
+        raise ModelError(f"{path}: tensor {shown(name)} must have dtype, shape and data_offsets")
+    if not isinstance(entry["dtype"], str) or entry["dtype"] not in _KNOWN:
+        known = ", ".join(_KNOWN)
+        raise ModelError(f"{path}: tensor {shown(name)} has the dtype {shown(entry['dtype'])}; known: {known}")
+    shape, offsets = (_counts(path, name, field, entry[field]) for field in ("shape", "data_offsets"))
+    if len(offsets) != 2:
+        raise ModelError(f"{path}: tensor {shown(name)} must have two data_offsets, got {len(offsets)}")
+    part = FileRange(path, data_offset + offsets[0], shape, _KNOWN[entry["dtype"]])
+    if offsets[1] - offsets[0] != num_bytes(part):
+        raise ModelError(
+            f"{path}: tensor {shown(name)} has data_offsets {shown(offsets)}, but its shape takes "
+            f"{shown(num_bytes(part))} bytes"
+        )
+    return part
+
+
+def _counts(path: Path, name: str, field: str, values: Any) -> tuple[int, ...]:
+    """Return a short list of non-negative 64-bit integers."""
+    if not isinstance(values, list) or len(values) > 8 or any(type(v) is not int or not 0 <= v < 2**63 for v in values):
+        raise ModelError(f"{path}: tensor {shown(name)} has the {field} {shown(values)}")
+    return tuple(values)
+
+
+def _check_cover(path: Path, ordered: Mapping[str, FileRange], data_offset: int, num_file_bytes: int) -> None:
+    """The tensors must lie one after the other, up to the end of the file."""
+    end = data_offset
+    for name, part in ordered.items():
+        if part.offset != end:
+            what = "overlaps the one before it" if part.offset < end else "does not follow the one before it"
+            raise ModelError(f"{path}: tensor {shown(name)} {what}")
+        end += num_bytes(part)
+    if end != num_file_bytes:
+        raise ModelError(f"{path}: the tensors end at byte {end}, the file at {num_file_bytes}; is it truncated?")
+
+
+def open_weights(directory: Path) -> dict[str, FileRange]:
+    """Return every tensor of a directory's `model.safetensors`, or of the shards that its index names."""
+    if (directory / SINGLE_NAME).is_file():
+        return read_header(directory / SINGLE_NAME)
+    if not (directory / INDEX_NAME).is_file():
+        raise ModelError(f"{directory}: has neither {SINGLE_NAME} nor {INDEX_NAME}{pickle_note(directory)}")
+    index = read_json(directory / INDEX_NAME)
+    shard_of = index.mapping("weight_map")
+    if not shard_of:
+        raise ModelError(f"{index.origin}: weight_map is missing or empty")
+    files = {_shard_name(index.origin, file) for file in shard_of.values()}
+    headers = {file: read_header(directory / file) for file in sorted(files)}
+    for name, file in shard_of.items():
+        if name not in headers[file]:
+            raise ModelError(f"{directory / file}: has no tensor {shown(name)}, which {INDEX_NAME} places there")
+    # Shard by shard, so that each file is read from its beginning to its end.
+    return {
+        name: part for file, header in headers.items() for name, part in header.items() if shard_of.get(name) == file
+    }
+
+
+def _shard_name(origin: str, file: object) -> str:
+    """A shard lies beside the index; a path could lead anywhere."""
+    if not isinstance(file, str) or not file.endswith(".safetensors") or any(c in file for c in "/\\\0"):
+        raise ModelError(f"{origin}: a shard must be a plain .safetensors file name, got {shown(file)}")
+    return file
+
+
+def file_names(directory: Path) -> list[str]:
+    """Return what lies in a directory, sorted; `ModelError` when it cannot be listed."""
+    try:
+        return sorted(file.name for file in directory.iterdir())
+    except OSError as error:
+        raise ModelError(f"{directory}: cannot be read: {error.strerror}") from error
+
+
+def pickle_note(directory: Path) -> str:
+    """Return the end of a message that names pickled weights which lie there, empty when there are none."""
+    names = [name for name in file_names(directory) if name.endswith(PICKLED)]
+    if not names:
+        return ""
+    return f"; {names[0]} is a pickle, which can run code and is never read: convert it to safetensors"

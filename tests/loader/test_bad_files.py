@@ -1,0 +1,318 @@
+"""Damaged and hostile files: nothing but a `ModelError` naming the file comes out, quickly and in little memory."""
+
+from __future__ import annotations
+
+import json
+import random
+import struct
+import time
+import tracemalloc
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import SafetensorError, safe_open
+from tiny_models import gguf_bytes, make_model, save
+
+from nano_inference.loader import Checkpoint, open_checkpoint
+from nano_inference.loader.gguf_file import read_gguf
+from nano_inference.loader.safetensors_file import read_header
+from nano_inference.types import ModelError
+
+MUTANTS = 2500
+PEAK_BYTES = 16 * 2**20
+SECONDS_EACH = 2.0
+
+
+@pytest.fixture(scope="module")
+def gguf_whole(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    return gguf_bytes(tmp_path_factory.mktemp("gguf"))
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(make_model("llama", num_hidden_layers=1, vocab_size=8), tmp_path_factory.mktemp("hf"))
+
+
+def read_everything(checkpoint: Checkpoint) -> None:
+    for _, source in checkpoint.tensors():
+        # A mutated shape is checked against the model's slot before anything is read; here against a sane size.
+        if torch.Size(source.shape).numel() < 2**20:
+            source.read_into(torch.empty(source.shape))
+
+
+def refused(path: Path, read: Callable[[Path], Any]) -> bool:
+    """Whether reading was refused; anything but a one-line `ModelError` that names the file fails the test."""
+    try:
+        read(path)
+    except ModelError as error:
+        assert path.name in str(error) and "\n" not in str(error) and len(str(error)) < 1000
+        return True
+    return False
+
+
+def mutants(data: bytes, last: int) -> Iterator[bytes]:
+    """Yield copies with a few bytes changed, moved or cut below `last`, from a fixed seed."""
+    rng = random.Random(20)
+    sizes = [struct.pack("<Q", value) for value in (0, 1, 2**31, 2**32 - 1, 2**40, 2**62, 2**63, 2**64 - 1)]
+    for _ in range(MUTANTS):
+        copy, at = bytearray(data), rng.randrange(last)
+        choice = rng.randrange(5)
+        if choice == 0:
+            copy[at] ^= 1 << rng.randrange(8)
+        elif choice == 1:
+            copy[at : at + 8] = rng.choice(sizes)
+        elif choice == 2:
+            for _ in range(4):
+                copy[rng.randrange(last)] = rng.randrange(256)
+        elif choice == 3:
+            del copy[at : at + rng.randrange(1, 9)]
+        else:
+            copy[at:at] = copy[rng.randrange(last) :][: rng.randrange(1, 30)]
+        yield bytes(copy)
+
+
+def survive(path: Path, data: bytes, last: int, read: Callable[[Path], Any]) -> int:
+    """Read every mutant; return how many were refused."""
+    count = 0
+    tracemalloc.start()
+    try:
+        for mutant in mutants(data, last):
+            path.write_bytes(mutant)
+            start = time.perf_counter()
+            count += refused(path, read)
+            assert time.perf_counter() - start < SECONDS_EACH
+        assert tracemalloc.get_traced_memory()[1] < PEAK_BYTES
+    finally:
+        tracemalloc.stop()
+    return count
+
+
+def test_gguf_mutants(gguf_whole: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "x.gguf"
+    path.write_bytes(gguf_whole)
+    last = read_gguf(path).data_offset
+    num_refused = survive(path, gguf_whole, last, lambda path: read_everything(open_checkpoint(path)))
+    assert MUTANTS // 2 < num_refused < MUTANTS
+
+
+def test_safetensors_mutants(directory: Path, tmp_path: Path) -> None:
+    data = (directory / "model.safetensors").read_bytes()
+    last = 8 + int.from_bytes(data[:8], "little")
+
+    def read(path: Path) -> None:
+        for part in read_header(path).values():
+            part.read_into(torch.empty(part.shape))
+        try:
+            with safe_open(path, framework="pt") as theirs:
+                theirs.keys()
+        except SafetensorError as error:
+            pytest.fail(f"we accepted what the library refuses: {error}")
+
+    num_refused = survive(tmp_path / "x.safetensors", data, last, read)
+    assert MUTANTS // 2 < num_refused < MUTANTS
+
+
+def test_config_mutants(directory: Path, tmp_path: Path) -> None:
+    data = (directory / "config.json").read_bytes()
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "model.safetensors").write_bytes((directory / "model.safetensors").read_bytes())
+    survive(model / "config.json", data, len(data), lambda path: open_checkpoint(path.parent))
+
+
+def test_gguf_cut_anywhere(gguf_whole: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "x.gguf"
+    path.write_bytes(gguf_whole)
+    tensors = read_gguf(path).tensors.values()
+    end = max(tensor.offset + tensor.num_bytes for tensor in tensors)
+    header = min(tensor.offset for tensor in tensors)
+    boundaries = {edge for tensor in tensors for edge in (tensor.offset, tensor.offset + tensor.num_bytes)}
+    cuts = {cut for edge in boundaries for cut in (edge - 1, edge, edge + 1)} | set(range(header))
+    for cut in sorted(cut for cut in cuts if cut < end):
+        path.write_bytes(gguf_whole[:cut])
+        assert refused(path, open_checkpoint), cut
+
+
+def test_safetensors_cut_anywhere(directory: Path, tmp_path: Path) -> None:
+    data = (directory / "model.safetensors").read_bytes()
+    path = tmp_path / "x.safetensors"
+    for cut in sorted({*range(0, len(data), 17), 0, 1, 7, 8, 9, len(data) - 1}):
+        path.write_bytes(data[:cut])
+        assert refused(path, read_header), cut
+    path.write_bytes(data + b"\0")
+    assert refused(path, read_header)
+
+
+def safetensors_bytes(header: Any, num_bytes: int = 24) -> bytes:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + bytes(num_bytes)
+
+
+def entry(dtype: Any = "F32", shape: Any = (2, 3), offsets: Any = (0, 24)) -> dict[str, Any]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": offsets}
+
+
+@pytest.mark.parametrize(
+    ("header", "message"),
+    [
+        ({"a": entry("I64", (3,))}, "dtype 'I64'; known: F64, F32, F16, BF16"),
+        ({"a": entry("F8_E4M3", (24,))}, "F8_E4M3"),
+        ({"a": entry(7)}, "dtype 7"),
+        ({"a": entry([])}, "dtype"),
+        ({"a": entry(shape=(2, 4))}, "shape takes 32 bytes"),
+        ({"a": entry(shape=(2**62, 2**62))}, "shape takes"),
+        ({"a": entry(shape=(2**62, 2**62, 0), offsets=(0, 0))}, "end at byte"),
+        ({"a": entry(shape=(-2, -3))}, "shape"),
+        ({"a": entry(shape=(2.0, 3))}, "shape"),
+        ({"a": entry(shape=(True, 6))}, "shape"),
+        ({"a": entry(shape=6)}, "shape"),
+        ({"a": entry(shape=(1,) * 9)}, "shape"),
+        ({"a": entry(offsets=(0,))}, "two data_offsets"),
+        ({"a": entry(offsets=(24, 0))}, "data_offsets"),
+        ({"a": entry(offsets=(24, 48))}, "does not follow"),
+        ({"a": entry(shape=(3,), offsets=(0, 12)), "b": entry(shape=(3,), offsets=(6, 18))}, "overlaps"),
+        ({"a": entry(), "b": entry()}, "overlaps"),
+        ({"a": entry(shape=(3,), offsets=(0, 12))}, "truncated"),
+        ({"a": entry() | {"more": 1}}, "must have dtype, shape and data_offsets"),
+        ({"a": 3}, "must have dtype, shape and data_offsets"),
+        ([], "must hold a JSON object"),
+        (b"{", "not valid JSON"),
+        (b'{"a":' * 50_000, "nested too deeply"),
+        (b'{"a": 1, "a": 2}', "there twice"),
+    ],
+)
+def test_a_lying_safetensors_header_is_refused(header: Any, message: str, tmp_path: Path) -> None:
+    (tmp_path / "x.safetensors").write_bytes(safetensors_bytes(header))
+    with pytest.raises(ModelError, match=message):
+        read_header(tmp_path / "x.safetensors")
+
+
+def test_a_header_longer_than_the_limit_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    for length in (100_000_001, 2**63, 2**64 - 1):
+        with path.open("wb") as file:
+            file.write(struct.pack("<Q", length))
+            file.truncate(200_000_000)
+        with pytest.raises(ModelError, match="limit 100000000"):
+            read_header(path)
+
+
+U32, STRING, ARRAY = 4, 8, 9
+
+
+def text(value: bytes) -> bytes:
+    return struct.pack("<Q", len(value)) + value
+
+
+def key(name: bytes, kind: int, value: bytes) -> bytes:
+    return text(name) + struct.pack("<I", kind) + value
+
+
+def info(name: bytes, sizes: tuple[int, ...], kind: int = 0, offset: int = 0) -> bytes:
+    counts = struct.pack(f"<I{len(sizes)}Q", len(sizes), *sizes)
+    return text(name) + counts + struct.pack("<IQ", kind, offset)
+
+
+def gguf_file(
+    keys: tuple[bytes, ...] = (),
+    infos: tuple[bytes, ...] = (),
+    *,
+    version: int = 3,
+    counts: tuple[int, int] | None = None,
+) -> bytes:
+    num_tensors, num_keys = counts or (len(infos), len(keys))
+    head = b"GGUF" + struct.pack("<IQQ", version, num_tensors, num_keys) + b"".join(keys) + b"".join(infos)
+    return head + bytes(-len(head) % 32) + bytes(256)
+
+
+NESTED = struct.pack("<IQ", ARRAY, 1) * 3 + struct.pack("<IQ", U32, 0)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"", "not a GGUF file"),
+        (b"GGML" + bytes(100), "not a GGUF file"),
+        (gguf_file(version=1), "version 1 is not supported"),
+        (gguf_file(version=4), "version 4 is not supported"),
+        (gguf_file(version=3 << 24), "big-endian"),
+        (gguf_file(counts=(2**63, 0)), "tensors are announced"),
+        (gguf_file(counts=(0, 2**40)), "metadata keys are announced"),
+        (gguf_file((key(b"a", U32, bytes(4)),) * 2), "'a' is there twice"),
+        (gguf_file((key(b"a", 13, bytes(4)),)), "metadata type 13"),
+        (gguf_file((key(b"a", STRING, struct.pack("<Q", 2**63)),)), "bytes are announced"),
+        (gguf_file((key(b"a", ARRAY, struct.pack("<IQ", U32, 2**61)),)), "numbers are announced"),
+        (gguf_file((key(b"a", ARRAY, struct.pack("<IQ", STRING, 2**61)),)), "strings are announced"),
+        (gguf_file((key(b"a", ARRAY, struct.pack("<IQ", 99, 0)),)), "array type 99"),
+        (gguf_file((key(b"a", ARRAY, NESTED),)), "nested more than 3"),
+        (gguf_file((key(b"general.alignment", U32, struct.pack("<I", 0)),)), "power of two"),
+        (gguf_file((key(b"general.alignment", U32, struct.pack("<I", 2**31)),)), "power of two"),
+        (gguf_file(infos=(info(b"t", ()),)), "has 0 dimensions"),
+        (gguf_file(infos=(info(b"t", (1,) * 5),)), "has 5 dimensions"),
+        (gguf_file(infos=(info(b"t", (0,)),)), "blocks of 1"),
+        (gguf_file(infos=(info(b"t", (2**63, 2**63, 2**63)),)), "ends at byte"),
+        (gguf_file(infos=(info(b"t", (2**62, 4)),)), "ends at byte"),
+        (gguf_file(infos=(info(b"t", (33,), kind=2),)), "blocks of 32"),
+        (gguf_file(infos=(info(b"t", (8,), kind=4),)), "unknown type 4"),
+        (gguf_file(infos=(info(b"t", (8,), kind=12345),)), "unknown type 12345"),
+        (gguf_file(infos=(info(b"t", (8,), offset=8),)), "multiple of 32"),
+        (gguf_file(infos=(info(b"t", (8,), offset=2**63),)), "ends at byte"),
+        (gguf_file(infos=(info(b"t", (8,)), info(b"t", (8,), offset=32))), "'t' is there twice"),
+        (gguf_file(infos=(info(b"t", (16,)), info(b"u", (8,), offset=32))), "'u' overlaps"),
+    ],
+)
+def test_a_lying_gguf_header_is_refused(data: bytes, message: str, tmp_path: Path) -> None:
+    (tmp_path / "x.gguf").write_bytes(data)
+    with pytest.raises(ModelError, match=message):
+        read_gguf(tmp_path / "x.gguf")
+
+
+def test_text_that_is_not_utf_8_does_not_break_anything(tmp_path: Path) -> None:
+    strings = struct.pack("<IQ", STRING, 2) + text(b"\xff") + text(b"ok")
+    (tmp_path / "x.gguf").write_bytes(gguf_file((key(b"a", ARRAY, strings),)))
+    assert read_gguf(tmp_path / "x.gguf").metadata["a"] == ("�", "ok")
+
+
+def test_strings_longer_than_a_chunk_are_read_whole(tmp_path: Path) -> None:
+    words = [bytes([97 + i % 26]) * (300_000 + i) for i in range(11)]
+    strings = struct.pack("<IQ", STRING, len(words)) + b"".join(text(word) for word in words)
+    number = key(b"after", U32, struct.pack("<I", 7))
+    (tmp_path / "x.gguf").write_bytes(gguf_file((key(b"a", ARRAY, strings), number)))
+    metadata = read_gguf(tmp_path / "x.gguf").metadata
+    assert metadata["a"] == tuple(word.decode() for word in words) and metadata["after"] == 7
+
+
+def test_a_path_that_is_no_model_is_refused(tmp_path: Path) -> None:
+    for path in (tmp_path / "absent", tmp_path / ("x" * 5000), "a\0b"):
+        with pytest.raises(ModelError, match="no such file or directory"):
+            open_checkpoint(path)
+    with pytest.raises(ModelError, match="the directory is empty"):
+        open_checkpoint(tmp_path)
+    (tmp_path / "readme.txt").write_text("")
+    with pytest.raises(ModelError, match=r"no config\.json and no \.gguf file"):
+        open_checkpoint(tmp_path)
+    with pytest.raises(ModelError, match=r"not a \.gguf file"):
+        open_checkpoint(tmp_path / "readme.txt")
+
+
+def test_the_one_gguf_of_a_directory_is_found_and_of_two_none(gguf_whole: bytes, tmp_path: Path) -> None:
+    (tmp_path / "a.gguf").write_bytes(gguf_whole)
+    assert open_checkpoint(tmp_path).path == tmp_path / "a.gguf"
+    (tmp_path / "b.gguf").write_bytes(gguf_whole)
+    with pytest.raises(ModelError, match=r"2 \.gguf files; name one of them: a\.gguf, b\.gguf"):
+        open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "consolidated.00.pth"])
+def test_pickles_are_refused_by_name_and_never_opened(name: str, directory: Path, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(b"cos\nsystem\n(S'exit 1'\ntR.")
+    with pytest.raises(ModelError, match=f"{name}.* a pickle"):
+        open_checkpoint(tmp_path / name)
+    with pytest.raises(ModelError, match=f"{name} is a pickle"):
+        open_checkpoint(tmp_path)
+    (tmp_path / "config.json").write_bytes((directory / "config.json").read_bytes())
+    with pytest.raises(ModelError, match=f"{name} is a pickle"):
+        open_checkpoint(tmp_path)

@@ -1,0 +1,123 @@
+"""Hugging Face directories: whatever transformers saves is read back exactly."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from tiny_models import FAMILIES, make_model, read_all, save, weights_of
+
+from nano_inference.loader import open_checkpoint, pieces
+from nano_inference.loader.safetensors_file import INDEX_NAME, read_header
+from nano_inference.types import ModelError
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_tensor_is_the_state_dicts(family: str, tmp_path: Path) -> None:
+    model = make_model(family)
+    checkpoint = open_checkpoint(save(model, tmp_path))
+    found, expected = read_all(checkpoint), weights_of(model)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert (checkpoint.dtype, checkpoint.path) == ("float32", tmp_path)
+    assert checkpoint.tokenizer == (str(tmp_path), None)
+    assert checkpoint.generation["eos_token_id"] == 2
+
+
+def test_shards_are_read_through_the_index(tmp_path: Path) -> None:
+    model = make_model("llama")
+    save(model, tmp_path, max_shard_size="40KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 3
+    found, expected = read_all(open_checkpoint(str(tmp_path))), weights_of(model)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_tensors_gives_a_fresh_iterator_each_time(tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(save(make_model("llama"), tmp_path))
+    assert [name for name, _ in checkpoint.tensors()] == [name for name, _ in checkpoint.tensors()]
+
+
+@pytest.mark.parametrize("stored", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("wanted", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("piece_bytes", [64, 8 * 2**20])
+def test_any_precision_becomes_any_other(
+    stored: torch.dtype, wanted: torch.dtype, piece_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pieces, "PIECE_BYTES", piece_bytes)
+    values = torch.randn(37, 5).to(stored)
+    save_file({"a": values, "b": torch.tensor(3.0).to(stored), "c": torch.zeros(0, 4, dtype=stored)}, tmp_path / "x")
+    header = read_header(tmp_path / "x")
+    fused = torch.full((50, 5), torch.nan, dtype=wanted)
+    header["a"].read_into(fused[7:44])
+    assert torch.equal(fused[7:44], values.to(wanted))
+    assert fused[:7].isnan().all() and fused[44:].isnan().all()
+    for name, expected in (("b", torch.tensor(3.0)), ("c", torch.zeros(0, 4))):
+        target = torch.empty(header[name].shape, dtype=wanted)
+        header[name].read_into(target)
+        assert torch.equal(target, expected.to(wanted))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_target_may_lie_on_a_gpu(tmp_path: Path) -> None:
+    values = torch.randn(37, 5)
+    save_file({"a": values}, tmp_path / "x")
+    for dtype in (torch.float32, torch.bfloat16):
+        target = torch.empty(37, 5, dtype=dtype, device="cuda")
+        read_header(tmp_path / "x")["a"].read_into(target)
+        assert torch.equal(target.cpu(), values.to(dtype))
+
+
+def test_a_file_that_shrinks_after_opening_is_refused(tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(save(make_model("llama"), tmp_path))
+    data = (tmp_path / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(data[:-1])
+    with pytest.raises(ModelError, match="1 bytes early"):
+        read_all(checkpoint)
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match="cannot be read"):
+        read_all(checkpoint)
+
+
+def with_index(directory: Path, weight_map: object) -> Path:
+    """A sharded directory whose index says something else."""
+    save(make_model("llama"), directory, max_shard_size="40KB")
+    (directory / INDEX_NAME).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("weight_map", "message"),
+    [
+        ({"a": "../model.safetensors"}, "plain .safetensors file name"),
+        ({"a": "sub/model.safetensors"}, "plain .safetensors file name"),
+        ({"a": "/etc/model.safetensors"}, "plain .safetensors file name"),
+        ({"a": "..\\model.safetensors"}, "plain .safetensors file name"),
+        ({"a": "x\0.safetensors"}, "plain .safetensors file name"),
+        ({"a": "model.bin"}, "plain .safetensors file name"),
+        ({"a": 3}, "plain .safetensors file name"),
+        ({"a": "absent.safetensors"}, "absent.safetensors: cannot be read"),
+        ({}, "weight_map is missing or empty"),
+        ([], "weight_map must be an object"),
+        (None, "weight_map is missing or empty"),
+    ],
+)
+def test_a_bad_index_is_refused(weight_map: object, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=message):
+        open_checkpoint(with_index(tmp_path, weight_map))
+
+
+def test_a_missing_shard_and_a_name_missing_in_its_shard_are_refused(tmp_path: Path) -> None:
+    save(make_model("llama"), tmp_path, max_shard_size="40KB")
+    index = json.loads((tmp_path / INDEX_NAME).read_text())
+    index["weight_map"]["model.norm.weight"] = index["weight_map"]["model.embed_tokens.weight"]
+    (tmp_path / INDEX_NAME).write_text(json.dumps(index))
+    with pytest.raises(ModelError, match=r"has no tensor 'model.norm.weight'"):
+        open_checkpoint(tmp_path)
+    (tmp_path / index["weight_map"]["model.embed_tokens.weight"]).unlink()
+    with pytest.raises(ModelError, match="cannot be read: No such file"):
+        open_checkpoint(tmp_path)
