@@ -14,7 +14,10 @@ from nano_inference.types import Row
 
 
 def build(rows: tuple[Row, ...], block_size: int, device: torch.device) -> ForwardInput:
-    """Lay the rows' tokens one after another and say where each stands and where its K/V goes."""
+    """Lay the rows' tokens one after another and say where each stands and where its K/V goes.
+
+    The rows come as `in_step_order` puts them.
+    """
     tokens: list[int] = []
     previous: list[int] = []
     positions: list[int] = []
@@ -29,6 +32,11 @@ def build(rows: tuple[Row, ...], block_size: int, device: torch.device) -> Forwa
         slots += [row.blocks[p // block_size] * block_size + p % block_size for p in places]
     token_T, prev_T, position_T, slot_T = torch.tensor([tokens, previous, positions, slots], device=device)
     return ForwardInput(token_T=token_T, prev_T=prev_T, position_T=position_T, slot_T=slot_T, spans=tuple(spans))
+
+
+def in_step_order(rows: tuple[Row, ...]) -> tuple[Row, ...]:
+    """Put rows of one token first, shortest sequence first, so that those of about one length stand together."""
+    return tuple(sorted(rows, key=lambda row: (len(row.tokens) > 1, row.start + len(row.tokens))))
 
 
 class Scored(NamedTuple):

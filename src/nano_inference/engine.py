@@ -10,7 +10,7 @@ import math
 import secrets
 from bisect import insort
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from typing import Self
 
@@ -421,10 +421,10 @@ class InferenceEngine:
 
     # ---- run and commit ---------------------------------------------------------------------------------------------
 
-    def _run(self, rows: Seq[Sequence], batch: ScheduledBatch) -> Seq[RowResult]:
+    def _run(self, rows: Seq[Sequence], batch: ScheduledBatch) -> Mapping[int, RowResult]:
         """Let the runner compute; when it is interrupted, its rows are computed again from the cache."""
         if not batch.rows:
-            return ()
+            return {}
         try:
             return self.parts.runner.run(batch)
         except BaseException as error:
@@ -434,12 +434,13 @@ class InferenceEngine:
             raise
 
     def _commit(
-        self, plan: SchedulerOutput, rows: Seq[Sequence], batch: ScheduledBatch, results: Seq[RowResult]
+        self, plan: SchedulerOutput, rows: Seq[Sequence], batch: ScheduledBatch, results: Mapping[int, RowResult]
     ) -> StepResult:
         """Append what was drawn, publish what was computed, release what ended, tell the callers."""
         deltas: list[Delta] = []
         num_sampled = 0
-        for seq, row, result in zip(rows, batch.rows, results, strict=True):
+        for seq, row in zip(rows, batch.rows, strict=True):
+            result = results[seq.id]
             seq.scores += result.scores
             seq.score_tops += result.score_tops
             num_added = self._take_tokens(seq, row, result)

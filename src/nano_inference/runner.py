@@ -5,14 +5,14 @@ Shapes: T tokens of the step, B rows that draw, S rows scored at once, E hidden 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from nano_inference.attention import Backend, ForwardInput, SdpaBackend, Span, StepContext
-from nano_inference.batch import Scored, build, scored
+from nano_inference.batch import Scored, build, in_step_order, scored
 from nano_inference.kv.store import KVStore
 from nano_inference.models.build import Model
 from nano_inference.sampling import Draw, draw, scale_temperatures, top_logprobs
@@ -23,10 +23,10 @@ _SCORE_ELEMENTS = 1 << 24
 
 
 class Runner(Protocol):
-    """What the engine needs: a step in, drawn tokens out, in the order of the rows."""
+    """What the engine needs: a step in, drawn tokens out."""
 
-    def run(self, batch: ScheduledBatch) -> Sequence[RowResult]:
-        """Compute the rows' K/V and draw what they ask for."""
+    def run(self, batch: ScheduledBatch) -> Mapping[int, RowResult]:
+        """Compute the rows' K/V and draw what they ask for; a result for each row's id."""
 
 
 class ModelRunner:
@@ -38,9 +38,9 @@ class ModelRunner:
         self.backend = backend
         self.device = device
 
-    def run(self, batch: ScheduledBatch) -> list[RowResult]:
-        """Copy blocks, compute the rows, score what is asked for, draw. Results keep the rows' order."""
-        rows = batch.rows
+    def run(self, batch: ScheduledBatch) -> dict[int, RowResult]:
+        """Copy blocks, compute the rows, score what is asked for, draw."""
+        rows = in_step_order(batch.rows)
         with torch.inference_mode():
             self.store.copy(batch.copies)
             step = build(rows, self.store.block_size, self.device)
@@ -49,7 +49,7 @@ class ModelRunner:
             drawing = [i for i, row in enumerate(rows) if row.num_sampled]
             drawn = self._draw([rows[i] for i in drawing], [step.spans[i] for i in drawing], hidden_TE)
         place = {index: i for i, index in enumerate(drawing)}
-        return [_result(row, drawn, place.get(i), scores.get(i)) for i, row in enumerate(rows)]
+        return {row.id: _result(row, drawn, place.get(i), scores.get(i)) for i, row in enumerate(rows)}
 
     def _draw(self, rows: Sequence[Row], spans: Sequence[Span], hidden_TE: Tensor) -> Draw:
         """Draw one token for each row from the logits of its last token."""

@@ -264,13 +264,13 @@ def keep_best(logits_V: Tensor, best_K: Tensor) -> None:
 def invert_cdf(logp_BV: Tensor, uniform_B: Tensor) -> Tensor:
     """Return, for each row, the first token by id at which the cumulated probability exceeds its uniform.
 
-    Sums run in float64 over blocks of the vocabulary, so that no cumulative sum over all of it is needed.
+    Blocks of the vocabulary are summed first, so that no cumulative sum over all of it is needed.
     """
     num_rows, vocab_size = logp_BV.shape
     num_blocks = -(-vocab_size // _CDF_BLOCK)
     p_BV = torch.nn.functional.pad(logp_BV.exp(), (0, num_blocks * _CDF_BLOCK - vocab_size))
     p_BNC = p_BV.view(num_rows, num_blocks, _CDF_BLOCK)
-    mass_BN = p_BNC.sum(-1, dtype=torch.float64)
+    mass_BN = p_BNC.sum(-1).double()
     cdf_BN = mass_BN.cumsum(-1)
     target_B1 = uniform_B.unsqueeze(-1) * cdf_BN[:, -1:]
     block_B1 = _first_above(cdf_BN, target_B1, mass_BN)

@@ -33,7 +33,7 @@ class FakeRunner:
         self.lookahead = lookahead
         self.num_computed = 0
 
-    def run(self, batch: ScheduledBatch) -> Sequence[RowResult]:
+    def run(self, batch: ScheduledBatch) -> dict[int, RowResult]:
         size = self.block_size
         copied = [
             (c.target * size + i, self.slots[c.source * size + i]) for c in batch.copies for i in range(c.num_tokens)
@@ -43,7 +43,7 @@ class FakeRunner:
         for row in batch.rows:
             self._write(row, row.start, row.tokens)
             self.num_computed += len(row.tokens)
-        return [self._result(row) for row in batch.rows]
+        return {row.id: self._result(row) for row in batch.rows}
 
     def _slot(self, row: Row, position: int) -> int:
         return row.blocks[position // self.block_size] * self.block_size + position % self.block_size

@@ -41,6 +41,7 @@ class ForwardInput:
     slot_T: Tensor
     """Where each token's K/V goes in the store."""
     spans: tuple[Span, ...]
+    """Rows of one token first, shortest sequence first, then the chunks."""
 
 
 class AttentionSpec(NamedTuple):
@@ -74,7 +75,7 @@ class StepContext:
     plans: Mapping[int | None, Any]
     """The backend's plan for each window that the model has."""
     ropes: tuple[tuple[Tensor, Tensor], ...]
-    """cos and sin [T, rotary_dim] of the step's positions, one pair for each of the model's rotary embeddings."""
+    """cos and signed sin [T, 1, rotary size] of the step's positions, a pair for each of the model's embeddings."""
 
     def attend(self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, layer: int, spec: AttentionSpec) -> Tensor:
         """Store the step's keys and values, then attend."""

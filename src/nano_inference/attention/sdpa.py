@@ -31,8 +31,8 @@ _SCORE_ELEMENTS = 1 << 24
 class DecodeGroup:
     """Rows of one token each that are gathered together."""
 
-    token_G: Tensor
-    """Their indices among the step's tokens."""
+    tokens: slice
+    """Their places among the step's tokens."""
     block_GM: Tensor
     hidden_G11S: Tensor | None
     """0 where a key is seen, -inf where not; None when every row sees every gathered key."""
@@ -64,7 +64,7 @@ class SdpaBackend:
     def plan(self, step: ForwardInput, block_size: int, window: int | None) -> SdpaPlan:
         """Sort the rows and build their block indices and masks."""
         device = step.token_T.device
-        singles = sorted((s for s in step.spans if s.num_tokens == 1), key=lambda s: _num_visible(s, window))
+        singles = [span for span in step.spans if span.num_tokens == 1]
         return SdpaPlan(
             tuple(_decode_group(g, block_size, window, device) for g in _similar(singles, block_size, window)),
             tuple(_chunk(s, block_size, window, device) for s in step.spans if s.num_tokens > 1),
@@ -81,9 +81,11 @@ class SdpaBackend:
         plan: SdpaPlan,
     ) -> Tensor:
         """Attend group by group, chunk by chunk."""
-        out_THD = torch.empty_like(q_THD)
+        if len(plan.groups) == 1 and not plan.chunks:
+            return _attend_group(q_THD, store, layer, spec, plan.groups[0])
+        out_THD = q_THD.new_empty(q_THD.shape)
         for group in plan.groups:
-            out_THD[group.token_G] = _attend_group(q_THD[group.token_G], store, layer, spec, group)
+            out_THD[group.tokens] = _attend_group(q_THD[group.tokens], store, layer, spec, group)
         for chunk in plan.chunks:
             rows = slice(chunk.span.offset, chunk.span.offset + chunk.span.num_tokens)
             k_SKD, v_SKD = k_TKD[rows], v_TKD[rows]
@@ -129,7 +131,7 @@ def _decode_group(spans: Sequence[Span], block_size: int, window: int | None, de
     hidden_G11S = None
     if not bool(seen_GS.all()):
         hidden_G11S = torch.zeros(seen_GS.shape, device=device).masked_fill_(~seen_GS, -torch.inf)[:, None, None]
-    return DecodeGroup(torch.tensor([span.offset for span in spans], device=device), block_GM, hidden_G11S)
+    return DecodeGroup(slice(spans[0].offset, spans[-1].offset + 1), block_GM, hidden_G11S)
 
 
 def _chunk(span: Span, block_size: int, window: int | None, device: torch.device) -> Chunk:
@@ -163,7 +165,7 @@ def _gather_chunk(store: KVStore, layer: int, block_M: Tensor, skip: int, num_ke
 def _attend_group(q_GHD: Tensor, store: KVStore, layer: int, spec: AttentionSpec, group: DecodeGroup) -> Tensor:
     """Attend for rows of one token: the query heads of a kv head stand where queries do."""
     k_GSKD, v_GSKD = _gather(store, layer, group.block_GM)
-    q_GKPD = q_GHD.view(q_GHD.size(0), k_GSKD.size(2), -1, q_GHD.size(2))
+    q_GKPD = q_GHD.reshape(q_GHD.size(0), k_GSKD.size(2), -1, q_GHD.size(2))
     out_GKPD = _attend(q_GKPD, k_GSKD.transpose(1, 2), v_GSKD.transpose(1, 2), spec, group.hidden_G11S)
     return out_GKPD.flatten(1, 2)
 

@@ -21,10 +21,11 @@ class RotaryTable:
         self.frequency_R = frequency_R.to(device)
 
     def at(self, position_T: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return cos and sin [T, R] of the positions, each half of R the same."""
+        """Return cos and sin [T, 1, R] of the positions; the sine's first half carries the rotation's minus sign."""
         angle_TR = torch.outer(position_T.float(), self.frequency_R)
-        angle_TR = torch.cat((angle_TR, angle_TR), dim=-1)
-        return (angle_TR.cos() * self.scale).to(dtype), (angle_TR.sin() * self.scale).to(dtype)
+        cos_TR, sin_TR = angle_TR.cos() * self.scale, angle_TR.sin() * self.scale
+        cos_T1R = torch.cat((cos_TR, cos_TR), dim=-1).to(dtype).unsqueeze(1)
+        return cos_T1R, torch.cat((-sin_TR, sin_TR), dim=-1).to(dtype).unsqueeze(1)
 
 
 def frequencies(config: RopeConfig) -> tuple[Tensor, float]:
