@@ -72,8 +72,8 @@ class FlexAttentionBackend:
         plan: FlexPlan,
     ) -> Tensor:
         """Gather every row's keys and attend in one call."""
-        k_SKD = store.k_LSKD[layer].index_select(0, plan.slot_S)
-        v_SKD = store.v_LSKD[layer].index_select(0, plan.slot_S)
+        k_SKD = store.k_layers[layer].index_select(0, plan.slot_S)
+        v_SKD = store.v_layers[layer].index_select(0, plan.slot_S)
 
         def softcap(score: Tensor, *_: Tensor) -> Tensor:
             assert spec.softcap is not None

@@ -33,15 +33,19 @@ class KVStore:
         shape = (num_layers, num_blocks * block_size, num_kv_heads, head_dim)
         self.k_LSKD = lazy_zeros(shape, dtype, device)
         self.v_LSKD = lazy_zeros(shape, dtype, device)
+        self.k_layers = tuple(self.k_LSKD.unbind(0))
+        self.v_layers = tuple(self.v_LSKD.unbind(0))
+        self._k_blocks = tuple(k_SKD.view(num_blocks, -1) for k_SKD in self.k_layers)
+        self._v_blocks = tuple(v_SKD.view(num_blocks, -1) for v_SKD in self.v_layers)
 
     def write(self, layer: int, slot_T: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> None:
         """Put a step's keys and values into their slots."""
-        self.k_LSKD[layer].index_copy_(0, slot_T, k_TKD)
-        self.v_LSKD[layer].index_copy_(0, slot_T, v_TKD)
+        self.k_layers[layer].index_copy_(0, slot_T, k_TKD)
+        self.v_layers[layer].index_copy_(0, slot_T, v_TKD)
 
     def blocks(self, layer: int) -> tuple[Tensor, Tensor]:
         """Return a layer's keys and values as [N, C*K*D], a block a row."""
-        return self.k_LSKD[layer].view(self.num_blocks, -1), self.v_LSKD[layer].view(self.num_blocks, -1)
+        return self._k_blocks[layer], self._v_blocks[layer]
 
     def copy(self, copies: Sequence[BlockCopy]) -> None:
         """Copy the first slots of blocks into others. Every source is read before any target is written."""

@@ -1,0 +1,37 @@
+"""This engine as a worker: nano.py MODEL THREADS."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+from protocol import Request, serve
+
+import nano_inference
+from nano_inference import EngineConfig, InferenceEngine, SamplingParams
+
+
+def main() -> None:
+    """Load the model and answer workloads."""
+    engine = InferenceEngine(EngineConfig(model_path=sys.argv[1], device="cpu", num_threads=int(sys.argv[2])))
+
+    def run(requests: list[Request]) -> tuple[float | None, int]:
+        first, total = None, 0
+        for seed, request in enumerate(requests):
+            params = SamplingParams(
+                temperature=request["temperature"], max_tokens=request["new_tokens"], ignore_eos=True, seed=seed
+            )
+            engine.add_request(request["prompt"], params, request["num_samples"])
+        left = sum(request["num_samples"] for request in requests)
+        while left:
+            result = engine.tick()
+            first = first or (time.perf_counter() if result.deltas else None)
+            total += sum(len(delta.token_ids) for delta in result.deltas)
+            left -= len(result.samples)
+        engine.step()  # takes the samples that `tick` put aside
+        return first, total
+
+    serve(run, nano_inference.__version__)
+
+
+main()

@@ -1,0 +1,67 @@
+"""How a peer is asked: one workload a line on stdin as JSON, one measurement a line on stdout.
+
+A worker is a process of its own, in whatever environment its engine needs; it imports nothing of this project.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+Request = dict[str, Any]
+"""prompt (ids), new_tokens, num_samples, temperature."""
+Run = Callable[[list[Request]], tuple[float | None, int]]
+"""Runs requests together; returns the moment of the first token (time.perf_counter), and how many tokens came."""
+
+
+def requests(workload: dict[str, Any]) -> list[Request]:
+    """Return a workload's prompts with what is asked of each."""
+    return [
+        {
+            "prompt": prompt,
+            "new_tokens": new_tokens,
+            "num_samples": workload["num_samples"],
+            "temperature": workload["temperature"],
+        }
+        for prompt, new_tokens in zip(workload["prompts"], workload["new_tokens"], strict=True)
+    ]
+
+
+def run_workload(run: Run, workload: dict[str, Any]) -> dict[str, Any]:
+    """Time one workload: all prompts together, or one after another."""
+    asked = requests(workload)
+    groups = [[request] for request in asked] if workload["one_by_one"] else [asked]
+    begin = time.perf_counter()
+    firsts, total = [], 0
+    for group in groups:
+        start = time.perf_counter()
+        first, count = run(group)
+        firsts.append((first or time.perf_counter()) - start)
+        total += count
+    seconds = time.perf_counter() - begin
+    wanted = sum(request["new_tokens"] * request["num_samples"] for request in asked)
+    if total != wanted:
+        raise RuntimeError(f"{total} tokens came, {wanted} were asked for")
+    return {"seconds": seconds, "first_token_seconds": firsts}
+
+
+def serve(run: Run, version: str) -> None:
+    """Answer workloads from stdin until it closes. What libraries print goes to stderr."""
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    print(json.dumps({"ready": version}), file=out, flush=True)
+    for line in _lines():
+        try:
+            answer = run_workload(run, json.loads(line))
+        except Exception as error:  # a peer that cannot do one workload may do the next
+            answer = {"error": f"{type(error).__name__}: {error}"[:300]}
+        print(json.dumps(answer), file=out, flush=True)
+
+
+def _lines() -> Iterator[str]:
+    while line := sys.stdin.readline():
+        yield line
