@@ -268,7 +268,7 @@ def invert_cdf(logp_BV: Tensor, uniform_B: Tensor) -> Tensor:
     """
     num_rows, vocab_size = logp_BV.shape
     num_blocks = -(-vocab_size // _CDF_BLOCK)
-    p_BV = torch.nn.functional.pad(logp_BV.exp(), (0, num_blocks * _CDF_BLOCK - vocab_size))
+    p_BV = torch.nn.functional.pad(torch.softmax(logp_BV, dim=-1), (0, num_blocks * _CDF_BLOCK - vocab_size))
     p_BNC = p_BV.view(num_rows, num_blocks, _CDF_BLOCK)
     mass_BN = p_BNC.sum(-1).double()
     cdf_BN = mass_BN.cumsum(-1)
