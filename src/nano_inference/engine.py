@@ -1,43 +1,31 @@
-"""`InferenceEngine`: owns the queues, the blocks and the runner. Every decision is made by a function that it calls.
+"""`InferenceEngine`: what callers talk to. It owns requests and who waits for them; `core` owns the step.
 
-A step is four calls: plan (pure, counts only), apply (the cache gives blocks), run (the only place with tensors),
-commit (append tokens, publish blocks, tell the callers). The engine knows nothing about text.
+Ids in, ids out: the engine knows nothing about text.
 """
 
 from __future__ import annotations
 
-import math
 import secrets
-from bisect import insort
-from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from typing import Self
 
 from nano_inference.assemble import EngineParts, assemble
 from nano_inference.config import EngineConfig, SchedulerConfig
+from nano_inference.core import Core
 from nano_inference.door import Limits, MatcherFactory, admit
-from nano_inference.kv import Hit
 from nano_inference.sampling import derive_seed
-from nano_inference.scheduling import schedule
-from nano_inference.sequence import Sequence, advance, finish, start_sequences, to_delta, to_sample
+from nano_inference.sequence import Sequence, start_sequences
 from nano_inference.types import (
     BadRequest,
-    BlockCopy,
     Delta,
     EngineDead,
     Request,
-    Row,
-    RowResult,
     SamplingParams,
-    ScheduledBatch,
-    SchedulerOutput,
-    SeqView,
     StepResult,
-    StepStats,
     TokenProgram,
     TrainingSample,
-    Work,
 )
 
 Progress = Callable[[StepResult], None]
@@ -50,21 +38,19 @@ class InferenceEngine:
         self.config = config
         self.parts = assemble(config) if parts is None else parts
         """What was built from the configuration; tests bring their own."""
-        self._kv = self.parts.kv
-        self._limits = SchedulerConfig(
+        limits = SchedulerConfig(
             max_batch_size=config.max_batch_size,
             max_tokens_per_batch=config.max_tokens_per_batch,
-            block_size=self._kv.block_size,
+            block_size=self.parts.kv.block_size,
             lookahead=self.parts.lookahead,
         )
+        self._core = Core(self.parts.runner, self.parts.kv, limits, config.logprobs_mode)
         self._door = Limits(
             vocab_size=self.parts.vocab_size,
             max_model_len=self.parts.max_model_len,
-            num_blocks=self._kv.num_blocks,
-            block_size=self._kv.block_size,
+            num_blocks=self.parts.kv.num_blocks,
+            block_size=self.parts.kv.block_size,
         )
-        self._waiting: OrderedDict[int, Sequence] = OrderedDict()
-        self._running: list[Sequence] = []
         self._live: dict[int, list[Sequence]] = {}
         """Request id -> its sequences that have not ended."""
         self._mailboxes: dict[int, deque[Delta]] = {}
@@ -73,7 +59,6 @@ class InferenceEngine:
         """Samples of other requests, for `step`."""
         self._next_request = 0
         self._next_sequence = 0
-        self._version = 0
         self._error: BaseException | None = None
 
     # ---- asking -----------------------------------------------------------------------------------------------------
@@ -155,25 +140,20 @@ class InferenceEngine:
 
         Works for waiting, prefilling and running requests. An unknown or finished id gives nothing.
         """
-        samples = []
-        for seq in self._live.pop(request_id, []):
-            finish(seq, "abort", None)
-            self._leave(seq)
-            delta = to_delta(seq, 0, self._version)
-            samples.append(to_sample(seq, self._version))
-            if request_id in self._mailboxes:
-                self._mailboxes[request_id].append(delta)
-        return tuple(samples)
+        deltas = [self._core.abort(seq) for seq in self._live.pop(request_id, ())]
+        if request_id in self._mailboxes:
+            self._mailboxes[request_id].extend(deltas)
+        return tuple(delta.sample for delta in deltas if delta.sample is not None)
 
     # ---- driving ----------------------------------------------------------------------------------------------------
 
     def has_pending(self) -> bool:
         """Whether `step` has anything to do or to give."""
-        return bool(self._waiting or self._running or self._finished)
+        return self._core.has_work() or bool(self._finished)
 
     def step(self) -> list[TrainingSample]:
         """Run one step; return the samples of `add_request`s that ended."""
-        if self._waiting or self._running:
+        if self._core.has_work():
             self.tick()
         finished, self._finished = self._finished, []
         return finished
@@ -186,23 +166,20 @@ class InferenceEngine:
         """
         self._require_alive()
         try:
-            hits: dict[int, Hit] = {}
-            plan = schedule(self._waiting_views(hits), self._running_views(), self._kv.num_free_blocks(), self._limits)
-            assert plan.work or plan.preempted_seqs or not (self._waiting or self._running), "a step without work"
-            rows, batch = self._apply(plan, hits)
-            results = self._run(rows, batch)
-            return self._commit(plan, rows, batch, results)
+            result = self._core.step()
         except Exception as error:
             self._error = error
             raise
+        self._deliver(result.deltas)
+        return result
 
     def flush_cache(self) -> int:
         """Forget all cached prefixes; idle blocks are free at once, held ones when released. Returns how many."""
-        return self._kv.flush()
+        return self.parts.kv.flush()
 
     def get_weight_version(self) -> int:
         """Return how many times weights were installed since the start."""
-        return self._version
+        return self._core.version
 
     def shutdown(self) -> None:
         """Abort everything and let go of model and cache; later calls raise `EngineDead`. May be called twice."""
@@ -261,7 +238,7 @@ class InferenceEngine:
         sequences = start_sequences(request, self._next_sequence, self.parts.eos_token_ids)
         self._next_request = request.id + 1
         self._next_sequence += len(sequences)
-        self._waiting.update((seq.id, seq) for seq in sequences)
+        self._core.enqueue(sequences)
         self._live[request.id] = sequences
         if claimed:
             self._mailboxes[request.id] = deque()
@@ -301,227 +278,23 @@ class InferenceEngine:
         if self._error is not None:
             raise EngineDead(f"the engine takes no more work: {self._error}") from self._error
 
-    # ---- plan -------------------------------------------------------------------------------------------------------
-
-    def _running_views(self) -> list[SeqView]:
-        """Counts of the running sequences, oldest first. Private blocks are counted only when blocks are scarce."""
-        size = self._kv.block_size
-        wanted = self._limits.max_tokens_per_batch + len(self._running) * (size + self._limits.lookahead)
-        is_scarce = self._kv.num_free_blocks() * size < wanted
-        return [
-            SeqView(
-                id=seq.id,
-                num_tokens=len(seq.tokens),
-                num_computed=seq.num_computed,
-                num_blocks=len(seq.blocks),
-                num_private=self._kv.num_private(seq.blocks) if is_scarce else 0,
-                next_key=self._next_key(seq, seq.num_computed, seq.blocks),
-                max_new=seq.max_new,
-            )
-            for seq in self._running
-        ]
-
-    def _waiting_views(self, hits: dict[int, Hit]) -> Iterator[SeqView]:
-        """Counts of the waiting sequences with what the cache would give them, noted in `hits`; lazy."""
-        size = self._kv.block_size
-        for seq in self._waiting.values():
-            scored = seq.next_score
-            known = seq.tokens if scored is None else seq.tokens[:scored]
-            hit = hits[seq.id] = self._kv.peek(known, (self._version, seq.request.salt))
-            num_computed = len(hit.blocks) * size + hit.partial_tokens
-            yield SeqView(
-                id=seq.id,
-                num_tokens=len(seq.tokens),
-                num_computed=num_computed,
-                num_blocks=len(hit.blocks),
-                idle_hit=hit.num_idle,
-                next_key=self._next_key(seq, num_computed, hit.blocks),
-                max_new=seq.max_new,
-            )
-
-    def _next_key(self, seq: Sequence, num_computed: int, blocks: Seq[int]) -> object:
-        """Name the block that a sequence computes next by the block before it and its tokens.
-
-        A prompt that its first sample still scores is named by the request: the others wait for the scores.
-        """
-        if (seq.leader or seq).next_score is not None:
-            return seq.request.id
-        if len(seq.tokens) - num_computed <= 1:
-            return None
-        size = self._kv.block_size
-        start = num_computed // size * size
-        parent = blocks[start // size - 1] if start else -1
-        return (seq.request.salt, parent, *seq.tokens[start : start + size])
-
-    # ---- apply ------------------------------------------------------------------------------------------------------
-
-    def _apply(self, plan: SchedulerOutput, hits: dict[int, Hit]) -> tuple[list[Sequence], ScheduledBatch]:
-        """Give back the blocks of the preempted, hold and take those of the scheduled, write the rows down."""
-        by_id = {seq.id: seq for seq in self._running}
-        for sequence_id in plan.preempted_seqs:
-            self._preempt(by_id[sequence_id])
-        admitted = [self._waiting[work.id] for work in plan.work if work.id in self._waiting]
-        for seq in admitted:  # every hold before any take: a take may evict what nobody holds
-            self._start(seq, hits[seq.id])
-        by_id |= {seq.id: seq for seq in admitted}
-        for work in plan.work:
-            by_id[work.id].blocks += self._kv.take(work.num_blocks)
-        copies = tuple(_copy_of(seq, hits[seq.id]) for seq in admitted if hits[seq.id].partial_tokens)
-        rows = tuple(self._row(by_id[work.id], work) for work in plan.work)
-        return [by_id[work.id] for work in plan.work], ScheduledBatch(rows=rows, copies=copies)
-
-    def _start(self, seq: Sequence, hit: Hit) -> None:
-        """Move a waiting sequence among the running, with what the cache gives it."""
-        del self._waiting[seq.id]
-        insort(self._running, seq, key=lambda other: other.id)
-        seq.blocks = self._kv.hold(hit)
-        seq.num_published = len(hit.blocks)
-        seq.num_computed = len(hit.blocks) * self._kv.block_size + hit.partial_tokens
-        seq.version = self._version
-        if seq.num_cached is None:
-            seq.num_cached = seq.num_computed
-
-    def _preempt(self, seq: Sequence) -> None:
-        """Take a sequence's blocks and put it back at the head of the queue."""
-        self._running.remove(seq)
-        self._release(seq)
-        seq.num_preemptions += 1
-        self._waiting[seq.id] = seq
-        self._waiting.move_to_end(seq.id, last=False)
-
-    def _release(self, seq: Sequence) -> None:
-        """Give a sequence's blocks back to the cache."""
-        self._kv.release(seq.blocks)
-        seq.blocks, seq.num_computed, seq.num_published = [], 0, 0
-
-    def _row(self, seq: Sequence, work: Work) -> Row:
-        """Write down one sequence's part of the step."""
-        params = seq.request.params
-        start, end = seq.num_computed, seq.num_computed + work.num_tokens
-        has_penalty = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) != (1, 0, 0)
-        draws = work.num_sampled > 0
-        return Row(
-            id=seq.id,
-            tokens=tuple(seq.tokens[start:end]),
-            prev_token=seq.tokens[start - 1] if start else -1,
-            start=start,
-            blocks=tuple(seq.blocks),
-            num_sampled=work.num_sampled,
-            params=params,
-            logprobs_mode=params.logprobs_mode or self.config.logprobs_mode,
-            seed=seq.request.seed,
-            sample_index=seq.sample_index,
-            banned=tuple(sorted(seq.stop_ids)) if draws and seq.num_new < params.min_tokens else (),
-            mask=seq.matcher.mask() if draws and seq.matcher else None,
-            history=tuple(seq.tokens) if draws and has_penalty else (),
-            num_prompt=seq.num_prompt,
-            score_from=seq.next_score,
-            next_token=seq.tokens[end] if end < len(seq.tokens) else -1,
-        )
-
-    # ---- run and commit ---------------------------------------------------------------------------------------------
-
-    def _run(self, rows: Seq[Sequence], batch: ScheduledBatch) -> Mapping[int, RowResult]:
-        """Let the runner compute; when it is interrupted, its rows are computed again from the cache."""
-        if not batch.rows:
-            return {}
-        try:
-            return self.parts.runner.run(batch)
-        except BaseException as error:
-            if not isinstance(error, Exception):
-                for seq in sorted(rows, key=lambda seq: -seq.id):
-                    self._preempt(seq)
-            raise
-
-    def _commit(
-        self, plan: SchedulerOutput, rows: Seq[Sequence], batch: ScheduledBatch, results: Mapping[int, RowResult]
-    ) -> StepResult:
-        """Append what was drawn, publish what was computed, release what ended, tell the callers."""
-        deltas: list[Delta] = []
-        num_sampled = 0
-        for seq, row in zip(rows, batch.rows, strict=True):
-            result = results[seq.id]
-            seq.scores += result.scores
-            seq.score_tops += result.score_tops
-            num_added = self._take_tokens(seq, row, result)
-            num_sampled += sum(seq.mask[len(seq.mask) - num_added :])
-            self._publish(seq, is_chunk=len(row.tokens) > 1)
-            if num_added or seq.finish_reason:
-                deltas.append(to_delta(seq, num_added, self._version))
-            if seq.finish_reason:
-                self._leave(seq)
-        self._deliver(deltas)
-        return StepResult(
-            deltas=tuple(deltas),
-            samples=tuple(delta.sample for delta in deltas if delta.sample is not None),
-            stats=StepStats(
-                num_rows=len(rows),
-                num_computed=sum(len(row.tokens) for row in batch.rows),
-                num_sampled=num_sampled,
-                num_preempted=len(plan.preempted_seqs),
-                num_running=len(self._running),
-                num_waiting=len(self._waiting),
-                num_free_blocks=self._kv.num_free_blocks(),
-            ),
-        )
-
-    def _take_tokens(self, seq: Sequence, row: Row, result: RowResult) -> int:
-        """Append a row's drawn tokens until one ends the sample or forces others; return how many were added.
-
-        K/V exists for the row's own tokens and for every drawn token that another was drawn after.
-        """
-        num_added = num_drawn = 0
-        seq.num_computed = row.start + len(row.tokens)
-        tops = result.top_logprobs or ((),) * len(result.tokens)
-        for token, logprob, top in zip(result.tokens, result.logprobs, tops, strict=True):
-            if not math.isfinite(logprob):
-                finish(seq, "abort", "no token can be drawn: the logits are not finite or all tokens are forbidden")
-                break
-            added = advance(seq, token, logprob, top, self._version)
-            num_drawn += 1
-            num_added += added
-            if seq.finish_reason or added > 1:
-                break
-        seq.num_computed += max(0, min(num_drawn, len(result.tokens) - 1))
-        if seq.max_new <= 0 and seq.finish_reason is None and seq.num_computed == len(seq.tokens):
-            finish(seq, "length", None)
-        return num_added
-
-    def _publish(self, seq: Sequence, *, is_chunk: bool) -> None:
-        """Make new K/V findable: whole blocks as they fill, the rest of one after a chunk and at the end."""
-        num_whole = seq.num_computed // self._kv.block_size
-        if seq.version != self._version or seq.finish_reason == "abort":
-            return
-        if num_whole > seq.num_published or is_chunk or seq.finish_reason:
-            salt = (self._version, seq.request.salt)
-            self._kv.publish(seq.tokens, salt, seq.blocks, seq.num_published, seq.num_computed)
-            seq.num_published = num_whole
-
-    def _leave(self, seq: Sequence) -> None:
-        """Take an ended sequence out of the queues and free its blocks."""
-        if seq.id in self._waiting:
-            del self._waiting[seq.id]
-        else:
-            self._running.remove(seq)
-            self._release(seq)
-        siblings = self._live.get(seq.request.id)
-        if siblings is not None:
-            siblings.remove(seq)
-            if not siblings:
-                del self._live[seq.request.id]
-
     def _deliver(self, deltas: Seq[Delta]) -> None:
         """Put deltas into the mailboxes that wait for them, and other requests' samples aside for `step`."""
         for delta in deltas:
+            if delta.sample is not None:
+                self._forget(delta)
             if delta.request_id in self._mailboxes:
                 self._mailboxes[delta.request_id].append(delta)
             elif delta.sample is not None:
                 self._finished.append(delta.sample)
 
-
-def _copy_of(seq: Sequence, hit: Hit) -> BlockCopy:
-    """The copy that gives a sequence the part of a block which its hit ends in."""
-    return BlockCopy(hit.partial_block, seq.blocks[len(hit.blocks)], hit.partial_tokens)
+    def _forget(self, delta: Delta) -> None:
+        """Take an ended sample off the list of the living."""
+        left = [seq for seq in self._live[delta.request_id] if seq.sample_index != delta.sample_index]
+        if left:
+            self._live[delta.request_id] = left
+        else:
+            del self._live[delta.request_id]
 
 
 def _one_for_each(

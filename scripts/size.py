@@ -1,0 +1,35 @@
+"""Print the size of the package: files, lines, and how long its functions are. It fails nothing."""
+
+from __future__ import annotations
+
+import ast
+import statistics
+from pathlib import Path
+
+PACKAGE = Path(__file__).parents[1] / "src" / "nano_inference"
+LONG_FILE, LONG_FUNCTION = 350, 40
+
+
+def main() -> None:
+    """Measure every file of the package."""
+    files = sorted(PACKAGE.rglob("*.py"))
+    lines = {path: len(path.read_text().splitlines()) for path in files}
+    lengths: list[int] = []
+    for path in files:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                lengths.append((node.end_lineno or node.lineno) - node.lineno + 1)
+                if lengths[-1] > LONG_FUNCTION:
+                    print(f"  long function: {path.relative_to(PACKAGE)}:{node.lineno} {node.name} {lengths[-1]}")
+    for path in files:
+        if lines[path] > LONG_FILE:
+            print(f"  long file: {path.relative_to(PACKAGE)} {lines[path]}")
+    lengths.sort()
+    print(
+        f"{len(files)} files, {sum(lines.values())} lines; {len(lengths)} functions, "
+        f"median {statistics.median(lengths):.0f} lines, p95 {lengths[int(0.95 * len(lengths))]}, max {lengths[-1]}"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,276 @@
+"""`Core`: the queues, the blocks and the step. Plan (counts only), apply (the cache gives blocks), run, commit.
+
+It moves sequences from waiting to running to ended and decides nothing: every decision is made by a function it calls.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import insort
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Sequence as Seq
+
+from nano_inference.config import SchedulerConfig
+from nano_inference.kv import Hit, KVManager
+from nano_inference.runner import Runner
+from nano_inference.scheduling import schedule
+from nano_inference.sequence import Sequence, advance, finish, to_delta
+from nano_inference.types import (
+    BlockCopy,
+    Delta,
+    LogprobsMode,
+    Row,
+    RowResult,
+    ScheduledBatch,
+    SchedulerOutput,
+    SeqView,
+    StepResult,
+    StepStats,
+    Work,
+)
+
+
+class Core:
+    """Owns the queues and, through its manager, the KV blocks. The only place where a `Sequence` changes."""
+
+    def __init__(self, runner: Runner, kv: KVManager, limits: SchedulerConfig, logprobs_mode: LogprobsMode) -> None:
+        self.version = 0
+        """How many times weights were installed since the start."""
+        self._runner = runner
+        self._kv = kv
+        self._limits = limits
+        self._logprobs_mode = logprobs_mode
+        self._waiting: OrderedDict[int, Sequence] = OrderedDict()
+        self._running: list[Sequence] = []
+
+    def has_work(self) -> bool:
+        """Whether any sequence waits or runs."""
+        return bool(self._waiting or self._running)
+
+    def enqueue(self, sequences: Iterable[Sequence]) -> None:
+        """Put new sequences at the end of the queue."""
+        self._waiting.update((seq.id, seq) for seq in sequences)
+
+    def abort(self, seq: Sequence) -> Delta:
+        """End a sequence that waits or runs; return its last delta. Its blocks are free at once."""
+        finish(seq, "abort", None)
+        self._leave(seq)
+        return to_delta(seq, 0, self.version)
+
+    def step(self) -> StepResult:
+        """Run one step. An interruption (Ctrl-C) while the model computes harms nothing: it is computed again."""
+        hits: dict[int, Hit] = {}
+        plan = schedule(self._waiting_views(hits), self._running_views(), self._kv.num_free_blocks(), self._limits)
+        assert plan.work or plan.preempted_seqs or not self.has_work(), "a step without work"
+        rows, batch = self._apply(plan, hits)
+        results = self._run(rows, batch)
+        return self._commit(plan, rows, batch, results)
+
+    # ---- plan -------------------------------------------------------------------------------------------------------
+
+    def _running_views(self) -> list[SeqView]:
+        """Counts of the running sequences, oldest first. Private blocks are counted only when blocks are scarce."""
+        size = self._kv.block_size
+        wanted = self._limits.max_tokens_per_batch + len(self._running) * (size + self._limits.lookahead)
+        is_scarce = self._kv.num_free_blocks() * size < wanted
+        return [
+            SeqView(
+                id=seq.id,
+                num_tokens=len(seq.tokens),
+                num_computed=seq.num_computed,
+                num_blocks=len(seq.blocks),
+                num_private=self._kv.num_private(seq.blocks) if is_scarce else 0,
+                next_key=self._next_key(seq, seq.num_computed, seq.blocks),
+                max_new=seq.max_new,
+            )
+            for seq in self._running
+        ]
+
+    def _waiting_views(self, hits: dict[int, Hit]) -> Iterator[SeqView]:
+        """Counts of the waiting sequences with what the cache would give them, noted in `hits`; lazy."""
+        size = self._kv.block_size
+        for seq in self._waiting.values():
+            scored = seq.next_score
+            known = seq.tokens if scored is None else seq.tokens[:scored]
+            hit = hits[seq.id] = self._kv.peek(known, (self.version, seq.request.salt))
+            num_computed = len(hit.blocks) * size + hit.partial_tokens
+            yield SeqView(
+                id=seq.id,
+                num_tokens=len(seq.tokens),
+                num_computed=num_computed,
+                num_blocks=len(hit.blocks),
+                idle_hit=hit.num_idle,
+                next_key=self._next_key(seq, num_computed, hit.blocks),
+                max_new=seq.max_new,
+            )
+
+    def _next_key(self, seq: Sequence, num_computed: int, blocks: Seq[int]) -> object:
+        """Name the block that a sequence computes next by the block before it and its tokens.
+
+        A prompt that its first sample still scores is named by the request: the others wait for the scores.
+        """
+        if (seq.leader or seq).next_score is not None:
+            return seq.request.id
+        if len(seq.tokens) - num_computed <= 1:
+            return None
+        size = self._kv.block_size
+        start = num_computed // size * size
+        parent = blocks[start // size - 1] if start else -1
+        return (seq.request.salt, parent, *seq.tokens[start : start + size])
+
+    # ---- apply ------------------------------------------------------------------------------------------------------
+
+    def _apply(self, plan: SchedulerOutput, hits: dict[int, Hit]) -> tuple[list[Sequence], ScheduledBatch]:
+        """Give back the blocks of the preempted, hold and take those of the scheduled, write the rows down."""
+        by_id = {seq.id: seq for seq in self._running}
+        for sequence_id in plan.preempted_seqs:
+            self._preempt(by_id[sequence_id])
+        admitted = [self._waiting[work.id] for work in plan.work if work.id in self._waiting]
+        for seq in admitted:  # every hold before any take: a take may evict what nobody holds
+            self._start(seq, hits[seq.id])
+        by_id |= {seq.id: seq for seq in admitted}
+        for work in plan.work:
+            by_id[work.id].blocks += self._kv.take(work.num_blocks)
+        copies = tuple(_copy_of(seq, hits[seq.id]) for seq in admitted if hits[seq.id].partial_tokens)
+        rows = tuple(self._row(by_id[work.id], work) for work in plan.work)
+        return [by_id[work.id] for work in plan.work], ScheduledBatch(rows=rows, copies=copies)
+
+    def _start(self, seq: Sequence, hit: Hit) -> None:
+        """Move a waiting sequence among the running, with what the cache gives it."""
+        del self._waiting[seq.id]
+        insort(self._running, seq, key=lambda other: other.id)
+        seq.blocks = self._kv.hold(hit)
+        seq.num_published = len(hit.blocks)
+        seq.num_computed = len(hit.blocks) * self._kv.block_size + hit.partial_tokens
+        seq.version = self.version
+        if seq.num_cached is None:
+            seq.num_cached = seq.num_computed
+
+    def _preempt(self, seq: Sequence) -> None:
+        """Take a sequence's blocks and put it back at the head of the queue."""
+        self._running.remove(seq)
+        self._release(seq)
+        seq.num_preemptions += 1
+        self._waiting[seq.id] = seq
+        self._waiting.move_to_end(seq.id, last=False)
+
+    def _release(self, seq: Sequence) -> None:
+        """Give a sequence's blocks back to the cache."""
+        self._kv.release(seq.blocks)
+        seq.blocks, seq.num_computed, seq.num_published = [], 0, 0
+
+    def _row(self, seq: Sequence, work: Work) -> Row:
+        """Write down one sequence's part of the step."""
+        params = seq.request.params
+        start, end = seq.num_computed, seq.num_computed + work.num_tokens
+        has_penalty = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) != (1, 0, 0)
+        draws = work.num_sampled > 0
+        return Row(
+            id=seq.id,
+            tokens=tuple(seq.tokens[start:end]),
+            prev_token=seq.tokens[start - 1] if start else -1,
+            start=start,
+            blocks=tuple(seq.blocks),
+            num_sampled=work.num_sampled,
+            params=params,
+            logprobs_mode=params.logprobs_mode or self._logprobs_mode,
+            seed=seq.request.seed,
+            sample_index=seq.sample_index,
+            banned=tuple(sorted(seq.stop_ids)) if draws and seq.num_new < params.min_tokens else (),
+            mask=seq.matcher.mask() if draws and seq.matcher else None,
+            history=tuple(seq.tokens) if draws and has_penalty else (),
+            num_prompt=seq.num_prompt,
+            score_from=seq.next_score,
+            next_token=seq.tokens[end] if end < len(seq.tokens) else -1,
+        )
+
+    # ---- run and commit ---------------------------------------------------------------------------------------------
+
+    def _run(self, rows: Seq[Sequence], batch: ScheduledBatch) -> Mapping[int, RowResult]:
+        """Let the runner compute; when it is interrupted, its rows are computed again from the cache."""
+        if not batch.rows:
+            return {}
+        try:
+            return self._runner.run(batch)
+        except BaseException as error:
+            if not isinstance(error, Exception):
+                for seq in sorted(rows, key=lambda seq: -seq.id):
+                    self._preempt(seq)
+            raise
+
+    def _commit(
+        self, plan: SchedulerOutput, rows: Seq[Sequence], batch: ScheduledBatch, results: Mapping[int, RowResult]
+    ) -> StepResult:
+        """Append what was drawn, publish what was computed, release what ended, tell the callers."""
+        deltas: list[Delta] = []
+        num_sampled = 0
+        for seq, row in zip(rows, batch.rows, strict=True):
+            result = results[seq.id]
+            seq.scores += result.scores
+            seq.score_tops += result.score_tops
+            num_added = self._take_tokens(seq, row, result)
+            num_sampled += sum(seq.mask[len(seq.mask) - num_added :])
+            self._publish(seq, is_chunk=len(row.tokens) > 1)
+            if num_added or seq.finish_reason:
+                deltas.append(to_delta(seq, num_added, self.version))
+            if seq.finish_reason:
+                self._leave(seq)
+        return StepResult(
+            deltas=tuple(deltas),
+            samples=tuple(delta.sample for delta in deltas if delta.sample is not None),
+            stats=StepStats(
+                num_rows=len(rows),
+                num_computed=sum(len(row.tokens) for row in batch.rows),
+                num_sampled=num_sampled,
+                num_preempted=len(plan.preempted_seqs),
+                num_running=len(self._running),
+                num_waiting=len(self._waiting),
+                num_free_blocks=self._kv.num_free_blocks(),
+            ),
+        )
+
+    def _take_tokens(self, seq: Sequence, row: Row, result: RowResult) -> int:
+        """Append a row's drawn tokens until one ends the sample or forces others; return how many were added.
+
+        K/V exists for the row's own tokens and for every drawn token that another was drawn after.
+        """
+        num_added = num_drawn = 0
+        seq.num_computed = row.start + len(row.tokens)
+        tops = result.top_logprobs or ((),) * len(result.tokens)
+        for token, logprob, top in zip(result.tokens, result.logprobs, tops, strict=True):
+            if not math.isfinite(logprob):
+                finish(seq, "abort", "no token can be drawn: the logits are not finite or all tokens are forbidden")
+                break
+            added = advance(seq, token, logprob, top, self.version)
+            num_drawn += 1
+            num_added += added
+            if seq.finish_reason or added > 1:
+                break
+        seq.num_computed += max(0, min(num_drawn, len(result.tokens) - 1))
+        if seq.max_new <= 0 and seq.finish_reason is None and seq.num_computed == len(seq.tokens):
+            finish(seq, "length", None)
+        return num_added
+
+    def _publish(self, seq: Sequence, *, is_chunk: bool) -> None:
+        """Make new K/V findable: whole blocks as they fill, the rest of one after a chunk and at the end."""
+        num_whole = seq.num_computed // self._kv.block_size
+        if seq.version != self.version or seq.finish_reason == "abort":
+            return
+        if num_whole > seq.num_published or is_chunk or seq.finish_reason:
+            salt = (self.version, seq.request.salt)
+            self._kv.publish(seq.tokens, salt, seq.blocks, seq.num_published, seq.num_computed)
+            seq.num_published = num_whole
+
+    def _leave(self, seq: Sequence) -> None:
+        """Take an ended sequence out of the queues and free its blocks."""
+        if seq.id in self._waiting:
+            del self._waiting[seq.id]
+        else:
+            self._running.remove(seq)
+            self._release(seq)
+
+
+def _copy_of(seq: Sequence, hit: Hit) -> BlockCopy:
+    """The copy that gives a sequence the part of a block which its hit ends in."""
+    return BlockCopy(hit.partial_block, seq.blocks[len(hit.blocks)], hit.partial_tokens)

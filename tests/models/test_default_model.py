@@ -1,0 +1,123 @@
+"""The default model against Transformers' own reading of the same file, in float32."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from nano_inference.config import EngineConfig
+from nano_inference.engine import InferenceEngine
+from nano_inference.text.tokenizer import Tokenizer, load_tokenizer
+from nano_inference.types import SamplingParams
+from tests.models.families import gap, reference_logprobs
+
+pytestmark = pytest.mark.model
+TOLERANCE = 1e-4
+
+TOPICS = ("the sea", "bicycles", "Roman roads", "bread", "jazz", "glaciers", "chess", "tea", "coral reefs", "railways")
+QUESTIONS = (
+    "What is special about {}?",
+    "Write two sentences about {}.",
+    "Explain {} to a child.",
+    "Name three facts about {}.",
+    "Why do people like {}?",
+)
+TEXT = " ".join(question.format(topic) for question in QUESTIONS for topic in TOPICS)
+
+
+@pytest.fixture(scope="module")
+def witness(default_model_path: Path) -> transformers.PreTrainedModel:
+    """Transformers' model, which dequantises the GGUF file by its own code."""
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        default_model_path.parent, gguf_file=default_model_path.name, dtype=torch.float32
+    ).eval()
+
+
+@pytest.fixture(scope="module")
+def engine(default_model_path: Path) -> Iterator[InferenceEngine]:
+    with InferenceEngine(EngineConfig(model_path=str(default_model_path), device="cpu")) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def tokenizer(engine: InferenceEngine) -> Tokenizer:
+    assert engine.parts.checkpoint is not None
+    return load_tokenizer(engine.parts.checkpoint.tokenizer)
+
+
+def chat(tokenizer: Tokenizer, question: str) -> list[int]:
+    return tokenizer.encode(f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n")
+
+
+def test_teacher_forced_cold_chunked_and_on_a_hit(
+    default_model_path: Path, engine: InferenceEngine, tokenizer: Tokenizer, witness: transformers.PreTrainedModel
+) -> None:
+    ids = tokenizer.encode(TEXT)
+    assert len(ids) >= 512
+    assert gap(witness, ids, engine.score(ids)) <= TOLERANCE
+    start = len(ids) - 50
+    engine.generate([ids[: start - 5]], SamplingParams(max_tokens=1))
+    assert gap(witness, ids, engine.score(ids, start=start)) <= TOLERANCE
+    config = EngineConfig(
+        model_path=str(default_model_path), device="cpu", max_tokens_per_batch=101, block_size=7, kv_cache_bytes=1 << 28
+    )
+    with InferenceEngine(config) as chunked:
+        assert gap(witness, ids, chunked.score(ids)) <= TOLERANCE
+
+
+def test_greedy_tokens_are_identical_on_50_prompts(
+    engine: InferenceEngine, tokenizer: Tokenizer, witness: transformers.PreTrainedModel
+) -> None:
+    prompts = [chat(tokenizer, question.format(topic)) for question in QUESTIONS for topic in TOPICS]
+    samples = engine.generate(prompts, SamplingParams(temperature=0, max_tokens=64, ignore_eos=True))
+    assert len(samples) == 50
+    for sample in samples:
+        table = reference_logprobs(witness, [*sample.prompt_tokens, *sample.completion_tokens])[-64:]
+        assert table.argmax(-1).tolist() == list(sample.completion_tokens)
+        chosen = table.gather(-1, torch.tensor(sample.completion_tokens).unsqueeze(-1)).squeeze(-1)
+        assert float((chosen - torch.tensor(sample.logprobs)).abs().max()) <= TOLERANCE
+
+
+def test_a_preempted_rollout_has_the_witness_logprobs(
+    default_model_path: Path, tokenizer: Tokenizer, witness: transformers.PreTrainedModel
+) -> None:
+    model_bytes_per_block = 45 * 1024 * 16
+    config = EngineConfig(model_path=str(default_model_path), device="cpu", kv_cache_bytes=14 * model_bytes_per_block)
+    prompts = [chat(tokenizer, QUESTIONS[0].format(topic)) for topic in TOPICS]
+    with InferenceEngine(config) as tight:
+        samples = tight.generate(prompts, SamplingParams(max_tokens=60, seed=3, ignore_eos=True))
+    assert sum(sample.num_preemptions for sample in samples) > 0
+    for sample in samples:
+        assert gap(witness, [*sample.prompt_tokens, *sample.completion_tokens], list(sample.logprobs)) <= TOLERANCE
+
+
+def test_a_seeded_request_draws_the_same_alone_and_among_mates(engine: InferenceEngine, tokenizer: Tokenizer) -> None:
+    rng = random.Random(5)
+    prompt = chat(tokenizer, "Tell me a story.")
+    params = SamplingParams(temperature=0.9, top_p=0.95, max_tokens=48, seed=11, ignore_eos=True)
+    alone = engine.generate([prompt], params)[0]
+    mates = [[rng.randrange(1000, 40_000) for _ in range(rng.randrange(5, 90))] for _ in range(15)]
+    others = [SamplingParams(temperature=rng.random() * 2, max_tokens=rng.randrange(5, 60), top_k=5) for _ in mates]
+    among = engine.generate([*mates[:7], prompt, *mates[7:]], [*others[:7], params, *others[7:]])[7]
+    assert among.completion_tokens == alone.completion_tokens
+
+
+def test_eight_samples_with_a_seed_differ_and_repeat(engine: InferenceEngine, tokenizer: Tokenizer) -> None:
+    prompt = chat(tokenizer, "Name a colour and an animal.")
+    params = SamplingParams(temperature=1.0, max_tokens=24, seed=2)
+    first, second = (engine.generate([prompt], params, 8) for _ in range(2))
+    assert [s.completion_tokens for s in first] == [s.completion_tokens for s in second]
+    assert len({s.completion_tokens for s in first}) == 8
+
+
+def test_it_answers_a_real_question(engine: InferenceEngine, tokenizer: Tokenizer) -> None:
+    sample = engine.generate(
+        [chat(tokenizer, "What is the capital of France?")], SamplingParams(temperature=0, max_tokens=32)
+    )[0]
+    assert "Paris" in tokenizer.decode(sample.completion_tokens)
+    assert sample.finish_reason == "stop"
