@@ -19,7 +19,7 @@ from nano_inference.assemble import load_model
 from nano_inference.batch import build
 from nano_inference.catalog import default_cache, resolve
 from nano_inference.kv.store import KVStore
-from nano_inference.loader import open_checkpoint
+from nano_inference.loader.checkpoint import open_checkpoint
 from nano_inference.models.build import Model
 from nano_inference.models.layers import linear
 from nano_inference.runner import model_forward

@@ -15,7 +15,8 @@ from nano_inference.catalog import default_cache, resolve
 from nano_inference.config import Dtype, EngineConfig
 from nano_inference.kv import KVManager, make_kv
 from nano_inference.kv.store import KVStore
-from nano_inference.loader import Checkpoint, load_into, open_checkpoint
+from nano_inference.loader.checkpoint import Checkpoint, open_checkpoint
+from nano_inference.loader.door import load_into
 from nano_inference.models.build import Model, build, weight_slots
 from nano_inference.models.config import ModelConfig
 from nano_inference.runner import ModelRunner, Runner

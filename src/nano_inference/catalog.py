@@ -282,6 +282,7 @@ def _from_hub(hub: HubName, name: str, progress: Progress | None) -> Path:
         return cached
     # Imported here: it takes a third of a second, and most runs need no hub.
     import huggingface_hub
+    import huggingface_hub.constants
 
     if huggingface_hub.constants.HF_HUB_OFFLINE:
         raise ModelError(f"{name}: not in the hub's cache, and HF_HUB_OFFLINE is set")
@@ -359,7 +360,7 @@ def _one_line(error: BaseException) -> str:
 def _hub_cache(path: Path | None) -> Path:
     if path is not None:
         return path
-    import huggingface_hub
+    import huggingface_hub.constants
 
     return Path(huggingface_hub.constants.HF_HUB_CACHE)
 

@@ -14,8 +14,8 @@ import transformers
 from gguf import GGMLQuantizationType as Kind
 from tiny_models import GGUF_ARCHITECTURES, finish, gguf_bytes, make_model, read_all, save, weights_of, write_gguf
 
-from nano_inference.loader import Checkpoint, open_checkpoint
 from nano_inference.loader import gguf as gguf_module
+from nano_inference.loader.checkpoint import Checkpoint, open_checkpoint
 from nano_inference.loader.gguf import PackedTensor
 from nano_inference.loader.gguf_file import GgufTensor, read_gguf
 from nano_inference.models.config import ModelConfig

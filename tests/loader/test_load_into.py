@@ -9,7 +9,8 @@ import pytest
 import torch
 from tiny_models import make_model, save, weights_of
 
-from nano_inference.loader import TensorSource, load_into, open_checkpoint
+from nano_inference.loader.checkpoint import open_checkpoint
+from nano_inference.loader.door import TensorSource, load_into
 from nano_inference.types import ModelError
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 import transformers
 
-from nano_inference.loader import Checkpoint
+from nano_inference.loader.checkpoint import Checkpoint
 
 COMMON: Mapping[str, Any] = {
     "vocab_size": 64,

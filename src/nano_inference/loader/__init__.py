@@ -4,10 +4,3 @@ A reader of one file format knows nothing of the model that will be built; whoev
 Face name belongs. Nothing here runs code found in a file: pickles are refused, every length is checked before it is
 believed, and whatever is wrong is a `ModelError` naming the file.
 """
-
-from __future__ import annotations
-
-from nano_inference.loader.checkpoint import Checkpoint, open_checkpoint
-from nano_inference.loader.door import TensorSource, WeightSource, load_into
-
-__all__ = ["Checkpoint", "TensorSource", "WeightSource", "load_into", "open_checkpoint"]

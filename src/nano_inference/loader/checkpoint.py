@@ -14,7 +14,8 @@ from nano_inference.loader.gguf import gguf_sources, main_type
 from nano_inference.loader.gguf_config import gguf_config
 from nano_inference.loader.gguf_file import read_gguf
 from nano_inference.loader.hf_config import model_config
-from nano_inference.loader.safetensors_file import PICKLED, file_names, num_bytes, open_weights, pickle_note
+from nano_inference.loader.listing import PICKLED, only_gguf
+from nano_inference.loader.safetensors_file import num_bytes, open_weights
 from nano_inference.models.config import ModelConfig
 from nano_inference.types import ModelError, TokenizerSource
 
@@ -52,7 +53,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         raise ModelError(f"{path}: neither a file nor a directory")
     if (path / "config.json").is_file():
         return _open_directory(path)
-    return _open_gguf(_only_gguf(path))
+    return _open_gguf(only_gguf(path))
 
 
 def _exists(path: Path) -> bool:
@@ -70,19 +71,6 @@ def _open_file(path: Path) -> Checkpoint:
     if path.suffix == ".gguf":
         return _open_gguf(path)
     raise ModelError(f"{path}: not a .gguf file; for Hugging Face files give the directory")
-
-
-def _only_gguf(directory: Path) -> Path:
-    """Return the one .gguf file of a directory without config.json."""
-    names = file_names(directory)
-    found = [name for name in names if name.endswith(".gguf")]
-    if len(found) == 1:
-        return directory / found[0]
-    if found:
-        raise ModelError(f"{directory}: holds {len(found)} .gguf files; name one of them: {', '.join(found[:5])}")
-    if not names:
-        raise ModelError(f"{directory}: the directory is empty")
-    raise ModelError(f"{directory}: has no config.json and no .gguf file{pickle_note(directory)}")
 
 
 def _open_gguf(path: Path) -> Checkpoint:

@@ -14,13 +14,13 @@ from types import MappingProxyType
 from typing import Any
 
 from nano_inference.loader.fields import parse_json, read_json, shown
+from nano_inference.loader.listing import pickle_note
 from nano_inference.loader.pieces import DTYPES, FileRange
 from nano_inference.types import ModelError
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 MAX_HEADER_BYTES = 100_000_000
-PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 _KNOWN: Mapping[str, str] = MappingProxyType({"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"})
 _ENTRY_FIELDS = frozenset({"dtype", "shape", "data_offsets"})
@@ -116,19 +116,3 @@ def _shard_name(origin: str, file: object) -> str:
     if not isinstance(file, str) or not file.endswith(".safetensors") or any(c in file for c in "/\\\0"):
         raise ModelError(f"{origin}: a shard must be a plain .safetensors file name, got {shown(file)}")
     return file
-
-
-def file_names(directory: Path) -> list[str]:
-    """Return what lies in a directory, sorted; `ModelError` when it cannot be listed."""
-    try:
-        return sorted(file.name for file in directory.iterdir())
-    except OSError as error:
-        raise ModelError(f"{directory}: cannot be read: {error.strerror}") from error
-
-
-def pickle_note(directory: Path) -> str:
-    """Return the end of a message that names pickled weights which lie there, empty when there are none."""
-    names = [name for name in file_names(directory) if name.endswith(PICKLED)]
-    if not names:
-        return ""
-    return f"; {names[0]} is a pickle, which can run code and is never read: convert it to safetensors"

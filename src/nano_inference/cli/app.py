@@ -1,0 +1,113 @@
+"""The table of commands, and how a command ends: one line for an error, and an exit code."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from collections.abc import Sequence
+
+from cyclopts import App, CycloptsError
+from cyclopts.config import Env
+
+import nano_inference
+from nano_inference.cli.fallback import ENV_PREFIX, name_model
+from nano_inference.cli.help_page import print_panel
+
+BAD_USAGE, ENGINE_FAILED, INTERRUPTED, BROKEN_PIPE = 2, 1, 130, 141
+
+_HERE = "nano_inference.cli.commands"
+_COMMANDS = (
+    ("chat", "", "Talk with a model in the terminal."),
+    ("generate", " [PROMPT]", "Answer or continue one prompt, or many as one batch."),
+    ("bench", "", "Measure this engine on the benchmark workloads."),
+    ("tokenize", " [TEXT]", "Show a text's token ids, or the text of ids."),
+    ("doctor", "", "Show what this machine has, and how fast its memory and arithmetic are."),
+    ("completion", "", "Install shell completion."),
+)
+_MODELS_COMMANDS = (
+    ("list", "", "List the models on this machine."),
+    ("pull", " NAME", "Fetch a model into the cache."),
+    ("info", " [NAME]", "Show what a model is made of."),
+    ("rm", " NAME", "Delete a model from the cache."),
+)
+_EPILOGUE = (
+    "Every option has a twin in the environment: --max-tokens is NANO_INFERENCE_MAX_TOKENS. "
+    "NANO_INFERENCE_TRACEBACK=1 shows where an error came from."
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command line (this process's own by default) and return its exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal that is not UTF-8 must not end an answer
+    try:
+        code = run(list(sys.argv[1:] if argv is None else argv))
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        return _leave_pipe()
+    except Exception as error:
+        if os.environ.get(f"{ENV_PREFIX}TRACEBACK"):
+            raise
+        return report(error)
+    return code if isinstance(code, int) else 0
+
+
+def run(argv: list[str]) -> object:
+    """Run a command, or show its help without parsing the rest first: that would take as long again."""
+    app = build_app()
+    if argv and argv[-1] in app.help_flags and "--" not in argv:
+        app.help_print(argv[:-1])
+        return 0
+    return app(argv)
+
+
+def build_app() -> App:
+    """Return the application. Commands are named as strings: none is imported before it is called for."""
+    app = App(
+        name="nano-inference",
+        usage="Usage: nano-inference COMMAND",
+        help="An exact, fast and readable LLM inference engine.",
+        version=nano_inference.__version__,
+        config=[Env(ENV_PREFIX, command=False, show=False), name_model],
+        help_format="plaintext",
+        help_formatter=print_panel,
+        help_epilogue=_EPILOGUE,
+        print_error=False,
+        exit_on_error=False,
+        suppress_keyboard_interrupt=False,
+        result_action="return_value",
+    )
+    models = App(
+        name="models", usage="Usage: nano-inference models COMMAND", help="List, fetch, look into and delete models."
+    )
+    for name, arguments, text in _COMMANDS:
+        usage = f"Usage: nano-inference {name} [OPTIONS]{arguments}"
+        app.command(f"{_HERE}:{name}", name=name, help=text, usage=usage)
+    for name, arguments, text in _MODELS_COMMANDS:
+        usage = f"Usage: nano-inference models {name} [OPTIONS]{arguments}"
+        models.command(f"{_HERE}:models_{name}", name=name, help=text, usage=usage)
+    app.command(models)
+    return app
+
+
+def report(error: Exception) -> int:
+    """Say in one line what went wrong; return the exit code that its kind has."""
+    if isinstance(error, OSError) and error.strerror:
+        text = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    elif isinstance(error, ValueError | CycloptsError):
+        text = str(error)
+    else:
+        text = f"{type(error).__name__}: {error}"
+    print(f"nano-inference: {' '.join(text.split())}", file=sys.stderr)
+    # BadRequest, ModelError and what the configurations refuse are all ValueErrors.
+    return BAD_USAGE if isinstance(error, ValueError | CycloptsError | OSError) else ENGINE_FAILED
+
+
+def _leave_pipe() -> int:
+    """Let nothing more be written to a reader that has gone: flushing at exit would complain."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return BROKEN_PIPE

@@ -1,0 +1,155 @@
+"""The commands' options. What a command does is imported when it runs: `--help` must not wait for torch."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from cyclopts import Parameter
+
+from nano_inference.cli.fallback import DEFAULT
+from nano_inference.cli.options import (
+    COMMON,
+    PLAIN,
+    CommonFlags,
+    EngineFlags,
+    JsonFlag,
+    ModelFlag,
+    SamplingFlags,
+)
+
+SystemFlag = Annotated[str | None, Parameter(help="the system message; the template's own when not given")]
+
+
+def chat(
+    *,
+    system: SystemFlag = None,
+    engine: EngineFlags,
+    sampling: SamplingFlags = PLAIN,
+    common: CommonFlags = COMMON,
+) -> int:
+    """Talk with a model in the terminal; piped input is taken line by line.
+
+    The first Ctrl-C stops an answer, the second quits; Ctrl-D quits. /help lists what can be typed besides messages.
+    """
+    from nano_inference.cli import chat as work
+
+    return work.run(system, engine, sampling, common)
+
+
+def generate(
+    prompt: Annotated[
+        str | None,
+        Parameter(
+            allow_leading_hyphen=True,  # for "-" alone; `read_prompts` refuses what looks like a mistyped option
+            help='the prompt; "-" or nothing reads all of a piped stdin',
+        ),
+    ] = None,
+    /,
+    *,
+    file: Annotated[
+        str | None,
+        Parameter(
+            allow_leading_hyphen=True,
+            help='a prompt a line ("-" is stdin): text, or a JSON object with "prompt", "messages" or "token_ids"',
+        ),
+    ] = None,
+    n: Annotated[int, Parameter(help="samples of each prompt")] = 1,
+    raw: Annotated[bool, Parameter(negative="", help="continue the text as it is, without the chat template")] = False,
+    system: SystemFlag = None,
+    as_json: JsonFlag = False,
+    engine: EngineFlags,
+    sampling: SamplingFlags = PLAIN,
+    common: CommonFlags = COMMON,
+) -> int:
+    """Answer a prompt, or continue it with --raw. One sample is written as it comes; more run as one batch.
+
+    --json prints an object for every sample: its text, token ids, log-probabilities, mask, versions and why it ended.
+    """
+    from nano_inference.cli import generate as work
+    from nano_inference.cli.prompts import read_prompts
+
+    prompts = read_prompts(prompt, file)
+    return work.run(prompts, work.Wishes(n, raw, system, as_json), engine, sampling, common)
+
+
+def bench(
+    *,
+    workload: Annotated[
+        tuple[str, ...],
+        Parameter(negative_iterable="", help="a workload; may be repeated. An unknown name lists those that exist"),
+    ] = ("decode1", "prefill"),
+    repeat: Annotated[int, Parameter(help="runs of each, after one that is not counted")] = 3,
+    engine: EngineFlags,
+    common: CommonFlags = COMMON,
+) -> int:
+    """Measure this engine: a table of medians and ranges, and JSON on the last line."""
+    from nano_inference.cli import bench as work
+
+    return work.run(workload, repeat, engine, common)
+
+
+def tokenize(
+    text: Annotated[str | None, Parameter(help="the text; without it, stdin is read")] = None,
+    /,
+    *,
+    decode: Annotated[
+        tuple[int, ...], Parameter(consume_multiple=True, negative_iterable="", help="write the text of these ids")
+    ] = (),
+    no_special: Annotated[
+        bool, Parameter(negative="", help="do not add the model's own first and last tokens")
+    ] = False,
+    as_json: JsonFlag = False,
+    model: ModelFlag = DEFAULT,
+    common: CommonFlags = COMMON,
+) -> int:
+    """Show the token ids of a text, or the text of ids."""
+    from nano_inference.cli import tokenize as work
+
+    if decode:
+        return work.show_text(decode, as_json, model, common)
+    return work.show_ids(text, not no_special, as_json, model, common)
+
+
+def doctor(*, as_json: JsonFlag = False, common: CommonFlags = COMMON) -> int:
+    """Show this machine: processor, memory, libraries, models, and two short measurements."""
+    from nano_inference.cli import doctor as work
+
+    return work.run(as_json, common)
+
+
+def models_list(*, as_json: JsonFlag = False, common: CommonFlags = COMMON) -> int:
+    """List the models in the caches."""
+    from nano_inference.cli import models as work
+
+    return work.show_list(as_json, common)
+
+
+def models_pull(name: str, /, *, common: CommonFlags = COMMON) -> int:
+    """Fetch a model: a known name, or a hub id `org/name`, `org/name@revision`, `org/name:file.gguf`."""
+    from nano_inference.cli import models as work
+
+    return work.pull_model(name, common)
+
+
+def models_info(name: str = DEFAULT, /, *, as_json: JsonFlag = False, common: CommonFlags = COMMON) -> int:
+    """Show what a model is made of, and what it costs to run; fetches it when it is not here."""
+    from nano_inference.cli import info as work
+
+    return work.show_info(name, as_json, common)
+
+
+def models_rm(name: str, /, *, common: CommonFlags = COMMON) -> int:
+    """Delete a model from the caches."""
+    from nano_inference.cli import models as work
+
+    return work.remove_model(name, common)
+
+
+def completion(
+    *, shell: Annotated[Literal["bash", "zsh", "fish"] | None, Parameter(help="found out if not given")] = None
+) -> int:
+    """Install shell completion for this user; prints the file that was written."""
+    from nano_inference.cli.app import build_app
+
+    print(build_app().install_completion(shell=shell))
+    return 0

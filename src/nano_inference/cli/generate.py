@@ -1,0 +1,129 @@
+"""`generate`: one sample streamed, or many as one batch."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from typing import Any, NamedTuple
+
+from nano_inference.cli.answer import statistics, stream_answer, text_of
+from nano_inference.cli.options import Common
+from nano_inference.cli.prompts import Prompt
+from nano_inference.cli.session import Session, encode, open_session
+from nano_inference.cli.terminal import Interrupts, bar, note
+from nano_inference.config import EngineConfig
+from nano_inference.types import BadRequest, EngineDead, SamplingParams, StepResult, TrainingSample
+
+_INTERRUPTED = 130
+
+
+class Wishes(NamedTuple):
+    """What is made of the prompts."""
+
+    num_samples: int
+    raw: bool
+    system: str | None
+    as_json: bool
+
+
+def run(prompts: list[Prompt], wishes: Wishes, config: EngineConfig, params: SamplingParams, common: Common) -> int:
+    """Generate for all prompts and print; return the exit code."""
+    if wishes.num_samples < 1:
+        raise BadRequest(f"--n must be >= 1, got {wishes.num_samples}")
+    with open_session(config, common) as session:
+        encoded = [encode(session, prompt, system=wishes.system, raw=wishes.raw) for prompt in prompts]
+        with Interrupts() as interrupts:
+            if len(encoded) == wishes.num_samples == 1 and not wishes.as_json:
+                return _stream_one(session, encoded[0], wishes, params, common, interrupts)
+            samples = _run_batch(session, encoded, wishes, params, common, interrupts)
+        for i, sample in enumerate(samples):
+            _print_sample(session, sample, i // wishes.num_samples, wishes, params)
+    return 0
+
+
+def _stream_one(
+    session: Session, prompt: list[int], wishes: Wishes, params: SamplingParams, common: Common, interrupts: Interrupts
+) -> int:
+    answer = stream_answer(session, prompt, params, interrupts, write_text, raw=wishes.raw, quiet=common.quiet)
+    print()
+    note(statistics(answer), common.quiet)
+    return _INTERRUPTED if interrupts.pressed else 0
+
+
+def write_text(text: str) -> None:
+    """Write a piece of an answer to stdout at once."""
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def _run_batch(
+    session: Session,
+    prompts: list[list[int]],
+    wishes: Wishes,
+    params: SamplingParams,
+    common: Common,
+    interrupts: Interrupts,
+) -> list[TrainingSample]:
+    """Run all prompts together, with a bar of finished samples."""
+    total = len(prompts) * wishes.num_samples
+    done = 0
+    start = time.perf_counter()
+
+    def progress(result: StepResult) -> None:
+        nonlocal done
+        done += len(result.samples)
+        tell(done, total)
+        if interrupts.pressed:
+            raise KeyboardInterrupt  # here, between two steps, it harms nothing
+
+    with bar("generating", quiet=common.quiet) as tell:
+        try:
+            samples = session.engine.generate(prompts, params, wishes.num_samples, progress=progress)
+        except BadRequest:
+            raise
+        except Exception as error:
+            raise EngineDead(f"the engine failed: {type(error).__name__}: {error}") from error
+    note(_batch_statistics(samples, time.perf_counter() - start), common.quiet)
+    return samples
+
+
+def _batch_statistics(samples: list[TrainingSample], seconds: float) -> str:
+    num_prompt = sum(len(sample.prompt_tokens) for sample in samples)
+    num_cached = sum(sample.num_cached_tokens for sample in samples)
+    num_new = sum(len(sample.completion_tokens) for sample in samples)
+    return (
+        f"[{len(samples)} samples, {num_prompt} prompt tokens ({num_cached} cached), {num_new} generated, "
+        f"{seconds:.2f} s, {num_new / seconds:.1f} tokens/s]"
+    )
+
+
+def _print_sample(
+    session: Session, sample: TrainingSample, prompt_index: int, wishes: Wishes, params: SamplingParams
+) -> None:
+    text = text_of(session, sample, params, raw=wishes.raw)
+    if wishes.as_json:
+        print(json.dumps(sample_json(sample, prompt_index, text)))
+    else:
+        print(f"--- prompt {prompt_index + 1}, sample {sample.sample_index + 1} ---\n{text}")
+
+
+def sample_json(sample: TrainingSample, prompt_index: int, text: str) -> dict[str, Any]:
+    """Return what `--json` prints of a sample. Alternatives are there when they were asked for."""
+    out: dict[str, Any] = {
+        "prompt_index": prompt_index,
+        "sample_index": sample.sample_index,
+        "text": text,
+        "prompt_token_ids": sample.prompt_tokens,
+        "token_ids": sample.completion_tokens,
+        "logprobs": sample.logprobs,
+        "mask": sample.mask,
+        "token_versions": sample.token_versions,
+        "finish_reason": sample.finish_reason,
+        "stop_reason": sample.stop_reason,
+        "num_cached_tokens": sample.num_cached_tokens,
+    }
+    for name in ("top_logprobs", "prompt_logprobs", "prompt_top_logprobs"):
+        if getattr(sample, name) is not None:
+            out[name] = getattr(sample, name)
+    return out

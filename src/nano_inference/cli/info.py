@@ -1,0 +1,103 @@
+"""`models info`: what a model is made of, and what it costs to run."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from nano_inference.cli.models import human_bytes
+from nano_inference.cli.options import Common
+from nano_inference.cli.place import fetch
+from nano_inference.loader.checkpoint import Checkpoint, open_checkpoint
+from nano_inference.models.config import ModelConfig
+from nano_inference.text.chat import load_chat_template
+from nano_inference.text.tokenizer import load_tokenizer
+
+_FLOAT32 = 4
+
+
+def show_info(name: str, as_json: bool, common: Common) -> int:
+    """Print what a model is made of."""
+    facts = describe(open_checkpoint(fetch(name, common)))
+    if as_json:
+        print(json.dumps(facts))
+        return 0
+    width = max(map(len, facts))
+    for key, value in facts.items():
+        print(f"{key.replace('_', ' '):<{width}}  {_shown(key, value)}")
+    return 0
+
+
+def describe(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Return the facts of a model as plain JSON values."""
+    config = checkpoint.config
+    tokenizer = load_tokenizer(checkpoint.tokenizer)
+    return {
+        "path": str(checkpoint.path),
+        "architecture": config.architecture,
+        "family": config.family,
+        "layers": config.num_layers,
+        "hidden_size": config.hidden_size,
+        "heads": config.num_heads,
+        "kv_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "vocab_size": config.vocab_size,
+        "context_length": config.max_positions,
+        "windows": _windows(config),
+        "ropes": [f"{rope.kind}, theta {rope.theta:g}, {rope.rotary_dim} dimensions" for rope in config.ropes],
+        "tied_embeddings": config.tie_embeddings,
+        "file_precision": checkpoint.dtype,
+        "file_bytes": file_bytes(checkpoint.path),
+        "parameters": num_parameters(checkpoint),
+        "float32_bytes": num_parameters(checkpoint) * _FLOAT32,
+        "kv_bytes_per_token": config.kv_bytes_per_token(_FLOAT32),
+        "tokenizer": _tokenizer_kind(checkpoint),
+        "chat_template": load_chat_template(checkpoint.tokenizer, tokenizer) is not None,
+        "end_tokens": {token: tokenizer.token_text(token) for token in config.eos_token_ids},
+    }
+
+
+def num_parameters(checkpoint: Checkpoint) -> int:
+    """Return how many numbers the model holds in memory; tied embeddings count once."""
+    is_tied = checkpoint.config.tie_embeddings
+    return sum(
+        math.prod(source.shape)
+        for name, source in checkpoint.sources.items()
+        if not (is_tied and name == "lm_head.weight")
+    )
+
+
+def file_bytes(path: Path) -> int:
+    """Return the size of a model's weight files."""
+    return path.stat().st_size if path.is_file() else sum(part.stat().st_size for part in path.glob("*.safetensors"))
+
+
+def _windows(config: ModelConfig) -> dict[str, int]:
+    """Return how many layers have which attention window."""
+    counts = Counter("full" if layer.window is None else str(layer.window) for layer in config.layers)
+    return dict(counts)
+
+
+def _tokenizer_kind(checkpoint: Checkpoint) -> str:
+    source = checkpoint.tokenizer
+    if source.gguf is not None:
+        return f"gguf ({source.gguf.get('tokenizer.ggml.model')})"
+    return "tokenizer.json" if (Path(source.path) / "tokenizer.json").is_file() else "tiktoken"
+
+
+def _shown(key: str, value: Any) -> str:
+    """Return one fact for people to read."""
+    if key == "windows":
+        return ", ".join(f"{window} in {count} layers" for window, count in value.items())
+    if isinstance(value, dict):
+        return ", ".join(f"{inner} {text}" for inner, text in value.items()) or "none"
+    if isinstance(value, list):
+        return "; ".join(value) or "none"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if key.endswith("_bytes") or key == "kv_bytes_per_token":
+        return f"{value:,} ({human_bytes(value)})"
+    return f"{value:,}" if isinstance(value, int) else str(value)

@@ -1,0 +1,90 @@
+"""What this machine is, and two short measurements of it."""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+FLAGS = ("avx2", "fma", "f16c", "avx512f", "avx512_vnni", "avx512_bf16", "avx_vnni", "amx_tile", "amx_int8", "amx_bf16")
+LIBRARIES = (
+    "torch",
+    "safetensors",
+    "tokenizers",
+    "tiktoken",
+    "gguf",
+    "minijinja",
+    "huggingface-hub",
+    "rich",
+    "cyclopts",
+    "numpy",
+)
+_READ_FLOATS = 64 << 20
+_GEMM_SIZE = 1024
+
+
+def processor() -> dict[str, Any]:
+    """Return the processor's name, the instruction sets that matter here, cores and threads."""
+    info = _cpuinfo()
+    present = set(info.get("flags", info.get("Features", "")).split())
+    return {
+        "name": info.get("model name") or platform.processor() or platform.machine(),
+        "flags": [flag for flag in FLAGS if flag in present],
+        "threads": os.cpu_count(),
+        "usable_threads": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+    }
+
+
+def _cpuinfo() -> dict[str, str]:
+    """Return the first processor of /proc/cpuinfo; nothing where there is no such file."""
+    path = Path("/proc/cpuinfo")
+    if not path.is_file():
+        return {}
+    first, _, _ = path.read_text(encoding="utf-8", errors="replace").partition("\n\n")
+    pairs = (line.partition(":") for line in first.splitlines())
+    return {key.strip(): value.strip() for key, _, value in pairs}
+
+
+def gpus() -> list[str]:
+    """Return the names of the CUDA devices that torch sees."""
+    return [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+
+
+def libraries() -> dict[str, str]:
+    """Return the installed versions of the libraries that this package stands on."""
+    return {name: _version(name) for name in LIBRARIES}
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "missing"
+
+
+def read_bandwidth() -> float:
+    """Measure how many bytes a second torch reads from memory: the sum of 256 MB, the best of a few."""
+    data = torch.ones(_READ_FLOATS)
+    return data.numel() * data.element_size() / _best_time(lambda: data.sum(), 0.5)
+
+
+def gemm_rate() -> float:
+    """Measure float32 operations a second of a matrix product of 1024 by 1024, the best of a few."""
+    left, right = torch.ones(_GEMM_SIZE, _GEMM_SIZE), torch.ones(_GEMM_SIZE, _GEMM_SIZE)
+    return 2.0 * _GEMM_SIZE**3 / _best_time(lambda: left @ right, 0.5)
+
+
+def _best_time(work: Callable[[], object], budget: float) -> float:
+    """Return the shortest time of one call, over calls that take `budget` seconds together, and three at least."""
+    times: list[float] = []
+    while len(times) < 3 or sum(times) < budget:
+        start = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - start)
+    return min(times)

@@ -1,0 +1,62 @@
+"""`models list`, `pull` and `rm`: what lies in the caches. Looking into a model is `info`'s."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+from rich.console import Console
+from rich.table import Table
+
+from nano_inference.catalog import list_models, pull, remove
+from nano_inference.cli.options import Common
+from nano_inference.cli.place import cache_of
+from nano_inference.cli.terminal import bar, note
+
+
+def show_list(as_json: bool, common: Common) -> int:
+    """Print the models in the caches."""
+    entries = list_models(cache_of(common))
+    if as_json:
+        rows = [{"name": e.name, "path": str(e.path), "bytes": e.bytes, "source": e.source} for e in entries]
+        print(json.dumps(rows))
+        return 0
+    if not entries:
+        note(f"no models in {cache_of(common)}; `nano-inference models pull default` fetches one", common.quiet)
+        return 0
+    table = Table("name", "size", "source", "path", box=None)
+    for entry in entries:
+        table.add_row(entry.name, human_bytes(entry.bytes), entry.source, str(entry.path))
+    print_table(table)
+    return 0
+
+
+def pull_model(name: str, common: Common) -> int:
+    """Fetch a model and print where it lies."""
+    with bar(f"fetching {name}", is_bytes=True, quiet=common.quiet) as tell:
+        path = pull(name, cache_of(common), tell)
+    print(path)
+    return 0
+
+
+def remove_model(name: str, common: Common) -> int:
+    """Delete a model and say what that freed."""
+    freed = remove(name, cache_of(common))
+    note(f"removed {name}: {human_bytes(freed)} freed", common.quiet)
+    return 0
+
+
+def human_bytes(count: int) -> str:
+    """Return a size for people to read, such as "98.4 MB"."""
+    size, units = float(count), ("B", "kB", "MB", "GB", "TB")
+    for unit in units[:-1]:
+        if size < 1000:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1000
+    return f"{size:.1f} {units[-1]}"
+
+
+def print_table(table: Table) -> None:
+    """Print a table to stdout; a pipe gets it as wide as it is."""
+    console = Console() if sys.stdout.isatty() else Console(width=200)
+    console.print(table)

@@ -1,0 +1,64 @@
+"""Options that several commands share. Flags and help texts come from the fields of the frozen configurations.
+
+Nothing heavy is imported here: this is read for every `--help`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Annotated, Any
+
+from cyclopts import Group, Parameter
+
+from nano_inference.cli.fallback import DEFAULT
+from nano_inference.config import EngineConfig, helped
+from nano_inference.types import SamplingParams
+
+_FLAG_OF = {"model_path": "model"}
+_BOTH_HAVE = ("seed", "logprobs_mode")
+"""Fields of both configurations: the flag is the request's."""
+_NOT_TYPED_BY_HAND = ("logit_bias", "allowed_token_ids")
+
+
+def flags(group: Group, skip: Iterable[str] = ()) -> Parameter:
+    """Return how cyclopts reads a frozen dataclass: one flag for every field that is not skipped, under one heading."""
+    skipped = "|".join(skip)
+    return Parameter(
+        name="*",
+        group=group,
+        required=False,
+        negative_iterable="",
+        name_transform=lambda name: _FLAG_OF.get(name, name).replace("_", "-"),
+        short_alias=lambda info, _used: "-m" if info.name == "model_path" else None,
+        parse=re.compile(rf"^(?!(?:{skipped})$)") if skipped else None,
+    )
+
+
+def help_of(cls: type[Any], name: str) -> str:
+    """Return the help text of a field."""
+    return next(str(f.metadata["help"]) for f in fields(cls) if f.name == name)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Common:
+    """What every command that opens a model takes."""
+
+    cache: Path | None = helped(None, "directory of fetched models")
+    quiet: bool = helped(False, "no bars and no statistics on stderr")
+
+
+_ENGINE_GROUP = Group("Engine", help=f'Without --model, the model named "{DEFAULT}" is taken.', sort_key=3)
+_SAMPLING_GROUP = Group("Sampling", sort_key=2)
+_COMMON_GROUP = Group("Common", sort_key=4)
+
+EngineFlags = Annotated[EngineConfig, flags(_ENGINE_GROUP, _BOTH_HAVE)]
+SamplingFlags = Annotated[SamplingParams, flags(_SAMPLING_GROUP, _NOT_TYPED_BY_HAND)]
+CommonFlags = Annotated[Common, flags(_COMMON_GROUP)]
+ModelFlag = Annotated[str, Parameter(name=("--model", "-m"), help=help_of(EngineConfig, "model_path"))]
+JsonFlag = Annotated[bool, Parameter(name="--json", negative="", help="print JSON")]
+
+PLAIN = SamplingParams()
+COMMON = Common()

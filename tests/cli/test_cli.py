@@ -1,0 +1,445 @@
+"""The command line in process: what is printed where, and the exit codes."""
+
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+
+from nano_inference import EngineConfig, InferenceEngine, ModelError, SamplingParams
+from nano_inference.catalog import WHEELS
+from nano_inference.cli import bench, doctor, machine, main
+from nano_inference.cli.answer import statistics, stream_answer
+from nano_inference.cli.chat import fit
+from nano_inference.cli.options import COMMON
+from nano_inference.cli.prompts import parse_lines
+from nano_inference.cli.session import open_session
+from nano_inference.cli.terminal import Interrupts, bar
+from nano_inference.workloads import Workload
+
+Capture = pytest.CaptureFixture[str]
+GREEDY = ["--temperature", "0", "--max-tokens", "12", "--ignore-eos"]
+
+
+def run(capsys: Capture, *argv: str, code: int = 0) -> tuple[str, str]:
+    """Run a command that must exit with `code`; return stdout and stderr."""
+    found = main(argv)
+    out, err = capsys.readouterr()
+    assert found == code, err
+    return out, err
+
+
+def samples_of(capsys: Capture, *argv: str) -> list[dict[str, Any]]:
+    """Run `generate --json` and return its objects."""
+    out, _ = run(capsys, "generate", "--json", *argv)
+    return [json.loads(line) for line in out.splitlines()]
+
+
+def core(tiny: Path) -> tokenizers.Tokenizer:
+    return tokenizers.Tokenizer.from_file(str(tiny / "tokenizer.json"))
+
+
+# ---- options
+
+
+def test_every_field_is_a_flag_with_its_help(capsys: Capture) -> None:
+    page, _ = run(capsys, "generate", "--help")
+    words = " ".join(page.split())
+    for cls, left_out in ((EngineConfig, {"model_path"}), (SamplingParams, {"logit_bias", "allowed_token_ids"})):
+        for field in fields(cls):
+            if field.name not in left_out:
+                assert f"--{field.name.replace('_', '-')} " in words or f"--{field.name.replace('_', '-')}," in words
+    assert "-m, --model STR" in words and "tokens a KV block holds [default: 16]" in words
+    assert "Drops tokens less likely than min_p times the likeliest" in words
+    assert "logit-bias" not in words and "allowed-token" not in words
+
+
+def test_environment_twin_is_the_default_and_a_flag_wins(
+    tiny: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NANO_INFERENCE_MODEL", str(tiny))
+    monkeypatch.setenv("NANO_INFERENCE_MAX_TOKENS", "3")
+    monkeypatch.setenv("NANO_INFERENCE_IGNORE_EOS", "true")
+    assert [len(s["token_ids"]) for s in samples_of(capsys, "hello")] == [3]
+    assert [len(s["token_ids"]) for s in samples_of(capsys, "hello", "--max-tokens", "5")] == [5]
+
+
+def test_default_model_is_taken_when_none_is_named(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(name: str, _: object) -> Path:
+        raise ModelError(f"asked for {name!r}")
+
+    monkeypatch.setattr("nano_inference.cli.session.fetch", refuse)
+    assert "asked for 'default'" in run(capsys, "generate", "x", "--block-size", "8", code=2)[1]
+
+
+def test_version(capsys: Capture) -> None:
+    assert run(capsys, "--version")[0].strip() == "0.1.0"
+
+
+# ---- generate
+
+
+def test_streamed_text_is_the_batch_text(tiny: Path, capsys: Capture) -> None:
+    (sample,) = samples_of(capsys, "hello", "-m", str(tiny), *GREEDY)
+    out, err = run(capsys, "generate", "hello", "-m", str(tiny), *GREEDY)
+    specials = set(range(3))
+    data = core(tiny).decode([t for t in sample["token_ids"] if t not in specials], skip_special_tokens=False)
+    assert out == sample["text"] + "\n" and out.strip() and sample["text"] == data
+    assert "12 generated" in err and "first token after" in err
+    out_quiet, err_quiet = run(capsys, "generate", "hello", "-m", str(tiny), *GREEDY, "--quiet")
+    assert out_quiet == out and err_quiet == ""
+
+
+def test_json_of_every_kind_of_prompt(tiny: Path, tmp_path: Path, capsys: Capture) -> None:
+    file = tmp_path / "prompts.txt"
+    messages = [{"role": "user", "content": "hello"}]
+    lines = ["hello", json.dumps({"messages": messages}), json.dumps({"token_ids": [5, 6, 7]}), '{"prompt": "hello"}']
+    file.write_text("\n\n".join(lines) + "\n", encoding="utf-8")
+    samples = samples_of(capsys, "-m", str(tiny), "--file", str(file), "--n", "2", "--max-tokens", "4", "--seed", "1")
+    assert [(s["prompt_index"], s["sample_index"]) for s in samples] == [(i, j) for i in range(4) for j in range(2)]
+    prompts = [s["prompt_token_ids"] for s in samples[::2]]
+    assert prompts[2] == [5, 6, 7] and prompts[0] == prompts[1] == prompts[3] and len(prompts[0]) > 5
+    for sample in samples:
+        sizes = {len(sample[name]) for name in ("token_ids", "logprobs", "mask", "token_versions")}
+        assert len(sizes) == 1 and sizes <= {1, 2, 3, 4}
+        assert sample["finish_reason"] in ("stop", "length") and "top_logprobs" not in sample
+    assert samples[0]["token_ids"] != samples[1]["token_ids"], "two samples of one prompt draw differently"
+    assert samples[1]["num_cached_tokens"] == len(prompts[0]) - 1, "the second sample takes the prompt from the first"
+
+
+def test_raw_system_and_alternatives(tiny: Path, capsys: Capture) -> None:
+    tokenizer = core(tiny)
+    options = ("-m", str(tiny), "--max-tokens", "2", "--ignore-eos")
+    (raw,) = samples_of(capsys, "hello", "--raw", "--logprobs", "2", *options)
+    assert tokenizer.decode(raw["prompt_token_ids"], skip_special_tokens=False) == "hello"
+    assert [len(top) for top in raw["top_logprobs"]] == [2, 2]
+    (told,) = samples_of(capsys, "hello", "--system", "be brief", *options)
+    assert tokenizer.decode(told["prompt_token_ids"], skip_special_tokens=False) == (
+        "<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_many_samples_are_printed_in_order(tiny: Path, tmp_path: Path, capsys: Capture) -> None:
+    file = tmp_path / "prompts.txt"
+    file.write_text("one\ntwo\n", encoding="utf-8")
+    out, err = run(capsys, "generate", "-m", str(tiny), "--file", str(file), "--n", "2", *GREEDY)
+    heads = [line for line in out.splitlines() if line.startswith("--- prompt")]
+    assert heads == [f"--- prompt {i}, sample {j} ---" for i in (1, 2) for j in (1, 2)]
+    assert "4 samples" in err and "48 generated" in err
+
+
+def test_stop_string_ends_the_text_before_it(tiny: Path, capsys: Capture) -> None:
+    options = ("-m", str(tiny), *GREEDY)
+    (whole,) = samples_of(capsys, "hello", *options)
+    stop = whole["text"][3:5]
+    before = whole["text"].partition(stop)[0]
+    (cut,) = samples_of(capsys, "hello", *options, "--stop", stop, "--stop", "\x00never")
+    assert cut["text"] == before and cut["stop_reason"] == stop and cut["finish_reason"] == "stop"
+    assert run(capsys, "generate", "hello", *options, "--stop", stop)[0] == before + "\n"
+
+
+def test_token_it_stopped_at_is_no_text(tiny: Path, capsys: Capture) -> None:
+    (whole,) = samples_of(capsys, "hello", "-m", str(tiny), *GREEDY)
+    stop = whole["token_ids"][4]
+    (cut,) = samples_of(capsys, "hello", "-m", str(tiny), *GREEDY, "--stop-token-ids", str(stop))
+    kept = cut["token_ids"][:-1]
+    assert cut["token_ids"][-1] == stop == cut["stop_reason"] and len(kept) == whole["token_ids"].index(stop)
+    assert cut["text"] == core(tiny).decode([t for t in kept if t > 2], skip_special_tokens=False)
+
+
+def test_file_of_stdin_is_many_prompts(tiny: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("two\nlines\n"))
+    samples = samples_of(capsys, "--file", "-", "-m", str(tiny), "--raw", "--max-tokens", "1")
+    assert [core(tiny).decode(sample["prompt_token_ids"]) for sample in samples] == ["two", "lines"]
+
+
+def test_stdin_is_one_prompt(tiny: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    for argv in ((), ("-",)):
+        monkeypatch.setattr("sys.stdin", io.StringIO("two\nlines"))
+        (sample,) = samples_of(capsys, *argv, "-m", str(tiny), "--raw", "--max-tokens", "1")
+        assert core(tiny).decode(sample["prompt_token_ids"]) == "two\nlines"
+
+
+# ---- errors
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["generate", "x", "--temperature", "-3"], "temperature must be in [0, 100], got -3.0"),
+        (["generate", "x", "--max-tokens", "many"], "--max-tokens"),
+        (["generate", "x", "--no-such-option"], "--no-such-option"),
+        (["generate", "--no-such-option"], "unknown option --no-such-option"),
+        (["generate", "x", "--dtype", "float8"], "--dtype"),
+        (["generate", "x", "--n", "0"], "--n must be >= 1, got 0"),
+        (["generate", "x", "--file", "y"], "not both"),
+        (["generate", "--file", "/no/such/file"], "/no/such/file: No such file"),
+        (["generate", "x", "-m", "/no/such/model"], "/no/such/model"),
+        (["generate", "x", "--max-model-len", "4"], "4"),
+        (["generate", "x", "--raw", "--system", "y"], "--raw leaves out"),
+        (["bench", "--workload", "sleep"], "decode1, prefill, rollout"),
+        (["bench", "--repeat", "0"], "--repeat must be >= 1"),
+        (["tokenize", "--decode", "99999"], "99999 is not in [0, "),
+        (["nonsense"], "nonsense"),
+        (["models", "pull", "."], "local path"),
+    ],
+)
+def test_bad_usage_is_one_line_and_code_2(
+    tiny: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, argv: list[str], said: str
+) -> None:
+    monkeypatch.setenv("NANO_INFERENCE_MODEL", str(tiny))
+    out, err = run(capsys, *argv, code=2)
+    assert out == "" and err.startswith("nano-inference: ") and err.count("\n") == 1 and said in err
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ('{"prompt": "a", "messages": []}', "exactly one"),
+        ('{"text": "a"}', "exactly one"),
+        ('{"prompt": 1}', "prompt must be a string"),
+        ('{"messages": "a"}', "messages must be a list"),
+        ('{"token_ids": [-1]}', "token_ids"),
+        ("{not json", "must be JSON"),
+    ],
+)
+def test_bad_line_is_named(line: str, said: str) -> None:
+    with pytest.raises(ValueError, match=rf"^f:3: .*{said}|^f:3: {said}"):
+        parse_lines(f"fine\n\n{line}\n", "f")
+
+
+@pytest.mark.parametrize("n", ["1", "2"])
+def test_engine_failure_is_code_1(tiny: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, n: str) -> None:
+    def fail(_: InferenceEngine) -> None:
+        raise ValueError("broken inside")
+
+    monkeypatch.setattr(InferenceEngine, "tick", fail)
+    _, err = run(capsys, "generate", "x", "--n", n, "-m", str(tiny), code=1)
+    assert "the engine failed: ValueError: broken inside" in err and "Traceback" not in err
+
+
+def test_traceback_can_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NANO_INFERENCE_TRACEBACK", "1")
+    with pytest.raises(ValueError, match="temperature"):
+        main(["generate", "x", "--temperature", "-3"])
+
+
+def test_interrupt_is_code_130(tiny: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(_: InferenceEngine) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(InferenceEngine, "tick", interrupt)
+    assert run(capsys, "generate", "x", "-m", str(tiny), code=130) == ("", "")
+
+
+# ---- tokenize
+
+
+def test_tokenize_there_and_back(tiny: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "naïve café 😀"
+    ids = core(tiny).encode(text).ids
+    assert run(capsys, "tokenize", text, "-m", str(tiny))[0] == " ".join(map(str, ids)) + "\n"
+    shown = json.loads(run(capsys, "tokenize", "hello world", "--json", "-m", str(tiny))[0])
+    assert "".join(shown["pieces"]) == "hello world" and shown["count"] == len(shown["token_ids"])
+    assert run(capsys, "tokenize", "--decode", *map(str, ids), "-m", str(tiny))[0] == text + "\n"
+    monkeypatch.setattr("sys.stdin", io.StringIO(text))
+    assert run(capsys, "tokenize", "-m", str(tiny))[0].split() == [str(token) for token in ids]
+
+
+# ---- models, doctor, bench
+
+
+def test_models_info(tiny: Path, capsys: Capture) -> None:
+    facts = json.loads(run(capsys, "models", "info", str(tiny), "--json")[0])
+    assert facts["architecture"] == "LlamaForCausalLM" and facts["layers"] == 2 and facts["kv_heads"] == 1
+    assert facts["kv_bytes_per_token"] == 2 * 2 * 1 * 16 * 4 and facts["float32_bytes"] == 4 * facts["parameters"]
+    assert facts["file_bytes"] > facts["float32_bytes"], "the header is in the file too"
+    assert facts["end_tokens"] == {"2": "<|im_end|>"} and facts["chat_template"] is True
+    page = run(capsys, "models", "info", str(tiny))[0]
+    assert "full in 2 layers" in page and "2 <|im_end|>" in page and "tokenizer.json" in page
+
+
+def test_models_list_and_rm(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    wheel = WHEELS[0]
+    place = ("--cache", str(tmp_path))
+    monkeypatch.setenv("NANO_INFERENCE_CACHE", "/no/such/cache")  # the flag wins
+    names = [entry["name"] for entry in json.loads(run(capsys, "models", "list", "--json", *place)[0])]
+    assert wheel.name not in names
+    with (tmp_path / wheel.file_name).open("wb") as file:
+        file.truncate(wheel.file_bytes)
+    (entry,) = [e for e in json.loads(run(capsys, "models", "list", "--json", *place)[0]) if e["name"] == wheel.name]
+    assert entry == {"name": wheel.name, "path": str(tmp_path / wheel.file_name), "bytes": 98362432, "source": "wheel"}
+    monkeypatch.setenv("NANO_INFERENCE_CACHE", str(tmp_path))
+    assert "98.4 MB" in run(capsys, "models", "list")[0]
+    assert "98.4 MB freed" in run(capsys, "models", "rm", wheel.name, *place)[1]
+    assert not (tmp_path / wheel.file_name).exists()
+    assert "is not in" in run(capsys, "models", "rm", wheel.name, *place, code=2)[1]
+
+
+def test_doctor(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "read_bandwidth", lambda: 2e9)
+    monkeypatch.setattr(machine, "gemm_rate", lambda: 3e9)
+    facts = json.loads(run(capsys, "doctor", "--json", "--cache", str(tmp_path))[0])
+    assert facts["measured"] == {"read_bytes_per_s": 2e9, "float32_flops_per_s": 3e9}
+    assert facts["default model"] == {"name": WHEELS[0].name, "here": False} and facts["models"]["cache"] == str(
+        tmp_path
+    )
+    assert facts["processor"]["threads"] >= 1 and "missing" not in facts["libraries"].values()
+    page = run(capsys, "doctor", "--cache", str(tmp_path))[0]
+    assert "2.0 GB/s" in page and "3 GFLOP/s" in page
+
+
+def test_doctor_measures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "_READ_FLOATS", 1000)
+    monkeypatch.setattr(machine, "_GEMM_SIZE", 8)
+    monkeypatch.setattr(machine, "_best_time", lambda work, budget: (work(), budget)[1])
+    assert machine.read_bandwidth() == 8000 and machine.gemm_rate() == 2048
+    assert doctor._shown("here", False).startswith("no (")
+
+
+def test_bench(tiny: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def small(repetition: int) -> Workload:
+        """A few tokens."""
+        seen.append(repetition)
+        return Workload(name="small", prompts=((5 + repetition, 6, 7),), new_tokens=(4,))
+
+    monkeypatch.setattr(bench, "WORKLOADS", (small,))
+    out, _ = run(capsys, "bench", "--workload", "small", "--repeat", "2", "-m", str(tiny))
+    (result,) = json.loads(out.splitlines()[-1])["workloads"]
+    assert seen == [0, 1, 2] and len(result["values"]) == 2, "the first run is not counted"
+    assert result["min"] <= result["median"] <= result["max"] and result["unit"] == "tok/s"
+    assert "A few tokens." in out
+
+
+# ---- chat
+
+
+def talk(capsys: Capture, monkeypatch: pytest.MonkeyPatch, lines: str, *argv: str) -> tuple[str, str]:
+    monkeypatch.setattr("sys.stdin", io.StringIO(lines))
+    return run(capsys, "chat", *argv)
+
+
+def test_chat_reuses_its_prefix_and_obeys_commands(
+    tiny: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = ("-m", str(tiny), *GREEDY)
+    out, err = talk(capsys, monkeypatch, "hello\n\nagain\n/clear\nhello\n/what\n/help\n/exit\nnever\n", *options)
+    answers = out.split("\n")
+    told = [line for line in err.splitlines() if "prompt tokens" in line]
+    assert len(told) == 3 and "(0 cached)" in told[0]
+    cached = [int(line.partition("(")[2].partition(" ")[0]) for line in told]
+    size = [int(line.removeprefix("[").partition(" ")[0]) for line in told]
+    assert cached[1] >= size[0] - 1 and size[1] > size[0], "the second turn starts with the first"
+    assert size[2] == size[0] and cached[2] == size[0] - 1, "after /clear the first turn is said anew"
+    assert "/what: no such command" in err and "/system TEXT" in err and answers[0]
+    assert "cut off" in err
+
+
+def test_chat_system_message_is_in_the_prompt(tiny: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = ("-m", str(tiny), *GREEDY)
+    sizes = []
+    for lines in ("hello\n", "/system be brief\nhello\n"):
+        _, err = talk(capsys, monkeypatch, lines, *options)
+        sizes += [int(line[1:].partition(" ")[0]) for line in err.splitlines() if "prompt tokens" in line]
+    _, err = talk(capsys, monkeypatch, "hello\n", *options, "--system", "be brief")
+    assert sizes[1] > sizes[0] and f"[{sizes[1]} prompt tokens" in err
+
+
+def test_chat_drops_the_oldest_turns(tiny: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = ("-m", str(tiny), *GREEDY, "--max-model-len", "160")
+    _, err = talk(capsys, monkeypatch, "hello\n" * 6, *options)
+    assert "oldest 2 messages were dropped" in err and err.count("12 generated") == 6
+    _, err = talk(capsys, monkeypatch, "x" * 2000 + "\nhello\n", *options)
+    assert "nano-inference: " in err and err.count("12 generated") == 1, "a message too long is refused, not the chat"
+
+
+def test_fit_keeps_the_system_message_and_the_last_turn(tiny: Path) -> None:
+    config = EngineConfig(model_path=str(tiny), max_model_len=64, num_threads=1)
+    turns = tuple({"role": role, "content": "hello world"} for role in ("user", "assistant") * 4)[:-1]
+    with open_session(config, COMMON) as session:
+        prompt, kept = fit(session, "brief", turns, SamplingParams(max_tokens=8))
+        assert len(prompt) <= 64 - 8 and 0 < len(kept) < len(turns) and kept == turns[-len(kept) :]
+        assert kept[0]["role"] == "user" and "brief" in session.tokenizer.decode(prompt)
+        for size in range(2, 12, 3):
+            kept = fit(session, "b" * size, turns, SamplingParams(max_tokens=8))[1]
+            assert kept[0]["role"] == "user", "turns leave in pairs"
+        assert fit(session, None, ({"role": "user", "content": "x" * 999},), SamplingParams())[1]
+
+
+def test_interrupted_answer_keeps_what_it_has(tiny: Path) -> None:
+    with open_session(EngineConfig(model_path=str(tiny), num_threads=1), COMMON) as session, Interrupts() as interrupts:
+        written: list[str] = []
+
+        def write(text: str) -> None:
+            written.append(text)
+            interrupts.pressed = len("".join(written)) > 5
+
+        params = SamplingParams(temperature=0.0, max_tokens=4000, ignore_eos=True)
+        answer = stream_answer(session, [5, 6, 7], params, interrupts, write, quiet=True)
+        assert answer.sample.finish_reason == "abort" and 0 < len(answer.sample.completion_tokens) < 100
+        assert answer.text == "".join(written) and not session.engine.has_pending()
+
+
+def test_interrupt_while_the_prompt_is_read(tiny: Path) -> None:
+    config = EngineConfig(model_path=str(tiny), num_threads=1, max_tokens_per_batch=16)
+    with open_session(config, COMMON) as session, Interrupts() as interrupts:
+        interrupts.pressed = True
+        answer = stream_answer(session, [5] * 200, SamplingParams(), interrupts, lambda text: None, quiet=True)
+        assert answer.text == "" and answer.sample.finish_reason == "abort" and not answer.sample.completion_tokens
+        assert not session.engine.has_pending() and "0 generated" in statistics(answer)
+
+
+class FakeTerminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_bars_are_for_terminals(monkeypatch: pytest.MonkeyPatch) -> None:
+    for screen, quiet, has_bar in (
+        (FakeTerminal(), False, True),
+        (FakeTerminal(), True, False),
+        (io.StringIO(), False, False),
+    ):
+        monkeypatch.setattr("sys.stderr", screen)
+        with bar("counting sheep", quiet=quiet) as tell:
+            tell(1, 2)
+        assert ("counting sheep" in screen.getvalue()) == has_bar
+
+
+# ---- the default model
+
+
+@pytest.mark.model
+def test_default_model_answers(default_model_path: Path, capsys: Capture) -> None:
+    argv = ("What is the capital of France?", "--temperature", "0", "-m", str(default_model_path))
+    assert "Paris" in run(capsys, "generate", *argv)[0]
+    (sample,) = samples_of(capsys, *argv)
+    assert "Paris" in sample["text"] and sample["finish_reason"] == "stop" and sample["stop_reason"] is None
+    assert set(sample) == {
+        "prompt_index", "sample_index", "text", "prompt_token_ids", "token_ids", "logprobs", "mask", "token_versions",
+        "finish_reason", "stop_reason", "num_cached_tokens",
+    }  # fmt: skip
+
+
+@pytest.mark.model
+def test_default_model_second_turn_is_cached(
+    default_model_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = ("-m", str(default_model_path), "--temperature", "0", "--max-tokens", "8")
+    _, err = talk(capsys, monkeypatch, "Say hi.\nAgain, please.\n", *options)
+    first, second = (line for line in err.splitlines() if "prompt tokens" in line)
+    assert "(0 cached)" in first and int(second.partition("(")[2].partition(" ")[0]) >= int(first[1:].split()[0])
+
+
+@pytest.mark.model
+def test_default_model_info(default_model_path: Path, capsys: Capture) -> None:
+    facts = json.loads(run(capsys, "models", "info", str(default_model_path), "--json")[0])
+    assert facts["layers"] == 30 and facts["vocab_size"] == 49152 and facts["tied_embeddings"] is True
+    assert facts["parameters"] == 134515008 and facts["file_precision"] == "Q4_1"

@@ -1,0 +1,156 @@
+"""The command line as a process: imports, pipes, locales, a terminal."""
+
+from __future__ import annotations
+
+import os
+import select
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+pty = pytest.importorskip("pty", reason="needs a Unix terminal")
+
+_HEAVY = ("torch", "transformers", "gguf", "tokenizers", "rich.progress", "huggingface_hub")
+_SPY = f"""
+import sys
+from nano_inference.cli import main
+code = main(sys.argv[1:])
+print("imported:", [name for name in {_HEAVY!r} if name in sys.modules], file=sys.stderr)
+sys.exit(code)
+"""
+_IN_TERMINAL = """
+import fcntl, sys, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)  # makes Ctrl-C a signal
+from nano_inference.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+_PATIENCE_S = 120
+
+
+def spy(*argv: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", _SPY, *argv], capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--help"],
+        ["chat", "--help"],
+        ["generate", "--help"],
+        ["bench", "--help"],
+        ["tokenize", "--help"],
+        ["doctor", "--help"],
+        ["models", "--help"],
+        ["models", "info", "--help"],
+    ],
+)
+def test_help_imports_nothing_heavy(argv: list[str]) -> None:
+    done = spy(*argv)
+    assert done.returncode == 0 and done.stdout.startswith("Usage: nano-inference") and "imported: []" in done.stderr
+
+
+def test_tokenize_needs_no_torch(tiny: Path) -> None:
+    done = spy("tokenize", "hello", "-m", str(tiny))
+    assert done.returncode == 0 and done.stdout.split()
+    assert "torch" not in done.stderr and "tokenizers" in done.stderr
+
+
+def test_models_list_needs_no_torch(tmp_path: Path) -> None:
+    done = spy("models", "list", "--json", "--cache", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("[") and "torch" not in done.stderr
+
+
+def test_module_is_runnable() -> None:
+    done = subprocess.run([sys.executable, "-m", "nano_inference", "--version"], capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout == "0.1.0\n"
+
+
+def test_broken_pipe_is_silent(tiny: Path) -> None:
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    command = [sys.executable, "-m", "nano_inference", "tokenize", "hello", "-m", str(tiny)]
+    done = subprocess.run(command, stdout=write_end, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(write_end)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_locale_without_the_character(tiny: Path) -> None:
+    command = [sys.executable, "-m", "nano_inference", "tokenize", "--model", str(tiny)]
+    ids = subprocess.run([*command, "é!"], capture_output=True, text=True, check=True).stdout.split()
+    narrow = os.environ | {"PYTHONIOENCODING": "ascii"}
+    done = subprocess.run([*command, "--decode", *ids], capture_output=True, text=True, env=narrow, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "?!\n", "")
+
+
+class Terminal:
+    """A pseudo-terminal with a command in it; reads are bounded, so that a failure does not hang."""
+
+    def __init__(self, *argv: str) -> None:
+        self._master, slave = pty.openpty()
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", _IN_TERMINAL, *argv],
+            stdin=slave,
+            stdout=slave,
+            stderr=slave,
+            start_new_session=True,
+            env=os.environ | {"TERM": "dumb"},
+        )
+        os.close(slave)
+        self.seen = b""
+
+    def send(self, text: str) -> None:
+        self.seen = b""
+        os.write(self._master, text.encode())
+
+    def wait_for(self, text: str, *, more: int = 0) -> None:
+        """Read until `text` was written, and `more` bytes after it."""
+        wanted = text.encode()
+        while len(self.seen.partition(wanted)[2]) < more or wanted not in self.seen:
+            ready, _, _ = select.select([self._master], [], [], _PATIENCE_S)
+            assert ready, f"no {text!r} in {self.seen!r}"
+            self.seen += os.read(self._master, 4096)
+
+    def press_until_it_ends(self, key: str) -> int:
+        """Press a key again and again, as a person would: readline can miss one that comes as it shows its prompt."""
+        for _ in range(_PATIENCE_S):
+            self.send(key)
+            with suppress(subprocess.TimeoutExpired):
+                return self.process.wait(1)
+        raise AssertionError(f"still running after {_PATIENCE_S} presses")
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+        os.close(self._master)
+
+
+def test_ctrl_c_stops_the_answer_and_then_the_chat(tiny: Path) -> None:
+    terminal = Terminal("chat", "-m", str(tiny), "--max-model-len", "32768", "--max-tokens", "30000", "--ignore-eos")
+    try:
+        terminal.wait_for("> ")
+        terminal.send("hello\n")
+        terminal.wait_for("hello", more=40)
+        terminal.send("\x03")
+        terminal.wait_for("[stopped]")
+        terminal.wait_for("> ")
+        terminal.send("/help\n")
+        terminal.wait_for("/clear")
+        terminal.wait_for("quits.\r\n", more=2)
+        assert terminal.press_until_it_ends("\x03") == 130
+    finally:
+        terminal.close()
+
+
+def test_ctrl_d_leaves_the_chat(tiny: Path) -> None:
+    terminal = Terminal("chat", "-m", str(tiny))
+    try:
+        terminal.wait_for("> ")
+        terminal.send("\x04")
+        assert terminal.process.wait(_PATIENCE_S) == 0
+    finally:
+        terminal.close()
