@@ -59,6 +59,8 @@ def assemble(config: EngineConfig, progress: LoadProgress | None = None) -> Engi
     Raises `ModelError` when the model's files cannot be used, `ValueError` when the device cannot, or when the cache
     has no room for a single block.
     """
+    if config.deterministic:
+        raise ValueError("deterministic: not supported yet; docs/batch-dependence.md says what depends on the batch")
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
     device = pick_device(config.device)

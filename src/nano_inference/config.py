@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from nano_inference.types import LOGPROBS_MODES, LogprobsMode, check_int, check_number, from_known
+from nano_inference.types import LOGPROBS_MODES, LogprobsMode, check_bool, check_int, check_number, from_known
 
 CacheType = Literal["paged", "radix"]
 Device = str
@@ -45,13 +45,16 @@ class EngineConfig:
     attention: AttentionName = helped("auto", "how K/V is read: sdpa or flex; auto takes sdpa")
     seed: int | None = helped(None, "seed of requests that name none; the default is fresh entropy for each")
     logprobs_mode: LogprobsMode = helped("processed", "distribution that log-probabilities speak of")
-    deterministic: bool = helped(False, "refuse operations whose result depends on the batch (CUDA)")
+    deterministic: bool = helped(False, "bit-identical rows in any batch; not supported yet, refused")
     num_threads: int | None = helped(None, "CPU threads; the default is torch's")
 
     def __post_init__(self) -> None:
         if not isinstance(self.model_path, str) or not self.model_path:
             raise ValueError(f"model_path must be a non-empty string, got {self.model_path!r}")
+        if not isinstance(self.device, str) or not self.device:
+            raise ValueError(f"device must be a non-empty string, got {self.device!r}")
         self._check_choices()
+        check_bool("deterministic", self.deterministic)
         check_int("block_size", self.block_size, 1, 4096)
         check_int("max_batch_size", self.max_batch_size, 1, 65536)
         check_int("max_model_len", self.max_model_len, 1)

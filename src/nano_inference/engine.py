@@ -9,7 +9,7 @@ import secrets
 from collections import deque
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
-from typing import Self
+from typing import Self, cast
 
 from nano_inference.assemble import EngineParts, assemble
 from nano_inference.config import EngineConfig, SchedulerConfig
@@ -94,7 +94,9 @@ class InferenceEngine:
         """
         request = self._admit(prompt, sampling_params or SamplingParams(), num_samples_per_prompt)
         self._enqueue(request, claimed=True)
-        return self._deltas(request)
+        deltas = self._deltas(request)
+        next(deltas)  # enters its `try`: from now on closing it aborts, read or not
+        return cast(Iterator[Delta], deltas)
 
     def add_request(
         self,
@@ -209,6 +211,8 @@ class InferenceEngine:
     ) -> Request:
         """Check a request at the door; `offset` counts those checked before it and not yet queued."""
         self._require_alive()
+        if not isinstance(params, SamplingParams):
+            raise BadRequest(f"sampling_params must be SamplingParams, got {type(params).__name__}")
         request_id = self._next_request + offset
         if make_matcher is None and params.stop and self.parts.stop_matcher:
             make_matcher = self.parts.stop_matcher(tuple(params.stop))
@@ -262,10 +266,11 @@ class InferenceEngine:
         samples = [delta.sample for delta in self._mailboxes.pop(request.id) if delta.sample is not None]
         return sorted(samples, key=lambda sample: sample.sample_index)
 
-    def _deltas(self, request: Request) -> Iterator[Delta]:
-        """Yield a claimed request's deltas as they come."""
+    def _deltas(self, request: Request) -> Iterator[Delta | None]:
+        """Yield None once, then a claimed request's deltas as they come."""
         mailbox = self._mailboxes[request.id]
         try:
+            yield None
             while request.id in self._live or mailbox:
                 if not mailbox:
                     self.tick()

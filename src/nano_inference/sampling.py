@@ -79,11 +79,13 @@ def draw(logits_BV: Tensor, rows: Sequence[Row]) -> Draw:
     token_B = invert_cdf(logp_BV, torch.tensor(uniforms, dtype=torch.float64, device=logp_BV.device))
     if argmax_B is not None:
         token_B = torch.where(greedy_B, argmax_B, token_B)
+    drawn_B = logp_BV.gather(-1, token_B.unsqueeze(-1)).squeeze(-1)
     if raw_logp_RV is not None:
         logp_BV[raw_rows] = raw_logp_RV
     if tempered_logp_RV is not None:
         logp_BV[tempered_rows] = tempered_logp_RV
     logprob_B = logp_BV.gather(-1, token_B.unsqueeze(-1)).squeeze(-1)
+    logprob_B = torch.where(drawn_B.isfinite(), logprob_B, drawn_B)  # where nothing can be drawn, every mode says so
     tops = [row.params.logprobs or 0 for row in rows]
     return Draw(tuple(token_B.tolist()), tuple(logprob_B.tolist()), top_logprobs(logp_BV, tops))
 
@@ -102,10 +104,14 @@ def sample_with_logprobs(
     Temperature 0 is argmax, its log-probability that of temperature 1. Without `uniforms_B` ([B] in [0, 1)) torch's
     default generator is asked. Raises `ValueError` when the shapes disagree.
     """
-    num_rows = logits_BV.size(0)
-    if logits_BV.dim() != 2 or temperatures_B.shape != (num_rows,):
+    if logits_BV.dim() != 2 or temperatures_B.shape != (logits_BV.size(0),):
         shapes = f"{tuple(logits_BV.shape)} and {tuple(temperatures_B.shape)}"
         raise ValueError(f"logits must be [B, V] and temperatures [B], got {shapes}")
+    num_rows = logits_BV.size(0)
+    given = {"top_ks": top_ks, "top_ps": top_ps, "min_ps": min_ps, "uniforms_B": uniforms_B}
+    for name, values in given.items():
+        if values is not None and len(values) != num_rows:
+            raise ValueError(f"{name} must hold one value for each of {num_rows} rows, got {len(values)}")
     temperatures = temperatures_B.tolist()
     logits_BV = logits_BV.to(torch.float32, copy=True)
     argmax_B = logits_BV.argmax(dim=-1)
@@ -289,17 +295,21 @@ def _first_above(cdf_BN: Tensor, target_B1: Tensor, mass_BN: Tensor) -> Tensor:
 
 
 def top_logprobs(logp_BV: Tensor, counts: Sequence[int]) -> tuple[TopLogprobs, ...]:
-    """Return each row's likeliest tokens, as many as it asks for; what cannot be drawn is left out."""
-    width = max(counts, default=0)
+    """Return each row's likeliest tokens, as many as it asks for, lowest id first among equals.
+
+    What cannot be drawn is left out.
+    """
+    vocab_size = logp_BV.size(-1)
+    width = min(max(counts, default=0), vocab_size)
     if not width:
         return ((),) * len(counts)
-    value_BK, id_BK = logp_BV.topk(min(width, logp_BV.size(-1)), dim=-1)
-    values, ids = value_BK.tolist(), id_BK.tolist()
-    return tuple(
-        tuple(
-            TokenLogprob(token, value)
-            for token, value in list(zip(ids[row], values[row], strict=True))[:count]
-            if value > -torch.inf
-        )
-        for row, count in enumerate(counts)
-    )
+    count_B1 = torch.tensor([min(count, vocab_size) for count in counts], device=logp_BV.device).unsqueeze(-1)
+    last_B1 = logp_BV.topk(width, dim=-1).values.gather(-1, (count_B1 - 1).clamp_(min=0))
+    above_BV, equal_BV = logp_BV > last_B1, logp_BV == last_B1
+    equal_BV &= equal_BV.cumsum(-1, dtype=torch.int32) <= count_B1 - above_BV.sum(-1, keepdim=True)
+    kept_BV = (above_BV | equal_BV) & (logp_BV > -torch.inf)
+    places, values = kept_BV.nonzero().tolist(), logp_BV[kept_BV].tolist()
+    tops: list[list[TokenLogprob]] = [[] for _ in counts]
+    for (row, token), value in zip(places, values, strict=True):
+        tops[row].append(TokenLogprob(token, value))
+    return tuple(tuple(sorted(top, key=lambda one: -one.logprob)) for top in tops)

@@ -78,6 +78,12 @@ def check_int(name: str, value: object, low: int, high: int | None = None) -> No
         raise ValueError(f"{name} must be {limit}, got {value}")
 
 
+def check_bool(name: str, value: object) -> None:
+    """Raise `ValueError` naming `name` unless `value` is True or False."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} must be true or false, got {value!r}")
+
+
 def token_ids(name: str, values: object) -> tuple[int, ...]:
     """Return `values` as a tuple of token ids, or raise `ValueError` naming `name` and the first that is none."""
     if isinstance(values, str | bytes) or not isinstance(values, Collection):
@@ -168,6 +174,7 @@ class SamplingParams:
             raise ValueError(f"logprobs_mode must be one of {', '.join(LOGPROBS_MODES)}, got {self.logprobs_mode!r}")
 
     def _check_counts(self) -> None:
+        check_bool("ignore_eos", self.ignore_eos)
         check_int("top_k", self.top_k, -1)
         check_int("min_tokens", self.min_tokens, 0)
         if self.max_tokens is not None:

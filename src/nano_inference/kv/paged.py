@@ -85,9 +85,8 @@ class PagedKVCache:
 
     def deallocate(self, block_ids: Sequence[int], num_computed: int | None = None) -> None:
         """Give a prompt's blocks back, publishing its first `num_computed` tokens (default: all)."""
-        tokens = self._book.close(block_ids)
-        end = len(tokens) if num_computed is None else num_computed
-        self.publish(tokens, NO_SALT, block_ids, 0, end)
+        tokens = self._book.close(block_ids, num_computed)
+        self.publish(tokens, NO_SALT, block_ids, 0, len(tokens))
         self.release(block_ids)
 
     def check(self) -> None:

@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, Protocol
 
-from nano_inference.types import CacheAllocation, CacheFull
+from nano_inference.types import CacheAllocation, CacheFull, check_int
 
 Salt = tuple[int, str]
 """Weight version and cache namespace: prefixes are shared only within one."""
@@ -115,7 +115,7 @@ class AllocationBook:
     """Remembers what `allocate` gave out, so that `deallocate` can publish it. Keyed by the last, private, block."""
 
     def __init__(self) -> None:
-        self._tokens: dict[int, tuple[int, ...]] = {}
+        self._open: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {}
 
     def open(self, kv: BlockHolder, hit: Hit, token_ids: Sequence[int]) -> CacheAllocation:
         """Hold a hit's blocks, take the rest of the prompt's, and note its tokens; all or nothing."""
@@ -125,12 +125,15 @@ class AllocationBook:
         if num_fresh + hit.num_idle > kv.num_free_blocks():
             raise CacheFull(f"{num_fresh + hit.num_idle} KV blocks asked for, {kv.num_free_blocks()} are free")
         blocks = kv.hold(hit) + kv.take(num_fresh)
-        self._tokens[blocks[-1]] = tuple(token_ids)
+        self._open[blocks[-1]] = tuple(blocks), tuple(token_ids)
         return CacheAllocation(tuple(blocks), len(hit.blocks) * kv.block_size)
 
-    def close(self, block_ids: Sequence[int]) -> tuple[int, ...]:
-        """Return and forget the tokens of an allocation; `ValueError` when there is none."""
-        tokens = self._tokens.pop(block_ids[-1], None) if block_ids else None
-        if tokens is None:
+    def close(self, block_ids: Sequence[int], num_computed: int | None) -> tuple[int, ...]:
+        """Forget an allocation and return the tokens of it that were computed; `ValueError` when there is none."""
+        blocks, tokens = self._open.get(block_ids[-1], ((), ())) if block_ids else ((), ())
+        if not blocks or tuple(block_ids) != blocks:
             raise ValueError("block_ids were not allocated, or were deallocated already")
-        return tokens
+        if num_computed is not None:
+            check_int("num_computed", num_computed, 0, len(tokens))
+        del self._open[blocks[-1]]
+        return tokens[:num_computed]

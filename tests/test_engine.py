@@ -1,0 +1,249 @@
+"""The engine's promises to its callers, on a tiny random model and on fake parts."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nano_inference import EngineConfig, InferenceEngine, SamplingParams, TrainingSample
+from tests.models.families import VOCAB_SIZE, gap, make_model
+from tests.sim.fakes import EOS, fake_config, fake_parts
+
+PROMPT = [5, 9, 30, 2, 44]
+LONG = SamplingParams(max_tokens=25, seed=4, ignore_eos=True)
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    directory = tmp_path_factory.mktemp("tiny_engine")
+    return directory, make_model("llama-ratio1-untied", directory)
+
+
+def engine(tiny: tuple[Path, Any], **options: Any) -> InferenceEngine:
+    options = {"kv_cache_bytes": 16 << 20, "device": "cpu", "block_size": 4} | options
+    return InferenceEngine(EngineConfig(model_path=str(tiny[0]), **options))
+
+
+def fake(cache_type: str = "radix", num_blocks: int = 60, **options: Any) -> InferenceEngine:
+    return InferenceEngine(fake_config(**options), parts=fake_parts(cache_type, num_blocks, 4))
+
+
+def tokens_of(samples: list[TrainingSample]) -> list[tuple[int, ...]]:
+    return [sample.completion_tokens for sample in samples]
+
+
+def random_params(rng: random.Random, **options: Any) -> SamplingParams:
+    chosen = {"temperature": rng.choice([0, 0.7, 1, 1.5]), "top_k": rng.choice([0, 7]), "top_p": rng.choice([1, 0.8])}
+    chosen |= {"min_p": rng.choice([0, 0.02]), "presence_penalty": rng.choice([0, 0.5]), "seed": rng.randrange(99)}
+    return SamplingParams(**(chosen | {"max_tokens": rng.randrange(1, 20), "ignore_eos": True} | options))
+
+
+def random_prompt(rng: random.Random, longest: int = 40) -> list[int]:
+    return [rng.randrange(50) for _ in range(rng.randrange(1, longest))]
+
+
+def run_to_end(running: InferenceEngine) -> dict[int, list[TrainingSample]]:
+    found: dict[int, list[TrainingSample]] = {}
+    while running.has_pending():
+        for sample in running.step():
+            found.setdefault(sample.request_id, []).append(sample)
+    return found
+
+
+def is_idle(running: InferenceEngine) -> bool:
+    kv = running.parts.kv
+    kv.check()
+    return not running.has_pending() and kv.num_free_blocks() == kv.num_blocks
+
+
+def test_samples_come_prompt_major_whatever_ends_first() -> None:
+    prompts = [[1], [2, 3], [4, 5, 6]]
+    params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (20, 3, 9)]
+    for options in ({"num_samples_per_prompt": 2}, {"num_samples": 2}):
+        samples = fake().generate(prompts, params, **options)
+        assert [list(s.prompt_tokens) for s in samples] == [p for p in prompts for _ in range(2)]
+        assert [s.sample_index for s in samples] == [0, 1] * 3
+        assert [len(s.completion_tokens) for s in samples] == [20, 20, 3, 3, 9, 9]
+    assert fake().generate([]) == []
+
+
+def test_a_seeded_request_gives_different_reproducible_samples(tiny: tuple[Path, Any]) -> None:
+    params = SamplingParams(max_tokens=12, seed=8)
+    first = tokens_of(engine(tiny).generate([PROMPT], params, 8))
+    assert len(set(first)) == 8
+    ours = engine(tiny, cache_type="paged", max_tokens_per_batch=3)
+    assert tokens_of(ours.generate([PROMPT], params, 8)) == first
+    assert tokens_of(ours.generate([PROMPT], params, 1)) == first[:1]
+
+
+def test_a_request_draws_the_same_alone_and_among_mates(tiny: tuple[Path, Any]) -> None:
+    rng = random.Random(3)
+    ours = engine(tiny, max_tokens_per_batch=64)
+    prompts = [random_prompt(rng, 20) for _ in range(16)]
+    params = [random_params(rng, max_tokens=rng.randrange(2, 10)) for _ in prompts]
+    together = ours.generate(prompts, params)
+    for i in (0, 6, 15):
+        ours.flush_cache()
+        alone = ours.generate([prompts[i]], params[i])[0]
+        assert together[i].completion_tokens == alone.completion_tokens
+        assert together[i].logprobs == pytest.approx(alone.logprobs, abs=1e-4)
+
+
+def test_unseeded_requests_differ_and_an_engine_seed_repeats_them() -> None:
+    params = SamplingParams(max_tokens=20, ignore_eos=True)
+    twice = [tokens_of(fake().generate([PROMPT, PROMPT], params)) for _ in range(2)]
+    assert twice[0] == twice[1] and twice[0][0] != twice[0][1]
+    unseeded = replace(fake_config(), seed=None)
+    found = [tokens_of(InferenceEngine(unseeded, parts=fake_parts("radix", 60, 4)).generate([PROMPT], params))[0]]
+    found += tokens_of(InferenceEngine(unseeded, parts=fake_parts("radix", 60, 4)).generate([PROMPT, PROMPT], params))
+    assert len(set(found)) == 3
+
+
+def test_a_stream_yields_what_generate_returns() -> None:
+    params = SamplingParams(max_tokens=15, seed=2, ignore_eos=True, logprobs=1)
+    expected = fake().generate([PROMPT], params, 2)
+    parts: dict[int, list[int]] = {0: [], 1: []}
+    last = {}
+    for delta in fake().stream(PROMPT, params, 2):
+        parts[delta.sample_index] += delta.token_ids
+        assert len(delta.token_ids) == len(delta.logprobs) == len(delta.mask) == len(delta.top_logprobs or ())
+        assert delta.sample_index not in last, "nothing comes after the last delta"
+        if delta.sample is not None:
+            last[delta.sample_index] = delta.sample
+            assert delta.finish_reason == "length"
+    assert [last[0], last[1]] == expected
+    assert [tuple(parts[0]), tuple(parts[1])] == tokens_of(expected)
+
+
+@pytest.mark.parametrize("num_read", [0, 1, 5])
+def test_closing_a_stream_aborts_it_and_frees_its_blocks(num_read: int) -> None:
+    ours = fake()
+    stream = ours.stream(PROMPT, LONG, 3)
+    for _ in range(num_read):
+        next(stream)
+    stream.close()
+    assert is_idle(ours)
+
+
+def test_streams_and_other_requests_share_the_steps() -> None:
+    a, b = [7, 8], [9, 10, 11]
+    alone = tokens_of(fake().generate([a, b, PROMPT], LONG))
+    ours = fake()
+    pending = ours.add_request(PROMPT, LONG)
+    streams = [ours.stream(a, LONG), ours.stream(b, LONG)]
+    found: list[list[int]] = [[], []]
+    for first, second in zip(*streams, strict=True):
+        found[0] += first.token_ids
+        found[1] += second.token_ids
+    assert [tuple(tokens) for tokens in found] == alone[:2]
+    assert tokens_of(run_to_end(ours)[pending]) == alone[2:]
+    late = ours.add_request(a, LONG)
+    assert tokens_of(ours.generate([b], LONG)) == alone[1:2], "generate returns its own only"
+    assert tokens_of(run_to_end(ours)[late]) == alone[:1]
+    assert is_idle(ours)
+
+
+def test_an_abort_returns_what_there_is_at_every_stage() -> None:
+    whole = fake().generate([PROMPT], LONG, 2)
+    for num_steps in (0, 1, 4, 9):
+        ours = fake(max_tokens_per_batch=3)
+        other = ours.add_request([1, 2], LONG)
+        mine = ours.add_request(PROMPT, LONG, 2)
+        for _ in range(num_steps):
+            ours.step()
+        partial = ours.abort(mine)
+        assert [sample.finish_reason for sample in partial] == ["abort", "abort"]
+        for sample, full in zip(partial, whole, strict=True):
+            assert sample.completion_tokens == full.completion_tokens[: len(sample.completion_tokens)]
+            assert len(sample.logprobs) == len(sample.mask) == len(sample.completion_tokens)
+        assert ours.abort(mine) == ours.abort(99) == ()
+        assert run_to_end(ours)[other][0].finish_reason == "length"
+        assert is_idle(ours)
+    assert any(partial[0].completion_tokens)
+
+
+def test_an_aborted_sample_is_continued_exactly_from_its_ids(tiny: tuple[Path, Any]) -> None:
+    ours = engine(tiny)
+    whole = ours.generate([PROMPT], LONG)[0].completion_tokens
+    request = ours.add_request(PROMPT, LONG)
+    for _ in range(10):
+        ours.step()
+    done = ours.abort(request)[0].completion_tokens
+    assert 0 < len(done) < 25
+    rest = ours.generate([[*PROMPT, *done]], replace(LONG, max_tokens=25 - len(done)))[0]
+    assert done + rest.completion_tokens == whole
+
+
+def test_lengths_and_stops() -> None:
+    def one(prompt: list[int] = PROMPT, **options: Any) -> TrainingSample:
+        return fake().generate([prompt], SamplingParams(**({"seed": 4, "max_tokens": 400} | options)))[0]
+
+    nothing = one(max_tokens=0)
+    assert (nothing.completion_tokens, nothing.finish_reason) == ((), "length")
+    free = fake(num_blocks=200).generate([PROMPT], SamplingParams(seed=4, max_tokens=400, ignore_eos=True))[0]
+    end = free.completion_tokens.index(EOS)
+    stopped = fake(num_blocks=200).generate([PROMPT], SamplingParams(seed=4, max_tokens=400))[0]
+    assert (stopped.completion_tokens, stopped.finish_reason) == (free.completion_tokens[: end + 1], "stop")
+    assert stopped.stop_reason is None
+    token = free.completion_tokens[3]
+    named = fake().generate([PROMPT], SamplingParams(seed=4, max_tokens=9, stop_token_ids=[token], ignore_eos=True))[0]
+    assert (named.finish_reason, named.stop_reason) == ("stop", token)
+    assert named.completion_tokens == free.completion_tokens[: free.completion_tokens.index(token) + 1]
+    room = fake(num_blocks=5).generate([PROMPT], SamplingParams(max_tokens=None, ignore_eos=True))[0]
+    assert len(room.completion_tokens) == 15, "as many as there is room for"
+
+
+def test_min_tokens_keeps_every_stop_away(tiny: tuple[Path, Any]) -> None:
+    params = SamplingParams(max_tokens=30, min_tokens=6, stop_token_ids=range(VOCAB_SIZE // 2), temperature=1.5, seed=1)
+    for sample in engine(tiny).generate([PROMPT], params, 8):
+        assert len(sample.completion_tokens) >= 7
+        assert not set(sample.completion_tokens[:6]) & params.stop_token_ids
+        assert all(logprob <= 0 for logprob in sample.logprobs)
+
+
+def test_logprobs_have_the_asked_shape_and_are_the_models_own(tiny: tuple[Path, Any]) -> None:
+    ours = engine(tiny)
+    sample = ours.generate([PROMPT], SamplingParams(max_tokens=5, seed=1, logprobs=3, prompt_logprobs=2))[0]
+    assert sample.top_logprobs is not None and [len(top) for top in sample.top_logprobs] == [3] * 5
+    assert sample.prompt_top_logprobs is not None and [len(top) for top in sample.prompt_top_logprobs] == [2] * 4
+    whole = [*PROMPT, *sample.completion_tokens]
+    scores = ours.score(whole)
+    assert sample.prompt_logprobs == pytest.approx(scores[:4], abs=1e-5)
+    assert sample.logprobs == pytest.approx(scores[4:], abs=1e-5)
+    assert gap(tiny[1], whole, scores) < 1e-4
+    assert ours.score([whole, PROMPT]) == [pytest.approx(scores, abs=1e-5), pytest.approx(scores[:4], abs=1e-5)]
+    for start in (0, 1, 4, 9, 10, 99):
+        assert ours.score(whole, start) == pytest.approx(scores[max(0, start - 1) :], abs=1e-5)
+    plain = ours.generate([PROMPT], SamplingParams(max_tokens=1))[0]
+    assert plain.top_logprobs is plain.prompt_logprobs is plain.prompt_top_logprobs is None
+    with pytest.raises(ValueError, match="start"):
+        ours.score(whole, -1)
+
+
+@pytest.mark.parametrize("cache_type", ["radix", "paged"])
+def test_requests_that_do_not_fit_together_all_finish_unharmed(cache_type: str) -> None:
+    rng = random.Random(5)
+    prompts = [random_prompt(rng, 12) for _ in range(64)]
+    params = [random_params(rng, max_tokens=9) for _ in prompts]
+    expected = fake(cache_type, 1000, max_batch_size=64).generate(prompts, params)
+    tight = fake(cache_type, 20, max_batch_size=64)
+    samples = tight.generate(prompts, params)
+    assert tokens_of(samples) == tokens_of(expected)
+    assert sum(sample.num_preemptions for sample in samples) > 0
+    assert is_idle(tight)
+
+
+def test_a_real_model_preempts_without_harm(tiny: tuple[Path, Any]) -> None:
+    prompts = [random_prompt(random.Random(seed), 12) for seed in range(12)]
+    roomy = engine(tiny)
+    expected = roomy.generate(prompts, replace(LONG, max_tokens=9))
+    block_bytes = roomy.parts.checkpoint.config.kv_bytes_per_token(4) * 4
+    tight = engine(tiny, kv_cache_bytes=10 * block_bytes, max_tokens_per_batch=40)
+    samples = tight.generate(prompts, replace(LONG, max_tokens=9))
+    assert tokens_of(samples) == tokens_of(expected)
+    assert sum(sample.num_preemptions for sample in samples) > 0
+    assert is_idle(tight)

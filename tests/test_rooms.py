@@ -1,0 +1,211 @@
+"""The architecture as a test: who may import whom, what may be global, what the package shows to the world."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import nano_inference
+
+HOME = Path(nano_inference.__file__).parent
+FILES = sorted(HOME.rglob("*.py"))
+LEVELS = (
+    "types",
+    "config",
+    "kv text catalog sequence scheduling sampling door",
+    "attention",
+    "models",
+    "loader",
+    "batch",
+    "runner",
+    "core",
+    "assemble",
+    "engine",
+    "workloads",
+    "cli",
+    "__main__",
+)
+LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms.split()}
+LEVEL["__init__"] = -1  # the package itself: the version, which everybody may read
+TORCH_FREE = (
+    *("__init__.py", "types.py", "config.py", "sequence.py", "scheduling.py", "door.py", "core.py", "engine.py"),
+    *("catalog.py", "kv/__init__.py", "kv/hashing.py", "kv/paged.py", "kv/pool.py", "kv/radix.py", "models/config.py"),
+    *("loader/hf_config.py", "loader/gguf_file.py", "loader/gguf_config.py", "loader/fields.py"),
+)
+MUTATORS = {
+    *("append", "extend", "insert", "remove", "pop", "popitem", "clear", "update", "setdefault", "add", "discard"),
+    *("appendleft", "popleft", "extendleft", "sort", "reverse", "move_to_end", "__setitem__", "__delitem__"),
+}
+MAKERS = {"list", "dict", "set", "bytearray", "defaultdict", "deque", "OrderedDict", "Counter"}
+
+
+def room_of(module: str) -> str:
+    """The room of a dotted module name below the package."""
+    return module.split(".")[1] if "." in module else "__init__"
+
+
+def imported_modules(tree: ast.AST) -> Iterator[str]:
+    """Every module that is imported, at any depth; names of the package's face count as where they live."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            assert node.module is not None
+            if node.module != "nano_inference":
+                yield node.module
+                continue
+            for alias in node.names:
+                home = nano_inference._HOMES.get(alias.name, alias.name)
+                is_room = (HOME / home).is_dir() or (HOME / f"{home}.py").is_file()
+                yield f"nano_inference.{home}" if is_room else "nano_inference"
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and ":" in node.value:
+            name = node.value.partition(":")[0]  # registries name classes as "nano_inference.models.dense:Dense"
+            if name.startswith("nano_inference.") and name.replace(".", "").isidentifier():
+                yield name
+
+
+def wrong_imports(room: str, tree: ast.AST) -> list[str]:
+    """The imports that do not point down."""
+    names = [name for name in imported_modules(tree) if name.partition(".")[0] == "nano_inference"]
+    return [name for name in names if room_of(name) != room and not LEVEL[room_of(name)] < LEVEL[room]]
+
+
+def globals_written(tree: ast.Module) -> list[str]:
+    """Module-level containers that the module changes."""
+    bound: set[str] = set()
+    for node in tree.body:
+        if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None and is_container(node.value):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            bound |= {target.id for target in targets if isinstance(target, ast.Name)}
+    written = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in MUTATORS:
+            written.append(node.func.value)
+        elif isinstance(node, ast.AugAssign):
+            written.append(node.target)
+        elif isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store | ast.Del):
+            written.append(node.value)
+    return sorted({root.id for node in written if isinstance(root := root_of(node), ast.Name) and root.id in bound})
+
+
+def is_container(node: ast.expr) -> bool:
+    displays = ast.List | ast.Dict | ast.Set | ast.ListComp | ast.DictComp | ast.SetComp
+    if isinstance(node, ast.Call):
+        name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+        return name in MAKERS
+    return isinstance(node, displays)
+
+
+def root_of(node: ast.expr) -> ast.expr:
+    while isinstance(node, ast.Subscript | ast.Attribute):
+        node = node.value
+    return node
+
+
+def reads_environment(tree: ast.AST) -> bool:
+    names = {"environ", "environb", "getenv", "putenv"}
+    attributes = {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute) and getattr(n.value, "id", "") == "os"}
+    imported = {a.name for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and n.module == "os" for a in n.names}
+    return bool(names & (attributes | imported))
+
+
+def relative(path: Path) -> str:
+    return path.relative_to(HOME).as_posix()
+
+
+@pytest.fixture(scope="module")
+def trees() -> dict[str, ast.Module]:
+    return {relative(path): ast.parse(path.read_text()) for path in FILES}
+
+
+def test_imports_point_one_way(trees: dict[str, ast.Module]) -> None:
+    for path, tree in trees.items():
+        room = path.partition("/")[0].removesuffix(".py")
+        assert room in LEVEL, f"{path}: give the room {room!r} a level"
+        assert not wrong_imports(room, tree), path
+
+
+def test_the_engine_knows_no_text_and_text_no_engine(trees: dict[str, ast.Module]) -> None:
+    for path, tree in trees.items():
+        rooms = {room_of(name) for name in imported_modules(tree) if name.startswith("nano_inference.")}
+        assert not (path == "engine.py" and "text" in rooms)
+        assert not (path.startswith("text/") and "engine" in rooms), path
+
+
+def test_nothing_is_imported_for_the_type_checker_alone(trees: dict[str, ast.Module]) -> None:
+    for path, tree in trees.items():
+        names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+        attributes = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+        assert "TYPE_CHECKING" not in names | attributes, path
+
+
+def test_no_state_lives_in_a_module(trees: dict[str, ast.Module]) -> None:
+    for path, tree in trees.items():
+        assert not [node for node in ast.walk(tree) if isinstance(node, ast.Global)], f"{path}: global"
+        assert not globals_written(tree), path
+
+
+def test_rooms_without_torch_do_not_import_it(trees: dict[str, ast.Module]) -> None:
+    free = [*TORCH_FREE, *(path for path in trees if path.startswith("text/"))]
+    for path in free:
+        imported = {name.partition(".")[0] for name in imported_modules(trees[path])}
+        assert "torch" not in imported, path
+
+
+def test_the_environment_is_read_by_the_command_line_and_by_assemble(trees: dict[str, ast.Module]) -> None:
+    readers = {path for path, tree in trees.items() if reads_environment(tree)}
+    assert {path for path in readers if not path.startswith("cli/")} <= {"assemble.py", "__main__.py"}
+
+
+def test_the_checks_above_see_what_they_look_for() -> None:
+    wrong = "from nano_inference.engine import x\ndef f():\n    import nano_inference.cli.app\n"
+    assert wrong_imports("kv", ast.parse(wrong)) == ["nano_inference.engine", "nano_inference.cli.app"]
+    assert wrong_imports("kv", ast.parse("from nano_inference import InferenceEngine")) == ["nano_inference.engine"]
+    assert wrong_imports("kv", ast.parse("from nano_inference import cli, __version__")) == ["nano_inference.cli"]
+    assert wrong_imports("kv", ast.parse("HOME = 'nano_inference.models.dense:D'")) == ["nano_inference.models.dense"]
+    assert not wrong_imports("models", ast.parse("HOME = 'nano_inference.models.dense:D'"))
+    source = "a = []\nb = {}\nc = set()\nd = {1: []}\ne = [1]\nf = dict()\ng: list[int] = []\n"
+    body = "def f():\n    a.append(1)\n    b[1] = 2\n    c.add(3)\n    d[1].append(2)\n    del f[1]\n"
+    loop = "g += [1]\nx = []\ndef h(y):\n    x = y[1]\n    return e[0]\n"
+    assert globals_written(ast.parse(source + body + loop)) == ["a", "b", "c", "d", "f", "g"]
+    assert reads_environment(ast.parse("import os\nos.environ['A']"))
+    assert reads_environment(ast.parse("from os import getenv"))
+    assert not reads_environment(ast.parse("def f(environ):\n    return environ['A']"))
+
+
+def test_every_public_name_imports_and_lives_where_the_face_says() -> None:
+    assert nano_inference.__all__ == sorted([*nano_inference._HOMES, "__version__"])
+    for name in nano_inference.__all__:
+        assert getattr(nano_inference, name) is not None
+    for name, home in nano_inference._HOMES.items():
+        assert getattr(nano_inference, name) is getattr(importlib.import_module(f"nano_inference.{home}"), name)
+    assert dir(nano_inference) == nano_inference.__all__
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = nano_inference.nothing
+
+
+def test_type_checkers_see_the_same_names() -> None:
+    tree = ast.parse((HOME / "__init__.pyi").read_text())
+    homes: dict[str, str] = {}
+    declared: set[str] = set()
+    for node in tree.body:
+        if isinstance(node, ast.ImportFrom):
+            assert node.module is not None and all(alias.asname == alias.name for alias in node.names)
+            homes |= {alias.name: room_of(node.module) for alias in node.names}
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            declared.add(node.target.id)
+    assert homes == nano_inference._HOMES
+    assert declared == {"__all__", "__version__"}
+
+
+def test_importing_the_package_does_not_wait_for_torch() -> None:
+    code = "import sys, nano_inference as n; n.SamplingParams(); n.EngineConfig(model_path='m'); n.schedule;"
+    code += "n.RadixKVCache(2, 2); assert 'torch' not in sys.modules, 'torch'"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

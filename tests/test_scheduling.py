@@ -1,0 +1,206 @@
+"""The plan of a step: arithmetic on counts that never spends what it has not, and never loses the oldest."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Iterator
+
+import pytest
+
+from nano_inference.config import SchedulerConfig
+from nano_inference.scheduling import schedule
+from nano_inference.types import SchedulerOutput, SeqView, Work
+
+State = tuple[list[SeqView], list[SeqView], int, SchedulerConfig]
+
+
+def view(id: int, num_tokens: int, num_computed: int = 0, num_blocks: int = 0, **more: object) -> SeqView:
+    return SeqView(id=id, num_tokens=num_tokens, num_computed=num_computed, num_blocks=num_blocks, **more)
+
+
+def config(max_batch_size: int = 8, budget: int = 64, block_size: int = 4, lookahead: int = 1) -> SchedulerConfig:
+    return SchedulerConfig(
+        max_batch_size=max_batch_size, max_tokens_per_batch=budget, block_size=block_size, lookahead=lookahead
+    )
+
+
+def decoding(id: int, num_tokens: int, block_size: int = 4) -> SeqView:
+    """A sequence that misses its last token only."""
+    num_blocks = -(-(num_tokens - 1) // block_size)
+    return view(id, num_tokens, num_tokens - 1, num_blocks, num_private=num_blocks, max_new=9)
+
+
+def random_state(rng: random.Random) -> State:
+    """Any state that an engine could be in."""
+    cfg = config(rng.randrange(1, 9), rng.choice([1, 2, 3, 8, 40]), rng.choice([1, 2, 4, 16]), rng.choice([1, 1, 3]))
+    running = []
+    for id in range(rng.randrange(cfg.max_batch_size + 1)):
+        num_tokens = rng.randrange(1, 40)
+        num_computed = num_tokens - 1 if rng.random() < 0.6 else rng.randrange(num_tokens)
+        num_blocks = -(-num_computed // cfg.block_size) + (rng.random() < 0.2)
+        key = rng.choice([None, 1, 2]) if num_tokens - num_computed > 1 else None
+        private = rng.randrange(num_blocks + 1)
+        more = {"num_private": private, "next_key": key, "max_new": rng.randrange(6)}
+        running.append(view(id, num_tokens, num_computed, num_blocks, **more))
+    waiting = []
+    for id in range(100, 100 + rng.randrange(8)):
+        num_tokens = rng.randrange(1, 60)
+        num_computed = rng.randrange(num_tokens)
+        num_blocks = num_computed // cfg.block_size
+        more = {"idle_hit": rng.randrange(num_blocks + 1), "next_key": rng.choice([None, None, 1, 2, 3])}
+        waiting.append(view(id, num_tokens, num_computed, num_blocks, max_new=rng.randrange(6), **more))
+    return waiting, running, rng.randrange(12), cfg
+
+
+def states() -> Iterator[tuple[State, SchedulerOutput]]:
+    for seed in range(3000):
+        state = random_state(random.Random(seed))
+        yield state, schedule(*state)
+
+
+def test_no_plan_spends_more_than_there_is() -> None:
+    for (waiting, running, free, cfg), plan in states():
+        views = {v.id: v for v in (*waiting, *running)}
+        admitted = [views[work.id] for work in plan.work if work.id >= 100]
+        given_back = sum(views[id].num_private for id in plan.preempted_seqs)
+        taken = sum(work.num_blocks for work in plan.work) + sum(v.idle_hit for v in admitted)
+        assert taken <= free + given_back
+        assert sum(work.num_tokens for work in plan.work) <= cfg.max_tokens_per_batch
+        assert len(running) - len(plan.preempted_seqs) + len(admitted) <= cfg.max_batch_size
+
+
+def test_every_row_has_the_blocks_it_needs_and_no_more() -> None:
+    for (waiting, running, _, cfg), plan in states():
+        views = {v.id: v for v in (*waiting, *running)}
+        for work in plan.work:
+            v = views[work.id]
+            end = v.num_computed + work.num_tokens
+            assert v.num_computed < end <= v.num_tokens
+            assert work.num_sampled == (min(cfg.lookahead, v.max_new) if end == v.num_tokens else 0)
+            num_slots = end + max(0, work.num_sampled - 1)
+            assert work.num_blocks == max(0, -(-num_slots // cfg.block_size) - v.num_blocks)
+
+
+def test_plans_are_in_order_and_say_everything_once() -> None:
+    for (waiting, running, _, _), plan in states():
+        order = [v.id for v in (*running, *waiting)]
+        ids = [work.id for work in plan.work]
+        assert ids == sorted(set(ids), key=order.index), "oldest first, each once"
+        assert sorted((*plan.prefill_seqs, *plan.decode_seqs)) == sorted(ids)
+        decodes = tuple(work.id for work in plan.work if work.num_tokens == 1 and work.num_sampled)
+        assert plan.decode_seqs == decodes
+        assert not set(ids) & set(plan.preempted_seqs)
+
+
+def test_victims_come_from_the_young_end_and_the_oldest_goes_on() -> None:
+    num_preempting = 0
+    for (_, running, _, _), plan in states():
+        ids = [v.id for v in running]
+        count = len(plan.preempted_seqs)
+        assert list(plan.preempted_seqs) == ids[::-1][:count]
+        if ids and plan.work[:1] != () and plan.work[0].id == ids[0]:
+            num_preempting += count > 0
+        else:
+            assert count == len(ids), "the oldest stands still only when nobody is left to give way"
+    assert num_preempting > 100
+
+
+def test_nobody_is_admitted_in_a_step_that_preempts() -> None:
+    num_admitting = 0
+    for _, plan in states():
+        admitted = [work.id for work in plan.work if work.id >= 100]
+        assert not (admitted and plan.preempted_seqs)
+        num_admitting += bool(admitted)
+    assert num_admitting > 500
+
+
+def test_admission_leaves_a_block_for_each_that_runs() -> None:
+    for (waiting, running, free, _), plan in states():
+        views = {v.id: v for v in waiting}
+        left = free - sum(work.num_blocks for work in plan.work)
+        left -= sum(views[work.id].idle_hit for work in plan.work if work.id >= 100)
+        if any(work.id >= 100 for work in plan.work):
+            assert left >= len(running)
+
+
+def test_a_plan_is_a_pure_function() -> None:
+    for seed in range(500):
+        state = random_state(random.Random(seed))
+        before = copy.deepcopy(state)
+        first = schedule(*state)
+        assert state == before
+        assert schedule(iter(state[0]), tuple(state[1]), *state[2:]) == first
+
+
+def readable(count: int, *, num_tokens: int = 4, **more: object) -> Iterator[SeqView]:
+    """Waiting sequences of which only `count` may be looked at."""
+    for id in range(100, 100 + count):
+        yield view(id, num_tokens, **more)
+    pytest.fail("the queue was read further than there is room")
+
+
+def test_the_queue_is_read_only_as_far_as_there_is_room() -> None:
+    full = [decoding(i, 3) for i in range(3)]
+    assert len(schedule(readable(5), full, 99, config(max_batch_size=8)).work) == 8, "seats"
+    assert len(schedule(readable(0), full, 99, config(max_batch_size=3)).work) == 3, "no seat"
+    assert len(schedule(readable(2), [], 99, config(budget=8)).work) == 2, "budget"
+    assert len(schedule(readable(0), full, 99, config(budget=3)).work) == 3, "no budget"
+    assert len(schedule(readable(3), [], 2, config()).work) == 2, "blocks"
+    tight = [decoding(i, 5) for i in range(3)]
+    assert schedule(readable(0), tight, 0, config()).preempted_seqs == (2, 1), "a step that preempts"
+
+
+def test_who_would_compute_the_same_block_waits_for_it() -> None:
+    waiting = [view(100 + i, 9, next_key="same") for i in range(3)] + [view(103, 9, next_key="other")]
+    plan = schedule(waiting, [], 99, config())
+    assert [work.id for work in plan.work] == [100, 103]
+    busy = [view(1, 30, 4, 1, next_key="same")]
+    assert [work.id for work in schedule(waiting, busy, 99, config(budget=100)).work] == [1, 103]
+    alone = [view(100 + i, 9) for i in range(3)]
+    assert len(schedule(alone, [], 99, config()).work) == 3, "None names no block"
+    assert len(schedule(waiting, [], 99, config(max_batch_size=3)).work) == 1, "a follower keeps its seat"
+
+
+def test_a_prompt_longer_than_the_budget_is_computed_in_chunks() -> None:
+    v = view(100, 100, max_new=5)
+    plan = schedule([v], [], 50, config(budget=16))
+    seen = []
+    while not plan.decode_seqs:
+        work = plan.work[0]
+        seen.append(work)
+        done = v.num_computed + work.num_tokens
+        v = v._replace(num_computed=done, num_blocks=v.num_blocks + work.num_blocks)
+        v = v._replace(num_tokens=v.num_tokens + work.num_sampled)
+        plan = schedule([], [v], 50, config(budget=16))
+    assert [work.num_tokens for work in seen] == [16] * 6 + [4]
+    assert [work.num_sampled for work in seen] == [0] * 6 + [1]
+    assert sum(work.num_blocks for work in seen) == 25
+
+
+def test_decoding_rows_keep_their_token_while_a_long_prompt_is_read() -> None:
+    running = [view(0, 100, 0, 0, max_new=5), *(decoding(i, 6) for i in range(1, 6))]
+    plan = schedule([], running, 99, config(budget=8))
+    assert [work.num_tokens for work in plan.work] == [3, 1, 1, 1, 1, 1]
+    assert plan.decode_seqs == (1, 2, 3, 4, 5)
+    assert plan.prefill_seqs == (0,)
+    plan = schedule([], running, 99, config(budget=3))
+    assert [(work.id, work.num_tokens) for work in plan.work] == [(0, 1), (1, 1), (2, 1)], "the oldest first"
+    plan = schedule([view(100, 50)], running[1:], 99, config(budget=8))
+    assert [work.num_tokens for work in plan.work] == [1] * 5 + [3], "newcomers take what is left"
+
+
+def test_lookahead_reserves_the_slots_of_tokens_not_yet_drawn() -> None:
+    row = decoding(0, 8)._replace(max_new=9)
+    assert schedule([], [row], 9, config(lookahead=1)).work == (Work(0, 1, 0, 1),)
+    assert schedule([], [row], 9, config(lookahead=2)).work == (Work(0, 1, 1, 2),)
+    assert schedule([], [row], 9, config(lookahead=6)).work == (Work(0, 1, 2, 6),)
+    assert schedule([], [row._replace(max_new=1)], 9, config(lookahead=6)).work == (Work(0, 1, 0, 1),)
+    scoring = view(100, 8, max_new=0)
+    assert schedule([scoring], [], 9, config(lookahead=6)).work == (Work(100, 8, 2, 0),)
+
+
+def test_preemption_stops_as_soon_as_there_is_room() -> None:
+    running = [decoding(i, 5) for i in range(4)]  # each needs one more block and holds one
+    seen = [(p.preempted_seqs, [w.id for w in p.work]) for p in (schedule([], running, n, config()) for n in range(5))]
+    assert seen == [((3, 2), [0, 1]), ((3, 2), [0, 1]), ((3,), [0, 1, 2]), ((3,), [0, 1, 2]), ((), [0, 1, 2, 3])]
