@@ -198,7 +198,8 @@ def test_the_three_modes_are_the_softmax_of_what_they_name(temperature: float, a
 def test_logprobs_are_finite_for_extreme_logits(mode: LogprobsMode) -> None:
     one_hot_V = torch.full((600,), -1e4).index_fill(0, torch.tensor([77]), 1e4)
     for logits_V in (one_hot_V, -one_hot_V, randn(600, scale=1e4), torch.full((600,), 1e4)):
-        for options in ({}, {"temperature": 0}, {"temperature": 1e-4}, {"top_p": 0.1}, {"allowed_token_ids": [3]}):
+        cold = ({"temperature": 0}, {"temperature": 1e-4}, {"temperature": 1e-40}, {"temperature": 1e-300})
+        for options in ({}, *cold, {"top_p": 0.1}, {"allowed_token_ids": [3]}):
             drawn = draw_one(logits_V, row(mode=mode, **options))
             assert -INF < drawn.logprobs[0] <= 0
 

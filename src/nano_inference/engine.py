@@ -9,12 +9,14 @@ import secrets
 from collections import deque
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 from typing import Self, cast
 
 from nano_inference.assemble import EngineParts, assemble
 from nano_inference.config import EngineConfig, SchedulerConfig
 from nano_inference.core import Core
 from nano_inference.door import Limits, MatcherFactory, admit
+from nano_inference.runner import ClosedRunner
 from nano_inference.sampling import derive_seed
 from nano_inference.sequence import Sequence, start_sequences
 from nano_inference.types import (
@@ -38,13 +40,7 @@ class InferenceEngine:
         self.config = config
         self.parts = assemble(config) if parts is None else parts
         """What was built from the configuration; tests bring their own."""
-        limits = SchedulerConfig(
-            max_batch_size=config.max_batch_size,
-            max_tokens_per_batch=config.max_tokens_per_batch,
-            block_size=self.parts.kv.block_size,
-            lookahead=self.parts.lookahead,
-        )
-        self._core = Core(self.parts.runner, self.parts.kv, limits, config.logprobs_mode)
+        self._core = self._new_core()
         self._door = Limits(
             vocab_size=self.parts.vocab_size,
             max_model_len=self.parts.max_model_len,
@@ -155,7 +151,7 @@ class InferenceEngine:
 
     def step(self) -> list[TrainingSample]:
         """Run one step; return the samples of `add_request`s that ended."""
-        if self._core.has_work():
+        if self._core.has_work() or not self._finished:
             self.tick()
         finished, self._finished = self._finished, []
         return finished
@@ -188,6 +184,18 @@ class InferenceEngine:
         for request_id in list(self._live):
             self.abort(request_id)
         self._error = self._error or EngineDead("the engine was shut down")
+        self.parts = replace(self.parts, runner=ClosedRunner())
+        self._core = self._new_core()
+
+    def _new_core(self) -> Core:
+        """Return empty queues over the parts."""
+        limits = SchedulerConfig(
+            max_batch_size=self.config.max_batch_size,
+            max_tokens_per_batch=self.config.max_tokens_per_batch,
+            block_size=self.parts.kv.block_size,
+            lookahead=self.parts.lookahead,
+        )
+        return Core(self.parts.runner, self.parts.kv, limits, self.config.logprobs_mode)
 
     def __enter__(self) -> Self:
         return self

@@ -16,7 +16,7 @@ from nano_inference.batch import Scored, build, in_step_order, scored
 from nano_inference.kv.store import KVStore
 from nano_inference.models.build import Model
 from nano_inference.sampling import Draw, draw, scale_temperatures, top_logprobs
-from nano_inference.types import Row, RowResult, ScheduledBatch, TopLogprobs
+from nano_inference.types import EngineDead, Row, RowResult, ScheduledBatch, TopLogprobs
 
 _SCORE_ELEMENTS = 1 << 24
 """Logits that exist at once while a prompt is scored: [T, V] is never made whole."""
@@ -73,6 +73,14 @@ class ModelRunner:
             logprobs += logp_SV.gather(-1, target_S1).squeeze(-1).tolist()
             tops += top_logprobs(logp_SV, [row.params.prompt_logprobs or 0] * len(indices))
         return Scores(tuple(logprobs), tuple(tops))
+
+
+class ClosedRunner:
+    """Stands where a runner was, after an engine let go of its model."""
+
+    def run(self, batch: ScheduledBatch) -> Mapping[int, RowResult]:
+        """Refuse."""
+        raise EngineDead("the engine was shut down")
 
 
 class Scores(NamedTuple):

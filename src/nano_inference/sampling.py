@@ -20,6 +20,8 @@ from nano_inference.types import Row, TokenLogprob, TopLogprobs
 
 _MASK64 = 2**64 - 1
 _CDF_BLOCK = 512
+_COLDEST = 1e-30
+"""A temperature below this is this one: both leave only the best token, and 1e-50 is 0 in float32."""
 _TOP_P_WIDTH = 1024
 """Best tokens looked at first for top-p; when they hold too little mass the whole row is sorted."""
 
@@ -188,10 +190,17 @@ def unpack_mask(mask: bytes, vocab_size: int) -> Tensor:
 
 
 def scale_temperatures(logits_BV: Tensor, temperatures: Sequence[float]) -> None:
-    """Divide each row by its temperature, in place; greedy rows stay as they are."""
+    """Divide each row by its temperature, in place; rows of temperature 0 and 1 keep their bits.
+
+    The largest logit of a row is taken off first, so that no temperature is too small for float32.
+    """
     if all(t in (0, 1) for t in temperatures):
         return
-    logits_BV /= torch.tensor([t or 1.0 for t in temperatures], device=logits_BV.device).unsqueeze(-1)
+    is_scaled_B1 = torch.tensor([t not in (0, 1) for t in temperatures], device=logits_BV.device).unsqueeze(-1)
+    best_B1 = logits_BV.amax(-1, keepdim=True)
+    logits_BV -= torch.where(is_scaled_B1 & best_B1.isfinite(), best_B1, 0.0)
+    divisors = [max(t, _COLDEST) if t else 1.0 for t in temperatures]
+    logits_BV /= torch.tensor(divisors, device=logits_BV.device).unsqueeze(-1)
 
 
 @dataclass(frozen=True, slots=True)

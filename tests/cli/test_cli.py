@@ -13,7 +13,7 @@ import tokenizers
 
 from nano_inference import EngineConfig, InferenceEngine, ModelError, SamplingParams
 from nano_inference.catalog import WHEELS
-from nano_inference.cli import bench, doctor, machine, main
+from nano_inference.cli import bench, chat, doctor, machine, main
 from nano_inference.cli.answer import statistics, stream_answer
 from nano_inference.cli.chat import fit
 from nano_inference.cli.options import COMMON
@@ -340,6 +340,14 @@ def test_chat_reuses_its_prefix_and_obeys_commands(
     assert size[2] == size[0] and cached[2] == size[0] - 1, "after /clear the first turn is said anew"
     assert "/what: no such command" in err and "/system TEXT" in err and answers[0]
     assert "cut off" in err
+
+
+def test_ctrl_c_at_the_chat_prompt_quits(tiny: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted() -> str:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(chat, "read_line", interrupted)
+    run(capsys, "chat", "-m", str(tiny), code=130)
 
 
 def test_chat_system_message_is_in_the_prompt(tiny: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
