@@ -182,14 +182,14 @@ def test_copies_read_every_source_before_they_write() -> None:
     for cache in (store.k_LSKD, store.v_LSKD):
         cache.copy_(torch.randn(cache.shape, generator=torch.Generator().manual_seed(1)))
     before = [cache.clone().unflatten(1, (4, 3)) for cache in (store.k_LSKD, store.v_LSKD)]
-    store.copy((BlockCopy(0, 1, 2), BlockCopy(1, 2, 3), BlockCopy(2, 0, 1)))
+    store.prepare((), (BlockCopy(0, 1, 2), BlockCopy(1, 2, 3), BlockCopy(2, 0, 1)))
     for cache, old in zip((store.k_LSKD, store.v_LSKD), before, strict=True):
         new = cache.unflatten(1, (4, 3))
         assert torch.equal(new[:, 1, :2], old[:, 0, :2]) and torch.equal(new[:, 1, 2:], old[:, 1, 2:])
         assert torch.equal(new[:, 2], old[:, 1])
         assert torch.equal(new[:, 0, :1], old[:, 2, :1]) and torch.equal(new[:, 0, 1:], old[:, 0, 1:])
         assert torch.equal(new[:, 3], old[:, 3])
-    store.copy(())
+    store.prepare((), ())
 
 
 def test_a_step_is_laid_out_row_after_row() -> None:

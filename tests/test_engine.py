@@ -247,3 +247,20 @@ def test_a_real_model_preempts_without_harm(tiny: tuple[Path, Any]) -> None:
     assert tokens_of(samples) == tokens_of(expected)
     assert sum(sample.num_preemptions for sample in samples) > 0
     assert is_idle(tight)
+
+
+def test_what_a_broken_sample_leaves_in_the_cache_harms_nobody(tmp_path: Path) -> None:
+    make_model("llama-ratio1-untied", tmp_path)
+    config = EngineConfig(model_path=str(tmp_path), device="cpu", block_size=8, kv_cache_bytes=1 << 16)
+    params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+    with InferenceEngine(config) as healthy:
+        expected = healthy.generate([[1, 2, 3]], params)[0].completion_tokens
+    with InferenceEngine(config) as engine:
+        engine.parts.runner.model.embed_tokens.weight.data[7] = float("nan")
+        broken = engine.generate([[7] * 20], params)[0]
+        assert broken.finish_reason == "abort"
+        engine.flush_cache()
+        for _ in range(4):  # until the blocks that hold NaN are taken again
+            assert engine.generate([[1, 2, 3]], params)[0].completion_tokens == expected
+            engine.generate([[4] * 40], params)
+            engine.flush_cache()

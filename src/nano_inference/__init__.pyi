@@ -4,6 +4,12 @@ from nano_inference.attention import (
     FlexAttentionBackend as FlexAttentionBackend,
 )
 from nano_inference.attention import (
+    ForwardInput as ForwardInput,
+)
+from nano_inference.attention import (
+    Span as Span,
+)
+from nano_inference.attention import (
     create_attention_mask as create_attention_mask,
 )
 from nano_inference.attention import (
@@ -24,6 +30,7 @@ from nano_inference.kv import (
 from nano_inference.kv import (
     compute_block_hash as compute_block_hash,
 )
+from nano_inference.kv.store import KVStore as KVStore
 from nano_inference.runner import model_forward as model_forward
 from nano_inference.sampling import sample_with_logprobs as sample_with_logprobs
 from nano_inference.scheduling import schedule as schedule

@@ -104,3 +104,13 @@ class SchedulerConfig:
         check_int("max_tokens_per_batch", self.max_tokens_per_batch, 1)
         check_int("block_size", self.block_size, 1)
         check_int("lookahead", self.lookahead, 1)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as plain JSON values."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> SchedulerConfig:
+        """Build from `to_dict`'s form; an unknown field is a `ValueError`."""
+        config: SchedulerConfig = from_known(cls, data)
+        return config

@@ -27,6 +27,7 @@ from nano_inference.types import (
     SeqView,
     StepResult,
     StepStats,
+    TopLogprobs,
     Work,
 )
 
@@ -34,9 +35,20 @@ from nano_inference.types import (
 class Core:
     """Owns the queues and, through its manager, the KV blocks. The only place where a `Sequence` changes."""
 
-    def __init__(self, runner: Runner, kv: KVManager, limits: SchedulerConfig, logprobs_mode: LogprobsMode) -> None:
+    def __init__(
+        self,
+        runner: Runner,
+        kv: KVManager,
+        limits: SchedulerConfig,
+        *,
+        vocab_size: int,
+        logprobs_mode: LogprobsMode,
+    ) -> None:
         self.version = 0
         """How many times weights were installed since the start."""
+        self.is_torn = False
+        """Whether a step was left half done: then nothing here can be trusted any more."""
+        self._vocab_size = vocab_size
         self._runner = runner
         self._kv = kv
         self._limits = limits
@@ -60,12 +72,15 @@ class Core:
 
     def step(self) -> StepResult:
         """Run one step. An interruption (Ctrl-C) while the model computes harms nothing: it is computed again."""
+        self.is_torn = True
         hits: dict[int, Hit] = {}
         plan = schedule(self._waiting_views(hits), self._running_views(), self._kv.num_free_blocks(), self._limits)
         assert plan.work or plan.preempted_seqs or not self.has_work(), "a step without work"
         rows, batch = self._apply(plan, hits)
         results = self._run(rows, batch)
-        return self._commit(plan, rows, batch, results)
+        result = self._commit(plan, rows, batch, results)
+        self.is_torn = False
+        return result
 
     # ---- plan -------------------------------------------------------------------------------------------------------
 
@@ -130,11 +145,14 @@ class Core:
         for seq in admitted:  # every hold before any take: a take may evict what nobody holds
             self._start(seq, hits[seq.id])
         by_id |= {seq.id: seq for seq in admitted}
+        fresh: list[int] = []
         for work in plan.work:
-            by_id[work.id].blocks += self._kv.take(work.num_blocks)
+            taken = self._kv.take(work.num_blocks)
+            by_id[work.id].blocks += taken
+            fresh += taken
         copies = tuple(_copy_of(seq, hits[seq.id]) for seq in admitted if hits[seq.id].partial_tokens)
         rows = tuple(self._row(by_id[work.id], work) for work in plan.work)
-        return [by_id[work.id] for work in plan.work], ScheduledBatch(rows=rows, copies=copies)
+        return [by_id[work.id] for work in plan.work], ScheduledBatch(rows=rows, copies=copies, fresh=tuple(fresh))
 
     def _start(self, seq: Sequence, hit: Hit) -> None:
         """Move a waiting sequence among the running, with what the cache gives it."""
@@ -178,7 +196,7 @@ class Core:
             seed=seq.request.seed,
             sample_index=seq.sample_index,
             banned=tuple(sorted(seq.stop_ids)) if draws and seq.num_new < params.min_tokens else (),
-            mask=seq.matcher.mask() if draws and seq.matcher else None,
+            mask=seq.token_mask if draws else None,
             history=tuple(seq.tokens) if draws and has_penalty else (),
             num_prompt=seq.num_prompt,
             score_from=seq.next_score,
@@ -197,6 +215,7 @@ class Core:
             if not isinstance(error, Exception):
                 for seq in sorted(rows, key=lambda seq: -seq.id):
                     self._preempt(seq)
+                self.is_torn = False
             raise
 
     def _commit(
@@ -242,7 +261,7 @@ class Core:
             if not math.isfinite(logprob):
                 finish(seq, "abort", "no token can be drawn: the logits are not finite or all tokens are forbidden")
                 break
-            added = advance(seq, token, logprob, top, self.version)
+            added = self._advance(seq, token, logprob, top)
             num_drawn += 1
             num_added += added
             if seq.finish_reason or added > 1:
@@ -251,6 +270,18 @@ class Core:
         if seq.max_new <= 0 and seq.finish_reason is None and seq.num_computed == len(seq.tokens):
             finish(seq, "length", None)
         return num_added
+
+    def _advance(self, seq: Sequence, token: int, logprob: float, top: TopLogprobs) -> int:
+        """Append a drawn token and what it forces; a failing matcher or program ends its own sample only."""
+        before = seq.num_new
+        try:
+            advance(seq, token, logprob, top, self.version)
+            outside = next((t for t in seq.tokens[seq.num_prompt + before :] if not 0 <= t < self._vocab_size), None)
+            if outside is not None:
+                raise ValueError(f"the token program forced {outside}, outside the vocabulary of {self._vocab_size}")
+        except Exception as error:
+            finish(seq, "abort", f"{type(error).__name__}: {error}")
+        return seq.num_new - before
 
     def _publish(self, seq: Sequence, *, is_chunk: bool) -> None:
         """Make new K/V findable: whole blocks as they fill, the rest of one after a chunk and at the end."""

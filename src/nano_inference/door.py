@@ -38,6 +38,8 @@ def admit(
 ) -> Request:
     """Return the request with every limit resolved; raise `BadRequest` naming the field and the limit."""
     try:
+        if not isinstance(salt, str):
+            raise ValueError(f"salt must be a string, got {salt!r}")
         ids = check_prompt(prompt, limits)
         check_int("num_samples", num_samples, 1)
         check_vocabulary(params, limits.vocab_size)
@@ -84,6 +86,9 @@ def check_vocabulary(params: SamplingParams, vocab_size: int) -> None:
         for token in ids:
             if token >= vocab_size:
                 raise ValueError(f"{name}: token id {token} is outside the vocabulary of {vocab_size}")
+    allowed = params.allowed_token_ids
+    if params.min_tokens and allowed and set(allowed) <= set(params.stop_token_ids):
+        raise ValueError("min_tokens: every one of allowed_token_ids is a stop token, so nothing could be drawn")
     for name, count in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
         if count is not None:
             check_int(name, count, 0, vocab_size)

@@ -124,10 +124,12 @@ class InferenceEngine:
         One list of ids gives one list, a list of them a list for each. Cached prefixes before `start` are used.
         `temperature` divides the logits first (0 counts as 1).
         """
-        if start < 0:
-            raise BadRequest(f"start must be >= 0, got {start}")
-        single = bool(token_ids) and isinstance(token_ids[0], int)
-        texts: Seq[Seq[int]] = [token_ids] if single else token_ids  # type: ignore[list-item, assignment]
+        if isinstance(start, bool) or not isinstance(start, int) or start < 0:
+            raise BadRequest(f"start must be an integer >= 0, got {start!r}")
+        if not isinstance(token_ids, list | tuple) or not token_ids:
+            raise BadRequest("token_ids must be a list of token ids, or a list of such lists, and not empty")
+        single = isinstance(token_ids[0], int)
+        texts: Seq[Seq[int]] = [token_ids] if single else token_ids
         params = SamplingParams(temperature=temperature, max_tokens=0, prompt_logprobs=0, logprobs_mode="tempered")
         requests = [self._admit(ids, params, 1, offset=i, score_start=start) for i, ids in enumerate(texts)]
         scores = [list(sample.prompt_logprobs or ()) for sample in self._finish_all(requests, None)]
@@ -138,6 +140,8 @@ class InferenceEngine:
 
         Works for waiting, prefilling and running requests. An unknown or finished id gives nothing.
         """
+        if self._core.is_torn:
+            return ()
         deltas = [self._core.abort(seq) for seq in self._live.pop(request_id, ())]
         if request_id in self._mailboxes:
             self._mailboxes[request_id].extend(deltas)
@@ -165,8 +169,9 @@ class InferenceEngine:
         self._require_alive()
         try:
             result = self._core.step()
-        except Exception as error:
-            self._error = error
+        except BaseException as error:
+            if isinstance(error, Exception) or self._core.is_torn:
+                self._error = error
             raise
         self._deliver(result.deltas)
         return result
@@ -195,7 +200,13 @@ class InferenceEngine:
             block_size=self.parts.kv.block_size,
             lookahead=self.parts.lookahead,
         )
-        return Core(self.parts.runner, self.parts.kv, limits, self.config.logprobs_mode)
+        return Core(
+            self.parts.runner,
+            self.parts.kv,
+            limits,
+            vocab_size=self.parts.vocab_size,
+            logprobs_mode=self.config.logprobs_mode,
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -221,6 +232,8 @@ class InferenceEngine:
         self._require_alive()
         if not isinstance(params, SamplingParams):
             raise BadRequest(f"sampling_params must be SamplingParams, got {type(params).__name__}")
+        if make_matcher is not None and params.stop:
+            raise BadRequest("stop: give stop strings or a matcher, not both")
         request_id = self._next_request + offset
         if make_matcher is None and params.stop and self.parts.stop_matcher:
             make_matcher = self.parts.stop_matcher(tuple(params.stop))
@@ -257,9 +270,9 @@ class InferenceEngine:
 
     def _finish_all(self, requests: Seq[Request], progress: Progress | None) -> list[TrainingSample]:
         """Queue requests, run until all have ended, return their samples in order."""
-        for request in requests:
-            self._enqueue(request, claimed=True)
         try:
+            for request in requests:
+                self._enqueue(request, claimed=True)
             while any(request.id in self._live for request in requests):
                 result = self.tick()
                 if progress is not None:
@@ -271,7 +284,7 @@ class InferenceEngine:
     def _collect(self, request: Request) -> list[TrainingSample]:
         """Close a claimed request's mailbox, aborting what has not ended; return its samples in order."""
         self.abort(request.id)
-        samples = [delta.sample for delta in self._mailboxes.pop(request.id) if delta.sample is not None]
+        samples = [delta.sample for delta in self._mailboxes.pop(request.id, ()) if delta.sample is not None]
         return sorted(samples, key=lambda sample: sample.sample_index)
 
     def _deltas(self, request: Request) -> Iterator[Delta | None]:

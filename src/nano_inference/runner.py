@@ -42,7 +42,7 @@ class ModelRunner:
         """Copy blocks, compute the rows, score what is asked for, draw."""
         rows = in_step_order(batch.rows)
         with torch.inference_mode():
-            self.store.copy(batch.copies)
+            self.store.prepare(batch.fresh, batch.copies)
             step = build(rows, self.store.block_size, self.device)
             hidden_TE = forward(self.model, step, self.store, self.backend)
             scores = {s.row: self._score(rows[s.row], s, hidden_TE) for s in scored(rows, step.spans)}

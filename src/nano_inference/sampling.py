@@ -115,12 +115,16 @@ def sample_with_logprobs(
         if values is not None and len(values) != num_rows:
             raise ValueError(f"{name} must hold one value for each of {num_rows} rows, got {len(values)}")
     temperatures = temperatures_B.tolist()
+    if not all(0 <= t < float("inf") for t in temperatures):
+        raise ValueError(f"temperatures must be finite and >= 0, got {temperatures}")
     logits_BV = logits_BV.to(torch.float32, copy=True)
     argmax_B = logits_BV.argmax(dim=-1)
     scale_temperatures(logits_BV, temperatures)
     for index in range(num_rows):
         cut = Truncation(
-            top_ks[index] if top_ks else 0, top_ps[index] if top_ps else 1.0, min_ps[index] if min_ps else 0.0
+            0 if top_ks is None else max(0, int(top_ks[index])),
+            1.0 if top_ps is None else float(top_ps[index]),
+            0.0 if min_ps is None else float(min_ps[index]),
         )
         if cut.is_active and temperatures[index]:
             truncate_row(logits_BV[index], cut)

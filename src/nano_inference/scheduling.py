@@ -100,6 +100,7 @@ def _admit_waiting(draft: _Draft, waiting: Iterable[SeqView]) -> None:
                 return
             draft.promise(view, work)
             taken.add(view.next_key)
+            spare += 1
         if draft.budget <= 0 or num_seats <= 0:
             return
 

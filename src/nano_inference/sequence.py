@@ -31,6 +31,8 @@ class Sequence:
     """The request's first sample, which scores the prompt for all; None for the first itself."""
     matcher: Matcher | None = None
     program_state: object = None
+    token_mask: bytes | None = None
+    """What the matcher allows next."""
 
     num_computed: int = 0
     """Tokens whose K/V is in the cache."""
@@ -83,6 +85,7 @@ def start_sequences(request: Request, first_id: int, eos_token_ids: frozenset[in
     stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_token_ids)
     sequences: list[Sequence] = []
     for index in range(request.num_samples):
+        matcher = request.make_matcher() if request.make_matcher else None
         sequences.append(
             Sequence(
                 id=first_id + index,
@@ -91,8 +94,9 @@ def start_sequences(request: Request, first_id: int, eos_token_ids: frozenset[in
                 stop_ids=stop_ids,
                 tokens=list(request.prompt),
                 leader=sequences[0] if sequences else None,
-                matcher=request.make_matcher() if request.make_matcher else None,
+                matcher=matcher,
                 program_state=request.program.start() if request.program else None,
+                token_mask=matcher.mask() if matcher else None,
             )
         )
     return sequences
@@ -102,7 +106,7 @@ def advance(seq: Sequence, token: int, logprob: float, top: TopLogprobs, version
     """Append one drawn token and whatever it forces; set `finish_reason` when the sample ends; return how many."""
     before = seq.num_new
     _append(seq, token, logprob, top, version, sampled=True)
-    if token in seq.stop_ids:
+    if token in seq.stop_ids and seq.finish_reason != "stop":
         named = token in frozenset(seq.request.params.stop_token_ids)
         finish(seq, "stop", token if named else None)
     program = seq.request.program
@@ -121,7 +125,10 @@ def _append(seq: Sequence, token: int, logprob: float, top: TopLogprobs, version
     seq.logprobs.append(logprob)
     seq.versions.append(version)
     seq.top_logprobs.append(top or ((TokenLogprob(token, logprob),) if sampled else ()))
-    verdict = seq.matcher.advance(token) if seq.matcher else None
+    verdict = None
+    if seq.matcher is not None:
+        verdict = seq.matcher.advance(token)
+        seq.token_mask = None if verdict is not None else seq.matcher.mask()
     if verdict is not None and seq.num_new > seq.request.params.min_tokens:
         finish(seq, "stop", verdict)
     elif seq.max_new <= 0:

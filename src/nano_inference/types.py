@@ -51,7 +51,10 @@ class Matcher(Protocol):
 
 
 class TokenProgram(Protocol):
-    """Forces tokens into a sample (tools). Pure: the state travels with the sequence."""
+    """Forces tokens into a sample (tools). Pure: the state travels with the sequence.
+
+    Forced tokens are not tested against stop ids; a failure here ends its own sample as "abort".
+    """
 
     def start(self) -> object:
         """Return the state before the first sampled token."""
@@ -167,7 +170,7 @@ class SamplingParams:
         check_number("temperature", self.temperature, 0, 100)
         check_number("top_p", self.top_p, 0, 1, open_low=True)
         check_number("min_p", self.min_p, 0, 1)
-        check_number("repetition_penalty", self.repetition_penalty, 0, 100, open_low=True)
+        check_number("repetition_penalty", self.repetition_penalty, 0.01, 100)
         check_number("presence_penalty", self.presence_penalty, -2, 2)
         check_number("frequency_penalty", self.frequency_penalty, -2, 2)
         if self.logprobs_mode is not None and self.logprobs_mode not in LOGPROBS_MODES:
@@ -247,7 +250,8 @@ class TrainingSample:
     """One finished sample with all that a trainer must know of it.
 
     `completion_tokens`, `logprobs`, `mask` and `token_versions` are aligned. Log-probabilities are finite and of the
-    distribution that `logprobs_mode` names.
+    distribution that the request's `logprobs_mode`, or else the engine's, names. Those of the prompt know no
+    truncation, penalty or bias: raw, or else tempered.
     """
 
     request_id: int
@@ -432,6 +436,8 @@ class ScheduledBatch:
 
     rows: tuple[Row, ...]
     copies: tuple[BlockCopy, ...] = ()
+    fresh: tuple[int, ...] = ()
+    """Blocks taken in this step: whatever an ended sequence left in them must be cleared before they are read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -38,6 +38,8 @@ class FakeRunner:
         copied = [
             (c.target * size + i, self.slots[c.source * size + i]) for c in batch.copies for i in range(c.num_tokens)
         ]
+        for block in batch.fresh:  # what an ended sequence left must not be read again
+            self.slots[block * size : (block + 1) * size] = [None] * size
         for slot, token in copied:
             self.slots[slot] = token
         for row in batch.rows:

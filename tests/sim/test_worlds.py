@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from nano_inference.engine import InferenceEngine
-from nano_inference.types import SamplingParams, TrainingSample
+from nano_inference.types import EngineDead, SamplingParams, TrainingSample
 from tests.sim.fakes import Calculator, FakeRunner, StopAfter, fake_config, fake_parts, reference, score
 
 CACHES = ("paged", "radix")
@@ -174,3 +174,55 @@ def test_a_finished_prompt_is_found_again_to_the_token() -> None:
     turn = [*first.prompt_tokens, *first.completion_tokens, 1, 2]
     second = engine.generate([turn], SamplingParams(max_tokens=1, seed=1))[0]
     assert second.num_cached_tokens == len(turn) - 3  # the last drawn token's K/V never existed
+
+
+class Failing:
+    """A matcher and a program that fail after a few tokens."""
+
+    def __init__(self) -> None:
+        self.left = 3
+
+    def advance(self, token: int) -> str | None:
+        self.left -= 1
+        if not self.left:
+            raise RuntimeError("the matcher broke")
+        return None
+
+    def mask(self) -> bytes | None:
+        return None
+
+    def start(self) -> object:
+        return 0
+
+    def step(self, state: object, token: int) -> tuple[object, tuple[int, ...]]:
+        assert isinstance(state, int)
+        return state + 1, (10**6,) if state == 2 else ()
+
+
+def test_a_failing_matcher_or_program_ends_its_own_sample_only() -> None:
+    engine = InferenceEngine(fake_config(), parts=fake_parts("radix", 100, 4))
+    params = SamplingParams(max_tokens=12, seed=4, ignore_eos=True)
+    good = engine.add_request([1, 2, 3], params)
+    broken = engine.add_request([4, 5, 6], params, make_matcher=Failing)
+    forcing = engine.add_request([7, 8, 9], params, program=Failing())
+    samples = {}
+    while engine.has_pending():
+        samples |= {sample.request_id: sample for sample in engine.step()}
+        engine.parts.kv.check()
+    assert list(samples[good].completion_tokens) == reference([1, 2, 3], params, 0)[0]
+    assert samples[broken].finish_reason == "abort" and "the matcher broke" in str(samples[broken].stop_reason)
+    assert samples[forcing].finish_reason == "abort" and "vocabulary" in str(samples[forcing].stop_reason)
+
+
+def test_an_interruption_in_the_books_closes_the_engine_without_a_second_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = InferenceEngine(fake_config(), parts=fake_parts("radix", 100, 4))
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("nano_inference.core.to_delta", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate([[1, 2, 3], [4, 5]], SamplingParams(max_tokens=3, seed=1))
+    with pytest.raises(EngineDead):
+        engine.generate([[1]])
+    engine.shutdown()

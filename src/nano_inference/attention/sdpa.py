@@ -65,6 +65,7 @@ class SdpaBackend:
         """Sort the rows and build their block indices and masks."""
         device = step.token_T.device
         singles = [span for span in step.spans if span.num_tokens == 1]
+        assert all(span.offset == i for i, span in enumerate(singles)), "rows of one token stand first"
         return SdpaPlan(
             tuple(_decode_group(g, block_size, window, device) for g in _similar(singles, block_size, window)),
             tuple(_chunk(s, block_size, window, device) for s in step.spans if s.num_tokens > 1),

@@ -72,7 +72,8 @@ def readable(tokenizer: Tokenizer, tokens: tuple[int, ...], sample: TrainingSamp
     """Return the bytes of tokens that a reader sees: not special ones, and not the one a finished sample stopped at."""
     ended_by_token = sample is not None and sample.finish_reason == "stop" and not isinstance(sample.stop_reason, str)
     seen = tokens[:-1] if ended_by_token else tokens
-    return b"".join(tokenizer.token_bytes(token) for token in seen if token not in tokenizer.special_ids)
+    hidden = tokenizer.special_ids
+    return b"".join(tokenizer.token_bytes(t) for t in seen if t not in hidden and t < tokenizer.vocab_size)
 
 
 def text_of(session: Session, sample: TrainingSample, params: SamplingParams, *, raw: bool = False) -> str:

@@ -47,16 +47,27 @@ class KVStore:
         """Return a layer's keys and values as [N, C*K*D], a block a row."""
         return self._k_blocks[layer], self._v_blocks[layer]
 
-    def copy(self, copies: Sequence[BlockCopy]) -> None:
-        """Copy the first slots of blocks into others. Every source is read before any target is written."""
-        if not copies:
-            return
-        source = [c.source * self.block_size + i for c in copies for i in range(c.num_tokens)]
-        target = [c.target * self.block_size + i for c in copies for i in range(c.num_tokens)]
+    def prepare(self, fresh: Sequence[int], copies: Sequence[BlockCopy]) -> None:
+        """Clear fresh blocks, then copy the first slots of blocks into others.
+
+        Every source is read before anything is written: a source may have been evicted and taken in this very step.
+        Clearing matters because slots not yet written are read under a mask, and 0 · NaN would be NaN.
+        """
         device = self.k_LSKD.device
-        source_S, target_S = torch.tensor(source, device=device), torch.tensor(target, device=device)
+        fresh_S = self._slots([(block, self.block_size) for block in fresh], device)
+        source_S = self._slots([(c.source, c.num_tokens) for c in copies], device)
+        target_S = self._slots([(c.target, c.num_tokens) for c in copies], device)
         for cache_LSKD in (self.k_LSKD, self.v_LSKD):
-            cache_LSKD.index_copy_(1, target_S, cache_LSKD.index_select(1, source_S))
+            copied_LSKD = cache_LSKD.index_select(1, source_S) if copies else None
+            if fresh:
+                cache_LSKD.index_fill_(1, fresh_S, 0)
+            if copied_LSKD is not None:
+                cache_LSKD.index_copy_(1, target_S, copied_LSKD)
+
+    def _slots(self, parts: Sequence[tuple[int, int]], device: torch.device) -> Tensor:
+        """Return the first slots of blocks, given (block, how many) pairs."""
+        slots = [block * self.block_size + i for block, count in parts for i in range(count)]
+        return torch.tensor(slots, dtype=torch.int64, device=device)
 
 
 def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -31,17 +31,21 @@ class StopStrings:
 
     def advance(self, token: int) -> StopReason | None:
         """Take the next token; return the stop string that it completes, or None."""
+        if token >= self._tokenizer.vocab_size:  # a padded vocabulary: the model has rows that spell nothing
+            return None
         piece = self._tokenizer.token_bytes(token)
         if token in self._tokenizer.special_ids:
-            return self._first(piece)
-        text = self._tail + piece
+            return self._first(piece, 0)
+        text, known = self._tail + piece, len(self._tail)
         self._tail = text[max(0, len(text) - self._keep) :]
-        return self._first(text)
+        return self._first(text, known)
 
     def mask(self) -> bytes | None:
         """Return None: every token is allowed."""
         return None
 
-    def _first(self, text: bytes) -> str | None:
-        found = [(at + len(data), at, stop) for data, stop in self._stops if (at := text.find(data)) >= 0]
+    def _first(self, text: bytes, known: int) -> str | None:
+        """Return the stop string that is complete first, among those that end behind the `known` bytes."""
+        starts = ((max(0, known - len(data) + 1), data, stop) for data, stop in self._stops)
+        found = [(at + len(data), at, stop) for start, data, stop in starts if (at := text.find(data, start)) >= 0]
         return min(found)[2] if found else None
