@@ -22,7 +22,7 @@ from nano_inference import (
 )
 from nano_inference.kv import make_kv
 from nano_inference.types import RowResult, ScheduledBatch, TrainingSample
-from tests.models.families import make_model
+from tests.models.families import VOCAB_SIZE, make_model
 from tests.sim.fakes import FakeRunner, fake_config, fake_parts
 
 PROMPT = [5, 9, 30, 2, 44]
@@ -215,15 +215,36 @@ def test_a_closed_engine_takes_nothing_more_and_holds_nothing() -> None:
             call()
 
 
+class NothingAllowed:
+    """A matcher whose mask leaves no token."""
+
+    def advance(self, token: int) -> None:
+        return None
+
+    def mask(self) -> bytes:
+        return bytes(VOCAB_SIZE // 8)
+
+
 @pytest.mark.parametrize("mode", ["raw", "tempered", "processed"])
 def test_a_row_that_can_draw_nothing_ends_and_harms_nobody(tiny: Path, mode: Any) -> None:
-    blocked = SamplingParams(min_tokens=4, allowed_token_ids=[3], stop_token_ids=[3], logprobs_mode=mode)
     ours = InferenceEngine(EngineConfig(model_path=str(tiny), kv_cache_bytes=1 << 20, device="cpu"))
     alone = ours.generate([PROMPT], LONG)[0]
-    samples = ours.generate([PROMPT, PROMPT, [1]], [blocked, LONG, blocked])
+    blocked = SamplingParams(logprobs_mode=mode)
+    ids = [ours.add_request(prompt, blocked, make_matcher=NothingAllowed) for prompt in (PROMPT, [1])]
+    ids.insert(1, ours.add_request(PROMPT, LONG))
+    done: dict[int, TrainingSample] = {}
+    while ours.has_pending():
+        done |= {sample.request_id: sample for sample in ours.step()}
+    samples = [done[request_id] for request_id in ids]
     assert [sample.finish_reason for sample in samples] == ["abort", "length", "abort"]
     assert "no token can be drawn" in str(samples[0].stop_reason)
     assert tokens_of(samples) == [(), alone.completion_tokens, ()] and is_idle(ours)
+
+
+def test_allowed_tokens_that_are_all_stop_tokens_are_refused_with_min_tokens(tiny: Path) -> None:
+    ours = InferenceEngine(EngineConfig(model_path=str(tiny), kv_cache_bytes=1 << 20, device="cpu"))
+    with pytest.raises(BadRequest, match="min_tokens"):
+        ours.add_request(PROMPT, SamplingParams(min_tokens=4, allowed_token_ids=[3], stop_token_ids=[3]))
 
 
 @pytest.mark.parametrize("cache_type", ["paged", "radix"])
