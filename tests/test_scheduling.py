@@ -146,7 +146,7 @@ def test_the_queue_is_read_only_as_far_as_there_is_room() -> None:
     assert len(schedule(readable(0), full, 99, config(max_batch_size=3)).work) == 3, "no seat"
     assert len(schedule(readable(2), [], 99, config(budget=8)).work) == 2, "budget"
     assert len(schedule(readable(0), full, 99, config(budget=3)).work) == 3, "no budget"
-    assert len(schedule(readable(3), [], 2, config()).work) == 2, "blocks"
+    assert len(schedule(readable(2), [], 2, config()).work) == 1, "blocks: one is kept spare for the admitted"
     tight = [decoding(i, 5) for i in range(3)]
     assert schedule(readable(0), tight, 0, config()).preempted_seqs == (2, 1), "a step that preempts"
 
