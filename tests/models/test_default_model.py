@@ -27,7 +27,8 @@ QUESTIONS = (
     "Name three facts about {}.",
     "Why do people like {}?",
 )
-TEXT = " ".join(question.format(topic) for question in QUESTIONS for topic in TOPICS)
+MORE = ("volcanoes", "honey", "lighthouses", "origami", "satellites", "poetry", "rivers", "clocks", "salt", "winter")
+TEXT = " ".join(question.format(topic) for question in QUESTIONS for topic in TOPICS + MORE)
 
 
 @pytest.fixture(scope="module")
