@@ -1,17 +1,17 @@
 """The bytes of the KV cache: one tensor for keys, one for values, all layers. Which block holds what, it never knows.
 
-Shapes: L layers, S slots (blocks x block_size), T tokens of a step, K kv heads, D head size, N blocks, C slots a block.
+Shapes: L layers, S slots (blocks x block_size), T tokens of a step, K kv heads, D head size, N blocks, C slots a block,
+X elements of a block.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from nano_inference.memory import lazy_zeros
 from nano_inference.types import BlockCopy
 
 
@@ -30,13 +30,28 @@ class KVStore:
     ) -> None:
         self.block_size = block_size
         self.num_blocks = num_blocks
-        shape = (num_layers, num_blocks * block_size, num_kv_heads, head_dim)
-        self.k_LSKD = lazy_zeros(shape, dtype, device)
-        self.v_LSKD = lazy_zeros(shape, dtype, device)
-        self.k_layers = tuple(self.k_LSKD.unbind(0))
-        self.v_layers = tuple(self.v_LSKD.unbind(0))
-        self._k_blocks = tuple(k_SKD.view(num_blocks, -1) for k_SKD in self.k_layers)
-        self._v_blocks = tuple(v_SKD.view(num_blocks, -1) for v_SKD in self.v_layers)
+        self._shape = (num_layers, num_blocks, block_size * num_kv_heads * head_dim)
+        self._heads = (num_kv_heads, head_dim)
+        self._dtype = dtype
+        self._device = device
+        self.restore()
+
+    def restore(self) -> None:
+        """Take the memory, every slot zero."""
+        self._make(self._shape)
+
+    def free(self) -> None:
+        """Give the memory back; nothing can be written or read before `restore`."""
+        num_layers, _, block_elements = self._shape
+        self._make((num_layers, 0, block_elements))
+
+    def _make(self, shape: tuple[int, int, int]) -> None:
+        """Make both tensors and their views; `shape` is [L, N, C*K*D]."""
+        slots = (shape[0], shape[1] * self.block_size, *self._heads)
+        k_LNX, v_LNX = (lazy_zeros(shape, self._dtype, self._device) for _ in range(2))
+        self.k_LSKD, self.v_LSKD = k_LNX.view(slots), v_LNX.view(slots)
+        self.k_layers, self.v_layers = tuple(self.k_LSKD.unbind(0)), tuple(self.v_LSKD.unbind(0))
+        self._k_blocks, self._v_blocks = tuple(k_LNX.unbind(0)), tuple(v_LNX.unbind(0))
 
     def write(self, layer: int, slot_T: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> None:
         """Put a step's keys and values into their slots."""
@@ -68,13 +83,3 @@ class KVStore:
         """Return the first slots of blocks, given (block, how many) pairs."""
         slots = [block * self.block_size + i for block, count in parts for i in range(count)]
         return torch.tensor(slots, dtype=torch.int64, device=device)
-
-
-def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return zeros; on a CPU the operating system gives the memory page by page as it is first written.
-
-    Zeros, because slots never written are read under a mask, and 0 · NaN would be NaN.
-    """
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(shape)

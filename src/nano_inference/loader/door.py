@@ -12,7 +12,7 @@ from torch import Tensor
 from nano_inference.types import ModelError
 
 _SHOWN_NAMES = 5
-_HARMLESS_SUFFIX = "rotary_emb.inv_freq"
+HARMLESS_SUFFIX = "rotary_emb.inv_freq"
 """Old checkpoints carry the rotary frequencies, which follow from the configuration."""
 
 
@@ -73,7 +73,7 @@ def load_into(
     for name, source in named:
         slot = slots.get(name)
         if slot is None:
-            if name in ignore or name.endswith(_HARMLESS_SUFFIX):
+            if name in ignore or name.endswith(HARMLESS_SUFFIX):
                 continue
             raise ModelError(f"the checkpoint has {name}, which the model has not")
         if name in taken:

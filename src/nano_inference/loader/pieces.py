@@ -5,6 +5,7 @@ Files are read, never mapped: mapped pages count as resident memory, and a file 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from io import FileIO
@@ -33,6 +34,13 @@ class FileRange:
     shape: tuple[int, ...]
     dtype: str
     """A key of `DTYPES`."""
+
+    def rows(self, start: int, stop: int) -> FileRange:
+        """Return some of its rows."""
+        num_rows, *rest = self.shape
+        stop = min(stop, num_rows)
+        row_bytes = math.prod(rest) * DTYPES[self.dtype].itemsize
+        return FileRange(self.path, self.offset + start * row_bytes, (stop - start, *rest), self.dtype)
 
     def read_into(self, target: Tensor) -> None:
         """Fill a contiguous tensor of the same shape, of any float dtype, on any device."""

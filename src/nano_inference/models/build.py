@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterator
 from typing import Protocol, cast
 
 import torch
 from torch import Tensor, nn
 
 from nano_inference.attention import StepContext
+from nano_inference.memory import huge_empty
 from nano_inference.models.config import Family, ModelConfig
 from nano_inference.models.layers import Embedding, Linear, RMSNorm
 from nano_inference.models.rope import RotaryTable
@@ -34,12 +36,29 @@ class Model(Protocol):
 
 def build(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Model:
     """Return a model with memory for its weights, which are not yet set."""
-    ropes = tuple(RotaryTable(rope, device) for rope in config.ropes)
+    return _build(config, tuple(RotaryTable(rope, device) for rope in config.ropes), device, dtype)
+
+
+def build_like(model: Model, device: torch.device) -> Model:
+    """Return a second model of the same configuration and precision, with memory of its own."""
+    return _build(model.config, model.ropes, device, next(parameters(model)).dtype)
+
+
+def parameters(model: Model) -> Iterator[nn.Parameter]:
+    """Return every parameter once, fused as it is computed with."""
+    return cast(nn.Module, model).parameters()
+
+
+def _build(config: ModelConfig, ropes: tuple[RotaryTable, ...], device: torch.device, dtype: torch.dtype) -> Model:
     module_name, _, class_name = _FAMILIES[config.family].partition(":")
     decoder = getattr(importlib.import_module(module_name), class_name)
     with torch.device("meta"):
-        model = decoder(config, ropes)
-    return cast(Model, model.to(dtype).to_empty(device=device).eval())
+        model: nn.Module = decoder(config, ropes)
+    for module in model.modules():
+        for name, weight in module.named_parameters(recurse=False):
+            memory = huge_empty(tuple(weight.shape), dtype, device)
+            setattr(module, name, nn.Parameter(memory, requires_grad=False))
+    return cast(Model, model.eval())
 
 
 def weight_slots(model: Model) -> dict[str, Tensor]:
