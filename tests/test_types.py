@@ -56,6 +56,8 @@ WRONG_PARAMS: dict[str, tuple[Any, ...]] = {
     "prompt_logprobs": (*NO_INTEGER, -1),
     "logprobs_mode": ("", "processed ", 1, True, ["raw"]),
     "ignore_eos": (1, "no", None, 0.0),
+    "raw_logprobs": (1, "no", None, 0.0),
+    "sampling_mask": (1, "no", None, 0.0),
 }
 WRONG_CONFIG: dict[str, tuple[Any, ...]] = {
     "model_path": ("", None, 5, b"m"),
@@ -149,6 +151,8 @@ FULL = SamplingParams(
     logprobs=3,
     prompt_logprobs=0,
     logprobs_mode="raw",
+    raw_logprobs=True,
+    sampling_mask=True,
 )
 CONFIG = EngineConfig(model_path="m", cache_type="paged", kv_cache_bytes=5, seed=-1, dtype="bfloat16", num_threads=2)
 SAMPLE = TrainingSample(
@@ -162,6 +166,10 @@ SAMPLE = TrainingSample(
     weight_version=0,
     finish_reason="stop",
     stop_reason="\n",
+    version_labels={0: "step-0", 1: 7},
+    logprobs_mode="tempered",
+    raw_logprobs=(-9999.0, 0.0),
+    sampling_masks=((3, 8), ()),
     ref_logprobs=(-0.5, -0.25),
     top_logprobs=((TokenLogprob(3, -0.1), TokenLogprob(9, -3.0)), ()),
     prompt_logprobs=(-2.0,),
@@ -170,7 +178,14 @@ SAMPLE = TrainingSample(
     num_preemptions=3,
 )
 PLAIN = dataclasses.replace(
-    SAMPLE, ref_logprobs=None, top_logprobs=None, prompt_logprobs=None, prompt_top_logprobs=None
+    SAMPLE,
+    version_labels={},
+    ref_logprobs=None,
+    top_logprobs=None,
+    raw_logprobs=None,
+    sampling_masks=None,
+    prompt_logprobs=None,
+    prompt_top_logprobs=None,
 )
 
 
@@ -179,7 +194,7 @@ def test_records_survive_dictionaries_json_pickle_and_copies(record: Any) -> Non
     kind = type(record)
     for copied in (
         kind.from_dict(record.to_dict()),
-        kind.from_dict(json.loads(json.dumps(record.to_dict()))),
+        kind.from_dict(json.loads(json.dumps(record.to_dict(), allow_nan=False))),
         pickle.loads(pickle.dumps(record)),
         copy.copy(record),
         copy.deepcopy(record),
@@ -205,8 +220,9 @@ def test_unknown_fields_are_refused_by_name(record: Any) -> None:
 def test_records_are_frozen_to_the_bottom(record: Any) -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         setattr(record, dataclasses.fields(record)[0].name, None)
-    with pytest.raises(TypeError):
-        FULL.logit_bias[1] = 2.0  # type: ignore[index]
+    for mapping in (FULL.logit_bias, SAMPLE.version_labels):
+        with pytest.raises(TypeError):
+            mapping[1] = 2.0  # type: ignore[index]
 
 
 def test_what_the_caller_changes_later_changes_no_record() -> None:

@@ -15,7 +15,7 @@ from nano_inference.attention import Backend, ForwardInput, SdpaBackend, Span, S
 from nano_inference.batch import Scored, build, in_step_order, scored
 from nano_inference.kv.store import KVStore
 from nano_inference.models.build import Model
-from nano_inference.sampling import Draw, draw, scale_temperatures, top_logprobs
+from nano_inference.sampling import Draw, draw, floor_logprobs, scale_temperatures, top_logprobs
 from nano_inference.types import EngineDead, Row, RowResult, ScheduledBatch, TopLogprobs
 
 _SCORE_ELEMENTS = 1 << 24
@@ -28,6 +28,12 @@ class Runner(Protocol):
     def run(self, batch: ScheduledBatch) -> Mapping[int, RowResult]:
         """Compute the rows' K/V and draw what they ask for; a result for each row's id."""
 
+    def free_cache(self) -> None:
+        """Give the memory of the KV cache back."""
+
+    def restore_cache(self) -> None:
+        """Take it again, empty."""
+
 
 class ModelRunner:
     """Owns the model, the bytes of the KV cache and the attention backend."""
@@ -38,6 +44,18 @@ class ModelRunner:
         self.backend = backend
         self.device = device
 
+    def install(self, model: Model) -> None:
+        """Compute with that model from the next step on."""
+        self.model = model
+
+    def free_cache(self) -> None:
+        """Give the memory of the KV cache back."""
+        self.store.free()
+
+    def restore_cache(self) -> None:
+        """Take it again, empty."""
+        self.store.restore()
+
     def run(self, batch: ScheduledBatch) -> dict[int, RowResult]:
         """Copy blocks, compute the rows, score what is asked for, draw."""
         rows = in_step_order(batch.rows)
@@ -45,7 +63,7 @@ class ModelRunner:
             self.store.prepare(batch.fresh, batch.copies)
             step = build(rows, self.store.block_size, self.device)
             hidden_TE = forward(self.model, step, self.store, self.backend)
-            scores = {s.row: self._score(rows[s.row], s, hidden_TE) for s in scored(rows, step.spans)}
+            scores = self._score(rows, scored(rows, step.spans), hidden_TE)
             drawing = [i for i, row in enumerate(rows) if row.num_sampled]
             drawn = self._draw([rows[i] for i in drawing], [step.spans[i] for i in drawing], hidden_TE)
         place = {index: i for i, index in enumerate(drawing)}
@@ -58,21 +76,30 @@ class ModelRunner:
         last_B = torch.tensor([span.offset + span.num_tokens - 1 for span in spans], device=self.device)
         return draw(self.model.head(hidden_TE[last_B]), rows)
 
-    def _score(self, row: Row, known: Scored, hidden_TE: Tensor) -> Scores:
-        """Return the log-probabilities of known tokens, a bounded piece of [S, V] at a time."""
+    def _score(self, rows: Sequence[Row], found: Sequence[Scored], hidden_TE: Tensor) -> dict[int, Scores]:
+        """Return the log-probabilities of known tokens for each row that wants any.
+
+        All rows' positions stand together and go through the head a bounded piece of [S, V] at a time.
+        """
+        wanted = _pack(rows, found)
         width = max(1, _SCORE_ELEMENTS // self.model.config.vocab_size)
-        temperature = row.params.temperature if row.logprobs_mode != "raw" else 1.0
         logprobs: list[float] = []
         tops: list[TopLogprobs] = []
-        for start in range(0, len(known.targets), width):
-            indices = known.indices[start : start + width]
-            logits_SV = self.model.head(hidden_TE[indices.start : indices.stop])
-            scale_temperatures(logits_SV, [temperature] * len(indices))
+        for start in range(0, len(wanted.targets), width):
+            piece = slice(start, start + width)
+            index_S, target_S = torch.tensor([wanted.indices[piece], wanted.targets[piece]], device=self.device)
+            logits_SV = self.model.head(hidden_TE[index_S])
+            scale_temperatures(logits_SV, wanted.temperatures[piece])
             logp_SV = torch.log_softmax(logits_SV, dim=-1)
-            target_S1 = torch.tensor(known.targets[start : start + width], device=self.device).unsqueeze(-1)
-            logprobs += logp_SV.gather(-1, target_S1).squeeze(-1).tolist()
-            tops += top_logprobs(logp_SV, [row.params.prompt_logprobs or 0] * len(indices))
-        return Scores(tuple(logprobs), tuple(tops))
+            logprobs += floor_logprobs(logp_SV.gather(-1, target_S.unsqueeze(-1)).squeeze(-1)).tolist()
+            tops += top_logprobs(logp_SV, wanted.num_tops[piece])
+        scores: dict[int, Scores] = {}
+        start = 0
+        for known in found:
+            end = start + len(known.targets)
+            scores[known.row] = Scores(tuple(logprobs[start:end]), tuple(tops[start:end]))
+            start = end
+        return scores
 
 
 class ClosedRunner:
@@ -81,6 +108,34 @@ class ClosedRunner:
     def run(self, batch: ScheduledBatch) -> Mapping[int, RowResult]:
         """Refuse."""
         raise EngineDead("the engine was shut down")
+
+    def free_cache(self) -> None:
+        """There is none."""
+
+    def restore_cache(self) -> None:
+        """There is none."""
+
+
+class _Wanted(NamedTuple):
+    """Known tokens of several rows, one after another, with what each row wants to know of them."""
+
+    indices: list[int]
+    """Which of the step's T tokens they follow."""
+    targets: list[int]
+    temperatures: list[float]
+    num_tops: list[int]
+
+
+def _pack(rows: Sequence[Row], found: Sequence[Scored]) -> _Wanted:
+    """Put the known tokens of all rows one after another."""
+    wanted = _Wanted([], [], [], [])
+    for known in found:
+        row, size = rows[known.row], len(known.targets)
+        wanted.indices.extend(known.indices)
+        wanted.targets.extend(known.targets)
+        wanted.temperatures.extend([row.params.temperature if row.logprobs_mode != "raw" else 1.0] * size)
+        wanted.num_tops.extend([row.params.prompt_logprobs or 0] * size)
+    return wanted
 
 
 class Scores(NamedTuple):
@@ -100,6 +155,7 @@ def _result(row: Row, drawn: Draw, place: int | None, scores: Scores | None) -> 
         tokens=(drawn.tokens[place],),
         logprobs=(drawn.logprobs[place],),
         top_logprobs=(drawn.top_logprobs[place],),
+        extras=drawn.extras[place : place + 1],
         scores=scores.logprobs,
         score_tops=scores.tops,
     )

@@ -10,18 +10,22 @@ Shapes: B rows, V vocabulary, R a subset of the rows, N blocks of a vocabulary, 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from nano_inference.types import Row, TokenLogprob, TopLogprobs
+from nano_inference.types import DrawExtras, Row, SamplingMask, TokenLogprob, TopLogprobs
 
 _MASK64 = 2**64 - 1
 _CDF_BLOCK = 512
 _COLDEST = 1e-30
 """A temperature below this is this one: both leave only the best token, and 1e-50 is 0 in float32."""
+_IMPOSSIBLE = -9999.0
+"""Stands for -inf where the model's own logits are -inf: JSON has no infinity, and one would spoil a trainer's sums.
+SkyRL has the same number."""
 _TOP_P_WIDTH = 1024
 """Best tokens looked at first for top-p; when they hold too little mass the whole row is sorted."""
 
@@ -58,6 +62,8 @@ class Draw:
     logprobs: tuple[float, ...]
     top_logprobs: tuple[TopLogprobs, ...]
     """Empty for rows that did not ask."""
+    extras: tuple[DrawExtras, ...] = ()
+    """One for each row; empty when no row asked for any."""
 
 
 def draw(logits_BV: Tensor, rows: Sequence[Row]) -> Draw:
@@ -65,31 +71,78 @@ def draw(logits_BV: Tensor, rows: Sequence[Row]) -> Draw:
 
     The uniform of a row is that of (seed, sample index, position after its last token).
     """
-    temperatures = [row.params.temperature for row in rows]
-    raw_rows = [i for i, row in enumerate(rows) if _needs_raw(row)]
-    raw_logp_RV = torch.log_softmax(logits_BV[raw_rows], dim=-1) if raw_rows else None
+    model = _keep(logits_BV, [row.params.raw_logprobs for row in rows])
+    raw = _keep(logits_BV, [_needs_raw(row) for row in rows])
     for index, row in enumerate(rows):
         adjust_logits(logits_BV[index], row)
-    greedy_B = torch.tensor([t == 0 for t in temperatures], device=logits_BV.device)
-    argmax_B = logits_BV.argmax(dim=-1) if any(t == 0 for t in temperatures) else None
-    scale_temperatures(logits_BV, temperatures)
-    tempered_rows = [i for i, row in enumerate(rows) if _needs_tempered(row)]
-    tempered_logp_RV = torch.log_softmax(logits_BV[tempered_rows], dim=-1) if tempered_rows else None
+    argmax_B = logits_BV.argmax(dim=-1) if any(row.params.temperature == 0 for row in rows) else None
+    scale_temperatures(logits_BV, [row.params.temperature for row in rows])
+    tempered = _keep(logits_BV, [_needs_tempered(row) for row in rows])
     truncate(logits_BV, rows)
+    masks = sampling_masks(logits_BV, rows)
     logp_BV = torch.log_softmax(logits_BV, dim=-1)
+    token_B = _choose(logp_BV, argmax_B, rows)
+    drawn_B = _at(logp_BV, token_B)
+    for kept in (raw, tempered):
+        if kept is not None:
+            logp_BV[kept.rows] = kept.logp_RV
+    logprob_B = _at(logp_BV, token_B) if raw is None else floor_logprobs(_at(logp_BV, token_B))
+    logprob_B = torch.where(drawn_B.isfinite(), logprob_B, drawn_B)  # where nothing can be drawn, every mode says so
+    if model is not None:  # so it does where the model's own logits are no numbers, though forbidding hid them
+        raw_R = _at(model.logp_RV, token_B[model.rows])
+        logprob_B[model.rows] = torch.where(raw_R.isnan(), raw_R, logprob_B[model.rows])
+    return Draw(
+        tokens=tuple(token_B.tolist()),
+        logprobs=tuple(logprob_B.tolist()),
+        top_logprobs=top_logprobs(logp_BV, [row.params.logprobs or 0 for row in rows]),
+        extras=_extras(rows, masks, model, token_B),
+    )
+
+
+def _extras(
+    rows: Sequence[Row], masks: Sequence[SamplingMask], model: _Kept | None, token_B: Tensor
+) -> tuple[DrawExtras, ...]:
+    """Put together what rows ask to know of their draw; nothing when none does."""
+    if not any(row.params.raw_logprobs or row.params.sampling_mask for row in rows):
+        return ()
+    raw_logprobs: dict[int, float] = {}
+    if model is not None:
+        raw_R = floor_logprobs(_at(model.logp_RV, token_B[model.rows]))
+        raw_logprobs = dict(zip(model.rows, raw_R.tolist(), strict=True))
+    return tuple(DrawExtras(raw_logprobs.get(i), mask) for i, mask in enumerate(masks))
+
+
+class _Kept(NamedTuple):
+    """Log-probabilities of some rows, from before their logits changed."""
+
+    rows: list[int]
+    logp_RV: Tensor
+
+
+def _keep(logits_BV: Tensor, is_wanted: Iterable[bool]) -> _Kept | None:
+    """Return the log-softmax of the wanted rows; None, and nothing computed, when there are none."""
+    rows = [i for i, wanted in enumerate(is_wanted) if wanted]
+    return _Kept(rows, torch.log_softmax(logits_BV[rows], dim=-1)) if rows else None
+
+
+def _choose(logp_BV: Tensor, argmax_B: Tensor | None, rows: Sequence[Row]) -> Tensor:
+    """Return each row's token: the one at its uniform, or, at temperature 0, the best."""
     uniforms = [uniform(row.seed, row.sample_index, row.start + len(row.tokens)) for row in rows]
     token_B = invert_cdf(logp_BV, torch.tensor(uniforms, dtype=torch.float64, device=logp_BV.device))
-    if argmax_B is not None:
-        token_B = torch.where(greedy_B, argmax_B, token_B)
-    drawn_B = logp_BV.gather(-1, token_B.unsqueeze(-1)).squeeze(-1)
-    if raw_logp_RV is not None:
-        logp_BV[raw_rows] = raw_logp_RV
-    if tempered_logp_RV is not None:
-        logp_BV[tempered_rows] = tempered_logp_RV
-    logprob_B = logp_BV.gather(-1, token_B.unsqueeze(-1)).squeeze(-1)
-    logprob_B = torch.where(drawn_B.isfinite(), logprob_B, drawn_B)  # where nothing can be drawn, every mode says so
-    tops = [row.params.logprobs or 0 for row in rows]
-    return Draw(tuple(token_B.tolist()), tuple(logprob_B.tolist()), top_logprobs(logp_BV, tops))
+    if argmax_B is None:
+        return token_B
+    is_greedy_B = torch.tensor([row.params.temperature == 0 for row in rows], device=logp_BV.device)
+    return torch.where(is_greedy_B, argmax_B, token_B)
+
+
+def _at(logp_BV: Tensor, token_B: Tensor) -> Tensor:
+    """Return one entry of each row."""
+    return logp_BV.gather(-1, token_B.unsqueeze(-1)).squeeze(-1)
+
+
+def floor_logprobs(logprob_B: Tensor) -> Tensor:
+    """Return the log-probabilities with a finite number in the place of -inf."""
+    return torch.where(logprob_B == -torch.inf, _IMPOSSIBLE, logprob_B)
 
 
 def sample_with_logprobs(
@@ -132,7 +185,7 @@ def sample_with_logprobs(
     if uniforms_B is None:
         uniforms_B = torch.rand(num_rows, dtype=torch.float64, device=logits_BV.device)
     token_B = torch.where(temperatures_B == 0, argmax_B, invert_cdf(logp_BV, uniforms_B.double()))
-    return token_B, logp_BV.gather(-1, token_B.unsqueeze(-1)).squeeze(-1)
+    return token_B, _at(logp_BV, token_B)
 
 
 def _needs_raw(row: Row) -> bool:
@@ -268,6 +321,22 @@ def _best_values(logits_V: Tensor, num_top: int, top_p: float) -> Tensor:
 def _mass(logits_V: Tensor, best: Tensor) -> Tensor:
     """Return the sum of exp(logit - best) over the row, in float64."""
     return (logits_V.double() - best.double()).exp().sum()
+
+
+def sampling_masks(logits_BV: Tensor, rows: Sequence[Row]) -> list[SamplingMask]:
+    """Return the ids that each row left drawable, for rows that ask and forbade any."""
+    masks: list[SamplingMask] = []
+    for index, row in enumerate(rows):
+        is_wanted = row.params.sampling_mask and _forbids(row)
+        ids = (logits_BV[index] > -torch.inf).nonzero().flatten().tolist() if is_wanted else ()
+        masks.append(tuple(ids) if is_wanted and len(ids) < logits_BV.size(-1) else None)
+    return masks
+
+
+def _forbids(row: Row) -> bool:
+    """Whether the row may not draw every token."""
+    is_masked = row.params.allowed_token_ids is not None or row.mask is not None or bool(row.banned)
+    return is_masked or truncation_of(row).is_active
 
 
 def keep_best(logits_V: Tensor, best_K: Tensor) -> None:

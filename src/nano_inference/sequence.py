@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from nano_inference.types import (
     Delta,
+    DrawExtras,
     FinishReason,
+    LogprobsMode,
     Matcher,
     Request,
+    SamplingMask,
     StopReason,
     TokenLogprob,
     TopLogprobs,
     TrainingSample,
+    WeightLabel,
 )
+
+NO_LABELS: Mapping[int, WeightLabel] = MappingProxyType({})
+NO_EXTRAS = DrawExtras()
+_FORCED = DrawExtras(raw_logprob=0.0, sampling_mask=())
 
 
 @dataclass(slots=True, eq=False)
@@ -31,6 +42,8 @@ class Sequence:
     """The request's first sample, which scores the prompt for all; None for the first itself."""
     matcher: Matcher | None = None
     program_state: object = None
+    logprobs_mode: LogprobsMode = "processed"
+    """Which distribution its log-probabilities speak of."""
     token_mask: bytes | None = None
     """What the matcher allows next."""
 
@@ -49,6 +62,10 @@ class Sequence:
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     top_logprobs: list[TopLogprobs] = field(default_factory=list)
+    raw_logprobs: list[float] = field(default_factory=list)
+    """Empty unless asked for."""
+    sampling_masks: list[SamplingMask] = field(default_factory=list)
+    """Empty unless asked for."""
     scores: list[float] = field(default_factory=list)
     score_tops: list[TopLogprobs] = field(default_factory=list)
     finish_reason: FinishReason | None = None
@@ -79,8 +96,13 @@ class Sequence:
         return position if position < self.num_prompt else None
 
 
-def start_sequences(request: Request, first_id: int, eos_token_ids: frozenset[int]) -> list[Sequence]:
-    """Make the n sequences of a request; they share its prompt, and the first scores it for all."""
+def start_sequences(
+    request: Request, first_id: int, eos_token_ids: frozenset[int], logprobs_mode: LogprobsMode = "processed"
+) -> list[Sequence]:
+    """Make the n sequences of a request; they share its prompt, and the first scores it for all.
+
+    `logprobs_mode` is the engine's, for a request that names none.
+    """
     params = request.params
     stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_token_ids)
     sequences: list[Sequence] = []
@@ -96,16 +118,19 @@ def start_sequences(request: Request, first_id: int, eos_token_ids: frozenset[in
                 leader=sequences[0] if sequences else None,
                 matcher=matcher,
                 program_state=request.program.start() if request.program else None,
+                logprobs_mode=params.logprobs_mode or logprobs_mode,
                 token_mask=matcher.mask() if matcher else None,
             )
         )
     return sequences
 
 
-def advance(seq: Sequence, token: int, logprob: float, top: TopLogprobs, version: int) -> int:
+def advance(
+    seq: Sequence, token: int, logprob: float, top: TopLogprobs, version: int, extras: DrawExtras = NO_EXTRAS
+) -> int:
     """Append one drawn token and whatever it forces; set `finish_reason` when the sample ends; return how many."""
     before = seq.num_new
-    _append(seq, token, logprob, top, version, sampled=True)
+    _append(seq, token, logprob, top or (TokenLogprob(token, logprob),), version, extras, sampled=True)
     if token in seq.stop_ids and seq.finish_reason != "stop":
         named = token in frozenset(seq.request.params.stop_token_ids)
         finish(seq, "stop", token if named else None)
@@ -114,17 +139,20 @@ def advance(seq: Sequence, token: int, logprob: float, top: TopLogprobs, version
         seq.program_state, forced = program.step(seq.program_state, token)
         for forced_token in forced:
             if seq.finish_reason is None:
-                _append(seq, forced_token, 0.0, (), version, sampled=False)
+                _append(seq, forced_token, 0.0, (), version, _FORCED, sampled=False)
     return seq.num_new - before
 
 
-def _append(seq: Sequence, token: int, logprob: float, top: TopLogprobs, version: int, *, sampled: bool) -> None:
+def _append(
+    seq: Sequence, token: int, logprob: float, top: TopLogprobs, version: int, extras: DrawExtras, *, sampled: bool
+) -> None:
     """Append one token; let the matcher see it; end the sample when it matched or the length is reached."""
+    _append_extras(seq, extras)  # first: when it fails, nothing is out of step
     seq.tokens.append(token)
     seq.mask.append(int(sampled))
     seq.logprobs.append(logprob)
     seq.versions.append(version)
-    seq.top_logprobs.append(top or ((TokenLogprob(token, logprob),) if sampled else ()))
+    seq.top_logprobs.append(top)
     verdict = None
     if seq.matcher is not None:
         verdict = seq.matcher.advance(token)
@@ -135,33 +163,51 @@ def _append(seq: Sequence, token: int, logprob: float, top: TopLogprobs, version
         finish(seq, "length", None)
 
 
+def _append_extras(seq: Sequence, extras: DrawExtras) -> None:
+    """Keep what the request asked to know of a token besides its log-probability."""
+    params = seq.request.params
+    if params.raw_logprobs:
+        assert extras.raw_logprob is not None, "the runner reported no raw log-probability"
+        seq.raw_logprobs.append(extras.raw_logprob)
+    if params.sampling_mask:
+        seq.sampling_masks.append(extras.sampling_mask)
+
+
 def finish(seq: Sequence, reason: FinishReason, stop_reason: StopReason | None) -> None:
     """End the sample; a stop outranks a length reached by the same token."""
     seq.finish_reason = reason
     seq.stop_reason = stop_reason
 
 
-def to_delta(seq: Sequence, num_added: int, version: int) -> Delta:
+def to_delta(seq: Sequence, num_added: int, version: int, labels: Mapping[int, WeightLabel] = NO_LABELS) -> Delta:
     """Return what the last `num_added` tokens brought, with the whole sample when it ended."""
     start = seq.num_new - num_added
-    wants_top = seq.request.params.logprobs is not None
+    params = seq.request.params
     return Delta(
         request_id=seq.request.id,
         sample_index=seq.sample_index,
         token_ids=tuple(seq.tokens[seq.num_prompt + start :]),
         logprobs=tuple(seq.logprobs[start:]),
         mask=tuple(seq.mask[start:]),
-        top_logprobs=tuple(seq.top_logprobs[start:]) if wants_top else None,
-        sample=to_sample(seq, version) if seq.finish_reason else None,
+        versions=tuple(seq.versions[start:]),
+        top_logprobs=tuple(seq.top_logprobs[start:]) if params.logprobs is not None else None,
+        raw_logprobs=tuple(seq.raw_logprobs[start:]) if params.raw_logprobs else None,
+        sampling_masks=tuple(seq.sampling_masks[start:]) if params.sampling_mask else None,
+        sample=to_sample(seq, version, labels) if seq.finish_reason else None,
     )
 
 
-def to_sample(seq: Sequence, version: int) -> TrainingSample:
-    """Freeze a finished sequence; `version` are the weights in force now."""
+def to_sample(seq: Sequence, version: int, labels: Mapping[int, WeightLabel] = NO_LABELS) -> TrainingSample:
+    """Freeze a finished sequence; `version` are the weights in force now, `labels` what the trainer called versions.
+
+    A prompt whose scores are not numbers ends as "abort" and keeps those before the first such.
+    """
     assert seq.finish_reason is not None
     params = seq.request.params
     scorer = seq.leader or seq
     scored = seq.request.score_start is not None
+    num_scores = _num_before_nan(scorer.scores)
+    is_broken = num_scores < len(scorer.scores)
     return TrainingSample(
         request_id=seq.request.id,
         sample_index=seq.sample_index,
@@ -171,11 +217,20 @@ def to_sample(seq: Sequence, version: int) -> TrainingSample:
         mask=tuple(seq.mask),
         token_versions=tuple(seq.versions),
         weight_version=min(seq.versions, default=version),
-        finish_reason=seq.finish_reason,
-        stop_reason=seq.stop_reason,
+        finish_reason="abort" if is_broken else seq.finish_reason,
+        stop_reason="the prompt's log-probabilities are not finite" if is_broken else seq.stop_reason,
+        version_labels=labels,
+        logprobs_mode=seq.logprobs_mode,
         top_logprobs=tuple(seq.top_logprobs) if params.logprobs is not None else None,
-        prompt_logprobs=tuple(scorer.scores) if scored else None,
-        prompt_top_logprobs=tuple(scorer.score_tops) if scored and params.prompt_logprobs else None,
+        raw_logprobs=tuple(seq.raw_logprobs) if params.raw_logprobs else None,
+        sampling_masks=tuple(seq.sampling_masks) if params.sampling_mask else None,
+        prompt_logprobs=tuple(scorer.scores[:num_scores]) if scored else None,
+        prompt_top_logprobs=tuple(scorer.score_tops[:num_scores]) if scored and params.prompt_logprobs else None,
         num_cached_tokens=seq.num_cached or 0,
         num_preemptions=seq.num_preemptions,
     )
+
+
+def _num_before_nan(scores: list[float]) -> int:
+    """Return how many scores stand before the first that is no finite number."""
+    return next((i for i, score in enumerate(scores) if not math.isfinite(score)), len(scores))

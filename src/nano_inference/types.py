@@ -8,8 +8,9 @@ The only mutable record of the house is `sequence.Sequence`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from itertools import groupby
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -17,7 +18,18 @@ FinishReason = Literal["stop", "length", "abort"]
 LogprobsMode = Literal["raw", "tempered", "processed"]
 StopReason = int | str
 """What stopped a sample: the token id, or the text of a stop string or the name of a matcher's verdict."""
+WeightLabel = int | str
+"""A trainer's own name for the weights it installed: a step, a checkpoint."""
+SamplingMask = tuple[int, ...] | None
+"""The ids that could be drawn at a position, rising; None where no token was forbidden, () where one was forced."""
 
+OnRunning = Literal["keep", "recompute", "abort", "wait"]
+"""What an update does to sequences that run: go on with their K/V, compute it again, end now, or end first."""
+PauseMode = Literal["keep", "wait", "abort"]
+UpdateState = Literal["idle", "staging", "staged", "failed"]
+
+ON_RUNNING: tuple[OnRunning, ...] = ("keep", "recompute", "abort", "wait")
+PAUSE_MODES: tuple[PauseMode, ...] = ("keep", "wait", "abort")
 LOGPROBS_MODES: tuple[LogprobsMode, ...] = ("raw", "tempered", "processed")
 
 
@@ -29,12 +41,24 @@ class EngineDead(RuntimeError):
     """The engine failed in the middle of a step and takes no more work; the cause is chained."""
 
 
+class EnginePaused(RuntimeError):
+    """Asked to wait for samples while `pause` or `sleep` holds the engine: they would never come."""
+
+
 class CacheFull(RuntimeError):
     """More KV blocks were asked for than are free; nothing was taken."""
 
 
 class ModelError(ValueError):
     """A model's files cannot be used: missing, damaged, of an unknown architecture. One line, naming the file."""
+
+
+class WeightError(ValueError):
+    """New weights cannot be used: a wrong name, shape or value, a failed sender. The old ones serve on."""
+
+
+class UpdateBusy(RuntimeError):
+    """New weights are being gathered, or wait for a step boundary; there is one update at a time."""
 
 
 class Matcher(Protocol):
@@ -85,6 +109,12 @@ def check_bool(name: str, value: object) -> None:
     """Raise `ValueError` naming `name` unless `value` is True or False."""
     if not isinstance(value, bool):
         raise ValueError(f"{name} must be true or false, got {value!r}")
+
+
+def check_label(name: str, value: object) -> None:
+    """Raise `ValueError` naming `name` unless `value` can label an installation: an integer or a string."""
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        raise ValueError(f"{name} must be an integer or a string, got {value!r}")
 
 
 def token_ids(name: str, values: object) -> tuple[int, ...]:
@@ -151,6 +181,10 @@ class SamplingParams:
     """0 or more asks for the log-probabilities of the prompt's tokens and that many alternatives."""
     logprobs_mode: LogprobsMode | None = None
     """Which distribution log-probabilities speak of; None takes the engine's."""
+    raw_logprobs: bool = False
+    """Also report the model's own log-probabilities: temperature 1, nothing penalised, biased or cut."""
+    sampling_mask: bool = False
+    """Also report which tokens could be drawn at each position."""
 
     def __post_init__(self) -> None:
         self._check_ranges()
@@ -177,7 +211,8 @@ class SamplingParams:
             raise ValueError(f"logprobs_mode must be one of {', '.join(LOGPROBS_MODES)}, got {self.logprobs_mode!r}")
 
     def _check_counts(self) -> None:
-        check_bool("ignore_eos", self.ignore_eos)
+        for name in ("ignore_eos", "raw_logprobs", "sampling_mask"):
+            check_bool(name, getattr(self, name))
         check_int("top_k", self.top_k, -1)
         check_int("min_tokens", self.min_tokens, 0)
         if self.max_tokens is not None:
@@ -245,13 +280,37 @@ TopLogprobs = tuple[TokenLogprob, ...]
 """Alternatives at one position, likeliest first."""
 
 
+class VersionSpan(NamedTuple):
+    """A run of completion tokens [start, end) that were drawn with one version of the weights."""
+
+    version: int
+    start: int
+    end: int
+    label: WeightLabel | None
+    """What the trainer calls the version; None when it gave it no name."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as plain JSON values, the label left out when there is none."""
+        return {name: value for name, value in self._asdict().items() if value is not None}
+
+
+_ALIGNED = ("logprobs", "mask", "token_versions", "ref_logprobs", "top_logprobs", "raw_logprobs", "sampling_masks")
+"""Fields of a `TrainingSample` with an entry for every completion token."""
+_FLAT = (
+    *("prompt_tokens", "completion_tokens", "logprobs", "mask", "token_versions", "ref_logprobs", "raw_logprobs"),
+    "prompt_logprobs",
+)
+"""Fields of a `TrainingSample` that hold plain numbers."""
+_SPAN_KEYS = ({"version", "start", "end"}, {"version", "start", "end", "label"})
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingSample:
-    """One finished sample with all that a trainer must know of it.
+    """One finished sample with all that a trainer must know of it. Raises `ValueError` when its fields disagree.
 
     `completion_tokens`, `logprobs`, `mask` and `token_versions` are aligned. Log-probabilities are finite and of the
-    distribution that the request's `logprobs_mode`, or else the engine's, names. Those of the prompt know no
-    truncation, penalty or bias: raw, or else tempered.
+    distribution that `logprobs_mode` names. Those of the prompt know no truncation, penalty or bias: raw, or else
+    tempered; a token that the model gives no chance at all has -9999.
     """
 
     request_id: int
@@ -264,14 +323,26 @@ class TrainingSample:
     mask: tuple[int, ...]
     """1 where the model drew the token, 0 where a tool forced it."""
     token_versions: tuple[int, ...]
-    """The weights each token was drawn with."""
+    """The weights each token was drawn with: how many installations there had been."""
     weight_version: int
     """The oldest of `token_versions`; the weights in force at the end when there are none."""
     finish_reason: FinishReason
     stop_reason: StopReason | None = None
     """The token id or the string that stopped it; None for the model's own end token or a length."""
+    version_labels: Mapping[int, WeightLabel] = field(default_factory=dict, hash=False)
+    """What the trainer called those of `token_versions` that it named."""
+    logprobs_mode: LogprobsMode = "processed"
+    """Which distribution `logprobs` and `top_logprobs` speak of."""
     ref_logprobs: tuple[float, ...] | None = None
+    """Of the completion under a reference model, when the trainer adds them."""
     top_logprobs: tuple[TopLogprobs, ...] | None = None
+    """Alternatives at each position, when asked for; what has no chance at all is left out."""
+    raw_logprobs: tuple[float, ...] | None = None
+    """Of the sampled tokens under the model's own logits (temperature 1, nothing adjusted or cut), when asked for; 0.0
+    where a token was forced."""
+    sampling_masks: tuple[SamplingMask, ...] | None = None
+    """Which tokens could be drawn at each position, when asked for. The tempered logits' log-softmax over these ids
+    alone is `logprobs` in the mode "processed"."""
     prompt_logprobs: tuple[float, ...] | None = None
     """Of prompt tokens 1 and on (the first has no predecessor), when asked for."""
     prompt_top_logprobs: tuple[TopLogprobs, ...] | None = None
@@ -279,24 +350,82 @@ class TrainingSample:
     """Prompt tokens whose K/V came from the cache at first admission."""
     num_preemptions: int = 0
 
+    def __post_init__(self) -> None:
+        size = len(self.completion_tokens)
+        for name in _ALIGNED:
+            values = getattr(self, name)
+            if values is not None and len(values) != size:
+                raise ValueError(f"{name} must hold one entry for each of {size} completion tokens, got {len(values)}")
+        given = self.version_labels
+        labels = {version: given[version] for version in sorted(set(self.token_versions)) if version in given}
+        for version, label in labels.items():
+            check_label(f"version_labels[{version}]", label)
+        object.__setattr__(self, "version_labels", MappingProxyType(labels))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return TrainingSample.from_dict, (self.to_dict(),)
+
+    @property
+    def version_spans(self) -> tuple[VersionSpan, ...]:
+        """The longest runs of completion tokens of one version, in order; together they are the whole completion."""
+        spans: list[VersionSpan] = []
+        start = 0
+        for version, run in groupby(self.token_versions):
+            end = start + len(list(run))
+            spans.append(VersionSpan(version, start, end, self.version_labels.get(version)))
+            start = end
+        return tuple(spans)
+
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields as plain JSON values."""
-        return asdict(self)
+        """Return the fields as plain JSON values; versions and labels as `weight_versions`, a list of spans."""
+        out = {f.name: getattr(self, f.name) for f in fields(self)}
+        del out["token_versions"], out["version_labels"]
+        out["weight_versions"] = [span.to_dict() for span in self.version_spans]
+        return out
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> TrainingSample:
-        """Build from `to_dict`'s form, or from that form after a trip through JSON."""
+        """Build from `to_dict`'s form, or from that form after a trip through JSON.
+
+        The versions may also come as the plain list `token_versions`.
+        """
         plain = dict(data)
-        for name in ("prompt_tokens", "completion_tokens", "logprobs", "mask", "token_versions"):
-            plain[name] = tuple(plain[name])
-        for name in ("ref_logprobs", "prompt_logprobs"):
+        if "weight_versions" in plain:
+            if "token_versions" in plain:
+                raise ValueError("weight_versions and token_versions say the same; give one of them")
+            spans = read_spans(plain.pop("weight_versions"), len(plain.get("completion_tokens", ())))
+            plain["token_versions"] = [span.version for span in spans for _ in range(span.start, span.end)]
+            plain["version_labels"] = {span.version: span.label for span in spans if span.label is not None}
+        elif "version_labels" in plain:  # whose keys JSON has turned into text
+            plain["version_labels"] = {int(version): label for version, label in plain["version_labels"].items()}
+        for name in _FLAT:
             if plain.get(name) is not None:
                 plain[name] = tuple(plain[name])
         for name in ("top_logprobs", "prompt_top_logprobs"):
             if plain.get(name) is not None:
                 plain[name] = tuple(tuple(TokenLogprob(*pair) for pair in top) for top in plain[name])
+        if plain.get("sampling_masks") is not None:
+            plain["sampling_masks"] = tuple(m if m is None else tuple(m) for m in plain["sampling_masks"])
         sample: TrainingSample = from_known(cls, plain)
         return sample
+
+
+def read_spans(spans: Sequence[Mapping[str, Any]], num_tokens: int) -> list[VersionSpan]:
+    """Return spans from JSON, or raise `ValueError` unless each begins where the last ended and all are covered."""
+    found: list[VersionSpan] = []
+    end = 0
+    for data in spans:
+        if not isinstance(data, Mapping) or set(data) not in _SPAN_KEYS:
+            raise ValueError(f"weight_versions: a span has version, start, end and perhaps a label, got {data!r}")
+        span = VersionSpan(data["version"], data["start"], data["end"], data.get("label"))
+        check_int("weight_versions: a version", span.version, 0)
+        check_int("weight_versions: a start", span.start, end, end)
+        check_int("weight_versions: an end", span.end, end + 1, num_tokens)
+        found.append(span)
+        end = span.end
+    if end != num_tokens:
+        raise ValueError(f"weight_versions must cover {num_tokens} tokens, got {end}")
+    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -308,7 +437,13 @@ class Delta:
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     mask: tuple[int, ...]
+    versions: tuple[int, ...]
+    """The weights each of the tokens was drawn with."""
     top_logprobs: tuple[TopLogprobs, ...] | None = None
+    raw_logprobs: tuple[float, ...] | None = None
+    """As in the sample; None unless asked for."""
+    sampling_masks: tuple[SamplingMask, ...] | None = None
+    """As in the sample; None unless asked for."""
     sample: TrainingSample | None = None
     """Set on the sample's last delta."""
 
@@ -440,6 +575,15 @@ class ScheduledBatch:
     """Blocks taken in this step: whatever an ended sequence left in them must be cleared before they are read."""
 
 
+class DrawExtras(NamedTuple):
+    """What a request may ask to know of a drawn token besides its log-probability."""
+
+    raw_logprob: float | None = None
+    """Under the model's own logits; None unless asked for."""
+    sampling_mask: SamplingMask = None
+    """The ids that could be drawn; None unless asked for, or when no token was forbidden."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowResult:
     """What the forward pass found for one row. Empty `tokens` when the row drew none."""
@@ -448,6 +592,8 @@ class RowResult:
     tokens: tuple[int, ...] = ()
     logprobs: tuple[float, ...] = ()
     top_logprobs: tuple[TopLogprobs, ...] = ()
+    extras: tuple[DrawExtras, ...] = ()
+    """One for each token; may be empty when the request asked for none."""
     scores: tuple[float, ...] = ()
     """Log-probabilities of the row's known tokens, from max(score_from, start + 1) on."""
     score_tops: tuple[TopLogprobs, ...] = ()
@@ -464,6 +610,7 @@ class StepStats:
     num_running: int
     num_waiting: int
     num_free_blocks: int
+    weight_version: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -473,6 +620,25 @@ class StepResult:
     deltas: tuple[Delta, ...]
     samples: tuple[TrainingSample, ...]
     stats: StepStats
+
+    def after(self, deltas: Iterable[Delta]) -> StepResult:
+        """Return the same with what happened just before the step put in front."""
+        before = tuple(deltas)
+        if not before:
+            return self
+        ended = tuple(delta.sample for delta in before if delta.sample is not None)
+        return StepResult(deltas=before + self.deltas, samples=ended + self.samples, stats=self.stats)
+
+
+class WeightInfo(NamedTuple):
+    """The weights in force."""
+
+    version: int
+    """How many times weights were installed since the start."""
+    label: WeightLabel | None
+    """What the trainer called them."""
+    update: UpdateState
+    """Where the next update stands."""
 
 
 class TokenizerSource(NamedTuple):

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from nano_inference.assemble import EngineParts
 from nano_inference.config import EngineConfig
 from nano_inference.kv import make_kv
-from nano_inference.types import Row, RowResult, SamplingParams, ScheduledBatch
+from nano_inference.types import DrawExtras, Row, RowResult, SamplingParams, ScheduledBatch
 
 VOCAB_SIZE = 50
 EOS = 7
@@ -29,9 +29,17 @@ class FakeRunner:
 
     def __init__(self, num_blocks: int, block_size: int, lookahead: int = 1) -> None:
         self.block_size = block_size
-        self.slots: list[int | None] = [None] * (num_blocks * block_size)
+        self.num_blocks = num_blocks
+        self.slots: list[int | None] = []
+        self.restore_cache()
         self.lookahead = lookahead
         self.num_computed = 0
+
+    def free_cache(self) -> None:
+        self.slots = []
+
+    def restore_cache(self) -> None:
+        self.slots = [None] * (self.num_blocks * self.block_size)
 
     def run(self, batch: ScheduledBatch) -> dict[int, RowResult]:
         size = self.block_size
@@ -77,6 +85,7 @@ class FakeRunner:
             id=row.id,
             tokens=tuple(tokens),
             logprobs=(-0.5,) * len(tokens),
+            extras=tuple(DrawExtras(raw_logprob=-0.25, sampling_mask=(token,)) for token in tokens),
             scores=scores,
             score_tops=((),) * len(scores),
         )

@@ -123,7 +123,7 @@ def sample_json(sample: TrainingSample, prompt_index: int, text: str) -> dict[st
         "stop_reason": sample.stop_reason,
         "num_cached_tokens": sample.num_cached_tokens,
     }
-    for name in ("top_logprobs", "prompt_logprobs", "prompt_top_logprobs"):
+    for name in ("raw_logprobs", "sampling_masks", "top_logprobs", "prompt_logprobs", "prompt_top_logprobs"):
         if getattr(sample, name) is not None:
             out[name] = getattr(sample, name)
     return out

@@ -1,0 +1,544 @@
+"""What a trainer reads of a sample: versions and labels, raw log-probabilities, sampling masks, finite numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import pickle
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from nano_inference import EngineConfig, InferenceEngine, SamplingParams, TrainingSample
+from nano_inference import runner as runner_module
+from nano_inference.batch import Scored
+from nano_inference.runner import ModelRunner, Scores
+from nano_inference.sampling import draw
+from nano_inference.sequence import Sequence, advance, finish, start_sequences, to_delta, to_sample
+from nano_inference.types import DrawExtras, LogprobsMode, Request, TokenLogprob, VersionSpan
+from tests.models.families import VOCAB_SIZE, make_model, reference_logprobs
+from tests.sim.fakes import Calculator, fake_config, fake_parts
+from tests.test_sampling import draw_one, naive_support, randn, row
+
+INF, NAN = math.inf, math.nan
+MODES: tuple[LogprobsMode, ...] = ("raw", "tempered", "processed")
+PROMPT = [5, 9, 30, 2, 44]
+
+
+def sample(versions: tuple[int, ...] = (), **changes: Any) -> TrainingSample:
+    size = len(versions)
+    base: dict[str, Any] = {
+        "request_id": 1, "sample_index": 0, "prompt_tokens": (1,), "completion_tokens": tuple(range(size)),
+        "logprobs": (-0.5,) * size, "mask": (1,) * size, "token_versions": versions,
+        "weight_version": min(versions, default=9), "finish_reason": "length",
+    }  # fmt: skip
+    return TrainingSample(**(base | changes))
+
+
+def through_json(one: TrainingSample) -> TrainingSample:
+    return TrainingSample.from_dict(json.loads(json.dumps(one.to_dict(), allow_nan=False)))
+
+
+# ---- versions and labels
+
+
+def test_version_spans_are_the_longest_runs_and_carry_the_labels() -> None:
+    one = sample((3, 3, 3, 5, 3, 8, 8), version_labels={3: "step-3", 8: 80, 4: "never used"})
+    assert one.version_spans == (
+        VersionSpan(3, 0, 3, "step-3"),
+        VersionSpan(5, 3, 4, None),
+        VersionSpan(3, 4, 5, "step-3"),
+        VersionSpan(8, 5, 7, 80),
+    )
+    assert dict(one.version_labels) == {3: "step-3", 8: 80}, "only versions that occur"
+    assert sample().version_spans == () and sample((2,)).version_spans == (VersionSpan(2, 0, 1, None),)
+
+
+def test_the_json_form_holds_spans_and_leaves_out_missing_labels() -> None:
+    out = sample((3, 3, 4), version_labels={3: "step-3"}).to_dict()
+    assert out["weight_versions"] == [
+        {"version": 3, "start": 0, "end": 2, "label": "step-3"},
+        {"version": 4, "start": 2, "end": 3},
+    ]
+    assert not {"token_versions", "version_labels"} & out.keys()
+    assert sample((0,), version_labels={0: 0}).to_dict()["weight_versions"] == [
+        {"version": 0, "start": 0, "end": 1, "label": 0}
+    ]
+
+
+def test_versions_and_labels_survive_every_trip_exactly() -> None:
+    rng = random.Random(0)
+    for _ in range(50):
+        versions = tuple(sorted(rng.randrange(4) for _ in range(rng.randrange(12))))
+        labels = {v: rng.choice([v, f"step {v}", ""]) for v in range(6) if rng.random() < 0.6}
+        one = sample(versions, version_labels=labels)
+        for other in (through_json(one), pickle.loads(pickle.dumps(one)), dataclasses.replace(one)):
+            assert other == one and hash(other) == hash(one)
+            assert other.token_versions == versions
+            assert {v: (type(x), x) for v, x in other.version_labels.items()} == {
+                v: (type(labels[v]), labels[v]) for v in versions if v in labels
+            }
+
+
+def test_equality_sees_the_labels() -> None:
+    assert sample((1,), version_labels={1: "a"}) != sample((1,), version_labels={1: "b"})
+    assert sample((1,), version_labels={1: "a", 2: "b"}) == sample((1,), version_labels={1: "a"})
+
+
+def test_plain_token_versions_are_read_too() -> None:
+    one = sample((3, 3, 4), version_labels={3: "x"})
+    plain = one.to_dict()
+    del plain["weight_versions"]
+    assert TrainingSample.from_dict(plain | {"token_versions": [3, 3, 4]}) == sample((3, 3, 4))
+    labelled = json.loads(json.dumps(plain | {"token_versions": [3, 3, 4], "version_labels": {3: "x"}}))
+    assert TrainingSample.from_dict(labelled) == one
+
+
+SPAN = {"version": 3, "start": 0, "end": 2}
+
+
+@pytest.mark.parametrize(
+    "spans",
+    [
+        [],
+        [SPAN],
+        [SPAN, {"version": 3, "start": 1, "end": 3}],
+        [SPAN, {"version": 3, "start": 2, "end": 4}],
+        [SPAN, {"version": 3, "start": 2, "end": 2}, {"version": 3, "start": 2, "end": 3}],
+        [{"version": 3, "start": 0, "end": 10**12}],
+        [{"version": "3", "start": 0, "end": 3}],
+        [{"version": -1, "start": 0, "end": 3}],
+        [{"version": 3, "end": 3}],
+        [SPAN | {"end": 3, "lable": "x"}],
+        [(3, 0, 3)],
+    ],
+)
+def test_spans_that_do_not_fit_the_tokens_are_refused(spans: Any) -> None:
+    with pytest.raises(ValueError, match="weight_versions") as caught:
+        TrainingSample.from_dict(sample((3, 3, 3)).to_dict() | {"weight_versions": spans})
+    assert "\n" not in str(caught.value)
+
+
+def test_a_sample_whose_fields_disagree_is_refused_by_name() -> None:
+    for name in (
+        "logprobs",
+        "mask",
+        "token_versions",
+        "ref_logprobs",
+        "top_logprobs",
+        "raw_logprobs",
+        "sampling_masks",
+    ):
+        with pytest.raises(ValueError, match=f"{name} must hold one entry for each of 2 completion tokens, got 1"):
+            sample((1, 1), **{name: (1,)})
+    for label in (True, 1.5, None, b"x"):
+        with pytest.raises(ValueError, match=r"version_labels\[1\] must be an integer or a string"):
+            sample((1,), version_labels={1: label})
+    both = sample((3,)).to_dict() | {"token_versions": [3]}
+    with pytest.raises(ValueError, match="weight_versions and token_versions"):
+        TrainingSample.from_dict(both)
+
+
+# ---- the sequence: what is drawn and what is forced, step by step
+
+
+def sequence(**params: Any) -> Sequence:
+    options: dict[str, Any] = {"max_tokens": 20, "seed": 1} | params
+    request = Request(id=4, prompt=(1, 2), params=SamplingParams(**options), num_samples=1, max_new_tokens=20, seed=1,
+                      program=Calculator())  # fmt: skip
+    return start_sequences(request, 0, frozenset([7]), "tempered")[0]
+
+
+def test_forced_tokens_have_raw_logprob_zero_and_an_empty_mask() -> None:
+    seq = sequence(raw_logprobs=True, sampling_mask=True)
+    deltas = []
+    for version, token in enumerate((3, 11, 4, 7)):  # 3 opens a call, 4 closes it, 7 ends
+        num_added = advance(seq, token, -0.5, (), version, DrawExtras(-1.5, (token, 40) if version else None))
+        deltas.append(to_delta(seq, num_added, 9, {0: "first", 2: "third", 9: "later"}))
+    done = deltas[-1].sample
+    assert done is not None
+    assert done.completion_tokens == (3, 11, 4, 48, 11, 49, 7) and done.mask == (1, 1, 1, 0, 0, 0, 1)
+    assert done.raw_logprobs == (-1.5, -1.5, -1.5, 0.0, 0.0, 0.0, -1.5)
+    assert done.sampling_masks == (None, (11, 40), (4, 40), (), (), (), (7, 40))
+    assert done.token_versions == (0, 1, 2, 2, 2, 2, 3)
+    assert dict(done.version_labels) == {0: "first", 2: "third"} and done.logprobs_mode == "tempered"
+    assert through_json(done) == done
+    for name, whole in (
+        ("token_ids", done.completion_tokens), ("logprobs", done.logprobs), ("mask", done.mask),
+        ("versions", done.token_versions), ("raw_logprobs", done.raw_logprobs),
+        ("sampling_masks", done.sampling_masks),
+    ):  # fmt: skip
+        assert tuple(x for delta in deltas for x in getattr(delta, name)) == whole
+
+
+def test_what_nobody_asked_for_is_not_kept() -> None:
+    seq = sequence()
+    advance(seq, 7, -0.5, (), 0, DrawExtras(-1.5, (7,)))
+    delta = to_delta(seq, 1, 0)
+    assert delta.raw_logprobs is delta.sampling_masks is None and delta.versions == (0,)
+    assert delta.sample is not None and delta.sample.raw_logprobs is delta.sample.sampling_masks is None
+    assert not seq.raw_logprobs and not seq.sampling_masks
+    with pytest.raises(AssertionError, match="no raw log-probability"):
+        advance(sequence(raw_logprobs=True), 7, -0.5, (), 0)
+
+
+def test_a_request_s_mode_outranks_the_engine_s() -> None:
+    assert sequence(logprobs_mode="raw").logprobs_mode == "raw" and sequence().logprobs_mode == "tempered"
+
+
+def test_scores_that_are_no_numbers_end_the_sample() -> None:
+    request = Request(id=4, prompt=(1, 2, 3, 4), params=SamplingParams(max_tokens=0, prompt_logprobs=1), num_samples=2,
+                      max_new_tokens=0, seed=1, score_start=0)  # fmt: skip
+    leader, follower = start_sequences(request, 0, frozenset())
+    leader.scores, leader.score_tops = [-1.0, NAN, -2.0], [(TokenLogprob(2, -1.0),), (), ()]
+    for seq in (leader, follower):
+        finish(seq, "length", None)
+        done = to_sample(seq, 0)
+        assert (done.finish_reason, done.prompt_logprobs) == ("abort", (-1.0,))
+        assert done.prompt_top_logprobs == ((TokenLogprob(2, -1.0),),) and "not finite" in str(done.stop_reason)
+        assert through_json(done) == done
+
+
+# ---- draws: raw log-probabilities
+
+
+ADJUSTED: dict[str, Any] = {"logit_bias": {2: 3.0, 5: -2.0}, "repetition_penalty": 1.5, "presence_penalty": 0.5}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("temperature", [0, 0.6, 1])
+@pytest.mark.parametrize(
+    "params", [{}, {"top_k": 3}, ADJUSTED, {"allowed_token_ids": [1, 4]}], ids=lambda p: str(len(p))
+)
+def test_raw_logprobs_are_the_models_own(mode: LogprobsMode, temperature: float, params: dict[str, Any]) -> None:
+    logits_V = randn(30, seed=6)
+    history = {"history": (1, 2, 3, 2), "num_prompt": 2} if "presence_penalty" in params else {}
+    one = row(mode=mode, temperature=temperature, raw_logprobs=True, more=history, **params)
+    drawn = draw_one(logits_V, one)
+    raw_V = torch.log_softmax(logits_V, -1)
+    assert drawn.extras == (DrawExtras(float(raw_V[drawn.tokens[0]]), None),)
+    without = draw_one(logits_V, dataclasses.replace(one, params=dataclasses.replace(one.params, raw_logprobs=False)))
+    assert (without.tokens, without.logprobs) == (drawn.tokens, drawn.logprobs) and not without.extras
+    if mode == "raw" and temperature:
+        assert drawn.logprobs[0] == drawn.extras[0].raw_logprob
+
+
+def test_an_impossible_token_has_a_finite_raw_logprob_and_broken_logits_none() -> None:
+    logits_V = torch.tensor([1e38, 0.0, -INF, 1.0])
+    drawn = draw_one(logits_V, row(raw_logprobs=True, allowed_token_ids=[1]))
+    assert drawn.logprobs == (0.0,) and -INF < drawn.extras[0].raw_logprob < -1e37  # type: ignore[operator]
+    huge_V = torch.tensor([3e38, -3e38])  # their difference is no float32
+    for mode in MODES:
+        drawn = draw_one(huge_V, row(mode=mode, raw_logprobs=True, allowed_token_ids=[1], logprobs=2))
+        assert drawn.extras[0].raw_logprob == -9999.0
+        assert drawn.logprobs[0] == (-9999.0 if mode == "raw" else 0.0)
+        assert all(math.isfinite(top.logprob) for top in drawn.top_logprobs[0])
+    for wrong in (NAN, INF):
+        broken_V = torch.tensor([wrong, 0.0, 1.0])
+        assert not math.isfinite(draw_one(broken_V, row(raw_logprobs=True, allowed_token_ids=[1])).logprobs[0])
+
+
+# ---- draws: sampling masks
+
+
+CUTS: tuple[dict[str, Any], ...] = (
+    {"top_k": 5},
+    {"top_p": 0.8},
+    {"min_p": 0.05},
+    {"allowed_token_ids": [0, 3, 4, 9, 17, 30]},
+    {"top_k": 9, "top_p": 0.7},
+    {"top_k": 20, "top_p": 0.9, "min_p": 0.1},
+    {"allowed_token_ids": range(0, 40, 3), "top_k": 7},
+    {"allowed_token_ids": range(25), "top_p": 0.6, "min_p": 0.02},
+    {"top_k": 1},
+    {"top_p": 1e-9},
+)
+
+
+def renormalised(logp_V: Tensor, ids: tuple[int, ...] | None, token: int) -> float:
+    """What a trainer computes: its own full log-softmax, normalised again over the ids."""
+    kept = logp_V if ids is None else logp_V[list(ids)]
+    return float(logp_V[token] - torch.logsumexp(kept, -1))
+
+
+@pytest.mark.parametrize("temperature", [0, 0.5, 1, 1.7])
+@pytest.mark.parametrize("params", CUTS, ids=str)
+@pytest.mark.parametrize("is_masked", [False, True])
+def test_a_trainer_gets_the_logprobs_from_the_mask(params: dict[str, Any], temperature: float, is_masked: bool) -> None:
+    more = {"mask": bytes([0b10110111] * 5), "banned": (0, 9)} if is_masked else {}
+    kept = {i for i in range(40) if not is_masked or (0b10110111 >> i % 8 & 1 and i not in (0, 9))}
+    kept &= set(params.get("allowed_token_ids", kept))
+    cut = (params.get("top_k", 0), params.get("top_p", 1), params.get("min_p", 0)) if temperature else (0, 1, 0)
+    for seed in range(12):
+        logits_V = randn(40, seed=seed)
+        tempered_V = logits_V / (temperature or 1)
+        one = row(seed, sampling_mask=True, temperature=temperature, more=more, **params)
+        drawn = draw_one(logits_V, one)
+        ids = drawn.extras[0].sampling_mask
+        expected = naive_support([x if i in kept else -INF for i, x in enumerate(tempered_V.tolist())], *cut)
+        assert ids == (tuple(sorted(expected)) if len(expected) < 40 else None)
+        assert drawn.tokens[0] in expected and drawn.extras[0].raw_logprob is None
+        trainer_V = torch.log_softmax(tempered_V, -1)
+        assert drawn.logprobs[0] == pytest.approx(renormalised(trainer_V, ids, drawn.tokens[0]), abs=3e-6)
+
+
+def test_where_nothing_is_cut_there_is_no_mask() -> None:
+    for params in ({}, {"temperature": 0}, {"temperature": 0, "top_k": 3}, {"top_k": 30}, {"min_p": 1e-30}):
+        assert draw_one(randn(30), row(sampling_mask=True, **params)).extras == (DrawExtras(None, None),)
+    assert draw_one(randn(30), row(sampling_mask=True, logit_bias={1: -1e6})).extras[0].sampling_mask is None
+    everything = {"mask": b"\xff" * 4}
+    assert draw_one(randn(30), row(sampling_mask=True, more=everything)).extras[0].sampling_mask is None
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_every_way_to_forbid_a_token_shows_in_the_mask(temperature: float) -> None:
+    ways: tuple[tuple[dict[str, Any], dict[str, Any], set[int]], ...] = (
+        ({}, {"banned": (2, 5)}, {0, 1, 3, 4, 6, 7}),
+        ({}, {"mask": bytes([0b01101111])}, {0, 1, 2, 3, 5, 6}),
+        ({"allowed_token_ids": [6, 1]}, {}, {1, 6}),
+    )
+    for params, more, expected in ways:
+        drawn = draw_one(randn(8), row(sampling_mask=True, temperature=temperature, more=more, **params))
+        assert drawn.extras[0].sampling_mask == tuple(sorted(expected))
+
+
+def test_each_row_gets_what_it_asked_for_whatever_its_mates_ask() -> None:
+    asks: list[dict[str, Any]] = [{}, {"raw_logprobs": True}, {"sampling_mask": True, "top_k": 3}, {"top_k": 3}]
+    asks.append({"raw_logprobs": True, "sampling_mask": True, "top_p": 0.5, "temperature": 0.7})
+    rows = [row(i, mode=mode, **ask) for i, (ask, mode) in enumerate((ask, mode) for ask in asks for mode in MODES)]
+    logits_BV = randn(len(rows), 50)
+    together = draw(logits_BV.clone(), rows)
+    for i, one in enumerate(rows):
+        alone = draw_one(logits_BV[i], one)
+        assert together.extras[i] == (alone.extras or (DrawExtras(),))[0]
+        assert (together.extras[i].raw_logprob is not None) == one.params.raw_logprobs
+        assert (together.extras[i].sampling_mask is not None) == one.params.sampling_mask
+        assert (together.tokens[i], together.logprobs[i]) == (alone.tokens[0], alone.logprobs[0])
+
+
+class Watch(TorchDispatchMode):
+    """Notes the name of every operation and the shape of what it makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+        self.shapes: list[tuple[int, ...]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.names.append(str(func))
+        self.shapes += [
+            tuple(x.shape) for x in (out if isinstance(out, tuple | list) else [out]) if isinstance(x, Tensor)
+        ]
+        return out
+
+
+def test_what_nobody_asks_for_costs_nothing() -> None:
+    def names(**asked: bool) -> list[str]:
+        with Watch() as watch:
+            draw(randn(3, 40), [row(i, top_k=4, **asked) for i in range(3)])
+        return watch.names
+
+    plain = names()
+    assert sum("log_softmax" in name for name in plain) == 1 and not any("nonzero" in name for name in plain)
+    assert len(names(raw_logprobs=True)) > len(plain) < len(names(sampling_mask=True))
+
+
+# ---- finite always
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_number_is_finite_at_the_extremes(mode: LogprobsMode) -> None:
+    hot, cold = dict.fromkeys(range(0, 50, 2), 1e6), dict.fromkeys(range(49), -1e6)
+    extremes: tuple[dict[str, Any], ...] = (
+        {"logit_bias": hot}, {"logit_bias": cold}, {"logit_bias": {3: 1e6, 4: -1e6}, "temperature": 1e-30},
+        {"temperature": 1e-30}, {"temperature": 1e-300}, {"temperature": 100, "logit_bias": hot}, {"top_k": 1},
+        {"allowed_token_ids": [7]}, {"allowed_token_ids": [7], "logit_bias": {7: -1e6}, "temperature": 1e-30},
+        {"min_p": 1.0, "top_p": 1e-12}, {"repetition_penalty": 100, "temperature": 1e-30}, {"temperature": 0},
+        {"temperature": 0, "logit_bias": cold},
+    )  # fmt: skip
+    for number, params in enumerate(extremes):
+        for scale in (1.0, 1e4):
+            more = {"history": tuple(range(20)), "num_prompt": 3, "mask": b"\xfe" * 7 if number % 2 else None}
+            one = row(number, mode=mode, logprobs=50, raw_logprobs=True, sampling_mask=True, more=more, **params)
+            drawn = draw_one(randn(50, seed=number, scale=scale), one)
+            tops = drawn.top_logprobs[0]
+            raw, ids = drawn.extras[0]
+            assert raw is not None
+            numbers = [drawn.logprobs[0], raw, *(top.logprob for top in tops)]
+            assert all(-INF < x <= 0 for x in numbers), params
+            assert ids is None or drawn.tokens[0] in ids
+            json.dumps(numbers, allow_nan=False)
+            if mode == "processed" and ids is not None and params.get("temperature") != 0:
+                assert {top.token for top in tops} <= set(ids), "what cannot be drawn is left out"
+
+
+# ---- scoring
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    directory = tmp_path_factory.mktemp("tiny_training_sample")
+    return directory, make_model("llama-ratio1-untied", directory)
+
+
+@pytest.fixture
+def ours(tiny: tuple[Path, Any]) -> Iterator[InferenceEngine]:
+    config = EngineConfig(model_path=str(tiny[0]), device="cpu", block_size=4, kv_cache_bytes=16 << 20)
+    with InferenceEngine(config) as engine:
+        yield engine
+
+
+def runner_of(engine: InferenceEngine) -> ModelRunner:
+    assert isinstance(engine.parts.runner, ModelRunner)
+    return engine.parts.runner
+
+
+def test_packed_scores_are_those_of_each_row_alone(ours: InferenceEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = runner_of(ours)
+    hidden_TE = randn(120, 48)
+    rows, found, start = [], [], 0
+    for i, size in enumerate((3, 1, 40, 7, 2, 30, 1, 9)):
+        params = {"temperature": (0, 0.4, 1, 1.9)[i % 4], "prompt_logprobs": (0, 4, 1)[i % 3]}
+        rows.append(row(i, mode=MODES[i % 3], **params))
+        found.append(Scored(i, range(start, start + size), tuple((7 * j + i) % VOCAB_SIZE for j in range(size))))
+        start += size + i % 2
+    for width in (1, 2, 13, 64, 1000):
+        monkeypatch.setattr(runner_module, "_SCORE_ELEMENTS", width * VOCAB_SIZE)
+        with torch.inference_mode():
+            scores = runner._score(rows, found, hidden_TE)
+        assert list(scores) == list(range(8))
+        for one, known in zip(rows, found, strict=True):
+            check_scored(scores[known.row], one, known, runner, hidden_TE)
+    assert runner._score(rows, [], hidden_TE) == {}
+
+
+def check_scored(scores: Scores, one: Any, known: Scored, runner: ModelRunner, hidden_TE: Tensor) -> None:
+    """Compare with the row's own log-softmax, written out."""
+    temperature = 1.0 if one.logprobs_mode == "raw" else one.params.temperature or 1.0
+    with torch.inference_mode():
+        logits_SV = runner.model.head(hidden_TE[known.indices.start : known.indices.stop])
+    logp_SV = torch.log_softmax(logits_SV / temperature, -1)
+    expected = [float(logp_SV[i, target]) for i, target in enumerate(known.targets)]
+    assert scores.logprobs == pytest.approx(expected, abs=1e-6 * max(1, 1 / temperature))
+    for top, logp_V in zip(scores.tops, logp_SV, strict=True):
+        best = logp_V.topk(one.params.prompt_logprobs)
+        assert [x.token for x in top] == best.indices.tolist()
+        assert [x.logprob for x in top] == pytest.approx(best.values.tolist(), abs=1e-6 * max(1, 1 / temperature))
+
+
+def test_a_prompt_token_without_any_chance_has_a_finite_logprob(
+    ours: InferenceEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = runner_of(ours).model.head
+
+    def head(hidden_SE: Tensor) -> Tensor:
+        logits_SV: Tensor = whole(hidden_SE)
+        return logits_SV.index_fill(-1, torch.tensor([9, 44]), -INF)
+
+    monkeypatch.setattr(runner_of(ours).model, "head", head)
+    (one,) = ours.generate([PROMPT], SamplingParams(max_tokens=1, prompt_logprobs=VOCAB_SIZE, temperature=1e-30))
+    assert one.prompt_logprobs is not None and one.prompt_top_logprobs is not None
+    assert [x == -9999.0 for x in one.prompt_logprobs] == [True, False, False, True]
+    assert all(len(top) == VOCAB_SIZE - 2 for top in one.prompt_top_logprobs)
+    assert through_json(one) == one
+
+
+def test_scoring_many_sequences_makes_nothing_large_and_calls_the_head_seldom(
+    ours: InferenceEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner, width, rng = runner_of(ours), 64, random.Random(2)
+    texts = [[rng.randrange(VOCAB_SIZE) for _ in range(rng.randrange(2, 8))] for _ in range(40)]
+    texts.insert(17, [rng.randrange(VOCAB_SIZE) for _ in range(700)])
+    expected = [ours.score(ids) for ids in texts]
+    monkeypatch.setattr(runner_module, "_SCORE_ELEMENTS", width * VOCAB_SIZE)
+    watch, calls, inner, whole = Watch(), [], runner._score, runner.model.head
+
+    def head(hidden_SE: Tensor) -> Tensor:
+        calls.append(hidden_SE.size(0))
+        return whole(hidden_SE)
+
+    def score(*args: Any) -> dict[int, Scores]:
+        with watch:
+            return inner(*args)
+
+    monkeypatch.setattr(runner.model, "head", head)
+    monkeypatch.setattr(runner, "_score", score)
+    ours.flush_cache()
+    found = ours.score(texts)
+    total = sum(len(ids) - 1 for ids in texts)
+    assert sum(calls) == total and max(calls) == width
+    assert len(calls) == -(-total // width)
+    assert watch.shapes and max(math.prod(shape) for shape in watch.shapes) <= width * VOCAB_SIZE
+    for mine, alone in zip(found, expected, strict=True):
+        assert mine == pytest.approx(alone, abs=1e-5)
+
+
+# ---- through the engine
+
+
+@pytest.mark.parametrize("temperature", [0, 0.7, 1])
+@pytest.mark.parametrize(
+    "params", [{"top_k": 6}, {"top_p": 0.8, "min_p": 0.02}, {"allowed_token_ids": range(0, 90, 7)}]
+)
+def test_a_trainer_recomputes_what_an_engine_reports(
+    ours: InferenceEngine, tiny: tuple[Path, Any], temperature: float, params: dict[str, Any]
+) -> None:
+    asked = SamplingParams(
+        temperature=temperature, max_tokens=12, seed=3, raw_logprobs=True, sampling_mask=True, **params
+    )
+    for one in ours.generate([PROMPT], asked, 2):
+        table = reference_logprobs(tiny[1], [*PROMPT, *one.completion_tokens])[len(PROMPT) - 1 :]
+        tempered = torch.log_softmax(table / (temperature or 1), -1)
+        assert one.raw_logprobs is not None and one.sampling_masks is not None
+        assert len(one.completion_tokens) == 12
+        is_cut = temperature > 0 or "allowed_token_ids" in params
+        for i, token in enumerate(one.completion_tokens):
+            ids = one.sampling_masks[i]
+            assert (ids is not None) == is_cut
+            assert one.logprobs[i] == pytest.approx(renormalised(tempered[i], ids, token), abs=1e-4)
+            assert one.raw_logprobs[i] == pytest.approx(float(table[i, token]), abs=1e-4)
+        assert through_json(one) == one
+
+
+def test_a_stream_tells_the_version_and_the_extras_of_every_token() -> None:
+    engine = InferenceEngine(fake_config(), parts=fake_parts("radix", 200, 4, lookahead=3))
+    asked = SamplingParams(max_tokens=30, seed=5, ignore_eos=True, raw_logprobs=True, sampling_mask=True)
+    request = engine.add_request(PROMPT, asked, program=Calculator())
+    found: dict[str, list[Any]] = {"versions": [], "raw_logprobs": [], "sampling_masks": []}
+    done = None
+    for _ in range(40):
+        for delta in engine.tick().deltas:
+            for name, values in found.items():
+                values += getattr(delta, name)
+                assert len(getattr(delta, name)) == len(delta.token_ids)
+            done = delta.sample
+    assert done is not None and done.request_id == request and 0 in done.mask
+    assert found["versions"] == list(done.token_versions) == [0] * 30
+    assert found["raw_logprobs"] == list(done.raw_logprobs or ()) == [-0.25 * drawn for drawn in done.mask]
+    drawn = zip(done.completion_tokens, done.mask, strict=True)
+    assert found["sampling_masks"] == list(done.sampling_masks or ()) == [(t,) if was else () for t, was in drawn]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_sample_names_the_mode_of_its_logprobs(mode: LogprobsMode) -> None:
+    engine = InferenceEngine(dataclasses.replace(fake_config(), logprobs_mode=mode), parts=fake_parts("radix", 60, 4))
+    other: LogprobsMode = "raw" if mode == "processed" else "processed"
+    params = [SamplingParams(max_tokens=2), SamplingParams(max_tokens=2, logprobs_mode=other)]
+    assert [one.logprobs_mode for one in engine.generate([PROMPT, PROMPT], params)] == [mode, other]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_engine_s_mode_is_the_one_that_is_computed(mode: LogprobsMode, tiny: tuple[Path, Any]) -> None:
+    config = EngineConfig(model_path=str(tiny[0]), device="cpu", kv_cache_bytes=1 << 20, logprobs_mode=mode)
+    with InferenceEngine(config) as engine:
+        (one,) = engine.generate([PROMPT], SamplingParams(max_tokens=6, seed=1, temperature=0.5, raw_logprobs=True))
+    assert one.logprobs_mode == mode and len(one.logprobs) == 6
+    assert (one.logprobs == one.raw_logprobs) == (mode == "raw")
