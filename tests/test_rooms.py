@@ -18,16 +18,17 @@ FILES = sorted(HOME.rglob("*.py"))
 LEVELS = (
     "types",
     "config",
+    "memory",
     "kv text catalog sequence scheduling sampling door",
-    "attention",
+    "attention ledger",
     "models",
     "loader",
-    "batch",
+    "batch weights",
     "runner",
     "core",
     "assemble",
     "engine",
-    "workloads",
+    "workloads rollout",
     "cli",
     "__main__",
 )
@@ -35,6 +36,7 @@ LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms.spl
 LEVEL["__init__"] = -1  # the package itself: the version, which everybody may read
 TORCH_FREE = (
     *("__init__.py", "types.py", "config.py", "sequence.py", "scheduling.py", "door.py", "core.py", "engine.py"),
+    "rollout.py",
     *("catalog.py", "kv/__init__.py", "kv/hashing.py", "kv/paged.py", "kv/pool.py", "kv/radix.py", "models/config.py"),
     *("loader/hf_config.py", "loader/gguf_file.py", "loader/gguf_config.py", "loader/fields.py"),
 )

@@ -1,69 +1,45 @@
 """What type checkers see of the package: the same names as `__init__.py`, held equal by a test."""
 
-from nano_inference.attention import (
-    FlexAttentionBackend as FlexAttentionBackend,
-)
-from nano_inference.attention import (
-    ForwardInput as ForwardInput,
-)
-from nano_inference.attention import (
-    Span as Span,
-)
-from nano_inference.attention import (
-    create_attention_mask as create_attention_mask,
-)
-from nano_inference.attention import (
-    create_sliding_window_causal_mask as create_sliding_window_causal_mask,
-)
+from nano_inference.attention import FlexAttentionBackend as FlexAttentionBackend
+from nano_inference.attention import ForwardInput as ForwardInput
+from nano_inference.attention import Span as Span
+from nano_inference.attention import create_attention_mask as create_attention_mask
+from nano_inference.attention import create_sliding_window_causal_mask as create_sliding_window_causal_mask
 from nano_inference.config import EngineConfig as EngineConfig
 from nano_inference.config import SchedulerConfig as SchedulerConfig
 from nano_inference.engine import InferenceEngine as InferenceEngine
-from nano_inference.kv import (
-    KVCacheManager as KVCacheManager,
-)
-from nano_inference.kv import (
-    PagedKVCache as PagedKVCache,
-)
-from nano_inference.kv import (
-    RadixKVCache as RadixKVCache,
-)
-from nano_inference.kv import (
-    compute_block_hash as compute_block_hash,
-)
+from nano_inference.kv import KVCacheManager as KVCacheManager
+from nano_inference.kv import PagedKVCache as PagedKVCache
+from nano_inference.kv import RadixKVCache as RadixKVCache
+from nano_inference.kv import compute_block_hash as compute_block_hash
 from nano_inference.kv.store import KVStore as KVStore
+from nano_inference.rollout import Rollout as Rollout
+from nano_inference.rollout import Segment as Segment
+from nano_inference.rollout import Turn as Turn
+from nano_inference.rollout import run_rollouts as run_rollouts
 from nano_inference.runner import model_forward as model_forward
 from nano_inference.sampling import sample_with_logprobs as sample_with_logprobs
 from nano_inference.scheduling import schedule as schedule
-from nano_inference.types import (
-    BadRequest as BadRequest,
-)
-from nano_inference.types import (
-    CacheAllocation as CacheAllocation,
-)
-from nano_inference.types import (
-    CacheFull as CacheFull,
-)
-from nano_inference.types import (
-    Delta as Delta,
-)
-from nano_inference.types import (
-    EngineDead as EngineDead,
-)
-from nano_inference.types import (
-    ModelError as ModelError,
-)
-from nano_inference.types import (
-    SamplingParams as SamplingParams,
-)
-from nano_inference.types import (
-    SchedulerOutput as SchedulerOutput,
-)
-from nano_inference.types import (
-    SeqView as SeqView,
-)
-from nano_inference.types import (
-    TrainingSample as TrainingSample,
-)
+from nano_inference.types import BadRequest as BadRequest
+from nano_inference.types import CacheAllocation as CacheAllocation
+from nano_inference.types import CacheFull as CacheFull
+from nano_inference.types import Delta as Delta
+from nano_inference.types import EngineDead as EngineDead
+from nano_inference.types import EnginePaused as EnginePaused
+from nano_inference.types import ModelError as ModelError
+from nano_inference.types import SamplingParams as SamplingParams
+from nano_inference.types import SchedulerOutput as SchedulerOutput
+from nano_inference.types import SeqView as SeqView
+from nano_inference.types import TrainingSample as TrainingSample
+from nano_inference.types import UpdateBusy as UpdateBusy
+from nano_inference.types import VersionSpan as VersionSpan
+from nano_inference.types import WeightError as WeightError
+from nano_inference.types import WeightInfo as WeightInfo
+from nano_inference.weights.checksum import weights_checksum as weights_checksum
+from nano_inference.weights.directory import save_weights as save_weights
+from nano_inference.weights.directory import weights_in as weights_in
+from nano_inference.weights.group import WeightGroup as WeightGroup
+from nano_inference.weights.sync import WeightSyncManager as WeightSyncManager
 
 __all__: list[str]
 __version__: str

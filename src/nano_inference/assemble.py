@@ -23,6 +23,7 @@ from nano_inference.runner import ModelRunner, Runner
 from nano_inference.text.stops import stop_matcher
 from nano_inference.text.tokenizer import Tokenizer, load_tokenizer
 from nano_inference.types import Matcher, TokenizerSource
+from nano_inference.weights.sync import WeightSyncManager
 
 _DTYPES: dict[Dtype, torch.dtype] = {
     "float32": torch.float32,
@@ -51,6 +52,9 @@ class EngineParts:
     stop_matcher: StopMatcher | None = None
     """Makes the matchers of stop strings; None when there is no tokenizer."""
     checkpoint: Checkpoint | None = None
+    weights: WeightSyncManager | None = None
+    """Replaces the weights; None where there are none to replace."""
+    is_on_cuda: bool = False
 
 
 def assemble(config: EngineConfig, progress: LoadProgress | None = None) -> EngineParts:
@@ -70,14 +74,17 @@ def assemble(config: EngineConfig, progress: LoadProgress | None = None) -> Engi
     model = load_model(checkpoint, device, dtype, max_model_len, progress)
     num_blocks = count_blocks(config, model.config, device, dtype, max_model_len)
     store = make_store(model.config, num_blocks, config.block_size, device, dtype)
+    runner = ModelRunner(model, store, pick(config.attention, device), device)
     return EngineParts(
-        runner=ModelRunner(model, store, pick(config.attention, device), device),
+        runner=runner,
         kv=make_kv(config.cache_type, num_blocks, config.block_size),
         vocab_size=model.config.vocab_size,
         max_model_len=max_model_len,
         eos_token_ids=frozenset(model.config.eos_token_ids),
         stop_matcher=matcher_maker(checkpoint.tokenizer),
         checkpoint=checkpoint,
+        weights=WeightSyncManager(model, runner.install),
+        is_on_cuda=device.type == "cuda",
     )
 
 

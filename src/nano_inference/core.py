@@ -8,18 +8,19 @@ from __future__ import annotations
 import math
 from bisect import insort
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 
 from nano_inference.config import SchedulerConfig
 from nano_inference.kv import Hit, KVManager
 from nano_inference.runner import Runner
 from nano_inference.scheduling import schedule
-from nano_inference.sequence import Sequence, advance, finish, to_delta
+from nano_inference.sequence import NO_EXTRAS, Sequence, advance, finish, to_delta
 from nano_inference.types import (
     BlockCopy,
     Delta,
-    LogprobsMode,
+    DrawExtras,
+    OnRunning,
     Row,
     RowResult,
     ScheduledBatch,
@@ -28,6 +29,7 @@ from nano_inference.types import (
     StepResult,
     StepStats,
     TopLogprobs,
+    WeightLabel,
     Work,
 )
 
@@ -42,23 +44,28 @@ class Core:
         limits: SchedulerConfig,
         *,
         vocab_size: int,
-        logprobs_mode: LogprobsMode,
     ) -> None:
         self.version = 0
         """How many times weights were installed since the start."""
+        self.labels: dict[int, WeightLabel] = {}
+        """What the trainer calls a version, where it said so."""
         self.is_torn = False
         """Whether a step was left half done: then nothing here can be trusted any more."""
         self._vocab_size = vocab_size
         self._runner = runner
         self._kv = kv
         self._limits = limits
-        self._logprobs_mode = logprobs_mode
         self._waiting: OrderedDict[int, Sequence] = OrderedDict()
         self._running: list[Sequence] = []
 
     def has_work(self) -> bool:
         """Whether any sequence waits or runs."""
         return bool(self._waiting or self._running)
+
+    def begun_requests(self) -> frozenset[int]:
+        """Requests of which any sequence runs, or ran and has not ended."""
+        started = (seq for seq in self._waiting.values() if seq.num_cached is not None)
+        return frozenset(seq.request.id for seq in (*self._running, *started))
 
     def enqueue(self, sequences: Iterable[Sequence]) -> None:
         """Put new sequences at the end of the queue."""
@@ -68,14 +75,50 @@ class Core:
         """End a sequence that waits or runs; return its last delta. Its blocks are free at once."""
         finish(seq, "abort", None)
         self._leave(seq)
-        return to_delta(seq, 0, self.version)
+        return to_delta(seq, 0, self.version, self.labels)
 
-    def step(self) -> StepResult:
-        """Run one step. An interruption (Ctrl-C) while the model computes harms nothing: it is computed again."""
+    def install(self, version: int, label: WeightLabel | None, on_running: OnRunning) -> list[Delta]:
+        """Let a new version begin at this step boundary; return the last deltas of what it ended.
+
+        K/V of older versions can no longer be found. A prompt whose scores were begun is scored again from its start,
+        so that its log-probabilities are all of one version.
+        """
+        self.version = version
+        if label is not None:
+            self.labels[version] = label
+        if on_running == "abort":
+            begun = self.begun_requests()
+            return [self.abort(seq) for seq in (*self._running, *self._waiting.values()) if seq.request.id in begun]
+        if on_running == "recompute":
+            self.preempt_all()
+        for seq in (*reversed(self._running), *self._waiting.values()):
+            if seq.next_score is not None:
+                self._score_again(seq)
+        return []
+
+    def preempt_all(self) -> None:
+        """Take the blocks of everything that runs; it goes on later, oldest first, and computes its K/V again."""
+        for seq in reversed(self._running.copy()):
+            self._preempt(seq)
+
+    def _score_again(self, seq: Sequence) -> None:
+        """Forget the scores of a prompt that is still being scored."""
+        if seq.id not in self._waiting:
+            self._preempt(seq)
+        seq.scores.clear()
+        seq.score_tops.clear()
+
+    def step(self, *, admit_new: bool = True) -> StepResult:
+        """Run one step. An interruption (Ctrl-C) while the model computes harms nothing: it is computed again.
+
+        Without `admit_new`, only requests that have begun go on.
+        """
         self.is_torn = True
         hits: dict[int, Hit] = {}
-        plan = schedule(self._waiting_views(hits), self._running_views(), self._kv.num_free_blocks(), self._limits)
-        assert plan.work or plan.preempted_seqs or not self.has_work(), "a step without work"
+        admitted = None if admit_new else self.begun_requests()
+        waiting = self._waiting_views(hits, admitted)
+        plan = schedule(waiting, self._running_views(), self._kv.num_free_blocks(), self._limits)
+        assert plan.work or plan.preempted_seqs or admitted == frozenset() or not self.has_work(), "a step without work"
         rows, batch = self._apply(plan, hits)
         results = self._run(rows, batch)
         result = self._commit(plan, rows, batch, results)
@@ -102,10 +145,15 @@ class Core:
             for seq in self._running
         ]
 
-    def _waiting_views(self, hits: dict[int, Hit]) -> Iterator[SeqView]:
-        """Counts of the waiting sequences with what the cache would give them, noted in `hits`; lazy."""
+    def _waiting_views(self, hits: dict[int, Hit], admitted: Collection[int] | None) -> Iterator[SeqView]:
+        """Counts of the waiting sequences with what the cache would give them, noted in `hits`; lazy.
+
+        `admitted` names the requests that may start; None lets all.
+        """
         size = self._kv.block_size
         for seq in self._waiting.values():
+            if admitted is not None and seq.request.id not in admitted:
+                continue
             scored = seq.next_score
             known = seq.tokens if scored is None else seq.tokens[:scored]
             hit = hits[seq.id] = self._kv.peek(known, (self.version, seq.request.salt))
@@ -192,7 +240,7 @@ class Core:
             blocks=tuple(seq.blocks),
             num_sampled=work.num_sampled,
             params=params,
-            logprobs_mode=params.logprobs_mode or self._logprobs_mode,
+            logprobs_mode=seq.logprobs_mode,
             seed=seq.request.seed,
             sample_index=seq.sample_index,
             banned=tuple(sorted(seq.stop_ids)) if draws and seq.num_new < params.min_tokens else (),
@@ -232,20 +280,32 @@ class Core:
             num_sampled += sum(seq.mask[len(seq.mask) - num_added :])
             self._publish(seq, is_chunk=len(row.tokens) > 1)
             if num_added or seq.finish_reason:
-                deltas.append(to_delta(seq, num_added, self.version))
+                deltas.append(to_delta(seq, num_added, self.version, self.labels))
             if seq.finish_reason:
                 self._leave(seq)
+        num_computed = sum(len(row.tokens) for row in batch.rows)
+        return self._result(deltas, len(rows), num_computed, num_sampled, len(plan.preempted_seqs))
+
+    def idle_result(self, deltas: Seq[Delta]) -> StepResult:
+        """Return the result of a step that computes nothing."""
+        return self._result(deltas, 0, 0, 0, 0)
+
+    def _result(
+        self, deltas: Seq[Delta], num_rows: int, num_computed: int, num_sampled: int, num_preempted: int
+    ) -> StepResult:
+        """Put together what a step gives back."""
         return StepResult(
             deltas=tuple(deltas),
             samples=tuple(delta.sample for delta in deltas if delta.sample is not None),
             stats=StepStats(
-                num_rows=len(rows),
-                num_computed=sum(len(row.tokens) for row in batch.rows),
+                num_rows=num_rows,
+                num_computed=num_computed,
                 num_sampled=num_sampled,
-                num_preempted=len(plan.preempted_seqs),
+                num_preempted=num_preempted,
                 num_running=len(self._running),
                 num_waiting=len(self._waiting),
                 num_free_blocks=self._kv.num_free_blocks(),
+                weight_version=self.version,
             ),
         )
 
@@ -257,11 +317,12 @@ class Core:
         num_added = num_drawn = 0
         seq.num_computed = row.start + len(row.tokens)
         tops = result.top_logprobs or ((),) * len(result.tokens)
-        for token, logprob, top in zip(result.tokens, result.logprobs, tops, strict=True):
+        extras = result.extras or (NO_EXTRAS,) * len(result.tokens)
+        for token, logprob, top, extra in zip(result.tokens, result.logprobs, tops, extras, strict=True):
             if not math.isfinite(logprob):
                 finish(seq, "abort", "no token can be drawn: the logits are not finite or all tokens are forbidden")
                 break
-            added = self._advance(seq, token, logprob, top)
+            added = self._advance(seq, token, logprob, top, extra)
             num_drawn += 1
             num_added += added
             if seq.finish_reason or added > 1:
@@ -271,11 +332,11 @@ class Core:
             finish(seq, "length", None)
         return num_added
 
-    def _advance(self, seq: Sequence, token: int, logprob: float, top: TopLogprobs) -> int:
+    def _advance(self, seq: Sequence, token: int, logprob: float, top: TopLogprobs, extra: DrawExtras) -> int:
         """Append a drawn token and what it forces; a failing matcher or program ends its own sample only."""
         before = seq.num_new
         try:
-            advance(seq, token, logprob, top, self.version)
+            advance(seq, token, logprob, top, self.version, extra)
             outside = next((t for t in seq.tokens[seq.num_prompt + before :] if not 0 <= t < self._vocab_size), None)
             if outside is not None:
                 raise ValueError(f"the token program forced {outside}, outside the vocabulary of {self._vocab_size}")

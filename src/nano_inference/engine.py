@@ -5,32 +5,50 @@ Ids in, ids out: the engine knows nothing about text.
 
 from __future__ import annotations
 
+import logging
 import secrets
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import replace
+from pathlib import Path
 from typing import Self, cast
 
 from nano_inference.assemble import EngineParts, assemble
 from nano_inference.config import EngineConfig, SchedulerConfig
 from nano_inference.core import Core
 from nano_inference.door import Limits, MatcherFactory, admit
+from nano_inference.ledger import Ledger
 from nano_inference.runner import ClosedRunner
 from nano_inference.sampling import derive_seed
-from nano_inference.sequence import Sequence, start_sequences
+from nano_inference.sequence import start_sequences
 from nano_inference.types import (
+    ON_RUNNING,
+    PAUSE_MODES,
     BadRequest,
     Delta,
     EngineDead,
+    EnginePaused,
+    OnRunning,
+    PauseMode,
     Request,
     SamplingParams,
     StepResult,
     TokenProgram,
     TrainingSample,
+    WeightError,
+    WeightInfo,
+    WeightLabel,
+    check_bool,
+    check_number,
 )
+from nano_inference.weights.directory import weights_in
+from nano_inference.weights.group import GroupBackend, WeightGroup
+from nano_inference.weights.staging import NamedWeights, UpdateRules
+from nano_inference.weights.sync import WeightSyncManager
 
 Progress = Callable[[StepResult], None]
+
+_log = logging.getLogger(__name__)
 
 
 class InferenceEngine:
@@ -47,15 +65,17 @@ class InferenceEngine:
             num_blocks=self.parts.kv.num_blocks,
             block_size=self.parts.kv.block_size,
         )
-        self._live: dict[int, list[Sequence]] = {}
-        """Request id -> its sequences that have not ended."""
-        self._mailboxes: dict[int, deque[Delta]] = {}
-        """Deltas of the requests that `generate` and `stream` wait for."""
-        self._finished: list[TrainingSample] = []
-        """Samples of other requests, for `step`."""
+        self._ledger = Ledger()
         self._next_request = 0
         self._next_sequence = 0
         self._error: BaseException | None = None
+        self._is_paused = False
+        self._is_asleep = False
+        self._on_running: OnRunning = "keep"
+        """What the update under way does to requests that have begun."""
+        self._failed_update: WeightError | None = None
+        """What went wrong with an update that nobody waited for yet."""
+        self._group: WeightGroup | None = None
 
     # ---- asking -----------------------------------------------------------------------------------------------------
 
@@ -103,8 +123,12 @@ class InferenceEngine:
         salt: str = "",
         make_matcher: MatcherFactory | None = None,
         program: TokenProgram | None = None,
+        claim: bool = False,
     ) -> int:
-        """Queue a request and return its id; its samples come back from `step`. Raises `BadRequest`."""
+        """Queue a request and return its id; its samples come back from `step`. Raises `BadRequest`.
+
+        With `claim` they wait for `collect` instead, whoever drives the engine meanwhile.
+        """
         request = self._admit(
             prompt,
             sampling_params or SamplingParams(),
@@ -113,8 +137,23 @@ class InferenceEngine:
             make_matcher=make_matcher,
             program=program,
         )
-        self._enqueue(request, claimed=False)
+        self._enqueue(request, claimed=claim)
         return request.id
+
+    def wait_for_any(self, request_ids: Iterable[int], progress: Progress | None = None) -> list[int]:
+        """Run steps until one of these requests has ended; return all that have. Raises `EnginePaused`."""
+        ids = list(request_ids)
+        while ids and not (ended := [one for one in ids if not self._ledger.is_live(one)]):
+            self._require_running()
+            result = self.tick()
+            if progress is not None:
+                progress(result)
+        return ended if ids else []
+
+    def collect(self, request_id: int) -> list[TrainingSample]:
+        """Return a claimed request's samples, in order, and forget it; what has not ended is aborted."""
+        self.abort(request_id)
+        return self._ledger.close(request_id)
 
     def score(
         self, token_ids: Seq[int] | Seq[Seq[int]], start: int = 0, *, temperature: float = 1.0
@@ -132,64 +171,247 @@ class InferenceEngine:
         texts: Seq[Seq[int]] = [token_ids] if single else token_ids
         params = SamplingParams(temperature=temperature, max_tokens=0, prompt_logprobs=0, logprobs_mode="tempered")
         requests = [self._admit(ids, params, 1, offset=i, score_start=start) for i, ids in enumerate(texts)]
-        scores = [list(sample.prompt_logprobs or ()) for sample in self._finish_all(requests, None)]
+        samples = self._finish_all(requests, None)
+        for index, sample in enumerate(samples):
+            if sample.finish_reason == "abort":
+                raise ValueError(f"token_ids[{index}]: {sample.stop_reason or 'the request was aborted'}")
+        scores = [list(sample.prompt_logprobs or ()) for sample in samples]
         return scores[0] if single else scores
 
-    def abort(self, request_id: int) -> tuple[TrainingSample, ...]:
-        """End a request now and return its unfinished samples, with what they have, as "abort".
+    def abort(self, request_ids: int | Iterable[int]) -> tuple[TrainingSample, ...]:
+        """End one request, or several, now; return their unfinished samples, with what they have, as "abort".
 
         Works for waiting, prefilling and running requests. An unknown or finished id gives nothing.
         """
         if self._core.is_torn:
             return ()
-        deltas = [self._core.abort(seq) for seq in self._live.pop(request_id, ())]
-        if request_id in self._mailboxes:
-            self._mailboxes[request_id].extend(deltas)
+        ids = (request_ids,) if isinstance(request_ids, int) else tuple(request_ids)
+        deltas = [self._core.abort(seq) for one in ids for seq in self._ledger.sequences_of(one)]
+        self._ledger.deliver(deltas, keep_samples=False)
         return tuple(delta.sample for delta in deltas if delta.sample is not None)
+
+    def abort_all(self) -> tuple[TrainingSample, ...]:
+        """End every request now, as `abort` does."""
+        return self.abort(self._ledger.live_requests())
 
     # ---- driving ----------------------------------------------------------------------------------------------------
 
     def has_pending(self) -> bool:
-        """Whether `step` has anything to do or to give."""
-        return self._core.has_work() or bool(self._finished)
+        """Whether `step` has anything to do or to give; a paused engine has nothing to do."""
+        return self._ledger.has_finished or (self._core.has_work() and not self._is_halted())
 
     def step(self) -> list[TrainingSample]:
         """Run one step; return the samples of `add_request`s that ended."""
-        if self._core.has_work() or not self._finished:
+        if self._core.has_work() or not self._ledger.has_finished:
             self.tick()
-        finished, self._finished = self._finished, []
-        return finished
+        return self._ledger.take_finished()
 
     def tick(self) -> StepResult:
         """Run one step and return all it did: what `step`, `stream` and `generate` are made of.
 
-        A failure inside kills the engine: this call raises its cause, later ones `EngineDead`. An interruption
-        (Ctrl-C) while the model computes harms nothing: those rows are computed again.
+        New weights that are ready are installed first; a paused engine does no more than that. A failure inside kills
+        the engine: this call raises its cause, later ones `EngineDead`. An interruption (Ctrl-C) while the model
+        computes harms nothing: those rows are computed again.
         """
         self._require_alive()
+        ended = self._install_staged()
+        if self._is_halted():
+            return self._core.idle_result(ended)
+        return self._core_step(ended, admit_new=not self._is_draining())
+
+    def _core_step(self, ended: Seq[Delta], *, admit_new: bool) -> StepResult:
+        """Let the core run a step, and deliver what it gave; `ended` goes before it in the result."""
+        sync = self.parts.weights
         try:
-            result = self._core.step()
+            if sync is not None:
+                sync.begin_step()
+            result = self._core.step(admit_new=admit_new)
         except BaseException as error:
             if isinstance(error, Exception) or self._core.is_torn:
                 self._error = error
             raise
-        self._deliver(result.deltas)
-        return result
+        finally:
+            if sync is not None:
+                sync.end_step()
+        self._ledger.deliver(result.deltas)
+        return result.after(ended)
 
     def flush_cache(self) -> int:
         """Forget all cached prefixes; idle blocks are free at once, held ones when released. Returns how many."""
         return self.parts.kv.flush()
 
+    # ---- control ----------------------------------------------------------------------------------------------------
+
+    def pause(self, mode: PauseMode = "keep", *, clear_cache: bool = False) -> None:
+        """Stop running steps. Requests can still be added; they wait. Pausing a paused engine again is allowed.
+
+        "keep" freezes everything where it is; "wait" first runs to its end what has begun; "abort" ends all requests
+        now (their samples come from `step`, or to whoever waits for them). `clear_cache` gives all K/V back: what goes
+        on later computes its own again. Raises `ValueError` for another mode, `EnginePaused` when it sleeps.
+        """
+        if mode not in PAUSE_MODES:
+            raise BadRequest(f"mode must be one of {', '.join(PAUSE_MODES)}, got {mode!r}")
+        check_bool("clear_cache", clear_cache)
+        self._require_alive()
+        if mode == "wait":
+            self._drain()
+        elif mode == "abort":
+            self._abort_for_step()
+        self._is_paused = True
+        if clear_cache:
+            self._core.preempt_all()
+            self.flush_cache()
+
+    def resume(self) -> None:
+        """Go on after `pause`. Resuming an engine that runs is allowed."""
+        self._require_alive()
+        self._is_paused = False
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether `pause` holds the engine."""
+        return self._is_paused
+
+    @property
+    def is_asleep(self) -> bool:
+        """Whether `sleep` holds the engine."""
+        return self._is_asleep
+
+    def sleep(self, *, discard_weights: bool = False) -> None:
+        """Give the memory of the KV cache back; requests stay and compute their K/V again after `wake`.
+
+        On CUDA the weights move to main memory; on a CPU they stay. With `discard_weights` they are dropped, and
+        nothing runs before `update_weights` has brought all of them again. Sleeping twice is allowed.
+        """
+        check_bool("discard_weights", discard_weights)
+        self._require_alive()
+        self._core.preempt_all()
+        self.flush_cache()
+        self._is_asleep = True
+        self.parts.runner.free_cache()
+        if self.parts.weights is not None:
+            self.parts.weights.sleep(discard=discard_weights)
+
+    def wake(self) -> None:
+        """Take the memory that `sleep` gave back. Waking an engine that is awake is allowed."""
+        self._require_alive()
+        if self._is_asleep:
+            self.parts.runner.restore_cache()
+            if self.parts.weights is not None:
+                self.parts.weights.wake()
+        self._is_asleep = False
+
+    # ---- weights ----------------------------------------------------------------------------------------------------
+
+    def update_weights(
+        self,
+        weights: NamedWeights | str | Path,
+        *,
+        blocking: bool = False,
+        on_running: OnRunning | None = None,
+        version: WeightLabel | None = None,
+        partial: bool = False,
+        allow_nonfinite: bool = False,
+        checksum: str | None = None,
+        timeout: float | None = None,
+    ) -> int:
+        """Replace the weights between two steps; return the version that these will be.
+
+        `weights` are (Hugging Face name, tensor) pairs or a state dict, `weights_in(directory)` (or just the path of
+        the directory), or `WeightGroup.receive()`. All are gathered and checked beside the old ones, which serve on
+        when anything is wrong. `blocking=True` gathers here, raises `WeightError` when they cannot be used, and
+        installs them before it returns. Otherwise a thread gathers while steps go on, `tick` installs, and the tensors
+        must not change until then; `finish_update` waits for it and raises what went wrong.
+
+        `on_running` says what happens to requests that have begun: "keep" their K/V and go on (the default when not
+        blocking), "recompute" their K/V (the default when blocking), "abort" them, or "wait" for their end first.
+        `version` is the trainer's own name for these weights, a string or an integer. With `partial`, tensors that are
+        not named keep their values; `allow_nonfinite` lets NaN in; `checksum` is what `weights_checksum` must give.
+        An update that is not gathered after `timeout` seconds is given up (not for `blocking`, which waits for its
+        source). Raises `UpdateBusy` while another update is under way, `BadRequest` naming a wrong argument.
+        """
+        sync = self._sync()
+        try:
+            _check_update(blocking, on_running, version, timeout)
+            rules = UpdateRules(partial=partial, allow_nonfinite=allow_nonfinite, checksum=checksum)
+        except ValueError as error:
+            raise BadRequest(str(error)) from None
+        named = weights_in(weights) if isinstance(weights, str | Path) else weights
+        if blocking:
+            sync.stage(named, rules=rules, label=version)
+        else:
+            sync.start_sync(named, rules=rules, label=version, timeout=timeout)
+        self._on_running = on_running or ("recompute" if blocking else "keep")
+        self._failed_update = None
+        coming = sync.version + 1
+        return self.finish_update() if blocking else coming
+
+    def finish_update(self, timeout: float | None = None) -> int:
+        """Wait until the update under way is gathered, install it, and return the version in force.
+
+        Runs what has begun to its end first when the update was asked to "wait". Raises the `WeightError` of an update
+        that failed, also when a `tick` has seen it before, and `TimeoutError` after `timeout` seconds.
+        """
+        sync = self._sync()
+        if sync.wait(timeout) == "staging":
+            raise TimeoutError(f"the update is still being gathered after {timeout} seconds")
+        if sync.state == "staged" and self._on_running == "wait":
+            self._drain()
+        self._install_staged()
+        if self._failed_update is not None:
+            failure, self._failed_update = self._failed_update, None
+            raise failure
+        return self._core.version
+
+    def cancel_update(self) -> bool:
+        """Forget an update that is not installed yet; whether there was one."""
+        return self._sync().cancel()
+
     def get_weight_version(self) -> int:
         """Return how many times weights were installed since the start."""
         return self._core.version
 
+    def weight_info(self) -> WeightInfo:
+        """Return the version in force, its label, and where an update stands."""
+        version = self._core.version
+        state = self.parts.weights.state if self.parts.weights is not None else "idle"
+        return WeightInfo(version, self._core.labels.get(version), state)
+
+    def weights_checksum(self) -> str:
+        """Return `weights_checksum` of the weights in force: a trainer's own tells whether they arrived whole."""
+        return self._sync().checksum()
+
+    def init_weights_update_group(
+        self,
+        address: str,
+        port: int,
+        *,
+        rank: int,
+        world_size: int,
+        backend: GroupBackend | None = None,
+        timeout: float = 300.0,
+    ) -> WeightGroup:
+        """Join a trainer's process group (rank 0 is the trainer); `update_weights(group.receive())` then takes from it.
+
+        Gloo on a CPU and NCCL on CUDA, unless `backend` names one. Waits for the others, `timeout` seconds at most,
+        which also bounds every broadcast. The engine closes the group when it joins another, and at its end.
+        """
+        self._require_alive()
+        if self._group is not None:
+            self._group.close()
+        backend = backend or ("nccl" if self.parts.is_on_cuda else "gloo")
+        self._group = WeightGroup(address, port, rank=rank, world_size=world_size, backend=backend, timeout=timeout)
+        return self._group
+
     def shutdown(self) -> None:
         """Abort everything and let go of model and cache; later calls raise `EngineDead`. May be called twice."""
-        for request_id in list(self._live):
-            self.abort(request_id)
+        self.abort_all()
         self._error = self._error or EngineDead("the engine was shut down")
-        self.parts = replace(self.parts, runner=ClosedRunner())
+        if self.parts.weights is not None:
+            self.parts.weights.cancel()
+        if self._group is not None:
+            self._group.close()
+        self.parts = replace(self.parts, runner=ClosedRunner(), weights=None)
         self._core = self._new_core()
 
     def _new_core(self) -> Core:
@@ -205,7 +427,6 @@ class InferenceEngine:
             self.parts.kv,
             limits,
             vocab_size=self.parts.vocab_size,
-            logprobs_mode=self.config.logprobs_mode,
         )
 
     def __enter__(self) -> Self:
@@ -213,6 +434,65 @@ class InferenceEngine:
 
     def __exit__(self, *_: object) -> None:
         self.shutdown()
+
+    # ---- the step boundary ------------------------------------------------------------------------------------------
+
+    def _is_halted(self) -> bool:
+        """Whether no steps may run now."""
+        return self._is_paused or self._is_asleep or not self._has_weights()
+
+    def _require_running(self) -> None:
+        """Refuse to wait for what will not come."""
+        if self._is_asleep:
+            raise EnginePaused("the engine sleeps; call wake() first")
+        if self._is_paused:
+            raise EnginePaused("the engine is paused; call resume() first")
+        if not self._has_weights():
+            raise EnginePaused("the weights were discarded; call update_weights() first")
+
+    def _has_weights(self) -> bool:
+        return self.parts.weights is None or self.parts.weights.has_weights
+
+    def _is_draining(self) -> bool:
+        """Whether an update waits for what has begun to end."""
+        sync = self.parts.weights
+        return self._on_running == "wait" and sync is not None and sync.state == "staged"
+
+    def _drain(self) -> None:
+        """Run what has begun to its end, and start nothing new; paused or not."""
+        while self._core.begun_requests():
+            if self._is_asleep or not self._has_weights():
+                raise EnginePaused("the engine sleeps, so nothing that has begun can end; call wake() first")
+            self._require_alive()
+            self._core_step((), admit_new=False)
+
+    def _abort_for_step(self) -> None:
+        """End all requests; their samples go to whoever waits for them, or to `step`."""
+        live = [seq for one in self._ledger.live_requests() for seq in self._ledger.sequences_of(one)]
+        self._ledger.deliver([self._core.abort(seq) for seq in live])
+
+    def _install_staged(self) -> list[Delta]:
+        """Install an update that is ready; return the last deltas of the requests that it ended."""
+        sync = self.parts.weights
+        if sync is None or (self._is_draining() and self._core.begun_requests()):
+            return []
+        try:
+            if not sync.maybe_finish_sync():
+                return []
+        except WeightError as error:
+            _log.error("an update was refused, version %d serves on: %s", self._core.version, error)
+            self._failed_update = error
+            return []
+        ended = self._core.install(sync.version, sync.label, self._on_running)
+        self._ledger.deliver(ended)
+        return ended
+
+    def _sync(self) -> WeightSyncManager:
+        """The owner of the weights, when there are any."""
+        self._require_alive()
+        if self.parts.weights is None:
+            raise BadRequest("this engine was made without weights that could be updated")
+        return self.parts.weights
 
     # ---- requests ---------------------------------------------------------------------------------------------------
 
@@ -260,67 +540,52 @@ class InferenceEngine:
 
     def _enqueue(self, request: Request, *, claimed: bool) -> None:
         """Put a request's sequences at the end of the queue."""
-        sequences = start_sequences(request, self._next_sequence, self.parts.eos_token_ids)
+        sequences = start_sequences(request, self._next_sequence, self.parts.eos_token_ids, self.config.logprobs_mode)
         self._next_request = request.id + 1
         self._next_sequence += len(sequences)
         self._core.enqueue(sequences)
-        self._live[request.id] = sequences
-        if claimed:
-            self._mailboxes[request.id] = deque()
+        self._ledger.open(request.id, sequences, claimed=claimed)
 
     def _finish_all(self, requests: Seq[Request], progress: Progress | None) -> list[TrainingSample]:
         """Queue requests, run until all have ended, return their samples in order."""
         try:
             for request in requests:
                 self._enqueue(request, claimed=True)
-            while any(request.id in self._live for request in requests):
-                result = self.tick()
-                if progress is not None:
-                    progress(result)
+            left = {request.id for request in requests}
+            while left:
+                left.difference_update(self.wait_for_any(left, progress))
         finally:
-            samples = [sample for request in requests for sample in self._collect(request)]
+            samples = [sample for request in requests for sample in self.collect(request.id)]
         return samples
-
-    def _collect(self, request: Request) -> list[TrainingSample]:
-        """Close a claimed request's mailbox, aborting what has not ended; return its samples in order."""
-        self.abort(request.id)
-        samples = [delta.sample for delta in self._mailboxes.pop(request.id, ()) if delta.sample is not None]
-        return sorted(samples, key=lambda sample: sample.sample_index)
 
     def _deltas(self, request: Request) -> Iterator[Delta | None]:
         """Yield None once, then a claimed request's deltas as they come."""
-        mailbox = self._mailboxes[request.id]
+        mailbox = self._ledger.mailbox(request.id)
         try:
             yield None
-            while request.id in self._live or mailbox:
+            while self._ledger.is_live(request.id) or mailbox:
                 if not mailbox:
+                    self._require_running()
                     self.tick()
                 while mailbox:
                     yield mailbox.popleft()
         finally:
-            self._collect(request)
+            self.collect(request.id)
 
     def _require_alive(self) -> None:
         if self._error is not None:
             raise EngineDead(f"the engine takes no more work: {self._error}") from self._error
 
-    def _deliver(self, deltas: Seq[Delta]) -> None:
-        """Put deltas into the mailboxes that wait for them, and other requests' samples aside for `step`."""
-        for delta in deltas:
-            if delta.sample is not None:
-                self._forget(delta)
-            if delta.request_id in self._mailboxes:
-                self._mailboxes[delta.request_id].append(delta)
-            elif delta.sample is not None:
-                self._finished.append(delta.sample)
 
-    def _forget(self, delta: Delta) -> None:
-        """Take an ended sample off the list of the living."""
-        left = [seq for seq in self._live[delta.request_id] if seq.sample_index != delta.sample_index]
-        if left:
-            self._live[delta.request_id] = left
-        else:
-            del self._live[delta.request_id]
+def _check_update(blocking: object, on_running: object, label: object, timeout: float | None) -> None:
+    """Raise `ValueError` naming an argument of `update_weights` that makes no sense."""
+    check_bool("blocking", blocking)
+    if on_running is not None and on_running not in ON_RUNNING:
+        raise ValueError(f"on_running must be one of {', '.join(ON_RUNNING)}, got {on_running!r}")
+    if label is not None and (isinstance(label, bool) or not isinstance(label, int | str)):
+        raise ValueError(f"version must be a string or an integer, got {label!r}")
+    if timeout is not None:
+        check_number("timeout", timeout, 0, 1e9)
 
 
 def _one_for_each(

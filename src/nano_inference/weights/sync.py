@@ -1,0 +1,259 @@
+"""`WeightSyncManager`: gathers new weights beside the old ones and exchanges them between two steps."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+
+from nano_inference.models.build import Model, build_like, parameters, weight_slots
+from nano_inference.types import ModelError, UpdateBusy, UpdateState, WeightError, WeightLabel
+from nano_inference.weights.checksum import digest
+from nano_inference.weights.gate import StepGate
+from nano_inference.weights.staging import NamedWeights, Staging, UpdateRules, pairs
+
+_STEPS = 8
+"""Steps over which a gathering is spread while the engine is busy: each then reads and writes an eighth of the weights
+besides reading all of them."""
+_SMALLEST_SHARE = 8 << 20
+
+_log = logging.getLogger(__name__)
+
+
+class WeightSyncManager:
+    """Owns the weights in force, the memory in which the next are gathered, and the thread that gathers them.
+
+    Two phases: everything is read and checked into a second memory, then the two are exchanged as a whole, which the
+    owner does between two steps. A failure before that leaves the old weights untouched.
+
+    From the first update on there are two models' worth of memory: on a CPU the replaced weights stay as the place for
+    the next, because filling fresh memory takes several times as long (docs/log.md). `sleep` gives it back.
+    """
+
+    def __init__(self, model: Model, install: Callable[[Model], None]) -> None:
+        self.version = 0
+        """How many times weights were installed."""
+        self.label: WeightLabel | None = None
+        """What the trainer calls the weights in force."""
+        self._model = model
+        self._install = install
+        self._device = next(iter(weight_slots(model).values())).device
+        self._has_weights = True
+        self._spare: Model | None = None
+        """Memory that nobody computes with, for the next update."""
+        self._job: _Job | None = None
+
+    @property
+    def state(self) -> UpdateState:
+        """Where the update stands: "idle", "staging", "staged" (waits for the exchange) or "failed"."""
+        return "idle" if self._job is None else self._job.state()
+
+    def start_sync(
+        self,
+        named: NamedWeights,
+        *,
+        rules: UpdateRules | None = None,
+        label: WeightLabel | None = None,
+        timeout: float | None = None,
+    ) -> None:
+        """Begin to gather in a thread; the tensors must not change until the state is "staged".
+
+        After `timeout` seconds the update is given up. Raises `UpdateBusy` while another one is under way.
+        """
+        job = self._new_job(named, rules, label, timeout)
+        job.thread = threading.Thread(target=job.run, name="weight-staging", daemon=True)
+        job.thread.start()
+
+    def maybe_finish_sync(self) -> bool:
+        """Install what is staged; whether there was anything to install. Raises the `WeightError` of a failed update.
+
+        Only the engine's thread may call this, between two steps.
+        """
+        job = self._job
+        state = self.state
+        if job is None or state == "staging":
+            return False
+        self._job = None
+        if state == "failed":
+            raise job.failure()
+        assert job.staged is not None
+        self._install(job.staged)
+        self._spare = self._model if self._device.type == "cpu" and self._has_weights else None
+        self._model = job.staged
+        self._has_weights = True
+        self.version += 1
+        self.label = job.label
+        return True
+
+    def sync_blocking(
+        self, named: NamedWeights, *, rules: UpdateRules | None = None, label: WeightLabel | None = None
+    ) -> int:
+        """Gather in this thread and install; return the new version. Raises `UpdateBusy` or `WeightError`."""
+        self.stage(named, rules=rules, label=label)
+        self.maybe_finish_sync()
+        return self.version
+
+    def stage(self, named: NamedWeights, *, rules: UpdateRules | None = None, label: WeightLabel | None = None) -> None:
+        """Gather in this thread; afterwards the update waits for `maybe_finish_sync`. Raises as `sync_blocking`."""
+        job = self._new_job(named, rules, label, None)
+        job.run()
+        if job.error is not None:
+            self._job = None
+            raise job.failure()
+
+    def begin_step(self) -> None:
+        """Called by the engine's thread before a step: lets the gathering have its share first."""
+        if self._job is not None:
+            self._job.gate.begin_step()
+
+    def end_step(self) -> None:
+        """Called by the engine's thread after a step."""
+        if self._job is not None:
+            self._job.gate.end_step()
+
+    def wait(self, timeout: float | None = None) -> UpdateState:
+        """Wait until the gathering has ended, or for `timeout` seconds; return the state."""
+        job = self._job
+        if job is not None and job.thread is not None:
+            job.thread.join(job.time_left(timeout))
+        return self.state
+
+    def cancel(self) -> bool:
+        """Forget an update that is not installed yet; whether there was one. Its thread ends by itself."""
+        job, self._job = self._job, None
+        if job is not None:
+            job.is_cancelled.set()
+        return job is not None
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether there are weights to compute with; `sleep(discard=True)` leaves none."""
+        return self._has_weights
+
+    def sleep(self, *, discard: bool) -> None:
+        """Move the weights from a GPU to main memory, or drop them; on a CPU they stay unless dropped."""
+        self._has_weights = self._has_weights and not discard
+        self._spare = None
+        for weight in parameters(self._model):
+            weight.data = weight.data.new_empty(0) if discard else weight.data.cpu()
+
+    def wake(self) -> None:
+        """Move the weights back to where they are computed with."""
+        for weight in parameters(self._model):
+            weight.data = weight.data.to(self._device)
+
+    def checksum(self) -> str:
+        """Return `weights_checksum` of the weights in force. Raises `WeightError` when they were discarded."""
+        if not self._has_weights:
+            raise WeightError("the weights were discarded")
+        return digest(weight_slots(self._model).items())
+
+    def _take_spare(self) -> Model:
+        """Return memory for the next weights; whoever has it fills it or drops it."""
+        spare, self._spare = self._spare, None
+        return spare or build_like(self._model, self._device)
+
+    def _new_job(
+        self, named: NamedWeights, rules: UpdateRules | None, label: WeightLabel | None, timeout: float | None
+    ) -> _Job:
+        """Take the one place there is for an update."""
+        if self.state == "failed" and self._job is not None:
+            _log.error("an update failed that nobody waited for: %s", self._job.failure())
+            self._job = None
+        if self._job is not None:
+            raise UpdateBusy(f"an update is {self._job.state()}; finish or cancel it first")
+        if rules is not None and rules.partial and not self._has_weights:
+            raise WeightError("partial: the weights were discarded, so all of them must come")
+        self._job = _Job(self._model, self._take_spare, named, rules or UpdateRules(), label, timeout)
+        return self._job
+
+
+def _num_bytes(model: Model) -> int:
+    """The bytes of all weights."""
+    return sum(weight.numel() * weight.element_size() for weight in parameters(model))
+
+
+class _Job:
+    """One update on its way: written by the thread that gathers, read by the engine's."""
+
+    def __init__(
+        self,
+        model: Model,
+        take_spare: Callable[[], Model],
+        named: NamedWeights,
+        rules: UpdateRules,
+        label: WeightLabel | None,
+        timeout: float | None,
+    ) -> None:
+        self._model = model
+        self._take_spare = take_spare
+        self._named = named
+        self._rules = rules
+        self.label = label
+        self.staged: Model | None = None
+        self.error: BaseException | None = None
+        self.thread: threading.Thread | None = None
+        self.is_cancelled = threading.Event()
+        self._timeout = timeout
+        self.gate = StepGate(max(_SMALLEST_SHARE, _num_bytes(model) // _STEPS))
+        self._deadline = None if timeout is None else time.monotonic() + timeout
+
+    def run(self) -> None:
+        """Gather, check, complete; an error is kept for the engine's thread."""
+        try:
+            self.staged = self._gather()
+        except BaseException as error:
+            self.error = self.error or error
+        finally:
+            self.gate.finish()
+            del self._named
+
+    def _gather(self) -> Model:
+        staging = Staging(self._take_spare(), self._rules, self._pace if self.thread else None)
+        with closing(pairs(self._named)) as source:
+            while (item := self._next(source)) is not None:
+                staging.put(*item)
+        return staging.complete(self._model)
+
+    def _next(self, source: Iterator[tuple[object, object]]) -> tuple[object, object] | None:
+        """Ask the source; what it raises becomes a `WeightError` with its cause."""
+        self.gate.ask()
+        try:
+            return next(source, None)
+        except (WeightError, MemoryError):
+            raise
+        except ModelError as error:
+            raise WeightError(str(error)) from error
+        except Exception as error:
+            raise WeightError(f"the source of the weights failed: {type(error).__name__}: {error}") from error
+
+    def _pace(self, num_bytes: int) -> None:
+        """Wait for a turn; give up when the update was cancelled."""
+        self.gate.pass_bytes(num_bytes)
+        if self.is_cancelled.is_set():
+            raise WeightError("the update was cancelled")
+
+    def state(self) -> UpdateState:
+        """A deadline that has passed is a failure, whatever the thread does later."""
+        if self.error is None and self.staged is None and self._deadline and time.monotonic() > self._deadline:
+            self.is_cancelled.set()
+            self.error = WeightError(f"the weights did not come within {self._timeout:g} seconds")
+        if self.error is not None:
+            return "failed"
+        return "staged" if self.staged is not None else "staging"
+
+    def failure(self) -> BaseException:
+        """What went wrong; anything unforeseen as the cause of a `WeightError`."""
+        assert self.error is not None
+        if isinstance(self.error, WeightError) or not isinstance(self.error, Exception):
+            return self.error
+        failure = WeightError(f"the update failed: {type(self.error).__name__}: {self.error}")
+        failure.__cause__ = self.error
+        return failure
+
+    def time_left(self, timeout: float | None) -> float | None:
+        """The shorter of a waiting time and the time until the deadline."""
+        left = None if self._deadline is None else max(0.0, self._deadline - time.monotonic()) + 1e-3
+        return min((t for t in (timeout, left) if t is not None), default=None)

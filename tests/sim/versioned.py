@@ -1,0 +1,173 @@
+"""A runner whose K/V is (token, weight version), and whose draws depend on the weights: a stale read cannot hide."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from nano_inference.assemble import EngineParts
+from nano_inference.config import EngineConfig
+from nano_inference.engine import InferenceEngine
+from nano_inference.kv import make_kv
+from nano_inference.models.build import Model, build, weight_slots
+from nano_inference.models.config import LayerConfig, ModelConfig, RopeConfig
+from nano_inference.types import DrawExtras, Row, RowResult, SamplingParams, ScheduledBatch
+from nano_inference.weights.sync import WeightSyncManager
+from tests.sim.fakes import EOS, VOCAB_SIZE, Calculator, StopAfter
+
+Slot = tuple[int, int]
+MODEL = ModelConfig(
+    architecture="Fake",
+    family="dense",
+    vocab_size=4,
+    hidden_size=2,
+    intermediate_size=2,
+    num_heads=1,
+    num_kv_heads=1,
+    head_dim=2,
+    layers=(LayerConfig(),),
+    ropes=(RopeConfig(rotary_dim=2),),
+    max_positions=16,
+)
+
+
+def next_token(seen: Sequence[int], seed: int, sample_index: int, version: int) -> int:
+    """The fake model's draw under one version of the weights."""
+    return random.Random(repr((tuple(seen), seed, sample_index, len(seen), version))).randrange(VOCAB_SIZE)
+
+
+def score(seen: Sequence[int], token: int, version: int) -> float:
+    """The fake model's log-probability of a known token under one version of the weights."""
+    return -random.Random(repr((tuple(seen), token, version))).random()
+
+
+class VersionedRunner:
+    """Owns slots of (token, version). `oldest` is the oldest version whose K/V anybody may still read."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.block_size = block_size
+        self.num_blocks = num_blocks
+        self.version = 0
+        self.oldest = 0
+        self.num_mixed_reads = 0
+        self._ends: dict[int, tuple[int, tuple[int, ...]]] = {}
+        """Where a row stood after its last step: its end, and its blocks."""
+        self.restore_cache()
+
+    def install(self, model: Model) -> None:
+        """The weights themselves do not matter here, their number does."""
+        self.version += 1
+
+    def free_cache(self) -> None:
+        self.slots: list[Slot | None] = []
+
+    def restore_cache(self) -> None:
+        self.slots = [None] * (self.num_blocks * self.block_size)
+
+    def run(self, batch: ScheduledBatch) -> dict[int, RowResult]:
+        size = self.block_size
+        copied = [
+            (c.target * size + i, self.slots[c.source * size + i]) for c in batch.copies for i in range(c.num_tokens)
+        ]
+        for block in batch.fresh:
+            self.slots[block * size : (block + 1) * size] = [None] * size
+        for slot, value in copied:
+            self.slots[slot] = value
+        for row in batch.rows:
+            self._check_prefix(row)
+            for i, token in enumerate(row.tokens):
+                self.slots[self._slot(row, row.start + i)] = (token, self.version)
+        return {row.id: self._result(row) for row in batch.rows}
+
+    def _check_prefix(self, row: Row) -> None:
+        """Whoever begins reads K/V of the weights in force; whoever goes on may read older, but not too old."""
+        versions = {slot[1] for slot in self._read(row, row.start)}
+        end, blocks = self._ends.get(row.id, (-1, ()))
+        goes_on = row.start == end and row.blocks[: len(blocks)] == blocks
+        assert all(version >= (self.oldest if goes_on else self.version) for version in versions), "a stale read"
+        self.num_mixed_reads += bool(versions - {self.version})
+        self._ends[row.id] = (row.start + len(row.tokens), row.blocks[: -(-row.start // self.block_size)])
+
+    def _slot(self, row: Row, position: int) -> int:
+        return row.blocks[position // self.block_size] * self.block_size + position % self.block_size
+
+    def _read(self, row: Row, end: int) -> Iterator[Slot]:
+        for position in range(end):
+            slot = self.slots[self._slot(row, position)]
+            assert slot is not None, "a row read a slot that nobody wrote"
+            yield slot
+
+    def _result(self, row: Row) -> RowResult:
+        end = row.start + len(row.tokens)
+        seen = [token for token, _ in self._read(row, end)]
+        tokens = [next_token(seen, row.seed, row.sample_index, self.version)] if row.num_sampled else []
+        scores = ()
+        if row.score_from is not None:
+            known = seen if row.next_token < 0 else [*seen, row.next_token]
+            first = max(row.score_from, row.start + 1)
+            scores = tuple(score(known[:p], known[p], self.version) for p in range(first, len(known)))
+        return RowResult(
+            id=row.id,
+            tokens=tuple(tokens),
+            logprobs=(-0.5,) * len(tokens),
+            extras=tuple(DrawExtras(raw_logprob=-0.25) for _ in tokens),
+            scores=scores,
+            score_tops=((),) * len(scores),
+        )
+
+
+def versioned_engine(cache_type: str, num_blocks: int, block_size: int, config: EngineConfig) -> InferenceEngine:
+    """An engine on such a runner, with real (tiny) weights that can be updated."""
+    runner = VersionedRunner(num_blocks, block_size)
+    parts = EngineParts(
+        runner=runner,
+        kv=make_kv(cache_type, num_blocks, block_size),  # type: ignore[arg-type]
+        vocab_size=VOCAB_SIZE,
+        max_model_len=100_000,
+        eos_token_ids=frozenset([EOS]),
+        weights=WeightSyncManager(build(MODEL, torch.device("cpu"), torch.float32), runner.install),
+    )
+    return InferenceEngine(config, parts=parts)
+
+
+def new_weights() -> dict[str, torch.Tensor]:
+    """A full set of weights for `MODEL`."""
+    model = build(MODEL, torch.device("cpu"), torch.float32)
+    return {name: torch.ones_like(slot) for name, slot in weight_slots(model).items()}
+
+
+def replay(
+    prompt: Sequence[int],
+    params: SamplingParams,
+    sample_index: int,
+    versions: Sequence[int],
+    *,
+    program: bool,
+    matcher: bool,
+) -> tuple[list[int], list[int], str | None]:
+    """Write a sample out naively, each token under the version it claims: (tokens, mask, why it ends, if it does)."""
+    assert params.max_tokens is not None and params.seed is not None
+    tokens, mask = list(prompt), []
+    state: object = None
+    tool, stop_after = Calculator(), StopAfter() if matcher else None
+    end: str | None = "length" if params.max_tokens == 0 else None
+
+    def add(token: int, sampled: int) -> str | None:
+        tokens.append(token)
+        mask.append(sampled)
+        if stop_after is not None and stop_after.advance(token):
+            return "stop"
+        return "length" if len(mask) == params.max_tokens else None
+
+    while end is None and len(mask) < len(versions):
+        token = next_token(tokens, params.seed, sample_index, versions[len(mask)])
+        end = add(token, 1)
+        if token in params.stop_token_ids or (token == EOS and not params.ignore_eos):
+            end = "stop"
+        elif program and not end:
+            state, forced = tool.step(state, token)
+            for forced_token in forced:
+                end = end or add(forced_token, 0)
+    return tokens[len(prompt) :], mask, end

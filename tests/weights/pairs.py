@@ -1,0 +1,69 @@
+"""A tiny model in two versions: the one an engine opens, and the one a trainer sends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from nano_inference import EngineConfig, InferenceEngine
+from tests.models.families import make_model
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Old and new weights of one architecture."""
+
+    directory: Path
+    old: transformers.PreTrainedModel
+    new: transformers.PreTrainedModel
+
+    def named(self) -> dict[str, torch.Tensor]:
+        """What a trainer sends: every parameter once, under its Hugging Face name."""
+        return {name: weight.detach() for name, weight in self.new.named_parameters()}
+
+
+def make_pair(family: str, directory: Path) -> Pair:
+    old = make_model(family, directory)
+    new = type(old)(old.config).eval()
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, weight in new.named_parameters():
+            noise = torch.randn(weight.shape, generator=generator)
+            weight.copy_(old.get_parameter(name) + 0.3 * noise * old.get_parameter(name).std().nan_to_num(1.0))
+    return Pair(directory, old, new)
+
+
+@pytest.fixture(scope="session")
+def tied(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    """Tied embeddings, fused projections."""
+    return make_pair("llama3-rope-ratio3-tied", tmp_path_factory.mktemp("tied"))
+
+
+@pytest.fixture(scope="session")
+def untied(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    """A head of its own, biases everywhere."""
+    return make_pair("llama-linear-rope-biases", tmp_path_factory.mktemp("untied"))
+
+
+OpenEngine = Callable[..., InferenceEngine]
+
+
+@pytest.fixture
+def open_engine() -> Iterator[OpenEngine]:
+    """Open engines on a pair's old weights; all are shut down at the end."""
+    engines: list[InferenceEngine] = []
+
+    def open_one(pair: Pair, **options: Any) -> InferenceEngine:
+        options = {"kv_cache_bytes": 16 << 20, "device": "cpu", "block_size": 4} | options
+        engines.append(InferenceEngine(EngineConfig(model_path=str(pair.directory), **options)))
+        return engines[-1]
+
+    yield open_one
+    for engine in engines:
+        engine.shutdown()

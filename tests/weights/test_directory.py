@@ -1,0 +1,116 @@
+"""Weights through files: whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from nano_inference import WeightError, save_weights, weights_checksum, weights_in
+from tests.weights.pairs import OpenEngine, Pair
+
+
+def test_what_is_saved_is_what_an_engine_takes(untied: Pair, tmp_path: Path, open_engine: OpenEngine) -> None:
+    directory = save_weights(untied.new.named_parameters(), tmp_path / "deep" / "step-1")
+    assert sorted(file.name for file in directory.iterdir()) == ["STABLE", "model.safetensors"]
+    assert list(directory.parent.iterdir()) == [directory], "the hidden place is gone"
+    engine = open_engine(untied)
+    for version, source in enumerate((directory, str(directory), weights_in(directory)), start=1):
+        assert engine.update_weights(source, blocking=version % 2 == 0) == version
+        assert engine.finish_update() == version
+    assert engine.weights_checksum() == weights_checksum(untied.new.named_parameters())
+
+
+def test_a_transformers_directory_of_shards_is_read_without_a_marker(
+    tied: Pair, tmp_path: Path, open_engine: OpenEngine
+) -> None:
+    tied.new.save_pretrained(tmp_path, max_shard_size="40KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    engine = open_engine(tied)
+    with pytest.raises(WeightError, match="has no file STABLE, so it is not finished"):
+        engine.update_weights(tmp_path, blocking=True)
+    engine.update_weights(weights_in(tmp_path, marker=None), blocking=True)
+    assert engine.weights_checksum() == weights_checksum(tied.new.named_parameters())
+
+
+def test_a_version_is_written_once(untied: Pair, tmp_path: Path) -> None:
+    directory = save_weights(untied.named(), tmp_path / "step")
+    with pytest.raises(WeightError, match="exists already"):
+        save_weights(untied.named(), directory)
+
+
+def test_a_writer_that_dies_leaves_nothing(untied: Pair, tmp_path: Path) -> None:
+    def dying() -> object:
+        yield from list(untied.named().items())[:2]
+        raise RuntimeError("the disk is full")
+
+    with pytest.raises(RuntimeError):
+        save_weights(dying(), tmp_path / "step")  # type: ignore[arg-type]
+    assert list(tmp_path.iterdir()) == []
+
+
+def truncate(file: Path) -> None:
+    os.truncate(file, file.stat().st_size // 2)
+
+
+def lie_about_a_shape(file: Path) -> None:
+    data = file.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    entry = header["model.norm.weight"]
+    entry["shape"] = [1, *entry["shape"]]
+    text = json.dumps(header).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (truncate, "is it truncated"),
+        (lie_about_a_shape, r"model\.norm\.weight: the update has the shape"),
+        (Path.unlink, "has neither"),
+    ],
+)
+def test_damaged_files_leave_the_old_weights(
+    damage: object, message: str, untied: Pair, tmp_path: Path, open_engine: OpenEngine
+) -> None:
+    directory = save_weights(untied.named(), tmp_path / "step")
+    damage(directory / "model.safetensors")  # type: ignore[operator]
+    engine = open_engine(untied)
+    before = engine.weights_checksum()
+    for blocking in (True, False):
+        with pytest.raises(WeightError, match=message):
+            engine.update_weights(directory, blocking=blocking)
+            engine.finish_update()
+    assert engine.weights_checksum() == before and engine.get_weight_version() == 0
+
+
+def test_a_file_that_changes_while_it_is_read_is_noticed(untied: Pair, tmp_path: Path) -> None:
+    directory = save_weights(untied.named(), tmp_path / "step")
+    with pytest.raises(WeightError, match="changed while they were read"):
+        for index, _ in enumerate(weights_in(directory)):
+            if index == 3:
+                os.utime(directory / "model.safetensors", ns=(1, 1))
+
+
+def test_no_directory(tmp_path: Path) -> None:
+    with pytest.raises(WeightError, match="no such directory"):
+        list(weights_in(tmp_path / "none"))
+
+
+def test_checksums_know_names_shapes_and_bytes_but_no_order() -> None:
+    named = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(2)}
+    base = weights_checksum(named.items())
+    assert base == weights_checksum(reversed(named.items()))
+    assert base == weights_checksum({"a": named["a"].T.contiguous().T, "b": named["b"]}.items())
+    others = [
+        {**named, "b": torch.ones(2, dtype=torch.float64)},
+        {**named, "b": torch.tensor([1.0, -1.0])},
+        {"a": named["a"].view(3, 2), "b": named["b"]},
+        {"a": named["a"], "c": named["b"]},
+    ]
+    assert len({base, *(weights_checksum(other.items()) for other in others)}) == 5
+    assert weights_checksum(others[0].items(), torch.float32) == base

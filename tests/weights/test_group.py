@@ -1,0 +1,162 @@
+"""Weights through a gloo process group, two processes on this machine."""
+
+from __future__ import annotations
+
+import multiprocessing
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from nano_inference import SamplingParams, WeightError, WeightGroup, weights_checksum
+from nano_inference.weights.group import TensorSpec, plan_buckets
+from tests.weights.pairs import OpenEngine, Pair
+
+Named = dict[str, torch.Tensor]
+Trainer = Callable[[WeightGroup, Named], None]
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
+def train(trainer: Trainer, port: int, path: Path, timeout: float) -> None:
+    """The trainer's process: rank 0."""
+    torch.set_num_threads(1)
+    trainer(WeightGroup("127.0.0.1", port, rank=0, world_size=2, timeout=timeout), torch.load(path))
+
+
+@contextmanager
+def trainer_process(trainer: Trainer, named: Named, path: Path, timeout: float = 60) -> Iterator[int]:
+    """Run a trainer beside this process; give the port at which it waits."""
+    port = free_port()
+    torch.save(named, path / "sent.pt")
+    process = multiprocessing.get_context("spawn").Process(
+        target=train, args=(trainer, port, path / "sent.pt", timeout), daemon=True
+    )
+    process.start()
+    try:
+        yield port
+    finally:
+        process.kill()
+        process.join()
+
+
+def send_twice(group: WeightGroup, named: Named) -> None:
+    group.send(named, bucket_bytes=20_000)
+    group.send({name: tensor.bfloat16() for name, tensor in named.items()})
+    group.close()
+
+
+def test_an_engine_takes_what_a_trainer_broadcasts(untied: Pair, tmp_path: Path, open_engine: OpenEngine) -> None:
+    engine = open_engine(untied)
+    with trainer_process(send_twice, untied.named(), tmp_path) as port:
+        group = engine.init_weights_update_group("127.0.0.1", port, rank=1, world_size=2, timeout=60)
+        assert engine.update_weights(group.receive(), blocking=True) == 1
+        assert engine.weights_checksum() == weights_checksum(untied.named().items())
+        engine.add_request([1, 2, 3], SamplingParams(max_tokens=4, ignore_eos=True))
+        assert engine.update_weights(group.receive()) == 2
+        assert engine.finish_update() == 2
+    rounded = {name: tensor.bfloat16() for name, tensor in untied.named().items()}
+    assert engine.weights_checksum() == weights_checksum(rounded.items(), torch.float32)
+
+
+def send_wrong_then_right(group: WeightGroup, named: Named) -> None:
+    name = next(iter(named))
+    group.send({name: torch.zeros(3), **{k: v for k, v in named.items() if k != name}}, bucket_bytes=5_000)
+    group.send(named)
+    group.close()
+
+
+def test_a_refused_broadcast_leaves_the_group_usable(untied: Pair, tmp_path: Path, open_engine: OpenEngine) -> None:
+    engine = open_engine(untied)
+    with trainer_process(send_wrong_then_right, untied.named(), tmp_path) as port:
+        group = engine.init_weights_update_group("127.0.0.1", port, rank=1, world_size=2, timeout=60)
+        with pytest.raises(WeightError, match="the update has the shape"):
+            engine.update_weights(group.receive(), blocking=True)
+        assert engine.update_weights(group.receive(), blocking=True) == 1
+    assert engine.weights_checksum() == weights_checksum(untied.named().items())
+
+
+def die_half_way(group: WeightGroup, named: Named) -> None:
+    def dying() -> Iterator[tuple[str, torch.Tensor]]:
+        yield from named.items()
+
+    original, count = group._broadcast, 0
+
+    def broadcast(data: torch.Tensor) -> torch.Tensor:
+        nonlocal count
+        count += 1
+        if count > 5:
+            raise SystemExit
+        return original(data)
+
+    group._broadcast = broadcast  # type: ignore[method-assign]
+    group.send(dict(dying()), bucket_bytes=5_000)
+
+
+def fall_silent(group: WeightGroup, named: Named) -> None:
+    original, count = group._broadcast, 0
+
+    def broadcast(data: torch.Tensor) -> torch.Tensor:
+        nonlocal count
+        count += 1
+        if count > 5:
+            multiprocessing.Event().wait(60)
+        return original(data)
+
+    group._broadcast = broadcast  # type: ignore[method-assign]
+    group.send(named, bucket_bytes=5_000)
+
+
+@pytest.mark.parametrize("trainer", [die_half_way, fall_silent])
+@pytest.mark.parametrize("blocking", [True, False])
+def test_a_trainer_that_dies_half_way_leaves_the_old_weights(
+    trainer: Trainer, blocking: bool, untied: Pair, tmp_path: Path, open_engine: OpenEngine
+) -> None:
+    engine = open_engine(untied)
+    before = engine.weights_checksum()
+    with trainer_process(trainer, untied.named(), tmp_path) as port:
+        group = WeightGroup("127.0.0.1", port, rank=1, world_size=2, timeout=60)
+        group._timeout = type(group._timeout)(seconds=2)  # to meet may take long here, to receive may not
+        request = engine.add_request([1, 2, 3], SamplingParams(max_tokens=4, ignore_eos=True))
+        with pytest.raises(WeightError, match="the broadcast failed, the group is closed"):
+            engine.update_weights(group.receive(), blocking=blocking)
+            engine.finish_update()
+        with pytest.raises(WeightError, match="join a new one"):
+            engine.update_weights(group.receive(), blocking=True)
+    assert engine.weights_checksum() == before and engine.get_weight_version() == 0
+    samples = []
+    while engine.has_pending():
+        samples += engine.step()
+    assert samples[0].request_id == request and samples[0].token_versions == (0, 0, 0, 0)
+    assert engine.update_weights(untied.named(), blocking=True) == 1
+
+
+def test_nobody_comes() -> None:
+    with pytest.raises(WeightError, match="no weight group of 2 at 127"):
+        WeightGroup("127.0.0.1", free_port(), rank=1, world_size=2, timeout=1)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("address", ""), ("port", 0), ("port", 70000), ("rank", 2), ("world_size", 1), ("backend", "mpi"), ("timeout", 0)],
+)
+def test_wrong_arguments_are_named(field: str, value: object) -> None:
+    arguments = {"address": "127.0.0.1", "port": 5000, "rank": 1, "world_size": 2, "backend": "gloo", "timeout": 1}
+    arguments[field] = value
+    address, port = arguments.pop("address"), arguments.pop("port")
+    with pytest.raises(ValueError, match=field if field != "rank" else "rank"):
+        WeightGroup(address, port, **arguments)  # type: ignore[arg-type]
+
+
+def test_buckets_are_full_but_not_over_full() -> None:
+    specs = [TensorSpec(str(i), "float32", (size,)) for i, size in enumerate((1, 3, 4, 5, 100, 2, 0, 2))]
+    assert [spec.num_bytes for spec in specs] == [16, 16, 16, 32, 400, 16, 0, 16]
+    buckets = plan_buckets(specs, 48)
+    assert [[int(spec.name) for spec in bucket] for bucket in buckets] == [[0, 1, 2], [3], [4], [5, 6, 7]]

@@ -1,0 +1,274 @@
+"""New weights: what is taken, what is refused, and that a refusal leaves the old ones serving."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from nano_inference import BadRequest, InferenceEngine, SamplingParams, UpdateBusy, WeightError, weights_checksum
+from tests.models.families import FAMILIES, gap
+from tests.weights.pairs import OpenEngine, Pair, make_pair
+
+PROMPT = [5, 9, 30, 2, 44, 17, 80, 3]
+GREEDY = SamplingParams(temperature=0, max_tokens=12)
+Named = dict[str, torch.Tensor]
+
+
+def agrees(engine: InferenceEngine, model: torch.nn.Module) -> bool:
+    """Whether the engine computes what Transformers computes with that model, cache and all."""
+    engine.flush_cache()
+    sample = engine.generate([PROMPT], GREEDY)[0]
+    return gap(model, [*PROMPT, *sample.completion_tokens], list(sample.logprobs)) <= 1e-4  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("blocking", [True, False])
+def test_an_update_makes_the_engine_the_trainers_model(
+    family: str, blocking: bool, tmp_path: Path, open_engine: OpenEngine
+) -> None:
+    pair = make_pair(family, tmp_path)
+    engine = open_engine(pair)
+    before = engine.weights_checksum()
+    assert agrees(engine, pair.old) and not agrees(engine, pair.new)
+    assert engine.update_weights(pair.named(), blocking=blocking, version="step-1") == 1
+    assert engine.finish_update() == engine.get_weight_version() == 1
+    assert engine.weight_info() == (1, "step-1", "idle")
+    assert agrees(engine, pair.new)
+    assert engine.weights_checksum() == weights_checksum(pair.new.named_parameters()) != before
+
+
+def test_a_tied_head_may_come_or_stay_away_but_not_differ(tied: Pair, open_engine: OpenEngine) -> None:
+    engine = open_engine(tied)
+    whole = tied.new.state_dict()
+    assert "lm_head.weight" in whole and "lm_head.weight" not in tied.named()
+    engine.update_weights(whole, blocking=True)
+    assert agrees(engine, tied.new)
+    with_head_first = {"lm_head.weight": whole["lm_head.weight"]}
+    with_head_first |= {name: tensor for name, tensor in whole.items() if name != "model.embed_tokens.weight"}
+    engine.update_weights(tied.old.named_parameters(), blocking=True)
+    engine.update_weights(with_head_first, blocking=True)
+    assert agrees(engine, tied.new)
+    with pytest.raises(WeightError, match=r"lm_head\.weight: differs from model\.embed_tokens\.weight"):
+        engine.update_weights({**whole, "lm_head.weight": whole["lm_head.weight"] + 1}, blocking=True)
+
+
+def without(named: Named, name: str) -> Named:
+    return {key: value for key, value in named.items() if key != name}
+
+
+def spoiled(named: Named, value: float) -> Named:
+    weight = named["model.layers.1.mlp.up_proj.weight"].clone()
+    weight[3, 7] = value
+    return {**named, "model.layers.1.mlp.up_proj.weight": weight}
+
+
+Q = "model.layers.0.self_attn.q_proj.weight"
+BROKEN: dict[str, tuple[Callable[[Named], object], str]] = {
+    "shape": (lambda n: {**n, Q: n[Q][:-1]}, r"q_proj\.weight: the update has the shape"),
+    "transposed": (
+        lambda n: {**n, "model.layers.0.mlp.up_proj.weight": n["model.layers.0.mlp.up_proj.weight"].T},
+        "shape",
+    ),
+    "scalar": (lambda n: {**n, Q: torch.tensor(1.0)}, "shape"),
+    "integers": (lambda n: {**n, Q: n[Q].to(torch.int8)}, "has the dtype int8; known"),
+    "complex": (lambda n: {**n, Q: n[Q].to(torch.complex64)}, "has the dtype complex64"),
+    "missing": (lambda n: without(n, Q), rf"lacks 1 tensors: {Q}"),
+    "unknown": (lambda n: {**n, "model.layers.99.mlp.up_proj.weight": n[Q]}, r"layers\.99.*: the model has no such"),
+    "prefixed": (lambda n: {f"module.{k}": v for k, v in n.items()}, r"module\..*: the model has no such tensor"),
+    "twice": (lambda n: [*n.items(), (Q, n[Q])], rf"{Q}: is there twice"),
+    "nan": (lambda n: spoiled(n, float("nan")), r"up_proj\.weight: holds NaN or infinity"),
+    "inf": (lambda n: spoiled(n, float("-inf")), r"up_proj\.weight: holds NaN or infinity"),
+    "overflow": (lambda n: {**n, Q: torch.full_like(n[Q], 1e300, dtype=torch.float64)}, "holds NaN or infinity"),
+    "meta": (lambda n: {**n, Q: n[Q].to("meta")}, "must be a dense tensor with values"),
+    "sparse": (lambda n: {**n, Q: n[Q].to_sparse()}, "must be a dense tensor"),
+    "array": (lambda n: {**n, Q: n[Q].numpy()}, "must be a tensor, got ndarray"),
+    "number name": (lambda n: {**n, 3: n[Q]}, "name must be a string, got 3"),
+    "empty": (lambda n: {}, "lacks"),
+    "not pairs": (lambda n: list(n), r"must be \(name, tensor\) pairs, got str"),
+    "a tensor": (lambda n: n[Q], "must be a state dict"),
+    "a number": (lambda n: 3, "must be a state dict"),
+    "fails": (lambda n: failing(n), "the source of the weights failed: RuntimeError: the trainer died"),
+}
+
+
+def failing(named: Named) -> Iterator[tuple[str, torch.Tensor]]:
+    yield next(iter(named.items()))
+    raise RuntimeError("the trainer died")
+
+
+@pytest.mark.parametrize("case", BROKEN)
+@pytest.mark.parametrize("blocking", [True, False])
+def test_a_broken_update_is_named_and_leaves_the_old_weights(
+    case: str, blocking: bool, untied: Pair, open_engine: OpenEngine
+) -> None:
+    engine = open_engine(untied)
+    before = engine.weights_checksum()
+    make, message = BROKEN[case]
+    request = engine.add_request(PROMPT, SamplingParams(max_tokens=6, seed=1))
+    with pytest.raises(WeightError, match=message):
+        engine.update_weights(make(untied.named()), blocking=blocking)  # type: ignore[arg-type]
+        engine.finish_update()
+    assert engine.weight_info() == (0, None, "idle")
+    assert engine.weights_checksum() == before and agrees(engine, untied.old)
+    samples = []
+    while engine.has_pending():
+        samples += engine.step()
+    assert [sample.request_id for sample in samples] == [request] or not samples  # `agrees` ran it along
+    engine.update_weights(untied.named(), blocking=True)
+    assert agrees(engine, untied.new)
+
+
+def test_nan_comes_in_when_it_is_allowed(untied: Pair, open_engine: OpenEngine) -> None:
+    engine = open_engine(untied)
+    engine.update_weights(spoiled(untied.named(), float("nan")), blocking=True, allow_nonfinite=True)
+    assert engine.get_weight_version() == 1
+
+
+def test_a_partial_update_keeps_the_rest(untied: Pair, open_engine: OpenEngine) -> None:
+    engine = open_engine(untied)
+    engine.update_weights({Q: untied.named()[Q]}, blocking=True, partial=True)
+    mixed = type(untied.old)(untied.old.config).eval()
+    mixed.load_state_dict({**untied.old.state_dict(), Q: untied.named()[Q]})
+    assert agrees(engine, mixed) and engine.weights_checksum() == weights_checksum(mixed.named_parameters())
+    with pytest.raises(WeightError, match="the update is empty"):
+        engine.update_weights({}, blocking=True, partial=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_other_precisions_are_converted(dtype: torch.dtype, untied: Pair, open_engine: OpenEngine) -> None:
+    engine = open_engine(untied)
+    sent = {name: tensor.to(dtype) for name, tensor in untied.named().items()}
+    engine.update_weights(sent, blocking=True)
+    assert engine.weights_checksum() == weights_checksum(sent.items(), torch.float32)
+
+
+def test_strided_tensors_are_taken_as_they_read(untied: Pair, open_engine: OpenEngine) -> None:
+    engine = open_engine(untied)
+    turned = {n: t.T.contiguous().T if t.dim() == 2 else t for n, t in untied.named().items()}
+    assert not turned[Q].is_contiguous()
+    for blocking in (True, False):
+        engine.update_weights(turned, blocking=blocking)
+        engine.finish_update()
+        assert engine.weights_checksum() == weights_checksum(untied.named().items())
+
+
+def test_a_checksum_is_verified_before_the_exchange(untied: Pair, open_engine: OpenEngine) -> None:
+    engine = open_engine(untied)
+    right = weights_checksum(untied.new.named_parameters())
+    with pytest.raises(WeightError, match=f"checksum: the update has {right}, 00 was expected"):
+        engine.update_weights(untied.named(), blocking=True, checksum="00")
+    assert engine.get_weight_version() == 0
+    engine.update_weights(untied.named(), blocking=True, checksum=right)
+
+
+class Slow:
+    """A source that gives its tensors when it is told to."""
+
+    def __init__(self, named: Named) -> None:
+        self.go_on = threading.Event()
+        self.named = named
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        items = iter(self.named.items())
+        yield next(items)
+        self.go_on.wait(30)
+        yield from items
+
+
+def test_steps_go_on_while_weights_come_and_a_second_update_is_told_busy(untied: Pair, open_engine: OpenEngine) -> None:
+    engine = open_engine(untied)
+    slow = Slow(untied.named())
+    engine.add_request(PROMPT, SamplingParams(max_tokens=30, seed=1, ignore_eos=True))
+    engine.update_weights(slow)
+    for _ in range(10):
+        assert engine.step() == [] and engine.weight_info().update == "staging"
+    for blocking in (True, False):
+        with pytest.raises(UpdateBusy, match="an update is staging"):
+            engine.update_weights(untied.named(), blocking=blocking)
+    with pytest.raises(TimeoutError):
+        engine.finish_update(timeout=0)
+    slow.go_on.set()
+    assert engine.parts.weights is not None and engine.parts.weights.wait() == "staged"
+    with pytest.raises(UpdateBusy, match="an update is staged"):
+        engine.update_weights(untied.named())
+    assert engine.get_weight_version() == 0
+    sample = run_out(engine)
+    assert engine.get_weight_version() == 1
+    assert sample.token_versions == (0,) * 10 + (1,) * 20
+    assert [span[:3] for span in sample.version_spans] == [(0, 0, 10), (1, 10, 30)]
+
+
+def run_out(engine: InferenceEngine) -> object:
+    samples = []
+    while engine.has_pending():
+        samples += engine.step()
+    return samples[0]
+
+
+def test_an_update_that_does_not_come_is_given_up(untied: Pair, open_engine: OpenEngine) -> None:
+    engine = open_engine(untied)
+    slow = Slow(untied.named())
+    engine.update_weights(slow, timeout=0)
+    with pytest.raises(WeightError, match="did not come within 0 seconds"):
+        engine.finish_update()
+    slow.go_on.set()
+    engine.update_weights(untied.named())
+    assert engine.finish_update() == 1
+
+
+def test_an_update_can_be_cancelled(untied: Pair, open_engine: OpenEngine) -> None:
+    engine = open_engine(untied)
+    slow = Slow(untied.named())
+    engine.update_weights(slow)
+    assert engine.cancel_update() and not engine.cancel_update()
+    assert engine.weight_info().update == "idle"
+    slow.go_on.set()
+    assert engine.finish_update() == 0 and agrees(engine, untied.old)
+    assert engine.update_weights(untied.named(), blocking=True) == 1 and agrees(engine, untied.new)
+
+
+def test_a_failure_that_a_step_saw_is_raised_by_who_waits(
+    untied: Pair, open_engine: OpenEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = open_engine(untied)
+    engine.update_weights({Q: torch.zeros(1)})
+    assert engine.parts.weights is not None and engine.parts.weights.wait() == "failed"
+    assert engine.generate([PROMPT], GREEDY)[0].weight_version == 0
+    assert "an update was refused, version 0 serves on" in caplog.text
+    with pytest.raises(WeightError, match="the shape"):
+        engine.finish_update()
+    assert engine.finish_update() == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"on_running": "drop"}, "on_running must be one of keep, recompute, abort, wait, got 'drop'"),
+        ({"blocking": "yes"}, "blocking must be true or false"),
+        ({"version": 1.5}, "version must be a string or an integer"),
+        ({"partial": 1}, "partial must be true or false"),
+        ({"allow_nonfinite": None}, "allow_nonfinite must be true or false"),
+        ({"checksum": 5}, "checksum must be a string"),
+        ({"timeout": -1}, "timeout must be in"),
+    ],
+)
+def test_wrong_arguments_are_named(
+    options: dict[str, object], message: str, untied: Pair, open_engine: OpenEngine
+) -> None:
+    engine = open_engine(untied)
+    with pytest.raises(BadRequest, match=message):
+        engine.update_weights(untied.named(), **options)  # type: ignore[arg-type]
+    assert engine.weight_info() == (0, None, "idle")
+
+
+def test_trainers_may_change_their_tensors_after_a_blocking_update(untied: Pair, open_engine: OpenEngine) -> None:
+    engine = open_engine(untied)
+    sent = {name: tensor.clone() for name, tensor in untied.named().items()}
+    engine.update_weights(sent, blocking=True)
+    for tensor in sent.values():
+        tensor.zero_()
+    assert agrees(engine, untied.new)
