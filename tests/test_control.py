@@ -1,0 +1,189 @@
+"""Pause, resume, sleep, wake, abort and flush: nothing is lost, nothing leaks, nobody waits for ever."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+
+from nano_inference import BadRequest, EnginePaused, InferenceEngine, SamplingParams, TrainingSample
+from tests.sim.fakes import fake_config, fake_parts, reference
+from tests.weights.pairs import OpenEngine, Pair
+
+LONG = SamplingParams(max_tokens=20, seed=4, ignore_eos=True)
+PROMPT = [5, 9, 30, 2, 44]
+
+
+def fake(num_blocks: int = 60, **options: Any) -> InferenceEngine:
+    return InferenceEngine(fake_config(**options), parts=fake_parts("radix", num_blocks, 4))
+
+
+def run_out(engine: InferenceEngine) -> list[TrainingSample]:
+    samples: list[TrainingSample] = []
+    while engine.has_pending():
+        samples += engine.step()
+    assert engine.parts.kv.num_free_blocks() == engine.parts.kv.num_blocks
+    engine.parts.kv.check()
+    return samples
+
+
+def started(engine: InferenceEngine, steps: int = 5) -> int:
+    request = engine.add_request(PROMPT, LONG, 2)
+    for _ in range(steps):
+        engine.step()
+    return request
+
+
+def is_right(samples: list[TrainingSample]) -> bool:
+    return all(list(s.completion_tokens) == reference(PROMPT, LONG, s.sample_index)[0] for s in samples)
+
+
+@pytest.mark.parametrize("clear_cache", [False, True])
+def test_a_pause_that_keeps_freezes_everything_where_it_is(clear_cache: bool) -> None:
+    engine = fake()
+    started(engine)
+    computed = engine.parts.runner.num_computed
+    for _ in range(2):
+        engine.pause("keep", clear_cache=clear_cache)
+        assert engine.is_paused and not engine.has_pending()
+        assert engine.step() == [] and engine.tick().deltas == ()
+    engine.add_request([1, 2], LONG)
+    assert engine.step() == [] and engine.parts.runner.num_computed == computed
+    held = engine.parts.kv.num_blocks - engine.parts.kv.num_free_blocks()
+    assert (held == 0) == clear_cache
+    for _ in range(2):
+        engine.resume()
+    samples = run_out(engine)
+    assert len(samples) == 3 and is_right(samples[1:] if samples[0].request_id else samples[:2])
+    assert any(s.num_preemptions for s in samples) == clear_cache
+
+
+def test_a_pause_that_waits_ends_what_has_begun_and_starts_nothing() -> None:
+    engine = fake(max_batch_size=2)
+    first = started(engine)
+    second = engine.add_request([1, 2], LONG)
+    engine.pause("wait")
+    done = engine.step()
+    assert [s.request_id for s in done] == [first, first] and is_right(done) and not engine.has_pending()
+    assert engine.parts.kv.num_free_blocks() == engine.parts.kv.num_blocks
+    engine.pause("wait")
+    engine.resume()
+    assert [s.request_id for s in run_out(engine)] == [second]
+
+
+def test_a_paused_engine_can_still_be_drained() -> None:
+    engine = fake()
+    started(engine)
+    engine.pause("keep")
+    engine.pause("wait")
+    assert len(engine.step()) == 2 and engine.is_paused
+
+
+def test_a_pause_that_aborts_gives_everybody_what_there_is() -> None:
+    engine = fake(max_batch_size=2)
+    first = started(engine)
+    second = engine.add_request([1, 2], LONG)
+    engine.pause("abort")
+    assert engine.has_pending()
+    samples = engine.step()
+    assert [s.request_id for s in samples] == [first, first, second] and not engine.has_pending()
+    assert all(s.finish_reason == "abort" for s in samples)
+    whole = reference(PROMPT, LONG, 0)[0]
+    assert samples[0].completion_tokens == tuple(whole[: len(samples[0].completion_tokens)]) != ()
+    assert len(samples[0].logprobs) == len(samples[0].completion_tokens)
+    assert engine.parts.kv.num_free_blocks() == engine.parts.kv.num_blocks
+
+
+@pytest.mark.parametrize("hold", ["pause", "sleep"])
+def test_nobody_waits_for_a_held_engine(hold: str) -> None:
+    engine = fake()
+    stream = engine.stream(PROMPT, LONG)
+    next(stream)
+    getattr(engine, hold)()
+    message = "call resume" if hold == "pause" else "call wake"
+    for wait in (lambda: engine.generate([PROMPT], LONG), lambda: engine.score(PROMPT), lambda: next(stream)):
+        with pytest.raises(EnginePaused, match=message):
+            wait()
+    engine.resume()
+    engine.wake()
+    assert is_right(engine.generate([PROMPT], LONG))
+    run_out(engine)
+
+
+def test_wrong_arguments_are_named() -> None:
+    engine = fake()
+    with pytest.raises(BadRequest, match="mode must be one of keep, wait, abort, got 'stop'"):
+        engine.pause("stop")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="clear_cache must be true or false"):
+        engine.pause(clear_cache=1)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="discard_weights must be true or false"):
+        engine.sleep(discard_weights=None)  # type: ignore[arg-type]
+    with pytest.raises(BadRequest, match="without weights that could be updated"):
+        engine.update_weights({})
+    assert not engine.is_paused and not engine.is_asleep
+
+
+def test_sleep_keeps_the_requests_and_gives_the_cache_back(untied: Pair, open_engine: OpenEngine) -> None:
+    engine = open_engine(untied)
+    undisturbed = engine.generate([PROMPT], LONG, 2)
+    engine.flush_cache()
+    started(engine)
+    for _ in range(2):
+        engine.sleep()
+        assert engine.is_asleep and not engine.has_pending() and engine.step() == []
+    assert engine.parts.runner.store.k_LSKD.numel() == 0
+    gc.collect()
+    for _ in range(2):
+        engine.wake()
+    samples = run_out(engine)
+    assert [s.completion_tokens for s in samples] == [s.completion_tokens for s in undisturbed]
+    for ours, theirs in zip(samples, undisturbed, strict=True):
+        assert torch.tensor(ours.logprobs).sub(torch.tensor(theirs.logprobs)).abs().max() < 1e-5
+
+
+def test_discarded_weights_must_come_again_before_anything_runs(untied: Pair, open_engine: OpenEngine) -> None:
+    engine = open_engine(untied)
+    started(engine)
+    engine.sleep(discard_weights=True)
+    assert sum(weight.numel() for weight in engine.parts.runner.model.parameters()) == 0
+    with pytest.raises(ValueError, match="the weights were discarded, so all of them must come"):
+        engine.update_weights({}, partial=True)
+    with pytest.raises(ValueError, match="the weights were discarded"):
+        engine.weights_checksum()
+    engine.wake()
+    assert not engine.has_pending()
+    with pytest.raises(EnginePaused, match="call update_weights"):
+        engine.generate([PROMPT])
+    engine.update_weights(untied.named(), blocking=True)
+    assert {s.token_versions[-1] for s in run_out(engine)} == {1}
+
+
+def test_flushing_frees_idle_blocks_and_lets_held_ones_die() -> None:
+    engine = fake()
+    engine.generate([[*range(20)]], LONG)
+    started(engine)
+    held = engine.parts.kv.num_blocks - engine.parts.kv.num_free_blocks()
+    assert engine.flush_cache() > 0
+    assert engine.parts.kv.num_blocks - engine.parts.kv.num_free_blocks() == held
+    assert is_right(run_out(engine))
+    again = engine.generate([[*range(20)]], LONG)[0]
+    assert again.num_cached_tokens == 0
+
+
+def test_all_requests_are_aborted_at_once() -> None:
+    engine = fake(max_batch_size=2)
+    first = started(engine)
+    second, third = (engine.add_request([1, 2], LONG) for _ in range(2))
+    assert {s.request_id for s in engine.abort([first, third, 99])} == {first, third}
+    assert {s.request_id for s in engine.abort_all()} == {second}
+    assert engine.abort_all() == () and not engine.has_pending()
+
+
+def test_a_progress_callback_may_pause_the_engine_under_itself() -> None:
+    engine = fake()
+    with pytest.raises(EnginePaused):
+        engine.generate([PROMPT], LONG, progress=lambda _: engine.pause())
+    engine.resume()
+    assert run_out(engine) == []
