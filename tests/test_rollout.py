@@ -1,0 +1,461 @@
+"""Multi-turn rollouts: what stands is never touched, nobody waits for a turn that is not its own, nothing is lost."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nano_inference import EngineConfig, InferenceEngine, Rollout, SamplingParams, Turn, run_rollouts
+from nano_inference.rollout import extend, observe, start, to_trl
+from nano_inference.sampling import derive_seed
+from nano_inference.types import BadRequest, EnginePaused, StepResult, TrainingSample
+from tests.models.families import make_model
+from tests.sim.fakes import EOS, Calculator, fake_config, fake_parts, reference
+
+PROMPTS = [[5, 9, 30, 2, 44], [11, 12, 13], [5, 9, 30, 2, 44, 1, 1, 8, 3]]
+PARAMS = SamplingParams(max_tokens=9, seed=4)
+TOOL = (21, 22, 23)
+
+
+def fake(cache_type: str = "radix", num_blocks: int = 400, *, max_model_len: int = 1000, **options: Any) -> Any:
+    parts = replace(fake_parts(cache_type, num_blocks, 4), max_model_len=max_model_len)
+    return InferenceEngine(fake_config(**options), parts=parts)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    directory = tmp_path_factory.mktemp("tiny_rollout")
+    return directory, make_model("llama3-rope-ratio3-tied", directory)
+
+
+def real(tiny: tuple[Path, Any], **options: Any) -> InferenceEngine:
+    options = {"kv_cache_bytes": 16 << 20, "device": "cpu", "block_size": 4} | options
+    return InferenceEngine(EngineConfig(model_path=str(tiny[0]), **options))
+
+
+def tool(rollout: Rollout) -> Iterable[int]:
+    """An environment that always answers, by how much there is to answer to."""
+    return TOOL[: 1 + len(rollout.turns[-1].sample.completion_tokens) % 3]
+
+
+def is_idle(engine: InferenceEngine) -> bool:
+    kv = engine.parts.kv
+    kv.check()
+    return not engine.has_pending() and kv.num_free_blocks() == kv.num_blocks and not engine._ledger._mailboxes
+
+
+def sample_after(tokens: Iterable[int], completion: tuple[int, ...], **fields: Any) -> TrainingSample:
+    size = len(completion)
+    plain = {"logprobs": (-0.5,) * size, "mask": (1,) * size, "token_versions": (0,) * size}
+    plain |= {"request_id": 0, "sample_index": 0, "weight_version": 0, "finish_reason": "stop"}
+    return TrainingSample(prompt_tokens=tuple(tokens), completion_tokens=completion, **(plain | fields))
+
+
+# --- the tokens
+
+
+@pytest.mark.parametrize("cache_type", ["radix", "paged"])
+@pytest.mark.parametrize("program", [None, Calculator()])
+def test_every_turn_is_drawn_after_exactly_what_stands(cache_type: str, program: Calculator | None) -> None:
+    rollouts = run_rollouts(
+        fake(cache_type), PROMPTS, tool, PARAMS, num_samples_per_prompt=3, max_turns=5, program=program
+    )
+    assert [(r.prompt_index, r.sample_index) for r in rollouts] == [(i, j) for i in range(3) for j in range(3)]
+    for rollout in rollouts:
+        seed = derive_seed(derive_seed(4, rollout.prompt_index), rollout.sample_index)
+        tokens = list(PROMPTS[rollout.prompt_index])
+        assert len(rollout.turns) == 5 and rollout.finish_reason == "max_turns"
+        for turn in rollout.turns:  # the fake model's draw is a function of everything before it
+            drawn, mask, finish = reference(tokens, replace(PARAMS, seed=seed), 0, program=program is not None)
+            assert (list(turn.sample.completion_tokens), list(turn.sample.mask)) == (drawn, mask)
+            assert turn.sample.finish_reason == finish
+            is_last = turn is rollout.turns[-1]
+            assert turn.observation == (() if is_last else TOOL[: 1 + len(drawn) % 3])
+            tokens += [*drawn, *turn.observation]
+        assert list(rollout.tokens) == tokens
+        assert [len(s.prompt_tokens) for s in rollout.samples] == [
+            len(rollout.tokens) - sum(len(t.sample.completion_tokens + t.observation) for t in rollout.turns[k:])
+            for k in range(5)
+        ]
+    reasons = {turn.sample.finish_reason for rollout in rollouts for turn in rollout.turns}
+    assert reasons == {"stop", "length"}, "a turn that was cut short goes on to the environment too"
+
+
+def test_a_sample_of_any_other_prompt_is_refused() -> None:
+    rollout = extend(start([1, 2, 3]), sample_after([1, 2, 3], (4, 5)))
+    rollout = observe(rollout, [6])
+    assert rollout.tokens == (1, 2, 3, 4, 5, 6) and rollout.completion_tokens == (4, 5, 6)
+    for wrong, position in (([1, 2, 3, 4, 9, 6], 4), ([1, 2, 3], 3), ([1, 2, 3, 4, 5, 6, 7], 6), ([0], 0)):
+        with pytest.raises(ValueError, match=f"not the rollout's 6: they differ at position {position}"):
+            extend(rollout, sample_after(wrong, (7,)))
+    assert extend(rollout, sample_after(rollout.tokens, (7,))).tokens == (1, 2, 3, 4, 5, 6, 7)
+
+
+def test_going_on_without_an_answer_draws_what_one_turn_would_have() -> None:
+    params = replace(PARAMS, ignore_eos=True)
+    short = run_rollouts(fake(), PROMPTS, lambda r: (), params, num_samples_per_prompt=2, max_turns=4)
+    longer = replace(params, max_tokens=36)
+    whole = run_rollouts(fake(), PROMPTS, lambda r: None, longer, num_samples_per_prompt=2, max_turns=1)
+    assert [r.tokens for r in short] == [r.tokens for r in whole]
+    assert [len(r.turns) for r in short] == [4] * 6
+    assert {kind for r in short for *_, kind in r.segment_spans} == {"prompt", "sampled"}
+
+
+# --- what a trainer reads
+
+
+def test_masks_logprobs_and_versions_are_aligned_with_the_tokens() -> None:
+    rollout = extend(
+        start([1, 2]),
+        sample_after(
+            [1, 2], (3, 4, 5, 6), mask=(1, 1, 0, 1), logprobs=(-0.1, -0.2, 0.0, -0.3), token_versions=(4, 4, 5, 5)
+        ),
+    )
+    rollout = observe(observe(rollout, [7]), (token for token in (8,)))
+    rollout = extend(rollout, sample_after(rollout.tokens, (9,), logprobs=(-0.4,), token_versions=(6,)))
+    assert rollout.tokens == (1, 2, 3, 4, 5, 6, 7, 8, 9)
+    assert rollout.loss_mask == (0, 0, 1, 1, 0, 1, 0, 0, 1)
+    assert rollout.logprobs == (0.0, 0.0, -0.1, -0.2, 0.0, -0.3, 0.0, 0.0, -0.4)
+    assert rollout.token_versions == (-1, -1, 4, 4, 5, 5, -1, -1, 6)
+    assert rollout.segment_spans == (
+        *((0, 2, "prompt"), (2, 4, "sampled"), (4, 5, "forced")),
+        *((5, 6, "sampled"), (6, 8, "environment"), (8, 9, "sampled")),
+    )
+    for segment, (begin, end, _) in zip(rollout.segments, rollout.segment_spans, strict=True):
+        assert segment.tokens == rollout.tokens[begin:end] and segment.logprobs == rollout.logprobs[begin:end]
+        assert segment.token_versions == rollout.token_versions[begin:end]
+    other = extend(start([5]), sample_after([5], (6,)))
+    assert to_trl([rollout, other]) == {
+        "prompt_ids": [[1, 2], [5]],
+        "completion_ids": [[3, 4, 5, 6, 7, 8, 9], [6]],
+        "logprobs": [[-0.1, -0.2, 0.0, -0.3, 0.0, 0.0, -0.4], [-0.5]],
+        "env_mask": [[1, 1, 0, 1, 0, 0, 1], [1]],
+    }
+
+
+def test_what_runs_is_aligned_too() -> None:
+    rollouts = run_rollouts(fake(), PROMPTS, tool, PARAMS, max_turns=6, program=Calculator())
+    assert {kind for r in rollouts for *_, kind in r.segment_spans} == {"prompt", "sampled", "forced", "environment"}
+    for rollout in rollouts:
+        columns = (rollout.loss_mask, rollout.logprobs, rollout.token_versions)
+        assert {len(column) for column in columns} == {len(rollout.tokens)}
+        drawn = [token for turn in rollout.turns for token, m in zip(*_written(turn), strict=True) if m]
+        assert [t for t, m in zip(rollout.tokens, rollout.loss_mask, strict=True) if m] == drawn
+        assert all(lp == (-0.5 if m else 0.0) for lp, m in zip(rollout.logprobs, rollout.loss_mask, strict=True))
+        given = [kind in ("prompt", "environment") for b, e, kind in rollout.segment_spans for _ in range(b, e)]
+        assert rollout.token_versions == tuple(-1 if is_given else 0 for is_given in given)
+
+
+def _written(turn: Turn) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    return turn.sample.completion_tokens, turn.sample.mask
+
+
+def test_a_rollout_survives_json() -> None:
+    params = replace(PARAMS, logprobs=1)
+    for rollout in run_rollouts(fake(), PROMPTS, tool, params, num_samples_per_prompt=2, max_turns=3):
+        assert Rollout.from_dict(rollout.to_dict()) == rollout
+        back = Rollout.from_dict(json.loads(json.dumps(rollout.to_dict())))
+        assert back == rollout and back.samples == rollout.samples
+        assert not any(turn.sample.prompt_tokens for turn in back.turns), "a prompt is kept once"
+        assert all(sample.top_logprobs for sample in back.samples), "what was asked for is still there"
+    with pytest.raises(ValueError, match="Rollout has no field 'reward'"):
+        Rollout.from_dict(rollout.to_dict() | {"reward": 1})
+
+
+# --- how it runs
+
+
+def test_a_later_turn_finds_all_but_the_last_token_in_the_cache() -> None:
+    engine = fake()
+    for rollout in run_rollouts(engine, PROMPTS, tool, PARAMS, num_samples_per_prompt=3, max_turns=4):
+        for before, after in zip(rollout.samples, rollout.samples[1:], strict=False):
+            known = len(before.prompt_tokens) + len(before.completion_tokens)
+            assert after.num_cached_tokens == known - 1, "only what was drawn last has no K/V yet"
+    assert is_idle(engine)
+
+
+def test_no_rollout_waits_for_anothers_turn() -> None:
+    order: list[tuple[int, int]] = []
+    rows: list[tuple[int, int]] = []
+
+    def environment(rollout: Rollout) -> Iterable[int] | None:
+        order.append((rollout.prompt_index, len(rollout.turns)))
+        return TOOL if len(rollout.turns) < 4 else None
+
+    def progress(result: StepResult) -> None:
+        num_ended = sum(num_turns == 4 for _, num_turns in order)
+        rows.append((result.stats.num_rows, 6 - num_ended))
+
+    prompts = [[1 + i, 40 - i, 3 * i] for i in range(6)]
+    params = SamplingParams(max_tokens=40, seed=40)
+    run_rollouts(fake(max_batch_size=6), prompts, environment, params, max_turns=9, progress=progress)
+    assert len(rows) > 20 and all(num_rows == num_going_on for num_rows, num_going_on in rows), "no rollout stands idle"
+    first_turns = [order.index((i, 1)) for i in range(6)]
+    assert min(order.index((i, 2)) for i in range(6)) < max(first_turns)
+    assert min(order.index((i, 4)) for i in range(6)) < max(first_turns)
+
+
+@pytest.mark.parametrize("options", [{"max_batch_size": 2}, {"max_tokens_per_batch": 3}, {"num_blocks": 40}])
+def test_draws_depend_on_seed_and_place_alone(options: dict[str, Any]) -> None:
+    def tokens_of(engine: InferenceEngine, seed: int | None, n: int = 4) -> list[tuple[int, ...]]:
+        params = replace(PARAMS, seed=seed, ignore_eos=True)
+        found = run_rollouts(engine, [*PROMPTS, PROMPTS[0]], tool, params, num_samples_per_prompt=n, max_turns=3)
+        assert is_idle(engine)
+        return [rollout.tokens for rollout in found]
+
+    expected = tokens_of(fake(), 8)
+    assert len(set(expected)) == 16, "samples of a prompt differ, and so do equal prompts"
+    assert tokens_of(fake(**options), 8) == expected
+    assert tokens_of(fake(), 8, n=2) == [expected[4 * i + j] for i in range(4) for j in range(2)]
+    assert not set(tokens_of(fake(), 9)) & set(expected)
+    engine = fake()
+    unseeded = tokens_of(engine, None) + tokens_of(engine, None)
+    assert len(set(unseeded)) == 32
+    assert tokens_of(fake(), None) == unseeded[:16], "an engine with a seed repeats its run"
+
+
+def test_other_requests_get_what_is_theirs() -> None:
+    alone = fake().generate([[7, 8], [9]], replace(PARAMS, max_tokens=30, ignore_eos=True))
+    expected = run_rollouts(fake(), PROMPTS, tool, PARAMS, max_turns=3)
+    engine = fake(max_batch_size=32)
+    foreign = engine.add_request([7, 8], replace(PARAMS, max_tokens=30, ignore_eos=True))
+    stream = engine.stream([9], replace(PARAMS, max_tokens=30, ignore_eos=True))
+    stolen: list[TrainingSample] = []
+
+    def busy(rollout: Rollout) -> Iterable[int]:
+        engine.score(list(rollout.tokens))
+        engine.generate([[3, 4]], replace(PARAMS, max_tokens=12))
+        run_rollouts(engine, [[6]], lambda inner: None, PARAMS, max_turns=1)
+        stolen.extend(engine.step())
+        return tool(rollout)
+
+    found = run_rollouts(engine, PROMPTS, busy, PARAMS, max_turns=3)
+    assert [rollout.tokens for rollout in found] == [rollout.tokens for rollout in expected]
+    assert [token for delta in stream for token in delta.token_ids] == list(alone[1].completion_tokens)
+    while engine.has_pending():
+        stolen += engine.step()
+    assert [(sample.request_id, sample.completion_tokens) for sample in stolen] == [
+        (foreign, alone[0].completion_tokens)
+    ]
+    assert is_idle(engine)
+
+
+# --- how it ends
+
+
+def test_the_environment_ends_a_rollout_when_it_likes() -> None:
+    asked: list[Rollout] = []
+
+    def environment(rollout: Rollout) -> Iterable[int] | None:
+        asked.append(rollout)
+        return TOOL if len(rollout.turns) <= rollout.prompt_index else None
+
+    rollouts = run_rollouts(fake(), PROMPTS, environment, PARAMS, max_turns=3)
+    assert [(len(r.turns), r.finish_reason) for r in rollouts] == [(1, "stop"), (2, "stop"), (3, "stop")]
+    assert len(asked) == 6, "it is asked after the last turn too"
+    assert all(r.finish_reason is None and r.segments[-1].kind == "sampled" for r in asked)
+    assert all(r.segments[-1].kind == "sampled" for r in rollouts)
+
+
+@pytest.mark.parametrize("options", [{}, {"max_model_len": 30}, {"num_blocks": 7, "max_batch_size": 1}])
+@pytest.mark.parametrize("max_tokens", [9, None])
+def test_no_rollout_grows_beyond_what_there_is_room_for(options: dict[str, Any], max_tokens: int | None) -> None:
+    limit = 28 if "num_blocks" in options else 30
+    total = None if options else 30
+    engine = fake(**options)
+    params = replace(PARAMS, max_tokens=max_tokens, min_tokens=6, ignore_eos=True)
+    rollouts = run_rollouts(engine, PROMPTS, lambda r: TOOL, params, max_turns=99, max_tokens_total=total)
+    for rollout in rollouts:
+        assert rollout.finish_reason == "length" and len(rollout.turns) < 9
+        assert limit - len(TOOL) <= len(rollout.tokens) <= limit
+        assert rollout.segments[-1].kind == "sampled", "an answer that nothing can follow is left out"
+    assert any(len(rollout.tokens) == limit for rollout in rollouts)
+    assert is_idle(engine)
+    ended = run_rollouts(engine, PROMPTS, lambda r: None, params, max_turns=99, max_tokens_total=total)
+    assert {rollout.finish_reason for rollout in ended} == {"stop"}
+
+
+def test_a_last_answer_is_kept_when_one_token_fits_behind_it() -> None:
+    params = replace(PARAMS, max_tokens=4, ignore_eos=True)
+    lengths = {}
+    for total in range(12, 18):
+        (rollout,) = run_rollouts(fake(), [[1] * 5], lambda r: TOOL, params, max_turns=2, max_tokens_total=total)
+        lengths[total] = (len(rollout.tokens), rollout.finish_reason)
+    assert lengths == {12: (9, "length"), **{t: (min(t, 16), "max_turns") for t in range(13, 18)}}
+
+
+def test_an_abort_from_outside_ends_a_rollout_with_what_it_has() -> None:
+    engine = fake(max_batch_size=32)
+
+    def environment(rollout: Rollout) -> Iterable[int]:
+        if len(rollout.turns) == 2:
+            engine.abort_all()
+        return TOOL
+
+    params = replace(PARAMS, max_tokens=40)
+    rollouts = run_rollouts(engine, PROMPTS, environment, params, num_samples_per_prompt=4, max_turns=3)
+    aborted = [r for r in rollouts if r.finish_reason == "abort"]
+    assert aborted and any(r.turns[-1].sample.completion_tokens for r in aborted)
+    for rollout in aborted:
+        assert rollout.turns[-1].sample.finish_reason == "abort"
+        assert len(rollout.loss_mask) == len(rollout.tokens)
+        assert Rollout.from_dict(json.loads(json.dumps(rollout.to_dict()))) == rollout
+    assert is_idle(engine)
+
+
+class Stop(Exception):
+    """Something that nobody but these tests raises."""
+
+
+@pytest.mark.parametrize("error", [Stop, KeyboardInterrupt])
+@pytest.mark.parametrize("when", [1, 2, 7])
+def test_an_exception_of_the_environment_leaves_nothing_behind(error: type[BaseException], when: int) -> None:
+    engine = fake(max_batch_size=32)
+    foreign = engine.add_request([7, 8], replace(PARAMS, max_tokens=200, ignore_eos=True))
+    num_asked = 0
+
+    def environment(rollout: Rollout) -> Iterable[int]:
+        nonlocal num_asked
+        num_asked += 1
+        if num_asked == when:
+            raise error
+        return TOOL
+
+    with pytest.raises(error):
+        run_rollouts(engine, PROMPTS, environment, PARAMS, num_samples_per_prompt=3, max_turns=5)
+    (sample,) = engine.abort(foreign)
+    assert sample.finish_reason == "abort" and len(sample.completion_tokens) >= 1
+    assert is_idle(engine)
+    assert len(run_rollouts(engine, PROMPTS, tool, PARAMS, max_turns=2)) == 3
+
+
+@pytest.mark.parametrize("error", [Stop, KeyboardInterrupt])
+def test_an_exception_while_the_model_computes_passes_on(error: type[BaseException]) -> None:
+    engine = fake()
+    run = engine.parts.runner.run
+    num_steps = 0
+
+    def breaking(batch: Any) -> Any:
+        nonlocal num_steps
+        num_steps += 1
+        if num_steps == 15:
+            raise error
+        return run(batch)
+
+    engine.parts.runner.run = breaking
+    with pytest.raises(error):
+        run_rollouts(engine, PROMPTS, tool, PARAMS, max_turns=5)
+    assert not engine._ledger._mailboxes
+    if error is KeyboardInterrupt:
+        assert is_idle(engine)
+        assert len(run_rollouts(engine, PROMPTS, tool, PARAMS, max_turns=2)) == 3
+
+
+def test_a_paused_engine_is_not_waited_for() -> None:
+    engine = fake()
+
+    def pausing(rollout: Rollout) -> Iterable[int]:
+        engine.pause()
+        return TOOL
+
+    with pytest.raises(EnginePaused, match="resume"):
+        run_rollouts(engine, PROMPTS, pausing, PARAMS, max_turns=2)
+    engine.resume()
+    assert is_idle(engine)
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (lambda: [3, 50], "token id 50 at position .* outside the vocabulary"),
+        (lambda: [3, -1], "the environment's tokens"),
+        (lambda: (token for token in [1.5]), "the environment's tokens"),
+        (lambda: "text", "the environment's tokens"),
+    ],
+)
+def test_what_is_no_answer_is_refused_and_leaves_nothing_behind(answer: Callable[[], Any], message: str) -> None:
+    engine = fake()
+    with pytest.raises(ValueError, match=message):
+        run_rollouts(engine, PROMPTS, lambda rollout: answer(), PARAMS, max_turns=3)
+    assert is_idle(engine)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "options", "message"),
+    [
+        ([[1], []], {}, r"prompts\[1\] must hold at least one token"),
+        ([[1], [2, "x"]], {}, r"prompts\[1\]: a token id must be an integer"),
+        ([1, 2], {}, r"prompts\[0\] must be a collection of token ids"),
+        ("text", {}, "prompts must be a list"),
+        ([[1], [2, 50]], {}, "token id 50 at position 1"),
+        ([[1], [2] * 12], {"max_tokens_total": 12}, r"prompts\[1\] has 12 tokens; a rollout may have 12"),
+        ([[1], [2] * 1000], {}, r"prompts\[1\] has 1000 tokens; a rollout may have 1000"),
+        ([[1]], {"max_turns": 0}, "max_turns must be >= 1"),
+        ([[1]], {"max_tokens_total": 1}, "max_tokens_total must be >= 2"),
+        ([[1]], {"num_samples_per_prompt": 0}, "num_samples_per_prompt must be >= 1"),
+        ([[1]], {"sampling_params": SamplingParams(max_tokens=0)}, "max_tokens must be >= 1"),
+        ([[1]], {"sampling_params": SamplingParams(prompt_logprobs=0)}, "prompt_logprobs"),
+        ([[1]], {"sampling_params": SamplingParams(stop="x")}, "stop: this engine was made without a tokenizer"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_before_anything_runs(prompts: Any, options: Any, message: str) -> None:
+    engine = fake()
+    ticks: list[StepResult] = []
+    with pytest.raises(ValueError, match=message):
+        run_rollouts(engine, prompts, tool, **({"max_turns": 2, "progress": ticks.append} | options))
+    assert is_idle(engine) and not ticks
+
+
+def test_the_environment_cannot_speak_before_the_model() -> None:
+    with pytest.raises(ValueError, match="the model has written nothing yet"):
+        observe(start([1, 2]), [3])
+    assert run_rollouts(fake(), [], tool, PARAMS, max_turns=1) == []
+
+
+# --- a real model
+
+
+def test_collected_logprobs_are_those_of_one_pass_over_the_whole(tiny: tuple[Path, Any]) -> None:
+    engine = real(tiny)
+    params = SamplingParams(max_tokens=7, seed=3, temperature=1.0, ignore_eos=True)
+    rollouts = run_rollouts(engine, PROMPTS, tool, params, num_samples_per_prompt=2, max_turns=4)
+    assert is_idle(engine)
+    assert len({rollout.tokens for rollout in rollouts}) == 6
+    again = run_rollouts(real(tiny, cache_type="paged"), PROMPTS, tool, params, num_samples_per_prompt=2, max_turns=4)
+    assert [rollout.tokens for rollout in again] == [rollout.tokens for rollout in rollouts]
+    for rollout in rollouts:
+        assert sum(rollout.loss_mask) == 28
+        for before, after in zip(rollout.samples, rollout.samples[1:], strict=False):
+            assert after.num_cached_tokens == len(before.prompt_tokens) + 6
+        engine.flush_cache()
+        scores = engine.score(list(rollout.tokens))
+        for position, is_drawn in enumerate(rollout.loss_mask):
+            if is_drawn:
+                assert rollout.logprobs[position] == pytest.approx(scores[position - 1], abs=1e-4)
+
+
+def test_each_token_knows_the_weights_of_its_turn(tiny: tuple[Path, Any]) -> None:
+    engine = real(tiny)
+    state = tiny[1].state_dict()
+
+    def environment(rollout: Rollout) -> Iterable[int]:
+        engine.update_weights(state, blocking=True)
+        return TOOL
+
+    params = SamplingParams(max_tokens=3, seed=3, ignore_eos=True)
+    (rollout,) = run_rollouts(engine, PROMPTS[:1], environment, params, max_turns=3)
+    given = (-1,) * 3
+    assert rollout.token_versions == (-1,) * 5 + (0,) * 3 + given + (1,) * 3 + given + (2,) * 3
+    assert [sample.num_cached_tokens for sample in rollout.samples] == [0, 0, 0], "old K/V serves no new turn"
+
+
+def test_the_fakes_end_token_is_drawn_here() -> None:
+    rollouts = run_rollouts(fake(), PROMPTS, tool, PARAMS, num_samples_per_prompt=3, max_turns=5)
+    assert any(turn.sample.completion_tokens[-1] == EOS for rollout in rollouts for turn in rollout.turns)
+    with pytest.raises(BadRequest):
+        run_rollouts(fake(), [[99]], tool, PARAMS, max_turns=1)
