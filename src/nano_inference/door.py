@@ -8,7 +8,16 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
-from nano_inference.types import BadRequest, Matcher, Request, SamplingParams, TokenProgram, check_int, token_ids
+from nano_inference.types import (
+    BadRequest,
+    Matcher,
+    Request,
+    SamplingParams,
+    TokenProgram,
+    TrainingSample,
+    check_int,
+    token_ids,
+)
 
 MatcherFactory = Callable[[], Matcher]
 
@@ -35,6 +44,7 @@ def admit(
     score_start: int | None = None,
     make_matcher: MatcherFactory | None = None,
     program: TokenProgram | None = None,
+    partial: TrainingSample | None = None,
 ) -> Request:
     """Return the request with every limit resolved; raise `BadRequest` naming the field and the limit."""
     try:
@@ -44,6 +54,8 @@ def admit(
         check_int("num_samples", num_samples, 1)
         check_vocabulary(params, limits.vocab_size)
         max_new = room_for(len(ids), params, limits)
+        if partial is not None:
+            check_partial(partial, ids, params, num_samples, max_new)
     except ValueError as error:
         raise BadRequest(str(error)) from None
     if params.stop and make_matcher is None:
@@ -59,7 +71,28 @@ def admit(
         score_start=score_start if params.prompt_logprobs is not None else None,
         make_matcher=make_matcher,
         program=program,
+        partial=partial,
     )
+
+
+def check_partial(
+    partial: TrainingSample, prompt: tuple[int, ...], params: SamplingParams, num_samples: int, max_new: int
+) -> None:
+    """Refuse to go on with a sample that ended, that is another prompt's, or that lacks what is asked for."""
+    if not isinstance(partial, TrainingSample):
+        raise ValueError(f"partial must be a TrainingSample, got {type(partial).__name__}")
+    if num_samples != 1:
+        raise ValueError(f"num_samples must be 1 to go on with a partial sample, got {num_samples}")
+    if partial.prompt_tokens != prompt:
+        raise ValueError("partial: its prompt_tokens are not the prompt")
+    if partial.finish_reason == "stop":
+        raise ValueError("partial: ended with a stop, so nothing follows")
+    if len(partial.completion_tokens) >= max_new:
+        raise ValueError(f"partial: has {len(partial.completion_tokens)} tokens already, max_tokens is {max_new}")
+    wanted = (("raw_logprobs", params.raw_logprobs), ("sampling_masks", params.sampling_mask))
+    for name, is_wanted in (*wanted, ("top_logprobs", params.logprobs is not None)):
+        if is_wanted and getattr(partial, name) is None:
+            raise ValueError(f"partial: has no {name}, which are asked for")
 
 
 def check_prompt(prompt: Sequence[int], limits: Limits) -> tuple[int, ...]:

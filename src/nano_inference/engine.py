@@ -101,6 +101,27 @@ class InferenceEngine:
         ]
         return self._finish_all(requests, progress)
 
+    def complete(
+        self,
+        samples: Seq[TrainingSample],
+        sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
+        *,
+        program: TokenProgram | None = None,
+        progress: Progress | None = None,
+    ) -> list[TrainingSample]:
+        """Go on with samples that were aborted, exactly as if they had not been; ended ones come back as they are.
+
+        The parameters must be the ones they were begun with. Raises as `generate` does.
+        """
+        each = _one_for_each([sample.prompt_tokens for sample in samples], sampling_params)
+        open_ones = [i for i, sample in enumerate(samples) if sample.finish_reason == "abort"]
+        requests = [
+            self._admit(samples[i].prompt_tokens, each[i], 1, offset=offset, program=program, partial=samples[i])
+            for offset, i in enumerate(open_ones)
+        ]
+        completed = dict(zip(open_ones, self._finish_all(requests, progress), strict=True))
+        return [completed.get(i, sample) for i, sample in enumerate(samples)]
+
     def stream(
         self, prompt: Seq[int], sampling_params: SamplingParams | None = None, num_samples_per_prompt: int = 1
     ) -> Iterator[Delta]:
@@ -123,11 +144,14 @@ class InferenceEngine:
         salt: str = "",
         make_matcher: MatcherFactory | None = None,
         program: TokenProgram | None = None,
+        partial: TrainingSample | None = None,
         claim: bool = False,
     ) -> int:
         """Queue a request and return its id; its samples come back from `step`. Raises `BadRequest`.
 
-        With `claim` they wait for `collect` instead, whoever drives the engine meanwhile.
+        `partial` is an unfinished sample of this prompt ("abort" or "length"): the new one goes on where it ended, with
+        its seed and sample index, exactly as if it had never been interrupted, and comes back whole; `max_tokens` and
+        the rest count from the prompt. With `claim` the samples wait for `collect`, whoever drives the engine.
         """
         request = self._admit(
             prompt,
@@ -136,6 +160,7 @@ class InferenceEngine:
             salt=salt,
             make_matcher=make_matcher,
             program=program,
+            partial=partial,
         )
         self._enqueue(request, claimed=claim)
         return request.id
@@ -507,6 +532,7 @@ class InferenceEngine:
         score_start: int = 0,
         make_matcher: MatcherFactory | None = None,
         program: TokenProgram | None = None,
+        partial: TrainingSample | None = None,
     ) -> Request:
         """Check a request at the door; `offset` counts those checked before it and not yet queued."""
         self._require_alive()
@@ -522,18 +548,21 @@ class InferenceEngine:
             prompt,
             params,
             self._door,
-            seed=self._seed_of(params, request_id),
+            seed=self._seed_of(params, partial, request_id),
             num_samples=num_samples,
             salt=salt,
             score_start=score_start,
             make_matcher=make_matcher,
             program=program,
+            partial=partial,
         )
 
-    def _seed_of(self, params: SamplingParams, request_id: int) -> int:
-        """The request's own seed, or one derived from the engine's, or the operating system's entropy."""
+    def _seed_of(self, params: SamplingParams, partial: TrainingSample | None, request_id: int) -> int:
+        """The request's own seed, or its partial sample's, or one derived from the engine's, or fresh entropy."""
         if params.seed is not None:
             return params.seed
+        if isinstance(partial, TrainingSample) and partial.seed is not None:
+            return partial.seed
         if self.config.seed is not None:
             return derive_seed(self.config.seed, request_id)
         return secrets.randbits(64)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from nano_inference.types import (
+    BadRequest,
     Delta,
     DrawExtras,
     FinishReason,
@@ -17,6 +18,7 @@ from nano_inference.types import (
     SamplingMask,
     StopReason,
     TokenLogprob,
+    TokenProgram,
     TopLogprobs,
     TrainingSample,
     WeightLabel,
@@ -122,7 +124,45 @@ def start_sequences(
                 token_mask=matcher.mask() if matcher else None,
             )
         )
+    if request.partial is not None:
+        _go_on(sequences[0], request.partial)
     return sequences
+
+
+def _go_on(seq: Sequence, partial: TrainingSample) -> None:
+    """Bring a new sequence to where an unfinished sample ended: tokens, columns, matcher and program."""
+    if seq.logprobs_mode != partial.logprobs_mode:
+        raise BadRequest(f"partial: its logprobs are {partial.logprobs_mode}, {seq.logprobs_mode} is asked for")
+    seq.sample_index = partial.sample_index
+    seq.num_preemptions = partial.num_preemptions
+    seq.tokens += partial.completion_tokens
+    seq.mask += partial.mask
+    seq.logprobs += partial.logprobs
+    seq.versions += partial.token_versions
+    seq.top_logprobs += partial.top_logprobs or ((),) * len(partial.completion_tokens)
+    seq.raw_logprobs += partial.raw_logprobs or ()
+    seq.sampling_masks += partial.sampling_masks or ()
+    if seq.matcher is not None:
+        for token in partial.completion_tokens:
+            seq.matcher.advance(token)
+        seq.token_mask = seq.matcher.mask()
+    if seq.request.program is not None:
+        seq.program_state = _replayed(seq.request.program, partial)
+
+
+def _replayed(program: TokenProgram, partial: TrainingSample) -> object:
+    """Return a program's state after the tokens of a sample, which must hold what the program forces."""
+    state = program.start()
+    due: list[int] = []
+    for token, is_sampled in zip(partial.completion_tokens, partial.mask, strict=True):
+        if is_sampled == bool(due) or (due and due.pop(0) != token):
+            raise BadRequest("partial: its tokens are not those that the program forces")
+        if is_sampled:
+            state, forced = program.step(state, token)
+            due = list(forced)
+    if due:
+        raise BadRequest("partial: ends inside tokens that the program forces")
+    return state
 
 
 def advance(
@@ -203,7 +243,7 @@ def to_sample(seq: Sequence, version: int, labels: Mapping[int, WeightLabel] = N
     A prompt whose scores are not numbers ends as "abort" and keeps those before the first such.
     """
     assert seq.finish_reason is not None
-    params = seq.request.params
+    params, partial = seq.request.params, seq.request.partial
     scorer = seq.leader or seq
     scored = seq.request.score_start is not None
     num_scores = _num_before_nan(scorer.scores)
@@ -219,7 +259,8 @@ def to_sample(seq: Sequence, version: int, labels: Mapping[int, WeightLabel] = N
         weight_version=min(seq.versions, default=version),
         finish_reason="abort" if is_broken else seq.finish_reason,
         stop_reason="the prompt's log-probabilities are not finite" if is_broken else seq.stop_reason,
-        version_labels=labels,
+        seed=seq.request.seed,
+        version_labels=labels if partial is None else {**partial.version_labels, **labels},
         logprobs_mode=seq.logprobs_mode,
         top_logprobs=tuple(seq.top_logprobs) if params.logprobs is not None else None,
         raw_logprobs=tuple(seq.raw_logprobs) if params.raw_logprobs else None,

@@ -329,6 +329,8 @@ class TrainingSample:
     finish_reason: FinishReason
     stop_reason: StopReason | None = None
     """The token id or the string that stopped it; None for the model's own end token or a length."""
+    seed: int | None = None
+    """What its draws depend on besides `sample_index` and position, also where the request named none."""
     version_labels: Mapping[int, WeightLabel] = field(default_factory=dict, hash=False)
     """What the trainer called those of `token_versions` that it named."""
     logprobs_mode: LogprobsMode = "processed"
@@ -471,6 +473,8 @@ class Request:
     """First position whose prompt log-probability is wanted; None when none is."""
     make_matcher: Callable[[], Matcher] | None = None
     program: TokenProgram | None = None
+    partial: TrainingSample | None = None
+    """An unfinished sample to go on with."""
 
 
 class SeqView(NamedTuple):
