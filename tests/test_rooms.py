@@ -28,7 +28,7 @@ LEVELS = (
     "core",
     "assemble",
     "engine",
-    "workloads rollout",
+    "workloads rollout reference",
     "cli",
     "__main__",
 )

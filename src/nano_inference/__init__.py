@@ -49,6 +49,7 @@ _HOMES = {
     "schedule": "scheduling",
     "weights_checksum": "weights.checksum",
     "weights_in": "weights.directory",
+    "with_ref_logprobs": "reference",
 }
 
 __all__ = sorted([*_HOMES, "__version__"])

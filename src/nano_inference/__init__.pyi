@@ -13,6 +13,7 @@ from nano_inference.kv import PagedKVCache as PagedKVCache
 from nano_inference.kv import RadixKVCache as RadixKVCache
 from nano_inference.kv import compute_block_hash as compute_block_hash
 from nano_inference.kv.store import KVStore as KVStore
+from nano_inference.reference import with_ref_logprobs as with_ref_logprobs
 from nano_inference.rollout import Rollout as Rollout
 from nano_inference.rollout import Segment as Segment
 from nano_inference.rollout import Turn as Turn

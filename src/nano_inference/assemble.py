@@ -17,12 +17,12 @@ from nano_inference.kv import KVManager, make_kv
 from nano_inference.kv.store import KVStore
 from nano_inference.loader.checkpoint import Checkpoint, open_checkpoint
 from nano_inference.loader.door import load_into
-from nano_inference.models.build import Model, build, weight_slots
+from nano_inference.models.build import Model, build, build_like, parameters, weight_slots
 from nano_inference.models.config import ModelConfig
 from nano_inference.runner import ModelRunner, Runner
 from nano_inference.text.stops import stop_matcher
 from nano_inference.text.tokenizer import Tokenizer, load_tokenizer
-from nano_inference.types import Matcher, TokenizerSource
+from nano_inference.types import BadRequest, Matcher, TokenizerSource
 from nano_inference.weights.sync import WeightSyncManager
 
 _DTYPES: dict[Dtype, torch.dtype] = {
@@ -32,6 +32,7 @@ _DTYPES: dict[Dtype, torch.dtype] = {
 }
 _CPU_CACHE_SHARE = 4
 _CPU_CACHE_LIMIT = 4 << 30
+_TWIN_SHARE = 8
 
 StopMatcher = Callable[[tuple[str, ...]], Callable[[], Matcher]]
 LoadProgress = Callable[[int, int], None]
@@ -86,6 +87,29 @@ def assemble(config: EngineConfig, progress: LoadProgress | None = None) -> Engi
         weights=WeightSyncManager(model, runner.install),
         is_on_cuda=device.type == "cuda",
     )
+
+
+def twin_parts(parts: EngineParts, config: EngineConfig, kv_cache_bytes: int | None) -> EngineParts:
+    """Build a second engine's parts around a copy of the weights in force; see `InferenceEngine.twin`."""
+    runner = parts.runner
+    if not isinstance(runner, ModelRunner):
+        raise BadRequest("this engine was made without a model that could be copied")
+    model = build_like(runner.model, runner.device)
+    with torch.no_grad():
+        for target, source in zip(parameters(model), parameters(runner.model), strict=True):
+            target.copy_(source)
+    dtype = next(parameters(model)).dtype
+    block_bytes = model.config.kv_bytes_per_token(dtype.itemsize) * config.block_size
+    fewest = -(-parts.max_model_len // config.block_size)
+    num_blocks = max(parts.kv.num_blocks // _TWIN_SHARE, min(fewest, parts.kv.num_blocks))
+    if kv_cache_bytes is not None:
+        num_blocks = kv_cache_bytes // block_bytes
+    if num_blocks < 1:
+        raise BadRequest(f"kv_cache_bytes: {kv_cache_bytes} bytes do not hold one block of {block_bytes} bytes")
+    store = make_store(model.config, num_blocks, config.block_size, runner.device, dtype)
+    twin = ModelRunner(model, store, runner.backend, runner.device)
+    kv = make_kv(config.cache_type, num_blocks, config.block_size)
+    return replace(parts, runner=twin, kv=kv, weights=WeightSyncManager(model, twin.install))
 
 
 def locate(name: str) -> Path:

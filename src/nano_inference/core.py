@@ -171,14 +171,15 @@ class Core:
     def _next_key(self, seq: Sequence, num_computed: int, blocks: Seq[int]) -> object:
         """Name the block that a sequence computes next by the block before it and its tokens.
 
-        A prompt that its first sample still scores is named by the request: the others wait for the scores.
+        A prompt that its first sample still scores for others is named by the request: they wait for the scores.
         """
-        if (seq.leader or seq).next_score is not None:
+        scored = (seq.leader or seq).next_score
+        if scored is not None and seq.request.num_samples > 1:
             return seq.request.id
-        if len(seq.tokens) - num_computed <= 1:
-            return None
         size = self._kv.block_size
         start = num_computed // size * size
+        if len(seq.tokens) - num_computed <= 1 or (scored is not None and start + size >= scored):
+            return None
         parent = blocks[start // size - 1] if start else -1
         return (seq.request.salt, parent, *seq.tokens[start : start + size])
 

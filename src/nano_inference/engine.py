@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Self, cast
 
-from nano_inference.assemble import EngineParts, assemble
+from nano_inference.assemble import EngineParts, assemble, twin_parts
 from nano_inference.config import EngineConfig, SchedulerConfig
 from nano_inference.core import Core
 from nano_inference.door import Limits, MatcherFactory, admit
@@ -181,21 +181,24 @@ class InferenceEngine:
         return self._ledger.close(request_id)
 
     def score(
-        self, token_ids: Seq[int] | Seq[Seq[int]], start: int = 0, *, temperature: float = 1.0
+        self, token_ids: Seq[int] | Seq[Seq[int]], start: int | Seq[int] = 0, *, temperature: float = 1.0
     ) -> list[float] | list[list[float]]:
         """Return the log-probability of each token from position max(start, 1) on, teacher-forced.
 
-        One list of ids gives one list, a list of them a list for each. Cached prefixes before `start` are used.
-        `temperature` divides the logits first (0 counts as 1).
+        One list of ids gives one list, a list of them a list for each, with one `start` for all or one for each. Cached
+        prefixes before `start` are used. `temperature` divides the logits first (0 counts as 1). Raises `BadRequest`,
+        `ValueError` when the logits are no numbers, and `EnginePaused`.
         """
-        if isinstance(start, bool) or not isinstance(start, int) or start < 0:
-            raise BadRequest(f"start must be an integer >= 0, got {start!r}")
         if not isinstance(token_ids, list | tuple) or not token_ids:
             raise BadRequest("token_ids must be a list of token ids, or a list of such lists, and not empty")
         single = isinstance(token_ids[0], int)
         texts: Seq[Seq[int]] = [token_ids] if single else token_ids
+        starts = _starts(start, len(texts))
         params = SamplingParams(temperature=temperature, max_tokens=0, prompt_logprobs=0, logprobs_mode="tempered")
-        requests = [self._admit(ids, params, 1, offset=i, score_start=start) for i, ids in enumerate(texts)]
+        requests = [
+            self._admit(ids, params, 1, offset=i, score_start=begin)
+            for i, (ids, begin) in enumerate(zip(texts, starts, strict=True))
+        ]
         samples = self._finish_all(requests, None)
         for index, sample in enumerate(samples):
             if sample.finish_reason == "abort":
@@ -428,6 +431,16 @@ class InferenceEngine:
         self._group = WeightGroup(address, port, rank=rank, world_size=world_size, backend=backend, timeout=timeout)
         return self._group
 
+    def twin(self, *, kv_cache_bytes: int | None = None) -> InferenceEngine:
+        """Return a second engine with a copy of the weights in force: a reference model, or the next policy's tester.
+
+        It has queues, versions and a KV cache of its own (an eighth of this one's, but room for one longest sequence,
+        unless `kv_cache_bytes` says otherwise). Raises `BadRequest` for an engine without a model of its own.
+        """
+        self._require_alive()
+        self._require_weights()
+        return InferenceEngine(self.config, parts=twin_parts(self.parts, self.config, kv_cache_bytes))
+
     def shutdown(self) -> None:
         """Abort everything and let go of model and cache; later calls raise `EngineDead`. May be called twice."""
         self.abort_all()
@@ -472,6 +485,9 @@ class InferenceEngine:
             raise EnginePaused("the engine sleeps; call wake() first")
         if self._is_paused:
             raise EnginePaused("the engine is paused; call resume() first")
+        self._require_weights()
+
+    def _require_weights(self) -> None:
         if not self._has_weights():
             raise EnginePaused("the weights were discarded; call update_weights() first")
 
@@ -615,6 +631,17 @@ def _check_update(blocking: object, on_running: object, label: object, timeout: 
         raise ValueError(f"version must be a string or an integer, got {label!r}")
     if timeout is not None:
         check_number("timeout", timeout, 0, 1e9)
+
+
+def _starts(start: int | Seq[int], count: int) -> Seq[int]:
+    """Return one position for each text to score."""
+    starts = [start] * count if isinstance(start, int) else start
+    if not isinstance(starts, list | tuple) or len(starts) != count:
+        raise BadRequest(f"start must be an integer, or one for each of {count} texts, got {start!r}")
+    for one in starts:
+        if isinstance(one, bool) or not isinstance(one, int) or one < 0:
+            raise BadRequest(f"start must be an integer >= 0, got {one!r}")
+    return starts
 
 
 def _one_for_each(
