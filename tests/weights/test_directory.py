@@ -36,6 +36,12 @@ def test_a_transformers_directory_of_shards_is_read_without_a_marker(
     assert engine.weights_checksum() == weights_checksum(tied.new.named_parameters())
 
 
+def test_a_tied_state_dict_is_written_once(tied: Pair, tmp_path: Path, open_engine: OpenEngine) -> None:
+    engine = open_engine(tied)
+    engine.update_weights(save_weights(tied.new.state_dict(), tmp_path / "step"), blocking=True)
+    assert engine.weights_checksum() == weights_checksum(tied.new.named_parameters())
+
+
 def test_a_version_is_written_once(untied: Pair, tmp_path: Path) -> None:
     directory = save_weights(untied.named(), tmp_path / "step")
     with pytest.raises(WeightError, match="exists already"):

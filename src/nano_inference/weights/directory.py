@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
+from safetensors.torch import save_file
 from torch import Tensor
 
 from nano_inference.loader.pieces import FileRange
@@ -21,18 +22,16 @@ MARKER = "STABLE"
 def save_weights(named: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]], directory: str | Path) -> Path:
     """Write weights for `weights_in`: into a hidden sibling first, which then takes the name in one rename.
 
-    Needs the `safetensors` package. Raises `WeightError` when the directory exists already: each version has its own.
+    A tensor that is there under two names (a tied head) is written once. Raises `WeightError` when the directory exists
+    already: each version has its own.
     """
-    from safetensors.torch import save_file
-
     target = Path(directory)
     if target.exists():
         raise WeightError(f"{target}: exists already; give every version a directory of its own")
     target.parent.mkdir(parents=True, exist_ok=True)
     hidden = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     try:
-        plain = {name: tensor.detach().cpu().contiguous() for name, tensor in dict(named).items()}
-        save_file(plain, hidden / SINGLE_NAME)
+        save_file(_plain(dict(named)), hidden / SINGLE_NAME)
         _sync_to_disk(hidden / SINGLE_NAME)
         (hidden / MARKER).touch()
         hidden.chmod(0o755)
@@ -41,6 +40,18 @@ def save_weights(named: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]], dir
         shutil.rmtree(hidden, ignore_errors=True)
         raise
     return target
+
+
+def _plain(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors as the format wants them: on the CPU, contiguous, none twice."""
+    plain: dict[str, Tensor] = {}
+    seen: set[tuple[int, tuple[int, ...]]] = set()
+    for name, tensor in named.items():
+        identity = (tensor.data_ptr(), tuple(tensor.shape))
+        if identity not in seen or not tensor.numel():
+            plain[name] = tensor.detach().cpu().contiguous()
+        seen.add(identity)
+    return plain
 
 
 def weights_in(directory: str | Path, marker: str | None = MARKER) -> Iterator[tuple[str, FileRange]]:
