@@ -27,7 +27,7 @@ def cached(kv: KVManager, tokens: list[int], salt: Salt = SALT) -> int:
 def leave_behind(kv: KVManager, tokens: list[int], salt: Salt = SALT) -> list[int]:
     """Compute, publish and release a text."""
     blocks = kv.take(-(-len(tokens) // kv.block_size))
-    kv.publish(tokens, salt, blocks, 0, len(tokens))
+    blocks = kv.publish(tokens, salt, blocks, 0, len(tokens))
     kv.release(blocks)
     return blocks
 
@@ -102,7 +102,7 @@ class Story:
             self.slots[self.slot(text.blocks, position)] = (text.salt, tuple(text.tokens[: position + 1]))
         text.computed = end
         if self.rng.random() < 0.8:
-            self.kv.publish(text.tokens, text.salt, text.blocks, text.published, end)
+            text.blocks = self.kv.publish(text.tokens, text.salt, text.blocks, text.published, end)
             text.published = max(text.published, end // self.kv.block_size)
 
     def extend(self) -> None:

@@ -352,7 +352,7 @@ class Core:
             return
         if num_whole > seq.num_published or is_chunk or seq.finish_reason:
             salt = (self.version, seq.request.salt)
-            self._kv.publish(seq.tokens, salt, seq.blocks, seq.num_published, seq.num_computed)
+            seq.blocks = self._kv.publish(seq.tokens, salt, seq.blocks, seq.num_published, seq.num_computed)
             seq.num_published = num_whole
 
     def _leave(self, seq: Sequence) -> None:

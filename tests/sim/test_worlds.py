@@ -176,6 +176,29 @@ def test_a_finished_prompt_is_found_again_to_the_token() -> None:
     assert second.num_cached_tokens == len(turn) - 3  # the last drawn token's K/V never existed
 
 
+@pytest.mark.parametrize("length", [7, 8, 9])
+def test_every_sample_of_a_group_is_found_again_by_its_next_turn(length: int) -> None:
+    engine = InferenceEngine(fake_config(), parts=fake_parts("radix", 200, 4))
+    params = SamplingParams(max_tokens=9, seed=1, ignore_eos=True)
+    samples = engine.generate([list(range(20, 20 + length))], params, 4)
+    for sample in [*samples, *engine.generate([[*samples[0].prompt_tokens]], params)]:
+        turn = [*sample.prompt_tokens, *sample.completion_tokens, 1, 2]
+        again = engine.generate([turn], SamplingParams(max_tokens=1, seed=1))[0]
+        assert again.num_cached_tokens >= len(turn) - 3
+    assert engine.parts.kv.num_free_blocks() == engine.parts.kv.num_blocks
+
+
+def test_samples_that_say_the_same_share_their_blocks() -> None:
+    engine = InferenceEngine(fake_config(), parts=fake_parts("radix", 200, 4))
+    engine.add_request([1, 2, 3, 4], SamplingParams(max_tokens=40, seed=1, ignore_eos=True))
+    engine.step()
+    engine.add_request([1, 2, 3, 4], SamplingParams(max_tokens=40, seed=1, ignore_eos=True))
+    for _ in range(30):
+        engine.step()
+        engine.parts.kv.check()
+    assert engine.parts.kv.num_blocks - engine.parts.kv.num_free_blocks() <= 10
+
+
 class Failing:
     """A matcher and a program that fail after a few tokens."""
 

@@ -52,8 +52,8 @@ class VersionedRunner:
         self.version = 0
         self.oldest = 0
         self.num_mixed_reads = 0
-        self._ends: dict[int, tuple[int, tuple[int, ...]]] = {}
-        """Where a row stood after its last step: its end, and its blocks."""
+        self._ends: dict[int, int] = {}
+        """Where a row stood after its last step."""
         self.restore_cache()
 
     def install(self, model: Model) -> None:
@@ -84,11 +84,10 @@ class VersionedRunner:
     def _check_prefix(self, row: Row) -> None:
         """Whoever begins reads K/V of the weights in force; whoever goes on may read older, but not too old."""
         versions = {slot[1] for slot in self._read(row, row.start)}
-        end, blocks = self._ends.get(row.id, (-1, ()))
-        goes_on = row.start == end and row.blocks[: len(blocks)] == blocks
+        goes_on = row.start == self._ends.get(row.id)
         assert all(version >= (self.oldest if goes_on else self.version) for version in versions), "a stale read"
         self.num_mixed_reads += bool(versions - {self.version})
-        self._ends[row.id] = (row.start + len(row.tokens), row.blocks[: -(-row.start // self.block_size)])
+        self._ends[row.id] = row.start + len(row.tokens)
 
     def _slot(self, row: Row, position: int) -> int:
         return row.blocks[position // self.block_size] * self.block_size + position % self.block_size

@@ -68,8 +68,12 @@ class KVManager(KVCacheManager, Protocol):
     def take(self, count: int) -> list[int]:
         """Take fresh blocks, evicting the least recently released; `CacheFull` leaves no trace."""
 
-    def publish(self, tokens: Sequence[int], salt: Salt, blocks: Sequence[int], start: int, end: int) -> None:
-        """Make K/V of tokens[:end] findable; whole blocks before index `start` were published by an earlier call."""
+    def publish(self, tokens: Sequence[int], salt: Salt, blocks: Sequence[int], start: int, end: int) -> list[int]:
+        """Make K/V of tokens[:end] findable; whole blocks before index `start` were published by an earlier call.
+
+        Returns the block table to go on with: where another's block already says the same, it may stand in for ours,
+        which is then given back.
+        """
 
     def release(self, blocks: Sequence[int]) -> None:
         """Give references back, tails first, so that a prefix outlives its endings."""

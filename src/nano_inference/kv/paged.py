@@ -57,16 +57,17 @@ class PagedKVCache:
             self._forget(block)
         return fresh
 
-    def publish(self, tokens: Sequence[int], salt: Salt, blocks: Sequence[int], start: int, end: int) -> None:
-        """Make the whole blocks of tokens[:end] findable, from block index `start` on."""
+    def publish(self, tokens: Sequence[int], salt: Salt, blocks: Sequence[int], start: int, end: int) -> list[int]:
+        """Make the whole blocks of tokens[:end] findable, from block index `start` on; the table stays as it is."""
         size = self.block_size
         chain = self._hash_of.get(blocks[start - 1]) if start else root_hash(*salt)
         if chain is None:  # flushed since: nothing hangs under a forgotten prefix
-            return
+            return list(blocks)
         for index in range(start, end // size):
             chain = compute_block_hash(tokens[index * size : (index + 1) * size], chain)
             self._hash_of[blocks[index]] = chain
             self._block_of.setdefault(chain, blocks[index])
+        return list(blocks)
 
     def release(self, blocks: Sequence[int]) -> None:
         """Give references back; private duplicates are forgotten."""
@@ -86,8 +87,7 @@ class PagedKVCache:
     def deallocate(self, block_ids: Sequence[int], num_computed: int | None = None) -> None:
         """Give a prompt's blocks back, publishing its first `num_computed` tokens (default: all)."""
         tokens = self._book.close(block_ids, num_computed)
-        self.publish(tokens, NO_SALT, block_ids, 0, len(tokens))
-        self.release(block_ids)
+        self.release(self.publish(tokens, NO_SALT, block_ids, 0, len(tokens)))
 
     def check(self) -> None:
         """Raise AssertionError on any lie in the books."""

@@ -85,19 +85,33 @@ class RadixKVCache:
         """Take fresh blocks; `CacheFull` leaves no trace."""
         return self._pool.take(count, self._forget)
 
-    def publish(self, tokens: Sequence[int], salt: Salt, blocks: Sequence[int], start: int, end: int) -> None:
-        """Make tokens[:end] findable, from block index `start` on, the filling part of the last block included."""
+    def publish(self, tokens: Sequence[int], salt: Salt, blocks: Sequence[int], start: int, end: int) -> list[int]:
+        """Make tokens[:end] findable, from block index `start` on, the filling part of the last block included.
+
+        A full block that another already published is exchanged for that one, so that what follows hangs below a block
+        which its holder holds.
+        """
         size = self.block_size
+        table = list(blocks)
         if not end:
-            return
+            return table
         parent = self._node_of.get(blocks[start - 1]) if start else self._root(salt)
         for index in range(start, -(-end // size)):
             if parent is None or (parent.block >= 0 and len(parent.tokens) < size):
                 break  # the prefix is private or flushed: what follows cannot be found through it
             label = tuple(tokens[index * size : min(end, (index + 1) * size)])
-            parent = self._place(parent, label, blocks[index])
+            owner = parent.children.get(label)
+            if owner is None:
+                parent = self._place(parent, label, table[index])
+                continue
+            if owner.block != table[index]:
+                self._pool.hold([owner.block])
+                self.release([table[index]])
+                table[index] = owner.block
+            parent = owner
         if not start and not self._roots[salt].by_first:
             del self._roots[salt]
+        return table
 
     def release(self, blocks: Sequence[int]) -> None:
         """Give references back, tails first."""
@@ -116,8 +130,7 @@ class RadixKVCache:
     def deallocate(self, block_ids: Sequence[int], num_computed: int | None = None) -> None:
         """Give a prompt's blocks back, publishing its first `num_computed` tokens (default: all)."""
         tokens = self._book.close(block_ids, num_computed)
-        self.publish(tokens, NO_SALT, block_ids, 0, len(tokens))
-        self.release(block_ids)
+        self.release(self.publish(tokens, NO_SALT, block_ids, 0, len(tokens)))
 
     def check(self) -> None:
         """Raise AssertionError on any lie in the books."""
@@ -157,11 +170,9 @@ class RadixKVCache:
                 yield node
 
     def _place(self, parent: _Node, label: tuple[int, ...], block: int) -> _Node | None:
-        """Publish a block below its parent, or grow it there; None when another block already says this."""
+        """Publish a block below its parent, or grow it there; None when another block already says as much of one still filling."""
         node = self._node_of.get(block)
         full = len(label) == self.block_size
-        if full and (owner := parent.children.get(label)) is not None:
-            return owner if owner is node else None
         if node is None:
             if not full and _longest_agreement(parent, label)[1] == len(label):
                 return None
