@@ -170,7 +170,7 @@ class RadixKVCache:
                 yield node
 
     def _place(self, parent: _Node, label: tuple[int, ...], block: int) -> _Node | None:
-        """Publish a block below its parent, or grow it there; None when another block already says as much of one still filling."""
+        """Publish a block below its parent, or grow it there; None when a filling one's tokens are there already."""
         node = self._node_of.get(block)
         full = len(label) == self.block_size
         if node is None:
