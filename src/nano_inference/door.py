@@ -1,6 +1,6 @@
 """What may come in: turns a caller's prompt and parameters into a checked `Request`, or refuses by name.
 
-Pure: it knows the engine's limits and nothing else. Everything it raises is a `BadRequest`.
+Pure: it knows the engine's limits and nothing else. What it raises reaches callers as a `BadRequest`.
 """
 
 from __future__ import annotations
@@ -9,13 +9,17 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from nano_inference.types import (
+    ON_RUNNING,
     BadRequest,
     Matcher,
     Request,
     SamplingParams,
     TokenProgram,
     TrainingSample,
+    check_bool,
     check_int,
+    check_label,
+    check_number,
     token_ids,
 )
 
@@ -145,3 +149,40 @@ def room_for(num_prompt: int, params: SamplingParams, limits: Limits) -> int:
             f"which holds {num_slots} tokens; lower max_tokens or raise kv_cache_bytes"
         )
     return max_new
+
+
+def check_update(blocking: object, on_running: object, label: object, timeout: float | None) -> None:
+    """Raise `ValueError` naming an argument of `update_weights` that makes no sense."""
+    check_bool("blocking", blocking)
+    if on_running is not None and on_running not in ON_RUNNING:
+        raise ValueError(f"on_running must be one of {', '.join(ON_RUNNING)}, got {on_running!r}")
+    if label is not None:
+        check_label("version", label)
+    if timeout is not None:
+        check_number("timeout", timeout, 0, 1e9)
+
+
+def score_starts(start: int | Sequence[int], count: int) -> Sequence[int]:
+    """Return one position for each text to score."""
+    starts = [start] * count if isinstance(start, int) else start
+    if not isinstance(starts, list | tuple) or len(starts) != count:
+        raise BadRequest(f"start must be an integer, or one for each of {count} texts, got {start!r}")
+    for one in starts:
+        if isinstance(one, bool) or not isinstance(one, int) or one < 0:
+            raise BadRequest(f"start must be an integer >= 0, got {one!r}")
+    return starts
+
+
+def params_for_each(
+    prompts: Sequence[Sequence[int]], sampling_params: SamplingParams | Sequence[SamplingParams] | None
+) -> Sequence[SamplingParams]:
+    """Return one `SamplingParams` for each prompt."""
+    if isinstance(prompts, str | bytes) or not isinstance(prompts, list | tuple):
+        raise BadRequest(f"prompts must be a list of lists of token ids, got {type(prompts).__name__}")
+    if prompts and isinstance(prompts[0], int):
+        raise BadRequest("prompts must be a list of lists of token ids, got one list of ids; put it into a list")
+    if sampling_params is None or isinstance(sampling_params, SamplingParams):
+        return [sampling_params or SamplingParams()] * len(prompts)
+    if len(sampling_params) != len(prompts):
+        raise BadRequest(f"sampling_params: {len(sampling_params)} given for {len(prompts)} prompts")
+    return sampling_params

@@ -16,13 +16,12 @@ from typing import Self, cast
 from nano_inference.assemble import EngineParts, assemble, twin_parts
 from nano_inference.config import EngineConfig, SchedulerConfig
 from nano_inference.core import Core
-from nano_inference.door import Limits, MatcherFactory, admit
+from nano_inference.door import Limits, MatcherFactory, admit, check_update, params_for_each, score_starts
 from nano_inference.ledger import Ledger
 from nano_inference.runner import ClosedRunner
 from nano_inference.sampling import derive_seed
 from nano_inference.sequence import start_sequences
 from nano_inference.types import (
-    ON_RUNNING,
     PAUSE_MODES,
     BadRequest,
     Delta,
@@ -39,7 +38,6 @@ from nano_inference.types import (
     WeightInfo,
     WeightLabel,
     check_bool,
-    check_number,
 )
 from nano_inference.weights.directory import weights_in
 from nano_inference.weights.group import GroupBackend, WeightGroup
@@ -94,7 +92,7 @@ class InferenceEngine:
         them is refused. An exception on the way (Ctrl-C) aborts what was asked here and passes on.
         """
         count = num_samples_per_prompt if num_samples is None else num_samples
-        each = _one_for_each(prompts, sampling_params)
+        each = params_for_each(prompts, sampling_params)
         requests = [
             self._admit(prompt, params, count, offset=i)
             for i, (prompt, params) in enumerate(zip(prompts, each, strict=True))
@@ -113,7 +111,7 @@ class InferenceEngine:
 
         The parameters must be the ones they were begun with. Raises as `generate` does.
         """
-        each = _one_for_each([sample.prompt_tokens for sample in samples], sampling_params)
+        each = params_for_each([sample.prompt_tokens for sample in samples], sampling_params)
         open_ones = [i for i, sample in enumerate(samples) if sample.finish_reason == "abort"]
         requests = [
             self._admit(samples[i].prompt_tokens, each[i], 1, offset=offset, program=program, partial=samples[i])
@@ -193,7 +191,7 @@ class InferenceEngine:
             raise BadRequest("token_ids must be a list of token ids, or a list of such lists, and not empty")
         single = isinstance(token_ids[0], int)
         texts: Seq[Seq[int]] = [token_ids] if single else token_ids
-        starts = _starts(start, len(texts))
+        starts = score_starts(start, len(texts))
         params = SamplingParams(temperature=temperature, max_tokens=0, prompt_logprobs=0, logprobs_mode="tempered")
         requests = [
             self._admit(ids, params, 1, offset=i, score_start=begin)
@@ -360,7 +358,7 @@ class InferenceEngine:
         """
         sync = self._sync()
         try:
-            _check_update(blocking, on_running, version, timeout)
+            check_update(blocking, on_running, version, timeout)
             rules = UpdateRules(partial=partial, allow_nonfinite=allow_nonfinite, checksum=checksum)
         except ValueError as error:
             raise BadRequest(str(error)) from None
@@ -620,40 +618,3 @@ class InferenceEngine:
     def _require_alive(self) -> None:
         if self._error is not None:
             raise EngineDead(f"the engine takes no more work: {self._error}") from self._error
-
-
-def _check_update(blocking: object, on_running: object, label: object, timeout: float | None) -> None:
-    """Raise `ValueError` naming an argument of `update_weights` that makes no sense."""
-    check_bool("blocking", blocking)
-    if on_running is not None and on_running not in ON_RUNNING:
-        raise ValueError(f"on_running must be one of {', '.join(ON_RUNNING)}, got {on_running!r}")
-    if label is not None and (isinstance(label, bool) or not isinstance(label, int | str)):
-        raise ValueError(f"version must be a string or an integer, got {label!r}")
-    if timeout is not None:
-        check_number("timeout", timeout, 0, 1e9)
-
-
-def _starts(start: int | Seq[int], count: int) -> Seq[int]:
-    """Return one position for each text to score."""
-    starts = [start] * count if isinstance(start, int) else start
-    if not isinstance(starts, list | tuple) or len(starts) != count:
-        raise BadRequest(f"start must be an integer, or one for each of {count} texts, got {start!r}")
-    for one in starts:
-        if isinstance(one, bool) or not isinstance(one, int) or one < 0:
-            raise BadRequest(f"start must be an integer >= 0, got {one!r}")
-    return starts
-
-
-def _one_for_each(
-    prompts: Seq[Seq[int]], sampling_params: SamplingParams | Seq[SamplingParams] | None
-) -> Seq[SamplingParams]:
-    """Return one `SamplingParams` for each prompt."""
-    if isinstance(prompts, str | bytes) or not isinstance(prompts, list | tuple):
-        raise BadRequest(f"prompts must be a list of lists of token ids, got {type(prompts).__name__}")
-    if prompts and isinstance(prompts[0], int):
-        raise BadRequest("prompts must be a list of lists of token ids, got one list of ids; put it into a list")
-    if sampling_params is None or isinstance(sampling_params, SamplingParams):
-        return [sampling_params or SamplingParams()] * len(prompts)
-    if len(sampling_params) != len(prompts):
-        raise BadRequest(f"sampling_params: {len(sampling_params)} given for {len(prompts)} prompts")
-    return sampling_params

@@ -249,7 +249,7 @@ def test_a_failure_that_a_step_saw_is_raised_by_who_waits(
     [
         ({"on_running": "drop"}, "on_running must be one of keep, recompute, abort, wait, got 'drop'"),
         ({"blocking": "yes"}, "blocking must be true or false"),
-        ({"version": 1.5}, "version must be a string or an integer"),
+        ({"version": 1.5}, "version must be an integer or a string"),
         ({"partial": 1}, "partial must be true or false"),
         ({"allow_nonfinite": None}, "allow_nonfinite must be true or false"),
         ({"checksum": 5}, "checksum must be a string"),
