@@ -77,8 +77,9 @@ def test_a_refused_broadcast_leaves_the_group_usable(untied: Pair, tmp_path: Pat
     engine = open_engine(untied)
     with trainer_process(send_wrong_then_right, untied.named(), tmp_path) as port:
         group = engine.init_weights_update_group("127.0.0.1", port, rank=1, world_size=2, timeout=60)
+        refused = group.receive()  # held on to, so that collecting it does not close it
         with pytest.raises(WeightError, match="the update has the shape"):
-            engine.update_weights(group.receive(), blocking=True)
+            engine.update_weights(refused, blocking=True)
         assert engine.update_weights(group.receive(), blocking=True) == 1
     assert engine.weights_checksum() == weights_checksum(untied.named().items())
 

@@ -171,12 +171,13 @@ class Slow:
     def __init__(self, named: Named) -> None:
         self.go_on = threading.Event()
         self.named = named
+        self.num_given = 0
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        items = iter(self.named.items())
-        yield next(items)
-        self.go_on.wait(30)
-        yield from items
+        for item in self.named.items():
+            yield item
+            self.num_given += 1
+            self.go_on.wait(30)
 
 
 def test_steps_go_on_while_weights_come_and_a_second_update_is_told_busy(untied: Pair, open_engine: OpenEngine) -> None:
@@ -224,9 +225,12 @@ def test_an_update_can_be_cancelled(untied: Pair, open_engine: OpenEngine) -> No
     engine = open_engine(untied)
     slow = Slow(untied.named())
     engine.update_weights(slow)
+    thread = next(one for one in threading.enumerate() if one.name == "weight-staging" and one.is_alive())
     assert engine.cancel_update() and not engine.cancel_update()
     assert engine.weight_info().update == "idle"
     slow.go_on.set()
+    thread.join(30)
+    assert slow.num_given <= 2, "the thread ended at the next tensor"
     assert engine.finish_update() == 0 and agrees(engine, untied.old)
     assert engine.update_weights(untied.named(), blocking=True) == 1 and agrees(engine, untied.new)
 

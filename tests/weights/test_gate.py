@@ -1,0 +1,80 @@
+"""The turns that a gathering thread and the steps take."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from nano_inference import SamplingParams
+from nano_inference.weights.gate import StepGate
+from tests.weights.pairs import OpenEngine, Pair
+
+
+def test_the_thread_waits_while_a_step_runs_and_no_longer() -> None:
+    gate, passed = StepGate(share=100), threading.Event()
+    gate.begin_step()
+    thread = threading.Thread(target=lambda: (gate.pass_bytes(10), passed.set()), daemon=True)
+    thread.start()
+    assert not passed.wait(0.05)
+    gate.end_step()
+    assert passed.wait(10)
+
+
+def test_a_step_lets_the_thread_copy_its_share_first() -> None:
+    gate, begun = StepGate(share=100), threading.Event()
+    gate._step_seconds = 1000.0  # as long as it may wait
+    copied: list[int] = []
+
+    def gather() -> None:
+        gate.pass_bytes(0)
+        begun.set()
+        for _ in range(50):
+            gate.pass_bytes(10)
+            copied.append(10)
+        gate.finish()
+
+    gate.begin_step()
+    gate.end_step()
+    gate._step_seconds = 1000.0
+    hold = threading.Thread(target=gather, daemon=True)
+    hold.start()
+    assert begun.wait(10)
+    gate.begin_step()
+    assert sum(copied) >= 90, "the share, but for a piece on its way"
+    gate.end_step()
+    hold.join(10)
+    gate.begin_step()  # the thread is done: nobody waits for it
+    assert sum(copied) == 500
+
+
+def test_a_whole_update_is_copied_during_no_step(
+    untied: Pair, open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = open_engine(untied)
+    runner = engine.parts.runner
+    is_running = threading.Event()
+    touched: list[bool] = []
+    run, copy = runner.run, torch.aminmax
+
+    def running(batch: object) -> object:
+        is_running.set()
+        try:
+            return run(batch)  # type: ignore[arg-type]
+        finally:
+            is_running.clear()
+
+    def watched(tensor: torch.Tensor) -> object:
+        touched.append(is_running.is_set())
+        return copy(tensor)
+
+    runner.run = running  # type: ignore[method-assign,assignment]
+    monkeypatch.setattr("nano_inference.weights.staging.torch.aminmax", watched)
+    engine.add_request([1, 2, 3], SamplingParams(max_tokens=40, ignore_eos=True))
+    engine.update_weights(untied.named())
+    while engine.has_pending():
+        engine.step()
+    engine.finish_update()
+    assert len(touched) > 10
+    assert sum(touched) <= 2, "a piece that was on its way when the step began"
