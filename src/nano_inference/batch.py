@@ -56,6 +56,7 @@ def scored(rows: tuple[Row, ...], spans: tuple[Span, ...]) -> list[Scored]:
         if row.score_from is None:
             continue
         known = row.tokens[1:] if row.next_token < 0 else (*row.tokens[1:], row.next_token)
+        known = known[: max(0, row.score_end - row.start - 1)]
         skip = max(0, row.score_from - row.start - 1)
         if skip < len(known):
             found.append(Scored(index, range(span.offset + skip, span.offset + len(known)), known[skip:]))

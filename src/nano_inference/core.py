@@ -10,6 +10,7 @@ from bisect import insort
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
+from contextlib import contextmanager
 
 from nano_inference.config import SchedulerConfig
 from nano_inference.kv import Hit, KVManager
@@ -57,19 +58,28 @@ class Core:
         self._limits = limits
         self._waiting: OrderedDict[int, Sequence] = OrderedDict()
         self._running: list[Sequence] = []
+        self._begun: set[int] = set()
+        """Requests of which a sequence was started, and perhaps some that have ended since."""
 
     def has_work(self) -> bool:
         """Whether any sequence waits or runs."""
         return bool(self._waiting or self._running)
 
     def begun_requests(self) -> frozenset[int]:
-        """Requests of which any sequence runs, or ran and has not ended."""
-        started = (seq for seq in self._waiting.values() if seq.num_cached is not None)
-        return frozenset(seq.request.id for seq in (*self._running, *started))
+        """Open requests of which any sequence was ever started."""
+        self._begun &= {seq.request.id for seq in (*self._running, *self._waiting.values())}
+        return frozenset(self._begun)
 
     def enqueue(self, sequences: Iterable[Sequence]) -> None:
         """Put new sequences at the end of the queue."""
         self._waiting.update((seq.id, seq) for seq in sequences)
+
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """Whatever interrupts what is done inside (Ctrl-C, a bug) leaves the books torn, and they say so."""
+        self.is_torn = True
+        yield
+        self.is_torn = False
 
     def abort(self, seq: Sequence) -> Delta:
         """End a sequence that waits or runs; return its last delta. Its blocks are free at once."""
@@ -206,6 +216,7 @@ class Core:
     def _start(self, seq: Sequence, hit: Hit) -> None:
         """Move a waiting sequence among the running, with what the cache gives it."""
         del self._waiting[seq.id]
+        self._begun.add(seq.request.id)
         insort(self._running, seq, key=lambda other: other.id)
         seq.blocks = self._kv.hold(hit)
         seq.num_published = len(hit.blocks)
@@ -249,6 +260,7 @@ class Core:
             history=tuple(seq.tokens) if draws and has_penalty else (),
             num_prompt=seq.num_prompt,
             score_from=seq.next_score,
+            score_end=seq.num_prompt,
             next_token=seq.tokens[end] if end < len(seq.tokens) else -1,
         )
 
@@ -337,10 +349,7 @@ class Core:
         """Append a drawn token and what it forces; a failing matcher or program ends its own sample only."""
         before = seq.num_new
         try:
-            advance(seq, token, logprob, top, self.version, extra)
-            outside = next((t for t in seq.tokens[seq.num_prompt + before :] if not 0 <= t < self._vocab_size), None)
-            if outside is not None:
-                raise ValueError(f"the token program forced {outside}, outside the vocabulary of {self._vocab_size}")
+            advance(seq, token, logprob, top, self.version, extra, vocab_size=self._vocab_size)
         except Exception as error:
             finish(seq, "abort", f"{type(error).__name__}: {error}")
         return seq.num_new - before

@@ -5,6 +5,7 @@ Pure: it knows the engine's limits and nothing else. What it raises reaches call
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
@@ -59,7 +60,7 @@ def admit(
         check_vocabulary(params, limits.vocab_size)
         max_new = room_for(len(ids), params, limits)
         if partial is not None:
-            check_partial(partial, ids, params, num_samples, max_new)
+            check_partial(partial, ids, params, num_samples, max_new, limits.vocab_size)
     except ValueError as error:
         raise BadRequest(str(error)) from None
     if params.stop and make_matcher is None:
@@ -80,7 +81,12 @@ def admit(
 
 
 def check_partial(
-    partial: TrainingSample, prompt: tuple[int, ...], params: SamplingParams, num_samples: int, max_new: int
+    partial: TrainingSample,
+    prompt: tuple[int, ...],
+    params: SamplingParams,
+    num_samples: int,
+    max_new: int,
+    vocab_size: int,
 ) -> None:
     """Refuse to go on with a sample that ended, that is another prompt's, or that lacks what is asked for."""
     if not isinstance(partial, TrainingSample):
@@ -89,6 +95,12 @@ def check_partial(
         raise ValueError(f"num_samples must be 1 to go on with a partial sample, got {num_samples}")
     if partial.prompt_tokens != prompt:
         raise ValueError("partial: its prompt_tokens are not the prompt")
+    for name in ("completion_tokens", "mask"):
+        token_ids(f"partial: {name}", getattr(partial, name))
+    if max(partial.completion_tokens, default=0) >= vocab_size or max(partial.mask, default=0) > 1:
+        raise ValueError(f"partial: holds a token outside the vocabulary of {vocab_size}, or a mask that is not 0 or 1")
+    if not all(math.isfinite(logprob) for logprob in partial.logprobs):
+        raise ValueError("partial: its logprobs are not all finite")
     if partial.finish_reason == "stop":
         raise ValueError("partial: ended with a stop, so nothing follows")
     if len(partial.completion_tokens) >= max_new:

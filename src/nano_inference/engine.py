@@ -107,16 +107,22 @@ class InferenceEngine:
         program: TokenProgram | None = None,
         progress: Progress | None = None,
     ) -> list[TrainingSample]:
-        """Go on with samples that were aborted, exactly as if they had not been; ended ones come back as they are.
+        """Go on with samples that were aborted, exactly as if they had not been; others come back as they are.
 
-        The parameters must be the ones they were begun with. Raises as `generate` does.
+        So do those that ended as "abort" for a reason of their own (`stop_reason`: a program that failed). Parameters
+        and program must be the ones they were begun with; for a salt or a matcher use `add_request(partial=…)`. Raises
+        as `generate` does.
         """
         each = params_for_each([sample.prompt_tokens for sample in samples], sampling_params)
-        open_ones = [i for i, sample in enumerate(samples) if sample.finish_reason == "abort"]
-        requests = [
-            self._admit(samples[i].prompt_tokens, each[i], 1, offset=offset, program=program, partial=samples[i])
-            for offset, i in enumerate(open_ones)
-        ]
+        open_ones = [i for i, s in enumerate(samples) if s.finish_reason == "abort" and s.stop_reason is None]
+        requests: list[Request] = []
+        for i in open_ones:
+            sample, offset = samples[i], len(requests)
+            try:
+                one = self._admit(sample.prompt_tokens, each[i], 1, offset=offset, program=program, partial=sample)
+            except BadRequest as error:
+                raise BadRequest(f"samples[{i}]: {error}") from None
+            requests.append(one)
         completed = dict(zip(open_ones, self._finish_all(requests, progress), strict=True))
         return [completed.get(i, sample) for i, sample in enumerate(samples)]
 
@@ -212,8 +218,9 @@ class InferenceEngine:
         if self._core.is_torn:
             return ()
         ids = (request_ids,) if isinstance(request_ids, int) else tuple(request_ids)
-        deltas = [self._core.abort(seq) for one in ids for seq in self._ledger.sequences_of(one)]
-        self._ledger.deliver(deltas, keep_samples=False)
+        with self._core.changing():
+            deltas = [self._core.abort(seq) for one in ids for seq in self._ledger.sequences_of(one)]
+            self._ledger.deliver(deltas, keep_samples=False)
         return tuple(delta.sample for delta in deltas if delta.sample is not None)
 
     def abort_all(self) -> tuple[TrainingSample, ...]:
@@ -285,8 +292,7 @@ class InferenceEngine:
             self._abort_for_step()
         self._is_paused = True
         if clear_cache:
-            self._core.preempt_all()
-            self.flush_cache()
+            self._forget_kv()
 
     def resume(self) -> None:
         """Go on after `pause`. Resuming an engine that runs is allowed."""
@@ -311,8 +317,7 @@ class InferenceEngine:
         """
         check_bool("discard_weights", discard_weights)
         self._require_alive()
-        self._core.preempt_all()
-        self.flush_cache()
+        self._forget_kv()
         self._is_asleep = True
         self.parts.runner.free_cache()
         if self.parts.weights is not None:
@@ -369,8 +374,13 @@ class InferenceEngine:
             sync.start_sync(named, rules=rules, label=version, timeout=timeout)
         self._on_running = on_running or ("recompute" if blocking else "keep")
         self._failed_update = None
-        coming = sync.version + 1
-        return self.finish_update() if blocking else coming
+        if not blocking:
+            return sync.version + 1
+        try:
+            return self.finish_update()
+        except BaseException:
+            sync.cancel()  # what was interrupted here must not be installed later
+            raise
 
     def finish_update(self, timeout: float | None = None) -> int:
         """Wait until the update under way is gathered, install it, and return the version in force.
@@ -381,7 +391,7 @@ class InferenceEngine:
         sync = self._sync()
         if sync.wait(timeout) == "staging":
             raise TimeoutError(f"the update is still being gathered after {timeout} seconds")
-        if sync.state == "staged" and self._on_running == "wait":
+        if sync.state == "staged" and self._must_wait(sync):
             self._drain()
         self._install_staged()
         if self._failed_update is not None:
@@ -483,11 +493,13 @@ class InferenceEngine:
             raise EnginePaused("the engine sleeps; call wake() first")
         if self._is_paused:
             raise EnginePaused("the engine is paused; call resume() first")
+        if not self._has_weights():
+            self._install_staged()
         self._require_weights()
 
     def _require_weights(self) -> None:
         if not self._has_weights():
-            raise EnginePaused("the weights were discarded; call update_weights() first")
+            raise EnginePaused("the weights were discarded; call update_weights() and finish_update() first")
 
     def _has_weights(self) -> bool:
         return self.parts.weights is None or self.parts.weights.has_weights
@@ -495,7 +507,7 @@ class InferenceEngine:
     def _is_draining(self) -> bool:
         """Whether an update waits for what has begun to end."""
         sync = self.parts.weights
-        return self._on_running == "wait" and sync is not None and sync.state == "staged"
+        return sync is not None and sync.state == "staged" and self._must_wait(sync)
 
     def _drain(self) -> None:
         """Run what has begun to its end, and start nothing new; paused or not."""
@@ -505,26 +517,38 @@ class InferenceEngine:
             self._require_alive()
             self._core_step((), admit_new=False)
 
+    def _forget_kv(self) -> None:
+        """Take back all blocks, and forget what they hold."""
+        with self._core.changing():
+            self._core.preempt_all()
+            self.flush_cache()
+
     def _abort_for_step(self) -> None:
         """End all requests; their samples go to whoever waits for them, or to `step`."""
         live = [seq for one in self._ledger.live_requests() for seq in self._ledger.sequences_of(one)]
-        self._ledger.deliver([self._core.abort(seq) for seq in live])
+        with self._core.changing():
+            self._ledger.deliver([self._core.abort(seq) for seq in live])
 
     def _install_staged(self) -> list[Delta]:
         """Install an update that is ready; return the last deltas of the requests that it ended."""
         sync = self.parts.weights
-        if sync is None or (self._is_draining() and self._core.begun_requests()):
+        if sync is None or sync.state in ("idle", "staging") or self._must_wait(sync):
             return []
-        try:
-            if not sync.maybe_finish_sync():
+        with self._core.changing():
+            try:
+                sync.maybe_finish_sync()
+            except WeightError as error:
+                _log.error("an update was refused, version %d serves on: %s", self._core.version, error)
+                self._failed_update = error
                 return []
-        except WeightError as error:
-            _log.error("an update was refused, version %d serves on: %s", self._core.version, error)
-            self._failed_update = error
-            return []
-        ended = self._core.install(sync.version, sync.label, self._on_running)
-        self._ledger.deliver(ended)
+            ended = self._core.install(sync.version, sync.label, self._on_running)
+            self._ledger.deliver(ended)
         return ended
+
+    def _must_wait(self, sync: WeightSyncManager) -> bool:
+        """Whether an update waits for requests to end; without weights none can, and none has K/V that matters."""
+        is_waiting = self._on_running == "wait" and sync.has_weights and sync.state != "failed"
+        return is_waiting and bool(self._core.begun_requests())
 
     def _sync(self) -> WeightSyncManager:
         """The owner of the weights, when there are any."""
@@ -616,5 +640,7 @@ class InferenceEngine:
             self.collect(request.id)
 
     def _require_alive(self) -> None:
+        if self._core.is_torn and self._error is None:
+            self._error = EngineDead("a change of its books was interrupted half-way")
         if self._error is not None:
             raise EngineDead(f"the engine takes no more work: {self._error}") from self._error

@@ -166,9 +166,19 @@ def _replayed(program: TokenProgram, partial: TrainingSample) -> object:
 
 
 def advance(
-    seq: Sequence, token: int, logprob: float, top: TopLogprobs, version: int, extras: DrawExtras = NO_EXTRAS
+    seq: Sequence,
+    token: int,
+    logprob: float,
+    top: TopLogprobs,
+    version: int,
+    extras: DrawExtras = NO_EXTRAS,
+    *,
+    vocab_size: int | None = None,
 ) -> int:
-    """Append one drawn token and whatever it forces; set `finish_reason` when the sample ends; return how many."""
+    """Append one drawn token and whatever it forces; set `finish_reason` when the sample ends; return how many.
+
+    Raises `ValueError`, and appends none of the forced tokens, when one of them lies outside the vocabulary.
+    """
     before = seq.num_new
     _append(seq, token, logprob, top or (TokenLogprob(token, logprob),), version, extras, sampled=True)
     if token in seq.stop_ids and seq.finish_reason != "stop":
@@ -177,10 +187,18 @@ def advance(
     program = seq.request.program
     if program is not None and seq.finish_reason is None:
         seq.program_state, forced = program.step(seq.program_state, token)
+        _check_forced(forced, vocab_size)
         for forced_token in forced:
             if seq.finish_reason is None:
                 _append(seq, forced_token, 0.0, (), version, _FORCED, sampled=False)
     return seq.num_new - before
+
+
+def _check_forced(forced: tuple[int, ...], vocab_size: int | None) -> None:
+    """Refuse forced tokens that the model does not have."""
+    outside = next((t for t in forced if vocab_size is not None and not 0 <= t < vocab_size), None)
+    if outside is not None:
+        raise ValueError(f"the token program forced {outside}, outside the vocabulary of {vocab_size}")
 
 
 def _append(

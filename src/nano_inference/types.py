@@ -557,6 +557,8 @@ class Row:
     """How many of `history` are the prompt's."""
     score_from: int | None = None
     """Report the log-probabilities of the tokens at this position and after, as far as this row computes them."""
+    score_end: int = 0
+    """The position after the last token to score."""
     next_token: int = -1
     """The known token after the last one (when scoring a prompt in chunks); -1 when there is none."""
 

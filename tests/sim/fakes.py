@@ -79,7 +79,8 @@ class FakeRunner:
             known = row.tokens if row.next_token < 0 else (*row.tokens, row.next_token)
             first = max(row.score_from, row.start + 1)
             scores = tuple(
-                score(self._seen(row, p), known[p - row.start]) for p in range(first, row.start + len(known))
+                score(self._seen(row, p), known[p - row.start])
+                for p in range(first, min(row.start + len(known), row.score_end))
             )
         return RowResult(
             id=row.id,

@@ -106,7 +106,9 @@ class VersionedRunner:
         if row.score_from is not None:
             known = seen if row.next_token < 0 else [*seen, row.next_token]
             first = max(row.score_from, row.start + 1)
-            scores = tuple(score(known[:p], known[p], self.version) for p in range(first, len(known)))
+            scores = tuple(
+                score(known[:p], known[p], self.version) for p in range(first, min(len(known), row.score_end))
+            )
         return RowResult(
             id=row.id,
             tokens=tuple(tokens),

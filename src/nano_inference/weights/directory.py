@@ -45,9 +45,9 @@ def save_weights(named: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]], dir
 def _plain(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the tensors as the format wants them: on the CPU, contiguous, none twice."""
     plain: dict[str, Tensor] = {}
-    seen: set[tuple[int, tuple[int, ...]]] = set()
+    seen: set[tuple[object, ...]] = set()
     for name, tensor in named.items():
-        identity = (tensor.data_ptr(), tuple(tensor.shape))
+        identity = (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
         if identity not in seen or not tensor.numel():
             plain[name] = tensor.detach().cpu().contiguous()
         seen.add(identity)

@@ -50,8 +50,9 @@ class StepGate:
     def end_step(self) -> None:
         """Open the gate."""
         with self._changed:
+            if self._is_stepping:  # not when an interruption kept the step from beginning
+                self._step_seconds = time.monotonic() - self._begun_at
             self._is_stepping = False
-            self._step_seconds = time.monotonic() - self._begun_at
             self._changed.notify_all()
 
     def pass_bytes(self, num_bytes: int) -> None:

@@ -80,7 +80,8 @@ class WeightGroup:
 
         An iterator is read twice (first for the header), so it is kept as a list; its tensors are not copied.
         """
-        assert self.rank == 0, "rank 0 sends"
+        if self.rank != 0:
+            raise ValueError(f"rank 0 sends; this is rank {self.rank}")
         check_int("bucket_bytes", bucket_bytes, _ALIGNMENT)
         tensors = dict(named)
         specs = [TensorSpec(name, _dtype(name, tensor), tuple(tensor.shape)) for name, tensor in tensors.items()]
@@ -99,12 +100,21 @@ class WeightGroup:
         When the reader stops early, what still comes is received and dropped, so that the group can be used again.
         Raises `WeightError` when the sender falls silent or goes away.
         """
-        assert self.rank > 0, "rank 0 sends, it does not receive"
+        if self.rank == 0:
+            raise ValueError("rank 0 sends; it does not receive")
+        return self._receive()
+
+    def _receive(self) -> Iterator[tuple[str, Tensor]]:
         if self._is_receiving:
             raise WeightError("the weight group still receives an earlier update")
         self._is_receiving = True
         try:
             yield from self._receive_all(iter(self._receive_plan()))
+        except (GeneratorExit, WeightError):
+            raise
+        except BaseException:
+            self._is_broken = True  # a broadcast may be half taken: the next would meet the rest of it
+            raise
         finally:
             self._is_receiving = False
 

@@ -247,7 +247,8 @@ class _Job:
     def failure(self) -> BaseException:
         """What went wrong; anything unforeseen as the cause of a `WeightError`."""
         assert self.error is not None
-        if isinstance(self.error, WeightError) or not isinstance(self.error, Exception):
+        is_callers_own = self.thread is None and not isinstance(self.error, Exception)
+        if isinstance(self.error, WeightError) or is_callers_own:
             return self.error
         failure = WeightError(f"the update failed: {type(self.error).__name__}: {self.error}")
         failure.__cause__ = self.error
