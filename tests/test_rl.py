@@ -1,0 +1,1139 @@
+"""Acceptance: what reinforcement learning asks of the engine, letter by letter (a to i), in process, on a CPU.
+
+The letters are those of the project's list of acceptance tests for RL clients; each test names its own. Real models are
+tiny and random, with Transformers as the trainer; the fakes are those of `tests.sim`. K/V of several versions at once
+is `tests.test_mixed_weights`' part of the letters a and e.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from nano_inference import InferenceEngine, SamplingParams, TrainingSample, WeightError, weights_checksum
+from nano_inference.sampling import uniform
+from nano_inference.text.stops import stop_matcher
+from nano_inference.types import ScheduledBatch, StepResult
+from tests.models.families import VOCAB_SIZE, gap, reference_logprobs
+from tests.sim.fakes import Calculator, fake_config, fake_parts, reference
+from tests.weights.pairs import OpenEngine, Pair
+
+Model = transformers.PreTrainedModel
+TOLERANCE = 1e-4
+"""Largest difference in nats from the trainer, in float32."""
+BF16_RMS = 0.04
+"""Root mean square of the differences in nats, the engine in bfloat16 (Fast-LLM#525)."""
+CACHES = ("radix", "paged")
+
+
+def text(seed: int, length: int, vocab_size: int = VOCAB_SIZE) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(vocab_size) for _ in range(length)]
+
+
+PROMPT = text(1, 11, 50)
+"""Short enough in ids for the fakes too."""
+LONG = SamplingParams(max_tokens=24, seed=4, ignore_eos=True)
+
+
+@pytest.fixture(params=["tied", "untied"])
+def pair(request: pytest.FixtureRequest) -> Pair:
+    """Either architecture: tied embeddings, or a head of its own."""
+    found: Pair = request.getfixturevalue(request.param)
+    return found
+
+
+@pytest.fixture(scope="module")
+def renewed(untied: Pair, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    """The new weights as a checkpoint: an engine opened on it has never seen the old ones."""
+    directory = tmp_path_factory.mktemp("renewed")
+    untied.new.save_pretrained(directory)
+    return Pair(directory, untied.new, untied.old)
+
+
+def fake(cache_type: str = "radix", num_blocks: int = 200, **options: Any) -> InferenceEngine:
+    config = replace(fake_config(**options), seed=None)
+    return InferenceEngine(config, parts=fake_parts(cache_type, num_blocks, 4))
+
+
+def tight(blocks: int, block_size: int = 4) -> dict[str, int]:
+    """Options that make the tiny models' cache hold so many blocks."""
+    return {"kv_cache_bytes": blocks * block_size * BYTES_PER_TOKEN, "block_size": block_size}
+
+
+BYTES_PER_TOKEN = 4 * 2 * 2 * 12 * 4
+"""Of the untied pair's K/V: four layers, keys and values, two heads of twelve, float32."""
+
+
+def teacher(model: Model, sample: TrainingSample, temperature: float = 1.0) -> torch.Tensor:
+    """The trainer's log-probabilities of a completion, teacher-forced, at a temperature."""
+    table = reference_logprobs(model, [*sample.prompt_tokens, *sample.completion_tokens])
+    table = torch.log_softmax(table[-len(sample.completion_tokens) :] / temperature, dim=-1)
+    return table.gather(-1, torch.tensor(sample.completion_tokens).unsqueeze(-1)).squeeze(-1)
+
+
+def differences(model: Model, sample: TrainingSample, temperature: float, part: slice = slice(None)) -> torch.Tensor:
+    """The engine's log-probabilities less the trainer's: those drawn from, then the model's own, where reported."""
+    found = (torch.tensor(sample.logprobs) - teacher(model, sample, temperature))[part]
+    if sample.raw_logprobs is None:
+        return found
+    return torch.cat([found, (torch.tensor(sample.raw_logprobs) - teacher(model, sample))[part]])
+
+
+def run_out(engine: InferenceEngine) -> list[TrainingSample]:
+    """Run to the end; nothing may be left behind."""
+    samples: list[TrainingSample] = []
+    while engine.has_pending():
+        samples += engine.step()
+    engine.parts.kv.check()
+    assert num_held(engine) == 0
+    return samples
+
+
+def num_held(engine: InferenceEngine) -> int:
+    """Blocks that somebody holds."""
+    return engine.parts.kv.num_blocks - engine.parts.kv.num_free_blocks()
+
+
+def steps(engine: InferenceEngine, count: int) -> None:
+    for _ in range(count):
+        assert engine.step() == []
+
+
+def tokens_of(samples: Sequence[TrainingSample]) -> list[tuple[int, ...]]:
+    return [sample.completion_tokens for sample in samples]
+
+
+def assert_same(ours: TrainingSample, theirs: TrainingSample, tolerance: float = 1e-5) -> None:
+    """Tokens, mask and log-probabilities agree."""
+    assert (ours.completion_tokens, ours.mask) == (theirs.completion_tokens, theirs.mask)
+    assert ours.logprobs == pytest.approx(theirs.logprobs, abs=tolerance)
+
+
+# ---- a: log-probabilities are the trainer's
+
+PROMPTS = [text(10, 33), text(11, 26), text(12, 45)]
+Way = Callable[[InferenceEngine, SamplingParams], list[TrainingSample]]
+
+
+def cold(engine: InferenceEngine, params: SamplingParams) -> list[TrainingSample]:
+    samples = engine.generate(PROMPTS, params)
+    assert not any(sample.num_cached_tokens for sample in samples)
+    return samples
+
+
+def on_a_hit(engine: InferenceEngine, params: SamplingParams) -> list[TrainingSample]:
+    engine.generate([prompt[:21] for prompt in PROMPTS], replace(params, max_tokens=1))
+    samples = engine.generate(PROMPTS, params)
+    assert all(20 <= sample.num_cached_tokens <= 21 for sample in samples)
+    return samples
+
+
+def chunked(engine: InferenceEngine, params: SamplingParams) -> list[TrainingSample]:
+    seen: list[StepResult] = []
+    samples = engine.generate(PROMPTS, params, progress=seen.append)
+    assert engine.config.max_tokens_per_batch == 7 == max(result.stats.num_computed for result in seen)
+    return samples
+
+
+def preempted(engine: InferenceEngine, params: SamplingParams) -> list[TrainingSample]:
+    samples = engine.generate(PROMPTS, params)
+    assert sum(sample.num_preemptions for sample in samples) > 0
+    return samples
+
+
+def forked(engine: InferenceEngine, params: SamplingParams) -> list[TrainingSample]:
+    samples = engine.generate(PROMPTS[:1], params, 4)
+    assert all(sample.num_cached_tokens >= 32 for sample in samples[1:])
+    return samples
+
+
+WAYS: dict[str, tuple[Way, dict[str, Any]]] = {
+    "cold": (cold, {}),
+    "prefix hit": (on_a_hit, {}),
+    "prefix hit by blocks": (on_a_hit, {"cache_type": "paged"}),
+    "chunked": (chunked, {"max_tokens_per_batch": 7}),
+    "preempted": (preempted, tight(24)),
+    "forked": (forked, {}),
+}
+
+
+@pytest.mark.parametrize("temperature", [0.6, 1.0])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_logprobs_are_the_trainers(way: str, temperature: float, pair: Pair, open_engine: OpenEngine) -> None:
+    """Every token's log-probability is the trainer's teacher-forced one at the temperature it was drawn at (and the raw
+    one the model's own), to 1e-4 in float32, however the engine came by its K/V."""
+    run, options = WAYS[way]
+    params = replace(LONG, temperature=temperature, raw_logprobs=True)
+    for sample in run(open_engine(pair, **options), params):
+        assert sample.logprobs_mode == "processed" and len(sample.logprobs) == 24
+        assert float(differences(pair.old, sample, temperature).abs().max()) <= TOLERANCE
+        assert float(differences(pair.new, sample, temperature).abs().max()) > 0.1, "the test would see other weights"
+
+
+@pytest.mark.parametrize("temperature", [0.6, 1.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_bfloat16_stays_near_the_trainer(
+    way: str, dtype: torch.dtype, temperature: float, untied: Pair, open_engine: OpenEngine
+) -> None:
+    """An engine that computes in bfloat16 is at most 0.04 nats (root mean square) from its trainer: the trainer's
+    float32 is what counts, a trainer in bfloat16 is no farther."""
+    run, options = WAYS[way]
+    options = {**options, "kv_cache_bytes": options.get("kv_cache_bytes", 16 << 20) // 2, "dtype": "bfloat16"}
+    samples = run(open_engine(untied, **options), replace(LONG, temperature=temperature, raw_logprobs=True))
+    trainer = copy.deepcopy(untied.old).to(dtype)
+    off = torch.cat([differences(trainer, sample, temperature) for sample in samples])
+    assert 1e-4 < float(off.square().mean().sqrt()) <= BF16_RMS
+
+
+@pytest.mark.parametrize("temperature", [0.6, 1.0])
+def test_a_truncated_logprobs_are_those_of_what_was_drawn_from(
+    temperature: float, untied: Pair, open_engine: OpenEngine
+) -> None:
+    """Processed log-probabilities are of the very distribution drawn from: the trainer's at that temperature, over the
+    tokens that truncation left."""
+    params = replace(LONG, temperature=temperature, top_k=30, top_p=0.8, sampling_mask=True, raw_logprobs=True)
+    for sample in open_engine(untied).generate(PROMPTS, params):
+        table = reference_logprobs(untied.old, [*sample.prompt_tokens, *sample.completion_tokens])[-24:]
+        assert sample.sampling_masks is not None
+        for row, token, found, kept in zip(
+            table, sample.completion_tokens, sample.logprobs, sample.sampling_masks, strict=True
+        ):
+            assert kept is not None and 1 <= len(kept) <= 30
+            expected = torch.log_softmax(row[list(kept)] / temperature, dim=-1)[kept.index(token)]
+            assert found == pytest.approx(float(expected), abs=TOLERANCE)
+        assert sample.raw_logprobs == pytest.approx(teacher(untied.old, sample).tolist(), abs=TOLERANCE)
+
+
+@pytest.mark.parametrize("temperature", [0.6, 1.0])
+def test_a_scores_are_the_trainers(temperature: float, pair: Pair, open_engine: OpenEngine) -> None:
+    """Scoring a given text gives the trainer's teacher-forced log-probabilities: whole, in chunks, behind a hit, and
+    under the weights of now."""
+    engine = open_engine(pair, max_tokens_per_batch=19)
+    ids = text(20, 70)
+
+    def expected(model: Model) -> list[float]:
+        table = torch.log_softmax(reference_logprobs(model, ids) / temperature, dim=-1)
+        return table.gather(-1, torch.tensor(ids[1:]).unsqueeze(-1)).squeeze(-1).tolist()
+
+    for start in (0, 50):
+        found = engine.score(ids, start, temperature=temperature)
+        assert found == pytest.approx(expected(pair.old)[max(0, start - 1) :], abs=TOLERANCE)
+    engine.update_weights(pair.named(), blocking=True)
+    assert engine.score(ids, temperature=temperature) == pytest.approx(expected(pair.new), abs=TOLERANCE)
+
+
+@pytest.mark.parametrize("temperature", [0.6, 1.0])
+@pytest.mark.parametrize("blocking", [True, False])
+def test_a_logprobs_after_an_update_are_the_new_trainers(
+    blocking: bool, temperature: float, pair: Pair, open_engine: OpenEngine
+) -> None:
+    """What begins after an update has the new trainer's log-probabilities, though its prompt was cached before."""
+    engine = open_engine(pair)
+    params = replace(LONG, temperature=temperature, raw_logprobs=True)
+    cold(engine, params)
+    engine.update_weights(pair.named(), blocking=blocking)
+    assert engine.finish_update() == 1
+    for sample in cold(engine, params):
+        assert set(sample.token_versions) == {1}
+        assert float(differences(pair.new, sample, temperature).abs().max()) <= TOLERANCE
+
+
+@pytest.mark.parametrize("temperature", [0.6, 1.0])
+@pytest.mark.parametrize("options", [{}, {"max_tokens_per_batch": 7}, tight(24)], ids=["roomy", "chunked", "tight"])
+def test_a_logprobs_across_an_update_in_flight(
+    options: dict[str, Any], temperature: float, untied: Pair, open_engine: OpenEngine
+) -> None:
+    """Tokens drawn before an update in flight have the old trainer's log-probabilities; those drawn after it, with all
+    K/V computed again, the new one's."""
+    engine = open_engine(untied, **options)
+    params = replace(LONG, temperature=temperature, raw_logprobs=True)
+    for prompt in PROMPTS:
+        engine.add_request(prompt, params)
+    steps(engine, 18 if options else 6)
+    engine.update_weights(untied.named(), on_running="recompute")
+    engine.finish_update()
+    num_old = 0
+    for sample in run_out(engine):
+        border = sample.token_versions.index(1)
+        num_old += border
+        assert sample.token_versions == (0,) * border + (1,) * (24 - border)
+        for model, part in ((untied.old, slice(0, border)), (untied.new, slice(border, None))):
+            assert not border or float(differences(model, sample, temperature, part).abs().max()) <= TOLERANCE
+    assert num_old >= 6
+
+
+# ---- b: batch mates change nothing
+
+
+def margin(model: Model, sample: TrainingSample) -> float:
+    """How near a draw came to a border of the cumulated distribution, where a rounding would give another token.
+
+    Along the way it is shown that each token is the one at its uniform. Untruncated samples only.
+    """
+    whole = [*sample.prompt_tokens, *sample.completion_tokens]
+    cdf = torch.softmax(reference_logprobs(model, whole).double(), dim=-1).cumsum(-1)
+    nearest = 1.0
+    for position in range(len(sample.prompt_tokens), len(whole)):
+        drawn_at = uniform(sample.seed or 0, sample.sample_index, position)
+        row, token = cdf[position - 1], whole[position]
+        low = float(row[token - 1]) if token else 0.0
+        nearest = min(nearest, drawn_at - low, float(row[token]) - drawn_at)
+    return nearest
+
+
+def random_mates(rng: random.Random, vocab_size: int) -> tuple[list[list[int]], list[SamplingParams]]:
+    """Fifteen requests of all kinds, some of them without a seed."""
+    prompts = [text(rng.randrange(999), rng.randrange(1, 40), vocab_size) for _ in range(15)]
+    params = [
+        SamplingParams(
+            temperature=rng.choice([0, 0.5, 1, 2]),
+            top_k=rng.choice([0, 5]),
+            top_p=rng.choice([1, 0.7]),
+            presence_penalty=rng.choice([0, 0.5]),
+            max_tokens=rng.randrange(1, 30),
+            seed=rng.choice([None, None, rng.randrange(99)]),
+            prompt_logprobs=rng.choice([None, None, 2]),
+            ignore_eos=True,
+        )
+        for _ in prompts
+    ]
+    assert any(one.seed is None for one in params) and any(one.seed is not None for one in params)
+    return prompts, params
+
+
+@pytest.mark.parametrize("cache_type", CACHES)
+def test_b_mates_change_nothing_on_the_fakes(cache_type: str) -> None:
+    """A seeded request gives the same tokens alone and among fifteen random mates, with and without seeds."""
+    for seed in range(20):
+        rng = random.Random(seed)
+        prompts, params = random_mates(rng, 50)
+        mine = replace(LONG, seed=seed)
+        place = rng.randrange(16)
+        engine = fake(cache_type, 120, max_batch_size=16, max_tokens_per_batch=rng.choice([17, 64]))
+        among = engine.generate(
+            [*prompts[:place], PROMPT, *prompts[place:]], [*params[:place], mine, *params[place:]], 2
+        )[2 * place : 2 * place + 2]
+        alone = fake(cache_type).generate([PROMPT], mine, 2)
+        assert tokens_of(among) == tokens_of(alone)
+        assert [list(tokens) for tokens in tokens_of(alone)] == [reference(PROMPT, mine, i)[0] for i in range(2)]
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("cache_type", CACHES)
+def test_b_mates_change_nothing_on_a_model(cache_type: str, seed: int, pair: Pair, open_engine: OpenEngine) -> None:
+    """The same on a real model, where mates change the roundings: identical tokens, log-probabilities to 1e-4, in a
+    batch, in small chunks, under preemption, and with mates that come one after the other."""
+    rng = random.Random(seed)
+    prompts, params = random_mates(rng, VOCAB_SIZE)
+    for mine in (replace(LONG, seed=100 * seed + more) for more in range(9)):
+        alone = open_engine(pair, cache_type=cache_type).generate([PROMPT], mine)[0]
+        if margin(pair.old, alone) > 1e-5:  # otherwise a rounding would decide
+            break
+    for options in ({}, {"max_tokens_per_batch": 23}, tight(36)):
+        engine = open_engine(pair, cache_type=cache_type, max_batch_size=16, **options)
+        place = rng.randrange(16)
+        among = engine.generate([*prompts[:place], PROMPT, *prompts[place:]], [*params[:place], mine, *params[place:]])
+        assert_same(among[place], alone, TOLERANCE)
+    engine = open_engine(pair, cache_type=cache_type)
+    request = engine.add_request(PROMPT, mine, claim=True)
+    for prompt, one in zip(prompts, params, strict=True):
+        engine.add_request(prompt, one)
+        engine.step()
+    engine.wait_for_any([request])
+    assert_same(engine.collect(request)[0], alone, TOLERANCE)
+
+
+# ---- c: seeds and groups
+
+
+@pytest.mark.parametrize("cache_type", CACHES)
+def test_c_a_seeded_group_is_distinct_and_reproducible(cache_type: str, pair: Pair, open_engine: OpenEngine) -> None:
+    """Eight samples of one seed are eight different ones, the same at every call, in every engine, and whatever the
+    size of the group."""
+    engine = open_engine(pair, cache_type=cache_type)
+    first = engine.generate([PROMPT], LONG, 8)
+    assert len(set(tokens_of(first))) == 8 and [sample.seed for sample in first] == [4] * 8
+    assert min(margin(pair.old, sample) for sample in first) > 1e-6, "take another seed: a rounding would decide"
+    assert tokens_of(engine.generate([PROMPT], LONG, 8)) == tokens_of(first), "now from the cache"
+    assert tokens_of(engine.generate([PROMPT], LONG, 3)) == tokens_of(first[:3])
+    other = open_engine(pair, max_tokens_per_batch=5, **tight(20))
+    assert tokens_of(other.generate([PROMPT], LONG, 8)) == tokens_of(first)
+
+
+_PROCESS = """
+import json, sys
+from nano_inference import EngineConfig, InferenceEngine, SamplingParams
+config = EngineConfig(model_path=sys.argv[1], device="cpu", kv_cache_bytes=1 << 20, num_threads=1)
+with InferenceEngine(config) as engine:
+    seeds = [None, 5]
+    params = [SamplingParams(max_tokens=16, seed=seed, ignore_eos=True) for seed in seeds]
+    samples = engine.generate([[5, 9, 30]] * 2, params, 3)
+print(json.dumps([[sample.completion_tokens, sample.seed] for sample in samples]))
+"""
+
+
+def test_c_unseeded_processes_differ(untied: Pair) -> None:
+    """Without a seed, two processes (two replicas of one engine) draw different samples; with one, the same."""
+    command = [sys.executable, "-c", _PROCESS, str(untied.directory)]
+    running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    outputs = [process.communicate(timeout=120)[0] for process in running]
+    assert [process.returncode for process in running] == [0, 0]
+    first, second = (json.loads(output) for output in outputs)
+    unseeded = [tuple(tokens) for tokens, _ in first[:3] + second[:3]]
+    assert len(set(unseeded)) == 6 and first[0][1] != second[0][1]
+    assert first[3:] == second[3:] and [seed for _, seed in first[3:]] == [5, 5, 5]
+
+
+# ---- d: updates are whole or nothing
+
+Named = dict[str, torch.Tensor]
+LAST = "lm_head.weight"
+BROKEN: dict[str, tuple[Callable[[Named], object], str]] = {
+    "wrong shape": (lambda n: {**n, LAST: n[LAST][:-1]}, r"lm_head\.weight: the update has the shape"),
+    "missing": (lambda n: {k: v for k, v in n.items() if k != LAST}, r"lacks 1 tensors: lm_head\.weight"),
+    "unknown": (lambda n: {**n, "model.layers.9.bias": n[LAST]}, r"model\.layers\.9\.bias: the model has no such"),
+    "not finite": (lambda n: {**n, LAST: n[LAST] * float("inf")}, r"lm_head\.weight: holds NaN or infinity"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+@pytest.mark.parametrize("blocking", [True, False])
+def test_d_a_broken_update_changes_nothing(case: str, blocking: bool, untied: Pair, open_engine: OpenEngine) -> None:
+    """A wrong shape, a missing or an unknown name in the very last tensor is an error that names it, and the old
+    weights serve on as if nothing had come: same checksum, same version, same samples of what is running."""
+    undisturbed = open_engine(untied).generate([PROMPT], LONG, 2)
+    engine = open_engine(untied)
+    before = engine.weights_checksum()
+    make, message = BROKEN[case]
+    named = untied.named()
+    assert list(named)[-1] == LAST
+    engine.add_request(PROMPT, LONG, 2)
+    steps(engine, 5)
+    with pytest.raises(WeightError, match=message):
+        engine.update_weights(make(named), blocking=blocking)  # type: ignore[arg-type]
+        engine.finish_update()
+    assert engine.weight_info() == (0, None, "idle") and engine.weights_checksum() == before
+    assert [replace(sample, request_id=0) for sample in run_out(engine)] == undisturbed
+    engine.update_weights(named, blocking=True)
+    assert engine.weights_checksum() == weights_checksum(untied.new.named_parameters())
+
+
+@pytest.mark.parametrize("blocking", [True, False])
+def test_d_updates_change_the_checksum_and_raise_the_version(
+    blocking: bool, pair: Pair, open_engine: OpenEngine
+) -> None:
+    """After an update the weights are the trainer's to the bit (the checksum says so), the version is one higher, and
+    tokens say which they were drawn with."""
+    engine = open_engine(pair)
+    old, new = (weights_checksum(model.named_parameters()) for model in (pair.old, pair.new))
+    assert old != new
+    for version, (model, expected) in enumerate([(pair.new, new), (pair.old, old), (pair.new, new)], 1):
+        assert engine.update_weights(model.named_parameters(), blocking=blocking, version=f"step {version}") == version
+        assert engine.finish_update() == version == engine.get_weight_version()
+        assert engine.weights_checksum() == expected
+        sample = engine.generate([PROMPT], LONG)[0]
+        assert [tuple(span) for span in sample.version_spans] == [(version, 0, 24, f"step {version}")]
+        assert gap(model, [*PROMPT, *sample.completion_tokens], list(sample.logprobs)) <= TOLERANCE
+
+
+@pytest.mark.parametrize("blocking", [True, False])
+def test_d_a_tied_head_follows_its_embedding(blocking: bool, tied: Pair, open_engine: OpenEngine) -> None:
+    """A trainer of tied weights sends no head: that is no missing name, and the head is new too. One that does send it
+    sends the same; anything else is refused."""
+    checksums = []
+    for named in (tied.named(), tied.new.state_dict()):
+        engine = open_engine(tied)
+        assert (LAST in named) == (len(checksums) == 1)
+        engine.update_weights(named, blocking=blocking)
+        engine.finish_update()
+        checksums.append(engine.weights_checksum())
+        sample = engine.generate([PROMPT], LONG)[0]
+        assert gap(tied.new, [*PROMPT, *sample.completion_tokens], list(sample.logprobs)) <= TOLERANCE
+    assert checksums[0] == checksums[1] == weights_checksum(tied.new.named_parameters())
+    engine = open_engine(tied)
+    before = engine.weights_checksum()
+    with pytest.raises(WeightError, match=r"lm_head\.weight: differs"):
+        engine.update_weights({**tied.named(), LAST: tied.named()["model.embed_tokens.weight"] + 1}, blocking=blocking)
+        engine.finish_update()
+    assert engine.weights_checksum() == before and engine.get_weight_version() == 0
+
+
+# ---- e: no stale K/V
+
+
+@pytest.mark.parametrize("cache_type", CACHES)
+@pytest.mark.parametrize("blocking", [True, False])
+def test_e_a_prompt_cached_before_an_update_runs_as_cold(
+    blocking: bool, cache_type: str, untied: Pair, renewed: Pair, open_engine: OpenEngine
+) -> None:
+    """A prompt whose K/V the old weights computed gives, after the update, exactly what an engine gives that was opened
+    on the new weights: the same tokens, the same bits."""
+    engine = open_engine(untied, cache_type=cache_type)
+    engine.generate([PROMPTS[0]], LONG)
+    assert engine.generate([PROMPTS[0]], LONG)[0].num_cached_tokens == 32, "it was cached indeed"
+    engine.update_weights(untied.named(), blocking=blocking)
+    engine.finish_update()
+    fresh = open_engine(renewed, cache_type=cache_type)
+    for num_cached in (0, 32):
+        after, expected = (one.generate([PROMPTS[0]], LONG)[0] for one in (engine, fresh))
+        assert after.num_cached_tokens == expected.num_cached_tokens == num_cached
+        assert after.completion_tokens == expected.completion_tokens
+        assert after.logprobs == expected.logprobs
+    assert tokens_of(engine.generate([PROMPTS[0]], LONG)) != tokens_of(open_engine(untied).generate([PROMPTS[0]], LONG))
+
+
+def update_recomputing(engine: InferenceEngine, named: Named) -> None:
+    engine.update_weights(named, on_running="recompute")
+    engine.finish_update()
+
+
+def update_blocking(engine: InferenceEngine, named: Named) -> None:
+    engine.update_weights(named, blocking=True)
+
+
+def pause_keep_clear(engine: InferenceEngine, named: Named) -> None:
+    engine.pause("keep", clear_cache=True)
+    engine.update_weights(named, blocking=True, on_running="keep")
+    assert engine.step() == []
+    engine.resume()
+
+
+def update_then_clear(engine: InferenceEngine, named: Named) -> None:
+    engine.update_weights(named)
+    engine.finish_update()
+    engine.pause("keep", clear_cache=True)
+    engine.resume()
+
+
+def sleep_discarding(engine: InferenceEngine, named: Named) -> None:
+    engine.sleep(discard_weights=True)
+    engine.update_weights(named, blocking=True)
+    engine.wake()
+
+
+CLEARING = (update_recomputing, update_blocking, pause_keep_clear, update_then_clear, sleep_discarding)
+
+
+@pytest.mark.parametrize("num_drawn", [1, 4, 9, 23])
+@pytest.mark.parametrize("change", CLEARING, ids=lambda change: change.__name__)
+def test_e_a_suffix_after_keep_and_clear_is_the_new_models(
+    change: Callable[[InferenceEngine, Named], None],
+    num_drawn: int,
+    untied: Pair,
+    renewed: Pair,
+    open_engine: OpenEngine,
+) -> None:
+    """When weights change in mid-flight and the K/V is cleared, what follows is exactly what the new model gives after
+    prompt and prefix: same draws, same log-probabilities, one border between the versions."""
+    engine = open_engine(untied)
+    engine.add_request(PROMPT, LONG)
+    steps(engine, num_drawn)
+    change(engine, untied.named())
+    sample = run_out(engine)[0]
+    before = open_engine(untied).generate([PROMPT], LONG)[0]
+    prefix = before.completion_tokens[:num_drawn]
+    rest = replace(LONG, max_tokens=24 - num_drawn)
+    after = open_engine(renewed).generate([[*PROMPT, *prefix]], rest)[0]
+    assert sample.completion_tokens == prefix + after.completion_tokens
+    assert sample.logprobs == before.logprobs[:num_drawn] + after.logprobs
+    assert [span[:3] for span in sample.version_spans] == [(0, 0, num_drawn), (1, num_drawn, 24)]
+    assert sample.num_preemptions == 1 and sample.weight_version == 0
+
+
+@torch.inference_mode()
+def mixed_logprobs(models: tuple[Model, Model], ids: list[int], num_old: int) -> torch.Tensor:
+    """Log-probabilities [tokens - 1, V] when one model computed the first positions' K/V, another the rest over it."""
+    cache = transformers.DynamicCache()
+    parts = (models[0], ids[:num_old]), (models[1], ids[num_old:])
+    logits = [model(torch.tensor([part]), past_key_values=cache, use_cache=True).logits[0] for model, part in parts]
+    return torch.log_softmax(torch.cat(logits).float(), dim=-1)[:-1]
+
+
+@pytest.mark.parametrize("num_drawn", [1, 4, 9, 22])
+def test_e_keep_marks_the_border_to_the_token(num_drawn: int, untied: Pair, open_engine: OpenEngine) -> None:
+    """When running requests keep their K/V, nothing is computed again, the version changes with the very token that the
+    new weights drew, and each log-probability is of the distribution drawn from, old K/V included."""
+    engine = open_engine(untied)
+    prompts = [PROMPTS[0], PROMPT]
+    engine.add_request(prompts[0], LONG, 2)
+    steps(engine, 1)
+    engine.add_request(prompts[1], LONG)
+    steps(engine, num_drawn)
+    drawn = {(0, 0): num_drawn + 1, (0, 1): num_drawn, (1, 0): num_drawn}
+    engine.update_weights(untied.named(), version="new")
+    assert engine.finish_update() == 1
+    result = engine.tick()
+    assert result.stats.num_computed == 3, "each computed one token, and nothing again"
+    assert all(delta.versions == (1,) for delta in result.deltas) and len(result.deltas) == 3
+    samples = run_out(engine)
+    for sample in samples:
+        border = drawn[sample.request_id, sample.sample_index]
+        assert [tuple(span) for span in sample.version_spans] == [(0, 0, border, None), (1, border, 24, "new")]
+        assert sample.token_versions == (0,) * border + (1,) * (24 - border)
+        assert (sample.weight_version, sample.num_preemptions) == (0, 0)
+        whole = [*sample.prompt_tokens, *sample.completion_tokens]
+        num_old = len(sample.prompt_tokens) + border - 1  # the last drawn token had no K/V yet
+        table = mixed_logprobs((untied.old, untied.new), whole, num_old)[-24:]
+        expected = table.gather(-1, torch.tensor(sample.completion_tokens).unsqueeze(-1)).squeeze(-1)
+        assert sample.logprobs == pytest.approx(expected.tolist(), abs=TOLERANCE)
+    assert len(samples) == 3
+    assert engine.generate([PROMPTS[0]], LONG)[0].num_cached_tokens == 0, "mixed K/V is for nobody else"
+
+
+@pytest.mark.parametrize("cache_type", CACHES)
+@pytest.mark.parametrize("length", [1, 3, 4, 9])
+def test_e_mixed_kv_is_for_nobody_else(
+    length: int, cache_type: str, untied: Pair, renewed: Pair, open_engine: OpenEngine
+) -> None:
+    """K/V that a request kept over an update is found by nobody: whoever asks for its text afterwards gets exactly what
+    a cold engine on the new weights gives."""
+    engine = open_engine(untied, cache_type=cache_type)
+    engine.add_request(PROMPT[:length], LONG, 2)
+    steps(engine, 2)
+    engine.update_weights(untied.named())
+    engine.finish_update()
+    fresh = open_engine(renewed, cache_type=cache_type)
+    for sample in run_out(engine):
+        assert set(sample.token_versions) == {0, 1}
+        whole = [*sample.prompt_tokens, *sample.completion_tokens]
+        after, expected = (one.generate([whole], LONG)[0] for one in (engine, fresh))
+        assert after.num_cached_tokens == expected.num_cached_tokens
+        assert (after.completion_tokens, after.logprobs) == (expected.completion_tokens, expected.logprobs)
+
+
+# ---- f: aborts
+
+
+def whole_of(engine: InferenceEngine, count: int = 1, params: SamplingParams = LONG) -> list[TrainingSample]:
+    """What an abort must be a beginning of; leaves nothing cached."""
+    samples = engine.generate([PROMPT], params, count)
+    engine.flush_cache()
+    return samples
+
+
+def assert_partial(partial: Sequence[TrainingSample], whole: Sequence[TrainingSample], sizes: Sequence[int]) -> None:
+    """The aborted samples hold what there was: so many tokens, with all that belongs to them."""
+    assert [sample.finish_reason for sample in partial] == ["abort"] * len(sizes)
+    assert [len(sample.completion_tokens) for sample in partial] == list(sizes)
+    for sample, full, size in zip(partial, whole, sizes, strict=True):
+        assert (sample.prompt_tokens, sample.sample_index) == (full.prompt_tokens, full.sample_index)
+        assert sample.completion_tokens == full.completion_tokens[:size]
+        assert sample.logprobs == pytest.approx(full.logprobs[:size], abs=1e-5)
+        assert (sample.mask, sample.token_versions) == ((1,) * size, (0,) * size)
+
+
+Opener = Callable[..., InferenceEngine]
+
+
+@pytest.fixture(params=["fakes", *CACHES])
+def make(request: pytest.FixtureRequest, untied: Pair, open_engine: OpenEngine) -> Opener:
+    """Engines of one kind: on the fakes, or on a tiny model with either cache; `blocks` says how large that is."""
+
+    def make_one(*, blocks: int = 200, **options: Any) -> InferenceEngine:
+        if request.param == "fakes":
+            return fake(num_blocks=blocks, **options)
+        return open_engine(untied, cache_type=request.param, **tight(blocks), **options)
+
+    return make_one
+
+
+def ticks(engine: InferenceEngine, count: int) -> Counter[tuple[int, int]]:
+    """Run so many steps, in which nothing ends; return how many tokens each sample got."""
+    found: Counter[tuple[int, int]] = Counter()
+    for _ in range(count):
+        result = engine.tick()
+        assert not result.samples
+        found.update({(delta.request_id, delta.sample_index): len(delta.token_ids) for delta in result.deltas})
+    return found
+
+
+def test_f_an_abort_of_what_waits(make: Opener) -> None:
+    """A request that never ran returns empty, group and all; the one before it does not notice."""
+    engine = make(max_batch_size=1)
+    whole = whole_of(engine)
+    first = engine.add_request(PROMPT, LONG)
+    steps(engine, 3)
+    mine = engine.add_request(PROMPT, LONG, 3)
+    steps(engine, 1)
+    held = num_held(engine)
+    partial = engine.abort(mine)
+    assert num_held(engine) == held
+    assert_partial(partial, whole_of(make(), 3), [0, 0, 0])
+    ended = run_out(engine)
+    assert [sample.request_id for sample in ended] == [first] and tokens_of(ended) == tokens_of(whole)
+
+
+def test_f_an_abort_in_the_middle_of_a_prompt(make: Opener) -> None:
+    """A request whose prompt is being computed in chunks gives its blocks back at once, and the scores it has."""
+    engine = make(max_tokens_per_batch=4)
+    params = replace(LONG, prompt_logprobs=0)
+    whole = whole_of(engine, 2, params)
+    for num_steps in (1, 2):
+        mine = engine.add_request(PROMPT, params, 2)
+        steps(engine, num_steps)
+        assert num_held(engine) == num_steps
+        partial = engine.abort(mine)
+        assert num_held(engine) == 0 and not engine.has_pending()
+        assert_partial(partial, whole, [0, 0])
+        assert partial[0].prompt_logprobs == pytest.approx(scores_of(whole[0])[: 4 * num_steps], abs=1e-5)
+        engine.flush_cache()
+    assert tokens_of(engine.generate([PROMPT], params, 2)) == tokens_of(whole)
+
+
+def scores_of(sample: TrainingSample) -> tuple[float, ...]:
+    assert sample.prompt_logprobs is not None
+    return sample.prompt_logprobs
+
+
+def test_f_an_abort_of_what_runs(make: Opener) -> None:
+    """A running group returns all that it has drawn; its blocks are free before another step, and its mates do not
+    notice."""
+    engine = make()
+    whole = whole_of(engine, 3)
+    alone = engine.generate([[1, 2, 3]], LONG)
+    engine.flush_cache()
+    other = engine.add_request([1, 2, 3], LONG)
+    mates = ticks(engine, 2)
+    mine = engine.add_request(PROMPT, LONG, 3)
+    got = ticks(engine, 8)
+    mates.update({(other, 0): got.pop((other, 0))})
+    held = num_held(engine)
+    assert_partial(engine.abort(mine), whole, [got[mine, index] for index in range(3)])
+    assert 5 <= min(got.values()) <= max(got.values()) == 8
+    assert num_held(engine) == -(-(3 + mates[other, 0] - 1) // 4) < held, "only the other's are held"
+    assert engine.abort(mine) == ()
+    ended = run_out(engine)
+    assert [sample.request_id for sample in ended] == [other] and tokens_of(ended) == tokens_of(alone)
+
+
+def test_f_an_abort_of_a_group_some_of_which_run_wait_or_have_ended(make: Opener) -> None:
+    """Of a group, those that run and those that wait are returned; those that have ended were returned before."""
+    engine = make(max_batch_size=2)
+    whole = whole_of(engine, 6)
+    mine = engine.add_request(PROMPT, LONG, 6)
+    ended: list[TrainingSample] = []
+    while len(ended) < 2:
+        ended += engine.step()
+    got = ticks(engine, 7)
+    partial = engine.abort(mine)
+    assert num_held(engine) == 0 and not engine.has_pending()
+    assert [sample.sample_index for sample in (*ended, *partial)] == [0, 1, 2, 3, 4, 5]
+    assert len(set(got)) == 2, "two ran, two waited"
+    sizes = [len(sample.completion_tokens) for sample in partial]
+    assert_partial(partial, whole[2:], sizes)
+    assert sizes[0] >= sizes[1] >= 6 and sizes[2:] == [0, 0]
+
+
+def test_f_an_abort_of_what_was_preempted(make: Opener) -> None:
+    """A request that ran and waits again, without blocks, returns what it had drawn."""
+    prompt = text(2, 11, 50)
+    expected = make().generate([prompt], LONG)
+    engine = make(blocks=12)
+    first, second = engine.add_request(PROMPT, LONG), engine.add_request(prompt, LONG)
+    got: Counter[int] = Counter()
+    num_preempted = 0
+    while not num_preempted:
+        result = engine.tick()
+        got.update({delta.request_id: len(delta.token_ids) for delta in result.deltas})
+        num_preempted = result.stats.num_preempted
+    held = num_held(engine)
+    partial = engine.abort(second)
+    assert num_held(engine) == held and partial[0].num_preemptions == 1
+    assert_partial(partial, expected, [got[second]])
+    assert got[second] > 5
+    assert [sample.request_id for sample in run_out(engine)] == [first]
+
+
+def test_f_a_closed_stream_and_a_client_that_went_away(make: Opener) -> None:
+    """Closing a stream, forgetting it, collecting a claimed request early and an exception in a blocking call are
+    aborts too: the blocks are back before another step."""
+    engine = make()
+    whole = whole_of(engine, 2)
+    for num_read in (0, 1, 9):
+        stream = engine.stream(PROMPT, LONG, 2)
+        for _ in range(num_read):
+            next(stream)
+        assert (num_held(engine) > 0) == (num_read > 0)
+        stream.close()  # type: ignore[attr-defined]
+        assert num_held(engine) == 0 and not engine.has_pending()
+    forgotten = engine.stream(PROMPT, LONG, 2)
+    next(forgotten)
+    del forgotten
+    assert num_held(engine) == 0 and not engine.has_pending()
+    engine.flush_cache()
+    request = engine.add_request(PROMPT, LONG, 2, claim=True)
+    steps(engine, 9)
+    assert num_held(engine) > 0
+    partial = engine.collect(request)
+    assert_partial(partial, whole, [9, 8])
+    assert num_held(engine) == 0 and not engine.has_pending()
+
+    def go_away(result: StepResult) -> None:
+        if result.stats.num_running and result.stats.num_sampled == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate([PROMPT], LONG, 2, progress=go_away)
+    assert num_held(engine) == 0 and not engine.has_pending()
+    assert tokens_of(engine.generate([PROMPT], LONG, 2)) == tokens_of(whole)
+
+
+@pytest.mark.parametrize("how", ["update", "pause"])
+def test_f_an_update_or_a_pause_that_aborts(how: str, untied: Pair, open_engine: OpenEngine) -> None:
+    """An update or a pause that aborts hands out what was running, from the next `step`; blocks are back at once."""
+    engine = open_engine(untied)
+    whole = whole_of(engine, 2)
+    engine.add_request(PROMPT, LONG, 2)
+    steps(engine, 9)
+    if how == "update":
+        engine.update_weights(untied.named(), on_running="abort")
+        engine.finish_update()
+    else:
+        engine.pause("abort")
+    assert num_held(engine) == 0
+    assert_partial(engine.step(), whole, [9, 8])
+    assert not engine.has_pending()
+
+
+# ---- g: going on after an abort
+
+
+def aborted_after(
+    engine: InferenceEngine, num_steps: int, params: SamplingParams, count: int = 1, **options: Any
+) -> list[TrainingSample]:
+    """The partial samples after so many steps; what ended before comes as it is. Nothing stays cached."""
+    request = engine.add_request(PROMPT, params, count, claim=True, **options)
+    for _ in range(num_steps):
+        engine.tick()
+    samples = engine.collect(request)
+    engine.flush_cache()
+    return samples
+
+
+def gone_on(engine: InferenceEngine, sample: TrainingSample, params: SamplingParams, **options: Any) -> TrainingSample:
+    """The whole sample."""
+    assert sample.finish_reason == "abort"
+    request = engine.add_request(list(sample.prompt_tokens), params, partial=sample, claim=True, **options)
+    engine.wait_for_any([request])
+    return engine.collect(request)[0]
+
+
+def test_g_resubmitted_ids_continue_exactly(make: Opener) -> None:
+    """A client that sends prompt and partial ids again with the same seed gets the continuation that the uninterrupted
+    request had: draws depend on the absolute position, not on how many there were in this request."""
+    engine = make()
+    whole = whole_of(engine)[0]
+    for cut in range(1, 24):
+        done = aborted_after(engine, cut, LONG)[0].completion_tokens
+        assert done == whole.completion_tokens[:cut]
+        if cut % 2:
+            engine.flush_cache()
+        rest = engine.generate([[*PROMPT, *done]], replace(LONG, max_tokens=24 - cut))[0]
+        assert done + rest.completion_tokens == whole.completion_tokens
+        assert rest.logprobs == pytest.approx(whole.logprobs[cut:], abs=1e-5)
+
+
+def test_g_the_engine_goes_on_with_any_sample_of_a_group(make: Opener) -> None:
+    """Handed a partial sample, the engine goes on with it as if it had never been interrupted, whichever of a group it
+    is, in another engine too, and gives it back whole."""
+    params = replace(LONG, temperature=0.8, raw_logprobs=True, logprobs=2, prompt_logprobs=0)
+    engine = make()
+    whole = whole_of(engine, 4, params)
+    for num_steps in (0, 1, 2, 7, 23):
+        for index, sample in enumerate(aborted_after(engine, num_steps, params, 4)):
+            if sample.finish_reason != "abort":
+                continue
+            done = gone_on(engine if index % 2 else make(), sample, params)
+            assert_same(done, whole[index])
+            assert (done.sample_index, done.finish_reason, done.seed) == (index, "length", 4)
+            assert done.token_versions == whole[index].token_versions
+            for name in ("raw_logprobs", "prompt_logprobs"):
+                assert getattr(done, name) == pytest.approx(getattr(whole[index], name), abs=1e-5)
+            assert done.top_logprobs is not None and len(done.top_logprobs) == 24
+
+
+def test_g_unseeded_samples_go_on_too(make: Opener) -> None:
+    """A sample says which seed it was drawn with, also where the request named none: it can go on, and be drawn
+    again."""
+    engine = make()
+    unseeded = replace(LONG, seed=None)
+    partial = aborted_after(engine, 9, unseeded, 3)
+    (seed,) = {sample.seed for sample in partial}
+    assert seed is not None
+    whole = whole_of(engine, 3, replace(LONG, seed=seed))
+    for sample, expected in zip(partial, whole, strict=True):
+        done = gone_on(engine, sample, unseeded)
+        assert_same(done, expected)
+        assert done.seed == seed
+    assert aborted_after(engine, 3, unseeded)[0].seed != seed
+
+
+class Letters:
+    """A tokenizer that writes one letter for each token."""
+
+    vocab_size = VOCAB_SIZE
+    special_ids = frozenset[int]()
+
+    def token_bytes(self, token: int) -> bytes:
+        return bytes([97 + token % 26])
+
+
+def with_letters(engine: InferenceEngine) -> InferenceEngine:
+    """The same engine with stop strings."""
+    parts = replace(engine.parts, stop_matcher=lambda stops: stop_matcher(Letters(), stops))  # type: ignore[arg-type]
+    return InferenceEngine(engine.config, parts=parts)
+
+
+def test_g_stop_strings_and_programs_go_on_where_they_were(make: Opener) -> None:
+    """A stop string that was half written when the sample was aborted still stops it, and a token program goes on in
+    the state it was in: same tokens, same mask, same end."""
+    engine = with_letters(make())
+    free = [engine.generate([PROMPT], replace(LONG, max_tokens=40))[0]]
+    request = engine.add_request(PROMPT, replace(LONG, max_tokens=40), program=Calculator(), claim=True)
+    engine.wait_for_any([request])
+    free += engine.collect(request)
+    assert 0 in free[1].mask, "something was forced"
+    letters = ["".join(Letters().token_bytes(token).decode() for token in one.completion_tokens) for one in free]
+    num_stopped = num_inside = 0
+    for written, program in zip(letters, (None, Calculator()), strict=True):
+        for stop in (written[17:21], written[30:32], "0"):  # the last is never written
+            params = replace(LONG, max_tokens=40, stop=(stop,))
+            engine.flush_cache()
+            request = engine.add_request(PROMPT, params, program=program, claim=True)
+            engine.wait_for_any([request])
+            whole = engine.collect(request)[0]
+            for num_steps in (1, 6, 13, *range(len(whole.mask) - 5, len(whole.mask))):
+                partial = aborted_after(engine, num_steps, params, program=program)[0]
+                if partial.finish_reason != "abort":
+                    break
+                done = gone_on(engine, partial, params, program=program)
+                assert_same(done, whole)
+                assert (done.finish_reason, done.stop_reason) == (whole.finish_reason, whole.stop_reason)
+                num_inside += 0 < len(whole.mask) - len(partial.mask) < len(stop)
+            num_stopped += whole.stop_reason == stop
+    assert num_stopped >= 3 and num_inside >= 3
+
+
+def test_g_an_aborting_update_and_a_resumption_are_exact(untied: Pair, open_engine: OpenEngine) -> None:
+    """Abort, update, go on: the tokens before are the old model's, those after exactly the new one's, and the sample
+    says where the border is."""
+    engine = open_engine(untied)
+    engine.add_request(PROMPT, LONG, 2)
+    steps(engine, 9)
+    engine.update_weights(untied.named(), on_running="abort", version="new")
+    engine.finish_update()
+    partial = engine.step()
+    for sample, border in zip(partial, (9, 8), strict=True):
+        done = gone_on(engine, sample, LONG)
+        assert [tuple(span) for span in done.version_spans] == [(0, 0, border, None), (1, border, 24, "new")]
+        for model, part in ((untied.old, slice(0, border)), (untied.new, slice(border, None))):
+            assert float(differences(model, done, 1.0, part).abs().max()) <= TOLERANCE
+
+
+# ---- h: edges
+
+
+@pytest.mark.parametrize("cache_type", CACHES)
+def test_h_a_fully_cached_prompt_leaves_a_token_to_compute(
+    cache_type: str, pair: Pair, open_engine: OpenEngine
+) -> None:
+    """A prompt that is cached to its last token still computes one, without which there would be no logits, and gives
+    the same sample."""
+    engine = open_engine(pair, cache_type=cache_type)
+    for length in (4, 8, 11, 12, 13):
+        prompt = PROMPTS[0][:length]
+        engine.flush_cache()
+        cold_one = engine.generate([prompt], LONG)[0]
+        cached = engine.generate([prompt], LONG)[0]
+        assert cold_one.num_cached_tokens == 0
+        assert cached.num_cached_tokens == (length - 1 if cache_type == "radix" else (length - 1) // 4 * 4)
+        assert_same(cached, cold_one)
+        assert float(differences(pair.old, cached, 1.0).abs().max()) <= TOLERANCE
+
+
+@pytest.mark.parametrize("cache_type", CACHES)
+@pytest.mark.parametrize("length", [block * 4 + more for block in (1, 2, 3) for more in (-1, 0, 1)])
+def test_h_prompts_around_block_borders(length: int, cache_type: str, untied: Pair, open_engine: OpenEngine) -> None:
+    """Prompts of one, two and three blocks, less one, plus one: cold, from the cache, in groups, in chunks of a block,
+    and with completions that end at a border."""
+    prompt = text(length, length)
+    for options in ({}, {"max_tokens_per_batch": 4}, tight(8)):
+        engine = open_engine(untied, cache_type=cache_type, **options)
+        for num_new in (1, 4, 5):
+            params = replace(LONG, max_tokens=num_new, prompt_logprobs=0)
+            first = engine.generate([prompt], params, 2)
+            again = engine.generate([prompt], params, 2)
+            for one, other in zip(first, again, strict=True):
+                assert_same(one, other)
+                assert float(differences(untied.old, one, 1.0).abs().max()) <= TOLERANCE
+                assert gap(untied.old, prompt, list(one.prompt_logprobs or ())) <= TOLERANCE
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    """A model whose ids do not fit into a byte."""
+    config = transformers.LlamaConfig(
+        vocab_size=1000, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=256, eos_token_id=None, bos_token_id=None, pad_token_id=None,
+    )  # fmt: skip
+    torch.manual_seed(3)
+    model = transformers.LlamaForCausalLM(config).eval()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            weight.copy_(torch.randn_like(weight) * 0.15 + (1.0 if "norm" in name else 0.0))
+    directory = tmp_path_factory.mktemp("wide")
+    model.save_pretrained(directory)
+    return Pair(directory, model, model)
+
+
+@pytest.mark.parametrize("cache_type", CACHES)
+def test_h_ids_that_do_not_fit_into_a_byte(cache_type: str, wide: Pair, open_engine: OpenEngine) -> None:
+    """Ids of 256 and more are cached, found again, never taken for others, and forced by a program like any."""
+    engine = open_engine(wide, cache_type=cache_type)
+    prompt = [255, 256, 257, 511, 512, 768, 999, 0, 300, 556]
+    params = replace(LONG, prompt_logprobs=0)
+    first = engine.generate([prompt], params, 2)
+    assert max(max(sample.completion_tokens) for sample in first) >= 256
+    again = engine.generate([prompt], LONG, 2)
+    assert again[0].num_cached_tokens >= 8 and tokens_of(again) == tokens_of(first)
+    lower = [token % 256 for token in prompt]  # the same bytes, other ids
+    assert engine.generate([lower], LONG)[0].num_cached_tokens <= (2 if cache_type == "radix" else 0)
+    for sample in (*first, *again):
+        assert float(differences(wide.old, sample, 1.0).abs().max()) <= TOLERANCE
+    assert gap(wide.old, prompt, list(first[0].prompt_logprobs or ())) <= TOLERANCE
+
+
+@pytest.mark.parametrize("cache_type", CACHES)
+def test_h_a_prompt_of_one_token(cache_type: str, pair: Pair, open_engine: OpenEngine) -> None:
+    """One token is a prompt: nothing to hit, nothing to score, something to draw."""
+    engine = open_engine(pair, cache_type=cache_type)
+    for _ in range(2):
+        samples = engine.generate([[7]], replace(LONG, prompt_logprobs=0), 3)
+        for sample in samples:
+            assert sample.prompt_logprobs == () and sample.num_cached_tokens == 0
+            assert float(differences(pair.old, sample, 1.0).abs().max()) <= TOLERANCE
+        assert len(set(tokens_of(samples))) == 3
+    assert engine.score([7]) == []
+
+
+@pytest.mark.parametrize("cache_type", CACHES)
+def test_h_no_new_tokens_scores_the_prompt(cache_type: str, pair: Pair, open_engine: OpenEngine) -> None:
+    """`max_tokens=0` with prompt log-probabilities is a client's echo scoring: all of the prompt's, nothing drawn, cold
+    and cached, in chunks and in groups."""
+    for options in ({}, {"max_tokens_per_batch": 6}):
+        engine = open_engine(pair, cache_type=cache_type, **options)
+        params = SamplingParams(max_tokens=0, prompt_logprobs=3, temperature=0)
+        for _ in range(2):
+            for prompt in (*PROMPTS, [7], PROMPTS[0][:8]):
+                for sample in engine.generate([prompt], params, 2):
+                    assert (sample.completion_tokens, sample.logprobs, sample.finish_reason) == ((), (), "length")
+                    assert len(sample.prompt_logprobs or ()) == len(prompt) - 1 == len(sample.prompt_top_logprobs or ())
+                    if len(prompt) > 1:
+                        assert gap(pair.old, prompt, list(sample.prompt_logprobs or ())) <= TOLERANCE
+        assert num_held(engine) == 0 and not engine.has_pending()
+
+
+@pytest.mark.parametrize("stop", [(), []])
+def test_h_an_empty_stop_list_stops_nothing(stop: Any, pair: Pair, open_engine: OpenEngine) -> None:
+    """An empty list of stop strings, or of stop tokens, is none; it needs no tokenizer."""
+    engine = open_engine(pair)
+    expected = engine.generate([PROMPT], LONG)[0]
+    sample = engine.generate([PROMPT], replace(LONG, stop=stop, stop_token_ids=stop))[0]
+    assert_same(sample, expected)
+    assert (sample.finish_reason, sample.stop_reason, len(sample.mask)) == ("length", None, 24)
+
+
+# ---- i: more requests than blocks
+
+
+class OldestFirst:
+    """Stands before a runner: each step must work for the oldest request that has not ended."""
+
+    def __init__(self, inner: Any, live: set[int]) -> None:
+        self.inner = inner
+        self.live = live
+        """Ids of the sequences that have not ended; they rise with age."""
+        self.num_steps = 0
+
+    def run(self, batch: ScheduledBatch) -> Any:
+        assert min(self.live) in {row.id for row in batch.rows}, "the oldest was left waiting"
+        self.num_steps += 1
+        return self.inner.run(batch)
+
+
+def pressed(engine: InferenceEngine, prompts: list[list[int]], params: list[SamplingParams]) -> list[TrainingSample]:
+    """Run all requests under watch and return their samples in the order in which they ended."""
+    watch = OldestFirst(engine.parts.runner, set())
+    engine = InferenceEngine(engine.config, parts=replace(engine.parts, runner=watch))
+    watch.live |= {engine.add_request(prompt, one) for prompt, one in zip(prompts, params, strict=True)}
+    ended: list[TrainingSample] = []
+    while engine.has_pending():
+        found = engine.step()
+        watch.live -= {sample.request_id for sample in found}
+        ended += found
+        engine.parts.kv.check()
+    assert num_held(engine) == 0 and watch.num_steps > 100
+    return ended
+
+
+def requests_for_four(rng: random.Random, vocab_size: int, num_blocks: int, *, equal: bool) -> Iterator[Any]:
+    """64 requests, of which `num_blocks` blocks of 4 hold four: each needs a quarter of them at its end."""
+    longest = num_blocks * 4 // 4
+    for index in range(64):
+        length = 8 if equal else rng.randrange(1, longest // 2)
+        num_new = longest - length if equal else rng.randrange(longest // 2, longest - length + 1)
+        prompt = [rng.randrange(vocab_size) for _ in range(length)]
+        yield prompt, replace(LONG, max_tokens=num_new, seed=index)
+
+
+@pytest.mark.parametrize("equal", [True, False])
+@pytest.mark.parametrize("cache_type", CACHES)
+def test_i_pressure_on_the_fakes(cache_type: str, equal: bool) -> None:
+    """64 requests in blocks for four all end as they would alone, the oldest works in every step and is never
+    preempted, and equal requests end in the order they came."""
+    for seed in range(5):
+        prompts, params = map(list, zip(*requests_for_four(random.Random(seed), 50, 24, equal=equal), strict=True))
+        engine = fake(cache_type, 24, max_batch_size=64, max_tokens_per_batch=64)
+        judge(pressed(engine, prompts, params), equal)
+        again = fake(cache_type, 24, max_batch_size=64).generate(prompts, params)
+        for sample, prompt, one in zip(again, prompts, params, strict=True):
+            assert list(sample.completion_tokens) == reference(prompt, one, 0)[0]
+
+
+@pytest.mark.parametrize("equal", [True, False])
+@pytest.mark.parametrize("cache_type", CACHES)
+def test_i_pressure_on_a_model(cache_type: str, equal: bool, untied: Pair, open_engine: OpenEngine) -> None:
+    """The same on a real model: the tokens of the unpressed run, log-probabilities to 1e-4 of it and of the trainer."""
+    prompts, params = map(list, zip(*requests_for_four(random.Random(1), VOCAB_SIZE, 24, equal=equal), strict=True))
+    options = {"cache_type": cache_type, "max_batch_size": 64}
+    expected = open_engine(untied, **options).generate(prompts, params)
+    assert not any(sample.num_preemptions for sample in expected)
+    ended = pressed(open_engine(untied, **options, **tight(24)), prompts, params)
+    judge(ended, equal)
+    for sample, roomy in zip(sorted(ended, key=lambda sample: sample.request_id), expected, strict=True):
+        assert sample.prompt_tokens == roomy.prompt_tokens
+        assert_same(sample, roomy, TOLERANCE)
+        assert float(differences(untied.old, sample, 1.0).abs().max()) <= TOLERANCE
+
+
+def judge(ended: list[TrainingSample], equal: bool) -> None:
+    """All ended by their length, some after a preemption, the first never preempted; equal ones in order."""
+    order = [sample.request_id for sample in ended]
+    assert sorted(order) == list(range(64)) and {sample.finish_reason for sample in ended} == {"length"}
+    by_id = {sample.request_id: sample for sample in ended}
+    assert sum(sample.num_preemptions for sample in ended) > 0 and by_id[0].num_preemptions == 0
+    if equal:
+        assert order == sorted(order)
