@@ -121,6 +121,29 @@ class StopAfter:
         return None
 
 
+class Failing:
+    """A matcher and a program that fail after a few tokens."""
+
+    def __init__(self) -> None:
+        self.left = 3
+
+    def advance(self, token: int) -> str | None:
+        self.left -= 1
+        if not self.left:
+            raise RuntimeError("the matcher broke")
+        return None
+
+    def mask(self) -> bytes | None:
+        return None
+
+    def start(self) -> object:
+        return 0
+
+    def step(self, state: object, token: int) -> tuple[object, tuple[int, ...]]:
+        assert isinstance(state, int)
+        return state + 1, (10**6,) if state == 2 else ()
+
+
 def fake_parts(cache_type: str, num_blocks: int, block_size: int, lookahead: int = 1) -> EngineParts:
     """The parts of an engine without a model."""
     return EngineParts(

@@ -9,7 +9,7 @@ import pytest
 
 from nano_inference.engine import InferenceEngine
 from nano_inference.types import EngineDead, SamplingParams, TrainingSample
-from tests.sim.fakes import Calculator, FakeRunner, StopAfter, fake_config, fake_parts, reference, score
+from tests.sim.fakes import Calculator, Failing, FakeRunner, StopAfter, fake_config, fake_parts, reference, score
 
 CACHES = ("paged", "radix")
 
@@ -197,29 +197,6 @@ def test_samples_that_say_the_same_share_their_blocks() -> None:
         engine.step()
         engine.parts.kv.check()
     assert engine.parts.kv.num_blocks - engine.parts.kv.num_free_blocks() <= 10
-
-
-class Failing:
-    """A matcher and a program that fail after a few tokens."""
-
-    def __init__(self) -> None:
-        self.left = 3
-
-    def advance(self, token: int) -> str | None:
-        self.left -= 1
-        if not self.left:
-            raise RuntimeError("the matcher broke")
-        return None
-
-    def mask(self) -> bytes | None:
-        return None
-
-    def start(self) -> object:
-        return 0
-
-    def step(self, state: object, token: int) -> tuple[object, tuple[int, ...]]:
-        assert isinstance(state, int)
-        return state + 1, (10**6,) if state == 2 else ()
 
 
 def test_a_failing_matcher_or_program_ends_its_own_sample_only() -> None:

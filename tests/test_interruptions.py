@@ -1,0 +1,160 @@
+"""What a Ctrl-C, a bug or a hostile value in the midst of a change leaves behind."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from nano_inference import BadRequest, EngineDead, EnginePaused, InferenceEngine, SamplingParams, WeightError
+from nano_inference.weights.gate import StepGate
+from tests.sim.fakes import Failing, fake_config, fake_parts
+from tests.sim.versioned import new_weights, versioned_engine
+from tests.weights.pairs import OpenEngine, Pair
+
+PROMPT = [5, 9, 30, 2, 44]
+LONG = SamplingParams(max_tokens=20, seed=4, ignore_eos=True)
+
+
+def versioned(max_batch_size: int = 8) -> InferenceEngine:
+    return versioned_engine("radix", 60, 4, fake_config(max_batch_size))
+
+
+def interrupt(*_: object, **__: object) -> None:
+    raise KeyboardInterrupt
+
+
+def test_an_install_that_is_interrupted_closes_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = versioned()
+    engine.generate([PROMPT], LONG)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("nano_inference.core.Core.install", interrupt)
+        engine.update_weights(new_weights(), blocking=True)
+    with pytest.raises(EngineDead, match="interrupted half-way"):
+        engine.generate([PROMPT], LONG)
+
+
+@pytest.mark.parametrize("change", ["abort_all", "pause_abort", "clear_cache", "sleep"])
+def test_a_change_of_the_books_that_is_interrupted_closes_the_engine(
+    change: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = versioned()
+    engine.add_request(PROMPT, LONG, 3)
+    engine.step()
+    monkeypatch.setattr("nano_inference.core.Core._release", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        {
+            "abort_all": engine.abort_all,
+            "pause_abort": lambda: engine.pause("abort"),
+            "clear_cache": lambda: engine.pause(clear_cache=True),
+            "sleep": engine.sleep,
+        }[change]()
+    with pytest.raises(EngineDead):
+        engine.generate([PROMPT], LONG)
+    assert engine.abort_all() == ()
+
+
+def test_a_drain_that_is_interrupted_takes_its_update_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = versioned()
+    engine.add_request(PROMPT, LONG)
+    engine.step()
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(engine.parts.runner, "run", interrupt)
+        engine.update_weights(new_weights(), blocking=True, on_running="wait")
+    assert engine.weight_info() == (0, None, "idle")
+    while engine.has_pending():
+        samples = engine.step()
+    assert set(samples[0].token_versions) == {0}
+
+
+def test_an_interruption_before_the_first_step_does_not_count_as_a_long_one() -> None:
+    gate = StepGate(100)
+    gate.end_step()
+    assert gate._step_seconds < 1
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 4])
+@pytest.mark.parametrize("how", ["pause", "update", "abort"])
+def test_a_group_that_has_begun_is_one(how: str, batch_size: int) -> None:
+    engine = versioned(batch_size)
+    engine.add_request(PROMPT, SamplingParams(max_tokens=3, seed=4, ignore_eos=True), 4)
+    samples = []
+    while not samples:
+        samples += engine.step()
+    if how == "pause":
+        engine.pause("wait")
+    else:
+        engine.update_weights(new_weights(), blocking=True, on_running="wait" if how == "update" else "abort")
+    samples += engine.step()
+    assert len(samples) == 4
+    assert {version for sample in samples for version in sample.token_versions} == {0}
+
+
+def test_waiting_with_discarded_weights_installs_at_once() -> None:
+    engine = versioned()
+    engine.add_request(PROMPT, LONG)
+    engine.step()
+    engine.sleep(discard_weights=True)
+    engine.wake()
+    assert engine.update_weights(new_weights(), blocking=True, on_running="wait") == 1
+    while engine.has_pending():
+        samples = engine.step()
+    assert set(samples[0].token_versions) == {0, 1}
+
+
+def test_staged_weights_end_the_wait_for_weights() -> None:
+    engine = versioned()
+    engine.sleep(discard_weights=True)
+    engine.wake()
+    with pytest.raises(EnginePaused, match="update_weights"):
+        engine.generate([PROMPT], LONG)
+    engine.update_weights(new_weights())
+    assert engine.parts.weights is not None and engine.parts.weights.wait() == "staged"
+    assert engine.generate([PROMPT], LONG)[0].weight_version == 1
+
+
+def test_a_source_that_exits_its_thread_is_a_failed_update(untied: Pair, open_engine: OpenEngine) -> None:
+    def leaving() -> object:
+        yield next(iter(untied.named().items()))
+        raise SystemExit
+
+    engine = open_engine(untied)
+    engine.update_weights(leaving())  # type: ignore[arg-type]
+    with pytest.raises(WeightError, match="SystemExit"):
+        engine.finish_update()
+
+
+def test_a_hostile_partial_sample_harms_nobody() -> None:
+    engine = InferenceEngine(fake_config(), parts=fake_parts("radix", 100, 4))
+    request = engine.add_request(PROMPT, LONG)
+    engine.step()
+    part = engine.abort(request)[0]
+    for changes, message in (
+        ({"completion_tokens": (99,)}, "outside the vocabulary of 50"),
+        ({"completion_tokens": (-1,)}, "completion_tokens"),
+        ({"mask": (2,)}, "a mask that is not 0 or 1"),
+        ({"logprobs": (float("nan"),)}, "not all finite"),
+    ):
+        with pytest.raises(BadRequest, match=message):
+            engine.complete([replace(part, **changes)], LONG)
+    assert len(engine.complete([part], LONG)[0].completion_tokens) == 20
+
+
+def test_a_sample_that_its_program_ended_is_left_as_it_is() -> None:
+    engine = InferenceEngine(fake_config(), parts=fake_parts("radix", 100, 4))
+    engine.add_request(PROMPT, LONG, program=Failing())
+    while engine.has_pending():
+        broken = engine.step()
+    assert "vocabulary" in str(broken[0].stop_reason) and max(broken[0].completion_tokens) < 50
+    assert engine.complete(broken, LONG) == broken
+
+
+def test_a_resumed_sample_scores_its_prompt_and_no_more(untied: Pair, open_engine: OpenEngine) -> None:
+    engine = open_engine(untied)
+    params = replace(LONG, prompt_logprobs=2)
+    request = engine.add_request(PROMPT, params)
+    for _ in range(6):
+        engine.step()
+    part = engine.abort(request)[0]
+    whole = engine.complete([part], params)[0]
+    assert len(whole.prompt_logprobs or ()) == len(whole.prompt_top_logprobs or ()) == len(PROMPT) - 1
