@@ -48,7 +48,7 @@ def steps_around_updates(
     engine: InferenceEngine, named: Named, rows: int, count: int
 ) -> tuple[list[float], list[float]]:
     """Seconds of the steps while an update was under way, and of those while none was, over one rollout."""
-    params = SamplingParams(max_tokens=40 * count + 20, ignore_eos=True, seed=1)
+    params = SamplingParams(max_tokens=40 * count + 10, ignore_eos=True, seed=1)
     for row in range(rows):
         engine.add_request([100 + row] * 16, params)
     busy: list[float] = []
@@ -61,7 +61,7 @@ def steps_around_updates(
             engine.update_weights(named)
         is_busy = engine.weight_info().update != "idle"
         begun = time.perf_counter()
-        engine.tick()
+        engine.step()
         (busy if is_busy else quiet).append(time.perf_counter() - begun)
     return busy, quiet
 
