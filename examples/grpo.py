@@ -1,0 +1,249 @@
+"""GRPO on this engine: a tiny Llama learns to add, and the log-probabilities of sampler and trainer agree.
+
+The trainer is plain PyTorch on a Transformers model; the engine draws the samples and takes the new weights after every
+step. The model is first taught by examples of which half are wrong, always alike, and then gives the right answer to
+about a third of the problems; from there it learns by reward alone, one for a right answer and nothing for others:
+
+    python examples/grpo.py --seed 0 --plot grpo.png
+
+Each line of the output is a step: the mean reward, and the distance between the engine's log-probabilities of the drawn
+tokens and the trainer's, under the weights that drew them. With `--in-flight` the next batch is already being drawn
+while the trainer computes, and updates land in the midst of it: samples that span an update hold tokens of two
+versions. Their K/V is kept, so what they draw after the update reads K/V of older weights; the trainer has no such K/V
+and differs there (column "after"). With `--in-flight recompute` it does not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import math
+import random
+import tempfile
+import time
+from collections import defaultdict, deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from matplotlib.figure import Figure
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.utils.logging import disable_progress_bar
+
+from nano_inference import EngineConfig, InferenceEngine, SamplingParams, TrainingSample
+
+VOCABULARY = "_$0123456789+="
+"""A token for each character: the first pads, the second ends."""
+MAX_ANSWER = 4
+CLIP = 0.2
+ENGINE: dict[str, Any] = {"device": "cpu", "dtype": "float32", "kv_cache_bytes": 32 << 20}
+
+
+class Problem(NamedTuple):
+    """A prompt such as "27+45=", and the only right completion, "72$"."""
+
+    prompt: str
+    answer: str
+
+
+Rollouts = Iterator[tuple[list[Problem], list[TrainingSample]]]
+
+
+def problem(rng: random.Random, mistakes: tuple[int, ...] = (0,)) -> Problem:
+    """Draw two numbers below 100 to add, and what the answer is wrong by."""
+    a, b = rng.randrange(100), rng.randrange(100)
+    return Problem(f"{a}+{b}=", f"{max(0, a + b + rng.choice(mistakes))}$")
+
+
+def encode(text: str) -> list[int]:
+    """Return the token ids of a text: one for each character."""
+    return [VOCABULARY.index(character) for character in text]
+
+
+def pad(rows: list[Any]) -> Tensor:
+    """Return rows as one tensor with zeros on the right, where a causal model does not look."""
+    return torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
+
+
+def token_logprobs(model: LlamaForCausalLM, tokens: Tensor, temperature: float = 1.0) -> Tensor:
+    """Return the log-probabilities of tokens[:, 1:]."""
+    logits = model(input_ids=tokens[:, :-1]).logits / temperature
+    return logits.log_softmax(-1).gather(-1, tokens[:, 1:, None]).squeeze(-1)
+
+
+def improve(optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
+    """Take one step down."""
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+
+
+def warm_model(directory: str) -> LlamaForCausalLM:
+    """Return the model in the directory; it is taught first if it is not there, the same for every seed."""
+    if Path(directory, "model.safetensors").exists():
+        return LlamaForCausalLM.from_pretrained(directory)
+    print("supervised start, half of the examples wrong", flush=True)
+    size = {"hidden_size": 96, "intermediate_size": 192, "num_hidden_layers": 3, "max_position_embeddings": 64}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    ids = {"vocab_size": len(VOCABULARY), "bos_token_id": None, "eos_token_id": 1}
+    torch.manual_seed(1)
+    model = LlamaForCausalLM(LlamaConfig(**size, **heads, **ids, initializer_range=0.08))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.95))
+    rng, mistakes = random.Random(1), (0,) * 8 + (-20, -10, -2, -1, 1, 2, 10, 20)
+    for _ in range(500):
+        problems = [problem(rng, mistakes) for _ in range(128)]
+        mask = pad([[0] * len(prompt) + [1] * len(answer) for prompt, answer in problems])[:, 1:]
+        tokens = pad([encode(prompt + answer) for prompt, answer in problems])
+        improve(optimizer, -token_logprobs(model, tokens)[mask == 1].mean())
+    model.save_pretrained(directory)
+    return model
+
+
+def on_policy(engine: InferenceEngine, args: argparse.Namespace) -> Rollouts:
+    """Yield problems and their samples, each batch drawn as a whole with the weights in force."""
+    rng, params = random.Random(args.seed), SamplingParams(temperature=args.temperature, max_tokens=MAX_ANSWER)
+    while True:
+        problems = [problem(rng) for _ in range(args.prompts)]
+        yield problems, engine.generate([encode(p.prompt) for p in problems], params, args.group)
+
+
+def in_flight(engine: InferenceEngine, args: argparse.Namespace) -> Rollouts:
+    """Yield the same while the next batch is being drawn; the update that the trainer then starts lands in that."""
+    rng, params = random.Random(args.seed), SamplingParams(temperature=args.temperature, max_tokens=MAX_ANSWER)
+    queue: deque[tuple[list[Problem], list[int]]] = deque()
+    ended: dict[int, list[TrainingSample]] = defaultdict(list)
+    while True:
+        while len(queue) < 2:
+            problems = [problem(rng) for _ in range(args.prompts)]
+            queue.append((problems, [engine.add_request(encode(p.prompt), params, args.group) for p in problems]))
+        problems, ids = queue.popleft()
+        while any(len(ended[one]) < args.group for one in ids):
+            for sample in engine.step():
+                ended[sample.request_id].append(sample)
+        yield problems, [s for one in ids for s in sorted(ended.pop(one), key=lambda s: s.sample_index)]
+        while engine.weight_info().update == "staging":  # drawing goes on while the new weights are gathered
+            for sample in engine.step():
+                ended[sample.request_id].append(sample)
+        engine.finish_update()  # raises what went wrong; from here on the trainer may change its tensors
+
+
+def pack(samples: list[TrainingSample]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return all tokens; and which were drawn, their log-probabilities and versions, aligned with tokens[:, 1:]."""
+    tokens = pad([[*s.prompt_tokens, *s.completion_tokens] for s in samples])
+    mask, logprobs, versions = (
+        pad([[0] * len(s.prompt_tokens) + list(getattr(s, name)) for s in samples])[:, 1:]
+        for name in ("mask", "logprobs", "token_versions")
+    )
+    return tokens, mask == 1, logprobs, versions
+
+
+def policy_loss(new: Tensor, old: Tensor, mask: Tensor, rewards: Tensor) -> Tensor:
+    """PPO's clipped objective over all drawn tokens, with advantages within groups; `old` is the engine's."""
+    advantages = (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)
+    advantages = advantages.view(-1, 1)
+    ratio = (new - old).exp()
+    gain = torch.minimum(ratio * advantages, ratio.clamp(1 - CLIP, 1 + CLIP) * advantages)
+    return -gain[mask].mean()
+
+
+def compare(difference: Tensor, mask: Tensor, versions: Tensor) -> dict[str, float]:
+    """Return mean and largest of the differences; apart, the mean of tokens that their sample drew after an update."""
+    oldest = versions.masked_fill(~mask, versions.max()).amin(1, keepdim=True)
+    before, after = difference[mask & (versions == oldest)], difference[mask & (versions > oldest)]
+    mean_after = after.mean().item() if len(after) else 0.0
+    return {"mean": before.mean().item(), "max": before.max().item(), "after": mean_after}
+
+
+def train(model: LlamaForCausalLM, engine: InferenceEngine, args: argparse.Namespace) -> list[dict[str, float]]:
+    """Run the steps; return what each printed."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.0)
+    how = {"blocking": False, "on_running": args.in_flight} if args.in_flight else {"blocking": True}
+    rollouts = in_flight(engine, args) if args.in_flight else on_policy(engine, args)
+    policies, log = {0: copy.deepcopy(model)}, []
+    print("step  reward  |engine - trainer| mean      max" + "  spanning    after" * bool(args.in_flight), flush=True)
+    for step in range(args.steps):
+        problems, samples = next(rollouts)
+        for s in samples:
+            assert step - bool(args.in_flight) <= s.weight_version <= max(s.token_versions) <= step
+        right = [list(s.completion_tokens) == encode(problems[i // args.group].answer) for i, s in enumerate(samples)]
+        rewards = torch.tensor(right).float().view(-1, args.group)
+        tokens, mask, old, versions = pack(samples)
+        theirs = torch.zeros_like(old)
+        for version in versions[mask].unique().tolist():
+            with torch.no_grad():
+                found = token_logprobs(policies[version], tokens, args.temperature)
+            theirs = theirs.where(versions != version, found)
+        row = {"reward": rewards.mean().item(), "spanning": sum(len(s.version_spans) > 1 for s in samples)}
+        row |= compare((old - theirs).abs(), mask, versions)
+        log.append(row)
+        text = f"{step:4} {row['reward']:7.3f}                {row['mean']:.1e}  {row['max']:.1e}"
+        print(text + f"  {row['spanning']:8}  {row['after']:7.1e}" * bool(args.in_flight), flush=True)
+        for _ in range(args.epochs):
+            improve(optimizer, policy_loss(token_logprobs(model, tokens, args.temperature), old, mask, rewards))
+        policies = {step: policies[step], step + 1: copy.deepcopy(model)}
+        engine.update_weights(model.named_parameters(), version=step + 1, **how)
+    return log
+
+
+def report(log: list[dict[str, float]], columns: dict[str, str], args: argparse.Namespace, **more: float) -> None:
+    """Draw the rewards, and the differences in the named columns, over the steps; print a summary of them as JSON."""
+    figure = Figure(figsize=(8, 3), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    left.plot([row["reward"] for row in log])
+    left.set(title="mean reward", xlabel="step")
+    for name, label in columns.items():
+        right.plot([row[name] for row in log], label=label.replace("_", " "))
+    right.set_yscale("log", nonpositive="mask")
+    right.set(title="|engine's logprob - trainer's|", xlabel="step")
+    right.legend()
+    args.plot.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(args.plot, dpi=80)
+    first, last = (torch.tensor([row["reward"] for row in part]) for part in (log[:10], log[-10:]))
+    errors = {"first10_error": first.std() / len(first) ** 0.5, "last10_error": last.std() / len(last) ** 0.5}
+    gain = (last.mean() - first.mean()) / math.hypot(*errors.values())
+    summary = {"first10": first.mean(), "last10": last.mean(), **errors, "gain_in_errors": gain}
+    summary |= {f"largest_{label}": torch.tensor([row[name] for row in log]).max() for name, label in columns.items()}
+    summary |= {"seconds": time.perf_counter() - args.start}
+    rounded = {name: float(f"{number:.3g}") for name, number in summary.items()}
+    print(json.dumps({"seed": args.seed, "steps": args.steps, **more, **rounded}))
+
+
+def options(description: str | None, plot: str) -> argparse.ArgumentParser:
+    """Return what can be said on the command line."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, default=0, help="of problems and samples")
+    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--prompts", type=int, default=32, help="problems a step")
+    parser.add_argument("--group", type=int, default=8, help="samples a problem")
+    parser.add_argument("--lr", type=float, default=3e-4)
+    parser.add_argument("--temperature", type=float, default=1.0)
+    parser.add_argument("--cache", type=Path, help="keeps the warm model; a temporary directory otherwise")
+    parser.add_argument("--plot", type=Path, default=Path(plot))
+    parser.set_defaults(start=time.perf_counter())
+    torch.set_num_threads(1)  # so small a model gains nothing from more
+    disable_progress_bar()
+    return parser
+
+
+def main() -> None:
+    """Train, and print a summary as the last line."""
+    parser = options(__doc__, "grpo.png")
+    modes: dict[str, Any] = {"nargs": "?", "const": "keep", "choices": ("keep", "recompute")}
+    parser.add_argument("--in-flight", **modes, help="update while samples are drawn: keep their K/V, or recompute it")
+    parser.add_argument("--epochs", type=int, default=2, help="optimizer steps on each batch")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        path = str(args.cache or temporary)
+        model = warm_model(path)
+        size = args.prompts * args.group
+        with InferenceEngine(EngineConfig(model_path=path, seed=args.seed, max_batch_size=size, **ENGINE)) as engine:
+            log = train(model, engine, args)
+    columns = {"mean": "mean", "max": "max"} | ({"after": "mean_after_an_update"} if args.in_flight else {})
+    report(log, columns, args, spanning=sum(row["spanning"] for row in log))
+
+
+if __name__ == "__main__":
+    main()
