@@ -28,7 +28,7 @@ LEVELS = (
     "core",
     "assemble",
     "engine",
-    "workloads rollout reference",
+    "workloads rollout reference nanochat",
     "cli",
     "__main__",
 )
@@ -39,6 +39,7 @@ TORCH_FREE = (
     "rollout.py",
     *("catalog.py", "kv/__init__.py", "kv/hashing.py", "kv/paged.py", "kv/pool.py", "kv/radix.py", "models/config.py"),
     *("loader/hf_config.py", "loader/gguf_file.py", "loader/gguf_config.py", "loader/fields.py"),
+    *("loader/nanochat_rules.py", "loader/nanochat_config.py", "loader/nanochat_files.py"),
 )
 MUTATORS = {
     *("append", "extend", "insert", "remove", "pop", "popitem", "clear", "update", "setdefault", "add", "discard"),

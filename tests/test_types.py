@@ -75,6 +75,7 @@ WRONG_CONFIG: dict[str, tuple[Any, ...]] = {
     "logprobs_mode": ("", "cooked", None, 1),
     "deterministic": (1, "no", None),
     "num_threads": (*NO_INTEGER, 0, -1),
+    "overrides": ["softcap=20", (1,)],
 }
 
 

@@ -17,9 +17,10 @@ from nano_inference.kv import KVManager, make_kv
 from nano_inference.kv.store import KVStore
 from nano_inference.loader.checkpoint import Checkpoint, open_checkpoint
 from nano_inference.loader.door import load_into
-from nano_inference.models.build import Model, build, build_like, parameters, weight_slots
+from nano_inference.models.build import Model, build, build_like, model_dtype, parameters, weight_slots
 from nano_inference.models.config import ModelConfig
-from nano_inference.runner import ModelRunner, Runner
+from nano_inference.runner import ModelRunner, Runner, Sampler
+from nano_inference.sampling import draw
 from nano_inference.text.stops import stop_matcher
 from nano_inference.text.tokenizer import Tokenizer, load_tokenizer
 from nano_inference.types import BadRequest, Matcher, TokenizerSource
@@ -70,20 +71,26 @@ def assemble(config: EngineConfig, progress: LoadProgress | None = None) -> Engi
         torch.set_num_threads(config.num_threads)
     device = pick_device(config.device)
     dtype = pick_dtype(config.dtype, device)
-    checkpoint = open_checkpoint(locate(config.model_path))
+    checkpoint = open_checkpoint(locate(config.model_path), config.overrides)
     max_model_len = min(config.max_model_len, checkpoint.config.max_positions)
     model = load_model(checkpoint, device, dtype, max_model_len, progress)
+    parts = parts_of(model, config, device)
+    return replace(parts, stop_matcher=matcher_maker(checkpoint.tokenizer), checkpoint=checkpoint)
+
+
+def parts_of(model: Model, config: EngineConfig, device: torch.device, sampler: Sampler = draw) -> EngineParts:
+    """Build what an engine runs with around a loaded model: cache, attention, sampler; no tokenizer, no checkpoint."""
+    max_model_len = min(config.max_model_len, model.config.max_positions)
+    dtype = model_dtype(model)
     num_blocks = count_blocks(config, model.config, device, dtype, max_model_len)
     store = make_store(model.config, num_blocks, config.block_size, device, dtype)
-    runner = ModelRunner(model, store, pick(config.attention, device), device)
+    runner = ModelRunner(model, store, pick(config.attention, device), device, sampler)
     return EngineParts(
         runner=runner,
         kv=make_kv(config.cache_type, num_blocks, config.block_size),
         vocab_size=model.config.vocab_size,
         max_model_len=max_model_len,
         eos_token_ids=frozenset(model.config.eos_token_ids),
-        stop_matcher=matcher_maker(checkpoint.tokenizer),
-        checkpoint=checkpoint,
         weights=WeightSyncManager(model, runner.install),
         is_on_cuda=device.type == "cuda",
     )
@@ -98,7 +105,7 @@ def twin_parts(parts: EngineParts, config: EngineConfig, kv_cache_bytes: int | N
     with torch.no_grad():
         for target, source in zip(parameters(model), parameters(runner.model), strict=True):
             target.copy_(source)
-    dtype = next(parameters(model)).dtype
+    dtype = model_dtype(model)
     block_bytes = model.config.kv_bytes_per_token(dtype.itemsize) * config.block_size
     fewest = -(-parts.max_model_len // config.block_size)
     num_blocks = max(parts.kv.num_blocks // _TWIN_SHARE, min(fewest, parts.kv.num_blocks))
@@ -107,7 +114,7 @@ def twin_parts(parts: EngineParts, config: EngineConfig, kv_cache_bytes: int | N
     if num_blocks < 1:
         raise BadRequest(f"kv_cache_bytes: {kv_cache_bytes} bytes do not hold one block of {block_bytes} bytes")
     store = make_store(model.config, num_blocks, config.block_size, runner.device, dtype)
-    twin = ModelRunner(model, store, runner.backend, runner.device)
+    twin = ModelRunner(model, store, runner.backend, runner.device, runner.sampler)
     kv = make_kv(config.cache_type, num_blocks, config.block_size)
     return replace(parts, runner=twin, kv=kv, weights=WeightSyncManager(model, twin.install))
 
@@ -115,6 +122,12 @@ def twin_parts(parts: EngineParts, config: EngineConfig, kv_cache_bytes: int | N
 def locate(name: str) -> Path:
     """Return where a model lies: a path as it is, a known name or hub id from the user's cache, fetched when absent."""
     return resolve(name, default_cache(os.environ))
+
+
+def nanochat_home() -> Path:
+    """Return nanochat's base directory: `NANOCHAT_BASE_DIR`, else ~/.cache/nanochat."""
+    named = os.environ.get("NANOCHAT_BASE_DIR")
+    return Path(named).expanduser() if named else Path.home() / ".cache" / "nanochat"
 
 
 def pick_device(name: str) -> torch.device:

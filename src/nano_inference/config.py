@@ -47,6 +47,7 @@ class EngineConfig:
     logprobs_mode: LogprobsMode = helped("processed", "distribution that log-probabilities speak of")
     deterministic: bool = helped(False, "bit-identical rows in any batch; not supported yet, refused")
     num_threads: int | None = helped(None, "CPU threads; the default is torch's")
+    overrides: tuple[str, ...] = helped((), "name=value: set what a nanochat checkpoint leaves open (models info)")
 
     def __post_init__(self) -> None:
         if not isinstance(self.model_path, str) or not self.model_path:
@@ -66,6 +67,9 @@ class EngineConfig:
             check_int("seed", self.seed, -(2**63), 2**64 - 1)
         if self.num_threads is not None:
             check_int("num_threads", self.num_threads, 1, 4096)
+        if isinstance(self.overrides, str) or not all(isinstance(text, str) for text in self.overrides):
+            raise ValueError(f"overrides must be a list of name=value texts, got {self.overrides!r}")
+        object.__setattr__(self, "overrides", tuple(self.overrides))
 
     def _check_choices(self) -> None:
         for name, choices in (
@@ -80,7 +84,7 @@ class EngineConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as plain JSON values."""
-        return asdict(self)
+        return {**asdict(self), "overrides": list(self.overrides)}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> EngineConfig:

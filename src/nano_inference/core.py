@@ -255,6 +255,7 @@ class Core:
             logprobs_mode=seq.logprobs_mode,
             seed=seq.request.seed,
             sample_index=seq.sample_index,
+            request_id=seq.request.id,
             banned=tuple(sorted(seq.stop_ids)) if draws and seq.num_new < params.min_tokens else (),
             mask=seq.token_mask if draws else None,
             history=tuple(seq.tokens) if draws and has_penalty else (),

@@ -133,9 +133,11 @@ class InferenceEngine:
 
         The request is checked and queued at the call, not at the first `next`.
         """
-        request = self._admit(prompt, sampling_params or SamplingParams(), num_samples_per_prompt)
-        self._enqueue(request, claimed=True)
-        deltas = self._deltas(request)
+        return self.deltas(self.add_request(prompt, sampling_params, num_samples_per_prompt, claim=True))
+
+    def deltas(self, request_id: int) -> Iterator[Delta]:
+        """Yield what each step adds to a request that was added with `claim`; closing the iterator aborts it."""
+        deltas = self._deltas(request_id)
         next(deltas)  # enters its `try`: from now on closing it aborts, read or not
         return cast(Iterator[Delta], deltas)
 
@@ -625,19 +627,19 @@ class InferenceEngine:
             samples = [sample for request in requests for sample in self.collect(request.id)]
         return samples
 
-    def _deltas(self, request: Request) -> Iterator[Delta | None]:
+    def _deltas(self, request_id: int) -> Iterator[Delta | None]:
         """Yield None once, then a claimed request's deltas as they come."""
-        mailbox = self._ledger.mailbox(request.id)
+        mailbox = self._ledger.mailbox(request_id)
         try:
             yield None
-            while self._ledger.is_live(request.id) or mailbox:
+            while self._ledger.is_live(request_id) or mailbox:
                 if not mailbox:
                     self._require_running()
                     self.tick()
                 while mailbox:
                     yield mailbox.popleft()
         finally:
-            self.collect(request.id)
+            self.collect(request_id)
 
     def _require_alive(self) -> None:
         if self._core.is_torn and self._error is None:

@@ -5,8 +5,8 @@ Shapes: T tokens of the step, B rows that draw, S rows scored at once, E hidden 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -20,6 +20,10 @@ from nano_inference.types import EngineDead, Row, RowResult, ScheduledBatch, Top
 
 _SCORE_ELEMENTS = 1 << 24
 """Logits that exist at once while a prompt is scored: [T, V] is never made whole."""
+
+
+Sampler = Callable[[Tensor, Sequence[Row]], Draw]
+"""Draws one token a row from float32 logits [B, V], which it may overwrite; `sampling.draw` is the one of spec 9."""
 
 
 class Runner(Protocol):
@@ -38,11 +42,14 @@ class Runner(Protocol):
 class ModelRunner:
     """Owns the model, the bytes of the KV cache and the attention backend."""
 
-    def __init__(self, model: Model, store: KVStore, backend: Backend, device: torch.device) -> None:
+    def __init__(
+        self, model: Model, store: KVStore, backend: Backend, device: torch.device, sampler: Sampler = draw
+    ) -> None:
         self.model = model
         self.store = store
         self.backend = backend
         self.device = device
+        self.sampler = sampler
 
     def install(self, model: Model) -> None:
         """Compute with that model from the next step on."""
@@ -74,7 +81,7 @@ class ModelRunner:
         if not rows:
             return Draw((), (), ())
         last_B = torch.tensor([span.offset + span.num_tokens - 1 for span in spans], device=self.device)
-        return draw(self.model.head(hidden_TE[last_B]), rows)
+        return self.sampler(self.model.head(hidden_TE[last_B]), rows)
 
     def _score(self, rows: Sequence[Row], found: Sequence[Scored], hidden_TE: Tensor) -> dict[int, Scores]:
         """Return the log-probabilities of known tokens for each row that wants any.
@@ -163,15 +170,23 @@ def _result(row: Row, drawn: Draw, place: int | None, scores: Scores | None) -> 
 
 def forward(model: Model, step: ForwardInput, store: KVStore, backend: Backend) -> Tensor:
     """Return the hidden states [T, E] of a step; its K/V is in the store afterwards."""
-    windows = {layer.window for layer in model.config.layers}
     context = StepContext(
         step=step,
         store=store,
         backend=backend,
-        plans={window: backend.plan(step, store.block_size, window) for window in windows},
+        plans=_plans(model, step, store.block_size, backend),
         ropes=tuple(table.at(step.position_T, store.k_LSKD.dtype) for table in model.ropes),
     )
     return model(step.token_T, context)
+
+
+def _plans(model: Model, step: ForwardInput, block_size: int, backend: Backend) -> dict[int | None, Any]:
+    """Return the backend's plan for each of the model's windows; one that nothing in the step exceeds is none."""
+    longest = max(span.end for span in step.spans)
+    windows = {layer.window for layer in model.config.layers}
+    cutting = {window: window if window is not None and window < longest else None for window in windows}
+    plans = {window: backend.plan(step, block_size, window) for window in set(cutting.values())}
+    return {window: plans[effective] for window, effective in cutting.items()}
 
 
 def model_forward(model: Model, inputs: ForwardInput, cache: KVStore, backend: Backend | None = None) -> Tensor:

@@ -547,6 +547,7 @@ class Row:
     logprobs_mode: LogprobsMode
     seed: int
     sample_index: int
+    request_id: int = 0
     banned: tuple[int, ...] = ()
     """Tokens that cannot be drawn now (end tokens before min_tokens)."""
     mask: bytes | None = None

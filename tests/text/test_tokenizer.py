@@ -133,7 +133,8 @@ def test_byte_pieces() -> None:
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("tokenizer.pkl", b"\x80\x04.", "a pickle is not run"),
+        ("tokenizer.pkl", b"\x80\x04.", "not nanochat's pickled tiktoken.Encoding"),
+        ("vocab.pkl", b"\x80\x04.", "a pickle is not run"),
         ("tokenization_evil.py", b"raise SystemExit", "Python code is not run"),
         ("tokenizer.model", b"\x0a\x0e\x0a\x05<unk>\x15", "SentencePiece model alone"),
         ("tokenizer.json", b"{", "not a tokenizer.json"),

@@ -2,57 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
-from nano_inference.loader.door import WeightSource
-from nano_inference.loader.fields import read_json
+from nano_inference.loader.fields import Fields, read_json
 from nano_inference.loader.gguf import gguf_sources, main_type
 from nano_inference.loader.gguf_config import gguf_config
 from nano_inference.loader.gguf_file import read_gguf
 from nano_inference.loader.hf_config import model_config
 from nano_inference.loader.listing import PICKLED, only_gguf
+from nano_inference.loader.nanochat import open_hf_nanochat, open_nanochat, open_own
+from nano_inference.loader.nanochat_config import HF_TYPE, OWN_TYPE
+from nano_inference.loader.nanochat_files import find_files
+from nano_inference.loader.opened import Checkpoint
 from nano_inference.loader.safetensors_file import num_bytes, open_weights
-from nano_inference.models.config import ModelConfig
-from nano_inference.types import ModelError, TokenizerSource
+from nano_inference.types import BadRequest, ModelError, TokenizerSource
+
+__all__ = ["Checkpoint", "open_checkpoint"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Checkpoint:
-    """A model's files, opened: what it is, and where its weights lie."""
+def open_checkpoint(path: str | Path, overrides: Iterable[str] = ()) -> Checkpoint:
+    """Open a Hugging Face directory, a .gguf file (or a directory that holds one), or a nanochat checkpoint.
 
-    path: Path
-    config: ModelConfig
-    tokenizer: TokenizerSource
-    dtype: str
-    """The precision of most of the file: "float32", "bfloat16", "Q4_1", …"""
-    sources: Mapping[str, WeightSource]
-    """Every weight under its Hugging Face name, in the order of the files' bytes."""
-    generation: Mapping[str, Any]
-    """Sampling defaults from `generation_config.json`; empty when there are none."""
-
-    def tensors(self) -> Iterator[tuple[str, WeightSource]]:
-        """Return a fresh iterator over the weights, for `load_into`."""
-        return iter(self.sources.items())
-
-
-def open_checkpoint(path: str | Path) -> Checkpoint:
-    """Open a Hugging Face directory, a .gguf file, or a directory that holds one .gguf file and no config.json.
-
-    Reads headers and configuration only. Raises `ModelError` when something is missing, damaged or not supported.
+    Of nanochat's, any file model_*.pt or directory that `nanochat_files.find_files` knows will do; `overrides` set
+    constants by hand ("softcap=20") that such a checkpoint does not carry. Reads headers and configuration only (all
+    of a .pt is mapped into memory). Raises `ModelError` when something is missing, damaged or not supported, and
+    `BadRequest` for overrides of a model that has no such constants.
     """
-    path = Path(path)
+    path, overrides = Path(path), tuple(overrides)
     if not _exists(path):
         raise ModelError(f"{ascii(str(path))[1:-1]}: no such file or directory")
+    config = read_json(path / "config.json") if path.is_dir() and (path / "config.json").is_file() else None
+    if config is not None and config.text("model_type", "").startswith(OWN_TYPE):
+        return open_own(path, config, overrides)
+    files = find_files(path) if config is None else None
+    if files is not None:
+        return open_nanochat(files, overrides)
+    if overrides:
+        raise BadRequest(f"overrides: {path} is not a nanochat checkpoint, whose constants could be set by hand")
+    if config is not None:
+        return _open_directory(path, config)
     if path.is_file():
         return _open_file(path)
     if not path.is_dir():
         raise ModelError(f"{path}: neither a file nor a directory")
-    if (path / "config.json").is_file():
-        return _open_directory(path)
     return _open_gguf(only_gguf(path))
 
 
@@ -86,10 +80,12 @@ def _open_gguf(path: Path) -> Checkpoint:
     )
 
 
-def _open_directory(directory: Path) -> Checkpoint:
+def _open_directory(directory: Path, fields: Fields) -> Checkpoint:
     generation_path = directory / "generation_config.json"
     generation = read_json(generation_path) if generation_path.is_file() else None
-    config = model_config(read_json(directory / "config.json"), generation)
+    if fields.get("model_type") == HF_TYPE:
+        return open_hf_nanochat(directory, fields, generation)
+    config = model_config(fields, generation)
     sources = open_weights(directory)
     sizes: dict[str, int] = {}
     for part in sources.values():

@@ -87,6 +87,17 @@ def load_into(
     _refuse_missing([name for name in slots if name not in taken])
 
 
+def check_names(slots: Mapping[str, Tensor], named: Mapping[str, WeightSource]) -> None:
+    """Raise `ModelError` as `load_into` would, before anything is written."""
+    for name, source in named.items():
+        if name not in slots:
+            raise ModelError(f"the checkpoint has {name}, which the model has not")
+        if tuple(slots[name].shape) != source.shape:
+            shapes = f"the shape {source.shape}, the model {tuple(slots[name].shape)}"
+            raise ModelError(f"{name}: the checkpoint has {shapes}")
+    _refuse_missing([name for name in slots if name not in named])
+
+
 def _refuse_missing(names: list[str]) -> None:
     if names:
         rest = f" and {len(names) - _SHOWN_NAMES} more" if len(names) > _SHOWN_NAMES else ""

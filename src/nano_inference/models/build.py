@@ -13,11 +13,13 @@ from nano_inference.attention import StepContext
 from nano_inference.memory import huge_empty
 from nano_inference.models.config import Family, ModelConfig
 from nano_inference.models.layers import Embedding, Linear, RMSNorm
+from nano_inference.models.nanochat import Scalars, hf_name
 from nano_inference.models.rope import RotaryTable
 
 _FAMILIES: dict[Family, str] = {
     "dense": "nano_inference.models.dense:Dense",
     "gemma": "nano_inference.models.gemma:Gemma",
+    "nanochat": "nano_inference.models.nanochat:Nanochat",
 }
 
 
@@ -41,7 +43,12 @@ def build(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Mode
 
 def build_like(model: Model, device: torch.device) -> Model:
     """Return a second model of the same configuration and precision, with memory of its own."""
-    return _build(model.config, model.ropes, device, next(parameters(model)).dtype)
+    return _build(model.config, model.ropes, device, model_dtype(model))
+
+
+def model_dtype(model: Model) -> torch.dtype:
+    """Return the precision that a model computes in: its embedding's, which every decoder has first."""
+    return next(parameters(model)).dtype
 
 
 def parameters(model: Model) -> Iterator[nn.Parameter]:
@@ -55,18 +62,29 @@ def _build(config: ModelConfig, ropes: tuple[RotaryTable, ...], device: torch.de
     with torch.device("meta"):
         model: nn.Module = decoder(config, ropes)
     for module in model.modules():
+        wanted = torch.float32 if getattr(module, "keeps_float32", False) else dtype
         for name, weight in module.named_parameters(recurse=False):
-            memory = huge_empty(tuple(weight.shape), dtype, device)
+            memory = huge_empty(tuple(weight.shape), wanted, device)
             setattr(module, name, nn.Parameter(memory, requires_grad=False))
     return cast(Model, model.eval())
 
 
 def weight_slots(model: Model) -> dict[str, Tensor]:
-    """Return, for every Hugging Face name, the view of the model's memory that it fills. Tied heads have none."""
+    """Return, for every name in the checkpoint, the view of the model's memory that it fills. Tied heads have none."""
+    return {checkpoint_name(model.config, name): slot for name, slot in module_slots(model).items()}
+
+
+def module_slots(model: Model) -> dict[str, Tensor]:
+    """Return the same under the names that the model's modules give them; for nanochat these are its own."""
     slots: dict[str, Tensor] = {}
     for path, module in cast(nn.Module, model).named_modules():
-        if isinstance(module, Linear):
-            slots |= module.slots("" if path == "lm_head" else f"model.{path.rpartition('.')[0]}.")
-        elif isinstance(module, RMSNorm | Embedding):
-            slots[f"model.{path}.weight"] = module.weight.data
+        if isinstance(module, Linear | RMSNorm | Embedding | Scalars):
+            slots |= module.slots(path)
     return slots
+
+
+def checkpoint_name(config: ModelConfig, name: str) -> str:
+    """Return what the files of a model's family call the weight at a module's path."""
+    if config.nanochat is None:
+        return name if name.startswith("lm_head.") else f"model.{name}"
+    return hf_name(name) if config.nanochat.has_hf_names else name

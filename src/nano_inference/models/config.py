@@ -9,7 +9,7 @@ from typing import Literal
 from nano_inference.types import check_int, check_number
 
 Activation = Literal["silu", "gelu_tanh"]
-Family = Literal["dense", "gemma"]
+Family = Literal["dense", "gemma", "nanochat"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +39,8 @@ class RopeConfig:
     mscale_all_dim: float | None = None
     max_positions: int = 8192
     factors: tuple[float, ...] = ()
+    reverse: bool = False
+    """Turn the other way, by minus the angle (nanochat)."""
 
     def __post_init__(self) -> None:
         check_number("rope theta", self.theta, 0, 1e12, open_low=True)
@@ -56,6 +58,49 @@ class LayerConfig:
     """How many keys a query sees, itself included; None sees all before it."""
     rope: int | None = 0
     """Index into `ModelConfig.ropes`; None is a layer without rotary embedding (SmolLM3)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NanochatTerms:
+    """The terms of nanochat's forward pass that came and went with its generations. A term is off at its default.
+
+    nanochat's checkpoints carry no version; `loader/nanochat_config.py` infers these, and users can override them.
+    """
+
+    generation: str
+    """"G0" to "G4", as the loader's table names them."""
+    padded_vocab_size: int
+    """Rows of the embedding and of the head; logits are cut to the vocabulary's own size."""
+    qk_scale: float = 1.0
+    """Multiplies the normalised q and k each."""
+    long_window: int | None = None
+    """Keys that a layer without a short window sees, itself included; matters only beyond the trained length."""
+    has_lambdas: bool = False
+    """Each layer's input is r·x + z·x0, with x0 the embedding (G1 on)."""
+    gate_columns: int = 0
+    """Columns of a layer's input that gate its value embedding; 0 is no value embeddings (G2 on)."""
+    gate_scale: float = 2.0
+    """The gate is this times a sigmoid."""
+    smear_columns: int = 0
+    """Columns of the embedding that gate how much of the token before is mixed in; 0 is no smear (G4)."""
+    has_backout: bool = False
+    """A part of the middle layer's output is taken from the last's (G4)."""
+    bigram_rows: int = 0
+    """Rows of the table of hashed token pairs; 0 is no such table (G2e)."""
+    has_hf_names: bool = False
+    """The weights have the names of Transformers' port, not nanochat's own."""
+
+    def __post_init__(self) -> None:
+        check_int("padded_vocab_size", self.padded_vocab_size, 1, 2**31 - 1)
+        check_number("qk_scale", self.qk_scale, 0, 1e3, open_low=True)
+        check_number("gate_scale", self.gate_scale, 0, 1e3, open_low=True)
+        check_int("gate_columns", self.gate_columns, 0)
+        check_int("smear_columns", self.smear_columns, 0)
+        check_int("bigram_rows", self.bigram_rows, 0)
+
+    def has_value_embedding(self, layer: int, num_layers: int) -> bool:
+        """Whether a layer has one: every other layer, the last among them."""
+        return self.gate_columns > 0 and layer % 2 == (num_layers - 1) % 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,8 +137,12 @@ class ModelConfig:
     """Multiplies the token embeddings (Gemma: sqrt(hidden_size))."""
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
+    nanochat: NanochatTerms | None = None
+    """What family "nanochat" has besides; None for every other."""
 
     def __post_init__(self) -> None:
+        if (self.family == "nanochat") != (self.nanochat is not None):
+            raise ValueError("family nanochat, and no other, has nanochat's terms")
         for name in ("vocab_size", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim"):
             check_int(name, getattr(self, name), 1, 2**31 - 1)
         check_int("max_positions", self.max_positions, 1)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from nano_inference.attention import StepContext
 from nano_inference.models.config import ModelConfig
-from nano_inference.models.layers import Attention, Embedding, GatedMLP, RMSNorm, linear, vocabulary_head
+from nano_inference.models.layers import Attention, GatedMLP, RMSNorm, linear, token_embedding, vocabulary_head
 from nano_inference.models.rope import RotaryTable
 
 
@@ -37,7 +37,7 @@ class Dense(nn.Module):
         super().__init__()
         self.config = config
         self.ropes = ropes
-        self.embed_tokens = Embedding(config)
+        self.embed_tokens = token_embedding(config)
         self.layers = nn.ModuleList(DenseLayer(config, i) for i in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.lm_head = None if config.tie_embeddings else vocabulary_head(config)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from nano_inference.attention import StepContext
 from nano_inference.models.config import ModelConfig
-from nano_inference.models.layers import Attention, Embedding, GatedMLP, RMSNorm, linear, softcap, vocabulary_head
+from nano_inference.models.layers import Attention, GatedMLP, RMSNorm, linear, softcap, token_embedding, vocabulary_head
 from nano_inference.models.rope import RotaryTable
 
 _NORM_OFFSET = 1.0
@@ -42,7 +42,7 @@ class Gemma(nn.Module):
         super().__init__()
         self.config = config
         self.ropes = ropes
-        self.embed_tokens = Embedding(config)
+        self.embed_tokens = token_embedding(config)
         self.layers = nn.ModuleList(GemmaLayer(config, i) for i in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.norm_eps, offset=_NORM_OFFSET)
         self.lm_head = None if config.tie_embeddings else vocabulary_head(config)

@@ -41,8 +41,10 @@ class Linear(nn.Module):
         """Return all projections side by side, [T, sum of rows]."""
         return linear(x_TE, self.weight, self.bias)
 
-    def slots(self, prefix: str) -> dict[str, Tensor]:
-        """Return a view of each projection's rows under its checkpoint name."""
+    def slots(self, path: str) -> dict[str, Tensor]:
+        """Return a view of each projection's rows under its name beside the module's path."""
+        parent = path.rpartition(".")[0]
+        prefix = f"{parent}." if parent else ""
         slots: dict[str, Tensor] = {}
         start = 0
         for name, rows in self.parts.items():
@@ -51,6 +53,13 @@ class Linear(nn.Module):
                 slots[f"{prefix}{name}.bias"] = self.bias.data[start : start + rows]
             start += rows
         return slots
+
+
+def rms_norm(x: Tensor, eps: float) -> Tensor:
+    """Return x / rms(x) over the last dimension, in float32 (arXiv 1910.07467)."""
+    x32 = x.float()
+    mean_square: Tensor = torch.linalg.vector_norm(x32, dim=-1, keepdim=True).square_().div_(x.size(-1))
+    return x32 * mean_square.add_(eps).rsqrt_()
 
 
 class RMSNorm(nn.Module):
@@ -64,12 +73,14 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise over the last dimension, in the input's dtype."""
-        x32 = x.float()
-        mean_square: Tensor = torch.linalg.vector_norm(x32, dim=-1, keepdim=True).square_().div_(x.size(-1))
-        x32 = x32 * mean_square.add_(self.eps).rsqrt_()
+        x32 = rms_norm(x, self.eps)
         if self.offset:
             return (x32 * (self.offset + self.weight.float())).to(x.dtype)
         return x32.to(x.dtype) * self.weight
+
+    def slots(self, path: str) -> dict[str, Tensor]:
+        """Return the weight under its name below the module's path."""
+        return {f"{path}.weight": self.weight.data}
 
 
 def rotate(x_THD: Tensor, cos_T1R: Tensor, signed_sin_T1R: Tensor) -> Tensor:
@@ -141,12 +152,12 @@ class GatedMLP(nn.Module):
 
 
 class Embedding(nn.Module):
-    """Token embeddings, and the projection back onto the vocabulary when it is tied to them."""
+    """A table with a row for each token; a tied model projects back onto the vocabulary with it."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, num_rows: int, num_columns: int, *, scale: float | None = None) -> None:
         super().__init__()
-        self.scale = config.embedding_scale
-        self.weight = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size), requires_grad=False)
+        self.scale = scale
+        self.weight = nn.Parameter(torch.empty(num_rows, num_columns), requires_grad=False)
 
     def forward(self, token_T: Tensor) -> Tensor:
         """Return [T, E]; Gemma's scale is rounded to the weights' dtype first, as it was in training."""
@@ -155,10 +166,19 @@ class Embedding(nn.Module):
             return x_TE
         return x_TE * torch.tensor(self.scale, dtype=x_TE.dtype)
 
+    def slots(self, path: str) -> dict[str, Tensor]:
+        """Return the table under its name below the module's path."""
+        return {f"{path}.weight": self.weight.data}
+
 
 def softcap(x: Tensor, cap: float | None) -> Tensor:
     """Return cap·tanh(x/cap), or x when there is no cap."""
     return x if cap is None else torch.tanh(x / cap) * cap
+
+
+def token_embedding(config: ModelConfig) -> Embedding:
+    """Return the table of a model's token embeddings."""
+    return Embedding(config.vocab_size, config.hidden_size, scale=config.embedding_scale)
 
 
 def vocabulary_head(config: ModelConfig) -> Linear:

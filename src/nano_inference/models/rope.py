@@ -18,7 +18,7 @@ class RotaryTable:
 
     def __init__(self, config: RopeConfig, device: torch.device) -> None:
         frequency_R, self.scale = frequencies(config)
-        self.frequency_R = frequency_R.to(device)
+        self.frequency_R = (-frequency_R if config.reverse else frequency_R).to(device)
 
     def at(self, position_T: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return cos and sin [T, 1, R] of the positions; the sine's first half carries the rotation's minus sign."""

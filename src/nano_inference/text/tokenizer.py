@@ -1,7 +1,7 @@
 """What a tokenizer can do, and the door through which one is loaded.
 
-Three sources: a directory with Hugging Face's tokenizer.json, a directory with tiktoken's ranks, a GGUF file's
-metadata. What would run code (pickles, Python files) is refused by name.
+Four sources: a directory with Hugging Face's tokenizer.json, with nanochat's tokenizer.pkl (read, never unpickled) or
+with tiktoken's ranks, a GGUF file's metadata. What would run code (other pickles, Python files) is refused by name.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Protocol
 
 from nano_inference.text.gguf_vocab import gguf_tokenizer
 from nano_inference.text.hf import hf_tokenizer
+from nano_inference.text.nanochat_file import FILE_NAME, nanochat_tokenizer
 from nano_inference.text.tiktoken_file import find_ranks, tiktoken_tokenizer
 from nano_inference.types import ModelError, TokenizerSource
 
@@ -65,6 +66,8 @@ def load_tokenizer(source: TokenizerSource) -> Tokenizer:
         raise ModelError(f"{source.path}: no such directory")
     if (directory / "tokenizer.json").is_file():
         return hf_tokenizer(directory)
+    if (directory / FILE_NAME).is_file():
+        return nanochat_tokenizer(directory)
     ranks = find_ranks(directory)
     if ranks is not None:
         return tiktoken_tokenizer(directory, ranks)

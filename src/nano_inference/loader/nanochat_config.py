@@ -1,0 +1,209 @@
+"""nanochat's configurations to `ModelConfig`: of its own checkpoints, and of Transformers' port. No torch.
+
+A checkpoint's sizes stand in `model_config` and again in the shapes of its weights; where they disagree it is refused.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from nano_inference.loader.fields import Fields
+from nano_inference.loader.nanochat_rules import Constants, Shapes
+from nano_inference.models.config import LayerConfig, ModelConfig, NanochatTerms, RopeConfig
+from nano_inference.types import ModelError
+
+HF_TYPE = "nanochat"
+"""`model_type` of Transformers' port, which has G0 only."""
+OWN_TYPE = "nanochat_"
+"""How `model_type` begins in directories of ours that hold any generation: nanochat_g4."""
+MAX_LAYERS = 10_000
+_SIZES = ("sequence_len", "vocab_size", "n_layer", "n_head", "n_kv_head", "n_embd", "window_pattern")
+
+
+def nanochat_config(origin: str, shapes: Shapes, config: Fields, constants: Constants) -> ModelConfig:
+    """Return what a checkpoint's weights, its `model_config` and the inferred constants describe.
+
+    End tokens are not known here: they are the tokenizer's. Raises `ModelError` where sizes contradict each other.
+    """
+    vocab_size, hidden = config.integer("vocab_size"), config.integer("n_embd")
+    num_layers, num_heads = config.integer("n_layer", high=MAX_LAYERS), config.integer("n_head")
+    num_kv_heads = config.integer("n_kv_head", num_heads)
+    if hidden % num_heads:
+        raise ModelError(f"{origin}: n_embd ({hidden}) must be a multiple of n_head ({num_heads})")
+    head_dim = hidden // num_heads
+    _check_shapes(origin, shapes, num_layers, num_kv_heads * head_dim, vocab_size)
+    rope = RopeConfig(theta=constants.rope_base, rotary_dim=head_dim, reverse=True)
+    try:
+        return ModelConfig(
+            architecture=f"nanochat {constants.generation}",
+            family="nanochat",
+            vocab_size=vocab_size,
+            hidden_size=hidden,
+            intermediate_size=4 * hidden,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            layers=_layers(constants, num_layers),
+            ropes=(rope,),
+            max_positions=constants.sequence_len,
+            norm_eps=constants.norm_eps,
+            logits_softcap=constants.softcap,
+            nanochat=_terms(shapes, constants),
+        )
+    except ValueError as error:
+        raise ModelError(f"{origin}: {error}") from None
+
+
+def _check_shapes(origin: str, shapes: Shapes, num_layers: int, num_kv: int, vocab_size: int) -> None:
+    """Compare the sizes that the weights have with those that the configuration names."""
+    found = {int(match[1]) for name in shapes if (match := re.match(r"transformer\.h\.(\d{1,6})\.", name))}
+    if found != set(range(num_layers)):
+        raise ModelError(f"{origin}: n_layer is {num_layers}, but there are weights of {len(found)} layers")
+    rows = _rows(origin, shapes, "transformer.wte.weight")
+    if rows < vocab_size:
+        raise ModelError(f"{origin}: vocab_size is {vocab_size}, but the embedding has {rows} rows")
+    kv_rows = _rows(origin, shapes, "transformer.h.0.attn.c_k.weight")
+    if kv_rows != num_kv:
+        raise ModelError(f"{origin}: n_kv_head and n_embd make keys of {num_kv} rows, the weights have {kv_rows}")
+
+
+def _rows(origin: str, shapes: Shapes, name: str) -> int:
+    shape = shapes.get(name)
+    if not shape:
+        raise ModelError(f"{origin}: has no {name}")
+    return shape[0]
+
+
+def _layers(constants: Constants, num_layers: int) -> tuple[LayerConfig, ...]:
+    """Tile the pattern over the layers; the last one sees everything. N tokens before make N + 1 visible keys."""
+    pattern = constants.window_pattern or "L"
+    kinds = [pattern[i % len(pattern)] for i in range(num_layers - 1)]
+    windows = [constants.short_window + 1 if kind == "S" else None for kind in kinds]
+    return tuple(LayerConfig(window=window) for window in (*windows, None))
+
+
+def _terms(shapes: Shapes, constants: Constants) -> NanochatTerms:
+    """Tell from the weights which terms the forward pass has."""
+    gates = [shape[-1] for name, shape in shapes.items() if name.endswith(".ve_gate.weight")]
+    bigrams = shapes.get("bigram_embed.embed.weight")
+    smear = shapes.get("smear_gate.weight")
+    return NanochatTerms(
+        generation=constants.generation,
+        padded_vocab_size=shapes["transformer.wte.weight"][0],
+        qk_scale=constants.qk_scale,
+        long_window=constants.sequence_len + 1 if constants.window_pattern else None,
+        has_lambdas=bool({"resid_lambdas", "x0_lambdas"} & set(shapes)),
+        gate_columns=gates[0] if gates else 0,
+        gate_scale=constants.gate_scale,
+        smear_columns=smear[-1] if smear else 0,
+        has_backout="backout_lambda" in shapes,
+        bigram_rows=bigrams[0] if bigrams else 0,
+    )
+
+
+def model_config_of(config: ModelConfig) -> dict[str, Any]:
+    """Return meta's `model_config` of a model, as nanochat's own files have it."""
+    kinds = "".join("L" if layer.window is None else "S" for layer in config.layers)
+    values = (config.max_positions, config.vocab_size, config.num_layers, config.num_heads, config.num_kv_heads)
+    out: dict[str, Any] = dict(zip(_SIZES, (*values, config.hidden_size, kinds), strict=True))
+    if config.nanochat is not None and config.nanochat.long_window is None:
+        del out["window_pattern"]
+    return out
+
+
+def own_config(config: ModelConfig) -> dict[str, Any]:
+    """Return the `config.json` of a directory of safetensors under nanochat's own names: any generation, all explicit.
+
+    Its `model_type` is none that Transformers knows: its port of G0 would load a later generation and compute nonsense.
+    """
+    assert config.nanochat is not None
+    generation = config.nanochat.generation
+    return {
+        "model_type": f"{OWN_TYPE}{generation.lower()}",
+        "architectures": [f"Nanochat{generation}"],
+        "model_config": model_config_of(config),
+        "constants": asdict(constants_of(config)),
+    }
+
+
+def constants_of(config: ModelConfig) -> Constants:
+    """Return the constants that a model was made with."""
+    terms = config.nanochat
+    assert terms is not None
+    windows = [layer.window for layer in config.layers if layer.window is not None]
+    return Constants(
+        generation=terms.generation,
+        sequence_len=config.max_positions,
+        rope_base=config.ropes[0].theta,
+        qk_scale=terms.qk_scale,
+        softcap=config.logits_softcap or 0.0,
+        gate_scale=terms.gate_scale,
+        window_pattern=str(model_config_of(config).get("window_pattern", "")),
+        short_window=windows[0] - 1 if windows else 0,
+        norm_eps=config.norm_eps,
+    )
+
+
+def own_overrides(config: Fields) -> dict[str, str]:
+    """Return the constants of `own_config` in the form of a user's overrides, those left out that say "none"."""
+    found: Mapping[str, Any] = config.mapping("constants")
+    return {name: str(value) for name, value in found.items() if value not in (0, 0.0, None)}
+
+
+def hf_nanochat_config(config: Fields, generation: Fields | None = None) -> ModelConfig:
+    """Return what Transformers' `config.json` of a nanochat describes: G0, with the port's names and default values.
+
+    Raises `ModelError` naming the field that is wrong.
+    """
+    hidden, num_heads = config.integer("hidden_size", 768), config.integer("num_attention_heads", 6)
+    head_dim = config.integer("head_dim", hidden // num_heads)
+    activation = config.text("hidden_act", "relu2")
+    if activation != "relu2" or config.flag("attention_bias", False) or config.flag("tie_word_embeddings", False):
+        raise ModelError(f"{config.origin}: only relu2, without biases and with an untied head, is supported")
+    vocab_size = config.integer("vocab_size", 50304)
+    num_layers = config.integer("num_hidden_layers", 12, high=MAX_LAYERS)
+    ends = [*_ids(config), *(_ids(generation) if generation else [])]
+    try:
+        return ModelConfig(
+            architecture="NanoChatForCausalLM",
+            family="nanochat",
+            vocab_size=vocab_size,
+            hidden_size=hidden,
+            intermediate_size=config.integer("intermediate_size", 8192),
+            num_heads=num_heads,
+            num_kv_heads=config.integer("num_key_value_heads", num_heads),
+            head_dim=head_dim,
+            layers=(LayerConfig(),) * num_layers,
+            ropes=(RopeConfig(theta=_hf_theta(config), rotary_dim=head_dim, reverse=True),),
+            max_positions=config.integer("max_position_embeddings", 2048),
+            norm_eps=config.number("rms_norm_eps", 1e-6, high=1.0),
+            logits_softcap=config.number("final_logit_softcapping", 15.0),
+            eos_token_ids=tuple(dict.fromkeys(token for token in ends if token < vocab_size)),
+            bos_token_id=config.optional_integer("bos_token_id", low=0),
+            nanochat=NanochatTerms(generation="G0", padded_vocab_size=vocab_size, has_hf_names=True),
+        )
+    except ModelError:
+        raise
+    except ValueError as error:
+        raise ModelError(f"{config.origin}: {error}") from None
+
+
+def _ids(fields: Fields) -> list[int]:
+    """Return the end tokens, one or a list."""
+    value = fields.get("eos_token_id")
+    ids = value if isinstance(value, list) else [value]
+    if value is not None and any(type(token) is not int or token < 0 for token in ids):
+        raise fields.bad("eos_token_id", "a token id or a list of them")
+    return [] if value is None else ids
+
+
+def _hf_theta(config: Fields) -> float:
+    """Return the rotary base, from `rope_parameters` or the older `rope_theta`; other scalings are refused."""
+    parameters = config.within("rope_parameters")
+    kind = parameters.text("rope_type", "default")
+    if kind != "default" or config.get("rope_scaling"):
+        raise ModelError(f"{config.origin}: rope type {kind!r} is not supported for nanochat")
+    return parameters.number("rope_theta", config.number("rope_theta", 10000.0))

@@ -1,0 +1,269 @@
+"""Which generation a nanochat checkpoint is of, and the constants that its file does not carry. No torch.
+
+nanochat's checkpoints have no version field, and rope base, soft cap, window sizes and more stood in the source of the
+day. They are told from the names and shapes of the weights; whatever was inferred comes with its reason, and a user
+can set each by hand. The table is karpathy/nanochat's public history, October 2025 to July 2026 (issue 4).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields, replace
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from nano_inference.loader.fields import Fields, shown
+from nano_inference.types import BadRequest, ModelError
+
+Shapes = Mapping[str, tuple[int, ...]]
+"""Name of a weight -> its shape."""
+
+FLOAT32_EPS = 1.1920929e-07
+"""What torch's rms_norm adds when nobody says: float32's epsilon, whatever the input's precision."""
+_MANY_TOKENS = 41_943_040
+"""`eval_tokens` of base runs from 2026-03-04 on."""
+_SHOWN = 5
+_LAYER = r"transformer\.h\.\d+\."
+_KNOWN = re.compile(
+    rf"transformer\.wte\.weight|lm_head\.weight|{_LAYER}attn\.(c_q|c_k|c_v|c_proj|ve_gate)\.weight|"
+    rf"{_LAYER}mlp\.(c_fc|c_proj)\.weight|value_embeds\.\d+\.weight|resid_lambdas|x0_lambdas|"
+    r"smear_gate\.weight|smear_lambda|backout_lambda|bigram_embed\.embed\.weight|bigram_lambdas"
+)
+_PROTOTYPES = re.compile(r"value_embed_[AB]\b.*|value_embed\.weight|v0_lambdas")
+_EXPERTS = re.compile(r".*\.(mlp\.(router|experts|shared_expert)|moe)\..*")
+
+
+class Rules(NamedTuple):
+    """What the source of a generation hard-coded."""
+
+    rope_base: float
+    qk_scale: float
+    softcap: float
+    gate_scale: float
+    short_share: int
+    """A short window is this part of the sequence length …"""
+    rounds: bool
+    """… rounded up to a multiple of 128, or else down to a whole number."""
+    signs: str
+    """How to recognise it."""
+
+
+GENERATIONS: Mapping[str, Rules] = MappingProxyType(
+    {
+        "G0": Rules(10_000.0, 1.0, 15.0, 2.0, 2, False, "no resid_lambdas"),
+        "G1": Rules(10_000.0, 1.0, 15.0, 2.0, 2, False, "resid_lambdas, no value embeddings"),
+        "G2": Rules(10_000.0, 1.0, 15.0, 2.0, 2, False, "value gates of 32 columns"),
+        "G2e": Rules(10_000.0, 1.0, 15.0, 2.0, 2, False, "bigram_embed"),
+        "G2s": Rules(10_000.0, 1.0, 20.0, 2.0, 2, False, "value gates of 32 columns, trained 2026-03-04 to 09"),
+        "G3": Rules(100_000.0, 1.15, 15.0, 3.0, 3, True, "value gates of 12 columns, no smear_gate"),
+        "G4": Rules(100_000.0, 1.2, 15.0, 3.0, 4, True, "smear_gate"),
+    }
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Constants:
+    """What the checkpoint's weights and configuration leave open. Every field can be set by hand."""
+
+    generation: str
+    sequence_len: int
+    rope_base: float
+    qk_scale: float
+    softcap: float
+    gate_scale: float
+    window_pattern: str
+    """S and L, tiled over the layers, the last of which is L; empty when no layer has a window."""
+    short_window: int
+    """Tokens that an S layer sees before each token."""
+    norm_eps: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inferred:
+    """The constants, why each has its value, and what a user should know."""
+
+    constants: Constants
+    reasons: Mapping[str, str]
+    warnings: tuple[str, ...] = ()
+
+
+def infer(
+    origin: str,
+    shapes: Shapes,
+    config: Fields,
+    *,
+    user_config: Mapping[str, Any] = MappingProxyType({}),
+    is_zero: Callable[[str], bool] = lambda name: False,
+    overrides: Mapping[str, str] = MappingProxyType({}),
+) -> Inferred:
+    """Tell the generation of a checkpoint and its constants.
+
+    `config` is meta's `model_config`, `user_config` that of the base run (its hints settle the soft cap), `is_zero`
+    tells whether all values of a small weight are zero, `overrides` come from the user. Raises `ModelError` naming
+    `origin` for weights of no known generation, `BadRequest` for an override that makes no sense.
+    """
+    refuse_unknown(origin, shapes)
+    warnings: list[str] = []
+    generation, why = _generation(origin, shapes, user_config, is_zero, warnings)
+    if "generation" in overrides:
+        generation, why = _known_generation(overrides["generation"]), "set by hand"
+    rules = GENERATIONS[generation]
+    sequence_len = _override_int(overrides, "sequence_len") or config.integer("sequence_len")
+    pattern, pattern_why = _window_pattern(origin, shapes, config, warnings)
+    constants = Constants(
+        generation=generation,
+        sequence_len=sequence_len,
+        rope_base=rules.rope_base,
+        qk_scale=rules.qk_scale,
+        softcap=rules.softcap,
+        gate_scale=rules.gate_scale,
+        window_pattern=pattern,
+        short_window=short_window(sequence_len, rules),
+        norm_eps=FLOAT32_EPS,
+    )
+    reasons = dict.fromkeys(("rope_base", "qk_scale", "softcap", "gate_scale", "short_window"), f"{generation}'s")
+    reasons |= {"generation": why, "window_pattern": pattern_why, "sequence_len": "model_config"}
+    reasons |= {"norm_eps": "float32's epsilon"}
+    return _overridden(Inferred(constants=constants, reasons=reasons, warnings=tuple(warnings)), overrides)
+
+
+def short_window(sequence_len: int, rules: Rules) -> int:
+    """Return how many tokens before its own an S layer sees: sequence_len/2, or /3 or /4 rounded up to 128s."""
+    if not rules.rounds:
+        return sequence_len // rules.short_share
+    return -(-sequence_len // rules.short_share // 128) * 128
+
+
+def refuse_unknown(origin: str, shapes: Shapes) -> None:
+    """Raise `ModelError` for weights that no generation on nanochat's master has: a fork would run, but wrongly."""
+    experts = [name for name in shapes if _EXPERTS.fullmatch(name)]
+    if experts:
+        raise ModelError(f"{origin}: {experts[0]}: nanochat's mixture-of-experts branches are not supported")
+    prototypes = [name for name in shapes if _PROTOTYPES.fullmatch(name)]
+    has_gate = any(name.endswith(".ve_gate.weight") for name in shapes)
+    values = [name for name in shapes if name.startswith("value_embeds.")]
+    if prototypes or (values and not has_gate):
+        name = (prototypes or values)[0]
+        raise ModelError(f"{origin}: {name}: a prototype of value embeddings (January 2026) that is not supported")
+    unknown = sorted(name for name in shapes if not _KNOWN.fullmatch(name))
+    if unknown:
+        rest = f" and {len(unknown) - _SHOWN} more" if len(unknown) > _SHOWN else ""
+        names = ", ".join(shown(name) for name in unknown[:_SHOWN])
+        raise ModelError(f"{origin}: weights of no known nanochat generation: {names}{rest}")
+
+
+def parse_overrides(texts: Iterable[str]) -> dict[str, str]:
+    """Take `name=value` apart. Raises `BadRequest` naming what can be set."""
+    found: dict[str, str] = {}
+    known = [field.name for field in fields(Constants)]
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals or name not in known:
+            raise BadRequest(f"overrides: {shown(text)} must be name=value, with a name of {', '.join(known)}")
+        found[name] = value
+    return found
+
+
+def _generation(
+    origin: str,
+    shapes: Shapes,
+    user_config: Mapping[str, Any],
+    is_zero: Callable[[str], bool],
+    warnings: list[str],
+) -> tuple[str, str]:
+    """Return the generation and what it was recognised by."""
+    columns = {shape[-1] for name, shape in shapes.items() if name.endswith(".ve_gate.weight") and shape}
+    if len(columns) > 1 or not columns <= {12, 32}:
+        raise ModelError(f"{origin}: value gates of {sorted(columns)} columns; known generations have 12 or 32")
+    if "bigram_embed.embed.weight" in shapes:
+        return "G2e", GENERATIONS["G2e"].signs
+    if "smear_gate.weight" in shapes:
+        smears = [name for name in ("smear_gate.weight", "smear_lambda", "backout_lambda") if name in shapes]
+        if not all(is_zero(name) for name in smears):
+            if columns and columns != {12}:
+                raise ModelError(
+                    f"{origin}: ambiguous: smear_gate of G4 with value gates of 32 columns, as in G2; "
+                    "set the constants by hand (generation=…)"
+                )
+            return "G4", GENERATIONS["G4"].signs
+        warnings.append("smear and backout are all zero: an older checkpoint patched to load, with its own constants")
+    if columns == {12}:
+        return "G3", GENERATIONS["G3"].signs
+    if columns == {32}:
+        return _softcap_of(user_config, warnings)
+    found = "G1" if {"resid_lambdas", "x0_lambdas"} & set(shapes) else "G0"
+    return found, GENERATIONS[found].signs
+
+
+def _softcap_of(user_config: Mapping[str, Any], warnings: list[str]) -> tuple[str, str]:
+    """Tell G2 from G2s, which differ in the soft cap alone: only a base run's settings give a hint."""
+    if "adam_beta1" in user_config and user_config.get("eval_tokens") == _MANY_TOKENS:
+        return "G2s", GENERATIONS["G2s"].signs
+    if "eval_tokens" not in user_config or "adam_beta1" not in user_config:
+        warnings.append(
+            "soft cap 15 is assumed; runs of 2026-03-02 to 09 had 20 (softcap=20). Greedy output is the same"
+        )
+    return "G2", GENERATIONS["G2"].signs
+
+
+def _window_pattern(origin: str, shapes: Shapes, config: Fields, warnings: list[str]) -> tuple[str, str]:
+    """Return the pattern of windows, and where it is from."""
+    has_lambdas = bool({"resid_lambdas", "x0_lambdas"} & set(shapes))
+    if config.get("window_pattern") is None:
+        if not has_lambdas:
+            return "", "G0 has none"
+        warnings.append(
+            "model_config has no window_pattern: L is assumed, as upstream does; a mid-training of January 2026 was "
+            "run with SSSL (window_pattern=SSSL)"
+        )
+        return "L", "missing in model_config"
+    return _checked_pattern(origin, config.text("window_pattern", "")), "model_config"
+
+
+def _checked_pattern(origin: str, pattern: str) -> str:
+    if not pattern or set(pattern.upper()) - {"S", "L"}:
+        raise ModelError(f"{origin}: window_pattern must be made of S and L, got {shown(pattern)}")
+    return pattern.upper()
+
+
+def _overridden(inferred: Inferred, overrides: Mapping[str, str]) -> Inferred:
+    """Put the user's values in the place of the inferred ones."""
+    values: dict[str, Any] = {}
+    for name, text in overrides.items():
+        if name == "generation":
+            continue
+        if name == "window_pattern":
+            values[name] = _checked_pattern("overrides", text) if text else ""
+        elif name in ("sequence_len", "short_window"):
+            values[name] = _override_int(overrides, name)
+        else:
+            values[name] = _override_number(overrides, name)
+    reasons = {**inferred.reasons, **dict.fromkeys(values, "set by hand")}
+    return replace(inferred, constants=replace(inferred.constants, **values), reasons=MappingProxyType(reasons))
+
+
+def _known_generation(text: str) -> str:
+    if text not in GENERATIONS:
+        raise BadRequest(f"overrides: generation must be one of {', '.join(GENERATIONS)}, got {shown(text)}")
+    return text
+
+
+def _override_int(overrides: Mapping[str, str], name: str) -> int | None:
+    text = overrides.get(name)
+    if text is None:
+        return None
+    if not (text.isascii() and text.isdigit() and 1 <= len(text) <= 9 and int(text) > 0):
+        raise BadRequest(f"overrides: {name} must be an integer of 1 to 999999999, got {shown(text)}")
+    return int(text)
+
+
+def _override_number(overrides: Mapping[str, str], name: str) -> float:
+    try:
+        value = float(overrides[name])
+    except ValueError:
+        value = math.nan
+    if not 0 < value < 1e12:
+        raise BadRequest(f"overrides: {name} must be a number above 0, got {shown(overrides[name])}")
+    return value

@@ -1,0 +1,34 @@
+"""What opening a model's files gives, whatever their format."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nano_inference.loader.door import WeightSource
+from nano_inference.loader.nanochat_rules import Inferred
+from nano_inference.models.config import ModelConfig
+from nano_inference.types import TokenizerSource
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """A model's files, opened: what it is, and where its weights lie."""
+
+    path: Path
+    config: ModelConfig
+    tokenizer: TokenizerSource
+    dtype: str
+    """The precision of most of the file: "float32", "bfloat16", "Q4_1", …"""
+    sources: Mapping[str, WeightSource]
+    """Every weight under its checkpoint's name, in the order of the files' bytes."""
+    generation: Mapping[str, Any]
+    """Sampling defaults from `generation_config.json`; empty when there are none."""
+    inferred: Inferred | None = None
+    """What a nanochat checkpoint leaves open and how it was told; None for every other format."""
+
+    def tensors(self) -> Iterator[tuple[str, WeightSource]]:
+        """Return a fresh iterator over the weights, for `load_into`."""
+        return iter(self.sources.items())

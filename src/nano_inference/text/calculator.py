@@ -1,0 +1,193 @@
+"""nanochat's calculator without `eval`: arithmetic and a few methods of strings, walked as a syntax tree.
+
+The rules of what may be asked are nanochat's `use_calculator` (nanochat.md 1.10), so ordinary answers are the same.
+The text is cut into known tokens before Python's parser sees it, the tree is walked without recursion, and every
+value is small: nothing here can run code, take long or take memory, in any thread.
+"""
+
+from __future__ import annotations
+
+import ast
+import operator
+import re
+from collections.abc import Callable, Mapping
+from functools import partial
+from types import EllipsisType, MappingProxyType
+from typing import Any
+
+MAX_EXPRESSION = 256
+"""Characters of an expression."""
+MAX_BITS = 4096
+"""Bits of an integer, tested before a product is computed."""
+MAX_RESULT = 256
+"""Characters of a result's text."""
+
+Value = int | float | str | bool | EllipsisType | tuple[()] | list[str]
+"""What an expression can come to; nanochat puts `str` of it into the model's context."""
+
+_ARITHMETIC = frozenset("0123456789*+-/.() ")
+_COUNTING = re.compile(r"[A-Za-z0-9'\"()._ ]*")
+_DENIED = (
+    *("__", "import", "exec", "eval", "compile", "open", "file", "input", "raw_input", "globals", "locals", "vars"),
+    *("dir", "getattr", "setattr", "delattr", "hasattr"),
+)
+_METHODS: Mapping[type, frozenset[str]] = MappingProxyType(
+    {
+        str: frozenset(
+            {"count", "upper", "lower", "strip", "lstrip", "rstrip", "title", "capitalize", "swapcase", "split"}
+        ),
+        list: frozenset({"count"}),
+        int: frozenset({"bit_length"}),
+        bool: frozenset({"bit_length"}),
+    }
+)
+_WORDS = "|".join({"and", "or", "not", "True", "False", "None"}.union(*_METHODS.values()))
+# Possessive, so that it is linear, and so that "1or" is not cut into "1" and "or": Python's parser would warn there.
+_TOKENS = re.compile(
+    rf"""(?: [ \t\n]
+    | (?>[0-9][0-9_]*+\.?+[0-9_]*+(?:[eE][+-]?+[0-9]++)?+)(?!\w)
+    | (?:{_WORDS})(?!\w)
+    | [uUrR]?'(?!'')[^'\\\n]*+' | [uUrR]?"(?!"")[^"\\\n]*+"
+    | [-+*/().]
+    )*+""",
+    re.VERBOSE,
+)
+_FAILED = object()
+"""The value of a part that Python would raise for; it spreads, unless `and` or `or` never looks at it."""
+
+_Operation = Callable[[list[Any]], Any]
+
+
+class _Refused(Exception):
+    """The expression asks for what is not supported."""
+
+
+def calculate(expression: str) -> Value | None:
+    """Return what nanochat's calculator answers, or None: not allowed, not valid, too large. Raises nothing."""
+    if len(expression) > MAX_EXPRESSION:
+        return None
+    text = expression.replace(",", "")
+    return evaluate(text) if _is_allowed(text) else None
+
+
+def evaluate(expression: str) -> Value | None:
+    """Return the value of any supported expression within the limits, else None. Raises nothing.
+
+    Supported are numbers, strings, True, False, None, `()` and `...`, + - * / // and signs, and, or, not, the
+    methods count, upper, lower, strip, lstrip, rstrip, title, capitalize, swapcase, split (and count on its list) and
+    int's bit_length with one argument at most. None is no answer: it is also how the expression "None" comes out.
+    """
+    if len(expression) > MAX_EXPRESSION or not _TOKENS.fullmatch(expression):
+        return None
+    try:
+        value = _walk(ast.parse(expression.lstrip(" \t"), mode="eval").body)
+    except (_Refused, SyntaxError, ValueError, MemoryError, RecursionError):
+        return None
+    return None if result_text(value) is None else value
+
+
+def result_text(value: Any) -> str | None:
+    """Return the text of a result as nanochat writes it, or None when there is none or it is too long."""
+    if value is None or (isinstance(value, int) and value.bit_length() > MAX_BITS):
+        return None
+    text = str(value)
+    return text if len(text) <= MAX_RESULT else None
+
+
+def _is_allowed(text: str) -> bool:
+    """Apply nanochat's filters to an expression without commas."""
+    if _ARITHMETIC.issuperset(text):
+        return "**" not in text
+    lowered = text.lower()
+    denied = any(word in lowered for word in _DENIED)
+    return _COUNTING.fullmatch(text) is not None and not denied and ".count(" in text
+
+
+def _walk(root: ast.expr) -> Any:
+    """Return the value of a tree. Raises `_Refused` for what is not supported and where Python would raise."""
+    waiting: list[ast.expr] = [root]
+    steps: list[tuple[int, _Operation]] = []
+    while waiting:
+        operands, operation = _plan(waiting.pop())
+        steps.append((len(operands), operation))
+        waiting += operands
+    values: list[Any] = []
+    for count, operation in reversed(steps):  # operands before what they belong to, the first operand first
+        first = len(values) - count
+        values[first:] = [operation(values[first:])]
+    if values[0] is _FAILED:
+        raise _Refused
+    return values[0]
+
+
+def _plan(node: ast.expr) -> tuple[list[ast.expr], _Operation]:
+    """Return a node's operands and what is to be done with their values."""
+    match node:
+        case ast.Constant(value=value) if value is None or isinstance(value, int | float | str | EllipsisType):
+            return [], lambda _: value
+        case ast.Tuple(elts=[]):
+            return [], lambda _: ()
+        case ast.UnaryOp(op=op, operand=operand) if type(op) in _UNARY:
+            return [operand], _strict(_UNARY[type(op)])
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in _BINARY:
+            return [left, right], _strict(partial(_arithmetic, _BINARY[type(op)]))
+        case ast.BoolOp(op=op, values=operands):
+            return operands, partial(_choice, isinstance(op, ast.Or))
+        case ast.Call(func=ast.Attribute(value=subject, attr=name), args=arguments, keywords=[]) if len(arguments) < 2:
+            return [subject, *arguments], _strict(partial(_call, name))
+    raise _Refused
+
+
+def _strict(function: Callable[..., Any]) -> _Operation:
+    """Return an operation that fails when an operand did or when Python's own raises."""
+
+    def run(values: list[Any]) -> Any:
+        if any(value is _FAILED for value in values):
+            return _FAILED
+        try:
+            return function(*values)
+        except (ArithmeticError, TypeError, ValueError):
+            return _FAILED
+
+    return run
+
+
+def _choice(wanted: bool, values: list[Any]) -> Any:
+    """`or` takes the first true value, `and` the first false one, else the last: the rest is not looked at."""
+    found = (value for value in values[:-1] if value is _FAILED or bool(value) is wanted)
+    return next(found, values[-1])
+
+
+def _arithmetic(function: Callable[[Any, Any], Any], left: Any, right: Any) -> int | float:
+    if not isinstance(left, int | float) or not isinstance(right, int | float):
+        raise _Refused
+    value: int | float = function(left, right)
+    if isinstance(value, int) and value.bit_length() > MAX_BITS:
+        raise _Refused
+    return value
+
+
+def _product(left: int | float, right: int | float) -> int | float:
+    if isinstance(left, int) and isinstance(right, int) and left.bit_length() + right.bit_length() > MAX_BITS + 1:
+        raise _Refused
+    return left * right
+
+
+def _call(name: str, subject: Any, *arguments: Any) -> Any:
+    if name not in _METHODS.get(type(subject), frozenset()):
+        raise _Refused
+    return operator.methodcaller(name, *arguments)(subject)
+
+
+_UNARY: Mapping[type, Callable[[Any], Any]] = MappingProxyType(
+    {ast.UAdd: operator.pos, ast.USub: operator.neg, ast.Not: operator.not_}
+)
+_BINARY: Mapping[type, Callable[[Any, Any], Any]] = MappingProxyType(
+    {
+        ast.Add: operator.add,
+        ast.Sub: operator.sub,
+        ast.Mult: _product,
+        ast.Div: operator.truediv,
+        ast.FloorDiv: operator.floordiv,
+    }
+)

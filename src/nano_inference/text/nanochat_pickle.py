@@ -1,0 +1,364 @@
+"""nanochat's tokenizer.pkl, read as data: a pickled tiktoken.Encoding whose opcodes are walked and never executed.
+
+Of the pickle machine (pickletools.py, protocols 2 to 5) there is only what CPython writes for that one object: its
+class by name, an empty instance, and its state, a dict of name, pat_str, mergeable_ranks and special_tokens.
+Protocol 2 also spells bytes as a call of `_codecs.encode` on Latin-1 text. Any other opcode, global or call is refused.
+"""
+
+from __future__ import annotations
+
+import pickle
+import re
+import stat
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, BinaryIO
+
+import tiktoken
+
+from nano_inference.types import ModelError
+
+MAX_FILE = 1 << 23
+"""Bytes of a file; a vocabulary of 65,536 takes about 1 MB, in protocol 2 about 2 MB."""
+MAX_ENTRIES = 1 << 18
+"""Entries of all dicts together."""
+MAX_STACK = 1 << 12
+"""Values that may wait for their collection; CPython writes at most 1,000 pairs at a time."""
+MAX_PATTERN = 1024
+"""Characters of the pattern; nanochat's has about a hundred."""
+MAX_REPEATS = 64
+"""Times that counted repetitions of the pattern, one inside another, may come to."""
+MAX_SPECIAL = 1 << 16
+"""How far beyond the ranks a special token's id may lie."""
+
+_COUNTS = re.compile(r"\{\s*([0-9]*)\s*,?\s*([0-9]*)\s*\}")
+_FIELDS = ("name", "pat_str", "mergeable_ranks", "special_tokens")
+
+
+class _Refused(Exception):
+    """Why a file is not a pickled encoding."""
+
+
+class _Global(Enum):
+    """The names that a file may mention; they stay names."""
+
+    ENCODING = "tiktoken.core Encoding"
+    TO_BYTES = "_codecs encode"
+
+
+@dataclass(slots=True)
+class _Instance:
+    """An object of the class tiktoken.core.Encoding as far as the file has built it."""
+
+    state: object = None
+
+
+@dataclass(slots=True)
+class _Machine:
+    """What the opcodes work on."""
+
+    stack: list[Any] = field(default_factory=list)
+    marks: list[int] = field(default_factory=list)
+    memo: dict[int, Any] = field(default_factory=dict)
+    dicts: int = 0
+    entries: int = 0
+    instances: int = 0
+    is_new: bool = False
+    """The top value was pushed last and is not remembered yet."""
+
+    def push(self, value: Any) -> None:
+        """Put a value on the stack."""
+        if len(self.stack) >= MAX_STACK:
+            raise _Refused("it piles up more values than an encoding has")
+        self.stack.append(value)
+        self.is_new = True
+
+    def pop(self) -> Any:
+        """Take the top value off the stack, not beyond a mark."""
+        if len(self.stack) <= (self.marks[-1] if self.marks else 0):
+            raise _Refused("it takes a value where there is none")
+        self.is_new = False
+        return self.stack.pop()
+
+    def put(self, index: int) -> None:
+        """Remember the top value; CPython does so once, as soon as it is there, and counts from 0."""
+        if index != len(self.memo) or not self.is_new:
+            raise _Refused("it remembers values out of order")
+        self.memo[index] = self.stack[-1]
+        self.is_new = False
+
+    def mark(self) -> None:
+        """Begin a collection: one for the state and one inside it."""
+        if len(self.marks) >= 2:
+            raise _Refused("it nests deeper than an encoding does")
+        self.marks.append(len(self.stack))
+        self.is_new = False
+
+    def empty_dict(self) -> None:
+        """Push a dict: there are the state, the ranks and the special tokens."""
+        self.dicts += 1
+        if self.dicts > 3:
+            raise _Refused("it has more dicts than an encoding has")
+        self.push({})
+
+    def get(self, index: int) -> None:
+        """Push a remembered value."""
+        if index not in self.memo:
+            raise _Refused("it recalls what it never remembered")
+        self.push(self.memo[index])
+
+    def named(self, text: str) -> None:
+        """Push one of the two names that an encoding mentions."""
+        try:
+            self.push(_Global(text))
+        except ValueError:
+            raise _Refused(f"it names {_shown(text)}, which is not run") from None
+
+    def stack_global(self) -> None:
+        """Push a name whose module and attribute lie on the stack."""
+        attribute, module = self.pop(), self.pop()
+        if not isinstance(attribute, str) or not isinstance(module, str):
+            raise _Refused("it names something with what is no text")
+        self.named(f"{module} {attribute}")
+
+    def pair(self) -> None:
+        """Make a tuple of two texts."""
+        second, first = self.pop(), self.pop()
+        if not isinstance(first, str) or not isinstance(second, str):
+            raise _Refused("it pairs what is no text")
+        self.push((first, second))
+
+    def new(self) -> None:
+        """Make the empty instance."""
+        arguments, cls = self.pop(), self.pop()
+        self.instances += 1
+        if cls is not _Global.ENCODING or arguments != () or self.instances > 1:
+            raise _Refused("it makes an object that is not the one tiktoken.Encoding")
+        self.push(_Instance())
+
+    def reduce(self) -> None:
+        """Call `_codecs.encode(text, "latin1")`, the one call there is."""
+        arguments, function = self.pop(), self.pop()
+        if function is not _Global.TO_BYTES or not isinstance(arguments, tuple) or arguments[1:] != ("latin1",):
+            raise _Refused("it calls something, which is not run")
+        try:
+            self.push(arguments[0].encode("latin-1"))
+        except UnicodeEncodeError:
+            raise _Refused("it has bytes beyond 255") from None
+
+    def set_item(self) -> None:
+        """Put one pair into a dict."""
+        value, key = self.pop(), self.pop()
+        self._fill([key, value])
+
+    def set_items(self) -> None:
+        """Put the pairs since the last mark into a dict."""
+        if not self.marks:
+            raise _Refused("it ends a collection that it never began")
+        start = self.marks.pop()
+        items = self.stack[start:]
+        self.is_new = False
+        del self.stack[start:]
+        self._fill(items)
+
+    def build(self) -> None:
+        """Give the instance its state."""
+        state, instance = self.pop(), self.pop()
+        if not isinstance(instance, _Instance) or instance.state is not None:
+            raise _Refused("it gives a state to what is no new tiktoken.Encoding")
+        instance.state = state
+        self.push(instance)
+
+    def _fill(self, items: list[Any]) -> None:
+        target = self.stack[-1] if self.stack else None
+        if not isinstance(target, dict) or len(items) % 2:
+            raise _Refused("it puts pairs into what is no dict")
+        self.entries += len(items) // 2
+        if self.entries > MAX_ENTRIES:
+            raise _Refused(f"its dicts have more than {MAX_ENTRIES} entries")
+        for key, value in zip(items[::2], items[1::2], strict=True):
+            if not isinstance(key, str | bytes) or key in target:
+                raise _Refused(f"a dict has the key {_shown(key)} twice, or it is no text")
+            target[key] = value
+
+
+_BARE: Mapping[bytes, Callable[[_Machine], None]] = MappingProxyType(
+    {
+        pickle.EMPTY_DICT: _Machine.empty_dict,
+        pickle.EMPTY_TUPLE: lambda machine: machine.push(()),
+        pickle.MARK: _Machine.mark,
+        pickle.SETITEM: _Machine.set_item,
+        pickle.SETITEMS: _Machine.set_items,
+        pickle.STACK_GLOBAL: _Machine.stack_global,
+        pickle.TUPLE2: _Machine.pair,
+        pickle.REDUCE: _Machine.reduce,
+        pickle.NEWOBJ: _Machine.new,
+        pickle.BUILD: _Machine.build,
+        pickle.MEMOIZE: lambda machine: machine.put(len(machine.memo)),
+    }
+)
+"""Opcodes without an argument."""
+_NUMBERED: Mapping[bytes, tuple[int, Callable[[_Machine, int], None]]] = MappingProxyType(
+    {
+        pickle.BININT: (4, _Machine.push),
+        pickle.BININT1: (1, _Machine.push),
+        pickle.BININT2: (2, _Machine.push),
+        pickle.BINPUT: (1, _Machine.put),
+        pickle.LONG_BINPUT: (4, _Machine.put),
+        pickle.BINGET: (1, _Machine.get),
+        pickle.LONG_BINGET: (4, _Machine.get),
+        pickle.FRAME: (8, lambda machine, size: None),
+    }
+)
+"""Opcodes with a number of so many bytes, the lowest first. BININT has a sign, which no id has."""
+_COUNTED: Mapping[bytes, tuple[int, bool]] = MappingProxyType(
+    {
+        pickle.SHORT_BINBYTES: (1, False),
+        pickle.BINBYTES: (4, False),
+        pickle.SHORT_BINUNICODE: (1, True),
+        pickle.BINUNICODE: (4, True),
+    }
+)
+"""Opcodes with a count of so many bytes and then so many bytes, which are text or not."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PickledEncoding:
+    """The four fields of a tiktoken.Encoding."""
+
+    name: str
+    pat_str: str
+    mergeable_ranks: Mapping[bytes, int]
+    special_tokens: Mapping[str, int]
+
+
+def read_encoding(path: Path) -> tiktoken.Encoding:
+    """Return the encoding that a tokenizer.pkl describes. Raises `ModelError` naming the file and what is wrong."""
+    fields = read_fields(path)
+    try:
+        return tiktoken.Encoding(
+            fields.name,
+            pat_str=fields.pat_str,
+            mergeable_ranks=dict(fields.mergeable_ranks),
+            special_tokens=dict(fields.special_tokens),
+        )
+    except (ValueError, TypeError, OverflowError) as error:
+        raise ModelError(f"{path}: tiktoken refuses it: {error}") from None
+
+
+def read_fields(path: Path) -> PickledEncoding:
+    """Return the checked fields of a tokenizer.pkl. Raises `ModelError` naming the file and what is wrong."""
+    try:
+        info = path.stat()
+        if not stat.S_ISREG(info.st_mode) or info.st_size > MAX_FILE:
+            raise _Refused(f"a file of at most {MAX_FILE} bytes was expected")
+        with path.open("rb") as file:
+            return _checked(_walk(file, info.st_size))
+    except OSError as error:
+        raise ModelError(f"{path}: cannot be read: {error.strerror}") from None
+    except _Refused as error:
+        raise ModelError(f"{path}: not nanochat's pickled tiktoken.Encoding: {error}") from None
+
+
+def _walk(file: BinaryIO, size: int) -> object:
+    """Follow the opcodes to the end; return the state of the one object."""
+    if _exactly(file, 1) != pickle.PROTO or not 2 <= _exactly(file, 1)[0] <= 5:
+        raise _Refused("it is no pickle of protocol 2 to 5")
+    machine = _Machine()
+    for code in _codes(file):
+        if code in _BARE:
+            _BARE[code](machine)
+        elif code in _NUMBERED:
+            width, operation = _NUMBERED[code]
+            operation(machine, int.from_bytes(_exactly(file, width), "little"))
+        elif code in _COUNTED:
+            machine.push(_counted(file, *_COUNTED[code], size))
+        elif code == pickle.GLOBAL:
+            machine.named(f"{_line(file)} {_line(file)}")
+        else:
+            raise _Refused(f"opcode {code!r} at byte {file.tell() - 1} is none that an encoding needs")
+    result = machine.pop()
+    if machine.stack or machine.marks or not isinstance(result, _Instance) or file.read(1):
+        raise _Refused("it does not end as one object")
+    return result.state
+
+
+def _codes(file: BinaryIO) -> Iterator[bytes]:
+    while (code := _exactly(file, 1)) != pickle.STOP:
+        yield code
+
+
+def _exactly(file: BinaryIO, count: int) -> bytes:
+    data = file.read(count)
+    if len(data) < count:
+        raise _Refused("it ends too early")
+    return data
+
+
+def _counted(file: BinaryIO, width: int, is_text: bool, size: int) -> str | bytes:
+    count = int.from_bytes(_exactly(file, width), "little")
+    if count > size - file.tell():
+        raise _Refused("it ends too early")
+    data = _exactly(file, count)
+    try:
+        return data.decode("utf-8") if is_text else data
+    except UnicodeDecodeError:
+        raise _Refused("it has text that is no UTF-8") from None
+
+
+def _line(file: BinaryIO) -> str:
+    return file.readline(256).decode("utf-8", "replace").removesuffix("\n")
+
+
+def _checked(state: object) -> PickledEncoding:
+    if isinstance(state, str):
+        raise _Refused(
+            f"it only names the registered encoding {_shown(state)}, whose ranks tiktoken would have to download"
+        )
+    if not isinstance(state, dict) or set(state) != set(_FIELDS):
+        raise _Refused(f"its state is not {', '.join(_FIELDS)}")
+    for name, kind in zip(_FIELDS, (str, str, dict, dict), strict=True):
+        if not isinstance(state[name], kind):
+            raise _Refused(f"{name} is {type(state[name]).__name__}, not {kind.__name__}")
+    _check_pattern(state["pat_str"])
+    _check_ranks(state["mergeable_ranks"])
+    _check_special(state["special_tokens"], len(state["mergeable_ranks"]))
+    return PickledEncoding(**state)
+
+
+def _check_pattern(pattern: str) -> None:
+    """Refuse a pattern that would take long to compile; whether it is one, tiktoken says."""
+    if len(pattern) > MAX_PATTERN:
+        raise _Refused(f"pat_str has more than {MAX_PATTERN} characters")
+    repeats = 1
+    for low, high in _COUNTS.findall(pattern):
+        repeats *= max(int(low or 1), int(high or 1), 1)
+        if repeats > MAX_REPEATS:
+            raise _Refused(f"pat_str repeats a part more than {MAX_REPEATS} times")
+
+
+def _check_ranks(ranks: dict[Any, Any]) -> None:
+    if not all(type(word) is bytes and word and type(rank) is int for word, rank in ranks.items()):
+        raise _Refused("mergeable_ranks does not map bytes to integers")
+    if sorted(ranks.values()) != list(range(len(ranks))):
+        raise _Refused(f"the ranks are not 0 to {len(ranks) - 1}, each once")
+    lacking = [byte for byte in range(256) if bytes([byte]) not in ranks]
+    if lacking:
+        raise _Refused(f"the byte {lacking[0]:#04x} has no token")
+
+
+def _check_special(special: dict[Any, Any], first: int) -> None:
+    if not all(type(text) is str and text and type(token) is int for text, token in special.items()):
+        raise _Refused("special_tokens does not map text to integers")
+    if len(set(special.values())) != len(special):
+        raise _Refused("two special tokens have one id")
+    outside = [text for text, token in special.items() if not first <= token < first + MAX_SPECIAL]
+    if outside:
+        raise _Refused(f"the id of special token {_shown(outside[0])} is not among the {MAX_SPECIAL} after the ranks")
+
+
+def _shown(value: object) -> str:
+    return repr(value[:80] if isinstance(value, str | bytes) else type(value).__name__)
