@@ -1,0 +1,125 @@
+"""`KVCache`: the dense cache of nanochat's own loop, for models that bring their own forward pass.
+
+It serves both calls that nanochat's models have made: today's `get_layer_cache`/`advance` on (B, T, H, D), and that of
+2025, `insert_kv` on (B, H, T, D). Where upstream's silently loses a token that does not fit, this one grows.
+
+Shapes: L layers, B rows, T positions, H kv heads, D head size, E embedding size.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+GROWTH = 1024
+"""Positions come in multiples of this when the cache grows."""
+
+
+class KVCache:
+    """Owns the keys and values of B rows that advance together. Made for one generation."""
+
+    def __init__(
+        self,
+        batch_size: int,
+        num_heads: int,
+        seq_len: int,
+        head_dim: int,
+        num_layers: int,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        """Make room for `seq_len` positions; `num_heads` are kv heads. (2025's callers name no device and no dtype.)"""
+        self.batch_size = batch_size
+        self.max_seq_len = seq_len
+        self.n_layers = num_layers
+        self.n_heads = num_heads
+        self.head_dim = head_dim
+        shape = (num_layers, batch_size, seq_len, num_heads, head_dim)
+        self.k_cache = torch.zeros(shape, device=device, dtype=dtype)
+        self.v_cache = torch.zeros(shape, device=device, dtype=dtype)
+        self.cache_seqlens = torch.zeros(batch_size, dtype=torch.int32, device=device)
+        self.prev_embedding: Tensor | None = None
+        """The last token's embedding (B, 1, E), for models that smear."""
+        self.prev_token: Tensor | None = None
+        """The last token's id (B, 1), for our own plain model."""
+
+    def reset(self) -> None:
+        """Go back to position 0; what is stored stays and is written over."""
+        self.cache_seqlens.zero_()
+        self.prev_embedding = None
+        self.prev_token = None
+
+    def get_pos(self) -> int:
+        """Return how many positions are filled; all rows have as many."""
+        return int(self.cache_seqlens[0])
+
+    def advance(self, num_tokens: int) -> None:
+        """Count tokens whose keys and values were written to every layer. Raises `ValueError` past the cache's end."""
+        pos = self.get_pos()
+        if pos + num_tokens > self.max_seq_len:
+            raise ValueError(f"KV cache: {num_tokens} tokens at position {pos} exceed its {self.max_seq_len} positions")
+        self.cache_seqlens += num_tokens
+
+    def get_layer_cache(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Return views (B, T, H, D) of a layer's keys and values, to be read and written; a full cache grows first."""
+        if self.get_pos() >= self.max_seq_len:
+            self.grow(1)
+        return self.k_cache[layer], self.v_cache[layer]
+
+    def grow(self, num_tokens: int) -> None:
+        """Make room for that many tokens behind those that are there, and up to the next multiple of 1024."""
+        wanted = self.get_pos() + num_tokens
+        if wanted <= self.max_seq_len:
+            return
+        self.max_seq_len = -(-wanted // GROWTH) * GROWTH
+        for name in ("k_cache", "v_cache"):
+            old: Tensor = getattr(self, name)
+            shape = (*old.shape[:2], self.max_seq_len, *old.shape[3:])
+            new = torch.zeros(shape, device=old.device, dtype=old.dtype)
+            new[:, :, : old.size(2)] = old
+            setattr(self, name, new)
+
+    def insert_kv(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Append keys and values (B, H, T, D) of one layer; return all of the layer's so far, in the same order.
+
+        The position moves on after the last layer. The cache takes the precision of the first keys it is given.
+        """
+        num_tokens, pos = k.size(2), self.get_pos()
+        if pos == 0 and k.dtype != self.k_cache.dtype:
+            self.k_cache, self.v_cache = self.k_cache.to(k.dtype), self.v_cache.to(v.dtype)
+        self.grow(num_tokens)
+        end = pos + num_tokens
+        for cache, new in ((self.k_cache, k), (self.v_cache, v)):
+            cache[layer, :, pos:end] = new.transpose(1, 2)
+        if layer == self.n_layers - 1:
+            self.advance(num_tokens)
+        k_BTHD, v_BTHD = self.k_cache[layer, :, :end], self.v_cache[layer, :, :end]
+        return k_BTHD.transpose(1, 2), v_BTHD.transpose(1, 2)
+
+    def prefill(self, other: KVCache | None) -> None:
+        """Take over the filled positions of another cache, a row of which may serve all of ours.
+
+        Raises `AssertionError`, as upstream's, when this one is not empty or too short, or when the two differ.
+        """
+        assert other is not None, "KV cache: there is no cache to prefill from"
+        assert self.get_pos() == 0, "Cannot prefill a non-empty KV cache"
+        for name in ("n_layers", "n_heads", "head_dim"):
+            ours, theirs = getattr(self, name), getattr(other, name)
+            assert ours == theirs, f"KV cache: {name} is {ours}, the other cache has {theirs}"
+        assert other.batch_size in (1, self.batch_size), (
+            f"KV cache: {other.batch_size} rows cannot fill {self.batch_size}"
+        )
+        pos = other.get_pos()
+        assert self.max_seq_len >= other.max_seq_len, (
+            f"KV cache: {self.max_seq_len} positions are fewer than the other cache's {other.max_seq_len}"
+        )
+        self.k_cache[:, :, :pos] = other.k_cache[:, :, :pos]
+        self.v_cache[:, :, :pos] = other.v_cache[:, :, :pos]
+        self.cache_seqlens.fill_(pos)
+        self.prev_embedding = _spread(other.prev_embedding, self.batch_size)
+        self.prev_token = _spread(other.prev_token, self.batch_size)
+
+
+def _spread(state: Tensor | None, num_rows: int) -> Tensor | None:
+    """Return a copy with a row for each of ours."""
+    return None if state is None else state.expand(num_rows, *state.shape[1:]).clone()

@@ -1,0 +1,144 @@
+"""Sampling as nanochat does it: one `torch.multinomial` over all rows for each column of tokens.
+
+Upstream's generator is shared by the rows of a call, so a row's token depends on how many rows there are and on which
+column it stands in, and on nothing else: multinomial of one sample is argmax(p / q) with q an exponential number for
+every entry of the matrix, whatever p is. `Columns` draws those matrices one after another and keeps each until every
+row has used its part; rows that run ahead (their tool's tokens were computed as one chunk) and rows that have ended
+then agree with upstream's loop, bit for bit.
+
+Shapes: B rows of a call, V vocabulary, K candidates of a row (V, or top-k), S the rows that draw now.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from nano_inference.sampling import Draw, draw
+from nano_inference.types import Row
+
+
+def candidates(
+    logits_BV: Tensor, temperature: float, top_k: int | None, top_p: float | None
+) -> tuple[Tensor, Tensor | None]:
+    """Return the probabilities [B, K] that tokens are drawn from, and the candidates' ids [B, K]; None is all tokens.
+
+    What top-p cuts has probability 0; the rest is not scaled up, which a draw does not need.
+    """
+    ids_BK = None
+    if top_k is not None and top_k > 0:
+        logits_BV, ids_BK = torch.topk(logits_BV, min(top_k, logits_BV.size(-1)), dim=-1)
+    p_BK = torch.softmax(logits_BV / temperature, dim=-1)
+    if top_p is not None and top_p < 1:
+        p_BK = p_BK.masked_fill(_outside(p_BK, top_p), 0.0)
+    return p_BK, ids_BK
+
+
+def _outside(p_BK: Tensor, top_p: float) -> Tensor:
+    """Tell which candidates are not among the likeliest that together have `top_p`."""
+    sorted_BK, order_BK = p_BK.sort(dim=-1, descending=True, stable=True)
+    before_BK = sorted_BK.double().cumsum(-1) - sorted_BK
+    return torch.zeros_like(p_BK, dtype=torch.bool).scatter_(-1, order_BK, before_BK >= top_p)
+
+
+def sample_next_token(
+    logits_BV: Tensor,
+    rng: torch.Generator | None,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+) -> Tensor:
+    """Draw one token a row from logits [B, V]; return [B, 1] int64. Temperature 0 is argmax; top_k 0 is no filter.
+
+    Raises `AssertionError` for a negative temperature, as upstream does.
+    """
+    assert temperature >= 0.0, "temperature must be non-negative"
+    if temperature == 0.0:
+        return logits_BV.argmax(dim=-1, keepdim=True)
+    p_BK, ids_BK = candidates(logits_BV, temperature, top_k, top_p)
+    choice_B1 = torch.multinomial(p_BK, num_samples=1, generator=rng)
+    return choice_B1 if ids_BK is None else ids_BK.gather(1, choice_B1)
+
+
+class Columns:
+    """Owns the generator of one call and the exponential numbers that some row still needs."""
+
+    def __init__(
+        self, num_rows: int, seed: int, temperature: float, top_k: int | None, top_p: float | None, device: torch.device
+    ) -> None:
+        self.temperature, self.top_k, self.top_p = temperature, top_k, top_p
+        self._rng = torch.Generator(device=device).manual_seed(seed)
+        self._next = [0] * num_rows
+        """The first column that each row may still ask for."""
+        self._kept: dict[int, Tensor] = {}
+        self._num_drawn = 0
+
+    def choose(self, logits_SV: Tensor, rows: Sequence[int], columns: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Draw for some rows, each at its column; return tokens [S] and their log-probabilities [S]."""
+        if self.temperature == 0.0:
+            token_S1 = logits_SV.argmax(dim=-1, keepdim=True)
+            return token_S1[:, 0], torch.log_softmax(logits_SV, dim=-1).gather(-1, token_S1)[:, 0]
+        p_SK, ids_SK = candidates(logits_SV, self.temperature, self.top_k, self.top_p)
+        places = zip(rows, columns, strict=True)
+        q_SK = torch.stack([self._part(row, column, p_SK.size(-1), p_SK.dtype) for row, column in places])
+        choice_S1 = (p_SK / q_SK).argmax(dim=-1, keepdim=True)
+        logprob_S = (p_SK.gather(-1, choice_S1)[:, 0] / p_SK.sum(-1)).log()
+        token_S1 = choice_S1 if ids_SK is None else ids_SK.gather(-1, choice_S1)
+        self._forget()
+        return token_S1[:, 0], logprob_S
+
+    def end(self, row: int) -> None:
+        """Keep nothing more for a row that has ended."""
+        self._next[row] = -1
+
+    def _part(self, row: int, column: int, num_candidates: int, dtype: torch.dtype) -> Tensor:
+        """Return a row's part of a column's numbers, drawing the columns up to it."""
+        while self._num_drawn <= column:
+            shape = (len(self._next), num_candidates)
+            numbers_BK = torch.empty(shape, dtype=dtype, device=self._rng.device)
+            self._kept[self._num_drawn] = numbers_BK.exponential_(1, generator=self._rng)
+            self._num_drawn += 1
+        self._next[row] = column + 1
+        return self._kept[column][row]
+
+    def _forget(self) -> None:
+        """Drop the columns that no row will ask for again."""
+        first = min((column for column in self._next if column >= 0), default=self._num_drawn)
+        for column in [column for column in self._kept if column < first]:
+            del self._kept[column]
+
+
+class ColumnSampler:
+    """Draws for the requests of an engine: by columns for those opened here, as spec 9 says for all others."""
+
+    def __init__(self) -> None:
+        self._calls: dict[int, Columns] = {}
+
+    def open(self, request_id: int, columns: Columns) -> None:
+        """Draw a request's tokens from these columns."""
+        self._calls[request_id] = columns
+
+    def close(self, request_id: int) -> None:
+        """Forget a request."""
+        self._calls.pop(request_id, None)
+
+    def __call__(self, logits_BV: Tensor, rows: Sequence[Row]) -> Draw:
+        """Draw one token a row; satisfies `runner.Sampler`."""
+        tokens, logprobs = [0] * len(rows), [0.0] * len(rows)
+        for request_id in dict.fromkeys(row.request_id for row in rows):
+            places = [i for i, row in enumerate(rows) if row.request_id == request_id]
+            drawn = self._draw(logits_BV[places], [rows[i] for i in places])
+            for i, token, logprob in zip(places, drawn.tokens, drawn.logprobs, strict=True):
+                tokens[i], logprobs[i] = token, logprob
+        return Draw(tuple(tokens), tuple(logprobs), ((),) * len(rows))
+
+    def _draw(self, logits_SV: Tensor, rows: Sequence[Row]) -> Draw:
+        """Draw for the rows of one request."""
+        columns = self._calls.get(rows[0].request_id)
+        if columns is None:
+            return draw(logits_SV, rows)
+        places = [row.start + len(row.tokens) - row.num_prompt for row in rows]
+        token_S, logprob_S = columns.choose(logits_SV, [row.sample_index for row in rows], places)
+        return Draw(tuple(token_S.tolist()), tuple(logprob_S.tolist()), ((),) * len(rows))

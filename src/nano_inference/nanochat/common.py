@@ -1,0 +1,43 @@
+"""Upstream's `nanochat.common`, as far as inference has a use for it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from nano_inference.assemble import nanochat_home, pick_device
+
+
+def get_base_dir() -> str:
+    """Return nanochat's base directory: `NANOCHAT_BASE_DIR`, else ~/.cache/nanochat. It is not created."""
+    return str(nanochat_home())
+
+
+def autodetect_device_type() -> str:
+    """Return "cuda" where torch sees such a device, else "cpu". (Apple's mps is not supported.)"""
+    return pick_device("auto").type
+
+
+def compute_init(device_type: str = "cuda") -> tuple[bool, int, int, int, torch.device]:
+    """Return (is distributed, rank, local rank, number of ranks, device), for one process.
+
+    The global seed is set to 42 as upstream does it. Raises `ValueError` for a device that is not there.
+    """
+    device = pick_device(device_type)
+    torch.manual_seed(42)
+    return False, 0, 0, 1, device
+
+
+def compute_cleanup() -> None:
+    """Do nothing: one process has nothing to clean up."""
+
+
+def print0(s: str = "", end: str = "\n") -> None:
+    """Print, as the only process."""
+    print(s, end=end)
+
+
+def base_path(directory: str | Path | None) -> Path:
+    """Return the given base directory, or nanochat's."""
+    return nanochat_home() if directory is None else Path(directory)

@@ -1,0 +1,199 @@
+"""`Engine`: nanochat's generation interface, on the core engine when the model is ours.
+
+The names and behaviour are karpathy/nanochat's nanochat/engine.py. Our own `GPT` runs on paged K/V with prefix reuse:
+rows that are done cost nothing, a tool's tokens are computed as one chunk, and a conversation's next turn starts where
+the last one ended. The columns that come out are the same.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from nano_inference.assemble import parts_of
+from nano_inference.config import EngineConfig
+from nano_inference.engine import InferenceEngine
+from nano_inference.nanochat.cache import KVCache
+from nano_inference.nanochat.columns import Columns, ColumnSampler, sample_next_token
+from nano_inference.nanochat.gpt import GPT
+from nano_inference.nanochat.loop import Call, ChatTokenizer, Column, RowState, Specials, find_specials, plain_columns
+from nano_inference.text.calculator import Value, calculate, evaluate
+from nano_inference.types import Delta, SamplingParams
+
+__all__ = [
+    "Engine",
+    "KVCache",
+    "RowState",
+    "eval_with_timeout",
+    "sample_next_token",
+    "timeout",
+    "use_calculator",
+]
+
+
+def use_calculator(expr: str) -> Value | None:
+    """Return what an expression comes to, None when it is refused: upstream's rules, without `eval` and signals."""
+    return calculate(expr)
+
+
+def eval_with_timeout(formula: str, max_time: float = 3) -> Value | None:
+    """Return what a formula comes to, None when it has no value; bounded by its size, so that no clock is needed."""
+    return evaluate(formula)
+
+
+@contextmanager
+def timeout(duration: float, formula: str) -> Iterator[None]:
+    """Raise `TimeoutError` when the block took longer, once it has ended: nothing is interrupted, in any thread."""
+    start = time.monotonic()
+    yield
+    if time.monotonic() - start > duration:
+        raise TimeoutError(f"{formula!r}: timed out after {duration} seconds")
+
+
+class Engine:
+    """Generates columns of tokens for one prompt and several samples, with nanochat's tools.
+
+    `model` is our `GPT`, or any object with `config`, `get_device()` and `forward(ids, kv_cache=…)`. With `exact`, a
+    seed gives upstream's tokens (one `torch.multinomial` a column); without, tokens depend on (seed, row, position)
+    alone, whatever the other rows are. `config` sizes the core engine (its model_path is not read).
+    """
+
+    def __init__(
+        self, model: object, tokenizer: ChatTokenizer, *, exact: bool = True, config: EngineConfig | None = None
+    ) -> None:
+        self.model = model
+        self.tokenizer = tokenizer
+        self.exact = exact
+        self._config = config or EngineConfig(model_path="nanochat", max_model_len=2**31 - 1)
+        self._sampler = ColumnSampler()
+        self._core: InferenceEngine | None = None
+        self._version = 0
+        """The weights that the core engine's cache was computed with."""
+
+    def generate(
+        self,
+        tokens: list[int],
+        num_samples: int = 1,
+        max_tokens: int | None = None,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        seed: int = 42,
+        top_p: float | None = None,
+    ) -> Iterator[Column]:
+        """Yield (token_column, token_masks): a token for each sample, and 1 where it was sampled, 0 where forced.
+
+        A generator: nothing is checked or computed before the first `next`. A row that samples a terminal token
+        (assistant_end, bos) yields it once with mask 1; what it yields after that, until all rows are done, means
+        nothing (on the core engine the same token with mask 0). `max_tokens` counts forced tokens too; without it a
+        row ends where the trained length is full. Raises `AssertionError` for tokens that are no list of integers, a
+        negative temperature, or a prompt longer than the trained length without `max_tokens`.
+        """
+        assert isinstance(tokens, list) and isinstance(tokens[0], int), "expecting list of ints"
+        assert temperature >= 0.0, "temperature must be non-negative"
+        length = int(self.model.config.sequence_len)  # type: ignore[attr-defined]
+        assert max_tokens is not None or len(tokens) <= length, (
+            f"a prompt of {len(tokens)} tokens is longer than the model's {length}; name max_tokens"
+        )
+        # The last token is never computed, so it may stand one past the trained length.
+        limit = length - len(tokens) + 1 if max_tokens is None else max_tokens
+        call = Call(tokens, num_samples, limit, temperature, top_k, seed, top_p)
+        specials = find_specials(self.tokenizer)
+        if isinstance(self.model, GPT):
+            yield from self._core_columns(self.model, specials, call)
+        else:
+            yield from plain_columns(self.model, specials, call)
+
+    def generate_batch(
+        self,
+        tokens: list[int],
+        num_samples: int = 1,
+        *,
+        max_tokens: int | None = None,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        seed: int = 42,
+        top_p: float | None = None,
+    ) -> tuple[list[list[int]], list[list[int]]]:
+        """Return each sample's prompt and tokens without the terminal, and masks of the same length, 0 for the prompt.
+
+        Raises as `generate` does.
+        """
+        terminals = find_specials(self.tokenizer).terminals
+        results, masks = [tokens.copy() for _ in range(num_samples)], [[0] * len(tokens) for _ in range(num_samples)]
+        open_rows = set(range(num_samples))
+        columns = self.generate(tokens, num_samples, max_tokens, temperature, top_k, seed, top_p)
+        for token_column, token_masks in columns:
+            open_rows -= {row for row in open_rows if token_column[row] in terminals}
+            for row in open_rows:
+                results[row].append(token_column[row])
+                masks[row].append(token_masks[row])
+            if not open_rows:
+                break
+        return results, masks
+
+    @property
+    def core(self) -> InferenceEngine:
+        """The core engine that our own model runs on; made at its first use."""
+        assert isinstance(self.model, GPT), "a model that is not ours runs in nanochat's own loop"
+        if self._core is None:
+            sampler = self._sampler
+            parts = parts_of(self.model.model, self._config, self.model.get_device(), sampler)
+            self._core, self._version = InferenceEngine(self._config, parts=parts), self.model.version
+        if self._version != self.model.version:
+            self._core.pause(clear_cache=True)  # what runs computes its K/V again
+            self._core.resume()
+            self._version = self.model.version
+        return self._core
+
+    def _core_columns(self, model: GPT, specials: Specials, call: Call) -> Iterator[Column]:
+        """Yield the columns of a call on the core engine."""
+        if call.limit == 0 or call.num_samples == 0:
+            return
+        core = self.core
+        params = SamplingParams(
+            temperature=call.temperature,
+            max_tokens=call.limit,
+            stop_token_ids=specials.terminals,
+            ignore_eos=True,
+            top_k=call.top_k or 0,
+            top_p=1.0 if call.top_p is None else call.top_p,
+            seed=call.seed,
+        )
+        request_id = core.add_request(call.tokens, params, call.num_samples, program=specials.tool, claim=True)
+        columns = Columns(call.num_samples, call.seed, call.temperature, call.top_k, call.top_p, model.get_device())
+        if self.exact:
+            self._sampler.open(request_id, columns)
+        deltas = core.deltas(request_id)
+        try:
+            yield from _columns_of(deltas, call.num_samples, columns)
+        finally:
+            deltas.close()  # type: ignore[attr-defined]
+            self._sampler.close(request_id)
+
+
+def _columns_of(deltas: Iterator[Delta], num_rows: int, columns: Columns) -> Iterator[Column]:
+    """Put what rows get at their own pace into columns; a row that is done repeats its last token with mask 0."""
+    waiting: list[deque[tuple[int, int]]] = [deque() for _ in range(num_rows)]
+    ended = [False] * num_rows
+    last = [0] * num_rows
+    while True:
+        while not all(queue or is_over for queue, is_over in zip(waiting, ended, strict=True)):
+            row, is_over = _take(next(deltas), waiting)
+            ended[row] = is_over
+            if is_over:
+                columns.end(row)
+        if not any(waiting):
+            return
+        taken = [queue.popleft() if queue else (last[row], 0) for row, queue in enumerate(waiting)]
+        last = [token for token, _ in taken]
+        yield last.copy(), [mask for _, mask in taken]
+
+
+def _take(delta: Delta, waiting: list[deque[tuple[int, int]]]) -> tuple[int, bool]:
+    """Append a delta's tokens to its row; return the row and whether it has ended. Raises what ended it wrongly."""
+    waiting[delta.sample_index].extend(zip(delta.token_ids, delta.mask, strict=True))
+    if delta.finish_reason == "abort" and delta.sample is not None:
+        raise RuntimeError(f"generation was aborted: {delta.sample.stop_reason}")
+    return delta.sample_index, delta.sample is not None

@@ -1,0 +1,309 @@
+"""`GPT`: a nanochat model of any generation, with a plain forward pass written from the formulas.
+
+The forward pass here is the slow, obvious one: dense, one tensor after the other, with or without a `KVCache`. It is
+what `Engine` is compared with, and what a caller of nanochat's model gets; `Engine` itself runs the paged model of
+`models/nanochat.py` on the same weights.
+
+Shapes: B rows, T tokens, S keys, E embedding size, H heads, K kv heads, D head size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from nano_inference.assemble import load_model, pick_device, pick_dtype
+from nano_inference.config import Dtype
+from nano_inference.loader.checkpoint import open_checkpoint
+from nano_inference.loader.door import TensorSource, check_names, load_into
+from nano_inference.loader.nanochat import open_tensors
+from nano_inference.loader.nanochat_config import model_config_of
+from nano_inference.loader.opened import Checkpoint
+from nano_inference.loader.pt_file import COMPILED_PREFIX
+from nano_inference.models.build import Model, module_slots, parameters
+from nano_inference.models.config import LayerConfig, ModelConfig, NanochatTerms
+from nano_inference.nanochat.cache import KVCache
+from nano_inference.nanochat.columns import sample_next_token
+from nano_inference.types import ModelError
+
+STRETCH = 10
+"""Rotary positions go to this many times the trained length, as upstream's tables do."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GPTConfig:
+    """The sizes of a model, under nanochat's names."""
+
+    sequence_len: int
+    vocab_size: int
+    n_layer: int
+    n_head: int
+    n_kv_head: int
+    n_embd: int
+    window_pattern: str = "L"
+
+
+class GPT:
+    """Owns a model's weights. For inference only: it has no gradients."""
+
+    def __init__(self, model: Model, config: ModelConfig) -> None:
+        """Wrap a loaded model; `config` is the checkpoint's, whose length was not stretched."""
+        terms = model.config.nanochat
+        assert terms is not None, "not a nanochat model"
+        self.model = model
+        self.terms: NanochatTerms = terms
+        self.config = GPTConfig(**model_config_of(config))
+        self.weights: Mapping[str, Tensor] = MappingProxyType(module_slots(model))
+        """nanochat's name -> the tensor, in the model's own memory."""
+        self.version = 0
+        """How often new weights were loaded; engines forget their caches when it moves."""
+
+    @classmethod
+    def from_checkpoint(
+        cls, path: str | Path, *, device: str = "auto", dtype: Dtype = "auto", overrides: Iterable[str] = ()
+    ) -> Self:
+        """Load a checkpoint: a model_*.pt file, a directory of nanochat's, or one of safetensors.
+
+        Raises `ModelError` when its files cannot be used, or hold another family's model.
+        """
+        checkpoint = open_checkpoint(path, overrides)
+        if checkpoint.config.nanochat is None:
+            raise ModelError(f"{path}: a model of {checkpoint.config.architecture}, not of nanochat")
+        return cls.of(checkpoint, device=device, dtype=dtype)
+
+    @classmethod
+    def from_state_dict(
+        cls,
+        weights: Mapping[str, Tensor],
+        model_config: Mapping[str, Any],
+        *,
+        device: str = "auto",
+        dtype: Dtype = "auto",
+        overrides: Iterable[str] = (),
+    ) -> Self:
+        """Copy the weights of a model in memory, such as one that is being trained; `model_config` as in meta files."""
+        return cls.of(open_tensors(weights, model_config, overrides), device=device, dtype=dtype)
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint, *, device: str = "auto", dtype: Dtype = "auto") -> Self:
+        """Load an opened checkpoint."""
+        where = pick_device(device)
+        stretched = replace(checkpoint, config=stretch(checkpoint.config))
+        model = load_model(stretched, where, pick_dtype(dtype, where), stretched.config.max_positions)
+        return cls(model, checkpoint.config)
+
+    def get_device(self) -> torch.device:
+        """Return where the weights are."""
+        return self.weights["transformer.wte.weight"].device
+
+    def parameters(self) -> Iterator[Tensor]:
+        """Return the weights, projections of one input fused into one."""
+        return parameters(self.model)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the weights under nanochat's names, in the model's own memory."""
+        return dict(self.weights)
+
+    def load_state_dict(self, weights: Mapping[str, Tensor]) -> None:
+        """Copy new values of all weights, such as those of a model in training, between two calls of `generate`.
+
+        Raises `ModelError` naming what is unknown, missing or of another shape, before anything is written.
+        """
+        named = {name.removeprefix(COMPILED_PREFIX): TensorSource(tensor.detach()) for name, tensor in weights.items()}
+        check_names(self.weights, named)
+        load_into(self.weights, named.items())
+        self.version += 1
+
+    def eval(self) -> Self:
+        """Do nothing: the model is always in this mode."""
+        return self
+
+    def __call__(self, ids_BT: Tensor, kv_cache: KVCache | None = None) -> Tensor:
+        """Return `forward`'s logits."""
+        return self.forward(ids_BT, kv_cache=kv_cache)
+
+    @torch.inference_mode()
+    def forward(self, ids_BT: Tensor, targets: Tensor | None = None, kv_cache: KVCache | None = None) -> Tensor:
+        """Return float32 logits (B, T, V) of every token; behind what is in `kv_cache`, where there is one.
+
+        Raises `ValueError` for `targets` (this model does not train), and for an empty input.
+        """
+        if targets is not None:
+            raise ValueError("targets: this model has no loss; train with nanochat and load the checkpoint")
+        if ids_BT.dim() != 2 or not ids_BT.size(1):
+            raise ValueError(f"ids must be (B, T) with at least one token, got {tuple(ids_BT.shape)}")
+        before_B1 = torch.full_like(ids_BT[:, :1], -1)
+        if kv_cache is not None and kv_cache.prev_token is not None:
+            before_B1 = kv_cache.prev_token
+        prev_BT = torch.cat((before_B1, ids_BT[:, :-1]), dim=1)
+        x_BTE = start_BTE = self._embed(ids_BT, prev_BT)
+        middle_BTE = x_BTE
+        rope = self._rotation(kv_cache.get_pos() if kv_cache is not None else 0, ids_BT.size(1), x_BTE.dtype)
+        for index, layer in enumerate(self.model.config.layers):
+            x_BTE = self._mixed(x_BTE, start_BTE, ids_BT, prev_BT, index)
+            x_BTE = x_BTE + self._attend(self._norm(x_BTE), ids_BT, index, layer, rope, kv_cache)
+            x_BTE = x_BTE + self._mlp(self._norm(x_BTE), index)
+            if index == self.config.n_layer // 2:
+                middle_BTE = x_BTE
+        if self.terms.has_backout:
+            x_BTE = x_BTE - self.weights["backout_lambda"][0] * middle_BTE
+        if kv_cache is not None:
+            kv_cache.prev_token = ids_BT[:, -1:].clone()
+        logits_BTV = (self._norm(x_BTE) @ self.weights["lm_head.weight"][: self.config.vocab_size].T).float()
+        cap = self.model.config.logits_softcap
+        return logits_BTV if cap is None else cap * torch.tanh(logits_BTV / cap)
+
+    def generate(
+        self,
+        tokens: list[int],
+        max_tokens: int,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        seed: int = 42,
+        top_p: float | None = None,
+        stop_token: int | None = None,
+    ) -> Iterator[int]:
+        """Yield one token after the other, computing everything anew for each: no cache, no tools.
+
+        It stops after `max_tokens`, and after `stop_token` when one is named.
+        """
+        assert isinstance(tokens, list)
+        device = self.get_device()
+        rng = torch.Generator(device=device).manual_seed(seed)
+        ids_1T = torch.tensor([tokens], dtype=torch.long, device=device)
+        for _ in range(max_tokens):
+            token_11 = sample_next_token(self.forward(ids_1T)[:, -1], rng, temperature, top_k, top_p)
+            ids_1T = torch.cat((ids_1T, token_11), dim=1)
+            token = int(token_11)
+            yield token
+            if token == stop_token:
+                return
+
+    # ---- the formulas -----------------------------------------------------------------------------------------------
+
+    def _norm(self, x: Tensor) -> Tensor:
+        """x · rsqrt(mean(x²) + ε), without weights."""
+        x32 = x.float()
+        return (x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + self.model.config.norm_eps)).to(x.dtype)
+
+    def _embed(self, ids_BT: Tensor, prev_BT: Tensor) -> Tensor:
+        """norm(wte[id]), with λ·σ(w·e[:24]) of the predecessor's added from the second token on (G4)."""
+        table_VE = self.weights["transformer.wte.weight"]
+        e_BTE = self._norm(table_VE[ids_BT])
+        if not self.terms.smear_columns:
+            return e_BTE
+        gate_BT1 = torch.sigmoid(e_BTE[..., : self.terms.smear_columns] @ self.weights["smear_gate.weight"].T)
+        smeared_BTE = e_BTE + self.weights["smear_lambda"][0] * gate_BT1 * self._norm(table_VE[prev_BT.clamp(min=0)])
+        return torch.where(prev_BT[..., None] < 0, e_BTE, smeared_BTE)
+
+    def _mixed(self, x_BTE: Tensor, start_BTE: Tensor, ids_BT: Tensor, prev_BT: Tensor, index: int) -> Tensor:
+        """r·x + z·x0 (G1 on), and b times the hashed pair's embedding (G2e)."""
+        if not self.terms.has_lambdas:
+            return x_BTE
+        x_BTE = self.weights["resid_lambdas"][index] * x_BTE + self.weights["x0_lambdas"][index] * start_BTE
+        if not self.terms.bigram_rows:
+            return x_BTE
+        last = self.terms.bigram_rows - 1
+        row_BT = torch.where(prev_BT < 0, last, ((36313 * ids_BT) ^ (27191 * prev_BT)) % last)
+        pair_BTE = self.weights["bigram_embed.embed.weight"][row_BT]
+        return x_BTE + self.weights["bigram_lambdas"][index] * pair_BTE
+
+    def _rotation(self, start: int, num_tokens: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """cos and sin (1, T, 1, D/2) of position · base^(-2j/D)."""
+        head_dim, base = self.model.config.head_dim, self.model.config.ropes[0].theta
+        device = self.get_device()
+        theta_D = base ** (-torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim)
+        position_T = torch.arange(start, start + num_tokens, dtype=torch.float32, device=device)
+        angle_TD = torch.outer(position_T, theta_D)[None, :, None]
+        return angle_TD.cos().to(dtype), angle_TD.sin().to(dtype)
+
+    def _attend(
+        self,
+        a_BTE: Tensor,
+        ids_BT: Tensor,
+        index: int,
+        layer: LayerConfig,
+        rope: tuple[Tensor, Tensor],
+        kv_cache: KVCache | None,
+    ) -> Tensor:
+        """Attention of one layer: q and k rotated, normed and scaled; v mixed with the value embedding (G2 on)."""
+        q_BTHD, k_BTKD, v_BTKD = (self._heads(a_BTE, index, part) for part in ("c_q", "c_k", "c_v"))
+        gate = self.weights.get(f"transformer.h.{index}.attn.ve_gate.weight")
+        if gate is not None:
+            value_BTKD = self.weights[f"value_embeds.{index}.weight"][ids_BT].view_as(v_BTKD)
+            gate_BTK = self.terms.gate_scale * torch.sigmoid(a_BTE[..., : self.terms.gate_columns] @ gate.T)
+            v_BTKD = v_BTKD + gate_BTK[..., None] * value_BTKD
+        q_BTHD, k_BTKD = (self.terms.qk_scale * self._norm(_rotated(x, *rope)) for x in (q_BTHD, k_BTKD))
+        start = 0
+        if kv_cache is not None:
+            start = kv_cache.get_pos()
+            k_BTKD, v_BTKD = _cached(kv_cache, index, k_BTKD, v_BTKD)
+        out_BTHD = _attention(q_BTHD, k_BTKD, v_BTKD, start, layer.window)
+        return out_BTHD.flatten(2) @ self.weights[f"transformer.h.{index}.attn.c_proj.weight"].T
+
+    def _heads(self, a_BTE: Tensor, index: int, part: str) -> Tensor:
+        """Project and cut into heads, (B, T, H or K, D)."""
+        x = a_BTE @ self.weights[f"transformer.h.{index}.attn.{part}.weight"].T
+        return x.view(*x.shape[:-1], -1, self.model.config.head_dim)
+
+    def _mlp(self, a_BTE: Tensor, index: int) -> Tensor:
+        """W2 · relu(W1 · a)²."""
+        inner = functional.relu(a_BTE @ self.weights[f"transformer.h.{index}.mlp.c_fc.weight"].T).square()
+        return inner @ self.weights[f"transformer.h.{index}.mlp.c_proj.weight"].T
+
+
+def stretch(config: ModelConfig) -> ModelConfig:
+    """Return the configuration for positions up to ten times the trained length, as upstream allows them.
+
+    From G1's windows on, a layer without a short window sees `sequence_len` tokens before each, which matters there.
+    """
+    assert config.nanochat is not None
+    long = config.nanochat.long_window
+    layers = tuple(LayerConfig(window=long if layer.window is None else layer.window) for layer in config.layers)
+    return replace(config, layers=layers, max_positions=STRETCH * config.max_positions)
+
+
+def _rotated(x_BTHD: Tensor, cos_1T1D: Tensor, sin_1T1D: Tensor) -> Tensor:
+    """Turn the pairs (j, j + D/2) by minus the angle."""
+    first, second = x_BTHD.chunk(2, dim=-1)
+    turned = (first * cos_1T1D + second * sin_1T1D, -first * sin_1T1D + second * cos_1T1D)
+    return torch.cat(turned, dim=-1)
+
+
+def _cached(kv_cache: KVCache, index: int, k_BTKD: Tensor, v_BTKD: Tensor) -> tuple[Tensor, Tensor]:
+    """Write a layer's new keys and values behind the cached ones; return all of them."""
+    num_tokens, start = k_BTKD.size(1), kv_cache.get_pos()
+    kv_cache.grow(num_tokens)
+    k_cache, v_cache = kv_cache.get_layer_cache(index)
+    end = start + num_tokens
+    k_cache[:, start:end], v_cache[:, start:end] = k_BTKD, v_BTKD
+    if index == kv_cache.n_layers - 1:
+        kv_cache.advance(num_tokens)
+    return k_cache[:, :end], v_cache[:, :end]
+
+
+def _attention(q_BTHD: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, start: int, window: int | None) -> Tensor:
+    """softmax(q·k / sqrt(D))·v over the keys up to each query, at most `window` of them, (B, T, H, D)."""
+    num_queries, num_keys = q_BTHD.size(1), k_BSKD.size(1)
+    is_plain = start == 0 and (window is None or window >= num_keys)
+    mask_TS = None
+    if not is_plain and (num_queries > 1 or (window is not None and window < num_keys)):
+        query_T = torch.arange(start, start + num_queries, device=q_BTHD.device)[:, None]
+        key_S = torch.arange(num_keys, device=q_BTHD.device)
+        mask_TS = (key_S <= query_T) & (key_S > query_T - (window or num_keys + 1))
+    out_BHTD = functional.scaled_dot_product_attention(
+        q_BTHD.transpose(1, 2),
+        k_BSKD.transpose(1, 2),
+        v_BSKD.transpose(1, 2),
+        attn_mask=mask_TS,
+        is_causal=is_plain and num_queries > 1,
+        enable_gqa=q_BTHD.size(2) != k_BSKD.size(2),
+    )
+    return out_BHTD.transpose(1, 2)

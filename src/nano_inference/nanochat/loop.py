@@ -1,0 +1,146 @@
+"""nanochat's generation loop, written out: a dense cache, one column of tokens for all rows at a time.
+
+For model objects that are not ours, and the reference that the core engine's stream is compared with. What each row
+does with its tokens (tools, the end of an answer) is here too, as upstream's `RowState` has it.
+
+Shapes: B rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from nano_inference.nanochat.cache import KVCache
+from nano_inference.nanochat.columns import sample_next_token
+from nano_inference.text.tools import PythonTool
+
+Column = tuple[list[int], list[int]]
+"""One token for each row, and 1 where it was sampled, 0 where it was forced."""
+
+
+class ChatTokenizer(Protocol):
+    """What the loop needs of a tokenizer; upstream's and ours have it."""
+
+    def encode_special(self, text: str) -> int:
+        """Return the id of a special token."""
+
+    def get_bos_token_id(self) -> int:
+        """Return the id of <|bos|>."""
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of a text, none of them special."""
+
+    def decode(self, ids: list[int]) -> str:
+        """Return the text of ids, special ones as their literal text."""
+
+
+class Specials(NamedTuple):
+    """The tokens that mean something to the loop."""
+
+    tool: PythonTool
+    terminals: frozenset[int]
+    """assistant_end and bos: a row that samples one is done."""
+
+
+class Call(NamedTuple):
+    """The arguments of one `generate`."""
+
+    tokens: list[int]
+    num_samples: int
+    limit: int | None
+    """Most columns; None stops where the trained length is full."""
+    temperature: float
+    top_k: int | None
+    seed: int
+    top_p: float | None
+
+
+@dataclass(slots=True)
+class RowState:
+    """What a row has of its own while it is generated, under upstream's names."""
+
+    current_tokens: list[int] = field(default_factory=list)
+    forced_tokens: deque[int] = field(default_factory=deque)
+    in_python_block: bool = False
+    python_expr_tokens: list[int] = field(default_factory=list)
+    completed: bool = False
+
+    def __post_init__(self) -> None:
+        self.current_tokens = self.current_tokens or []
+
+
+def find_specials(tokenizer: ChatTokenizer) -> Specials:
+    """Look the special tokens up once."""
+    ids = [tokenizer.encode_special(f"<|{name}|>") for name in ("python_start", "python_end")]
+    ids += [tokenizer.encode_special(f"<|{name}|>") for name in ("output_start", "output_end")]
+
+    def decode(tokens: Sequence[int]) -> str:
+        return tokenizer.decode(list(tokens))
+
+    tool = PythonTool(ids[0], ids[1], ids[2], ids[3], decode, tokenizer.encode)
+    return Specials(tool, frozenset((tokenizer.encode_special("<|assistant_end|>"), tokenizer.get_bos_token_id())))
+
+
+def take_token(state: RowState, sampled: int, specials: Specials) -> tuple[int, int]:
+    """Let a row take its next token, a forced one when any is due; return the token and its mask.
+
+    A sampled token is dropped while forced ones are due. The tool looks at every token, forced ones too.
+    """
+    is_forced = bool(state.forced_tokens)
+    token = state.forced_tokens.popleft() if is_forced else sampled
+    state.current_tokens.append(token)
+    if token in specials.terminals:
+        state.completed = True
+    block = tuple(state.python_expr_tokens) if state.in_python_block else None
+    block_after, forced = specials.tool.step(block, token)
+    state.in_python_block = isinstance(block_after, tuple)
+    state.python_expr_tokens = list(block_after) if isinstance(block_after, tuple) else []
+    state.forced_tokens.extend(forced)
+    return token, 0 if is_forced else 1
+
+
+def plain_columns(model: Any, specials: Specials, call: Call, dtype: torch.dtype | None = None) -> Iterator[Column]:
+    """Yield the columns of nanochat's loop on any model with `config`, `get_device` and `forward(ids, kv_cache=…)`.
+
+    Rows that are done go on being sampled and computed until all are, as upstream's do: look at a row only up to its
+    first terminal token. `dtype` is the cache's; by default bfloat16 on CUDA and float32 elsewhere.
+    """
+    device = torch.device(model.get_device())
+    rng = torch.Generator(device=device).manual_seed(call.seed)
+    logits_BV, cache = _prefill(model, call, device, dtype)
+    states = [RowState(call.tokens.copy()) for _ in range(call.num_samples)]
+    num_columns = 0
+    while (call.limit is None or num_columns < call.limit) and not all(state.completed for state in states):
+        if num_columns:
+            column_B1 = torch.tensor([[state.current_tokens[-1]] for state in states], device=device)
+            with torch.inference_mode():
+                logits_BV = model.forward(column_B1, kv_cache=cache)[:, -1, :]
+        sampled = sample_next_token(logits_BV, rng, call.temperature, call.top_k, call.top_p)[:, 0].tolist()
+        taken = [take_token(state, token, specials) for state, token in zip(states, sampled, strict=True)]
+        yield [token for token, _ in taken], [mask for _, mask in taken]
+        num_columns += 1
+
+
+def _prefill(model: Any, call: Call, device: torch.device, dtype: torch.dtype | None) -> tuple[Tensor, KVCache]:
+    """Compute the prompt once; return its last logits and a cache that holds it, for every row."""
+    config = model.config
+    dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
+
+    def cache_of(num_rows: int, length: int) -> KVCache:
+        head_dim = config.n_embd // config.n_head
+        return KVCache(num_rows, config.n_kv_head, length, head_dim, config.n_layer, device, dtype)
+
+    prompt = cache_of(1, len(call.tokens))
+    with torch.inference_mode():
+        ids_1T = torch.tensor([call.tokens], dtype=torch.long, device=device)
+        logits_1V = model.forward(ids_1T, kv_cache=prompt)[:, -1, :]
+        length = config.sequence_len if call.limit is None else len(call.tokens) + call.limit
+        cache = cache_of(call.num_samples, length)
+        cache.prefill(prompt)
+    return logits_1V.expand(call.num_samples, -1), cache

@@ -1,0 +1,382 @@
+"""`Engine`: nanochat's stream on the core engine equals nanochat's loop, token for token and mask for mask."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from nano_inference.nanochat import GPT, Engine, KVCache, sample_next_token
+from nano_inference.nanochat.columns import Columns
+from tests.nanochat.talkative import CHARACTERS, CharacterTokenizer, Foreign, Uniform, talkative
+from tests.nanochat.tiny import GENERATIONS
+
+TOKENIZER = CharacterTokenizer()
+BOS, END = TOKENIZER.get_bos_token_id(), TOKENIZER.encode_special("<|assistant_end|>")
+PYTHON_START, PYTHON_END, OUTPUT_START, OUTPUT_END = (
+    TOKENIZER.encode_special(f"<|{name}|>") for name in ("python_start", "python_end", "output_start", "output_end")
+)
+Columns_ = list[tuple[list[int], list[int]]]
+Row = list[tuple[int, int]]
+
+
+def rows_of(columns: Columns_, num_rows: int) -> list[Row]:
+    """Each row's (token, mask) pairs up to its first terminal, which is all that anybody looks at."""
+    rows: list[Row] = []
+    for index in range(num_rows):
+        row: Row = []
+        for tokens, masks in columns:
+            row.append((tokens[index], masks[index]))
+            if tokens[index] in (BOS, END):
+                break
+        rows.append(row)
+    return rows
+
+
+def num_tool_results(rows: list[Row]) -> int:
+    return sum(token == OUTPUT_START and not mask for row in rows for token, mask in row)
+
+
+@pytest.mark.parametrize("generation", GENERATIONS)
+@pytest.mark.parametrize("num_samples", [1, 4, 16])
+def test_the_stream_equals_nanochats_loop(generation: str, num_samples: int) -> None:
+    model = talkative(generation)
+    ours, plain = Engine(model, TOKENIZER), Engine(Foreign(model), TOKENIZER)
+    results = ends = 0
+    wishes = [(0.0, None, 70), (1.0, None, 90), (1.0, 12, 23), (0.8, 0, 14), (1.1, 200, 31), (1.0, 9, 11)]
+    for number, (temperature, top_k, max_tokens) in enumerate(wishes * (2 if num_samples == 16 else 1)):
+        prompt = [BOS, *TOKENIZER.encode("12+3"[: 1 + number % 4])]
+        wish: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "max_tokens": max_tokens, "seed": number}
+        columns = list(ours.generate(prompt, num_samples, **wish))
+        expected = list(plain.generate(prompt, num_samples, **wish))
+        assert len(columns) == len(expected)
+        rows = rows_of(columns, num_samples)
+        assert rows == rows_of(expected, num_samples)
+        results += num_tool_results(rows)
+        ends += sum(row[-1][0] == END for row in rows)
+    if num_samples == 16:
+        assert results >= 4 and ends >= 5, (results, ends)
+
+
+@pytest.mark.parametrize("generation", GENERATIONS)
+def test_max_tokens_may_cut_a_tools_result_anywhere(generation: str) -> None:
+    model = talkative(generation)
+    ours, plain = Engine(model, TOKENIZER), Engine(Foreign(model), TOKENIZER)
+    long = [rows_of(list(ours.generate([BOS, 1], 8, max_tokens=80, seed=seed)), 8) for seed in range(4)]
+    seed, place = next(
+        (seed, row.index((OUTPUT_START, 0)))
+        for seed, rows in enumerate(long)
+        for row in rows
+        if (OUTPUT_START, 0) in row
+    )
+    for max_tokens in range(place, place + 5):
+        rows, expected = (
+            rows_of(list(engine.generate([BOS, 1], 8, max_tokens=max_tokens, seed=seed)), 8) for engine in (ours, plain)
+        )
+        assert rows == expected == [row[:max_tokens] for row in long[seed]]
+
+
+def test_batches_equal_the_loops_too() -> None:
+    model = talkative("G3")
+    ours, plain = Engine(model, TOKENIZER), Engine(Foreign(model), TOKENIZER)
+    for seed in range(5):
+        wish: dict[str, Any] = {"max_tokens": 40, "seed": seed, "top_k": 20}
+        assert ours.generate_batch([BOS, 1], 6, **wish) == plain.generate_batch([BOS, 1], 6, **wish)
+
+
+def test_top_p_equals_the_loop_too() -> None:
+    model = talkative("G4")
+    wish: dict[str, Any] = {"top_p": 0.7, "max_tokens": 40, "seed": 5}
+    columns = list(Engine(model, TOKENIZER).generate([BOS], 8, **wish))
+    assert rows_of(columns, 8) == rows_of(list(Engine(Foreign(model), TOKENIZER).generate([BOS], 8, **wish)), 8)
+    open_columns = list(Engine(model, TOKENIZER).generate([BOS], 8, max_tokens=40, seed=5))
+    assert rows_of(columns, 8) != rows_of(open_columns, 8)
+
+
+def test_several_generators_run_at_once_without_disturbing_each_other() -> None:
+    engine = Engine(talkative("G4"), TOKENIZER)
+    wishes: list[dict[str, Any]] = [{"num_samples": n, "max_tokens": 30, "seed": n} for n in (1, 3, 5)]
+    alone = [list(engine.generate([BOS, 1], **wish)) for wish in wishes]
+    generators: list[Iterator[Any]] = [engine.generate([BOS, 1], **wish) for wish in wishes]
+    together: list[list[Any]] = [[] for _ in wishes]
+    for _ in range(30):
+        for columns, generator in zip(together, generators, strict=True):
+            columns += islice(generator, 1)
+    assert together == alone
+
+
+def test_a_seed_decides_and_temperature_0_ignores_it() -> None:
+    engine = Engine(talkative("G2"), TOKENIZER)
+
+    def run(seed: int, temperature: float = 1.0) -> Columns_:
+        return list(engine.generate([BOS, 3], 4, max_tokens=20, seed=seed, temperature=temperature))
+
+    assert run(1) == run(1) != run(2)
+    assert run(1, 0.0) == run(2, 0.0)
+
+
+def test_without_exact_a_row_does_not_depend_on_the_others() -> None:
+    engine = Engine(talkative("G4"), TOKENIZER, exact=False)
+    four = rows_of(list(engine.generate([BOS, 3], 4, max_tokens=30, seed=9)), 4)
+    assert rows_of(list(engine.generate([BOS, 3], 9, max_tokens=30, seed=9)), 9)[:4] == four
+    exact = rows_of(list(Engine(talkative("G4"), TOKENIZER).generate([BOS, 3], 4, max_tokens=30, seed=9)), 4)
+    assert exact != four
+
+
+@pytest.mark.parametrize("is_ours", [True, False])
+class TestTheContract:
+    """What holds for our own model and for any other."""
+
+    @pytest.fixture
+    def engine(self, is_ours: bool) -> Engine:
+        model = talkative("G4")
+        return Engine(model if is_ours else Foreign(model), TOKENIZER)
+
+    def test_nothing_is_checked_before_the_first_next(self, engine: Engine) -> None:
+        for wrong, error in (
+            (torch.tensor([1]), AssertionError),
+            ([], IndexError),
+            ([1.5], AssertionError),
+            ("1", AssertionError),
+        ):
+            generator = engine.generate(wrong)  # type: ignore[arg-type]
+            with pytest.raises(error):
+                next(generator)
+        with pytest.raises(AssertionError, match="non-negative"):
+            next(engine.generate([BOS], temperature=-1.0))
+        with pytest.raises(AssertionError, match="longer"):
+            next(engine.generate([BOS] * 257))
+
+    def test_max_tokens_0_yields_nothing(self, engine: Engine) -> None:
+        assert list(engine.generate([BOS, 1], 3, max_tokens=0)) == []
+        assert engine.generate_batch([BOS, 1], 3, max_tokens=0) == ([[BOS, 1]] * 3, [[0, 0]] * 3)
+
+    def test_without_max_tokens_a_row_ends_where_the_trained_length_is_full(self, engine: Engine) -> None:
+        tokens = [BOS, *[1] * 240]
+        (row,) = rows_of(list(engine.generate(tokens, temperature=0.0)), 1)
+        assert len(row) == 256 - 241 + 1 or row[-1][0] in (BOS, END)
+        (full,), _ = engine.generate_batch([BOS, *[1] * 255], seed=1)
+        assert len(full) <= 257
+
+    def test_a_prompt_of_one_token_works(self, engine: Engine) -> None:
+        results, masks = engine.generate_batch([BOS], 8, max_tokens=12, temperature=1.0)
+        assert len({tuple(result) for result in results}) > 1
+        assert all(len(result) == len(mask) for result, mask in zip(results, masks, strict=True))
+
+    def test_terminals_are_yielded_with_mask_1_and_left_out_of_the_batch(self, engine: Engine) -> None:
+        columns = list(engine.generate([BOS, 2], 16, max_tokens=80, seed=3))
+        rows = rows_of(columns, 16)
+        ended = [row for row in rows if row[-1][0] in (BOS, END)]
+        assert ended and all(row[-1][1] == 1 for row in ended)
+        results, masks = engine.generate_batch([BOS, 2], 16, max_tokens=80, seed=3)
+        for row, result, mask in zip(rows, results, masks, strict=True):
+            kept = row[:-1] if row[-1][0] in (BOS, END) else row
+            assert list(zip(result[2:], mask[2:], strict=True)) == kept and mask[:2] == [0, 0]
+
+    def test_forced_tokens_are_the_result_between_its_marks(self, engine: Engine) -> None:
+        rows = rows_of(list(engine.generate([BOS, 2], 16, max_tokens=120, seed=1)), 16)
+        forced = [[token for token, mask in row if not mask] for row in rows]
+        with_results = [tokens for tokens in forced if tokens]
+        assert with_results
+        for tokens in with_results:
+            assert tokens[0] == OUTPUT_START
+            assert set(tokens) <= {OUTPUT_START, OUTPUT_END, *range(len(CHARACTERS))}
+
+    def test_a_generator_that_is_closed_early_leaves_nothing_behind(self, engine: Engine) -> None:
+        generator = engine.generate([BOS, 2], 4, max_tokens=50)
+        next(generator)
+        generator.close()  # type: ignore[attr-defined]
+        if isinstance(engine.model, GPT):
+            assert not engine.core.has_pending()
+            parts = engine.core.parts
+            assert parts.kv.num_free_blocks() == parts.kv.num_blocks
+
+
+def test_the_first_tokens_of_the_samples_differ() -> None:
+    engine = Engine(Uniform(), TOKENIZER)
+    (first, masks) = next(engine.generate([BOS, 1], 16, max_tokens=1))
+    assert len(set(first)) > 4 and masks == [1] * 16
+
+
+def test_a_foreign_model_is_not_computed_once_more_at_the_end() -> None:
+    model = Uniform()
+    num_columns = len(list(Engine(model, TOKENIZER).generate([BOS, 1], 1, max_tokens=5, seed=2)))
+    assert model.num_calls == num_columns <= 5
+
+
+def test_a_foreign_model_that_outgrows_the_cache_is_not_cut() -> None:
+    model = Uniform(vocab_size=len(CHARACTERS), sequence_len=8)  # knows no terminal
+    columns = list(Engine(model, TOKENIZER).generate([1, 2], 2, max_tokens=40))
+    assert len(columns) == 40
+
+
+def test_rows_that_end_free_their_blocks_in_the_same_step() -> None:
+    engine = Engine(talkative("G1"), TOKENIZER)
+    core = engine.core
+    generator = engine.generate([BOS, 2], 16, max_tokens=200, seed=3)
+    free_after_end: list[tuple[int, int]] = []
+    tick = core.tick
+
+    def watched() -> Any:
+        before = core.parts.kv.num_free_blocks()
+        result = tick()
+        ended = sum(delta.sample is not None for delta in result.deltas)
+        free_after_end.append((ended, core.parts.kv.num_free_blocks() - before))
+        assert result.stats.num_running + result.stats.num_waiting == 16 - sum(n for n, _ in free_after_end)
+        return result
+
+    core.tick = watched  # type: ignore[method-assign]
+    list(generator)
+    long_ends = [gained for ended, gained in free_after_end if ended]
+    assert len(long_ends) >= 4 and any(gained > 0 for gained in long_ends[1:])
+    assert core.parts.kv.num_free_blocks() == core.parts.kv.num_blocks
+
+
+def test_new_weights_are_used_and_old_prefixes_forgotten() -> None:
+    model, other = talkative("G4"), talkative("G4", seed=1)
+    engine, expected = Engine(model, TOKENIZER), Engine(other, TOKENIZER)
+    prompt = [BOS, *[1, 2, 3] * 20]
+    before = list(engine.generate(prompt, max_tokens=20, temperature=0.0))
+    model.load_state_dict({f"_orig_mod.{name}": tensor for name, tensor in other.state_dict().items()})
+    after = list(engine.generate(prompt, max_tokens=20, temperature=0.0))
+    assert after == list(expected.generate(prompt, max_tokens=20, temperature=0.0)) != before
+
+
+def test_wrong_weights_change_nothing() -> None:
+    model = talkative("G4")
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    wrong = {name: torch.zeros_like(tensor) for name, tensor in before.items()}
+    del wrong["smear_lambda"]
+    with pytest.raises(ValueError, match="smear_lambda"):
+        model.load_state_dict(wrong)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_the_naive_generate_equals_the_engine_at_temperature_0() -> None:
+    model = talkative("G4")
+    prompt = [BOS, *TOKENIZER.encode("1+2")]
+    naive = list(model.generate(prompt, 30, temperature=0.0))
+    taken = [tokens[0] for tokens, masks in Engine(model, TOKENIZER).generate(prompt, max_tokens=30, temperature=0.0)]
+    until = next((i for i, token in enumerate(naive) if token in (END, BOS, PYTHON_END)), len(naive))
+    assert until > 0 and naive[:until] == taken[:until]
+    assert list(model.generate(prompt, 30, temperature=0.0, stop_token=naive[2])) == naive[: naive.index(naive[2]) + 1]
+    assert len(list(model.generate([BOS], 5, top_k=3, top_p=0.9, seed=1))) == 5
+
+
+# ---- sampling -------------------------------------------------------------------------------------------------------
+
+
+def reference(logits: Tensor, rng: torch.Generator, temperature: float, top_k: int | None) -> Tensor:
+    """nanochat's draw in torch's own words (issue 4)."""
+    if top_k:
+        values, ids = logits.topk(min(top_k, logits.size(-1)), dim=-1)
+        return ids.gather(1, torch.multinomial((values / temperature).softmax(-1), 1, generator=rng))
+    return torch.multinomial((logits / temperature).softmax(-1), 1, generator=rng)
+
+
+@pytest.mark.parametrize("top_k", [None, 0, 7, 1000])
+def test_columns_are_multinomials_bit_for_bit_in_any_order_of_rows(top_k: int | None) -> None:
+    logits = torch.randn(6, 5, 70, generator=torch.Generator().manual_seed(0))
+    rng, same = torch.Generator().manual_seed(11), torch.Generator().manual_seed(11)
+    expected = [reference(column, rng, 0.7, top_k)[:, 0].tolist() for column in logits]
+    direct = [sample_next_token(column, same, 0.7, top_k)[:, 0].tolist() for column in logits]
+    assert direct == expected
+    columns = Columns(5, 11, 0.7, top_k, None, torch.device("cpu"))
+    found = [[-1] * 5 for _ in range(6)]
+    turns = [(0, range(3)), (1, range(2)), (3, range(5)), (0, range(3, 6)), (2, range(4)), (1, range(3, 6)), (2, [5])]
+    for row, places in turns:
+        for place in places:
+            found[place][row] = int(columns.choose(logits[place, row : row + 1], [row], [place])[0])
+    columns.end(4)
+    for place, row in [(place, row) for place in range(6) for row in range(4)]:
+        if found[place][row] >= 0:
+            assert found[place][row] == expected[place][row]
+    assert sum(token >= 0 for row in found for token in row) == 21
+
+
+def test_columns_keep_only_what_a_row_may_still_ask_for() -> None:
+    columns = Columns(3, 0, 1.0, None, None, torch.device("cpu"))
+    logits = torch.zeros(1, 9)
+    for place in range(10):
+        columns.choose(logits, [0], [place])
+    assert len(columns._kept) == 10
+    columns.end(1)
+    columns.choose(logits, [2], [7])
+    columns.choose(logits, [0], [10])
+    assert sorted(columns._kept) == [8, 9, 10]
+
+
+def test_sample_next_token_refuses_and_breaks_ties_as_upstream() -> None:
+    rng = torch.Generator().manual_seed(0)
+    with pytest.raises(AssertionError, match="non-negative"):
+        sample_next_token(torch.zeros(1, 4), rng, -0.1)
+    assert sample_next_token(torch.tensor([[1.0, 3.0, 3.0]]), rng, 0.0).tolist() == [[1]]
+    draws = {int(sample_next_token(torch.tensor([[9.0, 8.0, 0.0, 0.0]]), rng, 1.0, None, 0.5)) for _ in range(50)}
+    assert draws == {0}
+
+
+# ---- the dense cache ------------------------------------------------------------------------------------------------
+
+
+def test_kv_cache_writes_through_its_views_and_counts() -> None:
+    cache = KVCache(2, 3, 8, 4, 2, "cpu", torch.float32)
+    assert cache.k_cache.shape == (2, 2, 8, 3, 4) and cache.cache_seqlens.dtype == torch.int32
+    k, v = cache.get_layer_cache(1)
+    k[:, 0:2], v[:, 0:2] = 1.0, 2.0
+    cache.advance(2)
+    assert cache.get_pos() == 2 and float(cache.k_cache[1, :, :2].min()) == 1.0
+    cache.prev_embedding = torch.ones(2, 1, 5)
+    cache.reset()
+    assert cache.get_pos() == 0 and cache.prev_embedding is None and float(cache.k_cache.max()) == 1.0
+
+
+def test_kv_cache_prefill_spreads_one_row_and_refuses_what_does_not_fit() -> None:
+    prompt = KVCache(1, 2, 4, 3, 2, "cpu", torch.float32)
+    prompt.k_cache.normal_()
+    prompt.advance(3)
+    prompt.prev_embedding = torch.randn(1, 1, 6)
+    cache = KVCache(5, 2, 9, 3, 2, "cpu", torch.float32)
+    cache.prefill(prompt)
+    assert torch.equal(cache.k_cache[:, :, :3], prompt.k_cache[:, :, :3].expand(2, 5, 3, 2, 3))
+    assert cache.cache_seqlens.tolist() == [3] * 5
+    assert cache.prev_embedding is not None and cache.prev_embedding.shape == (5, 1, 6)
+    with pytest.raises(AssertionError, match="Cannot prefill a non-empty KV cache"):
+        cache.prefill(prompt)
+    for wrong in ((5, 2, 3, 3, 2), (5, 1, 9, 3, 2), (5, 2, 9, 4, 2), (5, 2, 9, 3, 1)):
+        with pytest.raises(AssertionError, match="KV cache"):
+            KVCache(*wrong).prefill(prompt)
+    with pytest.raises(AssertionError, match="KV cache"):
+        KVCache(3, 2, 9, 3, 2).prefill(KVCache(2, 2, 9, 3, 2))
+    with pytest.raises(AssertionError, match="no cache"):
+        KVCache(3, 2, 9, 3, 2).prefill(None)
+
+
+def test_kv_cache_never_loses_a_token() -> None:
+    cache = KVCache(1, 1, 2, 1, 2, "cpu", torch.float32)
+    for position in range(5):
+        for layer in range(2):
+            k, v = cache.get_layer_cache(layer)
+            k[:, position], v[:, position] = position, -position
+        cache.advance(1)
+    assert cache.max_seq_len == 1024
+    assert cache.k_cache[:, 0, :5, 0, 0].tolist() == [[0, 1, 2, 3, 4]] * 2
+    with pytest.raises(ValueError, match="exceed"):
+        cache.advance(1024)
+
+
+def test_kv_cache_serves_the_calls_of_2025() -> None:
+    cache = KVCache(batch_size=2, num_heads=3, seq_len=4, head_dim=5, num_layers=2)
+    keys = torch.randn(7, 2, 2, 3, 1, 5, dtype=torch.bfloat16)
+    for position in range(7):
+        for layer in range(2):
+            k, v = cache.insert_kv(layer, keys[position, layer], -keys[position, layer])
+            expected = torch.cat([keys[p, layer] for p in range(position + 1)], dim=2)
+            assert torch.equal(k, expected) and torch.equal(v, -expected)
+        assert cache.get_pos() == position + 1
+    assert cache.max_seq_len == 1024
+    k, _ = cache.insert_kv(0, torch.zeros(2, 3, 1030, 5, dtype=torch.bfloat16), torch.zeros(2, 3, 1030, 5))
+    assert k.shape == (2, 3, 1037, 5) and cache.max_seq_len == 2048
