@@ -1,6 +1,6 @@
 """`RustBPETokenizer`, `get_tokenizer` and `get_token_bytes`: the interface of nanochat's nanochat/tokenizer.py.
 
-Over a tiktoken.Encoding, as there (nanochat.md 3.2). A tokenizer.pkl is read without unpickling it; training needs
+Over a tiktoken.Encoding, as there. A tokenizer.pkl is read without unpickling it; training needs
 the package `rustbpe`, which is asked for only then.
 """
 
@@ -196,7 +196,7 @@ def get_token_bytes(directory: str | Path, device: str | torch.device = "cpu") -
     """Return how many bytes each id writes, int32, 0 for the special ones: what bits per byte are counted with.
 
     Counted from tokenizer.pkl; the token_bytes.pt of trainings before July 2026 is wrong for tokens that are parts of
-    characters (nanochat.md 3.2).
+    characters.
     """
     fields = read_fields(Path(directory) / FILE_NAME)
     sizes = [0] * (max(*fields.mergeable_ranks.values(), *fields.special_tokens.values()) + 1)

@@ -1,6 +1,6 @@
 """nanochat's calculator without `eval`: arithmetic and a few methods of strings, walked as a syntax tree.
 
-The rules of what may be asked are nanochat's `use_calculator` (nanochat.md 1.10), so ordinary answers are the same.
+The rules of what may be asked are nanochat's `use_calculator`, so ordinary answers are the same.
 The text is cut into known tokens before Python's parser sees it, the tree is walked without recursion, and every
 value is small: nothing here can run code, take long or take memory, in any thread.
 """

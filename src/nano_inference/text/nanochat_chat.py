@@ -1,8 +1,8 @@
 """nanochat's conversations: to tokens with the mask of what is learnt, and from an answer's tokens back to a message.
 
-The layout is nanochat.md 3.3: bos, then <|user_start|> text <|user_end|> and <|assistant_start|> … <|assistant_end|>
-in turn, without any space between. An assistant's content is text or a list of parts: text, python (what it asked of
-the calculator) and python_output (what the calculator said).
+The layout is that of nanochat's `render_conversation`: bos, then <|user_start|> text <|user_end|> and
+<|assistant_start|> … <|assistant_end|> in turn, without any space between. An assistant's content is text or a list of
+parts: text, python (what it asked of the calculator) and python_output (what the calculator said).
 """
 
 from __future__ import annotations

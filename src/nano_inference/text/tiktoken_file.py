@@ -52,7 +52,12 @@ class TiktokenTokenizer:
         """Return the ids; `parse_special=False` spells out special tokens that stand in the text."""
         check_unicode(text)
         allowed: set[str] = self.core.special_tokens_set if parse_special else set()
-        ids: list[int] = self.core.encode(text, allowed_special=allowed, disallowed_special=())
+        try:
+            ids: list[int] = self.core.encode(text, allowed_special=allowed, disallowed_special=())
+        except BaseException as error:
+            if type(error).__name__ == "PanicException":  # its pattern's stack overflows on a million spaces
+                raise BadRequest(f"a text of {len(text)} characters that the tokenizer's pattern cannot cut") from None
+            raise
         return [self.bos_id, *ids] if add_special and self.adds_bos and self.bos_id is not None else ids
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:

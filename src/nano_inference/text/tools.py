@@ -1,7 +1,7 @@
 """Token programs: what a model may call while it writes, and the tokens that come back.
 
 nanochat's models call a calculator: they write an expression between <|python_start|> and <|python_end|>, and the
-result is forced after it between <|output_start|> and <|output_end|> (nanochat.md 1.9).
+result is forced after it between <|output_start|> and <|output_end|> (nanochat's engine.py).
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class PythonTool:
         return None, self._forced(state)
 
     def _forced(self, block: Sequence[int]) -> tuple[int, ...]:
-        if not block or len(block) > _MAX_TOKENS:
+        if len(block) > _MAX_TOKENS:
             return ()
         text = result_text(calculate(self.decode(block)))
         return () if text is None else (self.output_start, *self.encode(text), self.output_end)

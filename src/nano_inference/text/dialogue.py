@@ -1,0 +1,104 @@
+"""How a model is talked with: messages to ids, what it wrote back to a message, and what a reader sees of it.
+
+Two kinds: a chat template, and nanochat's fixed layout with its calculator. Whoever talks need not know which it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from nano_inference.text.chat import ChatTemplate, Message, encode_chat, load_chat_template
+from nano_inference.text.nanochat_chat import ASSISTANT_START, USER_START, answer_message, render_for_completion
+from nano_inference.text.tokenizer import Tokenizer
+from nano_inference.text.tools import PythonTool, python_tool, special_tokens
+from nano_inference.types import BadRequest, TokenizerSource
+
+_CALL, _RESULT, _RETURN, _NOTHING = (text.encode() for text in ("[", " → ", "] ", " → no result] "))
+_NO_TEXT: Message = {"role": "assistant", "content": ""}
+
+
+class Dialogue(Protocol):
+    """A way of talking with one model."""
+
+    @property
+    def tool(self) -> PythonTool | None:
+        """What the model may call while it writes."""
+
+    def encode(self, messages: Sequence[Message]) -> list[int]:
+        """Return the ids that the model reads before it answers. Raises `BadRequest` naming the wrong message."""
+
+    def answer(self, tokens: Sequence[int], text: str) -> Message:
+        """Return the message that the model's tokens make, for the next turn; `text` is what was shown of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateDialogue:
+    """A model with a chat template."""
+
+    template: ChatTemplate
+    tokenizer: Tokenizer
+    tool: PythonTool | None = None
+
+    def encode(self, messages: Sequence[Message]) -> list[int]:
+        """Return the rendered messages' ids."""
+        return encode_chat(self.template, self.tokenizer, messages)
+
+    def answer(self, tokens: Sequence[int], text: str) -> Message:
+        """Return the text as a message."""
+        return {"role": "assistant", "content": text}
+
+
+@dataclass(frozen=True, slots=True)
+class NanochatDialogue:
+    """A nanochat model: calls of its calculator stay parts of the message, and have their real tokens next time."""
+
+    tokenizer: Tokenizer
+    tool: PythonTool | None
+
+    def encode(self, messages: Sequence[Message]) -> list[int]:
+        """Return the ids of messages that take turns, in full length."""
+        return render_for_completion(self.tokenizer, [*messages, _NO_TEXT], None)
+
+    def answer(self, tokens: Sequence[int], text: str) -> Message:
+        """Return the answer's text, or its parts when the calculator was called."""
+        return answer_message(self.tokenizer, tokens)
+
+
+def load_dialogue(source: TokenizerSource, tokenizer: Tokenizer) -> Dialogue | None:
+    """Return how a model is talked with, None when neither its template nor its tokens tell. Raises `ModelError`."""
+    if {USER_START, ASSISTANT_START} <= special_tokens(tokenizer).keys():
+        return NanochatDialogue(tokenizer, python_tool(tokenizer))
+    template = load_chat_template(source, tokenizer)
+    return None if template is None else TemplateDialogue(template, tokenizer)
+
+
+def shown(tokenizer: Tokenizer, tool: PythonTool | None, tokens: Sequence[int]) -> bytes:
+    """Return what a reader sees of tokens that came together: no special ones, a call as [expression → result].
+
+    The tokens that a call forces come in one piece with its end, so what follows an end is always here.
+    """
+    pieces = []
+    for index, token in enumerate(tokens):
+        mark = None if tool is None else _mark(tool, tokens, index)
+        if mark is not None:
+            pieces.append(mark)
+        elif token not in tokenizer.special_ids and token < tokenizer.vocab_size:
+            pieces.append(tokenizer.token_bytes(token))
+    return b"".join(pieces)
+
+
+def _mark(tool: PythonTool, tokens: Sequence[int], index: int) -> bytes | None:
+    """Return what stands for a token of the tool's, None for any other."""
+    has_result = list(tokens[index + 1 : index + 2]) == [tool.output_start]
+    marks = {tool.python_start: _CALL, tool.python_end: b"" if has_result else _NOTHING}
+    marks |= {tool.output_start: _RESULT, tool.output_end: _RETURN}
+    return marks.get(tokens[index])
+
+
+def require(dialogue: Dialogue | None) -> Dialogue:
+    """Return the dialogue. Raises `BadRequest` for a model that has none."""
+    if dialogue is None:
+        raise BadRequest("the model has no chat template; `generate --raw` continues a text")
+    return dialogue

@@ -1,0 +1,195 @@
+"""Attacks on the calculator and on the reader of tokenizer.pkl. Each is harmless: one that were run makes a file."""
+
+from __future__ import annotations
+
+import builtins
+import os
+import pickle
+import struct
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from nanochat_samples import PATTERN, RANKS, SPECIAL, encoding
+
+ESCAPE = "(g for g in 'a').gi_frame.f_back.f_builtins.get('chr')(65).count('A')"
+EXPRESSIONS = (
+    *("'a'.zfill(500000000).count('0')", "'a'.center(1000000000).count(' ')", "'a'.ljust(999999999).count(' ')"),
+    *("'a'.rjust(999999999).count(' ')", "'a'.expandtabs(999999999).count(' ')", "'a'.replace('a' 'b').count('b')"),
+    *(ESCAPE, "(x for x in ()).gi_frame.f_globals.count('x')", "().__class__.count('a')", "''.join.count('a')"),
+    *("'a'.format_map.count('a')", "'{0.a}'.format(1).count('a')", "'a'.encode().count('a')", "lambda.count('a')"),
+    *("9" * 4000 + "*" + "9" * 4000, "9" * 5000, "(" * 300 + "1" + ")" * 300, "(" * 150 + "1" + ")" * 150),
+    *("-" * 100_000 + "1", "2* *3", "2**3**9", "9*" * 2000 + "9", ",".join("9" * 300) + "**9", "", " ", "\t", "\n"),
+    *("٣+٤", "²", "𝟏+𝟏", "'a'.count", "'a'.count.count('a')", "'a'.count('a').real.count('a')", "x.count('x')"),
+    *(
+        "[].count(1)",
+        "{}.count(1)",
+        "f'{1}'.count('1')",
+        "b'a'.count('a')",
+        "'a'.count('a' 'b' or c)",
+        "\x00",
+        "\ud800",
+    ),
+    *("'a'.count(*'a')", "'a'.count(x='a')", "'a'.count('a') if 1 else 2", "await.count('a')", "yield.count('a')"),
+    *("(" * 200, "[" * 200, "{" * 200, "'" * 255, '"""' * 80, "not " * 60, "-" * 255, "." * 255, "1." * 120),
+    *("'a'.split('').count('a')", "open('x').count('y')", "o" + "or " * 80, "1if 1else 2", "0xfor 1", "\\", "#.count("),
+)
+"""What a model can be made to write in a python block; none has an answer."""
+
+HEAD = b"\x80\x04\x8c\x0dtiktoken.core\x8c\x08Encoding\x93)\x81"
+"""The empty instance, as protocol 4 makes it."""
+
+
+class Runs:
+    """Pickles as a call."""
+
+    def __init__(self, function: Callable[..., object], *arguments: object) -> None:
+        self.call = (function, arguments)
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
+        return self.call
+
+
+class Odd:
+    """An object with tiktoken's state and another name."""
+
+    def __init__(self, state: object) -> None:
+        self.state = state
+
+    def __getstate__(self) -> object:
+        return self.state
+
+
+def state(**changes: object) -> dict[str, object]:
+    """Return the state of a good encoding with some fields changed; None takes one away."""
+    ranks = {word: rank for rank, word in enumerate(RANKS)}
+    special = {text: len(ranks) + index for index, text in enumerate(SPECIAL)}
+    fields = {"name": "rustbpe", "pat_str": PATTERN, "mergeable_ranks": ranks, "special_tokens": special} | changes
+    return {key: value for key, value in fields.items() if value is not None}
+
+
+def with_state(content: object, protocol: int = 4) -> bytes:
+    """Return a pickle of an Encoding that has this state."""
+    data = pickle.dumps(Odd(content), protocol=protocol)
+    module, name = Odd.__module__.encode(), b"Odd"
+    if protocol >= 4:
+        body = data[11:] if data[2:3] == b"\x95" else data[2:]
+        old = b"\x8c" + bytes([len(module)]) + module + b"\x94\x8c\x03Odd"
+        assert body.count(old) == 1
+        return data[:2] + body.replace(old, b"\x8c\x0dtiktoken.core\x94\x8c\x08Encoding")
+    return data.replace(b"c" + module + b"\n" + name + b"\n", b"ctiktoken.core\nEncoding\n")
+
+
+def calls(marker: Path) -> dict[str, bytes]:
+    """Return files that would make the file `marker` if they were unpickled."""
+    touch = f"touch {marker}"
+    opened = Runs(builtins.open, str(marker), "w")
+    good = {word: rank for rank, word in enumerate(RANKS)}
+    out = {
+        "os.system": pickle.dumps(Runs(os.system, touch)),
+        "builtins.eval": pickle.dumps(Runs(eval, f"open({str(marker)!r}, 'w').close()")),
+        "builtins.exec": pickle.dumps(Runs(exec, f"open({str(marker)!r}, 'w').close()")),
+        "open": pickle.dumps(opened),
+        "open in protocol 0": pickle.dumps(opened, protocol=0),
+        "open in protocol 2": pickle.dumps(opened, protocol=2),
+        "open as the state": with_state(opened),
+        "open as the state, protocol 2": with_state(opened, 2),
+        "open as a rank": with_state(state(mergeable_ranks=good | {b"zz": opened})),
+        "open as the name": with_state(state(name=opened)),
+        "open as the pattern": with_state(state(pat_str=opened)),
+        "open as a special id": with_state(state(special_tokens={"<|bos|>": opened})),
+        "open before the encoding": pickle.dumps((opened, encoding())),
+        "inst": b"(S'" + touch.encode() + b"'\nios\nsystem\n.",
+        "obj": b"\x80\x02(cos\nsystem\nX" + struct.pack("<I", len(touch)) + touch.encode() + b"o.",
+        "newobj_ex": b"\x80\x04cbuiltins\nopen\n\x8c"
+        + bytes([len(str(marker))])
+        + str(marker).encode()
+        + b"\x85}\x92.",
+        "_codecs.encode of something else": b"\x80\x02c_codecs\nencode\nX\x01\0\0\0aX\x05\0\0\0rot13\x86R.",
+        "_codecs.encode as the object": b"\x80\x02c_codecs\nencode\n)\x81}b.",
+        "_codecs.open": b"\x80\x02c_codecs\nopen\nX\x01\0\0\0aX\x01\0\0\0w\x86R.",
+        "codecs.encode": b"\x80\x02ccodecs\nencode\nX\x01\0\0\0aX\x06\0\0\0latin1\x86R.",
+        "tiktoken.get_encoding": b"\x80\x02ctiktoken.registry\nget_encoding\nX\x04\0\0\0gpt2\x85R.",
+        "Encoding called": b"\x80\x02ctiktoken.core\nEncoding\nX\x01\0\0\0aX\x06\0\0\0latin1\x86R.",
+        "persistent id": b"\x80\x04P1\n.",
+        "extension": b"\x80\x04\x82\x01.",
+        "dotted name": b"\x80\x04\x8c\x0dtiktoken.core\x8c\x11Encoding.__init__\x93)\x81.",
+    }
+    return out
+
+
+def bombs() -> dict[str, bytes]:
+    """Return files that ask for much time or memory, or for what no encoding has."""
+    return {
+        "memo bomb": b"\x80\x04]" + b"\x94" * 200_000 + b".",
+        "memo bomb of one text": b"\x80\x04\x8c\x01a" + b"\x94" * 200_000 + b".",
+        "memo index of 2^32-1": b"\x80\x04\x8c\x01ar\xff\xff\xff\xff.",
+        "nested lists": b"\x80\x04" + b"]" * 100_000 + b"a" * 99_999 + b".",
+        "nested tuples": b"\x80\x04)" + b"\x85" * 100_000 + b".",
+        "nested pairs": b"\x80\x04)" + b"\x94h\x00\x86" * 50_000 + b".",
+        "marks": b"\x80\x04" + b"(" * 200_000 + b".",
+        "dicts": b"\x80\x04" + b"}" * 200_000 + b".",
+        "empty tuples": b"\x80\x04" + b")" * 200_000 + b".",
+        "doubled lists": b"\x80\x04]\x94" + b"(h\x00h\x00e" * 60 + b".",
+        "frame of 2^63": b"\x80\x04\x95" + b"\xff" * 7 + b"\x7f" + HEAD[2:] + b".",
+        "text of 2^32-1": b"\x80\x04X\xff\xff\xff\xffabc.",
+        "bytes of 2^32-1": b"\x80\x04B\xff\xff\xff\xffabc.",
+        "bytes of 2^63": b"\x80\x04\x8e" + b"\xff" * 7 + b"\x7fabc.",
+        "text of 2^64-1": b"\x80\x04\x8d" + b"\xff" * 8 + b"abc.",
+        "bytearray of 2^40": b"\x80\x05\x96\0\0\0\0\0\x01\0\0.",
+        "an integer of 2^31 bytes": b"\x80\x04\x8b\xff\xff\xff\x7f\x01.",
+        "an integer of 5000 digits": b"\x80\x04L" + b"9" * 5000 + b"L\n.",
+        "a global without end": b"\x80\x02c" + b"a" * 100_000,
+        "the same instance twice": HEAD + b"\x94h\x00b.",
+        "instances": b"\x80\x04\x8c\x0dtiktoken.core\x8c\x08Encoding\x93\x94" + b"h\x00)\x81h\x00)\x81b0" * 1000 + b".",
+        "duplicated": b"\x80\x04" + b"}2" * 1000 + b".",
+        "out-of-band buffer": b"\x80\x05\x97.",
+        "not a pickle": b"PK\x03\x04" + b"\0" * 100,
+        "empty": b"",
+        "one byte": b"\x80",
+        "protocol 6": b"\x80\x06.",
+        "protocol 1": pickle.dumps(encoding(), protocol=1),
+        "stop at once": b"\x80\x04.",
+        "two objects": pickle.dumps(encoding())[:-1] + HEAD[2:] + b".",
+        "bytes after the end": pickle.dumps(encoding()) + b"\0",
+        "no instance": b"\x80\x04}.",
+        "state without instance": b"\x80\x04}}b.",
+        "stack underflow": b"\x80\x04u.",
+        "negative id": with_state(state(special_tokens={"<|bos|>": -1})),
+    }
+
+
+def wrong_states() -> Mapping[str, tuple[object, str]]:
+    """Return states that no encoding of nanochat has, and what is said of each."""
+    ranks: dict[Any, Any] = {word: rank for rank, word in enumerate(RANKS)}
+    first = len(ranks)
+    return {
+        "a name alone": ("cl100k_base", "only names the registered encoding 'cl100k_base'"),
+        "no name": (state(name=None), "its state is not name, pat_str"),
+        "one more": (state(explicit_n_vocab=5), "its state is not name, pat_str"),
+        "a pattern of bytes": (state(pat_str=b"x"), "pat_str is bytes, not str"),
+        "a pattern that does not compile": (state(pat_str="(x"), "tiktoken refuses it: .*parenthesis"),
+        "a pattern too large": (state(pat_str="(a{1,1000}){1,1000}"), "repeats a part more than 64 times"),
+        "a pattern too large in parts": (state(pat_str="((a{9}){9}){9}"), "repeats a part more than 64 times"),
+        "a pattern with a huge number": (state(pat_str="a{" + "9" * 900 + "}"), "repeats a part more than 64 times"),
+        "a pattern too long": (state(pat_str="a" * 1025), "more than 1024 characters"),
+        "ranks that are text": (state(mergeable_ranks="x"), "mergeable_ranks is str, not dict"),
+        "no ranks": (state(mergeable_ranks={}), "0x00 has no token"),
+        "a gap": (state(mergeable_ranks=ranks | {b"zz": first + 1}), f"the ranks are not 0 to {first}"),
+        "a rank twice": (state(mergeable_ranks=ranks | {b"zz": 7}), f"the ranks are not 0 to {first}"),
+        "a rank below 0": (state(mergeable_ranks=ranks | {b"zz": -1}), "the ranks are not 0 to"),
+        "a word that is text": (state(mergeable_ranks=ranks | {"zz": first}), "does not map bytes to integers"),
+        "an empty word": (state(mergeable_ranks=ranks | {b"": first}), "does not map bytes to integers"),
+        "a rank that is text": (state(mergeable_ranks=ranks | {b"zz": "1"}), "does not map bytes to integers"),
+        "a byte without token": (
+            state(mergeable_ranks={w: (r if r < 9 else r - 1) for w, r in ranks.items() if r != 9}),
+            "the byte 0x09 has no token",
+        ),
+        "a special id among the ranks": (state(special_tokens={"<|bos|>": 5}), "'<|bos|>' is not among"),
+        "a special id far away": (state(special_tokens={"<|bos|>": 2**30}), "'<|bos|>' is not among"),
+        "a special id twice": (state(special_tokens={"<|bos|>": first, "<|b|>": first}), "two special tokens"),
+        "a special token of bytes": (state(special_tokens={b"<|bos|>": first}), "does not map text to integers"),
+        "an empty special token": (state(special_tokens={"": first}), "does not map text to integers"),
+        "a special token without id": (state(special_tokens={"a": "b"}), "does not map text to integers"),
+        "a dict as the name": (state(name={}), "more dicts than an encoding has"),
+    }

@@ -1,0 +1,40 @@
+"""A small tokenizer of nanochat's kind: real merges, the nine special tokens, pickled as nanochat pickles its own."""
+
+from __future__ import annotations
+
+import pickle
+from functools import cache
+from pathlib import Path
+
+import tiktoken
+
+from nano_inference.text.nanochat_file import from_encoding
+from nano_inference.text.tiktoken_file import TiktokenTokenizer
+
+PATTERN = (
+    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,2}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
+)
+WORDS = ["he", "hel", "hell", "hello", " w", "12", "<|", "|>", "é", "日本", "  ", "\n\n", "co", "cou", "coun", "count"]
+NAMES = "bos user_start user_end assistant_start assistant_end python_start python_end output_start output_end"
+RANKS: tuple[bytes, ...] = (*(bytes([byte]) for byte in range(256)), *(word.encode() for word in WORDS))
+SPECIAL = tuple(f"<|{name}|>" for name in NAMES.split())
+
+
+def encoding() -> tiktoken.Encoding:
+    """Return a new encoding with 256 bytes, some merges and nanochat's special tokens."""
+    ranks = {word: rank for rank, word in enumerate(RANKS)}
+    special = {text: len(ranks) + index for index, text in enumerate(SPECIAL)}
+    return tiktoken.Encoding("rustbpe", pat_str=PATTERN, mergeable_ranks=ranks, special_tokens=special)
+
+
+@cache
+def tokenizer() -> TiktokenTokenizer:
+    """Return the tokenizer over that encoding."""
+    return from_encoding(encoding(), "<|bos|>")
+
+
+def write_pickle(directory: Path, content: object, protocol: int = 4) -> Path:
+    """Write a tokenizer.pkl as nanochat does."""
+    path = directory / "tokenizer.pkl"
+    path.write_bytes(pickle.dumps(content, protocol=protocol))
+    return path

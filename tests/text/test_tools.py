@@ -1,0 +1,152 @@
+"""The calculator as a token program: nanochat's state machine token by token, and inside a sequence."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from nanochat_samples import SPECIAL, tokenizer
+from tokenizer_samples import byte_level
+
+from nano_inference.sequence import advance, start_sequences
+from nano_inference.text import tools
+from nano_inference.text.calculator import calculate
+from nano_inference.text.fast import fast_tokenizer
+from nano_inference.text.tools import PythonTool, python_tool, special_tokens
+from nano_inference.types import Request, SamplingParams, TokenProgram
+
+ID = {text.strip("<|>"): tokenizer().encode(text, add_special=False)[0] for text in SPECIAL}
+START, END = ID["python_start"], ID["python_end"]
+OUT, DONE = ID["output_start"], ID["output_end"]
+
+
+def tool() -> PythonTool:
+    found = python_tool(tokenizer())
+    assert found is not None
+    return found
+
+
+def spell(text: str) -> list[int]:
+    """The tokens of a text with its special tokens."""
+    return tokenizer().encode(text, add_special=False)
+
+
+def plain(text: str) -> list[int]:
+    return tokenizer().encode(text, add_special=False, parse_special=False)
+
+
+def run(tokens: list[int]) -> list[tuple[int, ...]]:
+    """What is forced after each token."""
+    program: TokenProgram = tool()
+    state, forced = program.start(), []
+    for token in tokens:
+        state, more = program.step(state, token)
+        forced.append(more)
+    return forced
+
+
+def all_forced(text: str) -> list[int]:
+    return [token for forced in run(spell(text)) for token in forced]
+
+
+@pytest.mark.parametrize(
+    ("text", "result"),
+    [
+        ("<|python_start|>6*7<|python_end|>", "42"),
+        ("text 1+1 <|python_start|>10/4<|python_end|> after", "2.5"),
+        ("<|python_start|>'strawberry'.count('r')<|python_end|>", "3"),
+        ("<|python_start|>1-1<|python_end|>", "0"),
+        ("<|python_start|>0.0*1<|python_end|>", "0.0"),
+        ("<|python_start|>()<|python_end|>", "()"),
+        ("<|python_start|>2+<|python_start|>3+4<|python_end|>", "7"),
+        ("<|python_start|>1/3<|python_end|>", "0.3333333333333333"),
+    ],
+)
+def test_a_result_is_forced_after_the_block(text: str, result: str) -> None:
+    assert all_forced(text) == [OUT, *plain(result), DONE]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<|python_start|><|python_end|>",
+        "<|python_start|>nonsense<|python_end|>",
+        "<|python_start|>1/0<|python_end|>",
+        "6*7<|python_end|>",
+        "<|python_start|>6*7",
+        "<|python_start|>6*7<|assistant_end|>",
+        "<|python_start|>6<|output_start|>*7<|python_end|>",
+        "<|python_start|>6*7<|user_start|><|python_end|>",
+        "<|python_start|>" + "1+" * 3000 + "1<|python_end|>",
+    ],
+)
+def test_without_a_result_nothing_is_forced(text: str) -> None:
+    assert all_forced(text) == []
+
+
+def test_forced_after_the_end_token_itself_and_once_for_each_block() -> None:
+    forced = run([*spell("<|python_start|>1+1<|python_end|>"), *spell("<|python_start|>2+2<|python_end|>"), END])
+    assert [bool(more) for more in forced] == [False] * 4 + [True] + [False] * 4 + [True, False]
+
+
+def test_steps_are_pure() -> None:
+    program = tool()
+    inside, _ = program.step(program.start(), START)
+    one, _ = program.step(inside, plain("1")[0])
+    two, _ = program.step(inside, plain("2")[0])
+    assert program.step(one, END)[1] == (OUT, *plain("1"), DONE) == program.step(one, END)[1]
+    assert program.step(two, END)[1] == (OUT, *plain("2"), DONE)
+    assert program.step(inside, END) == (None, ())
+
+
+def test_a_block_without_end_keeps_no_more_than_an_expression_can_have() -> None:
+    program = tool()
+    state, _ = program.step(program.start(), START)
+    for _ in range(5000):
+        state, _ = program.step(state, plain("1")[0])
+    assert isinstance(state, tuple) and len(state) == tools._MAX_TOKENS + 1
+    assert program.step(state, END) == (None, ())
+
+
+PIECES = st.sampled_from([*SPECIAL, "1", "+", "2*3", "'a'.count('a')", "x", " ", "()", "é"])
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.lists(PIECES, max_size=25).map("".join))
+def test_the_machine_is_nanochats(text: str) -> None:
+    tokens = spell(text)
+    inside, buffer, expected = False, [], []
+    for token in tokens:  # the state machine, row by row
+        forced: tuple[int, ...] = ()
+        if token == START:
+            inside, buffer = True, []
+        elif token == END and inside:
+            inside = False
+            result = calculate(tokenizer().decode(buffer, skip_special=False)) if buffer else None
+            if result is not None:
+                forced = (OUT, *plain(str(result)), DONE)
+            buffer = []
+        elif inside:
+            buffer.append(token)
+        expected.append(forced)
+    assert run(tokens) == expected
+
+
+def test_a_sequence_takes_the_forced_tokens_and_cuts_them_at_its_length() -> None:
+    sampled = spell("<|python_start|>6*7<|python_end|>")
+    room = len(sampled) + 2
+    params = SamplingParams(max_tokens=room)
+    request = Request(
+        id=0, prompt=(ID["bos"],), params=params, seed=0, num_samples=1, max_new_tokens=room, program=tool()
+    )
+    (seq,) = start_sequences(request, 0, frozenset())
+    for token in sampled:
+        advance(seq, token, -1.0, (), 0)
+    assert seq.tokens[1:] == [*sampled, OUT, plain("42")[0]]
+    assert seq.mask == [1] * len(sampled) + [0, 0] and seq.finish_reason == "length"
+
+
+def test_a_tokenizer_without_the_four_tokens_has_no_tool() -> None:
+    other = fast_tokenizer(byte_level(), where="x", spelling="byte_level", drops_space=False, named={}, eos_ids=())
+    assert python_tool(other) is None
+    assert set(special_tokens(tokenizer())) == set(SPECIAL)
