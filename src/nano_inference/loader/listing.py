@@ -7,7 +7,7 @@ from pathlib import Path
 from nano_inference.types import ModelError
 
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-"""Endings of files that can run code when they are read; they never are."""
+"""Endings of files that can run code when they are unpickled; they never are. (nanochat's own are read otherwise.)"""
 
 
 def file_names(directory: Path) -> list[str]:

@@ -56,6 +56,8 @@ def open_tensors(
 ) -> Checkpoint:
     """Open a model in memory, such as one that is being trained; `model_config` as in meta files."""
     named = {name.removeprefix(COMPILED_PREFIX): TensorSource(tensor.detach()) for name, tensor in weights.items()}
+    if len(named) < len(weights):
+        raise ModelError(f"a weight is there twice, with and without {COMPILED_PREFIX}")
     return _open(
         Path("model"),
         dict(named),
@@ -68,14 +70,25 @@ def open_tensors(
 
 def open_own(directory: Path, config: Fields, overrides: Iterable[str] = ()) -> Checkpoint:
     """Open a directory of safetensors under nanochat's names, whose `config.json` has every constant."""
-    return _open(
+    by_hand = parse_overrides(overrides)
+    written = own_overrides(config)
+    try:
+        parse_overrides(f"{name}={value}" for name, value in written.items())
+        infer(str(directory), {}, config.within("model_config"), overrides=written)
+    except ValueError as error:
+        raise ModelError(f"{config.origin}: constants: {error}") from None
+    checkpoint = _open(
         directory,
         dict(open_weights(directory)),
         config.within("model_config"),
         TokenizerSource(str(directory)),
         user_config={},
-        overrides=own_overrides(config) | parse_overrides(overrides),
+        overrides=written | by_hand,
     )
+    assert checkpoint.inferred is not None
+    reasons = {**checkpoint.inferred.reasons, **dict.fromkeys(written.keys() - by_hand.keys(), "config.json")}
+    inferred = replace(checkpoint.inferred, reasons=MappingProxyType(reasons), warnings=())
+    return replace(checkpoint, inferred=inferred)
 
 
 def open_hf_nanochat(directory: Path, config: Fields, generation: Fields | None) -> Checkpoint:

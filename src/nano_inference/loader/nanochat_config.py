@@ -34,9 +34,11 @@ def nanochat_config(origin: str, shapes: Shapes, config: Fields, constants: Cons
     if hidden % num_heads:
         raise ModelError(f"{origin}: n_embd ({hidden}) must be a multiple of n_head ({num_heads})")
     head_dim = hidden // num_heads
-    _check_shapes(origin, shapes, num_layers, num_kv_heads * head_dim, vocab_size)
-    rope = RopeConfig(theta=constants.rope_base, rotary_dim=head_dim, reverse=True)
+    _check_layers(origin, shapes, num_layers)
+    _check_tables(origin, shapes, vocab_size, hidden)
+    _check_rows(origin, shapes, "transformer.h.0.attn.c_k.weight", num_kv_heads * head_dim, "n_kv_head and n_embd")
     try:
+        rope = RopeConfig(theta=constants.rope_base, rotary_dim=head_dim, reverse=True)
         return ModelConfig(
             architecture=f"nanochat {constants.generation}",
             family="nanochat",
@@ -57,24 +59,36 @@ def nanochat_config(origin: str, shapes: Shapes, config: Fields, constants: Cons
         raise ModelError(f"{origin}: {error}") from None
 
 
-def _check_shapes(origin: str, shapes: Shapes, num_layers: int, num_kv: int, vocab_size: int) -> None:
-    """Compare the sizes that the weights have with those that the configuration names."""
+def _check_layers(origin: str, shapes: Shapes, num_layers: int) -> None:
     found = {int(match[1]) for name in shapes if (match := re.match(r"transformer\.h\.(\d{1,6})\.", name))}
     if found != set(range(num_layers)):
         raise ModelError(f"{origin}: n_layer is {num_layers}, but there are weights of {len(found)} layers")
-    rows = _rows(origin, shapes, "transformer.wte.weight")
+
+
+def _check_tables(origin: str, shapes: Shapes, vocab_size: int, hidden: int) -> None:
+    """Compare the sizes of the embeddings with those that the configuration names, before memory is taken for any."""
+    rows, columns = _matrix(origin, shapes, "transformer.wte.weight")
     if rows < vocab_size:
         raise ModelError(f"{origin}: vocab_size is {vocab_size}, but the embedding has {rows} rows")
-    kv_rows = _rows(origin, shapes, "transformer.h.0.attn.c_k.weight")
-    if kv_rows != num_kv:
-        raise ModelError(f"{origin}: n_kv_head and n_embd make keys of {num_kv} rows, the weights have {kv_rows}")
+    if columns != hidden:
+        raise ModelError(f"{origin}: n_embd is {hidden}, but the embedding has {columns} columns")
+    if "bigram_embed.embed.weight" in shapes:
+        _check_rows(origin, shapes, "bigram_embed.embed.weight", 5 * vocab_size, "vocab_size")
 
 
-def _rows(origin: str, shapes: Shapes, name: str) -> int:
+def _check_rows(origin: str, shapes: Shapes, name: str, wanted: int, fields: str) -> None:
+    rows, _ = _matrix(origin, shapes, name)
+    if rows != wanted:
+        raise ModelError(f"{origin}: {fields} make {name} of {wanted} rows, the file has {rows}")
+
+
+def _matrix(origin: str, shapes: Shapes, name: str) -> tuple[int, int]:
     shape = shapes.get(name)
-    if not shape:
+    if shape is None:
         raise ModelError(f"{origin}: has no {name}")
-    return shape[0]
+    if len(shape) != 2:
+        raise ModelError(f"{origin}: {name} must be a matrix, got the shape {shape}")
+    return shape[0], shape[1]
 
 
 def _layers(constants: Constants, num_layers: int) -> tuple[LayerConfig, ...]:

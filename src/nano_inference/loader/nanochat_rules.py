@@ -25,6 +25,10 @@ FLOAT32_EPS = 1.1920929e-07
 _MANY_TOKENS = 41_943_040
 """`eval_tokens` of base runs from 2026-03-04 on."""
 _SHOWN = 5
+_SMEAR_SHAPE = (1, 24)
+_SOFTCAP_WARNING = (
+    "soft cap 15 is assumed; runs of 2026-03-02 to 09 had 20 (override softcap=20). Greedy output is the same"
+)
 _LAYER = r"transformer\.h\.\d+\."
 _KNOWN = re.compile(
     rf"transformer\.wte\.weight|lm_head\.weight|{_LAYER}attn\.(c_q|c_k|c_v|c_proj|ve_gate)\.weight|"
@@ -106,9 +110,14 @@ def infer(
     """
     refuse_unknown(origin, shapes)
     warnings: list[str] = []
-    generation, why = _generation(origin, shapes, user_config, is_zero, warnings)
+    _refuse_halves(origin, shapes)
+    columns = _gate_columns(origin, shapes)
     if "generation" in overrides:
         generation, why = _known_generation(overrides["generation"]), "set by hand"
+    else:
+        generation, why = _generation(origin, shapes, columns, user_config, is_zero, warnings)
+    if generation == "G2" and not {"generation", "softcap"} & set(overrides):
+        warnings.append(_SOFTCAP_WARNING)
     rules = GENERATIONS[generation]
     sequence_len = _override_int(overrides, "sequence_len") or config.integer("sequence_len")
     pattern, pattern_why = _window_pattern(origin, shapes, config, warnings)
@@ -169,14 +178,12 @@ def parse_overrides(texts: Iterable[str]) -> dict[str, str]:
 def _generation(
     origin: str,
     shapes: Shapes,
+    columns: set[int],
     user_config: Mapping[str, Any],
     is_zero: Callable[[str], bool],
     warnings: list[str],
 ) -> tuple[str, str]:
     """Return the generation and what it was recognised by."""
-    columns = {shape[-1] for name, shape in shapes.items() if name.endswith(".ve_gate.weight") and shape}
-    if len(columns) > 1 or not columns <= {12, 32}:
-        raise ModelError(f"{origin}: value gates of {sorted(columns)} columns; known generations have 12 or 32")
     if "bigram_embed.embed.weight" in shapes:
         return "G2e", GENERATIONS["G2e"].signs
     if "smear_gate.weight" in shapes:
@@ -192,20 +199,38 @@ def _generation(
     if columns == {12}:
         return "G3", GENERATIONS["G3"].signs
     if columns == {32}:
-        return _softcap_of(user_config, warnings)
+        return _softcap_of(user_config)
     found = "G1" if {"resid_lambdas", "x0_lambdas"} & set(shapes) else "G0"
     return found, GENERATIONS[found].signs
 
 
-def _softcap_of(user_config: Mapping[str, Any], warnings: list[str]) -> tuple[str, str]:
+def _gate_columns(origin: str, shapes: Shapes) -> set[int]:
+    """Return the one width that the value gates have, none where there are no gates."""
+    gates = {name: shape for name, shape in shapes.items() if name.endswith(".ve_gate.weight")}
+    for name, shape in gates.items():
+        if len(shape) != 2:
+            raise ModelError(f"{origin}: {name} must be a matrix, got the shape {shape}")
+    columns = {shape[-1] for shape in gates.values()}
+    if len(columns) > 1 or not columns <= {12, 32}:
+        raise ModelError(f"{origin}: value gates of {sorted(columns)} columns; known generations have 12 or 32")
+    return columns
+
+
+def _refuse_halves(origin: str, shapes: Shapes) -> None:
+    """Raise `ModelError` for weights that no generation has without others, or in this shape."""
+    if shapes.get("smear_gate.weight", _SMEAR_SHAPE) != _SMEAR_SHAPE:
+        raise ModelError(f"{origin}: smear_gate.weight has the shape {shapes['smear_gate.weight']}, not {_SMEAR_SHAPE}")
+    if ("smear_gate.weight" in shapes) != ("backout_lambda" in shapes):
+        raise ModelError(f"{origin}: of smear_gate.weight and backout_lambda there is one without the other")
+    if "bigram_embed.embed.weight" in shapes and not {"resid_lambdas", "x0_lambdas"} & set(shapes):
+        raise ModelError(f"{origin}: has bigram_embed but neither resid_lambdas nor x0_lambdas")
+
+
+def _softcap_of(user_config: Mapping[str, Any]) -> tuple[str, str]:
     """Tell G2 from G2s, which differ in the soft cap alone: only a base run's settings give a hint."""
-    if "adam_beta1" in user_config and user_config.get("eval_tokens") == _MANY_TOKENS:
-        return "G2s", GENERATIONS["G2s"].signs
-    if "eval_tokens" not in user_config or "adam_beta1" not in user_config:
-        warnings.append(
-            "soft cap 15 is assumed; runs of 2026-03-02 to 09 had 20 (softcap=20). Greedy output is the same"
-        )
-    return "G2", GENERATIONS["G2"].signs
+    is_late = "adam_beta1" in user_config and user_config.get("eval_tokens") == _MANY_TOKENS
+    found = "G2s" if is_late else "G2"
+    return found, GENERATIONS[found].signs
 
 
 def _window_pattern(origin: str, shapes: Shapes, config: Fields, warnings: list[str]) -> tuple[str, str]:
@@ -235,7 +260,7 @@ def _overridden(inferred: Inferred, overrides: Mapping[str, str]) -> Inferred:
         if name == "generation":
             continue
         if name == "window_pattern":
-            values[name] = _checked_pattern("overrides", text) if text else ""
+            values[name] = _override_pattern(text)
         elif name in ("sequence_len", "short_window"):
             values[name] = _override_int(overrides, name)
         else:
@@ -248,6 +273,15 @@ def _known_generation(text: str) -> str:
     if text not in GENERATIONS:
         raise BadRequest(f"overrides: generation must be one of {', '.join(GENERATIONS)}, got {shown(text)}")
     return text
+
+
+def _override_pattern(text: str) -> str:
+    if not text:
+        return ""
+    try:
+        return _checked_pattern("overrides", text)
+    except ModelError as error:
+        raise BadRequest(str(error)) from None
 
 
 def _override_int(overrides: Mapping[str, str], name: str) -> int | None:

@@ -28,16 +28,16 @@ _FOREIGN = re.compile(r"\bGLOBAL ([\w.]{1,80})")
 
 
 def read_pt(path: Path) -> dict[str, Tensor]:
-    """Return the named tensors of a file that torch.save wrote, mapped into memory where its format allows that.
+    """Return the named tensors of a file that torch.save wrote, mapped into memory.
 
     No code in the file is ever run. A prefix of torch.compile is taken off the names. Raises `ModelError`, one line
     that names the file, when it cannot be read or is anything but a flat dict of contiguous tensors.
     """
-    mapped = _check_container(path)
+    _check_container(path)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about pickle protocols and layouts; what matters is checked below
-            loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+            loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # a damaged pickle can raise anything
         raise ModelError(f"{path}: {_reason(error)}") from None
     return _named(path, loaded)
@@ -48,15 +48,18 @@ def read_meta(path: Path) -> Fields:
     return read_json(path)
 
 
-def _check_container(path: Path) -> bool:
-    """Return whether the file is a zip file; its records must be stored as they are, so that none can blow up."""
+def _check_container(path: Path) -> None:
+    """Refuse all but a zip file whose records are stored as they are, so that none can blow up.
+
+    torch before 1.6 wrote bare pickles, in which a dozen bytes can ask for gigabytes.
+    """
     try:
         with path.open("rb") as file:
             start = file.read(len(_ZIP))
             if not start:
                 raise ModelError(f"{path}: the file is empty")
             if start != _ZIP:
-                return False
+                raise ModelError(f"{path}: not a zip file, as which torch.save has written tensors since 2020")
             records = zipfile.ZipFile(file).infolist()
     except (OSError, ValueError, NotImplementedError, zipfile.BadZipFile) as error:
         if isinstance(error, ModelError):
@@ -65,7 +68,6 @@ def _check_container(path: Path) -> bool:
     for record in records:
         if record.compress_type != zipfile.ZIP_STORED:
             raise ModelError(f"{path}: the record {shown(record.filename)} is compressed; torch.save writes none such")
-    return True
 
 
 def _reason(error: Exception) -> str:

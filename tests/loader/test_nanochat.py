@@ -1,0 +1,580 @@
+"""nanochat's checkpoints through the loader's door: what opens, what it says of itself, what is refused, what runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import save_file
+from tiny_models import make_model, save
+from torch import Tensor
+
+from nano_inference.config import EngineConfig
+from nano_inference.engine import InferenceEngine
+from nano_inference.loader.checkpoint import Checkpoint, open_checkpoint
+from nano_inference.loader.nanochat import open_tensors
+from nano_inference.loader.nanochat_config import own_config
+from nano_inference.loader.nanochat_rules import Inferred
+from nano_inference.models.build import weight_slots
+from nano_inference.types import BadRequest, ModelError, SamplingParams
+from tests.nanochat.tiny import (
+    GENERATIONS,
+    SPECIAL_IDS,
+    VOCAB,
+    base_meta,
+    model_config,
+    state_dict,
+    write_checkpoint,
+    write_tokenizer,
+)
+
+IDS = [256, 257, *range(40, 70), 258, 259]
+
+
+def write(directory: Path, generation: str, **options: Any) -> Path:
+    """A base run's checkpoint of the generation."""
+    return write_checkpoint(directory, generation, **({"meta": base_meta(generation)} | options))
+
+
+def engine(path: Path, *overrides: str) -> InferenceEngine:
+    return InferenceEngine(
+        EngineConfig(model_path=str(path), device="cpu", kv_cache_bytes=1 << 24, overrides=overrides)
+    )
+
+
+def inferred(checkpoint: Checkpoint) -> Inferred:
+    assert checkpoint.inferred is not None
+    return checkpoint.inferred
+
+
+def refusal(path: Path, *overrides: str) -> str:
+    """The one line with which a checkpoint is refused, when it is opened or when its weights are read."""
+    with pytest.raises(ModelError) as caught:
+        engine(path, *overrides)
+    line = str(caught.value)
+    assert "\n" not in line
+    assert len(line) < 700
+    return line
+
+
+# ---- what opens -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("generation", GENERATIONS)
+def test_each_generation_opens_with_its_exact_keys(tmp_path: Path, generation: str) -> None:
+    write(tmp_path, generation)
+    checkpoint = open_checkpoint(tmp_path)
+    found = inferred(checkpoint)
+    assert found.constants.generation == generation
+    assert found.reasons["generation"]
+    assert bool(found.warnings) == (found.constants.generation == "G2")
+    state = state_dict(generation, model_config(generation))
+    assert set(checkpoint.sources) == set(state)
+    config = checkpoint.config
+    assert config.architecture == f"nanochat {generation}"
+    assert (config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim) == (4, 4, 2, 16)
+    assert (config.hidden_size, config.intermediate_size, config.max_positions) == (64, 256, 256)
+    assert checkpoint.dtype == "float32"
+
+
+@pytest.mark.parametrize("generation", GENERATIONS)
+def test_each_generation_s_weights_arrive_and_it_runs(tmp_path: Path, generation: str) -> None:
+    write(tmp_path, generation)
+    state = state_dict(generation, model_config(generation))
+    with engine(tmp_path) as ours:
+        slots = weight_slots(ours.parts.runner.model)
+        assert set(slots) == set(state)
+        for name, weight in state.items():
+            assert torch.equal(slots[name], weight), name
+        sample = ours.generate([IDS], SamplingParams(max_tokens=5, seed=1, ignore_eos=True))[0]
+        assert len(sample.completion_tokens) == 5
+        assert max(sample.completion_tokens) < VOCAB
+
+
+@pytest.mark.parametrize("generation", GENERATIONS)
+def test_the_terms_follow_from_the_weights(tmp_path: Path, generation: str) -> None:
+    write(tmp_path, generation)
+    terms = open_checkpoint(tmp_path).config.nanochat
+    assert terms is not None
+    columns = {"G2": 32, "G2e": 32, "G2s": 32, "G3": 12, "G4": 12}
+    assert terms.generation == generation
+    assert terms.has_lambdas == (generation != "G0")
+    assert terms.gate_columns == columns.get(generation, 0)
+    assert terms.smear_columns == (24 if generation == "G4" else 0)
+    assert terms.has_backout == (generation == "G4")
+    assert terms.bigram_rows == (5 * VOCAB if generation == "G2e" else 0)
+    assert terms.long_window == (None if generation == "G0" else 257)
+
+
+@pytest.mark.parametrize(
+    ("generation", "windows"),
+    [("G0", (None,) * 4), ("G1", (129, 129, 129, None)), ("G3", (129, 129, 129, None)), ("G4", (129, 129, 129, None))],
+)
+def test_windows_count_the_query_s_own_key(tmp_path: Path, generation: str, windows: tuple[int | None, ...]) -> None:
+    write(tmp_path, generation)
+    assert tuple(layer.window for layer in open_checkpoint(tmp_path).config.layers) == windows
+
+
+@pytest.mark.parametrize(("generation", "window"), [("G1", 1025), ("G2", 1025), ("G3", 769), ("G4", 513)])
+def test_windows_of_a_real_length(tmp_path: Path, generation: str, window: int) -> None:
+    config = model_config(generation, sequence_len=2048, n_layer=6, window_pattern="SSSL")
+    write(tmp_path, generation, config=config)
+    windows = [layer.window for layer in open_checkpoint(tmp_path).config.layers]
+    assert windows == [window, window, window, None, window, None]
+
+
+@pytest.mark.parametrize(("pad", "rows"), [(1, 265), (64, 320), (128, 384)])
+@pytest.mark.parametrize("generation", ["G0", "G2e", "G4"])
+def test_padded_vocabularies(tmp_path: Path, generation: str, pad: int, rows: int) -> None:
+    config = model_config(generation)
+    write(tmp_path, generation, config=config, state=state_dict(generation, config, pad=pad))
+    checkpoint = open_checkpoint(tmp_path)
+    assert checkpoint.config.nanochat is not None
+    assert (checkpoint.config.vocab_size, checkpoint.config.nanochat.padded_vocab_size) == (VOCAB, rows)
+    with engine(tmp_path) as ours:
+        assert len(ours.score(IDS)) == len(IDS) - 1
+
+
+@pytest.mark.parametrize("generation", ["G0", "G2", "G4"])
+def test_names_of_a_compiled_model(tmp_path: Path, generation: str) -> None:
+    state = state_dict(generation, model_config(generation))
+    write(tmp_path / "plain", generation, state=state)
+    write(tmp_path / "compiled", generation, state={f"_orig_mod.{name}": weight for name, weight in state.items()})
+    assert inferred(open_checkpoint(tmp_path / "compiled")).constants.generation == generation
+    with engine(tmp_path / "plain") as plain, engine(tmp_path / "compiled") as compiled:
+        assert plain.score(IDS) == compiled.score(IDS)
+
+
+def test_embeddings_in_bfloat16_with_the_rest_in_float32(tmp_path: Path) -> None:
+    """As a run on CUDA leaves them; the arithmetic is float32 all the same, with the values as they are."""
+    config = model_config("G4")
+    state = state_dict("G4", config)
+    mixed = {
+        name: weight.bfloat16() if "wte" in name or "value_embeds" in name else weight for name, weight in state.items()
+    }
+    write(tmp_path / "mixed", "G4", state=mixed)
+    write(tmp_path / "wide", "G4", state={name: weight.float() for name, weight in mixed.items()})
+    with engine(tmp_path / "mixed") as ours, engine(tmp_path / "wide") as wide:
+        assert ours.score(IDS) == wide.score(IDS)
+
+
+def test_a_file_and_its_directory_are_the_same(tmp_path: Path) -> None:
+    path = write(tmp_path, "G3")
+    assert inferred(open_checkpoint(path)) == inferred(open_checkpoint(tmp_path))
+
+
+def test_end_tokens_are_the_tokenizer_s_or_stand_where_they_always_do(tmp_path: Path) -> None:
+    wanted = (SPECIAL_IDS["assistant_end"], SPECIAL_IDS["bos"])
+    write(tmp_path, "G4")
+    for _ in range(2):
+        config = open_checkpoint(tmp_path).config
+        assert config.eos_token_ids == wanted
+        assert config.bos_token_id == SPECIAL_IDS["bos"]
+        write_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("generation", GENERATIONS)
+def test_a_model_in_memory(generation: str) -> None:
+    config = model_config(generation)
+    state = state_dict(generation, config)
+    overrides = ("generation=G2s",) if generation == "G2s" else ()
+    for prefix in ("", "_orig_mod."):
+        weights = {prefix + name: torch.nn.Parameter(weight) for name, weight in state.items()}
+        checkpoint = open_tensors(weights, config, overrides)
+        assert inferred(checkpoint).constants.generation == generation
+        assert set(checkpoint.sources) == set(state)
+
+
+# ---- hints, gaps and patches ----------------------------------------------------------------------------------------
+
+
+def test_the_hint_of_a_base_run_is_taken(tmp_path: Path) -> None:
+    for place in (tmp_path / "flat", tmp_path / "home" / "base_checkpoints" / "d4"):
+        write(place, "G2s")
+        found = inferred(open_checkpoint(place))
+        assert (found.constants.generation, found.constants.softcap, found.warnings) == ("G2s", 20, ())
+
+
+@pytest.mark.parametrize("directory", ["chatsft_checkpoints", "mid_checkpoints", "chatrl_checkpoints"])
+def test_the_same_settings_of_a_later_stage_say_nothing(tmp_path: Path, directory: str) -> None:
+    write(tmp_path / directory / "d4", "G2s")
+    for path in (tmp_path, tmp_path / directory / "d4", tmp_path / directory / "d4" / "model_000650.pt"):
+        found = inferred(open_checkpoint(path))
+        assert found.constants.softcap == 15
+        assert [line for line in found.warnings if "softcap=20" in line]
+        by_hand = inferred(open_checkpoint(path, ("softcap=20",)))
+        assert (by_hand.constants.softcap, by_hand.reasons["softcap"]) == (20, "set by hand")
+
+
+def test_a_missing_pattern_of_windows(tmp_path: Path) -> None:
+    config = model_config("G2")
+    del config["window_pattern"]
+    write(tmp_path, "G2", config=config)
+    checkpoint = open_checkpoint(tmp_path)
+    assert [layer.window for layer in checkpoint.config.layers] == [None] * 4
+    assert [line for line in inferred(checkpoint).warnings if "window_pattern=SSSL" in line]
+    by_hand = open_checkpoint(tmp_path, ("window_pattern=SSSL",))
+    assert [layer.window for layer in by_hand.config.layers] == [129, 129, 129, None]
+
+
+@pytest.mark.parametrize("generation", ["G1", "G2", "G3"])
+def test_a_file_patched_with_zeros_computes_what_it_did(tmp_path: Path, generation: str) -> None:
+    state = state_dict(generation, model_config(generation))
+    zeros = {"smear_gate.weight": torch.zeros(1, 24), "smear_lambda": torch.zeros(1), "backout_lambda": torch.zeros(1)}
+    write(tmp_path / "own", generation, state=state)
+    write(tmp_path / "patched", generation, state=state | zeros)
+    found = inferred(open_checkpoint(tmp_path / "patched"))
+    assert found.constants.generation == generation
+    assert [line for line in found.warnings if "all zero" in line]
+    with engine(tmp_path / "own") as own, engine(tmp_path / "patched") as patched:
+        assert own.score(IDS) == patched.score(IDS)
+
+
+@pytest.mark.parametrize(("missing", "value"), [("resid_lambdas", 1.0), ("x0_lambdas", 0.0)])
+def test_one_of_the_lambdas_is_filled_in(tmp_path: Path, missing: str, value: float) -> None:
+    state = state_dict("G3", model_config("G3"))
+    filled = state | {missing: torch.full((4,), value)}
+    write(tmp_path / "whole", "G3", state=filled)
+    write(tmp_path / "partial", "G3", state={name: w for name, w in state.items() if name != missing})
+    warnings = inferred(open_checkpoint(tmp_path / "partial")).warnings
+    assert [line for line in warnings if missing in line and f"{value:g}" in line]
+    assert inferred(open_checkpoint(tmp_path / "whole")).warnings == ()
+    with engine(tmp_path / "whole") as whole, engine(tmp_path / "partial") as partial:
+        assert whole.score(IDS) == partial.score(IDS)
+
+
+@pytest.mark.parametrize("generation", ["G2", "G2e", "G3", "G4"])
+def test_both_lambdas_missing_are_filled_in_too_or_refused(tmp_path: Path, generation: str) -> None:
+    """Upstream's loader fills in both; what must not be is a term that silently does nothing."""
+    state = state_dict(generation, model_config(generation))
+    neutral = {"resid_lambdas": torch.ones(4), "x0_lambdas": torch.zeros(4)}
+    write(tmp_path / "whole", generation, state=state | neutral)
+    write(tmp_path / "partial", generation, state={name: w for name, w in state.items() if name not in neutral})
+    with engine(tmp_path / "whole") as whole:
+        wanted = whole.score(IDS)
+    try:
+        partial = engine(tmp_path / "partial")
+    except ModelError as error:
+        assert "lambdas" in str(error)
+        return
+    with partial:
+        assert partial.score(IDS) == pytest.approx(wanted, abs=1e-6)
+
+
+# ---- what is refused ------------------------------------------------------------------------------------------------
+
+
+def edited(directory: Path, generation: str, changes: dict[str, Tensor | None], **config: Any) -> Path:
+    """A checkpoint with some weights replaced, added or left out (None), and other values in its configuration."""
+    plain = model_config(generation)
+    state: dict[str, Any] = state_dict(generation, plain) | changes
+    kept = {name: weight for name, weight in state.items() if weight is not None}
+    return write(directory, generation, config=plain | config, state=kept)
+
+
+REFUSED: dict[str, tuple[str, dict[str, Tensor | None], dict[str, Any], str]] = {
+    "a fork's weight": ("G4", {"loop_gate": torch.ones(1)}, {}, "no known nanochat generation: 'loop_gate'"),
+    "experts": ("G4", {"transformer.h.0.mlp.router.gate.weight": torch.ones(8, 64)}, {}, "mixture-of-experts"),
+    "counters of experts": (
+        "G4",
+        {"transformer.h.0.mlp.router.tokens_per_expert_counter": torch.ones(8, dtype=torch.int64)},
+        {},
+        "mixture-of-experts",
+    ),
+    "a prototype": ("G1", {"value_embed_A.weight": torch.ones(8, 64)}, {}, "prototype"),
+    "tables without gates": ("G1", {"value_embeds.1.weight": torch.ones(320, 32)}, {}, "prototype"),
+    "ambiguous": (
+        "G2",
+        {"smear_gate.weight": torch.ones(1, 24), "smear_lambda": torch.ones(1), "backout_lambda": torch.ones(1)},
+        {},
+        "ambiguous",
+    ),
+    "wide gates": (
+        "G3",
+        {f"transformer.h.{i}.attn.ve_gate.weight": torch.ones(2, 16) for i in (1, 3)},
+        {},
+        "gates of [16] columns",
+    ),
+    "gates of two widths": (
+        "G3",
+        {"transformer.h.1.attn.ve_gate.weight": torch.ones(2, 32)},
+        {},
+        "gates of [12, 32] columns",
+    ),
+    "gates without columns": (
+        "G3",
+        {f"transformer.h.{i}.attn.ve_gate.weight": torch.tensor(1.0) for i in (1, 3)},
+        {},
+        "ve_gate",
+    ),
+    "a narrow smear gate": ("G4", {"smear_gate.weight": torch.ones(1, 12)}, {}, "smear_gate"),
+    "a smear gate wider than the model": ("G4", {"smear_gate.weight": torch.ones(1, 100)}, {}, "smear_gate"),
+    "fewer layers": ("G4", {}, {"n_layer": 3}, "n_layer is 3, but there are weights of 4 layers"),
+    "more layers": ("G4", {}, {"n_layer": 5}, "n_layer is 5, but there are weights of 4 layers"),
+    "a gap": ("G0", {f"transformer.h.2.{part}.weight": None for part in (
+        "attn.c_q", "attn.c_k", "attn.c_v", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")}, {}, "weights of 3 layers"),
+    "a larger vocabulary": ("G4", {}, {"vocab_size": 321}, "vocab_size is 321, but the embedding has 320 rows"),
+    "more kv heads": ("G4", {}, {"n_kv_head": 4}, "attn.c_k.weight of 64 rows, the file has 32"),
+    "fewer kv heads": ("G0", {}, {"n_kv_head": 1}, "attn.c_k.weight of 16 rows, the file has 32"),
+    "kv heads that do not share out": ("G0", {}, {"n_kv_head": 3}, "n_kv_head"),
+    "heads that do not share out": ("G0", {}, {"n_head": 7}, "n_embd (64) must be a multiple of n_head (7)"),
+    "another width": ("G0", {}, {"n_embd": 128, "n_head": 8}, "n_embd is 128, but the embedding has 64 columns"),
+    "heads of an odd size": (
+        "G0",
+        {f"transformer.h.{i}.attn.{part}.weight": torch.ones(2, 64) for i in range(4) for part in ("c_k", "c_v")},
+        {"n_head": 64, "n_kv_head": 2},
+        "rotary_dim",
+    ),
+    "no embedding": ("G0", {"transformer.wte.weight": None}, {}, "has no transformer.wte.weight"),
+    "no keys": ("G0", {"transformer.h.0.attn.c_k.weight": None}, {}, "has no transformer.h.0.attn.c_k.weight"),
+    "no head": ("G0", {"lm_head.weight": None}, {}, "lacks 1 tensors: lm_head.weight"),
+    "one projection missing": ("G4", {"transformer.h.2.mlp.c_proj.weight": None}, {}, "transformer.h.2.mlp.c_proj"),
+    "one gate missing": ("G4", {"transformer.h.1.attn.ve_gate.weight": None}, {}, "transformer.h.1.attn.ve_gate"),
+    "one table missing": ("G4", {"value_embeds.3.weight": None}, {}, "value_embeds.3.weight"),
+    "a table too many": (
+        "G4",
+        {"value_embeds.0.weight": torch.ones(320, 32)},
+        {},
+        "has value_embeds.0.weight, which the model has not",
+    ),
+    "no smear_lambda": ("G4", {"smear_lambda": None}, {}, "lacks 1 tensors: smear_lambda"),
+    "smear_lambda alone": ("G3", {"smear_lambda": torch.ones(1)}, {}, "smear_lambda"),
+    "no backout": ("G4", {"backout_lambda": None}, {}, "backout_lambda"),
+    "backout alone": ("G3", {"backout_lambda": torch.ones(1)}, {}, "backout_lambda"),
+    "no lambdas of the pairs": ("G2e", {"bigram_lambdas": None}, {}, "lacks 1 tensors: bigram_lambdas"),
+    "lambdas of no pairs": ("G2", {"bigram_lambdas": torch.ones(4)}, {}, "bigram_lambdas"),
+    "pairs of another vocabulary": ("G2e", {"bigram_embed.embed.weight": torch.ones(1000, 64)}, {}, "bigram_embed"),
+    "a head of another size": ("G4", {"lm_head.weight": torch.ones(265, 64)}, {}, "lm_head.weight: the checkpoint has"),
+    "a square projection": ("G4", {"transformer.h.1.mlp.c_fc.weight": torch.ones(64, 64)}, {}, "mlp.c_fc.weight"),
+    "a flat matrix": ("G4", {"transformer.h.1.attn.c_q.weight": torch.ones(64 * 64)}, {}, "attn.c_q.weight"),
+    "three lambdas": ("G4", {"resid_lambdas": torch.ones(3)}, {}, "resid_lambdas"),
+    "no vocab_size": ("G4", {}, {"vocab_size": None}, "vocab_size is missing"),
+    "a text for a number": ("G4", {}, {"n_embd": "64"}, "n_embd must be an integer"),
+    "layers without end": ("G4", {}, {"n_layer": 10**9}, "n_layer must be an integer"),
+    "no length": ("G4", {}, {"sequence_len": None}, "sequence_len is missing"),
+    "a pattern of other letters": ("G4", {}, {"window_pattern": "SML"}, "window_pattern must be made of S and L"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_with_one_line_that_names_the_reason(tmp_path: Path, name: str) -> None:
+    generation, changes, config, reason = REFUSED[name]
+    edited(tmp_path, generation, changes, **config)
+    assert reason in refusal(tmp_path)
+
+
+def test_what_is_ambiguous_is_accepted_when_the_generation_is_named(tmp_path: Path) -> None:
+    _, changes, _, _ = REFUSED["ambiguous"]
+    edited(tmp_path, "G2", changes)
+    for generation in ("G2", "G4"):
+        checkpoint = open_checkpoint(tmp_path, (f"generation={generation}",))
+        assert inferred(checkpoint).constants.generation == generation
+    with engine(tmp_path, "generation=G4") as ours:
+        assert len(ours.score(IDS)) == len(IDS) - 1
+
+
+def test_no_configuration_in_the_meta_file(tmp_path: Path) -> None:
+    path = write(tmp_path, "G4")
+    meta = path.with_name("meta_000650.json")
+    for text in ("{}", '{"model_config": null}', '{"model_config": []}', "[]", "{"):
+        meta.write_text(text)
+        assert "meta_000650.json" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize("vocab_size", [264, 266, 300])
+def test_a_tokenizer_of_another_vocabulary(tmp_path: Path, vocab_size: int) -> None:
+    write_tokenizer(tmp_path)
+    write(tmp_path, "G4", config=model_config("G4", vocab_size=vocab_size))
+    line = refusal(tmp_path)
+    assert f"vocab_size is {vocab_size}" in line
+    assert "tokenizer.pkl" in line
+    assert line.endswith("has 265")
+
+
+# ---- overrides ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["softcap=20", "rope_base=20000", "qk_scale=1.1", "gate_scale=2", "window_pattern=L", "short_window=4",
+     "sequence_len=12", "norm_eps=0.01", "generation=G3"],
+)  # fmt: skip
+def test_an_override_changes_what_the_model_computes(tmp_path: Path, override: str) -> None:
+    write(tmp_path, "G4", config=model_config("G4", window_pattern="SL"))
+    ids = IDS[:12] if override.startswith("sequence_len") else IDS
+    extra = () if "window" not in override else ("short_window=9",) if "pattern" in override else ()
+    with engine(tmp_path, *extra) as plain, engine(tmp_path, *extra, override) as ours:
+        name, _, value = override.partition("=")
+        found = inferred(ours.parts.checkpoint)
+        assert found.reasons[name] == "set by hand"
+        assert str(getattr(found.constants, name)).removesuffix(".0") == value
+        if name == "sequence_len":
+            assert ours.parts.max_model_len == 12
+        else:
+            gaps = [abs(a - b) for a, b in zip(plain.score(ids), ours.score(ids), strict=True)]
+            assert max(gaps) > 1e-3
+
+
+def test_a_soft_cap_changes_log_probabilities_but_no_greedy_token(tmp_path: Path) -> None:
+    write(tmp_path, "G2")
+    with engine(tmp_path) as plain, engine(tmp_path, "softcap=20") as ours:
+        params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+        first, second = (one.generate([IDS], params)[0] for one in (plain, ours))
+        assert first.completion_tokens == second.completion_tokens
+        assert max(abs(a - b) for a, b in zip(first.logprobs, second.logprobs, strict=True)) > 1e-3
+
+
+@pytest.mark.parametrize(
+    "text", ["softcap", "cap=20", "softcap=-1", "generation=G9", "sequence_len=0", "rope_base=nan"]
+)
+def test_bad_overrides_are_the_user_s_fault(tmp_path: Path, text: str) -> None:
+    write(tmp_path, "G4")
+    with pytest.raises(BadRequest, match="overrides: "):
+        open_checkpoint(tmp_path, (text,))
+    with pytest.raises(BadRequest, match="overrides: "):
+        open_tensors(state_dict("G4", model_config("G4")), model_config("G4"), (text,))
+
+
+@pytest.mark.parametrize("text", ["qk_scale=100000", "gate_scale=5000"])
+def test_numbers_out_of_all_proportion_are_refused_in_one_line(tmp_path: Path, text: str) -> None:
+    write(tmp_path, "G4")
+    with pytest.raises(ValueError, match=text.partition("=")[0]) as caught:
+        open_checkpoint(tmp_path, (text,))
+    assert "\n" not in str(caught.value)
+
+
+def test_overrides_of_another_family_s_model_are_refused(tmp_path: Path) -> None:
+    save(make_model("llama"), tmp_path)
+    open_checkpoint(tmp_path)
+    with pytest.raises(BadRequest, match="not a nanochat checkpoint"):
+        open_checkpoint(tmp_path, ("softcap=20",))
+
+
+def test_overrides_of_transformers_port_are_refused(tmp_path: Path) -> None:
+    """Its config.json names every constant; that is the place to set one."""
+    config = transformers.NanoChatConfig(
+        vocab_size=VOCAB, hidden_size=64, intermediate_size=256, num_hidden_layers=1, num_attention_heads=4
+    )
+    transformers.NanoChatForCausalLM(config).save_pretrained(tmp_path)
+    assert open_checkpoint(tmp_path).inferred is None
+    with pytest.raises(BadRequest, match="overrides: "):
+        open_checkpoint(tmp_path, ("softcap=20",))
+
+
+# ---- safetensors under nanochat's own names --------------------------------------------------------------------------
+
+
+def own(directory: Path, generation: str, changes: dict[str, Any], *overrides: str) -> Path:
+    """A directory of safetensors whose config.json has every constant, some of them changed."""
+    config = model_config(generation)
+    state = state_dict(generation, config)
+    directory.mkdir(exist_ok=True)
+    save_file(state, directory / "model.safetensors")
+    values = own_config(open_tensors(state, config, overrides).config)
+    values["constants"] |= changes
+    (directory / "config.json").write_text(json.dumps(values))
+    return directory
+
+
+@pytest.mark.parametrize("generation", GENERATIONS)
+def test_an_own_directory_is_the_checkpoint_again(tmp_path: Path, generation: str) -> None:
+    own(tmp_path / "own", generation, {}, f"generation={generation}")
+    write(tmp_path / "pt", generation)
+    checkpoint, wanted = open_checkpoint(tmp_path / "own"), open_checkpoint(tmp_path / "pt")
+    assert checkpoint.config == wanted.config
+    assert inferred(checkpoint).constants.generation == generation
+    with engine(tmp_path / "own") as ours, engine(tmp_path / "pt") as theirs:
+        assert ours.score(IDS) == theirs.score(IDS)
+
+
+def test_an_own_directory_keeps_what_was_set_by_hand_and_can_be_overridden(tmp_path: Path) -> None:
+    by_hand = ("softcap=20", "rope_base=3000", "short_window=17", "qk_scale=1.1", "gate_scale=2.5", "window_pattern=LS")
+    own(tmp_path, "G4", {}, *by_hand)
+    constants = inferred(open_checkpoint(tmp_path)).constants
+    assert (constants.softcap, constants.rope_base, constants.short_window) == (20, 3000, 17)
+    assert (constants.qk_scale, constants.gate_scale, constants.window_pattern) == (1.1, 2.5, "LSLL")
+    found = inferred(open_checkpoint(tmp_path, ("softcap=12",)))
+    assert (found.constants.softcap, found.constants.rope_base) == (12, 3000)
+    assert found.reasons["softcap"] == "set by hand"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"foo": 1},
+        {"softcap": "x"},
+        {"softcap": [1]},
+        {"softcap": -1},
+        {"generation": "G9"},
+        {"window_pattern": "X"},
+        {"short_window": True},
+        {"sequence_len": 2.5},
+    ],
+    ids=str,
+)
+def test_bad_constants_in_an_own_directory_are_the_file_s_fault(tmp_path: Path, changes: dict[str, Any]) -> None:
+    own(tmp_path, "G4", changes)
+    with pytest.raises(ModelError) as caught:
+        open_checkpoint(tmp_path)
+    assert next(iter(changes)) in str(caught.value)
+    assert str(tmp_path) in str(caught.value)
+
+
+# ---- Transformers' port ---------------------------------------------------------------------------------------------
+
+
+def ported(directory: Path, **changes: Any) -> Path:
+    """A directory of Transformers' port with other values in its config.json (None takes one out)."""
+    config = transformers.NanoChatConfig(
+        vocab_size=VOCAB,
+        hidden_size=64,
+        intermediate_size=192,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        rms_norm_eps=1e-5,
+        final_logit_softcapping=12.0,
+        max_position_embeddings=300,
+        eos_token_id=SPECIAL_IDS["assistant_end"],
+    )
+    transformers.NanoChatForCausalLM(config).save_pretrained(directory)
+    path = directory / "config.json"
+    values = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({name: value for name, value in values.items() if value is not None}))
+    return directory
+
+
+def test_transformers_port_is_read_as_its_config_says(tmp_path: Path) -> None:
+    config = open_checkpoint(ported(tmp_path, rope_parameters={"rope_type": "default", "rope_theta": 5000.0})).config
+    assert config.nanochat is not None
+    assert (config.nanochat.generation, config.nanochat.has_hf_names) == ("G0", True)
+    assert (config.intermediate_size, config.num_kv_heads, config.norm_eps) == (192, 2, 1e-5)
+    assert (config.logits_softcap, config.max_positions, config.ropes[0].theta) == (12.0, 300, 5000.0)
+    assert SPECIAL_IDS["assistant_end"] in config.eos_token_ids
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"hidden_act": "silu"}, "relu2"),
+        ({"attention_bias": True}, "biases"),
+        ({"tie_word_embeddings": True}, "untied"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}, "rope type"),
+        ({"num_attention_heads": 3, "num_key_value_heads": 2, "head_dim": 16}, "num_heads (3)"),
+        ({"hidden_size": "64"}, "hidden_size"),
+        ({"num_hidden_layers": 3}, "lacks"),
+        ({"num_hidden_layers": 1}, "model.layers.1."),
+        ({"intermediate_size": None}, "shape"),
+        ({"vocab_size": 200}, "shape"),
+        ({"eos_token_id": "x"}, "eos_token_id"),
+        ({"head_dim": 15}, "even"),
+    ],
+)
+def test_transformers_port_is_refused_where_it_contradicts_itself(
+    tmp_path: Path, changes: dict[str, Any], reason: str
+) -> None:
+    assert reason in refusal(ported(tmp_path, **changes))

@@ -1,0 +1,373 @@
+"""Which generation a nanochat checkpoint is of, told from names and shapes; and the constants that follow."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, fields
+from typing import Any
+
+import pytest
+
+from nano_inference.loader.fields import Fields
+from nano_inference.loader.nanochat_rules import Constants, Inferred, infer, parse_overrides
+from nano_inference.types import BadRequest, ModelError
+from tests.nanochat.tiny import GENERATIONS, model_config, state_dict
+
+Shapes = dict[str, tuple[int, ...]]
+MARCH = {"adam_beta1": 0.8, "eval_tokens": 41_943_040}
+"""Settings of a base run of 2026-03-04 to 09."""
+EARLIER = {"adam_beta1": 0.8, "eval_tokens": 20_971_520}
+
+
+def shapes_of(generation: str, **sizes: Any) -> Shapes:
+    return {name: tuple(w.shape) for name, w in state_dict(generation, model_config(generation, **sizes)).items()}
+
+
+def inferred(
+    shapes: Mapping[str, tuple[int, ...]],
+    config: Mapping[str, Any],
+    *overrides: str,
+    user_config: Mapping[str, Any] | None = None,
+    zeros: tuple[str, ...] = (),
+) -> Inferred:
+    return infer(
+        "model.pt",
+        shapes,
+        Fields("model.pt: model_config", config),
+        user_config=EARLIER if user_config is None else user_config,
+        is_zero=lambda name: name in zeros,
+        overrides=parse_overrides(overrides),
+    )
+
+
+def of(generation: str, *overrides: str, **sizes: Any) -> Inferred:
+    user_config = MARCH if generation == "G2s" else EARLIER
+    return inferred(shapes_of(generation), model_config(generation, **sizes), *overrides, user_config=user_config)
+
+
+def refusal(
+    shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any], *overrides: str, zeros: tuple[str, ...] = ()
+) -> str:
+    """The one line that says why."""
+    with pytest.raises(ModelError) as caught:
+        inferred(shapes, config, *overrides, zeros=zeros)
+    line = str(caught.value)
+    assert line.startswith("model.pt")
+    assert "\n" not in line
+    assert len(line) < 600
+    return line
+
+
+# ---- the table ------------------------------------------------------------------------------------------------------
+
+TABLE = {
+    "G0": (10_000, 1.0, 15, 2),
+    "G1": (10_000, 1.0, 15, 2),
+    "G2": (10_000, 1.0, 15, 2),
+    "G2e": (10_000, 1.0, 15, 2),
+    "G2s": (10_000, 1.0, 20, 2),
+    "G3": (100_000, 1.15, 15, 3),
+    "G4": (100_000, 1.2, 15, 3),
+}
+"""rope base, scale of q and k, soft cap, scale of the value gates."""
+
+
+@pytest.mark.parametrize("generation", GENERATIONS)
+def test_a_generation_is_recognised_with_its_constants(generation: str) -> None:
+    found = of(generation)
+    constants = found.constants
+    assert constants.generation == generation
+    assert (constants.rope_base, constants.qk_scale, constants.softcap, constants.gate_scale) == TABLE[generation]
+    assert constants.norm_eps == pytest.approx(2**-23, rel=1e-7)
+    assert constants.sequence_len == 256
+    assert constants.window_pattern == ("" if generation == "G0" else "SSSL")
+    assert [line for line in found.warnings if "softcap=20" not in line] == []
+    assert bool(found.warnings) == (found.constants.generation == "G2")
+
+
+SIGNS = {
+    "G0": "no resid_lambdas",
+    "G1": "no value embeddings",
+    "G2": "32 columns",
+    "G2e": "bigram_embed",
+    "G2s": "2026-03-04",
+    "G3": "12 columns",
+    "G4": "smear_gate",
+}
+
+
+@pytest.mark.parametrize("generation", GENERATIONS)
+def test_every_constant_comes_with_its_reason(generation: str) -> None:
+    reasons = of(generation).reasons
+    assert set(reasons) == {field.name for field in fields(Constants)}
+    assert all(reasons.values())
+    assert SIGNS[generation] in reasons["generation"]
+    assert generation in reasons["softcap"]
+    assert reasons["sequence_len"] == "model_config"
+    assert reasons["window_pattern"] == ("G0 has none" if generation == "G0" else "model_config")
+
+
+WINDOWS = {
+    2048: (1024, 768, 512),
+    1024: (512, 384, 256),
+    512: (256, 256, 128),
+    256: (128, 128, 128),
+    513: (256, 256, 256),
+    385: (192, 256, 128),
+    384: (192, 128, 128),
+    1000: (500, 384, 256),
+    4096: (2048, 1408, 1024),
+    101: (50, 128, 128),
+}
+"""Trained length -> the short window of G1 to G2s, of G3, of G4."""
+
+
+@pytest.mark.parametrize("sequence_len", WINDOWS)
+def test_short_windows_follow_from_the_length(sequence_len: int) -> None:
+    half, third, quarter = WINDOWS[sequence_len]
+    wanted = dict.fromkeys(("G1", "G2", "G2e", "G2s"), half) | {"G3": third, "G4": quarter}
+    for generation, window in wanted.items():
+        assert of(generation, sequence_len=sequence_len).constants.short_window == window, generation
+        by_hand = of(generation, f"sequence_len={sequence_len}").constants
+        assert (by_hand.sequence_len, by_hand.short_window) == (sequence_len, window)
+
+
+def test_padding_and_sizes_say_nothing_about_the_generation() -> None:
+    for generation in ("G0", "G1", "G2", "G2e", "G3", "G4"):
+        for sizes in ({"vocab_size": 320}, {"n_layer": 7}, {"n_kv_head": 4}, {"n_embd": 96, "n_head": 3}):
+            sizes = {"n_kv_head": sizes.get("n_head", 2), **sizes}
+            shapes, config = shapes_of(generation, **sizes), model_config(generation, **sizes)
+            assert inferred(shapes, config).constants.generation == generation
+
+
+# ---- what the weights leave open ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("hints", "softcap", "warns"),
+    [
+        (MARCH, 20.0, False),
+        (EARLIER, 15.0, True),
+        ({}, 15.0, True),
+        ({"eval_tokens": 41_943_040}, 15.0, True),
+        ({"adam_beta1": 0.8}, 15.0, True),
+        ({"adam_beta1": 0.8, "eval_tokens": "41943040"}, 15.0, True),
+        ({"adam_beta1": 0.8, "eval_tokens": [1]}, 15.0, True),
+    ],
+)
+def test_the_soft_cap_of_gates_of_32_columns(hints: dict[str, Any], softcap: float, warns: bool) -> None:
+    found = inferred(shapes_of("G2"), model_config("G2"), user_config=hints)
+    assert found.constants.softcap == softcap
+    assert found.constants.generation == ("G2s" if softcap == 20 else "G2")
+    assert [("softcap=20" in line and "15" in line) for line in found.warnings] == ([True] if warns else [])
+
+
+@pytest.mark.parametrize("generation", ["G0", "G1", "G2e", "G3", "G4"])
+def test_the_hints_of_march_are_for_gates_of_32_columns_only(generation: str) -> None:
+    found = inferred(shapes_of(generation), model_config(generation), user_config=MARCH)
+    assert (found.constants.generation, found.constants.softcap) == (generation, 15.0)
+
+
+@pytest.mark.parametrize("generation", GENERATIONS[1:])
+def test_a_missing_pattern_of_windows_is_l_with_a_warning(generation: str) -> None:
+    for missing in ({}, {"window_pattern": None}):
+        config = {name: value for name, value in model_config(generation).items() if name != "window_pattern"}
+        found = inferred(shapes_of(generation), config | missing)
+        assert found.constants.window_pattern == "L"
+        assert [line for line in found.warnings if "window_pattern=SSSL" in line and " L " in line]
+        assert "missing" in found.reasons["window_pattern"]
+        by_hand = inferred(shapes_of(generation), config | missing, "window_pattern=SSSL")
+        assert by_hand.constants.window_pattern == "SSSL"
+        assert by_hand.reasons["window_pattern"] == "set by hand"
+
+
+def test_g0_has_no_pattern_and_no_warning() -> None:
+    found = of("G0")
+    assert (found.constants.window_pattern, found.warnings) == ("", ())
+
+
+def test_a_pattern_is_taken_in_small_letters_too() -> None:
+    assert of("G3", window_pattern="ssl").constants.window_pattern == "SSL"
+
+
+@pytest.mark.parametrize("pattern", ["", "SX", "S L", 5, ["S"], True, "S\n", "X" * 10_000])
+def test_other_patterns_are_refused(pattern: object) -> None:
+    assert "window_pattern must be" in refusal(shapes_of("G1"), model_config("G1", window_pattern=pattern))
+
+
+SMEARS: Shapes = {"smear_gate.weight": (1, 24), "smear_lambda": (1,), "backout_lambda": (1,)}
+
+
+@pytest.mark.parametrize("generation", ["G1", "G2", "G3"])
+def test_an_older_file_patched_with_zeros_keeps_its_own_constants(generation: str) -> None:
+    shapes, config = shapes_of(generation) | SMEARS, model_config(generation)
+    found = inferred(shapes, config, zeros=tuple(SMEARS))
+    assert found.constants.generation == generation
+    assert found.constants == of(generation).constants
+    assert [line for line in found.warnings if "all zero" in line]
+
+
+@pytest.mark.parametrize("nonzero", SMEARS)
+def test_one_value_that_is_not_zero_makes_it_g4(nonzero: str) -> None:
+    found = inferred(shapes_of("G4"), model_config("G4"), zeros=tuple(set(SMEARS) - {nonzero}))
+    assert (found.constants.generation, found.warnings) == ("G4", ())
+
+
+def test_either_of_the_lambdas_is_enough_for_g1() -> None:
+    for name in ("resid_lambdas", "x0_lambdas"):
+        shapes = shapes_of("G1")
+        del shapes[name]
+        assert inferred(shapes, model_config("G1")).constants.generation == "G1"
+
+
+# ---- what is refused ------------------------------------------------------------------------------------------------
+
+
+def test_unknown_weights_are_listed() -> None:
+    new = {f"transformer.h.{i}.attn.dyt.weight": (3,) for i in range(7)}
+    line = refusal(shapes_of("G4") | new | {"loop_gate": (1,)}, model_config("G4"))
+    assert "weights of no known nanochat generation" in line
+    assert "'loop_gate', 'transformer.h.0.attn.dyt.weight'" in line
+    assert line.endswith("and 3 more")
+    for name in (
+        "transformer.wpe.weight",
+        "transformer.h.0.attn.c_q.bias",
+        "transformer.h.x.attn.c_q.weight",
+        "x.transformer.h.0.attn.c_q.weight",
+        "transformer.h.0.mlp.c_fc.weight.scale",
+        "cos",
+        "",
+        "bell\x07" * 1000,
+    ):
+        assert "no known nanochat generation" in refusal(shapes_of("G0") | {name: (1,)}, model_config("G0"))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "transformer.h.1.mlp.router.gate.weight",
+        "transformer.h.0.mlp.experts.w_up",
+        "transformer.h.0.mlp.shared_expert.w_up.weight",
+        "transformer.h.2.moe.router.gate.weight",
+    ],
+)
+def test_mixtures_of_experts_are_refused_by_name(name: str) -> None:
+    line = refusal(shapes_of("G4") | {name: (8, 64)}, model_config("G4"))
+    assert "mixture-of-experts" in line
+    assert name in line
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["value_embed_A.weight", "value_embed_B.weight", "value_embed.weight", "v0_lambdas", "value_embeds.0.weight"],
+)
+def test_prototypes_of_value_embeddings_are_refused_by_name(name: str) -> None:
+    line = refusal(shapes_of("G1") | {name: (320, 32)}, model_config("G1"))
+    assert "prototype" in line
+    assert name in line
+
+
+@pytest.mark.parametrize("columns", [(1,), (16,), (24,), (64,), (12, 32), (0,)])
+def test_gates_of_another_width_are_refused(columns: tuple[int, ...]) -> None:
+    shapes = shapes_of("G3")
+    gates = [name for name in shapes if name.endswith("ve_gate.weight")]
+    assert len(gates) == 2
+    for name, width in zip(gates, columns * 2, strict=False):
+        shapes[name] = (2, width)
+    line = refusal(shapes, model_config("G3"))
+    assert f"{sorted(set(columns))} columns" in line
+    assert "12 or 32" in line
+
+
+def test_smear_with_gates_of_32_columns_is_ambiguous() -> None:
+    line = refusal(shapes_of("G2") | SMEARS, model_config("G2"))
+    assert "ambiguous" in line
+    assert "generation=" in line
+
+
+@pytest.mark.parametrize("generation", ["G2", "G4"])
+def test_what_is_ambiguous_can_be_settled_by_hand(generation: str) -> None:
+    found = inferred(shapes_of("G2") | SMEARS, model_config("G2"), f"generation={generation}")
+    assert found.constants.generation == generation
+    assert found.constants.rope_base == TABLE[generation][0]
+    assert found.reasons["generation"] == "set by hand"
+
+
+def test_a_length_that_is_missing_or_no_number() -> None:
+    for bad in (None, 0, -5, "2048", 2.5, True, 10**12):
+        assert "sequence_len" in refusal(shapes_of("G4"), model_config("G4", sequence_len=bad))
+
+
+# ---- by hand --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "value"),
+    [
+        ("sequence_len", "1000", 1000),
+        ("rope_base", "5e5", 500_000.0),
+        ("qk_scale", "1.3", 1.3),
+        ("softcap", "20", 20.0),
+        ("gate_scale", "2", 2.0),
+        ("window_pattern", "sl", "SL"),
+        ("window_pattern", "", ""),
+        ("short_window", "77", 77),
+        ("norm_eps", "1e-6", 1e-6),
+    ],
+)
+def test_each_constant_can_be_set(name: str, text: str, value: object) -> None:
+    plain, found = of("G4"), of("G4", f"{name}={text}")
+    assert getattr(found.constants, name) == value
+    assert found.reasons[name] == "set by hand"
+    changed = {key for key, old in asdict(plain.constants).items() if getattr(found.constants, key) != old}
+    assert changed == ({name, "short_window"} if name == "sequence_len" else {name})
+    assert {key for key, why in found.reasons.items() if why != plain.reasons[key]} == {name}
+
+
+@pytest.mark.parametrize("generation", GENERATIONS)
+def test_a_generation_set_by_hand_brings_its_constants(generation: str) -> None:
+    for file in ("G0", "G4"):
+        found = of(file, f"generation={generation}", sequence_len=2048)
+        constants = found.constants
+        assert constants.generation == generation
+        assert (constants.rope_base, constants.qk_scale, constants.softcap, constants.gate_scale) == TABLE[generation]
+        assert constants.short_window == {"G3": 768, "G4": 512}.get(generation, 1024)
+        assert found.reasons["generation"] == "set by hand"
+
+
+def test_all_constants_are_there_to_be_set_and_later_ones_win() -> None:
+    names = ("generation", "sequence_len", "rope_base", "qk_scale", "softcap", "gate_scale", "window_pattern")
+    assert {*names, "short_window", "norm_eps"} == {field.name for field in fields(Constants)}
+    assert of("G4", "softcap=20", "softcap=30").constants.softcap == 30
+    both = of("G4", "generation=G3", "qk_scale=1.4").constants
+    assert (both.rope_base, both.gate_scale, both.qk_scale) == (100_000, 3, 1.4)
+
+
+@pytest.mark.parametrize(
+    "text", ["softcap", "", "=20", "cap=20", "Softcap=20", " softcap=20", "softcap =20", "x" * 9999]
+)
+def test_names_that_are_none(text: str) -> None:
+    with pytest.raises(BadRequest) as caught:
+        parse_overrides((text,))
+    assert "softcap, gate_scale" in str(caught.value)
+    assert len(str(caught.value)) < 400
+
+
+BAD_VALUES = (
+    *(f"{name}={value}" for name in ("softcap", "rope_base", "qk_scale", "gate_scale", "norm_eps")
+      for value in ("", "0", "-1", "nan", "inf", "1e400", "twenty", "20,5", "1e13", "0x10")),
+    *(f"{name}={value}" for name in ("sequence_len", "short_window")
+      for value in ("", "0", "-1", "2.5", "1e3", "two", "9999999999", "٣", "²")),
+    *(f"generation={value}" for value in ("", "g4", "G5", "4", "G2S")),
+    *(f"window_pattern={value}" for value in ("X", "SSXL", "S L", "S,L")),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("text", BAD_VALUES)
+def test_values_that_make_no_sense(text: str) -> None:
+    with pytest.raises(BadRequest) as caught:
+        of("G4", text)
+    line = str(caught.value)
+    assert text.partition("=")[0] in line
+    assert "\n" not in line
+    assert len(line) < 400

@@ -1,0 +1,278 @@
+"""Pickled weights: tensors come out bit-equal, code never runs, and what is damaged is a one-line `ModelError`."""
+
+from __future__ import annotations
+
+import builtins
+import json
+import os
+import pickle
+import random
+import struct
+import subprocess
+import sys
+import zipfile
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nano_inference.loader.pt_file import read_meta, read_pt
+from nano_inference.types import ModelError
+
+MUTANTS = 500
+
+
+class Call:
+    """Pickles as a call that the reader would make."""
+
+    def __init__(self, function: Callable[..., Any], *arguments: object) -> None:
+        self.call = (function, arguments)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self.call
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    torch.manual_seed(1)
+    return {
+        "transformer.wte.weight": torch.randn(8, 4).bfloat16(),
+        "lm_head.weight": torch.randn(8, 4),
+        "resid_lambdas": torch.randn(2),
+        "half": torch.randn(3).half(),
+        "double": torch.randn(3).double(),
+        "scalar": torch.tensor(0.5),
+        "none": torch.empty(0, 4),
+    }
+
+
+def message(path: Path) -> str:
+    """Return the refusal, which is one line that names the file."""
+    with pytest.raises(ModelError) as caught:
+        read_pt(path)
+    text = str(caught.value)
+    assert path.name in text and "\n" not in text and len(text) < 500
+    assert "weights_only" not in text, "torch proposes to trust the file"
+    return text
+
+
+@pytest.mark.parametrize("prefix", ["", "_orig_mod."])
+@pytest.mark.parametrize("kind", [dict, OrderedDict])
+def test_every_bit_comes_back(tmp_path: Path, prefix: str, kind: type[dict[str, Any]]) -> None:
+    path, given = tmp_path / "model_000001.pt", tensors()
+    torch.save(kind({prefix + name: t for name, t in given.items()}), path)
+    read = read_pt(path)
+    assert list(read) == list(given)
+    for name, tensor in given.items():
+        assert read[name].dtype == tensor.dtype and torch.equal(read[name], tensor)
+
+
+def test_a_modules_state_and_its_parameters_are_read(tmp_path: Path) -> None:
+    module, path = torch.nn.Linear(3, 2), tmp_path / "x.pt"
+    torch.save(module.state_dict(), path)
+    assert torch.equal(read_pt(path)["weight"], module.weight)
+    torch.save(dict(module.named_parameters()), path)
+    assert not read_pt(path)["weight"].requires_grad
+
+
+def test_views_of_one_storage_are_read(tmp_path: Path) -> None:
+    whole = torch.arange(12.0)
+    torch.save({"a": whole[2:8].view(2, 3), "b": whole, "c": whole}, tmp_path / "x.pt")
+    read = read_pt(tmp_path / "x.pt")
+    assert torch.equal(read["a"], whole[2:8].view(2, 3)) and torch.equal(read["c"], whole)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+def test_a_zipped_file_is_mapped_and_not_copied(tmp_path: Path) -> None:
+    path = tmp_path / "x.pt"
+    torch.save({"a": torch.zeros(2**16)}, path)
+    read = read_pt(path)
+    assert str(path) in Path("/proc/self/maps").read_text()
+    del read
+    assert str(path) not in Path("/proc/self/maps").read_text()
+
+
+def test_counters_pass_so_that_the_caller_can_name_them(tmp_path: Path) -> None:
+    torch.save({"tokens_per_expert_counter": torch.arange(3), "b": torch.arange(3).int()}, tmp_path / "x.pt")
+    assert read_pt(tmp_path / "x.pt")["tokens_per_expert_counter"].dtype == torch.int64
+
+
+ATTACKS: dict[str, Callable[[str], object]] = {
+    "system": lambda mark: Call(os.system, f"touch {mark}"),
+    "eval": lambda mark: Call(eval, f"open({mark!r}, 'w')"),
+    "exec": lambda mark: Call(exec, f"open({mark!r}, 'w').close()"),
+    "open": lambda mark: Call(open, mark, "w"),
+    "popen": lambda mark: Call(subprocess.getoutput, f"touch {mark}"),
+    "import": lambda mark: Call(builtins.__import__, "antigravity"),
+    "getattr": lambda mark: Call(getattr, "", "join"),
+    "torch.load": lambda mark: Call(torch.load, mark),
+    "path": lambda mark: Path(mark),
+}
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_no_attack_runs(tmp_path: Path, name: str) -> None:
+    mark, path = tmp_path / "mark", tmp_path / "x.pt"
+    attack = ATTACKS[name](str(mark))
+    for payload in (attack, {"a": torch.ones(2), "b": attack}, {"a": [attack]}):
+        torch.save(payload, path)
+        assert "it is not executed" in message(path)
+    path.write_bytes(pickle.dumps(attack))
+    message(path)
+    assert not mark.exists()
+
+
+def test_the_attacks_would_run_when_trusted(tmp_path: Path) -> None:
+    for name in ("system", "eval", "exec", "open", "popen"):
+        mark = tmp_path / name
+        torch.save(ATTACKS[name](str(mark)), tmp_path / "x.pt")
+        opened = torch.load(tmp_path / "x.pt", weights_only=False)
+        if hasattr(opened, "close"):
+            opened.close()
+        assert mark.exists()
+
+
+def test_the_refusal_names_what_was_asked_for(tmp_path: Path) -> None:
+    torch.save({"a": Call(eval, "1")}, tmp_path / "x.pt")
+    assert "the pickle asks for eval" in message(tmp_path / "x.pt")
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ([torch.ones(2)], "must hold a dict of tensors, got list"),
+        (torch.ones(2), "must hold a dict of tensors, got Tensor"),
+        ({}, "holds no tensors"),
+        ({"a": {"b": torch.ones(2)}}, "'a' must be a tensor, got dict"),
+        ({"a": 1}, "'a' must be a tensor, got int"),
+        ({1: torch.ones(2)}, "name must be a string, got int"),
+        ({"a": torch.ones(2), "_orig_mod.a": torch.ones(2)}, "has 'a' twice"),
+        ({"a": torch.eye(3).to_sparse()}, "not a plain dense tensor"),
+        ({"a": torch.empty(10**12, device="meta")}, "not a plain dense tensor"),
+        ({"a": torch.ones(1).expand(10**9)}, "not contiguous"),
+        ({"a": torch.ones(2, 3).T}, "not contiguous"),
+        ({"a": torch.ones(2, dtype=torch.bool)}, "dtype bool"),
+        ({"a": torch.ones(2, dtype=torch.complex64)}, "dtype complex64"),
+    ],
+)
+def test_what_is_no_flat_dict_of_dense_tensors_is_refused(tmp_path: Path, value: object, text: str) -> None:
+    torch.save(value, tmp_path / "x.pt")
+    assert text in message(tmp_path / "x.pt")
+
+
+def test_a_precision_that_is_no_plain_one_is_refused(tmp_path: Path) -> None:
+    torch.save({"a": torch.ones(2).to(torch.float8_e4m3fn)}, tmp_path / "x.pt")
+    assert "dtype float8_e4m3fn" in message(tmp_path / "x.pt")
+
+
+def rewritten(path: Path, change: Callable[[str, bytes], bytes], compression: int = zipfile.ZIP_STORED) -> None:
+    """Write the zip file again, its records changed."""
+    with zipfile.ZipFile(path) as old:
+        records = {name: change(name, old.read(name)) for name in old.namelist()}
+    with zipfile.ZipFile(path, "w", compression) as new:
+        for name, data in records.items():
+            new.writestr(name, data)
+
+
+def test_torchs_warnings_stay_inside(tmp_path: Path) -> None:
+    torch.save({"a": torch.ones(2)}, tmp_path / "x.pt")
+    # torch warns of every protocol but 2; what it can read of another it reads.
+    newer = {b"\x80\x02": b"\x80\x03"}
+    rewritten(tmp_path / "x.pt", lambda name, data: newer.get(data[:2], data[:2]) + data[2:])
+    assert torch.equal(read_pt(tmp_path / "x.pt")["a"], torch.ones(2))
+
+
+@pytest.mark.parametrize("protocol", [3, 4, 5])
+def test_a_newer_pickle_loads_or_is_refused(tmp_path: Path, protocol: int) -> None:
+    torch.save({"a": torch.ones(2)}, tmp_path / "x.pt", pickle_protocol=protocol)
+    try:
+        assert torch.equal(read_pt(tmp_path / "x.pt")["a"], torch.ones(2))
+    except ModelError as error:
+        assert "damaged, or holds more than tensors" in str(error)
+
+
+def test_the_format_before_torch_1_6_is_refused_unread(tmp_path: Path) -> None:
+    torch.save({"a": torch.ones(2)}, tmp_path / "x.pt", _use_new_zipfile_serialization=False)
+    assert "not a zip file" in message(tmp_path / "x.pt")
+    mark = tmp_path / "mark"
+    torch.save(ATTACKS["system"](str(mark)), tmp_path / "x.pt", _use_new_zipfile_serialization=False)
+    assert "not a zip file" in message(tmp_path / "x.pt") and not mark.exists()
+
+
+def test_compressed_records_are_refused(tmp_path: Path) -> None:
+    torch.save({"a": torch.zeros(10**6)}, tmp_path / "x.pt")
+    rewritten(tmp_path / "x.pt", lambda name, data: data, zipfile.ZIP_DEFLATED)
+    assert "is compressed" in message(tmp_path / "x.pt")
+
+
+@pytest.mark.parametrize("count", [10**6, 2**30, 2**31 - 1])
+def test_a_huge_declared_size_is_refused(tmp_path: Path, count: int) -> None:
+    path = tmp_path / "x.pt"
+    torch.save({"a": torch.zeros(54321)}, path)
+    # The pickle says 54321 twice, for the storage and for the shape, as a 16-bit integer; now with 32 bits.
+    old, new = b"M" + struct.pack("<H", 54321), b"J" + struct.pack("<i", count)
+    rewritten(path, lambda name, data: data.replace(old, new) if name.endswith("data.pkl") else data)
+    message(path)
+
+
+def test_a_file_that_is_none_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "x.pt"
+    for data in (
+        b"",
+        b"x",
+        b"PK\x03\x04",
+        b"PK\x05\x06" + bytes(18),
+        b"hello world",
+        bytes(1000),
+        b"{}",
+        b"\x80\x02}.",
+    ):
+        path.write_bytes(data)
+        message(path)
+    path.write_bytes(b"")
+    assert "the file is empty" in message(path)
+    assert "cannot be read" in message(tmp_path / "absent.pt")
+    (tmp_path / "directory.pt").mkdir()
+    message(tmp_path / "directory.pt")
+    with zipfile.ZipFile(path, "w") as other:
+        other.writestr("a.txt", "hello")
+    message(path)
+
+
+def test_a_cut_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "x.pt"
+    torch.save({"a": torch.randn(5), "b": torch.randn(3)}, path)
+    data = path.read_bytes()
+    for cut in range(0, len(data), 7):
+        path.write_bytes(data[:cut])
+        message(path)
+
+
+def test_a_damaged_file_loads_or_is_refused(tmp_path: Path) -> None:
+    path, rng = tmp_path / "x.pt", random.Random(3)
+    torch.save({"a": torch.randn(5), "b": torch.randn(3).bfloat16()}, path)
+    data = path.read_bytes()
+    num_refused = 0
+    for _ in range(MUTANTS):
+        mutant = bytearray(data)
+        for _ in range(rng.choice((1, 1, 4))):
+            mutant[rng.randrange(len(data))] = rng.randrange(256)
+        path.write_bytes(mutant)
+        try:
+            for tensor in read_pt(path).values():
+                tensor.sum()
+        except ModelError as error:
+            assert path.name in str(error) and "\n" not in str(error)
+            num_refused += 1
+    assert MUTANTS // 20 < num_refused < MUTANTS
+
+
+def test_the_meta_is_read_as_json(tmp_path: Path) -> None:
+    path = tmp_path / "meta_000001.json"
+    path.write_text(json.dumps({"step": 1}))
+    assert read_meta(path).integer("step") == 1
+    path.write_text("[]")
+    with pytest.raises(ModelError, match="must hold a JSON object"):
+        read_meta(path)
