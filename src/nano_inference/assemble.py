@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from nano_inference.attention import pick
-from nano_inference.catalog import default_cache, resolve
+from nano_inference.catalog import default_cache, nanochat_home, resolve
 from nano_inference.config import Dtype, EngineConfig
 from nano_inference.kv import KVManager, make_kv
 from nano_inference.kv.store import KVStore
@@ -124,10 +124,9 @@ def locate(name: str) -> Path:
     return resolve(name, default_cache(os.environ))
 
 
-def nanochat_home() -> Path:
-    """Return nanochat's base directory: `NANOCHAT_BASE_DIR`, else ~/.cache/nanochat."""
-    named = os.environ.get("NANOCHAT_BASE_DIR")
-    return Path(named).expanduser() if named else Path.home() / ".cache" / "nanochat"
+def nanochat_base() -> Path:
+    """Return nanochat's base directory on this machine."""
+    return nanochat_home(os.environ)
 
 
 def pick_device(name: str) -> torch.device:

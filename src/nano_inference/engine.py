@@ -84,17 +84,19 @@ class InferenceEngine:
         num_samples_per_prompt: int = 1,
         *,
         num_samples: int | None = None,
+        program: TokenProgram | None = None,
         progress: Progress | None = None,
     ) -> list[TrainingSample]:
         """Return the samples of all prompts, prompt-major: the n samples of a prompt stand together, in order.
 
-        One `SamplingParams` serves all prompts, or one for each. Raises `BadRequest` before anything runs when any of
-        them is refused. An exception on the way (Ctrl-C) aborts what was asked here and passes on.
+        One `SamplingParams` serves all prompts, or one for each; `program` serves all samples. Raises `BadRequest`
+        before anything runs when any of them is refused. An exception on the way (Ctrl-C) aborts what was asked here
+        and passes on.
         """
         count = num_samples_per_prompt if num_samples is None else num_samples
         each = params_for_each(prompts, sampling_params)
         requests = [
-            self._admit(prompt, params, count, offset=i)
+            self._admit(prompt, params, count, offset=i, program=program)
             for i, (prompt, params) in enumerate(zip(prompts, each, strict=True))
         ]
         return self._finish_all(requests, progress)

@@ -10,7 +10,7 @@ from nano_inference.cli.session import Session, tick
 from nano_inference.cli.terminal import Interrupts, bar
 from nano_inference.engine import InferenceEngine
 from nano_inference.text import stream
-from nano_inference.text.tokenizer import Tokenizer
+from nano_inference.text.dialogue import shown
 from nano_inference.types import Delta, SamplingParams, TrainingSample
 
 
@@ -36,12 +36,12 @@ def stream_answer(
 ) -> Answer:
     """Draw one sample and write its text as it becomes certain. Ctrl-C ends it early, with what it has."""
     start = time.perf_counter()
-    request_id = session.engine.add_request(prompt, params)
+    request_id = session.engine.add_request(prompt, params, program=session.tool)
     state = stream.start(stops=tuple(params.stop), drop_space=session.tokenizer.drops_space and not raw)
     first, text, sample = 0.0, "", None
     for delta in _deltas(session.engine, len(prompt), interrupts, quiet):
         first = first or time.perf_counter() - start
-        state, piece = stream.push(state, readable(session.tokenizer, delta.token_ids, delta.sample))
+        state, piece = stream.push(state, readable(session, delta.token_ids, delta.sample))
         write(piece)
         text, sample = text + piece, delta.sample
     state, piece = stream.finish(state)
@@ -68,18 +68,16 @@ def _deltas(engine: InferenceEngine, num_prompt: int, interrupts: Interrupts, qu
         result = tick(engine)
 
 
-def readable(tokenizer: Tokenizer, tokens: tuple[int, ...], sample: TrainingSample | None) -> bytes:
+def readable(session: Session, tokens: tuple[int, ...], sample: TrainingSample | None) -> bytes:
     """Return the bytes of tokens that a reader sees: not special ones, and not the one a finished sample stopped at."""
     ended_by_token = sample is not None and sample.finish_reason == "stop" and not isinstance(sample.stop_reason, str)
-    seen = tokens[:-1] if ended_by_token else tokens
-    hidden = tokenizer.special_ids
-    return b"".join(tokenizer.token_bytes(t) for t in seen if t not in hidden and t < tokenizer.vocab_size)
+    return shown(session.tokenizer, session.tool, tokens[:-1] if ended_by_token else tokens)
 
 
 def text_of(session: Session, sample: TrainingSample, params: SamplingParams, *, raw: bool = False) -> str:
     """Return a finished sample's text: what `stream_answer` would have written."""
     state = stream.start(stops=tuple(params.stop), drop_space=session.tokenizer.drops_space and not raw)
-    state, text = stream.push(state, readable(session.tokenizer, sample.completion_tokens, sample))
+    state, text = stream.push(state, readable(session, sample.completion_tokens, sample))
     return text + stream.finish(state)[1]
 
 

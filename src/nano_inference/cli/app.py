@@ -29,6 +29,7 @@ _MODELS_COMMANDS = (
     ("list", "", "List the models on this machine."),
     ("pull", " NAME", "Fetch a model into the cache."),
     ("info", " [NAME]", "Show what a model is made of."),
+    ("export", " NAME DIRECTORY", "Write a nanochat model in another format."),
     ("rm", " NAME", "Delete a model from the cache."),
 )
 _EPILOGUE = (

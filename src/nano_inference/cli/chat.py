@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import NamedTuple
 
 from nano_inference.cli.answer import statistics, stream_answer
 from nano_inference.cli.generate import write_text
@@ -14,6 +17,7 @@ from nano_inference.cli.session import Session, encode, open_session
 from nano_inference.cli.terminal import Interrupts, note
 from nano_inference.config import EngineConfig
 from nano_inference.text.chat import Message
+from nano_inference.text.dialogue import require
 from nano_inference.types import BadRequest, SamplingParams
 
 _HELP = """\
@@ -22,8 +26,18 @@ _HELP = """\
 /help         this list
 /exit         quit, as Ctrl-D does
 Ctrl-C stops an answer; pressed again, or at the prompt, it quits."""
+_BARE_WORDS: Mapping[str, str] = MappingProxyType({"quit": "/exit", "exit": "/exit", "clear": "/clear"})
 _RESERVE = 512
 """Tokens kept free for an answer, when the model is long enough."""
+
+
+class Wishes(NamedTuple):
+    """How the user wants to talk."""
+
+    system: str | None = None
+    prompt: str | None = None
+    """Answer this and leave."""
+    has_bare_words: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,16 +47,20 @@ class Talk:
     system: str | None = None
     turns: tuple[Message, ...] = ()
     is_over: bool = False
+    has_bare_words: bool = False
+    """Whether "quit", "exit" and "clear" are commands without their slash, as in nanochat's chat."""
 
 
-def run(system: str | None, config: EngineConfig, params: SamplingParams, common: Common) -> int:
-    """Talk until the user leaves; return the exit code."""
+def run(wishes: Wishes, config: EngineConfig, params: SamplingParams, common: Common) -> int:
+    """Talk until the user leaves, or answer the one prompt that was given; return the exit code."""
     with open_session(config, common) as session:
-        if session.template is None:
-            raise BadRequest("the model has no chat template; `generate --raw` continues a text")
+        require(session.dialogue)
+        talk = Talk(system=wishes.system, has_bare_words=wishes.has_bare_words)
+        if wishes.prompt is not None:
+            answer_turn(session, talk, wishes.prompt, params, common)
+            return 0
         if sys.stdin.isatty():
             note("/help lists the commands; Ctrl-D quits", common.quiet)
-        talk = Talk(system=system)
         while not talk.is_over and (line := read_line()) is not None:
             talk = take_line(session, talk, line.strip(), params, common)
     return 0
@@ -65,6 +83,8 @@ def take_line(session: Session, talk: Talk, line: str, params: SamplingParams, c
     """Obey a line that begins with a slash, answer any other; return the conversation after it."""
     if not line:
         return talk
+    if talk.has_bare_words and line.lower() in _BARE_WORDS:
+        line = _BARE_WORDS[line.lower()]
     if not line.startswith("/"):
         try:
             return answer_turn(session, talk, line, params, common)
@@ -77,7 +97,7 @@ def take_line(session: Session, talk: Talk, line: str, params: SamplingParams, c
     if word == "/clear":
         return replace(talk, turns=())
     if word == "/system":
-        return Talk(system=rest.strip() or None)
+        return replace(talk, system=rest.strip() or None, turns=())
     note(_HELP if word == "/help" else f"{word}: no such command; /help lists them")
     return talk
 
@@ -96,7 +116,8 @@ def answer_turn(session: Session, talk: Talk, line: str, params: SamplingParams,
     elif answer.sample.finish_reason == "length":
         note("[cut off: --max-tokens or the model's length is reached]", common.quiet)
     note(statistics(answer), common.quiet)
-    return replace(talk, turns=(*kept, {"role": "assistant", "content": answer.text}))
+    message = require(session.dialogue).answer(answer.sample.completion_tokens, answer.text)
+    return replace(talk, turns=(*kept, message))
 
 
 def fit(

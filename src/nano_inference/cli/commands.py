@@ -9,11 +9,14 @@ from cyclopts import Parameter
 from nano_inference.cli.fallback import DEFAULT
 from nano_inference.cli.options import (
     COMMON,
+    NOT_NANOCHAT,
     PLAIN,
     CommonFlags,
     EngineFlags,
     JsonFlag,
     ModelFlag,
+    NanochatFlags,
+    OverrideFlag,
     SamplingFlags,
 )
 
@@ -23,6 +26,8 @@ SystemFlag = Annotated[str | None, Parameter(help="the system message; the templ
 def chat(
     *,
     system: SystemFlag = None,
+    prompt: Annotated[str | None, Parameter(name=("--prompt", "-p"), help="answer this one and leave")] = None,
+    nanochat: NanochatFlags = NOT_NANOCHAT,
     engine: EngineFlags,
     sampling: SamplingFlags = PLAIN,
     common: CommonFlags = COMMON,
@@ -30,10 +35,14 @@ def chat(
     """Talk with a model in the terminal; piped input is taken line by line.
 
     The first Ctrl-C stops an answer, the second quits; Ctrl-D quits. /help lists what can be typed besides messages.
+    With --nanochat the options are those of nanochat's chat_cli, with its defaults: -i -g -s -p -t -k -d.
     """
     from nano_inference.cli import chat as work
+    from nano_inference.cli.place import nanochat_engine
 
-    return work.run(system, engine, sampling, common)
+    if nanochat.nanochat:
+        engine = nanochat_engine(engine, nanochat)
+    return work.run(work.Wishes(system, prompt, nanochat.nanochat), engine, sampling, common)
 
 
 def generate(
@@ -131,11 +140,41 @@ def models_pull(name: str, /, *, common: CommonFlags = COMMON) -> int:
     return work.pull_model(name, common)
 
 
-def models_info(name: str = DEFAULT, /, *, as_json: JsonFlag = False, common: CommonFlags = COMMON) -> int:
-    """Show what a model is made of, and what it costs to run; fetches it when it is not here."""
+def models_info(
+    name: str = DEFAULT,
+    /,
+    *,
+    override: OverrideFlag = (),
+    as_json: JsonFlag = False,
+    common: CommonFlags = COMMON,
+) -> int:
+    """Show what a model is made of, and what it costs to run; fetches it when it is not here.
+
+    Of a nanochat checkpoint: its generation, and every constant that its files leave open, with the reason.
+    """
     from nano_inference.cli import info as work
 
-    return work.show_info(name, as_json, common)
+    return work.show_info(name, override, as_json, common)
+
+
+def models_export(
+    name: str,
+    directory: str,
+    /,
+    *,
+    to: Annotated[
+        Literal["hf", "safetensors", "nanochat"],
+        Parameter(
+            help="hf: a directory for Transformers (G0 only); safetensors: any generation; nanochat: its own .pt files"
+        ),
+    ] = "safetensors",
+    override: OverrideFlag = (),
+    common: CommonFlags = COMMON,
+) -> int:
+    """Write a nanochat model into a new directory, in another format."""
+    from nano_inference.cli import export as work
+
+    return work.export_model(name, directory, to, override, common)
 
 
 def models_rm(name: str, /, *, common: CommonFlags = COMMON) -> int:

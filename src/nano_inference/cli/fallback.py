@@ -2,15 +2,55 @@
 
 from __future__ import annotations
 
-from cyclopts import App, ArgumentCollection, Token
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from cyclopts import App, Argument, ArgumentCollection, Token
+
+from nano_inference.catalog import find_builtin
 
 ENV_PREFIX = "NANO_INFERENCE_"
 DEFAULT = "default"
 """The default model's alias in the catalog."""
+NANOCHAT = "nanochat"
+"""Stands for nanochat's base directory."""
+
+
+NANOCHATS_OWN: Mapping[str, str] = MappingProxyType(
+    {"temperature": "0.6", "top_k": "50", "max_tokens": "256", "seed": "42"}
+)
+"""How nanochat's chat draws when nothing is said: the same answer to the same words."""
 
 
 def name_model(_app: App, _commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
-    """Fill in the default model for a command that takes an `EngineConfig`, whose model has no default of its own."""
-    for argument in arguments:
-        if argument.field_info.name == "model_path" and not argument.tokens:
-            argument.append(Token(keyword="--model", value=DEFAULT, source="default"))
+    """Fill in what the command line leaves out: the default model, and what a model or mode samples with.
+
+    An `EngineConfig`'s model has no default of its own; with --nanochat it is nanochat's base directory.
+    """
+    by_name = {argument.field_info.name: argument for argument in arguments}
+    model = by_name.get("model_path")
+    if model is None:
+        return
+    is_nanochat = "nanochat" in by_name and _is_on(by_name["nanochat"])
+    if not model.tokens:
+        _fill(model, NANOCHAT if is_nanochat else DEFAULT)
+    builtin = find_builtin(str(model.tokens[0].value))
+    wanted = NANOCHATS_OWN if is_nanochat else builtin.sampling if builtin is not None else {}
+    for name, value in wanted.items():
+        argument = by_name.get(name)
+        if argument is not None and not argument.tokens:
+            _fill(argument, value)
+
+
+def _fill(argument: Argument, value: str) -> None:
+    argument.append(Token(keyword=str(argument.name), value=value, source="default"))
+
+
+def _is_on(argument: Argument) -> bool:
+    """Whether a flag was given, and not as --no-x or as false in the environment."""
+    if not argument.tokens:
+        return False
+    token = argument.tokens[-1]
+    if token.implicit_value is not None and token.value == "":
+        return bool(token.implicit_value)
+    return str(token.value).lower() in ("1", "true", "yes", "y", "t")

@@ -79,7 +79,9 @@ def _run_batch(
 
     with bar("generating", quiet=common.quiet) as tell:
         try:
-            samples = session.engine.generate(prompts, params, wishes.num_samples, progress=progress)
+            samples = session.engine.generate(
+                prompts, params, wishes.num_samples, program=session.tool, progress=progress
+            )
         except BadRequest:
             raise
         except Exception as error:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +15,15 @@ from nano_inference.cli.options import Common
 from nano_inference.cli.place import fetch
 from nano_inference.loader.checkpoint import Checkpoint, open_checkpoint
 from nano_inference.models.config import ModelConfig
-from nano_inference.text.chat import load_chat_template
+from nano_inference.text.dialogue import load_dialogue
 from nano_inference.text.tokenizer import load_tokenizer
 
 _FLOAT32 = 4
 
 
-def show_info(name: str, as_json: bool, common: Common) -> int:
+def show_info(name: str, overrides: Sequence[str], as_json: bool, common: Common) -> int:
     """Print what a model is made of."""
-    facts = describe(open_checkpoint(fetch(name, common)))
+    facts = describe(open_checkpoint(fetch(name, common), overrides))
     if as_json:
         print(json.dumps(facts))
         return 0
@@ -55,9 +57,20 @@ def describe(checkpoint: Checkpoint) -> dict[str, Any]:
         "float32_bytes": num_parameters(checkpoint) * _FLOAT32,
         "kv_bytes_per_token": config.kv_bytes_per_token(_FLOAT32),
         "tokenizer": _tokenizer_kind(checkpoint),
-        "chat_template": load_chat_template(checkpoint.tokenizer, tokenizer) is not None,
+        "chat_template": load_dialogue(checkpoint.tokenizer, tokenizer) is not None,
         "end_tokens": {token: tokenizer.token_text(token) for token in config.eos_token_ids},
+        **_inferred(checkpoint),
     }
+
+
+def _inferred(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Return what a nanochat checkpoint leaves open: each constant with its reason, and what to beware of."""
+    inferred = checkpoint.inferred
+    if inferred is None:
+        return {}
+    values = asdict(inferred.constants)
+    constants = {name: {"value": value, "reason": inferred.reasons[name]} for name, value in values.items()}
+    return {"constants": constants, "warnings": list(inferred.warnings)}
 
 
 def num_parameters(checkpoint: Checkpoint) -> int:
@@ -85,13 +98,16 @@ def _tokenizer_kind(checkpoint: Checkpoint) -> str:
     source = checkpoint.tokenizer
     if source.gguf is not None:
         return f"gguf ({source.gguf.get('tokenizer.ggml.model')})"
-    return "tokenizer.json" if (Path(source.path) / "tokenizer.json").is_file() else "tiktoken"
+    kinds = {"tokenizer.json": "tokenizer.json", "tokenizer.pkl": "tiktoken (nanochat)"}
+    return next((kind for name, kind in kinds.items() if (Path(source.path) / name).is_file()), "tiktoken")
 
 
 def _shown(key: str, value: Any) -> str:
     """Return one fact for people to read."""
     if key == "windows":
         return ", ".join(f"{window} in {count} layers" for window, count in value.items())
+    if key == "constants":
+        return "".join(f"\n  {name} = {one['value']} ({one['reason']})" for name, one in value.items())
     if isinstance(value, dict):
         return ", ".join(f"{inner} {text}" for inner, text in value.items()) or "none"
     if isinstance(value, list):

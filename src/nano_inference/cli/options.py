@@ -9,15 +9,18 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from cyclopts import Group, Parameter
 
 from nano_inference.cli.fallback import DEFAULT
 from nano_inference.config import EngineConfig, helped
-from nano_inference.types import SamplingParams
+from nano_inference.types import BadRequest, SamplingParams
 
-_FLAG_OF = {"model_path": "model"}
+_FLAG_OF = {"model_path": "model", "overrides": "override"}
+_SHORT = {"model_path": "-m", "temperature": "-t", "top_k": "-k", "dtype": "-d"}
+_SHORT_NANOCHAT = {"source": "-i", "model_tag": "-g", "step": "-s"}
+"""Short flags of nanochat's own chat, where they do not mean something else already."""
 _BOTH_HAVE = ("seed", "logprobs_mode")
 """Fields of both configurations: the flag is the request's."""
 _NOT_TYPED_BY_HAND = ("logit_bias", "allowed_token_ids")
@@ -32,7 +35,7 @@ def flags(group: Group, skip: Iterable[str] = ()) -> Parameter:
         required=False,
         negative_iterable="",
         name_transform=lambda name: _FLAG_OF.get(name, name).replace("_", "-"),
-        short_alias=lambda info, _used: "-m" if info.name == "model_path" else None,
+        short_alias=lambda info, _used: {**_SHORT, **_SHORT_NANOCHAT}.get(info.name),
         parse=re.compile(rf"^(?!(?:{skipped})$)") if skipped else None,
     )
 
@@ -50,15 +53,40 @@ class Common:
     quiet: bool = helped(False, "no bars and no statistics on stderr")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NanochatWishes:
+    """nanochat's own chat: which checkpoint of its base directory."""
+
+    nanochat: bool = helped(
+        False, "talk with a checkpoint of nanochat's base directory ($NANOCHAT_BASE_DIR, or --model DIR), its way"
+    )
+    source: Literal["base", "mid", "sft", "rl"] | None = helped(None, "kind of training; sft when there is one")
+    model_tag: str | None = helped(None, "directory such as d20; the largest when not given")
+    step: int | None = helped(None, "checkpoint; the last when not given")
+    device_type: Literal["cuda", "cpu", "mps", ""] = helped("", "the same as --device")
+
+    def __post_init__(self) -> None:
+        named = [self.source, self.model_tag, self.step, self.device_type or None]
+        if not self.nanochat and any(value is not None for value in named):
+            raise BadRequest("--source, --model-tag, --step and --device-type belong to --nanochat")
+        if self.device_type == "mps":
+            raise BadRequest("--device-type mps: Apple's GPUs are not supported; cpu works")
+
+
 _ENGINE_GROUP = Group("Engine", help=f'Without --model, the model named "{DEFAULT}" is taken.', sort_key=3)
 _SAMPLING_GROUP = Group("Sampling", sort_key=2)
 _COMMON_GROUP = Group("Common", sort_key=4)
 
 EngineFlags = Annotated[EngineConfig, flags(_ENGINE_GROUP, _BOTH_HAVE)]
 SamplingFlags = Annotated[SamplingParams, flags(_SAMPLING_GROUP, _NOT_TYPED_BY_HAND)]
+NanochatFlags = Annotated[NanochatWishes, flags(Group("nanochat", sort_key=1))]
 CommonFlags = Annotated[Common, flags(_COMMON_GROUP)]
 ModelFlag = Annotated[str, Parameter(name=("--model", "-m"), help=help_of(EngineConfig, "model_path"))]
+OverrideFlag = Annotated[
+    tuple[str, ...], Parameter(name="--override", negative_iterable="", help=help_of(EngineConfig, "overrides"))
+]
 JsonFlag = Annotated[bool, Parameter(name="--json", negative="", help="print JSON")]
 
 PLAIN = SamplingParams()
 COMMON = Common()
+NOT_NANOCHAT = NanochatWishes()

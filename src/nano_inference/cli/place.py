@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
-from nano_inference.catalog import default_cache, resolve
-from nano_inference.cli.options import Common
+from nano_inference.catalog import default_cache, nanochat_home, resolve
+from nano_inference.cli.fallback import NANOCHAT
+from nano_inference.cli.options import Common, NanochatWishes
 from nano_inference.cli.terminal import bar
+from nano_inference.config import EngineConfig
 from nano_inference.loader.gguf_file import read_gguf
 from nano_inference.loader.listing import only_gguf
-from nano_inference.types import TokenizerSource
+from nano_inference.loader.nanochat_files import find_files
+from nano_inference.types import ModelError, TokenizerSource
 
 
 def cache_of(common: Common) -> Path:
@@ -24,9 +28,23 @@ def fetch(name: str, common: Common) -> Path:
         return resolve(name, cache_of(common), progress=tell)
 
 
+def nanochat_engine(config: EngineConfig, wishes: NanochatWishes) -> EngineConfig:
+    """Return the configuration of nanochat's chat: the checkpoint that was asked for, on the device it names."""
+    base = nanochat_home(os.environ) if config.model_path == NANOCHAT else Path(config.model_path).expanduser()
+    if not base.exists():
+        raise ModelError(f"{base}: no such directory; NANOCHAT_BASE_DIR or --model names nanochat's base directory")
+    files = find_files(base, source=wishes.source, model_tag=wishes.model_tag, step=wishes.step)
+    if files is None:
+        raise ModelError(f"{base}: holds no nanochat checkpoint")
+    return replace(config, model_path=str(files.weights), device=wishes.device_type or config.device)
+
+
 def tokenizer_source(path: Path) -> TokenizerSource:
-    """Return a model's tokenizer files: a directory with a configuration, or a GGUF file's metadata."""
+    """Return a model's tokenizer files: beside its config.json, of nanochat, or a GGUF file's metadata."""
     if path.is_dir() and (path / "config.json").is_file():
         return TokenizerSource(str(path))
+    files = find_files(path)
+    if files is not None:
+        return TokenizerSource(str(files.tokenizer or files.weights.parent))
     file = read_gguf(only_gguf(path) if path.is_dir() else path)
     return TokenizerSource(str(file.path), file.metadata)

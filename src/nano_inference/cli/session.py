@@ -10,11 +10,14 @@ from nano_inference.assemble import assemble
 from nano_inference.cli.options import Common
 from nano_inference.cli.place import fetch
 from nano_inference.cli.prompts import Prompt
-from nano_inference.cli.terminal import bar
+from nano_inference.cli.terminal import bar, note
 from nano_inference.config import EngineConfig
 from nano_inference.engine import InferenceEngine
-from nano_inference.text.chat import ChatTemplate, Message, encode_chat, load_chat_template
+from nano_inference.loader.opened import Checkpoint
+from nano_inference.text.chat import Message
+from nano_inference.text.dialogue import Dialogue, load_dialogue
 from nano_inference.text.tokenizer import Tokenizer, load_tokenizer
+from nano_inference.text.tools import PythonTool
 from nano_inference.types import BadRequest, EngineDead, StepResult
 
 
@@ -24,7 +27,13 @@ class Session:
 
     engine: InferenceEngine
     tokenizer: Tokenizer
-    template: ChatTemplate | None
+    dialogue: Dialogue | None
+    """How messages become ids; None for a model that only continues texts."""
+
+    @property
+    def tool(self) -> PythonTool | None:
+        """What the model may call while it answers."""
+        return None if self.dialogue is None else self.dialogue.tool
 
 
 @contextmanager
@@ -36,22 +45,33 @@ def open_session(config: EngineConfig, common: Common) -> Iterator[Session]:
         parts = assemble(config, progress=tell)
     assert parts.checkpoint is not None, "assemble opens a checkpoint"
     tokenizer = load_tokenizer(parts.checkpoint.tokenizer)
-    template = load_chat_template(parts.checkpoint.tokenizer, tokenizer)
+    dialogue = load_dialogue(parts.checkpoint.tokenizer, tokenizer)
+    tell_inferred(parts.checkpoint, common.quiet)
     with InferenceEngine(config, parts=parts) as engine:
-        yield Session(engine=engine, tokenizer=tokenizer, template=template)
+        yield Session(engine=engine, tokenizer=tokenizer, dialogue=dialogue)
+
+
+def tell_inferred(checkpoint: Checkpoint, quiet: bool) -> None:
+    """Say which generation a nanochat checkpoint was taken for, and what its user should know."""
+    inferred = checkpoint.inferred
+    if inferred is None:
+        return
+    note(f"[nanochat {inferred.constants.generation} ({inferred.reasons['generation']}): {checkpoint.path}]", quiet)
+    for warning in inferred.warnings:
+        note(f"[{warning}]")
 
 
 def encode(session: Session, prompt: Prompt, *, system: str | None = None, raw: bool = False) -> list[int]:
     """Return a prompt's ids. Text goes through the model's chat template when it has one, unless `raw`."""
     if isinstance(prompt, tuple):
         return list(prompt)
-    if isinstance(prompt, str) and system is None and (raw or session.template is None):
+    if isinstance(prompt, str) and system is None and (raw or session.dialogue is None):
         return session.tokenizer.encode(prompt)
-    if session.template is None or raw:
+    if session.dialogue is None or raw:
         raise BadRequest(
             "messages need a chat template" + (", which --raw leaves out" if raw else "; the model has none")
         )
-    return encode_chat(session.template, session.tokenizer, with_system(prompt, system))
+    return session.dialogue.encode(with_system(prompt, system))
 
 
 def with_system(prompt: str | list[Message], system: str | None) -> list[Message]:

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import torch
 
-from nano_inference.assemble import nanochat_home, pick_device
+from nano_inference.assemble import nanochat_base, pick_device
 
 
 def get_base_dir() -> str:
     """Return nanochat's base directory: `NANOCHAT_BASE_DIR`, else ~/.cache/nanochat. It is not created."""
-    return str(nanochat_home())
+    return str(nanochat_base())
 
 
 def autodetect_device_type() -> str:
@@ -40,4 +40,4 @@ def print0(s: str = "", end: str = "\n") -> None:
 
 def base_path(directory: str | Path | None) -> Path:
     """Return the given base directory, or nanochat's."""
-    return nanochat_home() if directory is None else Path(directory)
+    return nanochat_base() if directory is None else Path(directory)

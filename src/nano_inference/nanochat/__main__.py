@@ -1,0 +1,83 @@
+"""`python -m nano_inference.nanochat`: the cached engine against the naive forward pass, token by token.
+
+Upstream's `python -m nanochat.engine` does the same; this one needs neither CUDA nor a checkpoint.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+
+from nano_inference.catalog import BUILTINS
+from nano_inference.loader.nanochat import open_nanochat
+from nano_inference.loader.nanochat_files import SOURCES, find_files
+from nano_inference.loader.opened import Checkpoint
+from nano_inference.nanochat.checkpoint_manager import describe
+from nano_inference.nanochat.common import base_path
+from nano_inference.nanochat.engine import Engine
+from nano_inference.nanochat.gpt import GPT
+from nano_inference.nanochat.tokenizer import get_tokenizer
+from nano_inference.types import ModelError, SamplingParams
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Compare, print both times and whether all tokens match; return 0 when they do."""
+    wish = _parser().parse_args(argv)
+    try:
+        checkpoint = _open(wish)
+        model, tokenizer = GPT.of(checkpoint, device=wish.device), get_tokenizer(checkpoint.tokenizer.path)
+    except ValueError as error:
+        print(f"nano_inference.nanochat: {error}", file=sys.stderr)
+        return 2
+    prompt = tokenizer.encode(wish.prompt, prepend=tokenizer.get_bos_token_id())
+    room = model.config.sequence_len - len(prompt)
+    if not 1 <= wish.max_tokens <= room:
+        print(f"nano_inference.nanochat: --max-tokens must be in [1, {room}] for this prompt", file=sys.stderr)
+        return 2
+    start = time.perf_counter()
+    naive = list(model.generate(prompt, wish.max_tokens, temperature=0.0))
+    naive_seconds = time.perf_counter() - start
+    core = Engine(model, tokenizer).core
+    start = time.perf_counter()
+    params = SamplingParams(temperature=0.0, max_tokens=wish.max_tokens, ignore_eos=True)
+    cached = list(core.generate([prompt], params)[0].completion_tokens)
+    cached_seconds = time.perf_counter() - start
+    print(f"naive   {naive_seconds:8.3f} s   {tokenizer.decode(naive)!r}")
+    print(f"cached  {cached_seconds:8.3f} s   {tokenizer.decode(cached)!r}")
+    for place, pair in enumerate(zip(naive, cached, strict=True)):
+        if pair[0] != pair[1]:
+            print(f"Mismatch at token {place}: {pair[0]} != {pair[1]}")
+            break
+    print(f"Match: {naive == cached}, {naive_seconds / cached_seconds:.1f}x as fast, {len(naive)} tokens")
+    return 0 if naive == cached else 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m nano_inference.nanochat", description=__doc__)
+    parser.add_argument("path", nargs="?", help="a checkpoint; without it and --source, the model of the package")
+    parser.add_argument("-i", "--source", choices=SOURCES, help="a checkpoint of nanochat's base directory")
+    parser.add_argument("-g", "--model-tag")
+    parser.add_argument("-s", "--step", type=int)
+    parser.add_argument("--prompt", default="The chemical formula of water is")
+    parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--device", default="auto")
+    return parser
+
+
+def _open(wish: argparse.Namespace) -> Checkpoint:
+    """Open the checkpoint that was asked for; say what was inferred."""
+    is_named = wish.path is not None or wish.source is not None
+    root = base_path(wish.path) if is_named else BUILTINS[0].directory
+    files = find_files(root, source=wish.source, model_tag=wish.model_tag, step=wish.step)
+    if files is None:
+        raise ModelError(f"{root}: holds no nanochat checkpoint")
+    checkpoint = open_nanochat(files)
+    for line in describe(checkpoint, files):
+        print(line)
+    return checkpoint
+
+
+if __name__ == "__main__":
+    sys.exit(main())
