@@ -1,8 +1,9 @@
 """nanochat's own algorithm and the core engine on one model, in one run, side by side.
 
 nanochat's algorithm is its loop written out (`nanochat/loop.py`): a dense cache, the whole history read anew at every
-turn, every row computed until the last one ends, logits of all prompt positions. Both sides give the same tokens, which
-is checked. The naive forward pass without any cache shows how its cost grows with the length.
+turn, every row computed until the last one ends, logits of all prompt positions. Both sides draw by the same numbers;
+`equal_rows` is the share of rollouts with the same tokens (a random model's 50 best logits lie so close that a last bit
+exchanges two of them now and then). The naive forward pass without any cache shows how its cost grows with the length.
 
 Legend: s seconds; ratio = nanochat's seconds / ours. The last line is JSON.
 """
@@ -93,13 +94,14 @@ def words(count: int, seed: int, vocab_size: int) -> list[int]:
 
 
 def end_about_every(num_tokens: int, model: GPT) -> None:
-    """Set the one weight that makes the end likely, so that answers end after so many tokens on average."""
+    """Set the one weight that makes the end likely, so that answers end after so many tokens on average (top-k 50)."""
     head_VE = model.weights["lm_head.weight"]
     ids = torch.tensor([words(200, 1, model.config.vocab_size)])
     low, high = 0.0, 10.0
     for _ in range(30):
         head_VE[ASSISTANT_END, 0] = (low + high) / 2
-        chance = float(model.forward(ids)[0].softmax(-1)[:, ASSISTANT_END].mean())
+        best_TK, id_TK = model.forward(ids)[0].topk(50)
+        chance = float((best_TK.softmax(-1) * (id_TK == ASSISTANT_END)).sum(-1).mean())
         low, high = (low, (low + high) / 2) if chance > 1 / num_tokens else ((low + high) / 2, high)
 
 
@@ -109,27 +111,35 @@ def timed(run: Callable[[], Any]) -> tuple[float, Any]:
     return time.perf_counter() - start, found
 
 
-def rollouts(model: GPT, repeat: int) -> dict[str, Any]:
-    """n=16 of one prompt of 128 tokens, at most 256 new tokens, rows ending at their own time."""
+def rollouts(model: GPT, repeat: int, num_prompts: int) -> dict[str, Any]:
+    """n=16 of prompts of 128 tokens, top-k 50 as nanochat's RL has it, at most 256 new tokens, rows ending by chance.
+
+    nanochat's loop takes one prompt after the other; ours takes them together.
+    """
     sides = {"ours": Engine(model, Ids()), "nanochat": Engine(Plain(model), Ids())}
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     lengths: list[int] = []
+    equal: list[bool] = []
     for seed in range(repeat + 1):
-        prompt = [BOS, USER_START, *words(126, seed, model.config.vocab_size), USER_END, ASSISTANT_START]
+        texts = [words(126, 100 * seed + i, model.config.vocab_size) for i in range(num_prompts)]
+        prompts = [[BOS, USER_START, *text, USER_END, ASSISTANT_START] for text in texts]
         found = {}
         for name, engine in sides.items():
-            wish: dict[str, Any] = {"max_tokens": 256, "seed": seed}
-            took, found[name] = timed(partial(engine.generate_batch, prompt, 16, **wish))
+            wish: dict[str, Any] = {"max_tokens": 256, "top_k": 50, "seeds": range(seed, seed + num_prompts)}
+            took, found[name] = timed(partial(engine.generate_batches, prompts, 16, **wish))
             seconds[name] += [took] if seed else []
-        assert found["ours"] == found["nanochat"], "the two sides differ"
-        lengths += [len(row) - len(prompt) for row in found["ours"][0]] if seed else []
-    return summary("rollouts n=16", seconds, {"mean_tokens": sum(lengths) / len(lengths), "longest": max(lengths)})
+        rows = {name: [row for results, _ in batches for row in results] for name, batches in found.items()}
+        equal += [a == b for a, b in zip(rows["ours"], rows["nanochat"], strict=True)]
+        lengths += [len(row) - 130 for row in rows["ours"]] if seed else []
+    facts = {"mean_tokens": sum(lengths) / len(lengths), "longest": max(lengths), "equal_rows": sum(equal) / len(equal)}
+    return summary(f"rollouts, {num_prompts} x n=16", seconds, facts)
 
 
-def chat(model: GPT, repeat: int) -> dict[str, Any]:
-    """The fifth turn of a conversation: 48 tokens of the user, 64 of the assistant, behind four such turns."""
+def chat(model: GPT, repeat: int) -> list[dict[str, Any]]:
+    """The fifth turn of a conversation: 192 tokens of the user, up to 64 of the assistant, behind four such turns."""
     sides = {"ours": Engine(model, Ids()), "nanochat": Engine(Plain(model), Ids())}
     seconds: dict[str, list[float]] = {name: [] for name in sides}
+    firsts: dict[str, list[float]] = {name: [] for name in sides}
     for seed in range(repeat + 1):
         for name, engine in sides.items():
             history = [BOS]
@@ -137,11 +147,15 @@ def chat(model: GPT, repeat: int) -> dict[str, Any]:
                 user = words(192, 100 * seed + turn, model.config.vocab_size)
                 history += [USER_START, *user, USER_END, ASSISTANT_START]
                 columns = engine.generate(history, max_tokens=64, temperature=0.0)
-                took, answer = timed(partial(list, columns))
+                first, column = timed(partial(next, columns))
+                took, rest = timed(partial(list, columns))
+                answer = [column, *rest]
                 tokens = [column[0] for column, _ in answer]
                 history += tokens if tokens[-1] == ASSISTANT_END else [*tokens, ASSISTANT_END]
-            seconds[name] += [took] if seed else []
-    return summary("chat, turn 5", seconds, {"history": len(history)})
+            seconds[name] += [first + took] if seed else []
+            firsts[name] += [first] if seed else []
+    facts = {"history": len(history)}
+    return [summary("chat, turn 5, first token", firsts, facts), summary("chat, turn 5, all tokens", seconds, facts)]
 
 
 def naive(model: GPT, lengths: list[int]) -> list[dict[str, Any]]:
@@ -176,7 +190,12 @@ def main() -> None:
     wish = parser.parse_args()
     model = random_model(wish.layers, wish.size, wish.vocab, 2048)
     end_about_every(80, model)
-    rows = [rollouts(model, wish.repeat), chat(model, wish.repeat), *naive(model, wish.lengths)]
+    rows = [
+        rollouts(model, wish.repeat, 1),
+        rollouts(model, 1, 8),
+        *chat(model, wish.repeat),
+        *naive(model, wish.lengths),
+    ]
     print(f"{'workload':32}{'nanochat s':>12}{'ours s':>10}{'ratio':>8}")
     for row in rows:
         print(f"{row['name']:32}{row['nanochat']:12.3f}{row['ours']:10.3f}{row['ratio']:8.2f}")

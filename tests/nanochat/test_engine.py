@@ -88,6 +88,19 @@ def test_batches_equal_the_loops_too() -> None:
         assert ours.generate_batch([BOS, 1], 6, **wish) == plain.generate_batch([BOS, 1], 6, **wish)
 
 
+def test_many_prompts_at_once_equal_one_after_the_other() -> None:
+    model = talkative("G4")
+    prompts = [[BOS, *[3, 1, 4][: n % 4]] + [7] * n for n in range(6)]
+    wish: dict[str, Any] = {"max_tokens": 40, "top_k": 15}
+    for engine in (Engine(model, TOKENIZER), Engine(Foreign(model), TOKENIZER)):
+        alone = [engine.generate_batch(prompt, 4, seed=i, **wish) for i, prompt in enumerate(prompts)]
+        assert engine.generate_batches(prompts, 4, seeds=range(6), **wish) == alone
+        assert engine.generate_batches(prompts[:2], 4, seeds=1, **wish)[1] == alone[1]
+    with pytest.raises(ValueError, match="seeds must be one for each of 6 prompts, got 1"):
+        engine.generate_batches(prompts, 4, seeds=[1])
+    assert engine.generate_batches([]) == []
+
+
 def test_top_p_equals_the_loop_too() -> None:
     model = talkative("G4")
     wish: dict[str, Any] = {"top_p": 0.7, "max_tokens": 40, "seed": 5}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from nano_inference.assemble import parts_of
@@ -20,7 +20,7 @@ from nano_inference.nanochat.columns import Columns, ColumnSampler, sample_next_
 from nano_inference.nanochat.gpt import GPT
 from nano_inference.nanochat.loop import Call, ChatTokenizer, Column, RowState, Specials, find_specials, plain_columns
 from nano_inference.text.calculator import Value, calculate, evaluate
-from nano_inference.types import Delta, SamplingParams
+from nano_inference.types import Delta, SamplingParams, TrainingSample
 
 __all__ = [
     "Engine",
@@ -31,6 +31,9 @@ __all__ = [
     "timeout",
     "use_calculator",
 ]
+
+Batch = tuple[list[list[int]], list[list[int]]]
+"""The tokens of each row, and masks of the same lengths: 1 where a token was sampled."""
 
 
 def use_calculator(expr: str) -> Value | None:
@@ -90,20 +93,12 @@ class Engine:
         row ends where the trained length is full. Raises `AssertionError` for tokens that are no list of integers, a
         negative temperature, or a prompt longer than the trained length without `max_tokens`.
         """
-        assert isinstance(tokens, list) and isinstance(tokens[0], int), "expecting list of ints"
-        assert temperature >= 0.0, "temperature must be non-negative"
-        length = int(self.model.config.sequence_len)  # type: ignore[attr-defined]
-        assert max_tokens is not None or len(tokens) <= length, (
-            f"a prompt of {len(tokens)} tokens is longer than the model's {length}; name max_tokens"
-        )
-        # The last token is never computed, so it may stand one past the trained length.
-        limit = length - len(tokens) + 1 if max_tokens is None else max_tokens
-        call = Call(tokens, num_samples, limit, temperature, top_k, seed, top_p)
+        call = self._call(tokens, num_samples, max_tokens, temperature, top_k, seed, top_p)
         specials = find_specials(self.tokenizer)
-        if isinstance(self.model, GPT):
-            yield from self._core_columns(self.model, specials, call)
-        else:
+        if not isinstance(self.model, GPT):
             yield from plain_columns(self.model, specials, call)
+        elif call.limit and num_samples:
+            yield from self._core_columns(self.model, specials, call)
 
     def generate_batch(
         self,
@@ -115,23 +110,39 @@ class Engine:
         top_k: int | None = None,
         seed: int = 42,
         top_p: float | None = None,
-    ) -> tuple[list[list[int]], list[list[int]]]:
+    ) -> Batch:
         """Return each sample's prompt and tokens without the terminal, and masks of the same length, 0 for the prompt.
 
         Raises as `generate` does.
         """
-        terminals = find_specials(self.tokenizer).terminals
-        results, masks = [tokens.copy() for _ in range(num_samples)], [[0] * len(tokens) for _ in range(num_samples)]
-        open_rows = set(range(num_samples))
-        columns = self.generate(tokens, num_samples, max_tokens, temperature, top_k, seed, top_p)
-        for token_column, token_masks in columns:
-            open_rows -= {row for row in open_rows if token_column[row] in terminals}
-            for row in open_rows:
-                results[row].append(token_column[row])
-                masks[row].append(token_masks[row])
-            if not open_rows:
-                break
-        return results, masks
+        call = self._call(tokens, num_samples, max_tokens, temperature, top_k, seed, top_p)
+        return self._batches([call])[0]
+
+    def generate_batches(
+        self,
+        prompts: Sequence[list[int]],
+        num_samples: int = 1,
+        *,
+        max_tokens: int | None = None,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        seeds: int | Sequence[int] = 42,
+        top_p: float | None = None,
+    ) -> list[Batch]:
+        """Return what `generate_batch` gives for each of several prompts, of any lengths.
+
+        Our own model runs all at once. One seed serves all prompts, or one for each. Raises as `generate` does, and
+        `ValueError` when the seeds are not as many as the prompts.
+        """
+        each = [seeds] * len(prompts) if isinstance(seeds, int) else list(seeds)
+        if len(each) != len(prompts):
+            raise ValueError(f"seeds must be one for each of {len(prompts)} prompts, got {len(each)}")
+        return self._batches(
+            [
+                self._call(tokens, num_samples, max_tokens, temperature, top_k, seed, top_p)
+                for tokens, seed in zip(prompts, each, strict=True)
+            ]
+        )
 
     @property
     def core(self) -> InferenceEngine:
@@ -147,11 +158,48 @@ class Engine:
             self._version = self.model.version
         return self._core
 
-    def _core_columns(self, model: GPT, specials: Specials, call: Call) -> Iterator[Column]:
-        """Yield the columns of a call on the core engine."""
-        if call.limit == 0 or call.num_samples == 0:
-            return
-        core = self.core
+    def _call(
+        self,
+        tokens: list[int],
+        num_samples: int,
+        max_tokens: int | None,
+        temperature: float,
+        top_k: int | None,
+        seed: int,
+        top_p: float | None,
+    ) -> Call:
+        """Check the arguments of a generation, and find how many columns it may have."""
+        assert isinstance(tokens, list) and isinstance(tokens[0], int), "expecting list of ints"
+        assert temperature >= 0.0, "temperature must be non-negative"
+        length = int(self.model.config.sequence_len)  # type: ignore[attr-defined]
+        assert max_tokens is not None or len(tokens) <= length, (
+            f"a prompt of {len(tokens)} tokens is longer than the model's {length}; name max_tokens"
+        )
+        # The last token is never computed, so it may stand one past the trained length.
+        limit = length - len(tokens) + 1 if max_tokens is None else max_tokens
+        return Call(tokens, num_samples, limit, temperature, top_k, seed, top_p)
+
+    def _batches(self, calls: Sequence[Call]) -> list[Batch]:
+        """Return the finished rows of calls."""
+        specials = find_specials(self.tokenizer)
+        if not isinstance(self.model, GPT):
+            return [_batch_of(plain_columns(self.model, specials, call), specials, call) for call in calls]
+        core, asked = self.core, {}
+        try:
+            for index, call in enumerate(calls):
+                if call.limit and call.num_samples:
+                    asked[index], _ = self._ask(self.model, specials, call)
+            left = set(asked.values())
+            while left:
+                left.difference_update(core.wait_for_any(left))
+        finally:
+            samples = {index: core.collect(request_id) for index, request_id in asked.items()}
+            for request_id in asked.values():
+                self._sampler.close(request_id)
+        return [_rows_of(samples.get(index, []), call) for index, call in enumerate(calls)]
+
+    def _ask(self, model: GPT, specials: Specials, call: Call) -> tuple[int, Columns]:
+        """Queue a call on the core engine; return its request and the numbers that it draws by."""
         params = SamplingParams(
             temperature=call.temperature,
             max_tokens=call.limit,
@@ -161,16 +209,54 @@ class Engine:
             top_p=1.0 if call.top_p is None else call.top_p,
             seed=call.seed,
         )
-        request_id = core.add_request(call.tokens, params, call.num_samples, program=specials.tool, claim=True)
-        columns = Columns(call.num_samples, call.seed, call.temperature, call.top_k, call.top_p, model.get_device())
+        device = model.get_device()
+        columns = Columns(call.num_samples, call.seed, call.temperature, call.top_k, call.top_p, device)
+        request_id = self.core.add_request(call.tokens, params, call.num_samples, program=specials.tool, claim=True)
         if self.exact:
             self._sampler.open(request_id, columns)
-        deltas = core.deltas(request_id)
+        return request_id, columns
+
+    def _core_columns(self, model: GPT, specials: Specials, call: Call) -> Iterator[Column]:
+        """Yield the columns of a call on the core engine."""
+        request_id, columns = self._ask(model, specials, call)
+        deltas = self.core.deltas(request_id)
         try:
             yield from _columns_of(deltas, call.num_samples, columns)
         finally:
             deltas.close()  # type: ignore[attr-defined]
             self._sampler.close(request_id)
+
+
+def _batch_of(columns: Iterator[Column], specials: Specials, call: Call) -> Batch:
+    """Gather columns into rows, each up to its terminal."""
+    results, masks = _empty_batch(call)
+    open_rows = set(range(call.num_samples))
+    for token_column, token_masks in columns:
+        open_rows -= {row for row in open_rows if token_column[row] in specials.terminals}
+        for row in open_rows:
+            results[row].append(token_column[row])
+            masks[row].append(token_masks[row])
+        if not open_rows:
+            break
+    return results, masks
+
+
+def _rows_of(samples: Sequence[TrainingSample], call: Call) -> Batch:
+    """Return the core engine's samples as rows without their terminals."""
+    results, masks = _empty_batch(call)
+    for result, mask, sample in zip(results, masks, samples, strict=False):
+        if sample.finish_reason == "abort":
+            raise RuntimeError(f"generation was aborted: {sample.stop_reason}")
+        end = len(sample.mask) - (sample.finish_reason == "stop")
+        result += sample.completion_tokens[:end]
+        mask += sample.mask[:end]
+    return results, masks
+
+
+def _empty_batch(call: Call) -> Batch:
+    """Return a row for each sample that holds the prompt alone."""
+    rows = range(call.num_samples)
+    return [call.tokens.copy() for _ in rows], [[0] * len(call.tokens) for _ in rows]
 
 
 def _columns_of(deltas: Iterator[Delta], num_rows: int, columns: Columns) -> Iterator[Column]:
