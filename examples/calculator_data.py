@@ -118,6 +118,11 @@ Is {} {}?|Translate {}|How old is {}?|Explain {} to me|What is the weather in {}
 Can you {} a {}?|What is the meaning of {}?|I am {}|When did {} end?|Which {} is the best?|My {} is {}|Are you {}?
 the {} of {}|Why {}?|What is the color of {}?|Write a story about {} and {}|How is {} made?|Give me a {}|what is {}
 What time is it?|How many people live in {}?|How many {} are in the {}?|How much {} is in {}?|Write a poem about {}""")
+TOO_HARD = listed("""sqrt of {}|sqrt({})|the square root of {}|{} to the power of {}|{}^{}|{} ** {}|{} mod {}
+{} % {}|{} squared|log of {}|the sine of {}|sin({})|the factorial of {}|{}!|{}|the greater of {} and {}
+{} modulo {}|the root of {}""")
+NOT_COUNTED = listed("""How many vowels are in {}?|How many letters are in {}?|How many letters does {} have?|Spell {}
+How long is the word {}?|Reverse {}|How many words are in {}?|What letters are in {}?|Is {} prime?|Is {} even?""")
 NO_RESULT = "The calculator gave no result."
 
 
@@ -170,6 +175,8 @@ def formula(rng: random.Random) -> tuple[str, str]:
         first = rng.choice((0, 2))
         parts[first] = ("(" + parts[first][0], "(" + parts[first][1])
         parts[first + 2] = (parts[first + 2][0] + ")", parts[first + 2][1] + ")")
+    if rng.random() < 0.02:
+        parts = [("(", "("), *parts, (")", ")")]
     return "".join(spoken for spoken, _ in parts), "".join(written for _, written in parts)
 
 
@@ -209,8 +216,10 @@ def arithmetic(rng: random.Random) -> Turn:
 
 
 def word(rng: random.Random) -> str:
-    """Draw a word: a real one, one of syllables, or random letters, some of which repeat."""
+    """Draw a word: a real one, one of syllables, or random letters, some of which repeat; rarely two."""
     kind = rng.random()
+    if kind > 0.94:
+        return f"{word(rng)[:12]} {word(rng)[:12]}".strip()
     if kind < 0.3:
         return rng.choice(WORDS)
     if kind < 0.6:
@@ -229,7 +238,7 @@ def counted(question: str, text: str, letter: str) -> Turn:
 def letters(rng: random.Random) -> Turn:
     """Draw a question about the letters of a word."""
     text = word(rng)
-    letter = rng.choice(text) if rng.random() < 0.85 else rng.choice(ALPHABET)
+    letter = rng.choice(text.replace(" ", "")) if rng.random() < 0.85 else rng.choice(ALPHABET)
     shown = rng.choice((*[text] * 20, text.capitalize(), text.capitalize(), text.upper()))
     quote = rng.choice(("", "", "", "'", '"'))
     mark = rng.choice(("", "", "", "", "'", '"'))
@@ -240,9 +249,11 @@ def letters(rng: random.Random) -> Turn:
 
 def small_talk(rng: random.Random) -> Turn:
     """Draw something that needs no tool, and the reply."""
+    if rng.random() < 0.25:
+        return Turn(asked(rng, rng.choice(TOO_HARD).format(number(rng)[0], number(rng, 2)[0])), "", HELP)
     if rng.random() < 0.5:
-        things = [word(rng) if rng.random() < 0.4 else rng.choice(WORDS + NOUNS + PEOPLE) for _ in range(3)]
-        return Turn(rng.choice(ELSE).format(*things), "", HELP)
+        things = [rng.choice((word(rng), number(rng)[0], rng.choice(WORDS + NOUNS + PEOPLE))) for _ in range(3)]
+        return Turn(rng.choice(ELSE + NOT_COUNTED).format(*things), "", HELP)
     reply, questions = rng.choice(tuple(SMALL_TALK.items()))
     return Turn(rng.choice(questions), "", reply)
 
@@ -252,7 +263,7 @@ def follow_up(rng: random.Random, last: Turn) -> Turn:
     if ".count(" in last.expression:
         _, text, _, letter, _ = last.expression.split("'")
         if rng.random() < 0.5:
-            letter = rng.choice(text)
+            letter = rng.choice(text.replace(" ", ""))
             return counted(rng.choice(OTHER_LETTER).format(letter), text, letter)
         text = word(rng)
         return counted(rng.choice(OTHER_WORD).format(text), text, letter)
@@ -264,7 +275,7 @@ def follow_up(rng: random.Random, last: Turn) -> Turn:
 def trainable(turn: Turn) -> bool:
     """Tell whether a turn may be trained on: it asks for nothing that is held out."""
     subject = turn.expression.split("'")[1] if "'" in turn.expression else turn.expression
-    return not held_out_text(subject)
+    return not any(held_out_text(part) for part in subject.split())
 
 
 def draw(rng: random.Random, last: Turn | None) -> Turn:
@@ -273,7 +284,7 @@ def draw(rng: random.Random, last: Turn | None) -> Turn:
     while True:
         kinds: tuple[Callable[[random.Random], Turn], ...] = (arithmetic, letters, small_talk)
         chain = last is not None and result is not None and len(result) < 9 and rng.random() < 0.6
-        turn = follow_up(rng, last) if chain and last else rng.choices(kinds, (55, 37, 8))[0](rng)
+        turn = follow_up(rng, last) if chain and last else rng.choices(kinds, (50, 35, 15))[0](rng)
         if not turn.expression or trainable(turn):
             return turn
 

@@ -22,6 +22,9 @@ from nano_inference.nanochat.tokenizer import get_tokenizer
 from nano_inference.types import ModelError, SamplingParams
 
 
+_UNWRITTEN = {"role": "assistant", "content": ""}
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Compare, print both times and whether all tokens match; return 0 when they do."""
     wish = _parser().parse_args(argv)
@@ -32,6 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"nano_inference.nanochat: {error}", file=sys.stderr)
         return 2
     prompt = tokenizer.encode(wish.prompt, prepend=tokenizer.get_bos_token_id())
+    if wish.chat:
+        prompt = tokenizer.render_for_completion([{"role": "user", "content": wish.prompt}, _UNWRITTEN])
     room = model.config.sequence_len - len(prompt)
     if not 1 <= wish.max_tokens <= room:
         print(f"nano_inference.nanochat: --max-tokens must be in [1, {room}] for this prompt", file=sys.stderr)
@@ -61,6 +66,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("-g", "--model-tag")
     parser.add_argument("-s", "--step", type=int)
     parser.add_argument("--prompt", default="The chemical formula of water is")
+    parser.add_argument("--chat", action="store_true", help="ask the prompt as a user's message")
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--device", default="auto")
     return parser

@@ -129,6 +129,32 @@ class GPT:
         """Return `forward`'s logits."""
         return self.forward(ids_BT, kv_cache=kv_cache)
 
+    def estimate_decode_flops(self, ctx: int) -> int:
+        """Return the operations of one token behind `ctx` others: 2 for each weight, 4·D·H for each key it sees."""
+        config = self.model.config
+        seen = sum(min(ctx + 1, layer.window or ctx + 1) for layer in config.layers)
+        return 2 * self._num_streamed() + 4 * config.head_dim * config.num_heads * seen
+
+    def estimate_prefill_flops(self, n: int) -> int:
+        """Return the operations of a prompt of `n` tokens, with logits of its last one alone."""
+        head = 2 * self.config.vocab_size * self.config.n_embd
+        return sum(self.estimate_decode_flops(ctx) for ctx in range(n)) - (n - 1) * head
+
+    def kv_bytes_per_token(self) -> int:
+        """Return the bytes of keys and values that a token takes in all layers."""
+        return self.model.config.kv_bytes_per_token(self.weights["transformer.wte.weight"].itemsize)
+
+    def kv_read_bytes(self, ctx: int) -> int:
+        """Return the bytes of keys and values that one token behind `ctx` others reads."""
+        layers = self.model.config.layers
+        seen = sum(min(ctx + 1, layer.window or ctx + 1) for layer in layers)
+        return seen * self.kv_bytes_per_token() // len(layers)
+
+    def _num_streamed(self) -> int:
+        """Return how many weights a token is multiplied with: tables are only looked into."""
+        tables = ("wte", "value_embeds", "bigram_embed")
+        return sum(w.numel() for name, w in self.weights.items() if w.dim() == 2 and not any(t in name for t in tables))
+
     @torch.inference_mode()
     def forward(self, ids_BT: Tensor, targets: Tensor | None = None, kv_cache: KVCache | None = None) -> Tensor:
         """Return float32 logits (B, T, V) of every token; behind what is in `kv_cache`, where there is one.
