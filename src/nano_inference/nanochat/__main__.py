@@ -21,7 +21,6 @@ from nano_inference.nanochat.gpt import GPT
 from nano_inference.nanochat.tokenizer import get_tokenizer
 from nano_inference.types import ModelError, SamplingParams
 
-
 _UNWRITTEN = {"role": "assistant", "content": ""}
 
 

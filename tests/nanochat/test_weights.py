@@ -1,0 +1,52 @@
+"""New weights for a nanochat model on the core engine: a trainer sends nanochat's own names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from nano_inference import EngineConfig, InferenceEngine, SamplingParams, WeightError, weights_checksum
+from nano_inference.nanochat import GPT
+from tests.nanochat.tiny import GENERATIONS, model_config, state_dict, write_checkpoint, write_tokenizer
+
+PROMPT = [256, *range(40, 90)]
+
+
+@pytest.mark.parametrize("generation", GENERATIONS)
+@pytest.mark.parametrize("blocking", [True, False])
+def test_updates_arrive_whole(tmp_path: Path, generation: str, blocking: bool) -> None:
+    path = write_checkpoint(write_tokenizer(tmp_path), generation)
+    config = model_config(generation)
+    new = state_dict(generation, config, seed=5)
+    overrides = ("generation=G2s",) if generation == "G2s" else ()
+    with InferenceEngine(EngineConfig(model_path=str(path), overrides=overrides)) as engine:
+        before = engine.score(PROMPT)
+        engine.update_weights(new, blocking=blocking)
+        engine.finish_update() if not blocking else None
+        after = engine.score(PROMPT)
+        assert engine.weights_checksum() == weights_checksum(new.items())
+        logits = GPT.from_state_dict(new, config, overrides=overrides).forward(torch.tensor([PROMPT]))[0]
+        expected = logits.log_softmax(-1)[:-1].gather(-1, torch.tensor(PROMPT[1:])[:, None])[:, 0]
+        assert max(abs(a - b) for a, b in zip(after, expected.tolist(), strict=True)) < 1e-4
+        assert max(abs(a - b) for a, b in zip(after, before, strict=True)) > 0.1  # type: ignore[arg-type]
+
+
+def test_an_update_that_lacks_a_scalar_is_refused(tmp_path: Path) -> None:
+    path = write_checkpoint(write_tokenizer(tmp_path), "G4")
+    new = state_dict("G4", model_config("G4"), seed=5)
+    del new["backout_lambda"]
+    with InferenceEngine(EngineConfig(model_path=str(path))) as engine:
+        before = engine.score(PROMPT)
+        with pytest.raises(WeightError, match="backout_lambda"):
+            engine.update_weights(new, blocking=True)
+        assert engine.score(PROMPT) == before
+
+
+def test_a_twin_has_the_same_numbers(tmp_path: Path) -> None:
+    path = write_checkpoint(write_tokenizer(tmp_path), "G4")
+    params = SamplingParams(temperature=1.0, max_tokens=20, seed=3)
+    with InferenceEngine(EngineConfig(model_path=str(path), dtype="bfloat16")) as engine, engine.twin() as twin:
+        ours, theirs = engine.generate([PROMPT], params, 2), twin.generate([PROMPT], params, 2)
+        assert [s.completion_tokens for s in ours] == [s.completion_tokens for s in theirs]
