@@ -186,13 +186,13 @@ def main() -> None:
     parser.add_argument("--size", type=int, default=384, help="embedding size; 384 with 6 layers is nanochat's d6")
     parser.add_argument("--vocab", type=int, default=32768)
     parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--prompts", type=int, nargs="*", default=[1, 8], help="how many at once, a line for each")
     parser.add_argument("--lengths", type=int, nargs="*", default=[30, 100, 300])
     wish = parser.parse_args()
     model = random_model(wish.layers, wish.size, wish.vocab, 2048)
     end_about_every(80, model)
     rows = [
-        rollouts(model, wish.repeat, 1),
-        rollouts(model, 1, 8),
+        *(rollouts(model, wish.repeat if count == 1 else 1, count) for count in wish.prompts),
         *chat(model, wish.repeat),
         *naive(model, wish.lengths),
     ]

@@ -300,7 +300,7 @@ def main() -> None:
     """Train, round the matrices to bfloat16 as they will be stored, write, and examine."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="directory for the checkpoint")
-    parser.add_argument("--steps", type=int, default=2400)
+    parser.add_argument("--steps", type=int, default=3000)
     parser.add_argument("--tokens", type=int, default=2048, help="tokens in a batch")
     parser.add_argument("--rate", type=float, default=0.004, help="learning rate of the matrices")
     parser.add_argument("--seed", type=int, default=0)

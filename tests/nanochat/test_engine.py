@@ -316,11 +316,26 @@ def test_columns_keep_only_what_a_row_may_still_ask_for() -> None:
     logits = torch.zeros(1, 9)
     for place in range(10):
         columns.choose(logits, [0], [place])
-    assert len(columns._kept) == 10
+    assert sorted(columns._states) == sorted(columns._numbers) == list(range(10))
     columns.end(1)
     columns.choose(logits, [2], [7])
     columns.choose(logits, [0], [10])
-    assert sorted(columns._kept) == [8, 9, 10]
+    assert sorted(columns._states) == sorted(columns._numbers) == [8, 9, 10]
+
+
+def test_a_row_far_ahead_costs_states_and_no_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = torch.randn(40, 2, 50, generator=torch.Generator().manual_seed(0))
+    rng = torch.Generator().manual_seed(4)
+    expected = [reference(column, rng, 1.0, None)[:, 0].tolist() for column in logits]
+    monkeypatch.setattr("nano_inference.nanochat.columns._KEPT_BYTES", 3 * 2 * 50 * 4)
+    columns = Columns(2, 4, 1.0, None, None, torch.device("cpu"))
+    for row in (1, 0):
+        found = []
+        for place in range(40):
+            found.append(int(columns.choose(logits[place, row : row + 1], [row], [place])[0]))
+            assert len(columns._numbers) <= 3
+        assert found == [column[row] for column in expected]
+    assert not columns._states and not columns._numbers
 
 
 def test_sample_next_token_refuses_and_breaks_ties_as_upstream() -> None:

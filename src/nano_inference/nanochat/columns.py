@@ -19,6 +19,9 @@ from torch import Tensor
 from nano_inference.sampling import Draw, draw
 from nano_inference.types import Row
 
+_KEPT_BYTES = 32 << 20
+"""Numbers of columns that are kept for one call."""
+
 
 def candidates(
     logits_BV: Tensor, temperature: float, top_k: int | None, top_p: float | None
@@ -63,7 +66,11 @@ def sample_next_token(
 
 
 class Columns:
-    """Owns the generator of one call and the exponential numbers that some row still needs."""
+    """Owns the generator of one call, and the exponential numbers that some row may still need.
+
+    A row whose tool wrote much runs far ahead of the others. What they still need is then not kept as numbers but as
+    the generator's state before them, a thousandth of the size, and drawn again.
+    """
 
     def __init__(
         self, num_rows: int, seed: int, temperature: float, top_k: int | None, top_p: float | None, device: torch.device
@@ -71,8 +78,11 @@ class Columns:
         self.temperature, self.top_k, self.top_p = temperature, top_k, top_p
         self._rng = torch.Generator(device=device).manual_seed(seed)
         self._next = [0] * num_rows
-        """The first column that each row may still ask for."""
-        self._kept: dict[int, Tensor] = {}
+        """The first column that each row may still ask for; -1 for a row that has ended."""
+        self._states: dict[int, Tensor] = {}
+        """The generator's state before each column that may still be asked for."""
+        self._numbers: dict[int, Tensor] = {}
+        """The columns drawn last, oldest first."""
         self._num_drawn = 0
 
     def choose(self, logits_SV: Tensor, rows: Sequence[int], columns: Sequence[int]) -> tuple[Tensor, Tensor]:
@@ -81,11 +91,15 @@ class Columns:
             token_S1 = logits_SV.argmax(dim=-1, keepdim=True)
             return token_S1[:, 0], torch.log_softmax(logits_SV, dim=-1).gather(-1, token_S1)[:, 0]
         p_SK, ids_SK = candidates(logits_SV, self.temperature, self.top_k, self.top_p)
-        places = zip(rows, columns, strict=True)
-        q_SK = torch.stack([self._part(row, column, p_SK.size(-1), p_SK.dtype) for row, column in places])
+        q_SK = torch.empty_like(p_SK)
+        for column in dict.fromkeys(columns):
+            places = [place for place, other in enumerate(columns) if other == column]
+            q_SK[places] = self._column(column, p_SK)[[rows[place] for place in places]]
         choice_S1 = (p_SK / q_SK).argmax(dim=-1, keepdim=True)
         logprob_S = (p_SK.gather(-1, choice_S1)[:, 0] / p_SK.sum(-1)).log()
         token_S1 = choice_S1 if ids_SK is None else ids_SK.gather(-1, choice_S1)
+        for row, column in zip(rows, columns, strict=True):
+            self._next[row] = column + 1
         self._forget()
         return token_S1[:, 0], logprob_S
 
@@ -93,21 +107,34 @@ class Columns:
         """Keep nothing more for a row that has ended."""
         self._next[row] = -1
 
-    def _part(self, row: int, column: int, num_candidates: int, dtype: torch.dtype) -> Tensor:
-        """Return a row's part of a column's numbers, drawing the columns up to it."""
+    def _column(self, column: int, like_SK: Tensor) -> Tensor:
+        """Return a column's numbers [B, K], of the kind of `like_SK`; those of the columns before it are passed."""
         while self._num_drawn <= column:
-            shape = (len(self._next), num_candidates)
-            numbers_BK = torch.empty(shape, dtype=dtype, device=self._rng.device)
-            self._kept[self._num_drawn] = numbers_BK.exponential_(1, generator=self._rng)
+            self._states[self._num_drawn] = self._rng.get_state()
+            self._keep(self._num_drawn, self._draw(like_SK))
             self._num_drawn += 1
-        self._next[row] = column + 1
-        return self._kept[column][row]
+        if column not in self._numbers:
+            now = self._rng.get_state()
+            self._rng.set_state(self._states[column])
+            self._keep(column, self._draw(like_SK))
+            self._rng.set_state(now)
+        return self._numbers[column]
+
+    def _draw(self, like_SK: Tensor) -> Tensor:
+        return like_SK.new_empty(len(self._next), like_SK.size(-1)).exponential_(1, generator=self._rng)
+
+    def _keep(self, column: int, numbers_BK: Tensor) -> None:
+        """Keep a column's numbers, and of the others as many as there is room for."""
+        self._numbers[column] = numbers_BK
+        while len(self._numbers) > max(2, _KEPT_BYTES // numbers_BK.nbytes):
+            del self._numbers[next(iter(self._numbers))]
 
     def _forget(self) -> None:
         """Drop the columns that no row will ask for again."""
         first = min((column for column in self._next if column >= 0), default=self._num_drawn)
-        for column in [column for column in self._kept if column < first]:
-            del self._kept[column]
+        for kept in (self._numbers, self._states):
+            for column in [column for column in kept if column < first]:
+                del kept[column]
 
 
 class ColumnSampler:

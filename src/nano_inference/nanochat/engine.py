@@ -69,7 +69,9 @@ class Engine:
         self.model = model
         self.tokenizer = tokenizer
         self.exact = exact
-        self._config = config or EngineConfig(model_path="nanochat", max_model_len=2**31 - 1)
+        # On a GPU a trainer wants most of the memory for itself.
+        sized = EngineConfig(model_path="nanochat", max_model_len=2**31 - 1, gpu_memory_utilization=0.5)
+        self._config = config or sized
         self._sampler = ColumnSampler()
         self._core: InferenceEngine | None = None
         self._version = 0

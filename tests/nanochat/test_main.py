@@ -1,0 +1,113 @@
+"""`python -m nano_inference.nanochat`: what it compares, prints and refuses."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+from nano_inference.nanochat.__main__ import main
+from nano_inference.nanochat.gpt import GPT
+from tests.nanochat.tiny import GENERATIONS, base_meta, write_checkpoint, write_tokenizer
+
+Capture = pytest.CaptureFixture[str]
+SHORT = ["--max-tokens", "24", "--device", "cpu"]
+
+
+def run(capsys: Capture, *argv: str, code: int = 0) -> tuple[str, str]:
+    found = main(argv)
+    out, err = capsys.readouterr()
+    assert found == code, out + err
+    return out, err
+
+
+def check_page(out: str, generation: str, num_tokens: int) -> None:
+    assert re.search(rf"^nanochat {generation} \(.+\): .+model_\d+\.pt$", out, re.M), out
+    texts = [re.search(rf"^{name} +\d+\.\d{{3}} s   (.+)$", out, re.M) for name in ("naive", "cached")]
+    assert texts[0] is not None and texts[1] is not None and texts[0][1] == texts[1][1]
+    assert re.search(rf"^Match: True, \d+\.\dx as fast, {num_tokens} tokens$", out, re.M), out
+
+
+def test_the_packages_model_when_nothing_is_named(capsys: Capture) -> None:
+    out, err = run(capsys, *SHORT)
+    check_page(out, "G4", 24)
+    assert "data/calculator/model_" in out and err == ""
+
+
+@pytest.mark.parametrize("generation", GENERATIONS)
+def test_every_generation_matches(generation: str, tmp_path: Path, capsys: Capture) -> None:
+    weights = write_checkpoint(tmp_path, generation, meta=base_meta(generation))
+    write_tokenizer(tmp_path)
+    out, _ = run(capsys, str(tmp_path), *SHORT)
+    check_page(out, generation, 24)
+    # Windows of 129 matter from there on; the file itself is named this time.
+    out, _ = run(capsys, str(weights), "--max-tokens", "40", "--device", "cpu", "--prompt", "water " * 20)
+    check_page(out, generation, 40)
+    assert ("warning: soft cap 15 is assumed" in out) == (generation == "G2")
+
+
+def test_a_difference_is_told_and_fails(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = GPT.generate
+
+    def lie(self: GPT, tokens: list[int], max_tokens: int, temperature: float = 1.0) -> list[int]:
+        drawn = list(honest(self, tokens, max_tokens, temperature))
+        return [*drawn[:3], (drawn[3] + 1) % 256, *drawn[4:]]
+
+    monkeypatch.setattr(GPT, "generate", lie)
+    out, _ = run(capsys, "--max-tokens", "6", "--device", "cpu", code=1)
+    assert "Mismatch at token 3: " in out and "Match: False" in out
+
+
+def test_base_directory_source_tag_and_step(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path))
+    write_tokenizer(tmp_path / "tokenizer")
+    for step in (3, 5):
+        write_checkpoint(tmp_path / "chatsft_checkpoints" / "d4", "G4", step=step)
+    write_checkpoint(tmp_path / "base_checkpoints" / "d2", "G0", step=9)
+    assert "model_000005.pt" in run(capsys, "-i", "sft", *SHORT)[0]
+    assert "model_000003.pt" in run(capsys, "-i", "sft", "-g", "d4", "-s", "3", *SHORT)[0]
+    assert "nanochat G0 (" in run(capsys, "--source", "base", *SHORT)[0]
+    assert "has no model tag 'd9'; there is d4" in run(capsys, "-i", "sft", "-g", "d9", code=2)[1]
+    with pytest.raises(SystemExit):
+        main(["-i", "pretrained"])
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["/no/such/place"], "/no/such/place: holds no nanochat checkpoint"),
+        (["--max-tokens", "0"], "--max-tokens must be in [1, "),
+        (["--max-tokens", "100000"], "--max-tokens must be in [1, "),
+        (["--device", "mps"], "device must be auto, cpu, cuda or cuda:N"),
+        (["--step", "999999999"], "has no step 999999999"),
+    ],
+)
+def test_mistakes_are_one_line_and_code_2(capsys: Capture, argv: list[str], said: str) -> None:
+    _, err = run(capsys, *argv, code=2)
+    assert err.startswith("nano_inference.nanochat: ") and err.count("\n") == 1 and said in err
+
+
+def test_the_longest_answer_that_fits(tmp_path: Path, capsys: Capture) -> None:
+    write_checkpoint(tmp_path, "G4")
+    write_tokenizer(tmp_path)
+    room = 256 - len("<" + "hi")
+    assert f"[1, {room}]" in run(capsys, str(tmp_path), "--prompt", "hi", "--max-tokens", str(room + 1), code=2)[1]
+    out, _ = run(capsys, str(tmp_path), "--prompt", "hi", "--max-tokens", str(room), "--device", "cpu")
+    check_page(out, "G4", room)
+
+
+def test_a_checkpoint_without_its_tokenizer_is_one_line(tmp_path: Path, capsys: Capture) -> None:
+    write_checkpoint(tmp_path, "G4")
+    _, err = run(capsys, str(tmp_path), code=2)
+    assert err.count("\n") == 1 and "tokenizer" in err
+
+
+def test_as_a_module(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    monkeypatch.setattr(sys, "argv", ["nanochat", "/no/such/place"])
+    monkeypatch.delitem(sys.modules, "nano_inference.nanochat.__main__")
+    with pytest.raises(SystemExit) as end:
+        runpy.run_module("nano_inference.nanochat", run_name="__main__")
+    assert end.value.code == 2 and "/no/such/place" in capsys.readouterr().err
