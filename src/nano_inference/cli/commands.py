@@ -26,7 +26,9 @@ SystemFlag = Annotated[str | None, Parameter(help="the system message; the templ
 def chat(
     *,
     system: SystemFlag = None,
-    prompt: Annotated[str | None, Parameter(name=("--prompt", "-p"), help="answer this one and leave")] = None,
+    prompt: Annotated[
+        str | None, Parameter(name=("--prompt", "-p"), allow_leading_hyphen=True, help="answer this one and leave")
+    ] = None,
     nanochat: NanochatFlags = NOT_NANOCHAT,
     engine: EngineFlags,
     sampling: SamplingFlags = PLAIN,
