@@ -85,6 +85,9 @@ def pt_files(attacks: ModuleType, marker: Path) -> dict[str, bytes]:
     out["text of 2^32-1"] = b"\x80\x02X\xff\xff\xff\xffabc."
     out["empty"] = b""
     out["nested lists, zip"] = rezipped(good, out["nested lists"])
+    out["bytearray of 2^40, zip"] = rezipped(
+        good, b"\x80\x02c__builtin__\nbytearray\n(\x8a\x06" + (1 << 40).to_bytes(6, "little") + b"tR."
+    )
     out["text of 2^32-1, zip"] = rezipped(good, out["text of 2^32-1"])
     return out
 

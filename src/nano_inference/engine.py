@@ -304,6 +304,11 @@ class InferenceEngine:
         self._is_paused = False
 
     @property
+    def is_alive(self) -> bool:
+        """Whether it takes work: no step has failed, and it was not shut down."""
+        return self._error is None and not self._core.is_torn
+
+    @property
     def is_paused(self) -> bool:
         """Whether `pause` holds the engine."""
         return self._is_paused

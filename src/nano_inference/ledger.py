@@ -18,6 +18,8 @@ class Ledger:
         """Request id -> its sequences that have not ended."""
         self._mailboxes: dict[int, deque[Delta]] = {}
         """Deltas of the requests that `generate` and `stream` wait for."""
+        self._closed: set[int] = set()
+        """Requests that nobody waits for any more, and that have not ended yet."""
         self._finished: list[TrainingSample] = []
         """Samples of other requests, for `step`."""
 
@@ -49,7 +51,9 @@ class Ledger:
         return self._mailboxes[request_id]
 
     def close(self, request_id: int) -> list[TrainingSample]:
-        """Close a claimed request's mailbox; return the samples that came, in order."""
+        """Close a claimed request's mailbox; return the samples that came, in order. What still comes is dropped."""
+        if request_id in self._mailboxes and request_id in self._live:
+            self._closed.add(request_id)
         samples = [delta.sample for delta in self._mailboxes.pop(request_id, ()) if delta.sample is not None]
         return sorted(samples, key=lambda sample: sample.sample_index)
 
@@ -59,8 +63,11 @@ class Ledger:
         Without `keep_samples` the latter are dropped: whoever ended them has them in hand.
         """
         for delta in deltas:
+            is_closed = delta.request_id in self._closed
             if delta.sample is not None:
                 self._forget(delta)
+            if is_closed:
+                continue
             if delta.request_id in self._mailboxes:
                 self._mailboxes[delta.request_id].append(delta)
             elif delta.sample is not None and keep_samples:
@@ -78,3 +85,4 @@ class Ledger:
             self._live[delta.request_id] = list(left)
         else:
             del self._live[delta.request_id]
+            self._closed.discard(delta.request_id)

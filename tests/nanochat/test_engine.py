@@ -249,6 +249,21 @@ def test_rows_that_end_free_their_blocks_in_the_same_step() -> None:
     assert core.parts.kv.num_free_blocks() == core.parts.kv.num_blocks
 
 
+def test_a_row_that_ended_repeats_its_end_with_mask_0_and_keeps_no_numbers() -> None:
+    engine = Engine(talkative("G1"), TOKENIZER)
+    columns = []
+    for column in engine.generate([BOS, 2], 16, max_tokens=200, seed=3):
+        columns.append(column)
+        (call,) = engine._sampler._calls.values()
+        assert len(call._states) < 30
+    num_repeats = 0
+    for index, row in enumerate(rows_of(columns, 16)):
+        after = [(tokens[index], masks[index]) for tokens, masks in columns[len(row) :]]
+        assert set(after) <= {(row[-1][0], 0)}
+        num_repeats += len(after)
+    assert num_repeats > 100 and not engine._sampler._calls
+
+
 def test_new_weights_are_used_and_old_prefixes_forgotten() -> None:
     model, other = talkative("G4"), talkative("G4", seed=1)
     engine, expected = Engine(model, TOKENIZER), Engine(other, TOKENIZER)
@@ -257,6 +272,9 @@ def test_new_weights_are_used_and_old_prefixes_forgotten() -> None:
     model.load_state_dict({f"_orig_mod.{name}": tensor for name, tensor in other.state_dict().items()})
     after = list(engine.generate(prompt, max_tokens=20, temperature=0.0))
     assert after == list(expected.generate(prompt, max_tokens=20, temperature=0.0)) != before
+    text = [*prompt, 5]
+    found, fresh = (one.core.score(text, start=len(text) - 1) for one in (engine, Engine(other, TOKENIZER)))
+    assert found == pytest.approx(fresh, abs=1e-5)
 
 
 def test_wrong_weights_change_nothing() -> None:
@@ -284,7 +302,7 @@ def test_the_naive_generate_equals_the_engine_at_temperature_0() -> None:
 
 
 def reference(logits: Tensor, rng: torch.Generator, temperature: float, top_k: int | None) -> Tensor:
-    """nanochat's draw in torch's own words (issue 4)."""
+    """nanochat's draw in torch's own words (its engine.py)."""
     if top_k:
         values, ids = logits.topk(min(top_k, logits.size(-1)), dim=-1)
         return ids.gather(1, torch.multinomial((values / temperature).softmax(-1), 1, generator=rng))
@@ -320,7 +338,9 @@ def test_columns_keep_only_what_a_row_may_still_ask_for() -> None:
     columns.end(1)
     columns.choose(logits, [2], [7])
     columns.choose(logits, [0], [10])
-    assert sorted(columns._states) == sorted(columns._numbers) == [8, 9, 10]
+    assert sorted(columns._states) == sorted(columns._numbers) == [7, 8, 9, 10]
+    before = columns.choose(torch.zeros(1, 9), [0], [10])[0]
+    assert torch.equal(before, columns.choose(torch.zeros(1, 9), [0], [10])[0]), "a step that is run again"
 
 
 def test_a_row_far_ahead_costs_states_and_no_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -329,13 +349,13 @@ def test_a_row_far_ahead_costs_states_and_no_numbers(monkeypatch: pytest.MonkeyP
     expected = [reference(column, rng, 1.0, None)[:, 0].tolist() for column in logits]
     monkeypatch.setattr("nano_inference.nanochat.columns._KEPT_BYTES", 3 * 2 * 50 * 4)
     columns = Columns(2, 4, 1.0, None, None, torch.device("cpu"))
-    for row in (1, 0):
-        found = []
-        for place in range(40):
-            found.append(int(columns.choose(logits[place, row : row + 1], [row], [place])[0]))
+    found: list[list[int]] = [[], []]
+    for row, places in ((1, range(20)), (0, range(5)), (1, range(20, 40)), (0, range(5, 40))):
+        for place in places:
+            found[row].append(int(columns.choose(logits[place, row : row + 1], [row], [place])[0]))
             assert len(columns._numbers) <= 3
-        assert found == [column[row] for column in expected]
-    assert not columns._states and not columns._numbers
+    assert found == [[column[row] for column in expected] for row in range(2)]
+    assert list(columns._states) == list(columns._numbers) == [39]
 
 
 def test_sample_next_token_refuses_and_breaks_ties_as_upstream() -> None:
@@ -343,8 +363,9 @@ def test_sample_next_token_refuses_and_breaks_ties_as_upstream() -> None:
     with pytest.raises(AssertionError, match="non-negative"):
         sample_next_token(torch.zeros(1, 4), rng, -0.1)
     assert sample_next_token(torch.tensor([[1.0, 3.0, 3.0]]), rng, 0.0).tolist() == [[1]]
-    draws = {int(sample_next_token(torch.tensor([[9.0, 8.0, 0.0, 0.0]]), rng, 1.0, None, 0.5)) for _ in range(50)}
-    assert draws == {0}
+    logits = torch.tensor([[0.2, 0.5, 0.3]]).log()
+    for top_p, wanted in ((0.45, {1}), (0.55, {1, 2}), (0.75, {1, 2}), (0.85, {0, 1, 2}), (1.0, {0, 1, 2})):
+        assert {int(sample_next_token(logits, rng, 1.0, None, top_p)) for _ in range(80)} == wanted, top_p
 
 
 # ---- the dense cache ------------------------------------------------------------------------------------------------

@@ -11,7 +11,15 @@ import pytest
 
 from nano_inference.nanochat.__main__ import main
 from nano_inference.nanochat.gpt import GPT
-from tests.nanochat.tiny import GENERATIONS, base_meta, write_checkpoint, write_tokenizer
+from tests.nanochat.tiny import (
+    GENERATIONS,
+    SPECIAL_IDS,
+    base_meta,
+    model_config,
+    state_dict,
+    write_checkpoint,
+    write_tokenizer,
+)
 
 Capture = pytest.CaptureFixture[str]
 SHORT = ["--max-tokens", "24", "--device", "cpu"]
@@ -99,6 +107,18 @@ def test_the_longest_answer_that_fits(tmp_path: Path, capsys: Capture) -> None:
     check_page(out, "G4", room)
 
 
+def test_neither_stops_at_an_end_token(tmp_path: Path, capsys: Capture) -> None:
+    state = state_dict("G4", model_config("G4"))
+    state["transformer.wte.weight"][:, 0] += 12.0  # a direction that every token has, through which the head finds it
+    state["lm_head.weight"][:, 0] = 0.0
+    state["lm_head.weight"][SPECIAL_IDS["assistant_end"], 0] = 3.0
+    write_checkpoint(tmp_path, "G4", state=state)
+    write_tokenizer(tmp_path)
+    out, _ = run(capsys, str(tmp_path), *SHORT)
+    check_page(out, "G4", 24)
+    assert "<|assistant_end|><|assistant_end|>" in out
+
+
 def test_a_checkpoint_without_its_tokenizer_is_one_line(tmp_path: Path, capsys: Capture) -> None:
     write_checkpoint(tmp_path, "G4")
     _, err = run(capsys, str(tmp_path), code=2)
@@ -111,3 +131,17 @@ def test_as_a_module(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
     with pytest.raises(SystemExit) as end:
         runpy.run_module("nano_inference.nanochat", run_name="__main__")
     assert end.value.code == 2 and "/no/such/place" in capsys.readouterr().err
+
+
+def test_a_prompt_that_fills_the_model_is_named(tmp_path: Path, capsys: Capture) -> None:
+    write_checkpoint(tmp_path, "G4")
+    write_tokenizer(tmp_path)
+    for size in (300, 255):
+        _, err = run(capsys, str(tmp_path), "--prompt", "x" * size, code=2)
+        assert err == f"nano_inference.nanochat: --prompt has {size + 1} tokens, and the model's length is 256\n"
+
+
+def test_chat_renders_the_prompt_as_a_question(capsys: Capture) -> None:
+    out, _ = run(capsys, "--chat", "--prompt", "What is 12+34?", *SHORT)
+    check_page(out, "G4", 24)
+    assert "'<|python_start|>12+34<|python_end|>" in out, "no tool runs here"

@@ -97,14 +97,14 @@ def test_a_directory_without_tokenizer_is_named(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"tokenizer\.pkl: cannot be read"):
         get_tokenizer(tmp_path)
     (tmp_path / "tokenizer.pkl").write_bytes(b"\x80\x04cos\nsystem\n.")
-    for read in (get_tokenizer, get_token_bytes):
+    for read in (get_tokenizer, lambda directory: get_token_bytes(directory=directory)):
         with pytest.raises(ModelError, match=r"tokenizer\.pkl: .* names 'os system'"):
             read(tmp_path)
 
 
 def test_the_bytes_of_tokens(tmp_path: Path, ours: RustBPETokenizer) -> None:
     ours.save(tmp_path)
-    sizes = get_token_bytes(tmp_path)
+    sizes = get_token_bytes(directory=tmp_path)
     assert sizes.dtype == torch.int32 and sizes.shape == (FIRST + 9,)
     assert sizes.tolist() == [*(len(word) for word in WORDS), *[0] * 9]
 

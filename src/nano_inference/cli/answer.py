@@ -10,7 +10,7 @@ from nano_inference.cli.session import Session, tick
 from nano_inference.cli.terminal import Interrupts, bar
 from nano_inference.engine import InferenceEngine
 from nano_inference.text import stream
-from nano_inference.text.dialogue import shown
+from nano_inference.text.dialogue import shown, spelled
 from nano_inference.types import Delta, SamplingParams, TrainingSample
 
 
@@ -42,14 +42,16 @@ def stream_answer(
     for delta in _deltas(session.engine, len(prompt), interrupts, quiet):
         first = first or time.perf_counter() - start
         state, piece = stream.push(state, readable(session, delta.token_ids, delta.sample))
-        write(piece)
-        text, sample = text + piece, delta.sample
+        write(spelled(piece))
+        text, sample = text + spelled(piece), delta.sample
     state, piece = stream.finish(state)
-    write(piece)
+    write(spelled(piece))
     if sample is None:
         (sample,) = session.engine.abort(request_id)
     session.engine.step()  # the engine keeps finished samples for `step`; this one came with its delta
-    return Answer(text=text + piece, sample=sample, first_token_after=first, seconds=time.perf_counter() - start)
+    return Answer(
+        text=text + spelled(piece), sample=sample, first_token_after=first, seconds=time.perf_counter() - start
+    )
 
 
 def _deltas(engine: InferenceEngine, num_prompt: int, interrupts: Interrupts, quiet: bool) -> Iterator[Delta]:
@@ -71,14 +73,15 @@ def _deltas(engine: InferenceEngine, num_prompt: int, interrupts: Interrupts, qu
 def readable(session: Session, tokens: tuple[int, ...], sample: TrainingSample | None) -> bytes:
     """Return the bytes of tokens that a reader sees: not special ones, and not the one a finished sample stopped at."""
     ended_by_token = sample is not None and sample.finish_reason == "stop" and not isinstance(sample.stop_reason, str)
-    return shown(session.tokenizer, session.tool, tokens[:-1] if ended_by_token else tokens)
+    is_cut = sample is not None and sample.finish_reason != "stop"
+    return shown(session.tokenizer, session.tool, tokens[:-1] if ended_by_token else tokens, is_cut=is_cut)
 
 
 def text_of(session: Session, sample: TrainingSample, params: SamplingParams, *, raw: bool = False) -> str:
     """Return a finished sample's text: what `stream_answer` would have written."""
     state = stream.start(stops=tuple(params.stop), drop_space=session.tokenizer.drops_space and not raw)
     state, text = stream.push(state, readable(session, sample.completion_tokens, sample))
-    return text + stream.finish(state)[1]
+    return spelled(text + stream.finish(state)[1])
 
 
 def statistics(answer: Answer) -> str:

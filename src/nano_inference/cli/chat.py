@@ -130,8 +130,11 @@ def fit(
     limit = session.engine.parts.max_model_len
     wanted = _RESERVE if params.max_tokens is None else min(params.max_tokens, _RESERVE)
     room = limit - min(wanted, limit // 4)
-    while True:
-        prompt = encode(session, list(turns), system=system)
-        if len(prompt) <= room or len(turns) <= 2:
-            return prompt, turns
+    prompt = encode(session, list(turns), system=system)
+    if len(prompt) <= room:
+        return prompt, turns
+    # Some more than needed: the next turns then begin as this one does, and find its prefix in the cache.
+    while len(prompt) > room * 3 // 4 and len(turns) > 2:
         turns = turns[2:]
+        prompt = encode(session, list(turns), system=system)
+    return prompt, turns

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
 from cyclopts import App, Argument, ArgumentCollection, Token
@@ -12,8 +12,9 @@ from nano_inference.catalog import find_builtin
 ENV_PREFIX = "NANO_INFERENCE_"
 DEFAULT = "default"
 """The default model's alias in the catalog."""
-NANOCHAT = "nanochat"
-"""Stands for nanochat's base directory."""
+NANOCHAT = "(nanochat's base directory)"
+"""Stands for it where a model is named."""
+_NANOCHATS = ("source", "model_tag", "step", "device_type")
 
 
 NANOCHATS_OWN: Mapping[str, str] = MappingProxyType(
@@ -32,6 +33,8 @@ def name_model(_app: App, _commands: tuple[str, ...], arguments: ArgumentCollect
     if model is None:
         return
     is_nanochat = "nanochat" in by_name and _is_on(by_name["nanochat"])
+    if not is_nanochat:
+        _forget_environment([by_name[name] for name in _NANOCHATS if name in by_name])
     if not model.tokens:
         _fill(model, NANOCHAT if is_nanochat else DEFAULT)
     builtin = find_builtin(str(model.tokens[0].value))
@@ -40,6 +43,13 @@ def name_model(_app: App, _commands: tuple[str, ...], arguments: ArgumentCollect
         argument = by_name.get(name)
         if argument is not None and not argument.tokens:
             _fill(argument, value)
+
+
+def _forget_environment(arguments: Iterable[Argument]) -> None:
+    """Leave out what the environment says of a mode that is off; on the command line it would be a mistake."""
+    for argument in arguments:
+        kept = [token for token in argument.tokens if token.source != "env"]
+        argument.tokens[:] = kept
 
 
 def _fill(argument: Argument, value: str) -> None:

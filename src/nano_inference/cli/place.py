@@ -6,13 +6,14 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-from nano_inference.catalog import default_cache, nanochat_home, resolve
+from nano_inference.catalog import default_cache, find_builtin, nanochat_home, resolve
 from nano_inference.cli.fallback import NANOCHAT
 from nano_inference.cli.options import Common, NanochatWishes
 from nano_inference.cli.terminal import bar
 from nano_inference.config import EngineConfig
 from nano_inference.loader.gguf_file import read_gguf
 from nano_inference.loader.listing import only_gguf
+from nano_inference.loader.nanochat_config import is_exported
 from nano_inference.loader.nanochat_files import find_files
 from nano_inference.types import ModelError, TokenizerSource
 
@@ -30,13 +31,16 @@ def fetch(name: str, common: Common) -> Path:
 
 def nanochat_engine(config: EngineConfig, wishes: NanochatWishes) -> EngineConfig:
     """Return the configuration of nanochat's chat: the checkpoint that was asked for, on the device it names."""
-    base = nanochat_home(os.environ) if config.model_path == NANOCHAT else Path(config.model_path).expanduser()
+    builtin = find_builtin(config.model_path)
+    named = Path(config.model_path).expanduser() if builtin is None else builtin.directory
+    base = nanochat_home(os.environ) if config.model_path == NANOCHAT else named
     if not base.exists():
         raise ModelError(f"{base}: no such directory; NANOCHAT_BASE_DIR or --model names nanochat's base directory")
     files = find_files(base, source=wishes.source, model_tag=wishes.model_tag, step=wishes.step)
-    if files is None:
+    if files is None and not is_exported(base):
         raise ModelError(f"{base}: holds no nanochat checkpoint")
-    return replace(config, model_path=str(files.weights), device=wishes.device_type or config.device)
+    path = base if files is None else files.weights
+    return replace(config, model_path=str(path), device=wishes.device_type or config.device)
 
 
 def tokenizer_source(path: Path) -> TokenizerSource:

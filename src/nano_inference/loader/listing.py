@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from nano_inference.types import ModelError
 
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 """Endings of files that can run code when they are unpickled; they never are. (nanochat's own are read otherwise.)"""
+
+_NANOCHAT = re.compile(r"(model|meta|optim)_\d+.*\.pt|tokenizer\.pkl|token_bytes\.pt")
 
 
 def file_names(directory: Path) -> list[str]:
@@ -20,7 +23,7 @@ def file_names(directory: Path) -> list[str]:
 
 def pickle_note(directory: Path) -> str:
     """Return the end of a message that names pickled weights which lie there, empty when there are none."""
-    names = [name for name in file_names(directory) if name.endswith(PICKLED)]
+    names = [name for name in file_names(directory) if name.endswith(PICKLED) and not _NANOCHAT.fullmatch(name)]
     if not names:
         return ""
     return f"; {names[0]} is a pickle, which can run code and is never read: convert it to safetensors"

@@ -14,13 +14,15 @@ import torch
 from nano_inference.loader.door import TensorSource, WeightSource
 from nano_inference.loader.fields import Fields
 from nano_inference.loader.nanochat_config import hf_nanochat_config, nanochat_config, own_overrides
-from nano_inference.loader.nanochat_files import NanochatFiles
+from nano_inference.loader.nanochat_files import TOKENIZER_FILES, NanochatFiles
 from nano_inference.loader.nanochat_rules import Inferred, infer, parse_overrides
 from nano_inference.loader.opened import Checkpoint
 from nano_inference.loader.pt_file import COMPILED_PREFIX, read_meta, read_pt
 from nano_inference.loader.safetensors_file import open_weights
 from nano_inference.models.config import ModelConfig
-from nano_inference.text.nanochat_file import nanochat_tokenizer
+from nano_inference.text.nanochat_file import ASSISTANT_END, BOS_TOKENS
+from nano_inference.text.tokenizer import load_tokenizer
+from nano_inference.text.tools import special_tokens
 from nano_inference.types import ModelError, TokenizerSource
 
 _SMALL = 4096
@@ -140,15 +142,18 @@ def _open(
 def _ends(origin: str, model: ModelConfig, source: TokenizerSource | None) -> dict[str, Any]:
     """Return the end tokens and bos: the tokenizer's, or by their place in the vocabulary where there is none."""
     directory = Path(source.path) if source is not None else None
-    if directory is None or not (directory / "tokenizer.pkl").is_file():
+    if source is None or directory is None or not any((directory / name).is_file() for name in TOKENIZER_FILES):
         end, bos = (model.vocab_size - place for place in _END_FROM_LAST)
         return {"eos_token_ids": (end, bos), "bos_token_id": bos} if bos >= 0 else {}
-    tokenizer = nanochat_tokenizer(directory)
+    tokenizer = load_tokenizer(source)
     if tokenizer.vocab_size != model.vocab_size:
         raise ModelError(
-            f"{origin}: vocab_size is {model.vocab_size}, but {directory / 'tokenizer.pkl'} has {tokenizer.vocab_size}"
+            f"{origin}: vocab_size is {model.vocab_size}, but the tokenizer in {directory} has {tokenizer.vocab_size}"
         )
-    return {"eos_token_ids": tokenizer.eos_ids, "bos_token_id": tokenizer.bos_id}
+    special = special_tokens(tokenizer)
+    ends = [special[name] for name in (ASSISTANT_END, *BOS_TOKENS) if name in special]
+    bos_id = next((special[name] for name in BOS_TOKENS if name in special), tokenizer.bos_id)
+    return {"eos_token_ids": tuple(ends) or tokenizer.eos_ids, "bos_token_id": bos_id}
 
 
 def _is_zero(source: WeightSource) -> bool:

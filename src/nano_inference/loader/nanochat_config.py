@@ -8,9 +8,10 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
-from nano_inference.loader.fields import Fields
+from nano_inference.loader.fields import Fields, read_json
 from nano_inference.loader.nanochat_rules import Constants, Shapes
 from nano_inference.models.config import LayerConfig, ModelConfig, NanochatTerms, RopeConfig
 from nano_inference.types import ModelError
@@ -159,6 +160,15 @@ def constants_of(config: ModelConfig) -> Constants:
         short_window=windows[0] - 1 if windows else 0,
         norm_eps=config.norm_eps,
     )
+
+
+def is_exported(directory: Path) -> bool:
+    """Whether a directory holds a nanochat model in another format: Transformers' port, or safetensors of ours."""
+    path = directory / "config.json"
+    if not path.is_file():
+        return False
+    kind = read_json(path).get("model_type")
+    return isinstance(kind, str) and (kind == HF_TYPE or kind.startswith(OWN_TYPE))
 
 
 def own_overrides(config: Fields) -> dict[str, str]:

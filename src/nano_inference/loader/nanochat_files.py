@@ -28,6 +28,7 @@ _DIRECTORIES: Mapping[str, str] = MappingProxyType(
         "chatrl_checkpoints": "rl",
     }
 )
+_DIRECTORIES_TEXT = ", ".join(f"{name}/" for name in _DIRECTORIES)
 _MODEL = re.compile(r"model_([0-9]+)\.pt")
 _DEPTH = re.compile(r"d([0-9]+)")
 _COMMIT = re.compile(r"[0-9a-f]{7,64}")
@@ -168,9 +169,6 @@ def _shelves(path: Path) -> _Shelves:
     if tags:
         return {_DIRECTORIES.get(_whole(path).name): tags}
     return _by_source(path) or _experiment(path)
-
-
-_DIRECTORIES_TEXT = ", ".join(f"{name}/" for name in _DIRECTORIES)
 
 
 def _leaf(directory: Path) -> _Shelves:

@@ -2,7 +2,7 @@
 
 nanochat's checkpoints have no version field, and rope base, soft cap, window sizes and more stood in the source of the
 day. They are told from the names and shapes of the weights; whatever was inferred comes with its reason, and a user
-can set each by hand. The table is karpathy/nanochat's public history, October 2025 to July 2026 (issue 4).
+can set each by hand. The table is karpathy/nanochat's public history, October 2025 to July 2026 (docs/nanochat.md).
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ Format: a zip file with a pickle of the dict and one uncompressed record for eac
 from __future__ import annotations
 
 import pickle
+import pickletools
 import re
 import warnings
 import zipfile
@@ -23,6 +24,10 @@ _ZIP = b"PK\x03\x04"
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _COUNTS = (torch.int64, torch.int32)
 """Counters among the buffers of mixture-of-experts checkpoints; the caller says what becomes of them."""
+_PLAIN = re.compile(r"collections OrderedDict|torch \w+Storage|torch\._utils _rebuild_(tensor_v2|parameter)")
+_MAX_PICKLE = 64 << 20
+_MOST_SHARED = 4
+"""Tensors may share a storage (tied weights); together they may have this many times the file's bytes."""
 _FOREIGN = re.compile(r"\bGLOBAL ([\w.]{1,80})")
 """How torch's refusal names what a pickle asks for."""
 
@@ -33,14 +38,17 @@ def read_pt(path: Path) -> dict[str, Tensor]:
     No code in the file is ever run. A prefix of torch.compile is taken off the names. Raises `ModelError`, one line
     that names the file, when it cannot be read or is anything but a flat dict of contiguous tensors.
     """
-    _check_container(path)
+    num_bytes = _check_container(path)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about pickle protocols and layouts; what matters is checked below
             loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # a damaged pickle can raise anything
         raise ModelError(f"{path}: {_reason(error)}") from None
-    return _named(path, loaded)
+    named = _named(path, loaded)
+    if sum(tensor.nbytes for tensor in named.values()) > _MOST_SHARED * num_bytes:
+        raise ModelError(f"{path}: its tensors share their memory so often that they come to many times the file")
+    return named
 
 
 def read_meta(path: Path) -> Fields:
@@ -48,8 +56,8 @@ def read_meta(path: Path) -> Fields:
     return read_json(path)
 
 
-def _check_container(path: Path) -> None:
-    """Refuse all but a zip file whose records are stored as they are, so that none can blow up.
+def _check_container(path: Path) -> int:
+    """Refuse all but a zip file whose records are stored as they are and whose pickle makes tensors; return its size.
 
     torch before 1.6 wrote bare pickles, in which a dozen bytes can ask for gigabytes.
     """
@@ -60,14 +68,39 @@ def _check_container(path: Path) -> None:
                 raise ModelError(f"{path}: the file is empty")
             if start != _ZIP:
                 raise ModelError(f"{path}: not a zip file, as which torch.save has written tensors since 2020")
-            records = zipfile.ZipFile(file).infolist()
-    except (OSError, ValueError, NotImplementedError, zipfile.BadZipFile) as error:
+            archive = zipfile.ZipFile(file)
+            for record in archive.infolist():
+                _check_record(path, archive, record)
+            return file.seek(0, 2)
+    except (OSError, ValueError, NotImplementedError, zipfile.BadZipFile, RuntimeError) as error:
         if isinstance(error, ModelError):
             raise
         raise ModelError(f"{path}: cannot be read, is it truncated? ({shown(str(error))})") from None
-    for record in records:
-        if record.compress_type != zipfile.ZIP_STORED:
-            raise ModelError(f"{path}: the record {shown(record.filename)} is compressed; torch.save writes none such")
+
+
+def _check_record(path: Path, archive: zipfile.ZipFile, record: zipfile.ZipInfo) -> None:
+    if record.compress_type != zipfile.ZIP_STORED:
+        raise ModelError(f"{path}: the record {shown(record.filename)} is compressed; torch.save writes none such")
+    if record.filename.endswith("data.pkl"):
+        if record.file_size > _MAX_PICKLE:
+            raise ModelError(f"{path}: a pickle of {record.file_size} bytes (limit {_MAX_PICKLE})")
+        _check_globals(path, archive.read(record))
+
+
+def _check_globals(path: Path, data: bytes) -> None:
+    """Refuse a pickle that asks for anything but plain tensors.
+
+    What torch's own restricted reader allows besides includes `bytearray` and `torch.Tensor`, which make an object of
+    any size out of a number.
+    """
+    for opcode, argument, _ in pickletools.genops(data):
+        if opcode.name in ("STACK_GLOBAL", "INST", "EXT1", "EXT2", "EXT4"):
+            raise ModelError(f"{path}: the pickle in it is not of the kind that torch.save writes ({opcode.name})")
+        if opcode.name == "GLOBAL" and not _PLAIN.fullmatch(str(argument)):
+            asked = shown(".".join(str(argument).split()))
+            raise ModelError(
+                f"{path}: the pickle asks for {asked}, which is no part of a plain tensor; it is not executed"
+            )
 
 
 def _reason(error: Exception) -> str:

@@ -18,7 +18,7 @@ from nano_inference.nanochat.checkpoint_manager import describe
 from nano_inference.nanochat.common import base_path
 from nano_inference.nanochat.engine import Engine
 from nano_inference.nanochat.gpt import GPT
-from nano_inference.nanochat.tokenizer import get_tokenizer
+from nano_inference.nanochat.tokenizer import RustBPETokenizer, get_tokenizer
 from nano_inference.types import ModelError, SamplingParams
 
 _UNWRITTEN = {"role": "assistant", "content": ""}
@@ -30,15 +30,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         checkpoint = _open(wish)
         model, tokenizer = GPT.of(checkpoint, device=wish.device), get_tokenizer(checkpoint.tokenizer.path)
+        prompt = _prompt(wish, model, tokenizer)
     except ValueError as error:
         print(f"nano_inference.nanochat: {error}", file=sys.stderr)
-        return 2
-    prompt = tokenizer.encode(wish.prompt, prepend=tokenizer.get_bos_token_id())
-    if wish.chat:
-        prompt = tokenizer.render_for_completion([{"role": "user", "content": wish.prompt}, _UNWRITTEN])
-    room = model.config.sequence_len - len(prompt)
-    if not 1 <= wish.max_tokens <= room:
-        print(f"nano_inference.nanochat: --max-tokens must be in [1, {room}] for this prompt", file=sys.stderr)
         return 2
     start = time.perf_counter()
     naive = list(model.generate(prompt, wish.max_tokens, temperature=0.0))
@@ -56,6 +50,19 @@ def main(argv: Sequence[str] | None = None) -> int:
             break
     print(f"Match: {naive == cached}, {naive_seconds / cached_seconds:.1f}x as fast, {len(naive)} tokens")
     return 0 if naive == cached else 1
+
+
+def _prompt(wish: argparse.Namespace, model: GPT, tokenizer: RustBPETokenizer) -> list[int]:
+    """Return the prompt's tokens. Raises `ValueError` when there is no room for an answer behind them."""
+    prompt = tokenizer.encode(wish.prompt, prepend=tokenizer.get_bos_token_id())
+    if wish.chat:
+        prompt = tokenizer.render_for_completion([{"role": "user", "content": wish.prompt}, _UNWRITTEN])
+    length = model.config.sequence_len
+    if len(prompt) >= length:
+        raise ValueError(f"--prompt has {len(prompt)} tokens, and the model's length is {length}")
+    if not 1 <= wish.max_tokens <= length - len(prompt):
+        raise ValueError(f"--max-tokens must be in [1, {length - len(prompt)}] for this prompt, got {wish.max_tokens}")
+    return prompt
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -97,7 +97,7 @@ class KVCache:
         return k_BTHD.transpose(1, 2), v_BTHD.transpose(1, 2)
 
     def prefill(self, other: KVCache | None) -> None:
-        """Take over the filled positions of another cache, a row of which may serve all of ours.
+        """Take over the filled positions of another cache, and its precision; one row of it may serve all of ours.
 
         Raises `AssertionError`, as upstream's, when this one is not empty or too short, or when the two differ.
         """
@@ -113,6 +113,7 @@ class KVCache:
         assert self.max_seq_len >= other.max_seq_len, (
             f"KV cache: {self.max_seq_len} positions are fewer than the other cache's {other.max_seq_len}"
         )
+        self.k_cache, self.v_cache = (cache.to(other.k_cache.dtype) for cache in (self.k_cache, self.v_cache))
         self.k_cache[:, :, :pos] = other.k_cache[:, :, :pos]
         self.v_cache[:, :, :pos] = other.v_cache[:, :, :pos]
         self.cache_seqlens.fill_(pos)

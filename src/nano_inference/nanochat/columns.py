@@ -99,7 +99,7 @@ class Columns:
         logprob_S = (p_SK.gather(-1, choice_S1)[:, 0] / p_SK.sum(-1)).log()
         token_S1 = choice_S1 if ids_SK is None else ids_SK.gather(-1, choice_S1)
         for row, column in zip(rows, columns, strict=True):
-            self._next[row] = column + 1
+            self._next[row] = column  # not the one after it: a step that is interrupted asks again
         self._forget()
         return token_S1[:, 0], logprob_S
 

@@ -11,6 +11,9 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from operator import index
+
+import torch
 
 from nano_inference.assemble import parts_of
 from nano_inference.config import EngineConfig
@@ -32,6 +35,8 @@ __all__ = [
     "use_calculator",
 ]
 
+_ROWS = 64
+"""Rows of the trained length that a GPU's cache has room for."""
 Batch = tuple[list[list[int]], list[list[int]]]
 """The tokens of each row, and masks of the same lengths: 1 where a token was sampled."""
 
@@ -60,18 +65,24 @@ class Engine:
 
     `model` is our `GPT`, or any object with `config`, `get_device()` and `forward(ids, kv_cache=…)`. With `exact`, a
     seed gives upstream's tokens (one `torch.multinomial` a column); without, tokens depend on (seed, row, position)
-    alone, whatever the other rows are. `config` sizes the core engine (its model_path is not read).
+    alone, whatever the other rows are. `config` sizes the core engine (its model_path is not read); `cache_dtype` is
+    the precision of another model's cache, by default that of its first parameter.
     """
 
     def __init__(
-        self, model: object, tokenizer: ChatTokenizer, *, exact: bool = True, config: EngineConfig | None = None
+        self,
+        model: object,
+        tokenizer: ChatTokenizer,
+        *,
+        exact: bool = True,
+        config: EngineConfig | None = None,
+        cache_dtype: torch.dtype | None = None,
     ) -> None:
         self.model = model
         self.tokenizer = tokenizer
         self.exact = exact
-        # On a GPU a trainer wants most of the memory for itself.
-        sized = EngineConfig(model_path="nanochat", max_model_len=2**31 - 1, gpu_memory_utilization=0.5)
-        self._config = config or sized
+        self._config = config
+        self._cache_dtype = cache_dtype
         self._sampler = ColumnSampler()
         self._core: InferenceEngine | None = None
         self._version = 0
@@ -98,7 +109,7 @@ class Engine:
         call = self._call(tokens, num_samples, max_tokens, temperature, top_k, seed, top_p)
         specials = find_specials(self.tokenizer)
         if not isinstance(self.model, GPT):
-            yield from plain_columns(self.model, specials, call)
+            yield from plain_columns(self.model, specials, call, self._cache_dtype)
         elif call.limit and num_samples:
             yield from self._core_columns(self.model, specials, call)
 
@@ -148,12 +159,12 @@ class Engine:
 
     @property
     def core(self) -> InferenceEngine:
-        """The core engine that our own model runs on; made at its first use."""
+        """The core engine that our own model runs on; made at its first use, and anew after a step that failed."""
         assert isinstance(self.model, GPT), "a model that is not ours runs in nanochat's own loop"
-        if self._core is None:
-            sampler = self._sampler
-            parts = parts_of(self.model.model, self._config, self.model.get_device(), sampler)
-            self._core, self._version = InferenceEngine(self._config, parts=parts), self.model.version
+        if self._core is None or not self._core.is_alive:
+            config = self._config or _config_for(self.model)
+            parts = parts_of(self.model.model, config, self.model.get_device(), self._sampler)
+            self._core, self._version = InferenceEngine(config, parts=parts), self.model.version
         if self._version != self.model.version:
             self._core.pause(clear_cache=True)  # what runs computes its K/V again
             self._core.resume()
@@ -171,34 +182,45 @@ class Engine:
         top_p: float | None,
     ) -> Call:
         """Check the arguments of a generation, and find how many columns it may have."""
-        assert isinstance(tokens, list) and isinstance(tokens[0], int), "expecting list of ints"
-        assert temperature >= 0.0, "temperature must be non-negative"
-        length = int(self.model.config.sequence_len)  # type: ignore[attr-defined]
-        assert max_tokens is not None or len(tokens) <= length, (
-            f"a prompt of {len(tokens)} tokens is longer than the model's {length}; name max_tokens"
+        _demand(isinstance(tokens, list) and isinstance(tokens[0], int), "expecting list of ints")
+        _demand(temperature >= 0.0, "temperature must be non-negative")
+        if max_tokens is None:
+            length = int(self.model.config.sequence_len)  # type: ignore[attr-defined]
+            _demand(
+                len(tokens) <= length,
+                f"a prompt of {len(tokens)} tokens is longer than the model's {length}; name max_tokens",
+            )
+            # The last token is never computed, so it may stand one past the trained length.
+            max_tokens = length - len(tokens) + 1
+        return Call(
+            tokens=[index(token) for token in tokens],
+            num_samples=index(num_samples),
+            limit=index(max_tokens),
+            temperature=float(temperature),
+            top_k=None if top_k is None else index(top_k),
+            seed=index(seed),
+            top_p=None if top_p is None else float(top_p),
         )
-        # The last token is never computed, so it may stand one past the trained length.
-        limit = length - len(tokens) + 1 if max_tokens is None else max_tokens
-        return Call(tokens, num_samples, limit, temperature, top_k, seed, top_p)
 
     def _batches(self, calls: Sequence[Call]) -> list[Batch]:
         """Return the finished rows of calls."""
         specials = find_specials(self.tokenizer)
         if not isinstance(self.model, GPT):
-            return [_batch_of(plain_columns(self.model, specials, call), specials, call) for call in calls]
+            each = [(call, plain_columns(self.model, specials, call, self._cache_dtype)) for call in calls]
+            return [_batch_of(columns, specials, call) for call, columns in each]
         core, asked = self.core, {}
         try:
-            for index, call in enumerate(calls):
+            for place, call in enumerate(calls):
                 if call.limit and call.num_samples:
-                    asked[index], _ = self._ask(self.model, specials, call)
+                    asked[place], _ = self._ask(self.model, specials, call)
             left = set(asked.values())
             while left:
                 left.difference_update(core.wait_for_any(left))
         finally:
-            samples = {index: core.collect(request_id) for index, request_id in asked.items()}
+            samples = {place: core.collect(request_id) for place, request_id in asked.items()}
             for request_id in asked.values():
                 self._sampler.close(request_id)
-        return [_rows_of(samples.get(index, []), call) for index, call in enumerate(calls)]
+        return [_rows_of(samples.get(place, []), call) for place, call in enumerate(calls)]
 
     def _ask(self, model: GPT, specials: Specials, call: Call) -> tuple[int, Columns]:
         """Queue a call on the core engine; return its request and the numbers that it draws by."""
@@ -227,6 +249,22 @@ class Engine:
         finally:
             deltas.close()  # type: ignore[attr-defined]
             self._sampler.close(request_id)
+
+
+def _demand(holds: bool, text: str) -> None:
+    """Raise `AssertionError`, which upstream's callers expect, also where Python leaves out asserts."""
+    if not holds:
+        raise AssertionError(text)
+
+
+def _config_for(model: GPT) -> EngineConfig:
+    """Return the configuration of a core engine. On a GPU it takes half of what is free: a trainer has the rest."""
+    num_bytes = None
+    device = model.get_device()
+    if device.type == "cuda":
+        wanted = _ROWS * model.config.sequence_len * model.kv_bytes_per_token()
+        num_bytes = max(1, min(wanted, torch.cuda.mem_get_info(device)[0] // 2))
+    return EngineConfig(model_path="nanochat", max_model_len=2**31 - 1, kv_cache_bytes=num_bytes)
 
 
 def _batch_of(columns: Iterator[Column], specials: Specials, call: Call) -> Batch:

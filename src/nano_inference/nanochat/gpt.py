@@ -107,15 +107,22 @@ class GPT:
         """Return the weights, projections of one input fused into one."""
         return parameters(self.model)
 
+    def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Return the weights under nanochat's names."""
+        return iter(self.weights.items())
+
     def state_dict(self) -> dict[str, Tensor]:
         """Return the weights under nanochat's names, in the model's own memory."""
         return dict(self.weights)
 
-    def load_state_dict(self, weights: Mapping[str, Tensor]) -> None:
+    def load_state_dict(self, weights: Mapping[str, Tensor], strict: bool = True, assign: bool = False) -> None:
         """Copy new values of all weights, such as those of a model in training, between two calls of `generate`.
 
-        Raises `ModelError` naming what is unknown, missing or of another shape, before anything is written.
+        Always strict, a copy whatever `assign` says. Raises `ValueError` for `strict=False`, and `ModelError` naming
+        what is unknown, missing or of another shape, before anything is written.
         """
+        if not strict:
+            raise ValueError("strict=False: a model with only some of its weights new is not supported")
         named = {name.removeprefix(COMPILED_PREFIX): TensorSource(tensor.detach()) for name, tensor in weights.items()}
         check_names(self.weights, named)
         load_into(self.weights, named.items())

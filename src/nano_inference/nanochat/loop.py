@@ -53,8 +53,8 @@ class Call(NamedTuple):
 
     tokens: list[int]
     num_samples: int
-    limit: int | None
-    """Most columns; None stops where the trained length is full."""
+    limit: int
+    """Most columns."""
     temperature: float
     top_k: int | None
     seed: int
@@ -109,14 +109,14 @@ def plain_columns(model: Any, specials: Specials, call: Call, dtype: torch.dtype
     """Yield the columns of nanochat's loop on any model with `config`, `get_device` and `forward(ids, kv_cache=…)`.
 
     Rows that are done go on being sampled and computed until all are, as upstream's do: look at a row only up to its
-    first terminal token. `dtype` is the cache's; by default bfloat16 on CUDA and float32 elsewhere.
+    first terminal token. `dtype` is the cache's; by default that of the model's first parameter.
     """
     device = torch.device(model.get_device())
     rng = torch.Generator(device=device).manual_seed(call.seed)
     logits_BV, cache = _prefill(model, call, device, dtype)
     states = [RowState(call.tokens.copy()) for _ in range(call.num_samples)]
     num_columns = 0
-    while (call.limit is None or num_columns < call.limit) and not all(state.completed for state in states):
+    while num_columns < call.limit and not all(state.completed for state in states):
         if num_columns:
             column_B1 = torch.tensor([[state.current_tokens[-1]] for state in states], device=device)
             with torch.inference_mode():
@@ -130,7 +130,7 @@ def plain_columns(model: Any, specials: Specials, call: Call, dtype: torch.dtype
 def _prefill(model: Any, call: Call, device: torch.device, dtype: torch.dtype | None) -> tuple[Tensor, KVCache]:
     """Compute the prompt once; return its last logits and a cache that holds it, for every row."""
     config = model.config
-    dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
+    dtype = dtype or _dtype_of(model, device)
 
     def cache_of(num_rows: int, length: int) -> KVCache:
         head_dim = config.n_embd // config.n_head
@@ -140,7 +140,15 @@ def _prefill(model: Any, call: Call, device: torch.device, dtype: torch.dtype | 
     with torch.inference_mode():
         ids_1T = torch.tensor([call.tokens], dtype=torch.long, device=device)
         logits_1V = model.forward(ids_1T, kv_cache=prompt)[:, -1, :]
-        length = config.sequence_len if call.limit is None else len(call.tokens) + call.limit
-        cache = cache_of(call.num_samples, length)
+        cache = cache_of(call.num_samples, len(call.tokens) + call.limit)
         cache.prefill(prompt)
     return logits_1V.expand(call.num_samples, -1), cache
+
+
+def _dtype_of(model: Any, device: torch.device) -> torch.dtype:
+    """Return the precision of a model's embedding, which is that of nanochat's activations; else upstream's default."""
+    weights = iter(model.parameters()) if hasattr(model, "parameters") else iter(())
+    first = next(weights, None)
+    if isinstance(first, Tensor):
+        return first.dtype
+    return torch.bfloat16 if device.type == "cuda" else torch.float32

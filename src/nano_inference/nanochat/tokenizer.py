@@ -17,6 +17,7 @@ import tiktoken
 import torch
 from torch import Tensor
 
+from nano_inference.assemble import nanochat_base
 from nano_inference.text.nanochat_chat import Conversation, OutOfTurn, render_conversation, render_for_completion
 from nano_inference.text.nanochat_file import FILE_NAME, from_encoding, nanochat_tokenizer
 from nano_inference.text.nanochat_pickle import read_fields
@@ -129,7 +130,7 @@ class RustBPETokenizer:
         """
         before, after = self._around(prepend), self._around(append)
         if isinstance(text, str):
-            return [*before, *self.enc.encode_ordinary(text), *after]
+            return [*before, *self.text.encode(text, add_special=False, parse_special=False), *after]
         if isinstance(text, list) and all(isinstance(part, str) for part in text):
             rows = self.enc.encode_ordinary_batch(text, num_threads=num_threads)
             return [[*before, *row, *after] for row in rows]
@@ -187,18 +188,22 @@ class RustBPETokenizer:
         return [token if isinstance(token, int) else self.encode_special(token)]
 
 
-def get_tokenizer(directory: str | Path) -> RustBPETokenizer:
-    """Read a directory's tokenizer.pkl, as `RustBPETokenizer.from_directory`."""
-    return RustBPETokenizer.from_directory(directory)
+def get_tokenizer(directory: str | Path | None = None) -> RustBPETokenizer:
+    """Read a directory's tokenizer.pkl, by default that of nanochat's base directory."""
+    return RustBPETokenizer.from_directory(_directory(directory))
 
 
-def get_token_bytes(directory: str | Path, device: str | torch.device = "cpu") -> Tensor:
+def _directory(named: str | Path | None) -> Path:
+    return nanochat_base() / "tokenizer" if named is None else Path(named)
+
+
+def get_token_bytes(device: str | torch.device = "cpu", directory: str | Path | None = None) -> Tensor:
     """Return how many bytes each id writes, int32, 0 for the special ones: what bits per byte are counted with.
 
     Counted from tokenizer.pkl; the token_bytes.pt of trainings before July 2026 is wrong for tokens that are parts of
     characters.
     """
-    fields = read_fields(Path(directory) / FILE_NAME)
+    fields = read_fields(_directory(directory) / FILE_NAME)
     sizes = [0] * (max(*fields.mergeable_ranks.values(), *fields.special_tokens.values()) + 1)
     for word, token in fields.mergeable_ranks.items():
         sizes[token] = len(word)

@@ -12,11 +12,14 @@ import operator
 import re
 from collections.abc import Callable, Mapping
 from functools import partial
+from itertools import accumulate
 from types import EllipsisType, MappingProxyType
 from typing import Any
 
 MAX_EXPRESSION = 256
 """Characters of an expression."""
+MAX_DEPTH = 64
+"""Parentheses inside one another. Python's parser recurses: 80 end the process in a thread with 128 KiB of stack."""
 MAX_BITS = 4096
 """Bits of an integer, tested before a product is computed."""
 MAX_RESULT = 256
@@ -77,13 +80,19 @@ def evaluate(expression: str) -> Value | None:
     methods count, upper, lower, strip, lstrip, rstrip, title, capitalize, swapcase, split (and count on its list) and
     int's bit_length with one argument at most. None is no answer: it is also how the expression "None" comes out.
     """
-    if len(expression) > MAX_EXPRESSION or not _TOKENS.fullmatch(expression):
+    if len(expression) > MAX_EXPRESSION or not _TOKENS.fullmatch(expression) or _depth(expression) > MAX_DEPTH:
         return None
     try:
         value = _walk(ast.parse(expression.lstrip(" \t"), mode="eval").body)
     except (_Refused, SyntaxError, ValueError, MemoryError, RecursionError):
         return None
     return None if result_text(value) is None else value
+
+
+def _depth(expression: str) -> int:
+    """Return how deep parentheses are nested, those in strings too."""
+    steps = ({"(": 1, ")": -1}.get(character, 0) for character in expression)
+    return max(accumulate(steps), default=0)
 
 
 def result_text(value: Any) -> str | None:

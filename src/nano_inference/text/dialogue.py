@@ -15,7 +15,8 @@ from nano_inference.text.tokenizer import Tokenizer
 from nano_inference.text.tools import PythonTool, python_tool, special_tokens
 from nano_inference.types import BadRequest, TokenizerSource
 
-_CALL, _RESULT, _RETURN, _NOTHING = (text.encode() for text in ("[", " → ", "] ", " → no result] "))
+_CALL, _RESULT, _RETURN, _NOTHING, _CUT = "\ufdd0\ufdd1\ufdd2\ufdd3\ufdd4"
+_SPELLED = str.maketrans({_CALL: "[", _RESULT: " → ", _RETURN: "] ", _NOTHING: " → no result] ", _CUT: " …]"})
 _NO_TEXT: Message = {"role": "assistant", "content": ""}
 
 
@@ -74,25 +75,35 @@ def load_dialogue(source: TokenizerSource, tokenizer: Tokenizer) -> Dialogue | N
     return None if template is None else TemplateDialogue(template, tokenizer)
 
 
-def shown(tokenizer: Tokenizer, tool: PythonTool | None, tokens: Sequence[int]) -> bytes:
-    """Return what a reader sees of tokens that came together: no special ones, a call as [expression → result].
+def shown(tokenizer: Tokenizer, tool: PythonTool | None, tokens: Sequence[int], *, is_cut: bool = False) -> bytes:
+    """Return what a reader sees of tokens that came together: no special ones, a call between marks for `spelled`.
 
-    The tokens that a call forces come in one piece with its end, so what follows an end is always here.
+    The tokens that a call forces come in one piece with its end, so what follows an end is always here, unless the
+    answer was cut off there (`is_cut`).
     """
     pieces = []
     for index, token in enumerate(tokens):
-        mark = None if tool is None else _mark(tool, tokens, index)
+        mark = None if tool is None else _mark(tool, tokens, index, is_cut)
         if mark is not None:
-            pieces.append(mark)
+            pieces.append(mark.encode())
         elif token not in tokenizer.special_ids and token < tokenizer.vocab_size:
             pieces.append(tokenizer.token_bytes(token))
     return b"".join(pieces)
 
 
-def _mark(tool: PythonTool, tokens: Sequence[int], index: int) -> bytes | None:
+def spelled(text: str) -> str:
+    """Return a text with its marks spelled out: a call as [expression → result].
+
+    Until here a mark is one of Unicode's noncharacters, so that no stop string is found in what the model never wrote.
+    """
+    return text.translate(_SPELLED)
+
+
+def _mark(tool: PythonTool, tokens: Sequence[int], index: int, is_cut: bool) -> str | None:
     """Return what stands for a token of the tool's, None for any other."""
-    has_result = list(tokens[index + 1 : index + 2]) == [tool.output_start]
-    marks = {tool.python_start: _CALL, tool.python_end: b"" if has_result else _NOTHING}
+    after = tokens[index + 1] if index + 1 < len(tokens) else None
+    without = _CUT if after is None and is_cut else _NOTHING
+    marks = {tool.python_start: _CALL, tool.python_end: "" if after == tool.output_start else without}
     marks |= {tool.output_start: _RESULT, tool.output_end: _RETURN}
     return marks.get(tokens[index])
 

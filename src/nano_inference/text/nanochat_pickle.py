@@ -32,6 +32,7 @@ MAX_PATTERN = 1024
 MAX_REPEATS = 64
 """Times that counted repetitions of the pattern, one inside another, may come to."""
 MAX_SPECIAL = 1 << 16
+_PROBES = ("What is 12 + 34?\n\n  It's 3 r's in strawberry.", "naïve 世界 🙂\t\r\n 1234567", " " * 50 + "a" * 200)
 """How far beyond the ranks a special token's id may lie."""
 
 _COUNTS = re.compile(r"\{\s*([0-9]*)\s*,?\s*([0-9]*)\s*\}")
@@ -239,7 +240,7 @@ def read_encoding(path: Path) -> tiktoken.Encoding:
     """Return the encoding that a tokenizer.pkl describes. Raises `ModelError` naming the file and what is wrong."""
     fields = read_fields(path)
     try:
-        return tiktoken.Encoding(
+        encoding = tiktoken.Encoding(
             fields.name,
             pat_str=fields.pat_str,
             mergeable_ranks=dict(fields.mergeable_ranks),
@@ -247,6 +248,21 @@ def read_encoding(path: Path) -> tiktoken.Encoding:
         )
     except (ValueError, TypeError, OverflowError) as error:
         raise ModelError(f"{path}: tiktoken refuses it: {error}") from None
+    _check_cuts(path, encoding)
+    return encoding
+
+
+def _check_cuts(path: Path, encoding: tiktoken.Encoding) -> None:
+    """Refuse a pattern that fails on, or loses parts of, ordinary texts."""
+    for text in _PROBES:
+        try:
+            is_whole = encoding.decode(encoding.encode_ordinary(text)) == text
+        except BaseException as error:
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
+            raise ModelError(f"{path}: its pattern fails on a text of {len(text)} characters: {error}") from None
+        if not is_whole:
+            raise ModelError(f"{path}: its pattern loses parts of a text")
 
 
 def read_fields(path: Path) -> PickledEncoding:
@@ -331,6 +347,8 @@ def _checked(state: object) -> PickledEncoding:
 
 def _check_pattern(pattern: str) -> None:
     """Refuse a pattern that would take long to compile; whether it is one, tiktoken says."""
+    if not pattern:
+        raise _Refused("pat_str is empty")
     if len(pattern) > MAX_PATTERN:
         raise _Refused(f"pat_str has more than {MAX_PATTERN} characters")
     repeats = 1

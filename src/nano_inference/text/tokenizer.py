@@ -64,10 +64,10 @@ def load_tokenizer(source: TokenizerSource) -> Tokenizer:
     directory = Path(source.path)
     if not directory.is_dir():
         raise ModelError(f"{source.path}: no such directory")
+    if (directory / FILE_NAME).is_file():  # before a tokenizer.json beside it, as nanochat itself does
+        return nanochat_tokenizer(directory)
     if (directory / "tokenizer.json").is_file():
         return hf_tokenizer(directory)
-    if (directory / FILE_NAME).is_file():
-        return nanochat_tokenizer(directory)
     ranks = find_ranks(directory)
     if ranks is not None:
         return tiktoken_tokenizer(directory, ranks)
