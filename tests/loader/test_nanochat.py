@@ -20,6 +20,7 @@ from nano_inference.loader.nanochat import open_tensors
 from nano_inference.loader.nanochat_config import own_config
 from nano_inference.loader.nanochat_rules import Inferred
 from nano_inference.models.build import weight_slots
+from nano_inference.text.tokenizer import load_tokenizer
 from nano_inference.types import BadRequest, ModelError, SamplingParams
 from tests.nanochat.tiny import (
     GENERATIONS,
@@ -578,3 +579,12 @@ def test_transformers_port_is_refused_where_it_contradicts_itself(
     tmp_path: Path, changes: dict[str, Any], reason: str
 ) -> None:
     assert reason in refusal(ported(tmp_path, **changes))
+
+
+def test_the_pickled_tokenizer_is_taken_where_both_lie(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    write(tmp_path, "G4")
+    (tmp_path / "tokenizer.json").write_text("{}")  # of an older training, perhaps
+    checkpoint = open_checkpoint(tmp_path)
+    assert checkpoint.config.eos_token_ids == (260, 256)
+    assert load_tokenizer(checkpoint.tokenizer).vocab_size == 265

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -275,6 +276,93 @@ def test_new_weights_are_used_and_old_prefixes_forgotten() -> None:
     text = [*prompt, 5]
     found, fresh = (one.core.score(text, start=len(text) - 1) for one in (engine, Engine(other, TOKENIZER)))
     assert found == pytest.approx(fresh, abs=1e-5)
+
+
+def test_a_step_that_fails_costs_its_own_call_alone() -> None:
+    engine = Engine(talkative("G4"), TOKENIZER)
+    expected = list(engine.generate([BOS, 1], 2, max_tokens=10))
+    runner = engine.core.parts.runner
+    run = runner.run
+
+    def broken(batch: Any) -> Any:
+        raise RuntimeError("out of memory")
+
+    runner.run = broken  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="out of memory"):
+        list(engine.generate([BOS, 1], 2, max_tokens=10))
+    runner.run = run  # type: ignore[method-assign]
+    assert list(engine.generate([BOS, 1], 2, max_tokens=10)) == expected
+
+
+def test_an_interrupted_step_is_run_again_with_the_same_numbers() -> None:
+    engine = Engine(talkative("G4"), TOKENIZER)
+    wishes: list[dict[str, Any]] = [{"max_tokens": 20, "seed": seed} for seed in (1, 2)]
+    alone = [list(engine.generate([BOS, 1], 3, **wish)) for wish in wishes]
+    first, second = (engine.generate([BOS, 1], 3, **wish) for wish in wishes)
+    found = [next(first)], [next(second)]
+    runner = engine.core.parts.runner
+    run = runner.run
+
+    def interrupted(batch: Any) -> Any:
+        run(batch)
+        raise KeyboardInterrupt
+
+    runner.run = interrupted  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        list(first)
+    runner.run = run  # type: ignore[method-assign]
+    assert [*found[1], *second] == alone[1]
+
+
+def test_numbers_of_numpy_are_taken() -> None:
+    model = talkative("G4")
+    wish: dict[str, Any] = {"max_tokens": np.int64(9), "top_k": np.int32(5), "seed": np.int64(3)}
+    wish |= {"temperature": np.float32(0.7), "top_p": np.float64(0.9), "num_samples": np.int64(2)}
+    prompt: Any = [BOS, np.int64(3)]
+    expected = Engine(model, TOKENIZER).generate_batch(
+        [BOS, 3], 2, max_tokens=9, top_k=5, seed=3, temperature=0.7, top_p=0.9
+    )
+    for one in (model, Foreign(model)):
+        results, masks = Engine(one, TOKENIZER).generate_batch(prompt, **wish)
+        assert (results, masks) == (expected[0], expected[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_foreign_models_cache_has_the_precision_of_its_weights(dtype: torch.dtype) -> None:
+    kinds = []
+
+    class Typed(Uniform):
+        def parameters(self) -> Iterator[Tensor]:
+            return iter([torch.zeros(1, dtype=dtype)])
+
+        def forward(self, ids: Tensor, kv_cache: KVCache | None = None) -> Tensor:
+            assert kv_cache is not None
+            kinds.append(kv_cache.k_cache.dtype)
+            return super().forward(ids, kv_cache=kv_cache)
+
+    list(Engine(Typed(), TOKENIZER).generate([BOS], 2, max_tokens=3))
+    assert set(kinds) == {dtype}
+    kinds.clear()
+    list(Engine(Typed(), TOKENIZER, cache_dtype=torch.float16).generate([BOS], 2, max_tokens=3))
+    assert set(kinds) == {torch.float16}
+
+
+def test_a_generator_collected_in_the_middle_of_a_step_leaves_no_samples() -> None:
+    engine = Engine(talkative("G1"), TOKENIZER)
+    core = engine.core
+    lost = engine.generate([BOS, 1], 3, max_tokens=8)
+    next(lost)
+    run = core.parts.runner.run
+
+    def collecting(batch: Any) -> Any:
+        lost.close()  # type: ignore[attr-defined]
+        return run(batch)
+
+    core.parts.runner.run = collecting  # type: ignore[method-assign]
+    list(engine.generate([BOS, 2], 2, max_tokens=20))
+    core.parts.runner.run = run  # type: ignore[method-assign]
+    list(engine.generate([BOS, 3], 2, max_tokens=20))
+    assert not core.has_pending() and core.step() == []
 
 
 def test_wrong_weights_change_nothing() -> None:
