@@ -90,7 +90,7 @@ SIGNS = {
     "G1": "no value embeddings",
     "G2": "32 columns",
     "G2e": "bigram_embed",
-    "G2s": "2026-03-04",
+    "G2s": "2026-03-02",
     "G3": "12 columns",
     "G4": "smear_gate",
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from typing import Any
 
@@ -312,6 +313,31 @@ def test_an_interrupted_step_is_run_again_with_the_same_numbers() -> None:
         list(first)
     runner.run = run  # type: ignore[method-assign]
     assert [*found[1], *second] == alone[1]
+
+
+def test_several_threads_use_one_engine() -> None:
+    engine = Engine(talkative("G4"), TOKENIZER)
+    wish: dict[str, Any] = {"max_tokens": 15, "seed": 5}
+    expected = engine.generate_batch([BOS, 1], 2, **wish), list(engine.generate([BOS, 1], 2, **wish))
+
+    def run(index: int) -> Any:
+        found = [
+            (engine.generate_batch([BOS, 1], 2, **wish), list(engine.generate([BOS, 1], 2, **wish))) for _ in range(3)
+        ]
+        return [one == expected for one in found]
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(all(same) for same in pool.map(run, range(4)))
+
+
+def test_a_models_own_config_and_call_are_taken() -> None:
+    model = talkative("G4")
+    again = GPT.from_state_dict(model.state_dict(), model.config, overrides={"softcap": 20})
+    assert again.config == model.config and again.model.config.logits_softcap == 20
+    ids = torch.tensor([[BOS, 1, 2]])
+    assert torch.equal(model(ids), model.forward(ids))
+    with pytest.raises(ValueError, match="targets"):
+        model(ids, ids)
 
 
 def test_numbers_of_numpy_are_taken() -> None:

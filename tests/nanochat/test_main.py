@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from nano_inference.catalog import find_builtin
 from nano_inference.nanochat.__main__ import main
 from nano_inference.nanochat.gpt import GPT
 from tests.nanochat.tiny import (
@@ -90,7 +91,7 @@ def test_base_directory_source_tag_and_step(tmp_path: Path, capsys: Capture, mon
         (["--max-tokens", "0"], "--max-tokens must be in [1, "),
         (["--max-tokens", "100000"], "--max-tokens must be in [1, "),
         (["--device", "mps"], "device must be auto, cpu, cuda or cuda:N"),
-        (["--step", "999999999"], "has no step 999999999"),
+        ([str(find_builtin("calculator").directory), "--step", "999999999"], "has no step 999999999"),
     ],
 )
 def test_mistakes_are_one_line_and_code_2(capsys: Capture, argv: list[str], said: str) -> None:

@@ -58,7 +58,9 @@ class NanochatWishes:
     """nanochat's own chat: which checkpoint of its base directory."""
 
     nanochat: bool = helped(
-        False, "talk with a checkpoint of nanochat's base directory ($NANOCHAT_BASE_DIR, or --model DIR), its way"
+        False,
+        "talk with a checkpoint of nanochat's base directory ($NANOCHAT_BASE_DIR, or --model DIR), its way: unless "
+        "given, temperature 0.6, top-k 50, 256 tokens, seed 42; quit, exit and clear need no slash",
     )
     source: Literal["base", "mid", "sft", "rl"] | None = helped(None, "kind of training; sft when there is one")
     model_tag: str | None = helped(None, "directory such as d20; the largest when not given")

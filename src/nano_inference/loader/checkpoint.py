@@ -15,6 +15,7 @@ from nano_inference.loader.listing import PICKLED, only_gguf
 from nano_inference.loader.nanochat import open_hf_nanochat, open_nanochat, open_own
 from nano_inference.loader.nanochat_config import HF_TYPE, OWN_TYPE
 from nano_inference.loader.nanochat_files import find_files
+from nano_inference.loader.nanochat_rules import parse_overrides
 from nano_inference.loader.opened import Checkpoint
 from nano_inference.loader.safetensors_file import num_bytes, open_weights
 from nano_inference.types import BadRequest, ModelError, TokenizerSource
@@ -26,20 +27,21 @@ def open_checkpoint(path: str | Path, overrides: Iterable[str] = ()) -> Checkpoi
     """Open a Hugging Face directory, a .gguf file (or a directory that holds one), or a nanochat checkpoint.
 
     Of nanochat's, any file model_*.pt or directory that `nanochat_files.find_files` knows will do; `overrides` set
-    constants by hand ("softcap=20") that such a checkpoint does not carry. Reads headers and configuration only (all
-    of a .pt is mapped into memory). Raises `ModelError` when something is missing, damaged or not supported, and
-    `BadRequest` for overrides of a model that has no such constants.
+    constants by hand ("softcap=20", or a mapping) that such a checkpoint does not carry. Reads headers and
+    configuration only (all of a .pt is mapped into memory). Raises `ModelError` when something is missing, damaged or
+    not supported, and `BadRequest` for overrides of a model that has no such constants.
     """
-    path, overrides = Path(path), tuple(overrides)
+    path = Path(path)
     if not _exists(path):
         raise ModelError(f"{ascii(str(path))[1:-1]}: no such file or directory")
+    by_hand = parse_overrides(overrides)
     config = read_json(path / "config.json") if path.is_dir() and (path / "config.json").is_file() else None
     if config is not None and config.text("model_type", "").startswith(OWN_TYPE):
-        return open_own(path, config, overrides)
+        return open_own(path, config, by_hand)
     files = find_files(path) if config is None else None
     if files is not None:
-        return open_nanochat(files, overrides)
-    if overrides:
+        return open_nanochat(files, by_hand)
+    if by_hand:
         raise BadRequest(f"overrides: {path} is not a nanochat checkpoint, whose constants could be set by hand")
     if config is not None:
         return _open_directory(path, config)

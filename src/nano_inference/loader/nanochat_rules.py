@@ -60,7 +60,7 @@ GENERATIONS: Mapping[str, Rules] = MappingProxyType(
         "G1": Rules(10_000.0, 1.0, 15.0, 2.0, 2, False, "resid_lambdas, no value embeddings"),
         "G2": Rules(10_000.0, 1.0, 15.0, 2.0, 2, False, "value gates of 32 columns"),
         "G2e": Rules(10_000.0, 1.0, 15.0, 2.0, 2, False, "bigram_embed"),
-        "G2s": Rules(10_000.0, 1.0, 20.0, 2.0, 2, False, "value gates of 32 columns, trained 2026-03-04 to 09"),
+        "G2s": Rules(10_000.0, 1.0, 20.0, 2.0, 2, False, "value gates of 32 columns, trained 2026-03-02 to 09"),
         "G3": Rules(100_000.0, 1.15, 15.0, 3.0, 3, True, "value gates of 12 columns, no smear_gate"),
         "G4": Rules(100_000.0, 1.2, 15.0, 3.0, 4, True, "smear_gate"),
     }
@@ -133,6 +133,10 @@ def infer(
         norm_eps=FLOAT32_EPS,
     )
     reasons = dict.fromkeys(("rope_base", "qk_scale", "softcap", "gate_scale", "short_window"), f"{generation}'s")
+    if "S" not in pattern:
+        reasons["short_window"] += ", but no layer has one"
+    if not columns:
+        reasons["gate_scale"] += ", but there are no value embeddings"
     reasons |= {"generation": why, "window_pattern": pattern_why, "sequence_len": "model_config"}
     reasons |= {"norm_eps": "float32's epsilon"}
     return _overridden(Inferred(constants=constants, reasons=reasons, warnings=tuple(warnings)), overrides)
@@ -163,8 +167,12 @@ def refuse_unknown(origin: str, shapes: Shapes) -> None:
         raise ModelError(f"{origin}: weights of no known nanochat generation: {names}{rest}")
 
 
-def parse_overrides(texts: Iterable[str]) -> dict[str, str]:
-    """Take `name=value` apart. Raises `BadRequest` naming what can be set."""
+def parse_overrides(texts: Iterable[str] | Mapping[str, object]) -> dict[str, str]:
+    """Take `name=value` apart; one text, several, or a mapping. Raises `BadRequest` naming what can be set."""
+    if isinstance(texts, Mapping):
+        texts = [f"{name}={value}" for name, value in texts.items()]
+    elif isinstance(texts, str):
+        texts = [texts]
     found: dict[str, str] = {}
     known = [field.name for field in fields(Constants)]
     for text in texts:

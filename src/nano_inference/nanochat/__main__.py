@@ -34,6 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(f"nano_inference.nanochat: {error}", file=sys.stderr)
         return 2
+    print(f"prompt  {tokenizer.decode(prompt)!r}; no tool is run, and the end of an answer ends nothing")
     start = time.perf_counter()
     naive = list(model.generate(prompt, wish.max_tokens, temperature=0.0))
     naive_seconds = time.perf_counter() - start
@@ -80,7 +81,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _open(wish: argparse.Namespace) -> Checkpoint:
     """Open the checkpoint that was asked for; say what was inferred."""
-    is_named = wish.path is not None or wish.source is not None
+    is_named = any(value is not None for value in (wish.path, wish.source, wish.model_tag, wish.step))
     root = base_path(wish.path) if is_named else BUILTINS[0].directory
     files = find_files(root, source=wish.source, model_tag=wish.model_tag, step=wish.step)
     if files is None:
@@ -92,4 +93,7 @@ def _open(wish: argparse.Namespace) -> Checkpoint:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from operator import index
+from threading import RLock
 
 import torch
 
@@ -66,7 +67,7 @@ class Engine:
     `model` is our `GPT`, or any object with `config`, `get_device()` and `forward(ids, kv_cache=…)`. With `exact`, a
     seed gives upstream's tokens (one `torch.multinomial` a column); without, tokens depend on (seed, row, position)
     alone, whatever the other rows are. `config` sizes the core engine (its model_path is not read); `cache_dtype` is
-    the precision of another model's cache, by default that of its first parameter.
+    the precision of another model's cache, by default that of its first parameter. Several threads may use one.
     """
 
     def __init__(
@@ -84,6 +85,8 @@ class Engine:
         self._config = config
         self._cache_dtype = cache_dtype
         self._sampler = ColumnSampler()
+        self._lock = RLock()
+        """Held while the core engine is used, which one thread drives at a time; it runs everybody's rows."""
         self._core: InferenceEngine | None = None
         self._version = 0
         """The weights that the core engine's cache was computed with."""
@@ -208,11 +211,17 @@ class Engine:
         if not isinstance(self.model, GPT):
             each = [(call, plain_columns(self.model, specials, call, self._cache_dtype)) for call in calls]
             return [_batch_of(columns, specials, call) for call, columns in each]
-        core, asked = self.core, {}
+        with self._lock:
+            samples = self._samples(self.model, specials, calls)
+        return [_rows_of(samples.get(place, []), call) for place, call in enumerate(calls)]
+
+    def _samples(self, model: GPT, specials: Specials, calls: Sequence[Call]) -> dict[int, list[TrainingSample]]:
+        """Run calls to their end on the core engine; return each one's samples by its place."""
+        core, asked = self.core, dict[int, int]()
         try:
             for place, call in enumerate(calls):
                 if call.limit and call.num_samples:
-                    asked[place], _ = self._ask(self.model, specials, call)
+                    asked[place], _ = self._ask(model, specials, call)
             left = set(asked.values())
             while left:
                 left.difference_update(core.wait_for_any(left))
@@ -220,7 +229,7 @@ class Engine:
             samples = {place: core.collect(request_id) for place, request_id in asked.items()}
             for request_id in asked.values():
                 self._sampler.close(request_id)
-        return [_rows_of(samples.get(place, []), call) for place, call in enumerate(calls)]
+        return samples
 
     def _ask(self, model: GPT, specials: Specials, call: Call) -> tuple[int, Columns]:
         """Queue a call on the core engine; return its request and the numbers that it draws by."""
@@ -242,13 +251,21 @@ class Engine:
 
     def _core_columns(self, model: GPT, specials: Specials, call: Call) -> Iterator[Column]:
         """Yield the columns of a call on the core engine."""
-        request_id, columns = self._ask(model, specials, call)
-        deltas = self.core.deltas(request_id)
+        with self._lock:
+            request_id, columns = self._ask(model, specials, call)
+            deltas = self.core.deltas(request_id)
+        found = _columns_of(deltas, call.num_samples, columns)
         try:
-            yield from _columns_of(deltas, call.num_samples, columns)
+            while True:
+                with self._lock:
+                    column = next(found, None)
+                if column is None:
+                    return
+                yield column
         finally:
-            deltas.close()  # type: ignore[attr-defined]
-            self._sampler.close(request_id)
+            with self._lock:
+                deltas.close()  # type: ignore[attr-defined]
+                self._sampler.close(request_id)
 
 
 def _demand(holds: bool, text: str) -> None:

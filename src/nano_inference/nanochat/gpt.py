@@ -10,7 +10,7 @@ Shapes: B rows, T tokens, S keys, E embedding size, H heads, K kv heads, D head 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Self
@@ -82,14 +82,18 @@ class GPT:
     def from_state_dict(
         cls,
         weights: Mapping[str, Tensor],
-        model_config: Mapping[str, Any],
+        model_config: Mapping[str, Any] | object,
         *,
         device: str = "auto",
         dtype: Dtype = "auto",
         overrides: Iterable[str] = (),
     ) -> Self:
-        """Copy the weights of a model in memory, such as one that is being trained; `model_config` as in meta files."""
-        return cls.of(open_tensors(weights, model_config, overrides), device=device, dtype=dtype)
+        """Copy the weights of a model in memory, such as one that is being trained.
+
+        `model_config` is as in meta files, or any object with those fields, such as the model's own `config`.
+        """
+        named = model_config if isinstance(model_config, Mapping) else _fields_of(model_config)
+        return cls.of(open_tensors(weights, named, overrides), device=device, dtype=dtype)
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, *, device: str = "auto", dtype: Dtype = "auto") -> Self:
@@ -132,9 +136,9 @@ class GPT:
         """Do nothing: the model is always in this mode."""
         return self
 
-    def __call__(self, ids_BT: Tensor, kv_cache: KVCache | None = None) -> Tensor:
+    def __call__(self, ids_BT: Tensor, targets: Tensor | None = None, kv_cache: KVCache | None = None) -> Tensor:
         """Return `forward`'s logits."""
-        return self.forward(ids_BT, kv_cache=kv_cache)
+        return self.forward(ids_BT, targets, kv_cache)
 
     def estimate_decode_flops(self, ctx: int) -> int:
         """Return the operations of one token behind `ctx` others: 2 for each weight, 4·D·H for each key it sees."""
@@ -207,7 +211,7 @@ class GPT:
 
         It stops after `max_tokens`, and after `stop_token` when one is named.
         """
-        assert isinstance(tokens, list)
+        assert isinstance(tokens, list), "expecting list of ints"
         device = self.get_device()
         rng = torch.Generator(device=device).manual_seed(seed)
         ids_1T = torch.tensor([tokens], dtype=torch.long, device=device)
@@ -290,6 +294,12 @@ class GPT:
         """W2 · relu(W1 · a)²."""
         inner = functional.relu(a_BTE @ self.weights[f"transformer.h.{index}.mlp.c_fc.weight"].T).square()
         return inner @ self.weights[f"transformer.h.{index}.mlp.c_proj.weight"].T
+
+
+def _fields_of(config: object) -> dict[str, Any]:
+    """Return the sizes that an object has, those that the files of its time did not have left out."""
+    names = (field.name for field in fields(GPTConfig))
+    return {name: getattr(config, name) for name in names if hasattr(config, name)}
 
 
 def stretch(config: ModelConfig) -> ModelConfig:

@@ -90,4 +90,4 @@ def _why_none(directory: Path) -> str:
             f"{directory / 'vocab.json'}: a vocabulary without its pre-tokenizer is ambiguous; "
             "save the tokenizer as tokenizer.json with transformers"
         )
-    return f"{directory}: no tokenizer: neither tokenizer.json nor a tiktoken file"
+    return f"{directory}: no tokenizer: neither tokenizer.json, nanochat's tokenizer.pkl nor a tiktoken file"
