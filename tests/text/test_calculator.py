@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from nanochat_attacks import ESCAPE, EXPRESSIONS
 
@@ -110,6 +110,10 @@ def test_arithmetic_is_pythons(expression: str) -> None:
 
 @settings(max_examples=600, deadline=None)
 @given(st.text("0123456789+-*/(). ", max_size=14))
+@example("0*()")
+@example("()+()")
+@example("()*3.")
+@example("()-1")
 def test_any_sum_is_pythons_or_refused_as_one(expression: str) -> None:
     expected = None if "**" in expression else reference(expression)
     assert repr(calculate(expression)) == repr(expected)

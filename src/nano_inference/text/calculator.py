@@ -167,10 +167,11 @@ def _choice(wanted: bool, values: list[Any]) -> Any:
     return next(found, values[-1])
 
 
-def _arithmetic(function: Callable[[Any, Any], Any], left: Any, right: Any) -> int | float:
-    if not isinstance(left, int | float) or not isinstance(right, int | float):
+def _arithmetic(function: Callable[[Any, Any], Any], left: Any, right: Any) -> int | float | tuple[()]:
+    """Compute with numbers, and with `()`, which stays empty however often it is repeated."""
+    if not all(isinstance(value, int | float) or value == () for value in (left, right)):
         raise _Refused
-    value: int | float = function(left, right)
+    value: int | float | tuple[()] = function(left, right)
     if isinstance(value, int) and value.bit_length() > MAX_BITS:
         raise _Refused
     return value
