@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from nano_inference import EngineConfig, InferenceEngine, SamplingParams, TrainingSample
+from nano_inference import BadRequest, EngineConfig, InferenceEngine, SamplingParams, TrainingSample
 from tests.models.families import VOCAB_SIZE, gap, make_model
 from tests.sim.fakes import EOS, fake_config, fake_parts
 
@@ -127,6 +127,15 @@ def test_closing_a_stream_aborts_it_and_frees_its_blocks(num_read: int) -> None:
         next(stream)
     stream.close()
     assert is_idle(ours)
+
+
+def test_only_a_claimed_request_can_be_followed() -> None:
+    ours = fake()
+    claimed, other = ours.add_request(PROMPT, LONG, claim=True), ours.add_request(PROMPT, LONG)
+    assert sum(len(delta.token_ids) for delta in ours.deltas(claimed)) == 25
+    for request_id in (claimed, other, 99):
+        with pytest.raises(BadRequest, match=f"request_id: {request_id} was not added with claim"):
+            ours.deltas(request_id)
 
 
 def test_streams_and_other_requests_share_the_steps() -> None:

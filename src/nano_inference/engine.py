@@ -138,7 +138,12 @@ class InferenceEngine:
         return self.deltas(self.add_request(prompt, sampling_params, num_samples_per_prompt, claim=True))
 
     def deltas(self, request_id: int) -> Iterator[Delta]:
-        """Yield what each step adds to a request that was added with `claim`; closing the iterator aborts it."""
+        """Yield what each step adds to a request that was added with `claim`; closing the iterator aborts it.
+
+        Raises `BadRequest` for a request that was not claimed, or was collected.
+        """
+        if not self._ledger.is_claimed(request_id):
+            raise BadRequest(f"request_id: {request_id} was not added with claim, or was collected")
         deltas = self._deltas(request_id)
         next(deltas)  # enters its `try`: from now on closing it aborts, read or not
         return cast(Iterator[Delta], deltas)

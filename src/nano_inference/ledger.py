@@ -38,6 +38,10 @@ class Ledger:
         """Whether any of a request's samples has not ended."""
         return request_id in self._live
 
+    def is_claimed(self, request_id: int) -> bool:
+        """Whether somebody keeps a mailbox for this request."""
+        return request_id in self._mailboxes
+
     def live_requests(self) -> tuple[int, ...]:
         """The requests that have not ended, oldest first."""
         return tuple(self._live)

@@ -586,3 +586,10 @@ def test_what_is_written_around_a_call_is_no_stop_string(capsys: Capture) -> Non
     (plain, cut) = (json.loads(run(capsys, *argv, *stop)[0]) for stop in ((), ("--stop", "→")))
     assert cut["token_ids"] == plain["token_ids"] and cut["stop_reason"] is None, "the model never wrote it"
     assert cut["text"] == plain["text"]
+
+
+def test_an_exported_directory_is_talked_with_but_has_no_tags(tmp_path: Path, capsys: Capture) -> None:
+    run(capsys, "models", "export", "calculator", str(tmp_path / "own"))
+    argv = ("chat", "--nanochat", "--model", str(tmp_path / "own"), "-p", "What is 12+34?", "--quiet")
+    assert "[12+34 → 46]" in run(capsys, *argv, "-t", "0")[0]
+    assert "holds no nanochat checkpoint" in refused(capsys, *argv, "-g", "d20")

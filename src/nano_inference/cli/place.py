@@ -37,7 +37,8 @@ def nanochat_engine(config: EngineConfig, wishes: NanochatWishes) -> EngineConfi
     if not base.exists():
         raise ModelError(f"{base}: no such directory; NANOCHAT_BASE_DIR or --model names nanochat's base directory")
     files = find_files(base, source=wishes.source, model_tag=wishes.model_tag, step=wishes.step)
-    if files is None and not is_exported(base):
+    is_named = any(value is not None for value in (wishes.source, wishes.model_tag, wishes.step))
+    if files is None and (is_named or not is_exported(base)):
         raise ModelError(f"{base}: holds no nanochat checkpoint")
     path = base if files is None else files.weights
     return replace(config, model_path=str(path), device=wishes.device_type or config.device)

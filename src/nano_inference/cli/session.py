@@ -56,7 +56,7 @@ def tell_inferred(checkpoint: Checkpoint, quiet: bool) -> None:
     inferred = checkpoint.inferred
     if inferred is None:
         return
-    note(f"[nanochat {inferred.constants.generation} ({inferred.reasons['generation']}): {checkpoint.path}]", quiet)
+    note(f"[{inferred.headline}: {checkpoint.path}]", quiet)
     for warning in inferred.warnings:
         note(f"[{warning}]")
 

@@ -16,8 +16,8 @@ from nano_inference.loader.nanochat import open_hf_nanochat, open_nanochat, open
 from nano_inference.loader.nanochat_config import HF_TYPE, OWN_TYPE
 from nano_inference.loader.nanochat_files import find_files
 from nano_inference.loader.nanochat_rules import parse_overrides
-from nano_inference.loader.opened import Checkpoint
-from nano_inference.loader.safetensors_file import num_bytes, open_weights
+from nano_inference.loader.opened import Checkpoint, main_dtype
+from nano_inference.loader.safetensors_file import open_weights
 from nano_inference.types import BadRequest, ModelError, TokenizerSource
 
 __all__ = ["Checkpoint", "open_checkpoint"]
@@ -89,16 +89,11 @@ def _open_directory(directory: Path, fields: Fields) -> Checkpoint:
         return open_hf_nanochat(directory, fields, generation)
     config = model_config(fields, generation)
     sources = open_weights(directory)
-    sizes: dict[str, int] = {}
-    for part in sources.values():
-        sizes[part.dtype] = sizes.get(part.dtype, 0) + num_bytes(part)
-    if not sizes:
-        raise ModelError(f"{directory}: the safetensors files hold no tensors")
     return Checkpoint(
         path=directory,
         config=config,
         tokenizer=TokenizerSource(str(directory)),
-        dtype=max(sizes, key=lambda name: sizes[name]),
+        dtype=main_dtype(directory, sources),
         sources=MappingProxyType(sources),
         generation=MappingProxyType(dict(generation.values) if generation else {}),
     )

@@ -15,8 +15,8 @@ from nano_inference.loader.door import TensorSource, WeightSource
 from nano_inference.loader.fields import Fields
 from nano_inference.loader.nanochat_config import hf_nanochat_config, nanochat_config, own_overrides
 from nano_inference.loader.nanochat_files import TOKENIZER_FILES, NanochatFiles
-from nano_inference.loader.nanochat_rules import Inferred, infer, parse_overrides
-from nano_inference.loader.opened import Checkpoint
+from nano_inference.loader.nanochat_rules import Inferred, infer, override_values, parse_overrides
+from nano_inference.loader.opened import Checkpoint, main_dtype
 from nano_inference.loader.pt_file import COMPILED_PREFIX, read_meta, read_pt
 from nano_inference.loader.safetensors_file import open_weights
 from nano_inference.models.config import ModelConfig
@@ -57,12 +57,9 @@ def open_tensors(
     weights: Mapping[str, torch.Tensor], model_config: Mapping[str, Any], overrides: Iterable[str] = ()
 ) -> Checkpoint:
     """Open a model in memory, such as one that is being trained; `model_config` as in meta files."""
-    named = {name.removeprefix(COMPILED_PREFIX): TensorSource(tensor.detach()) for name, tensor in weights.items()}
-    if len(named) < len(weights):
-        raise ModelError(f"a weight is there twice, with and without {COMPILED_PREFIX}")
     return _open(
         Path("model"),
-        dict(named),
+        named_sources(weights),
         Fields("model_config", model_config),
         None,
         user_config={},
@@ -70,13 +67,22 @@ def open_tensors(
     )
 
 
+def named_sources(weights: Mapping[str, torch.Tensor]) -> dict[str, WeightSource]:
+    """Return tensors in memory as sources, without torch.compile's prefix. Raises `ModelError` for a name twice."""
+    named: dict[str, WeightSource] = {
+        name.removeprefix(COMPILED_PREFIX): TensorSource(tensor.detach()) for name, tensor in weights.items()
+    }
+    if len(named) < len(weights):
+        raise ModelError(f"a weight is there twice, with and without {COMPILED_PREFIX}")
+    return named
+
+
 def open_own(directory: Path, config: Fields, overrides: Iterable[str] = ()) -> Checkpoint:
     """Open a directory of safetensors under nanochat's names, whose `config.json` has every constant."""
     by_hand = parse_overrides(overrides)
     written = own_overrides(config)
     try:
-        parse_overrides(f"{name}={value}" for name, value in written.items())
-        infer(str(directory), {}, config.within("model_config"), overrides=written)
+        override_values(parse_overrides(written))
     except ValueError as error:
         raise ModelError(f"{config.origin}: constants: {error}") from None
     checkpoint = _open(
@@ -100,7 +106,7 @@ def open_hf_nanochat(directory: Path, config: Fields, generation: Fields | None)
         path=directory,
         config=hf_nanochat_config(config, generation),
         tokenizer=TokenizerSource(str(directory)),
-        dtype=main_dtype(sources),
+        dtype=main_dtype(directory, sources),
         sources=MappingProxyType(sources),
         generation=MappingProxyType(dict(generation.values) if generation else {}),
     )
@@ -132,7 +138,7 @@ def _open(
         path=path,
         config=replace(model, **_ends(origin, model, tokenizer)),
         tokenizer=tokenizer or TokenizerSource(origin),
-        dtype=main_dtype(sources),
+        dtype=main_dtype(path, sources),
         sources=MappingProxyType(sources),
         generation=MappingProxyType({}),
         inferred=inferred,
@@ -174,11 +180,3 @@ def _fill_lambdas(sources: dict[str, WeightSource], config: Fields, inferred: In
     sources[name] = TensorSource(torch.full((config.integer("n_layer"),), _FILL[name]))
     note = f"the weights have no {name}: {_FILL[name]:g} is taken for each layer, as upstream does"
     return replace(inferred, warnings=(*inferred.warnings, note))
-
-
-def main_dtype(sources: Mapping[str, WeightSource]) -> str:
-    """Return the precision of most of the weights."""
-    sizes: dict[str, int] = {}
-    for source in sources.values():
-        sizes[source.dtype] = sizes.get(source.dtype, 0) + math.prod(source.shape)
-    return max(sizes, key=lambda name: sizes[name])

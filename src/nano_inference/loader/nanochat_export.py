@@ -32,9 +32,9 @@ from nano_inference.loader.safetensors_file import SINGLE_NAME
 from nano_inference.models.config import ModelConfig, NanochatTerms
 from nano_inference.models.nanochat import hf_name
 from nano_inference.text.nanochat_chat import CHAT_TEMPLATE
-from nano_inference.text.nanochat_convert import encoding_of, from_hf, to_hf
+from nano_inference.text.nanochat_convert import from_hf, to_hf
 from nano_inference.text.nanochat_file import ASSISTANT_END, FILE_NAME, nanochat_tokenizer
-from nano_inference.text.nanochat_pickle import read_fields
+from nano_inference.text.nanochat_pickle import encoding_of, read_fields, token_sizes
 from nano_inference.text.tokenizer import load_tokenizer
 from nano_inference.types import ModelError, TokenizerSource
 
@@ -270,10 +270,7 @@ def _write_own_tokenizer(directory: Path, tokenizer_dir: Path) -> None:
         _copy(tokenizer_dir, directory, ())
         found = from_hf(tokenizer_dir / "tokenizer.json")
         (directory / FILE_NAME).write_bytes(pickle.dumps(encoding_of(found), protocol=4))
-    sizes = torch.zeros(max([*found.special_tokens.values(), len(found.mergeable_ranks) - 1]) + 1, dtype=torch.int32)
-    for word, token in found.mergeable_ranks.items():
-        sizes[token] = len(word)
-    torch.save(sizes, directory / "token_bytes.pt")
+    torch.save(torch.tensor(token_sizes(found), dtype=torch.int32), directory / "token_bytes.pt")
 
 
 def _copy(source: Path, target: Path, names: tuple[str, ...]) -> None:

@@ -92,6 +92,11 @@ class Inferred:
     reasons: Mapping[str, str]
     warnings: tuple[str, ...] = ()
 
+    @property
+    def headline(self) -> str:
+        """The generation and what it was recognised by, in a few words."""
+        return f"nanochat {self.constants.generation} ({self.reasons['generation']})"
+
 
 def infer(
     origin: str,
@@ -112,16 +117,28 @@ def infer(
     warnings: list[str] = []
     _refuse_halves(origin, shapes)
     columns = _gate_columns(origin, shapes)
-    if "generation" in overrides:
-        generation, why = _known_generation(overrides["generation"]), "set by hand"
-    else:
+    by_hand = override_values(overrides)
+    generation, why = by_hand.get("generation"), "set by hand"
+    if generation is None:
         generation, why = _generation(origin, shapes, columns, user_config, is_zero, warnings)
     if generation == "G2" and not {"generation", "softcap"} & set(overrides):
         warnings.append(_SOFTCAP_WARNING)
+    sequence_len = by_hand.get("sequence_len") or config.integer("sequence_len")
+    pattern, pattern_why = by_hand.get("window_pattern"), "set by hand"
+    if pattern is None:
+        pattern, pattern_why = _window_pattern(origin, shapes, config, warnings)
+    constants = _hard_coded(generation, sequence_len, pattern)
+    reasons = _reasons(generation, has_short="S" in pattern, has_gates=bool(columns))
+    reasons |= {"generation": why, "window_pattern": pattern_why} | dict.fromkeys(by_hand, "set by hand")
+    return Inferred(
+        constants=replace(constants, **by_hand), reasons=MappingProxyType(reasons), warnings=tuple(warnings)
+    )
+
+
+def _hard_coded(generation: str, sequence_len: int, pattern: str) -> Constants:
+    """Return the constants that the source of a generation had."""
     rules = GENERATIONS[generation]
-    sequence_len = _override_int(overrides, "sequence_len") or config.integer("sequence_len")
-    pattern, pattern_why = _window_pattern(origin, shapes, config, warnings)
-    constants = Constants(
+    return Constants(
         generation=generation,
         sequence_len=sequence_len,
         rope_base=rules.rope_base,
@@ -132,14 +149,20 @@ def infer(
         short_window=short_window(sequence_len, rules),
         norm_eps=FLOAT32_EPS,
     )
-    reasons = dict.fromkeys(("rope_base", "qk_scale", "softcap", "gate_scale", "short_window"), f"{generation}'s")
-    if "S" not in pattern:
-        reasons["short_window"] += ", but no layer has one"
-    if not columns:
-        reasons["gate_scale"] += ", but there are no value embeddings"
-    reasons |= {"generation": why, "window_pattern": pattern_why, "sequence_len": "model_config"}
-    reasons |= {"norm_eps": "float32's epsilon"}
-    return _overridden(Inferred(constants=constants, reasons=reasons, warnings=tuple(warnings)), overrides)
+
+
+def _reasons(generation: str, *, has_short: bool, has_gates: bool) -> dict[str, str]:
+    """Return where the constants are from that the weights do not tell."""
+    own = f"{generation}'s"
+    return {
+        "sequence_len": "model_config",
+        "rope_base": own,
+        "qk_scale": own,
+        "softcap": own,
+        "gate_scale": own if has_gates else f"{own}, but there are no value embeddings",
+        "short_window": own if has_short else f"{own}, but no layer has one",
+        "norm_eps": "float32's epsilon",
+    }
 
 
 def short_window(sequence_len: int, rules: Rules) -> int:
@@ -252,60 +275,46 @@ def _window_pattern(origin: str, shapes: Shapes, config: Fields, warnings: list[
             "run with SSSL (window_pattern=SSSL)"
         )
         return "L", "missing in model_config"
-    return _checked_pattern(origin, config.text("window_pattern", "")), "model_config"
+    pattern = config.text("window_pattern", "").upper()
+    if not pattern or set(pattern) - {"S", "L"}:
+        raise ModelError(f"{origin}: window_pattern must be made of S and L, got {shown(config.get('window_pattern'))}")
+    return pattern, "model_config"
 
 
-def _checked_pattern(origin: str, pattern: str) -> str:
-    if not pattern or set(pattern.upper()) - {"S", "L"}:
-        raise ModelError(f"{origin}: window_pattern must be made of S and L, got {shown(pattern)}")
-    return pattern.upper()
+def override_values(overrides: Mapping[str, str]) -> dict[str, Any]:
+    """Return the values that the texts of overrides spell. Raises `BadRequest` naming the first that is none."""
+    readers: dict[str, Callable[[str, str], Any]] = {
+        "generation": _known_generation,
+        "window_pattern": _override_pattern,
+        "sequence_len": _override_int,
+        "short_window": _override_int,
+    }
+    return {name: readers.get(name, _override_number)(name, text) for name, text in overrides.items()}
 
 
-def _overridden(inferred: Inferred, overrides: Mapping[str, str]) -> Inferred:
-    """Put the user's values in the place of the inferred ones."""
-    values: dict[str, Any] = {}
-    for name, text in overrides.items():
-        if name == "generation":
-            continue
-        if name == "window_pattern":
-            values[name] = _override_pattern(text)
-        elif name in ("sequence_len", "short_window"):
-            values[name] = _override_int(overrides, name)
-        else:
-            values[name] = _override_number(overrides, name)
-    reasons = {**inferred.reasons, **dict.fromkeys(values, "set by hand")}
-    return replace(inferred, constants=replace(inferred.constants, **values), reasons=MappingProxyType(reasons))
-
-
-def _known_generation(text: str) -> str:
+def _known_generation(name: str, text: str) -> str:
     if text not in GENERATIONS:
-        raise BadRequest(f"overrides: generation must be one of {', '.join(GENERATIONS)}, got {shown(text)}")
+        raise BadRequest(f"overrides: {name} must be one of {', '.join(GENERATIONS)}, got {shown(text)}")
     return text
 
 
-def _override_pattern(text: str) -> str:
-    if not text:
-        return ""
-    try:
-        return _checked_pattern("overrides", text)
-    except ModelError as error:
-        raise BadRequest(str(error)) from None
+def _override_pattern(name: str, text: str) -> str:
+    if set(text.upper()) - {"S", "L"}:
+        raise BadRequest(f"overrides: {name} must be made of S and L, got {shown(text)}")
+    return text.upper()
 
 
-def _override_int(overrides: Mapping[str, str], name: str) -> int | None:
-    text = overrides.get(name)
-    if text is None:
-        return None
+def _override_int(name: str, text: str) -> int:
     if not (text.isascii() and text.isdigit() and 1 <= len(text) <= 9 and int(text) > 0):
         raise BadRequest(f"overrides: {name} must be an integer of 1 to 999999999, got {shown(text)}")
     return int(text)
 
 
-def _override_number(overrides: Mapping[str, str], name: str) -> float:
+def _override_number(name: str, text: str) -> float:
     try:
-        value = float(overrides[name])
+        value = float(text)
     except ValueError:
         value = math.nan
     if not 0 < value < 1e12:
-        raise BadRequest(f"overrides: {name} must be a number above 0, got {shown(overrides[name])}")
+        raise BadRequest(f"overrides: {name} must be a number above 0, got {shown(text)}")
     return value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 from nano_inference.loader.door import WeightSource
 from nano_inference.loader.nanochat_rules import Inferred
 from nano_inference.models.config import ModelConfig
-from nano_inference.types import TokenizerSource
+from nano_inference.types import ModelError, TokenizerSource
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,3 +33,13 @@ class Checkpoint:
     def tensors(self) -> Iterator[tuple[str, WeightSource]]:
         """Return a fresh iterator over the weights, for `load_into`."""
         return iter(self.sources.items())
+
+
+def main_dtype(path: Path, sources: Mapping[str, WeightSource]) -> str:
+    """Return the precision of most of the weights' values. Raises `ModelError` naming `path` when there are none."""
+    sizes: dict[str, int] = {}
+    for source in sources.values():
+        sizes[source.dtype] = sizes.get(source.dtype, 0) + math.prod(source.shape)
+    if not sizes:
+        raise ModelError(f"{path}: holds no tensors")
+    return max(sizes, key=lambda name: sizes[name])

@@ -25,11 +25,10 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _COUNTS = (torch.int64, torch.int32)
 """Counters among the buffers of mixture-of-experts checkpoints; the caller says what becomes of them."""
 _PLAIN = re.compile(r"collections OrderedDict|torch \w+Storage|torch\._utils _rebuild_(tensor_v2|parameter)")
-_MAX_PICKLE = 64 << 20
+_MAX_PICKLE = 4 << 20
+"""Bytes: a hundred for each tensor, and a model of a hundred layers has a thousand."""
 _MOST_SHARED = 4
 """Tensors may share a storage (tied weights); together they may have this many times the file's bytes."""
-_FOREIGN = re.compile(r"\bGLOBAL ([\w.]{1,80})")
-"""How torch's refusal names what a pickle asks for."""
 
 
 def read_pt(path: Path) -> dict[str, Tensor]:
@@ -105,9 +104,6 @@ def _check_globals(path: Path, data: bytes) -> None:
 
 def _reason(error: Exception) -> str:
     """Say in one line why torch refused a file; its own text runs over many and proposes to trust the file."""
-    foreign = _FOREIGN.search(str(error))
-    if foreign:
-        return f"the pickle asks for {foreign[1]}, which is no part of a tensor; it is not executed"
     if isinstance(error, pickle.UnpicklingError) or "weights_only" in str(error):
         return "the pickle in it is damaged, or holds more than tensors"
     lines = str(error).splitlines() or [""]

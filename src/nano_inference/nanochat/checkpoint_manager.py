@@ -54,8 +54,7 @@ def describe(checkpoint: Checkpoint, files: NanochatFiles | None = None) -> list
     """Return what was inferred of a checkpoint, in lines to be read."""
     if checkpoint.inferred is None:
         return []
-    constants, reasons = checkpoint.inferred.constants, checkpoint.inferred.reasons
-    lines = [f"nanochat {constants.generation} ({reasons['generation']}): {checkpoint.path}"]
+    lines = [f"{checkpoint.inferred.headline}: {checkpoint.path}"]
     if files is not None and files.git_commit:
         lines.append(f"trained with nanochat's commit {files.git_commit}")
     return lines + [f"warning: {warning}" for warning in checkpoint.inferred.warnings]

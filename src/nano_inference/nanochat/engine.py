@@ -131,8 +131,15 @@ class Engine:
 
         Raises as `generate` does.
         """
-        call = self._call(tokens, num_samples, max_tokens, temperature, top_k, seed, top_p)
-        return self._batches([call])[0]
+        return self.generate_batches(
+            [tokens],
+            num_samples,
+            max_tokens=max_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            seeds=[seed],
+            top_p=top_p,
+        )[0]
 
     def generate_batches(
         self,

@@ -22,11 +22,10 @@ from torch.nn import functional
 from nano_inference.assemble import load_model, pick_device, pick_dtype
 from nano_inference.config import Dtype
 from nano_inference.loader.checkpoint import open_checkpoint
-from nano_inference.loader.door import TensorSource, check_names, load_into
-from nano_inference.loader.nanochat import open_tensors
+from nano_inference.loader.door import check_names, load_into
+from nano_inference.loader.nanochat import named_sources, open_tensors
 from nano_inference.loader.nanochat_config import model_config_of
 from nano_inference.loader.opened import Checkpoint
-from nano_inference.loader.pt_file import COMPILED_PREFIX
 from nano_inference.models.build import Model, module_slots, parameters
 from nano_inference.models.config import LayerConfig, ModelConfig, NanochatTerms
 from nano_inference.nanochat.cache import KVCache
@@ -127,7 +126,7 @@ class GPT:
         """
         if not strict:
             raise ValueError("strict=False: a model with only some of its weights new is not supported")
-        named = {name.removeprefix(COMPILED_PREFIX): TensorSource(tensor.detach()) for name, tensor in weights.items()}
+        named = named_sources(weights)
         check_names(self.weights, named)
         load_into(self.weights, named.items())
         self.version += 1

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from nano_inference.nanochat.cache import KVCache
 from nano_inference.nanochat.columns import sample_next_token
-from nano_inference.text.tools import PythonTool
+from nano_inference.text.nanochat_file import ASSISTANT_END
+from nano_inference.text.tools import OUTPUT_END, OUTPUT_START, PYTHON_END, PYTHON_START, PythonTool
 
 Column = tuple[list[int], list[int]]
 """One token for each row, and 1 where it was sampled, 0 where it was forced."""
@@ -77,14 +78,13 @@ class RowState:
 
 def find_specials(tokenizer: ChatTokenizer) -> Specials:
     """Look the special tokens up once."""
-    ids = [tokenizer.encode_special(f"<|{name}|>") for name in ("python_start", "python_end")]
-    ids += [tokenizer.encode_special(f"<|{name}|>") for name in ("output_start", "output_end")]
+    ids = [tokenizer.encode_special(text) for text in (PYTHON_START, PYTHON_END, OUTPUT_START, OUTPUT_END)]
 
     def decode(tokens: Sequence[int]) -> str:
         return tokenizer.decode(list(tokens))
 
     tool = PythonTool(ids[0], ids[1], ids[2], ids[3], decode, tokenizer.encode)
-    return Specials(tool, frozenset((tokenizer.encode_special("<|assistant_end|>"), tokenizer.get_bos_token_id())))
+    return Specials(tool, frozenset((tokenizer.encode_special(ASSISTANT_END), tokenizer.get_bos_token_id())))
 
 
 def take_token(state: RowState, sampled: int, specials: Specials) -> tuple[int, int]:

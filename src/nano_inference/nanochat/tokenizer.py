@@ -20,8 +20,8 @@ from torch import Tensor
 from nano_inference.assemble import nanochat_base
 from nano_inference.text.nanochat_chat import Conversation, OutOfTurn, render_conversation, render_for_completion
 from nano_inference.text.nanochat_file import FILE_NAME, from_encoding, nanochat_tokenizer
-from nano_inference.text.nanochat_pickle import read_fields
-from nano_inference.text.tiktoken_file import TiktokenTokenizer
+from nano_inference.text.nanochat_pickle import PickledEncoding, encoding_of, read_fields, token_sizes
+from nano_inference.text.tiktoken_file import TiktokenTokenizer, no_panic
 
 SPECIAL_TOKENS = (
     *("<|bos|>", "<|user_start|>", "<|user_end|>", "<|assistant_start|>", "<|assistant_end|>"),
@@ -76,8 +76,10 @@ class RustBPETokenizer:
         trainer.train_from_iterator(iter(text_iterator), merged, pattern=SPLIT_PATTERN)
         ranks = {bytes(word): rank for word, rank in trainer.get_mergeable_ranks()}
         special = {text: len(ranks) + index for index, text in enumerate(SPECIAL_TOKENS)}
-        pattern = trainer.get_pattern()
-        return cls(_encoding("rustbpe", pattern, ranks, special), SPECIAL_TOKENS[0])
+        fields = PickledEncoding(
+            name="rustbpe", pat_str=trainer.get_pattern(), mergeable_ranks=ranks, special_tokens=special
+        )
+        return cls(encoding_of(fields), SPECIAL_TOKENS[0])
 
     @property
     def text(self) -> TiktokenTokenizer:
@@ -132,7 +134,8 @@ class RustBPETokenizer:
         if isinstance(text, str):
             return [*before, *self.text.encode(text, add_special=False, parse_special=False), *after]
         if isinstance(text, list) and all(isinstance(part, str) for part in text):
-            rows = self.enc.encode_ordinary_batch(text, num_threads=num_threads)
+            with no_panic("a text"):
+                rows = self.enc.encode_ordinary_batch(text, num_threads=num_threads)
             return [[*before, *row, *after] for row in rows]
         raise ValueError(f"text must be a string or a list of strings, got {type(text).__name__}")
 
@@ -152,9 +155,14 @@ class RustBPETokenizer:
         """Write a tokenizer.pkl into a directory, for nanochat itself and for `from_directory`."""
         directory = Path(tokenizer_dir)
         directory.mkdir(parents=True, exist_ok=True)
-        fields = (self.enc.name, self.enc._pat_str, self.enc._mergeable_ranks, self.enc._special_tokens)
+        fields = PickledEncoding(
+            name=self.enc.name,
+            pat_str=self.enc._pat_str,
+            mergeable_ranks=self.enc._mergeable_ranks,
+            special_tokens=self.enc._special_tokens,
+        )
         # A new object: tiktoken pickles one that it has in its registry as its mere name.
-        (directory / FILE_NAME).write_bytes(pickle.dumps(_encoding(*fields), protocol=4))
+        (directory / FILE_NAME).write_bytes(pickle.dumps(encoding_of(fields), protocol=4))
 
     def render_conversation(
         self, conversation: Conversation, max_tokens: int | None = 2048
@@ -203,15 +211,8 @@ def get_token_bytes(device: str | torch.device = "cpu", directory: str | Path | 
     Counted from tokenizer.pkl; the token_bytes.pt of trainings before July 2026 is wrong for tokens that are parts of
     characters.
     """
-    fields = read_fields(_directory(directory) / FILE_NAME)
-    sizes = [0] * (max(*fields.mergeable_ranks.values(), *fields.special_tokens.values()) + 1)
-    for word, token in fields.mergeable_ranks.items():
-        sizes[token] = len(word)
+    sizes = token_sizes(read_fields(_directory(directory) / FILE_NAME))
     return torch.tensor(sizes, dtype=torch.int32, device=device)
-
-
-def _encoding(name: str, pattern: str, ranks: dict[bytes, int], special: dict[str, int]) -> tiktoken.Encoding:
-    return tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
 
 
 @contextmanager

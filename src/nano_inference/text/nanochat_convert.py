@@ -18,7 +18,7 @@ from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 
 from nano_inference.text.fast import BYTE_OF_CHAR, CHAR_OF_BYTE, set_bos_eos
 from nano_inference.text.nanochat_file import BOS_TOKENS
-from nano_inference.text.nanochat_pickle import PickledEncoding
+from nano_inference.text.nanochat_pickle import PickledEncoding, encoding_of
 from nano_inference.types import ModelError
 
 ENCODING_NAME = "rustbpe"
@@ -81,16 +81,6 @@ def from_hf(path: Path) -> PickledEncoding:
     )
     check_same(core, encoding_of(fields), str(path))
     return fields
-
-
-def encoding_of(fields: PickledEncoding) -> tiktoken.Encoding:
-    """Return tiktoken's object of these fields."""
-    return tiktoken.Encoding(
-        fields.name,
-        pat_str=fields.pat_str,
-        mergeable_ranks=dict(fields.mergeable_ranks),
-        special_tokens=dict(fields.special_tokens),
-    )
 
 
 def check_same(core: tokenizers.Tokenizer, encoding: tiktoken.Encoding, where: str) -> None:

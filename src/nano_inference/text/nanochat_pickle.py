@@ -19,6 +19,7 @@ from typing import Any, BinaryIO
 
 import tiktoken
 
+from nano_inference.text.tiktoken_file import no_panic
 from nano_inference.types import ModelError
 
 MAX_FILE = 1 << 23
@@ -240,27 +241,39 @@ def read_encoding(path: Path) -> tiktoken.Encoding:
     """Return the encoding that a tokenizer.pkl describes. Raises `ModelError` naming the file and what is wrong."""
     fields = read_fields(path)
     try:
-        encoding = tiktoken.Encoding(
-            fields.name,
-            pat_str=fields.pat_str,
-            mergeable_ranks=dict(fields.mergeable_ranks),
-            special_tokens=dict(fields.special_tokens),
-        )
+        encoding = encoding_of(fields)
     except (ValueError, TypeError, OverflowError) as error:
         raise ModelError(f"{path}: tiktoken refuses it: {error}") from None
     _check_cuts(path, encoding)
     return encoding
 
 
+def encoding_of(fields: PickledEncoding) -> tiktoken.Encoding:
+    """Return tiktoken's object of these fields."""
+    return tiktoken.Encoding(
+        fields.name,
+        pat_str=fields.pat_str,
+        mergeable_ranks=dict(fields.mergeable_ranks),
+        special_tokens=dict(fields.special_tokens),
+    )
+
+
+def token_sizes(fields: PickledEncoding) -> list[int]:
+    """Return how many bytes each id writes, 0 for special tokens: what nanochat's token_bytes.pt holds."""
+    sizes = [0] * (max(*fields.mergeable_ranks.values(), *fields.special_tokens.values()) + 1)
+    for word, token in fields.mergeable_ranks.items():
+        sizes[token] = len(word)
+    return sizes
+
+
 def _check_cuts(path: Path, encoding: tiktoken.Encoding) -> None:
     """Refuse a pattern that fails on, or loses parts of, ordinary texts."""
     for text in _PROBES:
         try:
-            is_whole = encoding.decode(encoding.encode_ordinary(text)) == text
-        except BaseException as error:
-            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-                raise
-            raise ModelError(f"{path}: its pattern fails on a text of {len(text)} characters: {error}") from None
+            with no_panic(f"a text of {len(text)} characters"):
+                is_whole = encoding.decode(encoding.encode_ordinary(text)) == text
+        except Exception as error:  # a pattern that gives up raises ValueError
+            raise ModelError(f"{path}: its pattern fails: {error}") from None
         if not is_whole:
             raise ModelError(f"{path}: its pattern loses parts of a text")
 

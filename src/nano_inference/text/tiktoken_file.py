@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -52,12 +53,8 @@ class TiktokenTokenizer:
         """Return the ids; `parse_special=False` spells out special tokens that stand in the text."""
         check_unicode(text)
         allowed: set[str] = self.core.special_tokens_set if parse_special else set()
-        try:
+        with no_panic(f"a text of {len(text)} characters"):
             ids: list[int] = self.core.encode(text, allowed_special=allowed, disallowed_special=())
-        except BaseException as error:
-            if type(error).__name__ == "PanicException":  # its pattern's stack overflows on a million spaces
-                raise BadRequest(f"a text of {len(text)} characters that the tokenizer's pattern cannot cut") from None
-            raise
         return [self.bos_id, *ids] if add_special and self.adds_bos and self.bos_id is not None else ids
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
@@ -77,6 +74,17 @@ class TiktokenTokenizer:
     def token_text(self, token: int) -> str:
         """Return an id's text, with U+FFFD for bytes that are no UTF-8: tiktoken has no other spelling."""
         return self.token_bytes(token).decode("utf-8", "replace")
+
+
+@contextmanager
+def no_panic(what: str) -> Iterator[None]:
+    """Raise `BadRequest` where tiktoken's Rust panics: a pattern's stack overflows on a million spaces."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ == "PanicException":  # not an `Exception`, and not to be imported
+            raise BadRequest(f"{what} that the tokenizer's pattern cannot cut") from None
+        raise
 
 
 def find_ranks(directory: Path) -> Path | None:
