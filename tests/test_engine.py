@@ -273,3 +273,44 @@ def test_what_a_broken_sample_leaves_in_the_cache_harms_nobody(tmp_path: Path) -
             assert engine.generate([[1, 2, 3]], params)[0].completion_tokens == expected
             engine.generate([[4] * 30], params)
             engine.flush_cache()
+
+
+def test_a_step_that_lacks_memory_costs_the_youngest_request(tiny: tuple[Path, Any]) -> None:
+    with engine(tiny) as running:
+        alone = [running.generate([prompt], LONG)[0].completion_tokens for prompt in (PROMPT, [7, 7])]
+        runner: Any = running.parts.runner
+        inner, failures = runner._run, iter((RuntimeError("DefaultCPUAllocator: can't allocate memory"),))
+
+        def short(batch: Any) -> Any:
+            if len(batch.rows) == 3:
+                raise next(failures)
+            return inner(batch)
+
+        runner._run = short
+        samples = running.generate([PROMPT, [7, 7], [1, 2, 3]], LONG)
+        assert tokens_of(samples[:2]) == alone
+        assert (samples[2].finish_reason, samples[2].completion_tokens) == ("abort", ())
+        assert str(samples[2].stop_reason).startswith("out of memory")
+        assert is_idle(running)
+
+
+def test_other_runtime_errors_are_no_lack_of_memory(tiny: tuple[Path, Any]) -> None:
+    with engine(tiny) as running:
+        runner: Any = running.parts.runner
+
+        def broken(batch: Any) -> Any:
+            raise RuntimeError("shapes do not fit")
+
+        runner._run = broken
+        with pytest.raises(RuntimeError, match="shapes"):
+            running.generate([PROMPT], LONG)
+        assert not running.is_alive
+
+
+def test_a_step_says_which_sequences_it_started() -> None:
+    running = fake(max_batch_size=2)
+    first = running.add_request(PROMPT, LONG, 2)
+    second = running.add_request([1, 2], LONG)
+    started = [one for _ in range(60) if running.has_pending() for one in running.tick().started]
+    assert sorted(started) == [(first, 0), (first, 1), (second, 0)]
+    assert started.index((first, 0)) == 0

@@ -11,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
+from dataclasses import replace
 
 from nano_inference.config import SchedulerConfig
 from nano_inference.kv import Hit, KVManager
@@ -130,10 +131,15 @@ class Core:
         plan = schedule(waiting, self._running_views(), self._kv.num_free_blocks(), self._limits)
         assert plan.work or plan.preempted_seqs or admitted == frozenset() or not self.has_work(), "a step without work"
         rows, batch = self._apply(plan, hits)
-        results = self._run(rows, batch)
-        result = self._commit(plan, rows, batch, results)
+        started = tuple((seq.request.id, seq.sample_index) for seq in rows if seq.id in hits)
+        try:
+            results = self._run(rows, batch)
+        except MemoryError as error:
+            result = self._give_up_youngest(rows, error)
+        else:
+            result = self._commit(plan, rows, batch, results)
         self.is_torn = False
-        return result
+        return replace(result, started=started)
 
     # ---- plan -------------------------------------------------------------------------------------------------------
 
@@ -266,6 +272,15 @@ class Core:
         )
 
     # ---- run and commit ---------------------------------------------------------------------------------------------
+
+    def _give_up_youngest(self, rows: Seq[Sequence], error: MemoryError) -> StepResult:
+        """End the youngest of the rows that memory did not suffice for; the others are computed again, one fewer."""
+        for seq in sorted(rows, key=lambda seq: -seq.id):
+            self._preempt(seq)
+        victim = max(rows, key=lambda seq: seq.id)
+        finish(victim, "abort", f"out of memory: {error}" if str(error) else "out of memory")
+        self._leave(victim)
+        return self._result([to_delta(victim, 0, self.version, self.labels)], 0, 0, 0, len(rows))
 
     def _run(self, rows: Seq[Sequence], batch: ScheduledBatch) -> Mapping[int, RowResult]:
         """Let the runner compute; when it is interrupted, its rows are computed again from the cache."""

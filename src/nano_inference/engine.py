@@ -309,6 +309,11 @@ class InferenceEngine:
         self._is_paused = False
 
     @property
+    def limits(self) -> Limits:
+        """What a request must fit into: whoever checks requests before they are queued asks here."""
+        return self._door
+
+    @property
     def is_alive(self) -> bool:
         """Whether it takes work: no step has failed, and it was not shut down."""
         return self._error is None and not self._core.is_torn

@@ -64,7 +64,18 @@ class ModelRunner:
         self.store.restore()
 
     def run(self, batch: ScheduledBatch) -> dict[int, RowResult]:
-        """Copy blocks, compute the rows, score what is asked for, draw."""
+        """Copy blocks, compute the rows, score what is asked for, draw. Raises `MemoryError` when there is too little.
+
+        Torch says so in errors of its own, on a CPU in a plain `RuntimeError`.
+        """
+        try:
+            return self._run(batch)
+        except RuntimeError as error:
+            if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
+                raise MemoryError("a step needs more memory than there is") from error
+            raise
+
+    def _run(self, batch: ScheduledBatch) -> dict[int, RowResult]:
         rows = in_step_order(batch.rows)
         with torch.inference_mode():
             self.store.prepare(batch.fresh, batch.copies)

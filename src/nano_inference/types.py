@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from itertools import groupby
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, Protocol
@@ -627,6 +627,8 @@ class StepResult:
     deltas: tuple[Delta, ...]
     samples: tuple[TrainingSample, ...]
     stats: StepStats
+    started: tuple[tuple[int, int], ...] = ()
+    """(request id, sample index) of the sequences that left the queue; a preempted one leaves it again."""
 
     def after(self, deltas: Iterable[Delta]) -> StepResult:
         """Return the same with what happened just before the step put in front."""
@@ -634,7 +636,7 @@ class StepResult:
         if not before:
             return self
         ended = tuple(delta.sample for delta in before if delta.sample is not None)
-        return StepResult(deltas=before + self.deltas, samples=ended + self.samples, stats=self.stats)
+        return replace(self, deltas=before + self.deltas, samples=ended + self.samples)
 
 
 class WeightInfo(NamedTuple):
