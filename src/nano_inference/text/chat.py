@@ -98,15 +98,19 @@ def render(
     messages: Sequence[Message],
     *,
     add_generation_prompt: bool = True,
+    continue_final: bool = False,
     tools: Sequence[Mapping[str, Any]] | None = None,
     extra: Mapping[str, Any] = _NOTHING,
 ) -> str:
     """Return the text that a model reads for these messages.
 
+    With `continue_final` it ends where the last message's content does, so that the model goes on with that message.
     `extra` are further variables of the template (`enable_thinking`). Raises `BadRequest` for messages of a wrong
     shape or that the template refuses, `ModelError` for a template that runs or writes without end.
     """
     check_messages(messages)
+    if continue_final:
+        return _render_open(template, messages, add_generation_prompt, tools, extra)
     taken = sorted((RESERVED | {"__out"}) & set(extra))
     if taken:
         raise BadRequest(f"chat template variable {taken[0]!r} is reserved")
@@ -127,6 +131,7 @@ def encode_chat(
     messages: Sequence[Message],
     *,
     add_generation_prompt: bool = True,
+    continue_final: bool = False,
     tools: Sequence[Mapping[str, Any]] | None = None,
     extra: Mapping[str, Any] = _NOTHING,
 ) -> list[int]:
@@ -138,7 +143,14 @@ def encode_chat(
     special = _special_pattern(tokenizer)
     hostile = special is not None and any(special.search(text) for text in _strings([messages, tools, extra]))
     if special is None or not hostile:
-        text = render(template, messages, add_generation_prompt=add_generation_prompt, tools=tools, extra=extra)
+        text = render(
+            template,
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            continue_final=continue_final,
+            tools=tools,
+            extra=extra,
+        )
         return tokenizer.encode(text, add_special=False)
     mark = _unused_character([messages, tools, extra, template.source])
 
@@ -150,10 +162,32 @@ def encode_chat(
         template,
         defused(messages),
         add_generation_prompt=add_generation_prompt,
+        continue_final=continue_final,
         tools=defused(tools),
         extra=defused(extra),
     )
     return _encode_defused(tokenizer, text, special, mark)
+
+
+def _render_open(
+    template: ChatTemplate,
+    messages: Sequence[Message],
+    add_generation_prompt: bool,
+    tools: Sequence[Mapping[str, Any]] | None,
+    extra: Mapping[str, Any],
+) -> str:
+    """Render with a mark at the end of the last message, and cut there."""
+    last = messages[-1]
+    if add_generation_prompt:
+        raise BadRequest("continue_final_message and add_generation_prompt exclude each other")
+    if not isinstance(last.get("content"), str):
+        raise BadRequest("continue_final_message needs a last message whose content is a text")
+    mark = _unused_character([messages, tools, extra, template.source])
+    marked = [*messages[:-1], {**last, "content": last["content"] + mark}]
+    text = render(template, marked, add_generation_prompt=False, tools=tools, extra=extra)
+    if mark not in text:
+        raise BadRequest("continue_final_message: the chat template does not show the last message as it is")
+    return text[: text.rindex(mark)]
 
 
 def check_messages(messages: object) -> None:

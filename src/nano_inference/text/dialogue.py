@@ -5,12 +5,19 @@ Two kinds: a chat template, and nanochat's fixed layout with its calculator. Who
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Protocol
 
-from nano_inference.text.chat import ChatTemplate, Message, encode_chat, load_chat_template
-from nano_inference.text.nanochat_chat import ASSISTANT_START, USER_START, answer_message, render_for_completion
+from nano_inference.text.chat import ChatTemplate, Message, encode_chat, load_chat_template, render
+from nano_inference.text.nanochat_chat import (
+    ASSISTANT_START,
+    USER_START,
+    answer_message,
+    render_conversation,
+    render_for_completion,
+)
 from nano_inference.text.tokenizer import Tokenizer
 from nano_inference.text.tools import PythonTool, python_tool, special_tokens
 from nano_inference.types import BadRequest, TokenizerSource
@@ -20,6 +27,23 @@ _SPELLED = str.maketrans({_CALL: "[", _RESULT: " → ", _RETURN: "] ", _NOTHING:
 _NO_TEXT: Message = {"role": "assistant", "content": ""}
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rendering:
+    """How messages are put before the model."""
+
+    add_generation_prompt: bool = True
+    """End with the beginning of the answer."""
+    continue_final: bool = False
+    """End inside the last message, which the model goes on with."""
+    tools: Sequence[Mapping[str, Any]] | None = None
+    extra: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    """Further variables of the chat template."""
+
+
+ANSWER = Rendering()
+"""The usual way: the model is to answer."""
+
+
 class Dialogue(Protocol):
     """A way of talking with one model."""
 
@@ -27,8 +51,14 @@ class Dialogue(Protocol):
     def tool(self) -> PythonTool | None:
         """What the model may call while it writes."""
 
-    def encode(self, messages: Sequence[Message]) -> list[int]:
+    def encode(self, messages: Sequence[Message], rendering: Rendering = ANSWER) -> list[int]:
         """Return the ids that the model reads before it answers. Raises `BadRequest` naming the wrong message."""
+
+    def text(self, messages: Sequence[Message], rendering: Rendering = ANSWER) -> str:
+        """Return what `encode` encodes, as text. Raises as it does."""
+
+    def knows(self, name: str) -> bool:
+        """Whether a variable of that name in `Rendering.extra` could change anything."""
 
     def answer(self, tokens: Sequence[int], text: str) -> Message:
         """Return the message that the model's tokens make, for the next turn; `text` is what was shown of it."""
@@ -42,9 +72,32 @@ class TemplateDialogue:
     tokenizer: Tokenizer
     tool: PythonTool | None = None
 
-    def encode(self, messages: Sequence[Message]) -> list[int]:
+    def encode(self, messages: Sequence[Message], rendering: Rendering = ANSWER) -> list[int]:
         """Return the rendered messages' ids."""
-        return encode_chat(self.template, self.tokenizer, messages)
+        return encode_chat(
+            self.template,
+            self.tokenizer,
+            messages,
+            add_generation_prompt=rendering.add_generation_prompt,
+            continue_final=rendering.continue_final,
+            tools=rendering.tools,
+            extra=rendering.extra,
+        )
+
+    def text(self, messages: Sequence[Message], rendering: Rendering = ANSWER) -> str:
+        """Return the rendered messages."""
+        return render(
+            self.template,
+            messages,
+            add_generation_prompt=rendering.add_generation_prompt,
+            continue_final=rendering.continue_final,
+            tools=rendering.tools,
+            extra=rendering.extra,
+        )
+
+    def knows(self, name: str) -> bool:
+        """Whether the template speaks of a variable of that name."""
+        return name in self.template.source or name in (self.template.tool_source or "")
 
     def answer(self, tokens: Sequence[int], text: str) -> Message:
         """Return the text as a message."""
@@ -58,9 +111,26 @@ class NanochatDialogue:
     tokenizer: Tokenizer
     tool: PythonTool | None
 
-    def encode(self, messages: Sequence[Message]) -> list[int]:
+    def encode(self, messages: Sequence[Message], rendering: Rendering = ANSWER) -> list[int]:
         """Return the ids of messages that take turns, in full length."""
-        return render_for_completion(self.tokenizer, [*messages, _NO_TEXT], None)
+        if rendering.tools or rendering.extra:
+            raise BadRequest("nanochat's layout has no tools and no chat template variables")
+        if rendering.add_generation_prompt:
+            if rendering.continue_final:
+                raise BadRequest("continue_final_message and add_generation_prompt exclude each other")
+            return render_for_completion(self.tokenizer, [*messages, _NO_TEXT], None)
+        if rendering.continue_final and messages[-1].get("role") != "assistant":
+            raise BadRequest("continue_final_message needs a last message by the assistant")
+        ids, _ = render_conversation(self.tokenizer, messages, None)
+        return ids[:-1] if rendering.continue_final else ids
+
+    def text(self, messages: Sequence[Message], rendering: Rendering = ANSWER) -> str:
+        """Return the text of the ids, special tokens spelled out."""
+        return self.tokenizer.decode(self.encode(messages, rendering), skip_special=False)
+
+    def knows(self, name: str) -> bool:
+        """There are no variables."""
+        return False
 
     def answer(self, tokens: Sequence[int], text: str) -> Message:
         """Return the answer's text, or its parts when the calculator was called."""
