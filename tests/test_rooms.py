@@ -29,6 +29,7 @@ LEVELS = (
     "assemble",
     "engine",
     "workloads rollout reference nanochat",
+    "server",
     "cli",
     "__main__",
 )

@@ -118,3 +118,92 @@ class SchedulerConfig:
         """Build from `to_dict`'s form; an unknown field is a `ValueError`."""
         config: SchedulerConfig = from_known(cls, data)
         return config
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """How the server listens, whom it lets in, and what it refuses. Raises `ValueError` naming the field."""
+
+    host: str = helped("127.0.0.1", "address to listen on; anything but loopback needs an API key, or --insecure")
+    port: int = helped(8000, "port to listen on; 0 takes a free one")
+    root_path: str = helped("", "path below which a proxy serves this server, such as /llm")
+    served_model_name: tuple[str, ...] = helped((), "name of the model for clients; may be repeated for aliases")
+    any_model: bool = helped(False, "answer requests for any model name (clients that hard-code gpt-…)")
+    strict: bool = helped(False, "refuse fields that are not known instead of leaving them out")
+    logprobs_mode: LogprobsMode = helped("raw", "distribution that log-probabilities speak of")
+
+    api_key: tuple[str, ...] = helped((), "key that clients must send; may be repeated (others can see it in ps)")
+    api_key_file: str | None = helped(None, "file with a key on each line, which only its owner may read")
+    insecure: bool = helped(False, "listen beyond loopback without a key")
+    allowed_host: tuple[str, ...] = helped((), "Host header to accept besides the address itself; may be repeated")
+    cors_origin: tuple[str, ...] = helped((), "web origin whose pages may call this server; may be repeated")
+    share_prefix_cache: bool = helped(False, "let clients with different keys reuse each other's cached prefixes")
+
+    max_queued_requests: int = helped(256, "most samples that wait beyond those that run; more are refused with 503")
+    max_admitted_tokens: int = helped(1 << 22, "most prompt and answer tokens that admitted requests may come to")
+    max_n: int = helped(16, "most samples of one prompt")
+    max_logprobs: int = helped(20, "most alternatives of a token")
+    max_body_bytes: int = helped(4 << 20, "largest request body")
+    max_connections: int = helped(1000, "most open connections; fewer when the process may open fewer files")
+
+    request_timeout: float = helped(600.0, "seconds a request may take; then it ends with what it has")
+    header_timeout: float = helped(20.0, "seconds in which a request's headers, and then its body, must arrive")
+    keep_alive_timeout: float = helped(30.0, "seconds a connection may be idle between requests")
+    write_timeout: float = helped(60.0, "seconds a client may leave what it is sent unread")
+    sse_keep_alive: float = helped(15.0, "seconds of silence after which a stream sends a comment; 0 sends none")
+    shutdown_timeout: float = helped(30.0, "seconds that requests have to end after SIGTERM; 0 aborts them at once")
+    step_timeout: float = helped(120.0, "seconds one step may take before the engine counts as stuck")
+    exit_on_failure: bool = helped(False, "end the process when the engine fails, instead of answering 503")
+
+    log_requests: bool = helped(True, "one JSON line on stderr for every finished request")
+
+    def __post_init__(self) -> None:
+        for name in ("host", "root_path"):
+            if not isinstance(getattr(self, name), str):
+                raise ValueError(f"{name} must be a string, got {getattr(self, name)!r}")
+        if not self.host:
+            raise ValueError("host must not be empty; 0.0.0.0 listens everywhere")
+        self._check_counts()
+        self._check_seconds()
+        for name in ("any_model", "strict", "insecure", "share_prefix_cache", "exit_on_failure", "log_requests"):
+            check_bool(name, getattr(self, name))
+        for name in ("served_model_name", "api_key", "allowed_host", "cors_origin"):
+            object.__setattr__(self, name, checked_texts(name, getattr(self, name)))
+        if self.logprobs_mode not in LOGPROBS_MODES:
+            raise ValueError(f"logprobs_mode must be one of {', '.join(LOGPROBS_MODES)}, got {self.logprobs_mode!r}")
+        if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
+            raise ValueError(f"root_path must begin with a slash and not end with one, got {self.root_path!r}")
+
+    def _check_counts(self) -> None:
+        check_int("port", self.port, 0, 65535)
+        check_int("max_queued_requests", self.max_queued_requests, 0)
+        check_int("max_admitted_tokens", self.max_admitted_tokens, 1)
+        check_int("max_n", self.max_n, 1, 65536)
+        check_int("max_logprobs", self.max_logprobs, 0, 1000)
+        check_int("max_body_bytes", self.max_body_bytes, 1024)
+        check_int("max_connections", self.max_connections, 1)
+
+    def _check_seconds(self) -> None:
+        for name in ("sse_keep_alive", "shutdown_timeout"):
+            check_number(name, getattr(self, name), 0, 1e6)
+        for name in ("request_timeout", "header_timeout", "keep_alive_timeout", "write_timeout", "step_timeout"):
+            check_number(name, getattr(self, name), 0, 1e6, open_low=True)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as plain JSON values."""
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> ServerConfig:
+        """Build from `to_dict`'s form; an unknown field is a `ValueError`."""
+        config: ServerConfig = from_known(cls, data)
+        return config
+
+
+def checked_texts(name: str, values: object) -> tuple[str, ...]:
+    """Return a list of non-empty texts as a tuple, or raise `ValueError` naming `name`."""
+    if isinstance(values, str) or not isinstance(values, list | tuple) or not all(isinstance(v, str) for v in values):
+        raise ValueError(f"{name} must be a list of texts, got {values!r}")
+    if "" in values:
+        raise ValueError(f"{name} must not hold an empty text")
+    return tuple(values)

@@ -20,6 +20,7 @@ _HERE = "nano_inference.cli.commands"
 _COMMANDS = (
     ("chat", "", "Talk with a model in the terminal."),
     ("generate", " [PROMPT]", "Answer or continue one prompt, or many as one batch."),
+    ("serve", "", "Serve a model behind an OpenAI-compatible URL."),
     ("bench", "", "Measure this engine on the benchmark workloads."),
     ("tokenize", " [TEXT]", "Show a text's token ids, or the text of ids."),
     ("doctor", "", "Show what this machine has, and how fast its memory and arithmetic are."),

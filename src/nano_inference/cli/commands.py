@@ -11,6 +11,7 @@ from nano_inference.cli.options import (
     COMMON,
     NOT_NANOCHAT,
     PLAIN,
+    SERVER,
     CommonFlags,
     EngineFlags,
     JsonFlag,
@@ -18,6 +19,8 @@ from nano_inference.cli.options import (
     NanochatFlags,
     OverrideFlag,
     SamplingFlags,
+    ServedEngineFlags,
+    ServerFlags,
 )
 
 SystemFlag = Annotated[str | None, Parameter(help="the system message; the template's own when not given")]
@@ -81,6 +84,16 @@ def generate(
 
     prompts = read_prompts(prompt, file)
     return work.run(prompts, work.Wishes(n, raw, system, as_json), engine, sampling, common)
+
+
+def serve(*, server: ServerFlags = SERVER, engine: ServedEngineFlags, common: CommonFlags = COMMON) -> int:
+    """Serve a model behind an OpenAI-compatible URL, on this machine only unless --host says otherwise.
+
+    The first Ctrl-C or SIGTERM lets open requests finish, the second aborts them.
+    """
+    from nano_inference.cli import serve as work
+
+    return work.run(engine, server, common)
 
 
 def bench(

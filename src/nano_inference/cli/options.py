@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 from cyclopts import Group, Parameter
 
 from nano_inference.cli.fallback import DEFAULT
-from nano_inference.config import EngineConfig, helped
+from nano_inference.config import EngineConfig, ServerConfig, helped
 from nano_inference.types import BadRequest, SamplingParams
 
 _FLAG_OF = {"model_path": "model", "overrides": "override"}
@@ -80,6 +80,8 @@ _SAMPLING_GROUP = Group("Sampling", sort_key=2)
 _COMMON_GROUP = Group("Common", sort_key=4)
 
 EngineFlags = Annotated[EngineConfig, flags(_ENGINE_GROUP, _BOTH_HAVE)]
+ServedEngineFlags = Annotated[EngineConfig, flags(_ENGINE_GROUP, ("logprobs_mode",))]
+ServerFlags = Annotated[ServerConfig, flags(Group("Server", sort_key=1))]
 SamplingFlags = Annotated[SamplingParams, flags(_SAMPLING_GROUP, _NOT_TYPED_BY_HAND)]
 NanochatFlags = Annotated[NanochatWishes, flags(Group("nanochat", sort_key=1))]
 CommonFlags = Annotated[Common, flags(_COMMON_GROUP)]
@@ -92,3 +94,4 @@ JsonFlag = Annotated[bool, Parameter(name="--json", negative="", help="print JSO
 PLAIN = SamplingParams()
 COMMON = Common()
 NOT_NANOCHAT = NanochatWishes()
+SERVER = ServerConfig()

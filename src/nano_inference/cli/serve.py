@@ -1,0 +1,103 @@
+"""`serve`: the model behind an OpenAI-compatible URL."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import sys
+import threading
+from pathlib import Path
+
+from nano_inference.catalog import find_builtin, find_wheel
+from nano_inference.cli.options import Common
+from nano_inference.cli.place import fetch
+from nano_inference.cli.terminal import note
+from nano_inference.config import EngineConfig, ServerConfig
+from nano_inference.server.bridge import Opened
+from nano_inference.server.guard import is_loopback_name
+from nano_inference.server.log import set_up_logs
+from nano_inference.server.run import bind, serve
+
+
+def run(engine: EngineConfig, config: ServerConfig, common: Common) -> int:
+    """Serve until a signal; return the exit code."""
+    set_up_logs(log_requests=config.log_requests)
+    warn(config)
+    listening = bind(config)
+    url = url_of(config, listening)
+
+    def open_model() -> Opened:
+        path = fetch(engine.model_path, common)
+        from nano_inference.server.opening import open_model as load  # torch: the port is open before it is imported
+
+        return load(engine, config, name=served_name(engine.model_path, path), path=path)
+
+    def on_listening() -> None:
+        note(f"listening on {url}, loading {engine.model_path}", common.quiet)
+
+    def on_ready(opened: Opened) -> None:
+        note(banner(opened, config, url), common.quiet)
+
+    max_running = engine.max_batch_size
+    serving = serve(
+        config, listening, open_model, max_running=max_running, on_listening=on_listening, on_ready=on_ready
+    )
+    return leave(asyncio.run(serving))
+
+
+def leave(code: int) -> int:
+    """Return the exit code; when the engine's thread still runs (a load, a stuck step) the process ends here.
+
+    A daemon thread inside native code must not see the interpreter go.
+    """
+    if any(thread.name == "engine" and thread.is_alive() for thread in threading.enumerate()):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code
+
+
+def warn(config: ServerConfig) -> None:
+    """Say on stderr what is not safe."""
+    has_key = bool(config.api_key or config.api_key_file)
+    if not is_loopback_name(config.host) and not has_key and config.insecure:
+        note(f"WARNING: anybody who reaches {config.host} may use this server: there is no API key (--insecure)")
+    if "*" in config.cors_origin:
+        note("WARNING: every web page may call this server (--cors-origin *)")
+
+
+def url_of(config: ServerConfig, listening: socket.socket) -> str:
+    """Return where the server is found."""
+    host = f"[{config.host}]" if ":" in config.host else config.host
+    return f"http://{host}:{listening.getsockname()[1]}{config.root_path}"
+
+
+def served_name(asked: str, path: Path) -> str:
+    """Return what clients call a model: its known name, or how it was asked for; a path's last part."""
+    known = find_wheel(asked) or find_builtin(asked)
+    if known is not None:
+        return known.name
+    return path.stem if path.is_file() else (path.name if Path(asked).expanduser().exists() else asked)
+
+
+def banner(opened: Opened, config: ServerConfig, url: str) -> str:
+    """Return what is said once requests are taken."""
+    model, limits = opened.model, opened.model.limits
+    num_slots = limits.num_blocks * limits.block_size
+    has_key = bool(config.api_key or config.api_key_file)
+    key = ' -H "authorization: Bearer $KEY"' if has_key else ""
+    talk = '"messages": [{"role": "user", "content": "Hello"}]'
+    path = "chat/completions" if model.dialogue is not None else "completions"
+    body = talk if model.dialogue is not None else '"prompt": "Once upon a time"'
+    generation = {name: value for name, value in model.generation.items() if name != "do_sample"}
+    return "\n".join(
+        [
+            f"ready: {', '.join(model.names)}",
+            f"  context {limits.max_model_len} tokens, KV cache {num_slots} tokens, "
+            f"{'an API key is needed' if has_key else 'no API key'}",
+            f"  sampling defaults: {generation or 'temperature 1.0'}"
+            + (" (from the model's generation_config.json)" if generation else ""),
+            f"  curl {url}/v1/{path}{key} -H 'content-type: application/json' -d '{{{body}}}'",
+        ]
+    )

@@ -1,0 +1,169 @@
+"""Answers one call: waits for its deltas, writes them down, and sends the reply whole or as a stream of events.
+
+A client that goes away ends its call at once, streamed or not; so does the deadline, with what there is by then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, MutableMapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic_core import to_json
+
+from nano_inference.server.calls import Call
+from nano_inference.server.errors import ApiError
+from nano_inference.server.guard import ClientGone
+from nano_inference.server.model import ServedModel
+from nano_inference.server.replies import (
+    Draft,
+    delta_chunks,
+    opening_chunks,
+    usage,
+    usage_chunk,
+    whole,
+)
+from nano_inference.server.ticket import Ticket
+from nano_inference.server.writing import Written
+
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
+_DONE = b"data: [DONE]\n\n"
+_STILL_HERE = b": keep-alive\n\n"
+_EVENT_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+_JSON_HEADERS = [(b"content-type", b"application/json")]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timing:
+    """How long an answer may take; seconds."""
+
+    deadline: float
+    """Of the monotonic clock."""
+    silence: float
+    """After so long without an event a stream says that it is still there; 0 never does."""
+
+
+async def answer(
+    call: Call, ticket: Ticket, model: ServedModel, timing: Timing, receive: Receive, send: Send, drafts: list[Draft]
+) -> ApiError | None:
+    """Answer a call; `drafts` are filled as it goes. Return the error that a stream told of in its last event.
+
+    Raises `ApiError` before anything was sent, and `ClientGone` when the client left.
+    """
+    with _watched(receive, ticket):
+        if call.stream:
+            return await _stream(call, ticket, model, timing, send, drafts)
+        await _whole(call, ticket, model, timing, send, drafts)
+        return None
+
+
+async def _whole(
+    call: Call, ticket: Ticket, model: ServedModel, timing: Timing, send: Send, drafts: list[Draft]
+) -> None:
+    async for _ in _written(call, ticket, model, timing, drafts):
+        pass
+    body = to_json(whole(call, drafts, model.tokenizer, int(time.time())))
+    headers = [*_JSON_HEADERS, (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+async def _stream(
+    call: Call, ticket: Ticket, model: ServedModel, timing: Timing, send: Send, drafts: list[Draft]
+) -> ApiError | None:
+    """Send events as they come. What fails on the way is told in an event: the status has long been sent."""
+    created = int(time.time())
+    await send({"type": "http.response.start", "status": 200, "headers": _EVENT_HEADERS})
+    await _send_events(send, call, opening_chunks(call, drafts, created), drafts)
+    try:
+        async for news in _written(call, ticket, model, timing, drafts):
+            if not news:
+                await send({"type": "http.response.body", "body": _STILL_HERE, "more_body": True})
+            chunks = [c for draft, got in news for c in delta_chunks(call, draft, got, model.tokenizer, created)]
+            await _send_events(send, call, chunks, drafts)
+    except ApiError as error:
+        await send({"type": "http.response.body", "body": _event(error.to_dict()) + _DONE, "more_body": False})
+        return error
+    last = [usage_chunk(call, drafts, created)] if call.include_usage else []
+    body = b"".join(map(_event, last)) + _DONE
+    await send({"type": "http.response.body", "body": body, "more_body": False})
+    return None
+
+
+async def _send_events(send: Send, call: Call, chunks: Sequence[dict[str, Any]], drafts: Sequence[Draft]) -> None:
+    if call.continuous_usage and chunks:
+        so_far = usage(call, drafts, with_cached=False)
+        chunks = [{**chunk, "usage": so_far} for chunk in chunks]
+    if chunks:
+        await send({"type": "http.response.body", "body": b"".join(map(_event, chunks)), "more_body": True})
+
+
+async def _written(
+    call: Call, ticket: Ticket, model: ServedModel, timing: Timing, drafts: list[Draft]
+) -> AsyncIterator[list[tuple[Draft, Written]]]:
+    """Yield what comes, as it is written down; nothing at all after each stretch of silence.
+
+    When the deadline passes, what has begun ends as "length" with what it has; raises `ApiError` when nothing has, and
+    for a sample that the engine gave up.
+    """
+    silence = timing.silence or float("inf")
+    while not ticket.is_done:
+        left = timing.deadline - time.monotonic()
+        if left <= 0:
+            yield _cut_short(drafts)
+            return
+        pieces = await ticket.take(min(silence, left))
+        news: list[tuple[Draft, Written]] = []
+        for prompt_index, delta in pieces:
+            draft = drafts[prompt_index * call.num_samples + delta.sample_index]
+            news.append((draft, draft.take(delta, call.shape, model.tokenizer)))
+            if draft.finish_reason == "abort":
+                raise _given_up(draft)
+        if pieces or left > silence:
+            yield news
+
+
+def _cut_short(drafts: Sequence[Draft]) -> list[tuple[Draft, Written]]:
+    """End everything that is open, because the time is up."""
+    if not any(draft.token_ids for draft in drafts):
+        raise ApiError(
+            503, "the request's time was up before its turn came", code="timeout", headers={"x-should-retry": "false"}
+        )
+    return [(draft, draft.cut_short("timeout")) for draft in drafts if draft.finish_reason is None]
+
+
+def _given_up(draft: Draft) -> ApiError:
+    """Say why the engine ended a sample that nobody aborted."""
+    reason = str(draft.stop_reason or "the engine gave the request up")
+    if reason.startswith("out of memory"):
+        return ApiError(503, reason, code="out_of_memory", headers={"retry-after": "5"})
+    return ApiError(500, f"generation failed: {reason}", headers={"x-should-retry": "false"})
+
+
+@contextmanager
+def _watched(receive: Receive, ticket: Ticket) -> Iterator[None]:
+    """Fail the ticket with `ClientGone` as soon as the client has left."""
+    task = asyncio.get_running_loop().create_task(_wait_for_end(receive, ticket))
+    try:
+        yield
+    finally:
+        task.cancel()
+
+
+async def _wait_for_end(receive: Receive, ticket: Ticket) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    ticket.fail(ClientGone())
+
+
+def _event(value: dict[str, Any]) -> bytes:
+    return b"data: " + to_json(value) + b"\n\n"

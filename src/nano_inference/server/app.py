@@ -1,0 +1,368 @@
+"""The routes. Each reads a body, asks a pure function what it means, and answers; nothing is decided here."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from pydantic_core import to_json
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route, Router
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+import nano_inference
+from nano_inference.config import ServerConfig
+from nano_inference.server import tokens
+from nano_inference.server.admission import Admission
+from nano_inference.server.answering import Timing, answer
+from nano_inference.server.body import parse
+from nano_inference.server.bridge import Bridge, Observer, Opened
+from nano_inference.server.calls import Call, chat_call, completion_call
+from nano_inference.server.errors import ApiError
+from nano_inference.server.guard import Guard, GuardPolicy, read_body
+from nano_inference.server.log import AccessRecord, log_access
+from nano_inference.server.metrics import CONTENT_TYPE, not_loaded
+from nano_inference.server.model import ServedModel
+from nano_inference.server.openapi import openapi
+from nano_inference.server.replies import Draft, drafts_of, usage
+from nano_inference.server.schema import (
+    ApplyTemplateBody,
+    Body,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    TokenizeBody,
+)
+from nano_inference.server.ticket import Ticket
+from nano_inference.server.unsupported import unknown_fields
+
+_SMALL_BODY = 16 << 10
+"""Bytes of a body that are read, checked and tokenised on the event loop; a larger one goes to a thread."""
+_MAX_NOTED_FIELDS = 1000
+_REJECTIONS = {
+    "queue_full": "max_num_queued_reqs",
+    "too_many_tokens": "max_num_queued_tokens",
+    "shutting_down": "draining",
+    "engine_dead": "dead",
+}
+"""An error's code -> what vLLM's dashboards call that reason."""
+
+_log = logging.getLogger("nano_inference.server")
+_B = TypeVar("_B", bound=Body)
+_T = TypeVar("_T")
+Endpoint = Callable[[Request], Awaitable[Response]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Serving:
+    """What there is once a model is loaded."""
+
+    model: ServedModel
+    observer: Observer
+    admission: Admission
+
+
+class App:
+    """Owns the routes and what they share: the bridge to the engine, the queue's places, threads for large bodies."""
+
+    def __init__(self, config: ServerConfig, policy: GuardPolicy, bridge: Bridge) -> None:
+        self.config = config
+        self.bridge = bridge
+        self.serving: Serving | None = None
+        self._policy = policy
+        self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="text")
+        self._noted: set[str] = set()
+        """Unknown fields that were told of already."""
+        self._num_answering = 0
+        self._document = to_json(openapi(needs_key=not policy.keys.is_empty))
+        self._router = Router(self._routes(), redirect_slashes=False)
+        self.asgi: ASGIApp = below(config.root_path, Guard(self._route, policy, self._on_response))
+        """The application, as a server runs it."""
+
+    def serve(self, opened: Opened, max_running: int) -> None:
+        """Take a loaded model, of which so many samples may run at once, and open the doors."""
+        admission = Admission(
+            max_samples=max_running + self.config.max_queued_requests, max_tokens=self.config.max_admitted_tokens
+        )
+        self.serving = Serving(model=opened.model, observer=opened.observer, admission=admission)
+        self.bridge.open_doors()
+
+    def close(self) -> None:
+        """End the threads."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _routes(self) -> list[Route]:
+        posts: dict[str, Any] = {
+            "/v1/completions": self.completions,
+            "/v1/chat/completions": self.chat,
+            "/tokenize": self.tokenize,
+            "/detokenize": self.detokenize,
+            "/apply-template": self.apply_template,
+        }
+        gets: dict[str, Any] = {
+            "/v1/models": self.models,
+            "/v1/models/{model:path}": self.model_card,
+            "/tokenizer_info": self.tokenizer_info,
+            "/health": self.health,
+            "/ping": self.health,
+            "/ready": self.ready,
+            "/load": self.load,
+            "/version": self.version,
+            "/metrics": self.metrics,
+            "/openapi.json": self.document,
+            "/": self.index,
+        }
+        return [
+            *(Route(path, endpoint, methods=["POST"]) for path, endpoint in posts.items()),
+            *(Route(path, endpoint, methods=["GET"]) for path, endpoint in gets.items()),
+        ]
+
+    async def _route(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Find the route; what the router refuses becomes an error object."""
+        scope["app"] = self  # the router raises its 404 and 405 only when it finds an application here
+        try:
+            await self._router(scope, receive, send)
+        except HTTPException as error:
+            path = scope["path"][:200]
+            text = f"{scope['method']} is not allowed here" if error.status_code == 405 else f"no such path: {path}"
+            raise ApiError(error.status_code, text, headers=dict(error.headers or {})) from None
+
+    # ---- generation -------------------------------------------------------------------------------------------------
+
+    async def completions(self, request: Request) -> Response:
+        """POST /v1/completions."""
+        return await self._generate(request, CompletionBody, completion_call)
+
+    async def chat(self, request: Request) -> Response:
+        """POST /v1/chat/completions."""
+        return await self._generate(request, ChatBody, chat_call)
+
+    async def _generate(
+        self, request: Request, kind: type[_B], to_call: Callable[[_B, ServedModel, ServerConfig, str], Call]
+    ) -> Response:
+        arrived = time.monotonic()
+        serving = self._require_serving()
+        data = await self._read(request)
+
+        def understand() -> tuple[_B, Call]:
+            body = parse(data, kind)
+            salt = self._salt(request, getattr(body, "cache_salt", None))
+            return body, to_call(body, serving.model, self.config, salt)
+
+        body, call = await self._off_loop(len(data), understand)
+        self._note_unknown(body)
+        timing = Timing(deadline=arrived + self.config.request_timeout, silence=self.config.sse_keep_alive)
+        return CallResponse(self, serving, call, timing)
+
+    # ---- text -------------------------------------------------------------------------------------------------------
+
+    async def tokenize(self, request: Request) -> Response:
+        """POST /tokenize."""
+        return await self._convert(request, TokenizeBody, tokens.tokenize)
+
+    async def detokenize(self, request: Request) -> Response:
+        """POST /detokenize."""
+        return await self._convert(request, DetokenizeBody, tokens.detokenize)
+
+    async def apply_template(self, request: Request) -> Response:
+        """POST /apply-template."""
+        return await self._convert(request, ApplyTemplateBody, tokens.apply_template)
+
+    async def _convert(
+        self, request: Request, kind: type[_B], work: Callable[[_B, ServedModel], dict[str, Any]]
+    ) -> Response:
+        serving = self._require_serving()
+        data = await self._read(request)
+
+        def convert() -> tuple[_B, bytes]:
+            body = parse(data, kind)
+            return body, to_json(work(body, serving.model))
+
+        body, reply = await self._off_loop(len(data), convert)
+        self._note_unknown(body)
+        return _json(reply)
+
+    async def tokenizer_info(self, request: Request) -> Response:
+        """GET /tokenizer_info."""
+        return _json(to_json(tokens.tokenizer_info(self._require_serving().model)))
+
+    # ---- what there is ----------------------------------------------------------------------------------------------
+
+    async def models(self, request: Request) -> Response:
+        """GET /v1/models."""
+        model = self._require_serving().model
+        return _json(to_json({"object": "list", "data": [model.card(name) for name in model.names]}))
+
+    async def model_card(self, request: Request) -> Response:
+        """GET /v1/models/{id}; an id may have slashes."""
+        model = self._require_serving().model
+        return _json(to_json(model.card(model.name_for(request.path_params["model"]))))
+
+    async def version(self, request: Request) -> Response:
+        """GET /version."""
+        return _json(to_json({"version": nano_inference.__version__}))
+
+    async def document(self, request: Request) -> Response:
+        """GET /openapi.json."""
+        return _json(self._document)
+
+    async def index(self, request: Request) -> Response:
+        """GET /: what this is, for who opens it in a browser."""
+        text = "nano-inference: an OpenAI-compatible server. The API is below /v1, described in /openapi.json.\n"
+        return Response(text, media_type="text/plain")
+
+    # ---- how it is --------------------------------------------------------------------------------------------------
+
+    async def health(self, request: Request) -> Response:
+        """GET /health: whether this process is worth keeping."""
+        state = self.bridge.state
+        return _json(to_json({"status": state}), 200 if state in ("ready", "draining") else 503)
+
+    async def ready(self, request: Request) -> Response:
+        """GET /ready: whether requests are taken."""
+        state = self.bridge.state
+        return _json(to_json({"status": state}), 200 if state == "ready" else 503)
+
+    async def load(self, request: Request) -> Response:
+        """GET /load: open requests (vLLM's `server_load`), and the engine's own counts."""
+        stats = self.bridge.last_stats
+        return _json(
+            to_json(
+                {
+                    "server_load": self._num_answering,
+                    "running": stats.num_running if stats else 0,
+                    "waiting": stats.num_waiting if stats else 0,
+                }
+            )
+        )
+
+    async def metrics(self, request: Request) -> Response:
+        """GET /metrics."""
+        text = not_loaded() if self.serving is None else self.serving.observer.render()
+        return Response(text, headers={"content-type": CONTENT_TYPE})
+
+    # ---- parts ------------------------------------------------------------------------------------------------------
+
+    def _require_serving(self) -> Serving:
+        """Return the model that is served. Raises `ApiError` while there is none that takes requests."""
+        self.bridge.require_ready()
+        assert self.serving is not None, "the doors open after a model is there"
+        return self.serving
+
+    async def _read(self, request: Request) -> bytes:
+        return await read_body(request.receive, self._policy.max_body_bytes, self._policy.body_timeout)
+
+    async def _off_loop(self, size: int, work: Callable[[], _T]) -> _T:
+        """Run what a body asks for: at once when it is small, else in a thread, so that others are served meanwhile."""
+        if size <= _SMALL_BODY:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+    def _salt(self, request: Request, asked: str | None) -> str:
+        return self._policy.keys.cache_salt(request.scope["state"].get("key_index"), asked)
+
+    def _note_unknown(self, body: Body) -> None:
+        """Log each unknown field once; refuse it when the server is strict."""
+        names = unknown_fields(body.model_extra or {})
+        if names and self.config.strict:
+            raise ApiError(400, f"unknown field {names[0][:64]!r}", param=names[0][:64], code="unknown_field")
+        for name in names:
+            if name not in self._noted and len(self._noted) < _MAX_NOTED_FIELDS:
+                self._noted.add(name)
+                _log.warning("a request has the unknown field %r, which is left out", name[:64])
+
+    def _on_response(self, scope: Scope, status: int | None, seconds: float, error: Exception | None) -> None:
+        """Count and log a finished request."""
+        route = scope.get("route")
+        template = route.path if isinstance(route, Route) else "other"
+        if self.serving is not None:
+            self.serving.observer.responded(scope["method"], template, status or 499, seconds)
+            if isinstance(error, ApiError) and error.code in _REJECTIONS:
+                self.serving.observer.rejected(_REJECTIONS[error.code])
+        notes = scope["state"].get("notes") or {}
+        told = notes.pop("error", None) or error
+        log_access(
+            AccessRecord(
+                ts=time.time(),
+                level="error" if status is not None and status >= 500 else "info",
+                request_id=scope["state"].get("request_id"),
+                method=scope["method"],
+                path=scope["path"],
+                status=status,
+                total_ms=seconds * 1e3,
+                client_abort=True if status is None else None,
+                error_type=None if told is None else getattr(told, "type", type(told).__name__),
+                **notes,
+            )
+        )
+
+
+def below(root: str, app: ASGIApp) -> ASGIApp:
+    """Return an application that is also found below a path, for a proxy that leaves it in front."""
+    if not root:
+        return app
+
+    async def stripped(scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope.get("path", "")
+        if path == root or path.startswith(f"{root}/"):
+            scope = {**scope, "path": path.removeprefix(root) or "/"}
+        await app(scope, receive, send)
+
+    return stripped
+
+
+class CallResponse(Response):
+    """Answers a call when it is sent. Everything it takes is given back when sending ends, however it ends."""
+
+    def __init__(self, app: App, serving: Serving, call: Call, timing: Timing) -> None:
+        self._app = app
+        self._serving = serving
+        self._call = call
+        self._timing = timing
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Take a place, ask the engine, answer."""
+        app, call, drafts = self._app, self._call, drafts_of(self._call)
+        ticket: Ticket | None = None
+        error: ApiError | None = None
+        app._num_answering += 1
+        try:
+            with self._serving.admission.place_for(call), app.bridge.submit(call.asks) as ticket:
+                error = await answer(call, ticket, self._serving.model, self._timing, receive, send, drafts)
+        finally:
+            app._num_answering -= 1
+            scope["state"]["notes"] = notes_of(call, drafts, ticket, error)
+
+
+def notes_of(call: Call, drafts: list[Draft], ticket: Ticket | None, error: ApiError | None) -> dict[str, Any]:
+    """Return what the log says of a call: how much there was, how fast it was, how it ended."""
+    counts = usage(call, drafts)
+    clocks = [] if ticket is None else [clock for row in ticket.clocks for clock in row]
+    first = min((c.first_token for c in clocks if c.first_token is not None), default=None)
+    started = min((c.started for c in clocks if c.started is not None), default=None)
+    last = max((c.last_token for c in clocks if c.last_token is not None), default=None)
+    arrived = None if ticket is None else ticket.arrived
+    num_new = counts["completion_tokens"]
+    return {
+        "model": call.model,
+        "n": call.num_samples,
+        "prompt_tokens": counts["prompt_tokens"],
+        "cached_tokens": counts["prompt_tokens_details"]["cached_tokens"],
+        "output_tokens": num_new,
+        "queue_ms": None if started is None or arrived is None else (started - arrived) * 1e3,
+        "ttft_ms": None if first is None or arrived is None else (first - arrived) * 1e3,
+        "decode_tps": (num_new - 1) / (last - first) if first and last and last > first else None,
+        "finish_reason": drafts[0].finish_reason,
+        "error": error,
+    }
+
+
+def _json(body: bytes, status: int = 200) -> Response:
+    return Response(body, status, media_type="application/json")

@@ -1,0 +1,98 @@
+"""Bytes to a checked body: JSON without surprises, then the schema; every refusal names its field."""
+
+from __future__ import annotations
+
+from reprlib import Repr
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+from pydantic_core import from_json
+
+from nano_inference.server.errors import ApiError
+from nano_inference.server.schema import Body
+
+MAX_DEPTH = 64
+MAX_NAME = 200
+"""Characters of a field's place in an error."""
+
+_Body = TypeVar("_Body", bound=Body)
+_INTERNAL = ("function-", "tagged-union", "constrained-", "nullable", "list[", "lax-or-strict")
+"""Beginnings of what pydantic puts into an error's place that is no field of the client's."""
+
+
+def parse(data: bytes, model: type[_Body]) -> _Body:
+    """Return the body. Raises `ApiError` 400 for what is no JSON object or does not fit the schema."""
+    value = read_json(data)
+    try:
+        return model.model_validate(value)
+    except ValidationError as error:
+        raise _refusal(error, value) from None
+
+
+def read_json(data: bytes) -> dict[str, Any]:
+    """Return a JSON object: no NaN, no infinity, no lone surrogate, `MAX_DEPTH` levels at most."""
+    try:
+        value = from_json(data, allow_inf_nan=False, cache_strings="keys")
+    except ValueError as error:
+        raise ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json") from None
+    if not isinstance(value, dict):
+        raise ApiError(400, f"the body must be a JSON object, got {_kind(value)}", code="invalid_json")
+    _check_depth(value)
+    return value
+
+
+def _check_depth(value: Any) -> None:
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        level = [
+            item
+            for one in level
+            for item in (one.values() if isinstance(one, dict) else one)
+            if isinstance(item, dict | list)
+        ]
+        if not level:
+            return
+    raise ApiError(400, f"the body is nested deeper than {MAX_DEPTH} levels", code="invalid_json")
+
+
+def _refusal(error: ValidationError, value: dict[str, Any]) -> ApiError:
+    """Return the client's error for the first thing that pydantic found.
+
+    A value that fits none of several forms is told of by the form that it came furthest with, or else by one whose type
+    it has.
+    """
+    found = error.errors(include_url=False, include_context=False, include_input=True)
+    chosen = max(found, key=lambda one: (len(_path(one["loc"], value)), not one["type"].endswith("_type")))
+    name = ".".join(str(part)[:64] for part in _path(chosen["loc"], value))[:MAX_NAME]
+    message = chosen["msg"][:1].lower() + chosen["msg"][1:]
+    got = "" if chosen["type"] == "missing" else f", got {_shown(chosen['input'])}"
+    return ApiError(400, f"{name}: {message}{got}", param=name or None)
+
+
+def _path(place: tuple[int | str, ...], value: Any) -> list[int | str]:
+    """Return the part of pydantic's place that is the client's own: names and indices that the body has."""
+    path: list[int | str] = []
+    for part in place:
+        if isinstance(value, dict) and isinstance(part, str) and (part in value or not path):
+            path.append(part)
+            value = value.get(part)
+        elif isinstance(value, list) and isinstance(part, int) and part < len(value):
+            path.append(part)
+            value = value[part]
+        elif isinstance(value, dict) and isinstance(part, str) and part.isidentifier() and part == place[-1]:
+            path.append(part)
+    return path
+
+
+_BRIEF = Repr(maxlevel=2, maxstring=80, maxlong=60, maxother=60)
+"""Looks at no more of a value than it shows."""
+
+
+def _shown(value: Any) -> str:
+    text = _BRIEF.repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}…"
+
+
+def _kind(value: Any) -> str:
+    names = {list: "an array", str: "a string", bool: "a boolean", type(None): "null"}
+    return names.get(type(value), "a number")

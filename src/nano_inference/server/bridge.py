@@ -1,0 +1,427 @@
+"""`Bridge`: the engine in its thread, coroutines outside. Two queues and nothing else are shared.
+
+Down go commands (callables that the thread runs between two steps), up go the results of steps. Whatever escapes the
+engine is a bug: it is logged, told to every waiter, and from then on everybody is refused at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import logging
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from typing import Literal, Protocol, TypeVar
+
+from nano_inference.door import MatcherFactory
+from nano_inference.server.errors import ApiError, internal_error
+from nano_inference.server.metrics import SampleRecord
+from nano_inference.server.model import ServedModel
+from nano_inference.server.ticket import Ask, SampleClock, Ticket
+from nano_inference.types import (
+    BadRequest,
+    Delta,
+    SamplingParams,
+    StepResult,
+    StepStats,
+    TokenProgram,
+    TrainingSample,
+)
+
+State = Literal["loading", "ready", "draining", "stopped", "dead"]
+Answer = TypeVar("Answer")
+
+_WATCH_S = 1.0
+"""How often the watchdog looks whether the engine still steps."""
+_log = logging.getLogger("nano_inference.server")
+
+
+class ServedEngine(Protocol):
+    """What the bridge needs of an engine; `InferenceEngine` is one."""
+
+    def add_request(
+        self,
+        prompt: Sequence[int],
+        sampling_params: SamplingParams | None = None,
+        num_samples: int = 1,
+        *,
+        salt: str = "",
+        make_matcher: MatcherFactory | None = None,
+        program: TokenProgram | None = None,
+        claim: bool = False,
+    ) -> int:
+        """Queue a request and return its id."""
+
+    def collect(self, request_id: int) -> list[TrainingSample]:
+        """Forget a request; what has not ended is aborted."""
+
+    def has_pending(self) -> bool:
+        """Whether `tick` has anything to do."""
+
+    def tick(self) -> StepResult:
+        """Run one step."""
+
+    def shutdown(self) -> None:
+        """Let go of everything."""
+
+
+class Observer(Protocol):
+    """Whoever counts; called on the event loop."""
+
+    def step(self, stats: StepStats) -> None:
+        """A step was run."""
+
+    def first_token(self, seconds: float) -> None:
+        """A sample's first token came so long after its request."""
+
+    def token_gap(self, seconds: float, num_tokens: int = 1) -> None:
+        """A sample's next tokens came so long after those before."""
+
+    def finished(self, record: SampleRecord) -> None:
+        """A sample ended."""
+
+    def engine_died(self) -> None:
+        """The engine failed."""
+
+    def rejected(self, reason: str) -> None:
+        """A request was not let in."""
+
+    def responded(self, method: str, route: str, status: int, seconds: float) -> None:
+        """An HTTP request was answered."""
+
+    def render(self) -> bytes:
+        """Return all counts as Prometheus text."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opened:
+    """A model that is loaded and can be served."""
+
+    engine: ServedEngine
+    observer: Observer
+    model: ServedModel
+
+
+class _Stop(Exception):
+    """Ends the thread."""
+
+
+class Bridge:
+    """Owns the engine's thread. All methods are the event loop's, unless they begin with `_run`."""
+
+    def __init__(self, *, step_timeout: float) -> None:
+        self.state: State = "loading"
+        self.failure: BaseException | None = None
+        """What the engine died of, or could not be loaded for."""
+        self.last_stats: StepStats | None = None
+        self._step_timeout = step_timeout
+        self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._tickets: dict[int, tuple[Ticket, int]] = {}
+        """The engine's request id -> whose it is, and which of the ticket's prompts."""
+        self._open: set[Ticket] = set()
+        self._observer: Observer | None = None
+        self._thread: threading.Thread | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._watchdog: asyncio.Task[None] | None = None
+        self._busy_since: float | None = None
+        """When the thread began what it does now; None while it waits. Written by the thread."""
+
+    # ---- life -------------------------------------------------------------------------------------------------------
+
+    async def start(self, open_engine: Callable[[], Opened]) -> Opened:
+        """Open the engine in the thread that will drive it; return when it can be asked. Raises what opening raised."""
+        self._loop = asyncio.get_running_loop()
+        future: asyncio.Future[Opened] = self._loop.create_future()
+        self._thread = threading.Thread(target=self._run, args=(open_engine, future), name="engine", daemon=True)
+        self._thread.start()
+        try:
+            opened = await future
+        except Exception as error:
+            self.state, self.failure = "dead", error
+            raise
+        self._observer = opened.observer
+        self._watchdog = self._loop.create_task(self._watch())
+        return opened
+
+    def open_doors(self) -> None:
+        """Take requests, unless the server began to shut down meanwhile."""
+        if self.state == "loading":
+            self.state = "ready"
+
+    def drain(self) -> None:
+        """Take no more requests; those that are open go on."""
+        if self.state in ("loading", "ready"):
+            self.state = "draining"
+
+    def abort_all(self) -> None:
+        """Fail everything that is open."""
+        for ticket in tuple(self._open):
+            ticket.fail(ApiError(503, "the server is shutting down", code="shutting_down"))
+
+    @property
+    def num_open(self) -> int:
+        """Tickets that are not closed yet."""
+        return len(self._open)
+
+    async def stop(self, timeout: float = 10.0) -> None:
+        """End the thread between two steps; a thread that is stuck is left behind."""
+        if self._watchdog is not None:
+            self._watchdog.cancel()
+        if self.state != "dead":
+            self.state = "stopped"
+        self._commands.put(_raise_stop)
+        if self._thread is not None:
+            await asyncio.to_thread(self._thread.join, timeout)
+
+    # ---- asking -----------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def submit(self, asks: Sequence[Ask]) -> Iterator[Ticket]:
+        """Queue requests, all or none, and give the ticket to wait with; leaving the block aborts what is still open.
+
+        Raises `ApiError` unless the engine is ready.
+        """
+        self.require_ready()
+        ticket = Ticket(asks)
+        self._open.add(ticket)
+        self._commands.put(lambda: self._run_submit(ticket))
+        try:
+            yield ticket
+        finally:
+            self._close(ticket)
+
+    async def call(self, work: Callable[[], Answer]) -> Answer:
+        """Run something on the engine's thread, between two steps, and return what it returns."""
+        self.require_ready()
+        assert self._loop is not None
+        done: asyncio.Future[Answer] = self._loop.create_future()
+        self._commands.put(lambda: self._run_call(work, done))
+        return await done
+
+    def require_ready(self) -> None:
+        """Raise the `ApiError` that says why no request is taken now."""
+        if self.state == "ready":
+            return
+        if self.state == "loading":
+            raise ApiError(503, "the model is being loaded", code="loading", headers={"retry-after": "1"})
+        if self.state == "dead":
+            raise ApiError(503, "the engine has failed", code="engine_dead", headers={"x-should-retry": "false"})
+        raise ApiError(503, "the server is shutting down", code="shutting_down", headers={"retry-after": "5"})
+
+    def _close(self, ticket: Ticket) -> None:
+        """Forget a ticket; whatever has not ended is aborted at the next step boundary."""
+        ticket.is_closed = True
+        self._open.discard(ticket)
+        for prompt_index, clocks in enumerate(ticket.clocks):
+            for clock in clocks:
+                if clock.ended is None:
+                    self._end_early(ticket, prompt_index, clock)
+        if ticket.request_ids is not None:
+            ids = ticket.request_ids
+            for one in ids:
+                self._tickets.pop(one, None)
+            self._commands.put(lambda: self._run_collect(ids))
+
+    def _end_early(self, ticket: Ticket, prompt_index: int, clock: SampleClock) -> None:
+        """Count a sample that nobody waits for any more."""
+        clock.ended = time.monotonic()
+        self._tell_finished(ticket, prompt_index, clock, "error" if self.state == "dead" else "abort")
+
+    # ---- on the event loop, called by the thread --------------------------------------------------------------------
+
+    def _on_submitted(self, ticket: Ticket, ids: tuple[int, ...]) -> None:
+        if ticket.is_closed:
+            self._commands.put(lambda: self._run_collect(ids))
+            return
+        ticket.request_ids = ids
+        self._tickets.update((one, (ticket, index)) for index, one in enumerate(ids))
+
+    def _on_step(self, result: StepResult, began: float, ended: float) -> None:
+        """Hand out what a step gave, and count it."""
+        self.last_stats = result.stats
+        for request_id, sample_index in result.started:
+            if request_id in self._tickets:
+                ticket, prompt_index = self._tickets[request_id]
+                clock = ticket.clocks[prompt_index][sample_index]
+                clock.started = clock.started or began
+        for delta in result.deltas:
+            if delta.request_id in self._tickets:
+                self._deliver(*self._tickets[delta.request_id], delta, ended)
+        if self._observer is not None:
+            self._observer.step(result.stats)
+
+    def _deliver(self, ticket: Ticket, prompt_index: int, delta: Delta, now: float) -> None:
+        clock = ticket.clocks[prompt_index][delta.sample_index]
+        if delta.token_ids:
+            self._tell_tokens(clock, len(delta.token_ids), now)
+        if delta.sample is not None:
+            clock.ended = now
+            reason = "error" if delta.finish_reason == "abort" else delta.sample.finish_reason
+            self._tell_finished(ticket, prompt_index, clock, reason, delta.sample)
+        ticket.put(prompt_index, delta)
+
+    def _tell_tokens(self, clock: SampleClock, num_tokens: int, now: float) -> None:
+        clock.num_tokens += num_tokens
+        before, clock.last_token = clock.last_token, now
+        if before is None:
+            clock.first_token = now
+        if self._observer is None:
+            return
+        if before is None:
+            self._observer.first_token(now - clock.arrived)
+        else:
+            self._observer.token_gap(now - before, num_tokens)
+
+    def _tell_finished(
+        self,
+        ticket: Ticket,
+        prompt_index: int,
+        clock: SampleClock,
+        reason: str,
+        sample: TrainingSample | None = None,
+    ) -> None:
+        if self._observer is None:
+            return
+        ask, mates = ticket.asks[prompt_index], ticket.clocks[prompt_index]
+        self._observer.finished(
+            SampleRecord(
+                prompt_tokens=len(ask.prompt),
+                cached_tokens=sample.num_cached_tokens if sample else 0,
+                output_tokens=clock.num_tokens,
+                params_n=ask.num_samples,
+                params_max_tokens=ask.params.max_tokens or 0,
+                finish_reason=reason,
+                num_preemptions=sample.num_preemptions if sample else 0,
+                arrived=clock.arrived,
+                started=clock.started,
+                first_token=clock.first_token,
+                ended=clock.ended or time.monotonic(),
+                ends_request=all(mate.ended is not None for mate in mates),
+                longest_output=max(mate.num_tokens for mate in mates),
+            )
+        )
+
+    def _die(self, error: BaseException) -> None:
+        """Tell everybody that the engine is no more."""
+        if self.state == "dead":
+            return
+        self.state, self.failure = "dead", error
+        _log.error("the engine failed: %s: %s", type(error).__name__, error, exc_info=error)
+        for ticket in tuple(self._open):
+            ticket.fail(internal_error())
+        if self._observer is not None:
+            self._observer.engine_died()
+
+    async def _watch(self) -> None:
+        """Notice an engine that has stopped stepping, and say where it stands."""
+        while self.state in ("ready", "draining"):
+            await asyncio.sleep(min(_WATCH_S, self._step_timeout / 2))
+            since = self._busy_since
+            is_gone = self._thread is not None and not self._thread.is_alive()
+            if is_gone:
+                self._die(RuntimeError("the engine's thread has ended"))
+            elif since is not None and time.monotonic() - since > self._step_timeout:
+                faulthandler.dump_traceback(file=sys.__stderr__ or sys.stderr, all_threads=True)
+                self._die(TimeoutError(f"a step has not ended after {self._step_timeout:g} seconds"))
+
+    # ---- on the engine's thread -------------------------------------------------------------------------------------
+
+    def _run(self, open_engine: Callable[[], Opened], future: asyncio.Future[Opened]) -> None:
+        """The thread: open the engine, then commands and steps in turns until told to stop."""
+        try:
+            opened = open_engine()
+        except BaseException as error:
+            told = error if isinstance(error, Exception) else RuntimeError(f"{type(error).__name__} while loading")
+            self._tell(lambda: None if future.done() else future.set_exception(told))
+            return
+        self._engine = opened.engine
+        self._tell(lambda: None if future.done() else future.set_result(opened))
+        try:
+            while True:
+                self._run_turn()
+        except _Stop:
+            self._engine.shutdown()
+        except BaseException as error:
+            failure = error
+            self._tell(lambda: self._die(failure))
+
+    def _run_turn(self) -> None:
+        """Run the commands that wait, then one step; without work, wait for a command."""
+        if not self._engine.has_pending():
+            self._busy_since = None
+            command = self._commands.get()
+            self._busy_since = time.monotonic()
+            command()
+        self._busy_since = time.monotonic()
+        self._run_commands()
+        began = time.monotonic()
+        result = self._engine.tick()
+        ended = time.monotonic()
+        self._tell(lambda: self._on_step(result, began, ended))
+
+    def _run_commands(self) -> None:
+        while True:
+            try:
+                command = self._commands.get_nowait()
+            except Empty:
+                return
+            command()
+
+    def _run_submit(self, ticket: Ticket) -> None:
+        """Queue a ticket's requests; a refusal fails the ticket and harms nobody else."""
+        ids: list[int] = []
+        try:
+            for ask in () if ticket.is_closed else ticket.asks:
+                ids.append(
+                    self._engine.add_request(
+                        ask.prompt,
+                        ask.params,
+                        ask.num_samples,
+                        salt=ask.salt,
+                        make_matcher=ask.make_matcher,
+                        program=ask.program,
+                        claim=True,
+                    )
+                )
+        except Exception as error:  # of one request: a matcher that cannot be built; a torn engine fails its next step
+            self._run_collect(tuple(ids))
+            refusal = ApiError(400, str(error)) if isinstance(error, BadRequest) else _unexpected(error)
+            self._tell(lambda: ticket.fail(refusal))
+            return
+        self._tell(lambda: self._on_submitted(ticket, tuple(ids)))
+
+    def _run_collect(self, ids: tuple[int, ...]) -> None:
+        for one in ids:
+            self._engine.collect(one)
+
+    def _run_call(self, work: Callable[[], Answer], done: asyncio.Future[Answer]) -> None:
+        try:
+            answer = work()
+        except Exception as error:
+            failure = error
+            self._tell(lambda: None if done.done() else done.set_exception(failure))
+        else:
+            self._tell(lambda: None if done.done() else done.set_result(answer))
+
+    def _tell(self, news: Callable[[], None]) -> None:
+        """Run something on the event loop; nothing when it has gone."""
+        assert self._loop is not None
+        try:
+            self._loop.call_soon_threadsafe(news)
+        except RuntimeError:
+            _log.debug("the event loop has closed")
+
+
+def _raise_stop() -> None:
+    raise _Stop
+
+
+def _unexpected(error: Exception) -> ApiError:
+    """Log what only one request failed of; return what its client is told."""
+    _log.error("a request could not be queued: %s: %s", type(error).__name__, error, exc_info=error)
+    return internal_error()

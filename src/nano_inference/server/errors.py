@@ -1,0 +1,96 @@
+"""What a client is told when something cannot be done: OpenAI's error object, and the HTTP status it comes with."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+MAX_MESSAGE = 2000
+"""Characters of an error's text: an error must not be larger than what it complains of."""
+
+_NO_HEADERS: Mapping[str, str] = MappingProxyType({})
+_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    405: "method_not_allowed",
+    408: "timeout_error",
+    413: "request_too_large",
+    415: "unsupported_media_type",
+    421: "misdirected_request",
+    431: "request_too_large",
+    500: "server_error",
+    501: "not_supported_error",
+    503: "unavailable_error",
+    504: "timeout_error",
+}
+_INTERNALS = re.compile(
+    r"0x[0-9a-fA-F]{4,}"
+    r"|(?<!\w)/(?:usr|home|root|tmp|var|opt|etc|lib|lib64|proc|mnt|srv|private|Users)/[^\s'\"]*"
+    r"|[\w./\\-]+\.pyc?\b(?::\d+)?"
+)
+"""Addresses in memory and paths of files: nothing a client should learn."""
+
+
+class ApiError(Exception):
+    """A refusal or failure with its HTTP status; what is raised below a route and sent as an error object."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] = _NO_HEADERS,
+        extra: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        """The field that is wrong, when there is one: `messages.2.content`."""
+        self.code = code
+        """A short name for programs: `model_not_found`, `context_length_exceeded`, `queue_full`."""
+        self.headers = headers
+        self.extra = extra
+        """Further fields of the error object, for programs: `n_prompt_tokens`, `n_ctx`."""
+
+    @property
+    def type(self) -> str:
+        """The error's class, as its status has it."""
+        return error_type(self.status)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the body: {"error": {message, type, param, code}}."""
+        error = {"message": shortened(self.message), "type": self.type, "param": self.param, "code": self.code}
+        return {"error": {**error, **self.extra}}
+
+    def to_json(self) -> bytes:
+        """Return the body as bytes."""
+        return json.dumps(self.to_dict()).encode()
+
+
+def error_type(status: int) -> str:
+    """Return the error class of a status."""
+    return _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
+
+
+def shortened(message: str) -> str:
+    """Return a text as one line, without addresses and paths, of bounded length."""
+    line = " ".join(_INTERNALS.sub("…", message[: 4 * MAX_MESSAGE]).split())
+    return line if len(line) <= MAX_MESSAGE else line[: MAX_MESSAGE - 1] + "…"
+
+
+def queue_full(message: str, *, code: str = "queue_full") -> ApiError:
+    """Return the refusal of a request that would be welcome later."""
+    return ApiError(503, message, code=code, headers={"retry-after": "1"})
+
+
+def internal_error() -> ApiError:
+    """Return what a client learns of a failure that is ours: nothing, and that trying again is no use."""
+    return ApiError(500, "internal server error", headers={"x-should-retry": "false"})

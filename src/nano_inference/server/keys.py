@@ -1,0 +1,116 @@
+"""Who may come in: API keys are read once, kept as digests, and told apart without telling how alike they are."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import secrets
+import stat
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from nano_inference.config import ServerConfig
+
+MIN_KEY = 8
+"""Characters of the shortest key that is accepted."""
+
+MAX_KEY_FILE = 1 << 20
+"""Bytes of the largest key file: a wrong path must not read a model into memory."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeyRing:
+    """The digests of all keys, and the secret from which each key's prefix-cache salt is made."""
+
+    digests: tuple[bytes, ...] = field(repr=False)
+    secret: bytes = field(repr=False)
+    is_shared: bool = False
+    """Whether clients with different keys may reuse each other's cached prefixes."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there are no keys, so that nobody needs one."""
+        return not self.digests
+
+    @classmethod
+    def of(cls, keys: Sequence[str], *, is_shared: bool = False, secret: bytes | None = None) -> KeyRing:
+        """Return the ring of these keys; `secret` is fresh unless a test gives one."""
+        digests = tuple(digest(key) for key in keys)
+        return cls(digests=digests, secret=secrets.token_bytes(32) if secret is None else secret, is_shared=is_shared)
+
+    def identify(self, presented: str | None) -> int | None:
+        """Return the index of the key that was presented, or None; every key is compared, whichever matches."""
+        found = None
+        candidate = digest(presented or "")
+        for index, known in enumerate(self.digests):
+            found = index if hmac.compare_digest(candidate, known) else found
+        return found
+
+    def cache_salt(self, key_index: int | None, requested: str | None) -> str:
+        """Return the prefix-cache salt of a request; only requests with equal salts share cached prefixes.
+
+        `ValueError`: there are keys that do not share, and the request came without one.
+        """
+        if self.is_shared or self.is_empty:
+            return requested or ""
+        if key_index is None:
+            raise ValueError("key_index must be given: each key has prefixes of its own")
+        message = self.digests[key_index] + (requested or "").encode("utf-8", "surrogatepass")
+        return hmac.new(self.secret, message, hashlib.sha256).hexdigest()
+
+
+def digest(key: str) -> bytes:
+    """Return a key's SHA-256: of one length, so that a comparison tells nothing of the key's."""
+    return hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()
+
+
+def load_keys(config: ServerConfig) -> tuple[str, ...]:
+    """Return the keys of `api_key` and `api_key_file`, each once; raise `ValueError` naming field and rule, not key."""
+    named = [(f"api_key: key {i}", key) for i, key in enumerate(config.api_key, 1)]
+    if config.api_key_file is not None:
+        named += keys_in_file(Path(config.api_key_file))
+    for place, key in named:
+        check_key(place, key)
+    return tuple(dict.fromkeys(key for _, key in named))
+
+
+def check_key(place: str, key: str) -> None:
+    """Refuse a key that is too short, or that no header can carry."""
+    if len(key) < MIN_KEY:
+        raise ValueError(f"{place} is shorter than {MIN_KEY} characters")
+    if not all("!" <= char <= "~" for char in key):
+        raise ValueError(f"{place} holds a blank or a character outside visible ASCII")
+
+
+def keys_in_file(path: Path) -> list[tuple[str, str]]:
+    """Return (place, key) of every line that is neither blank nor a #-comment."""
+    text = read_private(path).decode("utf-8", "replace")
+    lines = [(f"api_key_file: line {i}", line.strip()) for i, line in enumerate(text.split("\n"), 1)]
+    keys = [(place, line) for place, line in lines if line and not line.startswith("#")]
+    if not keys:
+        raise ValueError(f"api_key_file holds no key: {path}")
+    return keys
+
+
+def read_private(path: Path) -> bytes:
+    """Return the bytes of a file that only its owner may read."""
+    try:
+        # Opening a pipe would wait for its writer.
+        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+            check_private(path, os.fstat(file.fileno()))
+            return file.read(MAX_KEY_FILE)
+    except OSError as error:
+        raise ValueError(f"api_key_file cannot be read: {path}: {error.strerror}") from None
+
+
+def check_private(path: Path, status: os.stat_result) -> None:
+    """Refuse what is no file, what others may read, and what is far too large."""
+    if not stat.S_ISREG(status.st_mode):
+        raise ValueError(f"api_key_file is not a file: {path}")
+    if status.st_mode & 0o077:
+        mode = stat.S_IMODE(status.st_mode)
+        raise ValueError(f"api_key_file may be read by others than its owner (mode {mode:o}): chmod 600 {path}")
+    if status.st_size > MAX_KEY_FILE:
+        raise ValueError(f"api_key_file is larger than {MAX_KEY_FILE} bytes: {path}")

@@ -1,0 +1,366 @@
+"""What `/metrics` shows: Prometheus' text format under vLLM's names, so that its Grafana boards work as they are.
+
+Names, labels and bucket bounds are those of vLLM 0.33 (its V1 engine); what they mean is written at each series. HTTP
+series have the names and labels of prometheus-fastapi-instrumentator, which vLLM uses. Series that vLLM does not have
+begin with `nano_inference_`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.gc_collector import GCCollector
+from prometheus_client.platform_collector import PlatformCollector
+from prometheus_client.process_collector import ProcessCollector
+
+from nano_inference.types import StepStats
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+"""Of what `Metrics.render` and `not_loaded` return."""
+END_REASONS = ("stop", "length", "abort", "error")
+REJECTIONS = ("max_num_queued_reqs", "max_num_queued_tokens", "draining", "paused", "dead", "other")
+"""Why a request was not admitted; the first two are vLLM's words for a full queue and too many admitted tokens."""
+MAX_ROUTES = 40
+"""Routes told apart; what comes after them is counted as "other", so that a mistake cannot fill the memory."""
+
+_METHODS = frozenset(("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"))
+_NO_LABELS: Mapping[str, str] = MappingProxyType({})
+_FIRST_TOKEN = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
+)
+_TOKEN_GAP = (
+    *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
+)
+_LATENCY = (
+    *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0),
+    *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
+)
+_STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+_PREEMPTIONS = (1, 2, 3, 4, 5, 10, 20)
+_SAMPLES = (1, 2, 5, 10, 20)
+_HTTP_LATENCY = (0.1, 0.5, 1.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleRecord:
+    """One ended sample of a request. Times are seconds of one monotonic clock; None: it never came to that."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    """Prompt tokens whose K/V came from the cache at first admission."""
+    output_tokens: int
+    params_n: int
+    params_max_tokens: int
+    finish_reason: str
+    """One of `END_REASONS`."""
+    num_preemptions: int
+    arrived: float
+    started: float | None
+    """When the engine first took it up."""
+    first_token: float | None
+    ended: float
+    ends_request: bool = True
+    """It is the last of its request's samples: what is told once for each request is told now."""
+    longest_output: int = 0
+    """Most output tokens among the request's other samples; read on the last one only."""
+
+    @property
+    def was_computed(self) -> bool:
+        """Whether the engine computed its prompt: not when it was aborted while it waited."""
+        return self.started is not None or self.first_token is not None or self.finish_reason in ("stop", "length")
+
+
+class Metrics:
+    """All series of one loaded model, in a registry of their own. Every call comes from one thread.
+
+    The deltas of a step (`first_token`, `token_gap`, `finished`) are told before its `step`. Times that would be
+    negative count as 0.
+    """
+
+    def __init__(self, *, model_name: str, num_blocks: int, block_size: int, cache_config: Mapping[str, str]) -> None:
+        """Make every series, at 0. `cache_config`: further labels of `vllm:cache_config_info`, names to values.
+
+        Raises `ValueError` for a name that cannot be a label's.
+        """
+        for name in cache_config:
+            if not (name.isascii() and name.isidentifier()):
+                raise ValueError(f"cache_config: a label cannot be called {name!r}")
+        self._registry = CollectorRegistry()
+        self._num_blocks = max(1, num_blocks)
+        self._early_tokens = 0
+        self._first_tokens = 0
+        self._http_children: dict[tuple[str, str, str], tuple[Counter, Histogram]] = {}
+        self._routes: set[str] = set()
+        make = _Maker(self._registry, model_name)
+        self._make_state(make)
+        self._make_tokens(make)
+        self._make_requests(make, num_blocks * block_size)
+        self._make_times(make)
+        self._make_http()
+        sizes = {
+            "block_size": block_size,
+            "num_gpu_blocks": num_blocks,
+            "kv_cache_size_tokens": num_blocks * block_size,
+        }
+        info = {**cache_config, **{name: str(value) for name, value in sizes.items()}}
+        make.gauge("vllm:cache_config_info", "The KV cache, in labels.", info).set(1)
+        for collector in (ProcessCollector, PlatformCollector, GCCollector):
+            collector(registry=self._registry)
+
+    def step(self, stats: StepStats) -> None:
+        """Take the counts of one step of the engine, after its deltas."""
+        self._running.set(stats.num_running)
+        self._waiting.set(stats.num_waiting)
+        self._waiting_capacity.set(stats.num_waiting)
+        self._kv_usage.set(max(0.0, 1 - stats.num_free_blocks / self._num_blocks))
+        if stats.num_preempted:
+            self._preemptions.inc(stats.num_preempted)
+        if stats.num_rows:
+            # vLLM counts prompt tokens as they are computed and outputs as they are drawn. What a row computes to draw
+            # its next token is the one it drew before: the two differ by the first token of each sample (as long as a
+            # row draws one token a step).
+            self._step_tokens.observe(stats.num_computed + self._first_tokens)
+        self._first_tokens = 0
+
+    def first_token(self, seconds: float) -> None:
+        """Take the time from a sample's arrival to its first token."""
+        self._first_token.observe(max(0.0, seconds))
+        self._first_tokens += 1
+        self._generated(1)
+
+    def token_gap(self, seconds: float, num_tokens: int = 1) -> None:
+        """Take the time between two deltas of a sample, the later of which has `num_tokens`; each gets its share."""
+        if num_tokens <= 0:
+            return
+        share = max(0.0, seconds) / num_tokens
+        for _ in range(num_tokens):
+            self._token_gap.observe(share)
+        self._generated(num_tokens)
+
+    def finished(self, record: SampleRecord) -> None:
+        """Take an ended sample. A `finish_reason` that is not known counts as "error"."""
+        self._success.get(record.finish_reason, self._success["error"]).inc()
+        self._count_prompt(record)
+        self._count_output(record.output_tokens)
+        self._observe_request(record)
+        self._observe_phases(record)
+
+    def rejected(self, reason: str) -> None:
+        """Count a request that was not admitted, for one of `REJECTIONS` (else "other")."""
+        self._rejections.get(reason, self._rejections["other"]).inc()
+
+    def responded(self, method: str, route: str, status: int, seconds: float) -> None:
+        """Count an HTTP response. `route` is a template such as `/v1/models/{id}`, never the path a client sent."""
+        method = method if method in _METHODS else "other"
+        if route not in self._routes:
+            if len(self._routes) < MAX_ROUTES:
+                self._routes.add(route)
+            else:
+                route = "other"
+        key = (method, route, f"{min(max(status // 100, 1), 5)}xx")
+        if key not in self._http_children:
+            self._http_children[key] = self._http_child(*key)
+        requests, duration = self._http_children[key]
+        requests.inc()
+        duration.observe(max(0.0, seconds))
+
+    def engine_died(self) -> None:
+        """Show that nothing runs or waits any more, and that the engine is not up."""
+        for gauge in (self._running, self._waiting, self._waiting_capacity, self._kv_usage, self._up):
+            gauge.set(0)
+
+    def render(self) -> bytes:
+        """Return everything as Prometheus' text. Waits for no lock but those of single values."""
+        return generate_latest(self._registry)
+
+    # ---- counting ---------------------------------------------------------------------------------------------------
+
+    def _generated(self, num_tokens: int) -> None:
+        """Count output tokens while their sample still runs."""
+        self._early_tokens += num_tokens
+        self._generation_tokens.inc(num_tokens)
+
+    def _count_output(self, num_tokens: int) -> None:
+        """Count those of an ended sample's tokens that were not counted while it ran.
+
+        Some never are: those that a tool forces right behind the first token. Early counts are one sum over all
+        samples; with none running, the counter is exactly the sum of all outputs.
+        """
+        known = min(self._early_tokens, num_tokens)
+        self._early_tokens -= known
+        self._generation_tokens.inc(max(0, num_tokens - known))
+
+    def _count_prompt(self, record: SampleRecord) -> None:
+        """Count prompt tokens, and how many of them the cache had."""
+        if not record.was_computed:
+            return
+        cached = min(max(0, record.cached_tokens), record.prompt_tokens)
+        for counter in (self._prompt_tokens, self._cache_queries):
+            counter.inc(record.prompt_tokens)
+        for counter in (self._cache_hits, self._cached_tokens, self._from_cache):
+            counter.inc(cached)
+        self._from_compute.inc(record.prompt_tokens - cached)
+        self._prefill_sizes.observe(record.prompt_tokens - cached)
+
+    def _observe_request(self, record: SampleRecord) -> None:
+        """Observe sizes and parameters; what belongs to the whole request, on its last sample."""
+        self._prompt_sizes.observe(record.prompt_tokens)
+        self._output_sizes.observe(record.output_tokens)
+        self._request_preemptions.observe(record.num_preemptions)
+        if record.params_max_tokens > 0:
+            self._max_tokens.observe(record.params_max_tokens)
+        if record.ends_request:
+            self._params_n.observe(record.params_n)
+            self._longest_outputs.observe(max(record.output_tokens, record.longest_output))
+
+    def _observe_phases(self, record: SampleRecord) -> None:
+        """Observe how long each phase took; a phase that never began has no time."""
+        started, first, ended = record.started, record.first_token, record.ended
+        self._e2e.observe(max(0.0, ended - record.arrived))
+        left_queue = next((time for time in (started, first) if time is not None), ended)
+        self._queue.observe(max(0.0, left_queue - record.arrived))
+        if started is not None:
+            self._inference.observe(max(0.0, ended - started))
+        if first is None:
+            return
+        if started is not None:
+            self._prefill.observe(max(0.0, first - started))
+        self._decode.observe(max(0.0, ended - first))
+        if record.output_tokens > 1:
+            self._token_time.observe(max(0.0, ended - first) / (record.output_tokens - 1))
+
+    # ---- the series -------------------------------------------------------------------------------------------------
+
+    def _make_state(self, make: _Maker) -> None:
+        """Make what says how the engine stands now."""
+        self._running = make.gauge("vllm:num_requests_running", "Samples that the engine computes.")
+        self._waiting = make.gauge("vllm:num_requests_waiting", "Samples that wait to be computed.")
+        text = "Waiting samples by reason: for room (capacity), or put off for another cause (deferred)."
+        reasons = make.gauges("vllm:num_requests_waiting_by_reason", text, "reason", ("capacity", "deferred"))
+        self._waiting_capacity = reasons["capacity"]
+        self._kv_usage = make.gauge("vllm:kv_cache_usage_perc", "Part of the KV cache that is held; 1 is all of it.")
+        self._up = make.gauge("nano_inference_engine_up", "1 while the engine takes work, 0 once it has failed.")
+        self._up.set(1)
+        self._preemptions = make.counter("vllm:num_preemptions", "Samples put back into the queue for want of room.")
+        text = "Requests refused at admission."
+        self._rejections = make.counters("vllm:admission_rejections", text, "reason", REJECTIONS)
+
+    def _make_tokens(self, make: _Maker) -> None:
+        """Make what counts tokens."""
+        self._prompt_tokens = make.counter("vllm:prompt_tokens", "Prompt tokens of samples that were computed.")
+        self._generation_tokens = make.counter("vllm:generation_tokens", "Output tokens, drawn or forced.")
+        self._cached_tokens = make.counter("vllm:prompt_tokens_cached", "Prompt tokens that the cache had.")
+        text = "Prompt tokens by where their K/V came from."
+        sources = make.counters("vllm:prompt_tokens_by_source", text, "source", ("local_compute", "local_cache_hit"))
+        self._from_compute, self._from_cache = sources["local_compute"], sources["local_cache_hit"]
+        self._cache_queries = make.counter("vllm:prefix_cache_queries", "Prompt tokens looked up in the cache.")
+        self._cache_hits = make.counter("vllm:prefix_cache_hits", "Prompt tokens found in the cache.")
+        text = "Tokens of one step: prompt tokens computed and output tokens added."
+        self._step_tokens = make.histogram("vllm:iteration_tokens_total", text, _STEP_TOKENS)
+
+    def _make_requests(self, make: _Maker, capacity: int) -> None:
+        """Make what counts ended samples and their sizes; none has more tokens than the cache (`capacity`)."""
+        text = "Ended samples by why they ended."
+        self._success = make.counters("vllm:request_success", text, "finished_reason", END_REASONS)
+        sizes = buckets_1_2_5(capacity)
+        self._prompt_sizes = make.histogram("vllm:request_prompt_tokens", "Prompt tokens of a sample.", sizes)
+        self._output_sizes = make.histogram("vllm:request_generation_tokens", "Output tokens of a sample.", sizes)
+        text = "Output tokens of a request's longest sample."
+        self._longest_outputs = make.histogram("vllm:request_max_num_generation_tokens", text, sizes)
+        text = "Prompt tokens of a sample that the cache did not have."
+        self._prefill_sizes = make.histogram("vllm:request_prefill_kv_computed_tokens", text, sizes)
+        self._max_tokens = make.histogram("vllm:request_params_max_tokens", "Limit of a sample's output.", sizes)
+        self._params_n = make.histogram("vllm:request_params_n", "Samples asked for by a request.", _SAMPLES)
+        text = "How often a sample was put back into the queue."
+        self._request_preemptions = make.histogram("vllm:request_num_preemptions", text, _PREEMPTIONS)
+
+    def _make_times(self, make: _Maker) -> None:
+        """Make what measures seconds of samples."""
+        text = "From a sample's arrival to its first token."
+        self._first_token = make.histogram("vllm:time_to_first_token_seconds", text, _FIRST_TOKEN)
+        text = "Between two output tokens of a sample."
+        self._token_gap = make.histogram("vllm:inter_token_latency_seconds", text, _TOKEN_GAP)
+        text = "Mean time between the output tokens of a sample that has two or more."
+        self._token_time = make.histogram("vllm:request_time_per_output_token_seconds", text, _TOKEN_GAP)
+        text = "From a sample's arrival to its end."
+        self._e2e = make.histogram("vllm:e2e_request_latency_seconds", text, _LATENCY)
+        text = "From a sample's arrival until the engine took it up."
+        self._queue = make.histogram("vllm:request_queue_time_seconds", text, _LATENCY)
+        text = "From when the engine took a sample up to its end."
+        self._inference = make.histogram("vllm:request_inference_time_seconds", text, _LATENCY)
+        text = "From when the engine took a sample up to its first token."
+        self._prefill = make.histogram("vllm:request_prefill_time_seconds", text, _LATENCY)
+        text = "From a sample's first token to its end."
+        self._decode = make.histogram("vllm:request_decode_time_seconds", text, _LATENCY)
+
+    def _make_http(self) -> None:
+        """Make what counts HTTP responses."""
+        labels, where = ("method", "handler"), self._registry
+        text = "HTTP responses by method, route and class of status."
+        self._http_requests = Counter("http_requests", text, (*labels, "status"), registry=where)
+        text = "Time from a request to the end of its response."
+        name = "http_request_duration_seconds"
+        self._http_duration = Histogram(name, text, labels, registry=where, buckets=_HTTP_LATENCY)
+
+    def _http_child(self, method: str, route: str, status: str) -> tuple[Counter, Histogram]:
+        """Return the counter and the histogram of these labels."""
+        route = printable(route)
+        return self._http_requests.labels(method, route, status), self._http_duration.labels(method, route)
+
+
+class _Maker:
+    """Makes series in one registry, with the labels that all of a model's series have."""
+
+    def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
+        self._registry = registry
+        self._labels = {"model_name": printable(model_name), "engine": "0"}
+
+    def gauge(self, name: str, text: str, extra: Mapping[str, str] = _NO_LABELS) -> Gauge:
+        """Return a gauge at 0; `extra` are further labels."""
+        labels = {**{key: printable(value) for key, value in extra.items()}, **self._labels}
+        return Gauge(name, text, tuple(labels), registry=self._registry).labels(*labels.values())
+
+    def gauges(self, name: str, text: str, label: str, values: Iterable[str]) -> dict[str, Gauge]:
+        """Return a gauge for each value of one further label."""
+        family = Gauge(name, text, (*self._labels, label), registry=self._registry)
+        return {value: family.labels(*self._labels.values(), value) for value in values}
+
+    def counter(self, name: str, text: str) -> Counter:
+        """Return a counter at 0; its series is called `name` and `_total`."""
+        return Counter(name, text, tuple(self._labels), registry=self._registry).labels(*self._labels.values())
+
+    def counters(self, name: str, text: str, label: str, values: Iterable[str]) -> dict[str, Counter]:
+        """Return a counter for each value of one further label."""
+        family = Counter(name, text, (*self._labels, label), registry=self._registry)
+        return {value: family.labels(*self._labels.values(), value) for value in values}
+
+    def histogram(self, name: str, text: str, bounds: tuple[float, ...]) -> Histogram:
+        """Return an empty histogram with these upper bounds, and one without."""
+        family = Histogram(name, text, tuple(self._labels), registry=self._registry, buckets=bounds)
+        return family.labels(*self._labels.values())
+
+
+def not_loaded() -> bytes:
+    """Return what `/metrics` shows while there is no model: that there is none, and the process."""
+    registry = CollectorRegistry()
+    Gauge("nano_inference_engine_up", "1 while the engine takes work, 0 once it has failed.", registry=registry).set(0)
+    ProcessCollector(registry=registry)
+    return generate_latest(registry)
+
+
+def buckets_1_2_5(limit: int) -> tuple[float, ...]:
+    """Return 1, 2, 5, 10, 20, 50, … up to `limit`, and always 1."""
+    powers = (10**exponent for exponent in range(len(str(max(1, limit)))))
+    bounds = tuple(float(step * power) for power in powers for step in (1, 2, 5) if step * power <= limit)
+    return bounds or (1.0,)
+
+
+def printable(text: str) -> str:
+    """Return a label's value without what cannot be sent: half characters; and carriage returns, which some read as
+    ends of lines."""
+    return text.encode("utf-8", "replace").decode().replace("\r", "?")

@@ -1,0 +1,59 @@
+"""The model that is served, as the routes know it: its names, its text side and its limits. No engine in it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from nano_inference.door import Limits
+from nano_inference.server.errors import ApiError
+from nano_inference.text.dialogue import Dialogue
+from nano_inference.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedModel:
+    """What a request is read and answered with."""
+
+    names: tuple[str, ...]
+    """What clients may call it; the first is its own name."""
+    any_name: bool
+    """Answer to other names as well."""
+    created: int
+    """When it was loaded, seconds since 1970."""
+    tokenizer: Tokenizer
+    dialogue: Dialogue | None
+    """How it is talked with; None for a model that only continues texts."""
+    limits: Limits
+    generation: Mapping[str, Any]
+    """Sampling defaults that the model's own files name."""
+
+    @property
+    def name(self) -> str:
+        """Its own name."""
+        return self.names[0]
+
+    def name_for(self, asked: str | None) -> str:
+        """Return the name to answer under. Raises `ApiError` 404 for a name that it does not have."""
+        if asked is None or asked == "":
+            return self.name
+        if asked in self.names or self.any_name:
+            return asked
+        known = ", ".join(self.names)
+        raise ApiError(
+            404, f"the model {asked[:200]!r} does not exist; served: {known}", param="model", code="model_not_found"
+        )
+
+    def card(self, name: str) -> dict[str, Any]:
+        """Return the entry of /v1/models for one of the names."""
+        return {
+            "id": name,
+            "object": "model",
+            "created": self.created,
+            "owned_by": "nano-inference",
+            "root": self.name,
+            "parent": None if name == self.name else self.name,
+            "max_model_len": self.limits.max_model_len,
+            "permission": [],
+        }

@@ -1,0 +1,99 @@
+"""The OpenAPI document of the routes: what schema-driven clients and fuzzers read. Bodies come from `schema`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+
+import nano_inference
+from nano_inference.server import schema
+
+JSON = dict[str, Any]
+
+_POSTS: tuple[tuple[str, type[BaseModel], str, bool], ...] = (
+    ("/v1/completions", schema.CompletionBody, "Continue a text or token ids.", True),
+    ("/v1/chat/completions", schema.ChatBody, "Answer messages.", True),
+    ("/tokenize", schema.TokenizeBody, "Turn a text or messages into token ids.", False),
+    ("/detokenize", schema.DetokenizeBody, "Turn token ids into text.", False),
+    ("/apply-template", schema.ApplyTemplateBody, "Show what the model reads for messages.", False),
+)
+_GETS: tuple[tuple[str, str, bool], ...] = (
+    ("/v1/models", "List the names that the model is served under.", False),
+    ("/tokenizer_info", "Describe the tokenizer.", False),
+    ("/health", "Whether the process can still answer: 503 while loading and after the engine failed.", True),
+    ("/ready", "Whether requests are taken: 503 while loading, draining or dead.", True),
+    ("/ping", "The same as /health.", True),
+    ("/load", "Count the open requests.", False),
+    ("/version", "Tell this software's version.", False),
+    ("/metrics", "Prometheus metrics, under vLLM's names.", False),
+    ("/openapi.json", "This document.", False),
+    ("/", "Say what this is.", True),
+)
+_REFUSALS: Mapping[str, str] = {
+    "400": "The request is wrong; the error names the field.",
+    "401": "The API key is missing or wrong.",
+    "403": "This Host is not allowed.",
+    "404": "There is no such model or path.",
+    "408": "The request took too long to arrive.",
+    "413": "The body is too large.",
+    "415": "The body must be application/json.",
+    "500": "A failure of the server.",
+    "503": "Loading, full, draining or dead; Retry-After says when to try again.",
+}
+
+
+def openapi(*, needs_key: bool) -> JSON:
+    """Return the document. `needs_key`: whether clients must send one."""
+    models = [body for _, body, _, _ in _POSTS]
+    refs, definitions = models_json_schema(
+        [(model, "validation") for model in models], ref_template="#/components/schemas/{model}"
+    )
+    paths: dict[str, JSON] = {path: {"get": _get(text, is_open)} for path, text, is_open in _GETS}
+    for path, body, text, streams in _POSTS:
+        paths[path] = {"post": _post(refs[body, "validation"], text, streams)}
+    paths["/v1/models/{model}"] = {
+        "get": _get("Describe one of the names.", False)
+        | {"parameters": [{"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}]}
+    }
+    components: JSON = {"schemas": definitions["$defs"] | {"Error": _error_schema()}}
+    document: JSON = {
+        "openapi": "3.1.0",
+        "info": {"title": "nano-inference", "version": nano_inference.__version__},
+        "paths": paths,
+        "components": components,
+    }
+    if needs_key:
+        components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+        document["security"] = [{"key": []}]
+    return document
+
+
+def _get(text: str, is_open: bool) -> JSON:
+    operation: JSON = {"summary": text, "responses": {"200": {"description": "OK"}} | _refusals()}
+    return operation | ({"security": []} if is_open else {})
+
+
+def _post(body: JSON, text: str, streams: bool) -> JSON:
+    content: JSON = {"application/json": {"schema": {"type": "object"}}}
+    if streams:
+        content["text/event-stream"] = {"schema": {"type": "string"}}
+    return {
+        "summary": text,
+        "requestBody": {"required": True, "content": {"application/json": {"schema": body}}},
+        "responses": {"200": {"description": "OK", "content": content}} | _refusals(),
+    }
+
+
+def _refusals() -> JSON:
+    error = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
+    return {status: {"description": text, "content": error} for status, text in _REFUSALS.items()}
+
+
+def _error_schema() -> JSON:
+    text = {"type": ["string", "null"]}
+    fields = {"message": {"type": "string"}, "type": {"type": "string"}, "param": text, "code": text}
+    error = {"type": "object", "required": ["message", "type", "param", "code"], "properties": fields}
+    return {"type": "object", "required": ["error"], "properties": {"error": error}}

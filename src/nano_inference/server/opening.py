@@ -1,0 +1,64 @@
+"""From configurations to a model that can be served: engine, text side, names, metrics. Runs in the engine's thread."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from nano_inference.assemble import EngineParts, LoadProgress, assemble
+from nano_inference.config import EngineConfig, ServerConfig
+from nano_inference.engine import InferenceEngine
+from nano_inference.server.bridge import Opened
+from nano_inference.server.metrics import Metrics
+from nano_inference.server.model import ServedModel
+from nano_inference.text.dialogue import load_dialogue
+from nano_inference.text.tokenizer import load_tokenizer
+
+
+def open_model(
+    engine_config: EngineConfig,
+    config: ServerConfig,
+    *,
+    name: str,
+    path: Path,
+    progress: LoadProgress | None = None,
+) -> Opened:
+    """Load the model that lies at `path`; it is called `name` unless the configuration has names for it.
+
+    Raises `ModelError` and `ValueError` as `assemble` does.
+    """
+    engine_config = replace(engine_config, model_path=str(path))
+    parts = assemble(engine_config, progress)
+    assert parts.checkpoint is not None, "assemble opens a checkpoint"
+    tokenizer = load_tokenizer(parts.checkpoint.tokenizer)
+    engine = InferenceEngine(engine_config, parts=parts)
+    model = ServedModel(
+        names=config.served_model_name or (name,),
+        any_name=config.any_model,
+        created=int(time.time()),
+        tokenizer=tokenizer,
+        dialogue=load_dialogue(parts.checkpoint.tokenizer, tokenizer),
+        limits=engine.limits,
+        generation=parts.checkpoint.generation,
+    )
+    metrics = Metrics(
+        model_name=model.name,
+        num_blocks=parts.kv.num_blocks,
+        block_size=parts.kv.block_size,
+        cache_config=cache_facts(engine_config, parts),
+    )
+    return Opened(engine=engine, observer=metrics, model=model)
+
+
+def cache_facts(config: EngineConfig, parts: EngineParts) -> Mapping[str, str]:
+    """Return what dashboards show of the KV cache."""
+    num_slots = parts.kv.num_blocks * parts.kv.block_size
+    return {
+        "cache_type": config.cache_type,
+        "cache_dtype": config.dtype,
+        "gpu_memory_utilization": f"{config.gpu_memory_utilization:g}",
+        "enable_prefix_caching": "True",
+        "kv_cache_max_concurrency": f"{num_slots / parts.max_model_len:.2f}",
+    }

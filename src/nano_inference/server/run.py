@@ -1,0 +1,155 @@
+"""The process of `serve`: a socket that listens at once, a model that is loaded behind it, signals, and the end.
+
+The first SIGTERM or SIGINT lets open requests finish, within `shutdown_timeout`, and refuses new ones; the second one
+aborts what is open.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import uvicorn
+
+from nano_inference.config import ServerConfig
+from nano_inference.server.app import App
+from nano_inference.server.bridge import Bridge, Opened
+from nano_inference.server.guard import guard_policy
+from nano_inference.server.keys import KeyRing, load_keys
+from nano_inference.server.protocol import uvicorn_config
+
+Open = Callable[[], Opened]
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_POLL_S = 0.05
+_log = logging.getLogger("nano_inference.server")
+
+
+class Listener(uvicorn.Server):
+    """uvicorn's server, which leaves the signals to `serve`."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Capture none."""
+        yield
+
+
+class Shutdown:
+    """How far the end has come: signals set it, `serve` waits for it."""
+
+    def __init__(self) -> None:
+        self.asked = asyncio.Event()
+        self.urged = asyncio.Event()
+
+    def on_signal(self) -> None:
+        """Ask for the end; asked again, urge it."""
+        (self.urged if self.asked.is_set() else self.asked).set()
+
+
+def bind(config: ServerConfig) -> socket.socket:
+    """Return the listening socket. Raises `OSError` naming the address."""
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    listening = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind((config.host, config.port))
+    except OSError as error:
+        listening.close()
+        raise OSError(error.errno, error.strerror or str(error), f"{config.host}:{config.port}") from None
+    return listening
+
+
+async def serve(
+    config: ServerConfig,
+    listening: socket.socket,
+    open_model: Open,
+    *,
+    max_running: int,
+    on_listening: Callable[[], None],
+    on_ready: Callable[[Opened], None],
+) -> int:
+    """Serve until a signal; return the exit code, which is 1 when the engine failed.
+
+    `max_running` samples may run at once. `on_listening` is called once connections are taken and signals heeded,
+    `on_ready` once the model is there. Raises what `open_model` raised.
+    """
+    bridge = Bridge(step_timeout=config.step_timeout)
+    keys = KeyRing.of(load_keys(config), is_shared=config.share_prefix_cache)
+    app = App(config, guard_policy(config, keys), bridge)
+    listener = Listener(uvicorn_config(app.asgi, config))
+    shutdown = Shutdown()
+    loop = asyncio.get_running_loop()
+    for number in _SIGNALS:
+        loop.add_signal_handler(number, shutdown.on_signal)
+    serving = loop.create_task(listener.serve(sockets=[listening]))
+    try:
+        while not (listener.started or serving.done()):
+            await asyncio.sleep(_POLL_S / 10)
+        on_listening()
+        if await _load(app, bridge, open_model, shutdown, max_running, on_ready):
+            await _until_end(bridge, shutdown, exit_on_failure=config.exit_on_failure)
+            await _drain(bridge, shutdown, config.shutdown_timeout)
+    finally:
+        listener.should_exit = True
+        await _end(listener, serving, shutdown)
+        await bridge.stop(timeout=1.0 if shutdown.urged.is_set() else 10.0)
+        app.close()
+    return 1 if bridge.state == "dead" else 0
+
+
+async def _load(
+    app: App,
+    bridge: Bridge,
+    open_model: Open,
+    shutdown: Shutdown,
+    max_running: int,
+    on_ready: Callable[[Opened], None],
+) -> bool:
+    """Load the model and open the doors; whether that was done before the end was asked for."""
+    loading = asyncio.ensure_future(bridge.start(open_model))
+    asked = asyncio.ensure_future(shutdown.asked.wait())
+    await asyncio.wait({loading, asked}, return_when=asyncio.FIRST_COMPLETED)
+    asked.cancel()
+    if not loading.done():
+        loading.cancel()
+        return False
+    opened = loading.result()
+    app.serve(opened, max_running)
+    on_ready(opened)
+    return True
+
+
+async def _until_end(bridge: Bridge, shutdown: Shutdown, *, exit_on_failure: bool) -> None:
+    """Wait for a signal, or for the engine's death when the process is to end with it."""
+    while not shutdown.asked.is_set():
+        if exit_on_failure and bridge.state == "dead":
+            return
+        try:
+            async with asyncio.timeout(1.0 if exit_on_failure else None):
+                await shutdown.asked.wait()
+        except TimeoutError:
+            pass
+
+
+async def _drain(bridge: Bridge, shutdown: Shutdown, timeout: float) -> None:
+    """Let open requests finish while there is time; then tell those that are left."""
+    bridge.drain()
+    deadline = asyncio.get_running_loop().time() + timeout
+    while bridge.num_open and not shutdown.urged.is_set() and asyncio.get_running_loop().time() < deadline:
+        await asyncio.sleep(_POLL_S)
+    if bridge.num_open:
+        _log.warning("%d open requests are aborted", bridge.num_open)
+    bridge.abort_all()
+
+
+async def _end(listener: Listener, serving: asyncio.Task[None], shutdown: Shutdown) -> None:
+    """Wait for uvicorn to close its connections, a short while."""
+    try:
+        async with asyncio.timeout(3.0):
+            await asyncio.shield(serving)
+    except TimeoutError:
+        listener.force_exit = True
+        await serving

@@ -1,0 +1,175 @@
+"""What clients may send: one pydantic model for each body, strict, with the limits that the OpenAPI document shows.
+
+Fields as in OpenAI's API, with vLLM's extensions under vLLM's names (vllm/entrypoints/openai/*/protocol.py). What is
+known but not done here is in `unsupported`; what nobody knows is left in `model_extra`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic_core import PydanticCustomError
+
+MAX_MESSAGES = 2048
+MAX_PROMPTS = 1024
+MAX_STOPS = 16
+MAX_STOP_CHARS = 256
+MAX_BIAS = 1024
+MAX_TOKEN_LIST = 65536
+_INT32 = 2**31 - 1
+
+TokenId = Annotated[int, Field(ge=0, le=_INT32)]
+StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
+TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
+"""Read up to the first that is wrong: a list of a million has a million errors."""
+
+
+def _small(value: Any) -> Any:
+    """Refuse a large object before its entries are looked at, for the same reason."""
+    if isinstance(value, dict) and len(value) > MAX_BIAS:
+        raise PydanticCustomError("too_long", "must have at most {limit} entries", {"limit": MAX_BIAS})
+    return value
+
+
+Bias = Annotated[
+    dict[
+        Annotated[str, Field(pattern="^[0-9]{1,10}$")],
+        Annotated[float, Field(ge=-100, le=100)],
+    ],
+    Field(max_length=MAX_BIAS),
+    BeforeValidator(_small),
+]
+
+
+class Body(BaseModel):
+    """A request body: wrong types are refused, never converted; unknown fields are kept aside."""
+
+    model_config = ConfigDict(extra="allow", strict=True, protected_namespaces=(), frozen=True)
+
+
+class StreamOptions(Body):
+    """What a stream carries besides text."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None
+    """Taken and left out: there is nothing to obfuscate on one's own machine."""
+
+
+class Sampling(Body):
+    """The fields that completions and chat completions share."""
+
+    model: Annotated[str, Field(max_length=512)] | None = None
+    n: Annotated[int, Field(ge=1, le=_INT32)] | None = None
+    stop: StopText | Annotated[list[StopText], Field(max_length=MAX_STOPS)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    logit_bias: Bias | None = None
+    seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
+    max_tokens: Annotated[int, Field(ge=0, le=_INT32)] | None = None
+
+    top_k: Annotated[int, Field(ge=-1, le=_INT32)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
+    min_tokens: Annotated[int, Field(ge=0, le=_INT32)] | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_BIAS)] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    bad_words: Annotated[list[Annotated[str, Field(min_length=1, max_length=256)]], Field(max_length=256)] | None = None
+    allowed_token_ids: Annotated[list[TokenId], Field(min_length=1, max_length=MAX_TOKEN_LIST)] | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=_INT32)] | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=1000)] | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    add_special_tokens: bool | None = None
+    request_id: Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[\w.:-]+$")] | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[^@/\\\x00]+$")] | None = None
+
+    user: str | None = None
+    service_tier: str | None = None
+    store: bool | None = None
+    metadata: dict[str, Any] | None = None
+    prompt_cache_key: str | None = None
+    safety_identifier: str | None = None
+    verbosity: str | None = None
+
+
+class CompletionBody(Sampling):
+    """POST /v1/completions."""
+
+    prompt: (
+        str
+        | TokenIds
+        | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)]
+        | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS)]
+    )
+    echo: bool | None = None
+    logprobs: Annotated[int, Field(ge=0, le=1000)] | None = None
+    best_of: Annotated[int, Field(ge=0, le=_INT32)] | None = None
+
+
+class TextPart(Body):
+    """A part of a message. Other types than text are refused by name."""
+
+    type: str
+    text: str | None = None
+
+
+class Message(Body):
+    """One message of a chat; further fields (name, tool_calls, tool_call_id) reach the model's template."""
+
+    role: Annotated[str, Field(min_length=1, max_length=64)]
+    content: str | Annotated[list[TextPart], Field(max_length=MAX_MESSAGES)] | None = None
+
+
+class ChatBody(Sampling):
+    """POST /v1/chat/completions."""
+
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+    max_completion_tokens: Annotated[int, Field(ge=0, le=_INT32)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=1000)] | None = None
+    echo: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+
+
+class TokenizeBody(Body):
+    """POST /tokenize: vLLM's form (`prompt` or `messages`) or llama.cpp's (`content`)."""
+
+    model: str | None = None
+    prompt: str | None = None
+    content: str | None = None
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)] | None = None
+    add_special_tokens: bool | None = None
+    add_special: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool | None = None
+    with_pieces: bool | None = None
+
+
+class DetokenizeBody(Body):
+    """POST /detokenize."""
+
+    model: str | None = None
+    tokens: Annotated[list[TokenId], Field(max_length=1 << 20, fail_fast=True)]
+
+
+class ApplyTemplateBody(Body):
+    """POST /apply-template: the text that the model would read."""
+
+    model: str | None = None
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None

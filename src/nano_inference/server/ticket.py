@@ -1,0 +1,110 @@
+"""What a route waits for: the deltas of its requests, in order, then the end; or the news that there is none.
+
+Lives on the event loop; only `Bridge` puts things in.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from nano_inference.door import MatcherFactory
+from nano_inference.server.errors import ApiError
+from nano_inference.types import Delta, SamplingParams, TokenProgram
+
+MAX_UNREAD = 4096
+"""Deltas of one sample that may wait for a client that does not read."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """What the engine is asked for one prompt; already checked against the engine's limits."""
+
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    num_samples: int = 1
+    salt: str = ""
+    make_matcher: MatcherFactory | None = None
+    program: TokenProgram | None = None
+
+
+class Piece(NamedTuple):
+    """One delta, and which of the ticket's prompts it belongs to."""
+
+    prompt_index: int
+    delta: Delta
+
+
+@dataclass(slots=True)
+class SampleClock:
+    """When things happened to one sample; seconds of the monotonic clock, None where it did not happen."""
+
+    arrived: float
+    started: float | None = None
+    first_token: float | None = None
+    last_token: float | None = None
+    ended: float | None = None
+    num_tokens: int = 0
+
+
+class Ticket:
+    """The event loop's end of one call: a bounded queue of deltas."""
+
+    def __init__(self, asks: Sequence[Ask]) -> None:
+        self.asks = tuple(asks)
+        self.arrived = time.monotonic()
+        self.clocks = [[SampleClock(self.arrived) for _ in range(ask.num_samples)] for ask in self.asks]
+        """One for each prompt and sample."""
+        self.request_ids: tuple[int, ...] | None = None
+        """The engine's names of the requests, once it has them."""
+        self.is_closed = False
+        """Nobody waits any more."""
+        self._unread: deque[Piece] = deque()
+        self._most_unread = MAX_UNREAD * sum(ask.num_samples for ask in self.asks)
+        self._num_open = sum(ask.num_samples for ask in self.asks)
+        self._failure: Exception | None = None
+        self._news = asyncio.Event()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether every sample has ended and everything was taken."""
+        return self._num_open == 0 and not self._unread
+
+    def put(self, prompt_index: int, delta: Delta) -> None:
+        """Add what a step gave. A client that leaves too much unread loses the rest."""
+        if len(self._unread) >= self._most_unread:
+            self.fail(ApiError(503, "the client reads too slowly"))
+            return
+        self._unread.append(Piece(prompt_index, delta))
+        self._num_open -= delta.sample is not None
+        self._news.set()
+
+    def fail(self, error: Exception) -> None:
+        """Let `take` raise that, at once and from now on. The first failure stands."""
+        self._failure = self._failure or error
+        self._news.set()
+
+    async def take(self, timeout: float) -> list[Piece]:
+        """Return what came since the last time; wait for it, `timeout` seconds at most, then return nothing.
+
+        Raises what the ticket failed with.
+        """
+        if not self._unread and self._failure is None and self._num_open:
+            await self._wait(timeout)
+        self._news.clear()
+        if self._failure is not None:
+            raise self._failure
+        pieces = list(self._unread)
+        self._unread.clear()
+        return pieces
+
+    async def _wait(self, timeout: float) -> None:
+        try:
+            async with asyncio.timeout(timeout):
+                await self._news.wait()
+        except TimeoutError:
+            pass

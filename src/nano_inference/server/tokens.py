@@ -1,0 +1,87 @@
+"""Text to ids and back over HTTP: /tokenize, /detokenize, /tokenizer_info, /apply-template. Pure.
+
+vLLM and llama.cpp have different bodies and replies under these names; both are taken, and each gets its own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nano_inference.server.calls import client_error, plain_messages, rendering_of, require_dialogue
+from nano_inference.server.errors import ApiError
+from nano_inference.server.model import ServedModel
+from nano_inference.server.schema import ApplyTemplateBody, DetokenizeBody, TokenizeBody
+from nano_inference.server.unsupported import refuse_unsupported
+from nano_inference.server.writing import alone
+from nano_inference.text.dialogue import TemplateDialogue
+from nano_inference.types import BadRequest
+
+JSON = dict[str, Any]
+
+
+def tokenize(body: TokenizeBody, model: ServedModel) -> JSON:
+    """Return {tokens, count, max_model_len} (vLLM), or {tokens} for a body with `content` (llama.cpp)."""
+    refuse_unsupported(body.model_extra or {})
+    model.name_for(body.model)
+    given = [name for name in ("prompt", "content", "messages") if getattr(body, name) is not None]
+    if len(given) != 1:
+        raise ApiError(400, "exactly one of prompt, messages and content must be given", param="prompt")
+    ids = _ids(body, model)
+    if body.content is not None:
+        pieces = [{"id": token, "piece": alone(token, model.tokenizer)} for token in ids]
+        return {"tokens": pieces if body.with_pieces else ids}
+    reply: JSON = {"tokens": ids, "count": len(ids), "max_model_len": model.limits.max_model_len, "token_strs": None}
+    if body.return_token_strs:
+        reply["token_strs"] = [model.tokenizer.token_text(token) for token in ids]
+    return reply
+
+
+def detokenize(body: DetokenizeBody, model: ServedModel) -> JSON:
+    """Return {prompt} to a body that names a model (vLLM), else {content} (llama.cpp)."""
+    model.name_for(body.model)
+    try:
+        text = model.tokenizer.decode(body.tokens, skip_special=False)
+    except BadRequest as error:
+        raise ApiError(400, f"tokens: {error}", param="tokens") from None
+    return {"content": text} if body.model is None else {"prompt": text}
+
+
+def apply_template(body: ApplyTemplateBody, model: ServedModel) -> JSON:
+    """Return {prompt}: the text that the model would read for these messages."""
+    refuse_unsupported(body.model_extra or {})
+    model.name_for(body.model)
+    dialogue = require_dialogue(model)
+    rendering = rendering_of(body, dialogue, body.model_extra or {})
+    try:
+        return {"prompt": dialogue.text(plain_messages(body.messages), rendering)}
+    except ValueError as error:
+        raise client_error(error, "messages") from None
+
+
+def tokenizer_info(model: ServedModel) -> JSON:
+    """Return what a client needs to know to count and cut texts by itself."""
+    tokenizer, dialogue = model.tokenizer, model.dialogue
+    return {
+        "tokenizer_class": type(tokenizer).__name__,
+        "vocab_size": tokenizer.vocab_size,
+        "model_vocab_size": model.limits.vocab_size,
+        "max_model_len": model.limits.max_model_len,
+        "bos_token_id": tokenizer.bos_id,
+        "eos_token_ids": list(tokenizer.eos_ids),
+        "special_tokens": {str(token): tokenizer.token_text(token) for token in sorted(tokenizer.special_ids)},
+        **tokenizer.named,
+        "chat_template": dialogue.template.source if isinstance(dialogue, TemplateDialogue) else None,
+    }
+
+
+def _ids(body: TokenizeBody, model: ServedModel) -> list[int]:
+    try:
+        if body.messages is not None:
+            dialogue = require_dialogue(model)
+            rendering = rendering_of(body, dialogue, body.model_extra or {})
+            return dialogue.encode(plain_messages(body.messages), rendering)
+        text = body.prompt if body.prompt is not None else body.content
+        wanted = body.add_special_tokens if body.prompt is not None else bool(body.add_special)
+        return model.tokenizer.encode(text or "", add_special=wanted is not False)
+    except ValueError as error:
+        raise client_error(error) from None

@@ -1,0 +1,100 @@
+"""Fields that other servers know and this one does not do: refused by name, unless they say what is the case anyway."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from nano_inference.server.errors import ApiError
+
+_OFF: tuple[Any, ...] = (None, False)
+_EMPTY: tuple[Any, ...] = (None, [], {}, "")
+
+NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType(
+    {
+        # OpenAI
+        "suffix": _EMPTY,
+        "tools": _EMPTY,
+        "tool_choice": (None, "none", "auto"),
+        "functions": _EMPTY,
+        "function_call": (None, "none", "auto"),
+        "response_format": (None, {"type": "text"}),
+        "modalities": (None, ["text"]),
+        "audio": _EMPTY,
+        "prediction": _EMPTY,
+        "web_search_options": (None,),
+        "moderation": (None,),
+        # vLLM
+        "use_beam_search": _OFF,
+        "length_penalty": (None, 1, 1.0),
+        "early_stopping": _OFF,
+        "spaces_between_special_tokens": (None, True),
+        "truncation_side": (None, "left"),
+        "logprob_token_ids": _EMPTY,
+        "structured_outputs": _EMPTY,
+        "guided_json": _EMPTY,
+        "guided_regex": _EMPTY,
+        "guided_choice": _EMPTY,
+        "guided_grammar": _EMPTY,
+        "guided_decoding_backend": (None,),
+        "prompt_embeds": _EMPTY,
+        "documents": _EMPTY,
+        "chat_template": (None,),
+        "media_io_kwargs": _EMPTY,
+        "mm_processor_kwargs": _EMPTY,
+        "priority": (None, 0),
+        "stream_interval": (None, 1),
+        "vllm_xargs": _EMPTY,
+        "kv_transfer_params": _EMPTY,
+        "repetition_detection": (None,),
+        "thinking_token_budget": (None,),
+        # SGLang
+        "regex": _EMPTY,
+        "ebnf": _EMPTY,
+        "json_schema": _EMPTY,
+        "stop_regex": _EMPTY,
+        "lora_path": _EMPTY,
+        "session_params": _EMPTY,
+        "return_hidden_states": _OFF,
+        "custom_logit_processor": _EMPTY,
+        # llama.cpp
+        "grammar": _EMPTY,
+        "n_predict": (None,),
+        "n_probs": (None, 0),
+        "n_keep": (None, 0),
+        "id_slot": (None, -1),
+        "cache_prompt": (None, True),
+        "timings_per_token": _OFF,
+        "return_progress": _OFF,
+        "t_max_predict_ms": (None, 0),
+        "samplers": _EMPTY,
+        "mirostat": (None, 0),
+        "typical_p": (None, 1, 1.0),
+        "dynatemp_range": (None, 0, 0.0),
+        "dry_multiplier": (None, 0, 0.0),
+        "xtc_probability": (None, 0, 0.0),
+    }
+)
+"""Field -> the values with which it changes nothing."""
+
+
+def refuse_unsupported(fields: Mapping[str, Any], where: str = "") -> None:
+    """Raise `ApiError` naming the first known field whose value asks for what is not done here."""
+    for name, value in fields.items():
+        if name in NEUTRAL and not _is_neutral(value, NEUTRAL[name]):
+            raise ApiError(400, f"{where}{name} is not supported by this server", param=name, code="unsupported_field")
+
+
+def unknown_fields(fields: Mapping[str, Any]) -> list[str]:
+    """Return the names that nobody knows, sorted."""
+    return sorted(name for name in fields if name not in NEUTRAL and name not in _TEMPLATE_FIELDS)
+
+
+_TEMPLATE_FIELDS = frozenset({"reasoning_effort"})
+"""Given to the chat template when it speaks of them, refused otherwise (`prompts`)."""
+
+
+def _is_neutral(value: Any, neutral: tuple[Any, ...]) -> bool:
+    """Whether a value is one of these; True is not 1."""
+    return any(type(value) is type(one) and value == one for one in neutral)

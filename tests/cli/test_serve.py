@@ -1,0 +1,199 @@
+"""`serve` as a process: how it starts, what it refuses, how it ends."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx2
+import pytest
+
+from tests.server.tiny import events_in, make_tiny
+
+LONG = {"prompt": "go on", "max_tokens": 480, "ignore_eos": True, "seed": 1}
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny(tmp_path_factory.mktemp("served"))
+
+
+def command(directory: Path | str, *options: str) -> list[str]:
+    port = () if "--port" in options else ("--port", "0")
+    fixed = (*port, "--num-threads", "1", "--kv-cache-bytes", str(8 << 20))
+    return [sys.executable, "-m", "nano_inference", "serve", "--model", str(directory), *fixed, *options]
+
+
+class Process:
+    """A server of its own; its stderr is read as it comes."""
+
+    def __init__(self, arguments: list[str]) -> None:
+        self.popen = subprocess.Popen(arguments, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+        self.lines: list[str] = []
+        self._news = threading.Condition()
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.popen.stderr is not None
+        for line in self.popen.stderr:
+            with self._news:
+                self.lines.append(line)
+                self._news.notify_all()
+        with self._news:
+            self.lines.append("")
+            self._news.notify_all()
+
+    def wait_for(self, pattern: str) -> re.Match[str]:
+        """Return the match in the first line that has one."""
+        with self._news:
+            while True:
+                found = next((m for line in self.lines if (m := re.search(pattern, line))), None)
+                if found is not None:
+                    return found
+                assert "" not in self.lines and self._news.wait(60), f"{pattern!r} is not in {self.lines}"
+
+    @property
+    def url(self) -> str:
+        return self.wait_for(r"listening on (http://\S+),")[1]
+
+    def end(self) -> int:
+        """Wait for the end and return the exit code."""
+        code = self.popen.wait(60)
+        self._reader.join(60)
+        assert self.popen.stderr is not None
+        self.popen.stderr.close()
+        return code
+
+
+@contextmanager
+def process(directory: Path, *options: str) -> Iterator[Process]:
+    """A server that is gone when the block ends."""
+    one = Process(command(directory, *options))
+    try:
+        yield one
+    finally:
+        one.popen.kill()
+        one.end()
+
+
+def test_the_port_is_open_before_the_model_is_there(directory: Path) -> None:
+    with process(directory) as server, httpx2.Client(base_url=server.url, timeout=60) as client:
+        seen = []
+        while not seen or seen[-1] != (200, "ready"):
+            reply = client.get("/health")
+            seen.append((reply.status_code, reply.json()["status"]))
+        assert set(seen) == {(503, "loading"), (200, "ready")}
+        assert client.get("/ready").status_code == 200
+        server.wait_for(r"ready: served\d*")
+        assert not any(line.startswith("{") for line in server.lines), "probes are not worth a line"
+        early = client.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}, headers={"x-request-id": "mine"})
+        assert early.status_code == 200
+        line = json.loads(server.wait_for(r"^\{.*")[0])
+        assert (line["request_id"], line["status"], line["output_tokens"]) == ("mine", 200, 1)
+
+
+def test_a_term_lets_open_requests_finish_and_refuses_new_ones(directory: Path) -> None:
+    with process(directory) as server, httpx2.Client(base_url=server.url, timeout=60) as client:
+        server.wait_for("ready: ")
+        with client.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as stream:
+            parts = stream.iter_text()
+            text = next(parts)
+            server.popen.send_signal(signal.SIGTERM)
+            while client.get("/ready").status_code == 200:
+                pass
+            refused = client.post("/v1/completions", json={"prompt": "a"})
+            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "shutting_down")
+            text += "".join(parts)
+        events = events_in(text)
+        assert events[-1] == "[DONE]" and events[-2]["choices"][0]["finish_reason"] == "length"
+        assert server.end() == 0
+        assert not any("Traceback" in line for line in server.lines)
+
+
+@pytest.mark.parametrize("how", ["twice", "no time"])
+def test_open_requests_are_aborted_when_there_is_no_time(directory: Path, how: str) -> None:
+    options = ("--shutdown-timeout", "0") if how == "no time" else ()
+    with process(directory, *options) as server, httpx2.Client(base_url=server.url, timeout=60) as client:
+        server.wait_for("ready: ")
+        with client.stream("POST", "/v1/completions", json={**LONG, "n": 16, "stream": True}) as stream:
+            parts = stream.iter_text()
+            text = next(parts)
+            server.popen.send_signal(signal.SIGTERM)
+            if how == "twice":
+                while client.get("/ready").status_code == 200:
+                    pass
+                server.popen.send_signal(signal.SIGINT)
+            text += "".join(parts)
+        events = events_in(text)
+        assert events[-1] == "[DONE]" and events[-2]["error"]["code"] == "shutting_down"
+        assert server.end() == 0
+        assert not any("Traceback" in line for line in server.lines)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_an_idle_or_loading_server_ends_at_once(directory: Path, number: signal.Signals) -> None:
+    with process(directory) as idle, process(directory) as loading:
+        loading.wait_for("listening on")
+        loading.popen.send_signal(number)
+        assert loading.end() == 0
+        idle.wait_for("ready: ")
+        idle.popen.send_signal(number)
+        assert idle.end() == 0
+        assert not any("Traceback" in line for line in [*idle.lines, *loading.lines])
+
+
+def test_a_server_below_a_path_answers_with_and_without_it(directory: Path) -> None:
+    with process(directory, "--root-path", "/llm") as server:
+        base = server.url
+        assert base.endswith("/llm")
+        server.wait_for("ready: ")
+        for url in (f"{base}/v1/models", f"{base.removesuffix('/llm')}/v1/models", f"{base}/health"):
+            assert httpx2.get(url).status_code == 200
+        assert httpx2.get(f"{base}x/v1/models").status_code == 404
+
+
+def refusal(*arguments: str, directory: Path | str) -> tuple[int, list[str]]:
+    run = subprocess.run(command(directory, *arguments), capture_output=True, text=True, timeout=120, check=False)
+    assert run.stdout == ""
+    return run.returncode, [line for line in run.stderr.splitlines() if not line.startswith("listening on")]
+
+
+def test_what_cannot_be_served_is_one_line(directory: Path, tmp_path: Path) -> None:
+    broken = make_tiny(tmp_path / "broken")
+    weights = broken / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    for model, expected in ((tmp_path / "none", "none"), (broken, "model.safetensors")):
+        code, lines = refusal(directory=model)
+        assert (code, len(lines)) == (2, 1) and expected in lines[0], lines
+
+
+def test_what_is_not_safe_is_refused_before_loading(directory: Path, tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("a-key-of-some-length\n")
+    keys.chmod(0o644)
+    for options, expected in (
+        (("--host", "0.0.0.0"), "insecure"),
+        (("--api-key", "short"), "8 characters"),
+        (("--api-key-file", str(keys)), "chmod 600"),
+        (("--max-n", "0"), "max_n"),
+        (("--root-path", "llm"), "root_path"),
+    ):
+        code, lines = refusal(*options, directory=directory)
+        assert (code, len(lines)) == (2, 1) and expected in lines[0], (options, lines)
+        assert "short" not in lines[0] or "shorter" in lines[0], "the key is told"
+
+
+def test_a_port_in_use_is_one_line(directory: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        code, lines = refusal("--port", port, directory=directory)
+        assert (code, len(lines)) == (2, 1) and f"127.0.0.1:{port}" in lines[0], lines

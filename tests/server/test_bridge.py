@@ -1,0 +1,290 @@
+"""The engine in its thread: what reaches whom, and who is told when it fails."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from nano_inference import InferenceEngine, SamplingParams
+from nano_inference.server.bridge import Bridge, Opened
+from nano_inference.server.errors import ApiError
+from nano_inference.server.metrics import Metrics
+from nano_inference.server.ticket import MAX_UNREAD, Ask, Piece, Ticket
+from nano_inference.types import Delta, TrainingSample
+from tests.sim.fakes import Failing, FakeRunner, fake_config, fake_parts, reference
+
+LONG = SamplingParams(max_tokens=30, seed=4, ignore_eos=True)
+ENDLESS = SamplingParams(max_tokens=50_000, seed=4, ignore_eos=True)
+
+
+def ask(prompt: tuple[int, ...] = (5, 9, 30), params: SamplingParams = LONG, **options: Any) -> Ask:
+    return Ask(prompt=prompt, params=params, **options)
+
+
+def fake_engine(num_blocks: int = 60) -> InferenceEngine:
+    return InferenceEngine(fake_config(), parts=fake_parts("radix", num_blocks, 4))
+
+
+def opened(engine: Any) -> Opened:
+    metrics = Metrics(model_name="fake", num_blocks=60, block_size=4, cache_config={})
+    return Opened(engine=engine, observer=metrics, model=None)  # type: ignore[arg-type]
+
+
+def with_bridge(
+    work: Callable[[Bridge], Awaitable[None]], engine: Any | None = None, *, step_timeout: float = 60
+) -> None:
+    """Run a coroutine with a bridge over an engine."""
+
+    async def main() -> None:
+        bridge = Bridge(step_timeout=step_timeout)
+        await bridge.start(lambda: opened(engine or fake_engine()))
+        bridge.open_doors()
+        try:
+            await work(bridge)
+        finally:
+            await bridge.stop(1.0)
+
+    asyncio.run(main())
+
+
+async def to_end(ticket: Ticket) -> list[Piece]:
+    pieces: list[Piece] = []
+    while not ticket.is_done:
+        pieces += await ticket.take(30)
+    return pieces
+
+
+def tokens_of(pieces: list[Piece], prompt: int = 0, sample: int = 0) -> list[int]:
+    found = [p.delta for p in pieces if (p.prompt_index, p.delta.sample_index) == (prompt, sample)]
+    return [token for delta in found for token in delta.token_ids]
+
+
+def test_a_ticket_brings_every_sample_of_every_prompt() -> None:
+    async def work(bridge: Bridge) -> None:
+        with bridge.submit([ask(num_samples=2), ask((1, 2))]) as ticket:
+            pieces = await to_end(ticket)
+        for prompt, number, sample in (((5, 9, 30), 0, 0), ((5, 9, 30), 0, 1), ((1, 2), 1, 0)):
+            assert tokens_of(pieces, number, sample) == reference(prompt, LONG, sample)[0]
+        assert sum(piece.delta.sample is not None for piece in pieces) == 3
+
+    with_bridge(work)
+
+
+def test_leaving_early_aborts_and_frees_everything() -> None:
+    engine = fake_engine(num_blocks=60)
+
+    async def work(bridge: Bridge) -> None:
+        for when in ("at once", "after a delta"):
+            with bridge.submit([ask(params=SamplingParams(max_tokens=200, seed=1, ignore_eos=True))]) as ticket:
+                if when == "after a delta":
+                    await ticket.take(30)
+            await bridge.call(lambda: None)  # what was sent before it has been done
+            await bridge.call(lambda: None)
+            assert not engine.has_pending()
+            assert engine.parts.kv.num_free_blocks() == 60
+            assert bridge.num_open == 0
+
+    with_bridge(work, engine)
+
+
+def test_the_engines_death_reaches_every_waiter(caplog: pytest.LogCaptureFixture) -> None:
+    engine = fake_engine()
+    runner = engine.parts.runner
+    assert isinstance(runner, FakeRunner)
+    calls = iter(range(100))
+
+    def broken(batch: Any) -> Any:
+        if next(calls) == 5:
+            raise RuntimeError("the model broke")
+        return FakeRunner.run(runner, batch)
+
+    runner.run = broken  # type: ignore[method-assign]
+
+    async def work(bridge: Bridge) -> None:
+        async def wait() -> ApiError:
+            with bridge.submit([ask()]) as ticket, pytest.raises(ApiError) as refused:
+                await to_end(ticket)
+            return refused.value
+
+        errors = await asyncio.gather(*(wait() for _ in range(4)))
+        assert [error.status for error in errors] == [500] * 4
+        assert bridge.state == "dead"
+        with pytest.raises(ApiError) as late, bridge.submit([ask()]):
+            pass
+        assert (late.value.status, late.value.code) == (503, "engine_dead")
+
+    with caplog.at_level(logging.ERROR):
+        with_bridge(work, engine)
+    assert "the model broke" in caplog.text
+
+
+class Stuck:
+    """An engine whose step does not end before it is let go."""
+
+    def __init__(self) -> None:
+        self.go_on = threading.Event()
+        self.inner = fake_engine()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def tick(self) -> Any:
+        self.go_on.wait(60)
+        return self.inner.tick()
+
+
+def test_a_stuck_step_is_noticed_and_told(capfd: pytest.CaptureFixture[str]) -> None:
+    engine = Stuck()
+
+    async def work(bridge: Bridge) -> None:
+        with bridge.submit([ask()]) as ticket, pytest.raises(ApiError) as told:
+            await to_end(ticket)
+        assert (told.value.status, bridge.state) == (500, "dead")
+        engine.go_on.set()
+
+    with_bridge(work, engine, step_timeout=0.2)
+    assert "tests/server/test_bridge.py" in capfd.readouterr().err, "the stacks are not dumped"
+
+
+def test_an_idle_engine_is_not_stuck() -> None:
+    async def work(bridge: Bridge) -> None:
+        for _ in range(3):
+            await asyncio.sleep(0.1)  # several looks of the watchdog, whose limit is shorter than this test
+            assert bridge.state == "ready"
+        with bridge.submit([ask()]) as ticket:
+            assert tokens_of(await to_end(ticket)) == reference((5, 9, 30), LONG, 0)[0]
+
+    with_bridge(work, step_timeout=0.1)
+
+
+def broken_factory() -> Any:
+    raise RuntimeError("no such grammar")
+
+
+@pytest.mark.parametrize(
+    ("bad", "status"),
+    [
+        (ask(prompt=(10**6,)), 400),
+        (ask(make_matcher=broken_factory), 500),
+        (ask(make_matcher=Failing), None),
+        (ask(program=Failing()), None),
+    ],
+)
+def test_one_requests_failure_harms_no_other(bad: Ask, status: int | None) -> None:
+    async def work(bridge: Bridge) -> None:
+        with bridge.submit([ask()]) as good, bridge.submit([ask((1, 2)), bad]) as harmed:
+            if status is None:
+                pieces = await to_end(harmed)
+                reasons = [piece.delta.finish_reason for piece in pieces if piece.prompt_index == 1]
+                assert reasons[-1] == "abort"
+            else:
+                with pytest.raises(ApiError) as told:
+                    await to_end(harmed)
+                assert told.value.status == status
+            assert tokens_of(await to_end(good)) == reference((5, 9, 30), LONG, 0)[0]
+        await bridge.call(lambda: None)
+        assert bridge.state == "ready"
+
+    with_bridge(work)
+
+
+def test_too_little_memory_costs_the_youngest_only() -> None:
+    engine = fake_engine()
+    runner = engine.parts.runner
+    assert isinstance(runner, FakeRunner)
+
+    def short_of_memory(batch: Any) -> Any:
+        if len(batch.rows) > 2:
+            raise MemoryError("a step needs more memory than there is")
+        return FakeRunner.run(runner, batch)
+
+    runner.run = short_of_memory  # type: ignore[method-assign]
+
+    async def work(bridge: Bridge) -> None:
+        prompts = [(5, 9, 30), (1, 2), (3, 4), (8, 8)]
+        with bridge.submit([ask(prompt) for prompt in prompts]) as ticket:
+            pieces = await to_end(ticket)
+        for number, prompt in enumerate(prompts[:2]):
+            assert tokens_of(pieces, number) == reference(prompt, LONG, 0)[0]
+        for number in (2, 3):
+            sample = [p.delta.sample for p in pieces if p.prompt_index == number][-1]
+            assert sample is not None and sample.finish_reason == "abort"
+            assert str(sample.stop_reason).startswith("out of memory")
+        assert engine.parts.kv.num_free_blocks() == 60 and bridge.state == "ready"
+
+    with_bridge(work, engine)
+
+
+def test_opening_may_fail() -> None:
+    async def main() -> None:
+        bridge = Bridge(step_timeout=1)
+
+        def fail() -> Opened:
+            raise ValueError("no such model")
+
+        with pytest.raises(ValueError, match="no such model"):
+            await bridge.start(fail)
+        assert bridge.state == "dead"
+
+    asyncio.run(main())
+
+
+def test_draining_refuses_the_new_and_keeps_the_old() -> None:
+    async def work(bridge: Bridge) -> None:
+        with bridge.submit([ask()]) as ticket:
+            bridge.drain()
+            with pytest.raises(ApiError) as refused, bridge.submit([ask()]):
+                pass
+            assert (refused.value.status, refused.value.code) == (503, "shutting_down")
+            assert tokens_of(await to_end(ticket)) == reference((5, 9, 30), LONG, 0)[0]
+        with_open = bridge.num_open
+        assert with_open == 0
+
+    with_bridge(work)
+
+
+def test_aborting_all_tells_who_still_waits() -> None:
+    async def work(bridge: Bridge) -> None:
+        with bridge.submit([ask(params=SamplingParams(max_tokens=200, seed=1, ignore_eos=True))]) as ticket:
+            await ticket.take(30)
+            bridge.abort_all()
+            with pytest.raises(ApiError) as told:
+                await to_end(ticket)
+            assert told.value.code == "shutting_down"
+
+    with_bridge(work)
+
+
+def test_a_client_that_does_not_read_loses_the_rest() -> None:
+    async def main() -> None:
+        ticket = Ticket([ask()])
+        for _ in range(MAX_UNREAD + 1):
+            ticket.put(0, delta())
+        with pytest.raises(ApiError, match="too slowly"):
+            await ticket.take(1)
+
+    asyncio.run(main())
+
+
+def test_silence_gives_nothing_and_news_wakes_at_once() -> None:
+    async def main() -> None:
+        ticket = Ticket([ask()])
+        assert await ticket.take(0.01) == []
+        waiting = asyncio.create_task(ticket.take(60))
+        await asyncio.sleep(0)
+        ticket.put(0, delta())
+        assert len(await waiting) == 1
+        assert not ticket.is_done
+
+    asyncio.run(main())
+
+
+def delta(sample: TrainingSample | None = None) -> Delta:
+    return Delta(
+        request_id=0, sample_index=0, token_ids=(1,), logprobs=(-0.5,), mask=(1,), versions=(0,), sample=sample
+    )

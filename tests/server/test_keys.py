@@ -1,0 +1,163 @@
+"""API keys: what is accepted as one, how one is recognised, and whose cached prefixes it shares."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import hmac
+import inspect
+import itertools
+import os
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from nano_inference.config import ServerConfig
+from nano_inference.server import guard, keys
+from nano_inference.server.keys import KeyRing, load_keys
+
+FIRST, SECOND = "first-key-1", "second-key-2"
+
+
+def key_file(folder: Path, text: str | bytes, mode: int = 0o600) -> ServerConfig:
+    path = folder / "keys"
+    path.write_bytes(text.encode() if isinstance(text, str) else text)
+    path.chmod(mode)
+    return ServerConfig(api_key_file=str(path))
+
+
+def test_keys_come_from_the_list_and_the_file_each_once(tmp_path: Path) -> None:
+    file = key_file(tmp_path, f"# ours\n\n  {SECOND}  \r\n{FIRST}\n#{'x' * 20}\nthird-key-3")
+    config = ServerConfig(api_key=(FIRST,), api_key_file=file.api_key_file)
+    assert load_keys(config) == (FIRST, SECOND, "third-key-3")
+    assert load_keys(ServerConfig(api_key=("a" * 8, "~!#$%^&*"))) == ("a" * 8, "~!#$%^&*")
+    assert load_keys(ServerConfig()) == ()
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o660, 0o644, 0o610, 0o601])
+def test_a_key_file_that_others_may_open_is_refused(tmp_path: Path, mode: int) -> None:
+    with pytest.raises(ValueError, match=rf"^api_key_file may be read by others .*mode {mode:o}"):
+        load_keys(key_file(tmp_path, FIRST, mode))
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o400, 0o700])
+def test_a_key_file_of_its_owner_alone_is_read(tmp_path: Path, mode: int) -> None:
+    assert load_keys(key_file(tmp_path, FIRST, mode)) == (FIRST,)
+
+
+@pytest.mark.parametrize("text", ["", "\n\n", "# only a comment\n"])
+def test_a_key_file_without_a_key_is_refused(tmp_path: Path, text: str) -> None:
+    with pytest.raises(ValueError, match=r"^api_key_file holds no key"):
+        load_keys(key_file(tmp_path, text))
+
+
+def test_a_key_file_that_is_none_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"^api_key_file cannot be read: .*No such file"):
+        load_keys(ServerConfig(api_key_file=str(tmp_path / "missing")))
+    os.mkfifo(tmp_path / "pipe", 0o600)
+    with pytest.raises(ValueError, match=r"^api_key_file is not a file"):
+        load_keys(ServerConfig(api_key_file=str(tmp_path / "pipe")))
+    with pytest.raises(ValueError, match=r"^api_key_file"):
+        load_keys(ServerConfig(api_key_file=str(tmp_path)))
+    with pytest.raises(ValueError, match=r"^api_key_file is larger than"):
+        load_keys(key_file(tmp_path, "k" * (keys.MAX_KEY_FILE + 1)))
+
+
+BAD_KEYS = [
+    "short-7",
+    "with a blank",
+    "tab\there-it-is",
+    "umläut-key",
+    "del\x7f-key-key",
+    "nul\x00-key-key",
+    "\u20ac" * 8,
+]
+
+
+@pytest.mark.parametrize("bad", BAD_KEYS)
+def test_a_bad_key_is_refused_without_being_shown(tmp_path: Path, bad: str) -> None:
+    with pytest.raises(ValueError, match=r"^api_key: key 2 ") as listed:
+        load_keys(ServerConfig(api_key=(FIRST, bad)))
+    with pytest.raises(ValueError, match=r"^api_key_file: line 3 ") as filed:
+        load_keys(key_file(tmp_path, f"# keys\n{FIRST}\n{bad}\n"))
+    assert bad not in str(listed.value) + str(filed.value)
+
+
+def test_bytes_that_are_no_text_are_a_bad_key(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"^api_key_file: line 1 holds a blank or a character outside visible ASCII"):
+        load_keys(key_file(tmp_path, b"\xff\xfe-key-key"))
+
+
+def test_each_key_is_recognised_and_nothing_else() -> None:
+    ring = KeyRing.of((FIRST, SECOND))
+    assert (ring.identify(FIRST), ring.identify(SECOND)) == (0, 1)
+    wrong = [None, "", "x", FIRST[:-1], FIRST + "x", FIRST.upper(), f" {FIRST}", FIRST + SECOND, "\udc80", "é" * 10]
+    assert [ring.identify(presented) for presented in wrong] == [None] * len(wrong)
+    assert KeyRing.of(()).identify("") is None
+    assert KeyRing.of(()).identify(FIRST) is None
+
+
+def test_a_ring_keeps_no_key_and_shows_no_secret() -> None:
+    ring = KeyRing.of((FIRST,), secret=b"the-secret")
+    assert ring.digests == (hashlib.sha256(FIRST.encode()).digest(),)
+    assert FIRST not in repr(ring) and "secret" not in repr(ring) and repr(ring.digests[0]) not in repr(ring)
+
+
+@pytest.mark.parametrize("presented", [FIRST, SECOND, "wrong-key-3", None])
+def test_every_key_is_compared_whatever_matches(presented: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    compared = []
+    compare = hmac.compare_digest
+
+    def record(a: bytes, b: bytes) -> bool:
+        compared.append((a, b))
+        return compare(a, b)
+
+    monkeypatch.setattr(hmac, "compare_digest", record)
+    ring = KeyRing.of((FIRST, SECOND, "third-key-3"))
+    ring.identify(presented)
+    assert [b for _, b in compared] == list(ring.digests)
+    assert all(len(a) == 32 for a, _ in compared)
+
+
+def test_keys_are_compared_by_compare_digest_alone() -> None:
+    tree = ast.parse(textwrap.dedent(inspect.getsource(KeyRing.identify)))
+    loops = [node for node in ast.walk(tree) if isinstance(node, ast.For | ast.While)]
+    assert len(loops) == 1
+    inside = list(ast.walk(loops[0]))
+    assert not [node for node in inside if isinstance(node, ast.Break | ast.Return | ast.Continue | ast.Compare)]
+    assert "hmac.compare_digest" in {ast.unparse(node.func) for node in inside if isinstance(node, ast.Call)}
+    assert not [node for node in ast.walk(tree) if isinstance(node, ast.Compare | ast.Try)]
+    assert "digests" not in inspect.getsource(guard), "only the ring looks at digests"
+
+
+SALTS = [None, "", "a", "b", "a" * 128, "\udc80"]
+
+
+def test_different_keys_or_requests_have_different_salts() -> None:
+    ring = KeyRing.of((FIRST, SECOND))
+    salts = {(key, asked or ""): ring.cache_salt(key, asked) for key, asked in itertools.product((0, 1), SALTS)}
+    assert len(salts) == 10 and len(set(salts.values())) == 10
+    assert all(ring.cache_salt(key, asked) == salt for (key, asked), salt in salts.items())
+    assert all(len(salt) == 64 and int(salt, 16) >= 0 for salt in salts.values())
+
+
+def test_a_salt_is_the_keyed_hash_of_key_and_request() -> None:
+    ring = KeyRing.of((FIRST,), secret=b"s")
+    message = hashlib.sha256(FIRST.encode()).digest() + b"mine"
+    assert ring.cache_salt(0, "mine") == hmac.new(b"s", message, "sha256").hexdigest()
+    assert ring.cache_salt(0, "mine") != KeyRing.of((FIRST,), secret=b"t").cache_salt(0, "mine")
+    assert KeyRing.of((FIRST,)).secret != KeyRing.of((FIRST,)).secret
+    assert len(KeyRing.of(()).secret) >= 16
+    assert KeyRing.of((SECOND, FIRST), secret=b"s").cache_salt(1, "mine") == ring.cache_salt(0, "mine")
+
+
+@pytest.mark.parametrize("ring", [KeyRing.of(()), KeyRing.of((FIRST, SECOND), is_shared=True)])
+def test_when_prefixes_are_shared_the_request_alone_decides(ring: KeyRing) -> None:
+    for key in (None, 0, 1):
+        assert [ring.cache_salt(key, asked) for asked in SALTS] == ["", "", "a", "b", "a" * 128, "\udc80"]
+
+
+def test_a_salt_without_a_key_is_refused_where_keys_do_not_share() -> None:
+    with pytest.raises(ValueError, match=r"^key_index"):
+        KeyRing.of((FIRST,)).cache_salt(None, "mine")

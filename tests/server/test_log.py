@@ -1,0 +1,267 @@
+"""The lines on stderr: one JSON object each, whatever a client sends, and never more than was meant to be told."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nano_inference.server import log
+from nano_inference.server.log import (
+    ACCESS_LOGGER,
+    AccessRecord,
+    JsonFormatter,
+    access_line,
+    clean,
+    is_quiet,
+    log_access,
+    set_up_logs,
+    timestamp,
+)
+
+FULL = AccessRecord(
+    ts=1700000000.125,
+    request_id="req-1",
+    method="POST",
+    path="/v1/completions",
+    status=200,
+    model="m",
+    n=2,
+    prompt_tokens=7,
+    cached_tokens=0,
+    output_tokens=10,
+    queue_ms=1.23456,
+    ttft_ms=20.0,
+    total_ms=100.0,
+    decode_tps=99.5,
+    finish_reason="stop",
+    client_abort=False,
+    error_type="none",
+)
+HOSTILE = st.text(st.characters(exclude_categories=()), max_size=400) | st.sampled_from(
+    ["\r\n{}", '"}\n{"level":"error"', "\x1b[2J", "\u2028\u2029\x85", "\ud800\udfff\ud800", "\u202eabc", "\x00" * 9]
+)
+NUMBERS = st.none() | st.floats()
+
+
+@pytest.fixture
+def restored() -> Iterator[None]:
+    """Put the process's logging back as it was."""
+    loggers = [logging.getLogger(), logging.getLogger(ACCESS_LOGGER)]
+    state = [(one, one.level, one.propagate, list(one.handlers)) for one in loggers]
+    yield
+    logging.captureWarnings(False)
+    for one, level, propagate, handlers in state:
+        one.setLevel(level)
+        one.propagate = propagate
+        one.handlers[:] = handlers
+
+
+def parsed(line: str) -> dict[str, Any]:
+    """Return the object that a line holds, strictly: one line, ASCII, nothing that is no JSON."""
+    assert line.isascii() and line.isprintable()
+    value = json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    assert isinstance(value, dict)
+    return value
+
+
+def test_a_line_says_what_was_asked_and_what_came_of_it() -> None:
+    assert list(parsed(access_line(FULL)).items()) == [
+        ("ts", "2023-11-14T22:13:20.125Z"),
+        ("level", "info"),
+        ("request_id", "req-1"),
+        ("method", "POST"),
+        ("path", "/v1/completions"),
+        ("status", 200),
+        ("model", "m"),
+        ("n", 2),
+        ("prompt_tokens", 7),
+        ("cached_tokens", 0),
+        ("output_tokens", 10),
+        ("queue_ms", 1.235),
+        ("ttft_ms", 20.0),
+        ("total_ms", 100.0),
+        ("decode_tps", 99.5),
+        ("finish_reason", "stop"),
+        ("client_abort", False),
+        ("error_type", "none"),
+    ]
+
+
+def test_what_is_not_known_is_left_out() -> None:
+    assert parsed(access_line(AccessRecord(ts=0.0, status=404))) == {
+        "ts": "1970-01-01T00:00:00.000Z",
+        "level": "info",
+        "status": 404,
+    }
+
+
+@given(HOSTILE, HOSTILE, HOSTILE, HOSTILE, HOSTILE, HOSTILE, HOSTILE)
+def test_no_text_breaks_the_line(a: str, b: str, c: str, d: str, e: str, f: str, g: str) -> None:
+    record = AccessRecord(
+        ts=1.0, level=a, request_id=b, method=c, path=d, model=e, finish_reason=f, error_type=g, status=200
+    )
+    values = parsed(access_line(record))
+    assert values["status"] == 200
+    for name, given_text in (("request_id", b), ("path", d), ("model", e), ("error_type", g)):
+        assert values[name].isprintable()
+        assert len(values[name]) <= min(len(given_text), 256)
+    assert len(values["request_id"]) <= 128
+
+
+@given(NUMBERS, NUMBERS, NUMBERS, st.floats())
+def test_no_number_breaks_the_line(a: float | None, b: float | None, c: float | None, ts: float) -> None:
+    values = parsed(access_line(AccessRecord(ts=ts, queue_ms=a, ttft_ms=b, decode_tps=c)))
+    assert all(values[name] >= 0 for name in ("queue_ms", "ttft_ms", "decode_tps") if name in values)
+
+
+def test_a_number_that_is_none_is_left_out_and_one_below_zero_is_zero() -> None:
+    record = AccessRecord(ts=float("nan"), queue_ms=-5.0, ttft_ms=float("inf"), decode_tps=float("nan"), total_ms=0.0)
+    assert parsed(access_line(record)) == {"level": "info", "queue_ms": 0.0, "total_ms": 0.0}
+
+
+def test_long_texts_are_cut_where_the_field_says() -> None:
+    values = parsed(access_line(AccessRecord(ts=0.0, path="/" + "a" * 999, request_id="b" * 999, model="c" * 256)))
+    assert values["path"] == "/" + "a" * 254 + "…"
+    assert values["request_id"] == "b" * 127 + "…"
+    assert values["model"] == "c" * 256
+
+
+def test_a_path_loses_its_query() -> None:
+    assert parsed(access_line(AccessRecord(ts=0.0, path="/v1/models?api_key=secret")))["path"] == "/v1/models"
+
+
+def test_readable_text_stays_and_the_rest_is_replaced() -> None:
+    assert clean("模型 é 😀", 99) == "模型 é 😀"
+    assert clean("a\r\nb\x1b\x7f\x9b\u202e\u2028\ud800", 99) == "a��b������"
+
+
+@pytest.mark.parametrize("path", ["/health", "/ready", "/ping", "/metrics", "/health/", "/health?x=1"])
+def test_probes_are_quiet_until_they_fail(path: str) -> None:
+    assert is_quiet(path, 200)
+    assert is_quiet(path, 404)
+    assert is_quiet(path, 499)
+    assert is_quiet(path, None)
+    assert not is_quiet(path, 500)
+    assert is_quiet(path, 503), "a probe while loading or draining"
+
+
+@pytest.mark.parametrize("path", ["/", "", "/v1/models", "/healthy", "/v1/health", "/health/x", "health"])
+def test_other_paths_are_not_quiet(path: str) -> None:
+    assert not is_quiet(path, 200)
+
+
+def test_a_time_is_utc_in_milliseconds() -> None:
+    assert timestamp(1700000000.1239) == "2023-11-14T22:13:20.123Z"
+    assert timestamp(1e20) is None
+    assert timestamp(float("inf")) is None
+
+
+@pytest.mark.usefixtures("restored")
+def test_requests_are_written_to_the_stream_once() -> None:
+    stream, other = io.StringIO(), io.StringIO()
+    root = logging.StreamHandler(other)
+    logging.getLogger().addHandler(root)
+    set_up_logs(io.StringIO())
+    assert set_up_logs(stream) is logging.getLogger("nano_inference.access")
+    log_access(FULL)
+    log_access(AccessRecord(ts=0.0, path="/health", status=200))
+    log_access(AccessRecord(ts=0.0, path="/health", status=500))
+    lines = [parsed(line) for line in stream.getvalue().splitlines()]
+    assert [line["path"] for line in lines] == ["/v1/completions", "/health"]
+    assert not other.getvalue()
+
+
+@pytest.mark.usefixtures("restored")
+def test_requests_can_be_left_out() -> None:
+    stream = io.StringIO()
+    set_up_logs(stream, log_requests=False)
+    log_access(FULL)
+    assert not stream.getvalue()
+
+
+@pytest.mark.usefixtures("restored")
+def test_a_percent_sign_in_a_path_is_no_format() -> None:
+    stream = io.StringIO()
+    set_up_logs(stream)
+    log_access(AccessRecord(ts=0.0, path="/%s%d", status=200))
+    assert parsed(stream.getvalue()[:-1])["path"] == "/%s%d"
+
+
+@pytest.mark.usefixtures("restored")
+def test_everything_is_json_when_asked() -> None:
+    stream, other = io.StringIO(), io.StringIO()
+    logging.getLogger().addHandler(logging.StreamHandler(other))
+    set_up_logs(stream, as_json=True)
+    logging.getLogger("uvicorn.error").info("two\nlines %s", "\x1b[31m")
+    logging.getLogger("x").debug("not asked for")
+    log_access(FULL)
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.warn("look out", stacklevel=1)
+    first, second, third = [parsed(line) for line in stream.getvalue().splitlines()]
+    assert (first["level"], first["logger"], first["message"]) == ("info", "uvicorn.error", "two�lines �[31m")
+    assert second["path"] == "/v1/completions"
+    assert (third["level"], third["logger"]) == ("warning", "py.warnings")
+    assert "look out" in third["message"]
+    assert not other.getvalue()
+
+
+def formatted(message: object, *args: object, exc_info: Any = None) -> dict[str, Any]:
+    record = logging.LogRecord("a", logging.ERROR, "f.py", 1, message, args, exc_info)
+    record.created = 0.0
+    return parsed(JsonFormatter().format(record))
+
+
+def test_an_exception_is_one_field() -> None:
+    try:
+        raise ValueError("bad\x1b\r thing")
+    except ValueError:
+        values = formatted("it %s", "failed", exc_info=sys.exc_info())
+    assert list(values) == ["ts", "level", "logger", "message", "exception"]
+    assert (values["ts"], values["message"]) == ("1970-01-01T00:00:00.000Z", "it failed")
+    assert values["exception"].startswith("Traceback (most recent call last):\n  File ")
+    assert values["exception"].endswith("ValueError: bad�� thing")
+    assert "exception" not in formatted("fine")
+
+
+def test_a_long_traceback_keeps_its_end() -> None:
+    try:
+        raise ValueError("x" * 30_000 + "END")
+    except ValueError:
+        values = formatted("m" * 30_000, exc_info=sys.exc_info())
+    assert len(values["exception"]) == log.MAX_EXCEPTION
+    assert values["exception"].endswith("xEND")
+    assert len(values["message"]) == log.MAX_MESSAGE
+
+
+class Unprintable:
+    def __str__(self) -> str:
+        raise RuntimeError("no")
+
+
+def test_a_log_call_with_a_mistake_in_it_still_writes_json() -> None:
+    assert formatted("%d tokens", "seven")["message"] == "%d tokens"
+    assert formatted(Unprintable())["message"] == "Unprintable"
+
+
+@given(HOSTILE, HOSTILE)
+def test_no_message_breaks_the_line(message: str, name: str) -> None:
+    record = logging.LogRecord(name, logging.INFO, "f.py", 1, message, (), None)
+    values = parsed(JsonFormatter().format(record))
+    assert values["message"].isprintable() and values["logger"].isprintable()
+
+
+def test_importing_configures_nothing() -> None:
+    code = "import logging, nano_inference.server.log as log; access = logging.getLogger(log.ACCESS_LOGGER)"
+    code += "; assert not access.handlers and access.propagate and not logging.getLogger().handlers"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -1,0 +1,518 @@
+"""/metrics: the series that vLLM's boards ask for are there from the start, and every count adds up exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from prometheus_client import REGISTRY
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
+
+from nano_inference.engine import InferenceEngine
+from nano_inference.server.metrics import (
+    END_REASONS,
+    MAX_ROUTES,
+    REJECTIONS,
+    Metrics,
+    SampleRecord,
+    buckets_1_2_5,
+    not_loaded,
+)
+from nano_inference.types import SamplingParams, StepStats, TrainingSample
+from tests.sim.fakes import Calculator, fake_config, fake_parts
+
+ENGINE = {"model_name": "m", "engine": "0"}
+QUANTILES = ("bucket", "sum", "count")
+# What the Grafana boards in vLLM 0.33's source archive (examples/observability) ask for, by the board's file.
+BOARDS = {
+    "prometheus_grafana/grafana.json": (
+        *(f"vllm:e2e_request_latency_seconds_{part}" for part in QUANTILES),
+        *(f"vllm:inter_token_latency_seconds_{part}" for part in QUANTILES),
+        *(f"vllm:request_time_per_output_token_seconds_{part}" for part in QUANTILES),
+        *(f"vllm:time_to_first_token_seconds_{part}" for part in QUANTILES),
+        *("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc"),
+        *("vllm:prompt_tokens_total", "vllm:generation_tokens_total", "vllm:request_success_total"),
+        *("vllm:request_decode_time_seconds_sum", "vllm:request_prefill_time_seconds_sum"),
+        *("vllm:request_queue_time_seconds_sum", "vllm:request_max_num_generation_tokens_sum"),
+        *("vllm:request_generation_tokens_bucket", "vllm:request_prompt_tokens_bucket"),
+    ),
+    "dashboards/grafana/performance_statistics.json": (
+        *(f"vllm:e2e_request_latency_seconds_{part}" for part in QUANTILES),
+        *(f"vllm:inter_token_latency_seconds_{part}" for part in QUANTILES),
+        *(f"vllm:time_to_first_token_seconds_{part}" for part in QUANTILES),
+        *("vllm:generation_tokens_total", "vllm:prompt_tokens_total", "vllm:iteration_tokens_total_count"),
+    ),
+    "dashboards/grafana/query_statistics.json": (
+        *("vllm:e2e_request_latency_seconds_bucket", "vllm:request_prompt_tokens_bucket"),
+        *("vllm:request_success_total", "vllm:generation_tokens_total", "vllm:prompt_tokens_total"),
+    ),
+    "dashboards/perses/*.yaml": (
+        *("vllm:kv_cache_usage_perc", "vllm:num_requests_running", "vllm:num_requests_waiting"),
+        *("vllm:iteration_tokens_total_count", "vllm:request_success_total"),
+    ),
+}
+# What vLLM's own test of /metrics expects of any text model, besides what the boards ask for.
+EXPECTED = (
+    *("vllm:num_requests_waiting_by_reason", "vllm:prefix_cache_queries_total", "vllm:prefix_cache_hits_total"),
+    *("vllm:num_preemptions_total", "vllm:prompt_tokens_by_source_total", "vllm:prompt_tokens_cached_total"),
+    *(f"vllm:request_prompt_tokens_{part}" for part in QUANTILES),
+    *(f"vllm:request_generation_tokens_{part}" for part in QUANTILES),
+    *(f"vllm:request_params_n_{part}" for part in QUANTILES),
+    *(f"vllm:request_params_max_tokens_{part}" for part in QUANTILES),
+    *(f"vllm:request_queue_time_seconds_{part}" for part in QUANTILES),
+    *(f"vllm:request_inference_time_seconds_{part}" for part in QUANTILES),
+    *(f"vllm:request_prefill_time_seconds_{part}" for part in QUANTILES),
+    *(f"vllm:request_decode_time_seconds_{part}" for part in QUANTILES),
+    *(f"vllm:request_num_preemptions_{part}" for part in QUANTILES),
+    *(f"vllm:iteration_tokens_total_{part}" for part in QUANTILES),
+    "vllm:admission_rejections_total",
+)
+STEP = StepStats(
+    num_rows=1,
+    num_computed=1,
+    num_sampled=1,
+    num_preempted=0,
+    num_running=1,
+    num_waiting=0,
+    num_free_blocks=8,
+    weight_version=0,
+)
+RECORD = SampleRecord(
+    prompt_tokens=7,
+    cached_tokens=0,
+    output_tokens=10,
+    params_n=1,
+    params_max_tokens=10,
+    finish_reason="length",
+    num_preemptions=0,
+    arrived=100.0,
+    started=101.0,
+    first_token=103.0,
+    ended=112.0,
+)
+
+
+def new(model_name: str = "m", **cache_config: str) -> Metrics:
+    return Metrics(model_name=model_name, num_blocks=8, block_size=16, cache_config=cache_config)
+
+
+def samples(text: bytes) -> Iterator[Sample]:
+    for family in text_string_to_metric_families(text.decode()):
+        yield from family.samples
+
+
+def value(metrics: Metrics, name: str, **labels: str) -> float:
+    """Return the one sample of this name that has these labels."""
+    found = [s.value for s in samples(metrics.render()) if s.name == name and labels.items() <= s.labels.items()]
+    assert len(found) == 1, f"{name} {labels}: {found}"
+    return found[0]
+
+
+def run(metrics: Metrics, prompt_tokens: int, output_tokens: int) -> None:
+    """Tell of one sample that runs alone."""
+    for position in range(output_tokens):
+        if position:
+            metrics.token_gap(1.0)
+        else:
+            metrics.first_token(3.0)
+        if position == output_tokens - 1:
+            metrics.finished(replace(RECORD, prompt_tokens=prompt_tokens, output_tokens=output_tokens))
+        metrics.step(replace(STEP, num_computed=1 if position else prompt_tokens))
+
+
+@pytest.mark.parametrize("board", [*BOARDS, "vLLM's test"])
+def test_every_series_of_a_board_is_there_before_the_first_request(board: str) -> None:
+    found = {s.name: s for s in samples(new().render()) if ENGINE.items() <= s.labels.items() and s.value == 0}
+    assert not set(BOARDS.get(board, EXPECTED)) - set(found)
+
+
+def test_everything_of_vllm_names_its_model() -> None:
+    ours = [s for s in samples(new().render()) if s.name.startswith(("vllm:", "nano_inference"))]
+    assert len(ours) > 300
+    assert all(ENGINE.items() <= s.labels.items() for s in ours)
+
+
+def test_each_family_has_its_type() -> None:
+    lines = new().render().decode().splitlines()
+    assert "# TYPE vllm:num_requests_running gauge" in lines
+    assert "# TYPE vllm:prompt_tokens_total counter" in lines
+    assert "# TYPE vllm:time_to_first_token_seconds histogram" in lines
+    assert "# TYPE vllm:iteration_tokens_total histogram" in lines
+    assert "# TYPE http_requests_total counter" in lines
+    names = [line.split()[2] for line in lines if line.startswith("# TYPE")]
+    assert len(names) == len(set(names))
+
+
+def test_ten_requests_of_ten_tokens_count_exactly() -> None:
+    metrics = new()
+    for _ in range(10):
+        run(metrics, prompt_tokens=7, output_tokens=10)
+    expected = {
+        "vllm:time_to_first_token_seconds": (10, 30.0),
+        "vllm:inter_token_latency_seconds": (90, 90.0),
+        "vllm:request_time_per_output_token_seconds": (10, 10.0),
+        "vllm:e2e_request_latency_seconds": (10, 120.0),
+        "vllm:request_queue_time_seconds": (10, 10.0),
+        "vllm:request_inference_time_seconds": (10, 110.0),
+        "vllm:request_prefill_time_seconds": (10, 20.0),
+        "vllm:request_decode_time_seconds": (10, 90.0),
+        "vllm:request_num_preemptions": (10, 0),
+        "vllm:request_prompt_tokens": (10, 70),
+        "vllm:request_generation_tokens": (10, 100),
+        "vllm:request_max_num_generation_tokens": (10, 100),
+        "vllm:request_prefill_kv_computed_tokens": (10, 70),
+        "vllm:request_params_n": (10, 10),
+        "vllm:request_params_max_tokens": (10, 100),
+        "vllm:iteration_tokens_total": (100, 170),
+    }
+    for name, (count, total) in expected.items():
+        assert (value(metrics, f"{name}_count"), value(metrics, f"{name}_sum")) == (count, total), name
+    assert value(metrics, "vllm:prompt_tokens_total") == 70
+    assert value(metrics, "vllm:generation_tokens_total") == 100
+    assert value(metrics, "vllm:prefix_cache_queries_total") == 70
+    for reason in END_REASONS:
+        expected_count = 10 if reason == "length" else 0
+        assert value(metrics, "vllm:request_success_total", finished_reason=reason) == expected_count
+
+
+def serve(engine: InferenceEngine, metrics: Metrics, num_samples: int) -> list[TrainingSample]:
+    """Step until all samples ended, telling the metrics what a server would; return them."""
+    seen: set[tuple[int, int]] = set()
+    ended: list[TrainingSample] = []
+    for _ in range(5000):
+        if len(ended) == num_samples:
+            return ended
+        result = engine.tick()
+        for delta in result.deltas:
+            key = (delta.request_id, delta.sample_index)
+            if delta.token_ids and key in seen:
+                metrics.token_gap(0.5, len(delta.token_ids))
+            elif delta.token_ids:
+                seen.add(key)
+                metrics.first_token(1.0)
+            if delta.sample:
+                ended.append(delta.sample)
+                metrics.finished(record_of(delta.sample))
+        metrics.step(result.stats)
+    pytest.fail("the engine did not end")
+
+
+def record_of(sample: TrainingSample) -> SampleRecord:
+    return replace(
+        RECORD,
+        prompt_tokens=len(sample.prompt_tokens),
+        cached_tokens=sample.num_cached_tokens,
+        output_tokens=len(sample.completion_tokens),
+        finish_reason=sample.finish_reason,
+        num_preemptions=sample.num_preemptions,
+    )
+
+
+def test_an_engine_of_ten_requests_of_ten_tokens_counts_exactly() -> None:
+    engine, metrics = InferenceEngine(fake_config(), parts=fake_parts("paged", 8, 16)), new()
+    for i in range(10):
+        engine.add_request([i] * 7, SamplingParams(max_tokens=10, ignore_eos=True, seed=i))
+        serve(engine, metrics, 1)
+    assert value(metrics, "vllm:iteration_tokens_total_sum") == 10 * (7 + 10)
+    assert value(metrics, "vllm:iteration_tokens_total_count") == 10 * 10
+    assert value(metrics, "vllm:inter_token_latency_seconds_count") == 10 * 9
+    assert value(metrics, "vllm:generation_tokens_total") == 10 * 10
+    assert value(metrics, "vllm:num_requests_running") == value(metrics, "vllm:kv_cache_usage_perc") == 0
+
+
+@pytest.mark.parametrize("cache_type", ["paged", "radix"])
+def test_a_busy_engines_counts_are_those_of_its_samples(cache_type: str) -> None:
+    engine = InferenceEngine(fake_config(), parts=fake_parts(cache_type, 20, 4))
+    metrics = Metrics(model_name="m", num_blocks=20, block_size=4, cache_config={})
+    for i in range(30):
+        prompt, params = [5] * (i % 9) + [i], SamplingParams(max_tokens=i % 20, seed=i, ignore_eos=i % 3 > 0)
+        engine.add_request(prompt, params, 1 + i % 3, program=Calculator() if i % 2 else None)
+    done = serve(engine, metrics, 60)
+    assert len(done) == 60 and any(0 in sample.mask for sample in done)
+    outputs, prompts = [len(s.completion_tokens) for s in done], [len(s.prompt_tokens) for s in done]
+    hits, preemptions = sum(s.num_cached_tokens for s in done), sum(s.num_preemptions for s in done)
+    assert hits and preemptions
+    assert value(metrics, "vllm:generation_tokens_total") == sum(outputs)
+    assert value(metrics, "vllm:request_generation_tokens_sum") == sum(outputs)
+    assert (
+        value(metrics, "vllm:prompt_tokens_total") == value(metrics, "vllm:request_prompt_tokens_sum") == sum(prompts)
+    )
+    assert value(metrics, "vllm:prefix_cache_hits_total") == hits
+    assert value(metrics, "vllm:num_preemptions_total") == preemptions
+    assert value(metrics, "vllm:request_num_preemptions_sum") == preemptions
+    assert sum(s.value for s in samples(metrics.render()) if s.name == "vllm:request_success_total") == 60
+
+
+def test_the_bounds_are_vllms() -> None:
+    bounds: dict[str, list[str]] = {}
+    for sample in samples(new().render()):
+        if sample.name.endswith("_bucket"):
+            bounds.setdefault(sample.name.removesuffix("_bucket"), []).append(sample.labels["le"])
+    tokens = ["1.0", "2.0", "5.0", "10.0", "20.0", "50.0", "100.0", "+Inf"]
+    assert bounds["vllm:request_prompt_tokens"] == bounds["vllm:request_generation_tokens"] == tokens
+    assert bounds["vllm:request_params_n"] == ["1.0", "2.0", "5.0", "10.0", "20.0", "+Inf"]
+    assert bounds["vllm:request_num_preemptions"] == ["1.0", "2.0", "3.0", "4.0", "5.0", "10.0", "20.0", "+Inf"]
+    ends = {name: (found[0], found[-2], len(found)) for name, found in bounds.items()}
+    assert ends["vllm:time_to_first_token_seconds"] == ("0.001", "2560.0", 23)
+    assert ends["vllm:inter_token_latency_seconds"] == ("0.01", "80.0", 20)
+    assert ends["vllm:request_time_per_output_token_seconds"] == ("0.01", "80.0", 20)
+    assert ends["vllm:e2e_request_latency_seconds"] == ("0.3", "7680.0", 22)
+    assert ends["vllm:iteration_tokens_total"] == ("1.0", "16384.0", 14)
+
+
+@pytest.mark.parametrize(
+    ("limit", "bounds"),
+    [(0, (1,)), (1, (1,)), (9, (1, 2, 5)), (10, (1, 2, 5, 10)), (200, (1, 2, 5, 10, 20, 50, 100, 200))],
+)
+def test_size_buckets_end_at_the_limit(limit: int, bounds: tuple[int, ...]) -> None:
+    assert buckets_1_2_5(limit) == bounds
+
+
+def test_a_step_shows_how_the_engine_stands() -> None:
+    metrics = new()
+    metrics.step(replace(STEP, num_running=3, num_waiting=2, num_free_blocks=2, num_preempted=4))
+    metrics.step(replace(STEP, num_running=5, num_waiting=6, num_free_blocks=6, num_preempted=1))
+    assert value(metrics, "vllm:num_requests_running") == 5
+    assert value(metrics, "vllm:num_requests_waiting") == 6
+    assert value(metrics, "vllm:num_requests_waiting_by_reason", reason="capacity") == 6
+    assert value(metrics, "vllm:num_requests_waiting_by_reason", reason="deferred") == 0
+    assert value(metrics, "vllm:kv_cache_usage_perc") == 0.25
+    assert value(metrics, "vllm:num_preemptions_total") == 5
+
+
+def test_a_step_without_rows_is_no_iteration() -> None:
+    metrics = new()
+    metrics.step(replace(STEP, num_rows=0, num_computed=0, num_running=0))
+    assert value(metrics, "vllm:iteration_tokens_total_count") == 0
+    metrics.step(STEP)
+    assert value(metrics, "vllm:iteration_tokens_total_count") == 1
+
+
+def test_a_dead_engine_runs_nothing_and_is_not_up() -> None:
+    metrics = new()
+    metrics.step(replace(STEP, num_running=3, num_waiting=2, num_free_blocks=2))
+    assert value(metrics, "nano_inference_engine_up") == 1
+    metrics.engine_died()
+    names = ("num_requests_running", "num_requests_waiting", "num_requests_waiting_by_reason", "kv_cache_usage_perc")
+    state = [s for s in samples(metrics.render()) if s.name.removeprefix("vllm:") in names]
+    assert len(state) == 5
+    assert all(s.value == 0 for s in state)
+    assert value(metrics, "nano_inference_engine_up") == 0
+
+
+def test_cached_prompt_tokens_are_hits_and_the_rest_is_computed() -> None:
+    metrics = new()
+    metrics.finished(replace(RECORD, prompt_tokens=100, cached_tokens=64))
+    metrics.finished(replace(RECORD, prompt_tokens=30, cached_tokens=0))
+    assert value(metrics, "vllm:prompt_tokens_total") == value(metrics, "vllm:prefix_cache_queries_total") == 130
+    assert value(metrics, "vllm:prefix_cache_hits_total") == value(metrics, "vllm:prompt_tokens_cached_total") == 64
+    assert value(metrics, "vllm:prompt_tokens_by_source_total", source="local_cache_hit") == 64
+    assert value(metrics, "vllm:prompt_tokens_by_source_total", source="local_compute") == 66
+    assert value(metrics, "vllm:request_prefill_kv_computed_tokens_sum") == 66
+
+
+def test_a_sample_aborted_in_the_queue_computed_nothing() -> None:
+    metrics = new()
+    metrics.finished(replace(RECORD, output_tokens=0, finish_reason="abort", started=None, first_token=None))
+    assert value(metrics, "vllm:prompt_tokens_total") == value(metrics, "vllm:prefix_cache_queries_total") == 0
+    assert value(metrics, "vllm:request_success_total", finished_reason="abort") == 1
+    assert value(metrics, "vllm:request_queue_time_seconds_sum") == 12.0
+    assert value(metrics, "vllm:e2e_request_latency_seconds_count") == 1
+    for phase in ("inference", "prefill", "decode"):
+        assert value(metrics, f"vllm:request_{phase}_time_seconds_count") == 0
+
+
+def test_a_sample_aborted_in_its_prompt_has_no_first_token() -> None:
+    metrics = new()
+    metrics.finished(replace(RECORD, output_tokens=0, finish_reason="abort", first_token=None))
+    assert value(metrics, "vllm:prompt_tokens_total") == 7
+    assert value(metrics, "vllm:request_inference_time_seconds_sum") == 11.0
+    assert value(metrics, "vllm:request_prefill_time_seconds_count") == 0
+    assert value(metrics, "vllm:request_time_per_output_token_seconds_count") == 0
+
+
+def test_a_scored_prompt_is_computed_though_nothing_is_drawn() -> None:
+    metrics = new()
+    metrics.finished(replace(RECORD, output_tokens=0, params_max_tokens=0, started=None, first_token=None))
+    assert value(metrics, "vllm:prompt_tokens_total") == 7
+    assert value(metrics, "vllm:generation_tokens_total") == 0
+    assert value(metrics, "vllm:request_params_max_tokens_count") == 0
+
+
+def test_one_token_has_no_time_between_tokens() -> None:
+    metrics = new()
+    metrics.finished(replace(RECORD, output_tokens=1))
+    assert value(metrics, "vllm:request_time_per_output_token_seconds_count") == 0
+    metrics.finished(replace(RECORD, output_tokens=4))
+    assert value(metrics, "vllm:request_time_per_output_token_seconds_sum") == 3.0
+
+
+def test_samples_of_one_request_tell_its_parameters_once() -> None:
+    metrics = new()
+    metrics.finished(replace(RECORD, params_n=3, output_tokens=9, ends_request=False))
+    metrics.finished(replace(RECORD, params_n=3, output_tokens=2, ends_request=False))
+    metrics.finished(replace(RECORD, params_n=3, output_tokens=4, longest_output=9))
+    assert value(metrics, "vllm:request_params_n_count") == 1
+    assert value(metrics, "vllm:request_params_n_sum") == 3
+    assert value(metrics, "vllm:request_max_num_generation_tokens_sum") == 9
+    assert value(metrics, "vllm:request_generation_tokens_count") == 3
+    assert value(metrics, "vllm:generation_tokens_total") == 15
+
+
+def test_output_tokens_count_while_their_sample_runs() -> None:
+    metrics = new()
+    metrics.first_token(0.5)
+    metrics.token_gap(0.5)
+    metrics.token_gap(0.5, 3)
+    assert value(metrics, "vllm:generation_tokens_total") == 5
+
+
+def generated(metrics: Metrics) -> float:
+    """Return the output tokens counted, without reading the rest: this is done often."""
+    text = metrics.render().decode()
+    return float(text.partition("\nvllm:generation_tokens_total{")[2].partition("\n")[0].rpartition(" ")[2])
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.data())
+def test_output_tokens_are_exact_whenever_nothing_runs(data: st.DataObject) -> None:
+    metrics = new()
+    deltas = st.lists(st.integers(1, 4), max_size=4)
+    plans = data.draw(st.lists(deltas, min_size=1, max_size=4))
+    waiting = {i: list(plan) for i, plan in enumerate(plans)}
+    before = 0.0
+    while waiting:
+        i = data.draw(st.sampled_from(sorted(waiting)))
+        if not waiting[i]:
+            del waiting[i]
+            metrics.finished(replace(RECORD, output_tokens=sum(plans[i])))
+        elif len(waiting[i]) == len(plans[i]):
+            waiting[i].pop(0)
+            metrics.first_token(0.1)
+        else:
+            metrics.token_gap(0.1, plans[i][len(plans[i]) - len(waiting[i])])
+            waiting[i].pop(0)
+        now = generated(metrics)
+        assert now >= before
+        before = now
+    assert before == value(metrics, "vllm:generation_tokens_total") == sum(map(sum, plans))
+
+
+def test_a_gap_is_shared_by_the_tokens_that_came_after_it() -> None:
+    metrics = new()
+    metrics.token_gap(0.5, 4)
+    metrics.token_gap(7.0, 0)
+    assert value(metrics, "vllm:inter_token_latency_seconds_count") == 4
+    assert value(metrics, "vllm:inter_token_latency_seconds_sum") == 0.5
+
+
+def test_a_clock_that_runs_backwards_adds_nothing() -> None:
+    metrics = new()
+    metrics.first_token(-1.0)
+    metrics.token_gap(-1.0, 2)
+    metrics.responded("GET", "/v1/models", 200, -1.0)
+    metrics.finished(replace(RECORD, arrived=50.0, started=40.0, first_token=30.0, ended=20.0))
+    metrics.finished(replace(RECORD, arrived=50.0, started=None, first_token=None, ended=20.0))
+    metrics.step(replace(STEP, num_free_blocks=9))
+    found = [s for s in samples(metrics.render()) if s.name.startswith(("vllm:", "http_"))]
+    assert all(s.value >= 0 for s in found)
+    assert all(s.value == 0 for s in found if s.name.endswith("seconds_sum"))
+    assert value(metrics, "vllm:kv_cache_usage_perc") == 0
+    assert value(metrics, "vllm:request_decode_time_seconds_count") == 1
+
+
+def test_a_rejection_has_one_of_the_known_reasons() -> None:
+    metrics = new()
+    for reason in (*REJECTIONS, "something else"):
+        metrics.rejected(reason)
+    found = {
+        s.labels["reason"]: s.value for s in samples(metrics.render()) if s.name == "vllm:admission_rejections_total"
+    }
+    assert found == dict.fromkeys(REJECTIONS, 1) | {"other": 2}
+
+
+def test_an_unknown_end_counts_as_an_error() -> None:
+    metrics = new()
+    metrics.finished(replace(RECORD, finish_reason="meteor"))
+    assert value(metrics, "vllm:request_success_total", finished_reason="error") == 1
+
+
+def test_responses_count_by_method_route_and_class_of_status() -> None:
+    metrics = new()
+    metrics.responded("POST", "/v1/completions", 200, 0.25)
+    metrics.responded("POST", "/v1/completions", 204, 0.5)
+    metrics.responded("POST", "/v1/completions", 503, 2.0)
+    metrics.responded("BREW\n", "/v1/completions", 999, 2.0)
+    route = {"handler": "/v1/completions"}
+    assert value(metrics, "http_requests_total", method="POST", status="2xx", **route) == 2
+    assert value(metrics, "http_requests_total", method="POST", status="5xx", **route) == 1
+    assert value(metrics, "http_requests_total", method="other", status="5xx", **route) == 1
+    assert value(metrics, "http_request_duration_seconds_sum", method="POST", **route) == 2.75
+    assert value(metrics, "http_request_duration_seconds_bucket", method="POST", le="0.5", **route) == 2
+
+
+def test_routes_cannot_fill_the_memory() -> None:
+    metrics = new()
+    for i in range(MAX_ROUTES + 100):
+        metrics.responded("GET", f"/{i}", 200, 0.1)
+    metrics.responded("GET", "/0", 200, 0.1)
+    found = [s for s in samples(metrics.render()) if s.name == "http_requests_total"]
+    assert len(found) == MAX_ROUTES + 1
+    assert value(metrics, "http_requests_total", handler="other") == 100
+    assert value(metrics, "http_requests_total", handler="/0") == 2
+
+
+HOSTILE = 'a"} 1\nvllm:num_requests_running{model_name="\\b\\n'
+
+
+@pytest.mark.parametrize("name", [HOSTILE, "", "模型/😀", "a\\", "{}", 'x"', "\x00\x85\u2028"])
+def test_no_model_name_can_change_what_the_text_says(name: str) -> None:
+    metrics = new(name, cache_dtype=name)
+    assert value(metrics, "vllm:num_requests_running", model_name=name) == 0
+    assert value(metrics, "vllm:cache_config_info", model_name=name, cache_dtype=name) == 1
+    plain = [line.split("{")[0].split(" ")[0] for line in new(cache_dtype="x").render().decode().split("\n")]
+    assert [line.split("{")[0].split(" ")[0] for line in metrics.render().decode().split("\n")] == plain
+
+
+def test_names_that_cannot_be_sent_are_mended() -> None:
+    metrics = new("a\udce9\r\nb")
+    assert value(metrics, "vllm:num_requests_running", model_name="a??\nb") == 0
+    metrics.responded("GET", "/\udce9", 200, 0.1)
+    assert value(metrics, "http_requests_total", handler="/?") == 1
+
+
+def test_the_cache_is_described_in_labels() -> None:
+    metrics = new(cache_dtype="auto", kv_cache_max_concurrency="4.0")
+    (info,) = [s for s in samples(metrics.render()) if s.name == "vllm:cache_config_info"]
+    sizes = {"block_size": "16", "num_gpu_blocks": "8", "kv_cache_size_tokens": "128"}
+    assert info.labels == {**ENGINE, **sizes, "cache_dtype": "auto", "kv_cache_max_concurrency": "4.0"}
+    assert info.value == 1
+
+
+def test_a_label_name_that_is_none_is_refused() -> None:
+    with pytest.raises(ValueError, match="cache dtype"):
+        Metrics(model_name="m", num_blocks=8, block_size=16, cache_config={"cache dtype": "x"})
+
+
+def test_two_models_in_one_process_do_not_meet() -> None:
+    first, second = new("a"), new("b")
+    first.step(STEP)
+    assert value(second, "vllm:num_requests_running") == 0
+    assert not any(family.name.startswith(("vllm", "nano", "http")) for family in REGISTRY.collect())
+
+
+def test_the_process_is_measured_too() -> None:
+    names = {s.name for s in samples(new().render())}
+    process = {"process_cpu_seconds_total", "process_resident_memory_bytes", "process_open_fds"}
+    assert process | {"process_start_time_seconds", "python_info", "python_gc_collections_total"} <= names
+
+
+def test_without_a_model_there_is_little_to_tell() -> None:
+    found = {s.name: s.value for s in samples(not_loaded())}
+    assert found["nano_inference_engine_up"] == 0
+    assert found["process_resident_memory_bytes"] > 0
+    assert not any(name.startswith("vllm") for name in found)

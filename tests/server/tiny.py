@@ -1,0 +1,166 @@
+"""A tiny random model with a byte tokenizer and a chat template, served for tests: in process, or on a real socket."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import tokenizers
+import torch
+import transformers
+
+from nano_inference import EngineConfig
+from nano_inference.config import ServerConfig
+from nano_inference.server.app import App
+from nano_inference.server.bridge import Bridge, Opened
+from nano_inference.server.guard import guard_policy
+from nano_inference.server.keys import KeyRing, load_keys
+from nano_inference.server.opening import open_model
+from nano_inference.server.protocol import uvicorn_config
+from nano_inference.server.run import Listener, bind
+
+TEMPLATE = (
+    "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+NAME = "tiny"
+MAX_LEN = 512
+
+
+def make_tiny(directory: Path) -> Path:
+    """Write a random Llama whose tokens are the 256 bytes and four special tokens."""
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    core = tokenizers.Tokenizer(tokenizers.models.BPE({char: i for i, char in enumerate(alphabet)}, []))
+    core.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = tokenizers.decoders.ByteLevel()
+    core.add_special_tokens(["<|im_start|>", "<|im_end|>", "<|bos|>", "<|pad|>"])
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|im_end|>", bos_token="<|bos|>")
+    fast.chat_template = TEMPLATE
+    fast.save_pretrained(directory)
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=260,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=MAX_LEN,
+        eos_token_id=257,
+        bos_token_id=258,
+        initializer_range=0.5,
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(directory)
+    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": 257}))
+    return directory
+
+
+def opened(directory: Path, config: ServerConfig, **options: Any) -> Opened:
+    """Load the tiny model as `serve` does."""
+    options = {"kv_cache_bytes": 8 << 20, "device": "cpu", "num_threads": 1} | options
+    return open_model(EngineConfig(model_path=str(directory), **options), config, name=NAME, path=directory)
+
+
+@dataclass
+class Running:
+    """A server on a real socket, in a thread of its own."""
+
+    url: str
+    app: App
+    bridge: Bridge
+    loop: asyncio.AbstractEventLoop
+    opened: Opened
+    listener: Listener
+    client: httpx2.Client = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.client = httpx2.Client(base_url=self.url, timeout=60)
+
+    def post(self, path: str, body: Any, **headers: str) -> httpx2.Response:
+        """POST JSON."""
+        return self.client.post(path, json=body, headers=headers)
+
+    def events(self, path: str, body: Any) -> list[Any]:
+        """POST JSON and return what was streamed, the [DONE] as a string."""
+        with self.client.stream("POST", path, json=body) as response:
+            assert response.status_code == 200, response.read()
+            text = b"".join(response.iter_bytes()).decode()
+        return events_in(text)
+
+    def on_loop(self, work: Any) -> Any:
+        """Run something on the server's event loop and return its result."""
+
+        async def call() -> Any:
+            return work()
+
+        return asyncio.run_coroutine_threadsafe(call(), self.loop).result(30)
+
+    def on_engine(self, work: Any) -> Any:
+        """Run something on the engine's thread, between two steps."""
+        return asyncio.run_coroutine_threadsafe(self.bridge.call(work), self.loop).result(30)
+
+
+def events_in(text: str) -> list[Any]:
+    """Return the data of server-sent events."""
+    data = [block.removeprefix("data: ") for block in text.split("\n\n") if block.startswith("data: ")]
+    return [one if one == "[DONE]" else json.loads(one) for one in data]
+
+
+@contextmanager
+def running(
+    directory: Path, config: ServerConfig | None = None, make: Any = opened, **options: Any
+) -> Iterator[Running]:
+    """Serve the tiny model on 127.0.0.1 while the block runs; `make` opens it."""
+    config = config or ServerConfig(port=0, log_requests=False)
+    listening = bind(config)
+    ready: list[Running] = []
+    came_up, leave = threading.Event(), threading.Event()
+    failures: list[BaseException] = []
+
+    async def main() -> None:
+        bridge = Bridge(step_timeout=config.step_timeout)
+        keys = KeyRing.of(load_keys(config), is_shared=config.share_prefix_cache)
+        app = App(config, guard_policy(config, keys), bridge)
+        listener = Listener(uvicorn_config(app.asgi, config))
+        serving = asyncio.create_task(listener.serve(sockets=[listening]))
+        loaded = await bridge.start(lambda: make(directory, config, **options))
+        app.serve(loaded, options.get("max_batch_size", 256))
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        ready.append(Running(url, app, bridge, asyncio.get_running_loop(), loaded, listener))
+        came_up.set()
+        await asyncio.to_thread(leave.wait)
+        bridge.abort_all()
+        listener.should_exit = True
+        await serving
+        await bridge.stop()
+        app.close()
+
+    def run() -> None:
+        try:
+            asyncio.run(main())
+        except BaseException as error:
+            failures.append(error)
+        finally:
+            came_up.set()
+
+    thread = threading.Thread(target=run, name="server")
+    thread.start()
+    came_up.wait()
+    if not ready:
+        thread.join()
+        raise failures[0]
+    try:
+        yield ready[0]
+    finally:
+        ready[0].client.close()
+        leave.set()
+        thread.join(60)
+    if failures:
+        raise failures[0]
