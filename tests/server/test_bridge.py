@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from nano_inference import InferenceEngine, SamplingParams
-from nano_inference.server.bridge import Bridge, Opened
+from nano_inference.server.bridge import Bridge
 from nano_inference.server.errors import ApiError
 from nano_inference.server.metrics import Metrics
+from nano_inference.server.served import Opened
 from nano_inference.server.ticket import MAX_UNREAD, Ask, Piece, Ticket
 from nano_inference.types import Delta, TrainingSample
 from tests.sim.fakes import Failing, FakeRunner, fake_config, fake_parts, reference

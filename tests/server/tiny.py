@@ -19,12 +19,13 @@ import transformers
 from nano_inference import EngineConfig
 from nano_inference.config import ServerConfig
 from nano_inference.server.app import App
-from nano_inference.server.bridge import Bridge, Opened
+from nano_inference.server.bridge import Bridge
 from nano_inference.server.guard import guard_policy
 from nano_inference.server.keys import KeyRing, load_keys
 from nano_inference.server.opening import open_model
 from nano_inference.server.protocol import uvicorn_config
 from nano_inference.server.run import Listener, bind
+from nano_inference.server.served import Opened
 
 TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}"

@@ -14,10 +14,10 @@ from nano_inference.cli.options import Common
 from nano_inference.cli.place import fetch
 from nano_inference.cli.terminal import note
 from nano_inference.config import EngineConfig, ServerConfig
-from nano_inference.server.bridge import Opened
 from nano_inference.server.guard import is_loopback_name
 from nano_inference.server.log import set_up_logs
 from nano_inference.server.run import bind, serve
+from nano_inference.server.served import Opened
 
 
 def run(engine: EngineConfig, config: ServerConfig, common: Common) -> int:

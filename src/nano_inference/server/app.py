@@ -23,7 +23,7 @@ from nano_inference.server import tokens
 from nano_inference.server.admission import Admission
 from nano_inference.server.answering import Timing, answer
 from nano_inference.server.body import parse
-from nano_inference.server.bridge import Bridge, Observer, Opened
+from nano_inference.server.bridge import Bridge
 from nano_inference.server.calls import Call, chat_call, completion_call
 from nano_inference.server.errors import ApiError
 from nano_inference.server.guard import Guard, GuardPolicy, read_body
@@ -40,6 +40,7 @@ from nano_inference.server.schema import (
     DetokenizeBody,
     TokenizeBody,
 )
+from nano_inference.server.served import Observer, Opened
 from nano_inference.server.ticket import Ticket
 from nano_inference.server.unsupported import unknown_fields
 
@@ -202,8 +203,10 @@ class App:
 
     async def model_card(self, request: Request) -> Response:
         """GET /v1/models/{id}; an id may have slashes."""
-        model = self._require_serving().model
-        return _json(to_json(model.card(model.name_for(request.path_params["model"]))))
+        model, name = self._require_serving().model, request.path_params["model"]
+        if not name:
+            raise HTTPException(404)
+        return _json(to_json(model.card(model.name_for(name))))
 
     async def version(self, request: Request) -> Response:
         """GET /version."""

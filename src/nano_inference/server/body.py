@@ -64,7 +64,8 @@ def _refusal(error: ValidationError, value: dict[str, Any]) -> ApiError:
     found = error.errors(include_url=False, include_context=False, include_input=True)
     chosen = max(found, key=lambda one: (len(_path(one["loc"], value)), not one["type"].endswith("_type")))
     name = ".".join(str(part)[:64] for part in _path(chosen["loc"], value))[:MAX_NAME]
-    message = chosen["msg"][:1].lower() + chosen["msg"][1:]
+    is_object = chosen["type"] in ("model_type", "model_attributes_type", "dict_type")
+    message = "input should be an object" if is_object else chosen["msg"][:1].lower() + chosen["msg"][1:]
     got = "" if chosen["type"] == "missing" else f", got {_shown(chosen['input'])}"
     return ApiError(400, f"{name}: {message}{got}", param=name or None)
 
@@ -84,12 +85,11 @@ def _path(place: tuple[int | str, ...], value: Any) -> list[int | str]:
     return path
 
 
-_BRIEF = Repr(maxlevel=2, maxstring=80, maxlong=60, maxother=60)
-"""Looks at no more of a value than it shows."""
-
-
 def _shown(value: Any) -> str:
-    text = _BRIEF.repr(value)
+    """Return the beginning of a value; no more of it is looked at than is shown."""
+    brief = Repr()
+    brief.maxlevel, brief.maxstring, brief.maxlong = 2, 80, 60
+    text = brief.repr(value)
     return text if len(text) <= 80 else f"{text[:77]}…"
 
 

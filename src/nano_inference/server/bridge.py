@@ -14,24 +14,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from queue import Empty, SimpleQueue
-from typing import Literal, Protocol, TypeVar
+from typing import Literal, TypeVar
 
-from nano_inference.door import MatcherFactory
+from nano_inference.server.clocks import count_tokens, ended_record
 from nano_inference.server.errors import ApiError, internal_error
-from nano_inference.server.metrics import SampleRecord
-from nano_inference.server.model import ServedModel
-from nano_inference.server.ticket import Ask, SampleClock, Ticket
-from nano_inference.types import (
-    BadRequest,
-    Delta,
-    SamplingParams,
-    StepResult,
-    StepStats,
-    TokenProgram,
-    TrainingSample,
-)
+from nano_inference.server.served import Observer, Opened
+from nano_inference.server.ticket import Ask, Ticket
+from nano_inference.types import BadRequest, Delta, StepResult, StepStats
 
 State = Literal["loading", "ready", "draining", "stopped", "dead"]
 Answer = TypeVar("Answer")
@@ -39,72 +29,6 @@ Answer = TypeVar("Answer")
 _WATCH_S = 1.0
 """How often the watchdog looks whether the engine still steps."""
 _log = logging.getLogger("nano_inference.server")
-
-
-class ServedEngine(Protocol):
-    """What the bridge needs of an engine; `InferenceEngine` is one."""
-
-    def add_request(
-        self,
-        prompt: Sequence[int],
-        sampling_params: SamplingParams | None = None,
-        num_samples: int = 1,
-        *,
-        salt: str = "",
-        make_matcher: MatcherFactory | None = None,
-        program: TokenProgram | None = None,
-        claim: bool = False,
-    ) -> int:
-        """Queue a request and return its id."""
-
-    def collect(self, request_id: int) -> list[TrainingSample]:
-        """Forget a request; what has not ended is aborted."""
-
-    def has_pending(self) -> bool:
-        """Whether `tick` has anything to do."""
-
-    def tick(self) -> StepResult:
-        """Run one step."""
-
-    def shutdown(self) -> None:
-        """Let go of everything."""
-
-
-class Observer(Protocol):
-    """Whoever counts; called on the event loop."""
-
-    def step(self, stats: StepStats) -> None:
-        """A step was run."""
-
-    def first_token(self, seconds: float) -> None:
-        """A sample's first token came so long after its request."""
-
-    def token_gap(self, seconds: float, num_tokens: int = 1) -> None:
-        """A sample's next tokens came so long after those before."""
-
-    def finished(self, record: SampleRecord) -> None:
-        """A sample ended."""
-
-    def engine_died(self) -> None:
-        """The engine failed."""
-
-    def rejected(self, reason: str) -> None:
-        """A request was not let in."""
-
-    def responded(self, method: str, route: str, status: int, seconds: float) -> None:
-        """An HTTP request was answered."""
-
-    def render(self) -> bytes:
-        """Return all counts as Prometheus text."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Opened:
-    """A model that is loaded and can be served."""
-
-    engine: ServedEngine
-    observer: Observer
-    model: ServedModel
 
 
 class _Stop(Exception):
@@ -217,20 +141,22 @@ class Bridge:
         """Forget a ticket; whatever has not ended is aborted at the next step boundary."""
         ticket.is_closed = True
         self._open.discard(ticket)
-        for prompt_index, clocks in enumerate(ticket.clocks):
-            for clock in clocks:
-                if clock.ended is None:
-                    self._end_early(ticket, prompt_index, clock)
+        self._count_aborted(ticket)
         if ticket.request_ids is not None:
             ids = ticket.request_ids
             for one in ids:
                 self._tickets.pop(one, None)
             self._commands.put(lambda: self._run_collect(ids))
 
-    def _end_early(self, ticket: Ticket, prompt_index: int, clock: SampleClock) -> None:
-        """Count a sample that nobody waits for any more."""
-        clock.ended = time.monotonic()
-        self._tell_finished(ticket, prompt_index, clock, "error" if self.state == "dead" else "abort")
+    def _count_aborted(self, ticket: Ticket) -> None:
+        """Count the samples that nobody waits for any more."""
+        reason = "error" if self.state == "dead" else "abort"
+        for prompt_index, clocks in enumerate(ticket.clocks):
+            for clock in clocks:
+                if clock.ended is None:
+                    clock.ended = time.monotonic()
+                    if self._observer is not None:
+                        self._observer.finished(ended_record(ticket, prompt_index, clock, reason))
 
     # ---- on the event loop, called by the thread --------------------------------------------------------------------
 
@@ -257,54 +183,14 @@ class Bridge:
 
     def _deliver(self, ticket: Ticket, prompt_index: int, delta: Delta, now: float) -> None:
         clock = ticket.clocks[prompt_index][delta.sample_index]
-        if delta.token_ids:
-            self._tell_tokens(clock, len(delta.token_ids), now)
+        if delta.token_ids and self._observer is not None:
+            count_tokens(self._observer, clock, len(delta.token_ids), now)
         if delta.sample is not None:
             clock.ended = now
             reason = "error" if delta.finish_reason == "abort" else delta.sample.finish_reason
-            self._tell_finished(ticket, prompt_index, clock, reason, delta.sample)
+            if self._observer is not None:
+                self._observer.finished(ended_record(ticket, prompt_index, clock, reason, delta.sample))
         ticket.put(prompt_index, delta)
-
-    def _tell_tokens(self, clock: SampleClock, num_tokens: int, now: float) -> None:
-        clock.num_tokens += num_tokens
-        before, clock.last_token = clock.last_token, now
-        if before is None:
-            clock.first_token = now
-        if self._observer is None:
-            return
-        if before is None:
-            self._observer.first_token(now - clock.arrived)
-        else:
-            self._observer.token_gap(now - before, num_tokens)
-
-    def _tell_finished(
-        self,
-        ticket: Ticket,
-        prompt_index: int,
-        clock: SampleClock,
-        reason: str,
-        sample: TrainingSample | None = None,
-    ) -> None:
-        if self._observer is None:
-            return
-        ask, mates = ticket.asks[prompt_index], ticket.clocks[prompt_index]
-        self._observer.finished(
-            SampleRecord(
-                prompt_tokens=len(ask.prompt),
-                cached_tokens=sample.num_cached_tokens if sample else 0,
-                output_tokens=clock.num_tokens,
-                params_n=ask.num_samples,
-                params_max_tokens=ask.params.max_tokens or 0,
-                finish_reason=reason,
-                num_preemptions=sample.num_preemptions if sample else 0,
-                arrived=clock.arrived,
-                started=clock.started,
-                first_token=clock.first_token,
-                ended=clock.ended or time.monotonic(),
-                ends_request=all(mate.ended is not None for mate in mates),
-                longest_output=max(mate.num_tokens for mate in mates),
-            )
-        )
 
     def _die(self, error: BaseException) -> None:
         """Tell everybody that the engine is no more."""

@@ -10,9 +10,9 @@ from pathlib import Path
 from nano_inference.assemble import EngineParts, LoadProgress, assemble
 from nano_inference.config import EngineConfig, ServerConfig
 from nano_inference.engine import InferenceEngine
-from nano_inference.server.bridge import Opened
 from nano_inference.server.metrics import Metrics
 from nano_inference.server.model import ServedModel
+from nano_inference.server.served import Opened
 from nano_inference.text.dialogue import load_dialogue
 from nano_inference.text.tokenizer import load_tokenizer
 

@@ -254,6 +254,8 @@ def uvicorn_config(app: ASGIApp, config: ServerConfig) -> uvicorn.Config:
         lifespan="off",
         access_log=False,
         log_config=None,
+        # Below it, uvicorn writes a line for every request that is not HTTP: anybody could fill a log.
+        log_level="error",
         # A client's X-Forwarded-For is what the client says.
         proxy_headers=False,
         server_header=False,

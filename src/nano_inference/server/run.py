@@ -17,10 +17,11 @@ import uvicorn
 
 from nano_inference.config import ServerConfig
 from nano_inference.server.app import App
-from nano_inference.server.bridge import Bridge, Opened
+from nano_inference.server.bridge import Bridge
 from nano_inference.server.guard import guard_policy
 from nano_inference.server.keys import KeyRing, load_keys
 from nano_inference.server.protocol import uvicorn_config
+from nano_inference.server.served import Opened
 
 Open = Callable[[], Opened]
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)

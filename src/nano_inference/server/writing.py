@@ -15,6 +15,10 @@ from nano_inference.text.stream import StreamState
 from nano_inference.text.tokenizer import Tokenizer
 from nano_inference.types import Delta, FinishReason, StopReason, TokenLogprob, TopLogprobs
 
+_NEVER = "\ud800"
+"""A lone surrogate, which no text has. A stop string with it behind holds back what may become one and never matches:
+the engine alone says which one counts (none before `min_tokens`)."""
+
 
 class Entry(NamedTuple):
     """The log-probability of one token."""
@@ -55,7 +59,7 @@ def begin(shape: ReplyShape, prompt_index: int) -> Pen:
     """Return the pen at the beginning of a sample, behind the prompt when that is echoed."""
     offset = len(shape.echo[prompt_index]) if shape.echo else 0
     return Pen(
-        shown=stream.start(stops=shape.stops, drop_space=shape.drop_space),
+        shown=stream.start(stops=tuple(stop + _NEVER for stop in shape.stops), drop_space=shape.drop_space),
         spelled=stream.start(drop_space=shape.drop_space),
         offset=offset,
     )
@@ -63,20 +67,19 @@ def begin(shape: ReplyShape, prompt_index: int) -> Pen:
 
 def write(pen: Pen, delta: Delta, shape: ReplyShape, tokenizer: Tokenizer) -> tuple[Pen, Written]:
     """Take a delta; return the pen behind it and what a client may see of it."""
-    hidden = _hidden_end(delta, shape)
+    hidden, stop = _hidden_end(delta, shape), _stop_string(delta)
     shown, text = pen.shown, ""
-    sample = delta.sample
-    last = len(delta.token_ids) - 1
-    for index, token in enumerate(delta.token_ids[: len(delta.token_ids) - hidden]):
+    for index, token in enumerate(delta.token_ids[: len(delta.token_ids) - hidden], start=1):
         data = seen_bytes(token, tokenizer, shape.skip_special)
-        stops_here = sample is not None and index == last and isinstance(sample.stop_reason, str)
-        shown, piece = stream.push(shown, data) if stops_here else _go_on(shown, data)
+        if stop is not None and index == len(delta.token_ids):
+            shown, piece = _stop_in(shown, data, stop, shape.include_stop)
+        else:
+            shown, piece = stream.push(shown, data)
         text += piece
+    sample = delta.sample
     if sample is not None:
         shown, rest = stream.finish(shown)
         text += rest
-        if shape.include_stop and shown.stopped is not None:
-            text += shown.stopped
     pen = replace(pen, shown=shown)
     entries: tuple[Entry, ...] = ()
     if shape.logprobs is not None:
@@ -146,6 +149,14 @@ def token_data(token: int, tokenizer: Tokenizer) -> bytes:
     return tokenizer.token_bytes(token) if token < tokenizer.vocab_size else b""
 
 
+def _stop_string(delta: Delta) -> str | None:
+    """Return the stop string that a sample ended with."""
+    sample = delta.sample
+    if sample is None or sample.finish_reason != "stop" or not isinstance(sample.stop_reason, str):
+        return None
+    return sample.stop_reason
+
+
 def _hidden_end(delta: Delta, shape: ReplyShape) -> int:
     """Return how many of the last tokens are not shown: the one that a sample stopped at."""
     sample = delta.sample
@@ -154,21 +165,16 @@ def _hidden_end(delta: Delta, shape: ReplyShape) -> int:
     return 1
 
 
-def _go_on(state: StreamState, data: bytes) -> tuple[StreamState, str]:
-    """Take bytes behind which the sample goes on: a stop string that is whole here did not count, and is shown.
+def _stop_in(state: StreamState, data: bytes, stop: str, include: bool) -> tuple[StreamState, str]:
+    """Take the bytes that complete a stop string; return the text before it, and the string itself when asked for.
 
-    The engine alone decides: before `min_tokens` nothing stops, and it knows the bytes where a text has U+FFFD.
+    Only what these bytes complete counts: the engine let an earlier one pass. A special token's own text is not here.
     """
-    after, text = stream.push(state, data)
-    if after.stopped is None:
+    after, text = stream.push(replace(state, stops=()), data)
+    at = text.find(stop, max(0, len(state.held) - len(stop) + 1))
+    if at < 0:
         return after, text
-    after, rest = stream.push(replace(state, stops=()), data)
-    text = ""
-    while (hit := stream.first_stop(rest, state.stops)) is not None:
-        beyond = hit[0] + 1  # what begins behind its first character may yet become one that counts
-        text, rest = text + rest[:beyond], rest[beyond:]
-    after, rest = stream.push(replace(after, stops=state.stops, held=rest), b"")
-    return after, text + rest
+    return replace(after, pending=b"", stopped=stop), text[:at] + (stop if include else "")
 
 
 def _entries(

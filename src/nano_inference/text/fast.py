@@ -7,7 +7,8 @@ as the decoding of the whole.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal
@@ -21,6 +22,7 @@ Spelling = Literal["byte_level", "sentencepiece"]
 """How a piece spells its bytes: GPT-2's table of 256 printable characters, or SentencePiece's `▁` and `<0xAB>`."""
 
 SPACE_MARK = "▁"
+_SHOWN = 200
 
 
 def _byte_of_char() -> dict[str, int]:
@@ -67,7 +69,9 @@ class FastTokenizer:
         """
         core = self.core if parse_special else self.literal
         check_unicode(text)
-        return core.encode(text, add_special_tokens=add_special).ids
+        with no_panic(f"a text of {len(text)} characters"):
+            # A batch of one: the library holds Python's lock while it encodes a single text, seconds for a long one.
+            return core.encode_batch_fast([text], add_special_tokens=add_special)[0].ids
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
         """Return the text of ids; bytes that are no UTF-8 become U+FFFD. Raises `BadRequest` for an unknown id."""
@@ -110,6 +114,42 @@ def byte_piece(piece: str) -> int | None:
         return None
     digits = piece[3:5]
     return int(digits, 16) if all(d in "0123456789ABCDEFabcdef" for d in digits) else None
+
+
+@contextmanager
+def no_panic(what: str) -> Iterator[None]:
+    """Raise `BadRequest` where a library's Rust panics: a pattern's stack overflows, or it backtracks too often."""
+    try:
+        yield
+    except BaseException as error:
+        if _is_panic(error):
+            raise BadRequest(f"{what} that the tokenizer's pattern cannot cut") from None
+        raise
+
+
+@contextmanager
+def refused_files(where: str, what: str) -> Iterator[None]:
+    """Raise `ModelError`, one line that begins with `where`, for whatever a library makes of a damaged file."""
+    try:
+        yield
+    except ModelError:
+        raise
+    except BaseException as error:  # the libraries raise bare Exception, and panic
+        if isinstance(error, Exception) or _is_panic(error):
+            raise ModelError(f"{where}: {what}: {shown(error)}") from None
+        raise
+
+
+def _is_panic(error: BaseException) -> bool:
+    """Whether this is a panic of Rust code: not an `Exception`, and its class is not to be imported."""
+    return type(error).__name__ == "PanicException"
+
+
+def shown(value: object) -> str:
+    """Return a value of a file, or what a library says of it, as one short line."""
+    text = str(value) if isinstance(value, BaseException) else ascii(value)
+    line = " ".join(text.split())
+    return line if len(line) <= _SHOWN else f"{line[:_SHOWN]}…"
 
 
 def check_unicode(text: str) -> None:
