@@ -405,12 +405,6 @@ def described(body: bytes) -> list[tuple[bytes, bytes]]:
     return [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
 
 
-async def request_body(scope: Scope, receive: Receive) -> bytes:
-    """Return a request's body within the limits of the policy that let it in; see `read_body`."""
-    policy: GuardPolicy = scope["state"]["policy"]
-    return await read_body(receive, policy.max_body_bytes, policy.body_timeout)
-
-
 async def read_body(receive: Receive, limit: int, timeout: float) -> bytes:
     """Return the whole body. `ApiError`: over the limit, or not there in time; `ClientGone`: nobody waits for more."""
     body = bytearray()

@@ -42,6 +42,7 @@ _REASONS = {
     400: "this is not a valid HTTP/1.1 request",
     431: f"request line and headers are larger than {MAX_HEAD_BYTES} bytes, or more than {MAX_HEADERS} lines",
     501: "the only transfer-encoding that is understood is chunked",
+    505: "HTTP/1.1 is spoken here, and HTTP/1.0",
 }
 
 
@@ -82,6 +83,8 @@ def check_head(head: bytes, request: h11.Request) -> None:
     """Refuse a head that is too large, or whose body could be measured in two ways."""
     if len(head) > MAX_HEAD_BYTES:
         raise h11.RemoteProtocolError("head too large", error_status_hint=431)
+    if request.http_version not in (b"1.0", b"1.1"):
+        raise h11.RemoteProtocolError("another HTTP version", error_status_hint=505)
     names = [name for name, _ in request.headers]
     if b"transfer-encoding" in names and (b"content-length" in names or request.http_version < b"1.1"):
         raise h11.RemoteProtocolError("transfer-encoding beside content-length, or in HTTP/1.0")

@@ -1,0 +1,795 @@
+"""The guard, driven in process: who gets in, what is refused and how, and what every answer carries."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import inspect
+import itertools
+import json
+import logging
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Mount, Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from nano_inference.config import ServerConfig
+from nano_inference.server import guard as guard_module
+from nano_inference.server.errors import ApiError
+from nano_inference.server.guard import (
+    OPEN_PATHS,
+    ClientGone,
+    Guard,
+    GuardPolicy,
+    guard_policy,
+    parse_host,
+    read_body,
+)
+from nano_inference.server.keys import KeyRing
+
+KEY, OTHER_KEY = "first-key-1", "second-key-2"
+HOST = ("host", "localhost:8000")
+JSON = ("content-type", "application/json")
+BEARER = ("authorization", f"Bearer {KEY}")
+END = {"type": "http.request", "body": b"", "more_body": False}
+GONE = {"type": "http.disconnect"}
+Header = tuple[str, str]
+Noted = tuple[Scope, int | None, float, Exception | None]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the application sent."""
+
+    sent: list[Message]
+    noted: list[Noted]
+
+    @property
+    def status(self) -> int | None:
+        return self.sent[0]["status"] if self.sent else None
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {name.decode(): value.decode("latin-1") for name, value in self.sent[0]["headers"]}
+
+    @property
+    def body(self) -> bytes:
+        return b"".join(message.get("body", b"") for message in self.sent[1:])
+
+    @property
+    def error(self) -> dict[str, Any]:
+        return json.loads(self.body)["error"]
+
+    @property
+    def is_whole(self) -> bool:
+        return bool(self.sent) and not self.sent[-1].get("more_body", False) and len(self.sent) > 1
+
+
+def policy_of(*keys: str, **fields: Any) -> GuardPolicy:
+    fields.setdefault("insecure", True)
+    return guard_policy(ServerConfig(**fields), KeyRing.of(keys))
+
+
+def ask(
+    app: ASGIApp,
+    policy: GuardPolicy,
+    *headers: Header,
+    method: str = "GET",
+    path: str = "/v1/models",
+    messages: Iterable[Message] = (END,),
+    host: Sequence[Header] = (HOST,),
+) -> Answer:
+    """Drive one request through the guard; after its messages the client is gone."""
+    answer = Answer([], [])
+    incoming = itertools.chain(messages, itertools.repeat(GONE))
+    raw = [(name.encode(), value.encode("latin-1")) for name, value in (*host, *headers)]
+    scope = {"type": "http", "method": method, "path": path, "headers": raw, "http_version": "1.1", "query_string": b""}
+
+    async def receive() -> Message:
+        return next(incoming)
+
+    async def send(message: Message) -> None:
+        answer.sent.append(message)
+
+    guard = Guard(app, policy, lambda *noted: answer.noted.append(noted))
+    asyncio.run(asyncio.wait_for(guard(scope, receive, send), 30))
+    return answer
+
+
+async def request_body(scope: Scope, receive: Receive) -> bytes:
+    """Read a body as a route does."""
+    policy = scope["state"]["policy"]
+    return await read_body(receive, policy.max_body_bytes, policy.body_timeout)
+
+
+async def served(scope: Scope, receive: Receive, send: Send) -> None:
+    """Answer 200 with the guard's findings; read a body where there may be one."""
+    body = await request_body(scope, receive) if scope["method"] in ("POST", "PUT", "PATCH") else b""
+    state = scope["state"]
+    value = {"bytes": len(body), "key": state["key_index"], "id": state["request_id"], "path": scope["path"]}
+    await JSONResponse(value)(scope, receive, send)
+
+
+def failing(error: BaseException, *, after: Sequence[Message] = ()) -> ASGIApp:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        for message in after:
+            await send(message)
+        raise error
+
+    return app
+
+
+def sending(*messages: Message) -> ASGIApp:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        for message in messages:
+            await send(message)
+
+    return app
+
+
+STARTED = {"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]}
+PART = {"type": "http.response.body", "body": b"data: 1\n\n", "more_body": True}
+LAST = {"type": "http.response.body", "body": b"data: 2\n\n", "more_body": False}
+
+
+def check_refused(answer: Answer, status: int) -> None:
+    assert answer.status == status
+    assert answer.headers["content-type"] == "application/json"
+    assert int(answer.headers["content-length"]) == len(answer.body)
+    assert set(answer.error) >= {"message", "type", "param", "code"}
+    assert answer.headers["x-request-id"] and answer.headers["x-content-type-options"] == "nosniff"
+    assert answer.is_whole
+
+
+# Request ids
+
+
+@pytest.mark.parametrize("given", ["a", "req-1", "!~", "x" * 128])
+def test_a_client_may_name_its_request(given: str) -> None:
+    answer = ask(served, policy_of(), ("x-request-id", given))
+    assert answer.headers["x-request-id"] == given == json.loads(answer.body)["id"]
+    refused = ask(failing(ApiError(404, "no")), policy_of(), ("x-request-id", given))
+    assert refused.headers["x-request-id"] == given
+
+
+@pytest.mark.parametrize("given", ["", " ", "a b", "é", "x" * 129, "a\tb", "a\x7f"])
+def test_a_name_that_cannot_be_sent_back_is_replaced(given: str) -> None:
+    answer = ask(served, policy_of(), ("x-request-id", given))
+    made = answer.headers["x-request-id"]
+    assert made != given and len(made) == 32 and int(made, 16) >= 0
+    assert json.loads(answer.body)["id"] == made
+
+
+def test_ids_that_are_made_differ_and_an_application_cannot_change_them() -> None:
+    assert len({ask(served, policy_of()).headers["x-request-id"] for _ in range(20)}) == 20
+    twice = ask(served, policy_of(), ("x-request-id", "a"), ("x-request-id", "b"))
+    assert twice.headers["x-request-id"] not in ("a", "b")
+    own = {**STARTED, "headers": [(b"X-Request-Id", b"theirs")]}
+    answer = ask(sending(own, LAST), policy_of(), ("x-request-id", "mine"))
+    assert [v for n, v in answer.sent[0]["headers"] if n == b"x-request-id"] == [b"mine"]
+
+
+# Headers, Host
+
+
+def test_more_than_100_headers_are_refused() -> None:
+    most = [(f"x-{i}", "1") for i in range(99)]
+    assert ask(served, policy_of(), *most).status == 200
+    check_refused(ask(served, policy_of(), *most, ("x-last", "1")), 431)
+    check_refused(ask(served, policy_of(), *[("x", "1")] * 10_000), 431)
+
+
+@pytest.mark.parametrize("repeated", [("host", "localhost"), ("content-length", "0"), ("Content-Length", "0")])
+def test_a_repeated_host_or_content_length_is_refused(repeated: Header) -> None:
+    headers = [JSON] if repeated[0] == "host" else [JSON, ("content-length", "0")]
+    check_refused(ask(served, policy_of(), *headers, repeated, method="POST"), 400)
+
+
+MALFORMED = [
+    *("", " ", "a/b", "a?x", "a#", "a@b", "a b", "a\tb", " localhost", "localhost ", "localhost/", "localhost?/health"),
+    *(
+        "localhost:",
+        "localhost:x",
+        "localhost:0",
+        "localhost:65536",
+        "localhost:-1",
+        "localhost:80:80",
+        "localhost:8e1",
+    ),
+    *("[::1", "::1", "[::1]x", "[::g]", "[]", "[::1%eth0]", "[127.0.0.1]", "http://localhost", "localhost,localhost"),
+    *(
+        "a\\b",
+        "local%68ost",
+        "a" * 256,
+        "localhost:00000080",
+        ".",
+        "..",
+        "a..b",
+        ".a",
+        "\x00",
+        "lócalhost",
+        "localhost\u00a0",
+    ),
+    "a" * 8192,
+]
+PATHS = ["/health", "/", "/v1/models", "/v1/chat/completions", "/nowhere", "/health/../v1/models", "//health"]
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("keys", [(), (KEY,)])
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
+def test_a_malformed_host_never_gets_in(path: str, keys: tuple[str, ...], host: str) -> None:
+    policy = policy_of(*keys, host=host)
+    for text in MALFORMED:
+        for headers in ((), (BEARER,)):
+            check_refused(ask(served, policy, *headers, path=path, host=[("host", text)]), 400)
+    check_refused(ask(served, policy, BEARER, path=path, host=[]), 400)
+
+
+def test_a_host_cannot_open_a_path() -> None:
+    policy = policy_of(KEY, host="0.0.0.0")
+    for text in ("localhost", "health", "x.health", "localhost:8000"):
+        assert ask(served, policy, path="/v1/models", host=[("host", text)]).status == 401
+        assert ask(served, policy, path="/health", host=[("host", text)]).status == 200
+
+
+OURS = ["localhost", "LocalHost:1", "localhost.", "127.0.0.1", "127.255.1.2:65535", "[::1]", "[::1]:80", "[0:0::1]"]
+THEIRS = ["evil.com", "localhost.evil.com", "evil.com:8000", "0.0.0.0", "128.0.0.1", "[::2]", "[::ffff:127.0.0.1]"]
+THEIRS += ["127.1", "2130706433", "0x7f000001", "127.0.0.01", "evillocalhost", "127.0.0.1.evil.com", "foo.localhost"]
+
+
+@pytest.mark.parametrize("bound", ["127.0.0.1", "::1", "localhost", "127.0.0.9"])
+@pytest.mark.parametrize("path", ["/health", "/v1/models"])
+def test_on_loopback_only_this_machine_and_allowed_names_are_served(bound: str, path: str) -> None:
+    policy = policy_of(host=bound)
+    assert [ask(served, policy, path=path, host=[("host", text)]).status for text in OURS] == [200] * len(OURS)
+    for text in THEIRS:
+        refused = ask(served, policy, path=path, host=[("host", text)])
+        check_refused(refused, 403)
+        assert refused.error["code"] == "host_not_allowed"
+    allowing = policy_of(host=bound, allowed_host=("Evil.com",))
+    got = [
+        ask(served, allowing, path=path, host=[("host", text)]).status for text in (*OURS, "evil.COM:9", "x.evil.com")
+    ]
+    assert got == [200] * (len(OURS) + 1) + [403]
+
+
+def test_elsewhere_any_host_is_served_unless_some_are_named() -> None:
+    everybody = policy_of(host="0.0.0.0")
+    assert {ask(served, everybody, host=[("host", text)]).status for text in OURS + THEIRS} == {200}
+    named = policy_of(host="192.168.1.5", allowed_host=("nano.example", "[2001:db8::1]", "proxy:8443"))
+    good = ["nano.example", "nano.example.:80", "[2001:DB8:0::1]:9", "192.168.1.5:8000", "proxy:8443", *OURS]
+    assert {ask(served, named, host=[("host", text)]).status for text in good} == {200}
+    v6 = policy_of(host="2001:DB8:0::1", allowed_host=("nano.example",))
+    assert ask(served, v6, host=[("host", "[2001:db8::1]:80")]).status == 200
+    bad = ["evil.com", "proxy", "proxy:1", "x.nano.example", "nano.example.evil.com", "192.168.1.6", "0.0.0.0"]
+    assert {ask(served, named, host=[("host", text)]).status for text in bad} == {403}
+
+
+def test_hosts_are_read_as_the_standard_has_them() -> None:
+    assert parse_host("A.b-c_d:80") == ("a.b-c_d", 80)
+    assert parse_host("[2001:DB8::0:1]:1") == ("2001:db8::1", 1)
+    assert parse_host("a" * 255) == ("a" * 255, None)
+
+
+# Policy
+
+
+def test_the_default_is_loopback_and_elsewhere_needs_a_key() -> None:
+    assert ServerConfig().host == "127.0.0.1"
+    assert guard_policy(ServerConfig(), KeyRing.of(())).is_loopback
+    for host in ("0.0.0.0", "::", "192.168.1.5", "example.org", "::ffff:127.0.0.1", "128.0.0.1"):
+        with pytest.raises(ValueError, match=r"^host .*api_key"):
+            guard_policy(ServerConfig(host=host), KeyRing.of(()))
+        assert not guard_policy(ServerConfig(host=host), KeyRing.of((KEY,))).is_loopback
+        assert not guard_policy(ServerConfig(host=host, insecure=True), KeyRing.of(())).is_loopback
+
+
+@pytest.mark.parametrize(
+    "origin", ["evil", "https://a/", "https://a/b", "null", "HTTPS://a", "https://a b", "https://"]
+)
+def test_an_origin_that_no_browser_sends_is_refused(origin: str) -> None:
+    with pytest.raises(ValueError, match=r"^cors_origin"):
+        policy_of(cors_origin=(origin,))
+
+
+@pytest.mark.parametrize("host", ["a/b", "http://a", "a b", "*"])
+def test_an_allowed_host_that_no_header_can_have_is_refused(host: str) -> None:
+    with pytest.raises(ValueError, match=r"^allowed_host"):
+        policy_of(allowed_host=(host,))
+
+
+def test_limits_come_from_the_configuration() -> None:
+    policy = policy_of(max_body_bytes=2048, header_timeout=3.0)
+    assert (policy.max_body_bytes, policy.body_timeout) == (2048, 3.0)
+
+
+# Keys
+
+METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "CONNECT", "TRACE", "BREW", "get"]
+
+
+async def plain(request: Request) -> Response:
+    return Response("secret")
+
+
+def routed() -> Starlette:
+    """An application with routes and a mount, as servers have."""
+    routes = [Route(path, plain, methods=["GET", "POST"]) for path in (*sorted(OPEN_PATHS - {"/"}), "/v1/models")]
+    mount = Mount("/metrics", routes=[Route("/", plain)])
+    return Starlette(routes=[*routes, mount, Route("/", plain)])
+
+
+GUARDED = [
+    "/v1/models",
+    "/metrics",
+    "/metrics/",
+    "/nowhere",
+    "/health/",
+    "//health",
+    "/Health",
+    "/health/x",
+    "/healthz",
+]
+GUARDED += [
+    "/v1/../health",
+    "/health?",
+    "/health#",
+    "/ready\n",
+    "",
+    "*",
+    "/ping%00",
+    "http://localhost/health",
+    "/static/x",
+]
+
+
+@pytest.mark.parametrize("path", GUARDED)
+@pytest.mark.parametrize("method", METHODS)
+def test_everything_but_the_open_paths_needs_a_key(path: str, method: str) -> None:
+    policy = policy_of(KEY)
+    for headers in ((), (("authorization", "Bearer wrong-key"),), (("origin", "http://localhost"),)):
+        answer = ask(routed(), policy, JSON, *headers, method=method, path=path)
+        check_refused(answer, 401)
+        assert answer.headers["www-authenticate"] == "Bearer"
+
+
+@pytest.mark.parametrize("path", sorted(OPEN_PATHS))
+def test_open_paths_are_open_for_reading_alone(path: str) -> None:
+    policy = policy_of(KEY)
+    assert {method for method in METHODS if ask(routed(), policy, JSON, method=method, path=path).status == 200} == {
+        "GET",
+        "HEAD",
+    }
+    assert {"/health", "/ready", "/ping", "/"} == OPEN_PATHS
+
+
+GOOD_KEYS = [("authorization", f"{scheme} {KEY}") for scheme in ("Bearer", "bearer", "BEARER", "Bearer ")]
+GOOD_KEYS += [("x-api-key", KEY), ("X-Api-Key", KEY)]
+
+
+@pytest.mark.parametrize("header", GOOD_KEYS)
+def test_a_key_comes_as_a_bearer_or_in_its_own_header(header: Header) -> None:
+    answer = ask(served, policy_of(OTHER_KEY, KEY), header)
+    assert (answer.status, json.loads(answer.body)["key"]) == (200, 1)
+
+
+WRONG_KEYS = [
+    ("authorization", text) for text in (KEY, f"Basic {KEY}", f"Token {KEY}", "Bearer", "Bearer ", f"Bearer{KEY}")
+]
+WRONG_KEYS += [("authorization", f"Bearer {KEY[:-1]}"), ("authorization", f"Bearer {KEY}{KEY}"), ("x-api-key", "")]
+WRONG_KEYS += [
+    ("authorization", f"Bearer {KEY.upper()}"),
+    ("x-api-key", f"Bearer {KEY}"),
+    ("cookie", KEY),
+    ("api-key", KEY),
+]
+WRONG_KEYS += [("authorization", "Bearer \xff\xfe"), ("x-api-key", "x" * 60_000)]
+
+
+@pytest.mark.parametrize("header", WRONG_KEYS)
+def test_a_wrong_key_is_refused_and_not_repeated(header: Header) -> None:
+    answer = ask(served, policy_of(KEY), header)
+    check_refused(answer, 401)
+    assert KEY not in answer.body.decode() and len(answer.body) < 500
+
+
+def test_two_keys_in_one_header_are_none() -> None:
+    assert ask(served, policy_of(KEY), BEARER, BEARER).status == 401
+    assert ask(served, policy_of(KEY), BEARER, ("x-api-key", "other")).status == 200
+    assert ask(served, policy_of(KEY), ("authorization", "Basic abc"), ("x-api-key", KEY)).status == 200
+
+
+def test_without_keys_nobody_is_asked_for_one() -> None:
+    for headers in ((), (BEARER,)):
+        answer = ask(served, policy_of(), *headers)
+        assert (answer.status, json.loads(answer.body)["key"]) == (200, None)
+
+
+def test_nothing_but_the_scopes_path_decides() -> None:
+    tree = ast.parse(inspect.getsource(guard_module))
+    read = {
+        node.slice.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant)
+    }
+    assert "path" in read and not read & {"raw_path", "server", "root_path", "query_string", "client"}
+    assert not {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)} & {"url", "base_url"}
+    names = {alias.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names}
+    assert not names & {"Request", "URL", "HTTPConnection", "BaseHTTPMiddleware"}
+
+
+# CORS
+
+PAGE = "https://page.example"
+ASKS = ("access-control-request-method", "POST")
+
+
+@pytest.mark.parametrize("origin", ["https://evil.example", "null", "http://localhost:8000", PAGE])
+def test_cors_is_off_by_default(origin: str) -> None:
+    answer = ask(served, policy_of(), ("origin", origin))
+    preflight = ask(routed(), policy_of(KEY), ("origin", origin), ASKS, method="OPTIONS")
+    for headers in (answer.headers, preflight.headers):
+        assert not [name for name in headers if name.startswith("access-control") or name == "vary"]
+    assert preflight.status == 401
+
+
+@pytest.mark.parametrize("app", [served, failing(ApiError(400, "no")), failing(RuntimeError())])
+def test_allowed_pages_may_read_answers_and_errors(app: ASGIApp) -> None:
+    answer = ask(app, policy_of(cors_origin=(PAGE, "https://b.example")), ("origin", PAGE))
+    assert answer.headers["access-control-allow-origin"] == PAGE
+    assert answer.headers["vary"] == "origin"
+    assert "access-control-allow-credentials" not in answer.headers
+
+
+OTHERS = [
+    PAGE + ".evil.com",
+    PAGE + ":443",
+    "http://page.example",
+    PAGE + "/",
+    PAGE.upper(),
+    "null",
+    "https://x.page.example",
+]
+
+
+@pytest.mark.parametrize("origin", OTHERS)
+def test_other_pages_may_not(origin: str) -> None:
+    policy = policy_of(KEY, cors_origin=(PAGE,))
+    answer = ask(served, policy, BEARER, ("origin", origin))
+    assert "access-control-allow-origin" not in answer.headers and answer.headers["vary"] == "origin"
+    assert ask(served, policy, ("origin", origin), ASKS, method="OPTIONS").status == 401
+    twice = ask(served, policy, BEARER, ("origin", PAGE), ("origin", origin))
+    assert "access-control-allow-origin" not in twice.headers
+
+
+def test_a_star_means_any_page_and_is_said_as_one() -> None:
+    policy = policy_of(KEY, cors_origin=("*",))
+    answer = ask(served, policy, BEARER, ("origin", "https://any.example"))
+    assert answer.headers["access-control-allow-origin"] == "*"
+    assert "access-control-allow-origin" not in ask(served, policy, BEARER).headers
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/metrics", "/nowhere"])
+def test_only_a_real_preflight_of_an_allowed_page_needs_no_key(path: str) -> None:
+    policy = policy_of(KEY, cors_origin=(PAGE,))
+    answer = ask(failing(AssertionError("reached")), policy, ("origin", PAGE), ASKS, method="OPTIONS", path=path)
+    assert (answer.status, answer.body, answer.is_whole) == (204, b"", True)
+    assert answer.headers["access-control-allow-origin"] == PAGE and answer.headers["vary"] == "origin"
+    assert "POST" in answer.headers["access-control-allow-methods"]
+    assert "authorization" in answer.headers["access-control-allow-headers"]
+    for headers in ((), (("origin", PAGE),), (ASKS,), (("origin", "https://evil.example"), ASKS)):
+        assert ask(routed(), policy, *headers, method="OPTIONS", path=path).status == 401
+        with_key = ask(routed(), policy, BEARER, *headers, method="OPTIONS", path=path)
+        assert with_key.status == {"/v1/models": 405, "/metrics": 307, "/nowhere": 404}[path]
+    for method in ("GET", "POST", "DELETE"):
+        assert ask(served, policy, JSON, ("origin", PAGE), ASKS, method=method, path=path).status == 401
+
+
+# Bodies
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "PATCH"])
+@pytest.mark.parametrize(
+    "kind", ["application/json", "Application/JSON", "application/json; charset=utf-8", "application/json;"]
+)
+def test_json_is_taken(method: str, kind: str) -> None:
+    body = {"type": "http.request", "body": b"{}", "more_body": False}
+    answer = ask(served, policy_of(), ("content-type", kind), ("content-length", "2"), method=method, messages=[body])
+    assert (answer.status, json.loads(answer.body)["bytes"]) == (200, 2)
+    assert "connection" not in answer.headers
+
+
+BAD_KINDS = ["text/plain", "", "application/x-www-form-urlencoded", "multipart/form-data; boundary=application/json"]
+BAD_KINDS += ["text/plain; application/json", "application/jsonp", "application/json, text/plain", "text/json", "json"]
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "PATCH"])
+@pytest.mark.parametrize("kind", [None, *BAD_KINDS])
+def test_what_a_page_may_send_unasked_is_refused(method: str, kind: str | None) -> None:
+    headers = [] if kind is None else [("content-type", kind)]
+    answer = ask(failing(AssertionError("reached")), policy_of(), *headers, method=method)
+    check_refused(answer, 415)
+    assert "application/json" in answer.error["message"]
+    assert ask(served, policy_of(), JSON, ("content-type", "text/plain"), method=method).status == 415
+
+
+@pytest.mark.parametrize("coding", ["gzip", "deflate", "br", "identity, gzip", ""])
+def test_compressed_bodies_are_refused(coding: str) -> None:
+    check_refused(ask(served, policy_of(), JSON, ("content-encoding", coding), method="POST"), 415)
+    assert ask(served, policy_of(), JSON, ("content-encoding", "Identity"), method="POST").status == 200
+
+
+@pytest.mark.parametrize("length", ["-1", "+5", "1e3", "5.0", "0x5", " 5", "", "5,5", "٣", "²", "1_000", "9\x0b"])
+def test_a_length_that_is_no_number_is_refused(length: str) -> None:
+    for raw in (length.encode("utf-8").decode("latin-1"), length.encode("latin-1", "replace").decode("latin-1")):
+        check_refused(ask(served, policy_of(), JSON, ("content-length", raw), method="POST"), 400)
+
+
+@pytest.mark.parametrize("length", ["1025", "01025", str(2**63), "9" * 5000, "1" + "0" * 30])
+def test_a_length_over_the_limit_is_refused_without_reading(length: str) -> None:
+    policy = policy_of(max_body_bytes=1024)
+    headers = (JSON, ("content-length", length))
+    answer = ask(failing(AssertionError("reached")), policy, *headers, method="POST", messages=[])
+    check_refused(answer, 413)
+    assert "1024" in answer.error["message"] and answer.headers["connection"] == "close"
+    for fits in ("1024", "0" * 5000 + "2"):
+        assert ask(served, policy, JSON, ("content-length", fits), method="POST").status == 200
+
+
+def test_a_body_is_counted_while_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guard_module, "LINGER_BYTES", 1024)
+    part = {"type": "http.request", "body": b"x" * 512, "more_body": True}
+    policy = policy_of(max_body_bytes=1024)
+    chunked = ("transfer-encoding", "chunked")
+    assert ask(served, policy, JSON, chunked, method="POST", messages=[part, part, END]).status == 200
+    taken: list[Message] = []
+    endless = (taken.append(part) or part for _ in range(10_000))
+    answer = ask(served, policy, JSON, chunked, method="POST", messages=endless)
+    check_refused(answer, 413)
+    assert answer.headers["connection"] == "close"
+    assert len(taken) <= 3 + 2, "three to see that it is too large, two to be polite"
+
+
+def test_a_body_that_does_not_come_is_waited_for_no_longer_than_that() -> None:
+    async def silence() -> Message:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    with pytest.raises(ApiError) as caught:
+        asyncio.run(read_body(silence, 10, 0.01))
+    assert (caught.value.status, caught.value.code) == (408, "body_timeout")
+
+
+def test_an_unread_body_is_dropped_for_a_moment_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guard_module, "LINGER_SECONDS", 0.01)
+    sent: list[Message] = []
+
+    async def receive() -> Message:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    raw = [(b"host", b"localhost"), (b"content-length", b"5")]
+    scope = {"type": "http", "method": "POST", "path": "/v1/models", "headers": raw}
+    asyncio.run(asyncio.wait_for(Guard(served, policy_of())(scope, receive, send), 10))
+    assert [message.get("more_body", False) for message in sent] == [False, True, False]
+    assert sent[0]["status"] == 415 and sent[1]["body"] and not sent[2]["body"]
+
+
+def test_a_body_is_put_together_and_a_client_that_leaves_is_noticed() -> None:
+    def receiver(*messages: Message) -> Callable[[], Awaitable[Message]]:
+        incoming = iter(messages)
+
+        async def receive() -> Message:
+            return next(incoming)
+
+        return receive
+
+    part = {"type": "http.request", "body": b"ab", "more_body": True}
+    assert asyncio.run(read_body(receiver(part, part, {"type": "http.request"}), 4, 9)) == b"abab"
+    with pytest.raises(ClientGone):
+        asyncio.run(read_body(receiver(part, GONE), 4, 9))
+    with pytest.raises(ApiError, match="larger than 3 bytes"):
+        asyncio.run(read_body(receiver(part, part), 3, 9))
+
+
+# Answers
+
+
+@pytest.mark.parametrize("app", [served, failing(ApiError(404, "no")), failing(ValueError("no"))])
+def test_every_answer_says_how_little_a_browser_may_do_with_it(app: ASGIApp) -> None:
+    headers = ask(app, policy_of()).headers
+    assert headers["x-content-type-options"] == "nosniff"
+    assert headers["referrer-policy"] == "no-referrer"
+    assert headers["cache-control"] == "no-store"
+    assert headers["content-security-policy"] == "default-src 'none'; frame-ancestors 'none'"
+    assert "server" not in headers
+
+
+def test_an_application_may_set_its_own_policy_but_not_that_of_sniffing() -> None:
+    own = [(b"Cache-Control", b"max-age=9"), (b"content-security-policy", b"default-src 'self'")]
+    start = {**STARTED, "headers": [*own, (b"X-Content-Type-Options", b"no"), (b"Vary", b"accept")]}
+    answer = ask(sending(start, LAST), policy_of(cors_origin=(PAGE,)))
+    names = [name for name, _ in answer.sent[0]["headers"]]
+    assert answer.headers["cache-control"] == "max-age=9"
+    assert answer.headers["content-security-policy"] == "default-src 'self'"
+    assert answer.headers["x-content-type-options"] == "nosniff"
+    assert sorted(name for name in set(names) if names.count(name) > 1) == [b"vary"]
+
+
+def test_an_error_keeps_its_own_headers_and_fields() -> None:
+    answer = ask(failing(ApiError(503, "later", code="queue_full", headers={"Retry-After": "1"})), policy_of())
+    check_refused(answer, 503)
+    assert answer.headers["retry-after"] == "1" and answer.error["code"] == "queue_full"
+
+
+def test_a_failure_is_logged_once_and_told_to_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    answer = ask(failing(ValueError("secret of /root/x.py")), policy_of(), ("x-request-id", "req-7"))
+    check_refused(answer, 500)
+    assert b"secret" not in answer.body and b"ValueError" not in answer.body
+    (record,) = caplog.records
+    assert (record.name, record.levelno) == ("nano_inference.server", logging.ERROR)
+    assert "req-7" in record.getMessage() and record.exc_info is not None and "secret" in caplog.text
+
+
+@pytest.mark.parametrize("error", [ValueError("late"), ApiError(400, "late")])
+def test_a_failure_within_an_answer_leaves_it_unfinished(error: Exception, caplog: pytest.LogCaptureFixture) -> None:
+    answer = ask(failing(error, after=[STARTED, PART]), policy_of())
+    assert [message["type"] for message in answer.sent] == ["http.response.start", "http.response.body"]
+    assert not answer.is_whole and b"late" not in answer.body
+    assert len(caplog.records) == 1
+    assert [(status, noted) for _, status, _, noted in answer.noted] == [(200, error)]
+
+
+def test_an_application_that_says_nothing_is_a_failure(caplog: pytest.LogCaptureFixture) -> None:
+    check_refused(ask(sending(), policy_of()), 500)
+    assert len(caplog.records) == 1
+
+
+def test_a_task_that_is_cancelled_says_why_and_prints_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    answer = ask(failing(asyncio.CancelledError()), policy_of())
+    check_refused(answer, 503)
+    assert not ask(failing(asyncio.CancelledError(), after=[STARTED, PART]), policy_of()).is_whole
+    assert not caplog.records
+
+
+# What is told of each request
+
+
+def noted_of(app: ASGIApp, *headers: Header, **fields: Any) -> tuple[int | None, type | None]:
+    answer = ask(app, policy_of(KEY), *headers, **fields)
+    ((scope, status, seconds, error),) = answer.noted
+    assert seconds >= 0 and scope["state"]["request_id"]
+    return status, None if error is None else type(error)
+
+
+def test_each_request_is_told_of_once() -> None:
+    assert noted_of(served, BEARER) == (200, None)
+    assert noted_of(served) == (401, ApiError)
+    assert noted_of(served, host=[]) == (400, ApiError)
+    assert noted_of(served, BEARER, method="POST") == (415, ApiError)
+    assert noted_of(failing(ApiError(503, "no")), BEARER) == (503, ApiError)
+    assert noted_of(failing(KeyError("no")), BEARER) == (500, KeyError)
+    assert noted_of(sending(STARTED, PART, LAST), BEARER) == (200, None)
+    assert noted_of(sending(STARTED, PART), BEARER) == (200, None)
+
+
+def test_a_client_that_left_has_no_status() -> None:
+    post = {"method": "POST", "messages": [GONE]}
+    assert noted_of(served, BEARER, JSON, **post) == (None, ClientGone)
+    assert not ask(served, policy_of(), JSON, **post).sent
+    assert noted_of(failing(ClientGone(), after=[STARTED, PART]), BEARER) == (None, ClientGone)
+
+    async def watch(scope: Scope, receive: Receive, send: Send) -> None:
+        await send(STARTED)
+        assert (await receive())["type"] == "http.disconnect"
+
+    async def watch_after(scope: Scope, receive: Receive, send: Send) -> None:
+        await send(STARTED)
+        await send(LAST)
+        assert (await receive())["type"] == "http.disconnect"
+
+    async def complain(scope: Scope, receive: Receive, send: Send) -> None:
+        await receive()
+        raise ApiError(400, "nobody hears this")
+
+    assert not ask(complain, policy_of(), messages=[GONE]).sent
+    assert noted_of(complain, BEARER, messages=[GONE]) == (None, ApiError)
+    assert noted_of(watch, BEARER, messages=[GONE]) == (None, None)
+    assert noted_of(watch_after, BEARER, messages=[GONE]) == (200, None)
+
+
+def test_whoever_is_told_cannot_break_an_answer(caplog: pytest.LogCaptureFixture) -> None:
+    sent: list[Message] = []
+
+    async def receive() -> Message:
+        return END
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    def tell(scope: Scope, status: int | None, seconds: float, error: Exception | None) -> None:
+        raise ZeroDivisionError
+
+    scope = {"type": "http", "method": "GET", "path": "/health", "headers": [(b"host", b"localhost")]}
+    asyncio.run(Guard(served, policy_of(), tell)(scope, receive, send))
+    assert [message["type"] for message in sent] == ["http.response.start", "http.response.body"]
+    assert len(caplog.records) == 1
+
+
+def test_times_are_those_of_a_clock_that_nobody_sets() -> None:
+    tree = ast.parse(inspect.getsource(guard_module))
+    called = {ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
+    assert {name for name in called if name.startswith("time.")} == {"time.monotonic"}
+
+
+# Other scopes, and Starlette inside
+
+
+def test_lifespan_passes_and_websockets_do_not() -> None:
+    seen: list[str] = []
+    sent: list[Message] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        seen.append(scope["type"])
+
+    async def receive() -> Message:
+        return {"type": "websocket.connect"}
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    asyncio.run(Guard(app, policy_of())({"type": "lifespan"}, receive, send))
+    asyncio.run(Guard(app, policy_of())({"type": "websocket", "path": "/", "headers": []}, receive, send))
+    assert seen == ["lifespan"] and [message["type"] for message in sent] == ["websocket.close"]
+
+
+def test_it_works_as_starlettes_middleware() -> None:
+    async def echo(request: Request) -> Response:
+        return Response(await request_body(request.scope, request.receive))
+
+    async def fail(request: Request) -> Response:
+        raise ApiError(400, "wrong", param="n")
+
+    async def stream(request: Request) -> Response:
+        async def parts() -> Any:
+            yield b"a"
+            yield b"b"
+
+        return StreamingResponse(parts())
+
+    routes = [Route("/echo", echo, methods=["POST"]), Route("/fail", fail), Route("/stream", stream)]
+    policy = policy_of()
+    app = Starlette(routes=routes, middleware=[Middleware(Guard, policy=policy)])
+    body = {"type": "http.request", "body": b"{}", "more_body": False}
+    sent: list[Message] = []
+
+    def call(method: str, path: str) -> Answer:
+        sent.clear()
+
+        async def receive() -> Message:
+            return body
+
+        async def send(message: Message) -> None:
+            sent.append(message)
+
+        raw = [(b"host", b"localhost"), (b"content-type", b"application/json"), (b"content-length", b"2")]
+        scope = {"type": "http", "method": method, "path": path, "headers": raw, "query_string": b"", "root_path": ""}
+        scope |= {"asgi": {"version": "3.0", "spec_version": "2.4"}, "state": {}}
+        asyncio.run(asyncio.wait_for(app(scope, receive, send), 30))
+        return Answer(list(sent), [])
+
+    assert call("POST", "/echo").body == b"{}"
+    check_refused(call("GET", "/fail"), 400)
+    assert call("GET", "/fail").error["param"] == "n"
+    assert call("GET", "/stream").body == b"ab"

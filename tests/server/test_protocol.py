@@ -1,0 +1,876 @@
+"""Protocol and guard over real sockets: a server in a thread, and clients that write bytes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import queue
+import resource
+import socket
+import struct
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, BinaryIO
+
+import pytest
+import uvicorn
+from starlette.types import Message, Receive, Scope, Send
+from uvicorn.server import ServerState
+
+from nano_inference.config import ServerConfig
+from nano_inference.server.errors import ApiError
+from nano_inference.server.guard import Guard, guard_policy, read_body
+from nano_inference.server.keys import KeyRing, load_keys
+from nano_inference.server.protocol import (
+    MAX_HEAD_BYTES,
+    LimitedProtocol,
+    connection_limit,
+    uvicorn_config,
+)
+
+PATIENCE = 30.0
+"""Seconds that no test waits unless something is broken."""
+KEY = "first-key-1"
+LIMIT = 4096
+HOST = b"Host: localhost\r\n"
+JSON = b"Content-Type: application/json\r\n"
+Noted = tuple[str, int | None, Exception | None]
+
+
+async def request_body(scope: Scope, receive: Receive) -> bytes:
+    """Read a body as a route does."""
+    policy = scope["state"]["policy"]
+    return await read_body(receive, policy.max_body_bytes, policy.body_timeout)
+
+
+class App:
+    """A few routes; remembers the paths that got here."""
+
+    def __init__(self) -> None:
+        self.paths: list[str] = []
+        self.gate = asyncio.Event()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.paths.append(scope["path"])
+        routes = {"/late": self.late, "/endless": self.endless, "/talk": self.talk, "/big": self.big}
+        if scope["path"] == "/open":
+            self.gate.set()
+        if scope["path"] == "/wait":
+            await self.gate.wait()
+        if scope["path"] == "/fail":
+            raise ValueError("secret")
+        await routes.get(scope["path"], self.echo)(scope, receive, send)
+
+    async def echo(self, scope: Scope, receive: Receive, send: Send) -> None:
+        body = await request_body(scope, receive) if scope["method"] == "POST" else b""
+        await answer(send, json.dumps({"path": scope["path"], "bytes": len(body)}).encode())
+
+    async def big(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await answer(send, b"x" * (8 << 20))
+
+    async def late(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send(started())
+        await send({"type": "http.response.body", "body": b"data: 1\n\n", "more_body": True})
+        raise ValueError("secret")
+
+    async def endless(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Stream until the client is gone."""
+        watch = asyncio.ensure_future(receive_until_gone(receive))
+        await send(started())
+        while not watch.done():
+            await send({"type": "http.response.body", "body": b"x" * 65536, "more_body": True})
+            await asyncio.sleep(0)
+
+    async def talk(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Begin an answer, and only then read the body."""
+        await send(started())
+        await send({"type": "http.response.body", "body": b"begun", "more_body": True})
+        await request_body(scope, receive)
+
+
+async def receive_until_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def started(*headers: tuple[bytes, bytes]) -> Message:
+    return {"type": "http.response.start", "status": 200, "headers": headers}
+
+
+async def answer(send: Send, body: bytes) -> None:
+    await send(started((b"content-length", b"%d" % len(body))))
+    await send({"type": "http.response.body", "body": body})
+
+
+class TimedLoop(asyncio.SelectorEventLoop):
+    """Remembers the timers that were asked for, by their delay."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.timers: list[tuple[float, asyncio.TimerHandle]] = []
+        self.asked: queue.Queue[float] = queue.Queue()
+
+    def call_later(self, delay: float, callback: Callable[..., object], *args: Any, **rest: Any) -> asyncio.TimerHandle:
+        handle = super().call_later(delay, callback, *args, **rest)
+        self.timers.append((delay, handle))
+        self.asked.put(delay)
+        return handle
+
+
+@dataclass
+class Running:
+    """A server that listens."""
+
+    port: int
+    app: App
+    loop: TimedLoop
+    noted: queue.Queue[Noted] = field(default_factory=queue.Queue)
+
+
+@contextlib.contextmanager
+def running(*, is_guarded: bool = True, **fields: Any) -> Iterator[Running]:
+    """Run a server in a thread of its own."""
+    config = ServerConfig(max_body_bytes=LIMIT, **fields)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        made = Running(listener.getsockname()[1], App(), TimedLoop())
+
+        def note(scope: Scope, status: int | None, seconds: float, error: Exception | None) -> None:
+            made.noted.put((scope["path"], status, error))
+
+        guard = Guard(made.app, guard_policy(config, KeyRing.of(load_keys(config))), note)
+        server = uvicorn.Server(uvicorn_config(guard if is_guarded else made.app, config))
+
+        def run() -> None:
+            with asyncio.Runner(loop_factory=lambda: made.loop) as runner:
+                runner.run(server.serve(sockets=[listener]))
+
+        thread = threading.Thread(target=run, daemon=True)
+        thread.start()
+        try:
+            yield made
+        finally:
+            server.should_exit = True
+            thread.join(PATIENCE)
+            assert not thread.is_alive()
+
+
+def told(server: Running, path: str) -> Noted:
+    """Wait for what the server says of the next request to this path."""
+    for _ in range(10_000):
+        noted = server.noted.get(timeout=PATIENCE)
+        if noted[0] == path:
+            return noted
+    raise AssertionError("the server is too talkative")
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Running]:
+    with running() as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def keyed() -> Iterator[Running]:
+    with running(api_key=(KEY,), cors_origin=("https://page.example",)) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def hasty() -> Iterator[Running]:
+    with running(header_timeout=0.2, write_timeout=0.2, keep_alive_timeout=4000) as made:
+        yield made
+
+
+@dataclass(frozen=True)
+class Reply:
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    @property
+    def error(self) -> dict[str, Any]:
+        return json.loads(self.body)["error"]
+
+
+class Wire:
+    """A client's end of a connection."""
+
+    def __init__(self, port: int) -> None:
+        self.socket = socket.create_connection(("127.0.0.1", port), PATIENCE)
+        self.file: BinaryIO = self.socket.makefile("rb")
+
+    def send(self, *parts: bytes) -> bool:
+        """Send; False when the server does not take it any more."""
+        try:
+            self.socket.sendall(b"".join(parts))
+        except OSError as error:
+            assert not isinstance(error, TimeoutError)
+            return False
+        return True
+
+    def reply(self, method: str = "GET") -> Reply:
+        """Read one answer."""
+        status = int(self.file.readline().split()[1])
+        lines = iter(lambda: self.file.readline().strip(), b"")
+        headers = {
+            name.lower().decode(): value.strip().decode() for name, _, value in (x.partition(b":") for x in lines)
+        }
+        if method == "HEAD" or status in (100, 204):
+            return Reply(status, headers, b"")
+        if headers.get("transfer-encoding") == "chunked":
+            return Reply(status, headers, b"".join(self.chunks()))
+        return Reply(status, headers, self.file.read(int(headers["content-length"])))
+
+    def chunks(self) -> Iterator[bytes]:
+        while size := int(self.file.readline(), 16):
+            yield self.file.read(size)
+            self.file.readline()
+        self.file.readline()
+
+    def rest(self) -> bytes:
+        """Read until the server closes; a reset is an end, too."""
+        parts = []
+        with contextlib.suppress(ConnectionResetError):
+            while part := self.file.read1(65536):
+                parts.append(part)
+        return b"".join(parts)
+
+    def is_cut_while_dripping(self, drip: bytes) -> bool:
+        """Send a byte whenever nothing has come for a moment; whether the server closes at last."""
+        self.socket.settimeout(0.05)
+        for i in range(200):
+            try:
+                return self.socket.recv(1) == b""
+            except TimeoutError:
+                if not self.send(drip[i % len(drip) :][:1]):
+                    return True
+            except ConnectionResetError:
+                return True
+        return False
+
+    def reset(self) -> None:
+        """Go away rudely."""
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.close()
+
+    def close(self) -> None:
+        self.file.close()
+        self.socket.close()
+
+
+@contextlib.contextmanager
+def wire(server: Running) -> Iterator[Wire]:
+    client = Wire(server.port)
+    try:
+        yield client
+    finally:
+        client.close()
+
+
+def ask(server: Running, *parts: bytes, method: str = "GET") -> Reply:
+    """Send bytes over a connection of their own, and read the answer."""
+    with wire(server) as client:
+        client.send(*parts)
+        return client.reply(method)
+
+
+def get(path: str, *lines: bytes) -> bytes:
+    return b"".join((b"GET ", path.encode(), b" HTTP/1.1\r\n", HOST, *(line + b"\r\n" for line in lines), b"\r\n"))
+
+
+def post(*lines: bytes, body: bytes = b"", path: bytes = b"/echo") -> bytes:
+    return b"".join((b"POST ", path, b" HTTP/1.1\r\n", HOST, JSON, *(line + b"\r\n" for line in lines), b"\r\n", body))
+
+
+def check_error(reply: Reply, *statuses: int) -> None:
+    assert reply.status in statuses
+    assert reply.headers["content-type"] == "application/json"
+    assert reply.headers["x-content-type-options"] == "nosniff"
+    assert (
+        set(reply.error) >= {"message", "type", "param", "code"}
+        and reply.error["type"] == ApiError(reply.status, "").type
+    )
+    assert "server" not in reply.headers
+
+
+# What a client that behaves gets
+
+
+def test_requests_are_answered_on_one_connection(server: Running) -> None:
+    with wire(server) as client:
+        for i in range(5):
+            client.send(get(f"/{i}", b"X-Request-Id: r%d" % i))
+            reply = client.reply()
+            assert (reply.status, json.loads(reply.body)["path"]) == (200, f"/{i}")
+            assert reply.headers["x-request-id"] == f"r{i}" and "date" in reply.headers
+            assert "server" not in reply.headers and "connection" not in reply.headers
+            client.send(post(b"Content-Length: 3", body=b"abc"))
+            assert json.loads(client.reply().body)["bytes"] == 3
+            client.send(post(b"Transfer-Encoding: chunked", body=b"3\r\nabc\r\n2;x=y\r\nde\r\n0\r\nA: b\r\n\r\n"))
+            assert json.loads(client.reply().body)["bytes"] == 5
+
+
+def test_pipelined_requests_are_answered_in_order(server: Running) -> None:
+    with wire(server) as client:
+        body = post(b"Content-Length: 2", body=b"{}")
+        client.send(b"".join(get(f"/p{i}") + body for i in range(20)))
+        for i in range(20):
+            assert json.loads(client.reply().body) == {"path": f"/p{i}", "bytes": 0}
+            assert json.loads(client.reply().body) == {"path": "/echo", "bytes": 2}
+
+
+def test_head_has_no_body(server: Running) -> None:
+    with wire(server) as client:
+        for path in ("/health", "/fail"):
+            client.send(get(path).replace(b"GET", b"HEAD"), get("/after"))
+            head = client.reply("HEAD")
+            assert int(head.headers["content-length"]) > 0
+            assert json.loads(client.reply().body)["path"] == "/after"
+    assert ask(server, b"HEAD / HTTP/1.1\r\n\r\n").status == 400
+
+
+def test_a_client_that_asks_first_is_told_to_go_on(server: Running) -> None:
+    with wire(server) as client:
+        client.send(post(b"Content-Length: 5", b"Expect: 100-continue"))
+        assert client.reply().status == 100
+        client.send(b"hello")
+        assert json.loads(client.reply().body)["bytes"] == 5
+        client.send(post(b"Content-Length: %d" % (LIMIT + 1), b"Expect: 100-continue"))
+        reply = client.reply()
+        check_error(reply, 413)
+        assert reply.headers["connection"] == "close"
+
+
+def test_old_clients_are_served(server: Running) -> None:
+    with wire(server) as client:
+        client.send(b"GET /old HTTP/1.0\r\n", HOST, b"\r\n")
+        assert b'"/old"' in client.rest()
+    assert ask(server, b"GET /old HTTP/1.0\r\n\r\n").status == 400
+
+
+def test_an_offer_to_speak_something_else_is_not_taken(server: Running, caplog: pytest.LogCaptureFixture) -> None:
+    for protocol in (b"websocket", b"h2c"):
+        reply = ask(server, get("/up", b"Connection: upgrade", b"Upgrade: " + protocol, b"Sec-WebSocket-Version: 13"))
+        assert (reply.status, json.loads(reply.body)["path"]) == (200, "/up")
+    assert not caplog.records
+
+
+def test_what_follows_a_last_request_is_dropped(server: Running) -> None:
+    with wire(server) as client:
+        client.send(get("/last", b"Connection: close"), get("/smuggled"))
+        assert json.loads(client.reply().body)["path"] == "/last"
+        assert client.rest() == b""
+    assert "/smuggled" not in server.app.paths
+
+
+def test_what_arrives_later_after_a_last_request_is_dropped_too(server: Running) -> None:
+    with wire(server) as client:
+        client.send(get("/wait", b"Connection: close"))
+        # Two answers later the server has begun to wait, and by the next has seen what came meanwhile.
+        assert ask(server, get("/x")).status == 200
+        client.send(b"\r\n", SMUGGLED)
+        assert ask(server, get("/open")).status == 200
+        assert json.loads(client.reply().body)["path"] == "/wait"
+        assert client.rest() == b""
+    assert "/smuggled" not in server.app.paths
+
+
+# Hosts, keys, pages
+
+HOSTS = [b"a/b", b"a?x", b"a#", b"a@b", b"", b" ", b"localhost/health?", b"x/health?", b"a:b", b"a" * 8192, None]
+PATHS = [b"/health", b"/", b"/v1/models", b"/v1/chat/completions", b"/metrics", b"/nowhere"]
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_no_host_lets_anybody_in(keyed: Running, path: bytes) -> None:
+    served = list(keyed.app.paths)
+    for host in HOSTS:
+        line = b"" if host is None else b"Host: " + host + b"\r\n"
+        for key in (b"", b"Authorization: Bearer first-key-1\r\n"):
+            check_error(ask(keyed, b"GET ", path, b" HTTP/1.1\r\n", line, key, b"\r\n"), 400)
+            check_error(ask(keyed, b"POST ", path, b" HTTP/1.1\r\n", line, key, JSON, b"\r\n"), 400)
+    evil = ask(keyed, b"GET ", path, b" HTTP/1.1\r\nHost: evil.com\r\n\r\n")
+    check_error(evil, 403)
+    assert keyed.app.paths == served
+
+
+@pytest.mark.parametrize(
+    "target", [b"/v1/models", b"/metrics", b"/nowhere", b"http://localhost/health", b"/health%2f", b"*"]
+)
+@pytest.mark.parametrize("method", [b"GET", b"HEAD", b"OPTIONS", b"POST", b"DELETE", b"CONNECT", b"BREW"])
+def test_nothing_is_answered_without_a_key(keyed: Running, target: bytes, method: bytes) -> None:
+    for lines in (b"", b"Origin: https://page.example\r\n", b"Authorization: Bearer first-key-\r\n"):
+        reply = ask(keyed, method, b" ", target, b" HTTP/1.1\r\n", HOST, JSON, lines, b"\r\n", method=method.decode())
+        assert (reply.status, reply.headers["www-authenticate"]) == (401, "Bearer")
+
+
+def test_keys_and_preflights_over_the_wire(keyed: Running) -> None:
+    assert ask(keyed, get("/v1/models", b"Authorization: bearer first-key-1")).status == 200
+    assert ask(keyed, get("/v1/models", b"X-API-Key: first-key-1")).status == 200
+    assert ask(keyed, get("/health")).status == 200
+    asks = (b"Access-Control-Request-Method: POST", b"Origin: https://page.example")
+    assert ask(keyed, get("/v1/models", *asks).replace(b"GET", b"OPTIONS", 1)).status == 204
+    evil = (b"Access-Control-Request-Method: POST", b"Origin: https://evil.example")
+    reply = ask(keyed, get("/v1/models", *evil).replace(b"GET", b"OPTIONS", 1))
+    assert reply.status == 401 and "access-control-allow-origin" not in reply.headers
+
+
+def test_a_page_cannot_post_what_needs_no_preflight(server: Running) -> None:
+    for kind in (b"text/plain", b"application/x-www-form-urlencoded"):
+        reply = ask(server, post(b"Content-Length: 2", body=b"{}").replace(b"application/json", kind))
+        check_error(reply, 415)
+
+
+# Bytes that two servers might read in two ways
+
+CHUNKED = b"Transfer-Encoding: chunked"
+SMUGGLED = get("/smuggled")
+REFUSED = {
+    "te beside cl": post(CHUNKED, b"Content-Length: 4", body=b"0\r\n\r\n"),
+    "cl beside te": post(b"Content-Length: 6", CHUNKED, body=b"0\r\n\r\n"),
+    "cl zero beside te": post(b"Content-Length: 0", CHUNKED, body=b"0\r\n\r\n"),
+    "two lengths": post(b"Content-Length: 0", b"Content-Length: 5"),
+    "equal lengths": post(b"Content-Length: 0", b"content-length: 0"),
+    "lengths in one": post(b"Content-Length: 0, 0"),
+    "lengths in folded lines": post(b"Content-Length: 0\r\n , 0"),
+    "negative length": post(b"Content-Length: -1"),
+    "signed length": post(b"Content-Length: +0"),
+    "hexadecimal length": post(b"Content-Length: 0x0"),
+    "length with an underscore": post(b"Content-Length: 0_0"),
+    "empty length": post(b"Content-Length: "),
+    "long length": post(b"Content-Length: " + b"9" * 30),
+    "length of another name": post(b"Content-Length : 0"),
+    "te with a blank": post(b"Transfer-Encoding : chunked", body=b"0\r\n\r\n"),
+    "te with a tab": post(b"Transfer-Encoding:\x0bchunked", body=b"0\r\n\r\n"),
+    "te in http/1.0": post(CHUNKED, body=b"0\r\n\r\n").replace(b"HTTP/1.1", b"HTTP/1.0"),
+    "bare newlines": post(b"Content-Length: 0").replace(b"\r\n", b"\n"),
+    "one bare newline": post(b"A: b\nContent-Length: 0"),
+    "bare return": post(b"A: b\rContent-Length: 0"),
+    "folded line": post(b"A: b\r\n c", b"Content-Length: 0"),
+    "folded first line": get("/").replace(b"\r\n", b"\r\n ", 1),
+    "nul in a value": get("/", b"A: b\x00c"),
+    "no colon": get("/", b"A"),
+    "no name": get("/", b": b"),
+    "two hosts": get("/", b"Host: localhost"),
+    "blanks in the request line": get("/").replace(b"GET ", b"GET  "),
+    "no version": b"GET /\r\n" + HOST + b"\r\n",
+    "small letters": get("/").replace(b"HTTP", b"http"),
+    "control character": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + b"\r\n\r\n",
+    "empty line": b"\r\n",
+    "chunk footer": post(CHUNKED, body=b"5\r\nhelloXX0\r\n\r\n"),
+    "chunk footer of newlines": post(CHUNKED, body=b"5\r\nhello\n\n0\r\n\r\n"),
+    "chunk too short": post(CHUNKED, body=b"6\r\nhello\r\n0\r\n\r\n"),
+    "chunk too long": post(CHUNKED, body=b"4\r\nhello\r\n0\r\n\r\n"),
+    "chunk size of letters": post(CHUNKED, body=b"zz\r\n"),
+    "chunk size with a sign": post(CHUNKED, body=b"+5\r\nhello\r\n0\r\n\r\n"),
+    "negative chunk": post(CHUNKED, body=b"-5\r\nhello\r\n0\r\n\r\n"),
+    "chunk size with 0x": post(CHUNKED, body=b"0x5\r\nhello\r\n0\r\n\r\n"),
+    "enormous chunk": post(CHUNKED, body=b"f" * 21 + b"\r\nhello"),
+    "bare newline after a chunk size": post(CHUNKED, body=b"5\nhello\r\n0\r\n\r\n"),
+    "bad trailer": post(CHUNKED, body=b"0\r\nA\r\n\r\n"),
+}
+NOT_UNDERSTOOD = {
+    "gzip": post(b"Transfer-Encoding: gzip", body=b"0\r\n\r\n"),
+    "identity": post(b"Transfer-Encoding: identity", body=b"0\r\n\r\n"),
+    "xchunked": post(b"Transfer-Encoding: xchunked", body=b"0\r\n\r\n"),
+    "two codings": post(b"Transfer-Encoding: gzip, chunked", body=b"0\r\n\r\n"),
+    "chunked twice": post(CHUNKED, CHUNKED, body=b"0\r\n\r\n"),
+}
+
+
+@pytest.mark.parametrize("version", [b"2.0", b"0.9", b"1.2"])
+def test_other_versions_of_http_are_not_spoken(server: Running, version: bytes) -> None:
+    check_error(ask(server, get("/").replace(b"1.1", version)), 505)
+
+
+@pytest.mark.parametrize("name", [*REFUSED, *NOT_UNDERSTOOD])
+def test_an_ambiguous_request_is_refused_and_nothing_after_it_is_read(
+    server: Running, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with wire(server) as client:
+        client.send({**REFUSED, **NOT_UNDERSTOOD}[name], SMUGGLED)
+        reply = client.reply()
+        check_error(reply, 501 if name in NOT_UNDERSTOOD else 400)
+        assert reply.headers["connection"] == "close" and len(reply.body) < 500
+        assert client.rest() == b""
+    assert "/smuggled" not in server.app.paths
+    assert not caplog.records, "anybody could fill a log"
+
+
+def test_every_table_entry_is_refused_for_its_flaw_alone() -> None:
+    with running() as server:
+        for request in (post(b"Content-Length: 0"), post(CHUNKED, body=b"5\r\nhello\r\n0\r\n\r\n"), get("/")):
+            with wire(server) as client:
+                client.send(request, SMUGGLED)
+                assert [client.reply().status for _ in range(2)] == [200, 200]
+        assert server.app.paths.count("/smuggled") == 3
+
+
+def test_garbage_after_an_answer_is_refused_after_it(server: Running) -> None:
+    with wire(server) as client:
+        client.send(get("/fine"), b"\x00\x01garbage\r\n\r\n")
+        assert client.reply().status == 200
+        check_error(client.reply(), 400)
+        assert client.rest() == b""
+
+
+def test_a_bad_chunk_tells_an_application_that_nobody_waits(hasty: Running) -> None:
+    with wire(hasty) as client:
+        client.send(post(CHUNKED, path=b"/bad-chunk"), b"zz\r\n")
+        check_error(client.reply(), 400)
+        assert told(hasty, "/bad-chunk")[1] is None
+
+
+def test_a_bad_chunk_within_an_answer_cuts_it(server: Running, caplog: pytest.LogCaptureFixture) -> None:
+    with wire(server) as client:
+        client.send(post(CHUNKED, path=b"/talk"))
+        assert client.file.readline().startswith(b"HTTP/1.1 200")
+        client.send(b"zz\r\n")
+        rest = client.rest()
+        assert b"HTTP/1.1" not in rest and not rest.endswith(b"0\r\n\r\n")
+    assert not [record for record in caplog.records if record.exc_info]
+
+
+def test_a_bad_body_of_a_head_request_gets_no_body(server: Running, caplog: pytest.LogCaptureFixture) -> None:
+    with wire(server) as client:
+        client.send(post(CHUNKED, path=b"/echo").replace(b"POST", b"HEAD"), b"zz\r\n")
+        assert client.reply("HEAD").status == 400
+        assert client.rest() == b""
+    assert not caplog.records
+
+
+# Too much
+
+
+def test_a_giant_header_is_refused(server: Running) -> None:
+    with wire(server) as client:
+        client.send(b"GET / HTTP/1.1\r\n", HOST, b"A: ")
+        block = b"a" * 65536
+        for _ in range(80):
+            client.send(block)
+        check_error(client.reply(), 431)
+
+
+@pytest.mark.parametrize("length", [MAX_HEAD_BYTES, 2 * MAX_HEAD_BYTES])
+def test_a_large_head_is_refused_even_when_it_comes_at_once(server: Running, length: int) -> None:
+    check_error(ask(server, get("/", b"A: " + b"a" * length)), 431)
+    assert ask(server, get("/", b"A: " + b"a" * (MAX_HEAD_BYTES - 100))).status == 200
+
+
+@pytest.mark.parametrize("line", [b"a: b", b"x-a-longer-name: with-a-value"])
+def test_ten_thousand_headers_are_refused(server: Running, line: bytes) -> None:
+    check_error(ask(server, get("/", *[line] * 10_000)), 431)
+    check_error(ask(server, get("/", *[line] * 150)), 431)
+
+
+def test_heads_are_counted_one_by_one(server: Running) -> None:
+    with wire(server) as client:
+        client.send(b"".join(get(f"/h{i}", *[b"a: b"] * 98) for i in range(10)))
+        assert [client.reply().status for _ in range(10)] == [200] * 10
+
+
+def test_an_endless_body_is_refused_and_not_read_on(server: Running) -> None:
+    with wire(server) as client:
+        client.send(post(CHUNKED))
+        chunk = b"10000\r\n" + b"x" * 65536 + b"\r\n"
+        taken = 0
+        while taken < 1024 and client.send(chunk):
+            taken += 1
+        assert taken < 1024, "64 MiB were taken"
+        check_error(client.reply(), 413)
+
+
+def test_a_large_body_is_refused_and_its_client_sees_why(server: Running) -> None:
+    with wire(server) as client:
+        body = b"x" * (LIMIT + 1)
+        client.send(post(b"Content-Length: %d" % len(body), body=body), SMUGGLED)
+        check_error(client.reply(), 413)
+        assert client.rest() == b""
+    assert "/smuggled" not in server.app.paths
+
+
+def test_a_client_that_sends_all_before_it_looks_sees_why(server: Running) -> None:
+    with wire(server) as client:
+        assert client.send(post(b"Content-Length: %d" % (8 << 20)), b"x" * (8 << 20)), "closed on bytes in flight"
+        check_error(client.reply(), 413)
+
+
+def test_a_large_body_is_refused_before_it_comes(server: Running) -> None:
+    check_error(ask(server, post(b"Content-Length: 1000000000")), 413)
+    with wire(server) as client:
+        client.send(get("/nobody", b"Content-Length: 5"), b"hello", SMUGGLED)
+        reply = client.reply()
+        assert (reply.status, reply.headers["connection"]) == (200, "close")
+        assert client.rest() == b""
+    assert "/smuggled" not in server.app.paths
+
+
+def test_ranges_are_not_looked_at(server: Running) -> None:
+    reply = ask(server, get("/", b"Range: bytes=" + b"0-," * 10_000 + b"0-"))
+    assert (reply.status, json.loads(reply.body)["path"]) == (200, "/")
+
+
+# Too slow
+
+
+@pytest.mark.parametrize("drip", [b"GET / HTTP/1.1\r\n", b"A: " + b"b" * 300])
+@pytest.mark.parametrize("before", [b"", b"G", b"GET / HTTP/1.1\r\nHost: localhost\r\n"])
+def test_a_head_that_drips_is_cut(hasty: Running, before: bytes, drip: bytes) -> None:
+    with wire(hasty) as client:
+        client.send(before)
+        assert client.is_cut_while_dripping(drip)
+
+
+def test_a_connection_that_says_nothing_is_cut(hasty: Running) -> None:
+    with wire(hasty) as client:
+        assert client.rest() == b""
+
+
+def test_a_next_head_that_drips_is_cut_but_idling_is_not(hasty: Running) -> None:
+    with wire(hasty) as client:
+        client.send(get("/one"))
+        assert client.reply().status == 200
+        client.socket.settimeout(0.6)
+        with pytest.raises(TimeoutError):
+            client.socket.recv(1)
+        client.socket.settimeout(PATIENCE)
+        client.file = client.socket.makefile("rb")
+        client.send(get("/two"), b"GET /thr")
+        assert client.reply().status == 200
+        assert client.is_cut_while_dripping(b"ee" * 300)
+
+
+def test_a_next_head_that_came_with_the_request_before_is_due_too(hasty: Running) -> None:
+    with wire(hasty) as client:
+        client.send(get("/one"), b"GET /tw")
+        assert client.reply().status == 200
+        assert client.rest() == b""
+
+
+def test_an_idle_connection_is_closed() -> None:
+    with running(keep_alive_timeout=0.2) as server, wire(server) as client:
+        client.send(get("/one"))
+        assert client.reply().status == 200
+        assert client.rest() == b""
+
+
+def test_a_body_that_does_not_come_is_refused(hasty: Running) -> None:
+    with wire(hasty) as client:
+        client.send(post(b"Content-Length: 5"), b"he")
+        check_error(client.reply(), 408)
+    with wire(hasty) as client:
+        client.send(post(CHUNKED), b"1\r\n")
+        check_error(client.reply(), 408)
+
+
+def test_a_body_that_no_application_waits_for_must_come_in_time_too() -> None:
+    with running(is_guarded=False, header_timeout=0.2, keep_alive_timeout=4000) as server, wire(server) as client:
+        client.send(get("/nobody", b"Content-Length: 5"), b"he")
+        assert client.reply().status == 200
+        assert client.rest() == b""
+
+
+def test_a_client_that_does_not_read_is_cut(hasty: Running) -> None:
+    with wire(hasty) as client:
+        client.send(get("/endless"))
+        assert told(hasty, "/endless")[1] is None
+        assert not client.rest().endswith(b"0\r\n\r\n")
+
+
+def test_the_end_of_an_answer_that_is_not_read_is_not_waited_for() -> None:
+    with running(write_timeout=0.2) as server:
+        client = Wire(server.port)
+        client.send(get("/big", b"Connection: close"))
+        told(server, "/big")
+        # Leaving waits for the thread, and the thread for every connection, though this client never reads.
+    client.close()
+
+
+# Too many
+
+
+def test_more_connections_than_allowed_are_refused() -> None:
+    with running(max_connections=2) as server, contextlib.ExitStack() as stack:
+        first, second = (stack.enter_context(wire(server)) for _ in range(2))
+        for client in (first, second):
+            client.send(get("/in"))
+            assert client.reply().status == 200
+        third = stack.enter_context(wire(server))
+        reply = third.reply()
+        check_error(reply, 503)
+        assert (reply.headers["connection"], reply.headers["retry-after"]) == ("close", "1")
+        assert third.rest() == b""
+        first.send(get("/still-in"))
+        assert first.reply().status == 200
+        second.close()
+        replies = (ask(server, get("/again")).status for _ in range(1000))
+        assert 200 in replies
+
+
+@pytest.mark.parametrize(
+    ("soft", "wanted", "expected"),
+    [(1024, 1000, 960), (1024, 10, 10), (64, 1000, 8), (70, 1000, 8), (80, 1000, 16), (64, 2, 2), (-1, 1000, 1000)],
+)
+def test_connections_leave_files_for_the_rest(
+    soft: int, wanted: int, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda which: {resource.RLIMIT_NOFILE: (soft, -1)}[which])
+    assert connection_limit(ServerConfig(max_connections=wanted)) == expected
+
+
+# Failures
+
+
+def test_a_failure_is_answered_and_printed_once(server: Running, caplog: pytest.LogCaptureFixture) -> None:
+    reply = ask(server, get("/fail"))
+    check_error(reply, 500)
+    assert b"secret" not in reply.body
+    assert [record.name for record in caplog.records] == ["nano_inference.server"]
+
+
+def test_a_failure_within_a_stream_does_not_look_like_its_end(
+    server: Running, caplog: pytest.LogCaptureFixture
+) -> None:
+    with wire(server) as client:
+        client.send(get("/late"), SMUGGLED)
+        rest = client.rest()
+    assert rest.startswith(b"HTTP/1.1 200") and rest.endswith(b"9\r\ndata: 1\n\n\r\n")
+    _, status, error = told(server, "/late")
+    assert (status, type(error)) == (200, ValueError)
+    assert len([record for record in caplog.records if record.exc_info]) == 1
+    assert "/smuggled" not in server.app.paths
+
+
+@pytest.mark.parametrize("leave", [Wire.close, Wire.reset])
+def test_a_client_that_leaves_is_noticed(server: Running, leave: Callable[[Wire], None]) -> None:
+    name = f"/{leave.__name__}"
+    client = Wire(server.port)
+    client.send(post(b"Content-Length: 5", path=name.encode()))
+    leave(client)
+    assert told(server, name)[1] is None
+    client = Wire(server.port)
+    client.send(get("/endless"))
+    assert client.file.read(1) == b"H"
+    leave(client)
+    assert told(server, "/endless")[1] is None
+
+
+# Timers
+
+HEAD, WRITE, IDLE = 4001.5, 4002.5, 4003.0
+
+
+def test_timers_end_with_their_connection(caplog: pytest.LogCaptureFixture) -> None:
+    with running(header_timeout=HEAD, write_timeout=WRITE, keep_alive_timeout=IDLE) as server:
+        for leave in (Wire.close, Wire.reset):
+            for sent in (b"", b"GET ", get("/a"), get("/a") + b"GET /", get("/endless"), b"\x00\r\n\r\n"):
+                client = Wire(server.port)
+                client.send(sent)
+                if sent.startswith(b"GET /e"):
+                    while server.loop.asked.get(timeout=PATIENCE) != WRITE:
+                        pass
+                elif b"/" in sent:
+                    assert client.reply().status == 200
+                leave(client)
+    timers = {delay: [handle for d, handle in server.loop.timers if d == delay] for delay in (HEAD, WRITE, IDLE)}
+    assert len(timers[HEAD]) >= 8 and len(timers[IDLE]) >= 4 and timers[WRITE]
+    assert all(handle.cancelled() for handles in timers.values() for handle in handles)
+    assert not [record for record in caplog.records if record.exc_info]
+
+
+class Pipe(asyncio.Transport):
+    """A transport that keeps what is written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written = b""
+        self.calls: list[str] = []
+
+    def write(self, data: bytes) -> None:
+        self.written += data
+
+    def is_closing(self) -> bool:
+        return "close" in self.calls or "abort" in self.calls
+
+    def note(self, name: str, high: int | None = None) -> None:
+        self.calls.append(name if high is None else f"{name} {high}")
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in ("close", "abort", "write_eof", "pause_reading", "resume_reading", "set_write_buffer_limits"):
+            return partial(self.note, name)
+        return super().__getattribute__(name)
+
+
+@contextlib.contextmanager
+def protocol(**fields: Any) -> Iterator[tuple[LimitedProtocol, Pipe, TimedLoop]]:
+    """A protocol without a server, its pipe and its loop, which does not run."""
+    loop, pipe = TimedLoop(), Pipe()
+    config = uvicorn_config(App(), ServerConfig(header_timeout=HEAD, write_timeout=WRITE, **fields))
+    config.load()
+    made = config.http_protocol_class(config=config, server_state=ServerState(), app_state={}, _loop=loop)
+    assert isinstance(made, LimitedProtocol)
+    try:
+        made.connection_made(pipe)
+        yield made, pipe, loop
+    finally:
+        made.connection_lost(None)
+        loop.close()
+
+
+def due(loop: TimedLoop) -> list[float]:
+    return [delay for delay, handle in loop.timers if not handle.cancelled()]
+
+
+def test_the_reading_timer_runs_from_the_first_byte_and_is_not_put_off() -> None:
+    with protocol() as (made, _, loop):
+        assert due(loop) == [HEAD]
+        for byte in b"GET / HTTP/1.1\r\n":
+            made.data_received(bytes([byte]))
+        assert (due(loop), len(loop.timers)) == ([HEAD], 1)
+    assert due(loop) == []
+
+
+def test_the_writing_timer_runs_while_nothing_is_read() -> None:
+    with protocol() as (made, pipe, loop):
+        assert pipe.calls == ["set_write_buffer_limits 0"], "else 64 KiB could wait for ever"
+        made.pause_writing()
+        made.pause_writing()
+        assert due(loop) == [HEAD, WRITE]
+        made.resume_writing()
+        assert due(loop) == [HEAD]
+        made.pause_writing()
+        assert due(loop) == [HEAD, WRITE]
+    assert due(loop) == []
+
+
+def test_a_refused_connection_is_read_on_for_a_moment_and_then_cut() -> None:
+    with protocol() as (made, pipe, loop):
+        made.data_received(b"\x00\r\n")
+        assert pipe.written.startswith(b"HTTP/1.1 400") and pipe.calls[-1] == "write_eof"
+        assert due(loop) == [2.0]
+        made.data_received(get("/") * 10)
+        assert made.cycle is None and due(loop) == [2.0]
+        assert "abort" not in pipe.calls
+    assert due(loop) == []
+
+
+@pytest.mark.parametrize("end", [b"", b"\r\n"])
+def test_a_head_of_many_lines_never_reaches_an_application(end: bytes) -> None:
+    with protocol() as (made, pipe, _):
+        made.data_received(b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 300 + end)
+        assert pipe.written.startswith(b"HTTP/1.1 431") and made.cycle is None
+
+
+def test_the_server_is_set_up_as_it_has_to_be() -> None:
+    app = App()
+    config = uvicorn_config(app, ServerConfig(port=0, keep_alive_timeout=2.5))
+    config.load()
+    assert config.loaded_app is app and config.ws == "none"
+    assert (config.timeout_keep_alive, config.h11_max_incomplete_event_size) == (3, MAX_HEAD_BYTES)
+    assert (config.lifespan, config.loop, config.access_log, config.log_config) == ("off", "asyncio", False, None)
+    assert (config.encoded_headers, config.date_header) == ([], True)
+    assert not logging.getLogger("uvicorn.access").hasHandlers()
