@@ -192,11 +192,11 @@ def test_a_lying_safetensors_header_is_refused(header: Any, message: str, tmp_pa
 
 def test_a_header_longer_than_the_limit_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
-    for length in (100_000_001, 2**63, 2**64 - 1):
+    for length in (16_000_001, 2**63, 2**64 - 1):
         with path.open("wb") as file:
             file.write(struct.pack("<Q", length))
             file.truncate(200_000_000)
-        with pytest.raises(ModelError, match="limit 100000000"):
+        with pytest.raises(ModelError, match="limit 16000000"):
             read_header(path)
 
 

@@ -23,7 +23,12 @@ from nano_inference.loader.fields import shown
 from nano_inference.types import ModelError
 
 MAX_HEADER_BYTES = 64 * 2**20
-"""More than any vocabulary needs; what the header unpacks to in memory is a small multiple of it."""
+"""More than any vocabulary needs."""
+MAX_TENSORS = 100_000
+MAX_KEYS = 2**16
+"""Of the metadata; real files have a few dozen."""
+MAX_ITEMS = 2**22
+"""In all arrays together: each takes up to 60 bytes in memory. A vocabulary of 262,144 has less than a million."""
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
@@ -81,6 +86,7 @@ class _Cursor:
         self.buffer = b""
         self.at = 0
         self.loaded = 0
+        self.items = 0
         file.seek(0)
 
     @property
@@ -125,11 +131,19 @@ class _Cursor:
         """Return the next unsigned 64-bit integer."""
         return int(self.take(_SCALARS[10]))
 
-    def count(self, what: str, min_bytes: int) -> int:
+    def count(self, what: str, min_bytes: int, limit: int) -> int:
         """Return the next 64-bit count of things that take at least `min_bytes` each."""
         number = self.u64()
         if number > self.left() // min_bytes:
             raise self.bad(f"{number} {what} are announced where {self.left()} bytes can follow")
+        if number > limit:
+            raise self.bad(f"{number} {what} are announced, the limit is {limit}")
+        return number
+
+    def item_count(self, what: str, min_bytes: int) -> int:
+        """Return the length of the next array; the arrays of a file have at most `MAX_ITEMS` together."""
+        number = self.count(what, min_bytes, MAX_ITEMS - self.items)
+        self.items += number
         return number
 
     def text(self) -> str:
@@ -153,8 +167,8 @@ def read_gguf(path: str | Path) -> GgufFile:
 
 def _read(cursor: _Cursor) -> GgufFile:
     _check_version(cursor)
-    num_tensors = cursor.count("tensors", _MIN_TENSOR_BYTES)
-    num_keys = cursor.count("metadata keys", _MIN_KEY_BYTES)
+    num_tensors = cursor.count("tensors", _MIN_TENSOR_BYTES, MAX_TENSORS)
+    num_keys = cursor.count("metadata keys", _MIN_KEY_BYTES, MAX_KEYS)
     metadata: dict[str, Any] = {}
     for _ in range(num_keys):
         key = cursor.text()
@@ -197,13 +211,13 @@ def _array(cursor: _Cursor, depth: int) -> tuple[Any, ...]:
         raise cursor.bad(f"arrays are nested more than {_MAX_DEPTH} deep")
     code = cursor.u32()
     if code == _STRING:
-        return _strings(cursor, cursor.count("strings", 8))
+        return _strings(cursor, cursor.item_count("strings", 8))
     if code == _ARRAY:
-        return tuple(_array(cursor, depth + 1) for _ in range(cursor.count("arrays", 12)))
+        return tuple(_array(cursor, depth + 1) for _ in range(cursor.item_count("arrays", 12)))
     if code not in _SCALARS:
         raise cursor.bad(f"array type {code} is not known")
     layout = _SCALARS[code]
-    length = cursor.count("numbers", layout.size)
+    length = cursor.item_count("numbers", layout.size)
     cursor.need(length * layout.size)
     data = cursor.buffer[cursor.at : cursor.at + length * layout.size]
     cursor.at += len(data)

@@ -13,7 +13,7 @@ import torch
 
 from nano_inference.loader.door import TensorSource, WeightSource
 from nano_inference.loader.fields import Fields
-from nano_inference.loader.nanochat_config import hf_nanochat_config, nanochat_config, own_overrides
+from nano_inference.loader.nanochat_config import MAX_LAYERS, hf_nanochat_config, nanochat_config, own_overrides
 from nano_inference.loader.nanochat_files import TOKENIZER_FILES, NanochatFiles
 from nano_inference.loader.nanochat_rules import Inferred, infer, override_values, parse_overrides
 from nano_inference.loader.opened import Checkpoint, main_dtype
@@ -177,6 +177,6 @@ def _fill_lambdas(sources: dict[str, WeightSource], config: Fields, inferred: In
     if len(missing) != 1:
         return inferred
     name = missing[0]
-    sources[name] = TensorSource(torch.full((config.integer("n_layer"),), _FILL[name]))
+    sources[name] = TensorSource(torch.full((config.integer("n_layer", high=MAX_LAYERS),), _FILL[name]))
     note = f"the weights have no {name}: {_FILL[name]:g} is taken for each layer, as upstream does"
     return replace(inferred, warnings=(*inferred.warnings, note))

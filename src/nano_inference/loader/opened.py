@@ -13,10 +13,16 @@ from nano_inference.loader.nanochat_rules import Inferred
 from nano_inference.models.config import ModelConfig
 from nano_inference.types import ModelError, TokenizerSource
 
+_SPARE = 1 << 23
+"""Values, 32 MB: a small model that does not fit its configuration is told so by its weights' names, when loaded."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """A model's files, opened: what it is, and where its weights lie."""
+    """A model's files, opened: what it is, and where its weights lie.
+
+    Raises `ModelError` for a configuration of a model much larger than the weights are.
+    """
 
     path: Path
     config: ModelConfig
@@ -30,9 +36,23 @@ class Checkpoint:
     inferred: Inferred | None = None
     """What a nanochat checkpoint leaves open and how it was told; None for every other format."""
 
+    def __post_init__(self) -> None:
+        held = sum(math.prod(source.shape) for source in self.sources.values())
+        wanted = fewest_values(self.config)
+        if wanted > 2 * held + _SPARE:
+            raise ModelError(
+                f"{self.path}: the configuration makes a model of at least {wanted} values, the files hold {held}"
+            )
+
     def tensors(self) -> Iterator[tuple[str, WeightSource]]:
         """Return a fresh iterator over the weights, for `load_into`."""
         return iter(self.sources.items())
+
+
+def fewest_values(config: ModelConfig) -> int:
+    """Return how many values a model has at least: the embedding, and each layer's attention and two of its MLP."""
+    heads = 2 * (config.num_heads + config.num_kv_heads) * config.head_dim
+    return config.hidden_size * (config.vocab_size + config.num_layers * (heads + 2 * config.intermediate_size))
 
 
 def main_dtype(path: Path, sources: Mapping[str, WeightSource]) -> str:

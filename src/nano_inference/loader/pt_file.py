@@ -37,13 +37,13 @@ def read_pt(path: Path) -> dict[str, Tensor]:
     No code in the file is ever run. A prefix of torch.compile is taken off the names. Raises `ModelError`, one line
     that names the file, when it cannot be read or is anything but a flat dict of contiguous tensors.
     """
-    num_bytes = _check_container(path)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about pickle protocols and layouts; what matters is checked below
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about escapes, protocols and layouts of pickles; what matters is checked
+        num_bytes = _check_container(path)
+        try:
             loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:  # a damaged pickle can raise anything
-        raise ModelError(f"{path}: {_reason(error)}") from None
+        except Exception as error:  # a damaged pickle can raise anything
+            raise ModelError(f"{path}: {_reason(error)}") from None
     named = _named(path, loaded)
     if sum(tensor.nbytes for tensor in named.values()) > _MOST_SHARED * num_bytes:
         raise ModelError(f"{path}: its tensors share their memory so often that they come to many times the file")

@@ -20,7 +20,9 @@ from nano_inference.types import ModelError
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
-MAX_HEADER_BYTES = 100_000_000
+MAX_HEADER_BYTES = 16_000_000
+"""Of 100 MB that the format allows: a hundred thousand tensors take 12 MB."""
+MAX_TENSORS = 100_000
 
 _KNOWN: Mapping[str, str] = MappingProxyType({"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"})
 _ENTRY_FIELDS = frozenset({"dtype", "shape", "data_offsets"})
@@ -41,6 +43,8 @@ def read_header(path: Path) -> dict[str, FileRange]:
     except OSError as error:
         raise ModelError(f"{path}: cannot be read: {error.strerror}") from error
     header.pop("__metadata__", None)
+    if len(header) > MAX_TENSORS:
+        raise ModelError(f"{path}: holds {len(header)} tensors (limit {MAX_TENSORS})")
     ranges = {name: _range(path, 8 + length, name, entry) for name, entry in header.items()}
     ordered = sorted(ranges.items(), key=lambda item: (item[1].offset, num_bytes(item[1])))
     _check_cover(path, dict(ordered), 8 + length, num_file_bytes)
