@@ -111,7 +111,7 @@ def render(
     check_messages(messages)
     if continue_final:
         return _render_open(template, messages, add_generation_prompt, tools, extra)
-    taken = sorted((RESERVED | {"__out"}) & set(extra))
+    taken = sorted((RESERVED | template_guard.OWN) & set(extra))
     if taken:
         raise BadRequest(f"chat template variable {taken[0]!r} is reserved")
     data = {
@@ -187,7 +187,7 @@ def _render_open(
     text = render(template, marked, add_generation_prompt=False, tools=tools, extra=extra)
     if mark not in text:
         raise BadRequest("continue_final_message: the chat template does not show the last message as it is")
-    return text[: text.rindex(mark)]
+    return text[: text.rindex(mark)].replace(mark, "")  # a template may show it twice
 
 
 def check_messages(messages: object) -> None:
@@ -249,12 +249,12 @@ def _run(template: ChatTemplate, data: dict[str, Any], name: str) -> str:
     written = max(len(template.source), len(template.tool_source or ""))
     counter = _Counter((1 << 20) + 32 * size + 4 * turns * written)
     helpers = {
-        "raise_exception": _refuse,
-        "strftime_now": _now,
-        template_guard.SPEND: counter.spend,
-        template_guard.TURN: lambda value: counter.spend(value, written // 16),
-        template_guard.REPLACE: _replace,
-        template_guard.JOIN: _join_method,
+        "raise_exception": _Helper(_refuse),
+        "strftime_now": _Helper(_now),
+        template_guard.SPEND: _Helper(counter.spend),
+        template_guard.TURN: _Helper(lambda value: counter.spend(value, written // 16)),
+        template_guard.REPLACE: _Helper(_replace),
+        template_guard.JOIN: _Helper(_join_method),
     }
     try:
         return template.compiled.render_template(name, **data, **helpers)
@@ -268,6 +268,21 @@ def _run(template: ChatTemplate, data: dict[str, Any], name: str) -> str:
         raise
     except Exception as error:  # of our helpers or of a view, with values they were not made for
         raise BadRequest(f"the chat template cannot render these messages: {error}") from None
+
+
+class _Helper:
+    """A function that a template may call; printed, it has no address in memory as a function has."""
+
+    __slots__ = ("_function",)
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self._function(*arguments)
+
+    def __repr__(self) -> str:
+        return "helper"
 
 
 class _Counter:

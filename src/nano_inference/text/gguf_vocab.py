@@ -13,7 +13,15 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 
-from nano_inference.text.fast import SPACE_MARK, FastTokenizer, byte_piece, fast_tokenizer, set_bos_eos
+from nano_inference.text.fast import (
+    SPACE_MARK,
+    FastTokenizer,
+    byte_piece,
+    fast_tokenizer,
+    refused_files,
+    set_bos_eos,
+    shown,
+)
 from nano_inference.types import ModelError
 
 UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 2, 3, 4, 5, 6
@@ -63,28 +71,27 @@ def gguf_tokenizer(metadata: Mapping[str, Any], where: str) -> FastTokenizer:
     """Build the tokenizer of a GGUF file. Raises `ModelError` naming the file and what it lacks or is unknown."""
     model = metadata.get("tokenizer.ggml.model")
     if model not in ("gpt2", "llama"):
-        raise ModelError(f"{where}: tokenizer.ggml.model {model!r} is not supported; known: gpt2, llama")
+        raise ModelError(f"{where}: tokenizer.ggml.model {shown(model)} is not supported; known: gpt2, llama")
     pieces = _strings(metadata, "tokens", where)
-    types = metadata.get("tokenizer.ggml.token_type") or (1,) * len(pieces)
-    if len(types) != len(pieces):
-        raise ModelError(f"{where}: {len(pieces)} tokens but {len(types)} token types")
+    types = _types(metadata, len(pieces), where)
     vocab, doubles = _vocabulary(pieces)
     if model == "gpt2":
         core, adds_bos = _byte_level(metadata, vocab, where), metadata.get("tokenizer.ggml.pre") in ADDS_BOS
     else:
         core, adds_bos = _sentencepiece(metadata, pieces, types, vocab, where), True
-    _mark_special(core, pieces, types, byte_level=model == "gpt2")
     named = _named(metadata, pieces, where)
-    _set_ends(core, metadata, named, adds_bos)
-    return fast_tokenizer(
-        core,
-        where=where,
-        spelling="byte_level" if model == "gpt2" else "sentencepiece",
-        drops_space=model == "llama" and _flag(metadata, "add_space_prefix", True),
-        named=named,
-        eos_ids=_end_ids(metadata, pieces, types),
-        doubles=doubles,
-    )
+    with refused_files(where, "the tokenizer cannot be built"):
+        _mark_special(core, pieces, types, byte_level=model == "gpt2")
+        _set_ends(core, metadata, named, adds_bos)
+        return fast_tokenizer(
+            core,
+            where=where,
+            spelling="byte_level" if model == "gpt2" else "sentencepiece",
+            drops_space=model == "llama" and _flag(metadata, "add_space_prefix", True),
+            named=named,
+            eos_ids=_end_ids(metadata, pieces, types, where),
+            doubles=doubles,
+        )
 
 
 def _strings(metadata: Mapping[str, Any], key: str, where: str) -> Sequence[str]:
@@ -92,6 +99,24 @@ def _strings(metadata: Mapping[str, Any], key: str, where: str) -> Sequence[str]
     if not isinstance(values, list | tuple) or not values or not all(isinstance(v, str) for v in values):
         raise ModelError(f"{where}: tokenizer.ggml.{key} is missing or not a list of strings")
     return values
+
+
+def _types(metadata: Mapping[str, Any], count: int, where: str) -> Sequence[int]:
+    """Return each token's type, 1 for all when the file does not say."""
+    types = metadata.get("tokenizer.ggml.token_type") or (1,) * count
+    if not isinstance(types, list | tuple) or len(types) != count or any(type(kind) is not int for kind in types):
+        raise ModelError(
+            f"{where}: {count} tokens, but not as many integers in the token types (tokenizer.ggml.token_type)"
+        )
+    return types
+
+
+def _token(metadata: Mapping[str, Any], key: str, where: str) -> int | None:
+    """Return an id that the metadata name, None when they do not."""
+    token = metadata.get(f"tokenizer.ggml.{key}_token_id")
+    if token is not None and type(token) is not int:
+        raise ModelError(f"{where}: tokenizer.ggml.{key}_token_id must be an integer, got {shown(token)}")
+    return token
 
 
 def _vocabulary(pieces: Sequence[str]) -> tuple[dict[str, int], dict[int, str]]:
@@ -103,9 +128,9 @@ def _vocabulary(pieces: Sequence[str]) -> tuple[dict[str, int], dict[int, str]]:
 
 def _byte_level(metadata: Mapping[str, Any], vocab: dict[str, int], where: str) -> tokenizers.Tokenizer:
     pre = metadata.get("tokenizer.ggml.pre", "default")
-    if pre not in PRE_TOKENIZERS:
+    if not isinstance(pre, str) or pre not in PRE_TOKENIZERS:
         known = ", ".join(sorted(PRE_TOKENIZERS))
-        raise ModelError(f"{where}: pre-tokenizer {pre!r} (tokenizer.ggml.pre) is not supported; known: {known}")
+        raise ModelError(f"{where}: pre-tokenizer {shown(pre)} (tokenizer.ggml.pre) is not supported; known: {known}")
     merges = [_pair(merge, where) for merge in _strings(metadata, "merges", where)]
     core = tokenizers.Tokenizer(_bpe(vocab, merges, where, ignore_merges=pre in WHOLE_WORDS))
     core.pre_tokenizer = pre_tokenizers.Sequence(
@@ -121,7 +146,7 @@ def _byte_level(metadata: Mapping[str, Any], vocab: dict[str, int], where: str) 
 def _pair(merge: str, where: str) -> tuple[str, str]:
     left, space, right = merge.partition(" ")
     if not space or not left or not right:
-        raise ModelError(f"{where}: tokenizer.ggml.merges holds {merge!r}, which is not two pieces")
+        raise ModelError(f"{where}: tokenizer.ggml.merges holds {shown(merge)}, which is not two pieces")
     return left, right
 
 
@@ -134,7 +159,7 @@ def _bpe(
     unknown: str | None = None,
     byte_fallback: bool = False,
 ) -> models.BPE:
-    try:
+    with refused_files(where, "the vocabulary and its merges do not fit"):
         return models.BPE(
             vocab=vocab,
             merges=merges,
@@ -143,15 +168,14 @@ def _bpe(
             fuse_unk=unknown is not None,
             byte_fallback=byte_fallback,
         )
-    except Exception as error:  # the library raises bare Exception, e.g. for a merge whose result is no token
-        raise ModelError(f"{where}: the vocabulary and its merges do not fit: {error}") from None
 
 
 def _sentencepiece(
     metadata: Mapping[str, Any], pieces: Sequence[str], types: Sequence[int], vocab: dict[str, int], where: str
 ) -> tokenizers.Tokenizer:
     scores = metadata.get("tokenizer.ggml.scores")
-    if not isinstance(scores, list | tuple) or len(scores) != len(pieces):
+    numbers = isinstance(scores, list | tuple) and all(type(score) in (int, float) for score in scores)
+    if not isinstance(scores, list | tuple) or not numbers or len(scores) != len(pieces):
         raise ModelError(f"{where}: tokenizer.ggml.scores is missing or not one for each token")
     missing = [byte for byte in range(256) if f"<0x{byte:02X}>" not in vocab]
     if missing:
@@ -199,7 +223,8 @@ def _named(metadata: Mapping[str, Any], pieces: Sequence[str], where: str) -> di
     named = {}
     defaults = {"bos": 1, "eos": 2} if metadata["tokenizer.ggml.model"] == "llama" else {}
     for role, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
-        token = metadata.get(f"tokenizer.ggml.{key}_token_id", defaults.get(role))
+        token = _token(metadata, key, where)
+        token = defaults.get(role) if token is None else token
         if token is None:
             continue
         if not 0 <= token < len(pieces):
@@ -220,10 +245,10 @@ def _flag(metadata: Mapping[str, Any], key: str, default: bool) -> bool:
     return bool(metadata.get(f"tokenizer.ggml.{key}", default))
 
 
-def _end_ids(metadata: Mapping[str, Any], pieces: Sequence[str], types: Sequence[int]) -> Iterable[int]:
+def _end_ids(metadata: Mapping[str, Any], pieces: Sequence[str], types: Sequence[int], where: str) -> Iterable[int]:
     """Return the tokens that end a turn or a message, beside the end token proper."""
     for key in ("eot", "eom"):
-        token = metadata.get(f"tokenizer.ggml.{key}_token_id")
+        token = _token(metadata, key, where)
         if token is not None and 0 <= token < len(pieces):
             yield token
     for token, piece in enumerate(pieces):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,14 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken
 
-from nano_inference.text.fast import FastTokenizer, Spelling, fast_tokenizer, part_json
+from nano_inference.text.fast import FastTokenizer, Spelling, fast_tokenizer, part_json, refused_files, shown
 from nano_inference.types import ModelError
 
+MAX_FILE = 64 << 20
+"""Bytes of a JSON file; the largest known vocabularies take half as many, and in memory 13 times as many."""
+_PREFIX = re.compile(rb'"(?:continuing_subword_prefix|[^"\\]*\\u00[^"]*)"\s*:\s*"[^"]')
+"""A prefix for pieces, its name plain or spelled with escapes: where it does not fit, the library ends the process."""
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -26,35 +32,55 @@ def hf_tokenizer(directory: Path) -> FastTokenizer:
     core = _read_core(path)
     config = read_json(directory / "tokenizer_config.json")
     named = named_tokens(config, read_json(directory / "special_tokens_map.json"))
-    _add_missing(core, config, named, path)
-    spelling, drops_space = _spelling(core, path)
-    return fast_tokenizer(
-        core,
-        where=str(path),
-        spelling=spelling,
-        drops_space=drops_space,
-        named=named,
-        eos_ids=end_ids(directory),
-    )
+    with refused_files(str(path), "the tokenizer cannot be built"):
+        _add_missing(core, config, named, path)
+        spelling, drops_space = _spelling(core, path)
+        return fast_tokenizer(
+            core,
+            where=str(path),
+            spelling=spelling,
+            drops_space=drops_space,
+            named=named,
+            eos_ids=end_ids(directory),
+        )
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """Return a JSON object from a file, empty when there is none. Raises `ModelError` for anything else."""
     if not path.is_file():
         return {}
+    check_size(path)
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        text = path.read_bytes()
+        data = json.loads(text.decode("utf-8"))
+        if _SURROGATE.search(text):
+            json.dumps(data, ensure_ascii=False).encode()
     except (OSError, ValueError, RecursionError) as error:
-        raise ModelError(f"{path}: cannot be read as JSON: {error}") from None
+        raise ModelError(f"{path}: cannot be read as JSON: {shown(error)}") from None
     if not isinstance(data, dict):
         raise ModelError(f"{path}: a JSON object was expected, not {type(data).__name__}")
     return data
+
+
+def check_size(path: Path) -> None:
+    """Raise `ModelError` for a file of more than `MAX_FILE` bytes, or none that can be read."""
+    try:
+        size = path.stat().st_size
+    except OSError as error:
+        raise ModelError(f"{path}: cannot be read: {error.strerror}") from None
+    if size > MAX_FILE:
+        raise ModelError(f"{path}: {size} bytes are too many for a tokenizer's file (limit {MAX_FILE})")
 
 
 def named_tokens(config: Mapping[str, Any], special_map: Mapping[str, Any]) -> dict[str, str]:
     """Return the text of every special token that has a role; tokenizer_config.json wins over the map."""
     found = {role: _content(config.get(role, special_map.get(role))) for role in ROLES}
     return {role: text for role, text in found.items() if text}
+
+
+def token_number(key: str) -> int | None:
+    """Return the id that a JSON object's name spells, None when it is none."""
+    return int(key) if key.isascii() and key.isdigit() and len(key) < 11 else None
 
 
 def end_ids(directory: Path) -> tuple[int, ...]:
@@ -73,24 +99,27 @@ def _content(token: object) -> str | None:
 
 
 def _read_core(path: Path) -> tokenizers.Tokenizer:
-    try:
+    check_size(path)
+    with refused_files(str(path), "not a tokenizer.json that can be read"):
+        if _PREFIX.search(path.read_bytes()):
+            raise ModelError(f"{path}: continuing_subword_prefix is not supported (ByteLevel, SentencePiece)")
         return tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises bare Exception for every damaged file
-        raise ModelError(f"{path}: not a tokenizer.json that can be read: {error}") from None
 
 
 def _add_missing(core: tokenizers.Tokenizer, config: Mapping[str, Any], named: Mapping[str, str], path: Path) -> None:
     """Add what only tokenizer_config.json knows: added tokens, and roles that tokenizer.json does not mark special."""
     listed = config.get("added_tokens_decoder")
-    entries = sorted((int(key), value) for key, value in listed.items()) if isinstance(listed, dict) else []
-    for token, entry in entries:
+    entries = [(token_number(key), value) for key, value in listed.items()] if isinstance(listed, dict) else []
+    for token, entry in sorted(entries, key=lambda pair: -1 if pair[0] is None else pair[0]):
+        if token is None or not isinstance(entry, dict):
+            raise ModelError(f"{path}: added_tokens_decoder of tokenizer_config.json must map ids to objects")
         text = _content(entry)
         if text is None or core.token_to_id(text) is not None:
             continue
         flags = {name: bool(entry.get(name, False)) for name in ("lstrip", "rstrip", "single_word", "special")}
         core.add_tokens([AddedToken(text, normalized=bool(entry.get("normalized", False)), **flags)])
         if core.token_to_id(text) != token:
-            raise ModelError(f"{path}: added token {text!r} of tokenizer_config.json cannot have the id {token}")
+            raise ModelError(f"{path}: added token {shown(text)} of tokenizer_config.json cannot have the id {token}")
     special = {entry.content for entry in core.get_added_tokens_decoder().values() if entry.special}
     unmarked = [text for text in named.values() if text not in special and core.token_to_id(text) is not None]
     core.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in unmarked])

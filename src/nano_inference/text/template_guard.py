@@ -25,6 +25,9 @@ MAX_FACTOR = 64
 SPEND, TURN, REPLACE, JOIN = "__spend", "__turn", "__replace", "__join"
 """The names under which a guarded template calls its counters."""
 
+OWN = frozenset((SPEND, TURN, REPLACE, JOIN, "__out"))
+"""Names that a template may not use: it could put something in the counters' place."""
+
 _KEYWORDS = frozenset(("and", "or", "not", "in", "is", "if", "else", "elif", "for", "set", "call", "filter", "do"))
 _TOKEN = re.compile(r"""\s+|'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|[^\W\d]\w*|\d[\w.]*|.""", re.DOTALL)
 _OPEN = re.compile(r"\{[{%#]")
@@ -113,6 +116,8 @@ def _check(tags: list[Tag], where: str) -> None:
         words = _words(tag.tokens)
         if len(words) > MAX_TAG:
             raise ModelError(f"{where}: a tag of the chat template has {len(words)} tokens, more than {MAX_TAG}")
+        if not OWN.isdisjoint(words):
+            raise ModelError(f"{where}: the chat template uses the reserved name {min(OWN.intersection(words))}")
         for dot, name, paren in zip(words, words[1:], words[2:], strict=False):
             if dot == "." and name == "format" and paren == "(":
                 raise ModelError(f"{where}: the chat template calls .format(), which is not supported")

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -16,9 +15,10 @@ from typing import Any
 
 import tiktoken
 
-from nano_inference.text.fast import check_unicode
+from nano_inference.text.fast import check_unicode, refused_files, shown
+from nano_inference.text.fast import no_panic as no_panic  # also found here
 from nano_inference.text.gguf_vocab import LLAMA3_WORDS
-from nano_inference.text.hf import end_ids, named_tokens, read_json
+from nano_inference.text.hf import end_ids, named_tokens, read_json, token_number
 from nano_inference.types import BadRequest, ModelError
 
 LLAMA3_SPECIALS: Mapping[int, str] = MappingProxyType(
@@ -76,17 +76,6 @@ class TiktokenTokenizer:
         return self.token_bytes(token).decode("utf-8", "replace")
 
 
-@contextmanager
-def no_panic(what: str) -> Iterator[None]:
-    """Raise `BadRequest` where tiktoken's Rust panics: a pattern's stack overflows on a million spaces."""
-    try:
-        yield
-    except BaseException as error:
-        if type(error).__name__ == "PanicException":  # not an `Exception`, and not to be imported
-            raise BadRequest(f"{what} that the tokenizer's pattern cannot cut") from None
-        raise
-
-
 def find_ranks(directory: Path) -> Path | None:
     """Return the directory's tiktoken file: a `*.tiktoken`, or a `tokenizer.model` that is text in that format."""
     for path in sorted(directory.glob("*.tiktoken")):
@@ -108,10 +97,10 @@ def tiktoken_tokenizer(directory: Path, path: Path) -> TiktokenTokenizer:
     config = read_json(directory / "tokenizer_config.json")
     special = _special_tokens(config, len(ranks), path)
     pattern = config.get("pat_str", LLAMA3_WORDS)
-    try:
+    if not isinstance(pattern, str):
+        raise ModelError(f"{path}: pat_str of tokenizer_config.json must be a string, got {shown(pattern)}")
+    with refused_files(str(path), "tiktoken refuses it"):
         core = tiktoken.Encoding(path.stem, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
-    except (ValueError, TypeError, AssertionError) as error:
-        raise ModelError(f"{path}: tiktoken refuses it: {error}") from None
     named = named_tokens(config, read_json(directory / "special_tokens_map.json")) or _llama3_roles(special)
     ends = [special.get(named.get("eos_token", "")), *end_ids(directory), special.get("<|eot_id|>")]
     return TiktokenTokenizer(
@@ -167,10 +156,14 @@ def _special_tokens(config: Mapping[str, Any], first: int, path: Path) -> dict[s
         }
     special = {}
     for key, entry in listed.items():
-        text = entry.get("content") if isinstance(entry, dict) else None
-        if not key.isdigit() or not isinstance(text, str) or int(key) < first:
-            raise ModelError(f"{path}: added token {key} of tokenizer_config.json is not beyond the {first} ranks")
-        special[text] = int(key)
+        text, token = entry.get("content") if isinstance(entry, dict) else None, token_number(key)
+        if token is None or not isinstance(text, str) or token < first:
+            raise ModelError(
+                f"{path}: added token {shown(key)} of tokenizer_config.json is not beyond the {first} ranks"
+            )
+        if not text:  # tiktoken would find it everywhere, without end
+            raise ModelError(f"{path}: added token {token} of tokenizer_config.json is empty")
+        special[text] = token
     return special
 
 
