@@ -1,0 +1,221 @@
+"""What the package's own source may not do: run code that it finds, open doors, trust pickles or weak hashes."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+import pytest
+
+import nano_inference
+from nano_inference.kv import hashing, make_kv
+
+HOME = Path(nano_inference.__file__).parent
+PICKLE_NAMES = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal", "joblib", "_codecs"}
+SENDERS = {"recv_pyobj", "send_pyobj", "read_pickle", "to_pickle"}
+RUNNERS = {"eval", "exec", "compile", "__import__", "execfile"}
+SHELLS = {"system", "popen", "spawnl", "spawnv", "spawnvp", "execv", "execve", "execvp", "posix_spawn", "fork"}
+SERVERS = {"socketserver", "http", "xmlrpc", "zmq", "multiprocessing", "asyncio", "uvicorn", "starlette"}
+
+Finding = tuple[str, str]
+"""A file and what it does."""
+
+PICKLES = {
+    "text/nanochat_pickle.py",  # the numbers of the opcodes, which it walks
+    "loader/pt_file.py",  # the name of an error, and pickletools
+    "loader/nanochat_export.py",  # writes one
+    "nanochat/tokenizer.py",  # writes one
+}
+"""Who may import `pickle`, and never to read."""
+WRITES = {("loader/nanochat_export.py", "dumps"), ("nanochat/tokenizer.py", "dumps")}
+
+
+@pytest.fixture(scope="module")
+def trees() -> dict[str, ast.Module]:
+    return {path.relative_to(HOME).as_posix(): ast.parse(path.read_text()) for path in sorted(HOME.rglob("*.py"))}
+
+
+def imports(tree: ast.AST) -> Iterator[str]:
+    """Every module that is imported, whole names, also by `importlib.import_module("name")`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Call) and called(node)[1] in ("import_module", "__import__") and node.args:
+            name = node.args[0]
+            if isinstance(name, ast.Constant) and isinstance(name.value, str):
+                yield name.value
+
+
+def called(node: ast.Call) -> tuple[str, str]:
+    """What is called: the name before the dot, empty when there is none, and the name after it."""
+    function = node.func
+    if isinstance(function, ast.Name):
+        return "", function.id
+    if isinstance(function, ast.Attribute):
+        return ast.unparse(function.value), function.attr
+    return "", ""
+
+
+def calls(tree: ast.AST) -> Iterator[tuple[str, str, ast.Call]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            yield (*called(node), node)
+
+
+def importers(trees: dict[str, ast.Module], names: set[str]) -> set[str]:
+    """Files that import one of these modules or something out of it."""
+    return {path for path, tree in trees.items() if names & {name.partition(".")[0] for name in imports(tree)}}
+
+
+def pickle_uses(trees: dict[str, ast.Module]) -> set[Finding]:
+    """Calls of the pickle module, and of methods that pickle behind one's back."""
+    found = set()
+    for path, tree in trees.items():
+        found |= {(path, name) for before, name, _ in calls(tree) if before in PICKLE_NAMES or name in SENDERS}
+        taken = {name for name in imports(tree) if name.startswith(("pickle.", "marshal."))}
+        found |= {(path, name) for name in taken}
+        found |= {
+            (path, node.attr)
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Attribute) and node.attr in ("Unpickler", "Pickler", "loads", "load")
+            if ast.unparse(node.value) in PICKLE_NAMES
+        }
+    return found
+
+
+def run_uses(trees: dict[str, ast.Module]) -> set[Finding]:
+    """Calls that run a text as a program, or a program."""
+    found = set()
+    for path, tree in trees.items():
+        for before, name, _ in calls(tree):
+            if before in ("", "builtins") and name in RUNNERS:
+                found.add((path, name))
+            if before in ("os", "pty", "posix") and name in SHELLS:
+                found.add((path, f"{before}.{name}"))
+            if before == "subprocess" or name in ("create_subprocess_exec", "create_subprocess_shell"):
+                found.add((path, f"{before}.{name}"))
+        # A name that is handed over, `map(eval, …)`, runs as well.
+        loaded = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+        found |= {(path, name) for name in loaded & {"eval", "exec", "__import__"}}
+    return found
+
+
+def unsafe_loads(trees: dict[str, ast.Module]) -> set[Finding]:
+    """Calls that read arrays or tensors without the word that keeps code out."""
+    found = set()
+    for path, tree in trees.items():
+        for before, name, node in calls(tree):
+            words = {word.arg: word.value for word in node.keywords}
+            if before == "torch" and name == "load" and not is_constant(words.get("weights_only"), True):
+                found.add((path, "torch.load"))
+            if before in ("np", "numpy") and name == "load" and not is_constant(words.get("allow_pickle"), False):
+                found.add((path, "numpy.load"))
+            if name in ("yaml_load", "unsafe_load", "full_load") or (before == "yaml" and name == "load"):
+                found.add((path, "yaml.load"))
+            if any(word == "trust_remote_code" for word in words):
+                found.add((path, "trust_remote_code"))
+    return found
+
+
+def is_constant(node: ast.expr | None, value: object) -> bool:
+    return isinstance(node, ast.Constant) and node.value is value
+
+
+def server_uses(trees: dict[str, ast.Module]) -> set[str]:
+    """Files that could listen: sockets that are bound, or a module that serves."""
+    found = importers(trees, {"socket"}) | importers(trees, SERVERS)
+    for path, tree in trees.items():
+        if any(name in ("bind", "listen", "create_server", "start_server") for _, name, _ in calls(tree)):
+            found.add(path)
+    return found
+
+
+def test_nothing_is_unpickled(trees: dict[str, ast.Module]) -> None:
+    assert importers(trees, PICKLE_NAMES) <= PICKLES
+    assert pickle_uses(trees) <= WRITES
+
+
+def test_nothing_is_evaluated_and_one_program_is_run(trees: dict[str, ast.Module]) -> None:
+    found = {use for use in run_uses(trees) if not use[0].startswith("server/")}
+    assert found == {("catalog.py", "subprocess.run")}
+    assert importers(trees, {"subprocess", "pty", "ctypes", "cffi"}) == {"catalog.py"}
+
+
+def test_the_server_runs_no_program_and_evaluates_nothing(trees: dict[str, ast.Module]) -> None:
+    assert not {use for use in run_uses(trees) if use[0].startswith("server/")}
+
+
+def test_the_one_program_is_pip_and_without_a_shell(trees: dict[str, ast.Module]) -> None:
+    (node,) = (node for before, _, node in calls(trees["catalog.py"]) if before == "subprocess")
+    words = {word.arg for word in node.keywords}
+    assert "shell" not in words and "executable" not in words and None not in words
+    texts = {n.value for n in ast.walk(trees["catalog.py"]) if isinstance(n, ast.Constant) and isinstance(n.value, str)}
+    assert {"-m", "pip", "download"} <= texts
+
+
+def test_tensors_are_loaded_as_tensors_only(trees: dict[str, ast.Module]) -> None:
+    assert not unsafe_loads(trees)
+    loads = {(path, before) for path, tree in trees.items() for before, name, _ in calls(tree) if name == "load"}
+    assert ("loader/pt_file.py", "torch") in loads
+
+
+def test_only_the_server_listens(trees: dict[str, ast.Module]) -> None:
+    allowed = {path for path in server_uses(trees) if path.startswith("server/") or path == "cli/serve.py"}
+    assert server_uses(trees) == allowed
+
+
+def test_blocks_are_named_by_a_cryptographic_hash_of_128_bits(trees: dict[str, ast.Module]) -> None:
+    """That different contents, salts and versions have different names: tests/test_kv.py."""
+    assert hashing._DIGEST_BYTES * 8 >= 128
+    for function in (hashing.compute_block_hash, hashing.root_hash):
+        assert "hashlib.sha256" in inspect.getsource(function)
+    for path, tree in trees.items():
+        if path.startswith("kv/"):
+            assert not [name for before, name, _ in calls(tree) if not before and name == "hash"], path
+            assert not {"zlib", "xxhash", "binascii", "random"} & {name.partition(".")[0] for name in imports(tree)}
+    assert all(hashing.compute_block_hash([i]).bit_length() <= 128 for i in range(9))
+    assert max(hashing.compute_block_hash([i]).bit_length() for i in range(99)) > 120
+
+
+@pytest.mark.parametrize("cache_type", ["radix", "paged"])
+def test_tokens_with_equal_python_hashes_are_no_hit(cache_type: Literal["radix", "paged"]) -> None:
+    """The tree compares the tokens themselves, the table their digests; neither trusts `hash`."""
+    ours, theirs = [0] * 9, [2**61 - 1] * 9
+    assert hash(tuple(ours)) == hash(tuple(theirs))
+    cache = make_kv(cache_type, 8, 4)
+    cache.deallocate(cache.allocate(ours).block_ids)
+    found = cache.allocate(theirs)
+    assert found.cached_length == 0
+    cache.deallocate(found.block_ids)
+    assert cache.allocate(ours).cached_length == 8
+
+
+def test_the_gates_see_what_they_look_for() -> None:
+    bad = {
+        "a.py": "import dill\nfrom pickle import loads\nsock.recv_pyobj()\n",
+        "b.py": "import pickle as p, pickle\npickle.loads(x)\nf = pickle.Unpickler\n",
+        "c.py": "eval('1')\nmap(exec, x)\nimport os\nos.system('x')\nimport builtins\nbuiltins.compile('x')\n",
+        "d.py": "import subprocess\nsubprocess.Popen(['x'])\n__import__('os')\n",
+        "e.py": "torch.load(x)\nnumpy.load(x)\nf(trust_remote_code=True)\nyaml.load(x)\n",
+        "j.py": "torch.load(x, weights_only=False)\n",
+        "f.py": "import importlib\nimportlib.import_module('socketserver')\n",
+        "g.py": "import socket\n",
+        "h.py": "loop.create_server(x)\n",
+        "i.py": "torch.load(x, weights_only=True)\nre.compile('x')\nmodel.eval()\njson.loads(x)\n",
+    }
+    trees = {path: ast.parse(text) for path, text in bad.items()}
+    assert importers(trees, PICKLE_NAMES) == {"a.py", "b.py"}
+    assert {("a.py", "recv_pyobj"), ("a.py", "pickle.loads"), ("b.py", "loads"), ("b.py", "Unpickler")} <= pickle_uses(
+        trees
+    )
+    assert {"eval", "exec", "os.system", "compile"} == {what for path, what in run_uses(trees) if path == "c.py"}
+    assert {"subprocess.Popen", "__import__"} == {what for path, what in run_uses(trees) if path == "d.py"}
+    words = ("torch.load", "numpy.load", "trust_remote_code", "yaml.load")
+    assert unsafe_loads(trees) == {("e.py", what) for what in words} | {("j.py", "torch.load")}
+    assert server_uses(trees) == {"f.py", "g.py", "h.py"}
