@@ -6,6 +6,7 @@ A client that goes away ends its call at once, streamed or not; so does the dead
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ from typing import Any
 from pydantic_core import to_json
 
 from nano_inference.server.calls import Call
-from nano_inference.server.errors import ApiError
+from nano_inference.server.errors import ApiError, internal_error
 from nano_inference.server.guard import ClientGone
 from nano_inference.server.model import ServedModel
 from nano_inference.server.replies import (
@@ -40,6 +41,7 @@ _EVENT_HEADERS = [
     (b"x-accel-buffering", b"no"),
 ]
 _JSON_HEADERS = [(b"content-type", b"application/json")]
+_log = logging.getLogger("nano_inference.server")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,9 +92,12 @@ async def _stream(
                 await send({"type": "http.response.body", "body": _STILL_HERE, "more_body": True})
             chunks = [c for draft, got in news for c in delta_chunks(call, draft, got, model.tokenizer, created)]
             await _send_events(send, call, chunks, drafts)
-    except ApiError as error:
-        await send({"type": "http.response.body", "body": _event(error.to_dict()) + _DONE, "more_body": False})
-        return error
+    except ClientGone:
+        raise
+    except Exception as error:
+        told = error if isinstance(error, ApiError) else _unexpected(error)
+        await send({"type": "http.response.body", "body": _event(told.to_dict()) + _DONE, "more_body": False})
+        return told
     last = [usage_chunk(call, drafts, created)] if call.include_usage else []
     body = b"".join(map(_event, last)) + _DONE
     await send({"type": "http.response.body", "body": body, "more_body": False})
@@ -127,7 +132,7 @@ async def _written(
             draft = drafts[prompt_index * call.num_samples + delta.sample_index]
             news.append((draft, draft.take(delta, call.shape, model.tokenizer)))
             if draft.finish_reason == "abort":
-                raise _given_up(draft)
+                raise _given_up(call, draft)
         if pieces or left > silence:
             yield news
 
@@ -141,9 +146,19 @@ def _cut_short(drafts: Sequence[Draft]) -> list[tuple[Draft, Written]]:
     return [(draft, draft.cut_short("timeout")) for draft in drafts if draft.finish_reason is None]
 
 
-def _given_up(draft: Draft) -> ApiError:
+def _unexpected(error: Exception) -> ApiError:
+    """Log a failure that is ours; return what the client is told."""
+    _log.error("a stream failed: %s: %s", type(error).__name__, error, exc_info=error)
+    return internal_error()
+
+
+def _given_up(call: Call, draft: Draft) -> ApiError:
     """Say why the engine ended a sample that nobody aborted."""
     reason = str(draft.stop_reason or "the engine gave the request up")
+    ask = call.asks[draft.prompt_index]
+    is_bound = ask.make_matcher is not None or ask.params.allowed_token_ids is not None or ask.params.min_tokens > 0
+    if reason.startswith("no token can be drawn") and is_bound:
+        return ApiError(400, "no token can be drawn: allowed_token_ids, bad_words and min_tokens leave none")
     if reason.startswith("out of memory"):
         return ApiError(503, reason, code="out_of_memory", headers={"retry-after": "5"})
     return ApiError(500, f"generation failed: {reason}", headers={"x-should-retry": "false"})

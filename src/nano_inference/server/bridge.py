@@ -205,7 +205,7 @@ class Bridge:
 
     async def _watch(self) -> None:
         """Notice an engine that has stopped stepping, and say where it stands."""
-        while self.state in ("ready", "draining"):
+        while self.state not in ("stopped", "dead"):
             await asyncio.sleep(min(_WATCH_S, self._step_timeout / 2))
             since = self._busy_since
             is_gone = self._thread is not None and not self._thread.is_alive()

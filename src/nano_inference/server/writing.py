@@ -174,7 +174,7 @@ def _stop_in(state: StreamState, data: bytes, stop: str, include: bool) -> tuple
     at = text.find(stop, max(0, len(state.held) - len(stop) + 1))
     if at < 0:
         return after, text
-    return replace(after, pending=b"", stopped=stop), text[:at] + (stop if include else "")
+    return replace(after, stopped=stop), text[:at] + (stop if include else "")
 
 
 def _entries(

@@ -1,0 +1,1134 @@
+"""The routes over a real socket: fields, log-probabilities, streams, usage, errors, places in the queue, time."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from itertools import combinations, product
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import nano_inference
+from nano_inference import EngineConfig, InferenceEngine, SamplingParams
+from nano_inference.config import ServerConfig
+from nano_inference.door import MatcherFactory
+from nano_inference.server.served import Opened, ServedEngine
+from nano_inference.text.fast import BYTE_OF_CHAR
+from nano_inference.types import StepResult, TokenProgram, TrainingSample
+from tests.server.tiny import Running, opened, running
+
+COMPLETE = "/v1/completions"
+CHAT = "/v1/chat/completions"
+HELLO = [{"role": "user", "content": "hello"}]
+JSON = dict[str, Any]
+END_TOKEN = 257
+BYTES = tuple(BYTE_OF_CHAR[char] for char in sorted(BYTE_OF_CHAR))
+"""What the tiny model's first 256 tokens write."""
+
+
+def ids(text: str) -> list[int]:
+    """The tokens of a text."""
+    return [BYTES.index(byte) for byte in text.encode()]
+
+
+def raw(tokens: Sequence[int]) -> bytes:
+    """What tokens write, special ones left out."""
+    return bytes(BYTES[token] for token in tokens if token < 256)
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_directory: Path) -> Iterator[InferenceEngine]:
+    """The same model in this process."""
+    config = EngineConfig(model_path=str(tiny_directory), kv_cache_bytes=8 << 20, device="cpu", num_threads=1)
+    one = InferenceEngine(config)
+    yield one
+    one.shutdown()
+
+
+def complete(server: Running, **fields: Any) -> JSON:
+    """POST a completion that must succeed; greedy unless said otherwise."""
+    body = {"prompt": "hello", "temperature": 0, "max_tokens": 12, "return_token_ids": True, **fields}
+    reply = server.post(COMPLETE, body)
+    assert reply.status_code == 200, reply.text
+    answer: JSON = reply.json()
+    return answer
+
+
+def chat(server: Running, **fields: Any) -> JSON:
+    """POST a chat that must succeed; greedy unless said otherwise."""
+    body = {"messages": HELLO, "temperature": 0, "max_tokens": 12, "return_token_ids": True, **fields}
+    reply = server.post(CHAT, body)
+    assert reply.status_code == 200, reply.text
+    answer: JSON = reply.json()
+    return answer
+
+
+def ids_of(reply: JSON, index: int = 0) -> list[int]:
+    return list(reply["choices"][index]["token_ids"])
+
+
+def engine_sample(engine: InferenceEngine, prompt: Sequence[int], **fields: Any) -> TrainingSample:
+    params = SamplingParams(**{"temperature": 0.0, "max_tokens": 12, "logprobs_mode": "raw", **fields})
+    return engine.generate([list(prompt)], params)[0]
+
+
+# ---- fields that decide what is drawn: the same numbers as the engine's own
+
+SAMPLING: list[JSON] = [
+    {"temperature": 0.0},
+    {"temperature": 1.7, "seed": 3},
+    {"temperature": 1.0, "seed": -5},
+    {"temperature": 1.5, "seed": 3, "top_p": 0.4},
+    {"temperature": 1.5, "seed": 3, "top_k": 2},
+    {"temperature": 1.5, "seed": 3, "top_k": -1},
+    {"temperature": 1.5, "seed": 3, "min_p": 0.5},
+    {"repetition_penalty": 3.0},
+    {"presence_penalty": 2.0},
+    {"frequency_penalty": 2.0},
+    {"frequency_penalty": -2.0},
+    {"logit_bias": {"65": 100.0, "66": 99.9}},
+    {"allowed_token_ids": [120, 121, 122]},
+    {"ignore_eos": True, "max_tokens": 40},
+    {"min_tokens": 12, "logit_bias": {"257": 100.0}},
+    {"logit_bias": {"257": 100.0}},
+    {"max_tokens": 1},
+    {"max_tokens": 0},
+]
+
+
+@pytest.mark.parametrize("fields", SAMPLING)
+def test_sampling_fields_do_what_the_engine_does(server: Running, engine: InferenceEngine, fields: JSON) -> None:
+    reply = complete(server, logprobs=3, **fields)
+    sample = engine_sample(engine, ids("hello"), logprobs=3, **fields)
+    choice = reply["choices"][0]
+    assert choice["token_ids"] == list(sample.completion_tokens)
+    assert choice["finish_reason"] == sample.finish_reason
+    assert choice["prompt_token_ids"] == ids("hello")
+    assert choice["logprobs"]["token_logprobs"] == pytest.approx(list(sample.logprobs), abs=1e-5)
+    if fields.get("max_tokens") != 0:
+        answer = chat(server, logprobs=True, **fields)
+        sample = engine_sample(engine, answer["prompt_token_ids"], **fields)
+        assert ids_of(answer) == list(sample.completion_tokens)
+
+
+def test_each_sampling_field_changes_something(server: Running) -> None:
+    hot = {"temperature": 1.5, "seed": 3, "max_tokens": 40, "ignore_eos": True}
+    plain = ids_of(complete(server, **hot))
+    changes: list[JSON] = [
+        {"temperature": 0},
+        {"seed": 4},
+        {"top_p": 0.3},
+        {"top_k": 1},
+        {"min_p": 0.9},
+        {"repetition_penalty": 3.0},
+        {"presence_penalty": 2.0, "temperature": 2.0},
+        {"frequency_penalty": 2.0, "temperature": 2.0},
+        {"logit_bias": {"65": 50.0}},
+        {"allowed_token_ids": [1, 2]},
+        {"max_tokens": 39},
+    ]
+    hotter = ids_of(complete(server, **{**hot, "temperature": 2.0}))
+    for change in changes:
+        assert ids_of(complete(server, **{**hot, **change})) not in (plain, hotter), change
+    assert ids_of(complete(server, **hot)) == plain
+    unseeded = {"temperature": 2.0, "max_tokens": 40, "ignore_eos": True}
+    assert ids_of(complete(server, **unseeded)) != ids_of(complete(server, **unseeded))
+
+
+def test_end_tokens_and_their_fields(server: Running) -> None:
+    ending = {"logit_bias": {str(END_TOKEN): 100.0}, "max_tokens": 6}
+    choice = complete(server, **ending)["choices"][0]
+    assert (choice["text"], choice["token_ids"], choice["finish_reason"]) == ("", [END_TOKEN], "stop")
+    assert choice["stop_reason"] is None
+    assert complete(server, **ending)["usage"]["completion_tokens"] == 1
+    choice = complete(server, **ending, ignore_eos=True)["choices"][0]
+    assert (choice["token_ids"], choice["finish_reason"], choice["text"]) == ([END_TOKEN] * 6, "length", "")
+    shown = complete(server, **ending, ignore_eos=True, skip_special_tokens=False)["choices"][0]
+    assert shown["text"] == "<|im_end|>" * 6
+    tokens = complete(server, **ending, min_tokens=3)["choices"][0]["token_ids"]
+    assert len(tokens) == 4 and tokens.index(END_TOKEN) == 3
+
+
+def test_stop_token_ids(server: Running) -> None:
+    plain = ids_of(complete(server, ignore_eos=True))
+    at = next(i for i, token in enumerate(plain) if token not in plain[:i] and i > 2)
+    for include in (False, True):
+        choice = complete(server, stop_token_ids=[plain[at]], ignore_eos=True, include_stop_str_in_output=include)
+        choice = choice["choices"][0]
+        assert choice["token_ids"] == plain[: at + 1]
+        assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", plain[at])
+        kept = raw(plain[: at + include]).decode("utf-8", "replace")
+        assert choice["text"] == kept
+
+
+def spell(text: str) -> JSON:
+    """Fields that let the model write nothing but a text's letters, over and over in some order."""
+    return {"allowed_token_ids": sorted(set(ids(text))), "temperature": 1.5, "max_tokens": 60, "seed": 11}
+
+
+@pytest.mark.parametrize(
+    ("letters", "stop"),
+    [
+        ("ab", "abb"),
+        ("ab", ["bbb", "aaa", "abab", "baba"]),
+        ("ab", ["ab", "abb"]),
+        ("abc", [f"{one}{two}" + "a" * 3 for one, two in product("abcx", "abcx")]),
+        ("é", "éé"),
+        ("é", "é"),
+        ("日", ["日日", "日"]),
+        ("ab", "never"),
+    ],
+)
+def test_stop_strings(server: Running, letters: str, stop: Any) -> None:
+    fields = spell(letters)
+    plain = raw(ids_of(complete(server, **fields)))
+    stops = [stop] if isinstance(stop, str) else stop
+    found = [(plain.find(one.encode()) + len(one.encode()), plain.find(one.encode()), one) for one in stops]
+    hits = sorted(hit for hit in found if hit[1] >= 0)
+    for include, stream in product((False, True), (False, True)):
+        body = {"prompt": "hello", "stop": stop, "include_stop_str_in_output": include, **fields}
+        if stream:
+            events = server.events(COMPLETE, {**body, "stream": True})[:-1]
+            text = "".join(event["choices"][0]["text"] for event in events)
+            choice = events[-1]["choices"][0]
+            written = "".join(event["choices"][0]["text"] for event in events[:-2])
+        else:
+            choice = server.post(COMPLETE, body).json()["choices"][0]
+            text = written = choice["text"]
+        if not hits:
+            assert (text, choice["finish_reason"]) == (plain.decode("utf-8", "replace"), "length")
+            continue
+        _, at, matched = hits[0]
+        before = plain[:at].decode("utf-8", "replace")
+        assert text == before + (matched if include else "")
+        assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", matched)
+        assert before.startswith(written) or not stream
+
+
+def test_a_stop_string_waits_for_min_tokens(server: Running) -> None:
+    fields = spell("ab")
+    plain = raw(ids_of(complete(server, **fields))).decode()
+    at = plain.index("ab", 20)
+    for stream in (False, True):
+        body = {"prompt": "hello", "stop": "ab", "min_tokens": 20, **fields}
+        if stream:
+            text = "".join(e["choices"][0]["text"] for e in server.events(COMPLETE, {**body, "stream": True})[:-1])
+        else:
+            text = server.post(COMPLETE, body).json()["choices"][0]["text"]
+        assert text == plain[: plain.index("ab", 19)] or text == plain[:at]
+        assert plain.startswith(text) and "ab" in text
+
+
+def test_bad_words_are_never_written(server: Running) -> None:
+    fields = spell("abc")
+    plain = complete(server, **fields)["choices"][0]["text"]
+    words = [plain[3:5], plain[10:13]]
+    text = complete(server, **fields, bad_words=words)["choices"][0]["text"]
+    assert len(text) == len(plain) and text != plain
+    assert not any(word in text for word in words)
+    text = complete(server, **fields, bad_words=["a"], stop="cc")["choices"][0]["text"]
+    assert "a" not in text and "cc" not in text
+
+
+NOTHING_LEFT: list[JSON] = [
+    {"allowed_token_ids": ids("a"), "bad_words": ["a"]},
+    {"allowed_token_ids": ids("a"), "bad_words": ["aaa"]},
+    {"allowed_token_ids": [END_TOKEN], "min_tokens": 2},
+]
+
+
+@pytest.mark.parametrize("fields", NOTHING_LEFT)
+def test_a_request_that_forbids_every_token_is_the_client_s_fault(server: Running, fields: JSON) -> None:
+    body = {"prompt": "hello", "max_tokens": 5, **fields}
+    reply = server.post(COMPLETE, body)
+    assert (reply.status_code, reply.json()["error"]["type"]) == (400, "invalid_request_error")
+    assert "no token can be drawn" in reply.json()["error"]["message"]
+    events = server.events(COMPLETE, {**body, "stream": True})
+    assert (events[-2]["error"]["type"], events[-1]) == ("invalid_request_error", "[DONE]")
+    assert complete(server)["usage"]["completion_tokens"] > 0
+
+
+# ---- several samples, several prompts
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_choices_are_numbered_prompt_by_prompt(server: Running, engine: InferenceEngine, stream: bool) -> None:
+    prompts = ["one", "twothree", "four"]
+    body: JSON = {"prompt": prompts, "n": 3, "temperature": 1.3, "seed": 9, "max_tokens": 7, "return_token_ids": True}
+    tokens: dict[int, list[int]] = {}
+    heads: dict[int, list[int]] = {}
+    if stream:
+        ends = []
+        for event in server.events(COMPLETE, {**body, "stream": True})[:-1]:
+            (choice,) = event["choices"]
+            tokens.setdefault(choice["index"], []).extend(choice.get("token_ids") or [])
+            if "prompt_token_ids" in choice:
+                assert choice["index"] not in heads, "once for each choice"
+                heads[choice["index"]] = choice["prompt_token_ids"]
+            ends += [choice["index"]] * (choice["finish_reason"] is not None)
+        assert sorted(ends) == list(range(9))
+    else:
+        choices = server.post(COMPLETE, body).json()["choices"]
+        assert [choice["index"] for choice in choices] == list(range(9))
+        tokens = {choice["index"]: choice["token_ids"] for choice in choices}
+        heads = {choice["index"]: choice["prompt_token_ids"] for choice in choices}
+    for number, prompt in enumerate(prompts):
+        params = SamplingParams(temperature=1.3, seed=9, max_tokens=7)
+        samples = engine.generate([ids(prompt)], params, num_samples_per_prompt=3)
+        for sample in samples:
+            index = number * 3 + sample.sample_index
+            assert tokens[index] == list(sample.completion_tokens)
+            assert heads[index] == ids(prompt)
+    assert len({tuple(tokens[index]) for index in range(3)}) == 3, "samples differ"
+
+
+def test_usage_counts_each_prompt_once(server: Running) -> None:
+    reply = complete(server, prompt=["one", "twothree"], n=3, best_of=3, max_tokens=5, ignore_eos=True)
+    usage = reply["usage"]
+    assert (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]) == (11, 30, 41)
+
+
+FEATURES: list[JSON] = [
+    {"n": 2},
+    {"stop": ["ab", "é"]},
+    {"stream": True},
+    {"temperature": 1.5, "seed": 1},
+    {"top_p": 0.5, "top_k": 3, "min_p": 0.1},
+    {"repetition_penalty": 1.5},
+    {"presence_penalty": 1.0, "frequency_penalty": -1.0},
+    {"logit_bias": {"5": 9.5}},
+    {"allowed_token_ids": [5, 6, 7, END_TOKEN]},
+    {"bad_words": ["ab"]},
+    {"min_tokens": 3, "stop_token_ids": [5]},
+    {"ignore_eos": True, "skip_special_tokens": False},
+    {"truncate_prompt_tokens": 2, "cache_salt": "x"},
+    {"return_token_ids": True, "return_tokens_as_token_ids": True},
+    {"logprobs": 2},
+    {"prompt_logprobs": 1},
+    {"echo": True},
+]
+
+
+def test_any_two_features_go_together(server: Running) -> None:
+    """Or are refused together; the engine lives on."""
+
+    def ask(pair: tuple[JSON, JSON]) -> tuple[int, str]:
+        reply = server.post(COMPLETE, {"prompt": "hello", "max_tokens": 5, **pair[0], **pair[1]})
+        return reply.status_code, reply.text
+
+    pairs = list(combinations(FEATURES, 2))
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(ask, pairs))
+    refused = {
+        tuple(sorted({*one, *two})) for (one, two), (status, _) in zip(pairs, answers, strict=True) if status != 200
+    }
+    assert refused == {("prompt_logprobs", "stream")}
+    assert not any('"error"' in text for status, text in answers if status == 200)
+    assert server.client.get("/ready").status_code == 200
+
+
+# ---- what a reply shows
+
+
+def test_token_ids_and_their_spelling(server: Running) -> None:
+    reply = complete(server, return_tokens_as_token_ids=True, logprobs=1)["choices"][0]
+    assert reply["logprobs"]["tokens"] == [f"token_id:{token}" for token in reply["token_ids"]]
+    assert all(name.startswith("token_id:") for row in reply["logprobs"]["top_logprobs"] for name in row)
+    answer = chat(server, return_tokens_as_token_ids=True, logprobs=True, top_logprobs=1)
+    entries = answer["choices"][0]["logprobs"]["content"]
+    assert [entry["token"] for entry in entries] == [f"token_id:{token}" for token in ids_of(answer)]
+    assert all(entry["top_logprobs"][0]["token"].startswith("token_id:") for entry in entries)
+    assert "token_ids" not in complete(server, return_token_ids=False)["choices"][0]
+    assert "prompt_token_ids" not in chat(server, return_token_ids=False)
+    events = server.events(CHAT, {"messages": HELLO, "max_tokens": 5, "stream": True, "return_token_ids": True})[:-1]
+    assert [("prompt_token_ids" in event) for event in events] == [True] + [False] * (len(events) - 1)
+
+
+def test_echo(server: Running) -> None:
+    plain = complete(server)["choices"][0]
+    echoed = complete(server, echo=True)
+    assert echoed["choices"][0]["text"] == "hello" + plain["text"]
+    assert echoed["usage"]["completion_tokens"] == len(plain["token_ids"])
+    assert complete(server, prompt=ids("hi"), echo=True, max_tokens=0)["choices"][0]["text"] == "hi"
+    several = complete(server, prompt=["aa", "bb"], echo=True, n=2, temperature=1, seed=1)
+    assert [choice["text"][:2] for choice in several["choices"]] == ["aa", "aa", "bb", "bb"]
+    answer = chat(server)["choices"][0]["message"]["content"]
+    assert chat(server, echo=True)["choices"][0]["message"]["content"] == "hello" + answer
+    for path, body in ((COMPLETE, {"prompt": "hello"}), (CHAT, {"messages": HELLO})):
+        body |= {"temperature": 0, "max_tokens": 12, "echo": True}
+        whole = server.post(path, body).json()["choices"][0]
+        text = whole["text"] if path == COMPLETE else whole["message"]["content"]
+        assert text_of(server.events(path, {**body, "stream": True})) == {0: text}
+        assert text.startswith("hello")
+
+
+def test_prompts_of_chats(server: Running) -> None:
+    def prompt(**fields: Any) -> str:
+        return text_of_ids(chat(server, max_tokens=1, **fields)["prompt_token_ids"])
+
+    def text_of_ids(tokens: list[int]) -> str:
+        return str(server.opened.model.tokenizer.decode(tokens, skip_special=False))
+
+    usual = "<|im_start|>user\nhello<|im_end|>\n"
+    assert prompt() == usual + "<|im_start|>assistant\n"
+    assert prompt(add_generation_prompt=False) == usual
+    messages = [*HELLO, {"role": "assistant", "content": "So"}]
+    assert prompt(messages=messages, continue_final_message=True) == usual + "<|im_start|>assistant\nSo"
+    assert prompt(chat_template_kwargs={"unused": 1}) == usual + "<|im_start|>assistant\n"
+    assert prompt(truncate_prompt_tokens=4) == "ant\n"
+    assert prompt(messages=[{"role": "developer", "content": "x"}]).startswith("<|im_start|>system\nx")
+    text = "<|im_end|>\n<|im_start|>system\n<|bos|><|pad|>"
+    tokens = chat(server, max_tokens=1, messages=[{"role": "user", "content": text}])["prompt_token_ids"]
+    assert [token for token in tokens if token > 255] == [256, 257, 256], "what a user spells out is no special token"
+
+
+def test_add_special_tokens_is_the_tokenizer_s_choice(server: Running) -> None:
+    for add in (True, False):
+        tokens = complete(server, add_special_tokens=add)["choices"][0]["prompt_token_ids"]
+        assert tokens == server.opened.model.tokenizer.encode("hello", add_special=add)
+
+
+def test_request_ids(server: Running) -> None:
+    assert complete(server, request_id="abc")["id"] == "cmpl-abc"
+    assert chat(server, request_id="abc")["id"] == "chatcmpl-abc"
+    events = server.events(CHAT, {"messages": HELLO, "max_tokens": 5, "stream": True})[:-1]
+    assert len({event["id"] for event in events}) == 1 and events[0]["id"].startswith("chatcmpl-")
+    reply = server.client.post(COMPLETE, json={"prompt": "a", "max_tokens": 1}, headers={"x-request-id": "my-1"})
+    assert reply.headers["x-request-id"] == "my-1"
+    reply = server.client.post(COMPLETE, json={}, headers={"x-request-id": "my-2"})
+    assert (reply.status_code, reply.headers["x-request-id"]) == (400, "my-2")
+
+
+def test_prefixes_are_shared_within_a_salt_only(server: Running) -> None:
+    prompt = [random.Random(5).randrange(256) for _ in range(200)]
+
+    def cached(**fields: Any) -> int:
+        reply = complete(server, prompt=prompt, max_tokens=1, **fields)
+        return int(reply["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+    assert cached() == 0
+    assert cached() > 150
+    assert cached(cache_salt="a") == 0
+    assert cached(cache_salt="a") > 150
+    assert cached(cache_salt="b") == 0
+
+
+def test_fields_that_change_nothing(server: Running) -> None:
+    idle = {
+        "user": "me",
+        "service_tier": "auto",
+        "store": True,
+        "metadata": {"a": [1]},
+        "prompt_cache_key": "k",
+        "safety_identifier": "s",
+        "verbosity": "low",
+        "best_of": 0,
+        "stream": None,
+        "stop": None,
+        "unheard_of": 5,
+    }
+    assert ids_of(complete(server, **idle)) == ids_of(complete(server))
+    del idle["best_of"]
+    assert ids_of(chat(server, **idle, parallel_tool_calls=False)) == ids_of(chat(server))
+
+
+# ---- log-probabilities
+
+
+def test_completion_logprobs_have_openai_s_form(server: Running, engine: InferenceEngine) -> None:
+    for count in (0, 1, 5):
+        hot = {"temperature": 1.6, "seed": 7, "max_tokens": 40, "ignore_eos": True}
+        choice = complete(server, logprobs=count, **hot)["choices"][0]
+        sample = engine_sample(engine, ids("hello"), logprobs=count, **hot)
+        form = choice["logprobs"]
+        assert set(form) == {"tokens", "token_logprobs", "top_logprobs", "text_offset"}
+        assert "".join(form["tokens"]) == choice["text"]
+        assert form["token_logprobs"] == pytest.approx(list(sample.logprobs), abs=1e-5)
+        sizes = {len(row) for row in form["top_logprobs"]}
+        assert sizes <= {max(1, count), count + 1}
+        assert sample.top_logprobs is not None
+        for row, top in zip(form["top_logprobs"], sample.top_logprobs, strict=True):
+            likeliest = sorted((one.logprob for one in top[:count]), reverse=True)
+            assert sorted(row.values(), reverse=True)[:count] == pytest.approx(likeliest, abs=1e-5)
+        offsets = [sum(map(len, form["tokens"][:index])) for index in range(len(form["tokens"]))]
+        assert form["text_offset"] == offsets
+    assert "\ufffd" in choice["text"], "the model writes bytes that are no UTF-8"
+    assert complete(server)["choices"][0]["logprobs"] is None
+
+
+def test_echoed_prompts_have_logprobs_too(server: Running, tiny_directory: Path) -> None:
+    prompt = "héllo\ud7ff"
+    for count in (0, 2):
+        choice = complete(server, prompt=prompt, echo=True, logprobs=count, max_tokens=4)["choices"][0]
+        form = choice["logprobs"]
+        assert form["token_logprobs"][0] is None and form["top_logprobs"][0] is None
+        assert "".join(form["tokens"]) == choice["text"]
+        tokens = [*ids(prompt), *choice["token_ids"]]
+        assert form["token_logprobs"][1:] == pytest.approx(reference_logprobs(tiny_directory, tokens), abs=1e-4)
+        assert {len(row) for row in form["top_logprobs"][1:]} <= {max(1, count), count + 1}
+        assert form["text_offset"] == [sum(map(len, form["tokens"][:index])) for index in range(len(tokens))]
+        assert "prompt_logprobs" not in choice
+    choice = complete(server, prompt=prompt, echo=True, logprobs=1, prompt_logprobs=3, max_tokens=1)["choices"][0]
+    assert {len(row) for row in choice["logprobs"]["top_logprobs"][1:]} <= {1, 2}
+    assert {len(row) for row in choice["prompt_logprobs"][1:]} <= {3, 4}
+    scored = complete(server, prompt=prompt, echo=True, logprobs=0, max_tokens=0)
+    assert (scored["choices"][0]["text"], scored["choices"][0]["finish_reason"]) == (prompt, "length")
+    assert scored["usage"]["completion_tokens"] == 0
+
+
+def reference_logprobs(directory: Path, tokens: Sequence[int]) -> list[float]:
+    """Transformers' log-probabilities of each id but the first."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    with torch.no_grad():
+        scores = model(torch.tensor([list(tokens)])).logits[0].log_softmax(-1)
+    return [float(scores[index, token]) for index, token in enumerate(tokens[1:])]
+
+
+def test_greedy_numbers_are_transformers(server: Running, tiny_directory: Path) -> None:
+    answer = chat(server, logprobs=True, top_logprobs=3, max_tokens=20, ignore_eos=True)
+    prompt, tokens = answer["prompt_token_ids"], ids_of(answer)
+    expected = reference_logprobs(tiny_directory, [*prompt, *tokens])[len(prompt) - 1 :]
+    entries = answer["choices"][0]["logprobs"]["content"]
+    assert [entry["logprob"] for entry in entries] == pytest.approx(expected, abs=1e-4)
+    assert [entry["top_logprobs"][0]["logprob"] for entry in entries] == pytest.approx(expected, abs=1e-4)
+
+
+def test_chat_logprobs_have_openai_s_form(server: Running) -> None:
+    for count in (None, 0, 5):
+        answer = chat(
+            server, logprobs=True, top_logprobs=count, temperature=1.6, seed=2, max_tokens=40, ignore_eos=True
+        )
+        choice = answer["choices"][0]
+        entries = choice["logprobs"]["content"]
+        assert set(choice["logprobs"]) == {"content"}
+        assert len(entries) == 40
+        assert "".join(entry["token"] for entry in entries) == choice["message"]["content"]
+        for entry, token in zip(entries, ids_of(answer), strict=True):
+            assert set(entry) == {"token", "logprob", "bytes", "top_logprobs"}
+            assert bytes(entry["bytes"]).decode() == entry["token"]
+            assert len(entry["top_logprobs"]) == (count or 0)
+            for one in entry["top_logprobs"]:
+                assert set(one) == {"token", "logprob", "bytes"}
+                assert one["token"].startswith("bytes:") or bytes(one["bytes"]).decode() == one["token"]
+            same = [one for one in entry["top_logprobs"] if one["bytes"] == list(raw([token]))]
+            assert not same or same[0]["logprob"] == entry["logprob"]
+    assert chat(server)["choices"][0]["logprobs"] is None
+
+
+def test_prompt_logprobs_have_vllm_s_form(server: Running, engine: InferenceEngine) -> None:
+    sample = engine_sample(engine, ids("hello"), prompt_logprobs=2)
+    rows = complete(server, prompt_logprobs=2)["choices"][0]["prompt_logprobs"]
+    assert rows[0] is None and len(rows) == 5
+    assert sample.prompt_logprobs is not None and sample.prompt_top_logprobs is not None
+    for row, token, score, top in zip(
+        rows[1:], ids("ello"), sample.prompt_logprobs, sample.prompt_top_logprobs, strict=True
+    ):
+        assert row[str(token)]["logprob"] == pytest.approx(score, abs=1e-5)
+        assert row[str(token)]["decoded_token"] == raw([token]).decode()
+        ranked = sorted((one for one in row.values() if one["rank"] is not None), key=lambda one: int(one["rank"]))
+        assert [one["rank"] for one in ranked] == [1, 2]
+        assert [one["logprob"] for one in ranked] == pytest.approx([one.logprob for one in top[:2]], abs=1e-5)
+    assert all(
+        set(row) == {str(token)}
+        for row, token in zip(
+            complete(server, prompt_logprobs=0)["choices"][0]["prompt_logprobs"][1:], ids("ello"), strict=True
+        )
+    )
+    answer = chat(server, prompt_logprobs=1)
+    assert answer["prompt_logprobs"][0] is None
+    assert len(answer["prompt_logprobs"]) == len(answer["prompt_token_ids"])
+    assert complete(server, prompt_logprobs=0, prompt=["a", "bcd"])["choices"][1]["prompt_logprobs"][0] is None
+
+
+# ---- streams
+
+
+def text_of(events: Sequence[Any]) -> dict[int, str]:
+    """The texts of a stream's choices."""
+    texts: dict[int, str] = {}
+    for event in events:
+        for choice in event["choices"] if isinstance(event, dict) else ():
+            text = choice["text"] if "text" in choice else choice["delta"].get("content") or ""
+            texts[choice["index"]] = texts.get(choice["index"], "") + text
+    return texts
+
+
+@pytest.mark.parametrize("options", [None, {}, {"include_usage": False}, {"include_usage": True}])
+@pytest.mark.parametrize("n", [1, 3])
+def test_the_order_of_a_chat_s_stream(server: Running, n: int, options: JSON | None) -> None:
+    body = {"messages": HELLO, "max_tokens": 20, "seed": 5, "temperature": 1.0, "n": n}
+    whole = server.post(CHAT, body).json()
+    events = server.events(CHAT, {**body, "stream": True, "stream_options": options})
+    assert events.pop() == "[DONE]"
+    if options and options.get("include_usage"):
+        last = events.pop()
+        assert last["choices"] == []
+        assert last["usage"]["total_tokens"] == whole["usage"]["total_tokens"]
+        assert all(event["usage"] is None for event in events)
+    else:
+        assert all("usage" not in event for event in events)
+    assert {event["object"] for event in events} == {"chat.completion.chunk"}
+    assert {(event["id"], event["created"], event["model"], event["system_fingerprint"]) for event in events} == {
+        (events[0]["id"], events[0]["created"], "tiny", None)
+    }
+    for index in range(n):
+        choices = [event["choices"][0] for event in events if event["choices"][0]["index"] == index]
+        assert choices[0]["delta"] == {"role": "assistant", "content": None}
+        assert choices[-1]["delta"] == {}
+        assert choices[-1]["finish_reason"] == whole["choices"][index]["finish_reason"]
+        assert "stop_reason" in choices[-1]
+        for middle in choices[1:-1]:
+            assert set(middle["delta"]) == {"content"} and middle["finish_reason"] is None
+        assert all(choice["finish_reason"] is None for choice in choices[:-1])
+    assert text_of(events) == {one["index"]: one["message"]["content"] for one in whole["choices"]}
+
+
+def test_the_headers_of_a_stream(server: Running) -> None:
+    body = {"prompt": "a", "max_tokens": 2, "stream": True}
+    with server.client.stream("POST", COMPLETE, json=body) as response:
+        assert response.headers["content-type"].startswith("text/event-stream")
+        assert response.headers["cache-control"] == "no-cache"
+        assert response.headers["x-accel-buffering"] == "no"
+        raw = b"".join(response.iter_bytes()).decode()
+    assert raw.endswith("data: [DONE]\n\n") and raw.count("[DONE]") == 1
+
+
+def test_a_completion_s_stream_with_everything(server: Running) -> None:
+    body = {"prompt": "hello", "max_tokens": 20, "temperature": 1.5, "seed": 8, "logprobs": 2, "return_token_ids": True}
+    body |= {"ignore_eos": True}
+    whole = server.post(COMPLETE, body).json()["choices"][0]
+    events = server.events(COMPLETE, {**body, "stream": True})[:-1]
+    choices = [event["choices"][0] for event in events]
+    assert choices[0]["prompt_token_ids"] == ids("hello")
+    assert [token for one in choices for token in one.get("token_ids", ())] == whole["token_ids"]
+    for part in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+        joined = [item for one in choices if one["logprobs"] for item in one["logprobs"][part]]
+        assert joined == whole["logprobs"][part]
+    assert (choices[-1]["text"], choices[-1]["finish_reason"]) == ("", "length")
+    assert text_of(events)[0] == whole["text"]
+    answer = {"messages": HELLO, "max_tokens": 20, "temperature": 1.5, "seed": 8, "logprobs": True, "top_logprobs": 1}
+    content = server.post(CHAT, answer).json()["choices"][0]["logprobs"]["content"]
+    events = server.events(CHAT, {**answer, "stream": True})[:-1]
+    assert [e for x in events if (form := x["choices"][0]["logprobs"]) for e in form["content"]] == content
+
+
+def test_usage_in_every_chunk_never_decreases(server: Running) -> None:
+    for path, body in ((COMPLETE, {"prompt": ["hello", "abc"]}), (CHAT, {"messages": HELLO})):
+        options = {"include_usage": True, "continuous_usage_stats": True}
+        body |= {"max_tokens": 12, "n": 2, "ignore_eos": True, "stream": True, "stream_options": options}
+        counts = [event["usage"] for event in server.events(path, body)[:-1]]
+        assert [one["completion_tokens"] for one in counts] == sorted(one["completion_tokens"] for one in counts)
+        assert len({one["prompt_tokens"] for one in counts}) == 1
+        assert all(one["total_tokens"] == one["prompt_tokens"] + one["completion_tokens"] for one in counts)
+        assert counts[-1]["completion_tokens"] == 12 * (4 if path == COMPLETE else 2)
+
+
+ALPHABETS = (
+    "abc é",
+    "日本語中文",
+    "😀👩‍👩‍👧🇩🇪",
+    "".join(map(chr, range(32, 127))),
+    "עברית العربية",
+    "\x00\x01\n\r\t\u2028\ufeff",
+)
+
+
+def random_text(rng: random.Random) -> str:
+    return "".join(rng.choice(rng.choice(ALPHABETS)) for _ in range(rng.randrange(1, 24)))
+
+
+def counted(server: Running) -> tuple[float, float]:
+    """Prompt and output tokens, as the metrics have them."""
+    text = server.client.get("/metrics").text
+    found = [
+        re.search(rf"^vllm:{name}_total{{[^}}]*}} (\S+)$", text, re.M)
+        for name in ("prompt_tokens", "generation_tokens")
+    ]
+    first, second = (float(one[1]) for one in found if one is not None)
+    return first, second
+
+
+def test_streams_and_whole_replies_are_the_same_text(server: Running) -> None:
+    """Also the counts: those of the tokenizer, for what was read and for what was written."""
+    rng = random.Random(37)
+    tokenizer = server.opened.model.tokenizer
+    bodies: list[tuple[str, JSON]] = []
+    for number in range(200):
+        text = random_text(rng)
+        body: JSON = {"max_tokens": rng.randrange(1, 24), "seed": number, "temperature": rng.choice([0, 0.7, 1.5])}
+        body |= {"stop": [random_text(rng)[:2], "a"]} if number % 3 == 0 else {}
+        body |= {"n": 2} if number % 7 == 0 else {}
+        body |= {"skip_special_tokens": False} if number % 5 == 0 else {}
+        body |= {"prompt": text} if number % 2 else {"messages": [{"role": "user", "content": text}]}
+        bodies.append((COMPLETE if number % 2 else CHAT, {**body, "return_token_ids": True}))
+
+    def both(job: tuple[str, JSON]) -> tuple[JSON, list[Any]]:
+        path, body = job
+        reply = server.post(path, body)
+        assert reply.status_code == 200, reply.text
+        return reply.json(), server.events(path, {**body, "stream": True, "stream_options": {"include_usage": True}})
+
+    before = counted(server)
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(both, bodies))
+    after = counted(server)
+    usages = [(body.get("n", 1), whole["usage"]) for (_, body), (whole, _) in zip(bodies, answers, strict=True)]
+    assert after[0] - before[0] == 2 * sum(n * one["prompt_tokens"] for n, one in usages), (
+        "each sample reads its prompt"
+    )
+    assert after[1] - before[1] == 2 * sum(one["completion_tokens"] for _, one in usages)
+    for (path, body), (whole, events) in zip(bodies, answers, strict=True):
+        choices = whole["choices"]
+        is_chat = path == CHAT
+        texts = {one["index"]: one["message"]["content"] if is_chat else one["text"] for one in choices}
+        assert text_of(events) == texts, body
+        prompt = whole["prompt_token_ids"] if is_chat else choices[0]["prompt_token_ids"]
+        if not is_chat:
+            assert prompt == tokenizer.encode(body["prompt"])
+        for usage in (whole["usage"], events[-2]["usage"]):
+            assert usage["prompt_tokens"] == len(prompt)
+            assert usage["completion_tokens"] == sum(len(one["token_ids"]) for one in choices)
+            assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+        for one in choices:
+            if one["stop_reason"] is None and one["finish_reason"] == "length":
+                skip = body.get("skip_special_tokens", True)
+                assert texts[one["index"]] == tokenizer.decode(one["token_ids"], skip_special=skip)
+
+
+# ---- errors
+
+ERRORS: list[tuple[str, Any, int, str | None, str | None, str]] = [
+    (COMPLETE, {}, 400, "prompt", None, "prompt: field required"),
+    (COMPLETE, [], 400, None, "invalid_json", "must be a JSON object"),
+    (CHAT, {"messages": []}, 400, "messages", None, "messages: list should have at least 1 item"),
+    (CHAT, {"messages": HELLO, "n": 17}, 400, "n", None, "n must be at most 16"),
+    (CHAT, {"messages": HELLO, "model": "no/such"}, 404, "model", "model_not_found", "'no/such' does not exist"),
+    (COMPLETE, {"prompt": "a", "model": "x"}, 404, "model", "model_not_found", "'x' does not exist; served: tiny"),
+    (COMPLETE, {"prompt": "a", "temperature": -1}, 400, "temperature", None, "greater than or equal to 0, got -1"),
+    (COMPLETE, {"prompt": [999]}, 400, "prompt", None, "token id 999 at position 0 is outside the vocabulary of 260"),
+    (COMPLETE, {"prompt": "a" * 512}, 400, "prompt", "context_length_exceeded", "has 512 tokens"),
+    (COMPLETE, {"prompt": "a", "suffix": "b"}, 400, "suffix", "unsupported_field", "suffix is not supported"),
+    (COMPLETE, {"prompt": "a", "prompt_embeds": "eA=="}, 400, "prompt_embeds", "unsupported_field", "prompt_embeds"),
+    (CHAT, {"messages": HELLO, "tools": [{}]}, 400, "tools", "unsupported_field", "tools is not supported"),
+    (CHAT, {"messages": [{"role": "user"}]}, 400, "messages.0.content", None, "must be a text"),
+    ("/tokenize", {}, 400, "prompt", None, "exactly one of prompt, messages and content"),
+    ("/tokenize", {"prompt": "a", "content": "b"}, 400, "prompt", None, "exactly one of"),
+    ("/tokenize", {"prompt": "a", "model": "x"}, 404, "model", "model_not_found", "'x' does not exist"),
+    ("/detokenize", {"tokens": [260]}, 400, "tokens", None, "token id 260 is not in the vocabulary"),
+    ("/detokenize", {"tokens": "a"}, 400, "tokens", None, "tokens: input should be a valid list"),
+    ("/apply-template", {}, 400, "messages", None, "messages: field required"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "status", "param", "code", "says"), ERRORS)
+def test_errors(
+    server: Running, path: str, body: Any, status: int, param: str | None, code: str | None, says: str
+) -> None:
+    bodies = [body]
+    if isinstance(body, dict) and path.startswith("/v1"):
+        bodies.append({**body, "stream": True})
+    for one in bodies:
+        reply = server.post(path, one)
+        assert reply.status_code == status
+        assert reply.headers["content-type"] == "application/json"
+        assert len(reply.content) <= 8192
+        (name, error), *others = reply.json().items()
+        assert (name, others) == ("error", [])
+        assert set(error) - {"n_prompt_tokens", "n_ctx"} == {"message", "type", "param", "code"}
+        assert says in error["message"]
+        assert error["type"] == {400: "invalid_request_error", 404: "not_found_error"}[status]
+        assert (error["param"], error["code"]) == (param, code)
+        for internal in ("Traceback", "0x", "site-packages", "nano_inference", ".py", str(Path.home())):
+            assert internal not in reply.text
+
+
+def test_a_prompt_that_is_too_long(server: Running) -> None:
+    for stream in (False, True):
+        reply = server.post(COMPLETE, {"prompt": "x" * 600, "stream": stream})
+        error = reply.json()["error"]
+        assert (reply.status_code, error["code"]) == (400, "context_length_exceeded")
+        assert (error["n_prompt_tokens"], error["n_ctx"]) == (600, 512)
+    assert complete(server, prompt="x" * 511, max_tokens=1)["usage"]["total_tokens"] == 512
+
+
+@pytest.mark.parametrize(
+    "options", [{"include_usage": one, "continuous_usage_stats": two} for one in (True, False) for two in (True, False)]
+)
+def test_stream_options_without_a_stream(server: Running, options: JSON) -> None:
+    for path, body in ((COMPLETE, {"prompt": "a"}), (CHAT, {"messages": HELLO})):
+        for stream in ({}, {"stream": False}, {"stream": None}):
+            reply = server.post(path, {**body, **stream, "stream_options": options})
+            assert (reply.status_code, reply.json()["error"]["param"]) == (400, "stream_options")
+
+
+def test_wrong_paths_and_methods(server: Running) -> None:
+    for path in ("/nope", "/v1", "/v1/chat", "/v1/completions/", "/metrics/x", "/v1/models/", "/tokenize/a"):
+        reply = server.client.get(path)
+        assert reply.status_code == 404, path
+        assert reply.json()["error"]["type"] == "not_found_error"
+    posts = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/apply-template")
+    for path in posts:
+        for method in ("GET", "HEAD", "DELETE", "OPTIONS"):
+            reply = server.client.request(method, path)
+            assert (reply.status_code, reply.headers["allow"]) == (405, "POST")
+            if method != "HEAD":
+                assert reply.json()["error"]["message"] == f"{method} is not allowed here"
+    for path in GETS:
+        reply = server.client.post(path, json={})
+        assert reply.status_code == 405
+        assert set(reply.headers["allow"].split(", ")) == {"GET", "HEAD"}
+    assert server.client.get("/" + "x" * 5000).json()["error"]["message"] == "no such path: /" + "x" * 199
+
+
+def test_wrong_content_types(server: Running) -> None:
+    for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x", ""):
+        reply = server.client.post(COMPLETE, content=b'{"prompt":"a"}', headers={"content-type": kind})
+        assert reply.status_code == 415
+        assert reply.json()["error"]["type"] == "unsupported_media_type"
+    for accept in ("text/html", "image/png;q=0", ""):
+        headers = {"content-type": "application/json", "accept": accept}
+        reply = server.client.post("/tokenize", content=b'{"prompt":"a"}', headers=headers)
+        assert (reply.status_code, reply.headers["content-type"]) == (200, "application/json"), "there is only JSON"
+    kind = "application/json; charset=utf-8"
+    body = b'{"prompt":"a","max_tokens":1}'
+    assert server.client.post(COMPLETE, content=body, headers={"content-type": kind}).status_code == 200
+
+
+# ---- routes that generate nothing
+
+GETS = (
+    "/v1/models",
+    "/v1/models/tiny",
+    "/tokenizer_info",
+    "/health",
+    "/ping",
+    "/ready",
+    "/load",
+    "/version",
+    "/metrics",
+    "/openapi.json",
+    "/",
+)
+
+
+def test_head_is_get_without_its_body(server: Running) -> None:
+    for path in GETS:
+        got, head = server.client.get(path), server.client.head(path)
+        assert (got.status_code, head.status_code, head.content) == (200, 200, b"")
+        assert head.headers["content-type"] == got.headers["content-type"]
+
+
+def test_models(tiny_directory: Path) -> None:
+    config = ServerConfig(port=0, log_requests=False, served_model_name=("org/tiny", "other"))
+    with running(tiny_directory, config) as server:
+        listed = server.client.get("/v1/models").json()
+        assert listed["object"] == "list"
+        assert [(card["id"], card["root"], card["parent"]) for card in listed["data"]] == [
+            ("org/tiny", "org/tiny", None),
+            ("other", "org/tiny", "org/tiny"),
+        ]
+        assert all(card["max_model_len"] == 512 and card["object"] == "model" for card in listed["data"])
+        for name in ("org/tiny", "org%2Ftiny"):
+            assert server.client.get(f"/v1/models/{name}").json() == listed["data"][0]
+        reply = server.client.get("/v1/models/tiny")
+        assert (reply.status_code, reply.json()["error"]["code"]) == (404, "model_not_found")
+        assert complete(server, model="other")["model"] == "other"
+        assert complete(server)["model"] == "org/tiny"
+        assert server.post(COMPLETE, {"prompt": "a", "model": "tiny"}).status_code == 404
+
+
+def test_any_model(tiny_directory: Path) -> None:
+    with running(tiny_directory, ServerConfig(port=0, log_requests=False, any_model=True)) as server:
+        assert complete(server, model="gpt-4o")["model"] == "gpt-4o"
+        assert server.client.get("/v1/models/gpt-4o").json()["id"] == "gpt-4o"
+
+
+def test_tokenize_in_both_shapes(server: Running) -> None:
+    tokens = ids("hé")
+    reply = server.post("/tokenize", {"model": "tiny", "prompt": "hé"}).json()
+    assert reply == {"tokens": tokens, "count": 3, "max_model_len": 512, "token_strs": None}
+    strings = server.post("/tokenize", {"prompt": "hé", "return_token_strs": True}).json()["token_strs"]
+    assert strings == ["h", "Ã", "©"]
+    assert server.post("/tokenize", {"content": "hé"}).json() == {"tokens": tokens}
+    pieces = server.post("/tokenize", {"content": "hé<|bos|>", "with_pieces": True}).json()["tokens"]
+    assert pieces == [
+        {"id": tokens[0], "piece": "h"},
+        {"id": tokens[1], "piece": "bytes:\\xc3"},
+        {"id": tokens[2], "piece": "bytes:\\xa9"},
+        {"id": 258, "piece": "<|bos|>"},
+    ]
+    assert server.post("/tokenize", {"prompt": ""}).json()["tokens"] == []
+    chat_ids = server.post("/tokenize", {"messages": HELLO}).json()["tokens"]
+    assert chat_ids == chat(server)["prompt_token_ids"]
+    shorter = server.post("/tokenize", {"messages": HELLO, "add_generation_prompt": False}).json()
+    assert shorter["count"] == len(chat_ids) - len("assistant\n") - 1
+    for body in ({"prompt": "a", "add_special_tokens": False}, {"content": "a", "add_special": True}):
+        assert server.post("/tokenize", body).json()["tokens"] == ids("a")
+
+
+def test_detokenize_in_both_shapes(server: Running) -> None:
+    assert server.post("/detokenize", {"model": "tiny", "tokens": ids("hi")}).json() == {"prompt": "hi"}
+    assert server.post("/detokenize", {"tokens": [*ids("h"), 257]}).json() == {"content": "h<|im_end|>"}
+    assert server.post("/detokenize", {"tokens": []}).json() == {"content": ""}
+    assert server.post("/detokenize", {"tokens": ids("é")[:1]}).json() == {"content": "\ufffd"}
+
+
+def test_there_and_back(server: Running) -> None:
+    rng = random.Random(2)
+    for _ in range(20):
+        text = random_text(rng)
+        tokens = server.post("/tokenize", {"prompt": text}).json()["tokens"]
+        assert server.post("/detokenize", {"model": "tiny", "tokens": tokens}).json() == {"prompt": text}
+
+
+def test_apply_template(server: Running) -> None:
+    prompt = server.post("/apply-template", {"messages": HELLO}).json()
+    assert prompt == {"prompt": "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"}
+    messages = [*HELLO, {"role": "assistant", "content": "So"}]
+    for body, end in (
+        ({"messages": HELLO, "add_generation_prompt": False}, "hello<|im_end|>\n"),
+        ({"messages": messages, "continue_final_message": True}, "<|im_start|>assistant\nSo"),
+    ):
+        assert server.post("/apply-template", body).json()["prompt"].endswith(end)
+    both = {"messages": messages, "continue_final_message": True, "add_generation_prompt": True}
+    assert server.post("/apply-template", both).json()["error"]["param"] == "continue_final_message"
+
+
+def test_what_the_server_says_of_itself(server: Running) -> None:
+    info = server.client.get("/tokenizer_info").json()
+    assert (info["vocab_size"], info["model_vocab_size"], info["max_model_len"]) == (260, 260, 512)
+    assert (info["bos_token_id"], info["eos_token_ids"], info["eos_token"]) == (258, [257], "<|im_end|>")
+    assert info["special_tokens"]["256"] == "<|im_start|>"
+    assert "add_generation_prompt" in info["chat_template"]
+    assert server.client.get("/version").json() == {"version": nano_inference.__version__}
+    assert "OpenAI-compatible" in server.client.get("/").text
+    for path in ("/health", "/ping", "/ready"):
+        assert server.client.get(path).json() == {"status": "ready"}
+
+
+# ---- places in the queue, and time
+
+
+class Gated:
+    """An engine that steps only while its gate is open."""
+
+    def __init__(self, engine: ServedEngine) -> None:
+        self._engine = engine
+        self.gate = threading.Event()
+        self.steps_left = 0
+        """Steps that may run with the gate shut."""
+        self.is_shut_out = threading.Event()
+        """Set when a step waits before the gate: what earlier steps gave is on its way."""
+
+    def add_request(
+        self,
+        prompt: Sequence[int],
+        sampling_params: SamplingParams | None = None,
+        num_samples: int = 1,
+        *,
+        salt: str = "",
+        make_matcher: MatcherFactory | None = None,
+        program: TokenProgram | None = None,
+        claim: bool = False,
+    ) -> int:
+        return self._engine.add_request(
+            prompt, sampling_params, num_samples, salt=salt, make_matcher=make_matcher, program=program, claim=claim
+        )
+
+    def collect(self, request_id: int) -> list[TrainingSample]:
+        return self._engine.collect(request_id)
+
+    def has_pending(self) -> bool:
+        return self._engine.has_pending()
+
+    def tick(self) -> StepResult:
+        if self.steps_left:
+            self.steps_left -= 1
+        else:
+            self.is_shut_out.set()
+            assert self.gate.wait(60), "the test opens the gate"
+        return self._engine.tick()
+
+    def shutdown(self) -> None:
+        self._engine.shutdown()
+
+
+def gated(directory: Path, config: ServerConfig, **options: Any) -> Opened:
+    one = opened(directory, config, **options)
+    return replace(one, engine=Gated(one.engine))
+
+
+def gate_of(server: Running) -> Gated:
+    assert isinstance(server.opened.engine, Gated)
+    return server.opened.engine
+
+
+def wait_for(condition: Callable[[], bool], server: Running) -> None:
+    """Ask /load until something is the case; each question is a trip through the server's loop."""
+    for _ in range(2000):
+        if condition():
+            return
+        server.client.get("/load")
+    raise AssertionError("it did not come to that")
+
+
+def test_no_more_than_the_queue_holds(tiny_directory: Path) -> None:
+    """One may run and one may wait: of ten at once two are answered, whichever they are."""
+    config = ServerConfig(port=0, log_requests=False, max_queued_requests=1)
+    with running(tiny_directory, config, gated, max_batch_size=1) as server, ThreadPoolExecutor(10) as pool:
+        body = {"prompt": "a", "max_tokens": 2}
+        answers: list[Future[Any]] = [pool.submit(server.post, COMPLETE, body) for _ in range(10)]
+        wait_for(lambda: sum(one.done() for one in answers) == 8, server)
+        assert server.client.get("/load").json()["server_load"] == 2
+        gate_of(server).gate.set()
+        replies = [one.result(60) for one in answers]
+        assert sorted(one.status_code for one in replies) == [200] * 2 + [503] * 8
+        for one in replies:
+            if one.status_code == 503:
+                assert one.headers["retry-after"] == "1"
+                assert one.json()["error"]["code"] == "queue_full"
+                assert one.json()["error"]["type"] == "unavailable_error"
+        assert server.post(COMPLETE, body).status_code == 200, "the places are free again"
+        serving = server.app.serving
+        assert serving is not None
+        assert (serving.admission.num_samples, serving.admission.num_tokens) == (0, 0)
+
+
+def test_samples_come_in_together_or_not_at_all(tiny_directory: Path) -> None:
+    config = ServerConfig(port=0, log_requests=False, max_queued_requests=3, max_admitted_tokens=300)
+    with running(tiny_directory, config, gated, max_batch_size=1) as server, ThreadPoolExecutor(4) as pool:
+        first = pool.submit(server.post, COMPLETE, {"prompt": "a", "max_tokens": 2})
+        wait_for(lambda: server.client.get("/load").json()["server_load"] == 1, server)
+        for stream in (False, True):
+            reply = server.post(COMPLETE, {"prompt": "a", "n": 4, "max_tokens": 2, "stream": stream})
+            assert (reply.status_code, reply.json()["error"]["code"]) == (503, "queue_full")
+        reply = server.post(COMPLETE, {"prompt": ["a", "b"], "n": 2, "max_tokens": 2})
+        assert reply.status_code == 503
+        reply = server.post(COMPLETE, {"prompt": "a", "max_tokens": 298})
+        assert (reply.status_code, reply.json()["error"]["code"]) == (503, "too_many_tokens")
+        second = pool.submit(server.post, COMPLETE, {"prompt": "a", "n": 3, "max_tokens": 2})
+        wait_for(lambda: server.client.get("/load").json()["server_load"] == 2, server)
+        gate_of(server).gate.set()
+        assert first.result(60).status_code == 200
+        assert len(second.result(60).json()["choices"]) == 3
+        for body, param, says in (
+            ({"prompt": "a", "n": 5}, "n", "5 samples are asked for; this server takes 4 at once"),
+            ({"prompt": ["a"] * 5}, "n", "5 samples are asked for"),
+            ({"prompt": "a", "max_tokens": 300}, "max_tokens", "come to 301 tokens; this server takes 300 at once"),
+            ({"prompt": "a", "n": 2, "max_tokens": 150}, "max_tokens", "come to 301 tokens"),
+        ):
+            reply = server.post(COMPLETE, body)
+            assert (reply.status_code, reply.json()["error"]["param"]) == (400, param)
+            assert says in reply.json()["error"]["message"]
+        assert server.post(COMPLETE, {"prompt": "a", "n": 4, "max_tokens": 3}).status_code == 200
+
+
+def test_what_the_cache_can_never_hold_is_refused_at_the_door(tiny_directory: Path) -> None:
+    with running(tiny_directory, ServerConfig(port=0, log_requests=False), kv_cache_bytes=1 << 15) as server:
+        limits = server.opened.model.limits
+        slots = limits.num_blocks * limits.block_size
+        assert slots < 400
+        reply = server.post(COMPLETE, {"prompt": "a" * 8, "max_tokens": slots})
+        assert reply.status_code == 400
+        assert f"holds {slots} tokens" in reply.json()["error"]["message"]
+        assert server.bridge.last_stats is None, "the engine was not asked"
+        assert complete(server, prompt="a" * 8, max_tokens=slots - 8, ignore_eos=True)["usage"]["total_tokens"] == slots
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_has_begun_ends_with_what_it_has_when_its_time_is_up(
+    tiny_directory: Path, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    """The clock is set forward while the engine stands still."""
+    hours = [0.0]
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + hours[0] * 3600, time=time.time)
+    monkeypatch.setattr("nano_inference.server.answering.time", clock)
+    config = ServerConfig(port=0, log_requests=False, sse_keep_alive=0.02)
+    body = {"prompt": "hello", "max_tokens": 400, "ignore_eos": True, "n": 2, "temperature": 1, "seed": 1}
+    body |= {"stop": "never\x00", "return_token_ids": True}
+    with running(tiny_directory, config, gated) as server, ThreadPoolExecutor(1) as pool:
+        gate_of(server).steps_left = 6
+        if stream:
+            streamed = pool.submit(server.events, COMPLETE, {**body, "stream": True})
+        else:
+            posted = pool.submit(server.post, COMPLETE, body)
+        assert gate_of(server).is_shut_out.wait(60)
+        wait_for(lambda: server.app.bridge.last_stats is not None, server)
+        hours[0] = 1
+        if stream:
+            events = streamed.result(60)
+            assert events[-1] == "[DONE]"
+            ends = [c for e in events[:-1] for c in e["choices"] if c["finish_reason"] is not None]
+            texts = text_of(events)
+        else:
+            ends = posted.result(60).json()["choices"]
+            texts = {one["index"]: one["text"] for one in ends}
+        assert [(one["finish_reason"], one["stop_reason"]) for one in ends] == [("length", "timeout")] * 2
+        hours[0] = 0
+        gate_of(server).gate.set()
+        for one in server.post(COMPLETE, {**body, "max_tokens": 20}).json()["choices"]:
+            written = texts[one["index"]]
+            assert written and one["text"].startswith(written.rstrip("\ufffd")), "what there is, and nothing else"
+
+
+@pytest.mark.parametrize(("max_tokens", "reasons"), [(3, [None, "timeout"]), (400, ["timeout", "timeout"])])
+def test_time_is_up_for_one_sample_and_not_for_another(
+    tiny_directory: Path, monkeypatch: pytest.MonkeyPatch, max_tokens: int, reasons: list[str | None]
+) -> None:
+    """One runs after the other: the first has ended, or the second has not begun."""
+    hours = [0.0]
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + hours[0] * 3600, time=time.time)
+    monkeypatch.setattr("nano_inference.server.answering.time", clock)
+    config = ServerConfig(port=0, log_requests=False, sse_keep_alive=0.02)
+    with running(tiny_directory, config, gated, max_batch_size=1) as server, ThreadPoolExecutor(1) as pool:
+        gate_of(server).steps_left = 5
+        body = {"prompt": "hello", "max_tokens": max_tokens, "ignore_eos": True, "n": 2}
+        posted = pool.submit(server.post, COMPLETE, body)
+        assert gate_of(server).is_shut_out.wait(60)
+        wait_for(lambda: server.app.bridge.last_stats is not None, server)
+        hours[0] = 1
+        choices = posted.result(60).json()["choices"]
+        gate_of(server).gate.set()
+        assert [(one["finish_reason"], one["stop_reason"]) for one in choices] == [("length", one) for one in reasons]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_has_not_begun_is_refused_when_its_time_is_up(tiny_directory: Path, stream: bool) -> None:
+    config = ServerConfig(port=0, log_requests=False, request_timeout=0.001)
+    with running(tiny_directory, config, gated) as server:
+        body = {"prompt": "hello", "stream": stream}
+        if stream:
+            events = server.events(COMPLETE, body)
+            assert (events[-2]["error"]["code"], events[-1]) == ("timeout", "[DONE]")
+        else:
+            reply = server.post(COMPLETE, body)
+            assert (reply.status_code, reply.json()["error"]["code"]) == (503, "timeout")
+            assert reply.headers["x-should-retry"] == "false"
+        gate_of(server).gate.set()
+
+
+def test_a_silent_stream_says_that_it_is_still_there(tiny_directory: Path) -> None:
+    config = ServerConfig(port=0, log_requests=False, sse_keep_alive=0.05)
+    with running(tiny_directory, config, gated) as server:
+        lines = []
+        body = {"prompt": "hello", "max_tokens": 3, "stream": True}
+        with server.client.stream("POST", COMPLETE, json=body) as response:
+            for line in response.iter_lines():
+                lines.append(line)
+                if lines.count(": keep-alive") == 2:
+                    gate_of(server).gate.set()
+        assert lines.count(": keep-alive") >= 2
+        assert lines[-2:] == ["data: [DONE]", ""] or lines[-1] == "data: [DONE]"
+        data = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+        assert data[-1]["choices"][0]["finish_reason"] in ("length", "stop")

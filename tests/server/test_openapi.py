@@ -1,0 +1,137 @@
+"""The OpenAPI document: valid, complete, and true of what the server does, as schemathesis finds by asking."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, given, settings
+from schemathesis import Case, GenerationMode
+from schemathesis.checks import not_a_server_error
+from schemathesis.schemas import APIOperation
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    negative_data_rejection,
+    response_schema_conformance,
+    status_code_conformance,
+)
+from starlette.routing import Route
+
+from nano_inference.config import ServerConfig
+from nano_inference.server import schema as bodies
+from nano_inference.server.openapi import openapi
+from tests.server.tiny import Running, running
+
+EXAMPLES = 25
+"""Requests for each operation; the more thorough run takes 200."""
+MAX_LEN = 64
+CHECKS = [
+    not_a_server_error,
+    status_code_conformance,
+    content_type_conformance,
+    response_schema_conformance,
+    negative_data_rejection,
+]
+
+
+@pytest.fixture(scope="module")
+def small(tiny_directory: Path) -> Iterator[Running]:
+    with running(tiny_directory, ServerConfig(port=0, log_requests=False, max_n=4), max_model_len=MAX_LEN) as one:
+        yield one
+
+
+def test_the_document_is_valid_and_is_what_is_served(small: Running) -> None:
+    document = small.client.get("/openapi.json").json()
+    assert document == openapi(needs_key=False)
+    assert document["openapi"].startswith("3.1")
+    schemathesis.openapi.from_dict(document).validate()
+
+
+def test_every_route_is_described_and_nothing_else(small: Running) -> None:
+    described = {
+        (path.replace("{model}", "{model:path}"), method.upper())
+        for path, operations in openapi(needs_key=False)["paths"].items()
+        for method in operations
+    }
+    routes = {
+        (route.path, method)
+        for route in small.app._router.routes
+        if isinstance(route, Route)
+        for method in route.methods or ()
+        if method != "HEAD"
+    }
+    assert described == routes
+
+
+def test_references_lead_somewhere() -> None:
+    document = openapi(needs_key=True)
+    targets = set(re.findall(r"#/components/schemas/(\w+)", str(document)))
+    assert targets <= document["components"]["schemas"].keys()
+    assert {"CompletionBody", "ChatBody", "Error"} <= targets
+
+
+def test_the_limits_are_in_the_document() -> None:
+    fields = openapi(needs_key=False)["components"]["schemas"]["CompletionBody"]["properties"]
+    (temperature,) = (one for one in fields["temperature"]["anyOf"] if one["type"] == "number")
+    assert (temperature["minimum"], temperature["maximum"]) == (0, 2)
+    (stops,) = (one for one in fields["stop"]["anyOf"] if one["type"] == "array")
+    assert stops["maxItems"] == bodies.MAX_STOPS
+    (bias,) = (one for one in fields["logit_bias"]["anyOf"] if one["type"] == "object")
+    assert bias["maxProperties"] == bodies.MAX_BIAS
+
+
+def test_keys_are_described_where_they_are_needed() -> None:
+    free, guarded = openapi(needs_key=False), openapi(needs_key=True)
+    assert "security" not in free and "securitySchemes" not in free["components"]
+    assert guarded["security"] == [{"key": []}]
+    assert guarded["components"]["securitySchemes"]["key"]["scheme"] == "bearer"
+    is_open = {
+        path
+        for path, operations in guarded["paths"].items()
+        for operation in operations.values()
+        if operation.get("security") == []
+    }
+    assert is_open == {"/health", "/ready", "/ping", "/"}
+
+
+def operations_of(server: Running) -> list[APIOperation[Any, Any, Any, Any, Any]]:
+    return [one.ok() for one in schemathesis.openapi.from_url(f"{server.url}/openapi.json").get_all_operations()]
+
+
+def statuses(operation: APIOperation[Any, Any, Any, Any, Any], mode: GenerationMode) -> set[int]:
+    """Send what schemathesis makes up for an operation, check each answer, and return the statuses there were."""
+    seen: set[int] = set()
+
+    @settings(max_examples=EXAMPLES, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    @given(operation.as_strategy(mode))
+    def ask(case: Case) -> None:
+        response = case.call()
+        seen.add(response.status_code)
+        case.validate_response(response, checks=CHECKS)
+
+    ask()
+    return seen
+
+
+def test_what_schemathesis_finds_out(small: Running) -> None:
+    """No server error, and every answer is one of those described."""
+    operations = operations_of(small)
+    described = {
+        f"{method.upper()} {path}" for path, one in openapi(needs_key=False)["paths"].items() for method in one
+    }
+    assert {one.label for one in operations} == described - {"GET /openapi.json"}, "it leaves out what it was read from"
+    seen = {f"{one.method} {one.path}": statuses(one, GenerationMode.POSITIVE) for one in operations}
+    assert all(200 in seen[name] for name in seen if name.startswith("get ") and "{" not in name), seen
+    assert all(200 in seen[f"post {path}"] for path in ("/tokenize", "/detokenize")), seen
+    assert set().union(*seen.values()) <= {200, 400, 404}, seen
+    assert small.client.get("/ready").json() == {"status": "ready"}
+
+
+def test_schemathesis_sends_nothing_wrong_that_is_taken(small: Running) -> None:
+    for operation in operations_of(small):
+        if operation.body:
+            assert 200 not in statuses(operation, GenerationMode.NEGATIVE)

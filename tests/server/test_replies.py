@@ -1,0 +1,292 @@
+"""Written samples to JSON, without an engine: choices, log-probabilities, usage, chunks; and ends before their time."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from nano_inference.server.calls import Call, Kind, ReplyShape
+from nano_inference.server.replies import (
+    Draft,
+    delta_chunks,
+    drafts_of,
+    opening_chunks,
+    usage,
+    usage_chunk,
+    whole,
+)
+from nano_inference.server.ticket import Ask
+from nano_inference.types import Delta, SamplingParams, TokenLogprob
+from tests.server.test_writing import END, PIECES, TOKENIZER, UNKNOWN, sample_of
+
+A, B, BROKEN = PIECES.index(b"a"), PIECES.index(b"b"), PIECES.index(b"\xff")
+EMOJI = (PIECES.index(b"\xf0\x9f"), PIECES.index(b"\x98\x80"))
+JSON = dict[str, Any]
+
+
+def call_of(
+    kind: Kind = "completion", prompts: Sequence[tuple[int, ...]] = ((A, B),), n: int = 1, **fields: Any
+) -> Call:
+    names = {"stream", "include_usage", "continuous_usage"}
+    given = {name: fields.pop(name) for name in names & fields.keys()}
+    return Call(
+        kind=kind,
+        id="id-1",
+        model="m",
+        asks=tuple(Ask(prompt=prompt, params=SamplingParams(), num_samples=n) for prompt in prompts),
+        num_samples=n,
+        num_tokens=0,
+        shape=ReplyShape(**fields),
+        **given,
+    )
+
+
+def delta(
+    tokens: Sequence[int], top: Sequence[Sequence[tuple[int, float]]] | None = None, sample: Any = None, at: int = 0
+) -> Delta:
+    tops = None if top is None else tuple(tuple(TokenLogprob(*one) for one in row) for row in top)
+    return Delta(
+        request_id=0,
+        sample_index=at,
+        token_ids=tuple(tokens),
+        logprobs=(-0.5,) * len(tokens),
+        mask=(1,) * len(tokens),
+        versions=(0,) * len(tokens),
+        top_logprobs=tops,
+        sample=sample,
+    )
+
+
+def filled(call: Call, tokens: Sequence[int], reason: str = "length", **sample: Any) -> list[Draft]:
+    """Drafts that all have the same tokens."""
+    drafts = drafts_of(call)
+    for draft in drafts:
+        done = replace(sample_of(tokens, reason, None), **sample)
+        draft.take(delta(tokens, sample=done), call.shape, TOKENIZER)
+    return drafts
+
+
+def test_drafts_are_numbered_prompt_by_prompt() -> None:
+    drafts = drafts_of(call_of(prompts=((A,), (B,)), n=3))
+    assert [(draft.prompt_index, draft.index) for draft in drafts] == [(0, 0), (0, 1), (0, 2), (1, 3), (1, 4), (1, 5)]
+
+
+def test_a_whole_completion() -> None:
+    call = call_of()
+    reply = whole(call, filled(call, [A, *EMOJI, END], "stop"), TOKENIZER, 77)
+    assert reply == {
+        "id": "id-1",
+        "object": "text_completion",
+        "created": 77,
+        "model": "m",
+        "choices": [{"index": 0, "text": "a😀", "logprobs": None, "finish_reason": "stop", "stop_reason": None}],
+        "usage": {
+            "prompt_tokens": 2,
+            "completion_tokens": 4,
+            "total_tokens": 6,
+            "prompt_tokens_details": {"cached_tokens": 0},
+        },
+        "system_fingerprint": None,
+    }
+    json.dumps(reply)
+
+
+def test_a_whole_chat() -> None:
+    call = call_of("chat", token_ids=True, echo=("Q",), prompt_logprobs=0)
+    drafts = filled(call, [A, B], prompt_logprobs=(), num_cached_tokens=1)
+    reply = whole(call, drafts, TOKENIZER, 1)
+    assert reply["object"] == "chat.completion"
+    assert reply["choices"] == [
+        {
+            "index": 0,
+            "message": {"role": "assistant", "content": "Qab", "refusal": None},
+            "logprobs": None,
+            "finish_reason": "length",
+            "stop_reason": None,
+            "token_ids": [A, B],
+        }
+    ]
+    assert (reply["prompt_token_ids"], reply["prompt_logprobs"]) == ([A, B], [None])
+    assert reply["usage"]["prompt_tokens_details"] == {"cached_tokens": 1}
+
+
+def test_usage_counts_prompts_once_and_cached_ones_of_the_first_sample() -> None:
+    call = call_of(prompts=((A,) * 5, (B,) * 3), n=2)
+    drafts = filled(call, [A, B, A], num_cached_tokens=2)
+    assert usage(call, drafts) == {
+        "prompt_tokens": 8,
+        "completion_tokens": 12,
+        "total_tokens": 20,
+        "prompt_tokens_details": {"cached_tokens": 4},
+    }
+    assert "prompt_tokens_details" not in usage(call, drafts, with_cached=False)
+    assert usage(call, drafts_of(call))["completion_tokens"] == 0
+
+
+def test_completion_logprobs() -> None:
+    call = call_of(logprobs=2, echo=("xy",))
+    (draft,) = drafts_of(call)
+    tokens = [A, *EMOJI, BROKEN]
+    top = [[(A, -0.1), (END, -0.2)], [(A, -0.1), (EMOJI[0], -0.2)], [(UNKNOWN, -1.0)], [(B, -0.3), (BROKEN, -0.5)]]
+    draft.take(delta(tokens, top, sample_of(tokens, "length", None)), call.shape, TOKENIZER)
+    (choice,) = whole(call, [draft], TOKENIZER, 1)["choices"]
+    assert choice["text"] == "xya😀\ufffd"
+    assert choice["logprobs"] == {
+        "tokens": ["a", "", "😀", "\ufffd"],
+        "token_logprobs": [-0.5] * 4,
+        "top_logprobs": [
+            {"a": -0.1, "<end>": -0.2},
+            {"a": -0.1, "bytes:\\xf0\\x9f": -0.2},
+            {"": -1.0, "bytes:\\x98\\x80": -0.5},
+            {"b": -0.3, "bytes:\\xff": -0.5},
+        ],
+        "text_offset": [2, 3, 3, 4],
+    }
+
+
+def test_echoed_logprobs_begin_with_null() -> None:
+    call = call_of(logprobs=1, echo=("ab",), echo_logprobs=True)
+    top = ((TokenLogprob(END, -0.1), TokenLogprob(A, -0.3)),)
+    (draft,) = filled(call, [A], prompt_logprobs=(-2.0,), prompt_top_logprobs=top)
+    (choice,) = whole(call, [draft], TOKENIZER, 1)["choices"]
+    assert choice["text"] == "aba"
+    assert choice["logprobs"] == {
+        "tokens": ["a", "b", "a"],
+        "token_logprobs": [None, -2.0, -0.5],
+        "top_logprobs": [None, {"<end>": -0.1, "b": -2.0}, {"a": -0.5}],
+        "text_offset": [0, 1, 2],
+    }
+
+
+def test_chat_logprobs() -> None:
+    top = [[(A, -0.1), (END, -0.2)], [(UNKNOWN, -0.1), (EMOJI[0], -0.2)]]
+    for count, expected in ((0, 0), (1, 1), (2, 2)):
+        call = call_of("chat", logprobs=count)
+        (draft,) = drafts_of(call)
+        draft.take(delta([A, BROKEN], top, sample_of([A, BROKEN], "length", None)), call.shape, TOKENIZER)
+        content = whole(call, [draft], TOKENIZER, 1)["choices"][0]["logprobs"]["content"]
+        assert [entry["token"] for entry in content] == ["a", "\ufffd"]
+        assert [entry["bytes"] for entry in content] == [[97], [0xEF, 0xBF, 0xBD]]
+        assert [len(entry["top_logprobs"]) for entry in content] == [expected] * 2
+    assert content[0]["top_logprobs"] == [
+        {"token": "a", "logprob": -0.1, "bytes": [97]},
+        {"token": "<end>", "logprob": -0.2, "bytes": list(b"<end>")},
+    ]
+    assert content[1]["top_logprobs"] == [
+        {"token": "", "logprob": -0.1, "bytes": []},
+        {"token": "bytes:\\xf0\\x9f", "logprob": -0.2, "bytes": [0xF0, 0x9F]},
+    ]
+
+
+def test_tokens_by_their_ids() -> None:
+    for kind in ("chat", "completion"):
+        call = call_of("chat" if kind == "chat" else "completion", logprobs=1, tokens_as_ids=True)
+        (draft,) = drafts_of(call)
+        draft.take(
+            delta([A, B], [[(A, -0.5)], [(END, -0.1)]], sample_of([A, B], "length", None)), call.shape, TOKENIZER
+        )
+        text = json.dumps(whole(call, [draft], TOKENIZER, 1)["choices"][0]["logprobs"])
+        assert f"token_id:{A}" in text and f"token_id:{B}" in text and f"token_id:{END}" in text
+        assert '"a"' not in text
+
+
+def test_prompt_logprobs() -> None:
+    call = call_of(prompts=((A, B, END),), prompt_logprobs=1)
+    top = ((TokenLogprob(A, -0.1), TokenLogprob(B, -0.9)), (TokenLogprob(END, -0.2), TokenLogprob(BROKEN, -0.3)))
+    done = {"prompt_tokens": (A, B, END), "prompt_logprobs": (-0.9, -0.2), "prompt_top_logprobs": top}
+    (choice,) = whole(call, filled(call, [A], **done), TOKENIZER, 1)["choices"]
+    assert choice["prompt_logprobs"] == [
+        None,
+        {
+            str(A): {"logprob": -0.1, "rank": 1, "decoded_token": "a"},
+            str(B): {"logprob": -0.9, "rank": None, "decoded_token": "b"},
+        },
+        {str(END): {"logprob": -0.2, "rank": 1, "decoded_token": "<end>"}},
+    ]
+
+
+# ---- chunks
+
+
+@pytest.mark.parametrize("include_usage", [False, True])
+def test_a_chat_s_chunks(include_usage: bool) -> None:
+    call = call_of("chat", n=2, token_ids=True, echo=("Q",), include_usage=include_usage)
+    drafts = drafts_of(call)
+    chunks = opening_chunks(call, drafts, 5)
+    assert [(c["choices"][0]["index"], c["choices"][0]["delta"]) for c in chunks] == [
+        (0, {"role": "assistant", "content": None}),
+        (1, {"role": "assistant", "content": None}),
+        (0, {"content": "Q"}),
+        (1, {"content": "Q"}),
+    ]
+    assert [c.get("prompt_token_ids") for c in chunks] == [[A, B], None, None, None]
+    for tokens, sample in (([A], None), ([END], sample_of([A, END], "stop", None))):
+        written = drafts[1].take(delta(tokens, sample=sample, at=1), call.shape, TOKENIZER)
+        chunks += delta_chunks(call, drafts[1], written, TOKENIZER, 5)
+    rest = [c["choices"][0] for c in chunks[4:]]
+    assert rest == [
+        {"index": 1, "delta": {"content": "a"}, "logprobs": None, "finish_reason": None, "token_ids": [A]},
+        {"index": 1, "delta": {"content": ""}, "logprobs": None, "finish_reason": None, "token_ids": [END]},
+        {"index": 1, "delta": {}, "logprobs": None, "finish_reason": "stop", "stop_reason": None},
+    ]
+    for chunk in chunks:
+        assert ("usage" in chunk, chunk.get("usage")) == (include_usage, None)
+        assert (chunk["id"], chunk["object"], chunk["created"]) == ("id-1", "chat.completion.chunk", 5)
+    last = usage_chunk(call, drafts, 5)
+    assert (last["choices"], last["usage"]["completion_tokens"]) == ([], 2)
+
+
+def test_a_completion_s_chunks() -> None:
+    call = call_of(prompts=((A,), (B,)), logprobs=1, token_ids=True, echo=("a", "b"))
+    drafts = drafts_of(call)
+    heads = [chunk["choices"][0] for chunk in opening_chunks(call, drafts, 5)]
+    assert [(head["index"], head["text"], head["prompt_token_ids"]) for head in heads] == [(0, "a", [A]), (1, "b", [B])]
+    written = drafts[1].take(delta([EMOJI[0]]), call.shape, TOKENIZER)
+    (chunk,) = delta_chunks(call, drafts[1], written, TOKENIZER, 5)
+    assert chunk["choices"][0]["text"] == "" and chunk["choices"][0]["token_ids"] == [EMOJI[0]]
+    assert chunk["choices"][0]["logprobs"]["tokens"] == [""]
+    written = drafts[1].take(delta([EMOJI[1]], sample=sample_of(EMOJI, "length", None)), call.shape, TOKENIZER)
+    text, end = delta_chunks(call, drafts[1], written, TOKENIZER, 5)
+    assert text["choices"][0]["text"] == "😀"
+    assert (end["choices"][0]["text"], end["choices"][0]["finish_reason"]) == ("", "length")
+    assert "token_ids" not in end["choices"][0]
+
+
+def test_what_shows_nothing_sends_nothing() -> None:
+    call = call_of()
+    assert opening_chunks(call, drafts_of(call), 5) == []
+    (draft,) = drafts_of(call)
+    written = draft.take(delta([EMOJI[0]]), call.shape, TOKENIZER)
+    assert delta_chunks(call, draft, written, TOKENIZER, 5) == []
+
+
+def test_a_stream_opens_with_ids_alone_or_an_echo_alone() -> None:
+    for fields, text, ids in (({"token_ids": True}, "", [A, B]), ({"echo": ("ab",)}, "ab", None)):
+        call = call_of(**fields)
+        (chunk,) = opening_chunks(call, drafts_of(call), 5)
+        assert (chunk["choices"][0]["text"], chunk["choices"][0].get("prompt_token_ids")) == (text, ids)
+
+
+def test_cutting_short_gives_what_was_held_back() -> None:
+    call = call_of(stops=("abc",))
+    (draft,) = drafts_of(call)
+    assert draft.take(delta([A, B]), call.shape, TOKENIZER).text == ""
+    written = draft.cut_short("timeout")
+    assert (written.text, written.finish_reason, written.stop_reason) == ("ab", "length", "timeout")
+    assert (draft.text, draft.finish_reason, draft.stop_reason) == ("ab", "length", "timeout")
+    text, end = delta_chunks(call, draft, written, TOKENIZER, 5)
+    assert (text["choices"][0]["text"], end["choices"][0]["stop_reason"]) == ("ab", "timeout")
+    assert whole(call, [draft], TOKENIZER, 1)["usage"]["completion_tokens"] == 2
+
+
+def test_a_sample_that_was_cut_short_has_no_prompt_logprobs() -> None:
+    for kind in ("completion", "chat"):
+        call = call_of("chat" if kind == "chat" else "completion", prompt_logprobs=1, logprobs=1, echo=("",))
+        (draft,) = drafts_of(call)
+        draft.take(delta([A]), call.shape, TOKENIZER)
+        draft.cut_short("timeout")
+        assert "prompt_logprobs" in json.dumps(whole(call, [draft], TOKENIZER, 1))

@@ -1,0 +1,112 @@
+"""Fields that others know: refused when they ask for something, taken when they do not, on every route."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nano_inference.config import ServerConfig
+from nano_inference.server.errors import ApiError
+from nano_inference.server.unsupported import NEUTRAL, refuse_unsupported, unknown_fields
+from tests.server.tiny import Running, running
+
+CHAT = "/v1/chat/completions"
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": "a", "max_tokens": 1},
+    CHAT: {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1},
+    "/tokenize": {"messages": [{"role": "user", "content": "a"}]},
+    "/apply-template": {"messages": [{"role": "user", "content": "a"}]},
+}
+
+
+def asking(name: str) -> list[Any]:
+    """Values that are not neutral for a field."""
+    tried = [True, False, 1, 0, 2, 0.5, "x", "required", ["x"], {"type": "json_object"}, [{"type": "function"}], "", []]
+    neutral = {json.dumps([type(one).__name__, one]) for one in NEUTRAL[name]}
+    return [one for one in tried if json.dumps([type(one).__name__, one]) not in neutral]
+
+
+@pytest.fixture(scope="module")
+def strict(tiny_directory: Path) -> Iterator[Running]:
+    with running(tiny_directory, ServerConfig(port=0, log_requests=False, strict=True)) as one:
+        yield one
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_known_fields_that_ask_for_something(server: Running, path: str) -> None:
+    for index, name in enumerate(NEUTRAL):
+        values = asking(name)
+        reply = server.post(path, {**BODIES[path], name: values[index % len(values)]})
+        assert reply.status_code == 400
+        assert reply.json()["error"] == {
+            "message": f"{name} is not supported by this server",
+            "type": "invalid_request_error",
+            "param": name,
+            "code": "unsupported_field",
+        }
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_known_fields_that_ask_for_nothing(server: Running, path: str) -> None:
+    for column in range(max(map(len, NEUTRAL.values()))):
+        neutral = {name: values[column % len(values)] for name, values in NEUTRAL.items()}
+        reply = server.post(path, {**BODIES[path], **neutral})
+        assert reply.status_code == 200, reply.text
+
+
+@pytest.mark.parametrize("name", NEUTRAL)
+def test_every_other_value_of_a_known_field_is_refused(name: str) -> None:
+    for value in asking(name):
+        with pytest.raises(ApiError):
+            refuse_unsupported({name: value})
+    for value in NEUTRAL[name]:
+        refuse_unsupported({name: value})
+
+
+def test_a_refusal_says_where() -> None:
+    with pytest.raises(ApiError, match=r"^body\.grammar is not supported"):
+        refuse_unsupported({"grammar": "root"}, "body.")
+
+
+def test_streams_refuse_in_the_same_way(server: Running) -> None:
+    reply = server.post(CHAT, {**BODIES[CHAT], "stream": True, "response_format": {"type": "json_object"}})
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "response_format")
+
+
+def test_unknown_fields_are_told_once(server: Running, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, logger="nano_inference.server"):
+        for _ in range(3):
+            reply = server.post(CHAT, {**BODIES[CHAT], "sparkle": 1, "evil\nname": {}})
+            assert reply.status_code == 200
+    messages = [record.getMessage() for record in caplog.records]
+    assert sum("'sparkle'" in message for message in messages) == 1
+    assert sum("'evil\\nname'" in message for message in messages) == 1, "no line break gets into the log"
+
+
+def test_a_flood_of_unknown_fields_is_not_remembered(server: Running) -> None:
+    flood = {f"field{index}": 1 for index in range(3000)}
+    assert server.post(CHAT, {**BODIES[CHAT], **flood}).status_code == 200
+    assert len(server.app._noted) <= 1000
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_a_strict_server_refuses_unknown_fields(strict: Running, path: str) -> None:
+    assert strict.post(path, BODIES[path]).status_code == 200
+    assert strict.post(path, {**BODIES[path], "tools": []}).status_code == 200, "known, and neutral"
+    reply = strict.post(path, {**BODIES[path], "zebra": 1, "x" * 500: 1})
+    assert reply.status_code == 400
+    error = reply.json()["error"]
+    assert (error["param"], error["code"], error["message"]) == (
+        "x" * 64,
+        "unknown_field",
+        f"unknown field {'x' * 64!r}",
+    )
+
+
+def test_unknown_fields_by_name() -> None:
+    assert unknown_fields({"b": 1, "a": 1, "tools": [], "reasoning_effort": "low"}) == ["a", "b"]

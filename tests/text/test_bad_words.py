@@ -1,0 +1,150 @@
+"""Words to keep out, against a slow search of what was written; and two matchers as one."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from nanochat_samples import tokenizer as nanochat_tokenizer
+from tokenizer_samples import byte_level, save
+
+from nano_inference.text.bad_words import MAX_TOKENS, BadWords, Both, bad_words_matcher, both
+from nano_inference.text.stops import stop_matcher
+from nano_inference.text.tokenizer import Tokenizer, load_tokenizer
+from nano_inference.types import BadRequest, Matcher, StopReason, TokenizerSource
+
+TOKENIZER = nanochat_tokenizer()
+
+
+def allowed(mask: bytes | None, token: int) -> bool:
+    return mask is None or bool(mask[token // 8] >> token % 8 & 1)
+
+
+def spelled(text: str) -> tuple[int, ...]:
+    return tuple(TOKENIZER.encode(text, add_special=False, parse_special=False))
+
+
+words = st.sets(st.lists(st.integers(0, 5), min_size=1, max_size=4).map(tuple), min_size=1, max_size=5)
+
+
+@settings(max_examples=400, deadline=None, derandomize=True)
+@given(words, st.lists(st.integers(0, 5), max_size=20), st.sampled_from([6, 8, 9, 17]))
+def test_exactly_what_would_complete_a_word_is_forbidden(
+    spellings: set[tuple[int, ...]], tokens: list[int], vocab_size: int
+) -> None:
+    matcher = BadWords(frozenset(spellings), vocab_size)
+    for count in range(len(tokens) + 1):
+        past = tuple(tokens[:count])
+        mask = matcher.mask()
+        assert mask is None or len(mask) == -(-vocab_size // 8)
+        for token in range(vocab_size):
+            completes = any((*past, token)[-len(word) :] == word for word in spellings)
+            assert allowed(mask, token) == (not completes)
+        if count < len(tokens):
+            assert matcher.advance(tokens[count]) is None
+
+
+def test_a_word_is_kept_out_at_the_start_and_behind_a_space() -> None:
+    make = bad_words_matcher(TOKENIZER, ["hello"], TOKENIZER.vocab_size)
+    for text in ("hello", " hello"):
+        matcher = make()
+        ids = spelled(text)
+        for token in ids[:-1]:
+            assert allowed(matcher.mask(), token)
+            matcher.advance(token)
+        assert not allowed(matcher.mask(), ids[-1])
+    assert make() is not make(), "each sample has its own"
+
+
+def test_spaces_before_a_word_do_not_matter() -> None:
+    plain = bad_words_matcher(TOKENIZER, ["count"], TOKENIZER.vocab_size)().mask()
+    assert plain == bad_words_matcher(TOKENIZER, [" count"], TOKENIZER.vocab_size)().mask()
+    assert plain == bad_words_matcher(TOKENIZER, ["  count"], TOKENIZER.vocab_size)().mask()
+
+
+def test_a_special_token_s_text_is_a_word_like_any_other() -> None:
+    matcher = bad_words_matcher(TOKENIZER, ["<|bos|>"], TOKENIZER.vocab_size)()
+    (special,) = TOKENIZER.encode("<|bos|>", add_special=False)
+    assert allowed(matcher.mask(), special)
+    for token in spelled("<|bos|>")[:-1]:
+        matcher.advance(token)
+    assert not allowed(matcher.mask(), spelled("<|bos|>")[-1])
+
+
+def test_random_writing_never_has_the_word(tmp_path_factory: pytest.TempPathFactory) -> None:
+    tokenizer: Tokenizer = load_tokenizer(TokenizerSource(str(save(byte_level(), tmp_path_factory.mktemp("bytes")))))
+    rng = random.Random(3)
+    letters = tokenizer.encode("ab", add_special=False, parse_special=False)
+    assert len(letters) == 2
+    matcher = bad_words_matcher(tokenizer, ["ab", "bbb"], tokenizer.vocab_size)()
+    written = []
+    for _ in range(500):
+        open_ones = [token for token in letters if allowed(matcher.mask(), token)]
+        if not open_ones:
+            break
+        written.append(rng.choice(open_ones))
+        matcher.advance(written[-1])
+    text = tokenizer.decode(written)
+    assert len(text) == 500 and "ab" not in text and "bbb" not in text
+
+
+def test_words_that_cannot_be() -> None:
+    with pytest.raises(BadRequest, match="bad_words: a word has no tokens"):
+        bad_words_matcher(TOKENIZER, [""], TOKENIZER.vocab_size)
+    with pytest.raises(BadRequest, match=f"bad_words: the words come to more than {MAX_TOKENS} tokens"):
+        bad_words_matcher(TOKENIZER, ["é" * 300, "ж" * 300], TOKENIZER.vocab_size)
+
+
+class Fixed:
+    """A matcher that says what it was told to say."""
+
+    def __init__(self, verdict: StopReason | None, mask: bytes | None) -> None:
+        self.seen: list[int] = []
+        self._verdict, self._mask = verdict, mask
+
+    def advance(self, token: int) -> StopReason | None:
+        self.seen.append(token)
+        return self._verdict
+
+    def mask(self) -> bytes | None:
+        return self._mask
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "verdict"),
+    [(None, None, None), ("a", None, "a"), (None, "b", "b"), ("a", "b", "a"), (0, "b", 0)],
+)
+def test_either_of_two_stops(first: StopReason | None, second: StopReason | None, verdict: StopReason | None) -> None:
+    pair = Fixed(first, None), Fixed(second, None)
+    assert Both(*pair).advance(7) == verdict
+    assert [one.seen for one in pair] == [[7], [7]], "both see every token"
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "mask"),
+    [
+        (None, None, None),
+        (b"\x0f\xff", None, b"\x0f\xff"),
+        (None, b"\x0f\xff", b"\x0f\xff"),
+        (b"\x0f\xff", b"\x3c\x01", b"\x0c\x01"),
+    ],
+)
+def test_a_token_must_be_allowed_by_both(first: bytes | None, second: bytes | None, mask: bytes | None) -> None:
+    assert Both(Fixed(None, first), Fixed(None, second)).mask() == mask
+
+
+def test_makers_of_two() -> None:
+    stops: Callable[[], Matcher] = stop_matcher(TOKENIZER, ("x",))
+    bad = bad_words_matcher(TOKENIZER, ["a"], TOKENIZER.vocab_size)
+    assert both(None, None) is None
+    assert both(stops, None) is stops
+    assert both(None, bad) is bad
+    make = both(stops, bad)
+    assert make is not None
+    pair = make()
+    assert pair.mask() == bad().mask()
+    assert pair.advance(spelled("x")[0]) == "x"
+    assert make() is not pair

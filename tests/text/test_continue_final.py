@@ -1,0 +1,151 @@
+"""A last message that the model goes on with, and what else decides how messages are put before it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from nanochat_samples import tokenizer as nanochat_tokenizer
+
+from nano_inference.text.chat import chat_template, encode_chat, render
+from nano_inference.text.dialogue import ANSWER, NanochatDialogue, Rendering, TemplateDialogue
+from nano_inference.text.tokenizer import Tokenizer, load_tokenizer
+from nano_inference.text.tools import python_tool
+from nano_inference.types import BadRequest, TokenizerSource
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+TRIMMED = "{% for m in messages %}[{{ m.role }}] {{ m.content | trim }} [/]{% endfor %}"
+ASK = {"role": "user", "content": "hello"}
+OPEN = Rendering(add_generation_prompt=False, continue_final=True)
+CONTENTS = ("So", "", "So ", " two\n\n", "<|im_end|>", "\ue000", "a\ue000\ue001b", "日本 😀", "{{ x }}", "hello")
+
+
+@pytest.fixture(scope="module")
+def tokenizer(chatml_dir: Path) -> Tokenizer:
+    return load_tokenizer(TokenizerSource(str(chatml_dir)))
+
+
+def dialogue(source: str, tokenizer: Tokenizer) -> TemplateDialogue:
+    return TemplateDialogue(chat_template(source, where="here"), tokenizer)
+
+
+@pytest.mark.parametrize("content", CONTENTS)
+@pytest.mark.parametrize("role", ["assistant", "user", "critic"])
+def test_the_text_ends_where_the_message_does(role: str, content: str) -> None:
+    messages = [ASK, {"role": role, "content": content}]
+    template = chat_template(CHATML, where="here")
+    text = render(template, messages, add_generation_prompt=False, continue_final=True)
+    assert text == f"<|im_start|>user\nhello<|im_end|>\n<|im_start|>{role}\n{content}"
+    closed = render(template, messages, add_generation_prompt=False)
+    assert closed == text + "<|im_end|>\n"
+    assert messages[-1] == {"role": role, "content": content}, "the caller's messages stay as they are"
+
+
+def test_an_earlier_message_with_the_same_text_is_not_the_end() -> None:
+    messages = [{"role": "assistant", "content": "So"}, ASK, {"role": "assistant", "content": "So"}]
+    text = render(chat_template(CHATML, where="here"), messages, add_generation_prompt=False, continue_final=True)
+    assert text.count("So") == 2 and text.endswith("<|im_start|>assistant\nSo")
+
+
+def test_a_template_that_shows_a_message_twice_is_cut_at_the_last() -> None:
+    template = chat_template("{{ messages[-1].content }}|{{ messages[-1].content }}.", where="here")
+    assert render(template, [ASK], add_generation_prompt=False, continue_final=True) == "hello|hello"
+
+
+def test_a_template_that_trims_keeps_what_is_inside() -> None:
+    template = chat_template(TRIMMED, where="here")
+    text = render(template, [{"role": "user", "content": "  So  "}], add_generation_prompt=False, continue_final=True)
+    assert text == "[user] So  "
+
+
+@pytest.mark.parametrize(
+    ("source", "messages", "says"),
+    [
+        ("{{ messages[0].role }}", [ASK], "does not show the last message as it is"),
+        (CHATML, [{"role": "assistant", "content": None, "tool_calls": [{}]}], "whose content is a text"),
+        (CHATML, [], "messages must be a non-empty list"),
+        (CHATML, [{"role": "assistant"}], r"messages\[0\].content must be a string"),
+        ("{{ raise_exception('no') }}", [ASK], "refuses these messages: no"),
+    ],
+)
+def test_what_cannot_be_gone_on_with(source: str, messages: list[dict[str, Any]], says: str) -> None:
+    with pytest.raises(BadRequest, match=says):
+        render(chat_template(source, where="here"), messages, add_generation_prompt=False, continue_final=True)
+
+
+def test_an_answer_cannot_begin_inside_a_message(tokenizer: Tokenizer) -> None:
+    both = Rendering(add_generation_prompt=True, continue_final=True)
+    for one in (dialogue(CHATML, tokenizer), nanochat()):
+        for ask in (one.encode, one.text):
+            with pytest.raises(BadRequest, match="continue_final_message and add_generation_prompt exclude each other"):
+                ask([ASK], both)
+
+
+def test_variables_and_tools_reach_an_open_message_too() -> None:
+    template = chat_template("{{ x }}{{ tools[0].name }}{{ messages[-1].content }}.", where="here")
+    text = render(
+        template, [ASK], add_generation_prompt=False, continue_final=True, tools=[{"name": "t"}], extra={"x": "v"}
+    )
+    assert text == "vthello"
+    with pytest.raises(BadRequest, match="chat template variable 'tools' is reserved"):
+        render(template, [ASK], add_generation_prompt=False, continue_final=True, extra={"tools": 1})
+
+
+@pytest.mark.parametrize("content", CONTENTS)
+def test_ids_are_those_of_the_text(tokenizer: Tokenizer, content: str) -> None:
+    """Also where the message spells out a special token, which stays text."""
+    one = dialogue(CHATML, tokenizer)
+    messages = [ASK, {"role": "assistant", "content": content}]
+    ids = one.encode(messages, OPEN)
+    assert tokenizer.decode(ids, skip_special=False) == one.text(messages, OPEN)
+    special = [token for token in ids if token in tokenizer.special_ids]
+    assert [tokenizer.token_text(token) for token in special] == ["<|im_start|>", "<|im_end|>", "<|im_start|>"]
+    closed = Rendering(add_generation_prompt=False)
+    assert one.encode(messages, closed)[-2] in tokenizer.special_ids or content == ""
+    assert ids == encode_chat(one.template, tokenizer, messages, add_generation_prompt=False, continue_final=True)
+
+
+def test_a_rendering_s_parts(tokenizer: Tokenizer) -> None:
+    one = dialogue(CHATML + "{{ mood }}{{ tools | length if tools else '' }}", tokenizer)
+    usual = "<|im_start|>user\nhello<|im_end|>\n"
+    assert one.text([ASK]) == one.text([ASK], ANSWER) == usual + "<|im_start|>assistant\n"
+    assert one.text([ASK], Rendering(add_generation_prompt=False)) == usual
+    assert one.text([ASK], Rendering(add_generation_prompt=False, extra={"mood": "x"})) == usual + "x"
+    assert one.text([ASK], Rendering(add_generation_prompt=False, tools=[{}, {}])) == usual + "2"
+    assert one.knows("mood") and not one.knows("weather")
+    tools = TemplateDialogue(chat_template(CHATML, where="here", tool_source="{{ weather }}"), tokenizer)
+    assert tools.knows("weather")
+
+
+# ---- nanochat
+
+
+def nanochat() -> NanochatDialogue:
+    tokenizer = nanochat_tokenizer()
+    return NanochatDialogue(tokenizer, python_tool(tokenizer))
+
+
+def test_nanochat_goes_on_with_an_answer() -> None:
+    messages = [ASK, {"role": "assistant", "content": "So"}]
+    one = nanochat()
+    start = "<|bos|><|user_start|>hello<|user_end|><|assistant_start|>"
+    assert one.text(messages[:1]) == start
+    assert one.text(messages, OPEN) == start + "So"
+    assert one.text(messages, Rendering(add_generation_prompt=False)) == start + "So<|assistant_end|>"
+    assert one.encode(messages, OPEN) == one.encode(messages, Rendering(add_generation_prompt=False))[:-1]
+
+
+def test_nanochat_goes_on_with_nobody_else_s_message() -> None:
+    with pytest.raises(BadRequest, match="needs a last message by the assistant"):
+        nanochat().encode([ASK], OPEN)
+
+
+def test_nanochat_has_no_variables_and_no_tools() -> None:
+    for rendering in (Rendering(extra={"a": 1}), Rendering(tools=[{}])):
+        with pytest.raises(BadRequest, match="no tools and no chat template variables"):
+            nanochat().encode([ASK], rendering)
+    assert not nanochat().knows("reasoning_effort")
