@@ -3,13 +3,17 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test lint fast bench size clean
+.PHONY: demo test test-clients lint fast bench size clean
 
 demo: .venv/ready
 	$(BIN)/python examples/demo.py
 
 test: .venv/ready-dev lint
 	$(BIN)/python -m pytest
+
+# Other people's programs against a served model.
+test-clients: .venv-clients/ready
+	.venv-clients/bin/python -m pytest tests/clients
 
 lint: .venv/ready-dev
 	$(BIN)/ruff format --check .
@@ -37,5 +41,21 @@ bench: .venv/ready-dev
 	$(BIN)/python -m pip install --quiet -e '.[dev]'
 	touch $@
 
+# Versions that are known to go together: without them pip searches for long. litellm needs an older openai than the
+# other clients, so it has an environment inside the environment.
+.venv-clients/torch:
+	$(PYTHON) -m venv .venv-clients
+	echo '*' > .venv-clients/.gitignore
+	.venv-clients/bin/python -m pip install --quiet torch==2.13.0
+	touch $@
+
+.venv-clients/ready: .venv-clients/torch pyproject.toml
+	.venv-clients/bin/python -m pip install --quiet -e . 'pytest>=8.3,<10' 'openai>=3,<4' \
+		'transformers>=5,<6' 'accelerate>=1,<2' \
+		langchain-core==1.7.2 langchain-openai==1.7.3 llm==0.36 'lm-eval[api]==0.4.13' guidellm==0.8.1
+	$(PYTHON) -m venv .venv-clients/litellm
+	.venv-clients/litellm/bin/python -m pip install --quiet litellm==1.106.2
+	touch $@
+
 clean:
-	rm -rf .venv build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .venv-clients build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache

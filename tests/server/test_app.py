@@ -879,9 +879,12 @@ def test_tokenize_in_both_shapes(server: Running) -> None:
 
 def test_detokenize_in_both_shapes(server: Running) -> None:
     assert server.post("/detokenize", {"model": "tiny", "tokens": ids("hi")}).json() == {"prompt": "hi"}
-    assert server.post("/detokenize", {"tokens": [*ids("h"), 257]}).json() == {"content": "h<|im_end|>"}
-    assert server.post("/detokenize", {"tokens": []}).json() == {"content": ""}
-    assert server.post("/detokenize", {"tokens": ids("é")[:1]}).json() == {"content": "\ufffd"}
+    assert server.post("/detokenize", {"tokens": [*ids("h"), 257]}).json() == {
+        "content": "h<|im_end|>",
+        "prompt": "h<|im_end|>",
+    }
+    assert server.post("/detokenize", {"tokens": []}).json() == {"content": "", "prompt": ""}
+    assert server.post("/detokenize", {"tokens": ids("é")[:1]}).json() == {"content": "\ufffd", "prompt": "\ufffd"}
 
 
 def test_there_and_back(server: Running) -> None:

@@ -12,9 +12,10 @@ import tokenizers
 
 from nano_inference.config import ServerConfig
 from nano_inference.door import Limits
-from nano_inference.server.calls import Call, chat_call, completion_call, plain_messages
+from nano_inference.server.calls import Call, chat_call, completion_call
 from nano_inference.server.errors import ApiError
 from nano_inference.server.model import ServedModel
+from nano_inference.server.prompts import plain_messages
 from nano_inference.server.schema import ApplyTemplateBody, ChatBody, CompletionBody, TokenizeBody
 from nano_inference.server.tokens import apply_template, tokenize
 from nano_inference.text.chat import chat_template

@@ -56,7 +56,7 @@ def test_special_tokens_are_no_text_but_can_be_named(tokenizer: Tokenizer) -> No
 
 
 def test_memory_is_bounded_by_the_longest_stop_string(tokenizer: Tokenizer) -> None:
-    matcher = StopStrings(tokenizer, ("x" * 9, "y"))
+    matcher = StopStrings(tokenizer, ("x" * 9, "y"), frozenset())
     for token in tokenizer.encode("the quick brown fox " * 50):
         if matcher.advance(token):
             break
@@ -79,3 +79,14 @@ def test_the_verdict_is_that_of_the_stream(tokenizer: Tokenizer, text: str, stop
 def test_an_empty_stop_string_is_refused(tokenizer: Tokenizer) -> None:
     with pytest.raises(ValueError, match="empty"):
         stop_matcher(tokenizer, ("a", ""))
+
+
+def test_special_tokens_that_are_shown_are_part_of_the_text(tokenizer: Tokenizer) -> None:
+    end = tokenizer.encode("<|im_end|>", add_special=False)
+    before, after = (tokenizer.encode(text, add_special=False) for text in ("a", "b"))
+    for skip, verdicts in ((True, [None, None, None]), (False, [None, None, "end|>b"])):
+        matcher = stop_matcher(tokenizer, ("end|>b",), skip_special=skip)()
+        assert [matcher.advance(token) for token in (*before, *end, *after)] == verdicts
+    hidden, shown = (stop_matcher(tokenizer, ("ab",), skip_special=skip)() for skip in (True, False))
+    assert [hidden.advance(token) for token in (*before, *end, *after)][-1] == "ab"
+    assert [shown.advance(token) for token in (*before, *end, *after)][-1] is None

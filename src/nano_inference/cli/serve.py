@@ -14,6 +14,7 @@ from nano_inference.cli.options import Common
 from nano_inference.cli.place import fetch
 from nano_inference.cli.terminal import note
 from nano_inference.config import EngineConfig, ServerConfig
+from nano_inference.server.calls import GENERATION_FIELDS
 from nano_inference.server.guard import is_loopback_name
 from nano_inference.server.log import set_up_logs
 from nano_inference.server.run import bind, serve
@@ -90,7 +91,7 @@ def banner(opened: Opened, config: ServerConfig, url: str) -> str:
     talk = '"messages": [{"role": "user", "content": "Hello"}]'
     path = "chat/completions" if model.dialogue is not None else "completions"
     body = talk if model.dialogue is not None else '"prompt": "Once upon a time"'
-    generation = {name: value for name, value in model.generation.items() if name != "do_sample"}
+    generation = {name: model.generation[name] for name in GENERATION_FIELDS if name in model.generation}
     return "\n".join(
         [
             f"ready: {', '.join(model.names)}",

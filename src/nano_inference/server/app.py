@@ -273,7 +273,9 @@ class App:
 
     def _note_unknown(self, body: Body) -> None:
         """Log each unknown field once; refuse it when the server is strict."""
-        names = unknown_fields(body.model_extra or {})
+        options = getattr(body, "stream_options", None)
+        inner = unknown_fields(options.model_extra or {}) if isinstance(options, Body) else []
+        names = [*unknown_fields(body.model_extra or {}), *(f"stream_options.{name}" for name in inner)]
         if names and self.config.strict:
             raise ApiError(400, f"unknown field {names[0][:64]!r}", param=names[0][:64], code="unknown_field")
         for name in names:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-MAX_MESSAGE = 2000
+MAX_MESSAGE = 1500
 """Characters of an error's text: an error must not be larger than what it complains of."""
 
 _NO_HEADERS: Mapping[str, str] = MappingProxyType({})
@@ -72,7 +72,7 @@ class ApiError(Exception):
 
     def to_json(self) -> bytes:
         """Return the body as bytes."""
-        return json.dumps(self.to_dict()).encode()
+        return json.dumps(self.to_dict(), ensure_ascii=False).encode("utf-8", "replace")
 
 
 def error_type(status: int) -> str:

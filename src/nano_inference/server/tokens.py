@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from nano_inference.server.calls import client_error, plain_messages, rendering_of, require_dialogue
 from nano_inference.server.errors import ApiError
 from nano_inference.server.model import ServedModel
+from nano_inference.server.prompts import plain_messages, rendering_of, require_dialogue
+from nano_inference.server.refusals import client_error
 from nano_inference.server.schema import ApplyTemplateBody, DetokenizeBody, TokenizeBody
 from nano_inference.server.unsupported import refuse_unsupported
 from nano_inference.server.writing import alone
@@ -37,13 +38,13 @@ def tokenize(body: TokenizeBody, model: ServedModel) -> JSON:
 
 
 def detokenize(body: DetokenizeBody, model: ServedModel) -> JSON:
-    """Return {prompt} to a body that names a model (vLLM), else {content} (llama.cpp)."""
+    """Return {prompt} to a body that names a model (vLLM), else both {content} (llama.cpp) and {prompt}."""
     model.name_for(body.model)
     try:
         text = model.tokenizer.decode(body.tokens, skip_special=False)
     except BadRequest as error:
         raise ApiError(400, f"tokens: {error}", param="tokens") from None
-    return {"content": text} if body.model is None else {"prompt": text}
+    return {"prompt": text} if body.model is not None else {"content": text, "prompt": text}
 
 
 def apply_template(body: ApplyTemplateBody, model: ServedModel) -> JSON:

@@ -1,0 +1,157 @@
+"""What a body wants the model to read: prompts and messages to ids, checked and cut to the context. Pure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from nano_inference.server.errors import ApiError
+from nano_inference.server.model import ServedModel
+from nano_inference.server.refusals import refusals_told
+from nano_inference.server.schema import ChatBody, CompletionBody, Message, Sampling
+from nano_inference.text.chat import RESERVED
+from nano_inference.text.dialogue import Dialogue, Rendering
+from nano_inference.text.tokenizer import Tokenizer
+
+_MAX_TEMPLATE_KWARGS = 4096
+_RESERVED_KWARGS = frozenset(
+    {"tokenize", "return_dict", "return_tensors", "conversation", "chat_template", "padding", "truncation"}
+    | {"max_length", "continue_final_message", "return_assistant_tokens_mask", "tokenizer_kwargs"}
+    | RESERVED
+)
+"""Arguments of Transformers' `apply_chat_template`, which a template's variable must not be, and what it has anyway."""
+
+
+class Prompt(NamedTuple):
+    """What the model reads, and what is put before its answer when that is echoed."""
+
+    ids: Sequence[int]
+    echo: str
+
+
+def completion_prompts(body: CompletionBody, model: ServedModel, max_tokens: int) -> list[Prompt]:
+    """Return a completion's prompts: one or several, of text or of ids. Raises `ApiError`."""
+    given: Any = body.prompt
+    is_ids = isinstance(given, list) and isinstance(given[0], int)
+    several: list[Any] = given if isinstance(given, list) and not is_ids else [given]
+    return [_completion_prompt(one, body, model, max_tokens) for one in several]
+
+
+def chat_prompt(body: ChatBody, model: ServedModel, extra: Mapping[str, Any], max_tokens: int | None) -> Prompt:
+    """Return a chat's prompt; the last message is what would be echoed. Raises `ApiError`."""
+    dialogue = require_dialogue(model)
+    rendering = rendering_of(body, dialogue, extra)
+    messages = plain_messages(body.messages)
+    with refusals_told():
+        ids = dialogue.encode(messages, rendering)
+    return Prompt(_fitting(ids, body, model, max_tokens), str(messages[-1].get("content") or ""))
+
+
+def require_dialogue(model: ServedModel) -> Dialogue:
+    """Return how the model is talked with. Raises `ApiError` for one that only continues texts."""
+    if model.dialogue is None:
+        raise ApiError(400, "the model has no chat template; /v1/completions continues a text", param="messages")
+    return model.dialogue
+
+
+def rendering_of(body: Any, dialogue: Dialogue, extra: Mapping[str, Any] = MappingProxyType({})) -> Rendering:
+    """Return how messages are to be rendered: vLLM's four fields, and `reasoning_effort` where the template has it."""
+    variables = dict(body.chat_template_kwargs or {})
+    _check_variables(variables)
+    effort = extra.get("reasoning_effort")
+    if effort is not None:
+        if not isinstance(effort, str) or not dialogue.knows("reasoning_effort"):
+            raise ApiError(400, "reasoning_effort is not supported by this model", param="reasoning_effort")
+        variables["reasoning_effort"] = effort
+    goes_on = bool(body.continue_final_message)
+    add_prompt = not goes_on if body.add_generation_prompt is None else body.add_generation_prompt
+    if goes_on and add_prompt:
+        message = "continue_final_message and add_generation_prompt exclude each other"
+        raise ApiError(400, message, param="continue_final_message")
+    return Rendering(add_generation_prompt=add_prompt, continue_final=goes_on, extra=variables)
+
+
+def plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Return messages as a chat template takes them: contents as text, a developer as the system.
+
+    Raises `ApiError` naming the part that is no text.
+    """
+    return [_plain_message(index, message) for index, message in enumerate(messages)]
+
+
+def _plain_message(index: int, message: Message) -> dict[str, Any]:
+    plain: dict[str, Any] = {**(message.model_extra or {}), "role": message.role, "content": message.content}
+    if message.role == "developer":
+        plain["role"] = "system"
+    if isinstance(message.content, list):
+        texts: list[str] = []
+        for number, part in enumerate(message.content):
+            where = f"messages.{index}.content.{number}"
+            if part.type not in ("text", "input_text", "output_text"):
+                raise ApiError(400, f"{where}.type: {part.type[:64]!r} is not supported, only text", param=where)
+            if part.text is None:
+                raise ApiError(400, f"{where}.text: field required", param=f"{where}.text")
+            texts.append(part.text)
+        plain["content"] = "\n".join(texts)
+    if plain["content"] is None and not plain.get("tool_calls"):
+        raise ApiError(400, f"messages.{index}.content: must be a text", param=f"messages.{index}.content")
+    return plain
+
+
+def _check_variables(variables: Mapping[str, Any]) -> None:
+    """Refuse template variables that are large, that nest, or that have a meaning of their own."""
+    if len(json.dumps(variables)) > _MAX_TEMPLATE_KWARGS:
+        message = f"chat_template_kwargs must be at most {_MAX_TEMPLATE_KWARGS} bytes"
+        raise ApiError(400, message, param="chat_template_kwargs")
+    for name, value in variables.items():
+        where = f"chat_template_kwargs.{name[:64]}"
+        if name in _RESERVED_KWARGS:
+            raise ApiError(400, f"{where} is reserved", param="chat_template_kwargs")
+        items = value if isinstance(value, list) else [value]
+        if any(isinstance(item, dict | list) for item in items):
+            message = f"{where} must be a number, a text, a boolean or a list of those"
+            raise ApiError(400, message, param="chat_template_kwargs")
+
+
+def _completion_prompt(given: Any, body: CompletionBody, model: ServedModel, max_tokens: int) -> Prompt:
+    """Return one prompt. What is echoed of a text is the text, unless it had to be cut."""
+    tokenizer = model.tokenizer
+    ids: Sequence[int] = given
+    if isinstance(given, str):
+        with refusals_told("prompt"):
+            ids = tokenizer.encode(given, add_special=body.add_special_tokens is not False)
+    fitting = _fitting(ids, body, model, max_tokens)
+    if not body.echo:
+        return Prompt(fitting, "")
+    is_whole = isinstance(given, str) and len(fitting) == len(ids)
+    return Prompt(fitting, given if is_whole else _decoded(tokenizer, fitting, model.limits.vocab_size))
+
+
+def _decoded(tokenizer: Tokenizer, ids: Sequence[int], vocab_size: int) -> str:
+    known = min(vocab_size, tokenizer.vocab_size)
+    if max(ids) >= known:
+        raise ApiError(400, f"prompt: token id {max(ids)} is outside the vocabulary of {known}", param="prompt")
+    return tokenizer.decode(ids)
+
+
+def _fitting(prompt: Sequence[int], body: Sampling, model: ServedModel, max_tokens: int | None) -> Sequence[int]:
+    """Return the prompt, cut from the left where that was asked for. Raises `ApiError` when it is too long."""
+    longest = model.limits.max_model_len - (0 if max_tokens == 0 else 1)
+    keep = body.truncate_prompt_tokens
+    if keep is not None:
+        if keep == 0:
+            raise ApiError(400, "truncate_prompt_tokens leaves no token", param="truncate_prompt_tokens")
+        room = model.limits.max_model_len - (max_tokens or 1)
+        prompt = prompt[-(keep if keep > 0 else room if 0 < room < longest else longest) :]
+    if len(prompt) > longest:
+        raise ApiError(
+            400,
+            f"the prompt has {len(prompt)} tokens, which with an answer is longer than the context of "
+            f"{model.limits.max_model_len}; shorten it or start the server with a larger --max-model-len",
+            param="messages" if isinstance(body, ChatBody) else "prompt",
+            code="context_length_exceeded",
+            extra={"n_prompt_tokens": len(prompt), "n_ctx": model.limits.max_model_len},
+        )
+    return prompt

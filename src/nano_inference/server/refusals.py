@@ -1,0 +1,32 @@
+"""What the engine's door and the text room refuse, as the client is told it: the field, and the limit."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from nano_inference.server.errors import ApiError
+from nano_inference.server.schema import ChatBody, CompletionBody
+from nano_inference.types import ModelError
+
+_FIELD = re.compile(r"(?P<name>[a-z_]+)(?:\[\d+\])?(?:\.[a-z_]+)*(?=[ :]|$)")
+_FIELDS = frozenset(CompletionBody.model_fields) | frozenset(ChatBody.model_fields)
+
+
+@contextmanager
+def refusals_told(param: str | None = None) -> Iterator[None]:
+    """Raise the `ApiError` of whatever is refused in the block; `param` is the field when the refusal names none."""
+    try:
+        yield
+    except ValueError as error:
+        raise client_error(error, param) from None
+
+
+def client_error(error: ValueError, param: str | None = None) -> ApiError:
+    """Return what a client is told of a refusal: its text, and the field that it begins with or else `param`."""
+    if isinstance(error, ModelError):  # names a file: of the server, not of the client
+        return ApiError(400, "the model's chat template cannot render these messages", param="messages")
+    found = _FIELD.match(str(error))
+    is_field = found is not None and found["name"] in _FIELDS
+    return ApiError(400, str(error), param=found.group() if found is not None and is_field else param)

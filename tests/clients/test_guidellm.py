@@ -1,0 +1,76 @@
+"""guidellm puts the default model under a short load and measures it from outside.
+
+The default model is a GGUF file without a tokenizer directory, and guidellm wants one to make prompts of so many
+tokens: Transformers writes it from the file, so no hub is asked.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.clients.process import NEEDED, Served, program, serving, succeed
+
+if importlib.util.find_spec("guidellm") is None:  # importing it would change every event loop of this process
+    pytest.skip(f"guidellm: {NEEDED}", allow_module_level=True)
+transformers = pytest.importorskip("transformers", reason="writes the tokenizer")
+pytestmark = pytest.mark.model
+
+NUM_REQUESTS, PROMPT_TOKENS, OUTPUT_TOKENS = 20, 32, 8
+
+
+@pytest.fixture(scope="module")
+def tokenizer_directory(default_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The default model's tokenizer as Transformers saves it."""
+    directory = tmp_path_factory.mktemp("default_tokenizer")
+    place, name = default_model_path.parent, default_model_path.name
+    transformers.AutoTokenizer.from_pretrained(place, gguf_file=name, local_files_only=True).save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def default_server(default_model_path: Path) -> Iterator[Served]:
+    """A server of the default model."""
+    with serving(default_model_path, "--device", "cpu", "--kv-cache-bytes", str(256 << 20)) as served:
+        yield served
+
+
+@pytest.mark.parametrize("route", ["/v1/chat/completions", "/v1/completions"])
+def test_a_load_has_no_errors_and_is_measured(
+    default_server: Served, tokenizer_directory: Path, tmp_path: Path, route: str
+) -> None:
+    report = tmp_path / "report.json"
+    command = [
+        *(program("guidellm"), "run", "--disable-console", "--output", f"kind=json,path={report}"),
+        *("--backend", f"kind=openai_http,target={default_server.url},request_format={route}"),
+        *("--profile", "kind=concurrent,streams=4", "--constraint", f"kind=max_requests,count={NUM_REQUESTS}"),
+        *("--data", f"kind=synthetic_text,prompt_tokens={PROMPT_TOKENS},output_tokens={OUTPUT_TOKENS}"),
+        *("--tokenizer", f"kind=huggingface_auto,model={tokenizer_directory}"),
+    ]
+    succeed(command, tmp_path)
+    (benchmark,) = json.loads(report.read_text())["benchmarks"]
+    metrics = benchmark["metrics"]
+    assert metrics["request_totals"] == {
+        "successful": NUM_REQUESTS,
+        "errored": 0,
+        "incomplete": 0,
+        "total": NUM_REQUESTS,
+    }
+    for name in ("time_to_first_token_ms", "inter_token_latency_ms", "request_latency"):
+        measured = metrics[name]["successful"]
+        assert math.isfinite(measured["mean"]) and measured["mean"] > 0, name
+        assert math.isfinite(measured["percentiles"]["p95"]), name
+    assert outputs(benchmark) == [OUTPUT_TOKENS] * NUM_REQUESTS
+    if route == "/v1/completions":
+        assert metrics["prompt_token_count"]["successful"]["mean"] == pytest.approx(PROMPT_TOKENS, abs=2)
+
+
+def outputs(benchmark: Any) -> list[int]:
+    """Return how many tokens each answer has, as the server's usage told the client."""
+    return [one["output_metrics"]["text_tokens"] for one in benchmark["requests"]["successful"]]
