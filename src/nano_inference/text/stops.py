@@ -12,7 +12,8 @@ def stop_matcher(tokenizer: Tokenizer, stops: tuple[str, ...], *, skip_special: 
     """Return a maker of matchers, one for each sample, that stop once the sample's text contains one of `stops`.
 
     The text is what a reader sees: special tokens are not in it, unless `skip_special` is off. One that is not in it
-    and whose own text contains a stop string stops too: that is what someone who writes `stop="<|im_end|>"` means. Of two stop strings the one that is complete first wins, then the longer, as in `stream`. An empty stop string is a
+    and whose own text contains a stop string stops too: that is what someone who writes `stop="<|im_end|>"` means. Of
+    two stop strings the one that is complete first wins, then the longer, as in `stream`. An empty stop string is a
     `ValueError`.
     """
     if "" in stops:
