@@ -132,7 +132,11 @@ class ServerConfig:
     strict: bool = helped(False, "refuse fields that are not known instead of leaving them out")
     logprobs_mode: LogprobsMode = helped("raw", "distribution that log-probabilities speak of")
 
-    api_key: tuple[str, ...] = helped((), "key that clients must send; may be repeated (others can see it in ps)")
+    api_key: tuple[str, ...] = field(
+        default=(),
+        repr=False,  # a key must not stand in a message or a log
+        metadata={"help": "key that clients must send; may be repeated (others can see it in ps)"},
+    )
     api_key_file: str | None = helped(None, "file with a key on each line, which only its owner may read")
     insecure: bool = helped(False, "listen beyond loopback without a key")
     allowed_host: tuple[str, ...] = helped((), "Host header to accept besides the address itself; may be repeated")
@@ -203,7 +207,7 @@ class ServerConfig:
 def checked_texts(name: str, values: object) -> tuple[str, ...]:
     """Return a list of non-empty texts as a tuple, or raise `ValueError` naming `name`."""
     if isinstance(values, str) or not isinstance(values, list | tuple) or not all(isinstance(v, str) for v in values):
-        raise ValueError(f"{name} must be a list of texts, got {values!r}")
+        raise ValueError(f"{name} must be a list of texts, got {type(values).__name__}")
     if "" in values:
         raise ValueError(f"{name} must not hold an empty text")
     return tuple(values)

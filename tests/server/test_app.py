@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import logging
 import random
 import re
 import threading
@@ -1135,3 +1137,58 @@ def test_a_silent_stream_says_that_it_is_still_there(tiny_directory: Path) -> No
         assert lines[-2:] == ["data: [DONE]", ""] or lines[-1] == "data: [DONE]"
         data = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
         assert data[-1]["choices"][0]["finish_reason"] in ("length", "stop")
+
+
+def test_a_reply_of_many_alternatives_is_put_together_in_a_thread(server: Running) -> None:
+    threads: set[str] = set()
+    workshop: Any = server.app._workshop
+    run = workshop.run
+
+    async def noted(work: Any, *, seconds: float) -> Any:
+        def inner() -> Any:
+            threads.add(threading.current_thread().name)
+            return work()
+
+        return await run(inner, seconds=seconds)
+
+    workshop.run = noted
+    try:
+        body = {"prompt": "many", "max_tokens": 300, "logprobs": 20, "ignore_eos": True, "seed": 3}
+        choice = server.post("/v1/completions", body).json()["choices"][0]
+        assert server.post("/v1/completions", {**body, "max_tokens": 20}).status_code == 200
+    finally:
+        workshop.run = run
+    assert len(choice["logprobs"]["tokens"]) == 300
+    assert len(threads) == 1 and threads.pop().startswith("text")
+
+
+def test_too_many_large_bodies_are_refused(tiny_directory: Path) -> None:
+    with running(tiny_directory) as server:
+        go_on, begun = threading.Event(), threading.Event()
+        workshop: Any = server.app._workshop
+
+        def wait() -> None:
+            begun.set()
+            go_on.wait(60)
+
+        async def fill() -> None:
+            for _ in range(32):
+                asyncio.get_running_loop().create_task(workshop.run(wait, seconds=60))
+
+        asyncio.run_coroutine_threadsafe(fill(), server.loop).result(30)
+        begun.wait(30)
+        large = {"prompt": "x" * 20_000, "max_tokens": 1}
+        refused = server.post("/tokenize", large)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "queue_full")
+        assert refused.headers["retry-after"] == "1"
+        assert server.post("/tokenize", {"prompt": "x"}).status_code == 200
+        go_on.set()
+
+
+def test_an_unknown_field_costs_its_beginning_only(server: Running, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        names = {f"{'y' * 100_000}{i}": 1 for i in range(3)} | {f"z{i:03d}": 1 for i in range(20)}
+        assert server.post("/v1/completions", {"prompt": "a", "max_tokens": 1, **names}).status_code == 200
+    assert all(len(name) <= 64 for name in server.app._noted)
+    told = [record.getMessage() for record in caplog.records if "unknown fields" in record.getMessage()]
+    assert len(told) == 1 and len(told[0]) < 1000 and "more" in told[0]

@@ -250,15 +250,49 @@ def test_draining_refuses_the_new_and_keeps_the_old() -> None:
 
 
 def test_aborting_all_tells_who_still_waits() -> None:
+    engine = Stuck()
+
     async def work(bridge: Bridge) -> None:
-        with bridge.submit([ask(params=SamplingParams(max_tokens=200, seed=1, ignore_eos=True))]) as ticket:
-            await ticket.take(30)
+        with bridge.submit([ask()]) as ticket:
             bridge.abort_all()
             with pytest.raises(ApiError) as told:
                 await to_end(ticket)
             assert told.value.code == "shutting_down"
+        engine.go_on.set()
 
-    with_bridge(work)
+    with_bridge(work, engine)
+
+
+def test_what_fails_on_the_loop_is_the_end_too(caplog: pytest.LogCaptureFixture) -> None:
+    async def work(bridge: Bridge) -> None:
+        def broken(seconds: float) -> None:
+            raise RuntimeError("the counter broke")
+
+        observer: Any = bridge._observer
+        observer.first_token = broken
+        with bridge.submit([ask()]) as ticket, pytest.raises(ApiError) as told:
+            await to_end(ticket)
+        assert (told.value.status, bridge.state) == (500, "dead")
+
+    with caplog.at_level(logging.ERROR):
+        with_bridge(work)
+    assert "the counter broke" in caplog.text
+
+
+@pytest.mark.parametrize("reason", ["abort", "length"])
+def test_what_has_not_ended_is_counted_as_whoever_closes_says(reason: str) -> None:
+    engine = Stuck()
+
+    async def work(bridge: Bridge) -> None:
+        with bridge.submit([ask()]) as ticket:
+            ticket.end_reason = reason
+        observer: Any = bridge._observer
+        assert f'vllm:request_success_total{{engine="0",finished_reason="{reason}",model_name="fake"}} 1.0' in (
+            observer.render().decode()
+        )
+        engine.go_on.set()
+
+    with_bridge(work, engine)
 
 
 def test_a_client_that_does_not_read_loses_the_rest() -> None:

@@ -202,6 +202,8 @@ def test_what_the_tokenizer_puts_before_a_text(model: ServedModel, tokenizer: To
     assert completion(with_bos, add_special_tokens=False).asks[0].prompt == plain
     assert chat(with_bos).asks[0].prompt == chat(model).asks[0].prompt, "a chat's template writes what it wants"
     assert (chat(with_bos).shape.drop_space, completion(with_bos).shape.drop_space) == (True, False)
+    went_on = chat(with_bos, messages=[{"role": "assistant", "content": "The sky is"}], continue_final_message=True)
+    assert not went_on.shape.drop_space, "what goes on keeps the space before its first word"
     for body, expected in (
         (TokenizeBody(prompt="hi"), (258, *plain)),
         (TokenizeBody(prompt="hi", add_special_tokens=False), plain),

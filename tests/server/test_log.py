@@ -202,14 +202,14 @@ def test_everything_is_json_when_asked() -> None:
     stream, other = io.StringIO(), io.StringIO()
     logging.getLogger().addHandler(logging.StreamHandler(other))
     set_up_logs(stream, as_json=True)
-    logging.getLogger("uvicorn.error").info("two\nlines %s", "\x1b[31m")
+    logging.getLogger("some.library").info("two\nlines %s", "\x1b[31m")
     logging.getLogger("x").debug("not asked for")
     log_access(FULL)
     with warnings.catch_warnings():
         warnings.simplefilter("always")
         warnings.warn("look out", stacklevel=1)
     first, second, third = [parsed(line) for line in stream.getvalue().splitlines()]
-    assert (first["level"], first["logger"], first["message"]) == ("info", "uvicorn.error", "two�lines �[31m")
+    assert (first["level"], first["logger"], first["message"]) == ("info", "some.library", "two�lines �[31m")
     assert second["path"] == "/v1/completions"
     assert (third["level"], third["logger"]) == ("warning", "py.warnings")
     assert "look out" in third["message"]

@@ -90,3 +90,12 @@ def test_special_tokens_that_are_shown_are_part_of_the_text(tokenizer: Tokenizer
     hidden, shown = (stop_matcher(tokenizer, ("ab",), skip_special=skip)() for skip in (True, False))
     assert [hidden.advance(token) for token in (*before, *end, *after)][-1] == "ab"
     assert [shown.advance(token) for token in (*before, *end, *after)][-1] is None
+
+
+def test_a_dropped_first_space_is_not_in_the_text(tokenizer: Tokenizer) -> None:
+    tokens = tokenizer.encode(" ab", add_special=False)
+    for drop, verdict in ((False, " ab"), (True, None)):
+        matcher = stop_matcher(tokenizer, (" ab",), drop_space=drop)()
+        assert [matcher.advance(token) for token in tokens][-1] == verdict
+    matcher = stop_matcher(tokenizer, (" ab",), drop_space=True)()
+    assert [matcher.advance(token) for token in (*tokens, *tokens)][-1] == " ab", "only the first one is dropped"

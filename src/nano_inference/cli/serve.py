@@ -44,7 +44,13 @@ def run(engine: EngineConfig, config: ServerConfig, common: Common) -> int:
     serving = serve(
         config, listening, open_model, max_running=max_running, on_listening=on_listening, on_ready=on_ready
     )
-    return leave(asyncio.run(serving))
+    try:
+        return leave(asyncio.run(serving))
+    except Exception as error:
+        if engine_runs():
+            note(f"nano-inference: {' '.join(str(error).split())}")
+            leave(1)
+        raise
 
 
 def leave(code: int) -> int:
@@ -52,11 +58,16 @@ def leave(code: int) -> int:
 
     A daemon thread inside native code must not see the interpreter go.
     """
-    if any(thread.name == "engine" and thread.is_alive() for thread in threading.enumerate()):
+    if engine_runs():
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
     return code
+
+
+def engine_runs() -> bool:
+    """Whether the thread that drives an engine is still there."""
+    return any(thread.name == "engine" and thread.is_alive() for thread in threading.enumerate())
 
 
 def warn(config: ServerConfig) -> None:

@@ -23,16 +23,21 @@ from nano_inference.server.replies import (
     Draft,
     delta_chunks,
     opening_chunks,
+    reply_size,
     usage,
     usage_chunk,
     whole,
 )
 from nano_inference.server.ticket import Ticket
+from nano_inference.server.workshop import Workshop
 from nano_inference.server.writing import Written
 
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
+_SMALL_REPLY = 4000
+"""Tokens and alternatives of a reply that is put together on the event loop; a larger one is in a thread."""
+_WRITING_S = 60.0
 _DONE = b"data: [DONE]\n\n"
 _STILL_HERE = b": keep-alive\n\n"
 _EVENT_HEADERS = [
@@ -55,7 +60,14 @@ class Timing:
 
 
 async def answer(
-    call: Call, ticket: Ticket, model: ServedModel, timing: Timing, receive: Receive, send: Send, drafts: list[Draft]
+    call: Call,
+    ticket: Ticket,
+    model: ServedModel,
+    timing: Timing,
+    workshop: Workshop,
+    receive: Receive,
+    send: Send,
+    drafts: list[Draft],
 ) -> ApiError | None:
     """Answer a call; `drafts` are filled as it goes. Return the error that a stream told of in its last event.
 
@@ -64,16 +76,29 @@ async def answer(
     with _watched(receive, ticket):
         if call.stream:
             return await _stream(call, ticket, model, timing, send, drafts)
-        await _whole(call, ticket, model, timing, send, drafts)
+        await _whole(call, ticket, model, timing, workshop, send, drafts)
         return None
 
 
 async def _whole(
-    call: Call, ticket: Ticket, model: ServedModel, timing: Timing, send: Send, drafts: list[Draft]
+    call: Call,
+    ticket: Ticket,
+    model: ServedModel,
+    timing: Timing,
+    workshop: Workshop,
+    send: Send,
+    drafts: list[Draft],
 ) -> None:
     async for _ in _written(call, ticket, model, timing, drafts):
         pass
-    body = to_json(whole(call, drafts, model.tokenizer, int(time.time())))
+
+    def compose() -> bytes:
+        return to_json(whole(call, drafts, model.tokenizer, int(time.time())))
+
+    if reply_size(call, drafts) <= _SMALL_REPLY:
+        body = compose()
+    else:
+        body = await workshop.run(compose, seconds=_WRITING_S)
     headers = [*_JSON_HEADERS, (b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     await send({"type": "http.response.body", "body": body})
@@ -124,13 +149,14 @@ async def _written(
     while not ticket.is_done:
         left = timing.deadline - time.monotonic()
         if left <= 0:
+            ticket.end_reason = "length"
             yield _cut_short(drafts)
             return
         pieces = await ticket.take(min(silence, left))
         news: list[tuple[Draft, Written]] = []
         for prompt_index, delta in pieces:
             draft = drafts[prompt_index * call.num_samples + delta.sample_index]
-            news.append((draft, draft.take(delta, call.shape, model.tokenizer)))
+            news.append((draft, draft.take(delta, call.shape, model.tokenizer, keep=not call.stream)))
             if draft.finish_reason == "abort":
                 raise _given_up(call, draft)
         if pieces or left > silence:
@@ -155,9 +181,7 @@ def _unexpected(error: Exception) -> ApiError:
 def _given_up(call: Call, draft: Draft) -> ApiError:
     """Say why the engine ended a sample that nobody aborted."""
     reason = str(draft.stop_reason or "the engine gave the request up")
-    ask = call.asks[draft.prompt_index]
-    is_bound = ask.make_matcher is not None or ask.params.allowed_token_ids is not None or ask.params.min_tokens > 0
-    if reason.startswith("no token can be drawn") and is_bound:
+    if reason.startswith("no token can be drawn") and call.forbids_tokens:
         return ApiError(400, "no token can be drawn: allowed_token_ids, bad_words and min_tokens leave none")
     if reason.startswith("out of memory"):
         return ApiError(503, reason, code="out_of_memory", headers={"retry-after": "5"})

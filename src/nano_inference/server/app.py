@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -43,6 +41,7 @@ from nano_inference.server.schema import (
 from nano_inference.server.served import Observer, Opened
 from nano_inference.server.ticket import Ticket
 from nano_inference.server.unsupported import unknown_fields
+from nano_inference.server.workshop import Workshop
 
 _SMALL_BODY = 16 << 10
 """Bytes of a body that are read, checked and tokenised on the event loop; a larger one goes to a thread."""
@@ -78,7 +77,7 @@ class App:
         self.bridge = bridge
         self.serving: Serving | None = None
         self._policy = policy
-        self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="text")
+        self._workshop = Workshop()
         self._noted: set[str] = set()
         """Unknown fields that were told of already."""
         self._num_answering = 0
@@ -97,7 +96,7 @@ class App:
 
     def close(self) -> None:
         """End the threads."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._workshop.close()
 
     def _routes(self) -> list[Route]:
         posts: dict[str, Any] = {
@@ -160,7 +159,7 @@ class App:
         body, call = await self._off_loop(len(data), understand)
         self._note_unknown(body)
         timing = Timing(deadline=arrived + self.config.request_timeout, silence=self.config.sse_keep_alive)
-        return CallResponse(self, serving, call, timing)
+        return CallResponse(self, serving, call, timing, self._workshop)
 
     # ---- text -------------------------------------------------------------------------------------------------------
 
@@ -266,7 +265,7 @@ class App:
         """Run what a body asks for: at once when it is small, else in a thread, so that others are served meanwhile."""
         if size <= _SMALL_BODY:
             return work()
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+        return await self._workshop.run(work, seconds=self.config.request_timeout)
 
     def _salt(self, request: Request, asked: str | None) -> str:
         return self._policy.keys.cache_salt(request.scope["state"].get("key_index"), asked)
@@ -278,10 +277,11 @@ class App:
         names = [*unknown_fields(body.model_extra or {}), *(f"stream_options.{name}" for name in inner)]
         if names and self.config.strict:
             raise ApiError(400, f"unknown field {names[0][:64]!r}", param=names[0][:64], code="unknown_field")
-        for name in names:
-            if name not in self._noted and len(self._noted) < _MAX_NOTED_FIELDS:
-                self._noted.add(name)
-                _log.warning("a request has the unknown field %r, which is left out", name[:64])
+        new = sorted({name[:64] for name in names} - self._noted)[: _MAX_NOTED_FIELDS - len(self._noted)]
+        self._noted.update(new)
+        if new:
+            shown = ", ".join(map(repr, new[:8]))
+            _log.warning("unknown fields are left out: %s%s", shown, f" and {len(new) - 8} more" if new[8:] else "")
 
     def _on_response(self, scope: Scope, status: int | None, seconds: float, error: Exception | None) -> None:
         """Count and log a finished request."""
@@ -326,8 +326,9 @@ def below(root: str, app: ASGIApp) -> ASGIApp:
 class CallResponse(Response):
     """Answers a call when it is sent. Everything it takes is given back when sending ends, however it ends."""
 
-    def __init__(self, app: App, serving: Serving, call: Call, timing: Timing) -> None:
+    def __init__(self, app: App, serving: Serving, call: Call, timing: Timing, workshop: Workshop) -> None:
         self._app = app
+        self._workshop = workshop
         self._serving = serving
         self._call = call
         self._timing = timing
@@ -340,7 +341,9 @@ class CallResponse(Response):
         app._num_answering += 1
         try:
             with self._serving.admission.place_for(call), app.bridge.submit(call.asks) as ticket:
-                error = await answer(call, ticket, self._serving.model, self._timing, receive, send, drafts)
+                error = await answer(
+                    call, ticket, self._serving.model, self._timing, self._workshop, receive, send, drafts
+                )
         finally:
             app._num_answering -= 1
             scope["state"]["notes"] = notes_of(call, drafts, ticket, error)

@@ -150,7 +150,7 @@ class Bridge:
 
     def _count_aborted(self, ticket: Ticket) -> None:
         """Count the samples that nobody waits for any more."""
-        reason = "error" if self.state == "dead" else "abort"
+        reason = "error" if self.state == "dead" else ticket.end_reason
         for prompt_index, clocks in enumerate(ticket.clocks):
             for clock in clocks:
                 if clock.ended is None:
@@ -159,6 +159,13 @@ class Bridge:
                         self._observer.finished(ended_record(ticket, prompt_index, clock, reason))
 
     # ---- on the event loop, called by the thread --------------------------------------------------------------------
+
+    def _hear(self, news: Callable[[], None]) -> None:
+        """Take news from the thread. What fails here would lose a delta: it is the end, as in the thread itself."""
+        try:
+            news()
+        except Exception as error:
+            self._die(error)
 
     def _on_submitted(self, ticket: Ticket, ids: tuple[int, ...]) -> None:
         if ticket.is_closed:
@@ -298,7 +305,7 @@ class Bridge:
         """Run something on the event loop; nothing when it has gone."""
         assert self._loop is not None
         try:
-            self._loop.call_soon_threadsafe(news)
+            self._loop.call_soon_threadsafe(self._hear, news)
         except RuntimeError:
             _log.debug("the event loop has closed")
 

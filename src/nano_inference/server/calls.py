@@ -18,7 +18,7 @@ from nano_inference.server.ticket import Ask
 from nano_inference.server.unsupported import refuse_unsupported
 from nano_inference.text.bad_words import bad_words_matcher, both
 from nano_inference.text.stops import stop_matcher
-from nano_inference.types import SamplingParams
+from nano_inference.types import BadRequest, SamplingParams
 
 Kind = Literal["chat", "completion"]
 
@@ -67,6 +67,8 @@ class Call:
     stream: bool = False
     include_usage: bool = False
     continuous_usage: bool = False
+    forbids_tokens: bool = False
+    """The client forbade tokens, perhaps all of them."""
 
     @property
     def total_samples(self) -> int:
@@ -99,6 +101,8 @@ def chat_call(body: ChatBody, model: ServedModel, config: ServerConfig, salt: st
     name = model.name_for(body.model)
     if body.top_logprobs and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs to be true", param="top_logprobs")
+    if body.add_special_tokens:
+        raise ApiError(400, "add_special_tokens: a chat has those of its template", param="add_special_tokens")
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     if max_tokens == 0:
         raise ApiError(400, "max_tokens must be at least 1 in a chat", param="max_tokens")
@@ -130,7 +134,7 @@ def _shape(
         stops=(body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ()),
         include_stop=bool(body.include_stop_str_in_output),
         skip_special=body.skip_special_tokens is not False,
-        drop_space=is_chat and model.tokenizer.drops_space,
+        drop_space=isinstance(body, ChatBody) and not body.continue_final_message and model.tokenizer.drops_space,
         logprobs=logprobs,
         prompt_logprobs=body.prompt_logprobs,
         echo=tuple(prompt.echo for prompt in prompts) if echoes else (),
@@ -185,6 +189,7 @@ def _call(
         stream=bool(body.stream),
         include_usage=bool(options and options.include_usage),
         continuous_usage=bool(options and options.continuous_usage_stats),
+        forbids_tokens=bool(body.allowed_token_ids or body.bad_words or body.logit_bias),
     )
 
 
@@ -192,7 +197,7 @@ def _most_tokens(ask: Ask, model: ServedModel, kind: Kind) -> int:
     """Return how many tokens an ask may come to. Raises `ApiError` when the engine would refuse it."""
     try:
         request = admit(0, ask.prompt, ask.params, model.limits, seed=0)
-    except ValueError as error:
+    except BadRequest as error:
         told = client_error(error)
         is_prompt = kind == "chat" and told.param == "prompt"  # whose field a client of a chat does not know
         raise ApiError(400, told.message, param="messages" if is_prompt else told.param) from None
@@ -208,7 +213,7 @@ def _sampling_params(
     }
     chosen |= {name: getattr(body, name) for name in _SAMPLING_FIELDS if getattr(body, name) is not None}
     scored = (shape.logprobs if shape.echo_logprobs else None, shape.prompt_logprobs)
-    with refusals_told():
+    try:
         return SamplingParams(
             **chosen,
             max_tokens=max_tokens,
@@ -216,11 +221,15 @@ def _sampling_params(
             prompt_logprobs=max((count for count in scored if count is not None), default=None),
             logprobs_mode=config.logprobs_mode,
         )
+    except ValueError as error:  # which is what its fields refuse
+        raise client_error(error) from None
 
 
 def _matcher(body: Sampling, model: ServedModel, shape: ReplyShape) -> MatcherFactory | None:
     """Return what watches each sample: stop strings, words to keep out."""
-    stops = stop_matcher(model.tokenizer, shape.stops, skip_special=shape.skip_special) if shape.stops else None
+    stops = None
+    if shape.stops:
+        stops = stop_matcher(model.tokenizer, shape.stops, skip_special=shape.skip_special, drop_space=shape.drop_space)
     if not body.bad_words:
         return stops
     return both(stops, bad_words_matcher(model.tokenizer, body.bad_words, model.limits.vocab_size))

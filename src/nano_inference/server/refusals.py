@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from nano_inference.server.errors import ApiError
 from nano_inference.server.schema import ChatBody, CompletionBody
-from nano_inference.types import ModelError
+from nano_inference.types import BadRequest, ModelError
 
 _FIELD = re.compile(r"(?P<name>[a-z_]+)(?:\[\d+\])?(?:\.[a-z_]+)*(?=[ :]|$)")
 _FIELDS = frozenset(CompletionBody.model_fields) | frozenset(ChatBody.model_fields)
@@ -16,10 +16,13 @@ _FIELDS = frozenset(CompletionBody.model_fields) | frozenset(ChatBody.model_fiel
 
 @contextmanager
 def refusals_told(param: str | None = None) -> Iterator[None]:
-    """Raise the `ApiError` of whatever is refused in the block; `param` is the field when the refusal names none."""
+    """Raise the `ApiError` of whatever is refused in the block; `param` is the field when the refusal names none.
+
+    Any other `ValueError` is a mistake of ours, not the client's.
+    """
     try:
         yield
-    except ValueError as error:
+    except (BadRequest, ModelError) as error:
         raise client_error(error, param) from None
 
 

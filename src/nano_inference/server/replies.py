@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 from nano_inference.server.calls import Call, ReplyShape
@@ -29,12 +30,13 @@ class Draft:
     stop_reason: StopReason | None = None
     sample: TrainingSample | None = None
 
-    def take(self, delta: Delta, shape: ReplyShape, tokenizer: Tokenizer) -> Written:
-        """Add a delta; return what it brought."""
+    def take(self, delta: Delta, shape: ReplyShape, tokenizer: Tokenizer, *, keep: bool = True) -> Written:
+        """Add a delta; return what it brought. Text and entries are kept for a whole reply, not for a stream."""
         self.pen, written = write(self.pen, delta, shape, tokenizer)
-        self.text += written.text
         self.token_ids += written.token_ids
-        self.entries += written.entries
+        if keep:
+            self.text += written.text
+            self.entries += written.entries
         self.finish_reason, self.stop_reason = written.finish_reason, written.stop_reason
         self.sample = delta.sample
         return written
@@ -87,6 +89,16 @@ def whole(call: Call, drafts: Sequence[Draft], tokenizer: Tokenizer, created: in
         if call.shape.token_ids:
             reply["prompt_token_ids"] = list(call.asks[0].prompt)
     return reply
+
+
+def reply_size(call: Call, drafts: Iterable[Draft]) -> int:
+    """Return about how many tokens and alternatives a whole reply tells of: what it costs to put together."""
+    shape = call.shape
+    num_new = sum(len(draft.token_ids) for draft in drafts)
+    num_prompt = sum(len(ask.prompt) for ask in call.asks) * call.num_samples
+    per_new = 0 if shape.logprobs is None else 2 + shape.logprobs
+    per_prompt = 0 if shape.prompt_logprobs is None else 2 + shape.prompt_logprobs
+    return num_new * (1 + per_new) + num_prompt * (per_prompt + (per_new if shape.echo_logprobs else 0))
 
 
 def opening_chunks(call: Call, drafts: Sequence[Draft], created: int) -> list[JSON]:
@@ -190,6 +202,8 @@ def _logprobs(call: Call, entries: Sequence[Entry], tokenizer: Tokenizer) -> JSO
 def _chat_logprobs(entries: Sequence[Entry], shape: ReplyShape, tokenizer: Tokenizer) -> JSON:
     """Return a chat's form: one object a token, each with its bytes and `top_logprobs`."""
     count = shape.logprobs or 0
+    name = _namer(shape, tokenizer)
+    data = cache(lambda token: list(token_data(token, tokenizer)))
     return {
         "content": [
             {
@@ -198,9 +212,9 @@ def _chat_logprobs(entries: Sequence[Entry], shape: ReplyShape, tokenizer: Token
                 "bytes": list(entry.text.encode()),
                 "top_logprobs": [
                     {
-                        "token": _name(one.token, shape, tokenizer),
+                        "token": name(one.token),
                         "logprob": one.logprob,
-                        "bytes": list(token_data(one.token, tokenizer)),
+                        "bytes": data(one.token),
                     }
                     for one in (entry.top or ())[:count]
                 ],
@@ -212,12 +226,12 @@ def _chat_logprobs(entries: Sequence[Entry], shape: ReplyShape, tokenizer: Token
 
 def _completion_logprobs(entries: Sequence[Entry], shape: ReplyShape, tokenizer: Tokenizer) -> JSON:
     """Return a completion's form: four parallel lists."""
+    name = _namer(shape, tokenizer)
     return {
         "tokens": [f"token_id:{entry.token}" if shape.tokens_as_ids else entry.text for entry in entries],
         "token_logprobs": [entry.logprob for entry in entries],
         "top_logprobs": [
-            None if entry.top is None else {_name(one.token, shape, tokenizer): one.logprob for one in entry.top}
-            for entry in entries
+            None if entry.top is None else {name(one.token): one.logprob for one in entry.top} for entry in entries
         ],
         "text_offset": [entry.offset for entry in entries],
     }
@@ -232,16 +246,18 @@ def _prompt_logprobs(sample: TrainingSample | None, shape: ReplyShape, tokenizer
         return []
     scores = sample.prompt_logprobs or ()
     tops = sample.prompt_top_logprobs or ((),) * len(scores)
+    text = cache(lambda token: alone(token, tokenizer))
     rows: list[JSON | None] = [None]
     for token, score, top in zip(sample.prompt_tokens[1:], scores, tops, strict=True):
         row = {
-            str(one.token): {"logprob": one.logprob, "rank": rank, "decoded_token": alone(one.token, tokenizer)}
+            str(one.token): {"logprob": one.logprob, "rank": rank, "decoded_token": text(one.token)}
             for rank, one in enumerate(top[: shape.prompt_logprobs], start=1)
         }
-        own = {"logprob": score, "rank": None, "decoded_token": alone(token, tokenizer)}
+        own = {"logprob": score, "rank": None, "decoded_token": text(token)}
         rows.append({**row, **({} if str(token) in row else {str(token): own})})
     return rows
 
 
-def _name(token: int, shape: ReplyShape, tokenizer: Tokenizer) -> str:
-    return f"token_id:{token}" if shape.tokens_as_ids else alone(token, tokenizer)
+def _namer(shape: ReplyShape, tokenizer: Tokenizer) -> Callable[[int], str]:
+    """Return how alternatives are called; each is looked up once."""
+    return cache(lambda token: f"token_id:{token}" if shape.tokens_as_ids else alone(token, tokenizer))

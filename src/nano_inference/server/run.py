@@ -27,6 +27,7 @@ from nano_inference.server.served import Opened
 Open = Callable[[], Opened]
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _POLL_S = 0.05
+_CLOSING_S = 1.0
 _log = logging.getLogger("nano_inference.server")
 
 
@@ -59,6 +60,7 @@ def bind(config: ServerConfig) -> socket.socket:
     try:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind((config.host, config.port))
+        listening.listen()  # two sockets may be bound to one port, but only one may listen
     except OSError as error:
         listening.close()
         raise OSError(error.errno, error.strerror or str(error), f"{config.host}:{config.port}") from None
@@ -88,6 +90,7 @@ async def serve(
     for number in _SIGNALS:
         loop.add_signal_handler(number, shutdown.on_signal)
     serving = loop.create_task(listener.serve(sockets=[listening]))
+    serving.add_done_callback(lambda _: shutdown.asked.set())  # without its listener the process has no use
     try:
         while not (listener.started or serving.done()):
             await asyncio.sleep(_POLL_S / 10)
@@ -96,12 +99,13 @@ async def serve(
             await _until_end(bridge, shutdown, exit_on_failure=config.exit_on_failure)
             await _drain(bridge, shutdown, config.shutdown_timeout)
     finally:
-        listener.should_exit = True
-        await _end(listener, serving, shutdown)
         # A load, or a step that is stuck, would not be done in time however long one waits.
         is_orderly = bridge.state == "draining" and not shutdown.urged.is_set()
-        await bridge.stop(timeout=10.0 if is_orderly else 0.5)
-        app.close()
+        try:
+            await _end(listener, serving)
+        finally:
+            await bridge.stop(timeout=10.0 if is_orderly else 0.5)
+            app.close()
     return 1 if bridge.state == "dead" else 0
 
 
@@ -153,11 +157,14 @@ async def _drain(bridge: Bridge, shutdown: Shutdown, timeout: float) -> None:
     bridge.abort_all()
 
 
-async def _end(listener: Listener, serving: asyncio.Task[None], shutdown: Shutdown) -> None:
-    """Wait for uvicorn to close its connections, a short while."""
+async def _end(listener: Listener, serving: asyncio.Task[None]) -> None:
+    """Let uvicorn close its connections; those that do not let themselves be closed are cut."""
+    listener.should_exit = True
     try:
-        async with asyncio.timeout(3.0):
+        async with asyncio.timeout(_CLOSING_S):
             await asyncio.shield(serving)
     except TimeoutError:
         listener.force_exit = True
+        for connection in tuple(listener.server_state.connections):
+            connection.transport.abort()
         await serving

@@ -63,6 +63,8 @@ class Ticket:
         """The engine's names of the requests, once it has them."""
         self.is_closed = False
         """Nobody waits any more."""
+        self.end_reason = "abort"
+        """What those samples are counted as that have not ended when it is closed."""
         self._unread: deque[Piece] = deque()
         self._most_unread = MAX_UNREAD * sum(ask.num_samples for ask in self.asks)
         self._num_open = sum(ask.num_samples for ask in self.asks)

@@ -5,6 +5,7 @@ vLLM and llama.cpp have different bodies and replies under these names; both are
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 from nano_inference.server.errors import ApiError
@@ -29,8 +30,10 @@ def tokenize(body: TokenizeBody, model: ServedModel) -> JSON:
         raise ApiError(400, "exactly one of prompt, messages and content must be given", param="prompt")
     ids = _ids(body, model)
     if body.content is not None:
-        pieces = [{"id": token, "piece": alone(token, model.tokenizer)} for token in ids]
-        return {"tokens": pieces if body.with_pieces else ids}
+        if not body.with_pieces:
+            return {"tokens": ids}
+        name = cache(lambda token: alone(token, model.tokenizer))
+        return {"tokens": [{"id": token, "piece": name(token)} for token in ids]}
     reply: JSON = {"tokens": ids, "count": len(ids), "max_model_len": model.limits.max_model_len, "token_strs": None}
     if body.return_token_strs:
         reply["token_strs"] = [model.tokenizer.token_text(token) for token in ids]
@@ -39,6 +42,7 @@ def tokenize(body: TokenizeBody, model: ServedModel) -> JSON:
 
 def detokenize(body: DetokenizeBody, model: ServedModel) -> JSON:
     """Return {prompt} to a body that names a model (vLLM), else both {content} (llama.cpp) and {prompt}."""
+    refuse_unsupported(body.model_extra or {})
     model.name_for(body.model)
     try:
         text = model.tokenizer.decode(body.tokens, skip_special=False)

@@ -8,26 +8,33 @@ from nano_inference.text.tokenizer import Tokenizer
 from nano_inference.types import Matcher, StopReason
 
 
-def stop_matcher(tokenizer: Tokenizer, stops: tuple[str, ...], *, skip_special: bool = True) -> Callable[[], Matcher]:
+def stop_matcher(
+    tokenizer: Tokenizer, stops: tuple[str, ...], *, skip_special: bool = True, drop_space: bool = False
+) -> Callable[[], Matcher]:
     """Return a maker of matchers, one for each sample, that stop once the sample's text contains one of `stops`.
 
     The text is what a reader sees: special tokens are not in it, unless `skip_special` is off. One that is not in it
     and whose own text contains a stop string stops too: that is what someone who writes `stop="<|im_end|>"` means. Of
-    two stop strings the one that is complete first wins, then the longer, as in `stream`. An empty stop string is a
-    `ValueError`.
+    two stop strings the one that is complete first wins, then the longer, as in `stream`. With `drop_space` the text
+    begins without a first space. An empty stop string is a `ValueError`.
     """
     if "" in stops:
         raise ValueError("stop must not hold an empty string")
-    return lambda: StopStrings(tokenizer, stops, tokenizer.special_ids if skip_special else frozenset())
+    unseen = tokenizer.special_ids if skip_special else frozenset()
+    return lambda: StopStrings(tokenizer, stops, unseen, drop_space)
 
 
 class StopStrings:
     """Follows one sample; keeps only as many bytes as the longest stop string needs, less one."""
 
-    def __init__(self, tokenizer: Tokenizer, stops: tuple[str, ...], unseen: frozenset[int]) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, stops: tuple[str, ...], unseen: frozenset[int], drop_space: bool = False
+    ) -> None:
         self._tokenizer = tokenizer
         self._unseen = unseen
         """Tokens that are not in the text, but may stop it by themselves."""
+        self._drop_space = drop_space
+        """The next byte of text is dropped when it is a space."""
         self._stops = tuple((stop.encode("utf-8", "surrogatepass"), stop) for stop in stops)
         self._keep = max((len(data) for data, _ in self._stops), default=1) - 1
         self._tail = b""
@@ -39,6 +46,8 @@ class StopStrings:
         piece = self._tokenizer.token_bytes(token)
         if token in self._unseen:
             return self._first(piece, 0)
+        if piece and self._drop_space:
+            piece, self._drop_space = piece.removeprefix(b" "), False
         text, known = self._tail + piece, len(self._tail)
         self._tail = text[max(0, len(text) - self._keep) :]
         return self._first(text, known)

@@ -1,0 +1,120 @@
+"""`nano-inference` with a fault put in; for the checks of what a failure harms.
+
+    python faulty.py FAULT serve …
+
+The fault strikes once, when a sample whose max_tokens is `MARK` is about to draw its token number `STEP`:
+
+    raise    the step raises                      stuck    the step never ends
+    memory   the step raises MemoryError          nan      the sample's logits are no numbers
+    exit     the step raises SystemExit           detok    writing the sample's text raises
+    clock    nothing; SIGUSR1 sets time.time back by an hour
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+MARK = 77
+STEP = 5
+INNARDS = "injected at 0x7f0000001000 in /usr/lib/secret.py:12"
+"""What no client may read."""
+
+
+class Fault:
+    """Knows whether it has struck."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self.is_spent = False
+
+    def strikes(self, rows: Sequence[Any]) -> int | None:
+        """Return the index of the marked row when it is time, else None."""
+        for index, row in enumerate(rows):
+            num_drawn = row.start + len(row.tokens) - row.num_prompt
+            if row.params.max_tokens == MARK and num_drawn >= STEP and not self.is_spent:
+                self.is_spent = True
+                return index
+        return None
+
+
+def fail(kind: str) -> None:
+    """Do to a step what the fault is."""
+    if kind == "raise":
+        raise RuntimeError(INNARDS)
+    if kind == "memory":
+        raise MemoryError(INNARDS)
+    if kind == "exit":
+        raise SystemExit(3)
+    if kind == "stuck":
+        threading.Event().wait(3600)
+
+
+def install_in_runner(kind: str) -> None:
+    """Let steps fail, or logits be no numbers."""
+    from nano_inference.runner import ModelRunner
+
+    fault = Fault(kind)
+    run, draw = ModelRunner.run, ModelRunner._draw
+
+    def faulty_run(self: ModelRunner, batch: Any) -> Any:
+        if fault.strikes(batch.rows) is not None:
+            fail(kind)
+        return run(self, batch)
+
+    def faulty_draw(self: ModelRunner, rows: Any, spans: Any, hidden: Any) -> Any:
+        victim = fault.strikes(rows)
+        if victim is not None:
+            hidden[spans[victim].offset + spans[victim].num_tokens - 1] = float("nan")
+        return draw(self, rows, spans, hidden)
+
+    patched: Any = ModelRunner
+    if kind == "nan":
+        patched._draw = faulty_draw
+    else:
+        patched.run = faulty_run
+
+
+def install_in_writing() -> None:
+    """Let writing the marked sample's text fail: it is the one whose stop string is the mark."""
+    from nano_inference.server import replies
+
+    patched: Any = replies
+    write = patched.write
+
+    def faulty_write(pen: Any, delta: Any, shape: Any, tokenizer: Any) -> Any:
+        if f"mark{MARK}" in shape.stops:
+            raise RuntimeError("injected")
+        return write(pen, delta, shape, tokenizer)
+
+    patched.write = faulty_write
+
+
+def install_clock() -> None:
+    """Let SIGUSR1 set the clock back."""
+    real = time.time
+    shift = [0.0]
+    time.time = lambda: real() + shift[0]
+    signal.signal(signal.SIGUSR1, lambda *_: shift.__setitem__(0, -3600.0))
+
+
+def main() -> int:
+    """Put the fault in and run the command line."""
+    kind = sys.argv[1]
+    if kind == "detok":
+        install_in_writing()
+    elif kind == "clock":
+        install_clock()
+    else:
+        install_in_runner(kind)
+    from nano_inference.cli import main as run
+
+    return run(sys.argv[2:])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
