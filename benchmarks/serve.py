@@ -3,9 +3,10 @@
     python benchmarks/serve.py [--streams 64] [--prompt 64] [--tokens 64] [--repeat 3]
 
 Every round gives both sides the same prompts of token ids and lets every answer run to its full length; no prefix is
-shared and none is reused. The rounds take turns. The client's own work is on the server's side of the bill: it runs on
-the same cores. Legend: tok/s answer tokens a second over the whole round; TTFT time to first token and ITL time between
-two tokens of one stream, milliseconds, over all streams of all rounds. The last line is JSON.
+shared and none is reused; both compute 256 tokens a step at most, as `serve` does on a CPU. The rounds take turns. The
+client's own work is on the server's side of the bill: it runs on the same cores. Legend: tok/s answer tokens a second
+over the whole round; TTFT time to first token and ITL time between two tokens of one stream, milliseconds, over all
+streams of all rounds. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -143,7 +144,9 @@ def main() -> None:
     sides = {"in process": Measured(), "over HTTP": Measured()}
     try:
         with InferenceEngine(
-            EngineConfig(model_path=arguments.model, device="cpu", num_threads=arguments.threads)
+            EngineConfig(
+                model_path=arguments.model, device="cpu", num_threads=arguments.threads, max_tokens_per_batch=256
+            )
         ) as engine:
             warm = make_prompts(2, 8, 999)
             in_process(engine, warm, 4)

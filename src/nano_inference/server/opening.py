@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
-from nano_inference.assemble import EngineParts, LoadProgress, assemble
+from nano_inference.assemble import EngineParts, LoadProgress, assemble, pick_device
 from nano_inference.config import EngineConfig, ServerConfig
 from nano_inference.engine import InferenceEngine
 from nano_inference.server.metrics import Metrics
@@ -15,6 +15,10 @@ from nano_inference.server.model import ServedModel
 from nano_inference.server.served import Opened
 from nano_inference.text.dialogue import load_dialogue
 from nano_inference.text.tokenizer import load_tokenizer
+
+CPU_STEP_TOKENS = 256
+"""Tokens of a step on a CPU unless the configuration has a number of its own: while a step of 2048 computes somebody's
+prompt, which takes seconds there, nobody else gets a token, and nobody can be aborted."""
 
 
 def open_model(
@@ -29,7 +33,7 @@ def open_model(
 
     Raises `ModelError` and `ValueError` as `assemble` does.
     """
-    engine_config = replace(engine_config, model_path=str(path))
+    engine_config = for_serving(replace(engine_config, model_path=str(path)))
     parts = assemble(engine_config, progress)
     assert parts.checkpoint is not None, "assemble opens a checkpoint"
     tokenizer = load_tokenizer(parts.checkpoint.tokenizer)
@@ -50,6 +54,14 @@ def open_model(
         cache_config=cache_facts(engine_config, parts),
     )
     return Opened(engine=engine, observer=metrics, model=model)
+
+
+def for_serving(config: EngineConfig) -> EngineConfig:
+    """Return an engine's configuration with shorter steps where a CPU computes them and nobody said how long."""
+    standard = next(field.default for field in fields(config) if field.name == "max_tokens_per_batch")
+    if config.max_tokens_per_batch != standard or pick_device(config.device).type != "cpu":
+        return config
+    return replace(config, max_tokens_per_batch=CPU_STEP_TOKENS)
 
 
 def cache_facts(config: EngineConfig, parts: EngineParts) -> Mapping[str, str]:

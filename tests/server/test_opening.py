@@ -1,0 +1,49 @@
+"""What `serve` makes of a model's files and configurations."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from nano_inference import EngineConfig
+from nano_inference.config import ServerConfig
+from nano_inference.server.opening import CPU_STEP_TOKENS, for_serving
+from tests.server.tiny import NAME, opened
+
+
+@pytest.mark.parametrize(
+    ("config", "tokens"),
+    [
+        (EngineConfig(model_path="m", device="cpu"), CPU_STEP_TOKENS),
+        (EngineConfig(model_path="m", device="cpu", max_tokens_per_batch=512), 512),
+        (EngineConfig(model_path="m", device="cpu", max_tokens_per_batch=64), 64),
+    ],
+)
+def test_steps_are_short_on_a_cpu_unless_asked_otherwise(config: EngineConfig, tokens: int) -> None:
+    assert for_serving(config).max_tokens_per_batch == tokens
+
+
+def test_names_limits_and_defaults_come_from_the_files(tiny_directory: Path, tmp_path: Path) -> None:
+    one = opened(tiny_directory, ServerConfig())
+    assert one.model.names == (NAME,)
+    assert (one.model.limits.max_model_len, one.model.limits.vocab_size) == (512, 260)
+    assert one.model.dialogue is not None
+    other = shutil.copytree(tiny_directory, tmp_path / "warm")
+    (other / "generation_config.json").write_text(json.dumps({"temperature": 0.25, "top_k": 7, "do_sample": True}))
+    two = opened(other, ServerConfig(served_model_name=("a", "b")), max_model_len=64)
+    assert (two.model.names, two.model.limits.max_model_len) == (("a", "b"), 64)
+    assert (two.model.generation["temperature"], two.model.generation["top_k"]) == (0.25, 7)
+    for loaded in (one, two):
+        loaded.engine.shutdown()
+
+
+def test_the_cache_is_told_to_dashboards(tiny_directory: Path) -> None:
+    one = opened(tiny_directory, ServerConfig())
+    line = next(line for line in one.observer.render().decode().splitlines() if "cache_config_info{" in line)
+    kv = one.model.limits
+    assert f'kv_cache_size_tokens="{kv.num_blocks * kv.block_size}"' in line
+    assert "kv_cache_max_concurrency=" in line
+    one.engine.shutdown()
