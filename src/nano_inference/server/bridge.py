@@ -1,4 +1,4 @@
-"""`Bridge`: the engine in its thread, coroutines outside. Two queues and nothing else are shared.
+"""`Bridge`: the engine in its thread, coroutines outside. Two queues join them; what else is shared is only read there.
 
 Down go commands (callables that the thread runs between two steps), up go the results of steps. Whatever escapes the
 engine is a bug: it is logged, told to every waiter, and from then on everybody is refused at once.

@@ -3,8 +3,8 @@
 In order: request id, header sanity, Host, CORS, API key, what a body may be. Only `scope["path"]` decides anything:
 a URL put together from the Host header says what the client wants it to say.
 
-`Guard` belongs inside `Starlette(middleware=…)` or around a router. Around a whole Starlette application it would see
-failures only after Starlette answered them in plain text.
+`Guard` stands around a router. Around a whole Starlette application it would see failures only after Starlette answered
+them in plain text.
 """
 
 from __future__ import annotations
