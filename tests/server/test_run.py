@@ -1,0 +1,64 @@
+"""The process of `serve`, from the inside: its socket, and an end that nobody asked for."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nano_inference.config import ServerConfig
+from nano_inference.server.run import Listener, bind, serve
+from nano_inference.server.served import Opened
+from tests.server.tiny import opened
+
+CONFIG = ServerConfig(port=0, log_requests=False)
+
+
+def test_a_port_belongs_to_one_server() -> None:
+    with bind(CONFIG) as first:
+        port = first.getsockname()[1]
+        with pytest.raises(OSError, match=f"127.0.0.1:{port}"):
+            bind(ServerConfig(port=port))
+
+
+def test_answers_are_sent_at_once() -> None:
+    with bind(CONFIG) as listening:
+        assert listening.proto == 6, "asyncio sets TCP_NODELAY only where the protocol is named"
+
+
+@pytest.mark.parametrize("when", ["at once", "later"])
+def test_a_listener_that_fails_ends_the_process_in_order(
+    tiny_directory: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    ready = asyncio.Event()
+
+    async def broken(self: Listener, sockets: Any = None) -> None:
+        self.started = when == "later"
+        if when == "later":
+            await ready.wait()
+        raise OSError("the listener is lost")
+
+    async def main() -> None:
+        with bind(CONFIG) as listening:
+            await serve(
+                CONFIG,
+                listening,
+                lambda: opened(tiny_directory, CONFIG),
+                max_running=4,
+                on_listening=lambda: None,
+                on_ready=on_ready,
+            )
+
+    def on_ready(_: Opened) -> None:
+        ready.set()
+
+    monkeypatch.setattr(Listener, "serve", broken)
+    with pytest.raises(OSError, match="the listener is lost"):
+        asyncio.run(main())
+    for thread in threading.enumerate():
+        if thread.name == "engine":  # one that was loading ends when it has loaded
+            thread.join(60)
+            assert not thread.is_alive()
