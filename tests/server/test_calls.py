@@ -43,7 +43,7 @@ def model(tiny_directory: Path, tokenizer: Tokenizer) -> ServedModel:
         tokenizer=tokenizer,
         dialogue=load_dialogue(TokenizerSource(str(tiny_directory)), tokenizer),
         limits=LIMITS,
-        generation=MappingProxyType({"temperature": 0.3, "top_k": 7, "eos_token_id": 257}),
+        generation=MappingProxyType({"temperature": 0.3, "top_k": 7}),
     )
 
 

@@ -11,6 +11,7 @@ import pytest
 from nano_inference import EngineConfig
 from nano_inference.config import ServerConfig
 from nano_inference.server.opening import CPU_STEP_TOKENS, for_serving
+from nano_inference.types import ModelError
 from tests.server.tiny import NAME, opened
 
 
@@ -47,3 +48,10 @@ def test_the_cache_is_told_to_dashboards(tiny_directory: Path) -> None:
     assert f'kv_cache_size_tokens="{kv.num_blocks * kv.block_size}"' in line
     assert "kv_cache_max_concurrency=" in line
     one.engine.shutdown()
+
+
+def test_defaults_that_make_no_sense_are_the_models_fault(tiny_directory: Path, tmp_path: Path) -> None:
+    broken = shutil.copytree(tiny_directory, tmp_path / "broken")
+    (broken / "generation_config.json").write_text(json.dumps({"temperature": -1}))
+    with pytest.raises(ModelError, match=r"generation_config.json: temperature must be in"):
+        opened(broken, ServerConfig())

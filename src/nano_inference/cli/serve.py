@@ -14,7 +14,6 @@ from nano_inference.cli.options import Common
 from nano_inference.cli.place import fetch
 from nano_inference.cli.terminal import note
 from nano_inference.config import EngineConfig, ServerConfig
-from nano_inference.server.calls import GENERATION_FIELDS
 from nano_inference.server.guard import is_loopback_name
 from nano_inference.server.log import set_up_logs
 from nano_inference.server.run import bind, serve
@@ -102,14 +101,13 @@ def banner(opened: Opened, config: ServerConfig, url: str) -> str:
     talk = '"messages": [{"role": "user", "content": "Hello"}]'
     path = "chat/completions" if model.dialogue is not None else "completions"
     body = talk if model.dialogue is not None else '"prompt": "Once upon a time"'
-    generation = {name: model.generation[name] for name in GENERATION_FIELDS if name in model.generation}
     return "\n".join(
         [
             f"ready: {', '.join(model.names)}",
             f"  context {limits.max_model_len} tokens, KV cache {num_slots} tokens, "
             f"{'an API key is needed' if has_key else 'no API key'}",
-            f"  sampling defaults: {generation or 'temperature 1.0'}"
-            + (" (from the model's generation_config.json)" if generation else ""),
+            f"  sampling defaults: {dict(model.generation) or 'temperature 1.0'}"
+            + (" (from the model's generation_config.json)" if model.generation else ""),
             f"  curl {url}/v1/{path}{key} -H 'content-type: application/json' -d '{{{body}}}'",
         ]
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from nano_inference.config import ServerConfig
 from nano_inference.door import MatcherFactory, admit
@@ -23,10 +23,8 @@ from nano_inference.types import BadRequest, SamplingParams
 Kind = Literal["chat", "completion"]
 
 _DEFAULT_COMPLETION_TOKENS = 16
-GENERATION_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-"""What a model's own files may set for requests that do not say."""
 _SAMPLING_FIELDS = (
-    *GENERATION_FIELDS,
+    *("temperature", "top_p", "top_k", "min_p", "repetition_penalty"),
     *("presence_penalty", "frequency_penalty", "seed", "min_tokens", "ignore_eos", "stop_token_ids"),
     *("logit_bias", "allowed_token_ids"),
 )
@@ -208,14 +206,11 @@ def _sampling_params(
     body: Sampling, model: ServedModel, config: ServerConfig, shape: ReplyShape, max_tokens: int | None
 ) -> SamplingParams:
     """Return the engine's parameters: the body's, else those that the model's files name, else the engine's."""
-    chosen: dict[str, Any] = {
-        name: model.generation[name] for name in GENERATION_FIELDS if model.generation.get(name) is not None
-    }
-    chosen |= {name: getattr(body, name) for name in _SAMPLING_FIELDS if getattr(body, name) is not None}
+    given = {name: getattr(body, name) for name in _SAMPLING_FIELDS if getattr(body, name) is not None}
     scored = (shape.logprobs if shape.echo_logprobs else None, shape.prompt_logprobs)
     try:
         return SamplingParams(
-            **chosen,
+            **{**model.generation, **given},
             max_tokens=max_tokens,
             logprobs=shape.logprobs,
             prompt_logprobs=max((count for count in scored if count is not None), default=None),

@@ -6,15 +6,18 @@ import time
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 from nano_inference.assemble import EngineParts, LoadProgress, assemble, pick_device
 from nano_inference.config import EngineConfig, ServerConfig
 from nano_inference.engine import InferenceEngine
+from nano_inference.loader.opened import Checkpoint
 from nano_inference.server.metrics import Metrics
 from nano_inference.server.model import ServedModel
 from nano_inference.server.served import Opened
 from nano_inference.text.dialogue import load_dialogue
 from nano_inference.text.tokenizer import load_tokenizer
+from nano_inference.types import ModelError, SamplingParams
 
 CPU_STEP_TOKENS = 256
 """Tokens of a step on a CPU unless the configuration has a number of its own: while a step of 2048 computes somebody's
@@ -45,7 +48,7 @@ def open_model(
         tokenizer=tokenizer,
         dialogue=load_dialogue(parts.checkpoint.tokenizer, tokenizer),
         limits=engine.limits,
-        generation=parts.checkpoint.generation,
+        generation=sampling_defaults(parts.checkpoint),
     )
     metrics = Metrics(
         model_name=model.name,
@@ -54,6 +57,20 @@ def open_model(
         cache_config=cache_facts(engine_config, parts),
     )
     return Opened(engine=engine, observer=metrics, model=model)
+
+
+def sampling_defaults(checkpoint: Checkpoint) -> Mapping[str, Any]:
+    """Return what the model's own files set for requests that do not say. Raises `ModelError` for what makes no sense.
+
+    At the start, and not with every request, whose client could not help it.
+    """
+    known = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    chosen = {name: checkpoint.generation[name] for name in known if checkpoint.generation.get(name) is not None}
+    try:
+        SamplingParams(**chosen)
+    except ValueError as error:
+        raise ModelError(f"{checkpoint.path}: generation_config.json: {error}") from None
+    return chosen
 
 
 def for_serving(config: EngineConfig) -> EngineConfig:
