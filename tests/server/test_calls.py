@@ -44,6 +44,7 @@ def model(tiny_directory: Path, tokenizer: Tokenizer) -> ServedModel:
         dialogue=load_dialogue(TokenizerSource(str(tiny_directory)), tokenizer),
         limits=LIMITS,
         generation=MappingProxyType({"temperature": 0.3, "top_k": 7}),
+        longest_token=12,
     )
 
 
@@ -464,3 +465,24 @@ def test_odd_values_of_variables_and_of_message_fields(model: ServedModel, value
             chat(showing, max_tokens=1, truncate_prompt_tokens=5, **fields)
         except ApiError as error:
             assert error.status == 400
+
+
+def test_what_cannot_fit_is_refused_before_its_tokens_are_known(model: ServedModel) -> None:
+    class Untouched:
+        def __getattr__(self, name: str) -> Any:
+            raise AssertionError("the text was encoded")
+
+    bound = LIMITS.max_model_len
+    text = "x" * (12 * bound + 12)
+    hopeless = replace(model, tokenizer=Untouched())
+    for call in (
+        lambda: completion(hopeless, prompt=text),
+        lambda: chat(hopeless, messages=[{"role": "user", "content": text}]),
+    ):
+        with pytest.raises(ApiError, match=f"at least {bound + 1} tokens") as refused:
+            call()
+        assert refused.value.code == "context_length_exceeded"
+    with pytest.raises(ApiError, match="tokens, which") as known:
+        completion(model, prompt=text[:-12])
+    assert "at least" not in known.value.message
+    assert len(completion(model, prompt=text, truncate_prompt_tokens=5).asks[0].prompt) == 5

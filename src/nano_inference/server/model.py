@@ -28,6 +28,8 @@ class ServedModel:
     limits: Limits
     generation: Mapping[str, Any]
     """Sampling defaults that the model's own files name."""
+    longest_token: int
+    """Bytes of the longest token: a text has at least its length divided by this of them."""
 
     @property
     def name(self) -> str:

@@ -49,6 +49,7 @@ def open_model(
         dialogue=load_dialogue(parts.checkpoint.tokenizer, tokenizer),
         limits=engine.limits,
         generation=sampling_defaults(parts.checkpoint),
+        longest_token=max(len(tokenizer.token_bytes(token)) for token in range(tokenizer.vocab_size)),
     )
     metrics = Metrics(
         model_name=model.name,

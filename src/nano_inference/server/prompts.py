@@ -44,6 +44,7 @@ def chat_prompt(body: ChatBody, model: ServedModel, extra: Mapping[str, Any], ma
     dialogue = require_dialogue(model)
     rendering = rendering_of(body, dialogue, extra)
     messages = plain_messages(body.messages)
+    _refuse_hopeless([str(message["content"] or "") for message in messages], body, model)
     with refusals_told():
         ids = dialogue.encode(messages, rendering)
     return Prompt(_fitting(ids, body, model, max_tokens), str(messages[-1].get("content") or ""))
@@ -120,6 +121,7 @@ def _completion_prompt(given: Any, body: CompletionBody, model: ServedModel, max
     tokenizer = model.tokenizer
     ids: Sequence[int] = given
     if isinstance(given, str):
+        _refuse_hopeless([given], body, model)
         with refusals_told("prompt"):
             ids = tokenizer.encode(given, add_special=body.add_special_tokens is not False)
     fitting = _fitting(ids, body, model, max_tokens)
@@ -136,6 +138,13 @@ def _decoded(tokenizer: Tokenizer, ids: Sequence[int], vocab_size: int) -> str:
     return tokenizer.decode(ids)
 
 
+def _refuse_hopeless(texts: Sequence[str], body: Sampling, model: ServedModel) -> None:
+    """Refuse texts that cannot fit whatever their tokens are: finding those out takes seconds for megabytes."""
+    fewest = sum(map(len, texts)) // model.longest_token
+    if body.truncate_prompt_tokens is None and fewest > model.limits.max_model_len:
+        raise _too_long(fewest, f"at least {fewest} tokens", body, model)
+
+
 def _fitting(prompt: Sequence[int], body: Sampling, model: ServedModel, max_tokens: int | None) -> Sequence[int]:
     """Return the prompt, cut from the left where that was asked for. Raises `ApiError` when it is too long."""
     longest = model.limits.max_model_len - (0 if max_tokens == 0 else 1)
@@ -146,12 +155,16 @@ def _fitting(prompt: Sequence[int], body: Sampling, model: ServedModel, max_toke
         room = model.limits.max_model_len - (max_tokens or 1)
         prompt = prompt[-(keep if keep > 0 else room if 0 < room < longest else longest) :]
     if len(prompt) > longest:
-        raise ApiError(
-            400,
-            f"the prompt has {len(prompt)} tokens, which with an answer is longer than the context of "
-            f"{model.limits.max_model_len}; shorten it or start the server with a larger --max-model-len",
-            param="messages" if isinstance(body, ChatBody) else "prompt",
-            code="context_length_exceeded",
-            extra={"n_prompt_tokens": len(prompt), "n_ctx": model.limits.max_model_len},
-        )
+        raise _too_long(len(prompt), f"{len(prompt)} tokens", body, model)
     return prompt
+
+
+def _too_long(num_tokens: int, shown: str, body: Sampling, model: ServedModel) -> ApiError:
+    return ApiError(
+        400,
+        f"the prompt has {shown}, which with an answer is longer than the context of "
+        f"{model.limits.max_model_len}; shorten it or start the server with a larger --max-model-len",
+        param="messages" if isinstance(body, ChatBody) else "prompt",
+        code="context_length_exceeded",
+        extra={"n_prompt_tokens": num_tokens, "n_ctx": model.limits.max_model_len},
+    )
