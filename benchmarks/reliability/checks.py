@@ -40,10 +40,10 @@ CHECKS: tuple[Check, ...] = (
 ELSEWHERE = {
     "R13": "elsewhere: tests/test_kv.py, tests/sim",
     "R16": "elsewhere: tests/server/test_openapi.py",
-    "R17": "elsewhere: tests/security/test_mutations.py",
+    "R17": "elsewhere: tests/server/test_body.py",
     "R19": "elsewhere: R45",
-    "R36": "elsewhere: tests/text/test_stops.py",
-    "R37": "elsewhere: tests/text/test_stream.py",
+    "R36": "elsewhere: tests/server/test_writing.py",
+    "R37": "elsewhere: tests/server/test_app.py",
     "R42": "not yet: there are no grammars",
     "R46": "not applicable: no older flag or file exists",
     "R48": "not yet: there is no page",
