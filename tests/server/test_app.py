@@ -7,8 +7,10 @@ import json
 import logging
 import random
 import re
+import socket
 import threading
 import time
+import urllib.parse
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -1192,3 +1194,19 @@ def test_an_unknown_field_costs_its_beginning_only(server: Running, caplog: pyte
     assert all(len(name) <= 64 for name in server.app._noted)
     told = [record.getMessage() for record in caplog.records if "unknown fields" in record.getMessage()]
     assert len(told) == 1 and len(told[0]) < 1000 and "more" in told[0]
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["../../etc/passwd", "/etc/passwd", "..%2f..%2fetc", "%2e%2e/%2e%2e", "tiny/../tiny", "tiny\x00", "file:///tiny"],
+)
+def test_no_name_of_a_model_is_a_path(server: Running, name: str) -> None:
+    """T25: a request can name the served model, and nothing else: not by its path, not by any way around it."""
+    refused = server.post("/v1/completions", {"model": name, "prompt": "a", "max_tokens": 1})
+    assert (refused.status_code, refused.json()["error"]["code"]) == (404, "model_not_found")
+    quoted = urllib.parse.quote(name, safe="%/")
+    with socket.create_connection((server.client.base_url.host, server.client.base_url.port), timeout=30) as wire:
+        wire.sendall(f"GET /v1/models/{quoted} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n".encode())
+        reply = b"".join(iter(lambda: wire.recv(65536), b""))
+    assert reply.startswith(b"HTTP/1.1 404 ")
+    assert b"root:" not in reply
