@@ -1210,3 +1210,21 @@ def test_no_name_of_a_model_is_a_path(server: Running, name: str) -> None:
         reply = b"".join(iter(lambda: wire.recv(65536), b""))
     assert reply.startswith(b"HTTP/1.1 404 ")
     assert b"root:" not in reply
+
+
+def test_every_route_needs_the_key_by_every_method(tiny_directory: Path) -> None:
+    """T3: over the real routes, so that one that is added later is held to it too."""
+    config = ServerConfig(port=0, log_requests=False, api_key=("a-key-of-some-length",))
+    with running(tiny_directory, config) as server:
+        paths = {route.path.replace("{model:path}", "tiny") for route in server.app._routes()} | {
+            "/none",
+            "/v1",
+            "/docs",
+        }
+        assert len(paths) > 15
+        for path, method in product(sorted(paths), ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")):
+            is_open = path in ("/", "/health", "/ready", "/ping") and method in ("GET", "HEAD")
+            status = server.client.request(method, path, json={} if method == "POST" else None).status_code
+            assert (status == 200) if is_open else (status == 401), (method, path, status)
+        key = {"authorization": "Bearer a-key-of-some-length"}
+        assert server.client.get("/v1/models", headers=key).status_code == 200
