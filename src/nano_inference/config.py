@@ -150,6 +150,9 @@ class ServerConfig:
     max_body_bytes: int = helped(4 << 20, "largest request body")
     max_connections: int = helped(1000, "most open connections; fewer when the process may open fewer files")
 
+    max_tokens_per_batch: int | None = helped(
+        None, "most tokens computed in one step (default: 256 on a CPU, where longer ones make all wait; else 2048)"
+    )
     request_timeout: float = helped(600.0, "seconds a request may take; then it ends with what it has")
     header_timeout: float = helped(20.0, "seconds in which a request's headers, and then its body, must arrive")
     keep_alive_timeout: float = helped(30.0, "seconds a connection may be idle between requests")
@@ -186,6 +189,8 @@ class ServerConfig:
         check_int("max_logprobs", self.max_logprobs, 0, 1000)
         check_int("max_body_bytes", self.max_body_bytes, 1024)
         check_int("max_connections", self.max_connections, 1)
+        if self.max_tokens_per_batch is not None:
+            check_int("max_tokens_per_batch", self.max_tokens_per_batch, 1)
 
     def _check_seconds(self) -> None:
         for name in ("sse_keep_alive", "shutdown_timeout"):

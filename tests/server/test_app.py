@@ -787,11 +787,14 @@ def test_wrong_paths_and_methods(server: Running) -> None:
             reply = server.client.request(method, path)
             assert (reply.status_code, reply.headers["allow"]) == (405, "POST")
             if method != "HEAD":
-                assert reply.json()["error"]["message"] == f"{method} is not allowed here"
+                assert reply.json()["error"]["message"] == f"{method} is not allowed here; use POST"
     for path in GETS:
         reply = server.client.post(path, json={})
         assert reply.status_code == 405
         assert set(reply.headers["allow"].split(", ")) == {"GET", "HEAD"}
+    for path, meant in (("/chat/completions", CHAT), ("/v1/v1/models", "/v1/models"), ("/v1/health", "/health")):
+        message = server.client.get(path).json()["error"]["message"]
+        assert message == f"no such path: {path}; did you mean {meant}? A client's base URL ends in /v1"
     assert server.client.get("/" + "x" * 5000).json()["error"]["message"] == "no such path: /" + "x" * 199
 
 

@@ -16,15 +16,17 @@ from tests.server.tiny import NAME, opened
 
 
 @pytest.mark.parametrize(
-    ("config", "tokens"),
+    ("asked", "tokens"),
     [
-        (EngineConfig(model_path="m", device="cpu"), CPU_STEP_TOKENS),
-        (EngineConfig(model_path="m", device="cpu", max_tokens_per_batch=512), 512),
-        (EngineConfig(model_path="m", device="cpu", max_tokens_per_batch=64), 64),
+        (None, CPU_STEP_TOKENS),
+        (2048, 2048),
+        (64, 64),
     ],
 )
-def test_steps_are_short_on_a_cpu_unless_asked_otherwise(config: EngineConfig, tokens: int) -> None:
-    assert for_serving(config).max_tokens_per_batch == tokens
+def test_steps_are_short_on_a_cpu_unless_asked_otherwise(asked: int | None, tokens: int) -> None:
+    assert for_serving(EngineConfig(model_path="m", device="cpu"), asked).max_tokens_per_batch == tokens
+    asked_config = ServerConfig(max_tokens_per_batch=asked)
+    assert ServerConfig.from_dict(asked_config.to_dict()) == asked_config
 
 
 def test_names_limits_and_defaults_come_from_the_files(tiny_directory: Path, tmp_path: Path) -> None:

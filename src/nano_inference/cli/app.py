@@ -34,7 +34,7 @@ _MODELS_COMMANDS = (
     ("rm", " NAME", "Delete a model from the cache."),
 )
 _EPILOGUE = (
-    "Every option has a twin in the environment: --max-tokens is NANO_INFERENCE_MAX_TOKENS. "
+    "Every option has a twin in the environment: --model is NANO_INFERENCE_MODEL. "
     "NANO_INFERENCE_TRACEBACK=1 shows where an error came from."
 )
 

@@ -80,7 +80,7 @@ _SAMPLING_GROUP = Group("Sampling", sort_key=2)
 _COMMON_GROUP = Group("Common", sort_key=4)
 
 EngineFlags = Annotated[EngineConfig, flags(_ENGINE_GROUP, _BOTH_HAVE)]
-ServedEngineFlags = Annotated[EngineConfig, flags(_ENGINE_GROUP, ("logprobs_mode",))]
+ServedEngineFlags = Annotated[EngineConfig, flags(_ENGINE_GROUP, ("logprobs_mode", "max_tokens_per_batch"))]
 ServerFlags = Annotated[ServerConfig, flags(Group("Server", sort_key=1))]
 SamplingFlags = Annotated[SamplingParams, flags(_SAMPLING_GROUP, _NOT_TYPED_BY_HAND)]
 NanochatFlags = Annotated[NanochatWishes, flags(Group("nanochat", sort_key=1))]

@@ -92,22 +92,30 @@ def served_name(asked: str, path: Path) -> str:
     return path.stem if path.is_file() else (path.name if Path(asked).expanduser().exists() else asked)
 
 
+def tool_lines(opened: Opened) -> list[str]:
+    """Return what a user of a model with a tool should know."""
+    has_tool = opened.model.dialogue is not None and opened.model.dialogue.tool is not None
+    return ["  the model's calculator does not run over HTTP yet: `nano-inference chat` runs it"] if has_tool else []
+
+
 def banner(opened: Opened, config: ServerConfig, url: str) -> str:
     """Return what is said once requests are taken."""
     model, limits = opened.model, opened.model.limits
     num_slots = limits.num_blocks * limits.block_size
+    is_whole = limits.max_model_len == model.max_positions
+    context = f"{limits.max_model_len} tokens" + ("" if is_whole else f" of the model's {model.max_positions}")
     has_key = bool(config.api_key or config.api_key_file)
     key = ' -H "authorization: Bearer $KEY"' if has_key else ""
-    talk = '"messages": [{"role": "user", "content": "Hello"}]'
+    talk = '"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 64, "stream": true'
     path = "chat/completions" if model.dialogue is not None else "completions"
-    body = talk if model.dialogue is not None else '"prompt": "Once upon a time"'
+    body = talk if model.dialogue is not None else '"prompt": "Once upon a time", "stream": true'
     return "\n".join(
         [
             f"ready: {', '.join(model.names)}",
-            f"  context {limits.max_model_len} tokens, KV cache {num_slots} tokens, "
-            f"{'an API key is needed' if has_key else 'no API key'}",
+            f"  context {context}, KV cache {num_slots} tokens, {'an API key is needed' if has_key else 'no API key'}",
             f"  sampling defaults: {dict(model.generation) or 'temperature 1.0'}"
             + (" (from the model's generation_config.json)" if model.generation else ""),
-            f"  curl {url}/v1/{path}{key} -H 'content-type: application/json' -d '{{{body}}}'",
+            *tool_lines(opened),
+            f"  curl -N {url}/v1/{path}{key} -H 'content-type: application/json' -d '{{{body}}}'",
         ]
     )

@@ -130,9 +130,20 @@ class App:
         try:
             await self._router(scope, receive, send)
         except HTTPException as error:
-            path = scope["path"][:200]
-            text = f"{scope['method']} is not allowed here" if error.status_code == 405 else f"no such path: {path}"
-            raise ApiError(error.status_code, text, headers=dict(error.headers or {})) from None
+            headers = dict(error.headers or {})
+            allowed = f"; use {headers.get('Allow')}" if "Allow" in headers else ""
+            refused = f"{scope['method']} is not allowed here{allowed}"
+            text = refused if error.status_code == 405 else self._no_such_path(scope["path"])
+            raise ApiError(error.status_code, text, headers=headers) from None
+
+    def _no_such_path(self, path: str) -> str:
+        """Say that there is nothing, and what may have been meant: a base URL without its /v1, or with two."""
+        known = {route.path for route in self._routes()}
+        guesses = (f"/v1{path}", path.removeprefix("/v1"))
+        hint = next(
+            (f"; did you mean {guess}? A client's base URL ends in /v1" for guess in guesses if guess in known), ""
+        )
+        return f"no such path: {path[:200]}{hint}"
 
     # ---- generation -------------------------------------------------------------------------------------------------
 
@@ -276,7 +287,8 @@ class App:
         inner = unknown_fields(options.model_extra or {}) if isinstance(options, Body) else []
         names = [*unknown_fields(body.model_extra or {}), *(f"stream_options.{name}" for name in inner)]
         if names and self.config.strict:
-            raise ApiError(400, f"unknown field {names[0][:64]!r}", param=names[0][:64], code="unknown_field")
+            shown = ", ".join(repr(name[:64]) for name in names[:8])
+            raise ApiError(400, f"unknown fields: {shown}", param=names[0][:64], code="unknown_field")
         new = sorted({name[:64] for name in names} - self._noted)[: _MAX_NOTED_FIELDS - len(self._noted)]
         self._noted.update(new)
         if new:
@@ -304,6 +316,8 @@ class App:
                 total_ms=seconds * 1e3,
                 client_abort=True if status is None else None,
                 error_type=None if told is None else getattr(told, "type", type(told).__name__),
+                error_code=getattr(told, "code", None),
+                error_param=getattr(told, "param", None),
                 **notes,
             )
         )

@@ -65,7 +65,8 @@ def _refusal(error: ValidationError, value: dict[str, Any]) -> ApiError:
     chosen = max(found, key=lambda one: (len(_path(one["loc"], value)), not one["type"].endswith("_type")))
     name = ".".join(str(part)[:64] for part in _path(chosen["loc"], value))[:MAX_NAME]
     is_object = chosen["type"] in ("model_type", "model_attributes_type", "dict_type")
-    message = "input should be an object" if is_object else chosen["msg"][:1].lower() + chosen["msg"][1:]
+    text = (chosen["msg"][:1].lower() + chosen["msg"][1:]).replace(" after validation", "")
+    message = "input should be an object" if is_object else text
     got = "" if chosen["type"] == "missing" else f", got {_shown(chosen['input'])}"
     return ApiError(400, f"{name}: {message}{got}", param=name or None)
 

@@ -197,8 +197,12 @@ def _most_tokens(ask: Ask, model: ServedModel, kind: Kind) -> int:
         request = admit(0, ask.prompt, ask.params, model.limits, seed=0)
     except BadRequest as error:
         told = client_error(error)
-        is_prompt = kind == "chat" and told.param == "prompt"  # whose field a client of a chat does not know
-        raise ApiError(400, told.message, param="messages" if is_prompt else told.param) from None
+        param = told.param
+        if "whole KV cache" in told.message:
+            param = "max_tokens"
+        elif kind == "chat" and param == "prompt":  # which a client of a chat does not know
+            param = "messages"
+        raise ApiError(400, told.message, param=param) from None
     return len(ask.prompt) + ask.num_samples * request.max_new_tokens
 
 

@@ -54,6 +54,9 @@ class AccessRecord:
     finish_reason: str | None = None
     client_abort: bool | None = None
     error_type: str | None = None
+    error_code: str | None = None
+    error_param: str | None = None
+    """The field that was wrong."""
 
 
 def access_line(record: AccessRecord) -> str:

@@ -28,6 +28,8 @@ class ServedModel:
     limits: Limits
     generation: Mapping[str, Any]
     """Sampling defaults that the model's own files name."""
+    max_positions: int
+    """The longest context that the model was made for."""
     longest_token: int
     """Bytes of the longest token: a text has at least its length divided by this of them."""
 

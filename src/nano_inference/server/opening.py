@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,8 @@ from nano_inference.text.tokenizer import load_tokenizer
 from nano_inference.types import ModelError, SamplingParams
 
 CPU_STEP_TOKENS = 256
-"""Tokens of a step on a CPU unless the configuration has a number of its own: while a step of 2048 computes somebody's
-prompt, which takes seconds there, nobody else gets a token, and nobody can be aborted."""
+"""Tokens of a step on a CPU unless somebody says how many: while a step of 2048 computes a prompt, which takes seconds
+there, nobody else gets a token, and nobody can be aborted."""
 
 
 def open_model(
@@ -36,7 +36,7 @@ def open_model(
 
     Raises `ModelError` and `ValueError` as `assemble` does.
     """
-    engine_config = for_serving(replace(engine_config, model_path=str(path)))
+    engine_config = for_serving(replace(engine_config, model_path=str(path)), config.max_tokens_per_batch)
     parts = assemble(engine_config, progress)
     assert parts.checkpoint is not None, "assemble opens a checkpoint"
     tokenizer = load_tokenizer(parts.checkpoint.tokenizer)
@@ -48,6 +48,7 @@ def open_model(
         tokenizer=tokenizer,
         dialogue=load_dialogue(parts.checkpoint.tokenizer, tokenizer),
         limits=engine.limits,
+        max_positions=parts.checkpoint.config.max_positions,
         generation=sampling_defaults(parts.checkpoint),
         longest_token=max(len(tokenizer.token_bytes(token)) for token in range(tokenizer.vocab_size)),
     )
@@ -74,12 +75,11 @@ def sampling_defaults(checkpoint: Checkpoint) -> Mapping[str, Any]:
     return chosen
 
 
-def for_serving(config: EngineConfig) -> EngineConfig:
-    """Return an engine's configuration with shorter steps where a CPU computes them and nobody said how long."""
-    standard = next(field.default for field in fields(config) if field.name == "max_tokens_per_batch")
-    if config.max_tokens_per_batch != standard or pick_device(config.device).type != "cpu":
-        return config
-    return replace(config, max_tokens_per_batch=CPU_STEP_TOKENS)
+def for_serving(config: EngineConfig, max_tokens_per_batch: int | None) -> EngineConfig:
+    """Return an engine's configuration with steps of that many tokens, or of as many as suit the device."""
+    if max_tokens_per_batch is None and pick_device(config.device).type == "cpu":
+        max_tokens_per_batch = min(config.max_tokens_per_batch, CPU_STEP_TOKENS)
+    return replace(config, max_tokens_per_batch=max_tokens_per_batch or config.max_tokens_per_batch)
 
 
 def cache_facts(config: EngineConfig, parts: EngineParts) -> Mapping[str, str]:

@@ -45,7 +45,7 @@ def chat_prompt(body: ChatBody, model: ServedModel, extra: Mapping[str, Any], ma
     rendering = rendering_of(body, dialogue, extra)
     messages = plain_messages(body.messages)
     _refuse_hopeless([str(message["content"] or "") for message in messages], body, model)
-    with refusals_told():
+    with refusals_told("messages"):
         ids = dialogue.encode(messages, rendering)
     return Prompt(_fitting(ids, body, model, max_tokens), str(messages[-1].get("content") or ""))
 
@@ -160,10 +160,11 @@ def _fitting(prompt: Sequence[int], body: Sampling, model: ServedModel, max_toke
 
 
 def _too_long(num_tokens: int, shown: str, body: Sampling, model: ServedModel) -> ApiError:
+    longest = model.limits.max_model_len
+    way_out = " or start the server with a larger --max-model-len" if longest < model.max_positions else ""
     return ApiError(
         400,
-        f"the prompt has {shown}, which with an answer is longer than the context of "
-        f"{model.limits.max_model_len}; shorten it or start the server with a larger --max-model-len",
+        f"the prompt has {shown}, which with an answer is longer than the context of {longest}; shorten it{way_out}",
         param="messages" if isinstance(body, ChatBody) else "prompt",
         code="context_length_exceeded",
         extra={"n_prompt_tokens": num_tokens, "n_ctx": model.limits.max_model_len},

@@ -149,6 +149,8 @@ async def _until_end(bridge: Bridge, shutdown: Shutdown, *, exit_on_failure: boo
 async def _drain(bridge: Bridge, shutdown: Shutdown, timeout: float) -> None:
     """Let open requests finish while there is time; then tell those that are left."""
     bridge.drain()
+    if bridge.num_open and timeout and not shutdown.urged.is_set():
+        _log.warning("%d open requests have %g seconds to end; another signal aborts them", bridge.num_open, timeout)
     deadline = asyncio.get_running_loop().time() + timeout
     while bridge.num_open and not shutdown.urged.is_set() and asyncio.get_running_loop().time() < deadline:
         await asyncio.sleep(_POLL_S)

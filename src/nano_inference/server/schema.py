@@ -124,7 +124,7 @@ class TextPart(Body):
 class Message(Body):
     """One message of a chat; further fields (name, tool_calls, tool_call_id) reach the model's template."""
 
-    role: Annotated[str, Field(min_length=1, max_length=64)]
+    role: Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[\w.-]+$")]
     content: str | Annotated[list[TextPart], Field(max_length=MAX_MESSAGES, fail_fast=True)] | None = None
 
 
