@@ -25,7 +25,7 @@ HERE = Path(__file__).resolve().parent
 FAULTY = HERE / "faulty.py"
 POLLER = HERE / "poller.py"
 JSON = dict[str, Any]
-INNARDS = re.compile(r"0x[0-9a-fA-F]{4,}|/usr/|/home/|/root/|site-packages|\.py\b|Traceback")
+INNARDS = re.compile(r"0x[0-9a-fA-F]{4,}|/(?:usr|home|root)/|site-packages|\.py\b|Traceback")
 """What no error may tell."""
 PROSE = (
     "The lighthouse stood at the end of the island, and nobody had climbed its {} steps since the keeper left for the "

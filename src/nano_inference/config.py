@@ -162,7 +162,7 @@ class ServerConfig:
     step_timeout: float = helped(120.0, "seconds one step may take before the engine counts as stuck")
     exit_on_failure: bool = helped(False, "end the process when the engine fails, instead of answering 503")
 
-    log_requests: bool = helped(True, "one JSON line on stderr for every finished request")
+    log_requests: bool = helped(True, "JSON on stderr: a line for every finished request, and for every warning")
 
     def __post_init__(self) -> None:
         for name in ("host", "root_path"):

@@ -99,6 +99,9 @@ def test_the_port_is_open_before_the_model_is_there(directory: Path) -> None:
         assert early.status_code == 200
         line = json.loads(server.wait_for(r"^\{.*")[0])
         assert (line["request_id"], line["status"], line["output_tokens"]) == ("mine", 200, 1)
+        client.post("/v1/completions", json={"prompt": "a", "max_tokens": 1, "zebra": 1})
+        warning = json.loads(server.wait_for(r"^\{.*zebra.*")[0])
+        assert (warning["level"], warning["logger"]) == ("warning", "nano_inference.server")
 
 
 def test_a_term_lets_open_requests_finish_and_refuses_new_ones(directory: Path) -> None:

@@ -501,3 +501,16 @@ def test_a_larger_context_is_advised_only_where_there_is_one(model: ServedModel)
         with pytest.raises(ApiError, match="longer than the context") as refused:
             completion(replace(model, max_positions=positions), prompt=[1] * 2000)
         assert ("--max-model-len" in refused.value.message) is is_advised
+
+
+@pytest.mark.parametrize("fields", [{"n": 17}, {"prompt_logprobs": 21}, {"stream_options": {}}])
+def test_counts_are_refused_before_any_text_is_encoded(model: ServedModel, fields: dict[str, Any]) -> None:
+    class Untouched:
+        def __getattr__(self, name: str) -> Any:
+            raise AssertionError("the text was encoded")
+
+    untouched = replace(model, tokenizer=Untouched(), dialogue=Untouched())
+    for call in (completion, chat):
+        with pytest.raises(ApiError) as refused:
+            call(untouched, **fields)
+        assert refused.value.param == next(iter(fields))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import socket
 import sys
@@ -22,7 +23,7 @@ from nano_inference.server.served import Opened
 
 def run(engine: EngineConfig, config: ServerConfig, common: Common) -> int:
     """Serve until a signal; return the exit code."""
-    set_up_logs(log_requests=config.log_requests)
+    set_up_logs(log_requests=config.log_requests, as_json=config.log_requests, level=logging.WARNING)
     warn(config)
     listening = bind(config)
     url = url_of(config, listening)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -57,7 +57,6 @@ _REJECTIONS = {
 _log = logging.getLogger("nano_inference.server")
 _B = TypeVar("_B", bound=Body)
 _T = TypeVar("_T")
-Endpoint = Callable[[Request], Awaitable[Response]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,7 +137,7 @@ class App:
 
     def _no_such_path(self, path: str) -> str:
         """Say that there is nothing, and what may have been meant: a base URL without its /v1, or with two."""
-        known = {route.path for route in self._routes()}
+        known = {route.path for route in self._router.routes if isinstance(route, Route)}
         guesses = (f"/v1{path}", path.removeprefix("/v1"))
         hint = next(
             (f"; did you mean {guess}? A client's base URL ends in /v1" for guess in guesses if guess in known), ""

@@ -78,6 +78,7 @@ def completion_call(body: CompletionBody, model: ServedModel, config: ServerConf
     """Return the call of POST /v1/completions. Raises `ApiError` naming the field that is wrong."""
     extra = body.model_extra or {}
     refuse_unsupported(extra)
+    _check_counts(body, config, body.logprobs, "logprobs")
     if extra.get("reasoning_effort") is not None:
         raise ApiError(400, "reasoning_effort is for chats", param="reasoning_effort")
     name = model.name_for(body.model)
@@ -87,15 +88,17 @@ def completion_call(body: CompletionBody, model: ServedModel, config: ServerConf
         raise ApiError(400, "echo with logprobs needs stream=false", param="echo")
     max_tokens = _DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
     prompts = completion_prompts(body, model, max_tokens)
-    shape = _shape(body, model, config, body.logprobs, prompts, echoes=bool(body.echo))
+    echo = tuple(prompt.echo for prompt in prompts) if body.echo else ()
+    shape = _shape(body, body.logprobs, echo, echo_logprobs=bool(body.echo) and body.logprobs is not None)
     params = _sampling_params(body, model, config, shape, max_tokens)
-    return _call(body, model, config, "completion", name, _asks(body, model, prompts, params, shape, salt), shape)
+    return _call(body, model, "completion", name, _asks(body, model, prompts, params, shape, salt), shape)
 
 
 def chat_call(body: ChatBody, model: ServedModel, config: ServerConfig, salt: str) -> Call:
     """Return the call of POST /v1/chat/completions. Raises `ApiError` naming the field that is wrong."""
     extra = body.model_extra or {}
     refuse_unsupported(extra)
+    _check_counts(body, config, body.top_logprobs, "top_logprobs")
     name = model.name_for(body.model)
     if body.top_logprobs and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs to be true", param="top_logprobs")
@@ -105,38 +108,47 @@ def chat_call(body: ChatBody, model: ServedModel, config: ServerConfig, salt: st
     if max_tokens == 0:
         raise ApiError(400, "max_tokens must be at least 1 in a chat", param="max_tokens")
     prompts = [chat_prompt(body, model, extra, max_tokens)]
-    logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    shape = _shape(body, model, config, logprobs, prompts, echoes=bool(body.echo))
+    shape = _shape(
+        body,
+        (body.top_logprobs or 0) if body.logprobs else None,
+        (prompts[0].echo,) if body.echo else (),
+        drop_space=model.tokenizer.drops_space and not body.continue_final_message,
+    )
     params = _sampling_params(body, model, config, shape, max_tokens)
-    return _call(body, model, config, "chat", name, _asks(body, model, prompts, params, shape, salt), shape)
+    return _call(body, model, "chat", name, _asks(body, model, prompts, params, shape, salt), shape)
+
+
+def _check_counts(body: Sampling, config: ServerConfig, num_top: int | None, top_field: str) -> None:
+    """Refuse what asks for too much, or for what a stream cannot carry, before any text is turned into tokens."""
+    if (body.n or 1) > config.max_n:
+        raise ApiError(400, f"n must be at most {config.max_n}, got {body.n}", param="n")
+    for name, value in ((top_field, num_top), ("prompt_logprobs", body.prompt_logprobs)):
+        if value is not None and value > config.max_logprobs:
+            raise ApiError(400, f"{name} must be at most {config.max_logprobs}, got {value}", param=name)
+    if body.prompt_logprobs is not None and body.stream:
+        raise ApiError(400, "prompt_logprobs needs stream=false", param="prompt_logprobs")
+    if body.stream_options is not None and not body.stream:
+        raise ApiError(400, "stream_options needs stream=true", param="stream_options")
 
 
 def _shape(
     body: Sampling,
-    model: ServedModel,
-    config: ServerConfig,
     logprobs: int | None,
-    prompts: Sequence[Prompt],
+    echo: tuple[str, ...],
     *,
-    echoes: bool,
+    echo_logprobs: bool = False,
+    drop_space: bool = False,
 ) -> ReplyShape:
     """Return how the reply is to look."""
-    is_chat = isinstance(body, ChatBody)
-    for name, value in (("logprobs", logprobs), ("prompt_logprobs", body.prompt_logprobs)):
-        if value is not None and value > config.max_logprobs:
-            shown = "top_logprobs" if name == "logprobs" and is_chat else name
-            raise ApiError(400, f"{shown} must be at most {config.max_logprobs}, got {value}", param=shown)
-    if body.prompt_logprobs is not None and body.stream:
-        raise ApiError(400, "prompt_logprobs needs stream=false", param="prompt_logprobs")
     return ReplyShape(
         stops=(body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ()),
         include_stop=bool(body.include_stop_str_in_output),
         skip_special=body.skip_special_tokens is not False,
-        drop_space=isinstance(body, ChatBody) and not body.continue_final_message and model.tokenizer.drops_space,
+        drop_space=drop_space,
         logprobs=logprobs,
         prompt_logprobs=body.prompt_logprobs,
-        echo=tuple(prompt.echo for prompt in prompts) if echoes else (),
-        echo_logprobs=echoes and logprobs is not None and not is_chat,
+        echo=echo,
+        echo_logprobs=echo_logprobs,
         token_ids=bool(body.return_token_ids),
         tokens_as_ids=bool(body.return_tokens_as_token_ids),
     )
@@ -162,18 +174,12 @@ def _asks(
 def _call(
     body: Sampling,
     model: ServedModel,
-    config: ServerConfig,
     kind: Kind,
     name: str,
     asks: tuple[Ask, ...],
     shape: ReplyShape,
 ) -> Call:
     """Put a call together and check it against the engine's limits."""
-    num_samples = body.n or 1
-    if num_samples > config.max_n:
-        raise ApiError(400, f"n must be at most {config.max_n}, got {num_samples}", param="n")
-    if body.stream_options is not None and not body.stream:
-        raise ApiError(400, "stream_options needs stream=true", param="stream_options")
     options = body.stream_options
     prefix = "chatcmpl" if kind == "chat" else "cmpl"
     return Call(
@@ -181,7 +187,7 @@ def _call(
         id=f"{prefix}-{body.request_id or uuid.uuid4().hex}",
         model=name,
         asks=asks,
-        num_samples=num_samples,
+        num_samples=body.n or 1,
         num_tokens=sum(_most_tokens(ask, model, kind) for ask in asks),
         shape=shape,
         stream=bool(body.stream),

@@ -21,12 +21,10 @@ _TYPES = {
     408: "timeout_error",
     413: "request_too_large",
     415: "unsupported_media_type",
-    421: "misdirected_request",
     431: "request_too_large",
     500: "server_error",
     501: "not_supported_error",
     503: "unavailable_error",
-    504: "timeout_error",
 }
 _INTERNALS = re.compile(
     r"0x[0-9a-fA-F]{4,}"

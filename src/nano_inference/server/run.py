@@ -94,7 +94,8 @@ async def serve(
     try:
         while not (listener.started or serving.done()):
             await asyncio.sleep(_POLL_S / 10)
-        on_listening()
+        if listener.started:
+            on_listening()
         if await _load(app, bridge, open_model, shutdown, max_running, on_ready):
             await _until_end(bridge, shutdown, exit_on_failure=config.exit_on_failure)
             await _drain(bridge, shutdown, config.shutdown_timeout)
