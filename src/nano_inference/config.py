@@ -131,6 +131,7 @@ class ServerConfig:
     any_model: bool = helped(False, "answer requests for any model name (clients that hard-code gpt-…)")
     strict: bool = helped(False, "refuse fields that are not known instead of leaving them out")
     logprobs_mode: LogprobsMode = helped("raw", "distribution that log-probabilities speak of")
+    enable_rl: bool = helped(False, "open the routes of RL trainers: pause, abort, weights, versions")
 
     api_key: tuple[str, ...] = field(
         default=(),
@@ -172,7 +173,15 @@ class ServerConfig:
             raise ValueError("host must not be empty; 0.0.0.0 listens everywhere")
         self._check_counts()
         self._check_seconds()
-        for name in ("any_model", "strict", "insecure", "share_prefix_cache", "exit_on_failure", "log_requests"):
+        for name in (
+            "any_model",
+            "strict",
+            "insecure",
+            "share_prefix_cache",
+            "exit_on_failure",
+            "log_requests",
+            "enable_rl",
+        ):
             check_bool(name, getattr(self, name))
         for name in ("served_model_name", "api_key", "allowed_host", "cors_origin"):
             object.__setattr__(self, name, checked_texts(name, getattr(self, name)))

@@ -14,7 +14,8 @@ import tokenizers
 from nano_inference.config import ServerConfig
 from nano_inference.door import Limits
 from nano_inference.server.body import parse
-from nano_inference.server.calls import Call, chat_call, completion_call
+from nano_inference.server.call import Call
+from nano_inference.server.calls import chat_call, completion_call
 from nano_inference.server.errors import ApiError
 from nano_inference.server.model import ServedModel
 from nano_inference.server.prompts import plain_messages

@@ -9,16 +9,9 @@ from typing import Any
 
 import pytest
 
-from nano_inference.server.calls import Call, Kind, ReplyShape
-from nano_inference.server.replies import (
-    Draft,
-    delta_chunks,
-    drafts_of,
-    opening_chunks,
-    usage,
-    usage_chunk,
-    whole,
-)
+from nano_inference.server.call import Call, Draft, Kind, drafts_of, usage
+from nano_inference.server.replies import OpenAIReply, delta_chunks, opening_chunks, usage_chunk, whole
+from nano_inference.server.shape import ReplyShape
 from nano_inference.server.ticket import Ask
 from nano_inference.types import Delta, SamplingParams, TokenLogprob
 from tests.server.test_writing import END, PIECES, TOKENIZER, UNKNOWN, sample_of
@@ -41,6 +34,7 @@ def call_of(
         num_samples=n,
         num_tokens=0,
         shape=ReplyShape(**fields),
+        dialect=OpenAIReply,
         **given,
     )
 
@@ -108,6 +102,8 @@ def test_a_whole_chat() -> None:
             "finish_reason": "length",
             "stop_reason": None,
             "token_ids": [A, B],
+            "mask": [1, 1],
+            "weight_versions": [{"version": "0", "start": 0, "end": 2, "number": 0}],
         }
     ]
     assert (reply["prompt_token_ids"], reply["prompt_logprobs"]) == ([A, B], [None])
@@ -229,9 +225,23 @@ def test_a_chat_s_chunks(include_usage: bool) -> None:
         chunks += delta_chunks(call, drafts[1], written, TOKENIZER, 5)
     rest = [c["choices"][0] for c in chunks[4:]]
     assert rest == [
-        {"index": 1, "delta": {"content": "a"}, "logprobs": None, "finish_reason": None, "token_ids": [A]},
-        {"index": 1, "delta": {"content": ""}, "logprobs": None, "finish_reason": None, "token_ids": [END]},
-        {"index": 1, "delta": {}, "logprobs": None, "finish_reason": "stop", "stop_reason": None},
+        {"index": 1, "delta": {"content": "a"}, "logprobs": None, "finish_reason": None, "token_ids": [A], "mask": [1]},
+        {
+            "index": 1,
+            "delta": {"content": ""},
+            "logprobs": None,
+            "finish_reason": None,
+            "token_ids": [END],
+            "mask": [1],
+        },
+        {
+            "index": 1,
+            "delta": {},
+            "logprobs": None,
+            "finish_reason": "stop",
+            "stop_reason": None,
+            "weight_versions": [{"version": "0", "start": 0, "end": 2, "number": 0}],
+        },
     ]
     for chunk in chunks:
         assert ("usage" in chunk, chunk.get("usage")) == (include_usage, None)
@@ -275,7 +285,7 @@ def test_cutting_short_gives_what_was_held_back() -> None:
     call = call_of(stops=("abc",))
     (draft,) = drafts_of(call)
     assert draft.take(delta([A, B]), call.shape, TOKENIZER).text == ""
-    written = draft.cut_short("timeout")
+    written = draft.cut_short(ReplyShape(), "timeout")
     assert (written.text, written.finish_reason, written.stop_reason) == ("ab", "length", "timeout")
     assert (draft.text, draft.finish_reason, draft.stop_reason) == ("ab", "length", "timeout")
     text, end = delta_chunks(call, draft, written, TOKENIZER, 5)
@@ -288,5 +298,22 @@ def test_a_sample_that_was_cut_short_has_no_prompt_logprobs() -> None:
         call = call_of("chat" if kind == "chat" else "completion", prompt_logprobs=1, logprobs=1, echo=("",))
         (draft,) = drafts_of(call)
         draft.take(delta([A]), call.shape, TOKENIZER)
-        draft.cut_short("timeout")
+        draft.cut_short(ReplyShape(), "timeout")
         assert "prompt_logprobs" in json.dumps(whole(call, [draft], TOKENIZER, 1))
+
+
+def test_spans_have_labels_where_the_trainer_gave_them() -> None:
+    call = call_of(versions=True)
+    (draft,) = drafts_of(call)
+    sample = replace(sample_of([A, B, END], "stop", None), token_versions=(4, 4, 5), version_labels={5: "step-9"})
+    first = replace(delta([A, B]), versions=(4, 4))
+    draft.take(first, call.shape, TOKENIZER)
+    written = draft.take(replace(delta([END], sample=sample, at=2), versions=(5,)), call.shape, TOKENIZER)
+    spans = [
+        {"version": "4", "start": 0, "end": 2, "number": 4},
+        {"version": "step-9", "start": 2, "end": 3, "number": 5},
+    ]
+    (choice,) = whole(call, [draft], TOKENIZER, 5)["choices"]
+    assert choice["weight_versions"] == spans and "mask" not in choice
+    *_, end = delta_chunks(call, draft, written, TOKENIZER, 5)
+    assert end["choices"][0]["weight_versions"] == spans

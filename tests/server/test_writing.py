@@ -262,7 +262,7 @@ def test_giving_up_returns_what_was_held_back() -> None:
     shape = ReplyShape(stops=("abc",))
     pen, written = write(begin(shape, 0), next(deltas_of([3, 11, 0], [1, 2])), shape, TOKENIZER)
     assert written.text == ""
-    assert give_up(pen) == "ab"
+    assert give_up(pen, ReplyShape(stops=("abc",)), "timeout")[:5] == ("ab", (), (), "length", "timeout")
     assert isinstance(pen, Pen)
 
 
@@ -272,7 +272,7 @@ def test_a_text_that_begins_loses_one_space() -> None:
         shape = ReplyShape(drop_space=drop, logprobs=0)
         assert written_of(shape, deltas_of(tokens, []))[0].text == text
     state = begin(ReplyShape(drop_space=True), 0)
-    assert state.shown.drop_space and state.spelled.drop_space
+    assert state.shown.drop_space and state.unstopped.drop_space
 
 
 def test_entries_have_the_token_itself_among_the_alternatives() -> None:

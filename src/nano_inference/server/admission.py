@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from nano_inference.server.calls import Call
+from nano_inference.server.call import Call
 from nano_inference.server.errors import ApiError, queue_full
 
 

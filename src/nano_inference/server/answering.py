@@ -15,19 +15,10 @@ from typing import Any
 
 from pydantic_core import to_json
 
-from nano_inference.server.calls import Call
+from nano_inference.server.call import Call, Draft, Reply, reply_size
 from nano_inference.server.errors import ApiError, internal_error
 from nano_inference.server.guard import ClientGone
 from nano_inference.server.model import ServedModel
-from nano_inference.server.replies import (
-    Draft,
-    delta_chunks,
-    opening_chunks,
-    reply_size,
-    usage,
-    usage_chunk,
-    whole,
-)
 from nano_inference.server.ticket import Ticket
 from nano_inference.server.workshop import Workshop
 from nano_inference.server.writing import Written
@@ -38,7 +29,6 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 _SMALL_REPLY = 4000
 """Tokens and alternatives of a reply that is put together on the event loop; a larger one is in a thread."""
 _WRITING_S = 60.0
-_DONE = b"data: [DONE]\n\n"
 _STILL_HERE = b": keep-alive\n\n"
 _EVENT_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -73,15 +63,17 @@ async def answer(
 
     Raises `ApiError` before anything was sent, and `ClientGone` when the client left.
     """
+    reply = call.dialect(call, model.tokenizer, int(time.time()))
     with _watched(receive, ticket):
         if call.stream:
-            return await _stream(call, ticket, model, timing, send, drafts)
-        await _whole(call, ticket, model, timing, workshop, send, drafts)
+            return await _stream(call, reply, ticket, model, timing, send, drafts)
+        await _whole(call, reply, ticket, model, timing, workshop, send, drafts)
         return None
 
 
 async def _whole(
     call: Call,
+    reply: Reply,
     ticket: Ticket,
     model: ServedModel,
     timing: Timing,
@@ -93,7 +85,7 @@ async def _whole(
         pass
 
     def compose() -> bytes:
-        return to_json(whole(call, drafts, model.tokenizer, int(time.time())))
+        return to_json(reply.whole(drafts))
 
     if reply_size(call, drafts) <= _SMALL_REPLY:
         body = compose()
@@ -105,36 +97,29 @@ async def _whole(
 
 
 async def _stream(
-    call: Call, ticket: Ticket, model: ServedModel, timing: Timing, send: Send, drafts: list[Draft]
+    call: Call, reply: Reply, ticket: Ticket, model: ServedModel, timing: Timing, send: Send, drafts: list[Draft]
 ) -> ApiError | None:
     """Send events as they come. What fails on the way is told in an event: the status has long been sent."""
-    created = int(time.time())
     await send({"type": "http.response.start", "status": 200, "headers": _EVENT_HEADERS})
-    await _send_events(send, call, opening_chunks(call, drafts, created), drafts)
+    await _send_some(send, reply.opening(drafts))
     try:
         async for news in _written(call, ticket, model, timing, drafts):
-            if not news:
-                await send({"type": "http.response.body", "body": _STILL_HERE, "more_body": True})
-            chunks = [c for draft, got in news for c in delta_chunks(call, draft, got, model.tokenizer, created)]
-            await _send_events(send, call, chunks, drafts)
+            added = b"".join(reply.added(draft, got, drafts) for draft, got in news)
+            await _send_some(send, added if news else _STILL_HERE)
+        closing = reply.closing(drafts)
     except ClientGone:
         raise
     except Exception as error:
         told = error if isinstance(error, ApiError) else _unexpected(error)
-        await send({"type": "http.response.body", "body": _event(told.to_dict()) + _DONE, "more_body": False})
+        await send({"type": "http.response.body", "body": reply.failed(told), "more_body": False})
         return told
-    last = [usage_chunk(call, drafts, created)] if call.include_usage else []
-    body = b"".join(map(_event, last)) + _DONE
-    await send({"type": "http.response.body", "body": body, "more_body": False})
+    await send({"type": "http.response.body", "body": closing, "more_body": False})
     return None
 
 
-async def _send_events(send: Send, call: Call, chunks: Sequence[dict[str, Any]], drafts: Sequence[Draft]) -> None:
-    if call.continuous_usage and chunks:
-        so_far = usage(call, drafts, with_cached=False)
-        chunks = [{**chunk, "usage": so_far} for chunk in chunks]
-    if chunks:
-        await send({"type": "http.response.body", "body": b"".join(map(_event, chunks)), "more_body": True})
+async def _send_some(send: Send, body: bytes) -> None:
+    if body:
+        await send({"type": "http.response.body", "body": body, "more_body": True})
 
 
 async def _written(
@@ -143,33 +128,33 @@ async def _written(
     """Yield what comes, as it is written down; nothing at all after each stretch of silence.
 
     When the deadline passes, what has begun ends as "length" with what it has; raises `ApiError` when nothing has, and
-    for a sample that the engine gave up.
+    for a sample that the engine gave up. One that somebody aborted ends as "abort" with what it has.
     """
     silence = timing.silence or float("inf")
     while not ticket.is_done:
         left = timing.deadline - time.monotonic()
         if left <= 0:
             ticket.end_reason = "length"
-            yield _cut_short(drafts)
+            yield _cut_short(call, drafts)
             return
         pieces = await ticket.take(min(silence, left))
         news: list[tuple[Draft, Written]] = []
         for prompt_index, delta in pieces:
             draft = drafts[prompt_index * call.num_samples + delta.sample_index]
             news.append((draft, draft.take(delta, call.shape, model.tokenizer, keep=not call.stream)))
-            if draft.finish_reason == "abort":
+            if draft.finish_reason == "abort" and draft.stop_reason is not None:
                 raise _given_up(call, draft)
         if pieces or left > silence:
             yield news
 
 
-def _cut_short(drafts: Sequence[Draft]) -> list[tuple[Draft, Written]]:
+def _cut_short(call: Call, drafts: Sequence[Draft]) -> list[tuple[Draft, Written]]:
     """End everything that is open, because the time is up."""
     if not any(draft.token_ids for draft in drafts):
         raise ApiError(
             503, "the request's time was up before its turn came", code="timeout", headers={"x-should-retry": "false"}
         )
-    return [(draft, draft.cut_short("timeout")) for draft in drafts if draft.finish_reason is None]
+    return [(draft, draft.cut_short(call.shape, "timeout")) for draft in drafts if draft.finish_reason is None]
 
 
 def _unexpected(error: Exception) -> ApiError:
@@ -202,7 +187,3 @@ async def _wait_for_end(receive: Receive, ticket: Ticket) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
     ticket.fail(ClientGone())
-
-
-def _event(value: dict[str, Any]) -> bytes:
-    return b"data: " + to_json(value) + b"\n\n"

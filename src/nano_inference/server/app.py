@@ -22,14 +22,14 @@ from nano_inference.server.admission import Admission
 from nano_inference.server.answering import Timing, answer
 from nano_inference.server.body import parse
 from nano_inference.server.bridge import Bridge
-from nano_inference.server.calls import Call, chat_call, completion_call
+from nano_inference.server.call import Call, Draft, drafts_of, usage
+from nano_inference.server.calls import chat_call, completion_call
 from nano_inference.server.errors import ApiError
 from nano_inference.server.guard import Guard, GuardPolicy, read_body
 from nano_inference.server.log import AccessRecord, log_access
 from nano_inference.server.metrics import CONTENT_TYPE, not_loaded
 from nano_inference.server.model import ServedModel
 from nano_inference.server.openapi import openapi
-from nano_inference.server.replies import Draft, drafts_of, usage
 from nano_inference.server.schema import (
     ApplyTemplateBody,
     Body,

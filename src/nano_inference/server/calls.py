@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
 
 from nano_inference.config import ServerConfig
 from nano_inference.door import MatcherFactory, admit
+from nano_inference.server.call import Call, Kind
 from nano_inference.server.errors import ApiError
 from nano_inference.server.model import ServedModel
 from nano_inference.server.prompts import Prompt, chat_prompt, completion_prompts
 from nano_inference.server.refusals import client_error, refusals_told
+from nano_inference.server.replies import OpenAIReply
 from nano_inference.server.schema import ChatBody, CompletionBody, Sampling
+from nano_inference.server.shape import ReplyShape
 from nano_inference.server.ticket import Ask
 from nano_inference.server.unsupported import refuse_unsupported
 from nano_inference.text.bad_words import bad_words_matcher, both
 from nano_inference.text.stops import stop_matcher
+from nano_inference.text.tools import PythonTool
 from nano_inference.types import BadRequest, SamplingParams
-
-Kind = Literal["chat", "completion"]
 
 _DEFAULT_COMPLETION_TOKENS = 16
 _SAMPLING_FIELDS = (
@@ -28,50 +28,6 @@ _SAMPLING_FIELDS = (
     *("presence_penalty", "frequency_penalty", "seed", "min_tokens", "ignore_eos", "stop_token_ids"),
     *("logit_bias", "allowed_token_ids"),
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReplyShape:
-    """What a reply shows of each sample."""
-
-    stops: tuple[str, ...] = ()
-    include_stop: bool = False
-    skip_special: bool = True
-    drop_space: bool = False
-    """A text begins here: SentencePiece's first space is none of its own."""
-    logprobs: int | None = None
-    """Alternatives of each token; None shows no log-probabilities."""
-    prompt_logprobs: int | None = None
-    echo: tuple[str, ...] = ()
-    """For each prompt the text to put before its answers; empty when nothing is."""
-    echo_logprobs: bool = False
-    token_ids: bool = False
-    tokens_as_ids: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
-    """One request of a client, ready for the engine and for its reply."""
-
-    kind: Kind
-    id: str
-    model: str
-    asks: tuple[Ask, ...]
-    num_samples: int
-    """Samples of each prompt."""
-    num_tokens: int
-    """Most tokens it may come to, prompts and answers."""
-    shape: ReplyShape
-    stream: bool = False
-    include_usage: bool = False
-    continuous_usage: bool = False
-    forbids_tokens: bool = False
-    """The client forbade tokens, perhaps all of them."""
-
-    @property
-    def total_samples(self) -> int:
-        """Samples of all prompts."""
-        return self.num_samples * len(self.asks)
 
 
 def completion_call(body: CompletionBody, model: ServedModel, config: ServerConfig, salt: str) -> Call:
@@ -89,7 +45,9 @@ def completion_call(body: CompletionBody, model: ServedModel, config: ServerConf
     max_tokens = _DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
     prompts = completion_prompts(body, model, max_tokens)
     echo = tuple(prompt.echo for prompt in prompts) if body.echo else ()
-    shape = _shape(body, body.logprobs, echo, echo_logprobs=bool(body.echo) and body.logprobs is not None)
+    echoes_logprobs = bool(body.echo) and body.logprobs is not None
+    tool = _calculator(bool(body.calculator), model)
+    shape = _shape(body, config, body.logprobs, echo, tool=tool, echo_logprobs=echoes_logprobs)
     params = _sampling_params(body, model, config, shape, max_tokens)
     return _call(body, model, "completion", name, _asks(body, model, prompts, params, shape, salt), shape)
 
@@ -110,12 +68,24 @@ def chat_call(body: ChatBody, model: ServedModel, config: ServerConfig, salt: st
     prompts = [chat_prompt(body, model, extra, max_tokens)]
     shape = _shape(
         body,
+        config,
         (body.top_logprobs or 0) if body.logprobs else None,
         (prompts[0].echo,) if body.echo else (),
+        tool=_calculator(bool(body.calculator), model),
         drop_space=model.tokenizer.drops_space and not body.continue_final_message,
     )
     params = _sampling_params(body, model, config, shape, max_tokens)
     return _call(body, model, "chat", name, _asks(body, model, prompts, params, shape, salt), shape)
+
+
+def _calculator(is_wanted: bool, model: ServedModel) -> PythonTool | None:
+    """Return the model's calculator, when it is to answer while the model writes."""
+    if not is_wanted:
+        return None
+    tool = None if model.dialogue is None else model.dialogue.tool
+    if tool is None:
+        raise ApiError(400, "calculator: this model was not made to call one", param="calculator")
+    return tool
 
 
 def _check_counts(body: Sampling, config: ServerConfig, num_top: int | None, top_field: str) -> None:
@@ -133,9 +103,11 @@ def _check_counts(body: Sampling, config: ServerConfig, num_top: int | None, top
 
 def _shape(
     body: Sampling,
+    config: ServerConfig,
     logprobs: int | None,
     echo: tuple[str, ...],
     *,
+    tool: PythonTool | None,
     echo_logprobs: bool = False,
     drop_space: bool = False,
 ) -> ReplyShape:
@@ -151,6 +123,10 @@ def _shape(
         echo_logprobs=echo_logprobs,
         token_ids=bool(body.return_token_ids),
         tokens_as_ids=bool(body.return_tokens_as_token_ids),
+        versions=config.enable_rl,
+        tool=tool,
+        raw_logprobs=bool(body.return_raw_logprobs),
+        sampling_masks=bool(body.return_sampling_mask),
     )
 
 
@@ -166,7 +142,14 @@ def _asks(
     with refusals_told():
         matcher = _matcher(body, model, shape)
     return tuple(
-        Ask(prompt=tuple(prompt.ids), params=params, num_samples=body.n or 1, salt=salt, make_matcher=matcher)
+        Ask(
+            prompt=tuple(prompt.ids),
+            params=params,
+            num_samples=body.n or 1,
+            salt=salt,
+            make_matcher=matcher,
+            program=shape.tool,
+        )
         for prompt in prompts
     )
 
@@ -190,6 +173,7 @@ def _call(
         num_samples=body.n or 1,
         num_tokens=sum(_most_tokens(ask, model, kind) for ask in asks),
         shape=shape,
+        dialect=OpenAIReply,
         stream=bool(body.stream),
         include_usage=bool(options and options.include_usage),
         continuous_usage=bool(options and options.continuous_usage_stats),
@@ -225,6 +209,8 @@ def _sampling_params(
             logprobs=shape.logprobs,
             prompt_logprobs=max((count for count in scored if count is not None), default=None),
             logprobs_mode=config.logprobs_mode,
+            raw_logprobs=shape.raw_logprobs,
+            sampling_mask=shape.sampling_masks,
         )
     except ValueError as error:  # which is what its fields refuse
         raise client_error(error) from None

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from nano_inference.server.errors import ApiError
 from nano_inference.server.model import ServedModel
 from nano_inference.server.refusals import refusals_told
-from nano_inference.server.schema import ChatBody, CompletionBody, Message, Sampling
+from nano_inference.server.schema import ChatBody, CompletionBody, Message, Sampling, TextPart
 from nano_inference.text.chat import RESERVED
 from nano_inference.text.dialogue import Dialogue, Rendering
 from nano_inference.text.tokenizer import Tokenizer
 
 _MAX_TEMPLATE_KWARGS = 4096
+_TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
+_CALCULATOR_PARTS = frozenset({"python", "python_output"})
 _RESERVED_KWARGS = frozenset(
     {"tokenize", "return_dict", "return_tensors", "conversation", "chat_template", "padding", "truncation"}
     | {"max_length", "continue_final_message", "return_assistant_tokens_mask", "tokenizer_kwargs"}
@@ -43,11 +45,16 @@ def chat_prompt(body: ChatBody, model: ServedModel, extra: Mapping[str, Any], ma
     """Return a chat's prompt; the last message is what would be echoed. Raises `ApiError`."""
     dialogue = require_dialogue(model)
     rendering = rendering_of(body, dialogue, extra)
-    messages = plain_messages(body.messages)
-    _refuse_hopeless([str(message["content"] or "") for message in messages], body, model)
+    messages = plain_messages(body.messages, dialogue)
+    _refuse_hopeless([text for message in messages for text in _texts_of(message["content"])], body, model)
     with refusals_told("messages"):
         ids = dialogue.encode(messages, rendering)
     return Prompt(_fitting(ids, body, model, max_tokens), str(messages[-1].get("content") or ""))
+
+
+def _texts_of(content: Any) -> list[str]:
+    parts = content if isinstance(content, list) else [{"text": content or ""}]
+    return [part["text"] for part in parts]
 
 
 def require_dialogue(model: ServedModel) -> Dialogue:
@@ -74,31 +81,54 @@ def rendering_of(body: Any, dialogue: Dialogue, extra: Mapping[str, Any] = Mappi
     return Rendering(add_generation_prompt=add_prompt, continue_final=goes_on, extra=variables)
 
 
-def plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Return messages as a chat template takes them: contents as text, a developer as the system.
+def plain_messages(messages: Sequence[Message], dialogue: Dialogue | None = None) -> list[dict[str, Any]]:
+    """Return messages as `dialogue` takes them: contents as text, a developer as the system.
 
-    Raises `ApiError` naming the part that is no text.
+    One with a calculator gets the parts of an answer as they were told: its calls must be calls again. Raises
+    `ApiError` naming the part that is no text.
     """
-    return [_plain_message(index, message) for index, message in enumerate(messages)]
+    kinds = _CALCULATOR_PARTS if dialogue is not None and dialogue.tool is not None else frozenset[str]()
+    return [_plain_message(index, message, kinds) for index, message in enumerate(messages)]
 
 
-def _plain_message(index: int, message: Message) -> dict[str, Any]:
-    plain: dict[str, Any] = {**(message.model_extra or {}), "role": message.role, "content": message.content}
+def _plain_message(index: int, message: Message, kinds: Collection[str]) -> dict[str, Any]:
+    extra = dict(message.model_extra or {})
+    parts = extra.pop("parts", None) if kinds else None
+    plain: dict[str, Any] = {**extra, "role": message.role, "content": message.content}
     if message.role == "developer":
         plain["role"] = "system"
-    if isinstance(message.content, list):
-        texts: list[str] = []
-        for number, part in enumerate(message.content):
-            where = f"messages.{index}.content.{number}"
-            if part.type not in ("text", "input_text", "output_text"):
-                raise ApiError(400, f"{where}.type: {part.type[:64]!r} is not supported, only text", param=where)
-            if part.text is None:
-                raise ApiError(400, f"{where}.text: field required", param=f"{where}.text")
-            texts.append(part.text)
+    if parts:
+        plain["content"] = _told_parts(parts, f"messages.{index}.parts", kinds)
+    elif isinstance(message.content, list):
+        texts = [_text_of(part, f"messages.{index}.content.{n}", kinds) for n, part in enumerate(message.content)]
         plain["content"] = "\n".join(texts)
+        if any(part.type in kinds for part in message.content):
+            types = ("text" if part.type in _TEXT_PARTS else part.type for part in message.content)
+            plain["content"] = [{"type": kind, "text": text} for kind, text in zip(types, texts, strict=True)]
     if plain["content"] is None and not plain.get("tool_calls"):
         raise ApiError(400, f"messages.{index}.content: must be a text", param=f"messages.{index}.content")
     return plain
+
+
+def _text_of(part: TextPart, where: str, kinds: Collection[str]) -> str:
+    if part.type not in _TEXT_PARTS and part.type not in kinds:
+        raise ApiError(400, f"{where}.type: {part.type[:64]!r} is not supported, only text", param=where)
+    if part.text is None:
+        raise ApiError(400, f"{where}.text: field required", param=f"{where}.text")
+    return part.text
+
+
+def _told_parts(parts: Any, where: str, kinds: Collection[str]) -> list[dict[str, str]]:
+    """Return the parts that an answer of this server came with, when they are such."""
+    known = {"text", *kinds}
+    told = [one for one in parts if isinstance(one, dict)] if isinstance(parts, list) else []
+    if (
+        not isinstance(parts, list)
+        or len(told) != len(parts)
+        or any(one.get("type") not in known or not isinstance(one.get("text"), str) for one in told)
+    ):
+        raise ApiError(400, f"{where}: must be a list of {{type, text}}, a type being {sorted(known)}", param=where)
+    return [{"type": one["type"], "text": one["text"]} for one in told]
 
 
 def _check_variables(variables: Mapping[str, Any]) -> None:

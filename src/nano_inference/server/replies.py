@@ -1,74 +1,56 @@
-"""Written samples to OpenAI's JSON: choices, log-probabilities, usage, whole replies, chunks of a stream. Pure."""
+"""OpenAI's dialect: choices, log-probabilities, usage, whole replies, chunks of a stream."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from functools import cache
+from itertools import groupby
 from typing import Any
 
-from nano_inference.server.calls import Call, ReplyShape
-from nano_inference.server.writing import Entry, Pen, Written, alone, begin, give_up, prompt_entries, token_data, write
+from nano_inference.server.call import JSON, Call, Draft, usage
+from nano_inference.server.errors import ApiError
+from nano_inference.server.events import DONE, events
+from nano_inference.server.shape import ReplyShape
+from nano_inference.server.writing import Entry, Written, alone, prompt_entries, token_data
+from nano_inference.text.dialogue import Part
 from nano_inference.text.tokenizer import Tokenizer
-from nano_inference.types import Delta, StopReason, TrainingSample
-
-JSON = dict[str, Any]
+from nano_inference.types import TrainingSample
 
 
-@dataclass(slots=True)
-class Draft:
-    """What was written of one sample so far. Belongs to the one coroutine that answers the call."""
+class OpenAIReply:
+    """The reply to a completion or a chat completion."""
 
-    prompt_index: int
-    index: int
-    """Its number among all choices of the call."""
-    pen: Pen
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    entries: list[Entry] = field(default_factory=list)
-    finish_reason: str | None = None
-    stop_reason: StopReason | None = None
-    sample: TrainingSample | None = None
+    def __init__(self, call: Call, tokenizer: Tokenizer, created: int) -> None:
+        self._call = call
+        self._tokenizer = tokenizer
+        self._created = created
 
-    def take(self, delta: Delta, shape: ReplyShape, tokenizer: Tokenizer, *, keep: bool = True) -> Written:
-        """Add a delta; return what it brought. Text and entries are kept for a whole reply, not for a stream."""
-        self.pen, written = write(self.pen, delta, shape, tokenizer)
-        self.token_ids += written.token_ids
-        if keep:
-            self.text += written.text
-            self.entries += written.entries
-        self.finish_reason, self.stop_reason = written.finish_reason, written.stop_reason
-        self.sample = delta.sample
-        return written
+    def whole(self, drafts: Sequence[Draft]) -> JSON:
+        """Return the reply's JSON."""
+        return whole(self._call, drafts, self._tokenizer, self._created)
 
-    def cut_short(self, reason: str) -> Written:
-        """End the sample with what it has, because its time is up; return the text that was held back."""
-        rest = give_up(self.pen)
-        self.text += rest
-        self.finish_reason, self.stop_reason = "length", reason
-        return Written(rest, (), (), "length", reason)
+    def opening(self, drafts: Sequence[Draft]) -> bytes:
+        """Return the roles, and what is echoed."""
+        return self._events(opening_chunks(self._call, drafts, self._created), drafts)
 
+    def added(self, draft: Draft, written: Written, drafts: Sequence[Draft]) -> bytes:
+        """Return the chunks of a delta."""
+        return self._events(delta_chunks(self._call, draft, written, self._tokenizer, self._created), drafts)
 
-def drafts_of(call: Call) -> list[Draft]:
-    """Return an empty draft for every choice, prompt by prompt."""
-    return [
-        Draft(prompt_index=prompt, index=prompt * call.num_samples + sample, pen=begin(call.shape, prompt))
-        for prompt in range(len(call.asks))
-        for sample in range(call.num_samples)
-    ]
+    def closing(self, drafts: Sequence[Draft]) -> bytes:
+        """Return the usage when it was asked for, and [DONE]."""
+        last = [usage_chunk(self._call, drafts, self._created)] if self._call.include_usage else []
+        return events(last) + DONE
 
+    def failed(self, error: ApiError) -> bytes:
+        """Return the error, and [DONE]."""
+        return events([error.to_dict()]) + DONE
 
-def usage(call: Call, drafts: Iterable[Draft], *, with_cached: bool = True) -> JSON:
-    """Return the tokens that a call took: each prompt once, every token that was added."""
-    drafts = list(drafts)
-    num_prompt = sum(len(ask.prompt) for ask in call.asks)
-    num_new = sum(len(draft.token_ids) for draft in drafts)
-    out: JSON = {"prompt_tokens": num_prompt, "completion_tokens": num_new, "total_tokens": num_prompt + num_new}
-    if with_cached:
-        firsts = (draft.sample for draft in drafts if draft.index % call.num_samples == 0)
-        cached = sum(sample.num_cached_tokens for sample in firsts if sample is not None)
-        out["prompt_tokens_details"] = {"cached_tokens": cached}
-    return out
+    def _events(self, chunks: Sequence[JSON], drafts: Sequence[Draft]) -> bytes:
+        if self._call.continuous_usage and chunks:
+            so_far = usage(self._call, drafts, with_cached=False)
+            chunks = [{**chunk, "usage": so_far} for chunk in chunks]
+        return events(chunks)
 
 
 def whole(call: Call, drafts: Sequence[Draft], tokenizer: Tokenizer, created: int) -> JSON:
@@ -89,16 +71,6 @@ def whole(call: Call, drafts: Sequence[Draft], tokenizer: Tokenizer, created: in
         if call.shape.token_ids:
             reply["prompt_token_ids"] = list(call.asks[0].prompt)
     return reply
-
-
-def reply_size(call: Call, drafts: Iterable[Draft]) -> int:
-    """Return about how many tokens and alternatives a whole reply tells of: what it costs to put together."""
-    shape = call.shape
-    num_new = sum(len(draft.token_ids) for draft in drafts)
-    num_prompt = sum(len(ask.prompt) for ask in call.asks) * call.num_samples
-    per_new = 0 if shape.logprobs is None else 2 + shape.logprobs
-    per_prompt = 0 if shape.prompt_logprobs is None else 2 + shape.prompt_logprobs
-    return num_new * (1 + per_new) + num_prompt * (per_prompt + (per_new if shape.echo_logprobs else 0))
 
 
 def opening_chunks(call: Call, drafts: Sequence[Draft], created: int) -> list[JSON]:
@@ -125,17 +97,67 @@ def delta_chunks(call: Call, draft: Draft, written: Written, tokenizer: Tokenize
     extras: JSON = {}
     if shape.logprobs is not None and written.entries:
         extras["logprobs"] = _logprobs(call, written.entries, tokenizer)
-    if shape.token_ids and written.token_ids:
-        extras["token_ids"] = list(written.token_ids)
+    extras |= token_facts(written, shape)
     chunks: list[JSON] = []
     if written.text or extras:
         content: Any = {"content": written.text} if is_chat else written.text
+        if is_chat and shape.tool is not None:
+            content["parts"] = [part._asdict() for part in written.parts]
         chunks.append(_chunk(call, created, draft.index, content, **extras))
     if written.finish_reason is not None:
-        end = _chunk(call, created, draft.index, {} if is_chat else "", stop_reason=written.stop_reason)
+        told = {"stop_reason": written.stop_reason} | version_facts(draft, shape)
+        end = _chunk(call, created, draft.index, {} if is_chat else "", **told)
         end["choices"][0]["finish_reason"] = written.finish_reason
         chunks.append(end)
     return chunks
+
+
+def token_facts(written: Written, shape: ReplyShape) -> JSON:
+    """Return what a stream tells of the tokens that came, for whoever asked for their ids."""
+    delta = written.delta
+    if delta is None or not delta.token_ids:
+        return {}
+    facts: JSON = {"token_ids": list(delta.token_ids), "mask": list(delta.mask)} if shape.token_ids else {}
+    if shape.raw_logprobs and delta.raw_logprobs is not None:
+        facts["raw_logprobs"] = list(delta.raw_logprobs)
+    if shape.sampling_masks and delta.sampling_masks is not None:
+        facts["sampling_mask"] = delta.sampling_masks
+    return facts
+
+
+def sample_facts(draft: Draft, shape: ReplyShape) -> JSON:
+    """Return the same of a whole sample, and which weights drew what."""
+    facts: JSON = {"token_ids": list(draft.token_ids), "mask": list(draft.mask)} if shape.token_ids else {}
+    if shape.raw_logprobs and draft.sample is not None:
+        facts["raw_logprobs"] = draft.sample.raw_logprobs
+    if shape.sampling_masks and draft.sample is not None:
+        facts["sampling_mask"] = draft.sample.sampling_masks
+    return facts | version_facts(draft, shape)
+
+
+def version_facts(draft: Draft, shape: ReplyShape) -> JSON:
+    """Return the spans of a sample's tokens that were drawn with the same weights, as vLLM has them.
+
+    A version is its trainer's label, or else how many installations there had been, which is always there as `number`.
+    """
+    if not (shape.versions or shape.token_ids):
+        return {}
+    labels = draft.sample.version_labels if draft.sample is not None else {}
+    return {
+        "weight_versions": [
+            {"version": str(labels.get(number, number)), "start": start, "end": end, "number": number}
+            for number, start, end in runs_of(draft.versions)
+        ]
+    }
+
+
+def runs_of(versions: Sequence[int]) -> list[tuple[int, int, int]]:
+    """Return the longest runs of one value, as (value, start, end)."""
+    runs: list[tuple[int, int, int]] = []
+    for value, run in groupby(versions):
+        start = runs[-1][2] if runs else 0
+        runs.append((value, start, start + len(list(run))))
+    return runs
 
 
 def usage_chunk(call: Call, drafts: Sequence[Draft], created: int) -> JSON:
@@ -167,9 +189,9 @@ def _chat_choice(call: Call, draft: Draft, tokenizer: Tokenizer) -> JSON:
         "finish_reason": draft.finish_reason,
         "stop_reason": draft.stop_reason,
     }
-    if call.shape.token_ids:
-        choice["token_ids"] = list(draft.token_ids)
-    return choice
+    if call.shape.tool is not None:
+        choice["message"]["parts"] = [part._asdict() for part in joined(draft.parts)]
+    return choice | sample_facts(draft, call.shape)
 
 
 def _completion_choice(call: Call, draft: Draft, tokenizer: Tokenizer) -> JSON:
@@ -190,8 +212,13 @@ def _completion_choice(call: Call, draft: Draft, tokenizer: Tokenizer) -> JSON:
     if shape.prompt_logprobs is not None:
         choice["prompt_logprobs"] = _prompt_logprobs(sample, shape, tokenizer)
     if shape.token_ids:
-        choice |= {"prompt_token_ids": list(prompt), "token_ids": list(draft.token_ids)}
-    return choice
+        choice["prompt_token_ids"] = list(prompt)
+    return choice | sample_facts(draft, shape)
+
+
+def joined(parts: Sequence[Part]) -> list[Part]:
+    """Return parts with neighbours of one kind in one."""
+    return [Part(kind, "".join(part.text for part in run)) for kind, run in groupby(parts, key=lambda part: part.type)]
 
 
 def _logprobs(call: Call, entries: Sequence[Entry], tokenizer: Tokenizer) -> JSON:

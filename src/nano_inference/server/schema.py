@@ -87,9 +87,16 @@ class Sampling(Body):
     prompt_logprobs: Annotated[int, Field(ge=0, le=1000)] | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
+    return_raw_logprobs: bool | None = None
+    """Ours: also the model's own log-probabilities, whatever `--logprobs-mode` says."""
+    return_sampling_mask: bool | None = None
+    """Ours: also which tokens could be drawn at each position."""
     add_special_tokens: bool | None = None
     request_id: Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[\w.:-]+$")] | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[^@/\\\x00]+$")] | None = None
+
+    calculator: bool | None = None
+    """Ours: let a nanochat model's calculator answer while it writes."""
 
     user: str | None = None
     service_tier: str | None = None

@@ -58,7 +58,7 @@ def apply_template(body: ApplyTemplateBody, model: ServedModel) -> JSON:
     dialogue = require_dialogue(model)
     rendering = rendering_of(body, dialogue, body.model_extra or {})
     try:
-        return {"prompt": dialogue.text(plain_messages(body.messages), rendering)}
+        return {"prompt": dialogue.text(plain_messages(body.messages, dialogue), rendering)}
     except ValueError as error:
         raise client_error(error, "messages") from None
 
@@ -84,7 +84,7 @@ def _ids(body: TokenizeBody, model: ServedModel) -> list[int]:
         if body.messages is not None:
             dialogue = require_dialogue(model)
             rendering = rendering_of(body, dialogue, body.model_extra or {})
-            return dialogue.encode(plain_messages(body.messages), rendering)
+            return dialogue.encode(plain_messages(body.messages, dialogue), rendering)
         text = body.prompt if body.prompt is not None else body.content
         wanted = body.add_special_tokens if body.prompt is not None else bool(body.add_special)
         return model.tokenizer.encode(text or "", add_special=wanted is not False)

@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from nano_inference.server.calls import ReplyShape
+from nano_inference.server.shape import ReplyShape
 from nano_inference.text import stream
+from nano_inference.text.dialogue import Part, PartKind, mark_of, parts_of, spelled
 from nano_inference.text.stream import StreamState
 from nano_inference.text.tokenizer import Tokenizer
 from nano_inference.types import Delta, FinishReason, StopReason, TokenLogprob, TopLogprobs
@@ -42,6 +43,10 @@ class Written(NamedTuple):
     entries: tuple[Entry, ...]
     finish_reason: FinishReason | None
     stop_reason: StopReason | None
+    parts: tuple[Part, ...] = ()
+    """The text again, with calls of a calculator and their results told apart; empty without one."""
+    delta: Delta | None = None
+    """What the engine said; None when the time was up."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,10 +54,12 @@ class Pen:
     """Where the writing of one sample stands."""
 
     shown: StreamState
-    spelled: StreamState
+    unstopped: StreamState
     """The same without stop strings: the text of single tokens."""
     offset: int = 0
     """Characters of the tokens' texts so far."""
+    inside: PartKind = "text"
+    """What the text stands in, where a calculator is called."""
 
 
 def begin(shape: ReplyShape, prompt_index: int) -> Pen:
@@ -60,7 +67,7 @@ def begin(shape: ReplyShape, prompt_index: int) -> Pen:
     offset = len(shape.echo[prompt_index]) if shape.echo else 0
     return Pen(
         shown=stream.start(stops=tuple(stop + _NEVER for stop in shape.stops), drop_space=shape.drop_space),
-        spelled=stream.start(drop_space=shape.drop_space),
+        unstopped=stream.start(drop_space=shape.drop_space),
         offset=offset,
     )
 
@@ -69,8 +76,8 @@ def write(pen: Pen, delta: Delta, shape: ReplyShape, tokenizer: Tokenizer) -> tu
     """Take a delta; return the pen behind it and what a client may see of it."""
     hidden, stop = _hidden_end(delta, shape), _stop_string(delta)
     shown, text = pen.shown, ""
-    for index, token in enumerate(delta.token_ids[: len(delta.token_ids) - hidden], start=1):
-        data = seen_bytes(token, tokenizer, shape.skip_special)
+    for index in range(1, len(delta.token_ids) - hidden + 1):
+        data = _data(delta, index - 1, shape, tokenizer)
         if stop is not None and index == len(delta.token_ids):
             shown, piece = _stop_in(shown, data, stop, shape.include_stop)
         else:
@@ -80,22 +87,28 @@ def write(pen: Pen, delta: Delta, shape: ReplyShape, tokenizer: Tokenizer) -> tu
     if sample is not None:
         shown, rest = stream.finish(shown)
         text += rest
-    pen = replace(pen, shown=shown)
+    parts, inside = parts_of(text, pen.inside) if shape.tool is not None else ((), pen.inside)
+    pen = replace(pen, shown=shown, inside=inside)
     entries: tuple[Entry, ...] = ()
     if shape.logprobs is not None:
         pen, entries = _entries(pen, delta, hidden, shape, tokenizer)
     return pen, Written(
-        text=text,
+        text=spelled(text) if shape.tool is not None else text,
         token_ids=delta.token_ids,
         entries=entries,
         finish_reason=None if sample is None else sample.finish_reason,
         stop_reason=None if sample is None else sample.stop_reason,
+        parts=parts,
+        delta=delta,
     )
 
 
-def give_up(pen: Pen) -> str:
-    """Return the text that was held back, of a sample that ends before its time."""
-    return stream.finish(pen.shown)[1]
+def give_up(pen: Pen, shape: ReplyShape, reason: str) -> Written:
+    """Return the text that was held back, of a sample that ends before its time as "length"."""
+    text = stream.finish(pen.shown)[1]
+    if shape.tool is None:
+        return Written(text, (), (), "length", reason)
+    return Written(spelled(text), (), (), "length", reason, parts_of(text, pen.inside)[0])
 
 
 def prompt_entries(
@@ -149,6 +162,16 @@ def token_data(token: int, tokenizer: Tokenizer) -> bytes:
     return tokenizer.token_bytes(token) if token < tokenizer.vocab_size else b""
 
 
+def _data(delta: Delta, index: int, shape: ReplyShape, tokenizer: Tokenizer) -> bytes:
+    """Return what a reader sees of a token: what `seen_bytes` says, and marks where a calculator is called."""
+    if shape.tool is not None:
+        is_cut = delta.sample is not None and delta.sample.finish_reason == "length"
+        mark = mark_of(shape.tool, delta.token_ids, index, is_cut)
+        if mark is not None:
+            return mark.encode()
+    return seen_bytes(delta.token_ids[index], tokenizer, shape.skip_special)
+
+
 def _stop_string(delta: Delta) -> str | None:
     """Return the stop string that a sample ended with."""
     sample = delta.sample
@@ -181,20 +204,21 @@ def _entries(
     pen: Pen, delta: Delta, hidden: int, shape: ReplyShape, tokenizer: Tokenizer
 ) -> tuple[Pen, tuple[Entry, ...]]:
     """Return one entry for each token. Each has the text it completes; an unfinished end falls to the last."""
-    spelled, offset = pen.spelled, pen.offset
+    unstopped, offset = pen.unstopped, pen.offset
     tops = delta.top_logprobs or ((),) * len(delta.token_ids)
     entries: list[Entry] = []
     last = len(delta.token_ids) - 1
     for index, (token, logprob, top) in enumerate(zip(delta.token_ids, delta.logprobs, tops, strict=True)):
         text = ""
         if index <= last - hidden:
-            spelled, text = stream.push(spelled, seen_bytes(token, tokenizer, shape.skip_special))
+            unstopped, text = stream.push(unstopped, _data(delta, index, shape, tokenizer))
         if index == last and delta.sample is not None:
-            spelled, rest = stream.finish(spelled)
+            unstopped, rest = stream.finish(unstopped)
             text += rest
+        text = spelled(text) if shape.tool is not None else text
         entries.append(Entry(token, text, logprob, _with_own(top, token, logprob), offset))
         offset += len(text)
-    return replace(pen, spelled=spelled, offset=offset), tuple(entries)
+    return replace(pen, unstopped=unstopped, offset=offset), tuple(entries)
 
 
 def _with_own(top: TopLogprobs, token: int, logprob: float) -> TopLogprobs:

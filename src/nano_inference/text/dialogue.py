@@ -5,10 +5,11 @@ Two kinds: a chat template, and nanochat's fixed layout with its calculator. Who
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from nano_inference.text.chat import ChatTemplate, Message, encode_chat, load_chat_template, render
 from nano_inference.text.nanochat_chat import (
@@ -22,9 +23,24 @@ from nano_inference.text.tokenizer import Tokenizer
 from nano_inference.text.tools import PythonTool, python_tool, special_tokens
 from nano_inference.types import BadRequest, TokenizerSource
 
+PartKind = Literal["text", "python", "python_output"]
+"""What a part of an answer is: nanochat's names, as in its parts of a message."""
+
 _CALL, _RESULT, _RETURN, _NOTHING, _CUT = "\ufdd0\ufdd1\ufdd2\ufdd3\ufdd4"
 _SPELLED = str.maketrans({_CALL: "[", _RESULT: " → ", _RETURN: "] ", _NOTHING: " → no result] ", _CUT: " …]"})
+_ENDS_IN: Mapping[str, PartKind] = MappingProxyType(
+    {_CALL: "python", _RESULT: "python_output", _RETURN: "text", _NOTHING: "text", _CUT: "text"}
+)
+"""What the text behind a mark is."""
+_MARK = re.compile(f"([{_CALL}{_RESULT}{_RETURN}{_NOTHING}{_CUT}])")
 _NO_TEXT: Message = {"role": "assistant", "content": ""}
+
+
+class Part(NamedTuple):
+    """A piece of an answer: text, an expression that the calculator is given, or what it gave back."""
+
+    type: PartKind
+    text: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,7 +169,7 @@ def shown(tokenizer: Tokenizer, tool: PythonTool | None, tokens: Sequence[int], 
     """
     pieces = []
     for index, token in enumerate(tokens):
-        mark = None if tool is None else _mark(tool, tokens, index, is_cut)
+        mark = None if tool is None else mark_of(tool, tokens, index, is_cut)
         if mark is not None:
             pieces.append(mark.encode())
         elif token not in tokenizer.special_ids and token < tokenizer.vocab_size:
@@ -169,7 +185,18 @@ def spelled(text: str) -> str:
     return text.translate(_SPELLED)
 
 
-def _mark(tool: PythonTool, tokens: Sequence[int], index: int, is_cut: bool) -> str | None:
+def parts_of(text: str, inside: PartKind = "text") -> tuple[tuple[Part, ...], PartKind]:
+    """Return the parts of a text with marks that begins inside one, and what it ends in."""
+    parts: list[Part] = []
+    for piece in _MARK.split(text):
+        if piece in _ENDS_IN:
+            inside = _ENDS_IN[piece]
+        elif piece:
+            parts.append(Part(inside, piece))
+    return tuple(parts), inside
+
+
+def mark_of(tool: PythonTool, tokens: Sequence[int], index: int, is_cut: bool) -> str | None:
     """Return what stands for a token of the tool's, None for any other."""
     after = tokens[index + 1] if index + 1 < len(tokens) else None
     without = _CUT if after is None and is_cut else _NOTHING

@@ -1,0 +1,149 @@
+"""One call of a client: what the engine is asked for, what was written of each sample so far, how the reply is made.
+
+Everything that depends on the dialect a client speaks is behind `Reply`; routes, queues and writing know only this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from nano_inference.server.errors import ApiError
+from nano_inference.server.shape import ReplyShape
+from nano_inference.server.ticket import Ask
+from nano_inference.server.writing import Entry, Pen, Written, begin, give_up, write
+from nano_inference.text.dialogue import Part
+from nano_inference.text.tokenizer import Tokenizer
+from nano_inference.types import Delta, StopReason, TrainingSample
+
+JSON = dict[str, Any]
+Kind = Literal["chat", "completion"]
+"""What the model reads: messages, or a text."""
+
+
+class Reply(Protocol):
+    """Puts one call's reply together in one dialect. Made for one call; belongs to the coroutine that answers it."""
+
+    def whole(self, drafts: Sequence[Draft]) -> Any:
+        """Return the JSON of a reply that is not streamed."""
+
+    def opening(self, drafts: Sequence[Draft]) -> bytes:
+        """Return what a stream begins with."""
+
+    def added(self, draft: Draft, written: Written, drafts: Sequence[Draft]) -> bytes:
+        """Return the events of what was just written of one sample."""
+
+    def closing(self, drafts: Sequence[Draft]) -> bytes:
+        """Return what a stream that went well ends with."""
+
+    def failed(self, error: ApiError) -> bytes:
+        """Return what a stream ends with that cannot go on."""
+
+
+@dataclass(slots=True)
+class Draft:
+    """What was written of one sample so far. Belongs to the one coroutine that answers the call."""
+
+    prompt_index: int
+    index: int
+    """Its number among all choices of the call."""
+    pen: Pen
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    entries: list[Entry] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: StopReason | None = None
+    sample: TrainingSample | None = None
+    parts: list[Part] = field(default_factory=list)
+    mask: list[int] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+
+    def take(self, delta: Delta, shape: ReplyShape, tokenizer: Tokenizer, *, keep: bool = True) -> Written:
+        """Add a delta; return what it brought. Text and entries are kept for a whole reply, not for a stream."""
+        self.pen, written = write(self.pen, delta, shape, tokenizer)
+        self.token_ids += written.token_ids
+        self.mask += delta.mask
+        self.versions += delta.versions
+        self._keep(written, keep)
+        self.finish_reason, self.stop_reason = written.finish_reason, written.stop_reason
+        self.sample = delta.sample
+        return written
+
+    def cut_short(self, shape: ReplyShape, reason: str) -> Written:
+        """End the sample with what it has, because its time is up; return the text that was held back."""
+        written = give_up(self.pen, shape, reason)
+        self._keep(written, True)
+        self.finish_reason, self.stop_reason = written.finish_reason, written.stop_reason
+        return written
+
+    def _keep(self, written: Written, keep: bool) -> None:
+        if keep:
+            self.text += written.text
+            self.entries += written.entries
+            self.parts += written.parts
+
+
+def drafts_of(call: Call) -> list[Draft]:
+    """Return an empty draft for every choice, prompt by prompt."""
+    return [
+        Draft(prompt_index=prompt, index=prompt * call.num_samples + sample, pen=begin(call.shape, prompt))
+        for prompt in range(len(call.asks))
+        for sample in range(call.num_samples)
+    ]
+
+
+def usage(call: Call, drafts: Iterable[Draft], *, with_cached: bool = True) -> JSON:
+    """Return the tokens that a call took: each prompt once, every token that was added."""
+    drafts = list(drafts)
+    num_prompt = sum(len(ask.prompt) for ask in call.asks)
+    num_new = sum(len(draft.token_ids) for draft in drafts)
+    out: JSON = {"prompt_tokens": num_prompt, "completion_tokens": num_new, "total_tokens": num_prompt + num_new}
+    if with_cached:
+        firsts = (draft.sample for draft in drafts if draft.index % call.num_samples == 0)
+        cached = sum(sample.num_cached_tokens for sample in firsts if sample is not None)
+        out["prompt_tokens_details"] = {"cached_tokens": cached}
+    return out
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """One request of a client, ready for the engine and for its reply."""
+
+    kind: Kind
+    id: str
+    model: str
+    asks: tuple[Ask, ...]
+    num_samples: int
+    """Samples of each prompt."""
+    num_tokens: int
+    """Most tokens it may come to, prompts and answers."""
+    shape: ReplyShape
+    stream: bool = False
+    include_usage: bool = False
+    continuous_usage: bool = False
+    dialect: Dialect
+    """How the reply is put together."""
+    names: frozenset[str] = frozenset()
+    """What its client calls it, for whoever wants to abort it."""
+    forbids_tokens: bool = False
+    """The client forbade tokens, perhaps all of them."""
+
+    @property
+    def total_samples(self) -> int:
+        """Samples of all prompts."""
+        return self.num_samples * len(self.asks)
+
+
+Dialect = Callable[[Call, Tokenizer, int], Reply]
+"""Makes the reply to a call; the number is the time of day, in seconds."""
+
+
+def reply_size(call: Call, drafts: Iterable[Draft]) -> int:
+    """Return about how many tokens and alternatives a whole reply tells of: what it costs to put together."""
+    shape = call.shape
+    num_new = sum(len(draft.token_ids) for draft in drafts)
+    num_prompt = sum(len(ask.prompt) for ask in call.asks) * call.num_samples
+    per_new = 0 if shape.logprobs is None else 2 + shape.logprobs
+    per_prompt = 0 if shape.prompt_logprobs is None else 2 + shape.prompt_logprobs
+    return num_new * (1 + per_new) + num_prompt * (per_prompt + (per_new if shape.echo_logprobs else 0))

@@ -1,0 +1,138 @@
+"""A nanochat model's calculator over HTTP: it answers when it is asked to, and what it wrote is told apart."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import nano_inference
+from nano_inference import SamplingParams
+from nano_inference.text.dialogue import parts_of
+from tests.server.tiny import Running, running
+
+CALCULATOR = Path(nano_inference.__file__).parent / "data" / "calculator"
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+QUESTION = "What is 123 plus 456?"
+ASK: dict[str, Any] = {"messages": [{"role": "user", "content": QUESTION}], "temperature": 0, "calculator": True}
+
+
+@pytest.fixture(scope="module")
+def calculating() -> Iterator[Running]:
+    with running(CALCULATOR) as one:
+        yield one
+
+
+def answer(server: Running, **fields: Any) -> dict[str, Any]:
+    reply = server.post(CHAT, {**ASK, **fields})
+    assert reply.status_code == 200, reply.text
+    choice: dict[str, Any] = reply.json()["choices"][0]
+    return choice
+
+
+def test_it_answers_and_is_told_apart_from_what_the_model_wrote(calculating: Running) -> None:
+    choice = answer(calculating, return_token_ids=True, logprobs=True, top_logprobs=2)
+    parts = choice["message"]["parts"]
+    assert [part["type"] for part in parts if part["type"] != "text"] == ["python", "python_output"]
+    expression, result = (
+        next(part["text"] for part in parts if part["type"] == kind) for kind in ("python", "python_output")
+    )
+    assert eval(expression) == int(result) == 579
+    assert f"[{expression} → {result}]" in choice["message"]["content"]
+    forced = [token for token, mask in zip(choice["token_ids"], choice["mask"], strict=True) if not mask]
+    tokenizer = calculating.opened.model.tokenizer
+    assert tokenizer.decode(forced, skip_special=False) == f"<|output_start|>{result}<|output_end|>"
+    entries = choice["logprobs"]["content"]
+    assert "".join(entry["token"] for entry in entries) == choice["message"]["content"]
+    assert [entry["logprob"] for entry, mask in zip(entries, choice["mask"], strict=True) if not mask] == [0.0] * len(
+        forced
+    )
+
+
+def test_it_is_the_engines_own_answer(calculating: Running) -> None:
+    dialogue = calculating.opened.model.dialogue
+    assert dialogue is not None and dialogue.tool is not None
+    prompt = dialogue.encode([{"role": "user", "content": QUESTION}])
+    params = SamplingParams(temperature=0, max_tokens=64)
+    engine: Any = calculating.opened.engine
+    (sample,) = calculating.on_engine(lambda: engine.generate([prompt], params, program=dialogue.tool))
+    choice = answer(calculating, return_token_ids=True, max_tokens=64)
+    assert choice["token_ids"] == list(sample.completion_tokens) and choice["mask"] == list(sample.mask)
+
+
+def test_nobody_calculates_unasked(calculating: Running) -> None:
+    choice = answer(calculating, calculator=False, return_token_ids=True, max_tokens=64)
+    assert set(choice["mask"]) == {1} and "parts" not in choice["message"]
+
+
+def test_a_stream_is_the_reply_in_pieces(calculating: Running) -> None:
+    whole = answer(calculating, return_token_ids=True)
+    chunks = calculating.events(CHAT, {**ASK, "stream": True, "return_token_ids": True})[:-1]
+    deltas = [chunk["choices"][0] for chunk in chunks]
+    assert "".join(d["delta"].get("content") or "" for d in deltas) == whole["message"]["content"]
+    assert [m for d in deltas for m in d.get("mask", ())] == whole["mask"]
+    told = [part for d in deltas for part in d["delta"].get("parts", ())]
+    for kind in ("text", "python", "python_output"):
+        pieces = ["".join(p["text"] for p in parts if p["type"] == kind) for parts in (told, whole["message"]["parts"])]
+        assert pieces[0] == pieces[1]
+    assert deltas[-1]["weight_versions"] == whole["weight_versions"]
+
+
+def test_its_calls_are_calls_again_in_the_next_turn(calculating: Running) -> None:
+    first = answer(calculating, return_token_ids=True)
+    dialogue = calculating.opened.model.dialogue
+    assert dialogue is not None
+    content = first["message"]["parts"]
+    turns = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": content}]
+    again = dialogue.encode([*turns, {"role": "user", "content": "hi"}])
+    for message in (
+        first["message"],
+        {"role": "assistant", "content": content},
+    ):
+        body = {"messages": [turns[0], message, {"role": "user", "content": "hi"}]}
+        reply = calculating.post("/tokenize", body)
+        assert reply.json()["tokens"] == again
+    start = len(dialogue.encode(turns[:1]))
+    assert again[start : start + len(first["token_ids"])] == first["token_ids"]
+
+
+@pytest.mark.parametrize(
+    "parts", ["x", [1], [{"type": "python"}], [{"type": "image", "text": "x"}], [{"type": "text", "text": 1}]]
+)
+def test_parts_that_are_none_are_refused(calculating: Running, parts: Any) -> None:
+    message = {"role": "assistant", "content": "x", "parts": parts}
+    reply = calculating.post(CHAT, {"messages": [{"role": "user", "content": "x"}, message]})
+    assert reply.status_code == 400 and reply.json()["error"]["param"] == "messages.1.parts"
+
+
+def test_a_text_may_have_it_too(calculating: Running) -> None:
+    dialogue = calculating.opened.model.dialogue
+    assert dialogue is not None
+    prompt = dialogue.encode([{"role": "user", "content": QUESTION}])
+    body = {"prompt": prompt, "temperature": 0, "max_tokens": 64, "calculator": True, "return_token_ids": True}
+    choice = calculating.post(TEXT, body).json()["choices"][0]
+    assert 0 in choice["mask"] and "→ 579]" in choice["text"]
+
+
+def test_a_model_without_one_says_so(server: Running) -> None:
+    for path, body in ((CHAT, ASK), (TEXT, {"prompt": "x", "calculator": True})):
+        reply = server.post(path, body)
+        assert reply.status_code == 400 and reply.json()["error"]["param"] == "calculator"
+
+
+def test_parts_of_a_text_with_marks() -> None:
+    call, result, end, nothing, cut = "\ufdd0\ufdd1\ufdd2\ufdd3\ufdd4"
+    parts, inside = parts_of(f"a{call}1+1{result}2{end}b{call}x{nothing}c{call}1+")
+    assert [(p.type[:8], p.text) for p in parts] == [
+        ("text", "a"),
+        ("python", "1+1"),
+        ("python_o", "2"),
+        ("text", "b"),
+        ("python", "x"),
+        ("text", "c"),
+        ("python", "1+"),
+    ]
+    assert inside == "python"
+    assert parts_of(f"2{cut}z", inside) == ((("python", "2"), ("text", "z")), "text")
