@@ -1,15 +1,26 @@
-"""TRL's own GRPOTrainer with this engine, in the same process, in the place of vLLM; every update lands in flight.
+"""TRL's own GRPOTrainer with this engine in the place of vLLM: in the same process, or over HTTP with `--server`.
 
 Task and model are those of grpo.py. TRL hands its generation backend the weights, asks it for samples, and logs how far
-the log-probabilities that come with these lie from its own: "sampling/sampling_logp_difference". Here another request
-is being decoded in the engine all the time, and no update waits for it: `python examples/trl_grpo.py --plot trl.png`.
+the log-probabilities that come with these lie from its own: "sampling/sampling_logp_difference". In one process another
+request is being decoded all the time, and no update waits for it: `python examples/trl_grpo.py --plot trl.png`.
+
+With `--server`, TRL's server mode and its own client talk to `nano-inference serve --enable-rl`, which is started here:
+`python examples/trl_grpo.py --server --plot trl_server.png`. Nothing of vLLM need be installed: TRL is only told that
+it is there, and two methods of its client, which send weights from GPU to GPU, write them into a directory instead.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import random
+import socket
+import subprocess
+import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before anything below reads it
@@ -17,10 +28,13 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # before anything below reads it
 from datasets import Dataset
 from grpo import ENGINE, MAX_ANSWER, VOCABULARY, encode, options, problem, report, warm_model
 from tokenizers import Tokenizer, models
-from transformers import PreTrainedTokenizerFast, PrinterCallback, TrainerCallback
+from torch import Tensor
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast, PrinterCallback, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
+from trl.generation import vllm_client, vllm_generation
 
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams, TrainingSample
+from nano_inference.weights.directory import save_weights
 
 METRIC = "sampling/sampling_logp_difference"
 FIXED = {"use_cpu": True, "bf16": False, "activation_checkpointing": False, "max_completion_length": MAX_ANSWER}
@@ -59,6 +73,36 @@ class EngineGeneration:
         return prompts, ids, logprobs, [[[token] for token in row] for row in ids]
 
 
+@contextmanager
+def served(model: str, weights: str, seed: int) -> Iterator[str]:
+    """Serve the model in a process of its own; give its URL."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "nano_inference", "serve", model, "--port", str(port), "--seed", str(seed)]
+    command += ["--enable-rl", "--weights-dir", weights, "--no-log-requests", "--num-threads", "1"]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def let_trl_talk_to(weights: str) -> None:
+    """Let TRL's client for vLLM be used without vLLM, and hand weights over in new directories below this one."""
+
+    def hand_over(client: Any, metadata: list[Any], named: Iterator[tuple[str, Tensor]]) -> None:
+        number = sum(1 for _ in Path(weights).iterdir()) + 1
+        directory = save_weights({name: tensor.clone() for name, tensor in named}, Path(weights, f"version-{number}"))
+        body = {"model_path": str(directory), "weight_version": str(number)}
+        client._post(f"{client.base_url}/update_weights_from_disk", json=body)
+
+    for module in (vllm_client, vllm_generation):
+        module.is_vllm_available = lambda min_version=None: True
+    vllm_client.VLLMClient.init_communicator = lambda client, device=0: None
+    vllm_client.VLLMClient.update_named_params = hand_over
+
+
 class Progress(TrainerCallback):
     """Prints a line for each step."""
 
@@ -72,27 +116,61 @@ def is_right(completion_ids: list[list[int]], answer: list[str], **_: Any) -> li
     return [float(ids == encode(right)) for ids, right in zip(completion_ids, answer, strict=True)]
 
 
-def main() -> None:
-    """Train, and print a summary as the last line."""
-    args = options(__doc__, "trl.png").parse_args()
-    rng = random.Random(args.seed)
-    data = Dataset.from_list([problem(rng)._asdict() for _ in range(args.prompts * args.steps)])
+def warm_pair(path: str) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
+    """Return the model in `path`, taught first if it is not there, and its tokenizer; both lie there afterwards."""
     characters = Tokenizer(models.BPE({character: i for i, character in enumerate(VOCABULARY)}, []))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=characters, pad_token="_", eos_token="$")
+    model = warm_model(path)
+    tokenizer.save_pretrained(path)
+    return model, tokenizer
+
+
+def make_trainer(args: argparse.Namespace, path: str, output: str, **more: Any) -> GRPOTrainer:
+    """Return TRL's trainer of the model in `path`."""
+    rng = random.Random(args.seed)
+    data = Dataset.from_list([problem(rng)._asdict() for _ in range(args.prompts * args.steps)])
     size = {"per_device_train_batch_size": args.prompts * args.group, "num_generations": args.group}
     rates = {"learning_rate": args.lr, "temperature": args.temperature, "lr_scheduler_type": "constant"}
+    config = GRPOConfig(output, seed=args.seed, max_steps=args.steps, **size, **rates, **FIXED, **QUIET, **more)
+    model, tokenizer = warm_pair(path)
+    trainer = GRPOTrainer(model, is_right, config, data, None, tokenizer, callbacks=[Progress])
+    trainer.remove_callback(PrinterCallback)
+    return trainer
+
+
+def train_in_process(args: argparse.Namespace, path: str, output: str) -> tuple[GRPOTrainer, dict[str, float]]:
+    """Train with an engine beside the trainer; count the updates that landed in flight."""
+    trainer = make_trainer(args, path, output)
+    with InferenceEngine(EngineConfig(model_path=path, seed=args.seed, **ENGINE)) as engine:
+        trainer.vllm_generation = backend = EngineGeneration(engine, trainer)
+        trainer.use_vllm, trainer.vllm_mode, trainer._last_loaded_step = True, "server", -1
+        trainer.train()
+        landed = sum(len(sample.version_spans) - 1 for sample in (*backend.background, *engine.abort_all()))
+    return trainer, {"in_flight": landed}
+
+
+def train_over_http(args: argparse.Namespace, path: str, output: str) -> tuple[GRPOTrainer, dict[str, float]]:
+    """Train with TRL's server mode; count the updates that the server took."""
+    warm_pair(path)
+    with tempfile.TemporaryDirectory() as weights, served(path, weights, args.seed) as url:
+        let_trl_talk_to(weights)
+        server = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": url, "vllm_server_timeout": 120}
+        trainer = make_trainer(args, path, output, **server)
+        trainer.train()
+        version = trainer.vllm_generation.vllm_client._get(f"{url}/weight_info")["version"]
+    return trainer, {"updates": version}
+
+
+def main() -> None:
+    """Train, and print a summary as the last line."""
+    parser = options(__doc__, "trl.png")
+    parser.add_argument("--server", action="store_true", help="talk to the engine over HTTP")
+    args = parser.parse_args()
+    print(f"step  reward   {METRIC}/mean", flush=True)
     with tempfile.TemporaryDirectory() as temporary:
-        path = str(args.cache or temporary)
-        config = GRPOConfig(temporary, seed=args.seed, max_steps=args.steps, **size, **rates, **FIXED, **QUIET)
-        trainer = GRPOTrainer(warm_model(path), is_right, config, data, None, tokenizer, callbacks=[Progress])
-        trainer.remove_callback(PrinterCallback)
-        with InferenceEngine(EngineConfig(model_path=path, seed=args.seed, **ENGINE)) as engine:
-            trainer.vllm_generation = backend = EngineGeneration(engine, trainer)
-            trainer.use_vllm, trainer.vllm_mode, trainer._last_loaded_step = True, "server", -1
-            print(f"step  reward   {METRIC}/mean", flush=True)
-            trainer.train()
-            landed = sum(len(sample.version_spans) - 1 for sample in (*backend.background, *engine.abort_all()))
-    report(trainer.state.log_history[:-1], {f"{METRIC}/mean": "mean", f"{METRIC}/max": "max"}, args, in_flight=landed)
+        train = train_over_http if args.server else train_in_process
+        trainer, counts = train(args, str(args.cache or temporary), temporary)
+    report(trainer.state.log_history[:-1], {f"{METRIC}/mean": "mean", f"{METRIC}/max": "max"}, args, **counts)
 
 
 if __name__ == "__main__":

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from pydantic_core import to_json
@@ -23,21 +23,22 @@ from nano_inference.server.answering import Timing, answer
 from nano_inference.server.body import parse
 from nano_inference.server.bridge import Bridge
 from nano_inference.server.call import Call, Draft, drafts_of, usage
-from nano_inference.server.calls import chat_call, completion_call
+from nano_inference.server.dialects import (
+    CONVERTING,
+    GENERATING,
+    Converting,
+    Generating,
+    ToCall,
+    Work,
+    error_bodies,
+)
 from nano_inference.server.errors import ApiError
 from nano_inference.server.guard import Guard, GuardPolicy, read_body
 from nano_inference.server.log import AccessRecord, log_access
 from nano_inference.server.metrics import CONTENT_TYPE, not_loaded
 from nano_inference.server.model import ServedModel
 from nano_inference.server.openapi import openapi
-from nano_inference.server.schema import (
-    ApplyTemplateBody,
-    Body,
-    ChatBody,
-    CompletionBody,
-    DetokenizeBody,
-    TokenizeBody,
-)
+from nano_inference.server.schema import Body
 from nano_inference.server.served import Observer, Opened
 from nano_inference.server.ticket import Ticket
 from nano_inference.server.unsupported import unknown_fields
@@ -57,6 +58,7 @@ _REJECTIONS = {
 _log = logging.getLogger("nano_inference.server")
 _B = TypeVar("_B", bound=Body)
 _T = TypeVar("_T")
+Endpoint = Callable[[Request], Awaitable[Response]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +83,7 @@ class App:
         """Unknown fields that were told of already."""
         self._num_answering = 0
         self._document = to_json(openapi(needs_key=not policy.keys.is_empty))
+        self._error_bodies = error_bodies()
         self._router = Router(self._routes(), redirect_slashes=False)
         self.asgi: ASGIApp = below(config.root_path, Guard(self._route, policy, self._on_response))
         """The application, as a server runs it."""
@@ -98,13 +101,8 @@ class App:
         self._workshop.close()
 
     def _routes(self) -> list[Route]:
-        posts: dict[str, Any] = {
-            "/v1/completions": self.completions,
-            "/v1/chat/completions": self.chat,
-            "/tokenize": self.tokenize,
-            "/detokenize": self.detokenize,
-            "/apply-template": self.apply_template,
-        }
+        posts: dict[str, Any] = {one.path: self._generating(one) for one in GENERATING}
+        posts |= {one.path: self._converting(one) for one in CONVERTING}
         gets: dict[str, Any] = {
             "/v1/models": self.models,
             "/v1/models/{model:path}": self.model_card,
@@ -134,6 +132,9 @@ class App:
             refused = f"{scope['method']} is not allowed here{allowed}"
             text = refused if error.status_code == 405 else self._no_such_path(scope["path"])
             raise ApiError(error.status_code, text, headers=headers) from None
+        except ApiError as error:
+            shape = self._error_bodies.get(scope["path"])
+            raise error if shape is None else error.told_as(shape) from None
 
     def _no_such_path(self, path: str) -> str:
         """Say that there is nothing, and what may have been meant: a base URL without its /v1, or with two."""
@@ -146,17 +147,15 @@ class App:
 
     # ---- generation -------------------------------------------------------------------------------------------------
 
-    async def completions(self, request: Request) -> Response:
-        """POST /v1/completions."""
-        return await self._generate(request, CompletionBody, completion_call)
+    def _generating(self, dialect: Generating) -> Endpoint:
+        """Return the endpoint of a path below which the engine writes."""
 
-    async def chat(self, request: Request) -> Response:
-        """POST /v1/chat/completions."""
-        return await self._generate(request, ChatBody, chat_call)
+        async def endpoint(request: Request) -> Response:
+            return await self._generate(request, dialect.body, dialect.to_call)
 
-    async def _generate(
-        self, request: Request, kind: type[_B], to_call: Callable[[_B, ServedModel, ServerConfig, str], Call]
-    ) -> Response:
+        return endpoint
+
+    async def _generate(self, request: Request, kind: type[_B], to_call: ToCall) -> Response:
         arrived = time.monotonic()
         serving = self._require_serving()
         data = await self._read(request)
@@ -168,26 +167,21 @@ class App:
 
         body, call = await self._off_loop(len(data), understand)
         self._note_unknown(body)
+        call = replace(call, names=call.names | {call.id, request.scope["state"]["request_id"]})
         timing = Timing(deadline=arrived + self.config.request_timeout, silence=self.config.sse_keep_alive)
         return CallResponse(self, serving, call, timing, self._workshop)
 
     # ---- text -------------------------------------------------------------------------------------------------------
 
-    async def tokenize(self, request: Request) -> Response:
-        """POST /tokenize."""
-        return await self._convert(request, TokenizeBody, tokens.tokenize)
+    def _converting(self, dialect: Converting) -> Endpoint:
+        """Return the endpoint of a path where texts are turned into tokens, or back."""
 
-    async def detokenize(self, request: Request) -> Response:
-        """POST /detokenize."""
-        return await self._convert(request, DetokenizeBody, tokens.detokenize)
+        async def endpoint(request: Request) -> Response:
+            return await self._convert(request, dialect.body, dialect.work)
 
-    async def apply_template(self, request: Request) -> Response:
-        """POST /apply-template."""
-        return await self._convert(request, ApplyTemplateBody, tokens.apply_template)
+        return endpoint
 
-    async def _convert(
-        self, request: Request, kind: type[_B], work: Callable[[_B, ServedModel], dict[str, Any]]
-    ) -> Response:
+    async def _convert(self, request: Request, kind: type[_B], work: Work) -> Response:
         serving = self._require_serving()
         data = await self._read(request)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -57,6 +57,15 @@ class ApiError(Exception):
         self.headers = headers
         self.extra = extra
         """Further fields of the error object, for programs: `n_prompt_tokens`, `n_ctx`."""
+        self._shape: Callable[[ApiError], Mapping[str, Any]] | None = None
+
+    def told_as(self, shape: Callable[[ApiError], Mapping[str, Any]]) -> ApiError:
+        """Return the same error for a client of another dialect, whose body `shape` makes."""
+        told = ApiError(
+            self.status, self.message, param=self.param, code=self.code, headers=self.headers, extra=self.extra
+        )
+        told._shape = shape
+        return told
 
     @property
     def type(self) -> str:
@@ -69,8 +78,9 @@ class ApiError(Exception):
         return {"error": {**error, **self.extra}}
 
     def to_json(self) -> bytes:
-        """Return the body as bytes."""
-        return json.dumps(self.to_dict(), ensure_ascii=False).encode("utf-8", "replace")
+        """Return the body as bytes, in the shape of the dialect that the client speaks."""
+        body = self.to_dict() if self._shape is None else self._shape(self)
+        return json.dumps(body, ensure_ascii=False).encode("utf-8", "replace")
 
 
 def error_type(status: int) -> str:

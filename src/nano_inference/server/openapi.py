@@ -5,21 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 import nano_inference
-from nano_inference.server import schema
+from nano_inference.server.dialects import CONVERTING, GENERATING, Converting, Generating
 
 JSON = dict[str, Any]
 
-_POSTS: tuple[tuple[str, type[BaseModel], str, bool], ...] = (
-    ("/v1/completions", schema.CompletionBody, "Continue a text or token ids.", True),
-    ("/v1/chat/completions", schema.ChatBody, "Answer messages.", True),
-    ("/tokenize", schema.TokenizeBody, "Turn a text or messages into token ids.", False),
-    ("/detokenize", schema.DetokenizeBody, "Turn token ids into text.", False),
-    ("/apply-template", schema.ApplyTemplateBody, "Show what the model reads for messages.", False),
-)
 _GETS: tuple[tuple[str, str, bool], ...] = (
     ("/v1/models", "List the names that the model is served under.", False),
     ("/tokenizer_info", "Describe the tokenizer.", False),
@@ -47,13 +39,13 @@ _REFUSALS: Mapping[str, str] = {
 
 def openapi(*, needs_key: bool) -> JSON:
     """Return the document. `needs_key`: whether clients must send one."""
-    models = [body for _, body, _, _ in _POSTS]
+    posts: list[Generating | Converting] = [*GENERATING, *CONVERTING]
     refs, definitions = models_json_schema(
-        [(model, "validation") for model in models], ref_template="#/components/schemas/{model}"
+        [(model, "validation") for model in {post.body for post in posts}], ref_template="#/components/schemas/{model}"
     )
     paths: dict[str, JSON] = {path: {"get": _get(text, is_open)} for path, text, is_open in _GETS}
-    for path, body, text, streams in _POSTS:
-        paths[path] = {"post": _post(refs[body, "validation"], text, streams)}
+    for post in posts:
+        paths[post.path] = {"post": _post(refs[post.body, "validation"], post.summary, isinstance(post, Generating))}
     paths["/v1/models/{model}"] = {
         "get": _get("Describe one of the names.", False)
         | {"parameters": [{"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}]}

@@ -1,0 +1,100 @@
+"""What the dialects of other servers share: kinds of fields, their names for ours, refusals told in their names. Pure."""
+
+from __future__ import annotations
+
+import re
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Annotated, Any, TypeVar
+
+from pydantic import Field, ValidationError
+from pydantic_core import to_json
+
+from nano_inference.server.body import parse
+from nano_inference.server.call import Call
+from nano_inference.server.errors import ApiError
+from nano_inference.server.schema import MAX_STOPS, Body, StopText
+
+INT32 = 2**31 - 1
+
+Count = Annotated[int, Field(ge=0, le=INT32)]
+Samples = Annotated[int, Field(ge=1, le=INT32)]
+Temperature = Annotated[float, Field(ge=0, le=2)]
+Share = Annotated[float, Field(ge=0, le=1)]
+PositiveShare = Annotated[float, Field(gt=0, le=1)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+Factor = Annotated[float, Field(ge=0.01, le=100)]
+TopK = Annotated[int, Field(ge=-1, le=INT32)]
+Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
+Alternatives = Annotated[int, Field(ge=0, le=1000)]
+Stops = StopText | Annotated[list[StopText], Field(max_length=MAX_STOPS)]
+Name = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[\w.:-]+$")]
+Salt = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[^@/\\\x00]+$")]
+
+OFF: tuple[Any, ...] = (None, False)
+EMPTY: tuple[Any, ...] = (None, [], {}, "")
+
+_WORD = re.compile(r"^[a-z]+(?=[ :.\[])|[a-z]+(?:_[a-z]+)+")
+"""What can be a field's name in a refusal: a text begins with one, and one of several words stands anywhere."""
+_HEAD = re.compile(r"^[a-z_]+")
+_B = TypeVar("_B", bound=Body)
+
+
+def as_body(fields: Mapping[str, Any], kind: type[_B]) -> _B:
+    """Return a body with these fields. Raises `ApiError` naming the one that does not fit."""
+    try:
+        return kind.model_validate(fields)
+    except ValidationError:
+        return parse(to_json(fields), kind)  # which says what is wrong in a client's words
+
+
+@contextmanager
+def told_as(names: Mapping[str, str]) -> Iterator[None]:
+    """Raise what is refused in the block with a client's own names of fields; `names` are ours to theirs."""
+    try:
+        yield
+    except ApiError as error:
+        raise renamed(error, names) from None
+
+
+def renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:
+    """Return a refusal with other names of fields, in its text and as the field that is wrong."""
+    param = error.param
+    if param is not None:
+        param = _HEAD.sub(lambda found: names.get(found.group(), found.group()), param)
+    text = _WORD.sub(lambda found: names.get(found.group(), found.group()), error.message)
+    return ApiError(error.status, text, param=param, code=error.code, headers=error.headers, extra=error.extra)
+
+
+def refuse(fields: Mapping[str, Any], neutral: Mapping[str, tuple[Any, ...]], where: str = "") -> None:
+    """Raise `ApiError` naming the first known field whose value is none of those with which it changes nothing."""
+    for name, value in fields.items():
+        if name in neutral and not any(type(value) is type(one) and value == one for one in neutral[name]):
+            place = f"{where}{name}"
+            raise ApiError(400, f"{place} is not supported by this server", param=place, code="unsupported_field")
+
+
+def refuse_unknown(fields: Mapping[str, Any], neutral: Mapping[str, tuple[Any, ...]], where: str) -> None:
+    """Raise as `refuse` does, and for a name that is not known at all: a mistyped one must not go unnoticed."""
+    refuse(fields, neutral, where)
+    for name in fields:
+        if name not in neutral:
+            place = f"{where}{name[:64]}"
+            raise ApiError(400, f"{place} is not a field of it", param=place, code="unknown_field")
+
+
+def given(body: Body) -> dict[str, Any]:
+    """Return a body's known fields: what was sent, or else its default; without those that are None either way."""
+    values: dict[str, Any] = {}
+    for name, field in type(body).model_fields.items():
+        value = getattr(body, name)
+        values[name] = field.default if value is None else value
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def uncached(call: Call) -> Call:
+    """Return a call that shares no cached prefix with any other."""
+    asks = tuple(replace(ask, salt=f"{ask.salt}#{uuid.uuid4().hex}") for ask in call.asks)
+    return replace(call, asks=asks)
