@@ -34,7 +34,7 @@ bench: .venv/ready-dev
 	touch $@
 
 .venv/ready: .venv/torch pyproject.toml
-	$(BIN)/python -m pip install --quiet -e .
+	$(BIN)/python -m pip install --quiet -e '.[grammar]'
 	touch $@
 
 .venv/ready-dev: .venv/ready
@@ -50,7 +50,7 @@ bench: .venv/ready-dev
 	touch $@
 
 .venv-clients/ready: .venv-clients/torch pyproject.toml
-	.venv-clients/bin/python -m pip install --quiet -e . 'pytest>=8.3,<10' 'openai>=3,<4' \
+	.venv-clients/bin/python -m pip install --quiet -e '.[grammar]' 'pytest>=8.3,<10' 'openai>=3,<4' \
 		'transformers>=5,<6' 'accelerate>=1,<2' \
 		langchain-core==1.7.2 langchain-openai==1.7.3 llm==0.36 'lm-eval[api]==0.4.13' guidellm==0.8.1
 	$(PYTHON) -m venv .venv-clients/litellm

@@ -23,7 +23,13 @@ from nano_inference.server.answering import Timing, answer
 from nano_inference.server.body import parse
 from nano_inference.server.bridge import Bridge
 from nano_inference.server.call import Call, Draft, drafts_of, usage
-from nano_inference.server.dialects import (
+from nano_inference.server.errors import ApiError
+from nano_inference.server.guard import Guard, GuardPolicy, read_body
+from nano_inference.server.log import AccessRecord, log_access
+from nano_inference.server.metrics import CONTENT_TYPE, not_loaded
+from nano_inference.server.model import ServedModel
+from nano_inference.server.openapi import openapi
+from nano_inference.server.paths import (
     CONVERTING,
     GENERATING,
     Converting,
@@ -32,12 +38,6 @@ from nano_inference.server.dialects import (
     Work,
     error_bodies,
 )
-from nano_inference.server.errors import ApiError
-from nano_inference.server.guard import Guard, GuardPolicy, read_body
-from nano_inference.server.log import AccessRecord, log_access
-from nano_inference.server.metrics import CONTENT_TYPE, not_loaded
-from nano_inference.server.model import ServedModel
-from nano_inference.server.openapi import openapi
 from nano_inference.server.schema import Body
 from nano_inference.server.served import Observer, Opened
 from nano_inference.server.ticket import Ticket

@@ -8,7 +8,7 @@ from typing import Any
 from pydantic.json_schema import models_json_schema
 
 import nano_inference
-from nano_inference.server.dialects import CONVERTING, GENERATING, Converting, Generating
+from nano_inference.server.paths import CONVERTING, GENERATING, Converting, Generating
 
 JSON = dict[str, Any]
 

@@ -1,0 +1,80 @@
+"""Every path that takes a body, written once: what is sent there, what becomes of it, what it is for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from nano_inference.config import ServerConfig
+from nano_inference.server import tokens
+from nano_inference.server.call import JSON, Call
+from nano_inference.server.calls import chat_call, completion_call
+from nano_inference.server.errors import ApiError
+from nano_inference.server.model import ServedModel
+from nano_inference.server.schema import (
+    ApplyTemplateBody,
+    Body,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    TokenizeBody,
+)
+
+ToCall = Callable[[Any, ServedModel, ServerConfig, str], Call]
+"""Body, model, configuration and cache salt to a call. Raises `ApiError`."""
+Work = Callable[[Any, ServedModel], JSON]
+"""Body and model to a reply for which no engine is needed. Raises `ApiError`."""
+ErrorBody = Callable[[ApiError], Mapping[str, Any]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generating:
+    """A path below which the engine writes."""
+
+    path: str
+    body: type[Body]
+    to_call: ToCall
+    summary: str
+    error_body: ErrorBody | None = None
+    """How this dialect tells of errors; None is OpenAI's way."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Converting:
+    """A path where only texts and tokens are turned into one another."""
+
+    path: str
+    body: type[Body]
+    work: Work
+    summary: str
+    error_body: ErrorBody | None = None
+
+
+GENERATING: tuple[Generating, ...] = (
+    Generating(
+        path="/v1/completions",
+        body=CompletionBody,
+        to_call=completion_call,
+        summary="Continue a text or token ids.",
+    ),
+    Generating(path="/v1/chat/completions", body=ChatBody, to_call=chat_call, summary="Answer messages."),
+)
+CONVERTING: tuple[Converting, ...] = (
+    Converting(
+        path="/tokenize", body=TokenizeBody, work=tokens.tokenize, summary="Turn a text or messages into token ids."
+    ),
+    Converting(path="/detokenize", body=DetokenizeBody, work=tokens.detokenize, summary="Turn token ids into text."),
+    Converting(
+        path="/apply-template",
+        body=ApplyTemplateBody,
+        work=tokens.apply_template,
+        summary="Show what the model reads for messages.",
+    ),
+)
+
+
+def error_bodies() -> dict[str, ErrorBody]:
+    """Return how errors are told below each path whose dialect has a way of its own."""
+    posts: list[Generating | Converting] = [*GENERATING, *CONVERTING]
+    return {one.path: one.error_body for one in posts if one.error_body is not None}
