@@ -227,7 +227,12 @@ def test_logprobs_have_the_asked_shape_and_are_the_models_own(tiny: tuple[Path, 
     assert ours.score([whole, PROMPT]) == [pytest.approx(scores, abs=1e-5), pytest.approx(scores[:4], abs=1e-5)]
     for start in (0, 1, 4, 9, 10, 99):
         assert ours.score(whole, start) == pytest.approx(scores[max(0, start - 1) :], abs=1e-5)
+    everything = ours.generate([PROMPT], SamplingParams(max_tokens=0, prompt_logprobs=VOCAB_SIZE))[0]
+    assert everything.prompt_top_logprobs is not None and everything.prompt_ranks is not None
+    for token, top, rank in zip(PROMPT[1:], everything.prompt_top_logprobs, everything.prompt_ranks, strict=True):
+        assert top[rank - 1].token == token
     plain = ours.generate([PROMPT], SamplingParams(max_tokens=1))[0]
+    assert plain.prompt_ranks is None
     assert plain.top_logprobs is plain.prompt_logprobs is plain.prompt_top_logprobs is None
     with pytest.raises(ValueError, match="start"):
         ours.score(whole, -1)

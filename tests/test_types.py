@@ -58,6 +58,7 @@ WRONG_PARAMS: dict[str, tuple[Any, ...]] = {
     "ignore_eos": (1, "no", None, 0.0),
     "raw_logprobs": (1, "no", None, 0.0),
     "sampling_mask": (1, "no", None, 0.0),
+    "pooling": ("", "max", 1, True, ["mean"], "mean"),
 }
 WRONG_CONFIG: dict[str, tuple[Any, ...]] = {
     "model_path": ("", None, 5, b"m"),
@@ -175,6 +176,7 @@ SAMPLE = TrainingSample(
     top_logprobs=((TokenLogprob(3, -0.1), TokenLogprob(9, -3.0)), ()),
     prompt_logprobs=(-2.0,),
     prompt_top_logprobs=((TokenLogprob(2, -2.0),),),
+    prompt_ranks=(1,),
     num_cached_tokens=1,
     num_preemptions=3,
 )
@@ -187,6 +189,7 @@ PLAIN = dataclasses.replace(
     sampling_masks=None,
     prompt_logprobs=None,
     prompt_top_logprobs=None,
+    prompt_ranks=None,
 )
 
 

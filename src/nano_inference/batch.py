@@ -39,6 +39,23 @@ def in_step_order(rows: tuple[Row, ...]) -> tuple[Row, ...]:
     return tuple(sorted(rows, key=lambda row: (len(row.tokens) > 1, row.start + len(row.tokens))))
 
 
+class Pooled(NamedTuple):
+    """The positions whose hidden states one row adds up."""
+
+    row: int
+    indices: range
+    """Which of the step's T tokens they are."""
+
+
+def pooled(rows: tuple[Row, ...], spans: tuple[Span, ...]) -> list[Pooled]:
+    """Return what the rows that pool a prompt add up."""
+    return [
+        Pooled(index, range(span.offset + row.pool_from - row.start, span.offset + span.num_tokens))
+        for index, (row, span) in enumerate(zip(rows, spans, strict=True))
+        if row.pool_from is not None
+    ]
+
+
 class Scored(NamedTuple):
     """The known tokens whose log-probabilities one row reports."""
 

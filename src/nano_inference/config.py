@@ -130,7 +130,10 @@ class ServerConfig:
     served_model_name: tuple[str, ...] = helped((), "name of the model for clients; may be repeated for aliases")
     any_model: bool = helped(False, "answer requests for any model name (clients that hard-code gpt-…)")
     strict: bool = helped(False, "refuse fields that are not known instead of leaving them out")
-    logprobs_mode: LogprobsMode = helped("raw", "distribution that log-probabilities speak of")
+    logprobs_mode: LogprobsMode = helped(
+        None, "distribution that log-probabilities speak of (default: raw; processed with --enable-rl)"
+    )
+    """Never None once built: what is not given is resolved."""
     enable_rl: bool = helped(False, "open the routes of RL trainers: pause, abort, weights, versions")
 
     api_key: tuple[str, ...] = field(
@@ -140,6 +143,14 @@ class ServerConfig:
     )
     api_key_file: str | None = helped(None, "file with a key on each line, which only its owner may read")
     insecure: bool = helped(False, "listen beyond loopback without a key")
+    admin_key: tuple[str, ...] = field(
+        default=(),
+        repr=False,
+        metadata={"help": "key that those routes need, and that opens all others; may be repeated"},
+    )
+    admin_key_file: str | None = helped(None, "file with an admin key on each line, which only its owner may read")
+    weights_dir: str | None = helped(None, "directory below which a trainer may name weights to load")
+    weight_timeout: float = helped(300.0, "seconds in which the weights of an update must have come")
     allowed_host: tuple[str, ...] = helped((), "Host header to accept besides the address itself; may be repeated")
     cors_origin: tuple[str, ...] = helped((), "web origin whose pages may call this server; may be repeated")
     share_prefix_cache: bool = helped(False, "let clients with different keys reuse each other's cached prefixes")
@@ -183,12 +194,21 @@ class ServerConfig:
             "enable_rl",
         ):
             check_bool(name, getattr(self, name))
-        for name in ("served_model_name", "api_key", "allowed_host", "cors_origin"):
+        for name in ("served_model_name", "api_key", "admin_key", "allowed_host", "cors_origin"):
             object.__setattr__(self, name, checked_texts(name, getattr(self, name)))
+        self._check_rl()
         if self.logprobs_mode not in LOGPROBS_MODES:
             raise ValueError(f"logprobs_mode must be one of {', '.join(LOGPROBS_MODES)}, got {self.logprobs_mode!r}")
         if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
             raise ValueError(f"root_path must begin with a slash and not end with one, got {self.root_path!r}")
+
+    def _check_rl(self) -> None:
+        if self.weights_dir is not None and not (isinstance(self.weights_dir, str) and self.weights_dir):
+            raise ValueError(f"weights_dir must be a non-empty string, got {self.weights_dir!r}")
+        if self.weights_dir is not None and not self.enable_rl:
+            raise ValueError("weights_dir is for a trainer: it needs enable_rl")
+        if self.logprobs_mode is None:
+            object.__setattr__(self, "logprobs_mode", "processed" if self.enable_rl else "raw")
 
     def _check_counts(self) -> None:
         check_int("port", self.port, 0, 65535)
@@ -206,6 +226,7 @@ class ServerConfig:
             check_number(name, getattr(self, name), 0, 1e6)
         for name in ("request_timeout", "header_timeout", "keep_alive_timeout", "write_timeout", "step_timeout"):
             check_number(name, getattr(self, name), 0, 1e6, open_low=True)
+        check_number("weight_timeout", self.weight_timeout, 0, 86400, open_low=True)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as plain JSON values."""

@@ -17,7 +17,7 @@ from nano_inference.config import SchedulerConfig
 from nano_inference.kv import Hit, KVManager
 from nano_inference.runner import Runner
 from nano_inference.scheduling import schedule
-from nano_inference.sequence import NO_EXTRAS, Sequence, advance, finish, to_delta
+from nano_inference.sequence import NO_EXTRAS, Sequence, add_pooled, advance, finish, forget_found, to_delta
 from nano_inference.types import (
     BlockCopy,
     Delta,
@@ -91,8 +91,8 @@ class Core:
     def install(self, version: int, label: WeightLabel | None, on_running: OnRunning) -> list[Delta]:
         """Let a new version begin at this step boundary; return the last deltas of what it ended.
 
-        K/V of older versions can no longer be found. A prompt whose scores were begun is scored again from its start,
-        so that its log-probabilities are all of one version.
+        K/V of older versions can no longer be found. A prompt that is still being scored or pooled begins again, so
+        that its log-probabilities, or its embedding and what that has read, are all of one version.
         """
         self.version = version
         if label is not None:
@@ -103,8 +103,8 @@ class Core:
         if on_running == "recompute":
             self.preempt_all()
         for seq in (*reversed(self._running), *self._waiting.values()):
-            if seq.next_score is not None:
-                self._score_again(seq)
+            if seq.next_score is not None or seq.request.params.pooling is not None:
+                self._begin_again(seq)
         return []
 
     def preempt_all(self) -> None:
@@ -112,12 +112,11 @@ class Core:
         for seq in reversed(self._running.copy()):
             self._preempt(seq)
 
-    def _score_again(self, seq: Sequence) -> None:
-        """Forget the scores of a prompt that is still being scored."""
+    def _begin_again(self, seq: Sequence) -> None:
+        """Forget what was found of a prompt that is still being scored or pooled."""
         if seq.id not in self._waiting:
             self._preempt(seq)
-        seq.scores.clear()
-        seq.score_tops.clear()
+        forget_found(seq)
 
     def step(self, *, admit_new: bool = True) -> StepResult:
         """Run one step. An interruption (Ctrl-C) while the model computes harms nothing: it is computed again.
@@ -170,8 +169,8 @@ class Core:
         for seq in self._waiting.values():
             if admitted is not None and seq.request.id not in admitted:
                 continue
-            scored = seq.next_score
-            known = seq.tokens if scored is None else seq.tokens[:scored]
+            wanted = seq.next_wanted
+            known = seq.tokens if wanted is None else seq.tokens[: wanted + 1]
             hit = hits[seq.id] = self._kv.peek(known, (self.version, seq.request.salt))
             num_computed = len(hit.blocks) * size + hit.partial_tokens
             yield SeqView(
@@ -189,12 +188,12 @@ class Core:
 
         A prompt that its first sample still scores for others is named by the request: they wait for the scores.
         """
-        scored = (seq.leader or seq).next_score
-        if scored is not None and seq.request.num_samples > 1:
+        wanted = (seq.leader or seq).next_wanted
+        if wanted is not None and seq.request.num_samples > 1:
             return seq.request.id
         size = self._kv.block_size
         start = num_computed // size * size
-        if len(seq.tokens) - num_computed <= 1 or (scored is not None and start + size >= scored):
+        if len(seq.tokens) - num_computed <= 1 or (wanted is not None and start + size > wanted):
             return None
         parent = blocks[start // size - 1] if start else -1
         return (seq.request.salt, parent, *seq.tokens[start : start + size])
@@ -262,13 +261,14 @@ class Core:
             seed=seq.request.seed,
             sample_index=seq.sample_index,
             request_id=seq.request.id,
-            banned=tuple(sorted(seq.stop_ids)) if draws and seq.num_new < params.min_tokens else (),
+            banned=seq.banned if draws else (),
             mask=seq.token_mask if draws else None,
             history=tuple(seq.tokens) if draws and has_penalty else (),
             num_prompt=seq.num_prompt,
             score_from=seq.next_score,
             score_end=seq.num_prompt,
             next_token=seq.tokens[end] if end < len(seq.tokens) else -1,
+            pool_from=seq.pool_from(end),
         )
 
     # ---- run and commit ---------------------------------------------------------------------------------------------
@@ -305,6 +305,9 @@ class Core:
             result = results[seq.id]
             seq.scores += result.scores
             seq.score_tops += result.score_tops
+            seq.score_ranks += result.score_ranks
+            if row.pool_from is not None:
+                add_pooled(seq, result.pooled, row.start + len(row.tokens) - row.pool_from)
             num_added = self._take_tokens(seq, row, result)
             num_sampled += sum(seq.mask[len(seq.mask) - num_added :])
             self._publish(seq, is_chunk=len(row.tokens) > 1)

@@ -35,6 +35,8 @@ class Limits:
     max_model_len: int
     num_blocks: int
     block_size: int
+    hidden_size: int = 0
+    """Numbers in an embedding; 0 when that is not known."""
 
 
 def admit(
@@ -57,6 +59,8 @@ def admit(
             raise ValueError(f"salt must be a string, got {salt!r}")
         ids = check_prompt(prompt, limits)
         check_int("num_samples", num_samples, 1)
+        if params.pooling is not None and num_samples != 1:
+            raise ValueError(f"num_samples must be 1 with pooling, got {num_samples}")
         check_vocabulary(params, limits.vocab_size)
         max_new = room_for(len(ids), params, limits)
         if partial is not None:
@@ -172,6 +176,15 @@ def check_update(blocking: object, on_running: object, label: object, timeout: f
         check_label("version", label)
     if timeout is not None:
         check_number("timeout", timeout, 0, 1e9)
+
+
+def texts_of(token_ids: Sequence[int] | Sequence[Sequence[int]]) -> tuple[Sequence[Sequence[int]], bool]:
+    """Return one or several texts as several, and whether there was one. Raises `BadRequest`."""
+    if not isinstance(token_ids, list | tuple) or not token_ids:
+        raise BadRequest("token_ids must be a list of token ids, or a list of such lists, and not empty")
+    single = isinstance(token_ids[0], int)
+    texts: Sequence[Sequence[int]] = [token_ids] if single else token_ids
+    return texts, single
 
 
 def score_starts(start: int | Sequence[int], count: int) -> Sequence[int]:

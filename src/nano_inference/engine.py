@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from pathlib import Path
-from typing import Self, cast
+from typing import NamedTuple, Self, cast
 
 from nano_inference.assemble import EngineParts, assemble, twin_parts
 from nano_inference.config import EngineConfig, SchedulerConfig
 from nano_inference.core import Core
-from nano_inference.door import Limits, MatcherFactory, admit, check_update, params_for_each, score_starts
+from nano_inference.door import Limits, MatcherFactory, admit, check_update, params_for_each, score_starts, texts_of
 from nano_inference.ledger import Ledger
 from nano_inference.runner import ClosedRunner
 from nano_inference.sampling import derive_seed
@@ -29,6 +29,7 @@ from nano_inference.types import (
     EnginePaused,
     OnRunning,
     PauseMode,
+    Pooling,
     Request,
     SamplingParams,
     StepResult,
@@ -38,15 +39,23 @@ from nano_inference.types import (
     WeightInfo,
     WeightLabel,
     check_bool,
+    unit_vector,
 )
 from nano_inference.weights.directory import weights_in
-from nano_inference.weights.group import GroupBackend, WeightGroup
+from nano_inference.weights.group import WeightGroup
+from nano_inference.weights.member import GroupBackend
 from nano_inference.weights.staging import NamedWeights, UpdateRules
 from nano_inference.weights.sync import WeightSyncManager
 
 Progress = Callable[[StepResult], None]
 
 _log = logging.getLogger(__name__)
+
+
+class _Pausing(NamedTuple):
+    """A pause that waits for what has begun to end."""
+
+    clear_cache: bool
 
 
 class InferenceEngine:
@@ -62,12 +71,14 @@ class InferenceEngine:
             max_model_len=self.parts.max_model_len,
             num_blocks=self.parts.kv.num_blocks,
             block_size=self.parts.kv.block_size,
+            hidden_size=self.parts.checkpoint.config.hidden_size if self.parts.checkpoint else 0,
         )
         self._ledger = Ledger()
         self._next_request = 0
         self._next_sequence = 0
         self._error: BaseException | None = None
         self._is_paused = False
+        self._pausing: _Pausing | None = None
         self._is_asleep = False
         self._on_running: OnRunning = "keep"
         """What the update under way does to requests that have begun."""
@@ -202,35 +213,53 @@ class InferenceEngine:
         prefixes before `start` are used. `temperature` divides the logits first (0 counts as 1). Raises `BadRequest`,
         `ValueError` when the logits are no numbers, and `EnginePaused`.
         """
-        if not isinstance(token_ids, list | tuple) or not token_ids:
-            raise BadRequest("token_ids must be a list of token ids, or a list of such lists, and not empty")
-        single = isinstance(token_ids[0], int)
-        texts: Seq[Seq[int]] = [token_ids] if single else token_ids
+        texts, single = texts_of(token_ids)
         starts = score_starts(start, len(texts))
         params = SamplingParams(temperature=temperature, max_tokens=0, prompt_logprobs=0, logprobs_mode="tempered")
         requests = [
             self._admit(ids, params, 1, offset=i, score_start=begin)
             for i, (ids, begin) in enumerate(zip(texts, starts, strict=True))
         ]
-        samples = self._finish_all(requests, None)
-        for index, sample in enumerate(samples):
-            if sample.finish_reason == "abort":
-                raise ValueError(f"token_ids[{index}]: {sample.stop_reason or 'the request was aborted'}")
+        samples = self._read_all(requests)
         scores = [list(sample.prompt_logprobs or ()) for sample in samples]
         return scores[0] if single else scores
+
+    def embed(
+        self, token_ids: Seq[int] | Seq[Seq[int]], pooling: Pooling = "mean", *, normalize: bool = False
+    ) -> list[float] | list[list[float]]:
+        """Return the embedding of each text: its last hidden states after the final norm, pooled, as float32 values.
+
+        "mean" is over all positions, "last" takes the last one's, which can use cached prefixes. One list of ids gives
+        one embedding, a list of them one for each. `normalize` makes its length 1. Raises `BadRequest`, `ValueError`
+        when hidden states are no numbers, and `EnginePaused`.
+        """
+        texts, single = texts_of(token_ids)
+        check_bool("normalize", normalize)
+        if pooling is None:
+            raise BadRequest("pooling must be one of mean, last, got None")
+        params = SamplingParams(max_tokens=0, pooling=pooling)
+        samples = self._read_all([self._admit(ids, params, 1, offset=i) for i, ids in enumerate(texts)])
+        found = [sample.embedding or () for sample in samples]
+        embeddings = [list(unit_vector(one) if normalize else one) for one in found]
+        return embeddings[0] if single else embeddings
 
     def abort(self, request_ids: int | Iterable[int]) -> tuple[TrainingSample, ...]:
         """End one request, or several, now; return their unfinished samples, with what they have, as "abort".
 
         Works for waiting, prefilling and running requests. An unknown or finished id gives nothing.
         """
+        deltas = self.end_requests((request_ids,) if isinstance(request_ids, int) else request_ids)
+        return tuple(delta.sample for delta in deltas if delta.sample is not None)
+
+    def end_requests(self, request_ids: Iterable[int] | None = None) -> tuple[Delta, ...]:
+        """End requests as `abort` does, all of them unless named; return their last deltas: no token, the sample."""
         if self._core.is_torn:
             return ()
-        ids = (request_ids,) if isinstance(request_ids, int) else tuple(request_ids)
+        ids = self._ledger.live_requests() if request_ids is None else tuple(request_ids)
         with self._core.changing():
-            deltas = [self._core.abort(seq) for one in ids for seq in self._ledger.sequences_of(one)]
+            deltas = tuple(self._core.abort(seq) for one in ids for seq in self._ledger.sequences_of(one))
             self._ledger.deliver(deltas, keep_samples=False)
-        return tuple(delta.sample for delta in deltas if delta.sample is not None)
+        return deltas
 
     def abort_all(self) -> tuple[TrainingSample, ...]:
         """End every request now, as `abort` does."""
@@ -257,9 +286,12 @@ class InferenceEngine:
         """
         self._require_alive()
         ended = self._install_staged()
+        self._pause_when_drained()
         if self._is_halted():
             return self._core.idle_result(ended)
-        return self._core_step(ended, admit_new=not self._is_draining())
+        result = self._core_step(ended, admit_new=not self._is_draining())
+        self._pause_when_drained()
+        return result
 
     def _core_step(self, ended: Seq[Delta], *, admit_new: bool) -> StepResult:
         """Let the core run a step, and deliver what it gave; `ended` goes before it in the result."""
@@ -284,28 +316,41 @@ class InferenceEngine:
 
     # ---- control ----------------------------------------------------------------------------------------------------
 
-    def pause(self, mode: PauseMode = "keep", *, clear_cache: bool = False) -> None:
+    def pause(self, mode: PauseMode = "keep", *, clear_cache: bool = False, blocking: bool = True) -> None:
         """Stop running steps. Requests can still be added; they wait. Pausing a paused engine again is allowed.
 
         "keep" freezes everything where it is; "wait" first runs to its end what has begun; "abort" ends all requests
         now (their samples come from `step`, or to whoever waits for them). `clear_cache` gives all K/V back: what goes
-        on later computes its own again. Raises `ValueError` for another mode, `EnginePaused` when it sleeps.
+        on later computes its own again. With `blocking=False`, "wait" returns at once: whoever drives the engine goes
+        on with `tick`, which starts nothing new and pauses when what had begun has ended (`is_pausing` until then).
+        Raises `ValueError` for another mode, `EnginePaused` when it sleeps.
         """
         if mode not in PAUSE_MODES:
             raise BadRequest(f"mode must be one of {', '.join(PAUSE_MODES)}, got {mode!r}")
         check_bool("clear_cache", clear_cache)
+        check_bool("blocking", blocking)
         self._require_alive()
+        if mode == "wait" and not blocking:
+            self._begin_pausing(clear_cache)
+            return
         if mode == "wait":
             self._drain()
         elif mode == "abort":
             self._abort_for_step()
+        self._pausing = None
         self._is_paused = True
         if clear_cache:
             self._forget_kv()
 
+    def cancel_pause(self) -> bool:
+        """Call off a `pause("wait", blocking=False)` that still waits; whether there was one."""
+        was_pausing, self._pausing = self._pausing is not None, None
+        return was_pausing
+
     def resume(self) -> None:
-        """Go on after `pause`. Resuming an engine that runs is allowed."""
+        """Go on after `pause`, or call it off. Resuming an engine that runs is allowed."""
         self._require_alive()
+        self._pausing = None
         self._is_paused = False
 
     @property
@@ -321,7 +366,17 @@ class InferenceEngine:
     @property
     def is_paused(self) -> bool:
         """Whether `pause` holds the engine."""
-        return self._is_paused
+        return self._is_paused and self._pausing is None
+
+    @property
+    def is_pausing(self) -> bool:
+        """Whether the engine runs to their end what has begun, and will be paused then."""
+        return self._pausing is not None
+
+    @property
+    def is_on_cuda(self) -> bool:
+        """Whether it computes on a GPU."""
+        return self.parts.is_on_cuda
 
     @property
     def is_asleep(self) -> bool:
@@ -336,6 +391,8 @@ class InferenceEngine:
         """
         check_bool("discard_weights", discard_weights)
         self._require_alive()
+        if self._pausing is not None:
+            raise EnginePaused("the engine is pausing, and a sleeping one would never end what has begun")
         self._forget_kv()
         self._is_asleep = True
         self.parts.runner.free_cache()
@@ -364,6 +421,7 @@ class InferenceEngine:
         allow_nonfinite: bool = False,
         checksum: str | None = None,
         timeout: float | None = None,
+        on_gathered: Callable[[], None] | None = None,
     ) -> int:
         """Replace the weights between two steps; return the version that these will be.
 
@@ -378,7 +436,8 @@ class InferenceEngine:
         `version` is the trainer's own name for these weights, a string or an integer. With `partial`, tensors that are
         not named keep their values; `allow_nonfinite` lets NaN in; `checksum` is what `weights_checksum` must give.
         An update that is not gathered after `timeout` seconds is given up (not for `blocking`, which waits for its
-        source). Raises `UpdateBusy` while another update is under way, `BadRequest` naming a wrong argument.
+        source). `on_gathered` is called from the thread at its end, however it ended: the next `tick` installs then.
+        Raises `UpdateBusy` while another update is under way, `BadRequest` naming a wrong argument.
         """
         sync = self._sync()
         try:
@@ -390,7 +449,7 @@ class InferenceEngine:
         if blocking:
             sync.stage(named, rules=rules, label=version)
         else:
-            sync.start_sync(named, rules=rules, label=version, timeout=timeout)
+            sync.start_sync(named, rules=rules, label=version, timeout=timeout, on_gathered=on_gathered)
         self._on_running = on_running or ("recompute" if blocking else "keep")
         self._failed_update = None
         if not blocking:
@@ -422,6 +481,21 @@ class InferenceEngine:
         """Forget an update that is not installed yet; whether there was one."""
         return self._sync().cancel()
 
+    def label_weights(self, label: WeightLabel, *, are_next: bool = False) -> None:
+        """Give the weights in force a trainer's name, or, with `are_next`, those of the update under way.
+
+        Raises `BadRequest` for what is no name, and when no update is under way.
+        """
+        sync = self._sync()
+        try:
+            check_update(False, None, label, None)
+        except ValueError as error:
+            raise BadRequest(str(error)) from None
+        if not are_next:
+            sync.label = self._core.labels[self._core.version] = label
+        elif not sync.label_next(label):
+            raise BadRequest("no update is under way that could be named")
+
     def get_weight_version(self) -> int:
         """Return how many times weights were installed since the start."""
         return self._core.version
@@ -431,6 +505,10 @@ class InferenceEngine:
         version = self._core.version
         state = self.parts.weights.state if self.parts.weights is not None else "idle"
         return WeightInfo(version, self._core.labels.get(version), state)
+
+    def weights_dtype(self) -> str:
+        """Return the precision that the weights in force are kept in, such as float32."""
+        return self._sync().dtype
 
     def weights_checksum(self) -> str:
         """Return `weights_checksum` of the weights in force: a trainer's own tells whether they arrived whole."""
@@ -504,13 +582,13 @@ class InferenceEngine:
 
     def _is_halted(self) -> bool:
         """Whether no steps may run now."""
-        return self._is_paused or self._is_asleep or not self._has_weights()
+        return self.is_paused or self._is_asleep or not self._has_weights()
 
     def _require_running(self) -> None:
         """Refuse to wait for what will not come."""
         if self._is_asleep:
             raise EnginePaused("the engine sleeps; call wake() first")
-        if self._is_paused:
+        if self.is_paused:
             raise EnginePaused("the engine is paused; call resume() first")
         if not self._has_weights():
             self._install_staged()
@@ -524,17 +602,36 @@ class InferenceEngine:
         return self.parts.weights is None or self.parts.weights.has_weights
 
     def _is_draining(self) -> bool:
-        """Whether an update waits for what has begun to end."""
+        """Whether a pause or an update waits for what has begun to end."""
         sync = self.parts.weights
-        return sync is not None and sync.state == "staged" and self._must_wait(sync)
+        return self._pausing is not None or (sync is not None and sync.state == "staged" and self._must_wait(sync))
 
     def _drain(self) -> None:
         """Run what has begun to its end, and start nothing new; paused or not."""
         while self._core.begun_requests():
-            if self._is_asleep or not self._has_weights():
-                raise EnginePaused("the engine sleeps, so nothing that has begun can end; call wake() first")
+            self._require_awake_for_drain()
             self._require_alive()
             self._core_step((), admit_new=False)
+
+    def _begin_pausing(self, clear_cache: bool) -> None:
+        """Let `tick` pause when what has begun has ended; at once when there is nothing."""
+        self._require_awake_for_drain()
+        self._pausing = _Pausing(clear_cache=clear_cache)
+        self._pause_when_drained()
+
+    def _pause_when_drained(self) -> None:
+        """Pause when that was asked for and everything that had begun has ended."""
+        if self._pausing is None or self._core.begun_requests():
+            return
+        pausing, self._pausing = self._pausing, None
+        self._is_paused = True
+        if pausing.clear_cache:
+            self._forget_kv()
+
+    def _require_awake_for_drain(self) -> None:
+        """Refuse to wait for requests that cannot end."""
+        if self._core.begun_requests() and (self._is_asleep or not self._has_weights()):
+            raise EnginePaused("the engine sleeps, so nothing that has begun can end; call wake() first")
 
     def _forget_kv(self) -> None:
         """Take back all blocks, and forget what they hold."""
@@ -642,6 +739,14 @@ class InferenceEngine:
                 left.difference_update(self.wait_for_any(left, progress))
         finally:
             samples = [sample for request in requests for sample in self.collect(request.id)]
+        return samples
+
+    def _read_all(self, requests: Seq[Request]) -> list[TrainingSample]:
+        """Run requests that score or embed to their end. Raises `ValueError` naming the first that was aborted."""
+        samples = self._finish_all(requests, None)
+        for index, sample in enumerate(samples):
+            if sample.finish_reason == "abort":
+                raise ValueError(f"token_ids[{index}]: {sample.stop_reason or 'the request was aborted'}")
         return samples
 
     def _deltas(self, request_id: int) -> Iterator[Delta | None]:

@@ -6,15 +6,16 @@ Shapes: T tokens of the step, B rows that draw, S rows scored at once, E hidden 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from nano_inference.attention import Backend, ForwardInput, SdpaBackend, Span, StepContext
-from nano_inference.batch import Scored, build, in_step_order, scored
+from nano_inference.batch import Pooled, Scored, build, in_step_order, pooled, scored
 from nano_inference.kv.store import KVStore
 from nano_inference.models.build import Model
+from nano_inference.models.nanochat import norm
 from nano_inference.sampling import Draw, draw, floor_logprobs, scale_temperatures, top_logprobs
 from nano_inference.types import EngineDead, Row, RowResult, ScheduledBatch, TopLogprobs
 
@@ -82,10 +83,11 @@ class ModelRunner:
             step = build(rows, self.store.block_size, self.device)
             hidden_TE = forward(self.model, step, self.store, self.backend)
             scores = self._score(rows, scored(rows, step.spans), hidden_TE)
+            sums = self._pool(pooled(rows, step.spans), hidden_TE)
             drawing = [i for i, row in enumerate(rows) if row.num_sampled]
             drawn = self._draw([rows[i] for i in drawing], [step.spans[i] for i in drawing], hidden_TE)
         place = {index: i for i, index in enumerate(drawing)}
-        return {row.id: _result(row, drawn, place.get(i), scores.get(i)) for i, row in enumerate(rows)}
+        return {row.id: _result(row, drawn, place.get(i), scores.get(i), sums.get(i, ())) for i, row in enumerate(rows)}
 
     def _draw(self, rows: Sequence[Row], spans: Sequence[Span], hidden_TE: Tensor) -> Draw:
         """Draw one token for each row from the logits of its last token."""
@@ -93,6 +95,16 @@ class ModelRunner:
             return Draw((), (), ())
         last_B = torch.tensor([span.offset + span.num_tokens - 1 for span in spans], device=self.device)
         return self.sampler(self.model.head(hidden_TE[last_B]), rows)
+
+    def _pool(self, found: Sequence[Pooled], hidden_TE: Tensor) -> dict[int, tuple[float, ...]]:
+        """Return the float32 sum of the final hidden states that each row pools; the norm sees all rows' at once."""
+        if not found:
+            return {}
+        index_S = torch.tensor([index for one in found for index in one.indices], device=self.device)
+        final_SE = final_hidden(self.model, hidden_TE[index_S]).float()
+        parts = torch.split(final_SE, [len(one.indices) for one in found])
+        sums = torch.stack([part.sum(dim=0) for part in parts]).tolist()
+        return {one.row: tuple(total) for one, total in zip(found, sums, strict=True)}
 
     def _score(self, rows: Sequence[Row], found: Sequence[Scored], hidden_TE: Tensor) -> dict[int, Scores]:
         """Return the log-probabilities of known tokens for each row that wants any.
@@ -103,19 +115,22 @@ class ModelRunner:
         width = max(1, _SCORE_ELEMENTS // self.model.config.vocab_size)
         logprobs: list[float] = []
         tops: list[TopLogprobs] = []
+        ranks: list[int] = []
         for start in range(0, len(wanted.targets), width):
             piece = slice(start, start + width)
             index_S, target_S = torch.tensor([wanted.indices[piece], wanted.targets[piece]], device=self.device)
             logits_SV = self.model.head(hidden_TE[index_S])
             scale_temperatures(logits_SV, wanted.temperatures[piece])
             logp_SV = torch.log_softmax(logits_SV, dim=-1)
-            logprobs += floor_logprobs(logp_SV.gather(-1, target_S.unsqueeze(-1)).squeeze(-1)).tolist()
+            own_S1 = logp_SV.gather(-1, target_S.unsqueeze(-1))
+            logprobs += floor_logprobs(own_S1.squeeze(-1)).tolist()
+            ranks += (logp_SV > own_S1).sum(dim=-1).add_(1).tolist()
             tops += top_logprobs(logp_SV, wanted.num_tops[piece])
         scores: dict[int, Scores] = {}
         start = 0
         for known in found:
             end = start + len(known.targets)
-            scores[known.row] = Scores(tuple(logprobs[start:end]), tuple(tops[start:end]))
+            scores[known.row] = Scores(tuple(logprobs[start:end]), tuple(tops[start:end]), tuple(ranks[start:end]))
             start = end
         return scores
 
@@ -161,13 +176,18 @@ class Scores(NamedTuple):
 
     logprobs: tuple[float, ...] = ()
     tops: tuple[TopLogprobs, ...] = ()
+    ranks: tuple[int, ...] = ()
 
 
-def _result(row: Row, drawn: Draw, place: int | None, scores: Scores | None) -> RowResult:
+def _result(
+    row: Row, drawn: Draw, place: int | None, scores: Scores | None, total: tuple[float, ...] = ()
+) -> RowResult:
     """Put one row's findings together."""
     scores = scores or Scores()
     if place is None:
-        return RowResult(id=row.id, scores=scores.logprobs, score_tops=scores.tops)
+        return RowResult(
+            id=row.id, scores=scores.logprobs, score_tops=scores.tops, score_ranks=scores.ranks, pooled=total
+        )
     return RowResult(
         id=row.id,
         tokens=(drawn.tokens[place],),
@@ -176,7 +196,17 @@ def _result(row: Row, drawn: Draw, place: int | None, scores: Scores | None) -> 
         extras=drawn.extras[place : place + 1],
         scores=scores.logprobs,
         score_tops=scores.tops,
+        score_ranks=scores.ranks,
+        pooled=total,
     )
+
+
+def final_hidden(model: Model, hidden_SE: Tensor) -> Tensor:
+    """Return hidden states [S, E] after the model's last norm, as its head reads them; nanochat's has no weights."""
+    if model.config.nanochat is not None:
+        return norm(hidden_SE, model.config.norm_eps)
+    final: Tensor = cast(nn.Module, model).get_submodule("norm")(hidden_SE)
+    return final
 
 
 def forward(model: Model, step: ForwardInput, store: KVStore, backend: Backend) -> Tensor:

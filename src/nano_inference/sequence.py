@@ -22,6 +22,7 @@ from nano_inference.types import (
     TopLogprobs,
     TrainingSample,
     WeightLabel,
+    float32,
 )
 
 NO_LABELS: Mapping[int, WeightLabel] = MappingProxyType({})
@@ -70,6 +71,10 @@ class Sequence:
     """Empty unless asked for."""
     scores: list[float] = field(default_factory=list)
     score_tops: list[TopLogprobs] = field(default_factory=list)
+    score_ranks: list[int] = field(default_factory=list)
+    pooled: list[float] = field(default_factory=list)
+    """The sum of the hidden states of `num_pooled` positions."""
+    num_pooled: int = 0
     finish_reason: FinishReason | None = None
     stop_reason: StopReason | None = None
 
@@ -89,6 +94,15 @@ class Sequence:
         return self.request.max_new_tokens - self.num_new
 
     @property
+    def banned(self) -> tuple[int, ...]:
+        """The stop tokens while `min_tokens` bans them; none where the matcher allows nothing else."""
+        if self.num_new >= self.request.params.min_tokens:
+            return ()
+        if self.token_mask is not None and not _allows_besides(self.token_mask, self.stop_ids):
+            return ()
+        return tuple(sorted(self.stop_ids))
+
+    @property
     def next_score(self) -> int | None:
         """The next prompt position to score; None when there is none left (or a leader scores for us)."""
         start = self.request.score_start
@@ -96,6 +110,25 @@ class Sequence:
             return None
         position = max(1, start) + len(self.scores)
         return position if position < self.num_prompt else None
+
+    @property
+    def next_wanted(self) -> int | None:
+        """The first position to compute whatever the cache has, for what is found there; None when there is none.
+
+        The last position of all is computed in any case.
+        """
+        if self.request.params.pooling == "mean":
+            return self.num_pooled if self.num_pooled < self.num_prompt else None
+        scored = self.next_score
+        return None if scored is None else scored - 1
+
+    def pool_from(self, end: int) -> int | None:
+        """Return the first position that a row up to `end` adds to the embedding; None when it adds nothing."""
+        pooling = self.request.params.pooling
+        if pooling is None:
+            return None
+        first = max(self.num_computed, self.num_pooled if pooling == "mean" else self.num_prompt - 1)
+        return first if first < end else None
 
 
 def start_sequences(
@@ -142,22 +175,37 @@ def _go_on(seq: Sequence, partial: TrainingSample) -> None:
     seq.top_logprobs += partial.top_logprobs or ((),) * len(partial.completion_tokens)
     seq.raw_logprobs += partial.raw_logprobs or ()
     seq.sampling_masks += partial.sampling_masks or ()
-    if seq.matcher is not None:
-        for token in partial.completion_tokens:
-            seq.matcher.advance(token)
-        seq.token_mask = seq.matcher.mask()
+    without_choice = _follow(seq, seq.matcher, partial) if seq.matcher else frozenset()
     if seq.request.program is not None:
-        seq.program_state = _replayed(seq.request.program, partial)
+        seq.program_state = _replayed(seq.request.program, partial, without_choice)
 
 
-def _replayed(program: TokenProgram, partial: TrainingSample) -> object:
-    """Return a program's state after the tokens of a sample, which must hold what the program forces."""
+def _follow(seq: Sequence, matcher: Matcher, partial: TrainingSample) -> frozenset[int]:
+    """Let the matcher see a sample's tokens; return where it left no choice, which only a program must know."""
+    without_choice: set[int] = set()
+    try:
+        for place, token in enumerate(partial.completion_tokens):
+            if seq.request.program is not None and _leaves_one(matcher.mask()):
+                without_choice.add(place)
+            matcher.advance(token)
+        seq.token_mask = matcher.mask()
+    except ValueError as error:
+        raise BadRequest(f"partial: {error}") from error
+    return frozenset(without_choice)
+
+
+def _replayed(program: TokenProgram, partial: TrainingSample, without_choice: frozenset[int]) -> object:
+    """Return a program's state after the tokens of a sample, which must hold what the program forces.
+
+    A token that a matcher left no choice in is forced, but not by the program, which has seen it like a drawn one.
+    """
     state = program.start()
     due: list[int] = []
-    for token, is_sampled in zip(partial.completion_tokens, partial.mask, strict=True):
-        if is_sampled == bool(due) or (due and due.pop(0) != token):
+    for place, (token, is_sampled) in enumerate(zip(partial.completion_tokens, partial.mask, strict=True)):
+        is_seen = bool(is_sampled) or (not due and place in without_choice)
+        if is_seen == bool(due) or (due and due.pop(0) != token):
             raise BadRequest("partial: its tokens are not those that the program forces")
-        if is_sampled:
+        if is_seen:
             state, forced = program.step(state, token)
             due = list(forced)
     if due:
@@ -177,11 +225,15 @@ def advance(
 ) -> int:
     """Append one drawn token and whatever it forces; set `finish_reason` when the sample ends; return how many.
 
+    A token that the matcher left no choice in was not drawn by the model, whatever the runner did: it counts as forced.
     Raises `ValueError`, and appends none of the forced tokens, when one of them lies outside the vocabulary.
     """
     before = seq.num_new
-    _append(seq, token, logprob, top or (TokenLogprob(token, logprob),), version, extras, sampled=True)
-    if token in seq.stop_ids and seq.finish_reason != "stop":
+    if _leaves_one(seq.token_mask):
+        _append(seq, token, 0.0, (), version, _FORCED, sampled=False)
+    else:
+        _append(seq, token, logprob, top or (TokenLogprob(token, logprob),), version, extras, sampled=True)
+    if token in seq.stop_ids and (seq.finish_reason != "stop" or seq.stop_reason == token):
         named = token in frozenset(seq.request.params.stop_token_ids)
         finish(seq, "stop", token if named else None)
     program = seq.request.program
@@ -204,7 +256,10 @@ def _check_forced(forced: tuple[int, ...], vocab_size: int | None) -> None:
 def _append(
     seq: Sequence, token: int, logprob: float, top: TopLogprobs, version: int, extras: DrawExtras, *, sampled: bool
 ) -> None:
-    """Append one token; let the matcher see it; end the sample when it matched or the length is reached."""
+    """Append one token; let the matcher see it; end the sample when it matched or the length is reached.
+
+    Before `min_tokens` a stop string does not end it; a verdict that is a token does: nothing can follow that one.
+    """
     _append_extras(seq, extras)  # first: when it fails, nothing is out of step
     seq.tokens.append(token)
     seq.mask.append(int(sampled))
@@ -215,10 +270,25 @@ def _append(
     if seq.matcher is not None:
         verdict = seq.matcher.advance(token)
         seq.token_mask = None if verdict is not None else seq.matcher.mask()
-    if verdict is not None and seq.num_new > seq.request.params.min_tokens:
+    if verdict is not None and (isinstance(verdict, int) or seq.num_new > seq.request.params.min_tokens):
         finish(seq, "stop", verdict)
     elif seq.max_new <= 0:
         finish(seq, "length", None)
+
+
+def _leaves_one(mask: bytes | None) -> bool:
+    """Whether a matcher's mask allows exactly one token."""
+    bits = int.from_bytes(mask or b"", "little")
+    return bits != 0 and bits & (bits - 1) == 0
+
+
+def _allows_besides(mask: bytes, tokens: frozenset[int]) -> bool:
+    """Whether a mask allows anything besides these tokens."""
+    bits = bytearray(mask)
+    for token in tokens:
+        if token < 8 * len(bits):
+            bits[token // 8] &= ~(1 << token % 8)
+    return any(bits)
 
 
 def _append_extras(seq: Sequence, extras: DrawExtras) -> None:
@@ -229,6 +299,21 @@ def _append_extras(seq: Sequence, extras: DrawExtras) -> None:
         seq.raw_logprobs.append(extras.raw_logprob)
     if params.sampling_mask:
         seq.sampling_masks.append(extras.sampling_mask)
+
+
+def add_pooled(seq: Sequence, total: tuple[float, ...], num_positions: int) -> None:
+    """Add the sum of the hidden states of further positions."""
+    seq.pooled = [a + b for a, b in zip(seq.pooled or [0.0] * len(total), total, strict=True)]
+    seq.num_pooled += num_positions
+
+
+def forget_found(seq: Sequence) -> None:
+    """Forget what was found of the prompt: it is scored or pooled again from its start."""
+    seq.scores.clear()
+    seq.score_tops.clear()
+    seq.score_ranks.clear()
+    seq.pooled.clear()
+    seq.num_pooled = 0
 
 
 def finish(seq: Sequence, reason: FinishReason, stop_reason: StopReason | None) -> None:
@@ -258,14 +343,18 @@ def to_delta(seq: Sequence, num_added: int, version: int, labels: Mapping[int, W
 def to_sample(seq: Sequence, version: int, labels: Mapping[int, WeightLabel] = NO_LABELS) -> TrainingSample:
     """Freeze a finished sequence; `version` are the weights in force now, `labels` what the trainer called versions.
 
-    A prompt whose scores are not numbers ends as "abort" and keeps those before the first such.
+    A prompt whose scores are not numbers ends as "abort" and keeps those before the first such; one whose embedding is
+    not has none.
     """
     assert seq.finish_reason is not None
     params, partial = seq.request.params, seq.request.partial
     scorer = seq.leader or seq
     scored = seq.request.score_start is not None
     num_scores = _num_before_nan(scorer.scores)
-    is_broken = num_scores < len(scorer.scores)
+    embedding = _embedding(seq)
+    flaw = (
+        _flaw(seq, embedding) if num_scores == len(scorer.scores) else "the prompt's log-probabilities are not finite"
+    )
     return TrainingSample(
         request_id=seq.request.id,
         sample_index=seq.sample_index,
@@ -275,8 +364,8 @@ def to_sample(seq: Sequence, version: int, labels: Mapping[int, WeightLabel] = N
         mask=tuple(seq.mask),
         token_versions=tuple(seq.versions),
         weight_version=min(seq.versions, default=version),
-        finish_reason="abort" if is_broken else seq.finish_reason,
-        stop_reason="the prompt's log-probabilities are not finite" if is_broken else seq.stop_reason,
+        finish_reason=seq.finish_reason if flaw is None else "abort",
+        stop_reason=seq.stop_reason if flaw is None else flaw,
         seed=seq.request.seed,
         version_labels=labels if partial is None else {**partial.version_labels, **labels},
         logprobs_mode=seq.logprobs_mode,
@@ -285,9 +374,26 @@ def to_sample(seq: Sequence, version: int, labels: Mapping[int, WeightLabel] = N
         sampling_masks=tuple(seq.sampling_masks) if params.sampling_mask else None,
         prompt_logprobs=tuple(scorer.scores[:num_scores]) if scored else None,
         prompt_top_logprobs=tuple(scorer.score_tops[:num_scores]) if scored and params.prompt_logprobs else None,
+        prompt_ranks=tuple(scorer.score_ranks[:num_scores]) if scored and scorer.score_ranks else None,
+        embedding=embedding,
         num_cached_tokens=seq.num_cached or 0,
         num_preemptions=seq.num_preemptions,
     )
+
+
+def _embedding(seq: Sequence) -> tuple[float, ...] | None:
+    """Return the mean of what was pooled, once that is all and when it is finite."""
+    if seq.request.params.pooling is None or seq.finish_reason != "length" or not seq.pooled:
+        return None
+    mean = float32(total / seq.num_pooled for total in seq.pooled)
+    return mean if all(map(math.isfinite, mean)) else None
+
+
+def _flaw(seq: Sequence, embedding: tuple[float, ...] | None) -> str | None:
+    """Return why a sequence that has run to its end lacks the embedding it was asked for."""
+    if seq.request.params.pooling is None or seq.finish_reason != "length" or embedding is not None:
+        return None
+    return "the prompt's hidden states are not finite" if seq.pooled else "the runner reports no hidden states"
 
 
 def _num_before_nan(scores: list[float]) -> int:

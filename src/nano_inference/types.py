@@ -8,6 +8,7 @@ The only mutable record of the house is `sequence.Sequence`.
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import groupby
@@ -16,6 +17,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 FinishReason = Literal["stop", "length", "abort"]
 LogprobsMode = Literal["raw", "tempered", "processed"]
+Pooling = Literal["mean", "last"]
 StopReason = int | str
 """What stopped a sample: the token id, or the text of a stop string or the name of a matcher's verdict."""
 WeightLabel = int | str
@@ -31,6 +33,7 @@ UpdateState = Literal["idle", "staging", "staged", "failed"]
 ON_RUNNING: tuple[OnRunning, ...] = ("keep", "recompute", "abort", "wait")
 PAUSE_MODES: tuple[PauseMode, ...] = ("keep", "wait", "abort")
 LOGPROBS_MODES: tuple[LogprobsMode, ...] = ("raw", "tempered", "processed")
+POOLINGS: tuple[Pooling, ...] = ("mean", "last")
 
 
 class BadRequest(ValueError):
@@ -128,6 +131,17 @@ def token_ids(name: str, values: object) -> tuple[int, ...]:
     return ids
 
 
+def float32(values: Iterable[float]) -> tuple[float, ...]:
+    """Return each number as the nearest that 32 bits can hold; what is too large for them becomes infinite."""
+    return tuple(array("f", values))
+
+
+def unit_vector(values: Sequence[float]) -> tuple[float, ...]:
+    """Return the vector of that direction and length 1, in float32; one of zeros stays as it is."""
+    length = math.hypot(*values)
+    return float32(value / length for value in values) if length else tuple(values)
+
+
 def from_known(cls: type[Any], data: Mapping[str, Any]) -> Any:
     """Build the dataclass `cls` from a JSON object; an unknown field is a `ValueError` that names it."""
     known = {f.name for f in fields(cls) if f.init}
@@ -185,10 +199,13 @@ class SamplingParams:
     """Also report the model's own log-probabilities: temperature 1, nothing penalised, biased or cut."""
     sampling_mask: bool = False
     """Also report which tokens could be drawn at each position."""
+    pooling: Pooling | None = None
+    """"mean" or "last": report an embedding of the prompt, which takes max_tokens=0 and no log-probabilities."""
 
     def __post_init__(self) -> None:
         self._check_ranges()
         self._check_counts()
+        self._check_pooling()
         put = object.__setattr__
         put(self, "top_k", max(0, self.top_k))
         put(self, "stop_token_ids", frozenset(token_ids("stop_token_ids", self.stop_token_ids)))
@@ -225,6 +242,17 @@ class SamplingParams:
             check_int("prompt_logprobs", self.prompt_logprobs, 0)
         if self.seed is not None:
             check_int("seed", self.seed, -(2**63), 2**64 - 1)
+
+    def _check_pooling(self) -> None:
+        if self.pooling is None:
+            return
+        if self.pooling not in POOLINGS:
+            raise ValueError(f"pooling must be one of {', '.join(POOLINGS)}, got {self.pooling!r}")
+        if self.max_tokens != 0:
+            raise ValueError(f"max_tokens must be 0 with pooling, got {self.max_tokens}")
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                raise ValueError(f"{name} must be left out with pooling, got {getattr(self, name)}")
 
     def __reduce__(self) -> tuple[Any, ...]:
         return SamplingParams.from_dict, (self.to_dict(),)
@@ -298,7 +326,7 @@ _ALIGNED = ("logprobs", "mask", "token_versions", "ref_logprobs", "top_logprobs"
 """Fields of a `TrainingSample` with an entry for every completion token."""
 _FLAT = (
     *("prompt_tokens", "completion_tokens", "logprobs", "mask", "token_versions", "ref_logprobs", "raw_logprobs"),
-    "prompt_logprobs",
+    *("prompt_logprobs", "prompt_ranks", "embedding"),
 )
 """Fields of a `TrainingSample` that hold plain numbers."""
 _SPAN_KEYS = ({"version", "start", "end"}, {"version", "start", "end", "label"})
@@ -348,6 +376,11 @@ class TrainingSample:
     prompt_logprobs: tuple[float, ...] | None = None
     """Of prompt tokens 1 and on (the first has no predecessor), when asked for."""
     prompt_top_logprobs: tuple[TopLogprobs, ...] | None = None
+    prompt_ranks: tuple[int, ...] | None = None
+    """Of prompt tokens 1 and on: 1 where no token was likelier, and so on; None where the runner does not say."""
+    embedding: tuple[float, ...] | None = None
+    """The prompt's last hidden states, after the model's final norm, pooled as `SamplingParams.pooling` says: float32
+    values, all of `weight_version`. None unless asked for, or when the sample did not get that far."""
     num_cached_tokens: int = 0
     """Prompt tokens whose K/V came from the cache at first admission."""
     num_preemptions: int = 0
@@ -562,6 +595,8 @@ class Row:
     """The position after the last token to score."""
     next_token: int = -1
     """The known token after the last one (when scoring a prompt in chunks); -1 when there is none."""
+    pool_from: int | None = None
+    """Report the sum of the last hidden states at this position and after, as far as this row computes them."""
 
 
 class BlockCopy(NamedTuple):
@@ -604,6 +639,10 @@ class RowResult:
     scores: tuple[float, ...] = ()
     """Log-probabilities of the row's known tokens, from max(score_from, start + 1) on."""
     score_tops: tuple[TopLogprobs, ...] = ()
+    score_ranks: tuple[int, ...] = ()
+    """One for each of `scores`; may be empty."""
+    pooled: tuple[float, ...] = ()
+    """The sum of the hidden states [E] that `pool_from` asks for, in float32 and after the model's final norm."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

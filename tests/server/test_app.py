@@ -540,9 +540,9 @@ def test_prompt_logprobs_have_vllm_s_form(server: Running, engine: InferenceEngi
     ):
         assert row[str(token)]["logprob"] == pytest.approx(score, abs=1e-5)
         assert row[str(token)]["decoded_token"] == raw([token]).decode()
-        ranked = sorted((one for one in row.values() if one["rank"] is not None), key=lambda one: int(one["rank"]))
-        assert [one["rank"] for one in ranked] == [1, 2]
-        assert [one["logprob"] for one in ranked] == pytest.approx([one.logprob for one in top[:2]], abs=1e-5)
+        ranked = sorted(row.values(), key=lambda one: int(one["rank"]))
+        assert [one["rank"] for one in ranked[:2]] == [1, 2] and len(ranked) <= 3
+        assert [one["logprob"] for one in ranked[:2]] == pytest.approx([one.logprob for one in top[:2]], abs=1e-5)
     assert all(
         set(row) == {str(token)}
         for row, token in zip(
@@ -724,7 +724,9 @@ ERRORS: list[tuple[str, Any, int, str | None, str | None, str]] = [
     (COMPLETE, {"prompt": "a" * 512}, 400, "prompt", "context_length_exceeded", "has 512 tokens"),
     (COMPLETE, {"prompt": "a", "suffix": "b"}, 400, "suffix", "unsupported_field", "suffix is not supported"),
     (COMPLETE, {"prompt": "a", "prompt_embeds": "eA=="}, 400, "prompt_embeds", "unsupported_field", "prompt_embeds"),
-    (CHAT, {"messages": HELLO, "tools": [{}]}, 400, "tools", "unsupported_field", "tools is not supported"),
+    (CHAT, {"messages": HELLO, "suffix": "x"}, 400, "suffix", "unsupported_field", "suffix is not supported"),
+    (COMPLETE, {"prompt": "a", "tools": [{}]}, 400, "tools", "unsupported_field", "tools is not supported"),
+    (CHAT, {"messages": HELLO, "tools": [{}]}, 400, "tools.0.type", None, "field required"),
     (CHAT, {"messages": [{"role": "user"}]}, 400, "messages.0.content", None, "must be a text"),
     ("/tokenize", {}, 400, "prompt", None, "exactly one of prompt, messages and content"),
     ("/tokenize", {"prompt": "a", "content": "b"}, 400, "prompt", None, "exactly one of"),

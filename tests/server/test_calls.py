@@ -24,6 +24,7 @@ from nano_inference.server.tokens import apply_template, tokenize
 from nano_inference.text.chat import chat_template
 from nano_inference.text.dialogue import TemplateDialogue, load_dialogue
 from nano_inference.text.fast import FastTokenizer, set_bos_eos
+from nano_inference.text.grammar import Grammars
 from nano_inference.text.tokenizer import Tokenizer, load_tokenizer
 from nano_inference.types import TokenizerSource
 
@@ -45,6 +46,7 @@ def model(tiny_directory: Path, tokenizer: Tokenizer) -> ServedModel:
         created=1,
         tokenizer=tokenizer,
         dialogue=load_dialogue(TokenizerSource(str(tiny_directory)), tokenizer),
+        grammars=Grammars(tokenizer, 260, (257,)),
         limits=LIMITS,
         generation=MappingProxyType({"temperature": 0.3, "top_k": 7}),
         longest_token=12,
@@ -369,11 +371,6 @@ CHATS: list[tuple[dict[str, Any], str, str | None]] = [
     ({"chat_template_kwargs": {"a": {}}}, "chat_template_kwargs.a must be a number", "chat_template_kwargs"),
     ({"chat_template_kwargs": {"a": [[1]]}}, "chat_template_kwargs.a must be a number", "chat_template_kwargs"),
     ({"chat_template_kwargs": {"a": "x" * 4096}}, "must be at most 4096 bytes", "chat_template_kwargs"),
-    (
-        {"continue_final_message": True, "messages": [{"role": "assistant", "content": None, "tool_calls": [1]}]},
-        "continue_final_message needs a last message whose content is a text",
-        "continue_final_message",
-    ),
     ({"n": 17}, "n must be at most 16, got 17", "n"),
 ]
 

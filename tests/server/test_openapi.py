@@ -129,7 +129,7 @@ def test_what_schemathesis_finds_out(small: Running) -> None:
     assert {one.label for one in operations} == described - {"GET /openapi.json"}, "it leaves out what it was read from"
     seen = {f"{one.method} {one.path}": statuses(one, GenerationMode.POSITIVE) for one in operations}
     assert all(200 in seen[name] for name in seen if name.startswith("get ") and "{" not in name), seen
-    assert all(200 in seen[f"post {path}"] for path in ("/tokenize", "/detokenize")), seen
+    assert 200 in seen["post /detokenize"], seen
     assert set().union(*seen.values()) <= {200, 400, 404, 413}, seen
     assert small.client.get("/ready").json() == {"status": "ready"}
 

@@ -193,13 +193,18 @@ def test_tokens_by_their_ids() -> None:
 def test_prompt_logprobs() -> None:
     call = call_of(prompts=((A, B, END),), prompt_logprobs=1)
     top = ((TokenLogprob(A, -0.1), TokenLogprob(B, -0.9)), (TokenLogprob(END, -0.2), TokenLogprob(BROKEN, -0.3)))
-    done = {"prompt_tokens": (A, B, END), "prompt_logprobs": (-0.9, -0.2), "prompt_top_logprobs": top}
+    done = {
+        "prompt_tokens": (A, B, END),
+        "prompt_logprobs": (-0.9, -0.2),
+        "prompt_top_logprobs": top,
+        "prompt_ranks": (7, 1),
+    }
     (choice,) = whole(call, filled(call, [A], **done), TOKENIZER, 1)["choices"]
     assert choice["prompt_logprobs"] == [
         None,
         {
             str(A): {"logprob": -0.1, "rank": 1, "decoded_token": "a"},
-            str(B): {"logprob": -0.9, "rank": None, "decoded_token": "b"},
+            str(B): {"logprob": -0.9, "rank": 7, "decoded_token": "b"},
         },
         {str(END): {"logprob": -0.2, "rank": 1, "decoded_token": "<end>"}},
     ]

@@ -35,7 +35,7 @@ NAME = "tiny"
 MAX_LEN = 512
 
 
-def make_tiny(directory: Path) -> Path:
+def make_tiny(directory: Path, positions: int = MAX_LEN) -> Path:
     """Write a random Llama whose tokens are the 256 bytes and four special tokens."""
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     core = tokenizers.Tokenizer(tokenizers.models.BPE({char: i for i, char in enumerate(alphabet)}, []))
@@ -53,7 +53,7 @@ def make_tiny(directory: Path) -> Path:
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        max_position_embeddings=MAX_LEN,
+        max_position_embeddings=positions,
         eos_token_id=257,
         bos_token_id=258,
         initializer_range=0.5,

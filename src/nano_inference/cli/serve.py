@@ -17,6 +17,7 @@ from nano_inference.cli.terminal import note
 from nano_inference.config import EngineConfig, ServerConfig
 from nano_inference.server.guard import is_loopback_name
 from nano_inference.server.log import set_up_logs
+from nano_inference.server.rl.threads import JOINING
 from nano_inference.server.run import bind, serve
 from nano_inference.server.served import Opened
 
@@ -66,8 +67,9 @@ def leave(code: int) -> int:
 
 
 def engine_runs() -> bool:
-    """Whether the thread that drives an engine is still there."""
-    return any(thread.name == "engine" and thread.is_alive() for thread in threading.enumerate())
+    """Whether a thread is still there that drives an engine, gathers weights for it or waits for a trainer."""
+    names = ("engine", "weight-staging", JOINING)
+    return any(thread.name in names and thread.is_alive() for thread in threading.enumerate())
 
 
 def warn(config: ServerConfig) -> None:
@@ -75,6 +77,9 @@ def warn(config: ServerConfig) -> None:
     has_key = bool(config.api_key or config.api_key_file)
     if not is_loopback_name(config.host) and not has_key and config.insecure:
         note(f"WARNING: anybody who reaches {config.host} may use this server: there is no API key (--insecure)")
+    has_admin_key = bool(config.admin_key or config.admin_key_file)
+    if config.enable_rl and not is_loopback_name(config.host) and not has_admin_key and config.insecure:
+        note(f"WARNING: anybody who reaches {config.host} may change the weights: there is no admin key (--insecure)")
     if "*" in config.cors_origin:
         note("WARNING: every web page may call this server (--cors-origin *)")
 

@@ -168,6 +168,8 @@ def _given_up(call: Call, draft: Draft) -> ApiError:
     reason = str(draft.stop_reason or "the engine gave the request up")
     if reason.startswith("no token can be drawn") and call.forbids_tokens:
         return ApiError(400, "no token can be drawn: allowed_token_ids, bad_words and min_tokens leave none")
+    if "grammar: " in reason:
+        return ApiError(400, f"the answer could not be held to its structure: {reason.partition('grammar: ')[2]}")
     if reason.startswith("out of memory"):
         return ApiError(503, reason, code="out_of_memory", headers={"retry-after": "5"})
     return ApiError(500, f"generation failed: {reason}", headers={"x-should-retry": "false"})

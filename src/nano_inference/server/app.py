@@ -23,6 +23,7 @@ from nano_inference.server.answering import Timing, answer
 from nano_inference.server.body import parse
 from nano_inference.server.bridge import Bridge
 from nano_inference.server.call import Call, Draft, drafts_of, usage
+from nano_inference.server.calls import hold
 from nano_inference.server.errors import ApiError
 from nano_inference.server.guard import Guard, GuardPolicy, read_body
 from nano_inference.server.log import AccessRecord, log_access
@@ -78,7 +79,8 @@ class App:
         self.bridge = bridge
         self.serving: Serving | None = None
         self._policy = policy
-        self._workshop = Workshop()
+        self._workshop = Workshop("text", 2)
+        self._compilers = Workshop("grammar", 1)
         self._noted: set[str] = set()
         """Unknown fields that were told of already."""
         self._num_answering = 0
@@ -99,6 +101,7 @@ class App:
     def close(self) -> None:
         """End the threads."""
         self._workshop.close()
+        self._compilers.close()
 
     def _routes(self) -> list[Route]:
         posts: dict[str, Any] = {one.path: self._generating(one) for one in GENERATING}
@@ -167,6 +170,9 @@ class App:
 
         body, call = await self._off_loop(len(data), understand)
         self._note_unknown(body)
+        if any(ask.structure is not None for ask in call.asks):
+            held, left = call, arrived + self.config.request_timeout - time.monotonic()
+            call = await self._compilers.run(lambda: hold(held, serving.model.grammars.matcher), seconds=left)
         call = replace(call, names=call.names | {call.id, request.scope["state"]["request_id"]})
         timing = Timing(deadline=arrived + self.config.request_timeout, silence=self.config.sse_keep_alive)
         return CallResponse(self, serving, call, timing, self._workshop)

@@ -12,15 +12,15 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from queue import Empty, SimpleQueue
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from nano_inference.server.clocks import count_tokens, ended_record
 from nano_inference.server.errors import ApiError, internal_error
 from nano_inference.server.served import Observer, Opened
-from nano_inference.server.ticket import Ask, Ticket
+from nano_inference.server.ticket import Ask, Ticket, bare_name
 from nano_inference.types import BadRequest, Delta, StepResult, StepStats
 
 State = Literal["loading", "ready", "draining", "stopped", "dead"]
@@ -48,6 +48,10 @@ class Bridge:
         self._tickets: dict[int, tuple[Ticket, int]] = {}
         """The engine's request id -> whose it is, and which of the ticket's prompts."""
         self._open: set[Ticket] = set()
+        self._asked: set[asyncio.Future[Any]] = set()
+        """What `call` and `watch` have not answered yet."""
+        self._watches: dict[asyncio.Future[Any], Callable[[], Any]] = {}
+        """What the thread looks for after every turn, and who is told; the thread's own."""
         self._observer: Observer | None = None
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -101,17 +105,19 @@ class Bridge:
         self._commands.put(_raise_stop)
         if self._thread is not None:
             await asyncio.to_thread(self._thread.join, timeout)
+        self._fail_asked(ApiError(503, "the server is shutting down", code="shutting_down"))
 
     # ---- asking -----------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def submit(self, asks: Sequence[Ask]) -> Iterator[Ticket]:
+    def submit(self, asks: Sequence[Ask], names: Iterable[str] = ()) -> Iterator[Ticket]:
         """Queue requests, all or none, and give the ticket to wait with; leaving the block aborts what is still open.
 
-        Raises `ApiError` unless the engine is ready.
+        `names` are what the client calls the whole of them, for `end_requests`. Raises `ApiError` unless the engine is
+        ready.
         """
         self.require_ready()
-        ticket = Ticket(asks)
+        ticket = Ticket(asks, names)
         self._open.add(ticket)
         self._commands.put(lambda: self._run_submit(ticket))
         try:
@@ -122,10 +128,73 @@ class Bridge:
     async def call(self, work: Callable[[], Answer]) -> Answer:
         """Run something on the engine's thread, between two steps, and return what it returns."""
         self.require_ready()
-        assert self._loop is not None
-        done: asyncio.Future[Answer] = self._loop.create_future()
+        done: asyncio.Future[Answer] = self._ask()
         self._commands.put(lambda: self._run_call(work, done))
         return await done
+
+    async def watch(
+        self, look: Callable[[], Answer | None], first: Callable[[], object] | None = None
+    ) -> asyncio.Future[Answer]:
+        """Let the engine's thread look for something after every turn until it is found; return its future.
+
+        `first` is run there before, and what it raises is raised here; `look` returns None until it finds something, or
+        raises. To cancel the future ends the looking. An engine that has nothing to do takes a turn after each command
+        only: whoever changes what is looked for from elsewhere has to `wake` it.
+        """
+        found: asyncio.Future[Answer] = self._ask()
+
+        def begin() -> None:
+            if first is not None:
+                first()
+            if not found.cancelled():
+                self._watches[found] = look
+
+        def forget(_: object) -> None:
+            if found.cancelled():
+                self._commands.put(lambda: self._run_forget(found))
+
+        found.add_done_callback(forget)
+        try:
+            await self.call(begin)
+        except BaseException:
+            found.cancel()
+            raise
+        return found
+
+    def wake(self) -> None:
+        """Let the engine's thread take a turn, from whatever thread."""
+        self._commands.put(_nothing)
+
+    async def end_requests(
+        self, names: Iterable[str] | None = None, *, first: Callable[[], object] | None = None
+    ) -> int:
+        """End open requests now, those with one of these names or all; return how many samples that were.
+
+        Their tickets get the samples with what they have, as "abort". `first` is run just before, on the engine's
+        thread: what is submitted later is not ended.
+        """
+        wanted = None if names is None else frozenset(map(bare_name, names))
+        tickets = [ticket for ticket in self._open if wanted is None or ticket.names & wanted]
+
+        def end() -> int:
+            if first is not None:
+                first()
+            return self._run_end([one for ticket in tickets for one in ticket.queued_ids])
+
+        return await self.call(end)
+
+    def _ask(self) -> asyncio.Future[Any]:
+        """Return the future of something that the thread is to answer; the engine's end answers it, too."""
+        assert self._loop is not None
+        future: asyncio.Future[Any] = self._loop.create_future()
+        self._asked.add(future)
+        future.add_done_callback(self._asked.discard)
+        return future
+
+    def _fail_asked(self, error: Exception) -> None:
+        for future in tuple(self._asked):
+            if not future.done():
+                future.set_exception(error)
 
     def require_ready(self) -> None:
         """Raise the `ApiError` that says why no request is taken now."""
@@ -174,6 +243,11 @@ class Bridge:
         ticket.request_ids = ids
         self._tickets.update((one, (ticket, index)) for index, one in enumerate(ids))
 
+    def _hand_out(self, deltas: Iterable[Delta], now: float) -> None:
+        for delta in deltas:
+            if delta.request_id in self._tickets:
+                self._deliver(*self._tickets[delta.request_id], delta, now)
+
     def _on_step(self, result: StepResult, began: float, ended: float) -> None:
         """Hand out what a step gave, and count it."""
         self.last_stats = result.stats
@@ -182,9 +256,7 @@ class Bridge:
                 ticket, prompt_index = self._tickets[request_id]
                 clock = ticket.clocks[prompt_index][sample_index]
                 clock.started = clock.started or began
-        for delta in result.deltas:
-            if delta.request_id in self._tickets:
-                self._deliver(*self._tickets[delta.request_id], delta, ended)
+        self._hand_out(result.deltas, ended)
         if self._observer is not None:
             self._observer.step(result.stats)
 
@@ -194,7 +266,8 @@ class Bridge:
             count_tokens(self._observer, clock, len(delta.token_ids), now)
         if delta.sample is not None:
             clock.ended = now
-            reason = "error" if delta.finish_reason == "abort" else delta.sample.finish_reason
+            gave_up = delta.finish_reason == "abort" and delta.sample.stop_reason is not None
+            reason = "error" if gave_up else delta.sample.finish_reason
             if self._observer is not None:
                 self._observer.finished(ended_record(ticket, prompt_index, clock, reason, delta.sample))
         ticket.put(prompt_index, delta)
@@ -207,6 +280,7 @@ class Bridge:
         _log.error("the engine failed: %s: %s", type(error).__name__, error, exc_info=error)
         for ticket in tuple(self._open):
             ticket.fail(internal_error())
+        self._fail_asked(internal_error())
         if self._observer is not None:
             self._observer.engine_died()
 
@@ -256,6 +330,7 @@ class Bridge:
         result = self._engine.tick()
         ended = time.monotonic()
         self._tell(lambda: self._on_step(result, began, ended))
+        self._run_watches()
 
     def _run_commands(self) -> None:
         while True:
@@ -286,20 +361,49 @@ class Bridge:
             refusal = ApiError(400, str(error)) if isinstance(error, BadRequest) else _unexpected(error)
             self._tell(lambda: ticket.fail(refusal))
             return
+        ticket.queued_ids = tuple(ids)
         self._tell(lambda: self._on_submitted(ticket, tuple(ids)))
 
     def _run_collect(self, ids: tuple[int, ...]) -> None:
         for one in ids:
             self._engine.collect(one)
 
+    def _run_end(self, ids: Sequence[int]) -> int:
+        """End requests, and let their tickets have the samples."""
+        deltas = self._engine.end_requests(ids)
+        now = time.monotonic()
+        self._tell(lambda: self._hand_out(deltas, now))
+        return len(deltas)
+
+    def _run_watches(self) -> None:
+        """Look for what is waited for, and tell of what is there."""
+        for found, look in tuple(self._watches.items()):
+            try:
+                answer = look()
+            except Exception as error:
+                self._run_forget(found)
+                self._tell_failure(found, error)
+            else:
+                if answer is not None:
+                    self._run_forget(found)
+                    self._tell_answer(found, answer)
+
+    def _run_forget(self, found: asyncio.Future[Any]) -> None:
+        self._watches.pop(found, None)
+
     def _run_call(self, work: Callable[[], Answer], done: asyncio.Future[Answer]) -> None:
         try:
             answer = work()
         except Exception as error:
-            failure = error
-            self._tell(lambda: None if done.done() else done.set_exception(failure))
+            self._tell_failure(done, error)
         else:
-            self._tell(lambda: None if done.done() else done.set_result(answer))
+            self._tell_answer(done, answer)
+
+    def _tell_answer(self, done: asyncio.Future[Any], answer: object) -> None:
+        self._tell(lambda: None if done.done() else done.set_result(answer))
+
+    def _tell_failure(self, done: asyncio.Future[Any], error: Exception) -> None:
+        self._tell(lambda: None if done.done() else done.set_exception(error))
 
     def _tell(self, news: Callable[[], None]) -> None:
         """Run something on the event loop; nothing when it has gone."""
@@ -312,6 +416,10 @@ class Bridge:
 
 def _raise_stop() -> None:
     raise _Stop
+
+
+def _nothing() -> None:
+    """A command that only lets the thread take a turn."""
 
 
 def _unexpected(error: Exception) -> ApiError:

@@ -15,6 +15,7 @@ from nano_inference.server.ticket import Ask
 from nano_inference.server.writing import Entry, Pen, Written, begin, give_up, write
 from nano_inference.text.dialogue import Part
 from nano_inference.text.tokenizer import Tokenizer
+from nano_inference.text.tool_calls import CallEnd, CallsState, Content, Event, finish, push, start
 from nano_inference.types import Delta, StopReason, TrainingSample
 
 JSON = dict[str, Any]
@@ -41,6 +42,26 @@ class Reply(Protocol):
         """Return what a stream ends with that cannot go on."""
 
 
+class WholeReply:
+    """The events of a dialect that has no streams."""
+
+    def opening(self, drafts: Sequence[Draft]) -> bytes:
+        """Return nothing."""
+        return b""
+
+    def added(self, draft: Draft, written: Written, drafts: Sequence[Draft]) -> bytes:
+        """Return nothing."""
+        return b""
+
+    def closing(self, drafts: Sequence[Draft]) -> bytes:
+        """Return nothing."""
+        return b""
+
+    def failed(self, error: ApiError) -> bytes:
+        """Return nothing."""
+        return b""
+
+
 @dataclass(slots=True)
 class Draft:
     """What was written of one sample so far. Belongs to the one coroutine that answers the call."""
@@ -56,12 +77,18 @@ class Draft:
     stop_reason: StopReason | None = None
     sample: TrainingSample | None = None
     parts: list[Part] = field(default_factory=list)
+    reader: CallsState | None = None
+    """Where looking for calls of functions stands; None when nobody looks."""
+    events: list[Event] = field(default_factory=list)
+    num_calls: int = 0
+    """Whole calls of functions that were found."""
     mask: list[int] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
 
     def take(self, delta: Delta, shape: ReplyShape, tokenizer: Tokenizer, *, keep: bool = True) -> Written:
         """Add a delta; return what it brought. Text and entries are kept for a whole reply, not for a stream."""
         self.pen, written = write(self.pen, delta, shape, tokenizer)
+        written = self._read(written, is_end=delta.sample is not None)
         self.token_ids += written.token_ids
         self.mask += delta.mask
         self.versions += delta.versions
@@ -72,7 +99,7 @@ class Draft:
 
     def cut_short(self, shape: ReplyShape, reason: str) -> Written:
         """End the sample with what it has, because its time is up; return the text that was held back."""
-        written = give_up(self.pen, shape, reason)
+        written = self._read(give_up(self.pen, shape, reason), is_end=True)
         self._keep(written, True)
         self.finish_reason, self.stop_reason = written.finish_reason, written.stop_reason
         return written
@@ -82,12 +109,29 @@ class Draft:
             self.text += written.text
             self.entries += written.entries
             self.parts += written.parts
+            self.events += written.events
+
+    def _read(self, written: Written, *, is_end: bool) -> Written:
+        """Tell the calls of functions in a text apart."""
+        if self.reader is None:
+            return written._replace(events=(Content(written.text),) if written.text else ())
+        self.reader, events = push(self.reader, written.text)
+        events = [*events, *finish(self.reader)] if is_end else events
+        self.num_calls += sum(isinstance(event, CallEnd) for event in events)
+        return written._replace(events=tuple(events))
 
 
 def drafts_of(call: Call) -> list[Draft]:
     """Return an empty draft for every choice, prompt by prompt."""
+    use = call.shape.functions
+    reader = None if use is None else start(use.format, use.names)
     return [
-        Draft(prompt_index=prompt, index=prompt * call.num_samples + sample, pen=begin(call.shape, prompt))
+        Draft(
+            prompt_index=prompt,
+            index=prompt * call.num_samples + sample,
+            pen=begin(call.shape, prompt),
+            reader=reader,
+        )
         for prompt in range(len(call.asks))
         for sample in range(call.num_samples)
     ]

@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from nano_inference.config import ServerConfig
 from nano_inference.door import MatcherFactory, admit
 from nano_inference.server.call import Call, Kind
 from nano_inference.server.errors import ApiError
 from nano_inference.server.model import ServedModel
-from nano_inference.server.prompts import Prompt, chat_prompt, completion_prompts
+from nano_inference.server.prompts import Prompt, chat_prompt, completion_prompts, require_dialogue
 from nano_inference.server.refusals import client_error, refusals_told
 from nano_inference.server.replies import OpenAIReply
 from nano_inference.server.schema import ChatBody, CompletionBody, Sampling
 from nano_inference.server.shape import ReplyShape
+from nano_inference.server.structured import FIELDS, Structure, structure_of
 from nano_inference.server.ticket import Ask
+from nano_inference.server.tools import ToolUse, requested_tools
 from nano_inference.server.unsupported import refuse_unsupported
 from nano_inference.text.bad_words import bad_words_matcher, both
+from nano_inference.text.grammar import Grammar
 from nano_inference.text.stops import stop_matcher
-from nano_inference.text.tools import PythonTool
+from nano_inference.text.tokenizer import Tokenizer
+from nano_inference.text.tool_format import calls_grammar
+from nano_inference.text.tools import PythonTool, special_tokens
 from nano_inference.types import BadRequest, SamplingParams
 
 _DEFAULT_COMPLETION_TOKENS = 16
@@ -49,7 +55,8 @@ def completion_call(body: CompletionBody, model: ServedModel, config: ServerConf
     tool = _calculator(bool(body.calculator), model)
     shape = _shape(body, config, body.logprobs, echo, tool=tool, echo_logprobs=echoes_logprobs)
     params = _sampling_params(body, model, config, shape, max_tokens)
-    return _call(body, model, "completion", name, _asks(body, model, prompts, params, shape, salt), shape)
+    asks = _asks(body, model, prompts, params, shape, _structure(body), salt)
+    return _call(body, model, "completion", name, asks, shape)
 
 
 def chat_call(body: ChatBody, model: ServedModel, config: ServerConfig, salt: str) -> Call:
@@ -65,17 +72,42 @@ def chat_call(body: ChatBody, model: ServedModel, config: ServerConfig, salt: st
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     if max_tokens == 0:
         raise ApiError(400, "max_tokens must be at least 1 in a chat", param="max_tokens")
-    prompts = [chat_prompt(body, model, extra, max_tokens)]
+    use = requested_tools(body, require_dialogue(model).tool_template)
+    prompts = [chat_prompt(body, model, extra, max_tokens, use)]
     shape = _shape(
         body,
         config,
         (body.top_logprobs or 0) if body.logprobs else None,
         (prompts[0].echo,) if body.echo else (),
-        tool=_calculator(bool(body.calculator), model),
+        tool=_calculator(bool(body.calculator or (use and use.calculator)), model),
         drop_space=model.tokenizer.drops_space and not body.continue_final_message,
     )
+    if use is not None and use.parses:
+        shape = replace(shape, functions=use, markers=_markers(use, model.tokenizer))
     params = _sampling_params(body, model, config, shape, max_tokens)
-    return _call(body, model, "chat", name, _asks(body, model, prompts, params, shape, salt), shape)
+    asks = _asks(body, model, prompts, params, shape, _structure(body, use, model.tokenizer), salt)
+    return _call(body, model, "chat", name, asks, shape)
+
+
+def _structure(body: Sampling, use: ToolUse | None = None, tokenizer: Tokenizer | None = None) -> Structure | None:
+    """Return what the answer must be: what a field says, or calls of functions. Raises `ApiError`."""
+    asked = structure_of({name: getattr(body, name) for name in FIELDS})
+    if use is None or not use.must_call:
+        return asked
+    if asked is not None:
+        message = f"{asked.field}: an answer that must be a call (tool_choice) has no other structure"
+        raise ApiError(400, message, param=asked.field)
+    assert tokenizer is not None
+    with refusals_told("tools"):
+        special = special_tokens(tokenizer)
+        _, text = calls_grammar(use.functions, use.format, name=use.name, parallel=use.parallel, special=special)
+    return Structure("tools", Grammar("lark", text))
+
+
+def _markers(use: ToolUse, tokenizer: Tokenizer) -> frozenset[int]:
+    """Return the special tokens that stand before and behind calls."""
+    special = special_tokens(tokenizer)
+    return frozenset(special[mark] for mark in (use.format.begin, use.format.end) if mark in special)
 
 
 def _calculator(is_wanted: bool, model: ServedModel) -> PythonTool | None:
@@ -136,6 +168,7 @@ def _asks(
     prompts: Sequence[Prompt],
     params: SamplingParams,
     shape: ReplyShape,
+    structure: Structure | None,
     salt: str,
 ) -> tuple[Ask, ...]:
     """Return what the engine is asked for, one for each prompt."""
@@ -148,6 +181,7 @@ def _asks(
             num_samples=body.n or 1,
             salt=salt,
             make_matcher=matcher,
+            structure=structure,
             program=shape.tool,
         )
         for prompt in prompts
@@ -177,7 +211,7 @@ def _call(
         stream=bool(body.stream),
         include_usage=bool(options and options.include_usage),
         continuous_usage=bool(options and options.continuous_usage_stats),
-        forbids_tokens=bool(body.allowed_token_ids or body.bad_words or body.logit_bias),
+        forbids_tokens=bool(body.allowed_token_ids or body.bad_words or body.logit_bias or asks[0].structure),
     )
 
 
@@ -224,3 +258,21 @@ def _matcher(body: Sampling, model: ServedModel, shape: ReplyShape) -> MatcherFa
     if not body.bad_words:
         return stops
     return both(stops, bad_words_matcher(model.tokenizer, body.bad_words, model.limits.vocab_size))
+
+
+def hold(call: Call, make: Callable[[Grammar], MatcherFactory]) -> Call:
+    """Return the call with its asks held to the structures they name; `make` compiles one, which takes time.
+
+    Raises `ApiError` naming the field of a structure that cannot be compiled.
+    """
+
+    def held(ask: Ask) -> Ask:
+        if ask.structure is None:
+            return ask
+        try:
+            matcher = make(ask.structure.grammar)
+        except BadRequest as error:
+            raise ApiError(400, f"{ask.structure.field}: {error}", param=ask.structure.field) from None
+        return replace(ask, make_matcher=both(ask.make_matcher, matcher))
+
+    return replace(call, asks=tuple(map(held, call.asks)))

@@ -1,4 +1,4 @@
-"""What the dialects of other servers share: kinds of fields, their names for ours, refusals told in their names. Pure."""
+"""What the dialects of other servers share: kinds of fields, refusals told in their names. Pure."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from typing import Annotated, Any, TypeVar
 from pydantic import Field, ValidationError
 from pydantic_core import to_json
 
+from nano_inference.door import Limits
 from nano_inference.server.body import parse
 from nano_inference.server.call import Call
 from nano_inference.server.errors import ApiError
 from nano_inference.server.schema import MAX_STOPS, Body, StopText
+from nano_inference.server.structured import Structure
 
 INT32 = 2**31 - 1
 
@@ -68,6 +70,17 @@ def renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:
     return ApiError(error.status, text, param=param, code=error.code, headers=error.headers, extra=error.extra)
 
 
+def structures_told_as(call: Call, names: Mapping[str, str]) -> Call:
+    """Return a call whose structures are told of by other names of their fields: they are compiled later."""
+
+    def told(structure: Structure | None) -> Structure | None:
+        if structure is None:
+            return None
+        return structure._replace(field=_HEAD.sub(lambda f: names.get(f.group(), f.group()), structure.field))
+
+    return replace(call, asks=tuple(replace(ask, structure=told(ask.structure)) for ask in call.asks))
+
+
 def refuse(fields: Mapping[str, Any], neutral: Mapping[str, tuple[Any, ...]], where: str = "") -> None:
     """Raise `ApiError` naming the first known field whose value is none of those with which it changes nothing."""
     for name, value in fields.items():
@@ -92,6 +105,14 @@ def given(body: Body) -> dict[str, Any]:
         value = getattr(body, name)
         values[name] = field.default if value is None else value
     return {name: value for name, value in values.items() if value is not None}
+
+
+def roomy(call: Call, limits: Limits) -> Call:
+    """Return a call whose answers may take all the room that their prompts leave."""
+    room = min(limits.max_model_len, limits.num_blocks * limits.block_size)
+    asks = tuple(replace(ask, params=replace(ask.params, max_tokens=None)) for ask in call.asks)
+    num_tokens = sum(len(ask.prompt) + ask.num_samples * (room - len(ask.prompt)) for ask in asks)
+    return replace(call, asks=asks, num_tokens=num_tokens)
 
 
 def uncached(call: Call) -> Call:

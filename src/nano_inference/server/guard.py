@@ -24,7 +24,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nano_inference.config import ServerConfig
 from nano_inference.server.errors import ApiError, internal_error
-from nano_inference.server.keys import KeyRing
+from nano_inference.server.keys import KeyRing, load_admin_keys
+from nano_inference.server.rl.paths import ADMIN_PATHS
 
 OnResponse = Callable[[Scope, int | None, float, Exception | None], None]
 """Told of each request once: its scope, the status (None: the client went away), the seconds, and what went wrong."""
@@ -68,6 +69,10 @@ class GuardPolicy:
     """Whom the guard lets in. A route finds it in `scope["state"]["policy"]`."""
 
     keys: KeyRing
+    """Whoever may use the ordinary routes; when they need a key at all, an admin key is one, too."""
+    admins: KeyRing = KeyRing.of(())
+    """Whoever may use `admin_paths`; when there are none, an ordinary key will do."""
+    admin_paths: frozenset[str] = frozenset()
     is_loopback: bool
     """Whether only this machine can connect; then a Host that is not this machine's comes from a tricked browser."""
     allowed_hosts: tuple[Host, ...] = ()
@@ -79,13 +84,20 @@ class GuardPolicy:
 def guard_policy(config: ServerConfig, keys: KeyRing) -> GuardPolicy:
     """Return the policy of a configuration; raise `ValueError` naming a field that makes no sense, or is not safe."""
     is_loopback = is_loopback_name(config.host)
+    admins = KeyRing.of(load_admin_keys(config))
     if not (is_loopback or not keys.is_empty or config.insecure):
         raise ValueError(f"host {config.host} can be reached from elsewhere: set api_key or api_key_file, or insecure")
+    if config.enable_rl and not (is_loopback or not admins.is_empty or config.insecure):
+        raise ValueError(
+            f"enable_rl: host {config.host} can be reached from elsewhere: set admin_key or admin_key_file, or insecure"
+        )
     for origin in config.cors_origin:
         if origin != "*" and not _ORIGIN.fullmatch(origin):
             raise ValueError(f"cors_origin must be * or like https://example.org, without a path, got {origin!r}")
     return GuardPolicy(
-        keys=keys,
+        keys=keys.with_admins(admins),
+        admins=admins,
+        admin_paths=ADMIN_PATHS if config.enable_rl else frozenset(),
         is_loopback=is_loopback,
         allowed_hosts=hosts_to_allow(config),
         cors_origins=frozenset(config.cors_origin),
@@ -278,8 +290,10 @@ def check_admission(scope: Scope, policy: GuardPolicy) -> Literal["request", "pr
     check_host(headers, policy)
     if is_preflight(scope, policy):
         return "preflight"
+    if scope["path"] in policy.admin_paths:
+        check_admin(scope, policy.admins)
     scope["state"]["key_index"] = check_key(scope, policy.keys)
-    if scope["method"] in _BODY_METHODS:
+    if scope["method"] in _BODY_METHODS and not is_bare_command(scope, policy):
         check_content(headers, policy.max_body_bytes)
     return "request"
 
@@ -369,6 +383,26 @@ def check_key(scope: Scope, keys: KeyRing) -> int | None:
         text = "this API key is not known" if presented else "an API key is needed: Authorization: Bearer KEY"
         raise ApiError(401, text, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
     return found
+
+
+def check_admin(scope: Scope, admins: KeyRing) -> None:
+    """Refuse a command without an admin key when there are such keys, and every command of a web page."""
+    headers = scope["headers"]
+    if values(headers, b"origin") or values(headers, b"sec-fetch-site"):
+        raise ApiError(403, "commands are not taken from web pages", code="not_from_pages")
+    if admins.is_empty or admins.identify(presented_key(headers)) is not None:
+        return
+    if presented_key(headers) is None:
+        text = "an admin key is needed: Authorization: Bearer KEY"
+        raise ApiError(401, text, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
+    raise ApiError(403, "this path needs an admin key", code="admin_key_needed")
+
+
+def is_bare_command(scope: Scope, policy: GuardPolicy) -> bool:
+    """Whether it is a command without a body and without its type, as trainers send some; pages cannot send one."""
+    headers = scope["headers"]
+    is_bare = not announces_body(headers) and not values(headers, b"content-type")
+    return is_bare and scope["path"] in policy.admin_paths
 
 
 def presented_key(headers: Headers) -> str | None:

@@ -8,7 +8,7 @@ import os
 import secrets
 import stat
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from nano_inference.config import ServerConfig
@@ -39,6 +39,10 @@ class KeyRing:
         """Return the ring of these keys; `secret` is fresh unless a test gives one."""
         digests = tuple(digest(key) for key in keys)
         return cls(digests=digests, secret=secrets.token_bytes(32) if secret is None else secret, is_shared=is_shared)
+
+    def with_admins(self, admins: KeyRing) -> KeyRing:
+        """Return the ring that lets in admins as well; one that nobody needs a key for stays as it is."""
+        return self if self.is_empty else replace(self, digests=self.digests + admins.digests)
 
     def identify(self, presented: str | None) -> int | None:
         """Return the index of the key that was presented, or None; every key is compared, whichever matches."""
@@ -71,6 +75,19 @@ def load_keys(config: ServerConfig) -> tuple[str, ...]:
     named = [(f"api_key: key {i}", key) for i, key in enumerate(config.api_key, 1)]
     if config.api_key_file is not None:
         named += keys_in_file(Path(config.api_key_file))
+    return checked_keys(named)
+
+
+def load_admin_keys(config: ServerConfig) -> tuple[str, ...]:
+    """Return the keys of `admin_key` and `admin_key_file`, as `load_keys` does."""
+    named = [(f"admin_key: key {i}", key) for i, key in enumerate(config.admin_key, 1)]
+    if config.admin_key_file is not None:
+        named += keys_in_file(Path(config.admin_key_file), "admin_key_file")
+    return checked_keys(named)
+
+
+def checked_keys(named: Sequence[tuple[str, str]]) -> tuple[str, ...]:
+    """Return the keys of (place, key) pairs, each once; raise `ValueError` naming the place of one that is none."""
     for place, key in named:
         check_key(place, key)
     return tuple(dict.fromkeys(key for _, key in named))
@@ -84,33 +101,33 @@ def check_key(place: str, key: str) -> None:
         raise ValueError(f"{place} holds a blank or a character outside visible ASCII")
 
 
-def keys_in_file(path: Path) -> list[tuple[str, str]]:
-    """Return (place, key) of every line that is neither blank nor a #-comment."""
-    text = read_private(path).decode("utf-8", "replace")
-    lines = [(f"api_key_file: line {i}", line.strip()) for i, line in enumerate(text.split("\n"), 1)]
+def keys_in_file(path: Path, name: str = "api_key_file") -> list[tuple[str, str]]:
+    """Return (place, key) of every line that is neither blank nor a #-comment; `name` is the field's."""
+    text = read_private(path, name).decode("utf-8", "replace")
+    lines = [(f"{name}: line {i}", line.strip()) for i, line in enumerate(text.split("\n"), 1)]
     keys = [(place, line) for place, line in lines if line and not line.startswith("#")]
     if not keys:
-        raise ValueError(f"api_key_file holds no key: {path}")
+        raise ValueError(f"{name} holds no key: {path}")
     return keys
 
 
-def read_private(path: Path) -> bytes:
+def read_private(path: Path, name: str = "api_key_file") -> bytes:
     """Return the bytes of a file that only its owner may read."""
     try:
         # Opening a pipe would wait for its writer.
         with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
-            check_private(path, os.fstat(file.fileno()))
+            check_private(path, os.fstat(file.fileno()), name)
             return file.read(MAX_KEY_FILE)
     except OSError as error:
-        raise ValueError(f"api_key_file cannot be read: {path}: {error.strerror}") from None
+        raise ValueError(f"{name} cannot be read: {path}: {error.strerror}") from None
 
 
-def check_private(path: Path, status: os.stat_result) -> None:
+def check_private(path: Path, status: os.stat_result, name: str = "api_key_file") -> None:
     """Refuse what is no file, what others may read, and what is far too large."""
     if not stat.S_ISREG(status.st_mode):
-        raise ValueError(f"api_key_file is not a file: {path}")
+        raise ValueError(f"{name} is not a file: {path}")
     if status.st_mode & 0o077:
         mode = stat.S_IMODE(status.st_mode)
-        raise ValueError(f"api_key_file may be read by others than its owner (mode {mode:o}): chmod 600 {path}")
+        raise ValueError(f"{name} may be read by others than its owner (mode {mode:o}): chmod 600 {path}")
     if status.st_size > MAX_KEY_FILE:
-        raise ValueError(f"api_key_file is larger than {MAX_KEY_FILE} bytes: {path}")
+        raise ValueError(f"{name} is larger than {MAX_KEY_FILE} bytes: {path}")

@@ -9,6 +9,7 @@ from typing import Any
 from nano_inference.door import Limits
 from nano_inference.server.errors import ApiError
 from nano_inference.text.dialogue import Dialogue
+from nano_inference.text.grammar import Grammars
 from nano_inference.text.tokenizer import Tokenizer
 
 
@@ -25,6 +26,8 @@ class ServedModel:
     tokenizer: Tokenizer
     dialogue: Dialogue | None
     """How it is talked with; None for a model that only continues texts."""
+    grammars: Grammars
+    """What holds answers to a structure."""
     limits: Limits
     generation: Mapping[str, Any]
     """Sampling defaults that the model's own files name."""

@@ -45,7 +45,7 @@ def openapi(*, needs_key: bool) -> JSON:
     )
     paths: dict[str, JSON] = {path: {"get": _get(text, is_open)} for path, text, is_open in _GETS}
     for post in posts:
-        paths[post.path] = {"post": _post(refs[post.body, "validation"], post.summary, isinstance(post, Generating))}
+        paths[post.path] = {"post": _post(refs[post.body, "validation"], post)}
     paths["/v1/models/{model}"] = {
         "get": _get("Describe one of the names.", False)
         | {"parameters": [{"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}]}
@@ -68,20 +68,23 @@ def _get(text: str, is_open: bool) -> JSON:
     return operation | ({"security": []} if is_open else {})
 
 
-def _post(body: JSON, text: str, streams: bool) -> JSON:
-    content: JSON = {"application/json": {"schema": {"type": "object"}}}
-    if streams:
-        content["text/event-stream"] = {"schema": {"type": "string"}}
+def _post(body: JSON, post: Generating | Converting) -> JSON:
+    content: JSON = {"application/json": {"schema": {"type": ["object", "array"]}}}
+    if isinstance(post, Generating) and post.streams:
+        content["text/event-stream"] = {}
     return {
-        "summary": text,
+        "summary": post.summary,
         "requestBody": {"required": True, "content": {"application/json": {"schema": body}}},
-        "responses": {"200": {"description": "OK", "content": content}} | _refusals(),
+        "responses": {"200": {"description": "OK", "content": content}} | _refusals(post.error_body is not None),
     }
 
 
-def _refusals() -> JSON:
-    error = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
-    return {status: {"description": text, "content": error} for status, text in _REFUSALS.items()}
+def _refusals(has_own_shape: bool = False) -> JSON:
+    schema = {"type": "object"} if has_own_shape else {"$ref": "#/components/schemas/Error"}
+    return {
+        status: {"description": text, "content": {"application/json": {"schema": schema}}}
+        for status, text in _REFUSALS.items()
+    }
 
 
 def _error_schema() -> JSON:

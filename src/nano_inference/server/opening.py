@@ -16,6 +16,7 @@ from nano_inference.server.metrics import Metrics
 from nano_inference.server.model import ServedModel
 from nano_inference.server.served import Opened
 from nano_inference.text.dialogue import load_dialogue
+from nano_inference.text.grammar import Grammars
 from nano_inference.text.tokenizer import load_tokenizer
 from nano_inference.types import ModelError, SamplingParams
 
@@ -47,6 +48,7 @@ def open_model(
         created=int(time.time()),
         tokenizer=tokenizer,
         dialogue=load_dialogue(parts.checkpoint.tokenizer, tokenizer),
+        grammars=Grammars(tokenizer, engine.limits.vocab_size, parts.eos_token_ids),
         limits=engine.limits,
         max_positions=parts.checkpoint.config.max_positions,
         generation=sampling_defaults(parts.checkpoint),

@@ -10,8 +10,13 @@ from nano_inference.config import ServerConfig
 from nano_inference.server import tokens
 from nano_inference.server.call import JSON, Call
 from nano_inference.server.calls import chat_call, completion_call
+from nano_inference.server.embeddings import EmbeddingBody, embedding_call
 from nano_inference.server.errors import ApiError
+from nano_inference.server.messages import count_tokens, messages_call
+from nano_inference.server.messages_body import CountTokensBody, MessagesBody
+from nano_inference.server.messages_reply import error_body as messages_error
 from nano_inference.server.model import ServedModel
+from nano_inference.server.responses import ResponsesBody, responses_call
 from nano_inference.server.schema import (
     ApplyTemplateBody,
     Body,
@@ -36,6 +41,7 @@ class Generating:
     body: type[Body]
     to_call: ToCall
     summary: str
+    streams: bool = True
     error_body: ErrorBody | None = None
     """How this dialect tells of errors; None is OpenAI's way."""
 
@@ -59,8 +65,35 @@ GENERATING: tuple[Generating, ...] = (
         summary="Continue a text or token ids.",
     ),
     Generating(path="/v1/chat/completions", body=ChatBody, to_call=chat_call, summary="Answer messages."),
+    Generating(
+        path="/v1/responses",
+        body=ResponsesBody,
+        to_call=responses_call,
+        summary="Answer items, as OpenAI's Responses API has them.",
+    ),
+    Generating(
+        path="/v1/messages",
+        body=MessagesBody,
+        to_call=messages_call,
+        summary="Answer messages, as Anthropic's API has them.",
+        error_body=messages_error,
+    ),
+    Generating(
+        path="/v1/embeddings",
+        body=EmbeddingBody,
+        to_call=embedding_call,
+        summary="Return what texts mean to the model, as vectors.",
+        streams=False,
+    ),
 )
 CONVERTING: tuple[Converting, ...] = (
+    Converting(
+        path="/v1/messages/count_tokens",
+        body=CountTokensBody,
+        work=count_tokens,
+        summary="Count the tokens of messages, as Anthropic's API has them.",
+        error_body=messages_error,
+    ),
     Converting(
         path="/tokenize", body=TokenizeBody, work=tokens.tokenize, summary="Turn a text or messages into token ids."
     ),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -11,9 +12,12 @@ from nano_inference.server.errors import ApiError
 from nano_inference.server.model import ServedModel
 from nano_inference.server.refusals import refusals_told
 from nano_inference.server.schema import ChatBody, CompletionBody, Message, Sampling, TextPart
+from nano_inference.server.tools import ToolUse
 from nano_inference.text.chat import RESERVED
 from nano_inference.text.dialogue import Dialogue, Rendering
 from nano_inference.text.tokenizer import Tokenizer
+from nano_inference.text.tool_format import speaks_of_tools
+from nano_inference.text.tool_prompt import with_tools
 
 _MAX_TEMPLATE_KWARGS = 4096
 _TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
@@ -41,15 +45,35 @@ def completion_prompts(body: CompletionBody, model: ServedModel, max_tokens: int
     return [_completion_prompt(one, body, model, max_tokens) for one in several]
 
 
-def chat_prompt(body: ChatBody, model: ServedModel, extra: Mapping[str, Any], max_tokens: int | None) -> Prompt:
+def chat_prompt(
+    body: ChatBody, model: ServedModel, extra: Mapping[str, Any], max_tokens: int | None, use: ToolUse | None
+) -> Prompt:
     """Return a chat's prompt; the last message is what would be echoed. Raises `ApiError`."""
     dialogue = require_dialogue(model)
-    rendering = rendering_of(body, dialogue, extra)
-    messages = plain_messages(body.messages, dialogue)
-    _refuse_hopeless([text for message in messages for text in _texts_of(message["content"])], body, model)
+    messages, rendering = read_messages(body, dialogue, use, extra)
+    _refuse_hopeless([text for message in messages for text in _texts_of(message.get("content"))], body, model)
     with refusals_told("messages"):
         ids = dialogue.encode(messages, rendering)
     return Prompt(_fitting(ids, body, model, max_tokens), str(messages[-1].get("content") or ""))
+
+
+def read_messages(
+    body: Any, dialogue: Dialogue, use: ToolUse | None, extra: Mapping[str, Any] = MappingProxyType({})
+) -> tuple[Sequence[Mapping[str, Any]], Rendering]:
+    """Return a body's messages as the model's template takes them, with functions and calls. Raises `ApiError`."""
+    rendering = rendering_of(body, dialogue, extra)
+    messages: Sequence[Mapping[str, Any]] = plain_messages(body.messages, dialogue)
+    functions = () if use is None else use.functions
+    if functions or any(_is_about_calls(message) for message in messages):
+        with refusals_told("messages"):
+            messages = with_tools(messages, functions, dialogue.tool_template)
+    if functions and speaks_of_tools(dialogue.tool_template):
+        rendering = replace(rendering, tools=functions)
+    return messages, rendering
+
+
+def _is_about_calls(message: Mapping[str, Any]) -> bool:
+    return message["role"] in ("tool", "function") or bool(message.get("tool_calls") or message.get("function_call"))
 
 
 def _texts_of(content: Any) -> list[str]:
@@ -105,7 +129,7 @@ def _plain_message(index: int, message: Message, kinds: Collection[str]) -> dict
         if any(part.type in kinds for part in message.content):
             types = ("text" if part.type in _TEXT_PARTS else part.type for part in message.content)
             plain["content"] = [{"type": kind, "text": text} for kind, text in zip(types, texts, strict=True)]
-    if plain["content"] is None and not plain.get("tool_calls"):
+    if plain["content"] is None and not (plain.get("tool_calls") or plain.get("function_call")):
         raise ApiError(400, f"messages.{index}.content: must be a text", param=f"messages.{index}.content")
     return plain
 

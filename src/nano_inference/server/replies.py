@@ -11,6 +11,7 @@ from nano_inference.server.call import JSON, Call, Draft, usage
 from nano_inference.server.errors import ApiError
 from nano_inference.server.events import DONE, events
 from nano_inference.server.shape import ReplyShape
+from nano_inference.server.tools import call_deltas, calls_json
 from nano_inference.server.writing import Entry, Written, alone, prompt_entries, token_data
 from nano_inference.text.dialogue import Part
 from nano_inference.text.tokenizer import Tokenizer
@@ -99,17 +100,30 @@ def delta_chunks(call: Call, draft: Draft, written: Written, tokenizer: Tokenize
         extras["logprobs"] = _logprobs(call, written.entries, tokenizer)
     extras |= token_facts(written, shape)
     chunks: list[JSON] = []
-    if written.text or extras:
-        content: Any = {"content": written.text} if is_chat else written.text
-        if is_chat and shape.tool is not None:
-            content["parts"] = [part._asdict() for part in written.parts]
-        chunks.append(_chunk(call, created, draft.index, content, **extras))
+    for content in _chat_deltas(written, shape, bool(extras)) if is_chat else [written.text]:
+        if content or extras:
+            chunks.append(_chunk(call, created, draft.index, content, **extras))
+        extras = {}  # told with the first
     if written.finish_reason is not None:
         told = {"stop_reason": written.stop_reason} | version_facts(draft, shape)
         end = _chunk(call, created, draft.index, {} if is_chat else "", **told)
-        end["choices"][0]["finish_reason"] = written.finish_reason
+        end["choices"][0]["finish_reason"] = finish_reason_of(draft)
         chunks.append(end)
     return chunks
+
+
+def finish_reason_of(draft: Draft) -> str | None:
+    """Return why a sample ended: one that called functions and then stopped waits for what they give back."""
+    return "tool_calls" if draft.num_calls and draft.finish_reason == "stop" else draft.finish_reason
+
+
+def _chat_deltas(written: Written, shape: ReplyShape, has_extras: bool) -> list[JSON]:
+    """Return the deltas that a chat's stream tells of what was written: content, and pieces of calls."""
+    use = shape.functions
+    deltas = call_deltas(written.events, parallel=use is None or use.parallel)
+    if shape.tool is not None and written.parts:
+        deltas = [{"content": written.text, "parts": [part._asdict() for part in written.parts]}]
+    return deltas or ([{"content": ""}] if has_extras else [])
 
 
 def token_facts(written: Written, shape: ReplyShape) -> JSON:
@@ -182,13 +196,18 @@ def _chunk(call: Call, created: int, index: int, content: Any, **extras: Any) ->
 
 def _chat_choice(call: Call, draft: Draft, tokenizer: Tokenizer) -> JSON:
     echo = call.shape.echo[draft.prompt_index] if call.shape.echo else ""
+    use = call.shape.functions
+    told = calls_json(draft.events, parallel=use is None or use.parallel)
+    content = None if told.content is None and not echo else echo + (told.content or "")
     choice: JSON = {
         "index": draft.index,
-        "message": {"role": "assistant", "content": echo + draft.text, "refusal": None},
+        "message": {"role": "assistant", "content": content, "refusal": None},
         "logprobs": None if call.shape.logprobs is None else _logprobs(call, draft.entries, tokenizer),
-        "finish_reason": draft.finish_reason,
+        "finish_reason": finish_reason_of(draft),
         "stop_reason": draft.stop_reason,
     }
+    if told.tool_calls:
+        choice["message"]["tool_calls"] = told.tool_calls
     if call.shape.tool is not None:
         choice["message"]["parts"] = [part._asdict() for part in joined(draft.parts)]
     return choice | sample_facts(draft, call.shape)
@@ -265,22 +284,20 @@ def _completion_logprobs(entries: Sequence[Entry], shape: ReplyShape, tokenizer:
 
 
 def _prompt_logprobs(sample: TrainingSample | None, shape: ReplyShape, tokenizer: Tokenizer) -> list[JSON | None]:
-    """Return vLLM's form: None for the first token, then token id -> log-probability, rank and text.
-
-    The rank of a token that is none of the alternatives asked for is not known: None.
-    """
+    """Return vLLM's form: None for the first token, then token id -> log-probability, rank and text."""
     if sample is None:
         return []
     scores = sample.prompt_logprobs or ()
     tops = sample.prompt_top_logprobs or ((),) * len(scores)
     text = cache(lambda token: alone(token, tokenizer))
     rows: list[JSON | None] = [None]
-    for token, score, top in zip(sample.prompt_tokens[1:], scores, tops, strict=True):
+    ranks = sample.prompt_ranks or (None,) * len(scores)
+    for token, score, top, own_rank in zip(sample.prompt_tokens[1:], scores, tops, ranks, strict=True):
         row = {
             str(one.token): {"logprob": one.logprob, "rank": rank, "decoded_token": text(one.token)}
             for rank, one in enumerate(top[: shape.prompt_logprobs], start=1)
         }
-        own = {"logprob": score, "rank": None, "decoded_token": text(token)}
+        own = {"logprob": score, "rank": own_rank, "decoded_token": text(token)}
         rows.append({**row, **({} if str(token) in row else {str(token): own})})
     return rows
 

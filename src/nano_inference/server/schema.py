@@ -12,6 +12,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
 MAX_MESSAGES = 2048
+MAX_TOOLS = 128
 MAX_PROMPTS = 1024
 MAX_STOPS = 16
 MAX_STOP_CHARS = 256
@@ -46,6 +47,55 @@ class Body(BaseModel):
     """A request body: wrong types are refused, never converted; unknown fields are kept aside."""
 
     model_config = ConfigDict(extra="allow", strict=True, protected_namespaces=(), frozen=True)
+
+
+FunctionName = Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[a-zA-Z0-9_.-]+$")]
+
+
+class FunctionSpec(Body):
+    """A function that the model may call."""
+
+    name: FunctionName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    """A JSON schema of the object that the arguments are; none for a function without any."""
+    strict: bool | None = None
+    """Taken: arguments are held to the schema when a call is required, and left to the model when it may choose."""
+
+
+class Tool(Body):
+    """A tool: a function, or the calculator that the server itself runs for a nanochat model."""
+
+    type: Annotated[str, Field(max_length=64)]
+    function: FunctionSpec | None = None
+
+
+class NamedFunction(Body):
+    """A function by its name."""
+
+    name: FunctionName
+
+
+class ToolChoice(Body):
+    """The function that must be called, in the form of chat completions or that of responses."""
+
+    type: Annotated[str, Field(max_length=64)]
+    function: NamedFunction | None = None
+    name: FunctionName | None = None
+
+
+Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)]
+GivenChoice = Annotated[str, Field(max_length=64)] | ToolChoice
+
+
+class ToolFields(Body):
+    """The fields of a request that speak of tools, with OpenAI's former ones."""
+
+    tools: Tools | None = None
+    tool_choice: GivenChoice | None = None
+    parallel_tool_calls: bool | None = None
+    functions: Annotated[list[FunctionSpec], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    function_call: Annotated[str, Field(max_length=64)] | NamedFunction | None = None
 
 
 class StreamOptions(Body):
@@ -95,6 +145,17 @@ class Sampling(Body):
     request_id: Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[\w.:-]+$")] | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[^@/\\\x00]+$")] | None = None
 
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: str | dict[str, Any] | bool | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+    grammar: str | None = None
+    json_schema: str | dict[str, Any] | bool | None = None
+    """What the answer must be, as OpenAI, vLLM, SGLang and llama.cpp call it; one of these at most (`structured`)."""
     calculator: bool | None = None
     """Ours: let a nanochat model's calculator answer while it writes."""
 
@@ -138,7 +199,7 @@ class Message(Body):
 Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
 
 
-class ChatBody(Sampling):
+class ChatBody(Sampling, ToolFields):
     """POST /v1/chat/completions."""
 
     messages: Messages
@@ -149,10 +210,9 @@ class ChatBody(Sampling):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    parallel_tool_calls: bool | None = None
 
 
-class TokenizeBody(Body):
+class TokenizeBody(ToolFields):
     """POST /tokenize: vLLM's form (`prompt` or `messages`) or llama.cpp's (`content`)."""
 
     model: str | None = None
@@ -175,7 +235,7 @@ class DetokenizeBody(Body):
     tokens: Annotated[list[TokenId], Field(max_length=1 << 20, fail_fast=True)]
 
 
-class ApplyTemplateBody(Body):
+class ApplyTemplateBody(ToolFields):
     """POST /apply-template: the text that the model would read."""
 
     model: str | None = None

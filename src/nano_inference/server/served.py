@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from nano_inference.door import MatcherFactory
 from nano_inference.server.metrics import SampleRecord
 from nano_inference.server.model import ServedModel
-from nano_inference.types import SamplingParams, StepResult, StepStats, TokenProgram, TrainingSample
+from nano_inference.types import (
+    Delta,
+    OnRunning,
+    PauseMode,
+    SamplingParams,
+    StepResult,
+    StepStats,
+    TokenProgram,
+    TrainingSample,
+    WeightInfo,
+    WeightLabel,
+)
+
+NamedWeights = Iterable[tuple[str, Any]]
+"""Hugging Face names, and tensors or ranges of files: this room knows no torch."""
 
 
 class ServedEngine(Protocol):
-    """What the bridge needs of an engine; `InferenceEngine` is one."""
+    """What bridge and routes need of an engine; `InferenceEngine` is one."""
 
     def add_request(
         self,
@@ -31,6 +45,9 @@ class ServedEngine(Protocol):
     def collect(self, request_id: int) -> list[TrainingSample]:
         """Forget a request; what has not ended is aborted."""
 
+    def end_requests(self, request_ids: Iterable[int] | None = None) -> tuple[Delta, ...]:
+        """End requests now; return their last deltas."""
+
     def has_pending(self) -> bool:
         """Whether `tick` has anything to do."""
 
@@ -39,6 +56,70 @@ class ServedEngine(Protocol):
 
     def shutdown(self) -> None:
         """Let go of everything."""
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether `pause` holds it."""
+
+    @property
+    def is_pausing(self) -> bool:
+        """Whether it will be paused when what has begun has ended."""
+
+    @property
+    def is_asleep(self) -> bool:
+        """Whether `sleep` holds it."""
+
+    @property
+    def is_on_cuda(self) -> bool:
+        """Whether it computes on a GPU."""
+
+    def pause(self, mode: PauseMode = "keep", *, clear_cache: bool = False, blocking: bool = True) -> None:
+        """Stop running steps; with `blocking=False`, "wait" returns at once and `tick` pauses."""
+
+    def cancel_pause(self) -> bool:
+        """Call off a pause that still waits."""
+
+    def resume(self) -> None:
+        """Go on."""
+
+    def sleep(self, *, discard_weights: bool = False) -> None:
+        """Give memory back."""
+
+    def wake(self) -> None:
+        """Take it again."""
+
+    def flush_cache(self) -> int:
+        """Forget cached prefixes; return how many blocks are free by that."""
+
+    def update_weights(
+        self,
+        weights: NamedWeights,
+        *,
+        on_running: OnRunning | None = None,
+        version: WeightLabel | None = None,
+        partial: bool = False,
+        timeout: float | None = None,
+        on_gathered: Callable[[], None] | None = None,
+    ) -> int:
+        """Gather new weights in a thread; `tick` installs them."""
+
+    def finish_update(self, timeout: float | None = None) -> int:
+        """Raise what the last update failed of."""
+
+    def cancel_update(self) -> bool:
+        """Forget the update under way."""
+
+    def label_weights(self, label: WeightLabel, *, are_next: bool = False) -> None:
+        """Name the weights in force, or those under way."""
+
+    def weight_info(self) -> WeightInfo:
+        """Return the version in force, and where an update stands."""
+
+    def weights_dtype(self) -> str:
+        """Return the precision of the weights."""
+
+    def weights_checksum(self) -> str:
+        """Return the digest of the weights in force."""
 
 
 class Observer(Protocol):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from nano_inference.server.tools import ToolUse
 from nano_inference.text.tools import PythonTool
 
 
@@ -27,6 +28,10 @@ class ReplyShape:
     tokens_as_ids: bool = False
     versions: bool = False
     """Show the weights that tokens were drawn with, whether ids are shown or not."""
+    functions: ToolUse | None = None
+    """The functions whose calls are looked for in the text."""
+    markers: frozenset[int] = frozenset()
+    """Special tokens that are shown all the same: calls are known by them."""
     tool: PythonTool | None = None
     """The calculator that answers while the model writes."""
     raw_logprobs: bool = False

@@ -8,12 +8,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from nano_inference.door import MatcherFactory
 from nano_inference.server.errors import ApiError
+from nano_inference.server.structured import Structure
 from nano_inference.types import Delta, SamplingParams, TokenProgram
 
 MAX_UNREAD = 4096
@@ -29,6 +30,8 @@ class Ask:
     num_samples: int = 1
     salt: str = ""
     make_matcher: MatcherFactory | None = None
+    structure: Structure | None = None
+    """What the answer must be; its matcher takes time to make, and is not in `make_matcher` before that is done."""
     program: TokenProgram | None = None
 
 
@@ -51,16 +54,25 @@ class SampleClock:
     num_tokens: int = 0
 
 
+def bare_name(name: str) -> str:
+    """Return a client's name of a request without the prefix that replies put before it."""
+    return name.removeprefix("chatcmpl-").removeprefix("cmpl-")
+
+
 class Ticket:
     """The event loop's end of one call: a bounded queue of deltas."""
 
-    def __init__(self, asks: Sequence[Ask]) -> None:
+    def __init__(self, asks: Sequence[Ask], names: Iterable[str] = ()) -> None:
         self.asks = tuple(asks)
+        self.names = frozenset(map(bare_name, names))
+        """What clients call it, when they want it aborted."""
         self.arrived = time.monotonic()
         self.clocks = [[SampleClock(self.arrived) for _ in range(ask.num_samples)] for ask in self.asks]
         """One for each prompt and sample."""
         self.request_ids: tuple[int, ...] | None = None
         """The engine's names of the requests, once it has them."""
+        self.queued_ids: tuple[int, ...] = ()
+        """The same, as the engine's thread knows them: only there is it read and written."""
         self.is_closed = False
         """Nobody waits any more."""
         self.end_reason = "abort"

@@ -10,9 +10,10 @@ from typing import Any
 
 from nano_inference.server.errors import ApiError
 from nano_inference.server.model import ServedModel
-from nano_inference.server.prompts import plain_messages, rendering_of, require_dialogue
+from nano_inference.server.prompts import read_messages, require_dialogue
 from nano_inference.server.refusals import client_error
 from nano_inference.server.schema import ApplyTemplateBody, DetokenizeBody, TokenizeBody
+from nano_inference.server.tools import requested_tools
 from nano_inference.server.unsupported import refuse_unsupported
 from nano_inference.server.writing import alone
 from nano_inference.text.dialogue import TemplateDialogue
@@ -56,9 +57,9 @@ def apply_template(body: ApplyTemplateBody, model: ServedModel) -> JSON:
     refuse_unsupported(body.model_extra or {})
     model.name_for(body.model)
     dialogue = require_dialogue(model)
-    rendering = rendering_of(body, dialogue, body.model_extra or {})
+    use = requested_tools(body, dialogue.tool_template)
     try:
-        return {"prompt": dialogue.text(plain_messages(body.messages, dialogue), rendering)}
+        return {"prompt": dialogue.text(*read_messages(body, dialogue, use, body.model_extra or {}))}
     except ValueError as error:
         raise client_error(error, "messages") from None
 
@@ -83,8 +84,8 @@ def _ids(body: TokenizeBody, model: ServedModel) -> list[int]:
     try:
         if body.messages is not None:
             dialogue = require_dialogue(model)
-            rendering = rendering_of(body, dialogue, body.model_extra or {})
-            return dialogue.encode(plain_messages(body.messages, dialogue), rendering)
+            use = requested_tools(body, dialogue.tool_template)
+            return dialogue.encode(*read_messages(body, dialogue, use, body.model_extra or {}))
         text = body.prompt if body.prompt is not None else body.content
         wanted = body.add_special_tokens if body.prompt is not None else bool(body.add_special)
         return model.tokenizer.encode(text or "", add_special=wanted is not False)

@@ -13,13 +13,24 @@ _EMPTY: tuple[Any, ...] = (None, [], {}, "")
 
 NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {
-        # OpenAI
-        "suffix": _EMPTY,
+        # done by some paths, which declare them; refused by the others
         "tools": _EMPTY,
         "tool_choice": (None, "none", "auto"),
+        "parallel_tool_calls": (None, True, False),
         "functions": _EMPTY,
         "function_call": (None, "none", "auto"),
         "response_format": (None, {"type": "text"}),
+        "structured_outputs": _EMPTY,
+        "guided_json": _EMPTY,
+        "guided_regex": _EMPTY,
+        "guided_choice": _EMPTY,
+        "guided_grammar": _EMPTY,
+        "regex": _EMPTY,
+        "ebnf": _EMPTY,
+        "json_schema": _EMPTY,
+        "grammar": _EMPTY,
+        # OpenAI
+        "suffix": _EMPTY,
         "modalities": (None, ["text"]),
         "audio": _EMPTY,
         "prediction": _EMPTY,
@@ -32,11 +43,6 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "spaces_between_special_tokens": (None, True),
         "truncation_side": (None, "left"),
         "logprob_token_ids": _EMPTY,
-        "structured_outputs": _EMPTY,
-        "guided_json": _EMPTY,
-        "guided_regex": _EMPTY,
-        "guided_choice": _EMPTY,
-        "guided_grammar": _EMPTY,
         "guided_decoding_backend": (None,),
         "prompt_embeds": _EMPTY,
         "documents": _EMPTY,
@@ -50,16 +56,12 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "repetition_detection": (None,),
         "thinking_token_budget": (None,),
         # SGLang
-        "regex": _EMPTY,
-        "ebnf": _EMPTY,
-        "json_schema": _EMPTY,
         "stop_regex": _EMPTY,
         "lora_path": _EMPTY,
         "session_params": _EMPTY,
         "return_hidden_states": _OFF,
         "custom_logit_processor": _EMPTY,
         # llama.cpp
-        "grammar": _EMPTY,
         "n_predict": (None,),
         "n_probs": (None, 0),
         "n_keep": (None, 0),
@@ -83,7 +85,7 @@ def refuse_unsupported(fields: Mapping[str, Any], where: str = "") -> None:
     """Raise `ApiError` naming the first known field whose value asks for what is not done here."""
     for name, value in fields.items():
         if name in NEUTRAL and not _is_neutral(value, NEUTRAL[name]):
-            raise ApiError(400, f"{where}{name} is not supported by this server", param=name, code="unsupported_field")
+            raise ApiError(400, f"{where}{name} is not supported here", param=name, code="unsupported_field")
 
 
 def unknown_fields(fields: Mapping[str, Any]) -> list[str]:

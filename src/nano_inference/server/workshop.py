@@ -1,4 +1,4 @@
-"""Threads for what takes too long on the event loop: reading large bodies, writing large replies."""
+"""Threads for what takes too long on the event loop: large bodies, large replies, grammars to compile."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from nano_inference.server.errors import ApiError, queue_full
 
 _T = TypeVar("_T")
 
-_THREADS = 2
 _MAX_JOBS = 32
 """Jobs that run or wait; each holds a body in memory."""
 
@@ -19,8 +18,8 @@ _MAX_JOBS = 32
 class Workshop:
     """Owns the threads, and how many jobs may wait for them."""
 
-    def __init__(self) -> None:
-        self._threads = ThreadPoolExecutor(max_workers=_THREADS, thread_name_prefix="text")
+    def __init__(self, name: str, num_threads: int) -> None:
+        self._threads = ThreadPoolExecutor(max_workers=num_threads, thread_name_prefix=name)
         self._num_jobs = 0
 
     async def run(self, work: Callable[[], _T], *, seconds: float) -> _T:
@@ -29,7 +28,7 @@ class Workshop:
         Raises `ApiError` 503 when too many jobs wait, and when the time is up.
         """
         if self._num_jobs >= _MAX_JOBS:
-            raise queue_full("too many large bodies are being read; try again shortly")
+            raise queue_full("too many large bodies and grammars are being read; try again shortly")
         loop = asyncio.get_running_loop()
         self._num_jobs += 1
         job = self._threads.submit(work)

@@ -14,6 +14,7 @@ from nano_inference.text import stream
 from nano_inference.text.dialogue import Part, PartKind, mark_of, parts_of, spelled
 from nano_inference.text.stream import StreamState
 from nano_inference.text.tokenizer import Tokenizer
+from nano_inference.text.tool_calls import Event
 from nano_inference.types import Delta, FinishReason, StopReason, TokenLogprob, TopLogprobs
 
 _NEVER = "\ud800"
@@ -47,6 +48,8 @@ class Written(NamedTuple):
     """The text again, with calls of a calculator and their results told apart; empty without one."""
     delta: Delta | None = None
     """What the engine said; None when the time was up."""
+    events: tuple[Event, ...] = ()
+    """The text once more, with the calls of functions told apart."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,6 +172,8 @@ def _data(delta: Delta, index: int, shape: ReplyShape, tokenizer: Tokenizer) -> 
         mark = mark_of(shape.tool, delta.token_ids, index, is_cut)
         if mark is not None:
             return mark.encode()
+    if delta.token_ids[index] in shape.markers:
+        return tokenizer.token_bytes(delta.token_ids[index])
     return seen_bytes(delta.token_ids[index], tokenizer, shape.skip_special)
 
 

@@ -67,6 +67,10 @@ class Dialogue(Protocol):
     def tool(self) -> PythonTool | None:
         """What the model may call while it writes."""
 
+    @property
+    def tool_template(self) -> str | None:
+        """The source of the template that tells the model of its functions; None without one."""
+
     def encode(self, messages: Sequence[Message], rendering: Rendering = ANSWER) -> list[int]:
         """Return the ids that the model reads before it answers. Raises `BadRequest` naming the wrong message."""
 
@@ -87,6 +91,11 @@ class TemplateDialogue:
     template: ChatTemplate
     tokenizer: Tokenizer
     tool: PythonTool | None = None
+
+    @property
+    def tool_template(self) -> str | None:
+        """Return the template named "tool_use", or else the only one."""
+        return self.template.tool_source or self.template.source
 
     def encode(self, messages: Sequence[Message], rendering: Rendering = ANSWER) -> list[int]:
         """Return the rendered messages' ids."""
@@ -126,6 +135,11 @@ class NanochatDialogue:
 
     tokenizer: Tokenizer
     tool: PythonTool | None
+
+    @property
+    def tool_template(self) -> str | None:
+        """There is none."""
+        return None
 
     def encode(self, messages: Sequence[Message], rendering: Rendering = ANSWER) -> list[int]:
         """Return the ids of messages that take turns, in full length."""

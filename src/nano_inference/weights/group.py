@@ -10,20 +10,19 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from datetime import timedelta
-from typing import Any, Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from nano_inference.loader.pieces import DTYPES
 from nano_inference.memory import huge_empty
-from nano_inference.types import WeightError, check_int, check_number
+from nano_inference.types import WeightError, check_int
+from nano_inference.weights.member import GroupBackend, Member
 
-GroupBackend = Literal["gloo", "nccl"]
 _ALIGNMENT = 16
 _BUCKET_BYTES = 64 << 20
+_PREFIX = "nano-inference-weights"
 _MAX_HEADER_BYTES = 64 << 20
 
 
@@ -40,7 +39,7 @@ class TensorSpec(NamedTuple):
         return -(-math.prod(self.shape) * DTYPES[self.dtype].itemsize // _ALIGNMENT) * _ALIGNMENT
 
 
-class WeightGroup:
+class WeightGroup(Member):
     """Owns one rank of a process group of its own; torch's default group is neither needed nor touched.
 
     Rank 0 calls `send`, every other rank `receive`. A group that failed cannot be used again: `close` it, join anew.
@@ -60,18 +59,12 @@ class WeightGroup:
 
         `timeout` also bounds every broadcast. Raises `ValueError` naming the field, `WeightError` when nobody comes.
         """
-        _check_group(address, port, rank, world_size, backend, timeout)
+        super().__init__(
+            address, port, rank=rank, world_size=world_size, backend=backend, timeout=timeout, prefix=_PREFIX
+        )
         self.rank = rank
         self.world_size = world_size
-        self._timeout = timedelta(seconds=timeout)
-        self._device = torch.device("cuda" if backend == "nccl" else "cpu")
-        self._is_broken = False
         self._is_receiving = False
-        try:
-            store = _meet(address, port, world_size, is_host=rank == 0, timeout=self._timeout)
-            self._group = _make_group(backend, store, rank, world_size, self._timeout)
-        except (RuntimeError, ValueError) as error:
-            raise WeightError(f"no weight group of {world_size} at {address}:{port}: {_first_line(error)}") from error
 
     def send(
         self, named: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]], *, bucket_bytes: int = _BUCKET_BYTES
@@ -129,12 +122,6 @@ class WeightGroup:
                 self._receive_bucket(bucket)
             raise
 
-    def close(self) -> None:
-        """Leave the group. May be called twice."""
-        if not self._is_broken:
-            self._group.shutdown()
-        self._is_broken = True
-
     def _receive_plan(self) -> list[list[TensorSpec]]:
         """Receive the header and return what each bucket will hold."""
         length = int.from_bytes(bytes(self._broadcast(torch.zeros(8, dtype=torch.uint8)).tolist()), "little")
@@ -148,18 +135,6 @@ class WeightGroup:
     def _receive_bucket(self, bucket: Sequence[TensorSpec]) -> Tensor:
         num_bytes = sum(spec.num_bytes for spec in bucket)
         return self._broadcast(huge_empty((num_bytes,), torch.uint8, self._device))
-
-    def _broadcast(self, data: Tensor) -> Tensor:
-        """Send from, or receive into, `data`; a failure closes the group for good."""
-        if self._is_broken:
-            raise WeightError("the weight group is closed or has failed; join a new one")
-        try:
-            on_device = data.to(self._device)
-            self._group.broadcast(on_device, 0).wait(self._timeout)
-            return on_device if data.device == self._device else on_device.cpu()
-        except RuntimeError as error:
-            self._is_broken = True
-            raise WeightError(f"the broadcast failed, the group is closed: {_first_line(error)}") from error
 
 
 def plan_buckets(specs: Sequence[TensorSpec], bucket_bytes: int) -> list[list[TensorSpec]]:
@@ -185,40 +160,8 @@ def _parts(bucket: Sequence[TensorSpec], packed: Tensor) -> Iterator[tuple[Tenso
         start += spec.num_bytes
 
 
-def _meet(address: str, port: int, world_size: int, *, is_host: bool, timeout: timedelta) -> Any:
-    """Return the store through which the ranks find one another."""
-    store = dist.TCPStore(address, port, world_size, is_master=is_host, timeout=timeout)  # type: ignore[attr-defined]
-    return dist.PrefixStore("nano-inference-weights", store)  # type: ignore[attr-defined]
-
-
-def _make_group(backend: str, store: Any, rank: int, world_size: int, timeout: timedelta) -> Any:
-    """Return torch's process group of that kind, registered nowhere."""
-    if backend == "gloo":
-        return dist.ProcessGroupGloo(store, rank, world_size, timeout)
-    options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timeout
-    return dist.ProcessGroupNCCL(store, rank, world_size, options)
-
-
-def _check_group(address: object, port: object, rank: object, world_size: int, backend: object, timeout: float) -> None:
-    if not isinstance(address, str) or not address:
-        raise ValueError(f"address must be a host name or an IP address, got {address!r}")
-    check_int("port", port, 1, 65535)
-    check_int("world_size", world_size, 2)
-    check_int("rank", rank, 0, world_size - 1)
-    check_number("timeout", timeout, 0, 86400, open_low=True)
-    if backend not in ("gloo", "nccl"):
-        raise ValueError(f"backend must be gloo or nccl, got {backend!r}")
-    if not dist.is_available() or (backend == "nccl" and not (dist.is_nccl_available() and torch.cuda.is_available())):
-        raise ValueError(f"backend: {backend} is not available in this build of torch or on this machine")
-
-
 def _dtype(name: str, tensor: Tensor) -> str:
     dtype = str(tensor.dtype).removeprefix("torch.")
     if dtype not in DTYPES:
         raise WeightError(f"{name}: has the dtype {dtype}; known: {', '.join(DTYPES)}")
     return dtype
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -12,7 +12,7 @@ from nano_inference.models.build import Model, build_like, parameters, weight_sl
 from nano_inference.types import ModelError, UpdateBusy, UpdateState, WeightError, WeightLabel
 from nano_inference.weights.checksum import digest
 from nano_inference.weights.gate import StepGate
-from nano_inference.weights.staging import NamedWeights, Staging, UpdateRules, pairs
+from nano_inference.weights.staging import NamedWeights, Staging, UpdateRules, dtype_name, pairs
 
 _STEPS = 8
 """Steps over which a gathering is spread while the engine is busy: each then reads and writes an eighth of the weights
@@ -57,12 +57,15 @@ class WeightSyncManager:
         rules: UpdateRules | None = None,
         label: WeightLabel | None = None,
         timeout: float | None = None,
+        on_gathered: Callable[[], None] | None = None,
     ) -> None:
         """Begin to gather in a thread; the tensors must not change until the state is "staged".
 
-        After `timeout` seconds the update is given up. Raises `UpdateBusy` while another one is under way.
+        After `timeout` seconds the update is given up. The thread calls `on_gathered` at its end, however it ended.
+        Raises `UpdateBusy` while another one is under way.
         """
         job = self._new_job(named, rules, label, timeout)
+        job.on_end = on_gathered
         job.thread = threading.Thread(target=job.run, name="weight-staging", daemon=True)
         job.thread.start()
 
@@ -103,6 +106,12 @@ class WeightSyncManager:
             self._job = None
             raise job.failure()
 
+    def label_next(self, label: WeightLabel) -> bool:
+        """Name the weights of the update under way; whether there is one."""
+        if self._job is not None:
+            self._job.label = label
+        return self._job is not None
+
     def begin_step(self) -> None:
         """Called by the engine's thread before a step: lets the gathering have its share first."""
         if self._job is not None:
@@ -131,6 +140,11 @@ class WeightSyncManager:
     def has_weights(self) -> bool:
         """Whether there are weights to compute with; `sleep(discard=True)` leaves none."""
         return self._has_weights
+
+    @property
+    def dtype(self) -> str:
+        """The precision that the weights are kept in."""
+        return dtype_name(next(iter(weight_slots(self._model).values())))
 
     def sleep(self, *, discard: bool) -> None:
         """Move the weights from a GPU to main memory, or drop them; on a CPU they stay unless dropped."""
@@ -195,6 +209,7 @@ class _Job:
         self.staged: Model | None = None
         self.error: BaseException | None = None
         self.thread: threading.Thread | None = None
+        self.on_end: Callable[[], None] | None = None
         self.is_cancelled = threading.Event()
         self._timeout = timeout
         self.gate = StepGate(max(_SMALLEST_SHARE, _num_bytes(model) // _STEPS))
@@ -209,6 +224,8 @@ class _Job:
         finally:
             self.gate.finish()
             del self._named
+            if self.on_end is not None:
+                self.on_end()
 
     def _gather(self) -> Model:
         staging = Staging(self._take_spare(), self._rules, self._pace if self.thread else None)

@@ -1,0 +1,97 @@
+"""One rank of a process group for weights: how the ranks meet, and one broadcast after the other from rank 0."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from nano_inference.types import WeightError, check_int, check_number
+
+GroupBackend = Literal["gloo", "nccl"]
+
+
+class Member:
+    """Owns one rank of a process group of its own; torch's default group is neither needed nor touched.
+
+    A group that failed cannot be used again: `close` it, join anew.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        port: int,
+        *,
+        rank: int,
+        world_size: int,
+        backend: GroupBackend,
+        timeout: float,
+        prefix: str,
+    ) -> None:
+        """Meet the others at rank 0's `address` and `port`, waiting `timeout` seconds at most for them.
+
+        They find one another below `prefix`. `timeout` also bounds every broadcast. Raises `ValueError` naming the
+        field, `WeightError` when nobody comes.
+        """
+        _check_group(address, port, rank, world_size, backend, timeout)
+        self._timeout = timedelta(seconds=timeout)
+        self._device = torch.device("cuda" if backend == "nccl" else "cpu")
+        self._is_broken = False
+        try:
+            store = _meet(address, port, world_size, prefix, is_host=rank == 0, timeout=self._timeout)
+            self._group = _make_group(backend, store, rank, world_size, self._timeout)
+        except (RuntimeError, ValueError) as error:
+            raise WeightError(f"no weight group of {world_size} at {address}:{port}: {_first_line(error)}") from error
+
+    def close(self) -> None:
+        """Leave the group. May be called twice."""
+        if not self._is_broken:
+            self._group.shutdown()
+        self._is_broken = True
+
+    def _broadcast(self, data: Tensor) -> Tensor:
+        """Send from, or receive into, `data`; a failure closes the group for good."""
+        if self._is_broken:
+            raise WeightError("the weight group is closed or has failed; join a new one")
+        try:
+            on_device = data.to(self._device)
+            self._group.broadcast(on_device, 0).wait(self._timeout)
+            return on_device if data.device == self._device else on_device.cpu()
+        except RuntimeError as error:
+            self._is_broken = True
+            raise WeightError(f"the broadcast failed, the group is closed: {_first_line(error)}") from error
+
+
+def _meet(address: str, port: int, world_size: int, prefix: str, *, is_host: bool, timeout: timedelta) -> Any:
+    """Return the store through which the ranks find one another."""
+    store = dist.TCPStore(address, port, world_size, is_master=is_host, timeout=timeout)  # type: ignore[attr-defined]
+    return dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
+
+
+def _make_group(backend: str, store: Any, rank: int, world_size: int, timeout: timedelta) -> Any:
+    """Return torch's process group of that kind, registered nowhere."""
+    if backend == "gloo":
+        return dist.ProcessGroupGloo(store, rank, world_size, timeout)
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    return dist.ProcessGroupNCCL(store, rank, world_size, options)
+
+
+def _check_group(address: object, port: object, rank: object, world_size: int, backend: object, timeout: float) -> None:
+    if not isinstance(address, str) or not address:
+        raise ValueError(f"address must be a host name or an IP address, got {address!r}")
+    check_int("port", port, 1, 65535)
+    check_int("world_size", world_size, 2)
+    check_int("rank", rank, 0, world_size - 1)
+    check_number("timeout", timeout, 0, 86400, open_low=True)
+    if backend not in ("gloo", "nccl"):
+        raise ValueError(f"backend must be gloo or nccl, got {backend!r}")
+    if not dist.is_available() or (backend == "nccl" and not (dist.is_nccl_available() and torch.cuda.is_available())):
+        raise ValueError(f"backend: {backend} is not available in this build of torch or on this machine")
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

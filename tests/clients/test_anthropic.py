@@ -1,0 +1,223 @@
+"""Anthropic's own client on POST /v1/messages: whole, streamed, asynchronously; tools, errors, counts."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from nano_inference.server.call import Call, drafts_of
+from nano_inference.server.errors import ApiError
+from nano_inference.server.messages_reply import MessagesReply
+from nano_inference.server.shape import ReplyShape
+from nano_inference.server.ticket import Ask
+from nano_inference.server.writing import Written
+from nano_inference.text.tokenizer import Tokenizer, load_tokenizer
+from nano_inference.text.tool_calls import CallArguments, CallEnd, CallStart, Content, Event
+from nano_inference.types import SamplingParams, TokenizerSource
+from tests.clients.process import NEEDED, Served, serving
+
+anthropic = pytest.importorskip("anthropic", reason=f"anthropic: {NEEDED}")
+
+ASKED: dict[str, Any] = {
+    "model": "tiny",
+    "max_tokens": 12,
+    "messages": [{"role": "user", "content": "hello"}],
+    "extra_body": {"temperature": 0},
+}
+"""The client has no parameter for a temperature any more."""
+ARGUMENTS = '{"city": "Zürich", "days": [1, 2.5, null]}'
+CALLS: tuple[Event, ...] = (
+    Content("I look "),
+    Content("it up."),
+    CallStart(0, "weather"),
+    *(CallArguments(0, char) for char in ARGUMENTS),
+    CallEnd(0),
+    CallStart(1, "now"),
+    CallArguments(1, "{}"),
+    CallEnd(1),
+)
+
+
+def client_of(server: Served, **options: Any) -> Any:
+    return anthropic.Anthropic(base_url=server.url, **{"api_key": "none", "max_retries": 0, **options})
+
+
+def ours(server: Served, **fields: Any) -> dict[str, Any]:
+    """What the server says without any client."""
+    body = {name: value for name, value in ASKED.items() if name != "extra_body"}
+    reply: dict[str, Any] = server.ask("/v1/messages", body | {"temperature": 0} | fields)
+    return reply
+
+
+def shown(message: Any) -> dict[str, Any]:
+    """Return a message as JSON, without what differs from one call to the next."""
+    told: dict[str, Any] = message.to_dict() if hasattr(message, "to_dict") else dict(message)
+    return {name: told[name] for name in ("type", "role", "model", "content", "stop_reason", "stop_sequence")}
+
+
+def read(usage: Any) -> int:
+    """Return how many tokens were read."""
+    return int(usage.input_tokens + usage.cache_read_input_tokens)
+
+
+def test_whole_and_streamed_are_what_the_server_says(tiny_server: Served) -> None:
+    expected = ours(tiny_server)
+    client = client_of(tiny_server)
+    message = client.messages.create(**ASKED)
+    assert shown(message) == shown(expected) and message.id.startswith("msg_")
+    with client.messages.stream(**ASKED) as stream:
+        texts = list(stream.text_stream)
+        final = stream.get_final_message()
+    assert shown(final) == shown(expected) and "".join(texts) == expected["content"][0]["text"]
+    assert final.usage.output_tokens == message.usage.output_tokens == expected["usage"]["output_tokens"]
+    kinds = [event.type for event in client.messages.create(**ASKED, stream=True)]
+    assert (kinds[0], kinds[-2:]) == ("message_start", ["message_delta", "message_stop"]) and len(kinds) > 6
+
+
+def test_the_asynchronous_client_gets_the_same(tiny_server: Served) -> None:
+    async def both() -> tuple[Any, Any]:
+        async with anthropic.AsyncAnthropic(base_url=tiny_server.url, api_key="none", max_retries=0) as client:
+            whole = await client.messages.create(**ASKED)
+            async with client.messages.stream(**ASKED) as stream:
+                return whole, await stream.get_final_message()
+
+    whole, streamed = asyncio.run(both())
+    assert shown(whole) == shown(streamed) == shown(ours(tiny_server))
+
+
+def test_a_conversation_is_counted_and_continued(tiny_server: Served) -> None:
+    client = client_of(tiny_server)
+    first = client.messages.create(**ASKED)
+    talk = [*ASKED["messages"], {"role": "assistant", "content": first.content}, {"role": "user", "content": "more"}]
+    system = [{"type": "text", "text": "be brief", "cache_control": {"type": "ephemeral"}}]
+    for messages in (talk, [*ASKED["messages"], {"role": "assistant", "content": "I am"}]):
+        fields = ASKED | {"messages": messages, "system": system}
+        reply = client.messages.create(**fields)
+        count = client.messages.count_tokens(model="tiny", messages=messages, system=system)
+        assert count.input_tokens == read(reply.usage)
+
+
+def test_results_of_tools_are_read(tiny_server: Served) -> None:
+    use = {"type": "tool_use", "id": "toolu_1", "name": "weather", "input": {"city": "Zürich"}}
+    result = {"type": "tool_result", "tool_use_id": "toolu_1", "content": [{"type": "text", "text": "rain"}]}
+    talk = [*ASKED["messages"], {"role": "assistant", "content": [use]}, {"role": "user", "content": [result]}]
+    client = client_of(tiny_server)
+    reply = client.messages.create(**(ASKED | {"messages": talk}))
+    assert read(reply.usage) == client.messages.count_tokens(model="tiny", messages=talk).input_tokens
+    assert read(reply.usage) > read(client.messages.create(**ASKED).usage)
+
+
+def test_stop_sequences_end_a_message(tiny_server: Served) -> None:
+    text = ours(tiny_server, max_tokens=40)["content"][0]["text"]
+    stop = next(char for char in text[2:] if char.isascii() and char.isprintable())
+    reply = client_of(tiny_server).messages.create(**(ASKED | {"max_tokens": 40, "stop_sequences": [stop]}))
+    assert (reply.stop_reason, reply.stop_sequence) == ("stop_sequence", stop)
+    assert "".join(block.text for block in reply.content) == text[: text.index(stop)]
+
+
+def test_refusals_are_the_client_s_errors(tiny_server: Served) -> None:
+    client = client_of(tiny_server)
+    with pytest.raises(anthropic.BadRequestError, match="thinking") as bad:
+        client.messages.create(**ASKED, thinking={"type": "enabled", "budget_tokens": 1024})
+    assert bad.value.type == "invalid_request_error" and "thinking.type" in bad.value.api_message
+    assert bad.value.error_code == "unsupported_field"
+    with pytest.raises(anthropic.NotFoundError, match="claude") as lost:
+        client.messages.create(**(ASKED | {"model": "claude"}))
+    assert lost.value.type == "not_found_error"
+    with pytest.raises(anthropic.BadRequestError, match="longer than the context"):
+        client.messages.create(**(ASKED | {"messages": [{"role": "user", "content": "a" * 4000}], "stream": True}))
+    with pytest.raises(anthropic.BadRequestError, match="web_search_20250305"):
+        client.messages.create(**ASKED, tools=[{"type": "web_search_20250305", "name": "web_search"}])
+
+
+def test_keys_are_those_of_the_client(tiny_directory: Path) -> None:
+    options = ("--served-model-name", "tiny", "--kv-cache-bytes", "67108864", "--num-threads", "1", "--device", "cpu")
+    with serving(tiny_directory, *options, "--api-key", "the-right-one-of-16") as server:
+        with pytest.raises(anthropic.AuthenticationError):
+            client_of(server).messages.create(**ASKED)
+        assert client_of(server, api_key="the-right-one-of-16").messages.create(**ASKED).content
+
+
+# ---- what a model wrote, without a model
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_directory: Path) -> Tokenizer:
+    return load_tokenizer(TokenizerSource(str(tiny_directory)))
+
+
+@pytest.fixture
+def call() -> Call:
+    ask = Ask(prompt=(1, 2), params=SamplingParams(), num_samples=1)
+    shape = ReplyShape()
+    return Call(
+        kind="chat",
+        id="msg_1",
+        model="tiny",
+        asks=(ask,),
+        num_samples=1,
+        num_tokens=0,
+        shape=shape,
+        dialect=MessagesReply,
+    )
+
+
+def answered(data: bytes, kind: str = "text/event-stream") -> Any:
+    """Return a client that is answered so, whatever it asks."""
+
+    def reply(request: httpx2.Request) -> httpx2.Response:
+        return httpx2.Response(200, content=data, headers={"content-type": kind})
+
+    http = httpx2.Client(transport=httpx2.MockTransport(reply))
+    return anthropic.Anthropic(base_url="http://127.0.0.1:9", api_key="none", max_retries=0, http_client=http)
+
+
+def written(
+    monkeypatch: pytest.MonkeyPatch, call: Call, tokenizer: Tokenizer, events: Iterable[Event]
+) -> tuple[dict[str, Any], bytes]:
+    """Return a whole reply and its stream, an event at a time."""
+    rows = list(events)
+    monkeypatch.setattr(
+        "nano_inference.server.messages_reply.events_of",
+        lambda one: [rows[int(one.text)]] if isinstance(one, Written) else rows,
+    )
+    drafts = drafts_of(call)
+    drafts[0].finish_reason = "stop"
+    reply = MessagesReply(call, tokenizer, 1)
+    pieces = [reply.added(drafts[0], Written(str(at), (), (), None, None), drafts) for at in range(len(rows))]
+    data = b"".join([reply.opening(drafts), *pieces, reply.closing(drafts)])
+    return MessagesReply(call, tokenizer, 1).whole(drafts), data
+
+
+def test_calls_are_put_together_as_in_the_whole_reply(
+    monkeypatch: pytest.MonkeyPatch, call: Call, tokenizer: Tokenizer
+) -> None:
+    whole, data = written(monkeypatch, call, tokenizer, CALLS)
+    with answered(data).messages.stream(**ASKED) as stream:
+        message = stream.get_final_message()
+    assert shown(message) == shown(whole)
+    assert [block.type for block in message.content] == ["text", "tool_use", "tool_use"]
+    assert message.content[1].input == {"city": "Zürich", "days": [1, 2.5, None]} and message.stop_reason == "tool_use"
+
+
+@pytest.mark.parametrize("size", [1, 7, 20, len(ARGUMENTS) - 1])
+def test_a_call_that_was_cut_off_is_the_same_either_way(
+    monkeypatch: pytest.MonkeyPatch, call: Call, tokenizer: Tokenizer, size: int
+) -> None:
+    events = (CallStart(0, "weather"), CallArguments(0, ARGUMENTS[:size]))
+    whole, data = written(monkeypatch, call, tokenizer, events)
+    with answered(data).messages.stream(**ASKED) as stream:
+        assert shown(stream.get_final_message()) == shown(whole)
+
+
+def test_a_stream_that_fails_raises(call: Call, tokenizer: Tokenizer) -> None:
+    reply = MessagesReply(call, tokenizer, 1)
+    data = reply.opening(drafts_of(call)) + reply.failed(ApiError(500, "broken"))
+    with pytest.raises(anthropic.APIStatusError, match="broken") as caught:
+        list(answered(data).messages.create(**ASKED, stream=True))
+    assert caught.value.type == "api_error"

@@ -1,0 +1,85 @@
+"""The tiny model served with further paths, whether they are among the server's own or not; what all dialects test."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+
+from nano_inference import InferenceEngine, SamplingParams
+from nano_inference.config import ServerConfig
+from nano_inference.server import app, paths
+from nano_inference.server.paths import Generating
+from nano_inference.text.fast import BYTE_OF_CHAR
+from nano_inference.types import TrainingSample
+from tests.server.tiny import Running, running
+
+JSON = dict[str, Any]
+T = TypeVar("T")
+END_TOKEN = 257
+BYTES = tuple(BYTE_OF_CHAR[char] for char in sorted(BYTE_OF_CHAR))
+"""What the tiny model's first 256 tokens write."""
+
+
+def ids(text: str) -> list[int]:
+    """The tokens of a text."""
+    return [BYTES.index(byte) for byte in text.encode()]
+
+
+def written(tokens: Sequence[int]) -> str:
+    """What tokens write, special ones left out."""
+    return bytes(BYTES[token] for token in tokens if token < 256).decode("utf-8", "replace")
+
+
+@contextmanager
+def mounted(
+    directory: Path, *routes: Generating, config: ServerConfig | None = None, **options: Any
+) -> Iterator[Running]:
+    """Serve the tiny model with these paths among the others."""
+    own = {one.path for one in routes}
+    both = (*(one for one in paths.GENERATING if one.path not in own), *routes)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(app, "GENERATING", both)
+        patch.setattr(paths, "GENERATING", both)
+        with running(directory, config, **options) as server:
+            yield server
+
+
+def engine_sample(engine: InferenceEngine, prompt: Sequence[int], **fields: Any) -> TrainingSample:
+    """Return what the engine itself gives; greedy unless said otherwise."""
+    params = SamplingParams(**{"temperature": 0.0, "max_tokens": 12, "logprobs_mode": "raw", **fields})
+    return engine.generate([list(prompt)], params)[0]
+
+
+def ended_after(server: Running, num_steps: int, ask: Callable[[], T]) -> T:
+    """Ask in a thread, have everything ended after so many steps of the engine; return the reply."""
+    engine: Any = server.opened.engine
+    tick, steps = engine.tick, []
+    reached, go_on = threading.Event(), threading.Event()
+
+    def counted() -> Any:
+        steps.append(tick())
+        if len(steps) == num_steps:
+            reached.set()
+            assert go_on.wait(60)
+        return steps[-1]
+
+    server.on_engine(lambda: setattr(engine, "tick", counted))
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            reply = pool.submit(ask)
+            assert reached.wait(60)
+            ending = asyncio.run_coroutine_threadsafe(server.bridge.end_requests(), server.loop)
+            server.on_loop(lambda: None)  # by now the thread has it in its queue
+            go_on.set()
+            assert ending.result(60) > 0
+            return reply.result(60)
+    finally:
+        go_on.set()
+        server.on_engine(lambda: setattr(engine, "tick", tick))

@@ -1,0 +1,241 @@
+"""Calls of functions over HTTP: told to the model, held to their schemas, read as they come; OpenAI's own client."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import jsonschema_rs
+import pytest
+from openai import OpenAI
+from pydantic import BaseModel, Field
+
+from nano_inference.config import ServerConfig
+from tests.server.tiny import Running, make_tiny, running
+
+CHAT = "/v1/chat/completions"
+WEATHER = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 8}, "days": {"enum": [1, 3, 7]}},
+    "required": ["city", "days"],
+}
+CLOCK = {"type": "object", "properties": {"zone": {"enum": ["utc", "local"]}}, "required": ["zone"]}
+TOOLS: list[dict[str, Any]] = [
+    {"type": "function", "function": {"name": "weather", "description": "Tell it.", "parameters": WEATHER}},
+    {"type": "function", "function": {"name": "clock", "parameters": CLOCK}},
+]
+SCHEMAS = {"weather": WEATHER, "clock": CLOCK}
+ASK: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}], "tools": TOOLS, "max_tokens": 200, "seed": 1}
+
+
+@pytest.fixture(scope="module")
+def roomy_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model with room for descriptions of functions, a byte a token."""
+    return make_tiny(tmp_path_factory.mktemp("roomy"), 4096)
+
+
+@pytest.fixture(scope="module")
+def server(roomy_directory: Path) -> Iterator[Running]:
+    with running(roomy_directory) as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def client(server: Running) -> OpenAI:
+    return OpenAI(base_url=f"{server.url}/v1", api_key="none")
+
+
+def choice_of(server: Running, **fields: Any) -> dict[str, Any]:
+    reply = server.post(CHAT, {**ASK, **fields})
+    assert reply.status_code == 200, reply.text
+    choice: dict[str, Any] = reply.json()["choices"][0]
+    return choice
+
+
+def check_calls(calls: list[dict[str, Any]]) -> None:
+    for call in calls:
+        assert call["type"] == "function" and call["id"].startswith("call_")
+        jsonschema_rs.validate(SCHEMAS[call["function"]["name"]], json.loads(call["function"]["arguments"]))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_required_call_is_made_and_fits_its_schema(server: Running, seed: int) -> None:
+    choice = choice_of(server, tool_choice="required", parallel_tool_calls=False, seed=seed)
+    assert choice["finish_reason"] == "tool_calls" and choice["message"]["content"] is None
+    assert len(choice["message"]["tool_calls"]) == 1
+    check_calls(choice["message"]["tool_calls"])
+
+
+def test_several_calls_at_once(server: Running) -> None:
+    several = [choice_of(server, tool_choice="required", seed=seed, max_tokens=350) for seed in range(8)]
+    ended = [one["message"]["tool_calls"] for one in several if one["finish_reason"] == "tool_calls"]
+    assert max(map(len, ended)) > 1
+    for calls in ended:
+        check_calls(calls)
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_a_named_function_is_called(server: Running, name: str) -> None:
+    named = {"type": "function", "function": {"name": name}}
+    for seed in range(4):
+        choice = choice_of(server, tool_choice=named, parallel_tool_calls=False, seed=seed)
+        assert [call["function"]["name"] for call in choice["message"]["tool_calls"]] == [name]
+
+
+def test_a_stream_is_the_reply_in_pieces(server: Running, client: OpenAI) -> None:
+    fields = {"tool_choice": "required", "seed": 5, "max_tokens": 350}
+    whole = choice_of(server, **fields)
+    chunks = server.events(CHAT, {**ASK, **fields, "stream": True})
+    assert chunks[-1] == "[DONE]"
+    deltas = [chunk["choices"][0] for chunk in chunks[:-1]]
+    names: dict[int, str] = {}
+    arguments: dict[int, list[str]] = {}
+    for delta in deltas:
+        assert not delta["delta"].get("content")
+        for call in delta["delta"].get("tool_calls", ()):
+            if "id" in call:
+                names[call["index"]], arguments[call["index"]] = call["function"]["name"], []
+            arguments[call["index"]].append(call["function"]["arguments"])
+    told = [(names[index], "".join(arguments[index])) for index in names]
+    calls = [(one["function"]["name"], one["function"]["arguments"]) for one in whole["message"]["tool_calls"]]
+    assert told == calls
+    assert deltas[-1]["finish_reason"] == whole["finish_reason"]
+    assert max(len(pieces) for pieces in arguments.values()) > 3, "arguments come as they are written"
+    with client.chat.completions.stream(
+        model="tiny", messages=ASK["messages"], tools=TOOLS, tool_choice="required", seed=5, max_tokens=350
+    ) as stream:
+        message = stream.get_final_completion().choices[0].message
+    assert [(c.function.name, c.function.arguments) for c in message.tool_calls or ()] == calls
+
+
+def test_what_is_not_a_call_is_text(server: Running) -> None:
+    choice = choice_of(server, max_tokens=20)
+    assert choice["finish_reason"] == "length" and "tool_calls" not in choice["message"]
+    assert isinstance(choice["message"]["content"], str)
+
+
+def test_none_tells_of_functions_and_reads_none(server: Running) -> None:
+    """TRL renders its tools here and reads the calls itself."""
+    plain = server.post("/tokenize", {"messages": ASK["messages"]}).json()["tokens"]
+    told = server.post("/tokenize", {"messages": ASK["messages"], "tools": TOOLS}).json()["tokens"]
+    assert len(told) > len(plain)
+    prompts = []
+    for choice in ("none", "auto"):
+        reply = server.post(CHAT, {**ASK, "tool_choice": choice, "return_token_ids": True, "max_tokens": 2})
+        prompts.append(reply.json()["prompt_token_ids"])
+    assert prompts == [told, told]
+
+
+def test_a_turn_of_calls_and_results_reaches_the_model(server: Running) -> None:
+    call = {"id": "call_1", "type": "function", "function": {"name": "clock", "arguments": '{"zone": "utc"}'}}
+    messages = [
+        {"role": "user", "content": "What time is it?"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "12:34"},
+    ]
+    prompt = server.post("/apply-template", {"messages": messages, "tools": TOOLS}).json()["prompt"]
+    assert (
+        '"name": "clock"' in prompt and '"zone": "utc"' in prompt and "12:34" in prompt and "<tool_response>" in prompt
+    )
+    assert server.post(CHAT, {**ASK, "messages": messages, "max_tokens": 3}).status_code == 200
+
+
+def test_the_former_fields(server: Running) -> None:
+    body = {
+        "messages": ASK["messages"],
+        "functions": [tool["function"] for tool in TOOLS],
+        "function_call": {"name": "clock"},
+        "max_tokens": 200,
+    }
+    message = server.post(CHAT, body).json()["choices"][0]["message"]
+    assert message["tool_calls"][0]["function"]["name"] == "clock"
+
+
+class City(BaseModel):
+    name: Annotated[str, Field(max_length=8)]
+    people: Annotated[int, Field(ge=0, le=999)]
+
+
+def test_parse_with_a_schema(client: OpenAI) -> None:
+    """OpenAI's `parse` sends a strict schema and validates what comes."""
+    for seed in range(4):
+        reply = client.chat.completions.parse(
+            model="tiny",
+            messages=ASK["messages"],
+            response_format=City,
+            seed=seed,
+            max_tokens=400,
+        )
+        message = reply.choices[0].message
+        assert isinstance(message.parsed, City)
+
+
+@pytest.mark.parametrize(
+    ("fields", "check"),
+    [
+        ({"response_format": {"type": "json_object"}}, lambda text: isinstance(json.loads(text), dict)),
+        ({"structured_outputs": {"regex": "[ab]{3}c"}}, lambda text: len(text) == 4 and text.endswith("c")),
+        ({"structured_outputs": {"choice": ["yes", "no"]}}, lambda text: text in ("yes", "no")),
+        ({"guided_choice": ["red", "blue"]}, lambda text: text in ("red", "blue")),
+        ({"guided_regex": "x+y"}, lambda text: set(text) == {"x", "y"}),
+        ({"guided_json": {"enum": [1, 22]}}, lambda text: text in ("1", "22")),
+        ({"structured_outputs": {"grammar": 'start: "a" "b"*'}}, lambda text: text.rstrip("b") == "a"),
+        ({"grammar": 'root ::= "x" [0-9]'}, lambda text: text[0] == "x" and text[1:].isdigit()),
+        ({"ebnf": 'root ::= "hi" | "ho"'}, lambda text: text in ("hi", "ho")),
+        ({"regex": "(ab)+"}, lambda text: text.replace("ab", "") == ""),
+        ({"json_schema": '{"type":"boolean"}'}, lambda text: text in ("true", "false")),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_every_structure_is_kept(server: Running, fields: dict[str, Any], check: Any) -> None:
+    for seed in range(3):
+        for path, body in ((CHAT, {"messages": ASK["messages"]}), ("/v1/completions", {"prompt": "x"})):
+            reply = server.post(path, {**body, **fields, "max_tokens": 300, "seed": seed})
+            assert reply.status_code == 200, reply.text
+            choice = reply.json()["choices"][0]
+            text = choice["text"] if "text" in choice else choice["message"]["content"]
+            assert choice["finish_reason"] == "length" or check(text), text
+
+
+def test_tokens_without_a_choice_are_forced(server: Running) -> None:
+    body = {"prompt": "x", "structured_outputs": {"regex": "ab[01]cd"}, "max_tokens": 20, "logprobs": 0}
+    choice = server.post("/v1/completions", {**body, "return_token_ids": True}).json()["choices"][0]
+    assert choice["mask"] == [0, 0, 1, 0, 0, 0]
+    assert [value == 0.0 for value in choice["logprobs"]["token_logprobs"]] == [True, True, False, True, True, True]
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"tools": None, "tool_choice": "required"}, "tool_choice"),
+    ({"tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
+    ({"tool_choice": "sometimes"}, "tool_choice"),
+    ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
+    ({"tools": [*TOOLS, TOOLS[0]]}, "tools.2.function.name"),
+    ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "response_format"),
+    ({"regex": "a", "grammar": 'root ::= "a"'}, "grammar"),
+    ({"response_format": {"type": "structural_tag"}}, "response_format.type"),
+    ({"structured_outputs": {"regex": "("}}, "structured_outputs.regex"),
+    ({"guided_json": {"type": "object", "properties": {"a": {"$ref": "http://x/y"}}}}, "guided_json"),
+]
+
+
+@pytest.mark.parametrize(("fields", "param"), REFUSED)
+def test_refusals(server: Running, fields: dict[str, Any], param: str) -> None:
+    for stream in (False, True):
+        reply = server.post(CHAT, {**ASK, **fields, "stream": stream})
+        error = reply.json()["error"]
+        assert reply.status_code == 400 and (error["param"] or "").startswith(param.split(".")[0]), error
+
+
+@pytest.fixture(scope="module")
+def one_at_a_time(roomy_directory: Path) -> Iterator[Running]:
+    with running(roomy_directory, ServerConfig(port=0, log_requests=False), max_batch_size=2) as one:
+        yield one
+
+
+def test_a_preempted_answer_keeps_its_structure(one_at_a_time: Running) -> None:
+    body = {**ASK, "tool_choice": "required", "n": 6, "max_tokens": 200}
+    for choice in one_at_a_time.post(CHAT, body).json()["choices"]:
+        if choice["finish_reason"] == "tool_calls":
+            check_calls(choice["message"]["tool_calls"])

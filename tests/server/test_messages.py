@@ -1,0 +1,691 @@
+"""Anthropic's Messages API: bodies to chats, refusals in its own names, replies and their streams, the routes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+
+from nano_inference.config import ServerConfig
+from nano_inference.door import Limits
+from nano_inference.server import app as app_module
+from nano_inference.server import messages_reply
+from nano_inference.server.body import parse
+from nano_inference.server.call import Draft, drafts_of
+from nano_inference.server.errors import ApiError
+from nano_inference.server.messages import chat_fields, count_tokens, in_own_names, messages_call
+from nano_inference.server.messages_body import CountTokensBody, MessagesBody
+from nano_inference.server.messages_reply import MessagesReply, arguments_of, error_body
+from nano_inference.server.model import ServedModel
+from nano_inference.server.paths import CONVERTING, GENERATING, Converting, Generating
+from nano_inference.server.writing import Written
+from nano_inference.text.chat import chat_template
+from nano_inference.text.dialogue import TemplateDialogue, load_dialogue
+from nano_inference.text.grammar import Grammars
+from nano_inference.text.tokenizer import load_tokenizer
+from nano_inference.text.tool_calls import CallArguments, CallEnd, CallStart, Content, Event
+from nano_inference.types import TokenizerSource
+from tests.server.test_replies import call_of
+from tests.server.test_writing import TOKENIZER
+from tests.server.tiny import TEMPLATE, Running, running
+
+JSON = dict[str, Any]
+HELLO = [{"role": "user", "content": "hello"}]
+CONFIG = ServerConfig()
+WEATHER = {"name": "weather", "description": "Tell it.", "input_schema": {"type": "object", "properties": {}}}
+USE = {"type": "tool_use", "id": "toolu_1", "name": "weather", "input": {"city": "Zürich", "days": [1, 2]}}
+RESULT = {"type": "tool_result", "tool_use_id": "toolu_1", "content": "rain"}
+
+
+@pytest.fixture(scope="module")
+def model(tiny_directory: Path) -> ServedModel:
+    tokenizer = load_tokenizer(TokenizerSource(str(tiny_directory)))
+    return ServedModel(
+        names=("tiny",),
+        any_name=False,
+        created=1,
+        tokenizer=tokenizer,
+        dialogue=load_dialogue(TokenizerSource(str(tiny_directory)), tokenizer),
+        grammars=Grammars(tokenizer, 260, (257,)),
+        limits=Limits(vocab_size=260, max_model_len=512, num_blocks=100, block_size=16),
+        generation=MappingProxyType({}),
+        longest_token=12,
+        max_positions=512,
+    )
+
+
+def body_of(**fields: Any) -> MessagesBody:
+    given = {"messages": HELLO, "max_tokens": 8, **fields}
+    return parse(json.dumps({name: value for name, value in given.items() if value is not ...}).encode(), MessagesBody)
+
+
+def fields_of(model: ServedModel, /, **fields: Any) -> JSON:
+    return chat_fields(body_of(**fields), model)[0]
+
+
+def refusal(model: ServedModel, /, **fields: Any) -> ApiError:
+    with pytest.raises(ApiError) as caught:
+        messages_call(body_of(**fields), model, CONFIG, "")
+    return caught.value
+
+
+def read(model: ServedModel, /, **fields: Any) -> str:
+    """Return what the model reads."""
+    call = messages_call(body_of(**fields), model, CONFIG, "")
+    return model.tokenizer.decode(call.asks[0].prompt, skip_special=False)
+
+
+# ---- bodies
+
+
+def test_a_body_becomes_a_chat_s(model: ServedModel) -> None:
+    sampling = {"temperature": 0.5, "top_p": 0.9, "top_k": 4, "stop_sequences": ["x", "yz"], "stream": True}
+    informational = {
+        "metadata": {"user_id": "u"},
+        "service_tier": "auto",
+        "cache_control": {"type": "ephemeral"},
+        "speed": "standard",
+        "mcp_servers": [],
+    }
+    call = messages_call(body_of(model="tiny", system="be brief", **sampling, **informational), model, CONFIG, "salt")
+    (ask,) = call.asks
+    assert model.tokenizer.decode(ask.prompt, skip_special=False) == (
+        "<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
+    )
+    params = ask.params
+    assert (params.max_tokens, params.temperature, params.top_p, params.top_k) == (8, 0.5, 0.9, 4)
+    assert (call.shape.stops, call.stream, ask.salt, call.num_samples) == (("x", "yz"), True, "salt", 1)
+    assert call.id.startswith("msg_") and len(call.id) == 4 + 32
+
+
+def test_more_tokens_than_the_context_has_may_be_asked_for(model: ServedModel) -> None:
+    call = messages_call(body_of(max_tokens=64_000), model, CONFIG, "")
+    assert call.num_tokens == model.limits.max_model_len, "clients have to name a number"
+
+
+def test_fields_of_a_chat_that_change_nothing_are_let_through(model: ServedModel) -> None:
+    assert "user" not in fields_of(model, user="u", stop=None, container=None, new_field=1)
+
+
+def test_blocks_and_messages_of_one_role_are_one_turn(model: ServedModel) -> None:
+    cached = {"type": "text", "text": "b", "cache_control": {"type": "ephemeral"}, "citations": None}
+    blocks = [{"type": "text", "text": "a"}, cached]
+    talk = [
+        {"role": "user", "content": blocks},
+        {"role": "user", "content": "c"},
+        {"role": "assistant", "content": [{"type": "thinking", "thinking": "hm", "signature": "s"}, *blocks[:1]]},
+        {"role": "assistant", "content": [{"type": "redacted_thinking", "data": "x"}]},
+        {"role": "system", "content": "now"},
+        {"role": "user", "content": []},
+    ]
+    fields, places = chat_fields(body_of(messages=talk, system=blocks), model)
+    assert fields["messages"] == [
+        {"role": "system", "content": "a\nb"},
+        {"role": "user", "content": "a\nb\nc"},
+        {"role": "assistant", "content": "a"},
+        {"role": "system", "content": "now"},
+        {"role": "user", "content": ""},
+    ]
+    assert places == ["system", "messages.0", "messages.2", "messages.4", "messages.5"]
+    assert "continue_final_message" not in fields
+
+
+def test_calls_and_results_take_their_places(model: ServedModel) -> None:
+    second = {**USE, "id": "toolu_2", "input": {}}
+    parts = [{"type": "text", "text": "no"}, {"type": "text", "text": "net"}]
+    failed = {"type": "tool_result", "tool_use_id": "toolu_2", "content": parts, "is_error": True}
+    talk = [
+        {"role": "user", "content": "weather?"},
+        {"role": "assistant", "content": [{"type": "text", "text": "I look."}, USE, second]},
+        {"role": "user", "content": [RESULT, failed, {"type": "text", "text": "so?"}]},
+        {"role": "assistant", "content": [{**USE, "id": "toolu_3"}]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "toolu_3"}]},
+    ]
+    fields, places = chat_fields(body_of(messages=talk), model)
+    function = {"name": "weather", "arguments": '{"city":"Zürich","days":[1,2]}'}
+    call = {"id": "toolu_1", "type": "function", "function": function}
+    empty = {"id": "toolu_2", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
+    assert fields["messages"] == [
+        {"role": "user", "content": "weather?"},
+        {"role": "assistant", "content": "I look.", "tool_calls": [call, empty]},
+        {"role": "tool", "tool_call_id": "toolu_1", "name": "weather", "content": "rain"},
+        {"role": "tool", "tool_call_id": "toolu_2", "name": "weather", "content": "Error: no\nnet"},
+        {"role": "user", "content": "so?"},
+        {"role": "assistant", "content": "", "tool_calls": [{**call, "id": "toolu_3"}]},
+        {"role": "tool", "tool_call_id": "toolu_3", "name": "weather", "content": ""},
+    ]
+    assert places == ["messages.0", "messages.1", *["messages.2"] * 3, "messages.3", "messages.4"]
+
+
+def test_a_last_message_of_the_assistant_s_is_continued(model: ServedModel) -> None:
+    talk = [*HELLO, {"role": "assistant", "content": "I am"}]
+    assert read(model, messages=talk) == "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\nI am"
+    assert read(model, messages=[*HELLO, {"role": "assistant", "content": ""}]) == read(model)
+    refused = refusal(model, messages=[*HELLO, {"role": "assistant", "content": [USE]}])
+    assert (refused.status, refused.param) == (400, "messages.1") and "tool_result" in refused.message
+
+
+def test_tools_are_functions(model: ServedModel) -> None:
+    custom = {**WEATHER, "type": "custom", "strict": True, "cache_control": None, "allowed_callers": ["direct"]}
+    tools = [custom, {"type": "calculator"}, {"name": "now", "input_schema": {"type": "object"}}]
+    assert fields_of(model, tools=tools)["tools"] == [
+        {
+            "type": "function",
+            "function": {
+                "name": "weather",
+                "parameters": WEATHER["input_schema"],
+                "description": "Tell it.",
+                "strict": True,
+            },
+        },
+        {"type": "calculator"},
+        {"type": "function", "function": {"name": "now", "parameters": {"type": "object"}}},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"type": "auto"}, {"tool_choice": "auto"}),
+        ({"type": "any"}, {"tool_choice": "required"}),
+        ({"type": "none"}, {"tool_choice": "none"}),
+        ({"type": "tool", "name": "f"}, {"tool_choice": {"type": "function", "function": {"name": "f"}}}),
+        (
+            {"type": "any", "disable_parallel_tool_use": True},
+            {"tool_choice": "required", "parallel_tool_calls": False},
+        ),
+        ({"type": "auto", "disable_parallel_tool_use": False}, {"tool_choice": "auto", "parallel_tool_calls": True}),
+    ],
+)
+def test_choices_of_tools(model: ServedModel, given: JSON, expected: JSON) -> None:
+    fields = fields_of(model, tools=[WEATHER], tool_choice=given)
+    assert {name: fields[name] for name in ("tool_choice", "parallel_tool_calls") if name in fields} == expected
+
+
+def test_a_format_is_a_response_format(model: ServedModel) -> None:
+    wanted = {"type": "json_schema", "schema": {"type": "object"}}
+    expected = {
+        "type": "json_schema",
+        "json_schema": {"name": "output", "schema": {"type": "object"}, "strict": True},
+    }
+    assert fields_of(model, output_config={"format": wanted})["response_format"] == expected
+    assert fields_of(model, output_format=wanted)["response_format"] == expected
+    assert fields_of(model, output_format=wanted, output_config={"effort": None})["response_format"] == expected
+    assert "response_format" not in fields_of(model, output_config={})
+
+
+def test_thinking_is_switched_off_where_it_can_be(model: ServedModel) -> None:
+    off = {"type": "disabled"}
+    assert "chat_template_kwargs" not in fields_of(model, thinking=off), "a template that never heard of it"
+    source = TEMPLATE + "{% if enable_thinking is defined and not enable_thinking %}<no-think>{% endif %}"
+    template = chat_template(source, where="template")
+    other = replace(model, dialogue=TemplateDialogue(template, model.tokenizer))
+    assert read(other, thinking=off).endswith("<no-think>") and not read(other).endswith("<no-think>")
+    mine = {"enable_thinking": True}
+    assert fields_of(other, thinking=off, chat_template_kwargs=mine)["chat_template_kwargs"] == mine
+
+
+# ---- refusals
+
+
+def content(*blocks: JSON, role: str = "user") -> JSON:
+    return {"messages": [{"role": role, "content": list(blocks)}]}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"max_tokens": ...}, "max_tokens"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role"),
+        ({"messages": [{"role": "user"}]}, "messages.0.content"),
+        (content({"type": "image", "source": {"type": "url", "url": "x"}}), "messages.0.content.0.type"),
+        (content({"type": "text", "text": "a"}, {"type": "document"}), "messages.0.content.1.type"),
+        (content({"type": "web_search_tool_result", "content": []}), "messages.0.content.0.type"),
+        (content({"type": "text"}), "messages.0.content.0.text"),
+        (content({"text": "x"}), "messages.0.content.0.type"),
+        (content(USE), "messages.0.content.0.type"),
+        (content(RESULT), "messages.0.content.0.tool_use_id"),
+        (content(RESULT, role="assistant"), "messages.0.content.0.type"),
+        (content(USE, USE, role="assistant"), "messages.0.content.1.id"),
+        (content(USE, role="system"), "messages.0.content.0.type"),
+        (content({"type": "thinking", "thinking": "x", "signature": "s"}), "messages.0.content.0.type"),
+        ({"system": [{"type": "image"}]}, "system.0.type"),
+        ({"stop_sequences": ["x"] * 17}, "stop_sequences"),
+        ({"stop_sequences": [""]}, "stop_sequences.0"),
+        ({"temperature": 2.5}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"top_k": -1}, "top_k"),
+        ({"cache_salt": "a/b"}, "cache_salt"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking.type"),
+        ({"thinking": {"type": "adaptive"}}, "thinking.type"),
+        ({"container": "c"}, "container"),
+        ({"mcp_servers": [{"type": "url"}]}, "mcp_servers"),
+        ({"context_management": {"edits": []}}, "context_management"),
+        ({"speed": "fast"}, "speed"),
+        ({"inference_geo": "eu"}, "inference_geo"),
+        ({"stop": ["x"]}, "stop"),
+        ({"n": 2}, "n"),
+        ({"logprobs": True}, "logprobs"),
+        ({"grammar": "x"}, "grammar"),
+        ({"output_config": {"task_budget": {}}}, "output_config.task_budget"),
+        ({"output_config": {"effort": "low"}}, "output_config.effort"),
+        ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema"),
+        (
+            {"output_format": {"type": "json_schema", "schema": {}}}
+            | {"output_config": {"format": {"type": "json_schema", "schema": {}}}},
+            "output_format",
+        ),
+        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools.0.type"),
+        ({"tools": [{"type": "calculator"}, {"type": "bash_20250124", "name": "bash"}]}, "tools.1.type"),
+        ({"tools": [{"input_schema": {}}]}, "tools.0.name"),
+        ({"tools": [{"name": "f"}]}, "tools.0.input_schema"),
+        ({"tools": [{**WEATHER, "defer_loading": True}]}, "tools.0.defer_loading"),
+        ({"tools": [{**WEATHER, "allowed_callers": ["code_execution_20250825"]}]}, "tools.0.allowed_callers"),
+        ({"tools": [{**WEATHER, "input_examples": [{}]}]}, "tools.0.input_examples"),
+        ({"tools": [WEATHER], "tool_choice": {"type": "tool"}}, "tool_choice.name"),
+        ({"tools": [WEATHER], "tool_choice": {"type": "all"}}, "tool_choice.type"),
+        ({"model": "claude"}, "model"),
+        ({"messages": [{"role": "user", "content": "x" * 600}]}, "messages"),
+        ({"chat_template_kwargs": {"tools": 1}}, "chat_template_kwargs"),
+    ],
+)
+def test_what_is_not_done_is_refused_by_name(model: ServedModel, fields: JSON, param: str) -> None:
+    error = refusal(model, **fields)
+    assert error.param == param and error.status == (404 if param == "model" else 400)
+    named = {"model": "claude"}.get(param, param.split(".")[-1])
+    assert named in error.message or "the prompt has" in error.message
+
+
+def test_a_refused_kind_of_block_is_told_with_its_name(model: ServedModel) -> None:
+    error = refusal(model, **content({"type": "image", "source": {}}))
+    assert error.code == "unsupported_field" and "'image'" in error.message
+
+
+@pytest.mark.parametrize(
+    ("param", "message", "own_param", "own_message"),
+    [
+        ("stop", "stop[1] is long", "stop_sequences", "stop_sequences[1] is long"),
+        ("tools.1.function.name", "tools.1.function.name: bad", "tools.1.name", "tools.1.name: bad"),
+        (
+            "tools.0.function.parameters.type",
+            "tools[0].function.parameters.type: no",
+            "tools.0.input_schema.type",
+            "tools.0.input_schema.type: no",
+        ),
+        ("response_format.json_schema.schema", "x", "output_config.format.schema", "x"),
+        ("response_format", "response_format and tools", "output_config.format", "output_config.format and tools"),
+        ("tool_choice.function.name", "tool_choice.function: x", "tool_choice.name", "tool_choice.name: x"),
+        ("parallel_tool_calls", "x", "tool_choice.disable_parallel_tool_use", "x"),
+        ("messages.0.content", "messages[0].content: x", "system", "system: x"),
+        ("messages.2", "messages[2].content must", "messages.5", "messages.5.content must"),
+        ("messages", "messages must stop", "messages", "messages must stop"),
+        ("messages.9", "x", "messages.9", "x"),
+        (None, "the model 'stop' is gone", None, "the model 'stop' is gone"),
+    ],
+)
+def test_refusals_of_a_chat_have_this_api_s_names(
+    param: str | None, message: str, own_param: str | None, own_message: str
+) -> None:
+    error = ApiError(503, message, param=param, code="c", headers={"retry-after": "1"}, extra={"n_ctx": 1})
+    own = in_own_names(error, ["system", "messages.0", "messages.5"])
+    assert (own.param, own.message) == (own_param, own_message)
+    assert (own.status, own.code, own.headers, own.extra) == (503, "c", {"retry-after": "1"}, {"n_ctx": 1})
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [
+        *((400, "invalid_request_error"), (401, "authentication_error"), (403, "permission_error")),
+        *((404, "not_found_error"), (405, "invalid_request_error"), (408, "timeout_error")),
+        *((413, "request_too_large"), (415, "invalid_request_error"), (429, "rate_limit_error")),
+        *((500, "api_error"), (501, "api_error"), (503, "overloaded_error")),
+    ],
+)
+def test_errors_have_anthropic_s_types(status: int, kind: str) -> None:
+    assert error_body(ApiError(status, "no")) == {
+        "type": "error",
+        "error": {"type": kind, "message": "no"},
+        "request_id": None,
+    }
+
+
+def test_an_error_tells_programs_what_it_knows() -> None:
+    told = error_body(ApiError(400, "x", param="top_k", code="c", extra={"n_ctx": 3}), "req-1")
+    assert told["error"]["details"] == {"error_code": "c", "param": "top_k", "n_ctx": 3}
+    assert told["request_id"] == "req-1"
+
+
+# ---- replies
+
+
+ARGUMENTS = '{"city": "Zürich \\n", "days": [1, 2.5, true]}'
+CALLS: tuple[Event, ...] = (
+    Content("I look"),
+    Content(" it up."),
+    CallStart(0, "weather"),
+    *(CallArguments(0, char) for char in ARGUMENTS),
+    CallEnd(0),
+    CallStart(1, "now"),
+    CallArguments(1, "{}"),
+    CallEnd(1),
+    Content("Done."),
+)
+CUT_OFF: tuple[Event, ...] = (CallStart(0, "weather"), CallArguments(0, '{"city": "Zürich", "days": [1, 2'))
+WRONG: tuple[Event, ...] = (*CUT_OFF, Content("oops"))
+NOTHING: tuple[Event, ...] = ()
+
+
+def replied(
+    monkeypatch: pytest.MonkeyPatch,
+    events: Sequence[Event],
+    size: int,
+    reason: str = "stop",
+    stop: Any = None,
+    one_call: bool = False,
+    **fields: Any,
+) -> tuple[JSON, bytes]:
+    """Return the whole reply and the stream of what a model wrote; so many events come at once."""
+    rows = [list(events[at : at + size]) for at in range(0, len(events), size)]
+    monkeypatch.setattr(
+        messages_reply, "events_of", lambda one: rows[int(one.text)] if isinstance(one, Written) else list(events)
+    )
+    call = replace(call_of("chat", **fields), id="msg_1")
+    drafts: list[Draft] = drafts_of(call)
+    stream = MessagesReply(call, TOKENIZER, 1, one_call=one_call)
+    data = stream.opening(drafts)
+    for number in range(len(rows)):
+        data += stream.added(drafts[0], Written(str(number), (), (), None, None), drafts)
+    drafts[0].token_ids, drafts[0].finish_reason, drafts[0].stop_reason = [1, 2, 3], reason, stop
+    data += stream.closing(drafts)
+    return MessagesReply(call, TOKENIZER, 1, one_call=one_call).whole(drafts), data
+
+
+def named_events(data: bytes) -> list[JSON]:
+    """Return a stream's events; each is named as its type."""
+    events: list[JSON] = []
+    for block in data.decode().removesuffix("\n\n").split("\n\n"):
+        head, line = block.split("\n")
+        events.append(json.loads(line.removeprefix("data: ")))
+        assert head == f"event: {events[-1]['type']}"
+    return events
+
+
+def gathered(events: Sequence[JSON]) -> JSON:
+    """Put a stream together as a client does, checking its order."""
+    assert [event["type"] for event in (events[0], *events[-2:])] == ["message_start", "message_delta", "message_stop"]
+    message: JSON = events[0]["message"]
+    assert message["content"] == [] and message["stop_reason"] is None
+    texts: list[str] = []
+    is_open = False
+    for event in events[1:-2]:
+        assert event["index"] == len(message["content"]) - (event["type"] != "content_block_start")
+        assert is_open == (event["type"] != "content_block_start"), "one block at a time"
+        is_open = event["type"] != "content_block_stop"
+        if event["type"] == "content_block_start":
+            message["content"].append(event["content_block"])
+            texts.append("")
+        elif event["type"] == "content_block_delta":
+            texts[-1] += event["delta"].get("text", "") + event["delta"].get("partial_json", "")
+    assert not is_open
+    for block, text in zip(message["content"], texts, strict=True):
+        if block["type"] == "text":
+            block["text"] = text
+        else:
+            block["input"] = arguments_of(text)
+    ending = {name: value for name, value in events[-2].items() if name not in ("type", "delta")}
+    return message | events[-2]["delta"] | ending
+
+
+@pytest.mark.parametrize("events", [CALLS, CUT_OFF, WRONG, NOTHING, (Content("hi"),)])
+@pytest.mark.parametrize("size", [1, 3, 100])
+@pytest.mark.parametrize("shown", [False, True])
+def test_a_stream_is_the_whole_reply_in_pieces(
+    monkeypatch: pytest.MonkeyPatch, events: Sequence[Event], size: int, shown: bool
+) -> None:
+    whole, data = replied(monkeypatch, events, size, token_ids=shown)
+    assert gathered(named_events(data)) == whole
+    assert ("token_ids" in whole, "prompt_token_ids" in whole) == (shown, shown)
+
+
+def test_a_whole_reply(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, _ = replied(monkeypatch, CALLS, 1)
+    city = {"city": "Zürich \n", "days": [1, 2.5, True]}
+    assert whole == {
+        "id": "msg_1",
+        "type": "message",
+        "role": "assistant",
+        "model": "m",
+        "content": [
+            {"type": "text", "text": "I look it up."},
+            {"type": "tool_use", "id": "toolu_1_0", "name": "weather", "input": city},
+            {"type": "tool_use", "id": "toolu_1_1", "name": "now", "input": {}},
+            {"type": "text", "text": "Done."},
+        ],
+        "stop_reason": "tool_use",
+        "stop_sequence": None,
+        "usage": {
+            "input_tokens": 2,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": 0,
+            "output_tokens": 3,
+        },
+    }
+
+
+def test_only_one_call_is_told_of_when_more_are_not_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, data = replied(monkeypatch, CALLS, 2, one_call=True)
+    assert [block["type"] for block in whole["content"]] == ["text", "tool_use", "text"]
+    assert gathered(named_events(data)) == whole
+
+
+def vars_of(call: Any) -> Any:
+    """Return what a call's dialect was given besides the call."""
+    return call.dialect.keywords
+
+
+def test_one_call_is_wanted_when_parallel_ones_are_forbidden(
+    model: ServedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call = messages_call(body_of(), model, CONFIG, "")
+    assert vars_of(call) == {"one_call": False}
+    monkeypatch.setattr("nano_inference.server.messages.chat_call", lambda *_: call)
+    choice = {"type": "auto", "disable_parallel_tool_use": True}
+    call = messages_call(body_of(tools=[WEATHER], tool_choice=choice), model, CONFIG, "")
+    assert vars_of(call) == {"one_call": True}
+
+
+@pytest.mark.parametrize(
+    ("events", "reason", "stop", "expected"),
+    [
+        (CALLS, "stop", None, ("tool_use", None)),
+        (CALLS, "stop", 7, ("tool_use", None)),
+        (CALLS, "length", None, ("max_tokens", None)),
+        (CUT_OFF, "length", None, ("max_tokens", None)),
+        (WRONG, "stop", None, ("end_turn", None)),
+        (NOTHING, "stop", "no", ("stop_sequence", "no")),
+        (CALLS, "stop", "no", ("stop_sequence", "no")),
+        (NOTHING, "stop", "</tool_call>", ("end_turn", None)),
+        (NOTHING, "length", "timeout", ("max_tokens", None)),
+        (NOTHING, "abort", None, ("max_tokens", None)),
+    ],
+)
+def test_why_a_message_ended(
+    monkeypatch: pytest.MonkeyPatch, events: Sequence[Event], reason: str, stop: Any, expected: Any
+) -> None:
+    whole, data = replied(monkeypatch, events, 1, reason, stop, stops=("no",))
+    assert (whole["stop_reason"], whole["stop_sequence"]) == expected
+    assert gathered(named_events(data)) == whole
+
+
+@pytest.mark.parametrize("size", range(1, len(ARGUMENTS)))
+def test_arguments_that_were_cut_off_are_there_as_far_as_they_go(size: int) -> None:
+    value = arguments_of(ARGUMENTS[:size])
+    assert "raw_arguments" not in value and set(value) <= {"city", "days"}
+
+
+@pytest.mark.parametrize("text", ['{"a": "\\ud800"}', '{"a": 1e999}', "[1]", '{"a": }'])
+def test_arguments_that_json_cannot_tell_again_stay_text(text: str) -> None:
+    assert arguments_of(text) == {"raw_arguments": text}
+
+
+def test_a_stream_that_fails_ends_with_an_error(model: ServedModel) -> None:
+    reply = MessagesReply(call_of("chat"), TOKENIZER, 1)
+    assert named_events(reply.failed(ApiError(500, "broken"))) == [error_body(ApiError(500, "broken"))]
+
+
+# ---- counting
+
+
+TALKS: tuple[JSON, ...] = (
+    {},
+    {"system": "be brief", "messages": [*HELLO, {"role": "assistant", "content": "I am"}]},
+    {
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+            {"role": "assistant", "content": [USE]},
+            {"role": "user", "content": [RESULT]},
+        ]
+    },
+)
+
+
+@pytest.mark.parametrize("talk", TALKS)
+def test_what_is_counted_is_what_the_model_reads(model: ServedModel, talk: JSON) -> None:
+    body = body_of(**talk)
+    call = messages_call(body, model, CONFIG, "")
+    bare = CountTokensBody(**json.loads(json.dumps({"messages": HELLO, **talk})))
+    assert count_tokens(bare, model) == {"input_tokens": len(call.asks[0].prompt)} == count_tokens(body, model)
+
+
+def test_more_than_the_context_can_be_counted(model: ServedModel) -> None:
+    long = CountTokensBody.model_validate({"messages": [{"role": "user", "content": "x" * 50_000}]})
+    short = CountTokensBody.model_validate({"messages": [{"role": "user", "content": ""}]})
+    assert count_tokens(long, model)["input_tokens"] == 50_000 + count_tokens(short, model)["input_tokens"]
+    with pytest.raises(ApiError) as caught:
+        count_tokens(CountTokensBody.model_validate({"messages": HELLO, "model": "claude"}), model)
+    assert caught.value.status == 404
+
+
+# ---- over HTTP
+
+
+def mounted(patch: pytest.MonkeyPatch) -> None:
+    """Put the routes where they are, unless the application has them."""
+    if any(one.path == "/v1/messages" for one in GENERATING):
+        return
+    made = Generating(
+        path="/v1/messages", body=MessagesBody, to_call=messages_call, summary="Answer.", error_body=error_body
+    )
+    counted = Converting(
+        path="/v1/messages/count_tokens",
+        body=CountTokensBody,
+        work=count_tokens,
+        summary="Count.",
+        error_body=error_body,
+    )
+    patch.setattr(app_module, "GENERATING", (*GENERATING, made))
+    patch.setattr(app_module, "CONVERTING", (*CONVERTING, counted))
+    patch.setattr(app_module, "error_bodies", lambda: {made.path: error_body, counted.path: error_body})
+
+
+@pytest.fixture(scope="module")
+def server(tiny_directory: Path) -> Iterator[Running]:
+    with pytest.MonkeyPatch.context() as patch:
+        mounted(patch)
+        with running(tiny_directory) as one:
+            yield one
+
+
+def ask(server: Running, **fields: Any) -> JSON:
+    response = server.post("/v1/messages", {"messages": HELLO, "max_tokens": 12, "temperature": 0, **fields})
+    assert response.status_code == 200, response.text
+    reply: JSON = response.json()
+    return reply
+
+
+def stream(server: Running, **fields: Any) -> list[JSON]:
+    body = {"messages": HELLO, "max_tokens": 12, "temperature": 0, "stream": True, **fields}
+    response = server.post("/v1/messages", body)
+    assert response.headers["content-type"].startswith("text/event-stream")
+    return named_events(response.content)
+
+
+def total(usage: JSON) -> int:
+    """Return the tokens that were read, wherever they came from."""
+    return int(usage["input_tokens"] + usage["cache_read_input_tokens"] + usage["cache_creation_input_tokens"])
+
+
+@pytest.mark.parametrize("talk", TALKS)
+def test_the_routes_agree_with_a_chat_and_with_each_other(server: Running, talk: JSON) -> None:
+    ask(server, **talk)  # from here on the prompt is in the cache
+    whole, events = ask(server, **talk), stream(server, **talk)
+    assert events[0]["message"]["usage"]["output_tokens"] == 0
+    streamed = gathered(events)
+    assert streamed | {"id": whole["id"]} == whole
+    count = server.post("/v1/messages/count_tokens", {"messages": HELLO, **talk}).json()["input_tokens"]
+    assert count == total(whole["usage"]) == total(events[0]["message"]["usage"])
+    assert whole["usage"]["output_tokens"] == 12 and whole["stop_reason"] == "max_tokens"
+    if not talk:
+        chat = server.post("/v1/chat/completions", {"messages": HELLO, "max_tokens": 12, "temperature": 0}).json()
+        assert whole["content"] == [{"type": "text", "text": chat["choices"][0]["message"]["content"]}]
+
+
+def test_cached_tokens_are_counted_apart(server: Running) -> None:
+    text = "a text that is longer than a block of the cache, and not in it yet. " * 2
+    first, second = (ask(server, messages=[{"role": "user", "content": text}])["usage"] for _ in range(2))
+    assert first["cache_read_input_tokens"] + 100 < second["cache_read_input_tokens"]
+    assert total(first) == total(second)
+
+
+def test_a_prefill_is_gone_on_with(server: Running) -> None:
+    talk = [*HELLO, {"role": "assistant", "content": "I am"}]
+    goes_on = {"continue_final_message": True, "add_generation_prompt": False}
+    chat = {"messages": talk, "max_tokens": 12, "temperature": 0, **goes_on}
+    expected = server.post("/v1/chat/completions", chat).json()["choices"][0]["message"]["content"]
+    assert ask(server, messages=talk)["content"] == [{"type": "text", "text": expected}] != ask(server)["content"]
+
+
+def test_a_stop_sequence_ends_the_message(server: Running) -> None:
+    whole = ask(server, max_tokens=40)["content"][0]["text"]
+    stop = next(char for char in whole[2:] if char.isascii() and char.isprintable())
+    ended = ask(server, max_tokens=40, stop_sequences=["never there", stop])
+    assert (ended["stop_reason"], ended["stop_sequence"]) == ("stop_sequence", stop)
+    assert "".join(block["text"] for block in ended["content"]) == whole[: whole.index(stop)]
+    streamed = gathered(stream(server, max_tokens=40, stop_sequences=["never there", stop]))
+    assert (streamed["stop_reason"], streamed["stop_sequence"]) == ("stop_sequence", stop)
+
+
+def test_token_ids_come_when_they_are_asked_for(server: Running) -> None:
+    whole = ask(server, return_token_ids=True)
+    assert len(whole["token_ids"]) == whole["usage"]["output_tokens"] and set(whole["mask"]) == {1}
+    assert len(whole["prompt_token_ids"]) == total(whole["usage"]) and whole["weight_versions"][0]["number"] == 0
+    assert not {"token_ids", "weight_versions"} & ask(server).keys()
+
+
+def test_trainers_are_told_of_the_weights(tiny_directory: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        mounted(patch)
+        with running(tiny_directory, ServerConfig(port=0, log_requests=False, enable_rl=True)) as one:
+            versions = [{"version": "0", "start": 0, "end": 12, "number": 0}]
+            assert ask(one)["weight_versions"] == versions
+            assert stream(one)[-2]["weight_versions"] == versions
+
+
+def test_errors_come_in_anthropic_s_form(server: Running) -> None:
+    bad = server.post("/v1/messages", {"messages": HELLO})
+    assert bad.status_code == 400 and bad.json()["error"]["message"].startswith("max_tokens: field required")
+    lost = server.post("/v1/messages/count_tokens", {"messages": HELLO, "model": "claude"})
+    assert lost.status_code == 404 and lost.json()["error"]["type"] == "not_found_error"
+    assert server.post("/v1/messages", [1]).json()["type"] == "error"
+
+
+def test_a_stream_is_refused_before_it_begins(server: Running) -> None:
+    refused = server.post("/v1/messages", {"messages": HELLO, "max_tokens": 4, "stream": True, "top_k": -3})
+    assert refused.status_code == 400 and refused.json()["error"]["details"]["param"] == "top_k"

@@ -1,0 +1,719 @@
+"""The Responses API with OpenAI's own client: what it sends, what it gathers, in which order, what is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Literal
+
+import httpx2
+import openai
+import pydantic
+import pytest
+from openai.types.responses import Response, ResponseStreamEvent
+
+from nano_inference.config import ServerConfig
+from nano_inference.server import app, responses, responses_stream
+from nano_inference.server.body import parse
+from nano_inference.server.call import Call, Draft, drafts_of
+from nano_inference.server.errors import ApiError
+from nano_inference.server.paths import GENERATING, Generating
+from nano_inference.server.responses import LOGPROBS, ResponsesBody, responses_call
+from nano_inference.server.responses_stream import Asked, ResponsesReply
+from nano_inference.server.schema import ChatBody
+from nano_inference.server.writing import Written
+from nano_inference.text.dialogue import Part
+from nano_inference.text.tool_calls import CallArguments, CallEnd, CallStart, Content, Event
+from tests.server.test_openai_client import ENDLESS, LETTERS, PATIENCE, client_of, gated, wait_until
+from tests.server.test_replies import A, B, call_of, delta
+from tests.server.test_writing import TOKENIZER, sample_of
+from tests.server.tiny import Running, make_tiny, running
+
+PATH = "/v1/responses"
+ROUTE = Generating(path=PATH, body=ResponsesBody, to_call=responses_call, summary="Answer items.")
+EVENT: pydantic.TypeAdapter[Any] = pydantic.TypeAdapter(ResponseStreamEvent)
+WEATHER = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+TOOL: Mapping[str, Any] = MappingProxyType(
+    {"type": "function", "name": "weather", "description": "Tells it.", "parameters": WEATHER, "strict": True}
+)
+JSON = dict[str, Any]
+
+
+@contextmanager
+def mounted(directory: Path, **config: Any) -> Iterator[Running]:
+    """Serve the tiny model with the path, whether it is among the routes or not."""
+    others = tuple(one for one in GENERATING if one.path != PATH)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(app, "GENERATING", (*others, ROUTE))
+        with running(directory, ServerConfig(port=0, log_requests=False, **config)) as one:
+            yield one
+
+
+@pytest.fixture(scope="module")
+def server(tiny_directory: Path) -> Iterator[Running]:
+    with mounted(tiny_directory) as one:
+        yield one
+
+
+@pytest.fixture
+def client(server: Running) -> Iterator[openai.OpenAI]:
+    with client_of(server) as one:
+        yield one
+
+
+def named_events(data: bytes) -> list[JSON]:
+    """Return the events of a stream: named after their types, numbered, as the client's types want them."""
+    events = []
+    for number, block in enumerate(data.decode().removesuffix("\n\n").split("\n\n")):
+        name, line = block.split("\n")
+        event = json.loads(line.removeprefix("data: "))
+        assert (name, event["sequence_number"]) == (f"event: {event['type']}", number)
+        EVENT.validate_python(event)
+        events.append(event)
+    return events
+
+
+def told(server: Running, **body: Any) -> list[JSON]:
+    """POST for a stream and return its events."""
+    reply = server.post(PATH, {**body, "stream": True})
+    assert reply.status_code == 200, reply.text
+    assert reply.headers["content-type"].startswith("text/event-stream")
+    return named_events(reply.content)
+
+
+def without_ids(response: JSON) -> JSON:
+    """Return a response without what is different each time."""
+    gone = ("id", "call_id", "item_id")
+    output = [{name: value for name, value in item.items() if name not in gone} for item in response["output"]]
+    return {**response, "id": None, "created_at": None, "usage": None, "output": output}
+
+
+# ---- replies without an engine --------------------------------------------------------------------------------------
+
+
+def script(*said: Event) -> tuple[Event, ...]:
+    return said
+
+
+CALL = script(CallStart(0, "weather"), CallArguments(0, '{"city": '), CallArguments(0, '"Rome"}'), CallEnd(0))
+SECOND = script(CallStart(1, "weather"), CallArguments(1, '{"city": "Oslo"}'), CallEnd(1))
+BROKEN = script(CallStart(0, "weather"), CallArguments(0, '{"ci'), Content("ty no"))
+SCRIPTS: Mapping[str, tuple[Event, ...]] = MappingProxyType(
+    {
+        "text": script(Content("He"), Content("llo"), Content(" there")),
+        "nothing": (),
+        "call": CALL,
+        "text and calls": script(Content("Well"), *CALL, *SECOND),
+        "call and text": script(*CALL, Content("that"), Content(" was it")),
+        "broken call": BROKEN,
+        "unfinished call": BROKEN[:2],
+    }
+)
+
+
+@dataclass
+class Acted:
+    """A reply whose sample said what a script says, one event a delta."""
+
+    said: Sequence[Event]
+    reason: Any = "stop"
+    shape: Mapping[str, Any] = field(default_factory=dict)
+
+    def call(self) -> Call:
+        return call_of("chat", **self.shape)
+
+    def reply(self, call: Call) -> ResponsesReply:
+        echo = {"parallel_tool_calls": True, "tool_choice": "auto", "tools": [], "temperature": 1.0, "top_p": 1.0}
+        return ResponsesReply(Asked(echo=echo, stem="0" * 32), call, TOKENIZER, 7)
+
+    def ended(self, call: Call) -> Draft:
+        """The draft at its end: a token for each event."""
+        (draft,) = drafts_of(call)
+        tokens = [A] * max(len(self.said), 1)
+        draft.take(delta(tokens, sample=sample_of(tokens, self.reason, None)), call.shape, TOKENIZER)
+        return draft
+
+    def whole(self) -> JSON:
+        call = self.call()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(responses_stream, "said_in", lambda draft: self.said)
+            return self.reply(call).whole([replace(self.ended(call), entries=[])])
+
+    def stream(self, *, until_error: ApiError | None = None) -> bytes:
+        call = self.call()
+        draft, reply = self.ended(call), self.reply(call)
+        data = reply.opening([draft])
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(responses_stream, "said_of", lambda written: (self.said[int(written.text)],))
+            for number in range(len(self.said)):
+                data += reply.added(draft, Written(str(number), (A,), (), None, None), [draft])
+        return data + (reply.failed(until_error) if until_error else reply.closing([draft]))
+
+
+def names(events: Sequence[JSON]) -> list[str]:
+    return [event["type"].removeprefix("response.") for event in events]
+
+
+def client_for(data: bytes, kind: str = "text/event-stream") -> openai.OpenAI:
+    """Return the official client before a server that always says the same."""
+    transport = httpx2.MockTransport(lambda _: httpx2.Response(200, content=data, headers={"content-type": kind}))
+    return openai.OpenAI(api_key="none", base_url="http://127.0.0.1/v1", http_client=httpx2.Client(transport=transport))
+
+
+@pytest.mark.parametrize("reason", ["stop", "length", "abort"])
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_stream_ends_with_the_whole_reply(name: str, reason: str) -> None:
+    acted = Acted(SCRIPTS[name], reason)
+    whole = acted.whole()
+    Response.model_validate(whole)
+    events = named_events(acted.stream())
+    assert events[-1]["response"] == whole
+    assert whole["status"] == {"stop": "completed", "length": "incomplete", "abort": "cancelled"}[reason]
+    assert names(events)[-1] == ("completed" if reason == "stop" else "incomplete")
+    dones = [event["item"] for event in events if event["type"] == "response.output_item.done"]
+    assert dones == whole["output"] and dones
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_the_pieces_of_a_stream_make_its_items(name: str) -> None:
+    events = named_events(Acted(SCRIPTS[name]).stream())
+    response = events[-1]["response"]
+    for index, item in enumerate(response["output"]):
+        own = [event for event in events if event.get("output_index") == index]
+        pieces = "".join(event["delta"] for event in own if event["type"].endswith(".delta"))
+        assert {event["item_id"] for event in own if "item_id" in event} == {item["id"]}
+        assert pieces == (item["arguments"] if item["type"] == "function_call" else item["content"][0]["text"])
+        assert own[0]["type"] == "response.output_item.added" and own[-1]["type"] == "response.output_item.done"
+        dones = [event.get("arguments", event.get("text")) for event in own if event["type"].endswith("s.done")]
+        dones += [event["text"] for event in own if event["type"] == "response.output_text.done"]
+        assert dones == [pieces]
+    ids = [item["id"] for item in response["output"]]
+    assert len(set(ids)) == len(ids)
+
+
+def test_the_order_of_events() -> None:
+    events = named_events(Acted(SCRIPTS["text and calls"]).stream())
+    call = ["output_item.added", "function_call_arguments.delta"]
+    end = ["function_call_arguments.done", "output_item.done"]
+    assert names(events) == [
+        *("created", "in_progress", "output_item.added", "content_part.added", "output_text.delta"),
+        *("output_text.done", "content_part.done", "output_item.done"),
+        *(*call, "function_call_arguments.delta", *end),
+        *(*call, *end, "completed"),
+    ]
+    assert [event["output_index"] for event in events[2:-1]] == [0] * 6 + [1] * 5 + [2] * 4
+    assert events[0]["response"]["status"] == "in_progress" and events[0]["response"]["usage"] is None
+    assert events[2]["item"]["content"] == [] and events[2]["item"]["status"] == "in_progress"
+    assert events[3]["part"]["text"] == "" and events[8]["item"]["arguments"] == ""
+
+
+def test_the_status_of_items() -> None:
+    def statuses(name: str, reason: str) -> list[str]:
+        return [item["status"] for item in Acted(SCRIPTS[name], reason).whole()["output"]]
+
+    assert statuses("text and calls", "length") == ["completed"] * 3
+    assert statuses("text", "length") == statuses("text", "abort") == ["incomplete"]
+    assert statuses("nothing", "stop") == ["completed"]
+    assert statuses("call and text", "length") == ["completed", "incomplete"]
+    assert statuses("broken call", "stop") == ["incomplete", "completed"]
+    assert statuses("unfinished call", "length") == ["incomplete"]
+
+
+def test_the_last_item_tells_of_the_tokens() -> None:
+    shape = {"token_ids": True, "versions": True}
+    for name in SCRIPTS:
+        acted = Acted(SCRIPTS[name], shape=shape)
+        whole = acted.whole()
+        *others, last = whole["output"]
+        count = max(len(SCRIPTS[name]), 1)
+        assert (last["token_ids"], last["mask"]) == ([A] * count, [1] * count)
+        assert last["weight_versions"] == [{"version": "0", "start": 0, "end": count, "number": 0}]
+        assert not any({"token_ids", "mask", "weight_versions"} & item.keys() for item in others)
+        assert whole["prompt_token_ids"] == [A, B]
+        assert named_events(acted.stream())[-1]["response"] == whole
+    assert "prompt_token_ids" not in Acted(CALL).whole() and "token_ids" not in Acted(CALL).whole()["output"][0]
+
+
+def test_the_client_gathers_text_and_calls() -> None:
+    acted = Acted(SCRIPTS["text and calls"])
+    tools: Any = [TOOL]
+    with client_for(acted.stream()) as client, client.responses.stream(model="m", input="x", tools=tools) as stream:
+        arguments = [event.snapshot for event in stream if event.type == "response.function_call_arguments.delta"]
+        final = stream.get_final_response()
+    assert arguments == ['{"city": ', '{"city": "Rome"}', '{"city": "Oslo"}']
+    calls = [item for item in final.output if item.type == "function_call"]
+    assert [call.parsed_arguments for call in calls] == [{"city": "Rome"}, {"city": "Oslo"}]
+    assert len({call.call_id for call in calls}) == 2 and all(call.call_id.startswith("call_") for call in calls)
+    assert final.output_text == "Well"
+
+
+class Answer(pydantic.BaseModel):
+    city: str
+
+
+def test_the_client_parses_a_model() -> None:
+    acted = Acted([Content('{"city": '), Content('"Rome"}')])
+    with client_for(json.dumps(acted.whole()).encode(), "application/json") as client:
+        assert client.responses.parse(model="m", input="x", text_format=Answer).output_parsed == Answer(city="Rome")
+    asked: Any = {"model": "m", "input": "x", "text_format": Answer}
+    with client_for(acted.stream()) as client, client.responses.stream(**asked) as stream:
+        assert stream.get_final_response().output_parsed == Answer(city="Rome")
+
+
+@pytest.mark.parametrize(("status", "code"), [(500, "server_error"), (503, "server_error"), (400, "invalid_prompt")])
+@pytest.mark.parametrize("name", ["text", "call", "nothing"])
+def test_a_stream_that_fails(name: str, status: int, code: str) -> None:
+    data = Acted(SCRIPTS[name]).stream(until_error=ApiError(status, "it broke", param="seed"))
+    *_, last = events = named_events(data)
+    assert last["type"] == "response.failed" and "completed" not in names(events)
+    response = last["response"]
+    assert response["status"] == "failed"
+    assert (response["error"]["code"], response["error"]["message"]) == (code, "it broke")
+    assert response["error"]["param"] == "seed"
+    assert len(response["output"]) == (0 if name == "nothing" else 1)
+    with client_for(data) as client:
+        *_, seen = client.responses.create(model="m", input="x", stream=True)
+    assert seen.type == "response.failed" and seen.response.error is not None
+    assert seen.response.error.message == "it broke"
+
+
+# ---- bodies to chats ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def chats(monkeypatch: pytest.MonkeyPatch) -> list[ChatBody]:
+    """The chats that bodies became."""
+    seen: list[ChatBody] = []
+
+    def note(body: ChatBody, *_: Any) -> Call:
+        seen.append(body)
+        return call_of("chat")
+
+    monkeypatch.setattr(responses, "chat_call", note)
+    return seen
+
+
+def called(body: JSON) -> Call:
+    """Return the call of a body; the model and the configuration are nobody's business before a chat is made of it."""
+    nothing: Any = None
+    return responses_call(parse(json.dumps(body).encode(), ResponsesBody), nothing, nothing, "")
+
+
+def chat_of(chats: list[ChatBody], **body: Any) -> JSON:
+    called({"input": "x", **body})
+    return chats.pop().model_dump(by_alias=True, exclude_none=True)
+
+
+ITEM_CALL = {"type": "function_call", "call_id": "call_1", "name": "weather", "arguments": '{"city": "Rome"}'}
+ITEM_RESULT = {"type": "function_call_output", "call_id": "call_1", "output": "sunny"}
+CHAT_CALL = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
+USER = {"role": "user", "content": "x"}
+
+
+def test_a_conversation_becomes_messages(chats: list[ChatBody]) -> None:
+    assert chat_of(chats, instructions="Be kind.")["messages"] == [{"role": "system", "content": "Be kind."}, USER]
+    items: list[JSON] = [
+        {"role": "developer", "content": "Be short."},
+        {"type": "message", **USER},
+        {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "?"}]},
+        {"type": "message", "role": "assistant", "id": "msg_1", "status": "completed", "content": [
+            {"type": "output_text", "text": "One moment.", "annotations": [], "logprobs": []}]},
+        ITEM_CALL,
+        {**ITEM_CALL, "call_id": "call_2"},
+        ITEM_RESULT,
+        {**ITEM_RESULT, "call_id": "call_2", "output": [{"type": "input_text", "text": "rain"}]},
+        {"role": "user", "content": [{"type": "input_text", "text": "and?"}]},
+        ITEM_CALL,
+        ITEM_RESULT,
+    ]  # fmt: skip
+    assert chat_of(chats, input=items)["messages"] == [
+        {"role": "developer", "content": "Be short."},
+        USER,
+        {"role": "assistant", "content": [{"type": "text", "text": "One moment."}],
+         "tool_calls": [CHAT_CALL, {**CHAT_CALL, "id": "call_2"}]},
+        {"role": "tool", "content": "sunny", "tool_call_id": "call_1"},
+        {"role": "tool", "content": [{"type": "text", "text": "rain"}], "tool_call_id": "call_2"},
+        {"role": "user", "content": [{"type": "text", "text": "and?"}]},
+        {"role": "assistant", "content": "", "tool_calls": [CHAT_CALL]},
+        {"role": "tool", "content": "sunny", "tool_call_id": "call_1"},
+    ]  # fmt: skip
+
+
+def test_an_answer_of_this_server_is_input_of_the_next_turn(chats: list[ChatBody]) -> None:
+    output = Acted(SCRIPTS["text and calls"], shape={"token_ids": True}).whole()["output"]
+    results = [{"type": "function_call_output", "call_id": one["call_id"], "output": "ok"} for one in output[1:]]
+    _, assistant, *tools = chat_of(chats, input=[USER, *output, *results])["messages"]
+    assert [call["function"]["arguments"] for call in assistant["tool_calls"]] == [
+        '{"city": "Rome"}',
+        '{"city": "Oslo"}',
+    ]
+    assert [call["id"] for call in assistant["tool_calls"]] == [tool["tool_call_id"] for tool in tools]
+    assert assistant["content"] == [{"type": "text", "text": "Well"}]
+
+
+def test_what_a_calculator_did_stays_parts_of_the_message(chats: list[ChatBody]) -> None:
+    acted = Acted(())
+    call = acted.call()
+    draft, reply = acted.ended(call), acted.reply(call)
+    parts = (Part("text", "It is "), Part("python", "1+"), Part("python", "1"), Part("python_output", "2"))
+    text = "It is [1+1 → 2] "
+    written = Written(text, (A,), (), None, None, parts, events=(Content(text),))
+    data = reply.added(draft, written, [draft])
+    (item,) = named_events(data + reply.closing([draft]))[-1]["response"]["output"]
+    assert item["content"][0]["text"] == "It is [1+1 → 2] "
+    assert item["parts"] == [
+        {"type": "text", "text": "It is "},
+        {"type": "python", "text": "1+1"},
+        {"type": "python_output", "text": "2"},
+    ]
+    _, message = chat_of(chats, input=[USER, item])["messages"]
+    assert message["parts"] == item["parts"]
+
+
+def test_fields_become_a_chats(chats: list[ChatBody]) -> None:
+    function = {"name": "weather", "description": "Tells it.", "parameters": WEATHER, "strict": True}
+    for given, chat in (
+        ({"max_output_tokens": 5}, {"max_completion_tokens": 5}),
+        ({"include": [LOGPROBS]}, {"logprobs": True}),
+        ({"include": [LOGPROBS], "top_logprobs": 2}, {"logprobs": True, "top_logprobs": 2}),
+        ({"reasoning": {"effort": "low", "summary": None}}, {"reasoning_effort": "low"}),
+        ({"tools": [dict(TOOL)]}, {"tools": [{"type": "function", "function": function}]}),
+        ({"tools": [{"type": "calculator"}]}, {"tools": [{"type": "calculator"}]}),
+        ({"tools": [], "include": [], "top_logprobs": 0}, {}),
+        ({"tool_choice": "required"}, {"tool_choice": "required"}),
+        ({"tool_choice": {"type": "function", "name": "f"}},
+         {"tool_choice": {"type": "function", "function": {"name": "f"}}}),
+        ({"parallel_tool_calls": False}, {"parallel_tool_calls": False}),
+        ({"text": {"format": {"type": "text"}, "verbosity": "low"}}, {"response_format": {"type": "text"}}),
+        ({"text": {"format": {"type": "json_object"}}}, {"response_format": {"type": "json_object"}}),
+        ({"text": {"format": {"type": "json_schema", "name": "n", "schema": WEATHER, "strict": True}}},
+         {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": WEATHER, "strict": True}}}),
+        ({"truncation": "disabled", "background": False, "previous_response_id": None, "max_tool_calls": None}, {}),
+    ):  # fmt: skip
+        expected = {"messages": [USER], **chat}
+        assert chat_of(chats, **given) == expected
+    same = {
+        "temperature": 0.5,
+        "top_p": 0.5,
+        "top_k": 3,
+        "min_p": 0.1,
+        "seed": 7,
+        "stop": ["a"],
+        "logit_bias": {"5": 1.0},
+    }
+    same |= {"return_token_ids": True, "stream": True, "request_id": "r1", "chat_template_kwargs": {"a": 1}}
+    assert chat_of(chats, **same, stream_options={"include_obfuscation": False}) == {
+        "messages": [USER], **same, "stream_options": {"include_obfuscation": False}
+    }  # fmt: skip
+
+
+REFUSED: tuple[tuple[JSON, str], ...] = (
+    ({"background": True}, "background"),
+    ({"context_management": [{"type": "compaction"}]}, "context_management"),
+    ({"conversation": "conv_1"}, "conversation"),
+    ({"max_tool_calls": 1}, "max_tool_calls"),
+    ({"moderation": {"model": "m"}}, "moderation"),
+    ({"previous_response_id": "resp_1"}, "previous_response_id"),
+    ({"prompt": {"id": "p"}}, "prompt"),
+    ({"prompt_cache_options": {"mode": "explicit"}}, "prompt_cache_options"),
+    ({"prompt_cache_retention": "24h"}, "prompt_cache_retention"),
+    ({"background_options": {"completion_window": "8h"}}, "background_options"),
+    ({"truncation": "auto"}, "truncation"),
+    ({"access_programs": {"cyber": "standard"}}, "access_programs"),
+    ({"image": {"context_compression": "enabled"}}, "image"),
+    ({"n": 2}, "n"),
+    ({"prompt_logprobs": 0}, "prompt_logprobs"),
+    ({"max_tokens": 5}, "max_tokens"),
+    ({"max_completion_tokens": 5}, "max_completion_tokens"),
+    ({"messages": [USER]}, "messages"),
+    ({"response_format": {"type": "text"}}, "response_format"),
+    ({"logprobs": True}, "logprobs"),
+    ({"reasoning_effort": "low"}, "reasoning_effort"),
+    ({"echo": True}, "echo"),
+    ({"functions": [{}]}, "functions"),
+    ({"suffix": "x"}, "suffix"),
+    ({"include": ["reasoning.encrypted_content", "file_search_call.results"]}, "include.1"),
+    ({"include": [LOGPROBS], "tools": [dict(TOOL)]}, "include"),
+    ({"reasoning": {"summary": "auto"}}, "reasoning.summary"),
+    ({"text": {"shape": "x"}}, "text.shape"),
+    ({"text": {"format": {"type": "text", "grammar": "x"}}}, "text.format.grammar"),
+    ({"tools": [{**TOOL, "defer_loading": True}]}, "tools.0.defer_loading"),
+    ({"tools": [dict(TOOL), {"type": "web_search"}]}, "tools.1.type"),
+    ({"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}}, "tool_choice.type"),
+    ({"stream": True, "stream_options": {"continuous_usage_stats": True}}, "stream_options.continuous_usage_stats"),
+    ({"input": [USER, {"type": "item_reference", "id": "msg_1"}]}, "input.1.type"),
+    ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input.0.content.0.type"),
+)
+
+
+@pytest.mark.parametrize(("body", "param"), REFUSED, ids=[param for _, param in REFUSED])
+def test_what_is_not_done_is_refused_by_name(chats: list[ChatBody], body: JSON, param: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        called({"input": "x", **body})
+    assert (caught.value.status, caught.value.param, caught.value.code) == (400, param, "unsupported_field")
+    assert param.split(".")[0] in caught.value.message and not chats
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"input": [ITEM_RESULT]}, "input.0.call_id"),
+        ({"input": [{"type": "function_call_output", "output": "x"}]}, "input.0.call_id"),
+        ({"input": [ITEM_CALL, {**ITEM_RESULT, "output": None}]}, "input.1.output"),
+        ({"input": [{**ITEM_CALL, "arguments": None}]}, "input.0.arguments"),
+        ({"input": [{"role": "user"}]}, "input.0.content"),
+        ({"input": [{"content": "x"}]}, "input.0.role"),
+        ({"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, "input.0.content.0.text"),
+        ({"input": [{"role": "", "content": ""}]}, "input.0.role"),
+        ({"input": []}, "input"),
+        ({"input": [{"type": "reasoning", "summary": []}]}, "input"),
+        ({"input": 5}, "input"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"tools": [{"type": "function"}]}, "tools.0.name"),
+        ({"tool_choice": {"type": "function"}}, "tool_choice.name"),
+        ({"text": {"format": {"type": "json_schema", "name": "n"}}}, "text.format.schema"),
+        ({"temperature": 3}, "temperature"),
+    ],
+)
+def test_what_is_wrong_is_named(chats: list[ChatBody], body: JSON, param: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        called({"input": "x", **body})
+    assert (caught.value.status, caught.value.param) == (400, param)
+    assert caught.value.message.startswith(param.split(".")[0]) and not chats
+
+
+@pytest.mark.parametrize(
+    ("param", "message", "own_param", "own_message"),
+    [
+        ("messages.2.content.0", "messages.2.content.0.text: no", "input.1.content.0", "input.1.content.0.text: no"),
+        ("messages[3].role", "messages[3].role must be user", "input.3.role", "input.3.role must be user"),
+        ("messages.0.content", "messages.0.content: no", "instructions", "instructions: no"),
+        ("messages", "messages: too many", "input", "input: too many"),
+        ("messages", "cannot render these messages", "input", "cannot render these messages"),
+        ("max_tokens", "the max_tokens of 9 are many", "max_output_tokens", "the max_output_tokens of 9 are many"),
+        ("top_logprobs", "top_logprobs must be at most 5", "top_logprobs", "top_logprobs must be at most 5"),
+        ("response_format.json_schema.schema", "response_format.json_schema.schema: no",
+         "text.format.schema", "text.format.schema: no"),
+        ("response_format", "response_format: no", "text.format", "text.format: no"),
+        ("tools.1.function.name", "tools.1.function.name: no", "tools.1.name", "tools.1.name: no"),
+        ("tool_choice.function.name", "no such tool_choice.function.name", "tool_choice.name",
+         "no such tool_choice.name"),
+        ("reasoning_effort", "reasoning_effort is not known", "reasoning.effort", "reasoning.effort is not known"),
+        (None, "nothing named", None, "nothing named"),
+    ],
+)  # fmt: skip
+def test_refusals_of_a_chat_have_the_clients_names(
+    monkeypatch: pytest.MonkeyPatch, param: str | None, message: str, own_param: str | None, own_message: str
+) -> None:
+    def refuse(*_: Any) -> Call:
+        raise ApiError(400, message, param=param, code="c", headers={"h": "1"}, extra={"n_ctx": 1})
+
+    monkeypatch.setattr(responses, "chat_call", refuse)
+    with pytest.raises(ApiError) as caught:
+        called({"instructions": "i", "input": [USER, ITEM_CALL, {"type": "reasoning"}, ITEM_RESULT]})
+    error = caught.value
+    assert (error.param, error.message) == (own_param, own_message)
+    assert (error.status, error.code, error.headers, error.extra) == (400, "c", {"h": "1"}, {"n_ctx": 1})
+
+
+# ---- with an engine -------------------------------------------------------------------------------------------------
+
+
+ASKED: Mapping[str, Any] = MappingProxyType(
+    {"model": "tiny", "input": "once", "temperature": 0, "max_output_tokens": 12}
+)
+
+
+def test_a_response(client: openai.OpenAI) -> None:
+    reply = client.responses.create(
+        **{**ASKED, "temperature": 0.5}, instructions="Be kind.", top_p=0.9, metadata={"a": "b"}, user="u", store=True,
+        extra_body=ENDLESS,
+    )  # fmt: skip
+    Response.model_validate(reply.to_dict())
+    assert reply.id.startswith("resp_") and reply.object == "response" and reply.model == "tiny"
+    assert reply.status == "incomplete" and reply.incomplete_details is not None
+    assert reply.incomplete_details.reason == "max_output_tokens"
+    (message,) = reply.output
+    assert message.type == "message" and message.id.startswith("msg_") and message.status == "incomplete"
+    assert reply.usage is not None and reply.usage.output_tokens == 12
+    assert reply.usage.total_tokens == reply.usage.input_tokens + 12
+    assert (reply.temperature, reply.top_p, reply.max_output_tokens) == (0.5, 0.9, 12)
+    assert (reply.instructions, reply.metadata, reply.user) == ("Be kind.", {"a": "b"}, "u")
+    assert reply.to_dict()["store"] is False and reply.tool_choice == "auto" and reply.tools == []
+
+
+def test_a_response_says_what_a_chat_says(client: openai.OpenAI) -> None:
+    chat = client.chat.completions.create(
+        model="tiny", temperature=0, max_tokens=12, extra_body={"return_token_ids": True},
+        messages=[{"role": "system", "content": "Be kind."}, {"role": "user", "content": "once"}],
+    ).to_dict()  # fmt: skip
+    reply = client.responses.create(**ASKED, instructions="Be kind.", extra_body={"return_token_ids": True})
+    choice: Any = chat["choices"]
+    assert reply.output_text == choice[0]["message"]["content"] and reply.output_text
+    got: Any = reply.to_dict()
+    assert got["prompt_token_ids"] == chat["prompt_token_ids"]
+    facts = {name: got["output"][-1][name] for name in ("token_ids", "mask", "weight_versions")}
+    assert facts == {name: choice[0][name] for name in facts}
+
+
+def test_the_client_follows_a_stream(client: openai.OpenAI) -> None:
+    asked: Any = {
+        **ASKED,
+        "include": [LOGPROBS],
+        "top_logprobs": 2,
+        "extra_body": {"stop": "\x00", "return_token_ids": True},
+    }
+    client.responses.create(**asked)  # the others find its prompt in the cache, whose sums are rounded elsewhere
+    whole: Any = client.responses.create(**asked).to_dict()
+    *_, last = client.responses.create(**asked, stream=True)
+    assert last.type == "response.incomplete"
+    assert without_ids(last.response.to_dict()) == without_ids(whole)
+    with client.responses.stream(**asked) as stream:
+        text = "".join(event.delta for event in stream if event.type == "response.output_text.delta")
+    assert text == whole["output"][0]["content"][0]["text"]
+
+
+def test_a_response_that_ends_by_itself(client: openai.OpenAI) -> None:
+    first = client.responses.create(**ASKED).output_text
+    asked: Any = {**ASKED, "extra_body": {"stop": first[3]}}
+    reply = client.responses.create(**asked)
+    assert (reply.status, reply.incomplete_details) == ("completed", None)
+    assert reply.output_text == first[: first.index(first[3])] and reply.to_dict()["stop_reason"] == first[3]
+    with client.responses.stream(**asked) as stream:
+        final = stream.get_final_response()
+    assert final.output_text == reply.output_text and final.status == "completed"
+
+
+def test_logprobs_are_the_texts(server: Running) -> None:
+    body = {**ASKED, "include": [LOGPROBS], "top_logprobs": 2, "allowed_token_ids": LETTERS}
+    server.post(PATH, body)  # the others find its prompt in the cache, whose sums are rounded elsewhere
+    events = told(server, **body)
+    (item,) = events[-1]["response"]["output"]
+    (content,) = item["content"]
+    assert "".join(one["token"] for one in content["logprobs"]) == content["text"]
+    assert all(len(one["top_logprobs"]) == 2 and one["logprob"] <= 0 for one in content["logprobs"])
+    assert [one for event in events if event["type"].endswith("text.delta") for one in event["logprobs"]] == content[
+        "logprobs"
+    ]
+    whole = server.post(PATH, body).json()
+    assert whole["output"][0]["content"][0]["logprobs"] == content["logprobs"]
+    plain = server.post(PATH, dict(ASKED)).json()
+    assert plain["output"][0]["content"][0]["logprobs"] == []
+
+
+def test_a_conversation_goes_on(client: openai.OpenAI) -> None:
+    first = client.responses.create(**{**ASKED, "input": "once"})
+    items: Any = [{"role": "user", "content": "once"}, *first.output, {"role": "user", "content": "more"}]
+    second = client.responses.create(**{**ASKED, "input": items}, extra_body={"return_token_ids": True})
+    chat: Any = client.chat.completions.create(
+        model="tiny", temperature=0, max_tokens=12, extra_body={"return_token_ids": True},
+        messages=[{"role": "user", "content": "once"}, {"role": "assistant", "content": first.output_text},
+                  {"role": "user", "content": "more"}],
+    ).to_dict()  # fmt: skip
+    got: Any = second.to_dict()
+    assert got["prompt_token_ids"] == chat["prompt_token_ids"]
+    assert second.usage is not None and second.usage.input_tokens == len(chat["prompt_token_ids"])
+
+
+def test_a_call_and_its_result_reach_the_template(client: openai.OpenAI) -> None:
+    items: Any = [USER, ITEM_CALL, ITEM_RESULT]
+    got: Any = client.responses.create(**{**ASKED, "input": items}, extra_body={"return_token_ids": True}).to_dict()
+    messages: Any = [USER, {"role": "assistant", "content": "", "tool_calls": [CHAT_CALL]}]
+    messages.append({"role": "tool", "content": "sunny", "tool_call_id": "call_1"})
+    chat: Any = client.chat.completions.create(
+        model="tiny", max_tokens=1, messages=messages, extra_body={"return_token_ids": True}
+    ).to_dict()
+    assert got["prompt_token_ids"] == chat["prompt_token_ids"]
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_what_somebody_aborts_is_cancelled(tiny_directory: Path, streams: bool) -> None:
+    asked: Any = {**ASKED, "extra_body": {**ENDLESS, "allowed_token_ids": LETTERS}}
+
+    def ask(client: openai.OpenAI) -> Response:
+        if not streams:
+            return client.responses.create(**asked)  # type: ignore[no-any-return]  # what it is given is Any
+        *_, last = client.responses.create(**asked, stream=True)
+        assert last.type == "response.incomplete"
+        return last.response  # type: ignore[no-any-return]
+
+    with mounted(tiny_directory) as server, client_of(server) as client, ThreadPoolExecutor(1) as pool:
+        with gated(server, free_steps=3) as gate:
+            answering = pool.submit(ask, client)
+            wait_until(lambda: gate.num_steps == 3 or answering.done())
+            ending = asyncio.run_coroutine_threadsafe(server.bridge.end_requests(), server.loop)
+            server.on_loop(lambda: None)  # so that it waits for the engine before the engine goes on
+        assert ending.result(PATIENCE) == 1
+        reply = answering.result(PATIENCE)
+    assert (reply.status, reply.incomplete_details, reply.error) == ("cancelled", None, None)
+    assert reply.output_text and reply.usage is not None and 0 < reply.usage.output_tokens < 12
+
+
+def test_errors_are_the_clients(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.responses.create(**{**ASKED, "input": "x" * 600})
+    assert (caught.value.param, caught.value.code) == ("input", "context_length_exceeded")
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.responses.create(**{**ASKED, "previous_response_id": "resp_1"}, stream=True)
+    assert (caught.value.param, caught.value.code) == ("previous_response_id", "unsupported_field")
+    with pytest.raises(openai.NotFoundError) as missing:
+        client.responses.create(**{**ASKED, "model": "other"})
+    assert missing.value.code == "model_not_found"
+
+
+class Pick(pydantic.BaseModel):
+    city: Literal["Rome", "Oslo"]
+
+
+def test_an_answer_has_the_form_that_was_asked_for(server: Running, client: openai.OpenAI) -> None:
+    asked: Any = {**ASKED, "max_output_tokens": 200, "text_format": Pick}
+    reply = client.responses.parse(**asked)
+    assert reply.status == "completed" and isinstance(reply.output_parsed, Pick)
+    with client.responses.stream(**asked) as stream:
+        assert stream.get_final_response().output_parsed == reply.output_parsed
+    form = {"type": "json_schema", "name": "n", "schema": {"type": "bogus"}}
+    refused = server.post(PATH, {**ASKED, "text": {"format": form}})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "text.format")
+    assert refused.json()["error"]["message"].startswith("text.format: ")
+
+
+def test_a_function_that_must_be_called_is_called(tmp_path: Path) -> None:
+    asked: Any = {**ASKED, "max_output_tokens": 300, "input": "x", "tool_choice": "required"}
+    asked |= {"temperature": 1, "extra_body": {"seed": 1}}
+    asked["tools"] = [{"type": "function", "name": "f", "parameters": None, "strict": None}]
+    directory = make_tiny(tmp_path, positions=1024)  # what tells a model of its functions is long
+    with mounted(directory) as server, client_of(server) as client:
+        first = client.responses.create(**asked)
+        with client.responses.stream(**asked) as stream:
+            (again,) = stream.get_final_response().output
+    (call,) = first.output
+    assert first.status == "completed" and call.type == "function_call"
+    assert (call.name, json.loads(call.arguments), call.status) == ("f", {}, "completed")
+    assert again.type == "function_call" and (again.name, again.arguments) == (call.name, call.arguments)
+
+
+def test_weights_are_told_where_they_change(tiny_directory: Path) -> None:
+    with mounted(tiny_directory, enable_rl=True) as server:
+        item = server.post(PATH, dict(ASKED)).json()["output"][-1]
+        assert item["weight_versions"][0]["number"] == 0 and "token_ids" not in item
+
+
+def test_a_strict_server_knows_every_field_of_the_api(tiny_directory: Path) -> None:
+    known = {
+        "background": None,
+        "conversation": None,
+        "truncation": "disabled",
+        "reasoning": {},
+        "text": {"verbosity": "low"},
+    }
+    with mounted(tiny_directory, strict=True) as server:
+        assert server.post(PATH, {**ASKED, **known, "service_tier": "auto"}).status_code == 200
+        reply = server.post(PATH, {**ASKED, "tempo": 1})
+        assert (reply.status_code, reply.json()["error"]["code"]) == (400, "unknown_field")

@@ -1,0 +1,245 @@
+"""What a request says of tools, and calls as OpenAI has them."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+from openai.types.chat import ChatCompletionMessage
+from openai.types.chat.chat_completion_chunk import ChoiceDelta
+
+from nano_inference.server.body import parse
+from nano_inference.server.errors import ApiError
+from nano_inference.server.schema import MAX_TOOLS, ToolChoice, ToolFields
+from nano_inference.server.tools import (
+    MAX_TOOLS_BYTES,
+    ToolUse,
+    call_deltas,
+    call_id,
+    calls_json,
+    requested_tools,
+    tool_use,
+)
+from nano_inference.text.tool_calls import CallArguments, CallEnd, CallStart, Content, Event
+from nano_inference.text.tool_format import HERMES, LLAMA
+
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+WEATHER = {
+    "type": "function",
+    "function": {"name": "weather", "description": "d", "parameters": SCHEMA, "strict": True},
+}
+NOW = {"type": "function", "function": {"name": "now"}}
+CALCULATOR = {"type": "calculator"}
+
+
+def use(template: str | None = None, **fields: Any) -> ToolUse | None:
+    """Return what a body with these fields wants of tools."""
+    return requested_tools(parse(json.dumps(fields).encode(), ToolFields), template)
+
+
+def some(template: str | None = None, **fields: Any) -> ToolUse:
+    found = use(template, **fields)
+    assert found is not None
+    return found
+
+
+def named(name: str, **more: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, **more}}
+
+
+# ---- requests
+
+
+def test_functions_reach_the_template_without_what_was_not_given() -> None:
+    wanted = some(tools=[WEATHER, NOW])
+    assert wanted.functions == (
+        {"type": "function", "function": {"name": "weather", "description": "d", "parameters": SCHEMA}},
+        {"type": "function", "function": {"name": "now"}},
+    )
+    assert list(wanted.functions[0]["function"]) == ["name", "description", "parameters"]
+    assert wanted.names == {"weather", "now"}
+    assert (wanted.choice, wanted.name, wanted.parallel, wanted.calculator) == ("auto", None, True, False)
+    assert wanted.parses and not wanted.must_call and wanted.format == HERMES
+
+
+def test_the_template_decides_on_the_format() -> None:
+    assert some("{{ tools }}<|python_tag|>", tools=[NOW]).format == LLAMA
+
+
+@pytest.mark.parametrize(
+    ("choice", "expected", "name"),
+    [
+        (None, "auto", None),
+        ("auto", "auto", None),
+        ("none", "none", None),
+        ("required", "required", None),
+        ({"type": "function", "function": {"name": "now"}}, "required", "now"),
+        ({"type": "function", "name": "now"}, "required", "now"),
+    ],
+)
+def test_choices(choice: Any, expected: str, name: str | None) -> None:
+    wanted = some(tools=[WEATHER, NOW], tool_choice=choice)
+    assert (wanted.choice, wanted.name) == (expected, name)
+    assert wanted.parses == (expected != "none") and wanted.must_call == (expected == "required")
+
+
+@pytest.mark.parametrize("choice", [None, "auto", "none"])
+@pytest.mark.parametrize("tools", [None, []])
+def test_nothing_is_wanted_without_tools(choice: Any, tools: Any) -> None:
+    assert use(tools=tools, tool_choice=choice, parallel_tool_calls=True) is None
+    assert use() is None
+
+
+@pytest.mark.parametrize(("given", "expected"), [(None, True), (True, True), (False, False)])
+def test_parallel_calls(given: Any, expected: bool) -> None:
+    assert some(tools=[NOW], parallel_tool_calls=given).parallel == expected
+
+
+def test_the_calculator_is_no_function() -> None:
+    alone = some(tools=[CALCULATOR])
+    assert alone.calculator and alone.functions == () and not alone.parses
+    both = some(tools=[CALCULATOR, NOW], tool_choice="required")
+    assert both.calculator and both.names == {"now"} and both.parses
+
+
+def test_a_function_may_have_the_name_of_a_choice() -> None:
+    wanted = some(tools=[named("auto"), named("none")], tool_choice={"type": "function", "function": {"name": "none"}})
+    assert (wanted.choice, wanted.name) == ("required", "none") and wanted.parses
+
+
+def test_former_fields_are_todays() -> None:
+    functions = [WEATHER["function"], NOW["function"]]
+    assert use(functions=functions) == use(tools=[WEATHER, NOW], parallel_tool_calls=False)
+    assert use(functions=functions, function_call="none") == use(
+        tools=[WEATHER, NOW], tool_choice="none", parallel_tool_calls=False
+    )
+    assert some(functions=functions, function_call={"name": "now"}).name == "now"
+    assert use(function_call="auto") is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "said"),
+    [
+        ({"tools": 1}, "tools", "list"),
+        ({"tools": [1]}, "tools.0", "object"),
+        ({"tools": [{}]}, "tools.0.type", "required"),
+        ({"tools": [{"type": "function"}]}, "tools.0.function", "field required"),
+        ({"tools": [NOW, {"type": "web_search"}]}, "tools.1.type", "'web_search' is not supported"),
+        ({"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tools.0.type", "'custom' is not supported"),
+        ({"tools": [named("")]}, "tools.0.function.name", "at least 1"),
+        ({"tools": [named("a" * 65)]}, "tools.0.function.name", "at most 64"),
+        ({"tools": [named("a b")]}, "tools.0.function.name", "pattern"),
+        ({"tools": [named("a\n")]}, "tools.0.function.name", "pattern"),
+        ({"tools": [named("a", description=1)]}, "tools.0.function.description", "string"),
+        ({"tools": [named("a", strict=1)]}, "tools.0.function.strict", "boolean"),
+        ({"tools": [named("a", parameters=[])]}, "tools.0.function.parameters", "dict|object"),
+        ({"tools": [named("a", parameters={"type": "string"})]}, "tools.0.function.parameters.type", "'object'"),
+        ({"tools": [named("a", parameters={"type": ["object"]})]}, "tools.0.function.parameters.type", "'object'"),
+        ({"tools": [named("a", parameters={"properties": []})]}, "tools.0.function.parameters.properties", "object"),
+        ({"tools": [named("a", parameters={"required": "b"})]}, "tools.0.function.parameters.required", "names"),
+        ({"tools": [named("a", parameters={"required": [1]})]}, "tools.0.function.parameters.required", "names"),
+        ({"tools": [NOW, NOW]}, "tools.1.function.name", "two functions 'now'"),
+        ({"tools": [named(f"f{i}") for i in range(MAX_TOOLS + 1)]}, "tools", "at most 128"),
+        ({"tools": [named("a", description="x" * MAX_TOOLS_BYTES)]}, "tools", f"at most {MAX_TOOLS_BYTES} bytes"),
+        ({"tools": [named("a", description="é" * (MAX_TOOLS_BYTES // 2))]}, "tools", "bytes"),
+        ({"tool_choice": "required"}, "tool_choice", "needs a function"),
+        ({"tools": [], "tool_choice": "required"}, "tool_choice", "needs a function"),
+        ({"tools": [CALCULATOR], "tool_choice": "required"}, "tool_choice", "needs a function"),
+        ({"tool_choice": {"type": "function", "name": "now"}}, "tool_choice", "no function 'now'"),
+        ({"tools": [NOW], "tool_choice": {"type": "function", "name": "x"}}, "tool_choice", "no function 'x'"),
+        ({"tools": [NOW], "tool_choice": "any"}, "tool_choice", "must be 'none', 'auto'"),
+        ({"tools": [NOW], "tool_choice": 1}, "tool_choice", "string|object"),
+        ({"tools": [NOW], "tool_choice": {"type": "function"}}, "tool_choice.function", "field required"),
+        (
+            {"tools": [NOW], "tool_choice": {"type": "allowed_tools", "allowed_tools": {}}},
+            "tool_choice.type",
+            "'allowed_tools' is not supported",
+        ),
+        ({"tools": [NOW], "parallel_tool_calls": "yes"}, "parallel_tool_calls", "boolean"),
+        ({"functions": [{"name": "a"}, {"name": "a"}]}, "functions.1.name", "two functions 'a'"),
+        ({"functions": [{"name": "a", "parameters": {"type": 1}}]}, "functions.0.parameters.type", "'object'"),
+        ({"functions": [{"name": "a"}], "function_call": {"name": "b"}}, "function_call", "no function 'b'"),
+        ({"functions": [{"name": "a"}], "function_call": "sometimes"}, "function_call", "must be"),
+        ({"functions": [{"name": "a"}], "tools": [NOW]}, "functions", "exclude"),
+        ({"function_call": "auto", "tool_choice": "auto"}, "functions", "exclude"),
+    ],
+)
+def test_refusals_name_the_field(fields: dict[str, Any], param: str, said: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        use(**fields)
+    error = caught.value
+    assert (error.status, error.param) == (400, param)
+    assert re.search(said, error.message) and error.message.startswith(param.split(".")[0])
+
+
+def test_as_large_as_may_be() -> None:
+    wanted = some(tools=[named("a", description="x" * (MAX_TOOLS_BYTES - 100))])
+    assert wanted.names == {"a"}
+    assert len(some(tools=[named("a" * 64)] + [named(f"f.{i}_-") for i in range(MAX_TOOLS - 1)]).functions) == MAX_TOOLS
+
+
+def test_other_dialects_may_call_with_what_they_made() -> None:
+    body = parse(json.dumps({"tools": [NOW]}).encode(), ToolFields)
+    wanted = tool_use(body.tools, ToolChoice(type="function", name="now"), None, None)
+    assert wanted is not None and wanted.name == "now"
+
+
+# ---- replies
+
+EVENTS: list[Event] = [
+    Content("I "),
+    Content("look."),
+    CallStart(0, "weather"),
+    CallArguments(0, '{"city": '),
+    CallArguments(0, '"Bern"}'),
+    CallEnd(0),
+    CallStart(1, "now"),
+    CallArguments(1, "{}"),
+    CallEnd(1),
+    Content("Done"),
+]
+
+
+def ids() -> Any:
+    numbers = iter(range(10))
+    return lambda: f"call_{next(numbers)}"
+
+
+def entry(number: int, name: str, arguments: str) -> dict[str, Any]:
+    return {"id": f"call_{number}", "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def test_a_whole_reply() -> None:
+    both = [entry(0, "weather", '{"city": "Bern"}'), entry(1, "now", "{}")]
+    assert calls_json(EVENTS, new_id=ids()) == ("I look.Done", both)
+    assert calls_json(EVENTS, parallel=False, new_id=ids()) == ("I look.Done", both[:1])
+    assert calls_json(EVENTS[2:6], new_id=ids()) == (None, both[:1])
+    assert calls_json([Content("Hi")]) == ("Hi", []) and calls_json([]) == ("", [])
+    assert calls_json(EVENTS[2:4], new_id=ids()) == (None, [entry(0, "weather", '{"city": ')])
+    told = calls_json(EVENTS)
+    message = ChatCompletionMessage.model_validate({"role": "assistant", **told._asdict()})
+    assert message.tool_calls is not None and message.tool_calls[0].type == "function"
+
+
+def test_a_stream() -> None:
+    deltas = call_deltas(EVENTS, new_id=ids())
+    assert deltas == [
+        {"content": "I "},
+        {"content": "look."},
+        {"tool_calls": [{"index": 0, **entry(0, "weather", "")}]},
+        {"tool_calls": [{"index": 0, "function": {"arguments": '{"city": '}}]},
+        {"tool_calls": [{"index": 0, "function": {"arguments": '"Bern"}'}}]},
+        {"tool_calls": [{"index": 1, **entry(1, "now", "")}]},
+        {"tool_calls": [{"index": 1, "function": {"arguments": "{}"}}]},
+        {"content": "Done"},
+    ]
+    assert call_deltas(EVENTS, parallel=False, new_id=ids()) == [*deltas[:5], deltas[7]]
+    for delta in deltas:
+        ChoiceDelta.model_validate(delta)
+
+
+def test_every_call_has_an_id_of_its_own() -> None:
+    found = {call_id() for _ in range(100)} | {call["id"] for call in calls_json(EVENTS).tool_calls}
+    assert len(found) == 102 and all(re.fullmatch(r"call_[0-9a-f]{24}", one) for one in found)

@@ -1,0 +1,472 @@
+"""Embeddings: Transformers' last hidden state, pooled, whatever happens to the prompt on its way through the engine."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import pickle
+import random
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+from torch.nn import functional
+
+from nano_inference import BadRequest, EngineConfig, InferenceEngine, SamplingParams, TrainingSample, runner
+from nano_inference.models.nanochat import hf_name
+from nano_inference.nanochat.gpt import GPT
+from nano_inference.types import Pooling, Row, RowResult, ScheduledBatch, float32, unit_vector
+from tests.models.families import FAMILIES, VOCAB_SIZE, make_model
+from tests.nanochat.tiny import GENERATIONS, VOCAB, base_meta, model_config, state_dict, write_checkpoint
+from tests.sim import versioned
+from tests.sim.fakes import fake_config, fake_parts
+from tests.sim.test_versions import World, make_world, run_world
+from tests.sim.versioned import VersionedRunner, versioned_engine
+
+TOLERANCE = 1e-4
+POOLINGS: tuple[Pooling, ...] = ("mean", "last")
+CACHES = ("radix", "paged")
+LENGTHS = (1, 2, 17, 64, 120, 333)
+"""A single token, less than a block, a whole number of blocks, longer than every window."""
+Witness = tuple[Path, transformers.PreTrainedModel]
+
+
+def text(seed: int, length: int, vocab_size: int = VOCAB_SIZE) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(vocab_size) for _ in range(length)]
+
+
+def asking(pooling: Pooling) -> SamplingParams:
+    return SamplingParams(max_tokens=0, pooling=pooling)
+
+
+def engine(directory: Path, **options: Any) -> InferenceEngine:
+    options = {"kv_cache_bytes": 64 << 20, "device": "cpu"} | options
+    return InferenceEngine(EngineConfig(model_path=str(directory), **options))
+
+
+def expected(model: transformers.PreTrainedModel, ids: list[int], pooling: str) -> Tensor:
+    """What Transformers' last hidden state comes to, [E]."""
+    with torch.inference_mode():
+        hidden_TE = model.model(torch.tensor([ids])).last_hidden_state[0].float()
+    return hidden_TE.mean(0) if pooling == "mean" else hidden_TE[-1]
+
+
+def gap(model: transformers.PreTrainedModel, ids: list[int], pooling: str, found: Any) -> float:
+    """The largest difference of an embedding's numbers from Transformers'."""
+    wanted = expected(model, ids, pooling)
+    assert len(found) == wanted.numel() and wanted.abs().max() > 0.1
+    return float((wanted - torch.tensor(found)).abs().max())
+
+
+def run_out(ours: InferenceEngine) -> dict[int, TrainingSample]:
+    found = {}
+    while ours.has_pending():
+        found |= {sample.request_id: sample for sample in ours.step()}
+    ours.parts.kv.check()
+    assert ours.parts.kv.num_free_blocks() == ours.parts.kv.num_blocks
+    return found
+
+
+# ---- every family ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", params=list(FAMILIES))
+def witness(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Witness]:
+    directory = tmp_path_factory.mktemp("tiny")
+    yield directory, make_model(request.param, directory)
+
+
+@pytest.mark.parametrize("cache_type", CACHES)
+@pytest.mark.parametrize(("budget", "block_size"), [(2048, 16), (37, 7)])
+def test_ragged_texts_of_every_family(witness: Witness, cache_type: str, budget: int, block_size: int) -> None:
+    directory, model = witness
+    texts = [text(seed, length) for seed, length in enumerate(LENGTHS)]
+    options = {"cache_type": cache_type, "max_tokens_per_batch": budget, "block_size": block_size}
+    for pooling in POOLINGS:
+        with engine(directory, **options) as ours:
+            for ids, found in zip(texts, ours.embed(texts, pooling), strict=True):
+                assert gap(model, ids, pooling, found) <= TOLERANCE, (pooling, len(ids))
+
+
+# ---- nanochat -------------------------------------------------------------------------------------------------------
+
+
+def nanochat(generation: str, directory: Path) -> GPT:
+    config = model_config(generation)
+    state = state_dict(generation, config, pad=1 if generation == "G0" else 64)
+    write_checkpoint(directory, generation, config=config, state=state, meta=base_meta(generation))
+    return GPT.from_checkpoint(directory, device="cpu", dtype="float32")
+
+
+def test_nanochat_g0_is_that_of_transformers(tmp_path: Path) -> None:
+    nanochat("G0", tmp_path)
+    config = transformers.NanoChatConfig(
+        vocab_size=VOCAB, hidden_size=64, intermediate_size=256, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=256, rms_norm_eps=1.1920929e-07, attn_implementation="eager",
+    )  # fmt: skip
+    model = transformers.NanoChatForCausalLM(config).eval().float()
+    weights = state_dict("G0", model_config("G0"), pad=1)
+    model.load_state_dict({hf_name(name): weight for name, weight in weights.items()})
+    with engine(tmp_path, max_tokens_per_batch=37, block_size=7) as ours:
+        for pooling in POOLINGS:
+            ids = text(1, 150, VOCAB)
+            assert gap(model, ids, pooling, ours.embed(ids, pooling)) <= TOLERANCE
+
+
+@pytest.mark.parametrize("generation", GENERATIONS)
+def test_the_head_makes_logits_of_a_nanochat_embedding(generation: str, tmp_path: Path) -> None:
+    gpt = nanochat(generation, tmp_path)
+    ids = text(2, 140, VOCAB)
+    with engine(tmp_path, max_tokens_per_batch=50) as ours:
+        lasts = torch.tensor([ours.embed(ids[:end], "last") for end in range(1, len(ids) + 1)])
+        mean = torch.tensor(ours.embed(ids, "mean"))
+    logits_TV = functional.linear(lasts, gpt.weights["lm_head.weight"].float()[:VOCAB])
+    cap = gpt.model.config.logits_softcap
+    logits_TV = logits_TV if cap is None else cap * torch.tanh(logits_TV / cap)
+    assert (logits_TV - gpt.forward(torch.tensor([ids]))[0]).abs().max() <= TOLERANCE
+    assert (mean - lasts.mean(0)).abs().max() <= TOLERANCE
+
+
+# ---- on the way through the engine ----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Witness:
+    directory = tmp_path_factory.mktemp("tiny")
+    return directory, make_model("qwen3-ratio3-tied", directory)
+
+
+@pytest.fixture(scope="module")
+def newer(tiny: Witness) -> transformers.PreTrainedModel:
+    """The same model some steps of training later."""
+    model = copy.deepcopy(tiny[1])
+    torch.manual_seed(11)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    return model
+
+
+def tight(tiny: Witness, num_blocks: int, **options: Any) -> InferenceEngine:
+    """An engine with that many blocks of four."""
+    per_token = engine(tiny[0]).parts.checkpoint.config.kv_bytes_per_token(4)
+    return engine(tiny[0], kv_cache_bytes=per_token * 4 * num_blocks, block_size=4, **options)
+
+
+@pytest.mark.parametrize("cache_type", CACHES)
+@pytest.mark.parametrize("pooling", POOLINGS)
+def test_preempted_beside_rows_that_decode(tiny: Witness, cache_type: str, pooling: Pooling) -> None:
+    ours = tight(tiny, 60, cache_type=cache_type, max_tokens_per_batch=8)
+    decoding = SamplingParams(max_tokens=70, seed=1, ignore_eos=True)
+    with engine(tiny[0]) as roomy:
+        drawn = [one.completion_tokens for one in roomy.generate([text(s, 20) for s in range(3)], decoding)]
+    others = [ours.add_request(text(seed, 20), decoding) for seed in range(3)]
+    for _ in range(12):
+        ours.step()
+    asked = {ours.add_request(text(50 + n, n), asking(pooling)): text(50 + n, n) for n in (90, 30, 61, 120)}
+    found = run_out(ours)
+    assert sum(found[one].num_preemptions for one in asked) > 0
+    assert [found[one].completion_tokens for one in others] == drawn
+    for request_id, ids in asked.items():
+        assert gap(tiny[1], ids, pooling, found[request_id].embedding) <= TOLERANCE
+
+
+@pytest.mark.parametrize("cache_type", CACHES)
+@pytest.mark.parametrize("pooling", POOLINGS)
+@pytest.mark.parametrize("on_running", ["keep", "recompute", "wait"])
+def test_an_update_in_the_middle(
+    tiny: Witness, newer: transformers.PreTrainedModel, cache_type: str, pooling: Pooling, on_running: Any
+) -> None:
+    ours = engine(tiny[0], cache_type=cache_type, max_tokens_per_batch=32, block_size=4)
+    texts = [text(seed, length) for seed, length in enumerate((150, 70, 150, 40))]
+    ids = [ours.add_request(one, asking(pooling)) for one in texts]
+    found = {sample.request_id: sample for _ in range(3) for sample in ours.step()}
+    assert not found, "all are under way or wait"
+    ours.update_weights(newer.state_dict(), on_running=on_running)
+    assert ours.finish_update() == 1
+    found |= run_out(ours)
+    for request_id, one in zip(ids, texts, strict=True):
+        version = found[request_id].weight_version
+        assert gap(newer if version else tiny[1], one, pooling, found[request_id].embedding) <= TOLERANCE
+    assert found[ids[0]].weight_version == int(on_running != "wait")
+    assert found[ids[3]].weight_version == 1
+    assert found[ids[0]].num_preemptions == int(on_running != "wait")
+
+
+def test_an_update_that_aborts_leaves_no_half_an_embedding(tiny: Witness, newer: transformers.PreTrainedModel) -> None:
+    ours = engine(tiny[0], max_tokens_per_batch=32)
+    for pooling in POOLINGS:
+        begun = ours.add_request(text(1, 90), asking(pooling))
+        ours.step()
+        ours.update_weights(newer.state_dict(), blocking=True, on_running="abort")
+        sample = run_out(ours)[begun]
+        assert (sample.finish_reason, sample.embedding) == ("abort", None)
+        begun = ours.add_request(text(1, 90), asking(pooling))
+        ours.step()
+        (partial,) = ours.abort(begun)
+        assert (partial.finish_reason, partial.embedding, partial.stop_reason) == ("abort", None, None)
+
+
+@pytest.mark.parametrize("cache_type", CACHES)
+def test_only_the_last_position_takes_prefix_hits(tiny: Witness, cache_type: str) -> None:
+    directory, model = tiny
+    with engine(directory, cache_type=cache_type) as ours:
+        ids = text(5, 200)
+        ours.generate([ids[:160]], SamplingParams(max_tokens=1, seed=1))
+        found = {pooling: ours.generate([ids], asking(pooling))[0] for pooling in ("last", "mean", "last", "mean")}
+        assert found["mean"].num_cached_tokens == 0
+        assert found["last"].num_cached_tokens >= 192, "what the embedding itself published"
+        for pooling in POOLINGS:
+            assert gap(model, ids, pooling, found[pooling].embedding) <= TOLERANCE
+        other = text(6, 100)
+        ours.embed(other)
+        assert ours.generate([[*other, 3]], SamplingParams(max_tokens=1))[0].num_cached_tokens >= 96
+
+
+def test_many_of_one_text_at_once(tiny: Witness) -> None:
+    directory, model = tiny
+    ours = engine(directory, max_tokens_per_batch=30, block_size=4)
+    ids = text(8, 77)
+    asked = [(pooling, ours.add_request(ids, asking(pooling))) for pooling in POOLINGS * 3]
+    drawing = ours.add_request(ids, SamplingParams(max_tokens=3, seed=1, ignore_eos=True))
+    found = run_out(ours)
+    assert len(found[drawing].completion_tokens) == 3
+    for pooling, request_id in asked:
+        assert gap(model, ids, pooling, found[request_id].embedding) <= TOLERANCE
+
+
+def test_equal_texts_do_not_wait_for_each_other(tiny: Witness) -> None:
+    with engine(tiny[0]) as ours:
+        for _ in range(3):
+            ours.add_request(text(8, 77), asking("mean"))
+        assert len(ours.tick().samples) == 3, "each computes its own K/V in any case"
+
+
+def test_one_by_one_as_together(tiny: Witness) -> None:
+    texts = [text(20 + length, length) for length in (1, 5, 16, 40, 41, 100, 3)]
+    with engine(tiny[0], max_tokens_per_batch=64) as ours:
+        for pooling in POOLINGS:
+            together = ours.embed(texts, pooling)
+            alone = [ours.embed(ids, pooling) for ids in texts]
+            assert torch.allclose(torch.tensor(together), torch.tensor(alone), atol=1e-5)
+            assert ours.embed([texts[3]], pooling) == [ours.embed(texts[3], pooling)]
+        assert torch.allclose(torch.tensor(ours.embed([7])), torch.tensor(ours.embed([7], "last")), atol=1e-6)
+
+
+def test_normalized_vectors_have_length_one(tiny: Witness) -> None:
+    texts = [text(1, 30), text(2, 44)]
+    with engine(tiny[0]) as ours:
+        plain, unit = ours.embed(texts), ours.embed(texts, normalize=True)
+    for one, normalized in zip(plain, unit, strict=True):
+        length = math.hypot(*one)
+        assert abs(length - 1) > 0.01 and math.hypot(*normalized) == pytest.approx(1, abs=1e-6)
+        assert normalized == torch.tensor(normalized).tolist()
+        assert normalized == pytest.approx([value / length for value in one], abs=1e-6)
+    cosine = functional.cosine_similarity(*(torch.tensor(one) for one in plain), dim=0)
+    assert sum(a * b for a, b in zip(*unit, strict=True)) == pytest.approx(float(cosine), abs=1e-5)
+    assert unit_vector([0.0, 0.0]) == (0.0, 0.0) and unit_vector([3.0, 4.0]) == float32([0.6, 0.8])
+
+
+def test_an_engine_of_another_precision_returns_float32(tiny: Witness, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory, model = tiny
+    seen: list[Tensor] = []
+    final_hidden = runner.final_hidden
+
+    def watched(*args: Any) -> Tensor:
+        seen.append(final_hidden(*args))
+        return seen[-1]
+
+    monkeypatch.setattr(runner, "final_hidden", watched)
+    with engine(directory, dtype="bfloat16") as ours:
+        ids = text(3, 90)
+        found = ours.embed(ids)
+    assert found == torch.tensor(found).tolist(), "as they were in 32 bits"
+    assert 1e-4 < gap(model, ids, "mean", found) < 0.1
+    (hidden_TE,) = seen
+    assert hidden_TE.dtype == torch.bfloat16
+    assert (hidden_TE.float().mean(0) - torch.tensor(found)).abs().max() <= 1e-6, "added up in 32 bits"
+
+
+def test_hidden_states_that_are_no_numbers(tiny: Witness, newer: transformers.PreTrainedModel) -> None:
+    broken = {name: weight.clone() for name, weight in newer.state_dict().items()}
+    broken["model.norm.weight"][3] = math.nan
+    with engine(tiny[0]) as ours:
+        ours.update_weights(broken, blocking=True, allow_nonfinite=True)
+        for pooling in POOLINGS:
+            with pytest.raises(ValueError, match=r"token_ids\[0\]: the prompt's hidden states are not finite"):
+                ours.embed([[1, 2, 3], [4]], pooling)
+        ours.update_weights(newer.state_dict(), blocking=True)
+        assert gap(newer, [1, 2, 3], "mean", ours.embed([1, 2, 3])) <= TOLERANCE
+
+
+# ---- random worlds --------------------------------------------------------------------------------------------------
+
+
+def fake_hidden(seen: Any) -> tuple[float, float]:
+    """The fake model's hidden state: a function of every token read and of the weights that read it."""
+    rng = random.Random(repr(seen))
+    return rng.random(), rng.random()
+
+
+def fake_embedding(prompt: list[int], pooling: str, version: int) -> list[float]:
+    slots = [(token, version) for token in prompt]
+    hidden = [fake_hidden(slots[:end]) for end in range(1, len(slots) + 1)]
+    chosen = hidden if pooling == "mean" else hidden[-1:]
+    return [sum(column) / len(chosen) for column in zip(*chosen, strict=True)]
+
+
+class PoolingRunner(VersionedRunner):
+    """Its hidden states tell apart whatever the K/V was computed with; fails when it is told to."""
+
+    failures: list[BaseException]
+
+    def run(self, batch: ScheduledBatch) -> dict[int, RowResult]:
+        if getattr(self, "failures", None):
+            raise self.failures.pop()
+        return super().run(batch)
+
+    def _result(self, row: Row) -> RowResult:
+        result = super()._result(row)
+        if row.pool_from is None:
+            return result
+        seen = list(self._read(row, row.start + len(row.tokens)))
+        hidden = [fake_hidden(seen[: place + 1]) for place in range(row.pool_from, len(seen))]
+        return replace(result, pooled=tuple(sum(column) for column in zip(*hidden, strict=True)))
+
+
+@pytest.fixture
+def pooling_runner(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(versioned, "VersionedRunner", PoolingRunner)
+
+
+def pooling_world(seed: int, cache_type: str) -> World:
+    world = make_world(seed, cache_type)
+    rng = random.Random(seed)
+    for ask in world.arrivals:
+        if rng.random() < 0.6:
+            ask |= {"params": asking(rng.choice(POOLINGS)), "n": 1, "program": False, "matcher": False}
+    return world
+
+
+def check_embedding(ask: Mapping[str, Any], sample: TrainingSample) -> bool:
+    """Whether it was a whole embedding; then all of it is of one version."""
+    pooling = ask["params"].pooling
+    if pooling is None or sample.finish_reason == "abort":
+        assert sample.embedding is None and not (sample.stop_reason and pooling)
+        return False
+    wanted = fake_embedding(ask["prompt"], pooling, sample.weight_version)
+    assert sample.embedding == pytest.approx(wanted, abs=1e-6)
+    return True
+
+
+@pytest.mark.parametrize("cache_type", CACHES)
+@pytest.mark.usefixtures("pooling_runner")
+def test_no_world_mixes_versions_or_misses_a_position(cache_type: str) -> None:
+    num_whole = num_preempted = num_cached = 0
+    for seed in range(250):
+        world = run_world(pooling_world(seed, cache_type))
+        for sample in world.samples:
+            ask = world.asked[sample.request_id]
+            if check_embedding(ask, sample):
+                num_whole += 1
+                num_preempted += sample.num_preemptions > 0
+                num_cached += sample.num_cached_tokens > 0
+                assert not (ask["params"].pooling == "mean" and sample.num_cached_tokens)
+    assert num_whole > 300 and num_preempted > 30 and num_cached > 30, (num_whole, num_preempted, num_cached)
+
+
+@pytest.mark.parametrize("failure", [KeyboardInterrupt(), MemoryError("too little")])
+@pytest.mark.usefixtures("pooling_runner")
+def test_a_step_that_fails_is_not_counted_twice(failure: BaseException) -> None:
+    ours = versioned_engine("radix", 60, 4, fake_config(8, 16))
+    asked = {ours.add_request(text(n, 40, 50), asking(pooling)): pooling for n, pooling in enumerate(POOLINGS * 2)}
+    ours.step()
+    failing = ours.parts.runner
+    assert isinstance(failing, PoolingRunner)
+    failing.failures = [failure]
+    samples = []
+    try:
+        samples += ours.step()
+    except KeyboardInterrupt:
+        assert isinstance(failure, KeyboardInterrupt)
+    samples += run_out(ours).values()
+    assert len(samples) == len(asked)
+    whole = [one for one in samples if one.embedding is not None]
+    assert len(whole) == len(asked) - isinstance(failure, MemoryError)
+    for one in whole:
+        wanted = fake_embedding(list(one.prompt_tokens), asked[one.request_id], 0)
+        assert one.embedding == pytest.approx(wanted, abs=1e-6)
+
+
+def test_a_runner_without_hidden_states_says_so() -> None:
+    ours = InferenceEngine(fake_config(), parts=fake_parts("radix", 60, 4))
+    for pooling in POOLINGS:
+        sample = ours.generate([[1, 2, 3]], asking(pooling))[0]
+        assert (sample.finish_reason, sample.stop_reason) == ("abort", "the runner reports no hidden states")
+    assert len(ours.generate([[1, 2, 3]], SamplingParams(max_tokens=2, ignore_eos=True))[0].completion_tokens) == 2
+
+
+# ---- what is asked and what comes back ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"pooling": "max", "max_tokens": 0}, "pooling must be one of mean, last, got 'max'"),
+        ({"pooling": ["mean"], "max_tokens": 0}, "pooling must be one of mean, last"),
+        ({"pooling": True, "max_tokens": 0}, "pooling must be one of mean, last, got True"),
+        ({"pooling": "mean"}, "max_tokens must be 0 with pooling, got 256"),
+        ({"pooling": "last", "max_tokens": None}, "max_tokens must be 0 with pooling, got None"),
+        ({"pooling": "mean", "max_tokens": 0, "logprobs": 0}, "logprobs must be left out with pooling, got 0"),
+        ({"pooling": "mean", "max_tokens": 0, "prompt_logprobs": 2}, "prompt_logprobs must be left out with pooling"),
+    ],
+)
+def test_parameters_that_do_not_go_together(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        SamplingParams(**options)
+
+
+@pytest.mark.parametrize(
+    ("given", "options", "message"),
+    [
+        ([], {}, "token_ids must be a list of token ids"),
+        ("text", {}, "token_ids must be a list of token ids"),
+        (5, {}, "token_ids must be a list of token ids"),
+        ([[]], {}, "prompt must hold at least one token"),
+        ([[1], [2, VOCAB_SIZE]], {}, f"token id {VOCAB_SIZE} at position 1 is outside the vocabulary"),
+        ([1.5], {}, "prompt must be a collection of token ids"),
+        ([1, -1], {}, "prompt: a token id must be >= 0, got -1"),
+        ([1] * 1025, {}, "prompt has 1025 tokens; max_model_len is 1024"),
+        ([1], {"pooling": None}, "pooling must be one of mean, last, got None"),
+        ([1], {"pooling": "cls"}, "pooling must be one of mean, last, got 'cls'"),
+        ([1], {"normalize": 1}, "normalize must be true or false"),
+    ],
+)
+def test_what_cannot_be_embedded(tiny: Witness, given: Any, options: dict[str, Any], message: str) -> None:
+    with engine(tiny[0]) as ours:
+        with pytest.raises(ValueError, match=message):
+            ours.embed(given, **options)
+        assert not ours.has_pending()
+
+
+def test_one_sample_of_each_prompt(tiny: Witness) -> None:
+    with engine(tiny[0]) as ours:
+        with pytest.raises(BadRequest, match="num_samples must be 1 with pooling, got 2"):
+            ours.generate([[1, 2]], asking("mean"), 2)
+        assert ours.limits.hidden_size == len(ours.embed([1])) == 48
+
+
+def test_embeddings_survive_dictionaries_json_and_pickle(tiny: Witness) -> None:
+    with engine(tiny[0]) as ours:
+        sample = ours.generate([[1, 2, 3]], asking("last"))[0]
+    assert sample.embedding is not None and sample.completion_tokens == () and sample.finish_reason == "length"
+    for record in (sample, asking("mean")):
+        through_json = type(record).from_dict(json.loads(json.dumps(record.to_dict(), allow_nan=False)))
+        assert through_json == record == pickle.loads(pickle.dumps(record)) == type(record).from_dict(record.to_dict())

@@ -1,0 +1,664 @@
+"""Structured output: what the masks allow is what the grammar allows, at every token, and an engine keeps to it."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jsonschema_rs
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from nano_inference import BadRequest, EngineConfig, InferenceEngine, SamplingParams, TrainingSample
+from nano_inference.cli.place import tokenizer_source
+from nano_inference.text import grammar as grammar_module
+from nano_inference.text.bad_words import bad_words_matcher, both
+from nano_inference.text.grammar import ENDED, Grammar, Grammars
+from nano_inference.text.grammar_text import MAX_BYTES, MAX_CHOICES, MAX_NESTING, reason_of
+from nano_inference.text.stops import stop_matcher
+from nano_inference.text.tokenizer import Tokenizer, load_tokenizer
+from nano_inference.types import Matcher, TokenizerSource
+from tests.server.tiny import make_tiny
+
+pytest.importorskip("llguidance")
+
+TINY_VOCAB, TINY_EOS = 260, 257
+PADDED = 7
+SCHEMA = {
+    "type": "object",
+    "properties": {"kind": {"enum": ["alpha", "beta"]}, "size": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "required": ["kind", "size"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="session")
+def tiny_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model whose tokens are the bytes, and four special ones."""
+    return make_tiny(tmp_path_factory.mktemp("grammar"))
+
+
+@pytest.fixture(scope="session")
+def tiny(tiny_dir: Path) -> Tokenizer:
+    return load_tokenizer(TokenizerSource(str(tiny_dir)))
+
+
+@pytest.fixture(scope="session")
+def grammars(tiny: Tokenizer) -> Grammars:
+    return Grammars(tiny, TINY_VOCAB, [TINY_EOS])
+
+
+@pytest.fixture(scope="session")
+def large(default_model_path: Path) -> Tokenizer:
+    return load_tokenizer(tokenizer_source(default_model_path))
+
+
+@pytest.fixture(scope="session")
+def large_grammars(large: Tokenizer) -> Grammars:
+    return Grammars(large, large.vocab_size + PADDED, large.eos_ids)
+
+
+def ids_of(mask: bytes | None) -> list[int]:
+    """The ids that a mask allows, rising."""
+    assert mask is not None
+    bits = int.from_bytes(mask, "little")
+    found = []
+    while bits:
+        low = bits & -bits
+        found.append(low.bit_length() - 1)
+        bits ^= low
+    return found
+
+
+def pick(rng: random.Random, mask: bytes, closing: frozenset[int]) -> int:
+    """Draw a token: often one that closes something, else any, without going through all of a wide mask."""
+    if rng.random() < 0.4:
+        closers = [token for token in closing if mask[token >> 3] >> (token & 7) & 1]
+        if closers:
+            return rng.choice(closers)
+    for _ in range(20):
+        token = rng.randrange(8 * len(mask))
+        if mask[token >> 3] >> (token & 7) & 1:
+            return token
+    return rng.choice(ids_of(mask))
+
+
+def walk(matcher: Matcher, rng: random.Random, closing: frozenset[int], limit: int = 600) -> list[int] | None:
+    """Write one sample at random through its masks; None when it did not end in time."""
+    tokens: list[int] = []
+    for _ in range(limit):
+        token = pick(rng, matcher.mask() or b"", closing)
+        if matcher.advance(token) is not None:
+            return tokens
+        tokens.append(token)
+    return None
+
+
+def text_of(tokenizer: Tokenizer, tokens: list[int]) -> str:
+    return b"".join(map(tokenizer.token_bytes, tokens)).decode()
+
+
+def closing_of(tokenizer: Tokenizer) -> frozenset[int]:
+    return frozenset(tokenizer.eos_ids) | {
+        tokenizer.encode(text, add_special=False, parse_special=False)[0] for text in '"}]'
+    }
+
+
+def is_json_object(text: str) -> bool:
+    return isinstance(json.loads(text), dict)
+
+
+ARITHMETIC = 'root ::= sum\nsum ::= term ("+" term){0,3}\nterm ::= [0-9]{1,2} | "(" sum ")"'
+KINDS: list[tuple[Grammar, Callable[[str], object]]] = [
+    (Grammar("json_schema", json.dumps(SCHEMA)), lambda text: jsonschema_rs.is_valid(SCHEMA, json.loads(text))),
+    (Grammar("json_object", ""), is_json_object),
+    (Grammar("regex", "([0-7]{3}-){2}[a-zé]{1,4}"), lambda text: re.fullmatch("([0-7]{3}-){2}[a-zé]{1,4}", text)),
+    (Grammar("regex", "^ab?$"), lambda text: text in ("a", "ab")),
+    (
+        Grammar("choice", '["yes", "n\\no", "(a|b)*/\\\\", "日本"]'),
+        lambda text: text in ("yes", "n\no", "(a|b)*/\\", "日本"),
+    ),
+    (
+        Grammar("lark", 'start: WORD ("," WORD){2}\nWORD: /[a-c]+/'),
+        lambda text: re.fullmatch("[a-c]+(,[a-c]+){2}", text),
+    ),
+    (Grammar("gbnf", ARITHMETIC), lambda text: isinstance(eval(re.sub(r"\b0+(?=\d)", "", text), {}), int)),
+    (
+        Grammar("gbnf", r'root ::= "\u0041\u00e9\n" [\u005B-\u005D"]{2} "\\u0041"'),
+        lambda text: re.fullmatch(r'Aé\n[\[\\\]"]{2}\\u0041', text),
+    ),
+]
+
+
+@pytest.mark.parametrize(("grammar", "is_right"), KINDS, ids=[grammar.kind for grammar, _ in KINDS])
+def test_every_kind_over_bytes(
+    tiny: Tokenizer, grammars: Grammars, grammar: Grammar, is_right: Callable[[str], object]
+) -> None:
+    make = grammars.matcher(grammar)
+    written = set()
+    for seed in range(30):
+        tokens = walk(make(), random.Random(seed), closing_of(tiny))
+        assert tokens is not None and is_right(text_of(tiny, tokens)), text_of(tiny, tokens or [])
+        written.add(tuple(tokens))
+    assert len(written) > 1, "samples share nothing but the grammar"
+
+
+@pytest.mark.model
+@pytest.mark.parametrize(("grammar", "is_right"), KINDS, ids=[grammar.kind for grammar, _ in KINDS])
+def test_every_kind_over_a_large_vocabulary(
+    large: Tokenizer, large_grammars: Grammars, grammar: Grammar, is_right: Callable[[str], object]
+) -> None:
+    make = large_grammars.matcher(grammar)
+    for seed in range(10):
+        tokens = walk(make(), random.Random(seed), closing_of(large))
+        assert tokens is not None and is_right(text_of(large, tokens)), text_of(large, tokens or [])
+
+
+def test_a_sentencepiece_vocabulary_writes_the_text_without_the_space_it_puts_before_one(llama_dir: Path) -> None:
+    tokenizer = load_tokenizer(TokenizerSource(str(llama_dir)))
+    make = Grammars(tokenizer, tokenizer.vocab_size, tokenizer.eos_ids).matcher(Grammar("choice", '["hello world"]'))
+    for seed in range(10):
+        tokens = walk(make(), random.Random(seed), frozenset())
+        assert tokens is not None and text_of(tokenizer, tokens) == "hello world"
+
+
+@pytest.mark.model
+def test_text_without_alternatives_is_cut_as_the_tokenizer_cuts_it(large: Tokenizer, large_grammars: Grammars) -> None:
+    text = "The quick brown fox jumps over the lazy dog; 12345 naïve. " * 40
+    matcher = large_grammars.matcher(Grammar("choice", json.dumps([text])))()
+    expected = large.encode(text, add_special=False, parse_special=False)
+    for token in expected[:-2]:
+        assert ids_of(matcher.mask()) == [token]
+        assert matcher.advance(token) is None
+
+
+@pytest.mark.parametrize("eos_ids", [[TINY_EOS], [TINY_EOS, 256], [TINY_EOS, TINY_VOCAB + 90]])
+def test_an_end_is_allowed_exactly_where_the_grammar_is_satisfied(tiny: Tokenizer, eos_ids: list[int]) -> None:
+    vocab_size = TINY_VOCAB + PADDED
+    make = Grammars(tiny, vocab_size, eos_ids).matcher(Grammar("regex", "ab?(cd)?"))
+    ends = [token for token in eos_ids if token < vocab_size]
+    letters = {char: tiny.encode(char, add_special=False, parse_special=False)[0] for char in "abcd"}
+    for word, follow in (("", "a"), ("a", "bc"), ("ab", "c"), ("ac", "d"), ("abcd", ""), ("acd", "")):
+        matcher = make()
+        for char in word:
+            assert matcher.advance(letters[char]) is None
+        mask = matcher.mask()
+        assert mask is not None and len(mask) == -(-vocab_size // 8)
+        is_whole = re.fullmatch("ab?(cd)?", word) is not None
+        assert ids_of(mask) == sorted([letters[char] for char in follow] + (ends if is_whole else []))
+        if is_whole:
+            assert matcher.advance(ends[-1]) == ends[-1]
+
+
+def test_a_model_without_end_tokens_ends_where_nothing_can_follow(tiny: Tokenizer) -> None:
+    make = Grammars(tiny, TINY_VOCAB, []).matcher(Grammar("regex", "ab?c"))
+    matcher = make()
+    assert [matcher.advance(tiny.encode(char, add_special=False)[0]) for char in "abc"] == [None, None, ENDED]
+
+
+def test_special_tokens_are_no_text(tiny: Tokenizer, grammars: Grammars) -> None:
+    for grammar in (Grammar("regex", "(?s:.)*"), Grammar("regex", r"(<\|im_start\|>|<\|bos\|>)")):
+        assert not set(ids_of(grammars.matcher(grammar)().mask())) & (tiny.special_ids - {TINY_EOS})
+    tokens = walk(grammars.matcher(Grammar("choice", '["<|bos|>"]'))(), random.Random(0), frozenset())
+    assert tokens is not None and text_of(tiny, tokens) == "<|bos|>" and len(tokens) == 7
+    for name in ("<|bos|>", "<[258]>", "<|im_end|>"):
+        with pytest.raises(BadRequest, match=r"lark: .*special tokens cannot be written"):
+            grammars.matcher(Grammar("lark", f'start: "<a>" {name} // <b>'))
+    assert grammars.matcher(Grammar("lark", 'start: "<a>" /<b>/ // <c>'))
+
+
+def test_whitespace_cannot_go_on_for_ever(tiny: Tokenizer, grammars: Grammars) -> None:
+    spaces = [tiny.encode(char, add_special=False)[0] for char in "\n \t"]
+    (brace,) = tiny.encode("}", add_special=False)
+    matcher = grammars.matcher(Grammar("json_schema", json.dumps(SCHEMA)))()
+    written: list[int] = []
+    while True:
+        allowed = set(ids_of(matcher.mask()))
+        token = next((t for t in (*spaces, brace) if t in allowed), min(allowed))
+        if matcher.advance(token) is not None:
+            break
+        written.append(token)
+        assert len(written) < 400
+    text = text_of(tiny, written)
+    assert jsonschema_rs.is_valid(SCHEMA, json.loads(text)) and 50 < sum(char in " \n\t" for char in text) < 300
+
+
+def test_a_schema_may_ask_for_no_whitespace_and_for_nothing_else(tiny: Tokenizer, grammars: Grammars) -> None:
+    spaces = {tiny.encode(char, add_special=False)[0] for char in "\n \t"}
+    compact = {**SCHEMA, "x-guidance": {"whitespace_flexible": False, "item_separator": "[ ]+,"}}
+    for wishes, is_compact in ((compact, True), ({**SCHEMA, "x-guidance": {"whitespace_pattern": " +"}}, False)):
+        matcher = grammars.matcher(Grammar("json_schema", json.dumps(wishes)))()
+        seen = set()
+        for token in tiny.encode('{"kind":"beta",', add_special=False, parse_special=False):
+            seen |= set(ids_of(matcher.mask()))
+            matcher.advance(token)
+        assert (not seen & spaces) == is_compact
+        if not is_compact:
+            matcher.advance(min(spaces, key=lambda token: token != tiny.encode(" ", add_special=False)[0]))
+            assert not set(ids_of(matcher.mask())) & spaces, "a second space"
+
+
+def nested(depth: int) -> str:
+    return '{"items":' * depth + "{}" + "}" * depth
+
+
+REFUSED = [
+    (Grammar("json_schema", "{"), "json_schema: is no JSON"),
+    (Grammar("json_schema", '{"const": NaN}'), "json_schema: is no JSON: NaN is no number"),
+    (Grammar("json_schema", "[]"), "json_schema: must be an object"),
+    (Grammar("json_schema", '{"not": {}}'), 'json_schema: Unimplemented keys: ."not".'),
+    (Grammar("json_schema", '{"type": "stuff"}'), "json_schema: Invalid type: stuff"),
+    (Grammar("json_schema", '{"type": "string", "format": "nope"}'), "json_schema: Unknown format: nope"),
+    (Grammar("json_schema", '{"$ref": "#"}'), "json_schema: no text satisfies it"),
+    (Grammar("json_schema", '{"$ref": "http://127.0.0.1/x"}'), "json_schema: Resource"),
+    (Grammar("json_schema", '{"$ref": "#/nope"}'), "json_schema: Pointer"),
+    (Grammar("json_schema", nested(MAX_NESTING)), "json_schema: nested more than 64 levels deep"),
+    (Grammar("json_schema", nested(5000)), "json_schema: nested more than 64 levels deep"),
+    (Grammar("json_schema", json.dumps({"enum": ["x" * 9] * 10**5})), "json_schema: 1300010 bytes are more than 65536"),
+    (Grammar("json_schema", '{"allOf": [{"multipleOf": 79}, {"multipleOf": 0.83}]}'), "common multiple above 1000"),
+    (Grammar("json_schema", json.dumps({"pattern": "a" * 9000})), "json_schema: a pattern is over 8192"),
+    (Grammar("json_schema", json.dumps({"patternProperties": {"(" * 70: {}}})), "json_schema: a pattern is over"),
+    (Grammar("regex", "a(?=b)"), "regex: look-around, including"),
+    (Grammar("regex", "(a"), "regex: unclosed group"),
+    (Grammar("regex", "a" * (MAX_BYTES["regex"] + 1)), "regex: 8193 bytes are more than 8192"),
+    (Grammar("regex", "(" * 100 + ")" * 100), "regex: nested more than 64 levels deep"),
+    (Grammar("regex", "\ud800"), "regex: holds half of a surrogate pair"),
+    (Grammar("choice", "[]"), "choice: must be a list of strings"),
+    (Grammar("choice", '["a", 1]'), "choice: must be a list of strings"),
+    (Grammar("choice", json.dumps(["a"] * (MAX_CHOICES + 1))), "choice: 10001 alternatives are more than 10000"),
+    (Grammar("lark", "start: x"), 'lark: at 1.8.: unknown name: "x"'),
+    (Grammar("lark", ' {"grammars": []}'), "lark: a grammar begins with"),
+    (Grammar("lark", "start: " + "(" * 70 + '"a"' + ")" * 70), "lark: nested more than 64"),
+    (Grammar("lark", "start: T0\n" + "".join(f"T{i}: T{i + 1} T{i + 1}\n" for i in range(40)) + 'T40: "z"'), "too big"),
+    (Grammar("gbnf", 'rot ::= "a"'), "gbnf: No 'root' rule found"),
+    (Grammar("gbnf", 'root ::= "a'), "gbnf: Unexpected end of input"),
+    (Grammar("gbnf", 'root ::= "\\'), "gbnf: "),
+]
+
+
+@pytest.mark.parametrize(("grammar", "message"), REFUSED, ids=range(len(REFUSED)))
+def test_refusals_are_one_short_line_and_nothing_is_printed(
+    grammars: Grammars, capfd: pytest.CaptureFixture[str], grammar: Grammar, message: str
+) -> None:
+    with pytest.raises(BadRequest, match=message) as caught:
+        grammars.matcher(grammar)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
+    assert capfd.readouterr() == ("", "")
+
+
+def test_reasons_are_trimmed() -> None:
+    assert reason_of("panic: index\n<backtrace>\n 0: x") == "the grammar library failed on it"
+    assert reason_of("") == "no reason given"
+    long = reason_of("first " + "x" * 2000 + " last\n   1 | start")
+    assert long.startswith("first ") and long.endswith(" last") and len(long) < 310
+
+
+def test_references_may_be_as_deep_as_the_text_is_long(grammars: Grammars) -> None:
+    """The compiler calls itself from rule to rule; on a thread's usual stack these end the process."""
+    rule = f'r%d: {"(" * 12}"a" r%d{")" * 12} | "b"\n'
+    lark = "start: r0\n" + "".join(rule % (i, i + 1) for i in range(650)) + 'r650: "z"\n'
+    refs = {f"{i}": {"items": {"$ref": f"#/$defs/{i + 1}"}} for i in range(1350)} | {"1350": {}}
+    for grammar in (
+        Grammar("lark", lark),
+        Grammar("json_schema", json.dumps({"$defs": refs, "$ref": "#/$defs/0"})),
+    ):
+        assert MAX_BYTES[grammar.kind] * 0.7 < len(grammar.text)
+        assert ids_of(grammars.matcher(grammar)().mask())
+
+
+def test_what_is_compiled_is_kept_for_a_while(tiny: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[str] = []
+    real = grammar_module.for_library
+    monkeypatch.setattr(grammar_module, "for_library", lambda one: compiled.append(one.text) or real(one))
+    monkeypatch.setattr(grammar_module, "MAX_CACHED", 2)
+    ours = Grammars(tiny, TINY_VOCAB, [TINY_EOS])
+    for text in "abacab":
+        ours.matcher(Grammar("regex", text))
+    assert compiled == ["a", "b", "c", "b"]
+    with pytest.raises(BadRequest):
+        ours.matcher(Grammar("regex", "("))
+    threads = [threading.Thread(target=ours.matcher, args=(Grammar("regex", "x+"),)) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert compiled[4:] == ["(", "x+"]
+
+
+def test_without_the_extra(tiny: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(BadRequest, match=r"needs the extra 'grammar': pip install 'nano-inference\[grammar\]'"):
+        Grammars(tiny, TINY_VOCAB, [TINY_EOS]).matcher(Grammar("regex", "a"))
+
+
+AMBIGUOUS = Grammar("lark", 'start: a "!"\na: a a | a a a | /[a-z]/')
+"""Every token makes a row of the parser longer, and it takes the square of that."""
+
+
+def test_a_step_that_takes_too_much_fails_by_name(tiny: Tokenizer, grammars: Grammars) -> None:
+    matcher = grammars.matcher(AMBIGUOUS)()
+    (letter,) = tiny.encode("x", add_special=False)
+    with pytest.raises(ValueError, match=r"^grammar: .*(too many|max is 250)"):
+        for _ in range(300):
+            assert ids_of(matcher.mask())
+            matcher.advance(letter)
+
+
+# ---- random schemas ------------------------------------------------------------------------------------------------
+
+NAMES = ["a", "b c", "é", "node", "x-y"]
+PATTERNS = ["^[a-z]{2,5}$", "[0-9]", "^(ab|cd)*$", r"^\d{3}-\w+$", "x"]
+FORMATS = ["date-time", "date", "time", "email", "ipv4", "ipv6", "uuid", "uri", "hostname", "duration"]
+values = st.recursive(
+    st.none() | st.booleans() | st.integers(-99, 99) | st.sampled_from(["", "a", 'q"\\', "日本", 0.5, -1.25]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(NAMES), inner, max_size=2),
+    max_leaves=4,
+)
+
+
+@st.composite
+def bounds(draw: st.DrawFn, low: str, high: str, top: int) -> dict[str, int]:
+    """A lower bound, an upper one, both or none."""
+    first = draw(st.integers(0, top))
+    out = {low: first} if draw(st.booleans()) else {}
+    return out | ({high: first + draw(st.integers(0, top))} if draw(st.booleans()) else {})
+
+
+@st.composite
+def strings(draw: st.DrawFn) -> dict[str, Any]:
+    extra = draw(st.sampled_from(["length", "pattern", "format", "none"]))
+    if extra == "pattern":
+        return {"type": "string", "pattern": draw(st.sampled_from(PATTERNS))}
+    if extra == "format":
+        return {"type": "string", "format": draw(st.sampled_from(FORMATS))}
+    return {"type": "string"} | (draw(bounds("minLength", "maxLength", 6)) if extra == "length" else {})
+
+
+@st.composite
+def numbers(draw: st.DrawFn) -> dict[str, Any]:
+    kind = draw(st.sampled_from(["integer", "number"]))
+    low = draw(st.integers(-300, 300)) / (1 if kind == "integer" else 4)
+    names = draw(st.sampled_from([("minimum", "maximum"), ("exclusiveMinimum", "exclusiveMaximum"), ()]))
+    limits = dict(zip(names, (low, low + draw(st.integers(2, 200))), strict=False))
+    multiple = {"multipleOf": draw(st.sampled_from([2, 5, 7]))} if kind == "integer" and draw(st.booleans()) else {}
+    if multiple and limits:  # so that there is one
+        limits[names[1]] = low + 50
+    return {"type": kind, **{k: int(v) if kind == "integer" else v for k, v in limits.items()}, **multiple}
+
+
+def compounds(inner: st.SearchStrategy[dict[str, Any]]) -> st.SearchStrategy[dict[str, Any]]:
+    @st.composite
+    def objects(draw: st.DrawFn) -> dict[str, Any]:
+        properties = draw(st.dictionaries(st.sampled_from(NAMES), inner, max_size=4))
+        required = [name for name in properties if draw(st.booleans())]
+        more = draw(st.sampled_from([False, None, "schema"]))
+        rest = {} if more is None else {"additionalProperties": draw(inner) if more == "schema" else False}
+        return {"type": "object", "properties": properties, "required": required, **rest}
+
+    @st.composite
+    def arrays(draw: st.DrawFn) -> dict[str, Any]:
+        prefix = {"prefixItems": draw(st.lists(inner, min_size=1, max_size=2))} if draw(st.booleans()) else {}
+        return {"type": "array", "items": draw(inner), **draw(bounds("minItems", "maxItems", 3)), **prefix}
+
+    return objects() | arrays() | st.lists(inner, min_size=1, max_size=3).map(lambda some: {"anyOf": some})
+
+
+leaves = (
+    strings()
+    | numbers()
+    | st.sampled_from([{"type": "boolean"}, {"type": "null"}, {"type": ["string", "null"]}, {"$ref": "#/$defs/node"}])
+    | st.lists(values, min_size=1, max_size=4).map(lambda some: {"enum": some})
+    | values.map(lambda value: {"const": value})
+)
+schemas = st.recursive(leaves, compounds, max_leaves=8)
+NODE = {
+    "type": "object",
+    "properties": {"v": {"type": "integer"}, "next": {"anyOf": [{"$ref": "#/$defs/node"}, {"type": "null"}]}},
+    "required": ["v"],
+    "additionalProperties": False,
+}
+
+
+def check_schemas(tokenizer: Tokenizer, grammars: Grammars, count: int) -> dict[str, int]:
+    """Write samples of random schemas and validate each; return how many were written, refused and too long."""
+    seen = {"written": 0, "refused": 0, "unended": 0}
+    closing = closing_of(tokenizer)
+
+    @settings(
+        max_examples=count, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
+    )
+    @given(schemas, st.integers(0, 2**31))
+    def check(schema: dict[str, Any], seed: int) -> None:
+        whole = {"$defs": {"node": NODE}, **schema}
+        try:
+            make = grammars.matcher(Grammar("json_schema", json.dumps(whole)))
+        except BadRequest as error:
+            assert re.match("json_schema: Unsatisfiable|json_schema: no text", str(error)), (error, whole)
+            seen["refused"] += 1
+            return
+        tokens = walk(make(), random.Random(seed), closing)
+        if tokens is None:
+            seen["unended"] += 1
+            return
+        validator = jsonschema_rs.validator_for(whole, validate_formats=True)
+        text = text_of(tokenizer, tokens)
+        told = text.replace(":60", ":59")  # RFC 3339 writes a leap second so; the validator wants to know of it
+        assert validator.is_valid(json.loads(told)), (text, whole)
+        seen["written"] += 1
+
+    check()
+    return seen
+
+
+def test_random_schemas_over_bytes(tiny: Tokenizer, grammars: Grammars) -> None:
+    seen = check_schemas(tiny, grammars, 500)
+    assert seen["refused"] <= 25 and seen["unended"] <= 10, seen
+
+
+@pytest.mark.model
+def test_random_schemas_over_a_large_vocabulary(large: Tokenizer, large_grammars: Grammars) -> None:
+    seen = check_schemas(large, large_grammars, 60)
+    assert seen["refused"] <= 3 and seen["unended"] <= 3, seen
+
+
+# ---- in an engine --------------------------------------------------------------------------------------------------
+
+PROMPT = [5, 9, 30, 2, 44]
+PARAMS = SamplingParams(max_tokens=120, seed=4, raw_logprobs=True, sampling_mask=True, logprobs=2)
+AS_SCHEMA = Grammar("json_schema", json.dumps(SCHEMA))
+
+
+@pytest.fixture(scope="module")
+def open_tiny(tiny_dir: Path) -> Callable[..., InferenceEngine]:
+    def make(**options: Any) -> InferenceEngine:
+        options = {"kv_cache_bytes": 8 << 20, "device": "cpu", "num_threads": 1, "block_size": 4} | options
+        return InferenceEngine(EngineConfig(model_path=str(tiny_dir), **options))
+
+    return make
+
+
+def generate(engine: InferenceEngine, params: SamplingParams, count: int = 1, **options: Any) -> list[TrainingSample]:
+    """Run one request to its end; its samples in order."""
+    engine.add_request(PROMPT, params, count, **options)
+    samples: list[TrainingSample] = []
+    while engine.has_pending():
+        samples += engine.step()
+    return sorted(samples, key=lambda sample: sample.sample_index)
+
+
+def columns(sample: TrainingSample) -> tuple[Any, ...]:
+    return sample.completion_tokens, sample.mask, sample.finish_reason, sample.stop_reason
+
+
+def check_forced(sample: TrainingSample, make: Callable[[], Matcher]) -> int:
+    """Every token was allowed; where it was the only one it counts as forced, elsewhere as drawn. Returns how many."""
+    assert sample.raw_logprobs and sample.sampling_masks and sample.top_logprobs
+    matcher, num_forced = make(), 0
+    for place, token in enumerate(sample.completion_tokens):
+        allowed = ids_of(matcher.mask())
+        assert token in allowed
+        found = (sample.mask[place], sample.sampling_masks[place], sample.top_logprobs[place])
+        if len(allowed) == 1:
+            num_forced += 1
+            assert found == (0, (), ())
+            assert sample.logprobs[place] == sample.raw_logprobs[place] == 0.0
+        else:
+            assert found[:2] == (1, tuple(allowed)) and found[2]
+            assert sample.raw_logprobs[place] < 0.0
+        matcher.advance(token)
+    return num_forced
+
+
+@pytest.mark.parametrize("mode", ["raw", "processed", "tempered"])
+def test_tokens_without_an_alternative_are_forced(
+    open_tiny: Callable[..., InferenceEngine], tiny: Tokenizer, grammars: Grammars, mode: Any
+) -> None:
+    make = grammars.matcher(AS_SCHEMA)
+    samples = generate(open_tiny(), replace(PARAMS, logprobs_mode=mode, temperature=0.8), 4, make_matcher=make)
+    assert len({sample.completion_tokens for sample in samples}) > 1
+    for sample in samples:
+        assert check_forced(sample, make) >= 10
+        assert (sample.finish_reason, sample.stop_reason) == ("stop", None)
+        assert sample.completion_tokens[-1] == TINY_EOS
+        assert jsonschema_rs.is_valid(SCHEMA, json.loads(text_of(tiny, list(sample.completion_tokens[:-1]))))
+
+
+def test_preempted_samples_are_the_same(open_tiny: Callable[..., InferenceEngine], grammars: Grammars) -> None:
+    make = grammars.matcher(AS_SCHEMA)
+    roomy = open_tiny()
+    expected = generate(roomy, PARAMS, 6, make_matcher=make)
+    block_bytes = roomy.parts.checkpoint.config.kv_bytes_per_token(4) * 4
+    samples = generate(open_tiny(kv_cache_bytes=40 * block_bytes), PARAMS, 6, make_matcher=make)
+    assert sum(sample.num_preemptions for sample in samples) > 0
+    assert [columns(sample) for sample in samples] == [columns(sample) for sample in expected]
+    for sample in samples:
+        check_forced(sample, make)
+
+
+def resumed(
+    engine: InferenceEngine, steps: int, params: SamplingParams, **options: Any
+) -> tuple[TrainingSample, TrainingSample]:
+    """Abort a sample after some steps, go on with it; what was aborted, and the end."""
+    request = engine.add_request(PROMPT, params, **options)
+    for _ in range(steps):
+        engine.step()
+    (part,) = engine.abort(request)
+    (whole,) = generate(engine, params, partial=part, **options)
+    return part, whole
+
+
+def test_an_aborted_sample_goes_on_as_it_was(open_tiny: Callable[..., InferenceEngine], grammars: Grammars) -> None:
+    make, engine = grammars.matcher(AS_SCHEMA), open_tiny()
+    (expected,) = generate(engine, PARAMS, make_matcher=make)
+    for steps in range(1, len(expected.completion_tokens)):
+        part, whole = resumed(engine, steps, PARAMS, make_matcher=make)
+        assert part.mask == expected.mask[:steps]
+        assert columns(whole) == columns(expected) and whole.sampling_masks == expected.sampling_masks
+        check_forced(whole, make)
+
+
+def test_a_partial_sample_outside_the_grammar_is_refused(
+    open_tiny: Callable[..., InferenceEngine], grammars: Grammars
+) -> None:
+    engine = open_tiny()
+    request = engine.add_request(PROMPT, PARAMS)
+    for _ in range(3):
+        engine.step()
+    (part,) = engine.abort(request)
+    with pytest.raises(BadRequest, match="partial: grammar: "):
+        engine.add_request(PROMPT, PARAMS, partial=part, make_matcher=grammars.matcher(AS_SCHEMA))
+
+
+class Doubling:
+    """A program: what follows a `q` is forced to be `z`; it counts the tokens that it has seen. Pure."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        (self.q,), (self.z,) = (tokenizer.encode(char, add_special=False) for char in "qz")
+
+    def start(self) -> object:
+        return 0
+
+    def step(self, state: object, token: int) -> tuple[object, tuple[int, ...]]:
+        assert isinstance(state, int) and token != self.z
+        return state + 1, (self.z,) * (token == self.q and state < 9)
+
+
+def test_a_program_beside_a_grammar_goes_on_as_it_was(
+    open_tiny: Callable[..., InferenceEngine], tiny: Tokenizer, grammars: Grammars
+) -> None:
+    engine, program = open_tiny(), Doubling(tiny)
+    make = grammars.matcher(Grammar("regex", "(qz|km|[ab]){8}"))
+    for seed in range(8):
+        params = SamplingParams(max_tokens=40, seed=seed)
+        (expected,) = generate(engine, params, make_matcher=make, program=program)
+        assert {"q", "k"} & set(tiny.decode(expected.completion_tokens)) and 0 in expected.mask
+        for steps in range(1, 6):
+            part, whole = resumed(engine, steps, params, make_matcher=make, program=program)
+            assert part.completion_tokens == expected.completion_tokens[: len(part.mask)]
+            assert columns(whole) == columns(expected)
+
+
+def test_min_tokens_gives_way_where_nothing_but_an_end_can_follow(
+    open_tiny: Callable[..., InferenceEngine], tiny: Tokenizer, grammars: Grammars
+) -> None:
+    engine = open_tiny()
+    for ignore_eos in (False, True):
+        params = SamplingParams(max_tokens=30, min_tokens=25, seed=1, ignore_eos=ignore_eos)
+        (sample,) = generate(engine, params, make_matcher=grammars.matcher(Grammar("choice", '["yes"]')))
+        assert tiny.decode(sample.completion_tokens) == "yes" and sample.completion_tokens[-1] == TINY_EOS
+        assert (sample.finish_reason, sample.stop_reason) == ("stop", TINY_EOS if ignore_eos else None)
+    params = SamplingParams(max_tokens=60, min_tokens=25, seed=1)
+    (sample,) = generate(engine, params, make_matcher=grammars.matcher(Grammar("regex", "a{3,40}")))
+    assert 26 <= len(sample.completion_tokens) <= 41 and sample.finish_reason == "stop"
+    (sample,) = generate(engine, params, make_matcher=grammars.matcher(Grammar("regex", "")))
+    assert sample.completion_tokens == (TINY_EOS,)
+
+
+def test_an_end_token_that_was_asked_for_is_named(
+    open_tiny: Callable[..., InferenceEngine], grammars: Grammars
+) -> None:
+    params = SamplingParams(max_tokens=30, seed=1, stop_token_ids=[TINY_EOS])
+    (sample,) = generate(open_tiny(), params, make_matcher=grammars.matcher(Grammar("choice", '["yes"]')))
+    assert (sample.finish_reason, sample.stop_reason) == ("stop", TINY_EOS)
+
+
+def test_stop_strings_and_words_to_keep_out_hold_beside_a_grammar(
+    open_tiny: Callable[..., InferenceEngine], tiny: Tokenizer, grammars: Grammars
+) -> None:
+    engine, make = open_tiny(), grammars.matcher(Grammar("regex", "[a-c]{20}"))
+    params = SamplingParams(max_tokens=30, seed=3)
+    (plain,) = generate(engine, params, make_matcher=make)
+    assert "b" in tiny.decode(plain.completion_tokens)
+    (kept,) = generate(engine, params, make_matcher=both(make, bad_words_matcher(tiny, ["b"], TINY_VOCAB)))
+    assert re.fullmatch("[ac]{20}", tiny.decode(kept.completion_tokens))
+    (stopped,) = generate(engine, params, make_matcher=both(make, stop_matcher(tiny, ("b",))))
+    assert (stopped.finish_reason, stopped.stop_reason) == ("stop", "b")
+    nothing = both(grammars.matcher(Grammar("regex", "ab")), bad_words_matcher(tiny, ["b"], TINY_VOCAB))
+    (stuck,) = generate(engine, params, make_matcher=nothing)
+    assert stuck.finish_reason == "abort" and "no token can be drawn" in str(stuck.stop_reason)
+
+
+def test_a_grammar_that_takes_too_much_ends_its_own_sample_only(
+    open_tiny: Callable[..., InferenceEngine], tiny: Tokenizer, grammars: Grammars
+) -> None:
+    engine = open_tiny()
+    params = SamplingParams(max_tokens=200, seed=1, ignore_eos=True)
+    (expected,) = generate(engine, params)
+    (mark,) = tiny.encode("!", add_special=False)
+    without = replace(params, logit_bias={mark: -1000.0})
+    beside = engine.add_request(PROMPT, params)
+    broken = engine.add_request(PROMPT, without, make_matcher=grammars.matcher(AMBIGUOUS))
+    found: dict[int, TrainingSample] = {}
+    while engine.has_pending():
+        found |= {sample.request_id: sample for sample in engine.step()}
+    assert found[broken].finish_reason == "abort"
+    assert str(found[broken].stop_reason).startswith("ValueError: grammar: ")
+    assert columns(found[beside]) == columns(expected)

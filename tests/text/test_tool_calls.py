@@ -1,0 +1,587 @@
+"""What a model writes becomes content and calls, however the text was cut; a grammar has it write nothing else."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from itertools import groupby, pairwise
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from nano_inference.text.tool_calls import (
+    MAX_HELD,
+    MAX_SPACES,
+    CallArguments,
+    CallEnd,
+    CallsState,
+    CallStart,
+    Content,
+    Event,
+    finish,
+    push,
+    start,
+)
+from nano_inference.text.tool_format import HERMES, LLAMA, MISTRAL, Tool, ToolFormat, calls_grammar, tool_format
+from nano_inference.text.tool_json import MAX_DEPTH, MAX_SCALAR, JsonState, is_object, step
+from nano_inference.types import BadRequest
+
+FORMATS = [HERMES, LLAMA, MISTRAL]
+NAMES = ("f", "get_weather", "g.h-1")
+F = '{"name": "f", "arguments": {"a": 1}}'
+G = '{"name": "get_weather", "arguments": {"city": "Bern }] </tool_call>"}}'
+CITY = '{"city": "Bern }] </tool_call>"}'
+
+
+def run(fmt: ToolFormat, pieces: Iterable[str]) -> list[Event]:
+    """Push all pieces and return every event, those of the end last."""
+    state, events = start(fmt, NAMES), []
+    for piece in pieces:
+        state, new = push(state, piece)
+        events += new
+    return joined([*events, *finish(state)])
+
+
+def joined(events: Iterable[Event]) -> list[Event]:
+    """Make one event of neighbours that are pieces of the same."""
+    result: list[Event] = []
+    for (kind, index), group in groupby(events, key=lambda event: (type(event), getattr(event, "index", None))):
+        several: list[Any] = list(group)
+        text = "".join(event.text for event in several) if kind in (Content, CallArguments) else ""
+        if kind is Content:
+            result.append(Content(text))
+        elif kind is CallArguments:
+            result.append(CallArguments(index or 0, text))
+        else:
+            result += several
+    return result
+
+
+def cut(text: str, places: list[int]) -> list[str]:
+    marks = [0, *sorted(place % (len(text) + 1) for place in places), len(text)]
+    return [text[a:b] for a, b in pairwise(marks)]
+
+
+def whole(index: int, name: str, arguments: str) -> list[Event]:
+    return [CallStart(index, name), CallArguments(index, arguments), CallEnd(index)]
+
+
+def told(events: Iterable[Event]) -> tuple[str, list[tuple[str, str, bool]]]:
+    """Return the content, and every call with its arguments and whether it has an end."""
+    content, calls = "", {}
+    for event in events:
+        if isinstance(event, Content):
+            content += event.text
+        elif isinstance(event, CallStart):
+            calls[event.index] = (event.name, "", False)
+        else:
+            name, text, _ = calls[event.index]
+            is_end = isinstance(event, CallEnd)
+            calls[event.index] = (name, text if is_end else text + event.text, is_end)
+    assert list(calls) == list(range(len(calls)))
+    return content, list(calls.values())
+
+
+WHOLE: list[tuple[ToolFormat, str, list[Event]]] = [
+    (HERMES, f"<tool_call>\n{F}\n</tool_call>", whole(0, "f", '{"a": 1}')),
+    (HERMES, f"<tool_call>{F}</tool_call>", whole(0, "f", '{"a": 1}')),
+    (HERMES, f"<tool_call>{F}", whole(0, "f", '{"a": 1}')),
+    (HERMES, f"<tool_call>{F}\n</tool_", whole(0, "f", '{"a": 1}')),
+    (HERMES, f"<tool_call>{F[:-1]}", whole(0, "f", '{"a": 1}')),
+    (
+        HERMES,
+        f"I look.\n\n<tool_call>\n{F}\n</tool_call>\n<tool_call>\n{G}\n</tool_call>\n",
+        [Content("I look."), *whole(0, "f", '{"a": 1}'), *whole(1, "get_weather", CITY)],
+    ),
+    (HERMES, f"<tool_call>[{F}, {G}]</tool_call>", [*whole(0, "f", '{"a": 1}'), *whole(1, "get_weather", CITY)]),
+    (HERMES, f"<tool_call>[{F}\n,{G}", [*whole(0, "f", '{"a": 1}'), *whole(1, "get_weather", CITY)]),
+    (HERMES, f" \n<tool_call>{F}</tool_call> \nDone. \n", [*whole(0, "f", '{"a": 1}'), Content("Done. \n")]),
+    (HERMES, f"<tool_call>{F}<tool_call>{F}", [*whole(0, "f", '{"a": 1}'), *whole(1, "f", '{"a": 1}')]),
+    (LLAMA, F, whole(0, "f", '{"a": 1}')),
+    (LLAMA, f"\n<|python_tag|>{F} ", whole(0, "f", '{"a": 1}')),
+    (LLAMA, f"<|python_tag|>\n {F}; {G};\n", [*whole(0, "f", '{"a": 1}'), *whole(1, "get_weather", CITY)]),
+    (LLAMA, '{"type": "function", "id": 7, "name": "f", "parameters": {}}', whole(0, "f", "{}")),
+    (MISTRAL, f"[TOOL_CALLS] [{F}, {G}]", [*whole(0, "f", '{"a": 1}'), *whole(1, "get_weather", CITY)]),
+    (
+        MISTRAL,
+        f'So: [TOOL_CALLS][{F[:-1]}, "id": "a1"}}] Ok',
+        [Content("So:"), *whole(0, "f", '{"a": 1}'), Content("Ok")],
+    ),
+    (MISTRAL, f"[TOOL_CALLS]{F}", whole(0, "f", '{"a": 1}')),
+    # keys in another order, arguments missing or as a string, raw line breaks
+    (HERMES, '<tool_call>{"arguments": {"a": [1, {}]}, "name": "f"}</tool_call>', whole(0, "f", '{"a": [1, {}]}')),
+    (HERMES, '<tool_call>{"id": [1], "x": {"name": 2}, "name": "f"}</tool_call>', whole(0, "f", "{}")),
+    (HERMES, '<tool_call>{"name": "f", "arguments": " {\\"a\\": \\"\\u00e9\\"} "}', whole(0, "f", '{"a": "é"}')),
+    (HERMES, '<tool_call>{"name": "f", "arguments": "{\n}"}', whole(0, "f", "{\n}")),
+    (HERMES, '<tool_call>{"arguments": {"a": {}}, "x": {"y": 1}, "name": "f"}', whole(0, "f", '{"a": {}}')),
+    (HERMES, '<tool_call>{"parameters": "{}", "name": "\\u0066"}</tool_call>', whole(0, "f", "{}")),
+    (HERMES, '<tool_call>{"name": "f", "arguments": {"a\t":\n"1\n2\x01"}}', whole(0, "f", '{"a\\t":\n"1\\n2\\u0001"}')),
+    (HERMES, '<tool_call>{"arguments": {"a": "1\n"}, "name": "f"}', whole(0, "f", '{"a": "1\\n"}')),
+    # unfinished: what was told stays
+    (HERMES, '<tool_call>{"name": "f", "arguments": {"a": "b', [CallStart(0, "f"), CallArguments(0, '{"a": "b')]),
+    (LLAMA, '{"name": "f", "parameters": {', [CallStart(0, "f"), CallArguments(0, "{")]),
+    # unfinished before its arguments: content, but not what stands between calls
+    (HERMES, f'<tool_call>[{F}, {{"na', [*whole(0, "f", '{"a": 1}'), Content('{"na')]),
+    (LLAMA, f'{F}; {{"name": "f"', [*whole(0, "f", '{"a": 1}'), Content('{"name": "f"')]),
+    # wrong after it was told: the rest is content, and no end
+    (
+        HERMES,
+        f'<tool_call>{{"name": "f", "arguments": {{"a": nope}} }}\n</tool_call>\n<tool_call>{F}',
+        [CallStart(0, "f"), CallArguments(0, '{"a": nope'), Content("} }\n</tool_call>"), *whole(1, "f", '{"a": 1}')],
+    ),
+    (
+        HERMES,
+        '<tool_call>{"name": "f", "arguments": {"a": no } }',
+        [CallStart(0, "f"), CallArguments(0, '{"a": no'), Content(" } }")],
+    ),
+    (LLAMA, f"{F} and so", [*whole(0, "f", '{"a": 1}'), Content("and so")]),
+    (LLAMA, f"{F}; and so", [*whole(0, "f", '{"a": 1}'), Content("; and so")]),
+    (HERMES, f"<tool_call>{F} and </tool_call>", [*whole(0, "f", '{"a": 1}'), Content("and </tool_call>")]),
+]
+
+
+@pytest.mark.parametrize(("fmt", "text", "expected"), WHOLE)
+def test_calls_are_read_whole_and_character_by_character(fmt: ToolFormat, text: str, expected: list[Event]) -> None:
+    assert run(fmt, [text]) == expected
+    assert run(fmt, text) == expected
+
+
+NO_CALLS = [
+    (HERMES, ""),
+    (HERMES, " \n a <b> <tool_cal <tool_call "),
+    (HERMES, F),
+    (HERMES, "<tool_call>"),
+    (HERMES, "see <tool_call>\n<function=f>\n</function>\n</tool_call> x"),
+    (HERMES, '<tool_call>{"name": "rm", "arguments": {"a": 1}}\n</tool_call>'),
+    (HERMES, '<tool_call>{"name": "f", "arguments": [1]}</tool_call>'),
+    (HERMES, '<tool_call>{"name": "f", "arguments": "nothing"}</tool_call>'),
+    (HERMES, '<tool_call>{"name": "f", "arguments": "{\\"a\\": \\"\\ud800\\"}"}</tool_call>'),
+    (HERMES, '<tool_call>{"name": "f", "arguments": null}</tool_call>'),
+    (HERMES, '<tool_call>{"name": ["f"], "arguments": {}}</tool_call>'),
+    (HERMES, '<tool_call>{"name": 1, "arguments": {}}</tool_call>'),
+    (HERMES, '<tool_call>{"name": "f", "name": "f", "arguments": {}}</tool_call>'),
+    (HERMES, '<tool_call>{"arguments": {}, "parameters": {}, "name": "f"}</tool_call>'),
+    (HERMES, '<tool_call>{"arguments": {}}</tool_call>'),
+    (HERMES, "<tool_call>[]</tool_call>"),
+    (HERMES, "<tool_call>[[" + F + "]]</tool_call>"),
+    (HERMES, '<tool_call>"f"</tool_call>'),
+    (HERMES, '<tool_call>{"name": "f", } </tool_call>'),
+    (HERMES, '<tool_call>{"name": "f" "arguments": {}} </tool_call>'),
+    (HERMES, '<tool_call>{"name": "f"'),
+    (HERMES, '<tool_call>{"name": "f", "arguments": "{}'),
+    (LLAMA, "Hello { there"),
+    (LLAMA, " \n"),
+    (LLAMA, f"x {F}"),
+    (LLAMA, f"[{F}]"),
+    (LLAMA, '{"answer": {"name": "f"}, "name": "f"}'),
+    (LLAMA, '{"name": "Ann", "parameters": {}}'),
+    (LLAMA, "<|python_tag|>print(1)"),
+    (LLAMA, "<|python_tag|><|python_tag|>" + F),
+    (LLAMA, " <|python {"),
+    (LLAMA, f"<|python_tag|>[{F}]"),
+    (MISTRAL, "[TOOL_CALLS]f[ARGS]{}"),
+    (MISTRAL, f"[TOOL_CALLS {F}"),
+]
+
+
+@pytest.mark.parametrize(("fmt", "text"), NO_CALLS)
+def test_what_is_no_call_comes_out_as_it_was_written(fmt: ToolFormat, text: str) -> None:
+    expected = [Content(text)] if text else []
+    assert run(fmt, [text]) == expected and run(fmt, text) == expected
+
+
+def test_a_call_may_follow_what_was_none() -> None:
+    text = f"a <tool_call>b\n<tool_call>\n<tool_call>{F}</tool_call>"
+    assert run(HERMES, text) == [Content("a <tool_call>b\n<tool_call>"), *whole(0, "f", '{"a": 1}')]
+
+
+def test_text_and_arguments_leave_as_they_come() -> None:
+    state, out = start(HERMES, NAMES), []
+    for piece in ("Hi", " you", " <to", "ol_call>", '{"name": "f", "argu', 'ments": {"a', '": "x', "y", '"}', "}"):
+        state, events = push(state, piece)
+        out.append(events)
+    assert out == [
+        [Content("Hi")],
+        [Content(" you")],
+        [],
+        [],
+        [],
+        [CallStart(0, "f"), CallArguments(0, '{"a')],
+        [CallArguments(0, '": "x')],
+        [CallArguments(0, "y")],
+        [CallArguments(0, '"}'), CallEnd(0)],
+        [],
+    ]
+
+
+def test_json_that_cannot_be_a_call_does_not_wait_for_its_end() -> None:
+    state, events = push(start(LLAMA, NAMES), '{"title"')
+    assert events == [Content('{"title"')]
+    assert push(state, ": 1 ")[1] == [Content(": 1 ")]
+
+
+# ---- any cut
+
+fragments = st.sampled_from(
+    [
+        *("<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[", "]", "{", "}", ",", ";", " ", "\n"),
+        *('"name"', ": ", '"f"', '"get_weather"', '"arguments"', '"parameters"', '"x"', "{}", "tru", "true", "-1.5e3"),
+        *("1.", '"', "\\", '\\"', "\\u00e9", "é", "<", "word ", '"{\\"a\\": 1}"', F, G, "\x01", '{"name": "f", '),
+        *('"arguments": ', "<tool_call>[", "/", f"<tool_call>{F}</tool_call>"),
+    ]
+)
+texts = st.lists(fragments, max_size=14).map("".join)
+places = st.lists(st.integers(0, 10**6), max_size=10)
+
+
+@settings(max_examples=1500, deadline=None)
+@given(fmt=st.sampled_from(FORMATS), text=texts, places=places)
+def test_no_cut_makes_a_difference(fmt: ToolFormat, text: str, places: list[int]) -> None:
+    expected = run(fmt, [text])
+    assert run(fmt, cut(text, places)) == expected
+    assert run(fmt, text) == expected
+    content, calls = told(expected)
+    if not calls:
+        assert content == text
+    for name, arguments, is_whole in calls:
+        assert name in NAMES and arguments.startswith("{")
+        if is_whole:
+            assert isinstance(json.loads(arguments), dict)
+
+
+values = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(10**30), 10**30)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=6,
+)
+arguments_of_calls = st.dictionaries(st.text(max_size=5), values, max_size=3)
+wanted_calls = st.lists(st.tuples(st.sampled_from(NAMES), arguments_of_calls), min_size=1, max_size=3)
+
+
+def spelled(fmt: ToolFormat, name: str, arguments: Any, style: int) -> str:
+    """Write a call in one of several ways."""
+    fields = {"name": name, fmt.arguments: json.dumps(arguments) if style & 8 else arguments}
+    ordered = dict(reversed(fields.items())) if style & 1 else fields
+    return json.dumps(ordered, ensure_ascii=bool(style & 2), indent=2 if style & 4 else None)
+
+
+def reply(fmt: ToolFormat, calls: Sequence[str]) -> str:
+    if fmt.is_whole:
+        return "; ".join(calls)
+    if fmt.is_list:
+        return f"{fmt.begin} [{', '.join(calls)}]"
+    return "\n".join(f"{fmt.begin}\n{call}\n{fmt.end}" for call in calls)
+
+
+@settings(max_examples=500, deadline=None)
+@given(fmt=st.sampled_from(FORMATS), calls=wanted_calls, style=st.integers(0, 15), places=places)
+def test_every_way_of_writing_calls_is_read(
+    fmt: ToolFormat, calls: list[tuple[str, Any]], style: int, places: list[int]
+) -> None:
+    text = reply(fmt, [spelled(fmt, name, arguments, style) for name, arguments in calls])
+    content, found = told(run(fmt, cut(text, places)))
+    assert content == ""
+    assert [(name, json.loads(arguments), True) for name, arguments, _ in found] == [(n, a, True) for n, a in calls]
+    assert all(is_whole for _, _, is_whole in found)
+
+
+# ---- bounds
+
+
+def test_a_beginning_that_is_too_long_is_no_call() -> None:
+    before = '<tool_call>{"arguments": "'
+    fits = before + "x" * (MAX_HELD - len(before))
+    assert push(start(HERMES, NAMES), fits)[1] == []
+    assert run(HERMES, [fits, "yz"]) == run(HERMES, [fits + "yz"]) == [Content(fits + "yz")]
+    state, events = push(start(HERMES, NAMES), fits + "y")
+    assert joined(events) == [Content(fits + "y")] and not state.held
+
+
+@pytest.mark.parametrize("fmt", [HERMES, LLAMA])
+def test_space_is_held_only_so_far(fmt: ToolFormat) -> None:
+    text = "a" + " " * 1000
+    events = run(HERMES, text + f"<tool_call>{F}</tool_call>")
+    assert events == [Content("a" + " " * (1000 - MAX_SPACES)), *whole(0, "f", '{"a": 1}')]
+    assert run(fmt, text) == [Content(text)]
+
+
+def test_what_is_nested_too_deep_is_wrong() -> None:
+    def nested(depth: int) -> str:
+        return '<tool_call>{"name": "f", "arguments": {"a": ' + "[" * depth + "]" * depth + "}}"
+
+    assert told(run(HERMES, [nested(MAX_DEPTH - 2)]))[1][0][2]
+    assert not told(run(HERMES, [nested(MAX_DEPTH - 1)]))[1][0][2]
+
+
+def parts_of(state: CallsState) -> list[str]:
+    """Return all texts that a state keeps."""
+    call = state.call
+    inner = () if call is None else (*call.word, *call.arguments, call.key)
+    return [state.spaces, state.partial, *state.held, *inner]
+
+
+LONG = [
+    (HERMES, '<tool_call>{"name": "f", "arguments": {"a": "', "xy"),
+    (HERMES, '<tool_call>{"name": "f", "arguments": {"a": [', "1,"),
+    (HERMES, '<tool_call>{"arguments": {"a": "', "xy"),
+    (HERMES, '<tool_call>{"arguments": {"a": [', "1,"),
+    (HERMES, '<tool_call>{"x": "', "xy"),
+    (HERMES, "", "a "),
+    (HERMES, "", " \n"),
+    (HERMES, "", "<tool_call>"),
+    (HERMES, "", "<tool_call>{"),
+    (HERMES, "", f"<tool_call>{F}</tool_call>"),
+    (HERMES, f"<tool_call>{F}", "  "),
+    (LLAMA, "", "  "),
+    (LLAMA, "", f"{F};"),
+    (LLAMA, "no ", "{}"),
+    (MISTRAL, "[TOOL_CALLS] [", f"{F},"),
+]
+
+
+def lines_run(fmt: ToolFormat, pieces: list[str]) -> int:
+    """Return how many lines of the package are run for a reply in these pieces."""
+    count = 0
+
+    def trace(frame: FrameType, event: str, argument: object) -> Any:
+        nonlocal count
+        if "tool_" not in frame.f_code.co_filename:
+            return None
+        count += event == "line"
+        return trace
+
+    state = start(fmt, NAMES)
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        for piece in pieces:
+            state, _ = push(state, piece)
+        finish(state)
+    finally:
+        sys.settrace(before)
+    return count
+
+
+@pytest.mark.parametrize(("fmt", "before", "more"), LONG)
+@pytest.mark.parametrize("is_cut", [True, False])
+def test_work_grows_with_the_text(fmt: ToolFormat, before: str, more: str, is_cut: bool) -> None:
+    short, long = before + more * (1500 // len(more)), before + more * (6000 // len(more))
+    counts = [lines_run(fmt, list(text) if is_cut else [text]) for text in (short, long)]
+    assert counts[1] < 5 * counts[0] + 1000
+
+
+@pytest.mark.parametrize(("fmt", "before", "more"), LONG)
+def test_little_is_copied_however_short_the_pieces_are(fmt: ToolFormat, before: str, more: str) -> None:
+    text = before + more * (20_000 // len(more))
+    state, copied, known = start(fmt, NAMES), 0, set[int]()
+    keep: list[list[str]] = []
+    for char in text:
+        state, events = push(state, char)
+        parts = parts_of(state)
+        copied += sum(len(part) for part in parts if id(part) not in known)
+        copied += sum(len(event.text) for event in events if isinstance(event, Content | CallArguments))
+        known = {id(part) for part in parts}
+        keep = [*keep[-1:], parts]  # so that no id is used again
+        assert len(parts) < 80
+    assert copied < len(text) * (MAX_SPACES + 40)
+    if more not in ("  ", " \n"):
+        assert copied < len(text) * 80
+
+
+# ---- JSON
+
+json_text = st.lists(st.sampled_from(list('{}[]:,"\\ \nutrefalsn0123.-+eE\x01é')), max_size=10).map("".join)
+
+
+def follows(text: str) -> bool:
+    """Whether the steps take a whole text as one value."""
+    state, at = JsonState(), 0
+    text += " "
+    while at < len(text):
+        found = step(state, text, at, len(text))
+        if found is None:
+            return False
+        state, at = found
+    return state.due == "done"
+
+
+def is_json(text: str) -> bool:
+    try:
+        json.loads(text, strict=False, parse_constant=lambda name: 1 / 0)
+    except (ValueError, ZeroDivisionError):
+        return False
+    return True
+
+
+@settings(max_examples=3000, deadline=None)
+@given(text=json_text | values.map(json.dumps) | st.tuples(values.map(json.dumps), json_text).map("".join))
+@example(text="01")
+@example(text="-")
+@example(text="1.e3")
+@example(text="[1,]")
+@example(text='{"a":1,}')
+@example(text='"\\x"')
+@example(text='"\\u12g4"')
+@example(text='"\\u123g"')
+@example(text="[}")
+@example(text="nul")
+@example(text="")
+def test_the_steps_take_what_is_json_and_nothing_else(text: str) -> None:
+    assert follows(text) == is_json(text)
+    assert is_object(text) == (is_json(text) and text.strip(" \t\r\n").startswith("{"))
+
+
+def test_a_number_has_an_end() -> None:
+    assert follows("1" * MAX_SCALAR) and not follows("1" * (MAX_SCALAR + 1))
+
+
+# ---- formats and grammars
+
+CHATS = {
+    "qwen2_5": HERMES,
+    "qwen3": HERMES,
+    "qwen3_5_think": HERMES,
+    "llama3_1": LLAMA,
+    "llama3_2": LLAMA,
+    "llama3": HERMES,
+    "phi3_5": HERMES,
+    "muse_glimmer": HERMES,
+    "gemma3": HERMES,
+}
+
+
+@pytest.mark.parametrize("name", CHATS)
+def test_the_format_of_a_real_template(name: str) -> None:
+    spec = importlib.util.find_spec("trl")
+    if spec is None or spec.origin is None:
+        pytest.skip("the templates are TRL's")
+    source = Path(spec.origin).parent / "chat_templates" / f"{name}.jinja"
+    assert tool_format(source.read_text()) == CHATS[name]
+
+
+def test_the_format_of_a_template_is_seen_in_its_markers() -> None:
+    assert tool_format(None) == HERMES
+    assert tool_format("{% if tools %}[AVAILABLE_TOOLS]{% endif %}[TOOL_CALLS] [") == MISTRAL
+    assert tool_format("{% if tools %}<|python_tag|>{% endif %}") == LLAMA
+    assert tool_format("""{{ tools }}{{ '", "parameters": ' + call.arguments }}""") == LLAMA
+    assert tool_format("""{{ tools }}{{ '", "parameters": ' + f.parameters }}""") == HERMES
+    assert tool_format("[TOOL_CALLS] of a template without them") == HERMES
+
+
+WEATHER: Tool = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"$ref": "#/$defs/city"}, "days": {"type": "integer"}},
+            "required": ["city"],
+            "$defs": {"city": {"enum": ["Bern", "Genf"]}},
+        },
+    },
+}
+NOW: Tool = {"type": "function", "function": {"name": "now"}}
+FREE: Tool = {"type": "function", "function": {"name": "log", "parameters": {"type": "object"}}}
+TOOLS = [WEATHER, NOW, FREE]
+BERN = ("get_weather", '{"city": "Bern", "days": 2}')
+NOTHING = ("now", "{}")
+
+SPECIAL = {"<tool_call>": 257, "</tool_call>": 258, "[TOOL_CALLS]": 259, "<|python_tag|>": 260}
+
+
+class ByteTokenizer:
+    """What llguidance asks of a tokenizer: a token for every byte, and some special ones."""
+
+    eos_token_id = 256
+    bos_token_id = None
+    tokens = (*(bytes([byte]) for byte in range(256)), b"</s>", *(text.encode() for text in SPECIAL))
+    special_token_ids = (256, *SPECIAL.values())
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        return list(text if isinstance(text, bytes) else text.encode())
+
+
+def allows(grammar: tuple[str, str], text: str, special: bool = False) -> bool:
+    """Whether a grammar takes a text to its end, and may end there; markers as their tokens when `special`."""
+    llguidance = pytest.importorskip("llguidance")
+    assert grammar[0] == "lark"
+    tokenizer = llguidance.LLTokenizer(llguidance.TokenizerWrapper(ByteTokenizer()))
+    matcher = llguidance.LLMatcher(tokenizer, llguidance.LLMatcher.grammar_from_lark(grammar[1]))
+    assert not matcher.is_error(), matcher.get_error()
+    tokens: list[int] = []
+    while text:
+        marker = next((one for one in SPECIAL if special and text.startswith(one)), None)
+        tokens += [SPECIAL[marker]] if marker else list(text[0].encode())
+        text = text[len(marker or text[0]) :]
+    taken: int = matcher.try_consume_tokens(tokens)
+    return taken == len(tokens) and bool(matcher.is_accepting())
+
+
+def written(fmt: ToolFormat, *calls: tuple[str, str]) -> str:
+    return reply(fmt, [f'{{"name": "{name}", "{fmt.arguments}": {arguments}}}' for name, arguments in calls])
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("special", [True, False])
+def test_a_grammar_allows_calls_and_nothing_else(fmt: ToolFormat, special: bool) -> None:
+    tokens = SPECIAL if special else {}
+    grammar = calls_grammar(TOOLS, fmt, special=tokens)
+    for calls in ([BERN], [NOTHING], [BERN, NOTHING, BERN], [("log", '{"any": ["thing"]}')]):
+        assert allows(grammar, written(fmt, *calls), special)
+    for name, arguments in [
+        ("rm", "{}"),
+        ("now", '{"a": 1}'),
+        ("get_weather", "{}"),
+        ("get_weather", '{"city": "Rom"}'),
+        ("get_weather", '{"city": "Bern", "other": 1}'),
+        ("get_weather", '{"city":   "Bern"}'),
+        ("log", "[]"),
+    ]:
+        assert not allows(grammar, written(fmt, (name, arguments)), special)
+    assert not allows(grammar, "Hello", special) and not allows(grammar, "", special)
+    if not fmt.is_whole:
+        assert not allows(grammar, written(fmt, BERN), not special)
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_a_grammar_of_one_call(fmt: ToolFormat) -> None:
+    one = calls_grammar(TOOLS, fmt, parallel=False)
+    assert allows(one, written(fmt, BERN)) and not allows(one, written(fmt, BERN, BERN))
+    named = calls_grammar(TOOLS, fmt, name="now", parallel=False)
+    assert allows(named, written(fmt, NOTHING)) and not allows(named, written(fmt, BERN))
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_what_a_grammar_allows_is_read_as_calls(fmt: ToolFormat) -> None:
+    text = written(fmt, BERN, NOTHING)
+    assert allows(calls_grammar(TOOLS, fmt), text)
+    state, events = push(start(fmt, ("get_weather", "now")), text)
+    assert told([*events, *finish(state)]) == ("", [(*BERN, True), (*NOTHING, True)])
+
+
+def test_a_schema_that_speaks_of_other_properties_stays_open() -> None:
+    for more in (
+        {"additionalProperties": {"type": "integer"}},
+        {"required": ["b"]},
+        {"patternProperties": {"^b$": {"type": "integer"}}},
+    ):
+        parameters = {"type": "object", "properties": {"a": {"type": "integer"}}, **more}
+        tool = {"type": "function", "function": {"name": "t", "parameters": parameters}}
+        assert allows(calls_grammar([tool], HERMES), written(HERMES, ("t", '{"a": 1, "b": 2}')))
+
+
+def test_a_grammar_needs_a_function() -> None:
+    with pytest.raises(BadRequest, match="tools has no 'rm'"):
+        calls_grammar(TOOLS, HERMES, name="rm")
+    with pytest.raises(BadRequest, match="no function to call"):
+        calls_grammar([], HERMES)
