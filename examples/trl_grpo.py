@@ -27,7 +27,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # before anything below reads it
 
 from datasets import Dataset
 from grpo import ENGINE, MAX_ANSWER, VOCABULARY, encode, options, problem, report, warm_model
-from tokenizers import Tokenizer, models
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast, PrinterCallback, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
@@ -78,9 +78,20 @@ def served(model: str, weights: str, seed: int) -> Iterator[str]:
     """Serve the model in a process of its own; give its URL."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "nano_inference", "serve", model, "--port", str(port), "--seed", str(seed)]
+    command = [
+        sys.executable,
+        "-m",
+        "nano_inference",
+        "serve",
+        "--model",
+        model,
+        "--port",
+        str(port),
+        "--seed",
+        str(seed),
+    ]
     command += ["--enable-rl", "--weights-dir", weights, "--no-log-requests", "--num-threads", "1"]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     try:
         yield f"http://127.0.0.1:{port}"
     finally:
@@ -119,6 +130,8 @@ def is_right(completion_ids: list[list[int]], answer: list[str], **_: Any) -> li
 def warm_pair(path: str) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
     """Return the model in `path`, taught first if it is not there, and its tokenizer; both lie there afterwards."""
     characters = Tokenizer(models.BPE({character: i for i, character in enumerate(VOCABULARY)}, []))
+    characters.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    characters.decoder = decoders.ByteLevel()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=characters, pad_token="_", eos_token="$")
     model = warm_model(path)
     tokenizer.save_pretrained(path)

@@ -46,3 +46,11 @@ def test_k_trls_grpo_learns_and_agrees_at_every_step(tmp_path: Path) -> None:
     assert result["largest_mean"] < 1e-4
     assert result["in_flight"] >= 30
     assert result["last10"] - result["first10"] > 3 * error
+
+
+def test_k_trls_server_mode_learns_and_agrees_at_every_step(tmp_path: Path) -> None:
+    result, _ = run("trl_grpo.py", tmp_path, "--server", "--steps", "40")
+    error = (result["first10_error"] ** 2 + result["last10_error"] ** 2) ** 0.5
+    assert result["largest_mean"] < 1e-4
+    assert result["updates"] == 40
+    assert result["last10"] - result["first10"] > 3 * error

@@ -39,6 +39,7 @@ from nano_inference.server.paths import (
     Work,
     error_bodies,
 )
+from nano_inference.server.rl.routes import rl_routes
 from nano_inference.server.schema import Body
 from nano_inference.server.served import Observer, Opened
 from nano_inference.server.ticket import Ticket
@@ -66,9 +67,18 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 class Serving:
     """What there is once a model is loaded."""
 
-    model: ServedModel
-    observer: Observer
+    opened: Opened
     admission: Admission
+
+    @property
+    def model(self) -> ServedModel:
+        """The model, as the routes know it."""
+        return self.opened.model
+
+    @property
+    def observer(self) -> Observer:
+        """Whoever counts."""
+        return self.opened.observer
 
 
 class App:
@@ -95,7 +105,7 @@ class App:
         admission = Admission(
             max_samples=max_running + self.config.max_queued_requests, max_tokens=self.config.max_admitted_tokens
         )
-        self.serving = Serving(model=opened.model, observer=opened.observer, admission=admission)
+        self.serving = Serving(opened=opened, admission=admission)
         self.bridge.open_doors()
 
     def close(self) -> None:
@@ -122,6 +132,9 @@ class App:
         return [
             *(Route(path, endpoint, methods=["POST"]) for path, endpoint in posts.items()),
             *(Route(path, endpoint, methods=["GET"]) for path, endpoint in gets.items()),
+            *rl_routes(
+                self.bridge, self.config, self._policy, lambda: self._require_serving().opened, self._note_unknown
+            ),
         ]
 
     async def _route(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -353,7 +366,7 @@ class CallResponse(Response):
         error: ApiError | None = None
         app._num_answering += 1
         try:
-            with self._serving.admission.place_for(call), app.bridge.submit(call.asks) as ticket:
+            with self._serving.admission.place_for(call), app.bridge.submit(call.asks, call.names) as ticket:
                 error = await answer(
                     call, ticket, self._serving.model, self._timing, self._workshop, receive, send, drafts
                 )

@@ -1,0 +1,122 @@
+"""What trainers and routers ask: versions, states, loads, and the configuration as vLLM and SGLang tell it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from starlette.requests import Request
+
+import nano_inference
+from nano_inference.server.errors import ApiError
+from nano_inference.server.rl.desk import JSON, Desk, Do
+from nano_inference.types import LogprobsMode
+
+
+def questions(desk: Desk) -> Mapping[str, Do]:
+    """Return what each path answers."""
+    return {**_states(desk), **_models(desk)}
+
+
+def _states(desk: Desk) -> dict[str, Do]:
+    async def is_paused(request: Request) -> JSON:
+        """Whether no step runs; a pause that still waits for requests has not come yet."""
+        engine = desk.engine
+        return {"is_paused": await desk.bridge.call(lambda: engine.is_paused), **await desk.facts()}
+
+    async def is_sleeping(request: Request) -> JSON:
+        return {"is_sleeping": bool(desk.control.asleep), **await desk.facts()}
+
+    async def weight_info(request: Request) -> JSON:
+        info = await desk.bridge.call(desk.engine.weight_info)
+        return {**await desk.facts(info), "label": info.label, "update": info.update}
+
+    async def world_size(request: Request) -> JSON:
+        return {"world_size": 1}
+
+    async def loads(request: Request) -> JSON:
+        """SGLang's loads, of the one engine there is."""
+        await desk.bridge.call(lambda: None)
+        stats, limits = desk.bridge.last_stats, desk.opened().model.limits
+        running, waiting = (stats.num_running, stats.num_waiting) if stats else (0, 0)
+        num_slots = limits.num_blocks * limits.block_size
+        used = num_slots - (stats.num_free_blocks * limits.block_size if stats else num_slots)
+        one = {
+            "dp_rank": 0,
+            "num_running_reqs": running,
+            "num_waiting_reqs": waiting,
+            "num_total_reqs": running + waiting,
+            "num_used_tokens": used,
+            "max_total_num_tokens": num_slots,
+            "token_usage": used / num_slots,
+        }
+        return {"version": nano_inference.__version__, "dp_rank_count": 1, "loads": [one]}
+
+    return {
+        "/is_paused": is_paused,
+        "/is_sleeping": is_sleeping,
+        "/weight_info": weight_info,
+        "/get_world_size": world_size,
+        "/v1/loads": loads,
+    }
+
+
+def _models(desk: Desk) -> dict[str, Do]:
+    async def model_info(request: Request) -> JSON:
+        model = desk.opened().model
+        return {
+            "model_path": model.name,
+            "tokenizer_path": model.name,
+            "is_generation": True,
+            "preferred_sampling_params": None,
+            "max_model_len": model.limits.max_model_len,
+            **await desk.facts(),
+        }
+
+    async def server_info(request: Request) -> JSON:
+        form = request.query_params.get("config_format", "json")
+        if form != "json":
+            raise ApiError(400, f"config_format must be json, got {form[:64]!r}", param="config_format")
+        model, limits = desk.opened().model, desk.opened().model.limits
+        return {
+            "vllm_config": await _vllm_config(desk),
+            "version": nano_inference.__version__,
+            "model_path": model.name,
+            "served_model_name": model.name,
+            "tp_size": 1,
+            "dp_size": 1,
+            "max_total_num_tokens": limits.num_blocks * limits.block_size,
+            "context_length": limits.max_model_len,
+            **await desk.facts(),
+        }
+
+    return {
+        "/get_model_info": model_info,
+        "/model_info": model_info,
+        "/server_info": server_info,
+        "/get_server_info": server_info,
+    }
+
+
+async def _vllm_config(desk: Desk) -> dict[str, Any]:
+    """Return the parts of vLLM's configuration that trainers look at."""
+    engine, model = desk.engine, desk.opened().model
+    return {
+        "model_config": {
+            "model": model.name,
+            "served_model_name": model.name,
+            "dtype": f"torch.{await desk.bridge.call(engine.weights_dtype)}",
+            "max_model_len": model.limits.max_model_len,
+            "logprobs_mode": vllm_logprobs_mode(desk.config.logprobs_mode),
+            "max_logprobs": desk.config.max_logprobs,
+        },
+        "weight_transfer_config": {"backend": "nccl" if engine.is_on_cuda else "gloo"},
+        "lora_config": None,
+        "parallel_config": {"data_parallel_size": 1, "tensor_parallel_size": 1, "pipeline_parallel_size": 1},
+        "cache_config": {"block_size": model.limits.block_size, "num_gpu_blocks": model.limits.num_blocks},
+    }
+
+
+def vllm_logprobs_mode(mode: LogprobsMode) -> str:
+    """Return vLLM's name of a mode; it has none for "tempered"."""
+    return f"{mode}_logprobs"

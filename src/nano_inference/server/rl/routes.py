@@ -1,0 +1,61 @@
+"""The trainers' routes, put together; without `--enable-rl` their paths say how they are opened."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from nano_inference.config import ServerConfig
+from nano_inference.server.bridge import Bridge
+from nano_inference.server.errors import ApiError
+from nano_inference.server.guard import GuardPolicy
+from nano_inference.server.rl.desk import answered, make_desk
+from nano_inference.server.rl.facts import questions
+from nano_inference.server.rl.paths import ADMIN_PATHS, QUESTIONS, REFUSED_COMMANDS
+from nano_inference.server.rl.sglang import refused, sglang_commands, told
+from nano_inference.server.rl.vllm import vllm_commands
+from nano_inference.server.schema import Body
+from nano_inference.server.served import Opened
+
+_ALSO_GET = frozenset({"/flush_cache"})
+"""Commands that SGLang takes as a GET, too, and that trainers send so."""
+
+
+def rl_routes(
+    bridge: Bridge,
+    config: ServerConfig,
+    policy: GuardPolicy,
+    opened: Callable[[], Opened],
+    note_unknown: Callable[[Body], None] = lambda body: None,
+) -> list[Route]:
+    """Return the routes. They need a guard around them, which keeps out whoever has no admin key.
+
+    `opened` returns what was loaded, or raises an `ApiError` while nothing is; `note_unknown` is told of every body, so
+    that fields which nobody knows are logged or refused as elsewhere. Raises `ValueError` for a `weights_dir` that is
+    no directory.
+    """
+    if not config.enable_rl:
+        return [_hint(path) for path in sorted(ADMIN_PATHS | QUESTIONS)]
+    desk = make_desk(bridge, config, policy, opened, note_unknown)
+    endpoints = {path: answered(do) for path, do in vllm_commands(desk).items()}
+    endpoints |= {path: told(do) for path, do in sglang_commands(desk).items()}
+    endpoints |= {path: told(refused(path)) for path in sorted(REFUSED_COMMANDS)}
+    return [
+        *(
+            Route(path, endpoint, methods=["POST", "GET"] if path in _ALSO_GET else ["POST"])
+            for path, endpoint in endpoints.items()
+        ),
+        *(Route(path, answered(do), methods=["GET"]) for path, do in questions(desk).items()),
+    ]
+
+
+def _hint(path: str) -> Route:
+    """Return the route of a path that is closed."""
+
+    async def closed(request: Request) -> Response:
+        raise ApiError(404, f"no such path: {path}; trainers' routes are opened with --enable-rl")
+
+    return Route(path, closed, methods=["GET", "POST"])

@@ -1,0 +1,159 @@
+"""The trainers' routes in SGLang's words: sglang/srt/entrypoints/http_server.py and managers/io_struct.py.
+
+A failure has SGLang's `success` and `message` beside the error object.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from nano_inference.server.errors import ApiError
+from nano_inference.server.rl.desk import JSON, Desk, Do, Endpoint, json_response
+from nano_inference.server.rl.schema import (
+    AbortRequestBody,
+    AnyBody,
+    DestroyGroupBody,
+    FromDiskBody,
+    FromGroupBody,
+    InitGroupBody,
+    MemoryBody,
+    Nothing,
+    PauseGenerationBody,
+)
+from nano_inference.types import OnRunning, PauseMode
+
+_MODES: Mapping[str, tuple[PauseMode, bool]] = MappingProxyType(
+    {"abort": ("abort", False), "retract": ("keep", True), "in_place": ("keep", False)}
+)
+"""SGLang's name of a pause -> ours, and whether the K/V goes."""
+
+
+def sglang_commands(desk: Desk) -> Mapping[str, Do]:
+    """Return what each path does."""
+    return {**_flow(desk), **_memory(desk), **_weights(desk)}
+
+
+def told(do: Do) -> Endpoint:
+    """Return the endpoint that answers in SGLang's way, also when it fails."""
+
+    async def endpoint(request: Request) -> Response:
+        try:
+            return json_response(await do(request))
+        except ApiError as error:
+            request.scope["state"]["notes"] = {"error": error}
+            failed = {"success": False, "message": error.to_dict()["error"]["message"], **error.to_dict()}
+            return json_response(failed, error.status, error.headers)
+
+    return endpoint
+
+
+def refused(path: str) -> Do:
+    """Return what is answered to a command that is known and not done here."""
+
+    async def refuse(request: Request) -> JSON:
+        raise ApiError(501, f"{path} is not supported by this server", code="not_supported")
+
+    return refuse
+
+
+def _flow(desk: Desk) -> dict[str, Do]:
+    async def pause(request: Request) -> JSON:
+        body = await desk.read(request, PauseGenerationBody)
+        mode, clear_cache = _MODES[body.mode or "abort"]
+        ended = await desk.control.pause(mode, clear_cache=clear_cache, receive=request.receive)
+        text = "Generation paused successfully."
+        return {"success": True, "status": "ok", "message": text, "num_aborted": ended, **await desk.facts()}
+
+    async def go_on(request: Request) -> JSON:
+        await desk.read(request, Nothing)
+        await desk.control.resume()
+        text = "Generation continued successfully."
+        return {"success": True, "status": "ok", "message": text, **await desk.facts()}
+
+    async def abort(request: Request) -> JSON:
+        body = await desk.read(request, AbortRequestBody)
+        if not body.rid and not body.abort_all:
+            raise ApiError(400, "rid: name a request, or give abort_all=true", param="rid")
+        names = [body.rid] if isinstance(body.rid, str) else body.rid
+        ended = await desk.control.abort(None if body.abort_all else names)
+        return {"success": True, "message": f"{ended} samples aborted", "num_aborted": ended, **await desk.facts()}
+
+    async def flush(request: Request) -> JSON:
+        await desk.read(request, AnyBody)
+        freed = await desk.control.flush()
+        return {"success": True, "message": "Cache flushed.", "flushed_items": freed, **await desk.facts()}
+
+    return {"/pause_generation": pause, "/continue_generation": go_on, "/abort_request": abort, "/flush_cache": flush}
+
+
+def _memory(desk: Desk) -> dict[str, Do]:
+    async def release(request: Request) -> JSON:
+        body = await desk.read(request, MemoryBody)
+        await desk.control.release(_tags(body))
+        return {"success": True, "message": "Memory released.", **await desk.facts()}
+
+    async def resume(request: Request) -> JSON:
+        body = await desk.read(request, MemoryBody)
+        await desk.control.wake(_tags(body))
+        left = ", ".join(sorted(desk.control.asleep))
+        text = f"Memory resumes with the rest: {left}." if left else "Memory resumed."
+        return {"success": True, "message": text, **await desk.facts()}
+
+    return {"/release_memory_occupation": release, "/resume_memory_occupation": resume}
+
+
+def _tags(body: MemoryBody) -> list[str]:
+    return list(body.tags) if body.tags else ["weights", "kv_cache", "cuda_graph"]
+
+
+def _weights(desk: Desk) -> dict[str, Do]:
+    async def from_disk(request: Request) -> JSON:
+        body = await desk.read(request, FromDiskBody)
+        _require_format(body.load_format, ("auto", "safetensors"))
+        info = await desk.install_directory(
+            body.model_path, "model_path", label=body.weight_version, on_running=_on_running(body.abort_all_requests)
+        )
+        text = "Succeeded to update model weights."
+        return {"success": True, "message": text, "num_paused_requests": 0, **await desk.facts(info)}
+
+    async def init(request: Request) -> JSON:
+        body = await desk.read(request, InitGroupBody)
+        await desk.join(body)
+        return {"success": True, "message": f"Joined the group {body.group_name!r}.", **await desk.facts()}
+
+    async def from_group(request: Request) -> JSON:
+        """Every call is an update of its own: trainers send one bucket after the other."""
+        body = await desk.read(request, FromGroupBody)
+        _require_format(body.load_format, ())
+        source = desk.groups.receive(body.group_name, body.names, body.dtypes, body.shapes, "dtypes")
+        info = await desk.updates.install(
+            source, label=body.weight_version, on_running=_on_running(body.abort_all_requests), partial=True
+        )
+        return {"success": True, "message": "Succeeded to update parameter online.", **await desk.facts(info)}
+
+    async def destroy(request: Request) -> JSON:
+        body = await desk.read(request, DestroyGroupBody)
+        if not desk.groups.leave(body.group_name):
+            raise ApiError(400, f"there is no group {body.group_name!r}", param="group_name", code="no_group")
+        return {"success": True, "message": f"Left the group {body.group_name!r}.", **await desk.facts()}
+
+    return {
+        "/update_weights_from_disk": from_disk,
+        "/init_weights_update_group": init,
+        "/update_weights_from_distributed": from_group,
+        "/destroy_weights_update_group": destroy,
+    }
+
+
+def _require_format(load_format: str | None, known: tuple[str, ...]) -> None:
+    if load_format is not None and load_format not in known:
+        only = f"; known: {', '.join(known)}" if known else ""
+        raise ApiError(400, f"load_format {load_format!r} is not supported{only}", param="load_format")
+
+
+def _on_running(abort_all: bool | None) -> OnRunning:
+    return "abort" if abort_all else "keep"

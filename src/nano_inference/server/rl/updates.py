@@ -1,0 +1,191 @@
+"""New weights over HTTP: one update at a time, whole or in parts; the old ones serve on until it is installed."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from nano_inference.server.bridge import Bridge
+from nano_inference.server.errors import ApiError
+from nano_inference.server.rl.feed import Feed, Source
+from nano_inference.server.served import ServedEngine
+from nano_inference.types import BadRequest, EngineDead, EnginePaused, OnRunning, UpdateBusy, WeightInfo, WeightLabel
+
+_LOOK_S = 1.0
+"""How often one looks again after the time of an update is up."""
+_log = logging.getLogger("nano_inference.server")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Open:
+    """An update whose weights come in parts."""
+
+    feed: Feed
+    outcome: asyncio.Task[WeightInfo]
+
+
+class Updates:
+    """Owns the update that is under way. On the event loop."""
+
+    def __init__(self, bridge: Bridge, engine: Callable[[], ServedEngine], timeout: float) -> None:
+        self._bridge = bridge
+        self._engine = engine
+        self._timeout = timeout
+        self._open: _Open | None = None
+        self._failure = ""
+        """What the last update in parts failed of, until its trainer asks for its end."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether an update in parts was started and has not ended."""
+        return self._open is not None
+
+    @property
+    def takes_parts(self) -> bool:
+        """Whether what comes is meant as a part: also of an update that failed, whose trainer does not know it yet."""
+        return self.is_open or bool(self._failure)
+
+    async def install(
+        self, source: Source, *, label: WeightLabel | None, on_running: OnRunning = "keep", partial: bool = False
+    ) -> WeightInfo:
+        """Take all of a source, install it, return the version. Raises `ApiError`: 409 beside another update, else 400.
+
+        With `partial`, tensors that do not come keep their values.
+        """
+        try:
+            found = await self._begin(source, label=label, on_running=on_running, partial=partial)
+            return await self._outcome(found)
+        except Exception as error:
+            raise refusal(error) from None
+
+    async def start(self) -> WeightInfo:
+        """Begin an update in parts; return the version that serves on. Raises `ApiError` 409 beside another update.
+
+        It is given up when its end has not come in time.
+        """
+        feed = Feed()
+        engine = self._engine()
+        try:
+            found = await self._begin(feed.pairs(), label=None, on_running="keep", partial=False)
+        except Exception as error:
+            raise refusal(error) from None
+        self._failure = ""
+        opened = _Open(feed=feed, outcome=asyncio.ensure_future(self._outcome(found)))
+        opened.outcome.add_done_callback(lambda task: self._close(opened, task))
+        self._open = opened
+        return await self._bridge.call(engine.weight_info)
+
+    async def add(self, source: Source) -> WeightInfo:
+        """Take a part of the open update; return the version that serves on. A failure gives all of the update up."""
+        opened = self.require_open()
+        taken = opened.feed.put(source)
+        either: set[asyncio.Future[Any]] = {taken, opened.outcome}
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        if not taken.done() or taken.cancelled():
+            await self._told(opened)  # a part is given up only because all is
+        return await self._bridge.call(self._engine().weight_info)
+
+    async def finish(self, label: WeightLabel | None) -> WeightInfo:
+        """Install the open update under a name; return the version in force. Raises `ApiError` 400 with the reason."""
+        try:
+            opened, engine = self.require_open(), self._engine()
+        finally:
+            self._open, self._failure = None, ""
+        if label is not None:
+            with suppress(BadRequest):  # it failed already, which the outcome tells
+                await self._bridge.call(lambda: engine.label_weights(label, are_next=True))
+        opened.feed.end()
+        try:
+            return await self._told(opened)
+        finally:
+            self._failure = ""
+
+    async def give_up(self) -> bool:
+        """Forget the open update; whether there was one."""
+        self._failure = ""
+        if self._open is None:
+            return False
+        opened, self._open = self._open, None
+        opened.feed.give_up("the update was given up")
+        await asyncio.wait({opened.outcome})
+        self._failure = ""
+        return True
+
+    async def _begin(
+        self, source: Source, *, label: WeightLabel | None, on_running: OnRunning, partial: bool
+    ) -> asyncio.Future[WeightInfo]:
+        """Start the gathering; return the future of its end."""
+        engine = self._engine()
+
+        def begin() -> None:
+            engine.update_weights(
+                source,
+                on_running=on_running,
+                version=label,
+                partial=partial,
+                timeout=self._timeout,
+                on_gathered=self._bridge.wake,
+            )
+
+        def look() -> WeightInfo | None:
+            if engine.weight_info().update != "idle":
+                return None
+            engine.finish_update(0)
+            return engine.weight_info()
+
+        return await self._bridge.watch(look, first=begin)
+
+    async def _outcome(self, found: asyncio.Future[WeightInfo]) -> WeightInfo:
+        """Wait for an update's end; a source that has gone silent wakes nobody, so the clock does."""
+        patience = self._timeout + 0.05
+        try:
+            while not found.done():
+                await asyncio.wait({found}, timeout=patience)
+                patience = min(patience, _LOOK_S)
+                self._bridge.wake()
+            return found.result()
+        finally:
+            found.cancel()
+
+    async def _told(self, opened: _Open) -> WeightInfo:
+        try:
+            return await asyncio.shield(opened.outcome)
+        except Exception as error:
+            raise refusal(error) from None
+
+    def _close(self, opened: _Open, task: asyncio.Task[WeightInfo]) -> None:
+        """Note how an update in parts ended; let its thread end, too."""
+        if self._open is opened:
+            self._open = None
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            self._failure = str(error)
+            opened.feed.give_up("the update has failed")
+            _log.warning("an update was given up, the old weights serve on: %s", error)
+
+    def require_open(self) -> _Open:
+        """Return the open update. Raises `ApiError` 400 when there is none, saying what became of the last one."""
+        if self._open is not None:
+            return self._open
+        why = f" (the last one was given up: {self._failure})" if self._failure else ""
+        raise ApiError(400, f"no update is open: POST /start_weight_update first{why}", code="no_update")
+
+
+def refusal(error: Exception) -> ApiError:
+    """Return what a trainer is told of an update or a command that failed."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, UpdateBusy):
+        return ApiError(409, f"busy: {error}", code="busy")
+    if isinstance(error, EnginePaused):
+        return ApiError(409, str(error), code="asleep")
+    if isinstance(error, EngineDead):
+        return ApiError(503, "the engine has failed", code="engine_dead", headers={"x-should-retry": "false"})
+    if isinstance(error, ValueError):  # WeightError, ModelError, BadRequest
+        return ApiError(400, str(error), code="bad_weights")
+    _log.error("a trainer's command failed: %s: %s", type(error).__name__, error, exc_info=error)
+    return ApiError(500, "internal server error", headers={"x-should-retry": "false"})

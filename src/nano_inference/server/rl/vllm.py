@@ -1,0 +1,201 @@
+"""The trainers' routes in vLLM's words: vllm/entrypoints/serve/{rlhf,sleep,cache}/api_router.py, and prime-rl's one.
+
+`X-Request-Id` names requests there; here they have the ids of their replies, or those that clients gave them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from starlette.requests import Request
+
+from nano_inference.server.errors import ApiError
+from nano_inference.server.rl.desk import JSON, Desk, Do
+from nano_inference.server.rl.feed import Source
+from nano_inference.server.rl.places import place_of, weights_below
+from nano_inference.server.rl.schema import (
+    GROUP,
+    AbortBody,
+    CheckBody,
+    FinishUpdateBody,
+    InitTransferBody,
+    LabelBody,
+    Nothing,
+    PauseBody,
+    ResetBody,
+    SleepBody,
+    StartUpdateBody,
+    UpdateInfo,
+    UpdateWeightsBody,
+    WakeBody,
+)
+
+_PACKED = "packed is not supported: broadcast each tensor for itself, in the order of names"
+_UPDATE_FORMS = ("ipc_handles", "ipc_handles_pickled", "sparse", "handles", "serialized_named_tensors")
+"""Fields of vLLM's other ways to send weights."""
+
+
+def vllm_commands(desk: Desk) -> Mapping[str, Do]:
+    """Return what each path does."""
+    return {
+        **_flow(desk),
+        **_memory(desk),
+        **_transfer(desk),
+        **_versions(desk),
+    }
+
+
+def _flow(desk: Desk) -> dict[str, Do]:
+    async def pause(request: Request) -> JSON:
+        """vLLM's defaults: abort, and no K/V is kept."""
+        body = await desk.read(request, PauseBody)
+        mode = "wait" if body.wait_for_inflight_requests else body.mode or "abort"
+        if body.wait_for_inflight_requests and body.mode not in (None, "wait"):
+            raise ApiError(400, "wait_for_inflight_requests and mode disagree", param="mode")
+        clear_cache = body.clear_cache is not False
+        ended = await desk.control.pause(mode, clear_cache=clear_cache, receive=request.receive)
+        return {"status": "paused", "num_aborted": ended, **await desk.facts()}
+
+    async def resume(request: Request) -> JSON:
+        await desk.read(request, Nothing)
+        await desk.control.resume()
+        return {"status": "resumed", **await desk.facts()}
+
+    async def abort(request: Request) -> JSON:
+        body = await desk.read(request, AbortBody)
+        ended = await desk.control.abort(body.request_ids or None)
+        return {"status": "ok", "num_aborted": ended, **await desk.facts()}
+
+    async def reset(request: Request) -> JSON:
+        body = await desk.read(request, ResetBody)
+        freed = await desk.control.flush(recompute=bool(body.reset_running_requests))
+        return {"success": True, "num_blocks": freed, **await desk.facts()}
+
+    return {"/pause": pause, "/resume": resume, "/abort_requests": abort, "/reset_prefix_cache": reset}
+
+
+def _memory(desk: Desk) -> dict[str, Do]:
+    async def sleep(request: Request) -> JSON:
+        """vLLM's defaults: level 1, and what runs is aborted."""
+        body = await desk.read(request, SleepBody)
+        level = 1 if body.level is None else body.level
+        await desk.control.sleep(level, body.mode or "abort", request.receive)
+        return {"status": "sleeping", "level": level, **await desk.facts()}
+
+    async def wake(request: Request) -> JSON:
+        body = await desk.read(request, WakeBody)
+        await desk.control.wake(body.tags or None)
+        return {"status": "awake" if not desk.control.asleep else "sleeping", **await desk.facts()}
+
+    return {"/sleep": sleep, "/wake_up": wake}
+
+
+def _transfer(desk: Desk) -> dict[str, Do]:
+    async def init(request: Request) -> JSON:
+        info = (await desk.read(request, InitTransferBody)).init_info
+        if info.packed:
+            raise ApiError(400, f"init_info.{_PACKED}", param="init_info.packed")
+        await desk.join(info)
+        return {"message": "Weight transfer initialized", **await desk.facts()}
+
+    async def start(request: Request) -> JSON:
+        body = await desk.read(request, StartUpdateBody)
+        if body.is_checkpoint_format is False:
+            text = "is_checkpoint_format=false is not supported: weights come under their Hugging Face names"
+            raise ApiError(400, text, param="is_checkpoint_format")
+        return {"message": "Weight update started", **await desk.facts(await desk.updates.start())}
+
+    async def update(request: Request) -> JSON:
+        body = await desk.read(request, UpdateWeightsBody)
+        directory, field = _directory_of(body)
+        is_part = desk.updates.is_open or (desk.updates.takes_parts and body.weight_dir is None)
+        if directory is not None and not is_part:
+            info = await desk.install_directory(directory, field, label=body.weight_version)
+        elif body.weight_version is not None:
+            text = "weight_version: an update in parts is named by /finish_weight_update"
+            raise ApiError(400, text, param="weight_version")
+        else:
+            info = await desk.updates.add(_source_of(desk, body.update_info, directory, field))
+        return {"message": "Weights updated", **await desk.facts(info)}
+
+    async def finish(request: Request) -> JSON:
+        body = await desk.read(request, FinishUpdateBody)
+        info = await desk.updates.finish(body.weight_version)
+        return {"message": "Weight update finished", **await desk.facts(info)}
+
+    async def shut_down(request: Request) -> JSON:
+        await desk.read(request, Nothing)
+        await desk.updates.give_up()
+        left = desk.groups.leave_all()
+        return {"message": "Weight transfer shut down", "num_groups": left, **await desk.facts()}
+
+    return {
+        "/init_weight_transfer_engine": init,
+        "/start_weight_update": start,
+        "/update_weights": update,
+        "/finish_weight_update": finish,
+        "/shutdown_weight_transfer_engine": shut_down,
+    }
+
+
+def _directory_of(body: UpdateWeightsBody) -> tuple[str | None, str]:
+    """Return the directory that an update names, if it does, and the field; refuse two, and what is not done here."""
+    info = body.update_info
+    extra = {**(body.model_extra or {}), **((info.model_extra or {}) if info else {})}
+    for name in _UPDATE_FORMS:
+        if extra.get(name):
+            raise ApiError(501, f"{name} is not supported: broadcast plain tensors, or name a directory", param=name)
+    if info is not None and info.packed:
+        raise ApiError(400, f"update_info.{_PACKED}", param="update_info.packed")
+    named = {"weight_dir": body.weight_dir}
+    if info is not None:
+        named |= {"update_info.weight_dir": info.weight_dir, "update_info.path": info.path}
+    found = [(path, field) for field, path in named.items() if path is not None]
+    if len(found) > 1 or (found and info is not None and info.names is not None):
+        raise ApiError(400, "update_info: give either names, dtype_names and shapes, or one directory")
+    return found[0] if found else (None, "")
+
+
+def _source_of(desk: Desk, info: UpdateInfo | None, directory: str | None, field: str) -> Source:
+    """Return where a part of the open update comes from."""
+    desk.updates.require_open()
+    if directory is not None:
+        place = place_of(desk.root, directory, field)
+        assert desk.root is not None, "place_of needs it"
+        return weights_below(desk.root, place)
+    if info is None or info.names is None or info.dtype_names is None or info.shapes is None:
+        raise ApiError(
+            400, "update_info: names, dtype_names and shapes are needed, or a directory", param="update_info"
+        )
+    return desk.groups.receive(info.group_name or GROUP, info.names, info.dtype_names, info.shapes, "dtype_names")
+
+
+def _versions(desk: Desk) -> dict[str, Do]:
+    async def label(request: Request) -> JSON:
+        body = await desk.read(request, LabelBody)
+        engine = desk.engine
+
+        def name() -> None:
+            engine.label_weights(body.new_version)
+
+        if body.abort_all_requests:
+            await desk.bridge.end_requests(first=name)
+        else:
+            await desk.bridge.call(name)
+        facts = await desk.facts()
+        text = f"Weight version updated to {facts['weight_version']}"
+        return {"success": True, "message": text, "new_version": body.new_version, **facts}
+
+    async def check(request: Request) -> JSON:
+        body = await desk.read(request, CheckBody)
+        if body.action not in ("checksum", "compare"):
+            raise ApiError(400, f"action must be checksum or compare, got {body.action!r}", param="action")
+        if body.action == "compare" and body.checksum is None:
+            raise ApiError(400, "checksum: compare needs the one to compare with", param="checksum")
+        found = await desk.bridge.call(desk.engine.weights_checksum)
+        reply: JSON = {"success": True, "message": body.action, "checksum": found}
+        if body.action == "compare":
+            reply |= {"success": found == body.checksum, "equal": found == body.checksum}
+        return {**reply, **await desk.facts()}
+
+    return {"/update_weight_version": label, "/weight_checker": check}

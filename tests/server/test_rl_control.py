@@ -1,0 +1,467 @@
+"""Pause, resume, abort, flush and sleep over HTTP: who is ended, who waits, who goes on as if nothing had been."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nano_inference.config import ServerConfig
+from nano_inference.server.rl.paths import ADMIN_PATHS, QUESTIONS, REFUSED_COMMANDS
+from tests.server.tiny import Running
+from tests.server.trainer import LONG, PROMPT, SHORT, Hold, Stream, held, ok, refused, serving, until
+
+WRONG = {"tags": 1, "mode": 1, "is_checkpoint_format": 1}
+"""Wrong types, so that a command that takes these fields does nothing."""
+
+
+@pytest.fixture(scope="module")
+def server(tiny_directory: Path) -> Iterator[Running]:
+    with serving(tiny_directory, max_batch_size=2, max_tokens_per_batch=16) as one:
+        yield one
+
+
+@pytest.fixture(autouse=True)
+def awake(server: Running) -> Iterator[None]:
+    yield
+    server.post("/wake_up", {})
+    server.post("/resume", {})
+    server.post("/abort_requests", {})
+    blocks = server.on_engine(lambda: server.opened.engine.parts.kv)
+    assert blocks.num_free_blocks() == blocks.num_blocks
+
+
+def whole(server: Running, params: Any = LONG, prompt: Any = PROMPT) -> tuple[int, ...]:
+    return Stream(server, prompt, params).result().completion_tokens
+
+
+def is_paused(server: Running) -> bool:
+    return bool(ok(server.client.get("/is_paused"))["is_paused"])
+
+
+def three(server: Running, names: bool = False) -> list[Stream]:
+    """One that runs, one whose long prompt is being computed, one that waits: two may run at once."""
+    first = Stream(server, names=("cmpl-first",) if names else ()).begun()
+    with held(server):
+        others = [
+            Stream(server, tuple(range(1, 101)), names=("chatcmpl-second",) if names else ()),
+            Stream(server, (7, 7, 7), names=("third",) if names else ()),
+        ]
+        assert all(stream.is_submitted.wait(60) for stream in others)
+    return [first, *others]
+
+
+# ---- pause ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("clear_cache", ["true", "false"])
+@pytest.mark.parametrize("path", ["query", "body"])
+def test_a_pause_that_keeps_changes_nothing_in_the_end(server: Running, clear_cache: str, path: str) -> None:
+    expected = [whole(server), whole(server, prompt=tuple(range(1, 101))), whole(server, prompt=(7, 7, 7))]
+    streams = three(server)
+    for _ in range(2):
+        if path == "query":
+            ok(server.client.post(f"/pause?mode=keep&clear_cache={clear_cache}"))
+        else:
+            ok(server.post("/pause", {"mode": "keep", "clear_cache": clear_cache == "true"}))
+    assert is_paused(server)
+    late = Stream(server, params=SHORT)
+    late.is_submitted.wait(60)
+    counts = [len(stream.tokens) for stream in streams]
+    kv = server.opened.engine.parts.kv
+    assert server.on_engine(lambda: kv.num_free_blocks() == kv.num_blocks) == (clear_cache == "true")
+    assert [len(stream.tokens) for stream in streams] == counts, "a paused engine gave tokens"
+    assert not late.tokens and not late.reading.done()
+    for _ in range(2):
+        assert ok(server.client.post("/resume"))["status"] == "resumed"
+    assert not is_paused(server)
+    assert [stream.result().completion_tokens for stream in streams] == expected
+    assert late.result().completion_tokens == whole(server, SHORT)
+
+
+def test_vllms_default_aborts_and_gives_back_what_there_is(server: Running) -> None:
+    expected = whole(server)
+    streams = three(server)
+    reply = ok(server.client.post("/pause"))
+    assert (reply["status"], reply["num_aborted"]) == ("paused", 3)
+    samples = [stream.result() for stream in streams]
+    assert [sample.finish_reason for sample in samples] == ["abort"] * 3
+    assert all(sample.stop_reason is None for sample in samples)
+    first = samples[0].completion_tokens
+    assert first and first == expected[: len(first)] == streams[0].tokens
+    assert len(samples[0].logprobs) == len(first)
+    assert samples[2].completion_tokens == ()
+    assert is_paused(server)
+    late = Stream(server, params=SHORT)
+    assert ok(server.client.post("/pause?mode=keep"))["num_aborted"] == 0
+    ok(server.client.post("/resume"))
+    assert late.result().finish_reason == "length"
+
+
+def test_aborted_samples_are_counted_as_aborted(server: Running) -> None:
+    def count() -> float:
+        lines = server.client.get("/metrics").text.splitlines()
+        return sum(float(line.split()[-1]) for line in lines if 'finished_reason="abort"' in line)
+
+    before = count()
+    stream = Stream(server).begun()
+    ok(server.post("/abort_requests", {}))
+    stream.result()
+    assert count() == before + 1
+
+
+@pytest.mark.parametrize("words", [{"mode": "wait"}, {"wait_for_inflight_requests": True}])
+def test_a_pause_that_waits_ends_what_has_begun_and_starts_nothing(server: Running, words: Any) -> None:
+    streams = three(server)
+    streams[1].begun()
+    reply = ok(server.post("/pause", words))
+    assert reply["status"] == "paused" and is_paused(server)
+    assert streams[0].reading.done() and streams[1].reading.done(), "a pause was told before the last delta"
+    assert len(streams[0].result().completion_tokens) == 200
+    assert not streams[2].tokens
+    ok(server.client.post("/pause?mode=wait"))
+    ok(server.client.post("/resume"))
+    assert len(streams[2].result().completion_tokens) == 200
+
+
+def test_a_paused_engine_can_be_drained(server: Running) -> None:
+    stream = Stream(server).begun()
+    ok(server.client.post("/pause?mode=keep"))
+    ok(server.client.post("/pause?mode=wait&clear_cache=false"))
+    assert len(stream.result().completion_tokens) == 200 and is_paused(server)
+
+
+def test_resuming_ends_a_pause_that_still_waits(server: Running) -> None:
+    with ThreadPoolExecutor() as pool, held(server):
+        stream = Stream(server)
+        assert stream.is_submitted.wait(60)
+        bridge = server.bridge
+        waiting = pool.submit(server.client.post, "/pause?mode=wait")
+        until(server, lambda: bridge._commands.qsize() >= 2)
+        server.on_loop(lambda: bridge._commands.put(server.opened.engine.resume))
+        # The thread finds all three commands: it queues, would pause, resumes.
+    refused(waiting.result(60), 409, "resumed before it was paused")
+    assert len(stream.result().completion_tokens) == 200
+
+
+@pytest.mark.parametrize("was_paused", [False, True])
+@pytest.mark.parametrize("another", [False, True])
+def test_a_client_that_leaves_takes_its_pause_back(server: Running, was_paused: bool, another: bool) -> None:
+    engine, bridge = server.opened.engine, server.bridge
+    stream = Stream(server).begun()
+    if was_paused:
+        ok(server.client.post("/pause?mode=keep&clear_cache=false"))
+    with ThreadPoolExecutor() as pool:
+        before = Hold(server)
+        assert before.has_come.wait(60)
+        leaving = ask_raw(server, "/pause?mode=wait&clear_cache=false")
+        until(server, lambda: bridge._commands.qsize() >= 1)
+        others = [pool.submit(server.client.post, "/pause?mode=wait&clear_cache=false")] if another else []
+        until(server, lambda: bridge._commands.qsize() >= 1 + another)
+        after = Hold(server)
+        before.let_go()
+        assert after.has_come.wait(60)
+        assert engine.is_pausing
+        leaving.close()
+        until(server, lambda: bridge._commands.qsize() >= (1 if another else 2))
+        after.let_go()
+        assert all(ok(one.result(60)) for one in others)
+    assert server.on_engine(lambda: (engine.is_pausing, engine.is_paused)) == (False, another or was_paused)
+    assert server.on_engine(lambda: len(bridge._watches)) == 0
+    ok(server.client.post("/resume"))
+    assert len(stream.result().completion_tokens) == 200
+    assert Stream(server, params=SHORT).result().finish_reason == "length"
+
+
+def ask_raw(server: Running, path: str) -> socket.socket:
+    """Send a command without a body and do not wait for its answer."""
+    client = socket.create_connection(("127.0.0.1", int(server.url.rsplit(":", 1)[1])))
+    client.sendall(f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 0\r\n\r\n".encode())
+    return client
+
+
+# ---- abort ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", ["vllm", "sglang", "sglang list"])
+@pytest.mark.parametrize(
+    ("asked", "ended"), [("cmpl-first", 0), ("first", 0), ("second", 1), ("chatcmpl-third", 2), ("third", 2)]
+)
+def test_a_request_is_aborted_by_its_id_and_no_other(server: Running, form: str, asked: str, ended: int) -> None:
+    streams = three(server, names=True)
+    if form == "vllm":
+        reply = ok(server.post("/abort_requests", {"request_ids": [asked, "unknown"]}))
+    else:
+        reply = ok(server.post("/abort_request", {"rid": asked if form == "sglang" else [asked]}))
+    assert reply["num_aborted"] == 1
+    samples = [stream.result() for stream in streams]
+    reasons = [sample.finish_reason for sample in samples]
+    assert reasons == ["abort" if i == ended else "length" for i in range(3)]
+    aborted = samples[ended].completion_tokens
+    assert aborted == streams[ended].tokens and (ended or aborted)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/abort_requests", {}),
+        ("/abort_requests", {"request_ids": []}),
+        ("/abort_request", {"abort_all": True}),
+        ("/abort_request", {"rid": "", "abort_all": True}),
+        ("/update_weight_version", {"new_version": "x", "abort_all_requests": True}),
+    ],
+)
+def test_all_requests_are_aborted(server: Running, path: str, body: Any) -> None:
+    streams = three(server)
+    ok(server.post(path, body))
+    assert [stream.result().finish_reason for stream in streams] == ["abort"] * 3
+    assert not is_paused(server)
+
+
+def test_an_unknown_id_ends_nothing(server: Running) -> None:
+    assert ok(server.post("/abort_requests", {"request_ids": ["nobody"]}))["num_aborted"] == 0
+    refused(server.post("/abort_request", {}), 400, "rid")
+    refused(server.post("/abort_request", {"rid": ""}), 400, "rid")
+
+
+# ---- SGLang's pause -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("body", "is_aborted", "is_free"),
+    [
+        ({}, True, True),
+        ({"mode": "abort"}, True, True),
+        ({"mode": "retract"}, False, True),
+        ({"mode": "in_place"}, False, False),
+    ],
+)
+def test_sglangs_pauses(server: Running, body: Any, is_aborted: bool, is_free: bool) -> None:
+    expected = whole(server)
+    stream = Stream(server).begun()
+    reply = ok(server.post("/pause_generation", body))
+    assert reply["success"] is True and reply["message"]
+    assert is_paused(server) and stream.reading.done() == is_aborted
+    kv = server.opened.engine.parts.kv
+    assert server.on_engine(lambda: kv.num_free_blocks() == kv.num_blocks) == is_free
+    assert ok(server.post("/continue_generation", {}))["success"] is True
+    tokens = stream.result().completion_tokens
+    assert tokens == expected[: len(tokens)] and (len(tokens) == 200) != is_aborted
+
+
+# ---- cache and memory -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("method", "path"), [("POST", "/reset_prefix_cache"), ("POST", "/flush_cache"), ("GET", "/flush_cache")]
+)
+def test_cached_prefixes_are_forgotten(server: Running, method: str, path: str) -> None:
+    prompt = tuple(range(1, 101))
+    whole(server, SHORT, prompt)
+    assert Stream(server, prompt, SHORT).result().num_cached_tokens > 0
+    reply = ok(server.client.request(method, path))
+    assert reply["success"] is True and (reply.get("num_blocks") or reply["flushed_items"]) > 0
+    assert Stream(server, prompt, SHORT).result().num_cached_tokens == 0
+
+
+def test_running_requests_can_be_made_to_compute_again(server: Running) -> None:
+    expected = whole(server)
+    stream = Stream(server).begun()
+    ok(server.client.post("/reset_prefix_cache?reset_running_requests=true"))
+    assert not is_paused(server)
+    sample = stream.result()
+    assert sample.num_preemptions == 1 and sample.completion_tokens == expected
+
+
+@pytest.mark.parametrize("level", [0, 1])
+@pytest.mark.parametrize("mode", ["abort", "keep", "wait"])
+def test_sleeping_and_waking(server: Running, level: int, mode: str) -> None:
+    expected = whole(server)
+    stream = Stream(server).begun()
+    reply = ok(server.client.post(f"/sleep?level={level}&mode={mode}"))
+    assert (reply["status"], reply["level"]) == ("sleeping", level)
+    assert ok(server.client.get("/is_sleeping"))["is_sleeping"] is True
+    engine = server.opened.engine
+    assert server.on_engine(lambda: (engine.is_asleep, engine.is_paused)) == (level == 1, level == 0)
+    late = Stream(server, params=SHORT)
+    if level:
+        assert ok(server.client.post("/wake_up?tags=weights"))["status"] == "sleeping"
+        assert not late.tokens
+        reply = ok(server.client.post("/wake_up?tags=kv_cache&tags=weights"))
+    else:
+        reply = ok(server.client.post("/wake_up"))
+    assert reply["status"] == "awake"
+    assert ok(server.client.get("/is_sleeping"))["is_sleeping"] is False
+    assert late.result().finish_reason == "length"
+    tokens = stream.result().completion_tokens
+    assert tokens == expected[: len(tokens)] and (len(tokens) == 200) == (mode != "abort")
+
+
+def test_sglangs_memory_comes_back_when_all_of_it_was_named(server: Running) -> None:
+    stream = Stream(server).begun()
+    engine = server.opened.engine
+    assert ok(server.post("/release_memory_occupation", {}))["success"] is True
+    assert server.on_engine(lambda: engine.is_asleep)
+    assert "kv_cache" in ok(server.post("/resume_memory_occupation", {"tags": ["weights"]}))["message"]
+    assert server.on_engine(lambda: engine.is_asleep)
+    ok(server.post("/resume_memory_occupation", {"tags": ["kv_cache", "cuda_graph"]}))
+    assert not server.on_engine(lambda: engine.is_asleep)
+    assert len(stream.result().completion_tokens) == 200
+
+
+def test_a_sleeping_engine_cannot_be_drained(server: Running) -> None:
+    stream = Stream(server).begun()
+    ok(server.client.post("/sleep?mode=keep"))
+    refused(server.client.post("/pause?mode=wait"), 409, "sleeps")
+    ok(server.client.post("/wake_up"))
+    assert len(stream.result().completion_tokens) == 200
+
+
+# ---- what is refused ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "part"),
+    [
+        ("/pause", {"mode": "stop"}, "mode"),
+        ("/pause?mode=stop", None, "mode"),
+        ("/pause?mode=keep&mode=wait", None, "mode"),
+        ("/pause?clear_cache=perhaps", None, "clear_cache"),
+        ("/pause?mode=keep", {"wait_for_inflight_requests": True}, "wait_for_inflight_requests"),
+        ("/pause", {"clear_cache": 1}, "clear_cache"),
+        ("/abort_requests", {"request_ids": "one"}, "request_ids"),
+        ("/abort_requests", {"request_ids": [1]}, "request_ids"),
+        ("/sleep?level=3", None, "level"),
+        ("/sleep?level=deep", None, "level"),
+        ("/sleep?mode=stop", None, "mode"),
+        ("/wake_up?tags=all", None, "tags"),
+        ("/pause_generation", {"mode": "keep"}, "mode"),
+        ("/release_memory_occupation", {"tags": ["all"]}, "tags"),
+        ("/weight_checker", {"action": "reset"}, "action must be checksum or compare, got 'reset'"),
+        ("/weight_checker", {"action": "compare"}, "checksum"),
+        ("/weight_checker", {}, "action"),
+        ("/update_weight_version", {}, "new_version"),
+        ("/update_weight_version", {"new_version": True}, "new_version"),
+        ("/update_weight_version", {"new_version": ""}, "new_version"),
+    ],
+)
+def test_a_wrong_value_is_named_and_changes_nothing(server: Running, path: str, body: Any, part: str) -> None:
+    response = server.client.post(path) if body is None else server.post(path, body)
+    refused(response, 400, part)
+    assert not is_paused(server) and ok(server.client.get("/is_sleeping"))["is_sleeping"] is False
+
+
+@pytest.mark.parametrize("path", sorted(REFUSED_COMMANDS))
+def test_what_is_not_done_here_is_refused_by_name(server: Running, path: str) -> None:
+    response = server.post(path, {"serialized_named_tensors": []})
+    error = refused(response, 501, path)
+    assert response.json()["success"] is False and response.json()["message"] == error["message"]
+
+
+@pytest.mark.parametrize("path", sorted(ADMIN_PATHS | QUESTIONS))
+def test_every_path_is_there_and_takes_its_method_only(server: Running, path: str) -> None:
+    wrong = "POST" if path in QUESTIONS else "PUT"
+    assert server.client.request(wrong, path, json={}).status_code == 405
+    right = "GET" if path in QUESTIONS else "POST"
+    status = server.client.request(right, path, json=None if right == "GET" else WRONG).status_code
+    assert status in (200, 400, 501)
+
+
+@pytest.mark.parametrize("path", sorted(ADMIN_PATHS | QUESTIONS))
+def test_without_the_flag_a_path_says_how_it_is_opened(tiny_directory: Path, closed: Running, path: str) -> None:
+    for response in (closed.client.get(path), closed.post(path, {})):
+        refused(response, 404, path, "--enable-rl")
+
+
+@pytest.fixture(scope="module")
+def closed(tiny_directory: Path) -> Iterator[Running]:
+    with serving(tiny_directory, enable_rl=False) as one:
+        yield one
+
+
+def test_unknown_fields_are_refused_by_a_strict_server(tiny_directory: Path) -> None:
+    with serving(tiny_directory, strict=True) as strict:
+        refused(strict.post("/resume", {"sooner": True}), 400, "sooner")
+        refused(strict.client.post("/pause?modus=keep"), 400, "modus")
+        ok(strict.post("/resume", {}))
+
+
+# ---- questions ------------------------------------------------------------------------------------------------------
+
+
+def test_the_configuration_is_told_as_vllm_tells_it(server: Running) -> None:
+    reply = ok(server.client.get("/server_info?config_format=json"))
+    config = reply["vllm_config"]
+    assert config["weight_transfer_config"] == {"backend": "gloo"}
+    assert config["model_config"]["logprobs_mode"] == "processed_logprobs"
+    assert config["model_config"]["dtype"] == "torch.float32"
+    assert config["lora_config"] is None and config["parallel_config"]["data_parallel_size"] == 1
+    assert server.client.get("/get_world_size").json() == {"world_size": 1}
+    refused(server.client.get("/server_info?config_format=text"), 400, "config_format")
+
+
+def test_the_model_is_told_as_sglang_tells_it(server: Running) -> None:
+    for path in ("/get_model_info", "/model_info"):
+        reply = ok(server.client.get(path))
+        assert (reply["model_path"], reply["is_generation"]) == ("tiny", True)
+    assert ok(server.client.get("/get_server_info"))["dp_size"] == 1
+    info = ok(server.client.get("/weight_info"))
+    assert info["update"] == "idle"
+
+
+def test_the_load_counts_what_runs_and_waits(server: Running) -> None:
+    def load() -> tuple[int, int, int]:
+        (one,) = server.client.get("/v1/loads").json()["loads"]
+        return one["num_running_reqs"], one["num_waiting_reqs"], one["num_total_reqs"]
+
+    assert load() == (0, 0, 0)
+    ok(server.client.post("/pause?mode=keep"))
+    streams = [Stream(server, params=SHORT) for _ in range(3)]
+    assert all(stream.is_submitted.wait(60) for stream in streams)
+    assert load() == (0, 3, 3)
+    ok(server.client.post("/resume"))
+    for stream in streams:
+        stream.result()
+    assert load() == (0, 0, 0)
+
+
+def test_a_label_names_the_weights_in_force(server: Running) -> None:
+    for name, shown in (("policy-7", "policy-7"), (8, "8")):
+        reply = ok(server.post("/update_weight_version", {"new_version": name}))
+        assert reply["success"] is True and reply["weight_version"] == shown and reply["version"] == 0
+        sample = Stream(server, params=SHORT).result()
+        assert dict(sample.version_labels) == {0: name}
+        assert ok(server.client.get("/model_info"))["weight_version"] == shown
+
+
+def test_the_checksum_tells_the_weights(server: Running) -> None:
+    found = ok(server.post("/weight_checker", {"action": "checksum"}))["checksum"]
+    assert found == server.on_engine(server.opened.engine.weights_checksum)
+    assert ok(server.post("/weight_checker", {"action": "compare", "checksum": found}))["equal"] is True
+    other = ok(server.post("/weight_checker", {"action": "compare", "checksum": "0" * 32}))
+    assert (other["success"], other["equal"]) == (False, False)
+
+
+def test_nothing_is_commanded_while_the_model_loads(tiny_directory: Path) -> None:
+    with serving(tiny_directory) as one:
+        one.on_loop(lambda: setattr(one.bridge, "state", "loading"))
+        for response in (
+            one.client.post("/pause"),
+            one.client.get("/weight_info"),
+            one.post("/start_weight_update", {}),
+        ):
+            refused(response, 503, "being loaded")
+        one.on_loop(lambda: setattr(one.bridge, "state", "ready"))
+
+
+@pytest.mark.parametrize(("fields", "mode"), [({}, "raw"), ({"enable_rl": True}, "processed")])
+def test_the_logprobs_mode_follows_the_flag_unless_given(fields: Any, mode: str) -> None:
+    assert ServerConfig(**fields).logprobs_mode == mode
+    assert ServerConfig(logprobs_mode="tempered", **fields).logprobs_mode == "tempered"
+    assert ServerConfig.from_dict(ServerConfig(**fields).to_dict()) == ServerConfig(**fields)
+    with pytest.raises(ValueError, match="logprobs_mode"):
+        ServerConfig(logprobs_mode="best", **fields)  # type: ignore[arg-type]

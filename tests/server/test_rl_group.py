@@ -1,0 +1,259 @@
+"""New weights over HTTP from a trainer's process group: a second process that knows only torch, and dies at times."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.server.tiny import Running
+from tests.server.trainer import PROMPT, SHORT, Stream, fresh_tokens, make_weights, ok, refused, serving, weights_of
+from tests.weights.plain_trainer import Named, Trainer, told, trainer_process
+from tests.weights.test_group import free_port
+
+
+@pytest.fixture(scope="module")
+def target(tiny_directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the trainer has."""
+    return make_weights(tiny_directory, tmp_path_factory.mktemp("trained") / "next", 21)
+
+
+@pytest.fixture(scope="module")
+def named(target: Path) -> Named:
+    """The same, with some that are wrong."""
+    good = weights_of(target)
+    bad = good["model.norm.weight"].clone()
+    bad[0] = float("nan")
+    return {**good, "nan": bad, "short": torch.zeros(3)}
+
+
+@pytest.fixture
+def server(tiny_directory: Path) -> Iterator[Running]:
+    with serving(tiny_directory, weight_timeout=60) as one:
+        yield one
+
+
+@pytest.fixture
+def trainer(named: Named, tmp_path: Path) -> Iterator[Trainer]:
+    with trainer_process(named, tmp_path) as one:
+        yield one
+
+
+def good_names(named: Named) -> list[str]:
+    return [name for name in named if name not in ("nan", "short")]
+
+
+@contextmanager
+def posting(server: Running, path: str, body: Any) -> Iterator[Future[Any]]:
+    """POST from a thread, as trainers do what the server waits in."""
+    with ThreadPoolExecutor() as pool:
+        yield pool.submit(server.client.post, path, json=body)
+
+
+def meet(server: Running, trainer: Trainer, dialect: str = "vllm", **fields: Any) -> None:
+    """Let the server join the trainer's group."""
+    info = {"master_address": "127.0.0.1", "master_port": free_port(), "rank_offset": 1, "world_size": 2, **fields}
+    path, body = ("/init_weight_transfer_engine", {"init_info": info})
+    if dialect == "sglang":
+        path, body = "/init_weights_update_group", info
+    with posting(server, path, body) as reply:
+        assert server.client.get("/health").status_code == 200, "to wait for a trainer holds up everybody"
+        assert Stream(server, params=SHORT).result().finish_reason == "length"
+        trainer.join(info["master_port"], fields.get("group_name", "weight_update_group"))
+        trainer.wait()
+        ok(reply.result(60))
+
+
+def send_part(server: Running, trainer: Trainer, named: Named, names: Sequence[str], called: Any = None) -> Any:
+    """Announce tensors in vLLM's way, and broadcast them; `called` gives them other names."""
+    dtypes, shapes = told(named, names)
+    info = {"names": [(called or {}).get(name, name) for name in names], "dtype_names": dtypes, "shapes": shapes}
+    with posting(server, "/update_weights", {"update_info": info}) as reply:
+        trainer.send(names)
+        trainer.wait()
+        return reply.result(60)
+
+
+def assert_untouched(server: Running, version: int = 0) -> None:
+    info = ok(server.client.get("/weight_info"))
+    assert (info["version"], info["update"]) == (version, "idle")
+    assert Stream(server, params=SHORT).result().token_versions == (version,) * 8
+
+
+def update_all(server: Running, trainer: Trainer, named: Named) -> dict[str, Any]:
+    """One update in three parts."""
+    names = good_names(named)
+    ok(server.post("/start_weight_update", {}))
+    for start in range(0, len(names), 8):
+        ok(send_part(server, trainer, named, names[start : start + 8]))
+    return ok(server.post("/finish_weight_update", {"weight_version": 3}))
+
+
+def test_vllms_update_in_parts(
+    server: Running, trainer: Trainer, named: Named, target: Path, tiny_directory: Path
+) -> None:
+    meet(server, trainer)
+    streams = [Stream(server, (i, 3)).begun() for i in range(4)]
+    reply = update_all(server, trainer, named)
+    assert (reply["weight_version"], reply["version"]) == ("3", 1)
+    for stream in streams:
+        versions = stream.result().token_versions
+        assert list(versions) == sorted(versions) and versions[0] == 0
+    sample = Stream(server, params=SHORT).result()
+    assert sample.completion_tokens == fresh_tokens(tiny_directory, target, PROMPT, SHORT)
+    assert update_all(server, trainer, named)["version"] == 2
+    assert ok(server.post("/shutdown_weight_transfer_engine", {}))["num_groups"] == 1
+
+
+def test_sglangs_buckets_are_updates_of_their_own(
+    server: Running, trainer: Trainer, named: Named, target: Path, tiny_directory: Path
+) -> None:
+    meet(server, trainer, "sglang", group_name="slime-pp_0", backend="gloo")
+    names = good_names(named)
+    for number, start in enumerate(range(0, len(names), 7), start=1):
+        bucket = names[start : start + 7]
+        dtypes, shapes = told(named, bucket, prefix="torch.")
+        body = {"names": bucket, "dtypes": dtypes, "shapes": shapes, "group_name": "slime-pp_0"}
+        with posting(server, "/update_weights_from_distributed", {**body, "weight_version": f"v{number}"}) as reply:
+            trainer.send(bucket)
+            trainer.wait()
+            told_back = ok(reply.result(60))
+        assert told_back["success"] is True
+        assert (told_back["weight_version"], told_back["version"]) == (f"v{number}", number)
+    sample = Stream(server, params=SHORT).result()
+    assert sample.completion_tokens == fresh_tokens(tiny_directory, target, PROMPT, SHORT)
+    assert ok(server.post("/destroy_weights_update_group", {"group_name": "slime-pp_0"}))["success"] is True
+    refused(server.post("/destroy_weights_update_group", {"group_name": "slime-pp_0"}), 400, "no group")
+
+
+WRONG = {
+    "shape": (["model.norm.weight"], {"model.norm.weight": "lm_head.weight"}, "has the shape (32,)"),
+    "nan": (["nan"], {"nan": "model.norm.weight"}, "NaN"),
+    "name": (["model.norm.weight"], {"model.norm.weight": "model.nothing.weight"}, "no such tensor"),
+    "twice": (["model.norm.weight", "model.norm.weight"], {}, "is there twice"),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_a_wrong_tensor_gives_the_update_up_and_leaves_the_group_usable(
+    kind: str, server: Running, trainer: Trainer, named: Named
+) -> None:
+    names, called, part = WRONG[kind]
+    meet(server, trainer)
+    ok(server.post("/start_weight_update", {}))
+    ok(send_part(server, trainer, named, ["model.embed_tokens.weight"]))
+    # What follows the wrong one is broadcast all the same, and has to be taken in.
+    refused(send_part(server, trainer, named, [*names, "lm_head.weight"], called), 400, part)
+    assert_untouched(server)
+    assert update_all(server, trainer, named)["version"] == 1
+
+
+def test_missing_tensors_are_told_at_the_end(server: Running, trainer: Trainer, named: Named) -> None:
+    meet(server, trainer)
+    ok(server.post("/start_weight_update", {}))
+    ok(send_part(server, trainer, named, good_names(named)[1:]))
+    refused(server.post("/finish_weight_update", {}), 400, "lacks 1 tensors", good_names(named)[0])
+    assert_untouched(server)
+    assert update_all(server, trainer, named)["version"] == 1
+
+
+@pytest.mark.parametrize("dialect", ["vllm", "sglang"])
+def test_a_trainer_that_dies_half_way_leaves_a_server_for_the_next(
+    dialect: str, server: Running, trainer: Trainer, named: Named, tmp_path: Path
+) -> None:
+    meet(server, trainer)
+    names = good_names(named)
+    dtypes, shapes = told(named, names)
+    if dialect == "vllm":
+        ok(server.post("/start_weight_update", {}))
+        path, body = "/update_weights", {"update_info": {"names": names, "dtype_names": dtypes, "shapes": shapes}}
+    else:
+        path, body = "/update_weights_from_distributed", {"names": names, "dtypes": dtypes, "shapes": shapes}
+    with posting(server, path, body) as reply:
+        trainer.send(names[:5])
+        trainer.wait()
+        trainer.die()
+        refused(reply.result(60), 400, "the broadcast failed")
+    assert_untouched(server)
+    (tmp_path / "second").mkdir()
+    with trainer_process(named, tmp_path / "second") as second:
+        meet(server, second)
+        assert update_all(server, second, named)["version"] == 1
+
+
+def test_a_trainer_that_falls_silent_is_not_waited_for(tiny_directory: Path, named: Named, tmp_path: Path) -> None:
+    names = good_names(named)
+    dtypes, shapes = told(named, names)
+    with serving(tiny_directory, weight_timeout=8) as server, trainer_process(named, tmp_path) as trainer:
+        meet(server, trainer)
+        ok(server.post("/start_weight_update", {}))
+        info = {"names": names, "dtype_names": dtypes, "shapes": shapes}
+        with posting(server, "/update_weights", {"update_info": info}) as reply:
+            trainer.send(names[:5])
+            trainer.wait()
+            assert Stream(server, params=SHORT).result().token_versions == (0,) * 8
+            refused(reply.result(60), 400)
+        assert_untouched(server)
+        meet(server, trainer, group_name="again")
+        assert ok(server.client.get("/weight_info"))["update"] == "idle"
+
+
+def test_nobody_comes(tiny_directory: Path) -> None:
+    info = {"master_address": "127.0.0.1", "master_port": free_port(), "rank_offset": 1, "world_size": 2}
+    with serving(tiny_directory, weight_timeout=1) as server:
+        with posting(server, "/init_weights_update_group", info) as reply:
+            assert Stream(server, params=SHORT).result().finish_reason == "length"
+            assert refused(reply.result(60), 400, "no weight group of 2")["code"] == "no_group"
+        assert_untouched(server)
+
+
+GOOD = {"master_address": "127.0.0.1", "master_port": 5000, "rank_offset": 1, "world_size": 2}
+LISTS = {"names": ["a"], "dtypes": ["float32"], "shapes": [[1]]}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "part"),
+    [
+        ("/init_weight_transfer_engine", {}, "init_info"),
+        ("/init_weight_transfer_engine", {"init_info": {**GOOD, "packed": True}}, "packed is not supported"),
+        ("/init_weight_transfer_engine", {"init_info": {**GOOD, "backend": "mpi"}}, "backend"),
+        ("/init_weights_update_group", {**GOOD, "backend": "nccl"}, "nccl is not available"),
+        ("/init_weights_update_group", {**GOOD, "backend": "hccl"}, "backend"),
+        ("/init_weights_update_group", {**GOOD, "rank_offset": 0}, "rank_offset"),
+        ("/init_weights_update_group", {**GOOD, "rank_offset": 2}, "rank_offset"),
+        ("/init_weights_update_group", {**GOOD, "world_size": 1}, "rank_offset"),
+        ("/init_weights_update_group", {**GOOD, "master_port": 0}, "master_port"),
+        ("/init_weights_update_group", {**GOOD, "master_address": ""}, "master_address"),
+        ("/init_weights_update_group", {**GOOD, "group_name": ""}, "group_name"),
+        ("/update_weights_from_distributed", LISTS, "no group"),
+        ("/update_weights_from_distributed", {**LISTS, "load_format": "flattened_bucket"}, "load_format"),
+        ("/update_weights_from_distributed", {**LISTS, "names": []}, "names"),
+        ("/update_weights_from_distributed", {**LISTS, "shapes": [[-1]]}, "shapes"),
+        ("/destroy_weights_update_group", {}, "no group"),
+    ],
+)
+def test_what_makes_no_sense_is_named(closed_server: Running, path: str, body: Any, part: str) -> None:
+    refused(closed_server.post(path, body), 400, part)
+
+
+@pytest.mark.parametrize(
+    ("lists", "part"),
+    [({"dtypes": ["int8"]}, "dtypes[0]"), ({"dtypes": []}, "dtypes"), ({"shapes": []}, "shapes")],
+)
+def test_lists_that_do_not_fit_are_refused_before_anything_is_received(
+    lists: Any, part: str, server: Running, trainer: Trainer
+) -> None:
+    meet(server, trainer, "sglang")
+    refused(server.post("/update_weights_from_distributed", {**LISTS, **lists}), 400, part)
+    assert_untouched(server)
+
+
+@pytest.fixture(scope="module")
+def closed_server(tiny_directory: Path) -> Iterator[Running]:
+    with serving(tiny_directory, weight_timeout=60) as one:
+        yield one

@@ -1,0 +1,139 @@
+"""Who may command: admin keys, ordinary keys, web pages, and what a server needs before it listens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nano_inference.config import ServerConfig
+from nano_inference.server.guard import guard_policy
+from nano_inference.server.keys import KeyRing, load_admin_keys, load_keys
+from nano_inference.server.rl.paths import ADMIN_PATHS, QUESTIONS
+from tests.server.tiny import Running
+from tests.server.trainer import ok, refused, serving
+
+KEY, ADMIN = "ordinary-key", "admin-key-1"
+
+
+def bearer(key: str | None) -> dict[str, str]:
+    return {} if key is None else {"authorization": f"Bearer {key}"}
+
+
+@pytest.fixture(scope="module")
+def server(tiny_directory: Path) -> Iterator[Running]:
+    with serving(tiny_directory, api_key=(KEY,), admin_key=(ADMIN,)) as one:
+        yield one
+
+
+@pytest.mark.parametrize("path", sorted(ADMIN_PATHS))
+def test_a_command_needs_an_admin_key(server: Running, path: str) -> None:
+    refused(server.post(path, {"tags": 1}), 401, "admin key")
+    assert refused(server.post(path, {"tags": 1}, **bearer(KEY)), 403, "admin key")["code"] == "admin_key_needed"
+    refused(server.post(path, {"tags": 1}, **bearer("unknown-key")), 403, "admin key")
+    assert server.post(path, {"is_checkpoint_format": 1, "tags": 1, "mode": 1}, **bearer(ADMIN)).status_code not in (
+        401,
+        403,
+    )
+
+
+@pytest.mark.parametrize("path", sorted(QUESTIONS))
+def test_a_question_needs_an_ordinary_key(server: Running, path: str) -> None:
+    refused(server.client.get(path), 401)
+    for key in (KEY, ADMIN):
+        assert server.client.get(path, headers=bearer(key)).status_code == 200
+
+
+def test_an_admin_key_opens_the_ordinary_routes(server: Running) -> None:
+    body = {"prompt": "a", "max_tokens": 2}
+    for key in (KEY, ADMIN):
+        assert server.post("/v1/completions", body, **bearer(key)).status_code == 200
+    refused(server.post("/v1/completions", body), 401)
+    refused(server.post("/v1/completions", body, **bearer("unknown-key")), 401)
+
+
+def test_prefixes_are_not_shared_with_the_admin(server: Running) -> None:
+    keys = server.on_loop(lambda: server.app._policy.keys)
+    indices = [keys.identify(key) for key in (KEY, ADMIN)]
+    assert len({keys.cache_salt(index, None) for index in indices}) == 2
+
+
+def test_an_admin_key_alone_leaves_the_ordinary_routes_open(tiny_directory: Path) -> None:
+    with serving(tiny_directory, admin_key=(ADMIN,)) as one:
+        assert one.post("/v1/completions", {"prompt": "a", "max_tokens": 2}).status_code == 200
+        assert one.post("/v1/completions", {"prompt": "a", "max_tokens": 2}, **bearer(ADMIN)).status_code == 200
+        refused(one.post("/pause", {}), 401)
+        refused(one.post("/pause", {}, **bearer("unknown-key")), 403)
+        ok(one.post("/resume", {}, **bearer(ADMIN)))
+
+
+def test_without_an_admin_key_an_ordinary_one_commands(tiny_directory: Path) -> None:
+    with serving(tiny_directory, api_key=(KEY,)) as one:
+        refused(one.post("/resume", {}), 401)
+        ok(one.post("/resume", {}, **bearer(KEY)))
+
+
+@pytest.mark.parametrize("header", [{"origin": "http://evil.example"}, {"sec-fetch-site": "cross-site"}])
+@pytest.mark.parametrize("method", ["GET", "POST"])
+def test_a_web_page_commands_nothing(server: Running, header: dict[str, str], method: str) -> None:
+    response = server.client.request(method, "/flush_cache", headers={**header, **bearer(ADMIN)})
+    assert refused(response, 403, "web pages")["code"] == "not_from_pages"
+
+
+def test_a_command_may_come_without_a_body_but_not_as_a_form(server: Running) -> None:
+    ok(server.client.post("/resume", headers=bearer(ADMIN)))
+    for kind in ("text/plain", "application/x-www-form-urlencoded"):
+        headers = {**bearer(ADMIN), "content-type": kind}
+        refused(server.client.post("/resume", headers=headers), 415)
+        refused(server.client.post("/pause", headers=headers, content=b"{}"), 415)
+    refused(server.client.post("/v1/completions", headers=bearer(KEY)), 415)
+    refused(
+        server.client.post("/pause", headers={**bearer(ADMIN), "content-type": "application/json"}, content=b"x"), 400
+    )
+
+
+PUBLIC: dict[str, Any] = {"host": "0.0.0.0", "api_key": (KEY,)}
+
+
+@pytest.mark.parametrize("more", [{"admin_key": (ADMIN,)}, {"insecure": True}, {"host": "127.0.0.1"}, {"host": "::1"}])
+def test_a_server_that_others_reach_needs_an_admin_key(more: dict[str, Any]) -> None:
+    ring = KeyRing.of((KEY,))
+    with pytest.raises(ValueError, match=r"^enable_rl: host 0\.0\.0\.0 .*set admin_key or admin_key_file, or insecure"):
+        guard_policy(ServerConfig(enable_rl=True, **PUBLIC), ring)
+    policy = guard_policy(ServerConfig(enable_rl=True, **{**PUBLIC, **more}), ring)
+    assert policy.admin_paths == ADMIN_PATHS
+    assert guard_policy(ServerConfig(**PUBLIC), ring).admin_paths == frozenset()
+
+
+def test_admin_keys_come_from_the_list_and_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text(f"# ours\n{ADMIN}\nanother-key\n")
+    file.chmod(0o600)
+    config = ServerConfig(enable_rl=True, admin_key=(ADMIN,), admin_key_file=str(file))
+    assert load_admin_keys(config) == (ADMIN, "another-key") and load_keys(config) == ()
+    assert ADMIN not in repr(config)
+    file.chmod(0o644)
+    with pytest.raises(ValueError, match=r"^admin_key_file may be read by others"):
+        guard_policy(config, KeyRing.of(()))
+    with pytest.raises(ValueError, match=r"^admin_key: key 1 is shorter") as told:
+        load_admin_keys(ServerConfig(admin_key=("short",)))
+    assert "short-" not in str(told.value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "part"),
+    [
+        ({"weights_dir": "here"}, "weights_dir is for a trainer: it needs enable_rl"),
+        ({"weights_dir": "", "enable_rl": True}, "weights_dir"),
+        ({"weights_dir": 1, "enable_rl": True}, "weights_dir"),
+        ({"enable_rl": 1}, "enable_rl"),
+        ({"weight_timeout": 0}, "weight_timeout"),
+        ({"weight_timeout": 1e9}, "weight_timeout"),
+        ({"admin_key": "one-text"}, "admin_key"),
+    ],
+)
+def test_options_that_make_no_sense_are_named(fields: dict[str, Any], part: str) -> None:
+    with pytest.raises(ValueError, match=part):
+        ServerConfig(**fields)

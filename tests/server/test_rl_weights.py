@@ -1,0 +1,426 @@
+"""New weights over HTTP from directories: whole or not at all, at one boundary for everybody, one update at a time."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from nano_inference.server.errors import ApiError
+from nano_inference.server.rl.places import place_of, weights_root
+from tests.server.tiny import Running
+from tests.server.trainer import (
+    LONG,
+    PROMPT,
+    SHORT,
+    Stream,
+    fresh_tokens,
+    held,
+    make_weights,
+    ok,
+    refused,
+    serving,
+    until,
+)
+
+Break = Callable[[dict[str, torch.Tensor]], object]
+
+
+@pytest.fixture(scope="module")
+def shelf(tiny_directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Directories of weights, two of them whole."""
+    root = tmp_path_factory.mktemp("weights")
+    for name, seed in (("one", 11), ("two", 12)):
+        make_weights(tiny_directory, root / name, seed)
+    return root
+
+
+@pytest.fixture
+def server(tiny_directory: Path, shelf: Path) -> Iterator[Running]:
+    with serving(tiny_directory, shelf, weight_timeout=60) as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def steady(tiny_directory: Path, shelf: Path) -> Iterator[Running]:
+    """A server whose weights no test may change."""
+    with serving(tiny_directory, shelf, weight_timeout=60) as one:
+        yield one
+
+
+# ---- forms ----------------------------------------------------------------------------------------------------------
+
+
+FORMS = {
+    "sglang": ("/update_weights_from_disk", lambda place: {"model_path": place, "weight_version": "step-1"}),
+    "prime-rl": ("/update_weights", lambda place: {"weight_dir": place, "weight_version": "step-1"}),
+    "path": ("/update_weights", lambda place: {"update_info": {"path": place}, "weight_version": "step-1"}),
+    "dir": ("/update_weights", lambda place: {"update_info": {"weight_dir": place}, "weight_version": "step-1"}),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("is_absolute", [True, False])
+def test_an_idle_engine_takes_weights_from_a_directory(
+    form: str, is_absolute: bool, server: Running, shelf: Path, tiny_directory: Path
+) -> None:
+    path, body = FORMS[form]
+    reply = ok(server.post(path, body(str(shelf / "one") if is_absolute else "one")))
+    assert (reply["weight_version"], reply["version"]) == ("step-1", 1)
+    if form == "sglang":
+        assert reply["success"] is True and reply["message"] and reply["num_paused_requests"] == 0
+    sample = Stream(server, params=SHORT).result()
+    assert sample.completion_tokens == fresh_tokens(tiny_directory, shelf / "one", PROMPT, SHORT)
+    assert sample.token_versions == (1,) * 8 and dict(sample.version_labels) == {1: "step-1"}
+    assert ok(server.client.get("/weight_info"))["label"] == "step-1"
+
+
+@pytest.mark.parametrize("pause", [None, "keep&clear_cache=false", "keep&clear_cache=true"])
+def test_thirty_two_streams_change_at_one_boundary(
+    pause: str | None, server: Running, shelf: Path, tiny_directory: Path
+) -> None:
+    prompts = [(i, 2 * i + 1, 7) for i in range(32)]
+    before = [Stream(server, prompt).result().completion_tokens for prompt in prompts[:4]]
+    streams = [Stream(server, prompt).begun() for prompt in prompts]
+    if pause is not None:
+        ok(server.client.post(f"/pause?mode={pause}"))
+    reply = ok(server.post("/update_weights_from_disk", {"model_path": "one", "weight_version": 5}))
+    assert (reply["weight_version"], reply["version"]) == ("5", 1)
+    if pause is not None:
+        ok(server.client.post("/resume"))
+    samples = [stream.result() for stream in streams]
+    for stream, sample in zip(streams, samples, strict=True):
+        assert sample.finish_reason == "length" and len(stream.tokens) == 200
+        versions = [version for delta in stream.deltas for version in delta.versions]
+        assert tuple(versions) == sample.token_versions and versions == sorted(versions)
+        assert set(versions) <= {0, 1}
+    assert any(set(sample.token_versions) == {0, 1} for sample in samples), "the update did not come in flight"
+    for old, sample in zip(before, samples[:4], strict=True):
+        count = sample.token_versions.count(0)
+        assert sample.completion_tokens[:count] == old[:count] and sample.completion_tokens != old
+    after = Stream(server, prompts[0]).result()
+    assert after.completion_tokens == fresh_tokens(tiny_directory, shelf / "one", prompts[0], LONG)
+
+
+def test_a_cached_prompt_is_computed_anew(server: Running, shelf: Path, tiny_directory: Path) -> None:
+    prompt = tuple(range(1, 101))
+    for _ in range(2):
+        Stream(server, prompt, SHORT).result()
+    ok(server.post("/update_weights_from_disk", {"model_path": "one", "flush_cache": False}))
+    sample = Stream(server, prompt, SHORT).result()
+    assert sample.num_cached_tokens == 0
+    assert sample.completion_tokens == fresh_tokens(tiny_directory, shelf / "one", prompt, SHORT)
+
+
+def test_sglangs_update_can_abort_what_runs(server: Running) -> None:
+    streams = [Stream(server).begun() for _ in range(3)]
+    ok(server.post("/update_weights_from_disk", {"model_path": "one", "abort_all_requests": True}))
+    samples = [stream.result() for stream in streams]
+    assert {sample.finish_reason for sample in samples} == {"abort"}
+    assert {version for sample in samples for version in sample.token_versions} == {0}
+    assert all(sample.completion_tokens for sample in samples)
+
+
+def test_weights_come_to_a_sleeping_engine(server: Running, shelf: Path, tiny_directory: Path) -> None:
+    ok(server.client.post("/sleep?level=2"))
+    late = Stream(server, params=SHORT)
+    ok(server.client.post("/wake_up"))
+    assert not late.tokens
+    ok(server.post("/update_weights_from_disk", {"model_path": "two"}))
+    assert late.result().completion_tokens == fresh_tokens(tiny_directory, shelf / "two", PROMPT, SHORT)
+
+
+# ---- bad weights ----------------------------------------------------------------------------------------------------
+
+
+def changed(shelf: Path, target: Path, change: Break) -> None:
+    """Write weights with something wrong."""
+    target.mkdir()
+    tensors = load_file(shelf / "one" / "model.safetensors")
+    change(tensors)
+    save_file(tensors, target / "model.safetensors")
+
+
+def first_name(tensors: dict[str, torch.Tensor]) -> str:
+    return sorted(tensors)[0]
+
+
+BREAKS: dict[str, tuple[Break, str]] = {
+    "name": (lambda t: t.update({"model.wrong.weight": t.pop(first_name(t))}), "model.wrong.weight"),
+    "shape": (lambda t: t.update({first_name(t): torch.zeros(3)}), "has the shape (3,)"),
+    "missing": (lambda t: t.pop(first_name(t)), "lacks 1 tensors"),
+    "nan": (lambda t: t[first_name(t)].view(-1)[-1].fill_(float("nan")), "NaN"),
+    "dtype": (lambda t: t.update({first_name(t): t[first_name(t)].to(torch.int8)}), "dtype"),
+}
+
+
+def assert_old_weights_serve(server: Running, before: str) -> None:
+    info = ok(server.client.get("/weight_info"))
+    assert (info["version"], info["update"]) == (0, "idle")
+    assert ok(server.post("/weight_checker", {"action": "checksum"}))["checksum"] == before
+    assert Stream(server, params=SHORT).result().token_versions == (0,) * 8
+
+
+@pytest.mark.parametrize("kind", [*BREAKS, "truncated", "no header"])
+@pytest.mark.parametrize("form", ["sglang", "prime-rl"])
+def test_bad_weights_leave_the_old_ones(
+    kind: str, form: str, steady: Running, shelf: Path, request: pytest.FixtureRequest
+) -> None:
+    before = ok(steady.post("/weight_checker", {"action": "checksum"}))["checksum"]
+    target = shelf / f"bad-{form}-{kind.replace(' ', '-')}"
+    request.addfinalizer(lambda: shutil.rmtree(target, ignore_errors=True))
+    if kind in BREAKS:
+        change, part = BREAKS[kind]
+        changed(shelf, target, change)
+    else:
+        shutil.copytree(shelf / "one", target)
+        data = (target / "model.safetensors").read_bytes()
+        (target / "model.safetensors").write_bytes(data[:-1000] if kind == "truncated" else b"12")
+        part = "truncated" if kind == "truncated" else "header"
+    stream = Stream(steady).begun()
+    path, body = FORMS[form]
+    response = steady.post(path, body(target.name))
+    error = refused(response, 400, part)
+    assert "\n" not in error["message"] and str(shelf) not in error["message"]
+    if form == "sglang":
+        assert response.json()["success"] is False and response.json()["message"] == error["message"]
+    assert set(stream.result().token_versions) == {0}
+    assert_old_weights_serve(steady, before)
+
+
+def test_a_good_update_follows_a_bad_one(server: Running, shelf: Path, tmp_path: Path) -> None:
+    changed(shelf, shelf / "bad-then-good", BREAKS["nan"][0])
+    try:
+        refused(server.post("/update_weights_from_disk", {"model_path": "bad-then-good"}), 400, "NaN")
+    finally:
+        shutil.rmtree(shelf / "bad-then-good")
+    assert ok(server.post("/update_weights_from_disk", {"model_path": "one"}))["version"] == 1
+
+
+# ---- places ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def outside(shelf: Path, tiny_directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Whole weights beside the shelf, and links on the shelf that lead to them."""
+    away = make_weights(tiny_directory, tmp_path_factory.mktemp("outside") / "away", 13)
+    (shelf / "link").symlink_to(away)
+    (shelf / "files").mkdir()
+    (shelf / "files" / "model.safetensors").symlink_to(away / "model.safetensors")
+    (shelf / "shards").mkdir()
+    index = {"weight_map": dict.fromkeys(load_file(away / "model.safetensors"), "a.safetensors")}
+    (shelf / "shards" / "model.safetensors.index.json").write_text(json.dumps(index))
+    (shelf / "shards" / "a.safetensors").symlink_to(away / "model.safetensors")
+    (shelf / "indexed").mkdir()
+    (shelf / "indexed" / "model.safetensors.index.json").symlink_to(shelf.parent / "index.json")
+    (shelf / "loop").symlink_to(shelf / "loop")
+    (shelf / "inner").symlink_to(shelf / "one")
+    (shelf / "empty").mkdir()
+    (shelf / "file").write_text("no directory")
+    (shelf / "pickled").mkdir()
+    (shelf / "pickled" / "pytorch_model.bin").write_bytes(b"\x80\x04.")
+    return away
+
+
+PLACES = [
+    ("{away}", 403, "leads away"),
+    ("/", 403, "leads away"),
+    ("{shelf}/../outside/away", 400, ".."),
+    ("../away", 400, ".."),
+    ("one/..", 400, ".."),
+    ("link", 403, "leads away"),
+    ("files", 403, "leads away"),
+    ("shards", 403, "leads away"),
+    ("indexed", 403, "leads away"),
+    ("loop", 400, "model_path"),
+    ("missing", 400, "no directory"),
+    ("file", 400, "no directory"),
+    ("empty", 400, "no safetensors"),
+    ("pickled", 400, "no safetensors"),
+    ("one\0", 400, "zero byte"),
+    ("x" * 5000, 400, "model_path"),
+    ("", 400, "model_path"),
+    ("{shelf}", 400, "no safetensors"),
+]
+
+
+@pytest.mark.parametrize(("place", "status", "part"), PLACES)
+def test_only_directories_below_the_shelf_can_be_named(
+    place: str, status: int, part: str, steady: Running, shelf: Path, outside: Path
+) -> None:
+    asked = place.replace("{away}", str(outside)).replace("{shelf}", str(shelf))
+    error = refused(steady.post("/update_weights_from_disk", {"model_path": asked}), status, part)
+    assert error["param"] == "model_path"
+    assert ok(steady.client.get("/weight_info"))["version"] == 0
+
+
+def test_a_link_that_stays_below_is_followed(shelf: Path, outside: Path) -> None:
+    assert place_of(weights_root(str(shelf)), "inner", "model_path") == (shelf / "one").resolve()
+
+
+def test_a_file_that_becomes_a_link_while_it_is_read_is_noticed(shelf: Path, outside: Path, tmp_path: Path) -> None:
+    from nano_inference.server.rl.places import weights_below
+
+    root = tmp_path.resolve()
+    shutil.copytree(shelf / "one", root / "one")
+    pairs = weights_below(root, root / "one")
+    next(pairs)
+    (root / "one" / "model.safetensors").unlink()
+    (root / "one" / "model.safetensors").symlink_to(outside / "model.safetensors")
+    with pytest.raises(ValueError, match=r"leads away|changed while"):
+        list(pairs)
+
+
+def test_without_a_shelf_no_directory_is_read(tiny_directory: Path, shelf: Path) -> None:
+    with serving(tiny_directory) as one:
+        refused(one.post("/update_weights_from_disk", {"model_path": str(shelf / "one")}), 403, "--weights-dir")
+    with pytest.raises(ApiError):
+        place_of(None, "one", "model_path")
+
+
+def test_a_shelf_must_be_there(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="weights_dir is not a directory"):
+        weights_root(str(tmp_path / "missing"))
+    assert weights_root(None) is None
+
+
+# ---- one at a time --------------------------------------------------------------------------------------------------
+
+
+def test_of_two_clients_at_once_one_is_refused(server: Running) -> None:
+    body = {"model_path": "one"}
+    with ThreadPoolExecutor() as pool:
+        with held(server):
+            both = [pool.submit(server.client.post, "/update_weights_from_disk", json=body) for _ in range(2)]
+            until(server, lambda: server.bridge._commands.qsize() >= 2)
+        replies = [one.result(60) for one in both]
+    assert sorted(reply.status_code for reply in replies) == [200, 409]
+    (busy,) = [reply for reply in replies if reply.status_code == 409]
+    assert refused(busy, 409, "busy")["code"] == "busy" and busy.json()["success"] is False
+    assert ok(server.client.get("/weight_info"))["version"] == 1
+
+
+def test_an_open_update_keeps_out_every_other(server: Running) -> None:
+    ok(server.post("/start_weight_update", {"is_checkpoint_format": True}))
+    assert ok(server.client.get("/weight_info"))["update"] == "staging"
+    refused(server.post("/start_weight_update", {}), 409, "busy")
+    refused(server.post("/update_weights_from_disk", {"model_path": "one"}), 409, "busy")
+    init = {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "world_size": 2}
+    refused(server.post("/init_weights_update_group", init), 409, "busy")
+    assert Stream(server, params=SHORT).result().token_versions == (0,) * 8
+    refused(server.post("/finish_weight_update", {}), 400, "lacks")
+    refused(server.post("/finish_weight_update", {}), 400, "no update is open")
+    assert ok(server.post("/update_weights_from_disk", {"model_path": "one"}))["version"] == 1
+
+
+# ---- in parts -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def halves(shelf: Path) -> tuple[str, str]:
+    """The weights of "two" in two directories."""
+    tensors = load_file(shelf / "two" / "model.safetensors")
+    names = sorted(tensors)
+    for part, chosen in (("half-a", names[::2]), ("half-b", names[1::2])):
+        (shelf / part).mkdir()
+        save_file({name: tensors[name] for name in chosen}, shelf / part / "model.safetensors")
+    return "half-a", "half-b"
+
+
+def part_of(place: str) -> dict[str, Any]:
+    return {"update_info": {"weight_dir": place}}
+
+
+def test_an_update_in_parts_is_installed_as_a_whole(
+    server: Running, halves: tuple[str, str], shelf: Path, tiny_directory: Path
+) -> None:
+    streams = [Stream(server, (i, 3)).begun() for i in range(4)]
+    ok(server.post("/start_weight_update", {}))
+    for half in halves:
+        assert ok(server.post("/update_weights", part_of(half)))["version"] == 0
+    reply = ok(server.post("/finish_weight_update", {"weight_version": "policy-2"}))
+    assert (reply["weight_version"], reply["version"]) == ("policy-2", 1)
+    for stream in streams:
+        versions = stream.result().token_versions
+        assert list(versions) == sorted(versions) and versions[0] == 0
+    sample = Stream(server, params=SHORT).result()
+    assert sample.completion_tokens == fresh_tokens(tiny_directory, shelf / "two", PROMPT, SHORT)
+    assert dict(sample.version_labels) == {1: "policy-2"}
+    refused(server.post("/finish_weight_update", {}), 400, "no update is open")
+
+
+def test_a_bad_part_gives_all_of_it_up(server: Running, halves: tuple[str, str], shelf: Path) -> None:
+    before = ok(server.post("/weight_checker", {"action": "checksum"}))["checksum"]
+    changed(shelf, shelf / "bad-part", BREAKS["shape"][0])
+    try:
+        ok(server.post("/start_weight_update", {}))
+        ok(server.post("/update_weights", part_of(halves[1])))
+        refused(server.post("/update_weights", part_of("bad-part")), 400)
+    finally:
+        shutil.rmtree(shelf / "bad-part")
+    for _ in range(2):
+        refused(server.post("/update_weights", part_of(halves[0])), 400, "no update is open", "has the shape (3,)")
+    refused(server.post("/finish_weight_update", {}), 400, "no update is open", "has the shape (3,)")
+    assert_old_weights_serve(server, before)
+    assert ok(server.post("/update_weights_from_disk", {"model_path": "two"}))["version"] == 1
+
+
+def test_an_update_that_is_left_open_is_given_up(tiny_directory: Path, shelf: Path, halves: tuple[str, str]) -> None:
+    with serving(tiny_directory, shelf, weight_timeout=0.5) as one:
+        ok(one.post("/start_weight_update", {}))
+        ok(one.post("/update_weights", part_of(halves[0])))
+        until(one, lambda: not staging(one))
+        refused(one.post("/update_weights", part_of(halves[1])), 400, "no update is open", "did not come within")
+        assert ok(one.client.get("/weight_info"))["version"] == 0
+        assert Stream(one, params=SHORT).result().token_versions == (0,) * 8
+
+
+def staging(server: Running) -> bool:
+    return bool(server.opened.engine.weight_info().update != "idle")
+
+
+def test_shutting_the_transfer_down_gives_an_open_update_up(server: Running) -> None:
+    ok(server.post("/start_weight_update", {}))
+    ok(server.post("/shutdown_weight_transfer_engine", {}))
+    refused(server.post("/finish_weight_update", {}), 400, "no update is open")
+    assert ok(server.post("/update_weights_from_disk", {"model_path": "one"}))["version"] == 1
+
+
+def test_a_client_that_leaves_in_its_update_leaves_a_server_that_serves(server: Running) -> None:
+    client = httpx2.Client(base_url=server.url, timeout=60)
+    ok(client.post("/start_weight_update", json={}))
+    client.close()
+    assert Stream(server, params=SHORT).result().token_versions == (0,) * 8
+    refused(server.post("/finish_weight_update", {}), 400, "lacks")
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "part"),
+    [
+        ("/start_weight_update", {"is_checkpoint_format": False}, 400, "is_checkpoint_format"),
+        ("/update_weights", {}, 400, "no update is open"),
+        ("/update_weights", {"update_info": {}}, 400, "no update is open"),
+        ("/update_weights", {"update_info": {"packed": True}}, 400, "packed"),
+        ("/update_weights", {"update_info": {"ipc_handles": [1]}}, 501, "ipc_handles"),
+        ("/update_weights", {"update_info": {"weight_dir": "one", "path": "one"}}, 400, "one directory"),
+        ("/update_weights", {"weight_dir": "one", "update_info": {"names": ["a"]}}, 400, "one directory"),
+        ("/update_weights", {"weight_dir": 1}, 400, "weight_dir"),
+        ("/finish_weight_update", {}, 400, "no update is open"),
+        ("/update_weights_from_disk", {}, 400, "model_path"),
+        ("/update_weights_from_disk", {"model_path": "one", "load_format": "dummy"}, 400, "load_format"),
+        ("/update_weights_from_disk", {"model_path": "one", "weight_version": 1.5}, 400, "weight_version"),
+        ("/update_weights_from_disk", {"model_path": "one", "abort_all_requests": 1}, 400, "abort_all_requests"),
+    ],
+)
+def test_what_is_not_understood_is_named(steady: Running, path: str, body: Any, status: int, part: str) -> None:
+    refused(steady.post(path, body), status, part)
+    info = ok(steady.client.get("/weight_info"))
+    assert (info["version"], info["update"]) == (0, "idle")

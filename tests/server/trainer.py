@@ -1,0 +1,153 @@
+"""What a trainer's tests need: a server with its routes, requests that are followed from outside, other weights."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from nano_inference import EngineConfig, InferenceEngine, SamplingParams, TrainingSample
+from nano_inference.config import ServerConfig
+from nano_inference.server.ticket import Ask
+from nano_inference.types import Delta
+from tests.server.tiny import Running, running
+
+LONG = SamplingParams(max_tokens=200, temperature=0.0, ignore_eos=True)
+"""Greedy: K/V that is computed again in other chunks may move a draw of this model."""
+SHORT = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+PROMPT = (5, 9, 30, 2, 44)
+
+
+@contextmanager
+def serving(directory: Path, weights_dir: Path | None = None, **options: Any) -> Iterator[Running]:
+    """Serve the tiny model with a trainer's routes; options of the server's configuration, or of the engine's."""
+    names = ServerConfig.__dataclass_fields__
+    given = {name: options.pop(name) for name in tuple(options) if name in names and name != "max_tokens_per_batch"}
+    given = {"enable_rl": True, "weights_dir": str(weights_dir) if weights_dir else None, **given}
+    config = ServerConfig(port=0, log_requests=False, **given)
+    with running(directory, config, **options) as server:
+        yield server
+
+
+def make_weights(tiny: Path, target: Path, seed: int) -> Path:
+    """Write other weights of the tiny model's shape."""
+    torch.manual_seed(seed)
+    config = transformers.AutoConfig.from_pretrained(tiny)
+    transformers.LlamaForCausalLM(config).save_pretrained(target)
+    return target
+
+
+def fresh_tokens(tiny: Path, weights: Path, prompt: Sequence[int], params: SamplingParams) -> tuple[int, ...]:
+    """Return what an engine draws that was opened with these weights."""
+    with InferenceEngine(EngineConfig(model_path=str(tiny), device="cpu", kv_cache_bytes=8 << 20)) as engine:
+        engine.update_weights(weights_of(weights), blocking=True)
+        return engine.generate([list(prompt)], params)[0].completion_tokens
+
+
+def weights_of(directory: Path) -> dict[str, torch.Tensor]:
+    """Return the weights of a directory."""
+    model = transformers.LlamaForCausalLM.from_pretrained(directory)
+    return {name: weight.detach() for name, weight in model.named_parameters()}
+
+
+@dataclass
+class Stream:
+    """One request of one sample, read as it comes."""
+
+    server: Running
+    prompt: Sequence[int] = PROMPT
+    params: SamplingParams = LONG
+    names: Sequence[str] = ()
+    deltas: list[Delta] = field(default_factory=list)
+    has_begun: threading.Event = field(default_factory=threading.Event)
+    is_submitted: threading.Event = field(default_factory=threading.Event)
+
+    def __post_init__(self) -> None:
+        self.reading = asyncio.run_coroutine_threadsafe(self._read(), self.server.loop)
+
+    async def _read(self) -> TrainingSample:
+        ask = Ask(prompt=tuple(self.prompt), params=self.params)
+        with self.server.bridge.submit([ask], self.names) as ticket:
+            self.is_submitted.set()
+            while not ticket.is_done:
+                self.deltas += [piece.delta for piece in await ticket.take(60)]
+                if self.deltas:
+                    self.has_begun.set()
+        sample = self.deltas[-1].sample
+        assert sample is not None
+        return sample
+
+    def begun(self) -> Stream:
+        """Wait for the first token."""
+        assert self.has_begun.wait(60)
+        return self
+
+    def result(self) -> TrainingSample:
+        """Wait for the end."""
+        return self.reading.result(60)
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """The ids that came in deltas."""
+        return tuple(token for delta in self.deltas for token in delta.token_ids)
+
+
+class Hold:
+    """A command that holds the engine's thread between two steps, from when its turn comes until it is let go."""
+
+    def __init__(self, server: Running) -> None:
+        self.has_come = threading.Event()
+        self.leave = threading.Event()
+        self._done = asyncio.run_coroutine_threadsafe(server.bridge.call(self._hold), server.loop)
+        server.on_loop(lambda: None)  # it is queued now
+
+    def _hold(self) -> None:
+        self.has_come.set()
+        self.leave.wait(60)
+
+    def let_go(self) -> None:
+        """Go on."""
+        self.leave.set()
+        self._done.result(60)
+
+
+@contextmanager
+def held(server: Running) -> Iterator[None]:
+    """Hold the engine's thread between two steps while the block runs."""
+    hold = Hold(server)
+    try:
+        assert hold.has_come.wait(60)
+        yield
+    finally:
+        hold.let_go()
+
+
+def until(server: Running, condition: Callable[[], object]) -> None:
+    """Let the event loop turn until something holds there."""
+    for _ in range(100_000):
+        if server.on_loop(condition):
+            return
+    raise AssertionError("it never came about")
+
+
+def ok(response: Any) -> dict[str, Any]:
+    """Return a reply's JSON; it must be a success that says the version in force."""
+    assert response.status_code == 200, response.text
+    reply: dict[str, Any] = response.json()
+    assert isinstance(reply["weight_version"], str) and isinstance(reply["version"], int)
+    return reply
+
+
+def refused(response: Any, status: int, *parts: str) -> dict[str, Any]:
+    """Return an error; it must have the status and name what is wrong."""
+    assert response.status_code == status, response.text
+    error: dict[str, Any] = response.json()["error"]
+    assert all(part in error["message"] for part in parts), error["message"]
+    return error

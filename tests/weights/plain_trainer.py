@@ -1,0 +1,98 @@
+"""The trainer's side of a plain group, in a process of its own: torch alone, as trainers of SGLang's kind do it."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+Named = dict[str, torch.Tensor]
+PATIENCE = timedelta(seconds=60)
+
+
+def join(port: int, name: str, world_size: int) -> Any:
+    """Host a store and make a group named so around it, whose rank 0 this is."""
+    store, rank, size = next(dist.rendezvous(f"tcp://127.0.0.1:{port}", 0, world_size, timeout=PATIENCE))
+    store.set_timeout(PATIENCE)
+    group, _ = c10d._new_process_group_helper(
+        size, rank, [], "gloo", dist.PrefixStore(name, store), group_name=name, timeout=PATIENCE
+    )
+    c10d._world.pg_group_ranks[group] = {one: one for one in range(size)}
+    return group
+
+
+def obey(orders: Connection, path: Path) -> None:
+    """The process: do what is ordered, one after the other; answer when it is done."""
+    torch.set_num_threads(1)
+    named: Named = torch.load(path)
+    group = None
+    while True:
+        order, *words = orders.recv()
+        if order == "join":
+            group = join(*words)
+        elif order == "send":
+            for name in words[0]:
+                dist.broadcast(named[name], src=0, group=group)
+        elif order == "end":
+            return
+        orders.send(order)
+
+
+class Trainer:
+    """The test's end of the process."""
+
+    def __init__(self, orders: Connection, process: Any) -> None:
+        self._orders = orders
+        self._process = process
+
+    def begin(self, order: str, *words: object) -> None:
+        """Order something and do not wait."""
+        self._orders.send((order, *words))
+
+    def wait(self) -> None:
+        """Wait until the last order is done."""
+        assert self._orders.poll(60), "the trainer does not answer"
+        self._orders.recv()
+
+    def join(self, port: int, name: str, world_size: int = 2) -> None:
+        """Make the group; returns at once, `wait` waits."""
+        self.begin("join", port, name, world_size)
+
+    def send(self, names: Sequence[str]) -> None:
+        """Broadcast tensors; returns at once."""
+        self.begin("send", list(names))
+
+    def die(self) -> None:
+        """End without a word."""
+        self._process.kill()
+        self._process.join()
+
+
+@contextmanager
+def trainer_process(named: Named, folder: Path) -> Iterator[Trainer]:
+    """Run a trainer that has these tensors while the block runs."""
+    path = folder / "trainers.pt"
+    torch.save(named, path)
+    ours, theirs = multiprocessing.Pipe()
+    process = multiprocessing.get_context("spawn").Process(target=obey, args=(theirs, path), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        yield Trainer(ours, process)
+    finally:
+        process.kill()
+        process.join()
+
+
+def told(named: Named, names: Sequence[str], prefix: str = "") -> tuple[list[str], list[list[int]]]:
+    """Return what is told of tensors before they are broadcast: precisions and shapes."""
+    dtypes = [prefix + str(named[name].dtype).removeprefix("torch.") for name in names]
+    return dtypes, [list(named[name].shape) for name in names]
