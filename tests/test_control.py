@@ -96,6 +96,117 @@ def test_a_pause_that_aborts_gives_everybody_what_there_is() -> None:
     assert engine.parts.kv.num_free_blocks() == engine.parts.kv.num_blocks
 
 
+@pytest.mark.parametrize("clear_cache", [False, True])
+@pytest.mark.parametrize("was_paused", [False, True])
+def test_a_pause_that_waits_can_be_left_to_whoever_drives(clear_cache: bool, was_paused: bool) -> None:
+    engine = fake(max_batch_size=2)
+    first = started(engine)
+    if was_paused:
+        engine.pause("keep")
+    second = engine.add_request([1, 2], LONG)
+    engine.pause("wait", clear_cache=clear_cache, blocking=False)
+    assert engine.is_pausing and not engine.is_paused and engine.has_pending()
+    done: list[TrainingSample] = []
+    while engine.is_pausing:
+        done += engine.step()
+    assert [s.request_id for s in done] == [first, first] and is_right(done)
+    assert engine.is_paused and not engine.has_pending()
+    assert engine.parts.kv.num_free_blocks() == engine.parts.kv.num_blocks
+    assert (engine.flush_cache() == 0) == clear_cache
+    engine.pause("wait", blocking=False)
+    assert engine.is_paused and not engine.is_pausing, "there is nothing to wait for"
+    engine.resume()
+    assert [s.request_id for s in run_out(engine)] == [second]
+
+
+@pytest.mark.parametrize("was_paused", [False, True])
+def test_a_pause_that_waits_can_be_called_off(was_paused: bool) -> None:
+    engine = fake()
+    started(engine)
+    if was_paused:
+        engine.pause("keep")
+    engine.pause("wait", blocking=False)
+    assert engine.cancel_pause() and not engine.cancel_pause()
+    assert (engine.is_pausing, engine.is_paused) == (False, was_paused)
+    engine.pause("wait", blocking=False)
+    engine.resume()
+    assert not engine.is_pausing and is_right(run_out(engine))
+
+
+def test_another_pause_takes_the_place_of_one_that_waits() -> None:
+    engine = fake()
+    started(engine)
+    engine.pause("wait", blocking=False)
+    engine.pause("keep")
+    assert engine.is_paused and not engine.is_pausing and engine.step() == []
+    engine.resume()
+    engine.pause("wait", blocking=False)
+    with pytest.raises(EnginePaused, match="is pausing"):
+        engine.sleep()
+    engine.pause("abort")
+    assert engine.is_paused and {s.finish_reason for s in engine.step()} == {"abort"}
+    engine.sleep()
+    engine.resume()
+    engine.add_request(PROMPT, LONG)
+    engine.pause("wait", blocking=False)
+    assert engine.is_paused, "what only waits has not begun"
+    engine.wake()
+    engine.resume()
+    assert is_right(run_out(engine))
+
+
+def test_a_sleeping_engine_cannot_be_drained() -> None:
+    engine = fake()
+    started(engine)
+    engine.sleep()
+    for blocking in (True, False):
+        with pytest.raises(EnginePaused, match="nothing that has begun can end"):
+            engine.pause("wait", blocking=blocking)
+    engine.wake()
+    assert is_right(run_out(engine))
+
+
+def test_requests_end_with_their_last_deltas() -> None:
+    engine = fake(max_batch_size=2)
+    first = started(engine)
+    second = engine.add_request([1, 2], LONG)
+    (only,) = engine.end_requests([second, 99])
+    assert (only.request_id, only.token_ids, only.finish_reason) == (second, (), "abort")
+    deltas = engine.end_requests()
+    assert [(d.request_id, d.sample_index) for d in deltas] == [(first, 0), (first, 1)]
+    samples = [d.sample for d in deltas if d.sample is not None]
+    assert all(s.stop_reason is None and s.completion_tokens for s in samples)
+    assert engine.end_requests() == () and engine.step() == [] and not engine.has_pending()
+
+
+def test_weights_can_be_named_before_and_after_they_come(untied: Pair, open_engine: OpenEngine) -> None:
+    engine = open_engine(untied)
+    engine.label_weights("first")
+    assert engine.weight_info().label == "first"
+    with pytest.raises(BadRequest, match="no update is under way"):
+        engine.label_weights("next", are_next=True)
+    with pytest.raises(BadRequest, match="version must be an integer or a string"):
+        engine.label_weights(1.5)  # type: ignore[arg-type]
+    gathered: list[str] = []
+    engine.update_weights(untied.named(), on_gathered=lambda: gathered.append(engine.weight_info().update))
+    engine.label_weights("second", are_next=True)
+    assert engine.weight_info().label == "first"
+    assert engine.finish_update() == 1 and engine.weight_info().label == "second"
+    assert gathered == ["staged"]
+    sample = engine.generate([PROMPT], LONG)[0]
+    assert dict(sample.version_labels) == {1: "second"}
+    assert engine.weights_dtype() == "float32" and not engine.is_on_cuda
+
+
+def test_whoever_waits_is_told_of_an_update_that_fails(untied: Pair, open_engine: OpenEngine) -> None:
+    engine = open_engine(untied)
+    gathered: list[str] = []
+    engine.update_weights({}, on_gathered=lambda: gathered.append(engine.weight_info().update))
+    with pytest.raises(ValueError, match="lacks"):
+        engine.finish_update()
+    assert gathered == ["failed"]
+
+
 @pytest.mark.parametrize("hold", ["pause", "sleep"])
 def test_nobody_waits_for_a_held_engine(hold: str) -> None:
     engine = fake()

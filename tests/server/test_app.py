@@ -794,9 +794,13 @@ def test_wrong_paths_and_methods(server: Running) -> None:
         reply = server.client.post(path, json={})
         assert reply.status_code == 405
         assert set(reply.headers["allow"].split(", ")) == {"GET", "HEAD"}
-    for path, meant in (("/chat/completions", CHAT), ("/v1/v1/models", "/v1/models"), ("/v1/health", "/health")):
+    for path, meant in (("/completions", COMPLETE), ("/v1/v1/models", "/v1/models"), ("/v1/health", "/health")):
         message = server.client.get(path).json()["error"]["message"]
         assert message == f"no such path: {path}; did you mean {meant}? A client's base URL ends in /v1"
+    lost = server.post(
+        "/chat/completions", {"model": "tiny", "messages": HELLO}
+    )  # nanochat's path, an OpenAI client's body
+    assert lost.status_code == 404 and f"did you mean {CHAT}?" in lost.json()["error"]["message"]
     assert server.client.get("/" + "x" * 5000).json()["error"]["message"] == "no such path: /" + "x" * 199
 
 
@@ -925,8 +929,13 @@ def test_what_the_server_says_of_itself(server: Running) -> None:
     assert "add_generation_prompt" in info["chat_template"]
     assert server.client.get("/version").json() == {"version": nano_inference.__version__}
     assert "OpenAI-compatible" in server.client.get("/").text
-    for path in ("/health", "/ping", "/ready"):
-        assert server.client.get(path).json() == {"status": "ready"}
+    assert server.client.get("/ready").json() == {"status": "ready"}
+    for path in ("/health", "/ping"):
+        told = {"status": "ok", "ready": True, "num_gpus": 1, "available_workers": 256}
+        assert server.client.get(path).json() == told
+    assert server.client.get("/stats").json()["total_workers"] == 256
+    assert server.client.get("/props").json()["total_slots"] == 256
+    assert server.client.get("/health_generate").json()["meta_info"]["completion_tokens"] == 1
 
 
 # ---- places in the queue, and time

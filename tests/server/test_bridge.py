@@ -129,13 +129,16 @@ class Stuck:
 
     def __init__(self) -> None:
         self.go_on = threading.Event()
+        self.is_stuck = threading.Event()
         self.inner = fake_engine()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 
     def tick(self) -> Any:
-        self.go_on.wait(60)
+        if self.inner.has_pending():
+            self.is_stuck.set()
+            self.go_on.wait(60)
         return self.inner.tick()
 
 
@@ -317,6 +320,103 @@ def test_silence_gives_nothing_and_news_wakes_at_once() -> None:
         assert not ticket.is_done
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("name", ["mine", "cmpl-mine", "chatcmpl-mine"])
+def test_requests_are_ended_by_their_names(name: str) -> None:
+    async def work(bridge: Bridge) -> None:
+        with (
+            bridge.submit([ask(params=ENDLESS), ask((1, 2), ENDLESS, num_samples=2)], [name]) as mine,
+            bridge.submit([ask()], ["yours"]) as yours,
+        ):
+            await mine.take(30)
+            assert await bridge.end_requests(["mine"]) == 3
+            samples = [piece.delta.sample for piece in await to_end(mine) if piece.delta.sample is not None]
+            assert [sample.finish_reason for sample in samples] == ["abort"] * 3
+            assert tokens_of(await to_end(yours)) == reference((5, 9, 30), LONG, 0)[0]
+        assert await bridge.end_requests(["mine", "yours"]) == 0
+
+    with_bridge(work, fake_engine(num_blocks=30_000))
+
+
+def test_what_was_just_submitted_is_ended_too_and_what_comes_later_is_not() -> None:
+    engine = fake_engine(num_blocks=30_000)
+
+    async def work(bridge: Bridge) -> None:
+        with bridge.submit([ask(params=ENDLESS)]) as early:
+            ending = asyncio.create_task(bridge.end_requests(first=engine.pause))
+            await asyncio.sleep(0)
+            with bridge.submit([ask()]) as late:
+                assert await ending == 1
+                assert [piece.delta.finish_reason for piece in await to_end(early)] == ["abort"]
+                assert await late.take(0.01) == []
+                await bridge.call(engine.resume)
+                assert tokens_of(await to_end(late)) == reference((5, 9, 30), LONG, 0)[0]
+
+    with_bridge(work, engine)
+
+
+def test_a_watch_is_answered_after_the_turn_that_brought_it() -> None:
+    engine = fake_engine()
+
+    async def work(bridge: Bridge) -> None:
+        with bridge.submit([ask()]) as ticket:
+            pieces = await ticket.take(30)
+            found = await bridge.watch(
+                lambda: None if engine.is_pausing else "paused", first=lambda: engine.pause("wait", blocking=False)
+            )
+            assert await found == "paused"
+            assert len(tokens_of(pieces + await ticket.take(0.01))) == 30, "the last delta is there before the answer"
+        thing: list[int] = []
+        found_thing = await bridge.watch(lambda: thing[0] if thing else None)
+        thing.append(5)
+        assert not found_thing.done()
+        bridge.wake()
+        assert await found_thing == 5
+        assert await bridge.call(lambda: len(bridge._watches)) == 0
+
+    with_bridge(work, engine)
+
+
+def test_a_watch_that_is_cancelled_or_fails_leaves_nothing() -> None:
+    def fail() -> None:
+        raise ValueError("it cannot be seen")
+
+    async def work(bridge: Bridge) -> None:
+        found = await bridge.watch(lambda: None)
+        found.cancel()
+        await asyncio.sleep(0)
+        assert await bridge.call(lambda: len(bridge._watches)) == 0
+        with pytest.raises(ValueError, match="cannot be seen"):
+            await (await bridge.watch(fail))
+        with pytest.raises(ValueError, match="cannot be seen"):
+            await bridge.watch(lambda: 1, first=fail)
+        assert await bridge.call(lambda: len(bridge._watches)) == 0 and not bridge._asked
+
+    with_bridge(work)
+
+
+@pytest.mark.parametrize("end", ["death", "stop"])
+def test_the_end_answers_whoever_still_asks(end: str) -> None:
+    engine = Stuck()
+
+    async def work(bridge: Bridge) -> None:
+        found = await bridge.watch(lambda: None)
+        with bridge.submit([ask()]):
+            await asyncio.to_thread(engine.is_stuck.wait, 60)
+            late = asyncio.create_task(bridge.call(lambda: None))
+            await asyncio.sleep(0)
+            if end == "death":
+                bridge._die(RuntimeError("the engine broke"))
+            else:
+                await bridge.stop(0.05)
+            for one in (found, late):
+                with pytest.raises(ApiError) as told:
+                    await one
+                assert told.value.status == (500 if end == "death" else 503)
+        engine.go_on.set()
+
+    with_bridge(work, engine)
 
 
 def delta(sample: TrainingSample | None = None) -> Delta:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+import nano_inference
 from nano_inference.config import ServerConfig
 from nano_inference.server.rl.paths import ADMIN_PATHS, QUESTIONS, REFUSED_COMMANDS
 from tests.server.tiny import Running
@@ -394,7 +395,8 @@ def test_unknown_fields_are_refused_by_a_strict_server(tiny_directory: Path) -> 
 
 
 def test_the_configuration_is_told_as_vllm_tells_it(server: Running) -> None:
-    reply = ok(server.client.get("/server_info?config_format=json"))
+    reply = server.client.get("/server_info?config_format=json").json()
+    assert reply["version"] == nano_inference.__version__ and isinstance(reply["weight_version"], str)
     config = reply["vllm_config"]
     assert config["weight_transfer_config"] == {"backend": "gloo"}
     assert config["model_config"]["logprobs_mode"] == "processed_logprobs"
@@ -408,7 +410,7 @@ def test_the_model_is_told_as_sglang_tells_it(server: Running) -> None:
     for path in ("/get_model_info", "/model_info"):
         reply = ok(server.client.get(path))
         assert (reply["model_path"], reply["is_generation"]) == ("tiny", True)
-    assert ok(server.client.get("/get_server_info"))["dp_size"] == 1
+    assert server.client.get("/get_server_info").json()["dp_size"] == 1
     info = ok(server.client.get("/weight_info"))
     assert info["update"] == "idle"
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -86,15 +88,28 @@ def test_a_trainer_that_ends_half_way_is_noticed(end: str, untied: Pair, tmp_pat
         group.close()
 
 
+class Noted:
+    """A process group that says when it begins to receive."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+        self.is_receiving = threading.Event()
+
+    def broadcast(self, data: torch.Tensor, root: int) -> Any:
+        work = self.inner.broadcast(data, root)
+        self.is_receiving.set()
+        return work
+
+
 def test_a_group_that_is_closed_while_it_receives_drops_what_comes(untied: Pair, tmp_path: Path) -> None:
     sent = untied.named()
     names = list(sent)
     with trainer_process(sent, tmp_path) as trainer, ThreadPoolExecutor() as pool:
         group = meet(trainer)
+        noted = group._group = Noted(group._group)
         pairs = group.receive(specs_of(sent, names))
         waiting = pool.submit(lambda: next(pairs))
-        while not group.is_receiving:
-            pass
+        assert noted.is_receiving.wait(60)
         group.close()
         trainer.send(names[:1])
         assert torch.equal(waiting.result(60)[1], sent[names[0]])

@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 import nano_inference
 from nano_inference.config import ServerConfig
-from nano_inference.server import tokens
+from nano_inference.server import nanochat_web, tokens
 from nano_inference.server.admission import Admission
 from nano_inference.server.answering import Timing, answer
 from nano_inference.server.body import parse
@@ -26,6 +26,7 @@ from nano_inference.server.call import Call, Draft, drafts_of, usage
 from nano_inference.server.calls import hold
 from nano_inference.server.errors import ApiError
 from nano_inference.server.guard import Guard, GuardPolicy, read_body
+from nano_inference.server.llamacpp import props
 from nano_inference.server.log import AccessRecord, log_access
 from nano_inference.server.metrics import CONTENT_TYPE, not_loaded
 from nano_inference.server.model import ServedModel
@@ -42,6 +43,7 @@ from nano_inference.server.paths import (
 from nano_inference.server.rl.routes import rl_routes
 from nano_inference.server.schema import Body
 from nano_inference.server.served import Observer, Opened
+from nano_inference.server.sglang import health_generate_call
 from nano_inference.server.ticket import Ticket
 from nano_inference.server.unsupported import unknown_fields
 from nano_inference.server.workshop import Workshop
@@ -94,6 +96,8 @@ class App:
         self._noted: set[str] = set()
         """Unknown fields that were told of already."""
         self._num_answering = 0
+        self._max_running = 0
+        """Samples that may run at once."""
         self._document = to_json(openapi(needs_key=not policy.keys.is_empty))
         self._error_bodies = error_bodies()
         self._router = Router(self._routes(), redirect_slashes=False)
@@ -102,6 +106,7 @@ class App:
 
     def serve(self, opened: Opened, max_running: int) -> None:
         """Take a loaded model, of which so many samples may run at once, and open the doors."""
+        self._max_running = max_running
         admission = Admission(
             max_samples=max_running + self.config.max_queued_requests, max_tokens=self.config.max_admitted_tokens
         )
@@ -121,6 +126,9 @@ class App:
             "/v1/models/{model:path}": self.model_card,
             "/tokenizer_info": self.tokenizer_info,
             "/health": self.health,
+            "/health_generate": self.health_generate,
+            "/props": self.props,
+            "/stats": self.stats,
             "/ping": self.health,
             "/ready": self.ready,
             "/load": self.load,
@@ -246,9 +254,31 @@ class App:
     # ---- how it is --------------------------------------------------------------------------------------------------
 
     async def health(self, request: Request) -> Response:
-        """GET /health: whether this process is worth keeping."""
+        """GET /health: whether this process is worth keeping; with what llama.cpp and nanochat say there."""
         state = self.bridge.state
-        return _json(to_json({"status": state}), 200 if state in ("ready", "draining") else 503)
+        told = nanochat_web.health(state == "ready", self._num_running(), self._max_running)
+        status = "ok" if state == "ready" else state
+        return _json(to_json({**told, "status": status}), 200 if state in ("ready", "draining") else 503)
+
+    async def health_generate(self, request: Request) -> Response:
+        """GET /health_generate, SGLang's: whether a token comes when one is asked for."""
+        serving = self._require_serving()
+        call = health_generate_call(serving.model, self.config)
+        timing = Timing(deadline=time.monotonic() + self.config.request_timeout, silence=0)
+        return CallResponse(self, serving, call, timing, self._workshop)
+
+    async def props(self, request: Request) -> Response:
+        """GET /props, llama.cpp's: the model, and what requests are completed with."""
+        return _json(to_json(props(self._require_serving().model, self._max_running)))
+
+    async def stats(self, request: Request) -> Response:
+        """GET /stats, nanochat's: how many answers may be under way, and how many are."""
+        self._require_serving()
+        return _json(to_json(nanochat_web.stats(self._num_running(), self._max_running)))
+
+    def _num_running(self) -> int:
+        stats = self.bridge.last_stats
+        return stats.num_running if stats else 0
 
     async def ready(self, request: Request) -> Response:
         """GET /ready: whether requests are taken."""
@@ -297,7 +327,8 @@ class App:
         """Log each unknown field once; refuse it when the server is strict."""
         options = getattr(body, "stream_options", None)
         inner = unknown_fields(options.model_extra or {}) if isinstance(options, Body) else []
-        names = [*unknown_fields(body.model_extra or {}), *(f"stream_options.{name}" for name in inner)]
+        own = (name for name in unknown_fields(body.model_extra or {}) if name not in body.neutral_names)
+        names = [*own, *(f"stream_options.{name}" for name in inner)]
         if names and self.config.strict:
             shown = ", ".join(repr(name[:64]) for name in names[:8])
             raise ApiError(400, f"unknown fields: {shown}", param=names[0][:64], code="unknown_field")

@@ -12,10 +12,15 @@ from nano_inference.server.call import JSON, Call
 from nano_inference.server.calls import chat_call, completion_call
 from nano_inference.server.embeddings import EmbeddingBody, embedding_call
 from nano_inference.server.errors import ApiError
+from nano_inference.server.generate import GenerateBody, generate_call
+from nano_inference.server.llamacpp import LlamaBody, llama_call
+from nano_inference.server.llamacpp_reply import error_body as llamacpp_error
 from nano_inference.server.messages import count_tokens, messages_call
 from nano_inference.server.messages_body import CountTokensBody, MessagesBody
 from nano_inference.server.messages_reply import error_body as messages_error
 from nano_inference.server.model import ServedModel
+from nano_inference.server.nanochat_web import WebBody, web_call
+from nano_inference.server.nanochat_web import error_body as nanochat_error
 from nano_inference.server.responses import ResponsesBody, responses_call
 from nano_inference.server.schema import (
     ApplyTemplateBody,
@@ -25,6 +30,7 @@ from nano_inference.server.schema import (
     DetokenizeBody,
     TokenizeBody,
 )
+from nano_inference.server.sglang import SglangBody, sglang_call
 
 ToCall = Callable[[Any, ServedModel, ServerConfig, str], Call]
 """Body, model, configuration and cache salt to a call. Raises `ApiError`."""
@@ -77,6 +83,29 @@ GENERATING: tuple[Generating, ...] = (
         to_call=messages_call,
         summary="Answer messages, as Anthropic's API has them.",
         error_body=messages_error,
+    ),
+    Generating(
+        path="/inference/v1/generate",
+        body=GenerateBody,
+        to_call=generate_call,
+        summary="Continue token ids, as vLLM's route for trainers does.",
+    ),
+    Generating(
+        path="/generate", body=SglangBody, to_call=sglang_call, summary="Continue texts or token ids, as SGLang does."
+    ),
+    Generating(
+        path="/completion",
+        body=LlamaBody,
+        to_call=llama_call,
+        summary="Continue a text or token ids, as llama.cpp's server does.",
+        error_body=llamacpp_error,
+    ),
+    Generating(
+        path="/chat/completions",
+        body=WebBody,
+        to_call=web_call,
+        summary="Answer messages in the events of nanochat's web chat.",
+        error_body=nanochat_error,
     ),
     Generating(
         path="/v1/embeddings",

@@ -6,7 +6,7 @@ known but not done here is in `unsupported`; what nobody knows is left in `model
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
@@ -47,6 +47,9 @@ class Body(BaseModel):
     """A request body: wrong types are refused, never converted; unknown fields are kept aside."""
 
     model_config = ConfigDict(extra="allow", strict=True, protected_namespaces=(), frozen=True)
+
+    neutral_names: ClassVar[frozenset[str]] = frozenset()
+    """Further fields that are known, and refused unless they ask for nothing."""
 
 
 FunctionName = Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[a-zA-Z0-9_.-]+$")]

@@ -80,7 +80,6 @@ def _models(desk: Desk) -> dict[str, Do]:
         model, limits = desk.opened().model, desk.opened().model.limits
         return {
             "vllm_config": await _vllm_config(desk),
-            "version": nano_inference.__version__,
             "model_path": model.name,
             "served_model_name": model.name,
             "tp_size": 1,
@@ -88,6 +87,7 @@ def _models(desk: Desk) -> dict[str, Do]:
             "max_total_num_tokens": limits.num_blocks * limits.block_size,
             "context_length": limits.max_model_len,
             **await desk.facts(),
+            "version": nano_inference.__version__,  # the server's: here that is what both dialects mean
         }
 
     return {

@@ -1,0 +1,182 @@
+"""SGLang's reply to /generate: an answer with its `meta_info`, whole, or as events that each say everything so far."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from nano_inference.server.call import JSON, Call, Draft, drafts_of
+from nano_inference.server.errors import ApiError
+from nano_inference.server.events import DONE, events
+from nano_inference.server.replies import version_facts
+from nano_inference.server.writing import Entry, Written, alone
+from nano_inference.text.tokenizer import Tokenizer
+from nano_inference.types import SamplingMask, TopLogprobs
+
+_OFTEN = 64
+"""A stream's event says everything so far. When that is long, the next one waits for a 64th more of it: all events
+together are then a fixed multiple of the reply, not its square."""
+
+
+class Told(NamedTuple):
+    """What the reply to one prompt tells."""
+
+    rid: str
+    logprobs: bool
+    start: int
+    """First token of the prompt whose log-probability is told; -1 tells of none."""
+    top: int
+    """Alternatives of each token."""
+
+
+def next_event(num_tokens: int) -> int:
+    """Return with how many tokens a stream tells of a sample again."""
+    return num_tokens + max(1, num_tokens // _OFTEN)
+
+
+def follow(seen: Draft, written: Written) -> None:
+    """Add to what a stream has told of a sample. Its own draft may be ahead of that by several deltas."""
+    seen.text += written.text
+    seen.token_ids += written.token_ids
+    seen.entries += written.entries
+    seen.finish_reason, seen.stop_reason = written.finish_reason, written.stop_reason
+    if written.delta is not None:
+        seen.mask += written.delta.mask
+        seen.versions += written.delta.versions
+        seen.sample = written.delta.sample
+
+
+class SglangReply:
+    """The reply to /generate: an object for one prompt, a list for several or for several samples."""
+
+    def __init__(
+        self,
+        call: Call,
+        tokenizer: Tokenizer,
+        created: int,
+        *,
+        told: Sequence[Told],
+        is_list: bool,
+        with_text: bool,
+    ) -> None:
+        self._call = call
+        self._tokenizer = tokenizer
+        self._told = told
+        self._is_list = is_list
+        self._with_text = with_text
+        self._began = time.monotonic()
+        self._seen = drafts_of(call)
+        """What a stream has told."""
+        self._masks: list[list[SamplingMask]] = [[] for _ in self._seen]
+        self._next = [1] * call.total_samples
+        """Tokens with which there is another event."""
+
+    def whole(self, drafts: Sequence[Draft]) -> Any:
+        """Return the reply's JSON."""
+        answers = [self._answer(draft, _masks(draft)) for draft in drafts]
+        return answers if self._is_list else answers[0]
+
+    def opening(self, drafts: Sequence[Draft]) -> bytes:
+        """Return nothing: a stream begins with the first tokens."""
+        return b""
+
+    def added(self, draft: Draft, written: Written, drafts: Sequence[Draft]) -> bytes:
+        """Return an event with everything so far of one sample, when it is time for one."""
+        index, seen = draft.index, self._seen[draft.index]
+        follow(seen, written)
+        if written.delta is not None:
+            self._masks[index] += written.delta.sampling_masks or ()
+        count = len(seen.token_ids)
+        if seen.finish_reason is None and count < self._next[index]:
+            return b""
+        self._next[index] = next_event(count)
+        answer = self._answer(seen, self._masks[index])
+        return events([{**answer, "index": index} if self._is_list else answer])
+
+    def closing(self, drafts: Sequence[Draft]) -> bytes:
+        """Return [DONE]."""
+        return DONE
+
+    def failed(self, error: ApiError) -> bytes:
+        """Return the error, and [DONE]."""
+        return events([error.to_dict()]) + DONE
+
+    def _answer(self, draft: Draft, masks: Sequence[SamplingMask]) -> JSON:
+        told = self._told[draft.prompt_index]
+        meta = self._meta(draft, told)
+        if told.logprobs:
+            meta |= self._logprobs(draft.entries, told)
+        if told.start >= 0:
+            meta |= self._input_logprobs(draft, told)
+        if self._call.shape.sampling_masks:
+            meta["sampling_mask"] = list(masks)
+        return {"text": draft.text, "output_ids": list(draft.token_ids), "meta_info": meta}
+
+    def _meta(self, draft: Draft, told: Told) -> JSON:
+        sample, several = draft.sample, self._call.num_samples
+        return {
+            "id": told.rid if several == 1 else f"{told.rid}_{draft.index % several}",
+            "finish_reason": finish_of(draft),
+            "prompt_tokens": len(self._call.asks[draft.prompt_index].prompt),
+            "completion_tokens": len(draft.token_ids),
+            "cached_tokens": sample.num_cached_tokens if sample is not None else 0,
+            "num_retractions": sample.num_preemptions if sample is not None else 0,
+            "weight_version": weight_version(draft),
+            **version_facts(draft, self._call.shape),
+            "mask": list(draft.mask),
+            "e2e_latency": time.monotonic() - self._began,
+        }
+
+    def _logprobs(self, entries: Sequence[Entry], told: Told) -> JSON:
+        facts: JSON = {"output_token_logprobs": [self._triple(one.logprob, one.token) for one in entries]}
+        if told.top:
+            facts["output_top_logprobs"] = [self._triples(one.top or (), told.top) for one in entries]
+        return facts
+
+    def _input_logprobs(self, draft: Draft, told: Told) -> JSON:
+        """Return those of the prompt; the first that is told of has none, as in SGLang."""
+        sample = draft.sample
+        if sample is None:
+            return {}
+        scores: list[float | None] = [None, *(sample.prompt_logprobs or ())]
+        tokens = sample.prompt_tokens
+        rest = range(told.start + 1, len(tokens))
+        first = [self._triple(None, tokens[told.start])] if told.start < len(tokens) else []
+        facts: JSON = {"input_token_logprobs": [*first, *(self._triple(scores[at], tokens[at]) for at in rest)]}
+        if told.top:
+            tops: Sequence[TopLogprobs] = ((), *(sample.prompt_top_logprobs or ()))
+            facts["input_top_logprobs"] = [None for _ in first] + [self._triples(tops[at], told.top) for at in rest]
+        return facts
+
+    def _triples(self, top: TopLogprobs, count: int) -> list[list[Any]]:
+        return [self._triple(one.logprob, one.token) for one in top[:count]]
+
+    def _triple(self, logprob: float | None, token: int) -> list[Any]:
+        return [logprob, token, alone(token, self._tokenizer) if self._with_text else None]
+
+
+def finish_of(draft: Draft) -> JSON | None:
+    """Return why a sample ended, as SGLang says it; None while it goes on."""
+    match draft.finish_reason:
+        case None:
+            return None
+        case "stop":
+            matched = draft.token_ids[-1] if draft.stop_reason is None else draft.stop_reason
+            return {"type": "stop", "matched": matched}
+        case "length":
+            return {"type": "length", "length": len(draft.token_ids)}
+        case _:
+            return {"type": "abort", "message": "the request was aborted"}
+
+
+def weight_version(draft: Draft) -> str:
+    """Return the oldest weights that drew a sample's tokens: their trainer's name, or how many there had been."""
+    if draft.sample is not None:
+        number = draft.sample.weight_version
+        return str(draft.sample.version_labels.get(number, number))
+    return str(min(draft.versions)) if draft.versions else ""
+
+
+def _masks(draft: Draft) -> Sequence[SamplingMask]:
+    return () if draft.sample is None else draft.sample.sampling_masks or ()

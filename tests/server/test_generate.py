@@ -1,0 +1,383 @@
+"""vLLM's tokens in, tokens out: what it takes, what it refuses, its replies whole and streamed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nano_inference import EngineConfig, InferenceEngine
+from nano_inference.server.generate import GenerateBody, GenerateParams, generate_call, rank_of
+from nano_inference.server.paths import Generating
+from nano_inference.server.writing import Entry
+from nano_inference.types import TokenLogprob
+from tests.server.mounted import END_TOKEN, JSON, ended_after, engine_sample, ids, mounted, written
+from tests.server.tiny import Running
+
+PATH = "/inference/v1/generate"
+ROUTE = Generating(path=PATH, body=GenerateBody, to_call=generate_call, summary="Tokens in, tokens out.")
+HOT: JSON = {"temperature": 1.5, "seed": 3, "max_tokens": 40, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def server(tiny_directory: Path) -> Iterator[Running]:
+    with mounted(tiny_directory, ROUTE) as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_directory: Path) -> Iterator[InferenceEngine]:
+    """The same model in this process."""
+    config = EngineConfig(model_path=str(tiny_directory), kv_cache_bytes=8 << 20, device="cpu", num_threads=1)
+    with InferenceEngine(config) as one:
+        yield one
+
+
+def asked(sampling: JSON, **fields: Any) -> JSON:
+    """A body; greedy and short unless said otherwise."""
+    return {"token_ids": ids("hello"), "sampling_params": {"temperature": 0, "max_tokens": 12, **sampling}, **fields}
+
+
+def generate(server: Running, sampling: JSON, **fields: Any) -> JSON:
+    """POST what must succeed."""
+    reply = server.post(PATH, asked(sampling, **fields))
+    assert reply.status_code == 200, reply.text
+    answer: JSON = reply.json()
+    return answer
+
+
+def tokens_of(reply: JSON, index: int = 0) -> list[int]:
+    return list(reply["choices"][index]["token_ids"])
+
+
+# ---- the reply
+
+
+def test_a_whole_reply_has_vllm_s_shape(server: Running, engine: InferenceEngine) -> None:
+    sample = engine_sample(engine, ids("hello"), max_tokens=2, logprobs=2, prompt_logprobs=1)
+    reply = generate(server, {"max_tokens": 2, "logprobs": 2, "prompt_logprobs": 1}, request_id="mine-1", model="tiny")
+    assert isinstance(reply.pop("created"), int)
+    assert sample.top_logprobs is not None and sample.prompt_top_logprobs is not None
+
+    def told(token: int, logprob: float, rank: int) -> JSON:
+        close = pytest.approx(logprob, abs=1e-5)
+        return {"token": f"token_id:{token}", "token_id": token, "logprob": close, "rank": rank, "bytes": None}
+
+    content = [
+        {
+            **told(token, logprob, 1),
+            "top_logprobs": [told(one.token, one.logprob, rank) for rank, one in enumerate(top, start=1)],
+        }
+        for token, logprob, top in zip(sample.completion_tokens, sample.logprobs, sample.top_logprobs, strict=True)
+    ]
+    prompt = reply.pop("prompt_logprobs")
+    assert prompt[0] is None and len(prompt) == len(ids("hello"))
+    for token, score, top, row in zip(
+        ids("ello"), sample.prompt_logprobs or (), sample.prompt_top_logprobs, prompt[1:], strict=True
+    ):
+        assert row[str(token)]["logprob"] == pytest.approx(score, abs=1e-5)
+        assert row[str(top[0].token)]["rank"] == 1
+    assert reply == {
+        "request_id": "mine-1",
+        "model": "tiny",
+        "choices": [
+            {
+                "index": 0,
+                "token_ids": list(sample.completion_tokens),
+                "mask": [1, 1],
+                "logprobs": {"content": content},
+                "finish_reason": "length",
+                "stop_reason": None,
+                "weight_versions": [{"version": "0", "start": 0, "end": 2, "number": 0}],
+                "routed_experts": None,
+                "sampling_mask": None,
+            }
+        ],
+        "kv_transfer_params": None,
+        "usage": {
+            "prompt_tokens": 5,
+            "completion_tokens": 2,
+            "total_tokens": 7,
+            "prompt_tokens_details": {"cached_tokens": 0},
+        },
+    }
+
+
+def test_the_defaults_are_vllm_s(server: Running) -> None:
+    reply = server.post(PATH, {"token_ids": [5]}).json()
+    assert reply["choices"][0]["logprobs"] is None and reply["prompt_logprobs"] is None
+    assert reply["usage"]["completion_tokens"] <= 16 and len(reply["request_id"]) > 8
+    endless = server.post(PATH, {"token_ids": [5], "sampling_params": {"ignore_eos": True}}).json()
+    assert endless["usage"]["completion_tokens"] == 16
+    room = server.post(PATH, {"token_ids": [5], "sampling_params": {"ignore_eos": True, "max_tokens": None}}).json()
+    assert room["usage"]["completion_tokens"] == 511
+    params = GenerateParams()
+    assert (params.temperature, params.top_p, params.top_k, params.n) == (1.0, 1.0, 0, 1)
+    twice = {server.post(PATH, {"token_ids": [5]}).text for _ in range(3)}
+    assert len(twice) == 3, "unseeded requests differ"
+
+
+def merged(chunks: list[JSON]) -> dict[int, JSON]:
+    """Put the chunks of a stream together, one choice for each index."""
+    choices: dict[int, JSON] = {}
+    for chunk in chunks:
+        for piece in chunk["choices"]:
+            whole = choices.setdefault(piece["index"], {"token_ids": [], "mask": [], "content": []})
+            whole["token_ids"] += piece["token_ids"]
+            whole["mask"] += piece["mask"]
+            whole["content"] += (piece["logprobs"] or {"content": []})["content"]
+            for name in ("raw_logprobs", "sampling_mask"):
+                if piece.get(name) is not None:
+                    whole[name] = [*whole.get(name, ()), *piece[name]]
+            if piece["finish_reason"] is not None:
+                assert "finish_reason" not in whole, "ends once"
+                whole |= {name: piece[name] for name in ("finish_reason", "stop_reason", "weight_versions")}
+    return choices
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {**HOT, "n": 3, "logprobs": 2},
+        {**HOT, "return_raw_logprobs": True, "return_sampling_mask": True, "top_k": 3},
+        {"stop": "e", "logprobs": 0},
+        {"logit_bias": {str(END_TOKEN): 100.0}},
+    ],
+)
+def test_a_stream_is_the_whole_reply_in_pieces(server: Running, sampling: JSON) -> None:
+    reply = generate(server, sampling, cache_salt="whole")
+    options = {"include_usage": True}
+    events = server.events(
+        PATH, asked(sampling, stream=True, stream_options=options, request_id="mine-2", cache_salt="s")
+    )
+    assert events[-1] == "[DONE]" and events[-2]["choices"] == []
+    usage = {**events[-2]["usage"], "prompt_tokens_details": None}
+    assert usage == {**reply["usage"], "prompt_tokens_details": None}
+    assert all(one["request_id"] == "mine-2" and one["model"] == "tiny" for one in events[:-1])
+    assert all(one["usage"] is None for one in events[:-2])
+    choices = merged(events[:-1])
+    for choice in reply["choices"]:
+        mine = choices.pop(choice["index"])
+        content = (choice["logprobs"] or {"content": []})["content"]
+        assert mine.pop("content") == content
+        names = (*("token_ids", "mask", "finish_reason", "stop_reason", "weight_versions"),)
+        names += tuple(name for name in ("raw_logprobs", "sampling_mask") if choice.get(name) is not None)
+        assert mine == {name: choice[name] for name in names}
+    assert not choices
+
+
+def test_usage_in_every_chunk_grows(server: Running) -> None:
+    body = asked(HOT, stream=True, stream_options={"include_usage": True, "continuous_usage_stats": True})
+    counts = [one["usage"]["completion_tokens"] for one in server.events(PATH, body)[:-1]]
+    assert counts == sorted(counts) and counts[-1] == 40 and len(set(counts)) > 5
+    plain = server.events(PATH, asked(HOT, stream=True))
+    assert all("usage" not in one for one in plain[:-1]) and plain[-2]["choices"]
+
+
+def test_ranks_are_told_where_they_are_known() -> None:
+    top = (TokenLogprob(7, -0.5), TokenLogprob(9, -1.0))
+    assert rank_of(Entry(9, "", -1.0, top, 0), 2) == 2
+    assert rank_of(Entry(3, "", -4.0, (*top, TokenLogprob(3, -4.0)), 0), 2) is None
+    assert rank_of(Entry(3, "", -4.0, (TokenLogprob(3, -4.0),), 0), 0) is None
+
+
+# ---- fields
+
+
+SAMPLING: list[JSON] = [
+    {},
+    {"temperature": 1.7, "seed": 3},
+    {"temperature": 1.5, "seed": 3, "top_p": 0.4},
+    {"temperature": 1.5, "seed": 3, "top_k": 2},
+    {"temperature": 1.5, "seed": 3, "min_p": 0.5},
+    {"repetition_penalty": 3.0},
+    {"presence_penalty": 2.0},
+    {"frequency_penalty": 2.0},
+    {"logit_bias": {"65": 100.0, "66": 99.9}},
+    {"allowed_token_ids": [120, 121, 122]},
+    {"ignore_eos": True, "max_tokens": 40},
+    {"min_tokens": 12, "logit_bias": {"257": 100.0}},
+    {"max_tokens": 1},
+    {"max_tokens": 0},
+]
+
+
+@pytest.mark.parametrize("fields", SAMPLING)
+def test_tokens_and_logprobs_are_the_engine_s(server: Running, engine: InferenceEngine, fields: JSON) -> None:
+    choice = generate(server, {"logprobs": 1, **fields})["choices"][0]
+    sample = engine_sample(engine, ids("hello"), logprobs=1, **fields)
+    assert choice["token_ids"] == list(sample.completion_tokens)
+    assert choice["finish_reason"] == sample.finish_reason
+    told = [one["logprob"] for one in choice["logprobs"]["content"]]
+    assert told == pytest.approx(list(sample.logprobs), abs=1e-5)
+
+
+CHANGES: list[JSON] = [
+    {"temperature": 0},
+    {"seed": 4},
+    {"top_p": 0.3},
+    {"top_k": 1},
+    {"min_p": 0.9},
+    {"repetition_penalty": 3.0},
+    {"presence_penalty": 2.0, "frequency_penalty": 2.0},
+    {"logit_bias": {"65": 50.0}},
+    {"allowed_token_ids": [1, 2]},
+    {"max_tokens": 39},
+    {"truncate_prompt_tokens": 2},
+    {"ignore_eos": False, "logit_bias": {"257": 100.0}},
+]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_each_field_changes_what_is_drawn(server: Running, change: JSON) -> None:
+    plain = tokens_of(generate(server, HOT))
+    assert tokens_of(generate(server, HOT)) == plain
+    assert tokens_of(generate(server, {**HOT, **change})) != plain
+
+
+def test_stops_and_words(server: Running) -> None:
+    plain = tokens_of(generate(server, HOT))
+    at = next(index for index, token in enumerate(plain) if token not in plain[:index] and index > 2)
+    stopped = generate(server, {**HOT, "stop_token_ids": [plain[at]]})["choices"][0]
+    assert (stopped["token_ids"], stopped["stop_reason"]) == (plain[: at + 1], plain[at])
+    letters = {"allowed_token_ids": ids("ab"), "temperature": 1.5, "seed": 1, "max_tokens": 60}
+    stopped = generate(server, {**letters, "stop": "abb"})["choices"][0]
+    assert stopped["stop_reason"] == "abb" and stopped["token_ids"][-3:] == ids("abb")
+    assert stopped["finish_reason"] == "stop"
+    shown = generate(server, {**letters, "stop": ["abb"], "include_stop_str_in_output": True})["choices"][0]
+    assert shown["token_ids"] == stopped["token_ids"], "ids keep every token either way"
+    free = tokens_of(generate(server, {**letters, "bad_words": ["a"]}))
+    assert free == ids("b") * 60
+    late = generate(server, {**letters, "stop": "abb", "min_tokens": 50})["choices"][0]
+    assert len(late["token_ids"]) >= 50
+    special = {"logit_bias": {"256": 100.0}, "stop": "_start|><|im", "max_tokens": 6}
+    assert generate(server, special)["choices"][0]["finish_reason"] == "length"
+    seen = generate(server, {**special, "skip_special_tokens": False})["choices"][0]
+    assert (seen["finish_reason"], seen["token_ids"]) == ("stop", [256, 256])
+
+
+def test_fields_of_the_request(server: Running) -> None:
+    long = ids("a long prompt that fills more than one block of the cache" * 2)
+    for salt, cached in (("one", False), ("one", True), ("two", False)):
+        reply = generate(server, {}, token_ids=long, cache_salt=salt)
+        assert (reply["usage"]["prompt_tokens_details"]["cached_tokens"] > 0) is cached
+    fresh = generate(server, {"skip_reading_prefix_cache": True}, token_ids=long, cache_salt="one")
+    assert fresh["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    assert generate(server, {}, return_token_ids=True)["prompt_token_ids"] == ids("hello")
+    assert "prompt_token_ids" not in generate(server, {})
+    chunks = server.events(PATH, asked({}, stream=True, return_token_ids=True))[:-1]
+    assert [chunk.get("prompt_token_ids") for chunk in chunks] == [ids("hello")] + [None] * (len(chunks) - 1)
+    assert server.post(PATH, asked({}, model="other")).status_code == 404
+    masked = generate(server, {**HOT, "top_k": 2, "return_sampling_mask": True, "return_raw_logprobs": True})
+    choice = masked["choices"][0]
+    assert [len(mask) for mask in choice["sampling_mask"]] == [2] * 40 and len(choice["raw_logprobs"]) == 40
+    assert len(generate(server, {**HOT, "n": 3})["choices"]) == 3
+
+
+def test_answers_have_the_structure_that_was_asked_for(server: Running) -> None:
+    wanted = {"regex": "[ab]{4}", "json": None, "disable_fallback": False}
+    choice = generate(server, {"structured_outputs": wanted, "logprobs": 0})["choices"][0]
+    assert re.fullmatch("[ab]{4}", written(choice["token_ids"])) and choice["finish_reason"] == "stop"
+    assert all(one["logprob"] <= 0 for one in choice["logprobs"]["content"])
+
+
+QUIET: list[JSON] = [
+    {"detokenize": True},
+    {"detokenize": False},
+    {"flat_logprobs": True},
+    {"skip_clone": True},
+    {"output_kind": 2},
+    {"spaces_between_special_tokens": True},
+    {"extra_args": None},
+    {"structured_outputs": None},
+    {"structured_outputs": {"json": None, "disable_fallback": False}},
+]
+
+
+@pytest.mark.parametrize("fields", QUIET)
+def test_what_says_nothing_here_is_taken(server: Running, fields: JSON) -> None:
+    assert tokens_of(generate(server, {**HOT, **fields})) == tokens_of(generate(server, HOT))
+
+
+def test_what_a_render_step_adds_is_taken(server: Running) -> None:
+    more = {"token_offsets": [[0, 1]] * 5, "assistant_tokens_mask": [0] * 5, "features": None, "priority": 0}
+    assert tokens_of(generate(server, HOT, **more)) == tokens_of(generate(server, HOT))
+
+
+REFUSED: list[tuple[JSON, JSON, str]] = [
+    ({}, {"features": {"mm_hashes": {}, "mm_placeholders": {}}}, "features"),
+    ({}, {"content_parts": [{"type": "image_url", "url": "x"}]}, "content_parts"),
+    ({}, {"kv_transfer_params": {"do_remote_decode": True}}, "kv_transfer_params"),
+    ({}, {"ec_transfer_params": {"a": 1}}, "ec_transfer_params"),
+    ({}, {"lora_request": {"a": 1}}, "lora_request"),
+    ({}, {"priority": 1}, "priority"),
+    ({}, {"token_ids": []}, "token_ids"),
+    ({}, {"token_ids": [-1]}, "token_ids.0"),
+    ({}, {"token_ids": [260]}, "token_ids"),
+    ({}, {"token_ids": [1] * 600}, "token_ids"),
+    ({}, {"token_ids": "hello"}, "token_ids"),
+    ({}, {"cache_salt": "a@b"}, "cache_salt"),
+    ({}, {"request_id": ""}, "request_id"),
+    ({}, {"stream_options": {"include_usage": True}}, "stream_options"),
+    ({"structured_outputs": {"structural_tag": "{}"}}, {}, "sampling_params.structured_outputs.structural_tag"),
+    ({"structured_outputs": {"regex": "((["}}, {}, "sampling_params.structured_outputs.regex"),
+    ({"temprature": 0.5}, {}, "sampling_params.temprature"),
+    ({"max_new_tokens": 5}, {}, "sampling_params.max_new_tokens"),
+    ({"temperature": -1}, {}, "sampling_params.temperature"),
+    ({"top_p": 0}, {}, "sampling_params.top_p"),
+    ({"n": 17}, {}, "sampling_params.n"),
+    ({"logprobs": 21}, {}, "sampling_params.logprobs"),
+    ({"logprobs": -1}, {}, "sampling_params.logprobs"),
+    ({"prompt_logprobs": 21}, {}, "sampling_params.prompt_logprobs"),
+    ({"prompt_logprobs": 1}, {"stream": True}, "sampling_params.prompt_logprobs"),
+    ({"min_tokens": 13}, {}, "sampling_params.min_tokens"),
+    ({"stop_token_ids": [260]}, {}, "sampling_params.stop_token_ids"),
+    ({"allowed_token_ids": []}, {}, "sampling_params.allowed_token_ids"),
+    ({"logit_bias": {"260": 1.0}}, {}, "sampling_params.logit_bias"),
+    ({"output_kind": 3}, {}, "sampling_params.output_kind"),
+    ({"output_kind": 0}, {"stream": True}, "sampling_params.output_kind"),
+    ({"output_kind": 2}, {"stream": True}, "sampling_params.output_kind"),
+    ({"stop": "a", "detokenize": False}, {}, "sampling_params.stop"),
+    ({"best_of": 2}, {}, "sampling_params.best_of"),
+    ({"spaces_between_special_tokens": False}, {}, "sampling_params.spaces_between_special_tokens"),
+    ({"truncation_side": "right"}, {}, "sampling_params.truncation_side"),
+    ({"truncate_prompt_tokens": 0}, {}, "sampling_params.truncate_prompt_tokens"),
+    ({"logprob_token_ids": [1]}, {}, "sampling_params.logprob_token_ids"),
+    ({"prompt_logprob_start": 2}, {}, "sampling_params.prompt_logprob_start"),
+    ({"logits_processors": ["x"]}, {}, "sampling_params.logits_processors"),
+    ({"extra_args": {"a": 1}}, {}, "sampling_params.extra_args"),
+    ({"guided_decoding": {"regex": "a"}}, {}, "sampling_params.guided_decoding"),
+    ({"thinking_token_budget": 5}, {}, "sampling_params.thinking_token_budget"),
+    ({"repetition_detection": {"a": 1}}, {}, "sampling_params.repetition_detection"),
+    ({"stream_interval": 5}, {}, "sampling_params.stream_interval"),
+    ({"routed_experts_prompt_start": 5}, {}, "sampling_params.routed_experts_prompt_start"),
+    ({"use_beam_search": True}, {}, "sampling_params.use_beam_search"),
+    ({"length_penalty": 0.5}, {}, "sampling_params.length_penalty"),
+    ({"early_stopping": True}, {}, "sampling_params.early_stopping"),
+]
+
+
+@pytest.mark.parametrize(("sampling", "fields", "param"), REFUSED)
+def test_what_is_refused_is_refused_by_its_name(server: Running, sampling: JSON, fields: JSON, param: str) -> None:
+    reply = server.post(PATH, asked(sampling, **fields))
+    error = reply.json()["error"]
+    assert (reply.status_code, error["param"]) == (400, param), error
+    assert param in error["message"] or "context of 512" in error["message"]
+
+
+# ---- ends
+
+
+def test_a_request_ended_by_somebody_gives_what_it_has(server: Running) -> None:
+    sampling = {"temperature": 1.0, "seed": 1, "max_tokens": 200, "ignore_eos": True, "logprobs": 1}
+    whole = generate(server, sampling)["choices"][0]
+    reply = ended_after(server, 20, lambda: generate(server, sampling, request_id="gone"))
+    assert reply["request_id"] == "gone"
+    (choice,) = reply["choices"]
+    count = len(choice["token_ids"])
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("abort", None)
+    assert 0 < count < 200 and choice["token_ids"] == whole["token_ids"][:count]
+    assert [one["token"] for one in choice["logprobs"]["content"]] == [f"token_id:{t}" for t in choice["token_ids"]]

@@ -1,0 +1,165 @@
+"""nanochat's web chat: its limits, its very events, its counts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import nano_inference
+from nano_inference.config import ServerConfig
+from nano_inference.server.call import drafts_of
+from nano_inference.server.errors import ApiError
+from nano_inference.server.nanochat_web import WebBody, WebReply, error_body, health, stats, web_call
+from nano_inference.server.paths import Generating
+from nano_inference.server.writing import Written
+from nano_inference.text.tokenizer import Tokenizer
+from tests.server.mounted import JSON, mounted
+from tests.server.tiny import Running, events_in
+
+CALCULATOR = Path(nano_inference.__file__).parent / "data" / "calculator"
+PATH = "/chat/completions"
+ROUTE = Generating(path=PATH, body=WebBody, to_call=web_call, summary="Talk as nanochat does.", error_body=error_body)
+HELLO = [{"role": "user", "content": "hello"}]
+TALK = [*HELLO, {"role": "assistant", "content": "yes?"}, {"role": "user", "content": "again"}]
+
+
+@pytest.fixture(scope="module")
+def server(tiny_directory: Path) -> Iterator[Running]:
+    with mounted(tiny_directory, ROUTE) as one:
+        yield one
+
+
+def texts(events: Sequence[Any]) -> str:
+    """Return the text of a stream, whose events must be nanochat's."""
+    assert all(set(one) == {"token", "gpu"} and one["gpu"] == 0 and one["token"] for one in events[:-1])
+    assert events[-1] == {"done": True}
+    return "".join(one["token"] for one in events[:-1])
+
+
+def said(server: Running, **fields: Any) -> str:
+    """Return what the chat route says to the same messages."""
+    reply = server.post("/v1/chat/completions", {"messages": HELLO, **fields}).json()
+    return str(reply["choices"][0]["message"]["content"])
+
+
+@pytest.mark.parametrize("messages", [HELLO, TALK])
+def test_a_stream_is_what_the_model_says(server: Running, messages: list[JSON]) -> None:
+    expected = said(server, messages=messages, temperature=0, max_tokens=40)
+    events = server.events(PATH, {"messages": messages, "temperature": 0, "max_tokens": 40})
+    assert texts(events) == expected and len(events) > 3
+
+
+def test_the_bytes_are_nanochat_s(server: Running) -> None:
+    with server.client.stream("POST", PATH, json={"messages": HELLO, "temperature": 0, "max_tokens": 6}) as reply:
+        data = reply.read().decode()
+    assert reply.headers["content-type"].startswith("text/event-stream")
+    blocks = data.split("\n\n")
+    assert blocks[-1] == "" and blocks[-2] == 'data: {"done": true}'
+    assert all(block.startswith('data: {"token": "') and block.endswith('", "gpu": 0}') for block in blocks[:-2])
+
+
+def test_the_defaults_are_nanochat_s(server: Running) -> None:
+    model = server.opened.model
+    params = web_call(WebBody.model_validate({"messages": HELLO}), model, ServerConfig(), "").asks[0].params
+    assert (params.temperature, params.top_k, params.max_tokens, params.seed) == (0.8, 50, 512, None)
+    nulls = {"messages": HELLO, "temperature": None, "top_k": None, "max_tokens": None}
+    assert web_call(WebBody.model_validate(nulls), model, ServerConfig(), "").asks[0].params == params
+    assert len({texts(server.events(PATH, {"messages": HELLO})) for _ in range(3)}) == 3, (
+        "every answer has its own seed"
+    )
+
+
+def test_each_field_changes_something(server: Running) -> None:
+    greedy = texts(server.events(PATH, {"messages": HELLO, "temperature": 0, "max_tokens": 40}))
+    assert texts(server.events(PATH, {"messages": HELLO, "temperature": 2.0, "top_k": 1, "max_tokens": 40})) == greedy
+    assert texts(server.events(PATH, {"messages": HELLO, "temperature": 2.0, "top_k": 0, "max_tokens": 40})) != greedy
+    assert greedy.startswith(texts(server.events(PATH, {"messages": HELLO, "temperature": 0, "max_tokens": 3})))
+    assert texts(server.events(PATH, {"messages": TALK, "temperature": 0, "max_tokens": 40})) != greedy
+
+
+def test_the_token_that_ends_an_answer_is_not_sent(server: Running, tiny_directory: Path) -> None:
+    call = web_call(WebBody.model_validate({"messages": HELLO}), server.opened.model, ServerConfig(), "")
+    ask = call.asks[0]
+    ending = replace(call, asks=(replace(ask, params=replace(ask.params, logit_bias={257: 100.0})),))
+    route = Generating(path=PATH, body=WebBody, to_call=lambda *_: ending, summary="Ends at once.")
+    with mounted(tiny_directory, route) as other:
+        assert other.events(PATH, {"messages": HELLO}) == [{"done": True}]
+
+
+LIMITS: list[tuple[JSON, str]] = [
+    ({"messages": []}, "messages"),
+    ({"messages": HELLO * 501}, "messages"),
+    ({"messages": [{"role": "user", "content": ""}]}, "messages.0.content"),
+    ({"messages": [{"role": "user", "content": "a" * 8001}]}, "messages.0.content"),
+    ({"messages": [{"role": "user", "content": "a" * 8000}] * 4 + HELLO}, "messages must have at most 32000"),
+    ({"messages": [{"role": "system", "content": "a"}]}, "messages.0.role"),
+    ({"messages": [{"role": "tool", "content": "a"}]}, "messages.0.role"),
+    ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}]}, "messages.0.content"),
+    ({"messages": [{"role": "user"}]}, "messages.0.content"),
+    ({"messages": "hello"}, "messages"),
+    ({}, "messages"),
+    ({"messages": HELLO, "temperature": -0.1}, "temperature"),
+    ({"messages": HELLO, "temperature": 2.1}, "temperature"),
+    ({"messages": HELLO, "top_k": -1}, "top_k"),
+    ({"messages": HELLO, "top_k": 201}, "top_k"),
+    ({"messages": HELLO, "max_tokens": 0}, "max_tokens"),
+    ({"messages": HELLO, "max_tokens": 4097}, "max_tokens"),
+    ({"messages": [{"role": "user", "content": "a" * 600}]}, "context of 512"),
+]
+
+
+@pytest.mark.parametrize(("body", "told"), LIMITS)
+def test_limits_are_nanochat_s(server: Running, body: JSON, told: str) -> None:
+    reply = server.post(PATH, body)
+    assert reply.status_code == 400 and set(reply.json()) == {"detail", "error"}
+    assert told in reply.json()["detail"]
+
+
+@pytest.mark.parametrize("fields", [{"temperature": 2}, {"top_k": 200}, {"max_tokens": 4096}, {"top_k": 0}])
+def test_the_limits_themselves_are_allowed(server: Running, fields: JSON) -> None:
+    assert texts(server.events(PATH, {"messages": HELLO, "temperature": 0, **fields}))
+
+
+def test_a_model_that_only_continues_texts_is_said_to(server: Running) -> None:
+    model = replace(server.opened.model, dialogue=None)
+    with pytest.raises(ApiError, match="chat template"):
+        web_call(WebBody.model_validate({"messages": HELLO}), model, ServerConfig(), "")
+
+
+def test_a_calculator_answers_where_there_is_one() -> None:
+    messages = [{"role": "user", "content": "What is 123 plus 456?"}]
+    with mounted(CALCULATOR, ROUTE) as server:
+        expected = said(server, messages=messages, temperature=0, calculator=True)
+        events = server.events(PATH, {"messages": messages, "temperature": 0})
+        assert "→ 579]" in expected and texts(events) == expected
+        told = [{"role": "assistant", "content": expected}, {"role": "user", "content": "What is 1 plus 2?"}]
+        assert texts(server.events(PATH, {"messages": [*messages, *told], "temperature": 0}))
+
+
+def test_a_failure_is_an_event(server: Running) -> None:
+    tokenizer: Tokenizer = server.opened.model.tokenizer
+    call = web_call(WebBody.model_validate({"messages": HELLO}), server.opened.model, ServerConfig(), "")
+    reply = WebReply(call, tokenizer, 0)
+    assert events_in(reply.failed(ApiError(500, "it broke")).decode()) == [{"error": "it broke"}]
+    drafts = drafts_of(call)
+    drafts[0].text = "ü"
+    assert reply.whole(drafts) == {"token": "ü", "gpu": 0}
+    assert reply.opening(drafts) == b""
+    piece = Written("ü\n", (1,), (), None, None)
+    assert reply.added(drafts[0], piece, drafts) == 'data: {"token": "ü\\n", "gpu": 0}\n\n'.encode()
+
+
+def test_stats_and_health() -> None:
+    assert stats(3, 8) == {
+        "total_workers": 8,
+        "available_workers": 5,
+        "busy_workers": 3,
+        "workers": [{"gpu_id": 0, "device": "cpu"}],
+    }
+    assert stats(9, 8, "cuda")["available_workers"] == 0
+    assert health(True, 3, 8) == {"status": "ok", "ready": True, "num_gpus": 1, "available_workers": 5}
+    assert health(False, 0, 8)["available_workers"] == 0

@@ -1,0 +1,470 @@
+"""SGLang's /generate: what it takes, what it refuses, its replies whole and streamed."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nano_inference import EngineConfig, InferenceEngine
+from nano_inference.config import ServerConfig
+from nano_inference.server.call import drafts_of
+from nano_inference.server.errors import ApiError
+from nano_inference.server.model import ServedModel
+from nano_inference.server.paths import Generating
+from nano_inference.server.sglang import SglangBody, health_generate_call, sglang_call
+from nano_inference.server.sglang_reply import next_event
+from nano_inference.server.writing import Written
+from tests.server.mounted import END_TOKEN, JSON, ended_after, engine_sample, ids, mounted, written
+from tests.server.tiny import Running
+
+PATH = "/generate"
+ROUTE = Generating(path=PATH, body=SglangBody, to_call=sglang_call, summary="Generate as SGLang does.")
+HEALTH = Generating(
+    path="/health_generate",
+    body=SglangBody,
+    to_call=lambda body, model, config, salt: health_generate_call(model, config),
+    summary="Write one token.",
+)
+HOT: JSON = {"temperature": 1.5, "sampling_seed": 3, "max_new_tokens": 40, "ignore_eos": True}
+GREEDY: JSON = {"temperature": 0, "max_new_tokens": 12}
+
+
+@pytest.fixture(scope="module")
+def server(tiny_directory: Path) -> Iterator[Running]:
+    with mounted(tiny_directory, ROUTE, HEALTH) as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_directory: Path) -> Iterator[InferenceEngine]:
+    """The same model in this process."""
+    config = EngineConfig(model_path=str(tiny_directory), kv_cache_bytes=8 << 20, device="cpu", num_threads=1)
+    with InferenceEngine(config) as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def model(server: Running) -> ServedModel:
+    return server.opened.model
+
+
+def generate(server: Running, params: Any = GREEDY, **fields: Any) -> Any:
+    """POST what must succeed."""
+    prompt = {} if "text" in fields else {"input_ids": ids("hello")}
+    reply = server.post(PATH, {**prompt, "sampling_params": params, **fields})
+    assert reply.status_code == 200, reply.text
+    return reply.json()
+
+
+def timeless(reply: Any) -> Any:
+    """A reply without what differs each time; it must have been there."""
+    for one in reply if isinstance(reply, list) else [reply]:
+        assert 0 < one["meta_info"].pop("e2e_latency") < 600
+    return reply
+
+
+# ---- the reply
+
+
+def test_a_whole_reply_has_sglang_s_shape(server: Running, engine: InferenceEngine) -> None:
+    params = {"temperature": 0, "max_new_tokens": 2}
+    sample = engine_sample(engine, ids("hello"), max_tokens=2, logprobs=2, prompt_logprobs=2)
+    assert sample.top_logprobs is not None and sample.prompt_top_logprobs is not None
+
+    def triples(pairs: Any) -> list[list[Any]]:
+        return [[pytest.approx(logprob, abs=1e-5), token, None] for token, logprob in pairs]
+
+    prompt = list(zip(ids("ello"), sample.prompt_logprobs or (), strict=True))
+    reply = generate(
+        server, params, rid="mine", return_logprob=True, logprob_start_len=0, top_logprobs_num=2, extra_key="shape"
+    )
+    assert timeless(reply) == {
+        "text": written(sample.completion_tokens),
+        "output_ids": list(sample.completion_tokens),
+        "meta_info": {
+            "id": "mine",
+            "finish_reason": {"type": "length", "length": 2},
+            "prompt_tokens": 5,
+            "completion_tokens": 2,
+            "cached_tokens": 0,
+            "num_retractions": 0,
+            "weight_version": "0",
+            "weight_versions": [{"version": "0", "start": 0, "end": 2, "number": 0}],
+            "mask": [1, 1],
+            "output_token_logprobs": triples(zip(sample.completion_tokens, sample.logprobs, strict=True)),
+            "output_top_logprobs": [triples(top) for top in sample.top_logprobs],
+            "input_token_logprobs": [[None, ids("h")[0], None], *triples(prompt)],
+            "input_top_logprobs": [None, *(triples(top) for top in sample.prompt_top_logprobs)],
+        },
+    }
+
+
+def test_logprobs_are_told_as_they_were_asked_for(server: Running) -> None:
+    assert not [name for name in generate(server)["meta_info"] if "logprobs" in name]
+    assert not [
+        name for name in generate(server, top_logprobs_num=2, logprob_start_len=0)["meta_info"] if "logp" in name
+    ]
+    plain = generate(server, return_logprob=True)["meta_info"]
+    assert [name for name in plain if "logprobs" in name] == ["output_token_logprobs"]
+    whole = generate(server, return_logprob=True, logprob_start_len=0)["meta_info"]["input_token_logprobs"]
+    part = generate(server, return_logprob=True, logprob_start_len=2)["meta_info"]["input_token_logprobs"]
+    assert part == [[None, *whole[2][1:]], *whole[3:]]
+    assert generate(server, return_logprob=True, logprob_start_len=5)["meta_info"]["input_token_logprobs"] == []
+    named = generate(server, return_logprob=True, return_text_in_logprobs=True, logprob_start_len=0)["meta_info"]
+    assert "".join(text for _, _, text in named["input_token_logprobs"]) == "hello"
+    assert [one[1] for one in named["output_token_logprobs"]] == [one[1] for one in plain["output_token_logprobs"]]
+    assert all(isinstance(text, str) for _, _, text in named["output_token_logprobs"])
+    hot = generate(server, HOT, return_logprob=True, top_logprobs_num=2)["meta_info"]
+    assert [len(row) for row in hot["output_top_logprobs"]] == [2] * 40
+    own = zip(hot["output_token_logprobs"], hot["output_top_logprobs"], strict=True)
+    assert any(token not in [other for _, other, _ in row] for (_, token, _), row in own)
+
+
+def test_ends_are_objects(server: Running) -> None:
+    ending = {"logit_bias": {str(END_TOKEN): 100.0}, "temperature": 0}
+    reply = generate(server, ending)
+    assert (reply["text"], reply["output_ids"]) == ("", [END_TOKEN])
+    assert reply["meta_info"]["finish_reason"] == {"type": "stop", "matched": END_TOKEN}
+    letters = {"logit_bias": {str(token): 100.0 for token in ids("ab")}, "temperature": 1.5, "sampling_seed": 1}
+    reply = generate(server, {**letters, "stop": ["abb"]})
+    assert reply["meta_info"]["finish_reason"] == {"type": "stop", "matched": "abb"}
+    assert reply["text"] + "abb" == written(reply["output_ids"])
+    kept = generate(server, {**letters, "stop": ["abb"], "no_stop_trim": True})
+    assert kept["text"] == reply["text"] + "abb" and kept["output_ids"] == reply["output_ids"]
+    reply = generate(server, {**letters, "stop_token_ids": ids("b")})
+    assert reply["meta_info"]["finish_reason"] == {"type": "stop", "matched": ids("b")[0]}
+
+
+def test_the_defaults_are_sglang_s(server: Running, model: ServedModel) -> None:
+    reply = server.post(PATH, {"input_ids": [5], "sampling_params": {"ignore_eos": True}}).json()
+    assert reply["meta_info"]["completion_tokens"] == 128
+    room = {"ignore_eos": True, "max_new_tokens": None}
+    reply = server.post(PATH, {"input_ids": [5], "sampling_params": room}).json()
+    assert reply["meta_info"]["completion_tokens"] == 511
+    assert len({tuple(generate(server, None)["output_ids"]) for _ in range(3)}) == 3, "unseeded requests differ"
+    endless = SglangBody.model_validate(
+        {"input_ids": [[5], [5, 6]], "sampling_params": {"max_new_tokens": None, "n": 2}}
+    )
+    assert sglang_call(endless, model, ServerConfig(), "").num_tokens == (1 + 2 * 511) + (2 + 2 * 510)
+    call = sglang_call(SglangBody(input_ids=[5]), model, ServerConfig(), "")
+    params = call.asks[0].params
+    assert (params.temperature, params.top_p, params.top_k, params.max_tokens) == (1.0, 1.0, 0, 128)
+
+
+# ---- one and many
+
+
+def test_lists_give_lists(server: Running) -> None:
+    texts = ["hello", "other text", "third"]
+    single = [timeless(generate(server, text=text, extra_key="lists")) for text in texts]
+    assert single[0]["output_ids"] == generate(server)["output_ids"]
+    many = timeless(generate(server, text=texts, rid="batch", extra_key="lists2"))
+    assert [one["meta_info"]["id"] for one in many] == ["batch_0", "batch_1", "batch_2"]
+    by_ids = timeless(generate(server, input_ids=[ids(text) for text in texts], rid=["a", "b", "c"], extra_key="l3"))
+    assert [one["meta_info"]["id"] for one in by_ids] == ["a", "b", "c"]
+    for replies in (many, by_ids):
+        assert [(one["text"], one["output_ids"]) for one in replies] == [(o["text"], o["output_ids"]) for o in single]
+    assert isinstance(generate(server, text=["hello"]), list)
+
+
+def test_several_samples_stand_prompt_by_prompt(server: Running) -> None:
+    params = {**HOT, "max_new_tokens": 8}
+    alone = [generate(server, {**params, "n": 3}, text=text) for text in ("one", "two")]
+    both = generate(server, {**params, "n": 3}, text=["one", "two"], rid=["x", "y"])
+    assert [one["output_ids"] for one in both] == [one["output_ids"] for many in alone for one in many]
+    assert [one["meta_info"]["id"] for one in both] == ["x_0", "x_1", "x_2", "y_0", "y_1", "y_2"]
+    assert len({tuple(one["output_ids"]) for one in both}) == 6
+
+
+def test_each_prompt_may_have_its_own_parameters(server: Running) -> None:
+    letters = {"logit_bias": {str(token): 100.0 for token in ids("ab")}, "temperature": 1.5, "sampling_seed": 1}
+    params: list[JSON] = [
+        letters,
+        {**letters, "stop": "abb"},
+        {**letters, "stop": "ba"},
+        {**HOT, "max_new_tokens": None},
+        GREEDY,
+        GREEDY,
+    ]
+    wanted = [False, True, True, False, True, True]
+    tops = [1, 1, 0, 3, 2, 0]
+    starts = [-1, 0, 2, 0, 0, -1]
+    fields = {"return_logprob": wanted, "top_logprobs_num": tops, "logprob_start_len": starts}
+    many = generate(server, params, input_ids=[ids("hello")] * 6, **fields, extra_key="own")
+    for index, one in enumerate(many):
+        mine = {name: value[index] for name, value in fields.items()}
+        alone = generate(server, params[index], **mine)
+        for reply in (one, alone):
+            for name in ("id", "e2e_latency", "cached_tokens"):
+                del reply["meta_info"][name]
+        assert list(one["meta_info"]) == list(alone["meta_info"])
+        assert (one["text"], one["output_ids"]) == (alone["text"], alone["output_ids"])
+        for name in ("finish_reason", "completion_tokens", "mask"):
+            assert one["meta_info"][name] == alone["meta_info"][name]
+        for name in ("output_top_logprobs", "input_token_logprobs", "input_top_logprobs"):
+            rows, others = one["meta_info"].get(name), alone["meta_info"].get(name)
+            assert json.dumps(shape_of(rows)) == json.dumps(shape_of(others))
+    assert many[3]["meta_info"]["completion_tokens"] == 507
+
+
+def shape_of(value: Any) -> Any:
+    """Tokens without their log-probabilities, whose last bit depends on the batch."""
+    if isinstance(value, list):
+        return [shape_of(one) for one in value]
+    return None if isinstance(value, float) else value
+
+
+# ---- streams
+
+
+@pytest.mark.parametrize(
+    ("params", "fields"),
+    [
+        (HOT, {"return_logprob": True, "top_logprobs_num": 2, "return_sampling_mask": True}),
+        ({**HOT, "n": 2}, {"text": ["one", "two"]}),
+        ({**GREEDY, "stop": "e"}, {"return_logprob": True, "return_text_in_logprobs": True}),
+        ({**HOT, "max_new_tokens": 300}, {}),
+    ],
+)
+def test_a_stream_tells_everything_so_far(server: Running, params: JSON, fields: JSON) -> None:
+    whole = generate(server, params, **fields, rid="same", extra_key="whole")
+    expected = timeless(whole if isinstance(whole, list) else [whole])
+    prompt = {} if "text" in fields else {"input_ids": ids("hello")}
+    asked = {**prompt, "sampling_params": params, **fields, "stream": True, "rid": "same", "extra_key": "stream"}
+    events = server.events(PATH, asked)
+    assert events[-1] == "[DONE]"
+    last: dict[int, JSON] = {}
+    for event in timeless(events[:-1]):
+        index = event.pop("index", 0)
+        before = last.get(index)
+        if before is not None:
+            assert before["meta_info"]["finish_reason"] is None
+            assert event["text"].startswith(before["text"])
+            count = len(before["output_ids"])
+            assert event["output_ids"][:count] == before["output_ids"] and len(event["output_ids"]) >= count
+            told = before["meta_info"].get("output_token_logprobs")
+            assert told is None or event["meta_info"]["output_token_logprobs"][:count] == told
+        last[index] = event
+    assert all(("index" in event) is isinstance(whole, list) for event in server.events(PATH, asked)[:-1])
+    for one in [*expected, *last.values()]:
+        del one["meta_info"]["cached_tokens"]
+    assert [last[index] for index in range(len(expected))] == expected
+
+
+def test_a_long_stream_s_events_are_no_square_of_it() -> None:
+    sizes = [1]
+    while (after := next_event(sizes[-1])) <= 30_000:
+        sizes.append(after)
+    assert sizes[:127] == list(range(1, 128)) and sizes[-1] > 29_000
+    assert sum(sizes) < 80 * 30_000
+
+
+def test_an_event_that_says_little_new_is_left_out(model: ServedModel) -> None:
+    call = sglang_call(SglangBody(input_ids=[5], stream=True), model, ServerConfig(), "")
+    reply = call.dialect(call, model.tokenizer, 0)
+    drafts = drafts_of(call)
+    piece = Written("a", (65,), (), None, None)
+    told = [bool(reply.added(drafts[0], piece, drafts)) for _ in range(400)]
+    assert all(told[:128]) and 60 < sum(told[128:]) < 140
+    assert reply.added(drafts[0], piece._replace(finish_reason="length"), drafts)
+
+
+# ---- fields
+
+
+SAMPLING: list[tuple[JSON, JSON]] = [
+    ({}, {}),
+    ({"temperature": 1.7, "sampling_seed": 3}, {"temperature": 1.7, "seed": 3}),
+    ({"temperature": 1.5, "sampling_seed": 3, "top_p": 0.4}, {"temperature": 1.5, "seed": 3, "top_p": 0.4}),
+    ({"temperature": 1.5, "sampling_seed": 3, "top_k": 2}, {"temperature": 1.5, "seed": 3, "top_k": 2}),
+    ({"temperature": 1.5, "sampling_seed": 3, "min_p": 0.5}, {"temperature": 1.5, "seed": 3, "min_p": 0.5}),
+    ({"repetition_penalty": 3.0}, {"repetition_penalty": 3.0}),
+    ({"presence_penalty": 2.0}, {"presence_penalty": 2.0}),
+    ({"frequency_penalty": 2.0}, {"frequency_penalty": 2.0}),
+    ({"logit_bias": {"65": 100.0}}, {"logit_bias": {65: 100.0}}),
+    ({"min_new_tokens": 12, "logit_bias": {"257": 100.0}}, {"min_tokens": 12, "logit_bias": {257: 100.0}}),
+    ({"max_new_tokens": 0}, {"max_tokens": 0}),
+    ({"ignore_eos": True, "max_new_tokens": 60}, {"ignore_eos": True, "max_tokens": 60}),
+]
+
+
+@pytest.mark.parametrize(("theirs", "ours"), SAMPLING)
+def test_tokens_and_logprobs_are_the_engine_s(
+    server: Running, engine: InferenceEngine, theirs: JSON, ours: JSON
+) -> None:
+    reply = generate(server, {**GREEDY, **theirs}, return_logprob=True)
+    sample = engine_sample(engine, ids("hello"), **ours)
+    assert reply["output_ids"] == list(sample.completion_tokens)
+    told = [logprob for logprob, _, _ in reply["meta_info"]["output_token_logprobs"]]
+    assert told == pytest.approx(list(sample.logprobs), abs=1e-5)
+    assert reply["meta_info"]["finish_reason"]["type"] == sample.finish_reason
+
+
+CHANGES: list[JSON] = [
+    {"temperature": 0},
+    {"sampling_seed": 4},
+    {"top_p": 0.3},
+    {"top_k": 1},
+    {"min_p": 0.9},
+    {"repetition_penalty": 3.0},
+    {"presence_penalty": 2.0, "frequency_penalty": 2.0},
+    {"logit_bias": {"65": 50.0}},
+    {"max_new_tokens": 39},
+    {"ignore_eos": False, "logit_bias": {"257": 100.0}},
+]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_each_parameter_changes_what_is_drawn(server: Running, change: JSON) -> None:
+    plain = generate(server, HOT)["output_ids"]
+    assert generate(server, HOT)["output_ids"] == plain
+    assert generate(server, {**HOT, **change})["output_ids"] != plain
+
+
+def test_fields_of_the_request(server: Running) -> None:
+    long = "a long prompt that fills more than one block of the cache" * 2
+    for key, cached in (("one", False), ("one", True), ("two", False)):
+        assert (generate(server, text=long, extra_key=key)["meta_info"]["cached_tokens"] > 0) is cached
+    masked = generate(server, {**HOT, "top_k": 2}, return_sampling_mask=True)["meta_info"]
+    assert [len(mask) for mask in masked["sampling_mask"]] == [2] * 40
+    special = {"logit_bias": {"256": 100.0}, "temperature": 0, "max_new_tokens": 2}
+    assert generate(server, special)["text"] == ""
+    assert generate(server, {**special, "skip_special_tokens": False})["text"] == "<|im_start|>" * 2
+    assert len(generate(server)["meta_info"]["id"]) == 32
+
+
+STRUCTURES: list[JSON] = [
+    {"regex": "[ab]{4}"},
+    {"ebnf": 'root ::= ("a" | "b") ("a" | "b") "ab"'},
+    {"json_schema": '{"enum": ["abab", "baba"]}'},
+    {"json_schema": {"enum": ["abab", "baba"]}},
+]
+
+
+@pytest.mark.parametrize("fields", STRUCTURES)
+def test_answers_have_the_structure_that_was_asked_for(server: Running, fields: JSON) -> None:
+    reply = generate(server, {**fields, "temperature": 1.0, "sampling_seed": 1})
+    assert re.fullmatch(r'"?[ab]{4}"?', reply["text"]), reply
+    assert reply["meta_info"]["finish_reason"]["type"] == "stop"
+
+
+QUIET: list[tuple[JSON, JSON]] = [
+    ({"spaces_between_special_tokens": True, "custom_params": None, "stop_regex": None}, {}),
+    ({"json_schema": None, "regex": None, "ebnf": None, "stop": []}, {}),
+    ({}, {"log_metrics": True, "no_logs": True, "background": False}),
+    ({}, {"lora_path": None, "return_hidden_states": False, "image_data": None, "session_params": None}),
+]
+
+
+@pytest.mark.parametrize(("params", "fields"), QUIET)
+def test_what_says_nothing_here_is_taken(server: Running, params: JSON, fields: JSON) -> None:
+    assert generate(server, {**HOT, **params}, **fields)["output_ids"] == generate(server, HOT)["output_ids"]
+
+
+REFUSED: list[tuple[Any, JSON, str]] = [
+    ({}, {"lora_path": "adapter"}, "lora_path"),
+    ({}, {"lora_id": "adapter"}, "lora_id"),
+    ({}, {"session_params": {"id": "a"}}, "session_params"),
+    ({}, {"return_hidden_states": True}, "return_hidden_states"),
+    ({}, {"custom_logit_processor": "code"}, "custom_logit_processor"),
+    ({}, {"image_data": "a"}, "image_data"),
+    ({}, {"video_data": "a"}, "video_data"),
+    ({}, {"audio_data": "a"}, "audio_data"),
+    ({}, {"modalities": ["image"]}, "modalities"),
+    ({}, {"input_embeds": [[0.5]]}, "input_embeds"),
+    ({}, {"token_ids_logprob": [1]}, "token_ids_logprob"),
+    ({}, {"multi_item_scoring_delimiter": 1}, "multi_item_scoring_delimiter"),
+    ({}, {"return_routed_experts": True}, "return_routed_experts"),
+    ({}, {"return_prompt_token_ids": True}, "return_prompt_token_ids"),
+    ({}, {"return_entropy": True}, "return_entropy"),
+    ({}, {"return_bytes": True}, "return_bytes"),
+    ({}, {"priority": 1}, "priority"),
+    ({}, {"data_parallel_rank": 1}, "data_parallel_rank"),
+    ({}, {"routed_dp_rank": 1}, "routed_dp_rank"),
+    ({}, {"bootstrap_host": "h"}, "bootstrap_host"),
+    ({}, {"bootstrap_port": 1}, "bootstrap_port"),
+    ({}, {"bootstrap_room": 1}, "bootstrap_room"),
+    ({"regex": "(((["}, {}, "sampling_params.regex"),
+    ({"regex": "a", "ebnf": "b"}, {}, "sampling_params.ebnf"),
+    ({"stop_regex": "a+"}, {}, "sampling_params.stop_regex"),
+    ({"structural_tag": "{}"}, {}, "sampling_params.structural_tag"),
+    ({"spaces_between_special_tokens": False}, {}, "sampling_params.spaces_between_special_tokens"),
+    ({"custom_params": {"a": 1}}, {}, "sampling_params.custom_params"),
+    ({"stream_interval": 4}, {}, "sampling_params.stream_interval"),
+    ({"beam_width": 2}, {}, "sampling_params.beam_width"),
+    ({"thinking_budget": 2}, {}, "sampling_params.thinking_budget"),
+    ({"max_tokens": 4}, {}, "sampling_params.max_tokens"),
+    ({"min_new_tokens": 13}, {}, "sampling_params.min_new_tokens"),
+    ({"max_new_tokens": -1}, {}, "sampling_params.max_new_tokens"),
+    ({"temperature": -1}, {}, "sampling_params.temperature"),
+    ({"stop_token_ids": [260]}, {}, "sampling_params.stop_token_ids"),
+    ({"n": 17}, {}, "sampling_params.n"),
+    ([GREEDY], {"input_ids": [[1], [2]]}, "sampling_params"),
+    ([GREEDY, {"min_new_tokens": 200}], {"input_ids": [[1], [2]]}, "sampling_params.1.min_new_tokens"),
+    ([GREEDY, {"top_p": 7}], {"input_ids": [[1], [2]]}, "sampling_params.1.top_p"),
+    ([GREEDY, {"n": 2}], {"input_ids": [[1], [2]]}, "sampling_params.n"),
+    ([GREEDY, {"no_stop_trim": True}], {"input_ids": [[1], [2]]}, "sampling_params.no_stop_trim"),
+    ([GREEDY, {"skip_special_tokens": False}], {"input_ids": [[1], [2]]}, "sampling_params.skip_special_tokens"),
+    ({}, {"text": "a"}, "input_ids"),
+    ({}, {"input_ids": None}, "input_ids"),
+    ({}, {"input_ids": []}, "input_ids"),
+    ({}, {"input_ids": [260]}, "input_ids"),
+    ({}, {"input_ids": None, "text": "a" * 600}, "text"),
+    ({}, {"rid": ["a", "b"]}, "rid"),
+    ({}, {"rid": ["a", "a"], "input_ids": [[1], [2]]}, "rid"),
+    ({}, {"return_logprob": [True, True]}, "return_logprob"),
+    ({}, {"return_logprob": True, "top_logprobs_num": 21}, "top_logprobs_num"),
+    ({}, {"return_logprob": True, "logprob_start_len": 6}, "logprob_start_len"),
+    ({}, {"return_logprob": True, "logprob_start_len": -2}, "logprob_start_len"),
+    ({}, {"return_logprob": True, "logprob_start_len": 0, "stream": True}, "logprob_start_len"),
+    ({}, {"extra_key": "a@b"}, "extra_key"),
+]
+
+
+@pytest.mark.parametrize(("params", "fields", "param"), REFUSED)
+def test_what_is_refused_is_refused_by_its_name(server: Running, params: Any, fields: JSON, param: str) -> None:
+    params = params if isinstance(params, list) else {**GREEDY, **params}
+    reply = server.post(PATH, {"input_ids": ids("hello"), "sampling_params": params, **fields})
+    error = reply.json()["error"]
+    assert (reply.status_code, error["param"]) == (400, param), error
+    assert param.rpartition(".")[2] in error["message"] or "context of 512" in error["message"]
+
+
+def test_names_reach_whoever_aborts(model: ServedModel) -> None:
+    def names(**fields: Any) -> set[str]:
+        return set(sglang_call(SglangBody(**fields), model, ServerConfig(), "").names)
+
+    assert names(input_ids=[1], rid="a") == {"a"}
+    assert names(input_ids=[[1], [2]], rid=["a", "b"]) == {"a", "b"}
+    assert names(input_ids=[[1], [2]], rid="a") == {"a", "a_0", "a_1"}
+    with pytest.raises(ApiError):
+        names(input_ids=[[1], [2]], rid=["a", "a"])
+
+
+# ---- partial rollouts, health
+
+
+def test_an_aborted_sample_resubmitted_goes_on_as_if_nothing_had_been(server: Running) -> None:
+    params = {"temperature": 1.0, "sampling_seed": 7, "max_new_tokens": 120, "ignore_eos": True}
+    whole = generate(server, params, return_logprob=True)
+    part = ended_after(server, 30, lambda: generate(server, params, return_logprob=True))
+    done = part["output_ids"]
+    assert part["meta_info"]["finish_reason"] == {"type": "abort", "message": "the request was aborted"}
+    assert 0 < len(done) < 120 and done == whole["output_ids"][: len(done)]
+    assert len(part["meta_info"]["output_token_logprobs"]) == len(done)
+    more = {**params, "max_new_tokens": 120 - len(done)}
+    rest = generate(server, more, input_ids=ids("hello") + done, return_logprob=True)
+    assert done + rest["output_ids"] == whole["output_ids"]
+    told = [one[0] for one in whole["meta_info"]["output_token_logprobs"]]
+    again = [one[0] for reply in (part, rest) for one in reply["meta_info"]["output_token_logprobs"]]
+    assert again == pytest.approx(told, abs=1e-5)
+
+
+def test_health_writes_one_token(server: Running) -> None:
+    reply = server.post("/health_generate", {})
+    assert reply.status_code == 200 and reply.json()["meta_info"]["completion_tokens"] == 1
