@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from types import MappingProxyType
 from typing import Any, Literal
 
 from nano_inference.types import LOGPROBS_MODES, LogprobsMode, check_bool, check_int, check_number, from_known
@@ -120,6 +121,27 @@ class SchedulerConfig:
         return config
 
 
+DEFAULTS: Mapping[str, tuple[Any, Any]] = MappingProxyType(
+    {
+        "logprobs_mode": ("raw", "processed"),
+        "max_queued_requests": (256, 65536),
+        "max_admitted_tokens": (1 << 22, 1 << 30),
+        "max_n": (16, 1024),
+        "max_logprobs": (20, 1000),
+        "max_body_bytes": (4 << 20, 64 << 20),
+        "request_timeout": (600.0, 86400.0),
+    }
+)
+"""Fields of `ServerConfig` whose default depends on `enable_rl`: without it, and with it. A trainer is one client with
+large batches; strangers are many with small ones."""
+
+
+def resolved(name: str, text: str) -> Any:
+    """Return a field of `DEFAULTS`: None until the configuration is built, never afterwards."""
+    default, with_rl = DEFAULTS[name]
+    return helped(None, f"{text} (default: {default}; {with_rl} with --enable-rl)")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
     """How the server listens, whom it lets in, and what it refuses. Raises `ValueError` naming the field."""
@@ -130,10 +152,7 @@ class ServerConfig:
     served_model_name: tuple[str, ...] = helped((), "name of the model for clients; may be repeated for aliases")
     any_model: bool = helped(False, "answer requests for any model name (clients that hard-code gpt-…)")
     strict: bool = helped(False, "refuse fields that are not known instead of leaving them out")
-    logprobs_mode: LogprobsMode = helped(
-        None, "distribution that log-probabilities speak of (default: raw; processed with --enable-rl)"
-    )
-    """Never None once built: what is not given is resolved."""
+    logprobs_mode: LogprobsMode = resolved("logprobs_mode", "distribution that log-probabilities speak of")
     enable_rl: bool = helped(False, "open the routes of RL trainers: pause, abort, weights, versions")
 
     api_key: tuple[str, ...] = field(
@@ -155,17 +174,17 @@ class ServerConfig:
     cors_origin: tuple[str, ...] = helped((), "web origin whose pages may call this server; may be repeated")
     share_prefix_cache: bool = helped(False, "let clients with different keys reuse each other's cached prefixes")
 
-    max_queued_requests: int = helped(256, "most samples that wait beyond those that run; more are refused with 503")
-    max_admitted_tokens: int = helped(1 << 22, "most prompt and answer tokens that admitted requests may come to")
-    max_n: int = helped(16, "most samples of one prompt")
-    max_logprobs: int = helped(20, "most alternatives of a token")
-    max_body_bytes: int = helped(4 << 20, "largest request body")
+    max_queued_requests: int = resolved("max_queued_requests", "most samples that wait; more are refused with 503")
+    max_admitted_tokens: int = resolved("max_admitted_tokens", "most prompt and answer tokens of admitted requests")
+    max_n: int = resolved("max_n", "most samples of one prompt")
+    max_logprobs: int = resolved("max_logprobs", "most alternatives of a token")
+    max_body_bytes: int = resolved("max_body_bytes", "largest request body")
     max_connections: int = helped(1000, "most open connections; fewer when the process may open fewer files")
 
     max_tokens_per_batch: int | None = helped(
         None, "most tokens computed in one step (default: 256 on a CPU, where longer ones make all wait; else 2048)"
     )
-    request_timeout: float = helped(600.0, "seconds a request may take; then it ends with what it has")
+    request_timeout: float = resolved("request_timeout", "seconds a request may take; then it ends with what it has")
     header_timeout: float = helped(20.0, "seconds in which a request's headers, and then its body, must arrive")
     keep_alive_timeout: float = helped(30.0, "seconds a connection may be idle between requests")
     write_timeout: float = helped(60.0, "seconds a client may leave what it is sent unread")
@@ -182,6 +201,10 @@ class ServerConfig:
                 raise ValueError(f"{name} must be a string, got {getattr(self, name)!r}")
         if not self.host:
             raise ValueError("host must not be empty; 0.0.0.0 listens everywhere")
+        check_bool("enable_rl", self.enable_rl)
+        for name, (default, with_rl) in DEFAULTS.items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, with_rl if self.enable_rl else default)
         self._check_counts()
         self._check_seconds()
         for name in (
@@ -191,7 +214,6 @@ class ServerConfig:
             "share_prefix_cache",
             "exit_on_failure",
             "log_requests",
-            "enable_rl",
         ):
             check_bool(name, getattr(self, name))
         for name in ("served_model_name", "api_key", "admin_key", "allowed_host", "cors_origin"):
@@ -207,8 +229,6 @@ class ServerConfig:
             raise ValueError(f"weights_dir must be a non-empty string, got {self.weights_dir!r}")
         if self.weights_dir is not None and not self.enable_rl:
             raise ValueError("weights_dir is for a trainer: it needs enable_rl")
-        if self.logprobs_mode is None:
-            object.__setattr__(self, "logprobs_mode", "processed" if self.enable_rl else "raw")
 
     def _check_counts(self) -> None:
         check_int("port", self.port, 0, 65535)

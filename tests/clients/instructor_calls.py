@@ -60,42 +60,40 @@ def chat(url: str, name: str, mode: instructor.Mode) -> dict[str, Any]:
     }
 
 
-def dialects(url: str, name: str) -> dict[str, Any]:
-    """Return answers by way of Responses and of Messages."""
+def others(url: str, name: str) -> dict[str, Any]:
+    """Return answers by way of Responses and of Messages, and any object."""
     asked = HELLO | {"model": name, "max_tokens": 700, "max_retries": 0, "response_model": Report}
     ours = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
     theirs = anthropic.Anthropic(base_url=url, api_key="none", max_retries=0)
     responses = instructor.from_openai(ours, mode=instructor.Mode.RESPONSES_TOOLS)
     messages = instructor.from_anthropic(theirs, mode=instructor.Mode.ANTHROPIC_TOOLS)
+    plain = instructor.from_openai(ours, mode=instructor.Mode.JSON)
     return {
         "responses": [responses.chat.completions.create(**asked).model_dump() for _ in SEEDS],
         "messages": [messages.chat.completions.create(**asked).model_dump() for _ in SEEDS],
+        "object": plain.chat.completions.create(**(asked | {"response_model": Open}), temperature=0).model_dump(),
     }
 
 
 def small(url: str, name: str) -> dict[str, Any]:
-    """Return a few short answers: one object by a call and by a schema, and objects one by one as they are written."""
+    """Return a few short answers: one object by a call and by a schema, and the first of several that are streamed."""
     plain = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
-    asked = HELLO | {"model": name, "temperature": 0, "max_retries": 0}
-    tools, schema, free = (
+    asked = HELLO | {"model": name, "temperature": 0, "max_tokens": 60, "max_retries": 0, "response_model": Day}
+    tools, schema = (
         instructor.from_openai(plain, mode=mode).chat.completions
-        for mode in (instructor.Mode.TOOLS, instructor.Mode.JSON_SCHEMA, instructor.Mode.JSON)
+        for mode in (instructor.Mode.TOOLS, instructor.Mode.JSON_SCHEMA)
     )
-    days = tools.create_iterable(**asked, max_tokens=72, response_model=Day)
     return {
-        "tools": tools.create(**asked, max_tokens=60, response_model=Day).model_dump(),
-        "schema": schema.create(**asked, max_tokens=60, response_model=Day).model_dump(),
-        "iterable": [next(iter(days)).model_dump()],
-        "object": free.create(
-            **asked, max_tokens=300, response_model=Open, stop=["}"], extra_body={"include_stop_str_in_output": True}
-        ).model_dump(),
+        "tools": tools.create(**asked).model_dump(),
+        "schema": schema.create(**asked).model_dump(),
+        "iterable": next(iter(tools.create_iterable(**asked))).model_dump(),
     }
 
 
 if __name__ == "__main__":
     url, name, what = sys.argv[1:]
-    if what == "dialects":
-        print(json.dumps(dialects(url, name)))
+    if what == "others":
+        print(json.dumps(others(url, name)))
     elif what == "small":
         print(json.dumps(small(url, name)))
     else:

@@ -101,7 +101,15 @@ def served_name(asked: str, path: Path) -> str:
 def tool_lines(opened: Opened) -> list[str]:
     """Return what a user of a model with a tool should know."""
     has_tool = opened.model.dialogue is not None and opened.model.dialogue.tool is not None
-    return ["  the model's calculator does not run over HTTP yet: `nano-inference chat` runs it"] if has_tool else []
+    return ['  the model\'s calculator answers in requests with "calculator": true'] if has_tool else []
+
+
+def rl_lines(config: ServerConfig) -> list[str]:
+    """Return what a trainer should know."""
+    if not config.enable_rl:
+        return []
+    source = f"a process group, or a directory below {config.weights_dir}" if config.weights_dir else "a process group"
+    return [f"  trainers' routes are open; weights come from {source}; logprobs are {config.logprobs_mode}"]
 
 
 def banner(opened: Opened, config: ServerConfig, url: str) -> str:
@@ -122,6 +130,7 @@ def banner(opened: Opened, config: ServerConfig, url: str) -> str:
             f"  sampling defaults: {dict(model.generation) or 'temperature 1.0'}"
             + (" (from the model's generation_config.json)" if model.generation else ""),
             *tool_lines(opened),
+            *rl_lines(config),
             f"  curl -N {url}/v1/{path}{key} -H 'content-type: application/json' -d '{{{body}}}'",
         ]
     )

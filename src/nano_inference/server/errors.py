@@ -19,6 +19,7 @@ _TYPES = {
     404: "not_found_error",
     405: "method_not_allowed",
     408: "timeout_error",
+    409: "conflict_error",
     413: "request_too_large",
     415: "unsupported_media_type",
     431: "request_too_large",

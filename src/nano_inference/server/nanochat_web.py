@@ -67,7 +67,7 @@ def web_call(body: WebBody, model: ServedModel, config: ServerConfig, salt: str)
 
 
 def error_body(error: ApiError) -> JSON:
-    """Return an error as FastAPI, and so nanochat, has it; and as OpenAI's clients know it, for who came here by mistake."""
+    """Return an error as FastAPI, and so nanochat, has it; and as OpenAI's clients, who come by mistake, know it."""
     return {"detail": shortened(error.message), **error.to_dict()}
 
 
