@@ -17,6 +17,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 HELLO: Any = {"messages": [{"role": "user", "content": "The weather in Bern?"}]}
 SEEDS = range(3)
+BRACE = ord("}") - ord("!")
+"""Of the tiny model's tokens."""
 
 
 class Day(BaseModel):
@@ -61,17 +63,18 @@ def chat(url: str, name: str, mode: instructor.Mode) -> dict[str, Any]:
 
 
 def others(url: str, name: str) -> dict[str, Any]:
-    """Return answers by way of Responses and of Messages, and any object."""
+    """Return answers by way of Responses and of Messages, and any object: of a model that is fond of closing braces."""
     asked = HELLO | {"model": name, "max_tokens": 700, "max_retries": 0, "response_model": Report}
     ours = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
     theirs = anthropic.Anthropic(base_url=url, api_key="none", max_retries=0)
     responses = instructor.from_openai(ours, mode=instructor.Mode.RESPONSES_TOOLS)
     messages = instructor.from_anthropic(theirs, mode=instructor.Mode.ANTHROPIC_TOOLS)
     plain = instructor.from_openai(ours, mode=instructor.Mode.JSON)
+    free = {"response_model": Open, "logit_bias": {str(BRACE): 100}}
     return {
         "responses": [responses.chat.completions.create(**asked).model_dump() for _ in SEEDS],
         "messages": [messages.chat.completions.create(**asked).model_dump() for _ in SEEDS],
-        "object": plain.chat.completions.create(**(asked | {"response_model": Open}), temperature=0).model_dump(),
+        "object": plain.chat.completions.create(**(asked | free)).model_dump(),
     }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ from nano_inference.types import SamplingParams, TokenizerSource
 from tests.clients.process import NEEDED, Served, serving
 
 anthropic = pytest.importorskip("anthropic", reason=f"anthropic: {NEEDED}")
+
+pytest_plugins = ["tests.clients.servers"]
 
 ASKED: dict[str, Any] = {
     "model": "tiny",
@@ -141,6 +144,88 @@ def test_keys_are_those_of_the_client(tiny_directory: Path) -> None:
         with pytest.raises(anthropic.AuthenticationError):
             client_of(server).messages.create(**ASKED)
         assert client_of(server, api_key="the-right-one-of-16").messages.create(**ASKED).content
+
+
+# ---- functions, by way of the model
+
+
+WEATHER = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 8}, "day": {"type": "integer", "minimum": 1, "maximum": 7}},
+    "required": ["city", "day"],
+    "additionalProperties": False,
+}
+CLOCK = {"type": "object", "properties": {"zone": {"enum": ["utc", "local"]}}, "required": ["zone"]}
+TOOLS = [
+    {"name": "weather", "description": "Tell it.", "input_schema": WEATHER},
+    {"name": "clock", "input_schema": CLOCK},
+]
+
+
+def forced(kind: str, seed: int = 1, **choice: Any) -> dict[str, Any]:
+    """Return what asks for one call."""
+    wanted = {"type": kind, "disable_parallel_tool_use": True, **choice}
+    return ASKED | {"max_tokens": 200, "tools": TOOLS, "tool_choice": wanted, "extra_body": {"seed": seed}}
+
+
+def check_use(block: Any) -> None:
+    """Check that a call is one of the functions' and keeps to its schema."""
+    assert block.type == "tool_use" and block.id.startswith("toolu_")
+    if block.name == "clock":
+        assert set(block.input) == {"zone"} and block.input["zone"] in ("utc", "local")
+    else:
+        assert block.name == "weather" and set(block.input) == {"city", "day"}
+        assert len(block.input["city"]) <= 8 and 1 <= block.input["day"] <= 7
+
+
+def test_some_function_is_called(roomy_server: Served) -> None:
+    client = client_of(roomy_server)
+    names = set()
+    for seed in range(6):
+        message = client.messages.create(**forced("any", seed))
+        (block,) = message.content
+        check_use(block)
+        names.add(block.name)
+        assert message.stop_reason == "tool_use"
+    assert names == {"weather", "clock"}
+
+
+@pytest.mark.parametrize("name", ["weather", "clock"])
+def test_a_call_comes_in_pieces_of_its_json(roomy_server: Served, name: str) -> None:
+    asked = forced("tool", name=name)
+    client = client_of(roomy_server)
+    whole = client.messages.create(**asked)
+    with client.messages.stream(**asked) as stream:
+        deltas = [event.partial_json for event in stream if event.type == "input_json"]
+        final = stream.get_final_message()
+    (block,) = final.content
+    check_use(block)
+    assert block.name == name and len(deltas) > 3 and json.loads("".join(deltas)) == block.input
+    assert [(one.name, one.input) for one in whole.content] == [(name, block.input)]
+    assert whole.stop_reason == final.stop_reason == "tool_use"
+
+
+def test_a_call_and_its_result_go_back(roomy_server: Served) -> None:
+    client = client_of(roomy_server)
+    called = client.messages.create(**forced("tool", name="weather"))
+    result = {"type": "tool_result", "tool_use_id": called.content[0].id, "content": "heavy rain", "is_error": False}
+    answer = {"role": "assistant", "content": called.content}
+    talk = [*ASKED["messages"], answer, {"role": "user", "content": [result]}]
+    asked = forced("none") | {"messages": talk, "max_tokens": 12, "tool_choice": {"type": "none"}}
+    reply = client.messages.create(**asked)
+    assert [block.type for block in reply.content] == ["text"]
+    assert read(reply.usage) == client.messages.count_tokens(model="tiny", messages=talk, tools=TOOLS).input_tokens
+    assert read(reply.usage) > read(called.usage)
+
+
+@pytest.mark.model
+def test_the_default_model_calls_a_function(default_server: Served) -> None:
+    asked = forced("tool", name="weather") | {"model": "default", "max_tokens": 60}
+    with client_of(default_server).messages.stream(**asked) as stream:
+        message = stream.get_final_message()
+    (block,) = message.content
+    check_use(block)
+    assert block.name == "weather" and message.stop_reason == "tool_use"
 
 
 # ---- what a model wrote, without a model

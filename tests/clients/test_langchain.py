@@ -1,22 +1,40 @@
-"""langchain-openai's chat model."""
+"""langchain-openai's chat model and its embeddings."""
 
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+import functools
+import operator
+from typing import Annotated, Any, Literal
 
 import openai
 import pytest
+from pydantic import BaseModel, ConfigDict, Field
 
 from tests.clients.process import NEEDED, Served
 
 langchain = pytest.importorskip("langchain_openai", reason=f"langchain-openai: {NEEDED}")
+tools = pytest.importorskip("langchain_core.tools", reason=f"langchain-core: {NEEDED}")
+
+pytest_plugins = ["tests.clients.servers"]
+
+ROOM: dict[str, Any] = {"max_tokens": 400, "temperature": 1}
+
+
+class Day(BaseModel):
+    """A day's weather, bounded in every part, so that any model comes to an end."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    number: Annotated[int, Field(ge=1, le=31)]
+    kind: Literal["sun", "rain"]
+    note: Annotated[str, Field(max_length=8)]
 
 
 def model_of(server: Served, **options: Any) -> Any:
     """Return langchain's model of our server, greedy and short."""
     given = {"model": "tiny", "base_url": f"{server.url}/v1", "api_key": "none", "temperature": 0, "max_tokens": 12}
-    return langchain.ChatOpenAI(**given, max_retries=0, **options)
+    return langchain.ChatOpenAI(**(given | options), max_retries=0)
 
 
 def ours(server: Served, text: str, **fields: Any) -> dict[str, Any]:
@@ -64,9 +82,52 @@ def test_batches_keep_their_order(tiny_server: Served) -> None:
     assert asyncio.run(at_once()) == expected
 
 
-def test_what_is_not_done_yet_is_refused_by_name(tiny_server: Served) -> None:
-    schema = {"title": "answer", "type": "object", "properties": {"value": {"type": "integer"}}}
-    model = model_of(tiny_server).with_structured_output(schema, method="json_schema")
+@pytest.mark.parametrize("method", ["json_schema", "function_calling"])
+@pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")  # langchain's own, of what it parsed
+def test_answers_that_keep_to_a_class(roomy_server: Served, method: str) -> None:
+    for options in ({"seed": 1}, {"seed": 2}, {"use_responses_api": True}):
+        model = model_of(roomy_server, **ROOM, **options).with_structured_output(Day, method=method)
+        assert isinstance(model.invoke("hello"), Day)
+        assert isinstance(list(model.stream("hello"))[-1], Day)
+
+
+@pytest.mark.parametrize("is_response", [False, True])
+def test_functions_are_called(roomy_server: Served, is_response: bool) -> None:
+    @tools.tool
+    def weather(city: Annotated[str, Field(max_length=8)], day: Annotated[int, Field(ge=1, le=7)]) -> str:
+        """Tell it."""
+        return f"rain in {city} on {day}"
+
+    model = model_of(roomy_server, **ROOM, use_responses_api=is_response)
+    bound = model.bind_tools([weather], tool_choice="any", parallel_tool_calls=False)
+    message = bound.invoke("hello")
+    (call,) = message.tool_calls
+    result = weather.invoke(call)
+    assert result.content.startswith("rain in") and result.tool_call_id == call["id"]
+    talk = [("human", "hello"), message, result]
+    assert model.bind(max_tokens=12).invoke(talk).usage_metadata["input_tokens"] > 12
+    chunks = [chunk for chunk in bound.stream("hello") if chunk.tool_call_chunks]
+    assert len(chunks) > 3, "a call comes as it is written"
+    (whole,) = functools.reduce(operator.add, chunks).tool_calls
+    assert weather.invoke(whole).content.startswith("rain in")
+
+
+def test_embeddings_are_those_of_the_server(tiny_server: Served) -> None:
+    place = {"model": "tiny", "base_url": f"{tiny_server.url}/v1", "api_key": "none", "max_retries": 0}
+    # otherwise langchain wants OpenAI's tokenizer, and with it ids that are not this model's
+    embeddings = langchain.OpenAIEmbeddings(**place, check_embedding_ctx_length=False)
+    texts = ["hello", "good morning", "hello"]
+    reply = tiny_server.ask("/v1/embeddings", {"input": texts})
+    got = embeddings.embed_documents(texts)
+    assert got == [pytest.approx(entry["embedding"], abs=1e-6) for entry in reply["data"]]
+    assert got[0] == pytest.approx(got[2], abs=1e-6) != got[1]
+    assert embeddings.embed_query("hello") == pytest.approx(got[0], abs=1e-6)
+    short = langchain.OpenAIEmbeddings(**place, check_embedding_ctx_length=False, dimensions=8)
+    assert len(short.embed_query("hello")) == 8
+
+
+def test_what_is_wrong_is_refused_by_name(tiny_server: Served) -> None:
+    model = model_of(tiny_server).bind(response_format={"type": "structural_tag"})
     with pytest.raises(openai.BadRequestError, match="response_format"):
         model.invoke("hello")
 

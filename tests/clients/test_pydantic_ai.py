@@ -7,21 +7,18 @@ import json
 from collections.abc import Awaitable, Callable
 from typing import Annotated, Any, Literal
 
+import openai
 import pytest
 from pydantic import BaseModel, ConfigDict, Field
 
 from tests.clients.process import NEEDED, Served
 
 pydantic_ai = pytest.importorskip("pydantic_ai", reason=f"pydantic-ai: {NEEDED}")
-
-import anthropic
-import openai
-from pydantic_ai.capabilities import AbstractCapability
-from pydantic_ai.models.anthropic import AnthropicModel
-from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
-from pydantic_ai.providers.anthropic import AnthropicProvider
-from pydantic_ai.providers.openai import OpenAIProvider
-from pydantic_ai.settings import ModelSettings
+anthropic = pytest.importorskip("anthropic", reason=f"anthropic: {NEEDED}")
+capabilities, of_openai, of_anthropic, for_openai, for_anthropic = (
+    pytest.importorskip(f"pydantic_ai.{name}", reason=f"pydantic-ai: {NEEDED}")
+    for name in ("capabilities", "models.openai", "models.anthropic", "providers.openai", "providers.anthropic")
+)
 
 pytest_plugins = ["tests.clients.servers"]
 
@@ -49,12 +46,12 @@ class Report(BaseModel):
     unit: Literal["C", "F"]
 
 
-class FirstWeather(AbstractCapability[None]):
+class FirstWeather(capabilities.AbstractCapability):
     """Have the model call `weather` first and give its answer then."""
 
     def get_model_settings(self) -> Any:
         """Return what decides on each step."""
-        return lambda context: ModelSettings(tool_choice=["weather" if context.run_step <= 1 else "final_result"])
+        return lambda context: {"tool_choice": ["weather" if context.run_step <= 1 else "final_result"]}
 
 
 def asked(server: Served, dialect: str, work: Callable[[Any], Awaitable[Any]], name: str = "tiny") -> Any:
@@ -63,17 +60,19 @@ def asked(server: Served, dialect: str, work: Callable[[Any], Awaitable[Any]], n
     async def run() -> Any:
         if dialect == "messages":
             async with anthropic.AsyncAnthropic(base_url=server.url, api_key="none", max_retries=0) as theirs:
-                return await work(AnthropicModel(name, provider=AnthropicProvider(anthropic_client=theirs)))
-        kind = OpenAIChatModel if dialect == "chat" else OpenAIResponsesModel
+                return await work(
+                    of_anthropic.AnthropicModel(name, provider=for_anthropic.AnthropicProvider(anthropic_client=theirs))
+                )
+        kind = of_openai.OpenAIChatModel if dialect == "chat" else of_openai.OpenAIResponsesModel
         async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as ours:
-            return await work(kind(name, provider=OpenAIProvider(openai_client=ours)))
+            return await work(kind(name, provider=for_openai.OpenAIProvider(openai_client=ours)))
 
     return asyncio.run(run())
 
 
 def agent(model: Any, output: Any, *, max_tokens: int = 700, **options: Any) -> Any:
     """Return an agent that asks nothing twice, and for one call at a time."""
-    settings = ModelSettings(max_tokens=max_tokens, parallel_tool_calls=False)
+    settings = pydantic_ai.ModelSettings(max_tokens=max_tokens, parallel_tool_calls=False)
     return pydantic_ai.Agent(model, output_type=output, retries=0, model_settings=settings, **options)
 
 
