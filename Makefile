@@ -42,7 +42,7 @@ bench: .venv/ready-dev
 	touch $@
 
 # Versions that are known to go together: without them pip searches for long. litellm needs an older openai than the
-# other clients, so it has an environment inside the environment.
+# other clients and instructor an older jiter, so each has an environment inside the environment.
 .venv-clients/torch:
 	$(PYTHON) -m venv .venv-clients
 	echo '*' > .venv-clients/.gitignore
@@ -52,9 +52,13 @@ bench: .venv/ready-dev
 .venv-clients/ready: .venv-clients/torch pyproject.toml
 	.venv-clients/bin/python -m pip install --quiet -e '.[grammar]' 'pytest>=8.3,<10' 'openai>=3,<4' \
 		'transformers>=5,<6' 'accelerate>=1,<2' \
-		langchain-core==1.7.2 langchain-openai==1.7.3 llm==0.36 'lm-eval[api]==0.4.13' guidellm==0.8.1
+		langchain-core==1.7.2 langchain-openai==1.7.3 llm==0.36 'lm-eval[api]==0.4.13' guidellm==0.8.1 \
+		anthropic==2.12.0 'pydantic-ai-slim[openai,anthropic]==2.68.0' openai-agents==0.24.0 smolagents==1.26.0 \
+		renderers==0.1.12
 	$(PYTHON) -m venv .venv-clients/litellm
 	.venv-clients/litellm/bin/python -m pip install --quiet litellm==1.106.2
+	$(PYTHON) -m venv .venv-clients/instructor
+	.venv-clients/instructor/bin/python -m pip install --quiet 'instructor[anthropic]==1.17.0'
 	touch $@
 
 clean:

@@ -206,6 +206,43 @@ def test_tokens_without_a_choice_are_forced(server: Running) -> None:
     assert [value == 0.0 for value in choice["logprobs"]["token_logprobs"]] == [True, True, False, True, True, True]
 
 
+MARKS = {
+    "[TOOL_CALLS]": "{% for m in messages %}{{ m.content or '' }}{% endfor %}{{ tools | tojson }}[TOOL_CALLS]",
+    "<tool_call>": "{% for m in messages %}{{ m.content or '' }}{% endfor %}{{ tools | tojson }}<tool_call>",
+    "<|python_tag|>": "{% for m in messages %}{{ m.content or '' }}{% endfor %}{{ tools | tojson }}<|python_tag|>",
+}
+
+
+@pytest.mark.parametrize("mark", MARKS)
+def test_calls_between_special_tokens(mark: str, tmp_path: Path) -> None:
+    """Such a marker is one token, that no text can spell, and is seen by whoever looks for calls."""
+    special = (mark, "</tool_call>") if mark == "<tool_call>" else (mark,)
+    with running(make_tiny(tmp_path, 4096, template=MARKS[mark], special=special)) as marked:
+        for seed in range(3):
+            choice = choice_of(
+                marked, tool_choice="required", seed=seed, parallel_tool_calls=False, return_token_ids=True
+            )
+            assert choice["finish_reason"] == "tool_calls" and choice["message"]["content"] is None
+            check_calls(choice["message"]["tool_calls"])
+            assert (260 in choice["token_ids"]) == (mark != "<|python_tag|>"), "Llama's calls need no marker"
+        plain = choice_of(marked, tool_choice="none", max_tokens=30)
+        assert "tool_calls" not in plain["message"]
+
+
+def test_an_answer_of_a_schema_or_a_call(server: Running) -> None:
+    schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    kinds = set()
+    for seed in range(12):
+        choice = choice_of(server, response_format=form, seed=seed, temperature=2, max_tokens=350)
+        kinds.add(choice["finish_reason"])
+        if choice["finish_reason"] == "stop":
+            jsonschema_rs.validate(schema, json.loads(choice["message"]["content"]))
+        elif choice["finish_reason"] == "tool_calls":
+            check_calls(choice["message"]["tool_calls"])
+    assert {"stop", "tool_calls"} <= kinds
+
+
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tools": None, "tool_choice": "required"}, "tool_choice"),
     ({"tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
@@ -213,6 +250,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
     ({"tools": [*TOOLS, TOOLS[0]]}, "tools.2.function.name"),
     ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "response_format"),
+    ({"regex": "a+"}, "regex"),
     ({"regex": "a", "grammar": 'root ::= "a"'}, "grammar"),
     ({"response_format": {"type": "structural_tag"}}, "response_format.type"),
     ({"structured_outputs": {"regex": "("}}, "structured_outputs.regex"),

@@ -35,19 +35,21 @@ NAME = "tiny"
 MAX_LEN = 512
 
 
-def make_tiny(directory: Path, positions: int = MAX_LEN) -> Path:
-    """Write a random Llama whose tokens are the 256 bytes and four special tokens."""
+def make_tiny(
+    directory: Path, positions: int = MAX_LEN, *, template: str = TEMPLATE, special: tuple[str, ...] = ()
+) -> Path:
+    """Write a random Llama whose tokens are the 256 bytes, four special tokens, and further ones."""
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     core = tokenizers.Tokenizer(tokenizers.models.BPE({char: i for i, char in enumerate(alphabet)}, []))
     core.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = tokenizers.decoders.ByteLevel()
-    core.add_special_tokens(["<|im_start|>", "<|im_end|>", "<|bos|>", "<|pad|>"])
+    core.add_special_tokens(["<|im_start|>", "<|im_end|>", "<|bos|>", "<|pad|>", *special])
     fast = transformers.PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|im_end|>", bos_token="<|bos|>")
-    fast.chat_template = TEMPLATE
+    fast.chat_template = template
     fast.save_pretrained(directory)
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        vocab_size=260,
+        vocab_size=260 + len(special),
         hidden_size=32,
         intermediate_size=64,
         num_hidden_layers=2,

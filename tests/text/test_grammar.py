@@ -22,7 +22,7 @@ from nano_inference.cli.place import tokenizer_source
 from nano_inference.text import grammar as grammar_module
 from nano_inference.text.bad_words import bad_words_matcher, both
 from nano_inference.text.grammar import ENDED, Grammar, Grammars
-from nano_inference.text.grammar_text import MAX_BYTES, MAX_CHOICES, MAX_NESTING, reason_of
+from nano_inference.text.grammar_text import MAX_BYTES, MAX_CHOICES, MAX_NESTING, check_grammar, reason_of
 from nano_inference.text.stops import stop_matcher
 from nano_inference.text.tokenizer import Tokenizer, load_tokenizer
 from nano_inference.types import Matcher, TokenizerSource
@@ -662,3 +662,12 @@ def test_a_grammar_that_takes_too_much_ends_its_own_sample_only(
     assert found[broken].finish_reason == "abort"
     assert str(found[broken].stop_reason).startswith("ValueError: grammar: ")
     assert columns(found[beside]) == columns(expected)
+
+
+def test_schemas_inside_lark_have_the_same_limits() -> None:
+    """Two large `multipleOf` kept the compiler busy for more than a minute."""
+    schema = '{"allOf": [{"type": "integer", "multipleOf": 999983}, {"type": "integer", "multipleOf": 999979}]}'
+    for kind in ("lark", "calls"):
+        with pytest.raises(BadRequest, match="common multiple"):
+            check_grammar(Grammar(kind, f"start: %json {schema}"))
+    check_grammar(Grammar("lark", 'start: %json {"type": "integer", "multipleOf": 5}'))

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from nano_inference.text.grammar_text import Grammar
 from nano_inference.text.tool_calls import (
     MAX_HELD,
     MAX_SPACES,
@@ -511,12 +512,12 @@ class ByteTokenizer:
         return list(text if isinstance(text, bytes) else text.encode())
 
 
-def allows(grammar: tuple[str, str], text: str, special: bool = False) -> bool:
+def allows(grammar: Grammar, text: str, special: bool = False) -> bool:
     """Whether a grammar takes a text to its end, and may end there; markers as their tokens when `special`."""
     llguidance = pytest.importorskip("llguidance")
-    assert grammar[0] == "lark"
+    assert grammar.kind == "calls" and grammar.special <= set(SPECIAL.values())
     tokenizer = llguidance.LLTokenizer(llguidance.TokenizerWrapper(ByteTokenizer()))
-    matcher = llguidance.LLMatcher(tokenizer, llguidance.LLMatcher.grammar_from_lark(grammar[1]))
+    matcher = llguidance.LLMatcher(tokenizer, llguidance.LLMatcher.grammar_from_lark(grammar.text))
     assert not matcher.is_error(), matcher.get_error()
     tokens: list[int] = []
     while text:
@@ -578,6 +579,13 @@ def test_a_schema_that_speaks_of_other_properties_stays_open() -> None:
         parameters = {"type": "object", "properties": {"a": {"type": "integer"}}, **more}
         tool = {"type": "function", "function": {"name": "t", "parameters": parameters}}
         assert allows(calls_grammar([tool], HERMES), written(HERMES, ("t", '{"a": 1, "b": 2}')))
+
+
+@pytest.mark.parametrize("fmt", [HERMES, MISTRAL])
+def test_an_answer_may_do_instead_of_a_call(fmt: ToolFormat) -> None:
+    grammar = calls_grammar(TOOLS, fmt, answer={"type": "object", "properties": {"a": {"enum": [1, 2]}}})
+    assert allows(grammar, written(fmt, BERN, NOTHING)) and allows(grammar, '{"a": 2}')
+    assert not allows(grammar, '{"a": 3}') and not allows(grammar, "[]")
 
 
 def test_a_grammar_needs_a_function() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -90,18 +91,26 @@ def chat_call(body: ChatBody, model: ServedModel, config: ServerConfig, salt: st
 
 
 def _structure(body: Sampling, use: ToolUse | None = None, tokenizer: Tokenizer | None = None) -> Structure | None:
-    """Return what the answer must be: what a field says, or calls of functions. Raises `ApiError`."""
+    """Return what the answer must be: what a field says, or calls of functions, or either. Raises `ApiError`."""
     asked = structure_of({name: getattr(body, name) for name in FIELDS})
-    if use is None or not use.must_call:
+    if use is None or not use.parses or not (asked or use.must_call):
         return asked
+    answer = None
     if asked is not None:
-        message = f"{asked.field}: an answer that must be a call (tool_choice) has no other structure"
-        raise ApiError(400, message, param=asked.field)
-    assert tokenizer is not None
+        is_json = asked.grammar.kind in ("json_schema", "json_object")
+        if use.must_call or use.format.is_whole or not is_json:  # a call without a marker begins like other JSON
+            message = (
+                f"{asked.field}: an answer that may be a call has no other structure than JSON, one that must be none"
+            )
+            raise ApiError(400, message, param=asked.field)
+        schema = json.loads(asked.grammar.text) if asked.grammar.kind == "json_schema" else {"type": "object"}
+        answer = schema if isinstance(schema, dict) else {}
+    special = {} if tokenizer is None else special_tokens(tokenizer)
     with refusals_told("tools"):
-        special = special_tokens(tokenizer)
-        _, text = calls_grammar(use.functions, use.format, name=use.name, parallel=use.parallel, special=special)
-    return Structure("tools", Grammar("lark", text))
+        grammar = calls_grammar(
+            use.functions, use.format, name=use.name, parallel=use.parallel, special=special, answer=answer
+        )
+    return Structure("tools" if asked is None else asked.field, grammar)
 
 
 def _markers(use: ToolUse, tokenizer: Tokenizer) -> frozenset[int]:

@@ -94,6 +94,7 @@ class GrammarMatcher:
     def __init__(self, compiled: _Compiled) -> None:
         self._view = compiled.view
         self._inner = compiled.inner.deep_copy()
+        self._allowed_bits = compiled.allowed_bits
         self._mask: bytes | None = compiled.mask
 
     def advance(self, token: int) -> StopReason | None:
@@ -108,7 +109,7 @@ class GrammarMatcher:
     def mask(self) -> bytes:
         """Return the tokens that the grammar allows next."""
         if self._mask is None:
-            self._mask = _mask(self._view, self._inner)
+            self._mask = _mask(self._view, self._inner, self._allowed_bits)
         return self._mask
 
 
@@ -150,6 +151,8 @@ class _Compiled:
     view: _View
     inner: Any  # an LLMatcher, of which nobody but a copier makes use
     mask: bytes
+    allowed_bits: int
+    """The ids that may ever be allowed: those that write text, and the special ones that the grammar names."""
 
 
 class _Words:
@@ -233,19 +236,20 @@ def _compile(view: _View, grammar: Grammar) -> _Compiled:
     inner = LLMatcher(view.tokenizer, for_library(grammar), log_level=0, limits=limits)
     if inner.is_error():
         raise BadRequest(f"{grammar.kind}: {reason_of(inner.get_error())}")
+    allowed_bits = view.text_bits | _bits(grammar.special, 8 * view.num_bytes)
     try:
-        mask = _mask(view, inner)
+        mask = _mask(view, inner, allowed_bits)
     except ValueError as error:
         raise BadRequest(f"{grammar.kind}: {str(error).removeprefix('grammar: ')}") from None
-    return _Compiled(view, inner, mask)
+    return _Compiled(view, inner, mask, allowed_bits)
 
 
-def _mask(view: _View, inner: Any) -> bytes:
-    """Return the tokens that may follow: those of text, and every end token where the grammar is satisfied."""
+def _mask(view: _View, inner: Any, allowed_bits: int) -> bytes:
+    """Return which tokens of `allowed_bits` may follow, and every end token where the grammar is satisfied."""
     bits = inner.compute_bitmask()
     if inner.is_error():
         raise ValueError(f"grammar: {reason_of(inner.get_error())}")
-    allowed = int.from_bytes(bits[: view.num_bytes], "little") & view.text_bits
+    allowed = int.from_bytes(bits[: view.num_bytes], "little") & allowed_bits
     if inner.is_accepting():
         allowed |= view.eos_bits
     if not allowed:

@@ -17,7 +17,8 @@ from typing import Any, Literal
 
 from nano_inference.types import BadRequest
 
-Kind = Literal["json_schema", "json_object", "regex", "choice", "lark", "gbnf"]
+Kind = Literal["json_schema", "json_object", "regex", "choice", "lark", "gbnf", "calls"]
+"""The last is Lark that this package writes itself (`tool_format`), which alone may name special tokens."""
 
 MAX_BYTES = MappingProxyType(
     {
@@ -27,6 +28,7 @@ MAX_BYTES = MappingProxyType(
         "choice": 131072,
         "lark": 32768,
         "gbnf": 32768,
+        "calls": 131072,
     }
 )
 """UTF-8 bytes of a grammar's text: time to compile is at worst quadratic in a regex and linear in a schema."""
@@ -59,6 +61,8 @@ class Grammar:
 
     kind: Kind
     text: str
+    special: frozenset[int] = frozenset()
+    """The special tokens that calls stand between."""
 
 
 def check_grammar(grammar: Grammar) -> None:
@@ -68,10 +72,13 @@ def check_grammar(grammar: Grammar) -> None:
         _check_schema(_schema_of(grammar))
     elif grammar.kind == "choice":
         _choices_of(grammar)
-    elif grammar.kind != "json_object" and _depth(grammar.text) > MAX_NESTING:
+    elif grammar.kind not in ("json_object", "calls") and _depth(grammar.text) > MAX_NESTING:
         raise BadRequest(f"{grammar.kind}: nested more than {MAX_NESTING} levels deep")
     if grammar.kind == "lark":
         _check_lark(grammar.text)
+    if grammar.kind in ("lark", "calls"):
+        for schema in _inline_schemas(grammar.text):
+            _check_schema(schema)
 
 
 def for_library(grammar: Grammar) -> str:
@@ -90,7 +97,7 @@ def for_library(grammar: Grammar) -> str:
                 text = library.grammar_from_regex(grammar.text)
             case "choice":
                 text = library.grammar_from_regex("|".join(map(_literal, _choices_of(grammar))))
-            case "lark":
+            case "lark" | "calls":
                 text = library.grammar_from_lark(grammar.text)
             case "gbnf":
                 text = library.grammar_from_lark(_lark_of(grammar.text))
@@ -231,6 +238,17 @@ def _check_lark(text: str) -> None:
     named = next((found[1] for found in _SPECIAL_NAME.finditer(text) if found[1]), None)
     if named is not None:
         raise BadRequest(f"lark: {named[:60]}: special tokens cannot be written by a grammar")
+
+
+def _inline_schemas(text: str) -> Iterator[dict[str, Any]]:
+    """Return the schemas that stand in a Lark grammar behind %json; what cannot be read the library refuses."""
+    reader = json.JSONDecoder()
+    for found in re.finditer(r"%json\s*(?=\{)", text):
+        try:
+            schema, _ = reader.raw_decode(text, found.end())
+        except (ValueError, RecursionError):
+            continue
+        yield schema
 
 
 def _lark_of(text: str) -> str:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+from nano_inference.text.grammar_text import WHITESPACE, Grammar
 from nano_inference.types import BadRequest
 
 Tool = Mapping[str, Any]
@@ -76,27 +77,34 @@ def calls_grammar(
     name: str | None = None,
     parallel: bool = True,
     special: Mapping[str, int] = _NO_SPECIAL,
-) -> tuple[str, str]:
-    """Return ("lark", text): the grammar, in llguidance's Lark, of a reply that is one call of one of the tools.
+    answer: Mapping[str, Any] | None = None,
+) -> Grammar:
+    """Return the grammar, in llguidance's Lark, of a reply that is one call of one of the tools.
 
     With `name` of that tool alone, with `parallel` one call or more. `special` are the special tokens' ids by their
     text (`tools.special_tokens`): a marker among them is that token, any other is text. Arguments fit the tool's
-    schema; where that says nothing of further properties, there are none. Raises `BadRequest` for an unknown `name`.
+    schema; where that says nothing of further properties, there are none. With `answer`, JSON of that schema will do
+    instead of a call, where calls have a marker. Raises `BadRequest` for an unknown `name`.
     """
     chosen = [tool["function"] for tool in tools if name in (None, tool["function"]["name"])]
     if not chosen:
         raise BadRequest("tools: there is no function to call" if name is None else f"tools has no {name!r}")
     begin, end = _terminal(fmt.begin, special), _terminal(fmt.end, special) if fmt.end else ""
+    start = "start" if answer is None else "calls"
     if fmt.is_whole:
-        rule = "start: call" + (' ("; " call)*' if parallel else "")
+        rule = f"{start}: call" + (' ("; " call)*' if parallel else "")
     elif fmt.is_list:
-        rule = f'start: {begin} " "? "[" call' + (' (", " call)*' if parallel else "") + ' "]"'
+        rule = f'{start}: {begin} " "? "[" call' + (' (", " call)*' if parallel else "") + ' "]"'
     else:
         one = f'{begin} "\\n" call "\\n" {end}'
-        rule = f'start: one ("\\n" one)*\none: {one}' if parallel else f"start: {one}"
+        rule = f'{start}: one ("\\n" one)*\none: {one}' if parallel else f"{start}: {one}"
     calls = " | ".join(f"call{index}" for index in range(len(chosen)))
     rules = [line for index, function in enumerate(chosen) for line in _call_rules(index, function, fmt)]
-    return "lark", "\n".join([rule, f"call: {calls}", *rules]) + "\n"
+    if answer is not None:
+        schema = json.dumps({**answer, "x-guidance": {"whitespace_pattern": WHITESPACE}})
+        rules += ["start: calls | answer", f"answer: %json {schema}"]
+    markers = frozenset(special[mark] for mark in (fmt.begin, fmt.end) if mark in special)
+    return Grammar("calls", "\n".join([rule, f"call: {calls}", *rules]) + "\n", markers)
 
 
 def _terminal(marker: str, special: Mapping[str, int]) -> str:

@@ -1,0 +1,108 @@
+"""OpenAI's agents, by way of chat completions and of Responses: functions, answers of a class, both at once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Annotated, Any, Literal
+
+import openai
+import pytest
+from pydantic import BaseModel, Field
+
+from tests.clients.process import NEEDED, Served
+
+agents = pytest.importorskip("agents", reason=f"openai-agents: {NEEDED}")
+
+pytest_plugins = ["tests.clients.servers"]
+
+MODELS = ("OpenAIChatCompletionsModel", "OpenAIResponsesModel")
+
+
+class Day(BaseModel):
+    """Bounded in every part, so that any model comes to an end."""
+
+    number: Annotated[int, Field(ge=1, le=31)]
+    kind: Literal["sun", "rain"]
+    note: Annotated[str, Field(max_length=8)]
+
+
+@pytest.fixture(autouse=True)
+def no_traces() -> None:
+    """Keep traces from OpenAI's servers."""
+    agents.set_tracing_disabled(True)
+
+
+def asked(server: Served, kind: str, work: Callable[[Any], Awaitable[Any]]) -> Any:
+    """Run something with a model of our server."""
+
+    async def run() -> Any:
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+            return await work(getattr(agents, kind)(model="tiny", openai_client=client))
+
+    return asyncio.run(run())
+
+
+def agent(model: Any, calls: list[tuple[str, int]] | None, output: Any, **options: Any) -> Any:
+    """Return an agent; with a list for its calls it has a function, and calls that first."""
+
+    def weather(city: Annotated[str, Field(max_length=8)], day: Annotated[int, Field(ge=1, le=7)]) -> str:
+        """Tell it."""
+        assert calls is not None
+        calls.append((city, day))
+        return "heavy rain"
+
+    settings = {"max_tokens": 500} | (
+        {} if calls is None else {"tool_choice": "required", "parallel_tool_calls": False}
+    )
+    return agents.Agent(
+        name="weather man",
+        instructions="be brief",
+        model=model,
+        model_settings=agents.ModelSettings(**settings),
+        tools=[] if calls is None else [agents.function_tool(weather)],
+        output_type=output,
+        **options,
+    )
+
+
+async def either_way(make: Callable[[], Any]) -> list[Any]:
+    """Return a whole and a streamed run of an agent."""
+    whole = await agents.Runner.run(make(), "Bern?", max_turns=3)
+    streamed = agents.Runner.run_streamed(make(), "Bern?", max_turns=3)
+    kinds = [event.type async for event in streamed.stream_events()]
+    assert kinds.count("raw_response_event") > 4
+    return [whole, streamed]
+
+
+def check_calls(calls: list[tuple[str, int]]) -> None:
+    assert len(calls) == 2, "one of each run"
+    assert all(len(city) <= 8 and 1 <= day <= 7 for city, day in calls)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_an_answer_of_a_class(roomy_server: Served, kind: str) -> None:
+    for result in asked(roomy_server, kind, lambda model: either_way(lambda: agent(model, None, Day))):
+        assert isinstance(result.final_output, Day)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_function_is_called(roomy_server: Served, kind: str) -> None:
+    calls: list[tuple[str, int]] = []
+
+    def make(model: Any) -> Any:
+        return agent(model, calls, str, tool_use_behavior="stop_on_first_tool")
+
+    for result in asked(roomy_server, kind, lambda model: either_way(lambda: make(model))):
+        assert result.final_output == "heavy rain"
+    check_calls(calls)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_function_and_then_an_answer_of_a_class(roomy_server: Served, kind: str) -> None:
+    """The format of the answer is told from the first step on, where a call is required."""
+    calls: list[tuple[str, int]] = []
+    for result in asked(roomy_server, kind, lambda model: either_way(lambda: agent(model, calls, Day))):
+        assert isinstance(result.final_output, Day)
+        assert [item.type for item in result.new_items][:2] == ["tool_call_item", "tool_call_output_item"]
+    check_calls(calls)
