@@ -229,6 +229,9 @@ class ServerConfig:
             raise ValueError(f"weights_dir must be a non-empty string, got {self.weights_dir!r}")
         if self.weights_dir is not None and not self.enable_rl:
             raise ValueError("weights_dir is for a trainer: it needs enable_rl")
+        for name in ("admin_key", "admin_key_file"):
+            if getattr(self, name) and not self.enable_rl:
+                raise ValueError(f"{name} is for a trainer: it needs enable_rl")
 
     def _check_counts(self) -> None:
         check_int("port", self.port, 0, 65535)

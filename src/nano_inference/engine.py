@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from pathlib import Path
@@ -383,6 +383,16 @@ class InferenceEngine:
         """Whether `sleep` holds the engine."""
         return self._is_asleep
 
+    @property
+    def is_halted(self) -> bool:
+        """Whether no step may run before somebody resumes or wakes it, or brings weights."""
+        return self._is_halted()
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether there are weights to compute with; `sleep(discard_weights=True)` leaves none."""
+        return self._has_weights()
+
     def sleep(self, *, discard_weights: bool = False) -> None:
         """Give the memory of the KV cache back; requests stay and compute their K/V again after `wake`.
 
@@ -496,6 +506,14 @@ class InferenceEngine:
         elif not sync.label_next(label):
             raise BadRequest("no update is under way that could be named")
 
+    def expect_checksum(self, checksum: str) -> None:
+        """Say what `weights_checksum` must give for the update under way, before its source has ended.
+
+        Raises `BadRequest` when no update is under way.
+        """
+        if not self._sync().expect_next(checksum):
+            raise BadRequest("no update is under way that could be checked")
+
     def get_weight_version(self) -> int:
         """Return how many times weights were installed since the start."""
         return self._core.version
@@ -505,6 +523,10 @@ class InferenceEngine:
         version = self._core.version
         state = self.parts.weights.state if self.parts.weights is not None else "idle"
         return WeightInfo(version, self._core.labels.get(version), state)
+
+    def weight_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Return the names under which weights may come, and the shapes that they have."""
+        return self._sync().shapes
 
     def weights_dtype(self) -> str:
         """Return the precision that the weights in force are kept in, such as float32."""

@@ -17,6 +17,7 @@ agents = pytest.importorskip("agents", reason=f"openai-agents: {NEEDED}")
 pytest_plugins = ["tests.clients.servers"]
 
 MODELS = ("OpenAIChatCompletionsModel", "OpenAIResponsesModel")
+TURNS = 10
 
 
 class Day(BaseModel):
@@ -52,7 +53,7 @@ def agent(model: Any, calls: list[tuple[str, int]] | None, output: Any, **option
         calls.append((city, day))
         return "heavy rain"
 
-    settings = {"max_tokens": 500} | (
+    settings = {"max_tokens": 500, "extra_body": {"seed": 1}} | (
         {} if calls is None else {"tool_choice": "required", "parallel_tool_calls": False}
     )
     return agents.Agent(
@@ -68,15 +69,15 @@ def agent(model: Any, calls: list[tuple[str, int]] | None, output: Any, **option
 
 async def either_way(make: Callable[[], Any]) -> list[Any]:
     """Return a whole and a streamed run of an agent."""
-    whole = await agents.Runner.run(make(), "Bern?", max_turns=3)
-    streamed = agents.Runner.run_streamed(make(), "Bern?", max_turns=3)
+    whole = await agents.Runner.run(make(), "Bern?", max_turns=TURNS)
+    streamed = agents.Runner.run_streamed(make(), "Bern?", max_turns=TURNS)
     kinds = [event.type async for event in streamed.stream_events()]
     assert kinds.count("raw_response_event") > 4
     return [whole, streamed]
 
 
 def check_calls(calls: list[tuple[str, int]]) -> None:
-    assert len(calls) == 2, "one of each run"
+    assert len(calls) >= 2, "one of each run at least: behind the first the model chooses"
     assert all(len(city) <= 8 and 1 <= day <= 7 for city, day in calls)
 
 

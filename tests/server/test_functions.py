@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,6 +15,8 @@ from openai import OpenAI
 from pydantic import BaseModel, Field
 
 from nano_inference.config import ServerConfig
+from nano_inference.text.grammar import Grammar, Grammars
+from nano_inference.text.tool_format import MAX_FORCED_CALLS
 from tests.server.tiny import Running, make_tiny, running
 
 CHAT = "/v1/chat/completions"
@@ -80,8 +84,28 @@ def test_several_calls_at_once(server: Running) -> None:
 def test_a_named_function_is_called(server: Running, name: str) -> None:
     named = {"type": "function", "function": {"name": name}}
     for seed in range(4):
-        choice = choice_of(server, tool_choice=named, parallel_tool_calls=False, seed=seed)
+        choice = choice_of(server, tool_choice=named, seed=seed)
         assert [call["function"]["name"] for call in choice["message"]["tool_calls"]] == [name]
+
+
+def test_a_call_that_was_cut_off_is_no_text(server: Running) -> None:
+    for limit in (1, 8, 20, 40, 60):
+        for path_fields in (
+            {"tool_choice": "required"},
+            {"tool_choice": {"type": "function", "function": {"name": "clock"}}},
+        ):
+            choice = choice_of(server, **path_fields, max_tokens=limit)
+            chunks = server.events(CHAT, {**ASK, **path_fields, "max_tokens": limit, "stream": True})[:-1]
+            assert choice["finish_reason"] == "length" or choice["message"]["tool_calls"]
+            assert choice["message"]["content"] in (None, "")
+            assert not any(chunk["choices"][0]["delta"].get("content") for chunk in chunks)
+
+
+def test_a_call_outranks_the_answers_form(server: Running) -> None:
+    """Agents send both: what must be a call has no content for the form to be of."""
+    choice = choice_of(server, tool_choice="required", response_format={"type": "json_object"}, max_tokens=350)
+    assert choice["finish_reason"] == "tool_calls" and choice["message"]["content"] is None
+    assert len(choice["message"]["tool_calls"]) <= MAX_FORCED_CALLS
 
 
 def test_a_stream_is_the_reply_in_pieces(server: Running, client: OpenAI) -> None:
@@ -249,10 +273,13 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tool_choice": "sometimes"}, "tool_choice"),
     ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
     ({"tools": [*TOOLS, TOOLS[0]]}, "tools.2.function.name"),
-    ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "response_format"),
+    ({"tools": [*TOOLS, {"type": "calculator"}]}, "calculator"),
+    ({"tools": [{"type": "calculator"}], "response_format": {"type": "json_object"}}, "calculator"),
     ({"regex": "a+"}, "regex"),
     ({"regex": "a", "grammar": 'root ::= "a"'}, "grammar"),
     ({"response_format": {"type": "structural_tag"}}, "response_format.type"),
+    ({"guided_grammar": "\n" * 40_000}, "guided_grammar"),
+    ({"guided_grammar": 'start: "' + '\\"' * 16_000}, "guided_grammar"),
     ({"structured_outputs": {"regex": "("}}, "structured_outputs.regex"),
     ({"guided_json": {"type": "object", "properties": {"a": {"$ref": "http://x/y"}}}}, "guided_json"),
 ]
@@ -277,3 +304,33 @@ def test_a_preempted_answer_keeps_its_structure(one_at_a_time: Running) -> None:
     for choice in one_at_a_time.post(CHAT, body).json()["choices"]:
         if choice["finish_reason"] == "tool_calls":
             check_calls(choice["message"]["tool_calls"])
+
+
+def test_one_grammar_is_compiled_once_for_all_who_wait(roomy_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as a trainer has in flight, with one place for compiling: none is turned away."""
+    compiled, going = [], threading.Event()
+    real = Grammars.matcher
+
+    def slow(self: Grammars, grammar: Grammar) -> Any:
+        going.wait(60)
+        compiled.append(grammar)
+        return real(self, grammar)
+
+    monkeypatch.setattr(Grammars, "matcher", slow)
+    with running(roomy_directory) as one, ThreadPoolExecutor(64) as pool:
+        body = {"prompt": "x", "max_tokens": 4, "structured_outputs": {"regex": "ab|cd"}}
+        replies = [pool.submit(one.post, "/v1/completions", body) for _ in range(64)]
+        for _ in range(2000):
+            if one.client.get("/load").json()["server_load"] == 0 and one.app._compilers._under_way:
+                break
+        going.set()
+        assert {reply.result(60).status_code for reply in replies} == {200}
+    assert len(compiled) == 1
+
+
+def test_structures_of_one_request_are_few(server: Running) -> None:
+    prompts = [f"p{index}" for index in range(9)]
+    params = [{"regex": f"x{index}", "max_new_tokens": 2} for index in range(9)]
+    reply = server.post("/generate", {"text": prompts, "sampling_params": params})
+    assert reply.status_code == 400 and "at most 8 different structures" in reply.text
+    assert server.post("/generate", {"text": prompts[:8], "sampling_params": params[:8]}).status_code == 200

@@ -120,7 +120,9 @@ def banner(opened: Opened, config: ServerConfig, url: str) -> str:
     context = f"{limits.max_model_len} tokens" + ("" if is_whole else f" of the model's {model.max_positions}")
     has_key = bool(config.api_key or config.api_key_file)
     key = ' -H "authorization: Bearer $KEY"' if has_key else ""
+    calculates = model.dialogue is not None and model.dialogue.tool is not None
     talk = '"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 64, "stream": true'
+    talk += ', "calculator": true' if calculates else ""
     path = "chat/completions" if model.dialogue is not None else "completions"
     body = talk if model.dialogue is not None else '"prompt": "Once upon a time", "stream": true'
     return "\n".join(

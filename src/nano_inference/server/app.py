@@ -23,7 +23,7 @@ from nano_inference.server.answering import Timing, answer
 from nano_inference.server.body import parse
 from nano_inference.server.bridge import Bridge
 from nano_inference.server.call import Call, Draft, drafts_of, usage
-from nano_inference.server.calls import hold
+from nano_inference.server.compiling import Compilers
 from nano_inference.server.errors import ApiError
 from nano_inference.server.guard import Guard, GuardPolicy, read_body
 from nano_inference.server.llamacpp import props
@@ -51,6 +51,8 @@ from nano_inference.server.workshop import Workshop
 _SMALL_BODY = 16 << 10
 """Bytes of a body that are read, checked and tokenised on the event loop; a larger one goes to a thread."""
 _MAX_NOTED_FIELDS = 1000
+_HEALTH_SECONDS = 20.0
+"""In which /health_generate must have drawn a token; SGLang's figure."""
 _REJECTIONS = {
     "queue_full": "max_num_queued_reqs",
     "too_many_tokens": "max_num_queued_tokens",
@@ -92,16 +94,15 @@ class App:
         self.serving: Serving | None = None
         self._policy = policy
         self._workshop = Workshop("text", 2)
-        self._compilers = Workshop("grammar", 1)
+        self._compilers = Compilers()
         self._noted: set[str] = set()
         """Unknown fields that were told of already."""
         self._num_answering = 0
         self._max_running = 0
         """Samples that may run at once."""
         self._document = to_json(openapi(needs_key=not policy.keys.is_empty))
-        self._error_bodies = error_bodies()
         self._router = Router(self._routes(), redirect_slashes=False)
-        self.asgi: ASGIApp = below(config.root_path, Guard(self._route, policy, self._on_response))
+        self.asgi: ASGIApp = below(config.root_path, Guard(self._route, policy, self._on_response, error_bodies()))
         """The application, as a server runs it."""
 
     def serve(self, opened: Opened, max_running: int) -> None:
@@ -156,9 +157,6 @@ class App:
             refused = f"{scope['method']} is not allowed here{allowed}"
             text = refused if error.status_code == 405 else self._no_such_path(scope["path"])
             raise ApiError(error.status_code, text, headers=headers) from None
-        except ApiError as error:
-            shape = self._error_bodies.get(scope["path"])
-            raise error if shape is None else error.told_as(shape) from None
 
     def _no_such_path(self, path: str) -> str:
         """Say that there is nothing, and what may have been meant: a base URL without its /v1, or with two."""
@@ -191,9 +189,8 @@ class App:
 
         body, call = await self._off_loop(len(data), understand)
         self._note_unknown(body)
-        if any(ask.structure is not None for ask in call.asks):
-            held, left = call, arrived + self.config.request_timeout - time.monotonic()
-            call = await self._compilers.run(lambda: hold(held, serving.model.grammars.matcher), seconds=left)
+        left = arrived + self.config.request_timeout - time.monotonic()
+        call = await self._compilers.hold(call, serving.model.grammars, left)
         call = replace(call, names=call.names | {call.id, request.scope["state"]["request_id"]})
         timing = Timing(deadline=arrived + self.config.request_timeout, silence=self.config.sse_keep_alive)
         return CallResponse(self, serving, call, timing, self._workshop)
@@ -264,7 +261,8 @@ class App:
         """GET /health_generate, SGLang's: whether a token comes when one is asked for."""
         serving = self._require_serving()
         call = health_generate_call(serving.model, self.config)
-        timing = Timing(deadline=time.monotonic() + self.config.request_timeout, silence=0)
+        seconds = min(_HEALTH_SECONDS, self.config.request_timeout)  # a paused engine draws none before it goes on
+        timing = Timing(deadline=time.monotonic() + seconds, silence=0)
         return CallResponse(self, serving, call, timing, self._workshop)
 
     async def props(self, request: Request) -> Response:
@@ -392,12 +390,14 @@ class CallResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Take a place, ask the engine, answer."""
-        app, call, drafts = self._app, self._call, drafts_of(self._call)
+        app, call = self._app, self._call
+        drafts: list[Draft] = []
         ticket: Ticket | None = None
         error: ApiError | None = None
         app._num_answering += 1
         try:
             with self._serving.admission.place_for(call), app.bridge.submit(call.asks, call.names) as ticket:
+                drafts += drafts_of(call)  # which may be many: not before they are let in
                 error = await answer(
                     call, ticket, self._serving.model, self._timing, self._workshop, receive, send, drafts
                 )
@@ -424,7 +424,7 @@ def notes_of(call: Call, drafts: list[Draft], ticket: Ticket | None, error: ApiE
         "queue_ms": None if started is None or arrived is None else (started - arrived) * 1e3,
         "ttft_ms": None if first is None or arrived is None else (first - arrived) * 1e3,
         "decode_tps": (num_new - 1) / (last - first) if first and last and last > first else None,
-        "finish_reason": drafts[0].finish_reason,
+        "finish_reason": drafts[0].finish_reason if drafts else None,
         "error": error,
     }
 

@@ -52,6 +52,8 @@ class Bridge:
         """What `call` and `watch` have not answered yet."""
         self._watches: dict[asyncio.Future[Any], Callable[[], Any]] = {}
         """What the thread looks for after every turn, and who is told; the thread's own."""
+        self._is_draining = False
+        """Whether the thread was told that the server ends; the thread's own."""
         self._observer: Observer | None = None
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -82,9 +84,12 @@ class Bridge:
             self.state = "ready"
 
     def drain(self) -> None:
-        """Take no more requests; those that are open go on."""
+        """Take no more requests; those that are open go on, unless no step may run: those end with what they have."""
+        was_ready = self.state == "ready"
         if self.state in ("loading", "ready"):
             self.state = "draining"
+        if was_ready:
+            self._commands.put(self._run_begin_drain)
 
     def abort_all(self) -> None:
         """Fail everything that is open."""
@@ -330,6 +335,7 @@ class Bridge:
         result = self._engine.tick()
         ended = time.monotonic()
         self._tell(lambda: self._on_step(result, began, ended))
+        self._run_end_stranded()
         self._run_watches()
 
     def _run_commands(self) -> None:
@@ -374,6 +380,17 @@ class Bridge:
         now = time.monotonic()
         self._tell(lambda: self._hand_out(deltas, now))
         return len(deltas)
+
+    def _run_begin_drain(self) -> None:
+        """From now on, end whatever can no longer go on: nobody is let in any more who could resume."""
+        self._is_draining = True
+
+    def _run_end_stranded(self) -> None:
+        """End everything when no step may run."""
+        if self._is_draining and self._engine.is_halted:
+            deltas = self._engine.end_requests()
+            now = time.monotonic()
+            self._tell(lambda: self._hand_out(deltas, now))
 
     def _run_watches(self) -> None:
         """Look for what is waited for, and tell of what is there."""

@@ -79,6 +79,8 @@ class Draft:
     parts: list[Part] = field(default_factory=list)
     reader: CallsState | None = None
     """Where looking for calls of functions stands; None when nobody looks."""
+    must_call: bool = False
+    """The answer is nothing but calls: what is left of one that was cut off is no text."""
     events: list[Event] = field(default_factory=list)
     num_calls: int = 0
     """Whole calls of functions that were found."""
@@ -117,6 +119,8 @@ class Draft:
             return written._replace(events=(Content(written.text),) if written.text else ())
         self.reader, events = push(self.reader, written.text)
         events = [*events, *finish(self.reader)] if is_end else events
+        if self.must_call:
+            events = [event for event in events if not isinstance(event, Content)]
         self.num_calls += sum(isinstance(event, CallEnd) for event in events)
         return written._replace(events=tuple(events))
 
@@ -131,6 +135,7 @@ def drafts_of(call: Call) -> list[Draft]:
             index=prompt * call.num_samples + sample,
             pen=begin(call.shape, prompt),
             reader=reader,
+            must_call=use is not None and use.must_call,
         )
         for prompt in range(len(call.asks))
         for sample in range(call.num_samples)
@@ -183,11 +188,12 @@ Dialect = Callable[[Call, Tokenizer, int], Reply]
 """Makes the reply to a call; the number is the time of day, in seconds."""
 
 
-def reply_size(call: Call, drafts: Iterable[Draft]) -> int:
-    """Return about how many tokens and alternatives a whole reply tells of: what it costs to put together."""
+def reply_size(call: Call, drafts: Sequence[Draft]) -> int:
+    """Return about how many tokens, alternatives and numbers a whole reply tells of: what it costs to put together."""
     shape = call.shape
     num_new = sum(len(draft.token_ids) for draft in drafts)
     num_prompt = sum(len(ask.prompt) for ask in call.asks) * call.num_samples
     per_new = 0 if shape.logprobs is None else 2 + shape.logprobs
     per_prompt = 0 if shape.prompt_logprobs is None else 2 + shape.prompt_logprobs
-    return num_new * (1 + per_new) + num_prompt * (per_prompt + (per_new if shape.echo_logprobs else 0))
+    num_values = sum(len(draft.sample.embedding or ()) for draft in drafts if draft.sample is not None)
+    return num_values + num_new * (1 + per_new) + num_prompt * (per_prompt + (per_new if shape.echo_logprobs else 0))

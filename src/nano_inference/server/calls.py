@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from nano_inference.config import ServerConfig
@@ -22,7 +22,6 @@ from nano_inference.server.ticket import Ask
 from nano_inference.server.tools import ToolUse, requested_tools
 from nano_inference.server.unsupported import refuse_unsupported
 from nano_inference.text.bad_words import bad_words_matcher, both
-from nano_inference.text.grammar import Grammar
 from nano_inference.text.stops import stop_matcher
 from nano_inference.text.tokenizer import Tokenizer
 from nano_inference.text.tool_format import calls_grammar
@@ -53,7 +52,7 @@ def completion_call(body: CompletionBody, model: ServedModel, config: ServerConf
     prompts = completion_prompts(body, model, max_tokens)
     echo = tuple(prompt.echo for prompt in prompts) if body.echo else ()
     echoes_logprobs = bool(body.echo) and body.logprobs is not None
-    tool = _calculator(bool(body.calculator), model)
+    tool = _calculator(bool(body.calculator), model, (), body)
     shape = _shape(body, config, body.logprobs, echo, tool=tool, echo_logprobs=echoes_logprobs)
     params = _sampling_params(body, model, config, shape, max_tokens)
     asks = _asks(body, model, prompts, params, shape, _structure(body), salt)
@@ -80,7 +79,7 @@ def chat_call(body: ChatBody, model: ServedModel, config: ServerConfig, salt: st
         config,
         (body.top_logprobs or 0) if body.logprobs else None,
         (prompts[0].echo,) if body.echo else (),
-        tool=_calculator(bool(body.calculator or (use and use.calculator)), model),
+        tool=_calculator(bool(body.calculator or (use and use.calculator)), model, use.functions if use else (), body),
         drop_space=model.tokenizer.drops_space and not body.continue_final_message,
     )
     if use is not None and use.parses:
@@ -96,9 +95,9 @@ def _structure(body: Sampling, use: ToolUse | None = None, tokenizer: Tokenizer 
     if use is None or not use.parses or not (asked or use.must_call):
         return asked
     answer = None
-    if asked is not None:
+    if asked is not None and not use.must_call:  # what must be a call has no content that a structure could be of
         is_json = asked.grammar.kind in ("json_schema", "json_object")
-        if use.must_call or use.format.is_whole or not is_json:  # a call without a marker begins like other JSON
+        if use.format.is_whole or not is_json:  # a call without a marker begins like other JSON
             message = (
                 f"{asked.field}: an answer that may be a call has no other structure than JSON, one that must be none"
             )
@@ -110,7 +109,7 @@ def _structure(body: Sampling, use: ToolUse | None = None, tokenizer: Tokenizer 
         grammar = calls_grammar(
             use.functions, use.format, name=use.name, parallel=use.parallel, special=special, answer=answer
         )
-    return Structure("tools" if asked is None else asked.field, grammar)
+    return Structure("tools" if answer is None or asked is None else asked.field, grammar)
 
 
 def _markers(use: ToolUse, tokenizer: Tokenizer) -> frozenset[int]:
@@ -119,10 +118,12 @@ def _markers(use: ToolUse, tokenizer: Tokenizer) -> frozenset[int]:
     return frozenset(special[mark] for mark in (use.format.begin, use.format.end) if mark in special)
 
 
-def _calculator(is_wanted: bool, model: ServedModel) -> PythonTool | None:
-    """Return the model's calculator, when it is to answer while the model writes."""
+def _calculator(is_wanted: bool, model: ServedModel, functions: Sequence[object], body: Sampling) -> PythonTool | None:
+    """Return the model's calculator, when it is to answer while the model writes. What it says no structure knows."""
     if not is_wanted:
         return None
+    if functions or structure_of({name: getattr(body, name) for name in FIELDS}):
+        raise ApiError(400, "calculator: it goes neither with functions nor with a structure", param="calculator")
     tool = None if model.dialogue is None else model.dialogue.tool
     if tool is None:
         raise ApiError(400, "calculator: this model was not made to call one", param="calculator")
@@ -267,21 +268,3 @@ def _matcher(body: Sampling, model: ServedModel, shape: ReplyShape) -> MatcherFa
     if not body.bad_words:
         return stops
     return both(stops, bad_words_matcher(model.tokenizer, body.bad_words, model.limits.vocab_size))
-
-
-def hold(call: Call, make: Callable[[Grammar], MatcherFactory]) -> Call:
-    """Return the call with its asks held to the structures they name; `make` compiles one, which takes time.
-
-    Raises `ApiError` naming the field of a structure that cannot be compiled.
-    """
-
-    def held(ask: Ask) -> Ask:
-        if ask.structure is None:
-            return ask
-        try:
-            matcher = make(ask.structure.grammar)
-        except BadRequest as error:
-            raise ApiError(400, f"{ask.structure.field}: {error}", param=ask.structure.field) from None
-        return replace(ask, make_matcher=both(ask.make_matcher, matcher))
-
-    return replace(call, asks=tuple(map(held, call.asks)))

@@ -1,7 +1,7 @@
 """POST /v1/embeddings: a body to what the engine is asked for, and samples to OpenAI's reply. Pure.
 
 Format: https://platform.openai.com/docs/api-reference/embeddings; `truncate_prompt_tokens`, `add_special_tokens`,
-`normalize` and `cache_salt` as in vLLM, `pooling` is ours.
+`normalize` and `cache_salt` as in vLLM, `pooling` is ours. Taken without effect: `user`.
 """
 
 from __future__ import annotations
@@ -185,7 +185,9 @@ def _too_long(num_tokens: int, shown: str, where: str, model: ServedModel) -> Ap
 def _vector(body: EmbeddingBody, index: int, sample: TrainingSample) -> Sequence[float]:
     """Return a sample's embedding, cut and of length 1 as the body wants it."""
     if sample.embedding is None:
-        reason = str(sample.stop_reason or "the engine gave the request up")
+        if sample.stop_reason is None:
+            raise ApiError(503, f"input.{index}: the request was aborted", code="aborted")
+        reason = str(sample.stop_reason)
         if reason.startswith("out of memory"):
             raise ApiError(503, reason, code="out_of_memory", headers={"retry-after": "5"})
         raise ApiError(500, f"input.{index}: embedding failed: {reason}", headers={"x-should-retry": "false"})

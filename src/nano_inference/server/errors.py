@@ -35,6 +35,10 @@ _INTERNALS = re.compile(
 """Addresses in memory and paths of files: nothing a client should learn."""
 
 
+ErrorBody = Callable[["ApiError"], Mapping[str, Any]]
+"""How a dialect tells of errors."""
+
+
 class ApiError(Exception):
     """A refusal or failure with its HTTP status; what is raised below a route and sent as an error object."""
 
@@ -58,9 +62,9 @@ class ApiError(Exception):
         self.headers = headers
         self.extra = extra
         """Further fields of the error object, for programs: `n_prompt_tokens`, `n_ctx`."""
-        self._shape: Callable[[ApiError], Mapping[str, Any]] | None = None
+        self._shape: ErrorBody | None = None
 
-    def told_as(self, shape: Callable[[ApiError], Mapping[str, Any]]) -> ApiError:
+    def told_as(self, shape: ErrorBody) -> ApiError:
         """Return the same error for a client of another dialect, whose body `shape` makes."""
         told = ApiError(
             self.status, self.message, param=self.param, code=self.code, headers=self.headers, extra=self.extra

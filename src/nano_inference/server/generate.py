@@ -4,8 +4,8 @@ Fields and reply as in vllm/entrypoints/scale_out/token_in_token_out/protocol.py
 than vLLM's goes `mask` (1 where the model drew a token), `stop_reason`, and the fields `return_raw_logprobs` and
 `return_sampling_mask` among the sampling parameters, which are ours. Taken without effect, because they speak of text
 or of how vLLM keeps its results: `detokenize`, `flat_logprobs`, `skip_clone`, `include_stop_str_in_output`,
-`output_kind` where the reply is not streamed; and what a render step says of the ids: `token_offsets`,
-`assistant_tokens_mask`.
+`output_kind` where the reply is not streamed; what a render step says of the ids: `token_offsets`,
+`assistant_tokens_mask`; and `stream_options.include_obfuscation`.
 """
 
 from __future__ import annotations
@@ -53,6 +53,7 @@ from nano_inference.server.model import ServedModel
 from nano_inference.server.replies import sample_facts, token_facts, version_facts, whole
 from nano_inference.server.schema import MAX_BIAS, MAX_TOKEN_LIST, Bias, Body, CompletionBody, StreamOptions, TokenId
 from nano_inference.server.schema import TokenIds as Ids
+from nano_inference.server.unsupported import refuse_unsupported
 from nano_inference.server.writing import Entry, Written
 from nano_inference.text.tokenizer import Tokenizer
 
@@ -159,7 +160,9 @@ NAMES: Mapping[str, str] = MappingProxyType(
 def generate_call(body: GenerateBody, model: ServedModel, config: ServerConfig, salt: str) -> Call:
     """Return the call of a request. Raises `ApiError` naming the field that is wrong, as the client calls it."""
     params = body.sampling_params or GenerateParams()
-    refuse(body.model_extra or {}, UNSUPPORTED)
+    extra = body.model_extra or {}
+    refuse(extra, UNSUPPORTED)
+    refuse_unsupported({name: value for name, value in extra.items() if name not in UNSUPPORTED})
     refuse_unknown(params.model_extra or {}, UNSUPPORTED_PARAMS, "sampling_params.")
     _check(body, params)
     with told_as(NAMES):

@@ -16,14 +16,15 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Literal
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nano_inference.config import ServerConfig
-from nano_inference.server.errors import ApiError, internal_error
+from nano_inference.server.errors import ApiError, ErrorBody, internal_error
 from nano_inference.server.keys import KeyRing, load_admin_keys
 from nano_inference.server.rl.paths import ADMIN_PATHS
 
@@ -146,17 +147,25 @@ def is_loopback_name(name: str) -> bool:
 class Guard:
     """The middleware. `on_response` is called once for each request, when its answer is complete or given up."""
 
-    def __init__(self, app: ASGIApp, policy: GuardPolicy, on_response: OnResponse | None = None) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        policy: GuardPolicy,
+        on_response: OnResponse | None = None,
+        error_bodies: Mapping[str, ErrorBody] = MappingProxyType({}),
+    ) -> None:
         self.app = app
         self.policy = policy
         self.on_response = on_response
+        self.error_bodies = error_bodies
+        """How errors are told on paths whose dialect has a way of its own."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request; lifespan passes, websockets are refused."""
         if scope["type"] == "lifespan":
             await self.app(scope, receive, send)
         elif scope["type"] == "http":
-            await self._serve(Exchange(scope, receive, send, self.policy))
+            await self._serve(Exchange(scope, receive, send, self.policy, self.error_bodies.get(scope["path"])))
         else:
             await send({"type": "websocket.close", "code": 1008})
 
@@ -207,11 +216,14 @@ class Guard:
 class Exchange:
     """One request and its answer: adds the headers every answer has, and knows how far both have come."""
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send, policy: GuardPolicy) -> None:
+    def __init__(
+        self, scope: Scope, receive: Receive, send: Send, policy: GuardPolicy, error_body: ErrorBody | None = None
+    ) -> None:
         self.scope = scope
         self._receive = receive
         self._send = send
         self._policy = policy
+        self._error_body = error_body
         self._began = time.monotonic()
         self._ended: float | None = None
         self._is_unread = announces_body(scope["headers"])
@@ -255,7 +267,7 @@ class Exchange:
     async def refuse(self, error: ApiError) -> ApiError:
         """Send an error, unless an answer has begun or nobody is there; return it."""
         if self.status is None and not self.is_gone:
-            body = error.to_json()
+            body = (error if self._error_body is None else error.told_as(self._error_body)).to_json()
             own = [(name.lower().encode(), value.encode("latin-1")) for name, value in error.headers.items()]
             await self.respond(error.status, [*described(body), *own], body)
         return error
@@ -288,6 +300,7 @@ def check_admission(scope: Scope, policy: GuardPolicy) -> Literal["request", "pr
     headers = scope["headers"]
     check_headers(headers)
     check_host(headers, policy)
+    check_path(scope["path"])
     if is_preflight(scope, policy):
         return "preflight"
     if scope["path"] in policy.admin_paths:
@@ -296,6 +309,12 @@ def check_admission(scope: Scope, policy: GuardPolicy) -> Literal["request", "pr
     if scope["method"] in _BODY_METHODS and not is_bare_command(scope, policy):
         check_content(headers, policy.max_body_bytes)
     return "request"
+
+
+def check_path(path: str) -> None:
+    """Refuse control characters: a router may find a path where a line ends, which no list of paths has."""
+    if any(char < " " or char == "\x7f" for char in path):
+        raise ApiError(404, "no such path: it holds a control character")
 
 
 def values(headers: Headers, name: bytes) -> list[str]:

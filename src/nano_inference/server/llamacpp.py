@@ -43,6 +43,7 @@ from nano_inference.server.llamacpp_reply import LlamaReply, Told
 from nano_inference.server.model import ServedModel
 from nano_inference.server.refusals import refusals_told
 from nano_inference.server.schema import MAX_BIAS, Body, CompletionBody, TokenId, TokenIds
+from nano_inference.server.unsupported import refuse_unsupported
 from nano_inference.text.dialogue import TemplateDialogue
 from nano_inference.text.tokenizer import Tokenizer
 
@@ -134,7 +135,9 @@ class LlamaBody(Body):
 
 def llama_call(body: LlamaBody, model: ServedModel, config: ServerConfig, salt: str) -> Call:
     """Return the call of a request. Raises `ApiError` naming the field that is wrong, as the client calls it."""
-    refuse(body.model_extra or {}, UNSUPPORTED)
+    extra = body.model_extra or {}
+    refuse(extra, UNSUPPORTED)
+    refuse_unsupported({name: value for name, value in extra.items() if name not in UNSUPPORTED})
     _check_window(body)
     with told_as(NAMES):
         fields = _fields(body, model)

@@ -2,7 +2,8 @@
 
 A body becomes a chat completion's, so that both are checked and read by the same code; what that refuses is told in
 the names that this API has. Left out, because they change nothing: `metadata`, `service_tier`, `cache_control`,
-`citations`, and the headers `anthropic-version` and `anthropic-beta`.
+`user_profile_id`, `workspace_id`, `citations`, `tools.strict` (arguments are held to their schema whenever a call is
+required), and the headers `anthropic-version` and `anthropic-beta`.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ _REFUSED: Mapping[str, tuple[Any, ...]] = MappingProxyType(
 )
 """Anthropic's fields that are not done here -> the values with which they change nothing."""
 _HARMLESS = frozenset({"user", "store", "prompt_cache_key", "safety_identifier", "verbosity"})
-_FOREIGN = frozenset(ChatBody.model_fields) - frozenset(MessagesBody.model_fields) - _HARMLESS
+_FOREIGN = frozenset({*ChatBody.model_fields, "reasoning_effort"}) - frozenset(MessagesBody.model_fields) - _HARMLESS
 """What a chat takes and this API does not have, but for what changes nothing there either."""
 _SAME = ("model", "max_tokens", "stream", "temperature", "top_p", "top_k", "seed", "return_token_ids", "cache_salt")
 _RENAMED: tuple[tuple[re.Pattern[str], str], ...] = (

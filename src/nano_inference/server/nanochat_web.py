@@ -22,6 +22,7 @@ from nano_inference.server.dialects import as_body, given
 from nano_inference.server.errors import ApiError, shortened
 from nano_inference.server.model import ServedModel
 from nano_inference.server.schema import Body, ChatBody
+from nano_inference.server.unsupported import refuse_unsupported
 from nano_inference.server.writing import Written
 from nano_inference.text.tokenizer import Tokenizer
 
@@ -52,6 +53,7 @@ def web_call(body: WebBody, model: ServedModel, config: ServerConfig, salt: str)
     if "model" in (body.model_extra or {}):  # nanochat's page names none; OpenAI's clients always do
         message = "this is nanochat's web chat; did you mean /v1/chat/completions? A client's base URL ends in /v1"
         raise ApiError(404, message, param="model")
+    refuse_unsupported(body.model_extra or {})
     num_chars = sum(len(message.content) for message in body.messages)
     if num_chars > MAX_TOTAL_CHARS:
         message = f"messages must have at most {MAX_TOTAL_CHARS} characters together, got {num_chars}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ from nano_inference.server import tokens
 from nano_inference.server.call import JSON, Call
 from nano_inference.server.calls import chat_call, completion_call
 from nano_inference.server.embeddings import EmbeddingBody, embedding_call
-from nano_inference.server.errors import ApiError
+from nano_inference.server.errors import ErrorBody
 from nano_inference.server.generate import GenerateBody, generate_call
 from nano_inference.server.llamacpp import LlamaBody, llama_call
 from nano_inference.server.llamacpp_reply import error_body as llamacpp_error
@@ -36,7 +36,6 @@ ToCall = Callable[[Any, ServedModel, ServerConfig, str], Call]
 """Body, model, configuration and cache salt to a call. Raises `ApiError`."""
 Work = Callable[[Any, ServedModel], JSON]
 """Body and model to a reply for which no engine is needed. Raises `ApiError`."""
-ErrorBody = Callable[[ApiError], Mapping[str, Any]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

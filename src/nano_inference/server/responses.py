@@ -2,8 +2,9 @@
 
 Fields as in openai/types/responses/response_create_params.py. Nothing is kept between requests: `store` is taken, and
 the reply says false; `previous_response_id` and `conversation` are refused. Taken without effect are what only informs
-(`metadata`, `user`, `safety_identifier`, `prompt_cache_key`, `service_tier`, `text.verbosity`) and, in `input`,
-reasoning items: no chat template shows a model what it thought in earlier turns. The sampling fields of
+(`metadata`, `user`, `safety_identifier`, `prompt_cache_key`, `service_tier`, `verbosity` and `text.verbosity`,
+`stream_options.include_obfuscation`), `stream_options.include_usage`, for a stream ends with the usage anyway, and, in
+`input`, reasoning items: no chat template shows a model what it thought in earlier turns. The sampling fields of
 /v1/chat/completions are extensions here.
 """
 

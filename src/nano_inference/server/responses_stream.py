@@ -120,7 +120,10 @@ class ResponsesReply:
         """Add what was written; return the events that tell of it."""
         told: list[JSON] = []
         scores = _logprobs(entries, self._call.shape, self._tokenizer)
+        use = self._call.shape.functions
         for one in said:
+            if use is not None and not use.parallel and not isinstance(one, Content) and one.index:
+                continue  # only the first call is told of
             if isinstance(one, Content):
                 told += self._text(one.text, scores, parts)
                 scores, parts = [], ()

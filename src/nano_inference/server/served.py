@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -70,6 +70,14 @@ class ServedEngine(Protocol):
         """Whether `sleep` holds it."""
 
     @property
+    def is_halted(self) -> bool:
+        """Whether no step may run before it is resumed or woken, or gets weights."""
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether there are weights to compute with."""
+
+    @property
     def is_on_cuda(self) -> bool:
         """Whether it computes on a GPU."""
 
@@ -98,6 +106,7 @@ class ServedEngine(Protocol):
         on_running: OnRunning | None = None,
         version: WeightLabel | None = None,
         partial: bool = False,
+        checksum: str | None = None,
         timeout: float | None = None,
         on_gathered: Callable[[], None] | None = None,
     ) -> int:
@@ -111,6 +120,12 @@ class ServedEngine(Protocol):
 
     def label_weights(self, label: WeightLabel, *, are_next: bool = False) -> None:
         """Name the weights in force, or those under way."""
+
+    def expect_checksum(self, checksum: str) -> None:
+        """Say what the digest of the update under way must be."""
+
+    def weight_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Return the names and shapes of all weights."""
 
     def weight_info(self) -> WeightInfo:
         """Return the version in force, and where an update stands."""

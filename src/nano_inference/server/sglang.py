@@ -2,6 +2,7 @@
 
 Fields and reply as in sglang/srt/managers/io_struct.py and sglang/srt/sampling/sampling_params.py. Further goes
 `mask` in `meta_info` (1 where the model drew a token). Ids always keep every token, the one that stopped it too.
+Taken without effect, because they speak of SGLang's own logs and queues: `log_metrics`, `no_logs`, `background`.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ from nano_inference.server.model import ServedModel
 from nano_inference.server.schema import MAX_BIAS, MAX_PROMPTS, Bias, Body, CompletionBody, TokenId, TokenIds
 from nano_inference.server.sglang_reply import SglangReply, Told
 from nano_inference.server.shape import ReplyShape
+from nano_inference.server.unsupported import refuse_unsupported
 
 _T = TypeVar("_T")
 
@@ -172,7 +174,9 @@ class SglangBody(Body):
 
 def sglang_call(body: SglangBody, model: ServedModel, config: ServerConfig, salt: str) -> Call:
     """Return the call of a request. Raises `ApiError` naming the field that is wrong, as the client calls it."""
-    refuse(body.model_extra or {}, UNSUPPORTED)
+    extra = body.model_extra or {}
+    refuse(extra, UNSUPPORTED)
+    refuse_unsupported({name: value for name, value in extra.items() if name not in UNSUPPORTED})
     prompts, is_list = _prompts(body)
     params = _each(body.sampling_params, SglangParams(), len(prompts), "sampling_params")
     told = _told(body, prompts)

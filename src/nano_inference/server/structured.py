@@ -39,7 +39,9 @@ _REFUSED = ("whitespace_pattern", "structural_tag")
 _ASKS = ("json", "json_object", "regex", "choice", "grammar")
 _MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _VALUES = ("const", "enum", "default", "examples")
-_GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.M)
+_GBNF_RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.M)
+_LONGEST_RULE = 4096
+"""Characters in which the first rule must stand for a grammar to be taken for GBNF: the search is not linear."""
 
 
 def grammar_of(fields: Mapping[str, Any]) -> Grammar | None:
@@ -142,7 +144,7 @@ def _of_kind(name: str, key: str, value: Any, flags: Mapping[str, bool]) -> Gram
         return None
     if key == "regex":
         return Grammar("regex", text)
-    return Grammar("gbnf" if _GBNF_RULE.search(text) else "lark", text)
+    return Grammar("gbnf" if _GBNF_RULE.search(text[:_LONGEST_RULE]) else "lark", text)
 
 
 def _any_object(flags: Mapping[str, bool]) -> Grammar:

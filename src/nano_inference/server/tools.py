@@ -37,7 +37,7 @@ class ToolUse:
     """The function that must be called; the choice is "required" then."""
     format: ToolFormat
     parallel: bool
-    """Whether more than one call is told of."""
+    """Whether more than one call is told of; never of a function that is named."""
     calculator: bool
 
     @property
@@ -87,7 +87,7 @@ def tool_use(
         choice=wanted,
         name=name,
         format=tool_format(template_source),
-        parallel=parallel is not False,
+        parallel=parallel is not False and name is None,
         calculator=any(tool.type == "calculator" for tool in tools),
     )
 

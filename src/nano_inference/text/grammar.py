@@ -68,6 +68,11 @@ class Grammars:
                 compiled = self._lately(grammar) or self._compile(grammar)
         return lambda: GrammarMatcher(compiled)
 
+    def known(self, grammar: Grammar) -> Callable[[], Matcher] | None:
+        """Return the same for a grammar that was compiled lately, at once; None for any other."""
+        compiled = self._lately(grammar)
+        return None if compiled is None else lambda: GrammarMatcher(compiled)
+
     def _lately(self, grammar: Grammar) -> _Compiled | None:
         with self._books:
             compiled = self._compiled.get(grammar)

@@ -47,8 +47,9 @@ WHITESPACE = r" |\n[ \t]{0,24}"
 
 _NO_SPACES = "whitespace_flexible"
 _META = frozenset("\\.+*?()|[]{}^$#&-~/")
-_SPECIAL_NAME = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|/(?:\\.|[^/\\\n])+/|(<[^<>\s]+>)')
-"""Strings, comments and regexes of a Lark grammar, which are passed over, and what names a special token."""
+_SPECIAL_NAME = re.compile(r'"(?:\\.|[^"\\\n])*+(?:"|\\?$)|//[^\n]*+|/(?:\\.|[^/\\\n])++(?:/|\\?$)|(<[^<>\s]+>)', re.M)
+"""Strings, comments and regexes of a Lark grammar, which are passed over to their end or that of the line, and what
+names a special token. Possessive: where one does not end, trying shorter ones would take quadratic time."""
 _GBNF_ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|[^uU])", re.S)
 
 

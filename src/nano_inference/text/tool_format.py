@@ -40,6 +40,9 @@ LLAMA = ToolFormat(name="llama", begin="<|python_tag|>", arguments="parameters",
 MISTRAL = ToolFormat(name="mistral", begin="[TOOL_CALLS]", is_list=True)
 """Mistral's models up to tokenizer version 3; later ones write no list."""
 
+MAX_FORCED_CALLS = 4
+"""Calls in one reply that must be calls: a small model that may go on does not stop."""
+
 _PARAMETERS = re.compile(r"""["']parameters\\?["']\s*:[\s'"{}+~-]*[\w.]*\.arguments""")
 """A call's arguments written under that key; in a function's description it means their schema."""
 _SPEAKS = re.compile(r"\btools\b")
@@ -81,8 +84,8 @@ def calls_grammar(
 ) -> Grammar:
     """Return the grammar, in llguidance's Lark, of a reply that is one call of one of the tools.
 
-    With `name` of that tool alone, with `parallel` one call or more. `special` are the special tokens' ids by their
-    text (`tools.special_tokens`): a marker among them is that token, any other is text. Arguments fit the tool's
+    With `name` of that tool alone, with `parallel` up to `MAX_FORCED_CALLS`. `special` are the special tokens' ids by
+    their text (`tools.special_tokens`): a marker among them is that token, any other is text. Arguments fit the tool's
     schema; where that says nothing of further properties, there are none. With `answer`, JSON of that schema will do
     instead of a call, where calls have a marker. Raises `BadRequest` for an unknown `name`.
     """
@@ -90,14 +93,14 @@ def calls_grammar(
     if not chosen:
         raise BadRequest("tools: there is no function to call" if name is None else f"tools has no {name!r}")
     begin, end = _terminal(fmt.begin, special), _terminal(fmt.end, special) if fmt.end else ""
-    start = "start" if answer is None else "calls"
+    start, more = "start" if answer is None else "calls", f"{{0,{MAX_FORCED_CALLS - 1}}}"
     if fmt.is_whole:
-        rule = f"{start}: call" + (' ("; " call)*' if parallel else "")
+        rule = f"{start}: call" + (f' ("; " call){more}' if parallel else "")
     elif fmt.is_list:
-        rule = f'{start}: {begin} " "? "[" call' + (' (", " call)*' if parallel else "") + ' "]"'
+        rule = f'{start}: {begin} " "? "[" call' + (f' (", " call){more}' if parallel else "") + ' "]"'
     else:
         one = f'{begin} "\\n" call "\\n" {end}'
-        rule = f'{start}: one ("\\n" one)*\none: {one}' if parallel else f"{start}: {one}"
+        rule = f'{start}: one ("\\n" one){more}\none: {one}' if parallel else f"{start}: {one}"
     calls = " | ".join(f"call{index}" for index in range(len(chosen)))
     rules = [line for index, function in enumerate(chosen) for line in _call_rules(index, function, fmt)]
     if answer is not None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import socket
+import time
 from datetime import timedelta
+from threading import Event
 from typing import Any, Literal
 
 import torch
@@ -12,6 +15,8 @@ from torch import Tensor
 from nano_inference.types import WeightError, check_int, check_number
 
 GroupBackend = Literal["gloo", "nccl"]
+_PROBE_S, _PAUSE_S = 2.0, 0.05
+"""How long one asks whether rank 0 listens, and how long one waits before one asks again."""
 
 
 class Member:
@@ -30,19 +35,30 @@ class Member:
         backend: GroupBackend,
         timeout: float,
         prefix: str,
+        given_up: Event | None = None,
+        greeting: str = "",
     ) -> None:
         """Meet the others at rank 0's `address` and `port`, waiting `timeout` seconds at most for them.
 
-        They find one another below `prefix`. `timeout` also bounds every broadcast. Raises `ValueError` naming the
-        field, `WeightError` when nobody comes.
+        They find one another below `prefix`. `timeout` also bounds every broadcast. `given_up`, once it is set by
+        another thread, ends the waiting for a rank 0 that does not listen yet. Members that leave the same `greeting`
+        know of each other (`_greeted`). Raises `ValueError` naming the field, `WeightError` when nobody comes.
         """
         _check_group(address, port, rank, world_size, backend, timeout)
         self._timeout = timedelta(seconds=timeout)
         self._device = torch.device("cuda" if backend == "nccl" else "cpu")
         self._is_broken = False
         try:
+            if given_up is not None and rank:
+                _await_host(address, port, timeout, given_up)
             store = _meet(address, port, world_size, prefix, is_host=rank == 0, timeout=self._timeout)
+            if greeting:
+                store.set(f"{greeting}{rank}", "")
             self._group = _make_group(backend, store, rank, world_size, self._timeout)
+            # Every member was there before the group was: whoever greets has greeted.
+            others = range(world_size) if greeting else ()
+            self._greeted = frozenset(one for one in others if store.check([f"{greeting}{one}"]))
+            """The ranks that left the same greeting."""
         except (RuntimeError, ValueError) as error:
             raise WeightError(f"no weight group of {world_size} at {address}:{port}: {_first_line(error)}") from error
 
@@ -63,6 +79,23 @@ class Member:
         except RuntimeError as error:
             self._is_broken = True
             raise WeightError(f"the broadcast failed, the group is closed: {_first_line(error)}") from error
+
+
+def _await_host(address: str, port: int, timeout: float, given_up: Event) -> None:
+    """Wait until somebody listens. Raises `WeightError` when nobody does in time, or it is given up.
+
+    torch's own waiting cannot be called off: it would meet whoever listens there next, in the place of a newer member.
+    """
+    end = time.monotonic() + timeout
+    while not given_up.is_set():
+        try:
+            with socket.create_connection((address, port), timeout=_PROBE_S):
+                return
+        except OSError as error:
+            if time.monotonic() > end:
+                raise WeightError(f"nobody listens there: {error.strerror or type(error).__name__}") from None
+        given_up.wait(_PAUSE_S)
+    raise WeightError("it was given up")
 
 
 def _meet(address: str, port: int, world_size: int, prefix: str, *, is_host: bool, timeout: timedelta) -> Any:

@@ -78,8 +78,11 @@ class Staging:
         self._taken[known] = name
 
     @torch.no_grad()
-    def complete(self, live: Model) -> Model:
-        """Fill in what a partial update left out, check that nothing is missing, return the model to install."""
+    def complete(self, live: Model, checksum: str | None = None) -> Model:
+        """Fill in what a partial update left out, check that nothing is missing, return the model to install.
+
+        `checksum` is what `weights_checksum` must give for the whole.
+        """
         missing = [name for name in self._slots if name not in self._taken]
         if missing and not self._rules.partial:
             rest = f" and {len(missing) - _SHOWN_NAMES} more" if len(missing) > _SHOWN_NAMES else ""
@@ -91,9 +94,9 @@ class Staging:
             for name in missing:
                 for part, piece in self._pieces(TensorSource(old[name]), self._slots[name]):
                     part.read_into(piece)
-        found = digest(self._slots.items()) if self._rules.checksum is not None else None
-        if found != self._rules.checksum:
-            raise WeightError(f"checksum: the update has {found}, {self._rules.checksum} was expected")
+        found = digest(self._slots.items()) if checksum is not None else None
+        if found != checksum:
+            raise WeightError(f"checksum: the update has {found}, {checksum} was expected")
         return self._spare
 
     def _pieces(self, source: WeightSource, slot: Tensor) -> Iterator[tuple[WeightSource, Tensor]]:

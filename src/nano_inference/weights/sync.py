@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import closing
+from collections.abc import Callable, Generator, Iterator, Mapping
+from types import MappingProxyType
 
 from nano_inference.models.build import Model, build_like, parameters, weight_slots
 from nano_inference.types import ModelError, UpdateBusy, UpdateState, WeightError, WeightLabel
 from nano_inference.weights.checksum import digest
 from nano_inference.weights.gate import StepGate
-from nano_inference.weights.staging import NamedWeights, Staging, UpdateRules, dtype_name, pairs
+from nano_inference.weights.staging import NamedWeights, Staging, UpdateRules, dtype_name, pairs, tied_names
 
 _STEPS = 8
 """Steps over which a gathering is spread while the engine is busy: each then reads and writes an eighth of the weights
@@ -39,7 +39,13 @@ class WeightSyncManager:
         """What the trainer calls the weights in force."""
         self._model = model
         self._install = install
-        self._device = next(iter(weight_slots(model).values())).device
+        slots = weight_slots(model)
+        self.shapes: Mapping[str, tuple[int, ...]] = MappingProxyType(
+            {name: tuple(slot.shape) for name, slot in slots.items()}
+            | {other: tuple(slots[name].shape) for other, name in tied_names(model).items()}
+        )
+        """The names under which weights may come, and their shapes."""
+        self._device = next(iter(slots.values())).device
         self._has_weights = True
         self._spare: Model | None = None
         """Memory that nobody computes with, for the next update."""
@@ -110,6 +116,12 @@ class WeightSyncManager:
         """Name the weights of the update under way; whether there is one."""
         if self._job is not None:
             self._job.label = label
+        return self._job is not None
+
+    def expect_next(self, checksum: str) -> bool:
+        """Say what the digest of the update under way must be, before its source has ended; whether there is one."""
+        if self._job is not None:
+            self._job.checksum = checksum
         return self._job is not None
 
     def begin_step(self) -> None:
@@ -184,6 +196,14 @@ class WeightSyncManager:
         return self._job
 
 
+def _close_after(error: BaseException, source: Generator[tuple[object, object]]) -> None:
+    """Let a source end whose reader has failed; what its end fails of must not take the place of the reason."""
+    try:
+        source.close()
+    except Exception as further:
+        _log.warning("after %r, the source of the weights failed to end: %s", str(error), further)
+
+
 def _num_bytes(model: Model) -> int:
     """The bytes of all weights."""
     return sum(weight.numel() * weight.element_size() for weight in parameters(model))
@@ -205,6 +225,7 @@ class _Job:
         self._take_spare = take_spare
         self._named = named
         self._rules = rules
+        self.checksum = rules.checksum
         self.label = label
         self.staged: Model | None = None
         self.error: BaseException | None = None
@@ -229,10 +250,14 @@ class _Job:
 
     def _gather(self) -> Model:
         staging = Staging(self._take_spare(), self._rules, self._pace if self.thread else None)
-        with closing(pairs(self._named)) as source:
+        source = pairs(self._named)
+        try:
             while (item := self._next(source)) is not None:
                 staging.put(*item)
-        return staging.complete(self._model)
+        except BaseException as error:
+            _close_after(error, source)
+            raise
+        return staging.complete(self._model, self.checksum)
 
     def _next(self, source: Iterator[tuple[object, object]]) -> tuple[object, object] | None:
         """Ask the source; what it raises becomes a `WeightError` with its cause."""

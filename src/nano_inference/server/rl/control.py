@@ -28,14 +28,16 @@ class Control:
         self._engine = engine
         self._num_pausing = 0
         """Clients that wait for the engine to be paused."""
-        self.asleep: set[str] = set()
-        """What was put to sleep and not woken yet."""
+        self.asleep: frozenset[str] = frozenset()
+        """What was put to sleep and not woken yet. Changed on the engine's thread, together with the engine."""
+        self._num_overtaken = 0
+        """How often somebody resumed, or paused without waiting for what had begun. The engine's thread's own."""
 
     async def pause(self, mode: PauseMode, *, clear_cache: bool, receive: Receive) -> int:
         """Pause; return how many samples were aborted. Pausing again is allowed.
 
         A client that leaves while it waits for "wait" takes its pause back, unless another one waits for it, too.
-        Raises `ApiError` 409 when somebody resumes meanwhile, or when the engine sleeps.
+        Raises `ApiError` 409 when somebody resumes or pauses otherwise meanwhile, or when the engine sleeps.
         """
         engine = self._engine()
         if mode == "wait":
@@ -43,6 +45,7 @@ class Control:
             return 0
 
         def pause() -> None:
+            self._num_overtaken += engine.is_pausing and mode == "keep"
             engine.pause("keep", clear_cache=clear_cache)
 
         if mode == "abort":
@@ -53,12 +56,21 @@ class Control:
     async def _pause_when_drained(self, clear_cache: bool, receive: Receive) -> None:
         engine = self._engine()
         self._num_pausing += 1
+        begun_at = 0
+
+        def begin() -> None:
+            nonlocal begun_at
+            begun_at = self._num_overtaken
+            engine.pause("wait", clear_cache=clear_cache, blocking=False)
+
+        def look() -> bool | None:
+            if self._num_overtaken != begun_at:
+                return False
+            return None if engine.is_pausing else engine.is_paused
+
         try:
-            found = await self._bridge.watch(
-                lambda: None if engine.is_pausing else engine.is_paused,
-                first=lambda: engine.pause("wait", clear_cache=clear_cache, blocking=False),
-            )
-            is_paused = await unless_gone(receive, found)
+            found = await self._bridge.watch(look, first=begin)
+            is_paused = await unless_gone(receive, found) and await self._bridge.call(look)
         except ClientGone:
             if self._num_pausing == 1:
                 await self._bridge.call(engine.cancel_pause)
@@ -70,11 +82,19 @@ class Control:
         finally:
             self._num_pausing -= 1
         if not is_paused:
-            raise ApiError(409, "the engine was resumed before it was paused", code="resumed")
+            text = "overtaken by another command: the engine was resumed before it was paused, or paused otherwise"
+            raise ApiError(409, text, code="overtaken")
 
     async def resume(self) -> None:
-        """Go on. Resuming an engine that runs is allowed."""
-        await self._bridge.call(self._engine().resume)
+        """Go on, also after a sleep of level 0. Resuming an engine that runs is allowed."""
+        engine = self._engine()
+
+        def resume() -> None:
+            self._num_overtaken += 1
+            engine.resume()
+            self.asleep -= {SCHEDULING}
+
+        await self._bridge.call(resume)
 
     async def abort(self, names: Iterable[str] | None) -> int:
         """End the requests of these names, or all; return how many samples that were."""
@@ -108,27 +128,41 @@ class Control:
         was_paused = self._engine().is_paused
         await self.pause(mode, clear_cache=False, receive=receive)
         if level == 0:
-            self.asleep.add(SCHEDULING)
+            await self._bridge.call(lambda: self._note_asleep({SCHEDULING}))
             return
         await self.release(MEMORY, discard_weights=level == 2)
         if not was_paused:
             await self.resume()
 
     async def release(self, what: Iterable[str], *, discard_weights: bool = False) -> None:
-        """Give memory back: whatever of it is named, the K/V and (on a GPU) the weights go."""
-        engine = self._engine()
+        """Give memory back: whatever of it is named, the K/V and (on a GPU) the weights go; nothing when none is."""
+        engine, named = self._engine(), MEMORY.intersection(what)
+
+        def release() -> None:
+            engine.sleep(discard_weights=discard_weights)
+            self._note_asleep(named)
+
         try:
-            await self._bridge.call(lambda: engine.sleep(discard_weights=discard_weights))
+            if named:
+                await self._bridge.call(release)
         except EnginePaused as error:
             raise refusal(error) from None
-        self.asleep |= set(what) & MEMORY
+
+    def _note_asleep(self, what: Iterable[str]) -> None:
+        self.asleep |= frozenset(what)
 
     async def wake(self, what: Iterable[str] | None) -> None:
         """Take memory again once everything that was given back has been named; None names all."""
         named = MEMORY | {SCHEDULING} if what is None else frozenset(what)
-        before, self.asleep = self.asleep, self.asleep - named
         engine = self._engine()
-        if before & MEMORY and not self.asleep & MEMORY:
-            await self._bridge.call(engine.wake)
-        if SCHEDULING in before and SCHEDULING not in self.asleep:
-            await self._bridge.call(engine.resume)
+
+        def wake() -> None:
+            before, left = self.asleep, self.asleep - named
+            if engine.is_asleep and not left & MEMORY:
+                engine.wake()
+            if SCHEDULING in before - left:
+                self._num_overtaken += 1
+                engine.resume()
+            self.asleep = left
+
+        await self._bridge.call(wake)

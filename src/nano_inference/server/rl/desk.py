@@ -2,37 +2,52 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from types import UnionType
+from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
 
 from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
 from nano_inference.config import ServerConfig
-from nano_inference.server.body import parse
+from nano_inference.server.body import parse, read_json
 from nano_inference.server.bridge import Bridge
 from nano_inference.server.errors import ApiError
 from nano_inference.server.guard import GuardPolicy, read_body
 from nano_inference.server.rl.control import Control
+from nano_inference.server.rl.feed import Source
 from nano_inference.server.rl.groups import Groups
 from nano_inference.server.rl.places import place_of, weights_below, weights_root
 from nano_inference.server.rl.schema import GROUP, InitGroupBody, InitInfo
-from nano_inference.server.rl.updates import Updates
+from nano_inference.server.rl.threads import in_thread
+from nano_inference.server.rl.updates import WAY_OUT, Updates, refusal
 from nano_inference.server.schema import Body
 from nano_inference.server.served import Opened, ServedEngine
-from nano_inference.types import OnRunning, WeightInfo, WeightLabel
+from nano_inference.types import (
+    BadRequest,
+    EngineDead,
+    EnginePaused,
+    ModelError,
+    OnRunning,
+    UpdateBusy,
+    WeightError,
+    WeightInfo,
+    WeightLabel,
+)
 
 JSON = dict[str, Any]
 Endpoint = Callable[[Request], Awaitable[Response]]
 Do = Callable[[Request], Awaitable[JSON]]
 B = TypeVar("B", bound=Body)
-_TRUE, _FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
-_LISTS = ("tags",)
-"""Names that may stand in a query more than once."""
-_NUMBERS = ("level",)
+_TRUE, _FALSE = frozenset({"true", "1", "yes", "on"}), frozenset({"false", "0", "no", "off"})
+_PLACE_S = 10.0
+"""How long a trainer waits for a file system that may be at the other end of a network."""
+_KNOWN = (WeightError, ModelError, BadRequest, UpdateBusy, EnginePaused, EngineDead, OSError)
+"""What a command may fail of without anything being wrong here."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,10 +76,9 @@ class Desk:
         """
         self.bridge.require_ready()
         data = await read_body(request.receive, self.policy.max_body_bytes, self.policy.body_timeout)
-        body = parse(data if data.strip() else b"{}", kind)
-        asked = queried(request)
-        if asked:
-            body = parse(to_json({**body.model_dump(exclude_unset=True), **asked}), kind)
+        data = data if data.strip() else b"{}"
+        asked = queried(request, kind)
+        body = parse(to_json({**read_json(data), **asked}) if asked else data, kind)
         self.note_unknown(body)
         return body
 
@@ -77,7 +91,7 @@ class Desk:
     async def join(self, info: InitInfo | InitGroupBody) -> None:
         """Join a trainer's group. Raises `ApiError` as `Groups.join` does, and 409 while an update is open."""
         if self.updates.is_open:
-            raise ApiError(409, "busy: an update is open; finish it first", code="busy")
+            raise ApiError(409, f"busy: an update is open: {WAY_OUT}", code="busy")
         await self.groups.join(
             info.group_name or GROUP,
             info.master_address,
@@ -90,10 +104,23 @@ class Desk:
     async def install_directory(
         self, asked: str, field: str, *, label: WeightLabel | None, on_running: OnRunning = "keep"
     ) -> WeightInfo:
-        """Install the weights of a directory below the root. Raises `ApiError` as `place_of` and `Updates` do."""
-        place = place_of(self.root, asked, field)
+        """Install the weights of a directory below the root. Raises `ApiError` as `weights_in` and `Updates` do."""
+        source = await self.weights_in(asked, field)
+        return await self.updates.install(source, label=label, on_running=on_running)
+
+    async def weights_in(self, asked: str, field: str) -> Source:
+        """Return the weights of a directory below the root.
+
+        Raises `ApiError` as `place_of` does, and 503 when the file system does not answer; nobody else waits for it.
+        """
+        look = in_thread(lambda: place_of(self.root, asked, field), lambda place: None, "weight-place")
+        try:
+            place = await asyncio.wait_for(look, _PLACE_S)
+        except TimeoutError:
+            text = f"{field}: the file system did not answer within {_PLACE_S:g} seconds"
+            raise ApiError(503, text, param=field, code="no_answer") from None
         assert self.root is not None, "place_of needs it"
-        return await self.updates.install(weights_below(self.root, place), label=label, on_running=on_running)
+        return weights_below(self.root, place)
 
 
 def make_desk(
@@ -121,26 +148,38 @@ def make_desk(
     )
 
 
-def queried(request: Request) -> JSON:
-    """Return the query as JSON would have it. Raises `ApiError` 400 for a name that is there twice."""
+def queried(request: Request, kind: type[Body]) -> JSON:
+    """Return the query as JSON would have it in a body. Raises `ApiError` 400 for a name that is there twice."""
     found: JSON = {}
     for name in request.query_params:
         values = request.query_params.getlist(name)
-        if name in _LISTS:
+        field = kind.model_fields.get(name)
+        types = frozenset[object]() if field is None else _types(field.annotation)
+        if list in types and (str not in types or len(values) > 1):
             found[name] = values
         elif len(values) > 1:
             raise ApiError(400, f"{name[:64]}: is there twice", param=name[:64])
         else:
-            found[name] = _value(name, values[0])
+            found[name] = _value(values[0], types)
     return found
 
 
-def _value(name: str, text: str) -> str | bool | int:
-    if name in _NUMBERS and text.isascii() and text.isdigit() and len(text) < 10:
-        return int(text)
-    if text.lower() in _TRUE and name not in _NUMBERS:
-        return True
-    return False if text.lower() in _FALSE and name not in _NUMBERS else text
+def _types(annotation: object) -> frozenset[object]:
+    """Return the types that a field may have, without their limits: bool, int, str, list, and others."""
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        return _types(get_args(annotation)[0])
+    if origin in (Union, UnionType):
+        return frozenset(one for part in get_args(annotation) for one in _types(part))
+    return frozenset({origin or annotation})
+
+
+def _value(text: str, types: frozenset[object]) -> str | bool | int:
+    """Return what a text means in a field of these types; the schema refuses a text that means nothing there."""
+    if bool in types and text.lower() in _TRUE | _FALSE:
+        return text.lower() in _TRUE
+    is_number = int in types and str not in types and text.isascii() and text.isdigit() and len(text) < 20
+    return int(text) if is_number else text
 
 
 def version_facts(info: WeightInfo) -> JSON:
@@ -152,9 +191,17 @@ def answered(do: Do) -> Endpoint:
     """Return the endpoint that answers with what a coroutine returns."""
 
     async def endpoint(request: Request) -> Response:
-        return json_response(await do(request))
+        return json_response(await obeyed(do, request))
 
     return endpoint
+
+
+async def obeyed(do: Do, request: Request) -> JSON:
+    """Return what a command answers. Raises what it fails of as `ApiError`; a fault of ours passes as it is."""
+    try:
+        return await do(request)
+    except _KNOWN as error:
+        raise refusal(error) from None
 
 
 def json_response(value: Mapping[str, Any], status: int = 200, headers: Mapping[str, str] | None = None) -> Response:

@@ -11,6 +11,7 @@ VLLM_COMMANDS = frozenset(
         *("/pause", "/resume", "/abort_requests", "/reset_prefix_cache", "/sleep", "/wake_up"),
         *("/init_weight_transfer_engine", "/start_weight_update", "/update_weights", "/finish_weight_update"),
         *("/update_weight_version", "/weight_checker", "/shutdown_weight_transfer_engine"),
+        "/abort_weight_update",  # ours
     }
 )
 SGLANG_COMMANDS = frozenset(

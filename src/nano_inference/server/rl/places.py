@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,18 +30,36 @@ def place_of(root: Path | None, asked: str, field: str) -> Path:
     if "\0" in asked or ".." in Path(asked).parts:
         raise ApiError(400, f"{field}: a path must not hold .. or a zero byte", param=field)
     try:
-        place = (root / asked).resolve()
-    except (OSError, RuntimeError):
-        raise ApiError(400, f"{field}: the path cannot be followed", param=field) from None
+        return _followed(root, asked, field)
+    except (OSError, RuntimeError) as error:  # a loop of links, a name too long, a directory closed to us
+        why = f": {error.strerror}" if isinstance(error, OSError) and error.strerror else ""
+        raise ApiError(400, f"{field}: the path cannot be followed{why}", param=field) from None
+
+
+def _followed(root: Path, asked: str, field: str) -> Path:
+    """Return what a path leads to, for `place_of`. Raises `OSError` and `RuntimeError` when it leads nowhere."""
+    place = (root / asked).resolve()
     _require_below(root, place, field)
     if not place.is_dir():
-        raise ApiError(400, f"{field}: there is no directory of that name below --weights-dir", param=field)
+        text = f"{field}: there is no directory of that name below --weights-dir, to which names are relative"
+        raise ApiError(400, text, param=field)
     files = _files(place)
     if not files:
         raise ApiError(400, f"{field}: the directory holds no safetensors", param=field)
     for file in files:
         _require_below(root, file.resolve(), field)
     return place
+
+
+def shown_below(root: Path | None) -> Callable[[str], str]:
+    """Return what makes the paths in a message relative to the root: clients know no others, and shall not."""
+
+    def shown(message: str) -> str:
+        if root is None or root == Path(root.anchor):
+            return message
+        return message.replace(f"{root}/", "").replace(f"{root}:", "--weights-dir:")
+
+    return shown
 
 
 def weights_below(root: Path, place: Path) -> Iterator[tuple[str, Any]]:

@@ -46,7 +46,7 @@ class PauseBody(Body):
 
 
 class AbortBody(Body):
-    """POST /abort_requests; without ids, or with an empty list, all."""
+    """POST /abort_requests; without the field, all. An empty list is nobody."""
 
     request_ids: Annotated[list[Name], Field(max_length=MAX_TENSORS)] | None = None
 

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from nano_inference.server.errors import ApiError
-from nano_inference.server.rl.desk import JSON, Desk, Do, Endpoint, json_response
+from nano_inference.server.rl.desk import JSON, Desk, Do, Endpoint, json_response, obeyed
 from nano_inference.server.rl.schema import (
     AbortRequestBody,
     AnyBody,
@@ -42,7 +42,7 @@ def told(do: Do) -> Endpoint:
 
     async def endpoint(request: Request) -> Response:
         try:
-            return json_response(await do(request))
+            return json_response(await obeyed(do, request))
         except ApiError as error:
             request.scope["state"]["notes"] = {"error": error}
             failed = {"success": False, "message": error.to_dict()["error"]["message"], **error.to_dict()}

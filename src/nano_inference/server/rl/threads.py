@@ -17,7 +17,7 @@ JOINING = "weight-joining"
 T = TypeVar("T")
 
 
-async def in_thread(work: Callable[[], T], drop: Callable[[T], None]) -> T:
+async def in_thread(work: Callable[[], T], drop: Callable[[T], None], name: str = JOINING) -> T:
     """Return what `work` returns, or raise what it raises; `drop` takes what comes when nobody waits any more."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[T] = loop.create_future()
@@ -31,8 +31,13 @@ async def in_thread(work: Callable[[], T], drop: Callable[[T], None]) -> T:
         else:
             _tell(loop, lambda: drop(result) if done.done() else done.set_result(result))
 
-    threading.Thread(target=run, name=JOINING, daemon=True).start()
-    return await done
+    threading.Thread(target=run, name=name, daemon=True).start()
+    try:
+        return await done
+    except asyncio.CancelledError:
+        if done.done() and not done.cancelled() and done.exception() is None:
+            drop(done.result())  # it came in the same turn of the loop
+        raise
 
 
 async def unless_gone(receive: Receive, found: asyncio.Future[T]) -> T:

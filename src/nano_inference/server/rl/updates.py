@@ -13,8 +13,22 @@ from nano_inference.server.bridge import Bridge
 from nano_inference.server.errors import ApiError
 from nano_inference.server.rl.feed import Feed, Source
 from nano_inference.server.served import ServedEngine
-from nano_inference.types import BadRequest, EngineDead, EnginePaused, OnRunning, UpdateBusy, WeightInfo, WeightLabel
+from nano_inference.types import (
+    BadRequest,
+    EngineDead,
+    EnginePaused,
+    OnRunning,
+    UpdateBusy,
+    UpdateState,
+    WeightError,
+    WeightInfo,
+    WeightLabel,
+)
 
+WAY_OUT = (
+    "end it with /finish_weight_update, or give it up with /abort_weight_update or /shutdown_weight_transfer_engine"
+)
+"""How a trainer gets rid of an open update that it, or another one, has left behind."""
 _LOOK_S = 1.0
 """How often one looks again after the time of an update is up."""
 _log = logging.getLogger("nano_inference.server")
@@ -25,16 +39,23 @@ class _Open:
     """An update whose weights come in parts."""
 
     feed: Feed
+    found: asyncio.Future[WeightInfo]
     outcome: asyncio.Task[WeightInfo]
 
 
 class Updates:
     """Owns the update that is under way. On the event loop."""
 
-    def __init__(self, bridge: Bridge, engine: Callable[[], ServedEngine], timeout: float) -> None:
+    def __init__(
+        self, bridge: Bridge, engine: Callable[[], ServedEngine], timeout: float, shown: Callable[[str], str] = str
+    ) -> None:
+        """`shown` makes a failure's text one that a client may see."""
         self._bridge = bridge
         self._engine = engine
         self._timeout = timeout
+        self._shown = shown
+        self._found: asyncio.Future[WeightInfo] | None = None
+        """What the update that was begun last comes to."""
         self._open: _Open | None = None
         self._failure = ""
         """What the last update in parts failed of, until its trainer asks for its end."""
@@ -50,17 +71,23 @@ class Updates:
         return self.is_open or bool(self._failure)
 
     async def install(
-        self, source: Source, *, label: WeightLabel | None, on_running: OnRunning = "keep", partial: bool = False
+        self,
+        source: Source,
+        *,
+        label: WeightLabel | None,
+        checksum: str | None = None,
+        on_running: OnRunning = "keep",
+        partial: bool = False,
     ) -> WeightInfo:
         """Take all of a source, install it, return the version. Raises `ApiError`: 409 beside another update, else 400.
 
-        With `partial`, tensors that do not come keep their values.
+        With `partial`, tensors that do not come keep their values; `checksum` is what the whole must give.
         """
         try:
-            found = await self._begin(source, label=label, on_running=on_running, partial=partial)
+            found = await self._begin(source, label=label, checksum=checksum, on_running=on_running, partial=partial)
             return await self._outcome(found)
         except Exception as error:
-            raise refusal(error) from None
+            raise self._refusal(error) from None
 
     async def start(self) -> WeightInfo:
         """Begin an update in parts; return the version that serves on. Raises `ApiError` 409 beside another update.
@@ -70,11 +97,11 @@ class Updates:
         feed = Feed()
         engine = self._engine()
         try:
-            found = await self._begin(feed.pairs(), label=None, on_running="keep", partial=False)
+            found = await self._begin(feed.pairs(), label=None, checksum=None, on_running="keep", partial=False)
         except Exception as error:
-            raise refusal(error) from None
+            raise self._refusal(error) from None
         self._failure = ""
-        opened = _Open(feed=feed, outcome=asyncio.ensure_future(self._outcome(found)))
+        opened = _Open(feed=feed, found=found, outcome=asyncio.ensure_future(self._outcome(found)))
         opened.outcome.add_done_callback(lambda task: self._close(opened, task))
         self._open = opened
         return await self._bridge.call(engine.weight_info)
@@ -89,43 +116,60 @@ class Updates:
             await self._told(opened)  # a part is given up only because all is
         return await self._bridge.call(self._engine().weight_info)
 
-    async def finish(self, label: WeightLabel | None) -> WeightInfo:
-        """Install the open update under a name; return the version in force. Raises `ApiError` 400 with the reason."""
+    async def finish(self, label: WeightLabel | None, checksum: str | None = None) -> WeightInfo:
+        """Install the open update under a name; return the version in force. Raises `ApiError` 400 with the reason.
+
+        `checksum` is what the whole must give.
+        """
         try:
             opened, engine = self.require_open(), self._engine()
         finally:
             self._open, self._failure = None, ""
-        if label is not None:
-            with suppress(BadRequest):  # it failed already, which the outcome tells
+        with suppress(BadRequest):  # it failed already, which the outcome tells
+            if label is not None:
                 await self._bridge.call(lambda: engine.label_weights(label, are_next=True))
+            if checksum is not None:
+                await self._bridge.call(lambda: engine.expect_checksum(checksum))
         opened.feed.end()
         try:
             return await self._told(opened)
         finally:
             self._failure = ""
 
-    async def give_up(self) -> bool:
-        """Forget the open update; whether there was one."""
+    async def abort(self) -> bool:
+        """Give up the update under way, whoever began it; whether there was one that was not installed yet.
+
+        Whoever waits for it is told so at once. Its thread ends by itself: a broadcast cannot be called off.
+        """
+        opened, found, engine = self._open, self._found, self._engine()
+        self._open, self._failure = None, ""
+
+        def cancel() -> bool:
+            is_ours = found is not None and not found.done()
+            return is_ours and engine.cancel_update()
+
+        was_under_way = await self._bridge.call(cancel)
+        if was_under_way and found is not None and not found.done():
+            found.set_exception(WeightError("the update was aborted"))
+        if opened is not None:
+            opened.feed.give_up("the update was aborted")
+            await asyncio.wait({opened.outcome})
         self._failure = ""
-        if self._open is None:
-            return False
-        opened, self._open = self._open, None
-        opened.feed.give_up("the update was given up")
-        await asyncio.wait({opened.outcome})
-        self._failure = ""
-        return True
+        return was_under_way
 
     async def _begin(
-        self, source: Source, *, label: WeightLabel | None, on_running: OnRunning, partial: bool
+        self, source: Source, *, label: WeightLabel | None, checksum: str | None, on_running: OnRunning, partial: bool
     ) -> asyncio.Future[WeightInfo]:
         """Start the gathering; return the future of its end."""
         engine = self._engine()
 
         def begin() -> None:
+            _require_idle(engine.weight_info().update, is_open=self.is_open)
             engine.update_weights(
                 source,
                 on_running=on_running,
                 version=label,
+                checksum=checksum,
                 partial=partial,
                 timeout=self._timeout,
                 on_gathered=self._bridge.wake,
@@ -137,7 +181,8 @@ class Updates:
             engine.finish_update(0)
             return engine.weight_info()
 
-        return await self._bridge.watch(look, first=begin)
+        self._found = found = await self._bridge.watch(look, first=begin)
+        return found
 
     async def _outcome(self, found: asyncio.Future[WeightInfo]) -> WeightInfo:
         """Wait for an update's end; a source that has gone silent wakes nobody, so the clock does."""
@@ -155,7 +200,11 @@ class Updates:
         try:
             return await asyncio.shield(opened.outcome)
         except Exception as error:
-            raise refusal(error) from None
+            raise self._refusal(error) from None
+
+    def _refusal(self, error: Exception) -> ApiError:
+        told = refusal(error)
+        return ApiError(told.status, self._shown(told.message), param=told.param, code=told.code, headers=told.headers)
 
     def _close(self, opened: _Open, task: asyncio.Task[WeightInfo]) -> None:
         """Note how an update in parts ended; let its thread end, too."""
@@ -163,7 +212,7 @@ class Updates:
             self._open = None
         error = None if task.cancelled() else task.exception()
         if error is not None:
-            self._failure = str(error)
+            self._failure = self._shown(str(error))
             opened.feed.give_up("the update has failed")
             _log.warning("an update was given up, the old weights serve on: %s", error)
 
@@ -173,6 +222,18 @@ class Updates:
             return self._open
         why = f" (the last one was given up: {self._failure})" if self._failure else ""
         raise ApiError(400, f"no update is open: POST /start_weight_update first{why}", code="no_update")
+
+
+def _require_idle(state: UpdateState, *, is_open: bool) -> None:
+    """Raise `UpdateBusy` unless no update is under way.
+
+    One that has failed is under way until its own trainer was told so, which the turn that runs this does at its end: a
+    new one in its place would have its result told to both.
+    """
+    if state == "failed":
+        raise UpdateBusy("the last update has failed, and its trainer is only being told so; try again")
+    if state != "idle":
+        raise UpdateBusy(f"an update is {state}; {WAY_OUT if is_open else 'wait for its end'}")
 
 
 def refusal(error: Exception) -> ApiError:
@@ -187,5 +248,7 @@ def refusal(error: Exception) -> ApiError:
         return ApiError(503, "the engine has failed", code="engine_dead", headers={"x-should-retry": "false"})
     if isinstance(error, ValueError):  # WeightError, ModelError, BadRequest
         return ApiError(400, str(error), code="bad_weights")
+    if isinstance(error, OSError):
+        return ApiError(400, f"the operating system refuses: {error.strerror or type(error).__name__}", code="os_error")
     _log.error("a trainer's command failed: %s: %s", type(error).__name__, error, exc_info=error)
     return ApiError(500, "internal server error", headers={"x-should-retry": "false"})

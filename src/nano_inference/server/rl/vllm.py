@@ -12,7 +12,6 @@ from starlette.requests import Request
 from nano_inference.server.errors import ApiError
 from nano_inference.server.rl.desk import JSON, Desk, Do
 from nano_inference.server.rl.feed import Source
-from nano_inference.server.rl.places import place_of, weights_below
 from nano_inference.server.rl.schema import (
     GROUP,
     AbortBody,
@@ -63,7 +62,7 @@ def _flow(desk: Desk) -> dict[str, Do]:
 
     async def abort(request: Request) -> JSON:
         body = await desk.read(request, AbortBody)
-        ended = await desk.control.abort(body.request_ids or None)
+        ended = await desk.control.abort(body.request_ids)
         return {"status": "ok", "num_aborted": ended, **await desk.facts()}
 
     async def reset(request: Request) -> JSON:
@@ -115,7 +114,7 @@ def _transfer(desk: Desk) -> dict[str, Do]:
             text = "weight_version: an update in parts is named by /finish_weight_update"
             raise ApiError(400, text, param="weight_version")
         else:
-            info = await desk.updates.add(_source_of(desk, body.update_info, directory, field))
+            info = await desk.updates.add(await _source_of(desk, body.update_info, directory, field))
         return {"message": "Weights updated", **await desk.facts(info)}
 
     async def finish(request: Request) -> JSON:
@@ -156,13 +155,11 @@ def _directory_of(body: UpdateWeightsBody) -> tuple[str | None, str]:
     return found[0] if found else (None, "")
 
 
-def _source_of(desk: Desk, info: UpdateInfo | None, directory: str | None, field: str) -> Source:
+async def _source_of(desk: Desk, info: UpdateInfo | None, directory: str | None, field: str) -> Source:
     """Return where a part of the open update comes from."""
     desk.updates.require_open()
     if directory is not None:
-        place = place_of(desk.root, directory, field)
-        assert desk.root is not None, "place_of needs it"
-        return weights_below(desk.root, place)
+        return await desk.weights_in(directory, field)
     if info is None or info.names is None or info.dtype_names is None or info.shapes is None:
         raise ApiError(
             400, "update_info: names, dtype_names and shapes are needed, or a directory", param="update_info"
@@ -187,6 +184,7 @@ def _versions(desk: Desk) -> dict[str, Do]:
         return {"success": True, "message": text, "new_version": body.new_version, **facts}
 
     async def check(request: Request) -> JSON:
+        """The engine's own thread reads all weights for that: steps wait meanwhile."""
         body = await desk.read(request, CheckBody)
         if body.action not in ("checksum", "compare"):
             raise ApiError(400, f"action must be checksum or compare, got {body.action!r}", param="action")

@@ -1,0 +1,268 @@
+"""Every field of the trainers' commands: which test shows what it does; and those tests that were missing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+import torch
+
+from nano_inference.server.rl import schema
+from nano_inference.server.rl.groups import Groups
+from nano_inference.server.rl.paths import REFUSED_COMMANDS
+from nano_inference.server.rl.vllm import _UPDATE_FORMS
+from nano_inference.server.schema import Body
+from tests.server import test_rl_control, test_rl_group, test_rl_weights
+from tests.server.tiny import Running
+from tests.server.trainer import SHORT, Stream, make_weights, ok, refused, serving
+
+ARRIVAL = "test_a_group_is_joined_as_it_was_asked_for"
+BUCKET = "test_sglangs_buckets_are_updates_of_their_own"
+PARTS = "test_vllms_update_in_parts"
+DIRECTORY = "test_an_idle_engine_takes_weights_from_a_directory"
+PAUSES = "test_a_pause_that_keeps_changes_nothing_in_the_end"
+ENDS = "test_all_requests_are_aborted"
+NAMED = "test_a_request_is_aborted_by_its_id_and_no_other"
+SLEEPS = "test_sleeping_and_waking"
+ODD = "test_what_makes_no_sense_is_named"
+UNKNOWN = "test_what_is_not_understood_is_named"
+LABELS = "test_a_label_names_the_weights_in_force"
+CHECKS = "test_the_checksum_tells_the_weights"
+SHOWN: Mapping[str, Mapping[str, str]] = MappingProxyType(
+    {
+        "Nothing": {},
+        "PauseBody": {
+            "mode": PAUSES,
+            "clear_cache": PAUSES,
+            "wait_for_inflight_requests": "test_a_pause_that_waits_ends_what_has_begun_and_starts_nothing",
+        },
+        "AbortBody": {"request_ids": NAMED},
+        "ResetBody": {"reset_running_requests": "test_running_requests_can_be_made_to_compute_again"},
+        "SleepBody": {"level": SLEEPS, "mode": SLEEPS},
+        "WakeBody": {"tags": SLEEPS},
+        "InitInfo": {
+            "master_address": ARRIVAL,
+            "master_port": ARRIVAL,
+            "rank_offset": ARRIVAL,
+            "world_size": ARRIVAL,
+            "group_name": ARRIVAL,
+            "backend": ARRIVAL,
+            "packed": ODD,
+        },
+        "InitTransferBody": {"init_info": PARTS},
+        "StartUpdateBody": {"is_checkpoint_format": UNKNOWN},
+        "UpdateInfo": {
+            "names": PARTS,
+            "dtype_names": PARTS,
+            "shapes": PARTS,
+            "packed": UNKNOWN,
+            "group_name": "test_a_part_comes_from_the_group_that_was_named",
+            "weight_dir": DIRECTORY,
+            "path": DIRECTORY,
+        },
+        "UpdateWeightsBody": {"update_info": DIRECTORY, "weight_dir": DIRECTORY, "weight_version": DIRECTORY},
+        "FinishUpdateBody": {"weight_version": "test_an_update_in_parts_is_installed_as_a_whole"},
+        "LabelBody": {"new_version": LABELS, "abort_all_requests": ENDS},
+        "CheckBody": {"action": CHECKS, "checksum": CHECKS},
+        "PauseGenerationBody": {"mode": "test_sglangs_pauses"},
+        "AbortRequestBody": {"rid": NAMED, "abort_all": ENDS},
+        "FromDiskBody": {
+            "model_path": DIRECTORY,
+            "load_format": UNKNOWN,
+            "weight_version": DIRECTORY,
+            "flush_cache": "test_what_is_taken_of_an_update_changes_nothing",
+            "abort_all_requests": "test_sglangs_update_can_abort_what_runs",
+            "keep_pause": "test_what_is_taken_of_an_update_changes_nothing",
+            "token_step": "test_what_is_taken_of_an_update_changes_nothing",
+        },
+        "InitGroupBody": {
+            "master_address": ARRIVAL,
+            "master_port": ARRIVAL,
+            "rank_offset": ARRIVAL,
+            "world_size": ARRIVAL,
+            "group_name": ARRIVAL,
+            "backend": ARRIVAL,
+        },
+        "FromGroupBody": {
+            "names": BUCKET,
+            "dtypes": BUCKET,
+            "shapes": BUCKET,
+            "group_name": BUCKET,
+            "load_format": ODD,
+            "weight_version": BUCKET,
+            "flush_cache": "test_what_is_taken_of_a_bucket_changes_nothing",
+            "abort_all_requests": "test_a_bucket_can_abort_what_runs",
+        },
+        "DestroyGroupBody": {"group_name": BUCKET},
+        "MemoryBody": {"tags": "test_memory_that_was_named_alone_comes_back_alone"},
+        "AnyBody": {"model_path": "test_what_a_flush_is_sent_changes_nothing"},
+    }
+)
+"""Body -> field -> the test that shows what it does."""
+PLAIN: Mapping[str, Any] = MappingProxyType(
+    {"master_address": "127.0.0.1", "master_port": 4321, "rank_offset": 1, "world_size": 2, "group_name": "g"}
+)
+TENSOR = ("model.norm.weight", 32)
+BUCKET_BODY: Mapping[str, Any] = MappingProxyType({"names": [TENSOR[0]], "shapes": [[32]], "dtypes": ["float32"]})
+
+
+@pytest.fixture(scope="module")
+def shelf(tiny_directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("shelf")
+    make_weights(tiny_directory, root / "one", 11)
+    return root
+
+
+@pytest.fixture(scope="module")
+def server(tiny_directory: Path, shelf: Path) -> Iterator[Running]:
+    with serving(tiny_directory, shelf, weight_timeout=60) as one:
+        yield one
+
+
+@pytest.fixture
+def groups(server: Running, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, ...]]]:
+    """What the groups are asked for; every one is there, and gives one tensor. No update is left open."""
+    seen: list[tuple[Any, ...]] = []
+
+    async def join(self: Groups, *where: Any, rank: int, world_size: int, backend: str) -> None:
+        seen.append((*where, rank, world_size, backend))
+
+    def receive(self: Groups, name: str, names: Any, dtypes: Any, shapes: Any, field: str) -> Any:
+        seen.append((name, names, dtypes, shapes))
+        return [(TENSOR[0], torch.ones(TENSOR[1]))]
+
+    monkeypatch.setattr(Groups, "join", join)
+    monkeypatch.setattr(Groups, "receive", receive)
+    yield seen
+    server.post("/shutdown_weight_transfer_engine", {})
+
+
+# ---- what there is --------------------------------------------------------------------------------------------------
+
+
+def test_every_field_has_a_test() -> None:
+    kinds = [one for one in vars(schema).values() if isinstance(one, type) and one.__module__ == schema.__name__]
+    declared = {one.__name__: set(one.model_fields) for one in kinds if issubclass(one, Body)}
+    assert {name: set(fields) for name, fields in SHOWN.items()} == declared
+    tests = {*globals(), *vars(test_rl_control), *vars(test_rl_group), *vars(test_rl_weights)}
+    assert {test for fields in SHOWN.values() for test in fields.values()} <= tests
+
+
+def test_every_refused_command_has_a_test() -> None:
+    refusals: Any = test_rl_control.test_what_is_not_done_here_is_refused_by_name
+    (mark,) = refusals.pytestmark
+    assert set(mark.args[1]) == REFUSED_COMMANDS
+
+
+# ---- what was missing -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", ["/init_weight_transfer_engine", "/init_weights_update_group"])
+@pytest.mark.parametrize(
+    "field",
+    [
+        *({"master_address": "localhost"}, {"master_port": 9876}, {"rank_offset": 2, "world_size": 3}),
+        *({"world_size": 5}, {"group_name": "other"}, {"backend": "nccl"}),
+    ],
+    ids=lambda field: next(iter(field)),
+)
+def test_a_group_is_joined_as_it_was_asked_for(
+    server: Running, groups: list[tuple[Any, ...]], path: str, field: dict[str, Any]
+) -> None:
+    asked = {**PLAIN, "backend": "gloo", **field}
+    for body in ({**PLAIN, "backend": "gloo"}, asked):
+        ok(server.post(path, {"init_info": body} if "transfer" in path else body))
+    names = ("group_name", "master_address", "master_port", "rank_offset", "world_size", "backend")
+    assert groups[1] == tuple(asked[name] for name in names) != groups[0]
+
+
+def test_a_group_has_a_name_and_a_backend_anyway(server: Running, groups: list[tuple[Any, ...]]) -> None:
+    ok(server.post("/init_weights_update_group", {name: PLAIN[name] for name in PLAIN if name != "group_name"}))
+    assert (groups[0][0], groups[0][-1]) == ("weight_update_group", "gloo")
+
+
+@pytest.mark.parametrize("name", ["mine", None])
+def test_a_part_comes_from_the_group_that_was_named(
+    server: Running, groups: list[tuple[Any, ...]], name: str | None
+) -> None:
+    ok(server.post("/start_weight_update", {}))
+    info = {"names": [TENSOR[0]], "shapes": [[32]], "dtype_names": ["float32"], "group_name": name}
+    ok(server.post("/update_weights", {"update_info": info}))
+    assert groups == [(name or "weight_update_group", [TENSOR[0]], ["float32"], [[32]])]
+    refused(server.post("/finish_weight_update", {}), 400, "lacks")
+
+
+def test_a_bucket_can_abort_what_runs(server: Running, groups: list[tuple[Any, ...]]) -> None:
+    for aborts, reason in ((True, "abort"), (False, "length"), (None, "length")):
+        stream = Stream(server).begun()
+        ok(server.post("/update_weights_from_distributed", {**BUCKET_BODY, "abort_all_requests": aborts}))
+        assert stream.result().finish_reason == reason
+
+
+def test_what_is_taken_of_a_bucket_changes_nothing(server: Running, groups: list[tuple[Any, ...]]) -> None:
+    prompt = tuple(range(1, 101))
+    for flush in (True, False):
+        Stream(server, prompt, SHORT).result()
+        ok(server.post("/update_weights_from_distributed", {**BUCKET_BODY, "flush_cache": flush}))
+        assert Stream(server, prompt, SHORT).result().num_cached_tokens == 0
+
+
+@pytest.mark.parametrize(
+    "field",
+    [{}, {"flush_cache": True}, {"flush_cache": False}, {"keep_pause": True}, {"keep_pause": False}, {"token_step": 7}],
+    ids=str,
+)
+@pytest.mark.parametrize("is_paused", [False, True])
+def test_what_is_taken_of_an_update_changes_nothing(server: Running, field: dict[str, Any], is_paused: bool) -> None:
+    prompt = tuple(range(1, 101))
+    Stream(server, prompt, SHORT).result()
+    if is_paused:
+        ok(server.post("/pause_generation", {"mode": "in_place"}))
+    reply = ok(server.post("/update_weights_from_disk", {"model_path": "one", "weight_version": "v", **field}))
+    paused = server.client.get("/is_paused").json()["is_paused"]
+    ok(server.post("/continue_generation", {}))
+    assert (reply["weight_version"], paused) == ("v", is_paused)
+    assert Stream(server, prompt, SHORT).result().num_cached_tokens == 0
+
+
+@pytest.mark.parametrize("load_format", ["auto", "safetensors"])
+def test_formats_that_are_known_are_taken(server: Running, load_format: str) -> None:
+    ok(server.post("/update_weights_from_disk", {"model_path": "one", "load_format": load_format}))
+
+
+@pytest.mark.parametrize("tag", ["weights", "kv_cache"])
+def test_memory_that_was_named_alone_comes_back_alone(server: Running, tag: str) -> None:
+    engine = server.opened.engine
+    other = {"weights": "kv_cache", "kv_cache": "weights"}[tag]
+    for released, resumed, is_asleep in (([tag], [tag], False), ([tag, other], [tag], True), ([tag], [other], True)):
+        ok(server.post("/release_memory_occupation", {"tags": released}))
+        assert server.on_engine(lambda: engine.is_asleep)
+        ok(server.post("/resume_memory_occupation", {"tags": resumed}))
+        assert server.on_engine(lambda: engine.is_asleep) is is_asleep
+        ok(server.post("/resume_memory_occupation", {}))
+    assert not server.on_engine(lambda: engine.is_asleep)
+
+
+def test_graphs_alone_put_nothing_to_sleep(server: Running) -> None:
+    ok(server.post("/release_memory_occupation", {"tags": ["cuda_graph"]}))
+    assert Stream(server, params=SHORT).result().finish_reason == "length"
+    ok(server.post("/resume_memory_occupation", {"tags": ["cuda_graph"]}))
+    assert not server.on_engine(lambda: server.opened.engine.is_asleep)
+
+
+def test_what_a_flush_is_sent_changes_nothing(server: Running) -> None:
+    prompt = tuple(range(1, 101))
+    for body in ({}, {"model_path": "one"}):
+        Stream(server, prompt, SHORT).result()
+        assert ok(server.post("/flush_cache", body))["flushed_items"] > 0
+        assert Stream(server, prompt, SHORT).result().num_cached_tokens == 0
+
+
+@pytest.mark.parametrize("form", _UPDATE_FORMS)
+def test_every_other_way_to_send_weights_is_refused_by_name(server: Running, form: str) -> None:
+    for body in ({form: [1]}, {"update_info": {form: [1]}}):
+        assert refused(server.post("/update_weights", body), 501, form)["param"] == form
+    refused(server.post("/update_weights", {form: None, "update_info": {form: []}}), 400, "no update is open")

@@ -1,0 +1,838 @@
+"""Every field of every body: two requests that differ in it alone, and what then differs in their replies.
+
+The tables are complete: a field that is declared anywhere, nested bodies included, needs an entry here. What is taken
+without effect is written down as such, and changes nothing.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+from collections.abc import Iterator, Mapping
+from copy import deepcopy
+from pathlib import Path
+from types import MappingProxyType, ModuleType
+from typing import Any, NamedTuple, get_args
+
+import httpx2
+import pytest
+import tokenizers
+
+import nano_inference
+from nano_inference.server import embeddings, generate, messages, responses, sglang
+from nano_inference.server.paths import CONVERTING, GENERATING
+from nano_inference.server.responses import LOGPROBS
+from nano_inference.server.schema import Body
+from tests.server.mounted import ids
+from tests.server.tiny import Running, make_tiny, running
+
+JSON = dict[str, Any]
+COMPLETE, CHAT, RESPONSES, MESSAGES = "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"
+GENERATE, SGLANG, LLAMA, WEB = "/inference/v1/generate", "/generate", "/completion", "/chat/completions"
+EMBED, COUNT = "/v1/embeddings", "/v1/messages/count_tokens"
+TOKENIZE, DETOKENIZE, TEMPLATE = "/tokenize", "/detokenize", "/apply-template"
+BODIES: Mapping[str, type[Body]] = MappingProxyType(
+    {one.path: one.body for one in GENERATING} | {one.path: one.body for one in CONVERTING}
+)
+CALCULATOR = Path(nano_inference.__file__).parent / "data" / "calculator"
+TALK = (
+    "{% if enable_thinking is defined and not enable_thinking %}~{% endif %}"
+    "{% if reasoning_effort is defined %}{{ reasoning_effort }}{% endif %}{% if mood is defined %}{{ mood }}{% endif %}"
+    "{% for message in messages %}{{ message.role[0] }}:{{ message.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}a:{% endif %}"
+)
+"""A chat template with variables, whose prompts are shorter than a block of the cache."""
+
+
+# ---- bodies ---------------------------------------------------------------------------------------------------------
+
+
+class _Absent:
+    """No value: the field is left out."""
+
+
+ABSENT = _Absent()
+
+
+class Turn(NamedTuple):
+    """Two values of one field, what both requests have besides, and what differs in their replies."""
+
+    what: str
+    """What `Seen.part` knows; "nothing" for a field that is taken without effect, "elsewhere" for one with a test."""
+    one: Any
+    two: Any
+    more: JSON
+    at: str
+    """Where the field is, when that is not in the first entry of each list on the way."""
+    model: str
+
+
+def turn(what: str, one: Any, two: Any = ABSENT, /, *, at: str = "", model: str = "tiny", **more: Any) -> Turn:
+    """Return what one value against another, or none, changes."""
+    return Turn(what, one, two, more, at, model)
+
+
+def idle(one: Any, two: Any = ABSENT, /, **more: Any) -> Turn:
+    """Return that one value against another, or none, changes nothing."""
+    return turn("nothing", one, two, **more)
+
+
+def shown_by(test: str) -> Turn:
+    """Return that a test below shows what a field does."""
+    return turn("elsewhere", test)
+
+
+Table = Mapping[str, Turn]
+
+
+def joined(base: Any, more: Any) -> Any:
+    """Return a body with further fields, objects joined with objects."""
+    if not isinstance(base, dict) or not isinstance(more, dict):
+        return more
+    both = {**base, **{name: joined(base.get(name), value) for name, value in more.items()}}
+    return {name: value for name, value in both.items() if value is not ABSENT}
+
+
+def placed(body: Any, at: list[str], value: Any) -> Any:
+    """Return a body with a value at a place; a name leads into the first entry of a list."""
+    if isinstance(body, list):
+        index, rest = (int(at[0]), at[1:]) if at[0].isdigit() else (0, at)
+        return [placed(one, rest, value) if number == index else one for number, one in enumerate(body)]
+    body = dict(body or {})
+    name, *rest = at
+    if rest:
+        body[name] = placed(body.get(name), rest, value)
+    elif value is ABSENT:
+        body.pop(name, None)
+    else:
+        body[name] = deepcopy(value)
+    return body
+
+
+def both_bodies(path: str, field: str, case: Turn) -> tuple[JSON, JSON]:
+    """Return the two requests of an entry."""
+    at = (case.at or field).split(".")
+    assert [part for part in at if not part.isdigit()] == field.split("."), "an entry changes its own field"
+    whole = joined(BASES[path], case.more)
+    one, two = (placed(whole, at, value) for value in (case.one, case.two))
+    return one, two
+
+
+def fields_of(body: type[Body], where: str = "") -> set[str]:
+    """Return a body's fields as clients write them, those of its bodies behind a dot."""
+    found: set[str] = set()
+    for name, field in body.model_fields.items():
+        place = f"{where}{field.alias or name}"
+        found |= {place}.union(*(fields_of(inner, f"{place}.") for inner in bodies_in(field.annotation)))
+    return found
+
+
+def bodies_in(annotation: Any) -> set[type[Body]]:
+    """Return the bodies that a type speaks of."""
+    if isinstance(annotation, type) and issubclass(annotation, Body):
+        return {annotation}
+    return {body for one in get_args(annotation) for body in bodies_in(one)}
+
+
+# ---- what is seen of a reply ----------------------------------------------------------------------------------------
+
+
+SEEN: Mapping[str, frozenset[str]] = MappingProxyType(
+    {
+        "text": frozenset({"text", "content", "token"}),
+        "tokens": frozenset({"token_ids", "output_ids", "tokens"}),
+        "logprobs": frozenset(
+            {"logprobs", "prompt_logprobs", "raw_logprobs", "completion_probabilities"}
+            | {"output_token_logprobs", "output_top_logprobs", "input_token_logprobs", "input_top_logprobs"}
+        ),
+        "prompt": frozenset({"prompt_token_ids", "prompt_tokens", "tokens_evaluated", "prompt", "input_tokens"}),
+        "cached": frozenset({"cached_tokens", "tokens_cached", "cache_read_input_tokens"}),
+        "end": frozenset({"finish_reason", "stop_reason", "stop_type", "stopping_word", "stop_sequence", "status"}),
+        "index": frozenset({"index"}),
+        "calls": frozenset({"tool_calls", "arguments", "input", "name"}),
+        "vector": frozenset({"embedding"}),
+        "settings": frozenset({"generation_settings"}),
+        "echo": frozenset({"tools", "format", "verbosity"}),
+    }
+)
+"""What can differ -> the names under which replies tell of it. Besides: "error", "form", "id", "reply"."""
+VOLATILE = frozenset(
+    {"id", "request_id", "call_id", "item_id", "created", "created_at", "e2e_latency", "timings", "sequence_number"}
+)
+"""Different each time."""
+
+
+class Seen(NamedTuple):
+    """A reply, as it is compared."""
+
+    error: tuple[int, str]
+    leaves: list[tuple[tuple[str, ...], Any]]
+    form: frozenset[tuple[str, ...]]
+    """The names in it, and which stand in one event."""
+
+    def part(self, what: str) -> list[tuple[Any, ...]]:
+        """Return what of it is compared under a name."""
+        if what == "form":
+            return sorted(self.form)
+        if what == "id":
+            return [leaf for leaf in self.leaves if leaf[0] in (("id",), ("request_id",), ("meta_info", "id"))]
+        named = SEEN.get(what)
+        if named is None:
+            return [leaf for leaf in self.leaves if not (VOLATILE | SEEN["cached"]) & {*leaf[0]}]
+        taken = [leaf for leaf in self.leaves if named & {*leaf[0]} and leaf[0][-2:] != ("usage", "input_tokens")]
+        return [leaf for leaf in taken if not VOLATILE & {*leaf[0]}]
+
+
+def seen(reply: httpx2.Response) -> Seen:
+    """Return what is compared of a reply, whole or streamed."""
+    is_stream = reply.headers["content-type"].startswith("text/event-stream")
+    lines = [line.removeprefix("data: ") for line in reply.text.splitlines() if line.startswith("data: ")]
+    values = [json.loads(line) for line in lines if line != "[DONE]"] if is_stream else [reply.json()]
+    leaves = [leaf for value in values for leaf in leaves_of(value)]
+    form = {("events",) if is_stream else ("whole reply",)} | {path for path, _ in leaves}
+    form |= {tuple(sorted(value)) for value in values if isinstance(value, dict)}
+    error = "" if reply.status_code == 200 else f"{param_of(values[0])}: {values[0]['error']['message']}"
+    return Seen((reply.status_code, error), leaves, frozenset(form))
+
+
+def param_of(refusal: JSON) -> str:
+    """Return the field that a refusal names, where its dialect has a place for that."""
+    error = refusal["error"]
+    return str(error.get("param") or error.get("details", {}).get("param") or "")
+
+
+def leaves_of(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yield the numbers and texts in a value with the names on the way to them."""
+    if isinstance(value, dict) and value:
+        for name, one in value.items():
+            yield from leaves_of(one, (*path, name))
+    elif isinstance(value, list) and value:
+        for one in value:
+            yield from leaves_of(one, path)
+    else:
+        yield path, value
+
+
+def alike(one: list[tuple[Any, ...]], two: list[tuple[Any, ...]]) -> bool:
+    """Whether two parts of replies are the same, but for what sums in another order come to."""
+    return len(one) == len(two) and all(map(_alike, one, two))
+
+
+def _alike(one: tuple[Any, ...], two: tuple[Any, ...]) -> bool:
+    if isinstance(one[-1], float) and isinstance(two[-1], float):
+        return one[:-1] == two[:-1] and abs(one[-1] - two[-1]) < 1e-4
+    return one == two
+
+
+def asked(server: Running, path: str, body: JSON) -> Seen:
+    return seen(server.post(path, body))
+
+
+# ---- tables ---------------------------------------------------------------------------------------------------------
+
+
+A, B, NEWLINE = ids("ab\n")
+START, END = 256, 257
+LETTERS: JSON = {str(A): 100.0, str(B): 100.0}
+LONG = "a long prompt that fills more than one block of the cache " * 2
+SCHEMA: JSON = {"type": "object", "properties": {"x": {"enum": [1, 2]}}, "required": ["x"]}
+OTHER_SCHEMA: JSON = {"type": "object", "properties": {"wide": {"enum": [1, 2]}}, "required": ["wide"]}
+NOTHING: JSON = {"name": "f", "description": "Does.", "parameters": {"type": "object", "properties": {}}}
+F: JSON = {"name": "f", "description": "Does.", "parameters": SCHEMA}
+G: JSON = {"name": "long_g", "description": "Does.", "parameters": SCHEMA}
+TOOLS = [{"type": "function", "function": one} for one in (F, G)]
+SURE: JSON = {"max_tokens": 120, "ignore_eos": False}
+"""Room for a call or a structure."""
+
+
+def user(content: Any) -> list[JSON]:
+    return [{"role": "user", "content": content}]
+
+
+SAMPLING: Table = {
+    "model": turn("error", "other", "tiny"),
+    "n": turn("index", 2, 1),
+    "stop": turn("end", "a", "never", logit_bias=LETTERS, max_tokens=24),
+    "stream": turn("form", True, False),
+    "stream_options": turn("error", {"include_usage": True}, stream=False),
+    "stream_options.include_usage": turn("form", True, False, stream=True),
+    "stream_options.continuous_usage_stats": turn(
+        "form", True, False, stream=True, stream_options={"include_usage": True}
+    ),
+    "stream_options.include_obfuscation": idle(True, stream=True),
+    "temperature": turn("tokens", 0.0, 2.0),
+    "top_p": turn("tokens", 0.01, 1.0),
+    "presence_penalty": turn("tokens", 2.0, -2.0, temperature=2.0, max_tokens=48),
+    "frequency_penalty": turn("tokens", 2.0, -2.0, temperature=0.0, logit_bias=LETTERS, max_tokens=16),
+    "logit_bias": turn("tokens", {str(A): 100.0}, {str(B): 100.0}),
+    "seed": turn("tokens", 1, 2),
+    "max_tokens": turn("tokens", 2, 3),
+    "top_k": turn("tokens", 1, -1),
+    "min_p": turn("tokens", 1.0, 0.0),
+    "repetition_penalty": turn("tokens", 100.0, 1.0, temperature=0.0, max_tokens=24),
+    "min_tokens": turn("tokens", 4, 0, ignore_eos=False, logit_bias={str(END): 100.0}),
+    "ignore_eos": turn("tokens", True, False, logit_bias={str(END): 100.0}),
+    "stop_token_ids": turn("end", [A], [B], logit_bias={str(A): 100.0}),
+    "include_stop_str_in_output": turn("text", True, False, stop="a", logit_bias={str(A): 100.0}),
+    "skip_special_tokens": turn("text", True, False, logit_bias={str(START): 100.0}),
+    "bad_words": turn("tokens", ["a"], ["b"], logit_bias=LETTERS, max_tokens=12),
+    "allowed_token_ids": turn("tokens", [A], [B]),
+    "truncate_prompt_tokens": turn("prompt", 2, 3),
+    "prompt_logprobs": turn("logprobs", 1, 2),
+    "return_token_ids": turn("form", True, False),
+    "return_raw_logprobs": turn("form", True, False),
+    "return_sampling_mask": turn("form", True, False, top_k=2),
+    "request_id": turn("id", "one", "two"),
+    "response_format": turn("text", {"type": "json_object"}, {"type": "text"}, **SURE),
+    "structured_outputs": turn("text", {"regex": "[ab]{2}"}, {"regex": "[cd]{2}"}, **SURE),
+    "guided_json": turn("text", {"enum": [1]}, {"enum": [2]}, **SURE),
+    "guided_regex": turn("text", "[ab]{2}", "[cd]{2}", **SURE),
+    "guided_choice": turn("text", ["yes"], ["no"], **SURE),
+    "guided_grammar": turn("text", 'start: "a"', 'start: "b"', **SURE),
+    "regex": turn("text", "[ab]{2}", "[cd]{2}", **SURE),
+    "ebnf": turn("text", 'root ::= "a"', 'root ::= "b"', **SURE),
+    "grammar": turn("text", 'root ::= "a"', 'root ::= "b"', **SURE),
+    "json_schema": turn("text", {"enum": [1]}, {"enum": [2]}, **SURE),
+}
+"""What means the same on several paths, in OpenAI's and vLLM's names."""
+INFORMING: Table = {
+    "user": idle("me"),
+    "service_tier": idle("auto"),
+    "store": idle(True),
+    "metadata": idle({"a": "b"}),
+    "prompt_cache_key": idle("k"),
+    "safety_identifier": idle("s"),
+    "verbosity": idle("low"),
+}
+TOOL_FIELDS: Table = {
+    "tools": turn("prompt", TOOLS),
+    "tools.type": turn("error", "web_search", "function", tools=TOOLS),
+    "tools.function": turn("error", ABSENT, F, tools=TOOLS[:1]),
+    "tools.function.name": turn("prompt", "f", "another", tools=TOOLS[:1]),
+    "tools.function.description": turn("prompt", "Does.", "Does that.", tools=TOOLS[:1]),
+    "tools.function.parameters": turn("prompt", SCHEMA, OTHER_SCHEMA, tools=TOOLS[:1]),
+    "tools.function.strict": idle(True, tools=TOOLS[:1]),
+    "functions": turn("prompt", [F], [F, G]),
+    "functions.name": turn("prompt", "f", "another", functions=[F]),
+    "functions.description": turn("prompt", "Does.", "Does that.", functions=[F]),
+    "functions.parameters": turn("prompt", SCHEMA, OTHER_SCHEMA, functions=[F]),
+    "functions.strict": idle(True, functions=[F]),
+}
+"""What is told of tools wherever messages are read."""
+NAMED: JSON = {"type": "function", "function": {"name": "f"}}
+CALLING: Table = {
+    "tool_choice": turn("calls", "required", "none", tools=TOOLS, **SURE),
+    "tool_choice.type": turn("error", "allowed_tools", "function", tools=TOOLS, tool_choice=NAMED, **SURE),
+    "tool_choice.function": turn("error", ABSENT, {"name": "f"}, tools=TOOLS, tool_choice=NAMED, **SURE),
+    "tool_choice.function.name": turn("calls", "f", "long_g", tools=TOOLS, tool_choice=NAMED, **SURE),
+    "tool_choice.name": turn("calls", "f", "long_g", tools=TOOLS, tool_choice={"type": "function"}, **SURE),
+    "parallel_tool_calls": turn(
+        "calls", True, False, tools=[{"type": "function", "function": NOTHING}], tool_choice="required",
+        logit_bias={str(NEWLINE): 100.0}, **SURE
+    ),
+    "function_call": turn("calls", {"name": "f"}, "none", functions=[F, G], **SURE),
+    "function_call.name": turn("calls", "f", "long_g", functions=[F, G], function_call={"name": "f"}, **SURE),
+}  # fmt: skip
+TOLD: Table = {
+    "tool_choice": turn("error", "required", "none", tools=[]),
+    "tool_choice.type": turn("error", "allowed_tools", "function", tools=TOOLS, tool_choice=NAMED),
+    "tool_choice.function": turn("error", ABSENT, {"name": "f"}, tools=TOOLS, tool_choice=NAMED),
+    "tool_choice.function.name": turn("error", "h", "f", tools=TOOLS, tool_choice=NAMED),
+    "tool_choice.name": turn("error", "h", "f", tools=TOOLS, tool_choice={"type": "function"}),
+    "parallel_tool_calls": idle(False, tools=TOOLS),
+    "function_call": turn("error", {"name": "h"}, "none", functions=[F, G]),
+    "function_call.name": turn("error", "h", "f", functions=[F, G], function_call={"name": "f"}),
+}
+"""The same where nothing is written: a choice that makes no sense is refused, any other is the answer's business."""
+READING: Table = {
+    "messages": turn("prompt", user("abc"), user("abcd")),
+    "messages.role": turn("prompt", "user", "developer"),
+    "messages.content": turn("prompt", "abc", "abcd"),
+    "messages.content.type": turn("error", "image_url", "text", messages=user([{"type": "text", "text": "a"}])),
+    "messages.content.text": turn("prompt", "a", "bc", messages=user([{"type": "text", "text": "a"}])),
+    "add_generation_prompt": turn("prompt", True, False),
+    "continue_final_message": turn("prompt", True, False),
+    "chat_template_kwargs": turn("prompt", {"mood": "!"}, {"mood": "??"}),
+    **TOOL_FIELDS,
+}
+"""How messages become what the model reads."""
+
+
+def renamed(table: Table, names: Mapping[str, str], below: str = "") -> Table:
+    """Return a table in a dialect's names; with `below`, its fields are in the object of that name."""
+
+    def theirs(name: str) -> str:
+        head, dot, rest = name.partition(".")
+        return f"{names.get(head, head)}{dot}{rest}"
+
+    def moved(case: Turn) -> Turn:
+        more = {theirs(name): value for name, value in case.more.items()}
+        return case._replace(more={below: more} if below else more)
+
+    return {f"{below}.{theirs(name)}" if below else theirs(name): moved(case) for name, case in table.items()}
+
+
+def without(table: Table, *names: str) -> Table:
+    return {name: case for name, case in table.items() if name not in names}
+
+
+def only(table: Table, *names: str) -> Table:
+    return {name: table[name] for name in names}
+
+
+_FREE: JSON = {"temperature": 1.0, "seed": 1, "ignore_eos": True}
+BASES: Mapping[str, JSON] = MappingProxyType(
+    {
+        COMPLETE: {"prompt": "abc", "max_tokens": 6, "return_token_ids": True, **_FREE},
+        CHAT: {"messages": user("abc"), "max_tokens": 6, "return_token_ids": True, **_FREE},
+        RESPONSES: {"input": "abc", "max_output_tokens": 6, "return_token_ids": True, **_FREE},
+        MESSAGES: {
+            "messages": user("abc"), "max_tokens": 6, "temperature": 1.0, "seed": 1, "return_token_ids": True
+        },
+        GENERATE: {"token_ids": ids("abc"), "sampling_params": {"max_tokens": 6, **_FREE}},
+        SGLANG: {
+            "text": "abc",
+            "sampling_params": {"max_new_tokens": 6, "temperature": 1.0, "sampling_seed": 1, "ignore_eos": True},
+        },
+        LLAMA: {
+            "prompt": "abc", "n_predict": 6, "return_tokens": True, "top_k": 0, "top_p": 1.0, "min_p": 0.0, **_FREE
+        },
+        WEB: {"messages": user("abc"), "max_tokens": 12, "temperature": 0.0, "top_k": 0},
+        EMBED: {"input": "abc"},
+        COUNT: {"messages": user("abc")},
+        TOKENIZE: {"messages": user("abc")},
+        DETOKENIZE: {"tokens": ids("abc")},
+        TEMPLATE: {"messages": user("abc")},
+    }
+)  # fmt: skip
+SUM: JSON = {"temperature": 0.0, "max_tokens": 24, "seed": ABSENT, "ignore_eos": False}
+
+COMPLETE_TABLE: Table = {
+    **SAMPLING,
+    **INFORMING,
+    "prompt": turn("prompt", "abc", "abd"),
+    "echo": turn("text", True, False),
+    "logprobs": turn("logprobs", 1, 2),
+    "best_of": turn("error", 2, 1),
+    "add_special_tokens": turn("prompt", True, False),
+    "cache_salt": turn("cached", "complete1", "complete2", prompt=LONG),
+    "return_tokens_as_token_ids": turn("logprobs", True, False, logprobs=1),
+    "calculator": turn("text", True, False, model="calculator", prompt="<|user_start|>What is 123 plus 456?"
+                       "<|user_end|><|assistant_start|>", **SUM),
+}  # fmt: skip
+CHAT_TABLE: Table = {
+    **SAMPLING,
+    **INFORMING,
+    **READING,
+    **CALLING,
+    "max_completion_tokens": turn("tokens", 2, 3),
+    "logprobs": turn("form", True, False),
+    "top_logprobs": turn("logprobs", 1, 2, logprobs=True),
+    "echo": turn("text", True, False),
+    "add_special_tokens": turn("error", True, False),
+    "cache_salt": turn("cached", "chat1", "chat2", messages=user(LONG)),
+    "return_tokens_as_token_ids": turn("logprobs", True, False, logprobs=True),
+    "calculator": turn("text", True, False, model="calculator", messages=user("What is 123 plus 456?"), **SUM),
+}
+ITEM_CALL = {"type": "function_call", "call_id": "c", "name": "f", "arguments": '{"x": 1}'}
+ITEM_TALK = [ITEM_CALL, {"type": "function_call_output", "call_id": "c", "output": "sun"}]
+ITEM_PARTS = [ITEM_CALL, {**ITEM_TALK[1], "output": [{"type": "input_text", "text": "sun"}]}]
+ITEM_TEXT = [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": "abc"}]}]
+TOLD_SUM = [*user("What is 1 plus 2?"), {"role": "assistant", "content": "3"}, *user("And 2 plus 2?")]
+SURE_HERE: JSON = {"max_output_tokens": 120, "ignore_eos": False}
+SUM_HERE: JSON = {"temperature": 0.0, "max_output_tokens": 24, "seed": ABSENT, "ignore_eos": False}
+FLAT = [{"type": "function", **one} for one in (F, G)]
+FORMAT: JSON = {"format": {"type": "json_schema", "name": "n", "schema": {"enum": [1]}}}
+OWN_RESPONSES: Table = {
+    "n": turn("error", 2, 1),
+    "max_tokens": turn("error", 2),
+    "prompt_logprobs": turn("error", 1),
+    "response_format": turn("error", {"type": "json_object"}),
+    "stream_options.include_usage": idle(False, stream=True),
+    "stream_options.continuous_usage_stats": turn("error", True, False, stream=True),
+    "input": turn("prompt", "abc", user("abd")),
+    "input.type": turn("error", "item_reference", "message", input=user("abc")),
+    "input.role": turn("prompt", "user", "developer", input=user("abc")),
+    "input.content": turn("prompt", "abc", "abd", input=user("abc")),
+    "input.content.type": turn("error", "input_image", "input_text", input=ITEM_TEXT),
+    "input.content.text": turn("prompt", "abc", "abd", input=ITEM_TEXT),
+    "input.parts": turn("prompt", [{"type": "python", "text": "1+2"}], at="input.1.parts", input=TOLD_SUM,
+                        model="calculator"),
+    "input.call_id": turn("error", "d", "c", input=ITEM_TALK),
+    "input.name": turn("prompt", "f", "g", input=ITEM_TALK),
+    "input.arguments": turn("prompt", '{"x": 1}', '{"x": 2}', input=ITEM_TALK),
+    "input.output": turn("prompt", "sun", "rain", at="input.1.output", input=ITEM_TALK),
+    "input.output.type": turn("error", "input_image", "input_text", at="input.1.output.0.type", input=ITEM_PARTS),
+    "input.output.text": turn("prompt", "sun", "rain", at="input.1.output.0.text", input=ITEM_PARTS),
+    "instructions": turn("prompt", "Be."),
+    "max_output_tokens": turn("tokens", 2, 3),
+    "include": turn("logprobs", [LOGPROBS], []),
+    "top_logprobs": turn("logprobs", 1, 2, include=[LOGPROBS]),
+    "text": turn("text", FORMAT, {"format": {"type": "text"}}, **SURE_HERE),
+    "text.format": turn("text", FORMAT["format"], {"type": "text"}, **SURE_HERE),
+    "text.format.type": turn("text", "json_schema", "text", text=FORMAT, **SURE_HERE),
+    "text.format.name": turn("echo", "n", "m", text=FORMAT, **SURE_HERE),
+    "text.format.description": turn("echo", "d", "e", text=FORMAT, **SURE_HERE),
+    "text.format.schema": turn("text", {"enum": [1]}, {"enum": [2]}, text=FORMAT, **SURE_HERE),
+    "text.format.strict": turn("echo", True, False, text=FORMAT, **SURE_HERE),
+    "text.verbosity": turn("echo", "low", "high"),
+    "tools": turn("prompt", FLAT, FLAT[:1]),
+    "tools.type": turn("error", "web_search", "function", tools=FLAT),
+    "tools.name": turn("prompt", "f", "another", tools=FLAT),
+    "tools.description": turn("prompt", "Does.", "Does that.", tools=FLAT),
+    "tools.parameters": turn("prompt", SCHEMA, OTHER_SCHEMA, tools=FLAT),
+    "tools.strict": turn("echo", True, False, tools=FLAT),
+    "tool_choice": turn("calls", "required", "none", tools=FLAT, **SURE_HERE),
+    "parallel_tool_calls": turn(
+        "calls", True, False, tools=[{"type": "function", **NOTHING}], tool_choice="required",
+        logit_bias={str(NEWLINE): 100.0}, **SURE_HERE
+    ),
+    "reasoning": turn("prompt", {"effort": "low"}, {"effort": "high"}),
+    "reasoning.effort": turn("prompt", "low", "high"),
+    "chat_template_kwargs": turn("prompt", {"mood": "!"}, {"mood": "??"}),
+    "continue_final_message": turn("prompt", True, False),
+    "add_special_tokens": turn("error", True, False),
+    "cache_salt": turn("cached", "responses1", "responses2", input=LONG),
+    "return_tokens_as_token_ids": turn("logprobs", True, False, include=[LOGPROBS]),
+    "calculator": turn("text", True, False, model="calculator", input="What is 123 plus 456?", **SUM_HERE),
+    "background": turn("error", True, False),
+    "background_options": turn("error", {"completion_window": "8h"}),
+    "context_management": turn("error", [{"type": "compaction"}], []),
+    "conversation": turn("error", "c"),
+    "max_tool_calls": turn("error", 1),
+    "moderation": turn("error", {"model": "m"}),
+    "previous_response_id": turn("error", "resp_1"),
+    "prompt": turn("error", {"id": "p"}),
+    "prompt_cache_options": turn("error", {"mode": "explicit"}),
+    "prompt_cache_retention": turn("error", "24h", "in_memory"),
+    "truncation": turn("error", "auto", "disabled"),
+    "access_programs": turn("error", {"cyber": "standard"}),
+    "image": turn("error", {"context_compression": "enabled"}),
+}  # fmt: skip
+RESPONSES_TABLE: Table = {
+    **renamed(without(SAMPLING, *OWN_RESPONSES), {"max_tokens": "max_output_tokens"}),
+    **INFORMING,
+    **OWN_RESPONSES,
+}
+
+USE: JSON = {"type": "tool_use", "id": "toolu_1", "name": "f", "input": {"x": 1}}
+RESULT: JSON = {"type": "tool_result", "tool_use_id": "toolu_1", "content": "sun"}
+CALLED = [{"role": "assistant", "content": [USE]}, {"role": "user", "content": [RESULT]}]
+RESULT_PARTS = [CALLED[0], {"role": "user", "content": [{**RESULT, "content": [{"type": "text", "text": "sun"}]}]}]
+PART = [{"type": "text", "text": "abc"}]
+WORKS = [{"name": one["name"], "description": "Does.", "input_schema": SCHEMA} for one in (F, G)]
+SCHEMED: JSON = {"type": "json_schema", "schema": {"enum": [1]}}
+ANTHROPIC: Table = {
+    "model": turn("error", "other", "tiny"),
+    "messages": turn("prompt", user("abc"), user("abcd")),
+    "messages.role": turn("prompt", "user", "assistant"),
+    "messages.content": turn("prompt", "abc", "abcd"),
+    "messages.content.type": turn("error", "image", "text", messages=user(PART)),
+    "messages.content.text": turn("prompt", "abc", "abcd", messages=user(PART)),
+    "messages.content.id": turn("error", "toolu_2", "toolu_1", messages=CALLED),
+    "messages.content.name": turn("prompt", "f", "gg", messages=CALLED),
+    "messages.content.input": turn("prompt", {"x": 1}, {"x": 22}, messages=CALLED),
+    "messages.content.tool_use_id": turn(
+        "error", "toolu_2", "toolu_1", at="messages.1.content.0.tool_use_id", messages=CALLED
+    ),
+    "messages.content.content": turn("prompt", "sun", "rain", at="messages.1.content.0.content", messages=CALLED),
+    "messages.content.is_error": turn("prompt", True, False, at="messages.1.content.0.is_error", messages=CALLED),
+    "messages.content.content.type": turn(
+        "error", "image", "text", at="messages.1.content.0.content.0.type", messages=RESULT_PARTS
+    ),
+    "messages.content.content.text": turn(
+        "prompt", "sun", "rain", at="messages.1.content.0.content.0.text", messages=RESULT_PARTS
+    ),
+    "system": turn("prompt", "Be."),
+    "system.type": turn("error", "image", "text", system=PART),
+    "system.text": turn("prompt", "abc", "abcd", system=PART),
+    "tools": turn("prompt", WORKS),
+    "tools.type": turn("error", "bash_20250124", "custom", tools=WORKS),
+    "tools.name": turn("prompt", "f", "another", tools=WORKS),
+    "tools.description": turn("prompt", "Does.", "Does that.", tools=WORKS),
+    "tools.input_schema": turn("prompt", SCHEMA, OTHER_SCHEMA, tools=WORKS),
+    "tools.strict": idle(True, tools=WORKS),
+    "thinking": turn("prompt", {"type": "disabled"}),
+    "thinking.type": turn("error", "enabled", "disabled"),
+    "output_config": turn("prompt", {"effort": "low"}),
+    "output_config.effort": turn("prompt", "low", "high"),
+    "output_config.format.type": turn("error", "text", "json_schema", output_config={"format": SCHEMED}),
+    "output_format.type": turn("error", "text", "json_schema", output_format=SCHEMED),
+    "chat_template_kwargs": turn("prompt", {"mood": "!"}, {"mood": "??"}),
+    "cache_control": idle({"type": "ephemeral"}),
+    "user_profile_id": idle("u"),
+    "workspace_id": idle("w"),
+}
+MUST: JSON = {"tools": WORKS, "max_tokens": 120}
+MESSAGES_TABLE: Table = {
+    **ANTHROPIC,
+    **only(SAMPLING, "stream", "temperature", "top_p", "seed", "max_tokens", "return_token_ids"),
+    "top_k": turn("tokens", 1, 0),
+    "stop_sequences": turn("end", ["a"], ["b"], max_tokens=60, output_format={"type": "json_schema", "schema":
+                           {"enum": ["a b"]}}),
+    "tool_choice": turn("calls", {"type": "any"}, {"type": "none"}, **MUST),
+    "tool_choice.type": turn("calls", "any", "none", **MUST),
+    "tool_choice.name": turn("calls", "f", "long_g", tool_choice={"type": "tool"}, **MUST),
+    "tool_choice.disable_parallel_tool_use": turn(
+        "calls", True, False, tools=[{"name": "f", "input_schema": {"type": "object", "properties": {}}}],
+        tool_choice={"type": "any"}, max_tokens=400, temperature=2.0
+    ),
+    "output_config.format": turn("text", SCHEMED, max_tokens=60),
+    "output_config.format.schema": turn(
+        "text", {"enum": [1]}, {"enum": [2]}, max_tokens=60, output_config={"format": SCHEMED}
+    ),
+    "output_format": turn("text", SCHEMED, max_tokens=60),
+    "output_format.schema": turn("text", {"enum": [1]}, {"enum": [2]}, max_tokens=60, output_format=SCHEMED),
+    "cache_salt": turn("cached", "messages1", "messages2", messages=user(LONG)),
+    "metadata": idle({"user_id": "u"}),
+    "service_tier": idle("auto"),
+}  # fmt: skip
+COUNT_TABLE: Table = {
+    **ANTHROPIC,
+    "tool_choice": turn("error", {"type": "any"}, {"type": "none"}),
+    "tool_choice.type": turn("error", "any", "none"),
+    "tool_choice.name": turn("error", "h", "f", tools=WORKS, tool_choice={"type": "tool"}),
+    "tool_choice.disable_parallel_tool_use": idle(True, tools=WORKS, tool_choice={"type": "auto"}),
+    "output_config.format": turn("error", SCHEMED, output_format=SCHEMED),
+    "output_config.format.schema": idle({"enum": [1]}, {"enum": [2]}, output_config={"format": SCHEMED}),
+    "output_format": turn("error", SCHEMED, output_config={"format": SCHEMED}),
+    "output_format.schema": idle({"enum": [1]}, {"enum": [2]}, output_format=SCHEMED),
+}
+
+PARAMS = "sampling_params"
+SHARED = (
+    *("n", "temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "min_tokens", "presence_penalty"),
+    *("frequency_penalty", "repetition_penalty", "logit_bias", "stop", "stop_token_ids", "ignore_eos"),
+)
+GENERATE_TABLE: Table = {
+    **renamed(only(SAMPLING, *SHARED, "truncate_prompt_tokens", "allowed_token_ids", "bad_words"), {}, PARAMS),
+    **renamed(only(SAMPLING, "prompt_logprobs", "return_raw_logprobs"), {}, PARAMS),
+    **only(SAMPLING, "model", "stream", "stream_options", "request_id"),
+    **only(SAMPLING, *(name for name in SAMPLING if name.startswith("stream_options."))),
+    "sampling_params.truncate_prompt_tokens": turn("prompt", 2, 3, return_token_ids=True),
+    "sampling_params.structured_outputs": turn(
+        "tokens", {"regex": "[ab]{2}"}, {"regex": "[cd]{2}"}, sampling_params={"ignore_eos": False}
+    ),
+    "sampling_params.return_sampling_mask": turn("reply", True, False, sampling_params={"top_k": 2}),
+    "sampling_params.skip_special_tokens": turn(
+        "end", True, False, sampling_params={"logit_bias": {str(START): 100.0}, "stop": "_start|><|im"}
+    ),
+    "sampling_params.logprobs": turn("logprobs", 1, 2),
+    "sampling_params.skip_reading_prefix_cache": turn("cached", False, True, token_ids=ids(LONG), cache_salt="skip"),
+    "sampling_params.detokenize": idle(False),
+    "sampling_params.flat_logprobs": idle(True, sampling_params={"logprobs": 1}),
+    "sampling_params.skip_clone": idle(True),
+    "sampling_params.include_stop_str_in_output": idle(
+        True, sampling_params={"stop": "a", "logit_bias": {str(A): 100.0}}
+    ),
+    "sampling_params.output_kind": turn("error", 2, 1, stream=True),
+    "sampling_params": turn("tokens", {"max_tokens": 2, "seed": 1}, {"max_tokens": 3, "seed": 1}),
+    "token_ids": turn("prompt", ids("abc"), ids("ab"), return_token_ids=True),
+    "return_token_ids": turn("form", True, False),
+    "cache_salt": turn("cached", "generate1", "generate2", token_ids=ids(LONG)),
+    "token_offsets": idle([[0, 1]] * 3),
+    "assistant_tokens_mask": idle([0] * 3),
+}
+SGLANG_NAMES = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens", "seed": "sampling_seed"}
+SCORED: JSON = {"return_logprob": True}
+SGLANG_TABLE: Table = {
+    **renamed(only(SAMPLING, *SHARED, "skip_special_tokens", "json_schema", "regex", "ebnf"), SGLANG_NAMES, PARAMS),
+    **only(SAMPLING, "stream"),
+    "sampling_params.n": turn("form", 2, 1, stream=True),
+    "sampling_params.no_stop_trim": turn(
+        "text", True, False, sampling_params={"stop": "a", "logit_bias": {str(A): 100.0}}
+    ),
+    "sampling_params": turn(
+        "tokens", {"max_new_tokens": 2, "temperature": 0.0}, {"max_new_tokens": 3, "temperature": 0.0}
+    ),
+    "text": turn("prompt", "abc", "abcd"),
+    "input_ids": turn("prompt", ids("abc"), ids("ab"), text=ABSENT),
+    "return_logprob": turn("form", True, False),
+    "logprob_start_len": turn("logprobs", 0, 1, **SCORED),
+    "top_logprobs_num": turn("logprobs", 1, 2, **SCORED),
+    "return_text_in_logprobs": turn("logprobs", True, False, **SCORED),
+    "return_sampling_mask": turn("form", True, False),
+    "rid": turn("id", "one", "two"),
+    "extra_key": turn("cached", "sglang1", "sglang2", text=LONG),
+    "log_metrics": idle(False),
+    "no_logs": idle(True),
+    "background": idle(True),
+}
+LLAMA_NAMES = {"max_tokens": "n_predict", "repetition_penalty": "repeat_penalty", "n": "n_cmpl"}
+LLAMA_TABLE: Table = {
+    **renamed(only(SAMPLING, "model", "n", "temperature", "top_k", "top_p", "min_p", "max_tokens"), LLAMA_NAMES),
+    **renamed(only(SAMPLING, "repetition_penalty", "presence_penalty", "frequency_penalty", "seed"), LLAMA_NAMES),
+    **renamed(only(SAMPLING, "stop", "ignore_eos", "logit_bias", "grammar", "json_schema", "stream"), LLAMA_NAMES),
+    "prompt": turn("prompt", "abc", ["abd", 5]),
+    "repeat_last_n": turn("tokens", -1, 0, repeat_penalty=100.0, temperature=0.0, n_predict=24),
+    "n_probs": turn("logprobs", 1, 2),
+    "cache_prompt": turn("cached", True, False, prompt=f"llama.cpp reads {LONG}"),
+    "return_tokens": turn("tokens", True, False),
+    "timings_per_token": turn("form", True, False, stream=True),
+    "response_fields": turn("form", ["content"], ["stop"]),
+}
+WEB_TABLE: Table = {
+    "messages": turn("text", user("abc"), user("abd")),
+    "messages.role": turn("text", "user", "assistant", messages=[*user("abc"), *user("abc")]),
+    "messages.content": turn("text", "abc", "abd"),
+    "temperature": turn("text", 0.0, 2.0),
+    "max_tokens": turn("text", 2, 12),
+    "top_k": turn("text", 1, 0, temperature=2.0),
+}
+EMBED_TABLE: Table = {
+    "input": turn("vector", "abc", "abd"),
+    "model": turn("error", "other", "tiny"),
+    "encoding_format": turn("vector", "base64", "float"),
+    "dimensions": turn("vector", 4, 8),
+    "user": idle("me"),
+    "pooling": turn("vector", "last", "mean"),
+    "normalize": turn("vector", True, False),
+    "truncate_prompt_tokens": turn("vector", 2, 3),
+    "add_special_tokens": turn("vector", True, False),
+    "cache_salt": shown_by("test_the_salt_of_an_embedding_parts_its_prefixes"),
+}
+TEXT: JSON = {"messages": ABSENT, "prompt": "abc"}
+PIECES: JSON = {"messages": ABSENT, "content": "abc"}
+
+
+def seen_as(what: str, table: Table) -> Table:
+    """Return a table whose prompts are told of by another name."""
+    return {name: case._replace(what=what) if case.what == "prompt" else case for name, case in table.items()}
+
+
+TOKENIZE_TABLE: Table = {
+    **seen_as("tokens", {**READING, **TOLD}),
+    "model": turn("error", "other", "tiny"),
+    "prompt": turn("tokens", "abc", "abd", **TEXT),
+    "content": turn("tokens", "abc", "abd", **PIECES),
+    "add_special_tokens": turn("tokens", True, False, **TEXT),
+    "add_special": turn("tokens", True, False, **PIECES),
+    "return_token_strs": turn("reply", True, False, **TEXT),
+    "with_pieces": turn("form", True, False, **PIECES),
+}
+DETOKENIZE_TABLE: Table = {
+    "model": turn("form", "tiny"),
+    "tokens": turn("prompt", ids("abc"), ids("abd")),
+}
+TEMPLATE_TABLE: Table = {**READING, **TOLD, "model": turn("error", "other", "tiny")}
+TABLES: Mapping[str, Table] = MappingProxyType(
+    {
+        COMPLETE: COMPLETE_TABLE,
+        CHAT: CHAT_TABLE,
+        RESPONSES: RESPONSES_TABLE,
+        MESSAGES: MESSAGES_TABLE,
+        GENERATE: GENERATE_TABLE,
+        SGLANG: SGLANG_TABLE,
+        LLAMA: LLAMA_TABLE,
+        WEB: WEB_TABLE,
+        EMBED: EMBED_TABLE,
+        COUNT: COUNT_TABLE,
+        TOKENIZE: TOKENIZE_TABLE,
+        DETOKENIZE: DETOKENIZE_TABLE,
+        TEMPLATE: TEMPLATE_TABLE,
+    }
+)
+
+
+# ---- tests ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, Running]]:
+    """The tiny model, with a start token, a template with variables and room for tools; and one with a calculator."""
+    directory = make_tiny(tmp_path_factory.mktemp("every"), 4096)
+    core = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
+    core.post_processor = tokenizers.processors.TemplateProcessing("<|bos|> $A", special_tokens=[("<|bos|>", 258)])
+    core.save(str(directory / "tokenizer.json"))
+    (directory / "chat_template.jinja").write_text(TALK)
+    with running(directory) as tiny, running(CALCULATOR) as calculator:
+        yield {"tiny": tiny, "calculator": calculator}
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_the_table_has_every_field(path: str) -> None:
+    assert set(TABLES[path]) == fields_of(BODIES[path])
+
+
+@pytest.mark.parametrize(("path", "field"), [(path, field) for path in TABLES for field in TABLES[path]])
+def test_every_field_does_what_the_table_says(servers: Mapping[str, Running], path: str, field: str) -> None:
+    case = TABLES[path][field]
+    if case.what == "elsewhere":
+        assert callable(globals()[case.one])
+        return
+    server = servers[case.model]
+    one, two = both_bodies(path, field, case)
+    again, first, second = (asked(server, path, body) for body in (one, one, two))
+    assert second.error == (200, "")
+    if case.what == "error":
+        status, told = first.error
+        assert status == (404 if field == "model" else 400)
+        assert {*field.split(".")} & {*re.findall(r"\w+", told)}, told
+    elif case.what == "nothing":
+        parts = [[leaf for leaf in one.part("reply") if field not in leaf[0]] for one in (first, second)]
+        assert first.error == (200, "") and all(parts) and alike(*parts)
+    else:
+        parts = [one.part(case.what) for one in (first, second)]
+        assert first.error == (200, "") and any(parts) and not alike(*parts)
+        assert case.what == "cached" or alike(again.part(case.what), parts[0]), "it differs by chance"
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_the_same_request_has_the_same_reply(servers: Mapping[str, Running], path: str) -> None:
+    """Otherwise every field would seem to do something."""
+    first, second = (asked(servers["tiny"], path, BASES[path]) for _ in range(2))
+    assert first.error == (200, "") and first.form == second.form
+    assert first.part("reply") and alike(first.part("reply"), second.part("reply"))
+
+
+def test_the_salt_of_an_embedding_parts_its_prefixes(servers: Mapping[str, Running]) -> None:
+    server = servers["tiny"]
+    for salt, cached in (("embed1", True), ("embed2", False)):
+        asked(server, EMBED, {"input": LONG, "cache_salt": "embed1"})
+        reply = server.post(COMPLETE, {"prompt": LONG, "max_tokens": 1, "cache_salt": salt}).json()
+        assert (reply["usage"]["prompt_tokens_details"]["cached_tokens"] > 0) is cached
+
+
+BOOKS = frozenset({*INFORMING, "stream_options.include_obfuscation"})
+SPOKEN = frozenset({"tools.function.strict", "functions.strict"})
+CLAUDE = frozenset({"cache_control", "user_profile_id", "workspace_id", "tools.strict"})
+INFORMATIONAL: Mapping[str, frozenset[str]] = MappingProxyType(
+    {
+        COMPLETE: BOOKS,
+        CHAT: BOOKS | SPOKEN,
+        RESPONSES: BOOKS | {"stream_options.include_usage"},
+        MESSAGES: CLAUDE | {"metadata", "service_tier"},
+        COUNT: CLAUDE
+        | {"tool_choice.disable_parallel_tool_use", "output_config.format.schema", "output_format.schema"},
+        GENERATE: frozenset(
+            {"stream_options.include_obfuscation", "token_offsets", "assistant_tokens_mask"}
+            | {f"{PARAMS}.{name}" for name in ("detokenize", "flat_logprobs", "skip_clone")}
+            | {f"{PARAMS}.include_stop_str_in_output"}
+        ),
+        SGLANG: frozenset({"log_metrics", "no_logs", "background"}),
+        EMBED: frozenset({"user"}),
+        TOKENIZE: SPOKEN | {"parallel_tool_calls"},
+        TEMPLATE: SPOKEN | {"parallel_tool_calls"},
+    }
+)
+"""What is taken without effect."""
+TOLD_IN: Mapping[str, ModuleType] = MappingProxyType(
+    {RESPONSES: responses, MESSAGES: messages, GENERATE: generate, SGLANG: sglang, EMBED: embeddings}
+)
+"""Dialects whose module says what it takes without effect."""
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_what_has_no_effect_is_known_to_have_none(path: str) -> None:
+    without_effect = {field for field, case in TABLES[path].items() if case.what == "nothing"}
+    assert without_effect == INFORMATIONAL.get(path, frozenset())
+    if path in TOLD_IN:
+        documented = inspect.getdoc(TOLD_IN[path]) or ""
+        assert {field for field in without_effect if f"{field.removeprefix(f'{PARAMS}.')}`" not in documented} == set()
+
+
+def test_the_document_lists_what_is_taken_and_left_out() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "server.md").read_text()
+    found = re.search(r"Taken and left\s+out, because (.*?)\.\n\n", text, re.S)
+    assert found is not None and {*re.findall(r"`([^`]+)`", found[1])} == BOOKS

@@ -1,0 +1,156 @@
+"""Every field that is known and not done: refused by its name over HTTP on every path, taken where it asks nothing.
+
+Where a dialect's own tests already send all of a table, that is only held here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+
+from nano_inference.server import generate, llamacpp, messages, responses, sglang
+from nano_inference.server.paths import CONVERTING, GENERATING
+from nano_inference.server.schema import ChatBody
+from nano_inference.server.unsupported import NEUTRAL
+from tests.server import test_generate, test_llamacpp, test_messages, test_responses, test_sglang, test_unsupported
+from tests.server.mounted import ids
+from tests.server.test_unsupported import DECLARED, asking
+from tests.server.tiny import Running
+
+JSON = dict[str, Any]
+Values = Mapping[str, tuple[Any, ...]]
+RESPONSES, MESSAGES, COUNT = "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"
+GENERATE, SGLANG, LLAMA, WEB = "/inference/v1/generate", "/generate", "/completion", "/chat/completions"
+HELLO = [{"role": "user", "content": "a"}]
+BODIES: Mapping[str, JSON] = MappingProxyType(
+    {
+        RESPONSES: {"input": "a", "max_output_tokens": 1},
+        MESSAGES: {"messages": HELLO, "max_tokens": 1},
+        COUNT: {"messages": HELLO},
+        GENERATE: {"token_ids": ids("a"), "sampling_params": {"max_tokens": 1}},
+        SGLANG: {"text": "a", "sampling_params": {"max_new_tokens": 1}},
+        LLAMA: {"prompt": "a", "n_predict": 1},
+        WEB: {"messages": HELLO, "max_tokens": 1},
+        "/v1/embeddings": {"input": "a"},
+        "/detokenize": {"tokens": [1]},
+    }
+)
+"""The paths whose refusals `test_unsupported` does not send."""
+OWN: Mapping[str, Values] = MappingProxyType(
+    {
+        RESPONSES: responses._NEUTRAL,
+        MESSAGES: messages._REFUSED,
+        COUNT: messages._REFUSED,
+        GENERATE: generate.UNSUPPORTED,
+        SGLANG: sglang.UNSUPPORTED,
+        LLAMA: llamacpp.UNSUPPORTED,
+    }
+)
+"""What a dialect knows and does not do -> the values with which it asks for nothing."""
+PARAMS: Mapping[str, Values] = MappingProxyType(
+    {GENERATE: generate.UNSUPPORTED_PARAMS, SGLANG: sglang.UNSUPPORTED_PARAMS}
+)
+"""The same among sampling parameters."""
+ASKING: Mapping[str, Any] = MappingProxyType({"max_tokens": 2, "response_format": {"type": "text"}, "n": 2})
+"""Fields that are declared all the same, whose types are checked first."""
+FOREIGN: Mapping[str, frozenset[str]] = MappingProxyType(
+    {
+        MESSAGES: messages._FOREIGN,
+        COUNT: messages._FOREIGN,
+        RESPONSES: frozenset(responses._CHAT_NAMES) | (frozenset(ChatBody.model_fields) - DECLARED[RESPONSES]),
+    }
+)
+"""A chat's fields that have no meaning in a dialect, or another name: refused unless they are null."""
+
+
+def refused(server: Running, path: str, body: JSON, param: str) -> None:
+    """Send a body; it must be refused with the field's name, in the place that its dialect has for that."""
+    reply = server.post(path, body)
+    error = reply.json()["error"]
+    assert reply.status_code == 400, (param, reply.text)
+    named = error.get("param") or error.get("details", {}).get("param")
+    assert named == param or (path == LLAMA and param in error["message"]), error
+
+
+def taken(server: Running, path: str, body: JSON) -> None:
+    reply = server.post(path, body)
+    assert reply.status_code == 200, (body, reply.text)
+
+
+def columns(table: Values) -> list[JSON]:
+    """Return bodies that have every neutral value of every field."""
+    count = max(map(len, table.values()))
+    return [{name: values[column % len(values)] for name, values in table.items()} for column in range(count)]
+
+
+def common(path: str) -> Values:
+    """Return the fields of other servers that a path neither does nor has a say of its own in."""
+    own = DECLARED[path] | set(OWN.get(path, {})) | FOREIGN.get(path, frozenset())
+    return {name: values for name, values in NEUTRAL.items() if name not in own}
+
+
+def test_every_path_is_here_or_there() -> None:
+    assert {*BODIES, *test_unsupported.BODIES} == {one.path for one in GENERATING} | {one.path for one in CONVERTING}
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_what_other_servers_know_is_refused(server: Running, path: str) -> None:
+    for index, name in enumerate(common(path)):
+        values = asking(name)
+        refused(server, path, {**BODIES[path], name: values[index % len(values)]}, name)
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_what_other_servers_know_is_taken_when_it_asks_for_nothing(server: Running, path: str) -> None:
+    for neutral in columns(common(path)):
+        taken(server, path, {**BODIES[path], **neutral})
+
+
+@pytest.mark.parametrize("path", [path for path in OWN if path not in PARAMS and path != LLAMA])
+def test_what_a_dialect_knows_is_refused(server: Running, path: str) -> None:
+    for name in OWN[path]:
+        refused(server, path, {**BODIES[path], name: ASKING.get(name, ["x"])}, name)
+
+
+@pytest.mark.parametrize("path", OWN)
+def test_what_a_dialect_knows_is_taken_when_it_asks_for_nothing(server: Running, path: str) -> None:
+    for neutral in columns(OWN[path]):
+        taken(server, path, {**BODIES[path], **neutral})
+    for neutral in columns(PARAMS[path]) if path in PARAMS else ():
+        body = BODIES[path]
+        taken(server, path, {**body, "sampling_params": {**body["sampling_params"], **neutral}})
+
+
+@pytest.mark.parametrize("path", FOREIGN)
+def test_a_chat_s_own_fields_are_refused(server: Running, path: str) -> None:
+    for name in FOREIGN[path]:
+        refused(server, path, {**BODIES[path], name: ASKING.get(name, "x")}, name)
+    taken(server, path, {**BODIES[path], **dict.fromkeys(FOREIGN[path])})
+
+
+def test_the_dialects_own_tests_send_all_of_their_tables() -> None:
+    for path, sent in (
+        (GENERATE, {param for _, _, param in test_generate.REFUSED}),
+        (SGLANG, {param for _, _, param in test_sglang.REFUSED}),
+        (LLAMA, {param for _, param in test_llamacpp.REFUSED}),
+    ):
+        assert {*OWN[path], *(f"sampling_params.{name}" for name in PARAMS.get(path, ()))} <= sent
+
+
+def test_what_responses_refuse_is_refused_over_http(server: Running) -> None:
+    for fields, param in test_responses.REFUSED:
+        refused(server, RESPONSES, {**BODIES[RESPONSES], **fields}, param)
+
+
+def test_what_messages_refuse_is_refused_over_http(server: Running) -> None:
+    (mark,) = test_messages.test_what_is_not_done_is_refused_by_name.pytestmark  # type: ignore[attr-defined]
+    _, cases = mark.args
+    assert len(cases) > 40
+    for fields, param in cases:
+        body = {**BODIES[MESSAGES], **fields}
+        reply = server.post(MESSAGES, {name: value for name, value in body.items() if value is not ...})
+        assert reply.status_code == (404 if param == "model" else 400)
+        assert reply.json()["error"]["details"]["param"] == param

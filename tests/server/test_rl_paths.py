@@ -1,0 +1,42 @@
+"""No spelling of a path reaches a trainer's command past the admin key, nor a dialect's error past its shape."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from nano_inference.config import ServerConfig
+from nano_inference.server.rl.paths import ADMIN_PATHS
+from tests.server.tiny import Running, running
+
+USER, ADMIN = "ordinary-key", "admin-key-1"
+
+
+@pytest.fixture(scope="module")
+def keyed(tiny_directory: Path) -> Iterator[Running]:
+    config = ServerConfig(port=0, log_requests=False, enable_rl=True, api_key=(USER,), admin_key=(ADMIN,))
+    with running(tiny_directory, config) as one:
+        yield one
+
+
+@pytest.mark.parametrize("path", sorted(ADMIN_PATHS))
+def test_no_spelling_passes_the_admin_key(keyed: Running, path: str) -> None:
+    """A router may find a path before a line's end; the list of paths has none of those."""
+    spelled = (path, path + "%0A", path + "%0a%0a", path + "%0D", path + "%00", path + "%7F", path + "/", path.upper())
+    for one in (*spelled, "/" + path, "/." + path, path.replace("/", "/%2e/", 1), path + "%3F", path + ";x=1"):
+        for method in ("POST", "GET", "PUT", "HEAD", "OPTIONS"):
+            reply = keyed.client.request(method, one, headers={"authorization": f"Bearer {USER}"}, json={})
+            assert reply.status_code in (400, 403, 404, 405, 415), (one, method, reply.status_code)
+    assert keyed.client.get("/is_paused", headers={"authorization": f"Bearer {USER}"}).json()["is_paused"] is False
+
+
+def test_what_the_guard_refuses_has_the_dialects_shape(keyed: Running) -> None:
+    body = {"model": "tiny", "max_tokens": 1, "messages": [{"role": "user", "content": "x"}]}
+    told = keyed.post("/v1/messages", body)
+    assert told.status_code == 401 and told.json()["type"] == "error"
+    assert told.json()["error"]["type"] == "authentication_error"
+    assert keyed.client.get("/v1/messages", headers={"x-api-key": USER}).json()["type"] == "error"
+    assert "detail" in keyed.post("/chat/completions", body).json()
+    assert keyed.post("/v1/completions", {"prompt": "x"}).json()["error"]["code"] == "invalid_api_key"
