@@ -221,7 +221,7 @@ def test_base64_is_little_endian() -> None:
     [
         ("the prompt's hidden states are not finite", 500, "input.1: embedding failed: the prompt's hidden states"),
         ("out of memory: a step", 503, "out of memory: a step"),
-        (None, 500, "input.1: embedding failed: the engine gave the request up"),
+        (None, 503, "input.1: the request was aborted"),
     ],
 )
 def test_a_sample_without_an_embedding(reason: str | None, status: int, message: str) -> None:

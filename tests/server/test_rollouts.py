@@ -147,3 +147,21 @@ def test_every_form_of_reply_tells_masks_and_versions(rollouts: Running) -> None
         plain = {name: value for name, value in body.items() if not name.startswith("return_")}
         (choice,) = rollouts.post(path, plain).json()["choices"]
         assert choice["weight_versions"] == span and "mask" not in choice
+
+
+def test_other_dialects_tell_them_too(rollouts: Running) -> None:
+    span = [{"version": "0", "start": 0, "end": 4, "number": 0}]
+    llama = {"prompt": "x", "n_predict": 4, "ignore_eos": True, "return_tokens": True}
+    reply = rollouts.post("/completion", llama).json()
+    assert (reply["weight_versions"], reply["mask"]) == (span, [1] * 4)
+    *pieces, last = rollouts.events("/completion", {**llama, "stream": True})
+    assert [m for piece in pieces for m in piece["mask"]] == [1] * 4 and last["weight_versions"] == span
+    chat = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 4}
+    assert rollouts.events("/chat/completions", chat)[-1]["weight_versions"][0]["version"] == "0"
+    reply = rollouts.post(
+        "/generate", {"text": "x", "sampling_params": {"max_new_tokens": 4, "ignore_eos": True}}
+    ).json()
+    assert [(one["start"], one["end"]) for one in reply["meta_info"]["weight_versions"]] == [(0, 4)]
+    assert rollouts.post("/v1/embeddings", {"input": ["x", "y"]}).json()["weight_versions"] == [0, 0]
+    claude = {**chat, "model": "tiny"}
+    assert rollouts.post("/v1/messages", claude).json()["weight_versions"][0]["version"] == "0"

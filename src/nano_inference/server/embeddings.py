@@ -93,7 +93,7 @@ def embedding_call(body: EmbeddingBody, model: ServedModel, config: ServerConfig
         asks=asks,
         num_samples=1,
         num_tokens=sum(len(ask.prompt) for ask in asks),
-        shape=ReplyShape(),
+        shape=ReplyShape(versions=config.enable_rl),
         dialect=partial(EmbeddingReply, body),
     )
 
@@ -108,7 +108,10 @@ class EmbeddingReply(WholeReply):
     def whole(self, drafts: Sequence[Draft]) -> JSON:
         """Return the reply's JSON. Raises `ApiError` for a text that failed."""
         samples = [draft.sample for draft in drafts if draft.sample is not None]
-        return embedding_reply(self._body, self._call.model, samples)
+        reply = embedding_reply(self._body, self._call.model, samples)
+        if self._call.shape.versions:
+            reply["weight_versions"] = [sample.weight_version for sample in samples]
+        return reply
 
 
 def embedding_reply(body: EmbeddingBody, model_name: str, samples: Sequence[TrainingSample]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import Any
 from nano_inference.server.call import JSON, Call, Draft
 from nano_inference.server.errors import ApiError, shortened
 from nano_inference.server.events import event
+from nano_inference.server.replies import version_facts
 from nano_inference.server.writing import Entry, Written, alone, token_data
 from nano_inference.text.tokenizer import Tokenizer
 
@@ -96,6 +97,8 @@ class LlamaReply:
             piece["completion_probabilities"] = self._probabilities(written.entries)
         if self._told.timings:
             piece["timings"] = self._timings(draft, self._progress[draft.index].num_tokens)
+        if self._call.shape.versions and written.delta is not None:
+            piece["mask"] = list(written.delta.mask)
         return piece
 
     def _answer(self, draft: Draft) -> JSON:
@@ -123,6 +126,10 @@ class LlamaReply:
         }
         if shape.logprobs is not None and not is_told:
             answer["completion_probabilities"] = self._probabilities(draft.entries)
+        if shape.versions and self._told.tokens and not is_told:
+            answer["mask"] = list(draft.mask)
+        if shape.versions:
+            answer |= version_facts(draft, shape)
         return selected(answer, self._told.parts)
 
     def _prompt(self, draft: Draft) -> tuple[int, ...]:

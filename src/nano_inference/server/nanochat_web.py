@@ -21,6 +21,7 @@ from nano_inference.server.calls import chat_call
 from nano_inference.server.dialects import as_body, given
 from nano_inference.server.errors import ApiError, shortened
 from nano_inference.server.model import ServedModel
+from nano_inference.server.replies import version_facts
 from nano_inference.server.schema import Body, ChatBody
 from nano_inference.server.unsupported import refuse_unsupported
 from nano_inference.server.writing import Written
@@ -114,7 +115,7 @@ class WebReply:
 
     def closing(self, drafts: Sequence[Draft]) -> bytes:
         """Return the event that says that the answer is there."""
-        return _event({"done": True})
+        return _event({"done": True, **version_facts(drafts[0], self._call.shape)})
 
     def failed(self, error: ApiError) -> bytes:
         """Return an event that says why there is no more."""

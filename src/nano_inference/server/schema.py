@@ -26,6 +26,10 @@ TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 """Read up to the first that is wrong: a list of a million has a million errors."""
 
 
+TEMPLATE_FIELDS = frozenset({"reasoning_effort"})
+"""Given to the chat template when it speaks of them, refused otherwise (`prompts`)."""
+
+
 def _small(value: Any) -> Any:
     """Refuse a large object before its entries are looked at, for the same reason."""
     if isinstance(value, dict) and len(value) > MAX_BIAS:
@@ -205,6 +209,8 @@ Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES,
 class ChatBody(Sampling, ToolFields):
     """POST /v1/chat/completions."""
 
+    neutral_names: ClassVar[frozenset[str]] = TEMPLATE_FIELDS
+
     messages: Messages
     max_completion_tokens: Annotated[int, Field(ge=0, le=_INT32)] | None = None
     logprobs: bool | None = None
@@ -217,6 +223,8 @@ class ChatBody(Sampling, ToolFields):
 
 class TokenizeBody(ToolFields):
     """POST /tokenize: vLLM's form (`prompt` or `messages`) or llama.cpp's (`content`)."""
+
+    neutral_names: ClassVar[frozenset[str]] = TEMPLATE_FIELDS
 
     model: str | None = None
     prompt: str | None = None
@@ -240,6 +248,8 @@ class DetokenizeBody(Body):
 
 class ApplyTemplateBody(ToolFields):
     """POST /apply-template: the text that the model would read."""
+
+    neutral_names: ClassVar[frozenset[str]] = TEMPLATE_FIELDS
 
     model: str | None = None
     messages: Messages

@@ -90,11 +90,7 @@ def refuse_unsupported(fields: Mapping[str, Any], where: str = "") -> None:
 
 def unknown_fields(fields: Mapping[str, Any]) -> list[str]:
     """Return the names that nobody knows, sorted."""
-    return sorted(name for name in fields if name not in NEUTRAL and name not in _TEMPLATE_FIELDS)
-
-
-_TEMPLATE_FIELDS = frozenset({"reasoning_effort"})
-"""Given to the chat template when it speaks of them, refused otherwise (`prompts`)."""
+    return sorted(name for name in fields if name not in NEUTRAL)
 
 
 def _is_neutral(value: Any, neutral: tuple[Any, ...]) -> bool:

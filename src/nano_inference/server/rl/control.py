@@ -70,7 +70,7 @@ class Control:
 
         try:
             found = await self._bridge.watch(look, first=begin)
-            is_paused = await unless_gone(receive, found) and await self._bridge.call(look)
+            is_paused = await unless_gone(receive, found) and await self._bridge.call(lambda: look() is True)
         except ClientGone:
             if self._num_pausing == 1:
                 await self._bridge.call(engine.cancel_pause)

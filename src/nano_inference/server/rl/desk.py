@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+import logging
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import UnionType
@@ -21,7 +22,7 @@ from nano_inference.server.guard import GuardPolicy, read_body
 from nano_inference.server.rl.control import Control
 from nano_inference.server.rl.feed import Source
 from nano_inference.server.rl.groups import Groups
-from nano_inference.server.rl.places import place_of, weights_below, weights_root
+from nano_inference.server.rl.places import place_of, shown_below, weights_below, weights_root
 from nano_inference.server.rl.schema import GROUP, InitGroupBody, InitInfo
 from nano_inference.server.rl.threads import in_thread
 from nano_inference.server.rl.updates import WAY_OUT, Updates, refusal
@@ -44,6 +45,8 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 Do = Callable[[Request], Awaitable[JSON]]
 B = TypeVar("B", bound=Body)
 _TRUE, _FALSE = frozenset({"true", "1", "yes", "on"}), frozenset({"false", "0", "no", "off"})
+NO_WEIGHTS = "the weights were discarded: requests wait until all of them have come in an update"
+_log = logging.getLogger("nano_inference.server")
 _PLACE_S = 10.0
 """How long a trainer waits for a file system that may be at the other end of a network."""
 _KNOWN = (WeightError, ModelError, BadRequest, UpdateBusy, EnginePaused, EngineDead, OSError)
@@ -58,7 +61,6 @@ class Desk:
     policy: GuardPolicy
     bridge: Bridge
     opened: Callable[[], Opened]
-    note_unknown: Callable[[Body], None]
     root: Path | None
     control: Control
     updates: Updates
@@ -72,21 +74,42 @@ class Desk:
     async def read(self, request: Request, kind: type[B]) -> B:
         """Return the body, with what stands in the query; a command may come without a body.
 
-        Raises `ApiError` 400 naming the field that is wrong.
+        Raises `ApiError` 400 naming the field that is wrong, or that no command has: what a trainer means by it would
+        not be done.
         """
         self.bridge.require_ready()
         data = await read_body(request.receive, self.policy.max_body_bytes, self.policy.body_timeout)
         data = data if data.strip() else b"{}"
         asked = queried(request, kind)
         body = parse(to_json({**read_json(data), **asked}) if asked else data, kind)
-        self.note_unknown(body)
+        refuse_unknown(body)
         return body
 
     async def facts(self, info: WeightInfo | None = None) -> JSON:
-        """Return the version in force, as every reply has it; asked of the engine unless given."""
-        if info is None:
-            info = await self.bridge.call(self.engine.weight_info)
-        return version_facts(info)
+        """Return the version in force, as every reply has it, asked of the engine unless given; and if it has weights.
+
+        Without weights (`/sleep?level=2`) requests wait until all of them were brought anew.
+        """
+        engine = self.engine
+        found, has_weights = await self.bridge.call(lambda: (info or engine.weight_info(), engine.has_weights))
+        return {"weights": "present" if has_weights else "discarded", **version_facts(found)}
+
+    async def wake(self, what: Iterable[str] | None) -> JSON:
+        """Wake what is named, or all; return what `facts` does, with a hint for who forgot the weights."""
+        await self.control.wake(what)
+        facts = await self.facts()
+        if facts["weights"] == "present" or self.control.asleep:
+            return facts
+        _log.warning("awake, but %s", NO_WEIGHTS)
+        return {**facts, "hint": NO_WEIGHTS}
+
+    async def abort_update(self) -> JSON:
+        """Give up the update under way; a group that is received from meanwhile is left: it has lost its step."""
+        names = tuple(self.updates.receiving)
+        if not await self.updates.abort():
+            return {"aborted": False, **await self.facts()}
+        left = sorted(name for name in set(names) if self.groups.leave(name))
+        return {"aborted": True, "closed_groups": left, **await self.facts()}
 
     async def join(self, info: InitInfo | InitGroupBody) -> None:
         """Join a trainer's group. Raises `ApiError` as `Groups.join` does, and 409 while an update is open."""
@@ -102,11 +125,17 @@ class Desk:
         )
 
     async def install_directory(
-        self, asked: str, field: str, *, label: WeightLabel | None, on_running: OnRunning = "keep"
+        self,
+        asked: str,
+        field: str,
+        *,
+        label: WeightLabel | None,
+        checksum: str | None,
+        on_running: OnRunning = "keep",
     ) -> WeightInfo:
         """Install the weights of a directory below the root. Raises `ApiError` as `weights_in` and `Updates` do."""
         source = await self.weights_in(asked, field)
-        return await self.updates.install(source, label=label, on_running=on_running)
+        return await self.updates.install(source, label=label, checksum=checksum, on_running=on_running)
 
     async def weights_in(self, asked: str, field: str) -> Source:
         """Return the weights of a directory below the root.
@@ -128,24 +157,35 @@ def make_desk(
     config: ServerConfig,
     policy: GuardPolicy,
     opened: Callable[[], Opened],
-    note_unknown: Callable[[Body], None],
 ) -> Desk:
     """Return the desk of a server. Raises `ValueError` for a directory of weights that is none."""
 
     def engine() -> ServedEngine:
         return opened().engine
 
+    root = weights_root(config.weights_dir)
     return Desk(
         config=config,
         policy=policy,
         bridge=bridge,
         opened=opened,
-        note_unknown=note_unknown,
-        root=weights_root(config.weights_dir),
+        root=root,
         control=Control(bridge, engine),
-        updates=Updates(bridge, engine, config.weight_timeout),
-        groups=Groups(config.weight_timeout),
+        updates=Updates(bridge, engine, config.weight_timeout, shown_below(root)),
+        groups=Groups(config.weight_timeout, lambda: engine().weight_shapes()),
     )
+
+
+def refuse_unknown(body: Body, place: str = "") -> None:
+    """Raise `ApiError` 400 naming the first field that a command, or an object in it, does not have."""
+    for name in body.model_extra or {}:
+        if name not in body.neutral_names:
+            shown = f"{place}{name[:64]}"
+            raise ApiError(400, f"{shown}: there is no such field", param=shown, code="unknown_field")
+    for name in type(body).model_fields:
+        value = getattr(body, name)
+        if isinstance(value, Body):
+            refuse_unknown(value, f"{place}{name}.")
 
 
 def queried(request: Request, kind: type[Body]) -> JSON:

@@ -50,7 +50,8 @@ def _states(desk: Desk) -> dict[str, Do]:
             "max_total_num_tokens": num_slots,
             "token_usage": used / num_slots,
         }
-        return {"version": nano_inference.__version__, "dp_rank_count": 1, "loads": [one]}
+        program = nano_inference.__version__
+        return {"program_version": program, "dp_rank_count": 1, "loads": [one], **await desk.facts()}
 
     return {
         "/is_paused": is_paused,
@@ -86,8 +87,8 @@ def _models(desk: Desk) -> dict[str, Do]:
             "dp_size": 1,
             "max_total_num_tokens": limits.num_blocks * limits.block_size,
             "context_length": limits.max_model_len,
+            "program_version": nano_inference.__version__,
             **await desk.facts(),
-            "version": nano_inference.__version__,  # the server's: here that is what both dialects mean
         }
 
     return {

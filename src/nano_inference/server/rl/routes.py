@@ -33,13 +33,12 @@ def rl_routes(
 ) -> list[Route]:
     """Return the routes. They need a guard around them, which keeps out whoever has no admin key.
 
-    `opened` returns what was loaded, or raises an `ApiError` while nothing is; `note_unknown` is told of every body, so
-    that fields which nobody knows are logged or refused as elsewhere. Raises `ValueError` for a `weights_dir` that is
-    no directory.
+    `opened` returns what was loaded, or raises an `ApiError` while nothing is; `note_unknown` has nothing to be told
+    of: a field that nobody knows is refused here. Raises `ValueError` for a `weights_dir` that is no directory.
     """
     if not config.enable_rl:
         return [_hint(path) for path in sorted(ADMIN_PATHS | QUESTIONS)]
-    desk = make_desk(bridge, config, policy, opened, note_unknown)
+    desk = make_desk(bridge, config, policy, opened)
     endpoints = {path: answered(do) for path, do in vllm_commands(desk).items()}
     endpoints |= {path: told(do) for path, do in sglang_commands(desk).items()}
     endpoints |= {path: told(refused(path)) for path in sorted(REFUSED_COMMANDS)}

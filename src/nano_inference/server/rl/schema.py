@@ -1,12 +1,13 @@
 """What trainers may send: one pydantic model for each body, strict, under vLLM's and SGLang's names.
 
 vLLM's: vllm/entrypoints/serve/*/api_router.py and distributed/weight_transfer/base.py. SGLang's:
-sglang/srt/managers/io_struct.py.
+sglang/srt/managers/io_struct.py. A field that stands in none of them is refused by name: a trainer that misspells
+`checksum` must not believe that it was checked.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -27,6 +28,12 @@ GroupName = Annotated[str, Field(min_length=1, max_length=128)]
 Address = Annotated[str, Field(min_length=1, max_length=255)]
 Port = Annotated[int, Field(ge=1, le=65535)]
 Count = Annotated[int, Field(ge=0, le=2**31 - 1)]
+
+
+Checksum = Annotated[str, Field(min_length=1, max_length=256)]
+"""What `weights_checksum` gives for all weights of a version."""
+UPDATE_FORMS = ("ipc_handles", "ipc_handles_pickled", "sparse", "handles", "serialized_named_tensors")
+"""Fields of vLLM's other ways to send weights, refused unless they are empty."""
 
 
 class Nothing(Body):
@@ -55,6 +62,9 @@ class ResetBody(Body):
     """POST /reset_prefix_cache."""
 
     reset_running_requests: bool | None = None
+    reset_external: bool | None = None
+    reset_connector: bool | None = None
+    """Both taken: there is no cache outside."""
 
 
 class SleepBody(Body):
@@ -78,6 +88,9 @@ class InitInfo(Body):
     rank_offset: Count
     world_size: Count
     packed: bool | None = None
+    packed_buffer_size_bytes: Count | None = None
+    packed_num_buffers: Count | None = None
+    """Both taken: they say nothing without `packed`."""
     group_name: GroupName | None = None
     backend: Literal["gloo", "nccl"] | None = None
 
@@ -97,10 +110,15 @@ class StartUpdateBody(Body):
 class UpdateInfo(Body):
     """Either tensors that the trainer broadcasts now, or a directory."""
 
+    neutral_names: ClassVar[frozenset[str]] = frozenset(UPDATE_FORMS)
+
     names: Names | None = None
     dtype_names: Dtypes | None = None
     shapes: Shapes | None = None
     packed: bool | None = None
+    packed_buffer_size_bytes: Count | None = None
+    packed_num_buffers: Count | None = None
+    """Both taken: they say nothing without `packed`."""
     group_name: GroupName | None = None
     weight_dir: Path | None = None
     path: Path | None = None
@@ -109,15 +127,20 @@ class UpdateInfo(Body):
 class UpdateWeightsBody(Body):
     """POST /update_weights: vLLM's form, or prime-rl's with a directory."""
 
+    neutral_names: ClassVar[frozenset[str]] = frozenset(UPDATE_FORMS)
     update_info: UpdateInfo | None = None
     weight_dir: Path | None = None
     weight_version: Label | None = None
+    version: Label | None = None
+    """The same under another name."""
+    checksum: Checksum | None = None
 
 
 class FinishUpdateBody(Body):
     """POST /finish_weight_update."""
 
     weight_version: Label | None = None
+    checksum: Checksum | None = None
 
 
 class LabelBody(Body):
@@ -149,6 +172,22 @@ class AbortRequestBody(Body):
 
     rid: Name | Annotated[list[Name], Field(max_length=MAX_TENSORS)] | Literal[""] | None = None
     abort_all: bool | None = None
+    abort_message: str | None = None
+    """Taken, and left out."""
+
+
+class ContinueBody(Body):
+    """POST /continue_generation."""
+
+    torch_empty_cache: bool | None = None
+    """Taken: that memory is not given back."""
+
+
+class FlushBody(Body):
+    """POST /flush_cache."""
+
+    timeout: float | Annotated[str, Field(max_length=32)] | None = None
+    """Taken: nothing is waited for."""
 
 
 class FromDiskBody(Body):
@@ -157,9 +196,16 @@ class FromDiskBody(Body):
     model_path: Path
     load_format: Annotated[str, Field(max_length=64)] | None = None
     weight_version: Label | None = None
+    checksum: Checksum | None = None
     flush_cache: bool | None = None
     """Taken: cached prefixes of older weights are never found again, whatever it says."""
     abort_all_requests: bool | None = None
+    is_async: bool | None = None
+    """Taken: requests always go on meanwhile, and the reply comes when all is done."""
+    torch_empty_cache: bool | None = None
+    recapture_cuda_graph: bool | None = None
+    """Both taken: the new weights are computed with, whatever these say."""
+    manifest: None = None
     keep_pause: bool | None = None
     """Taken: an update never ends a pause."""
     token_step: int | None = None
@@ -186,7 +232,10 @@ class FromGroupBody(Body):
     group_name: GroupName = GROUP
     load_format: Annotated[str, Field(max_length=64)] | None = None
     weight_version: Label | None = None
+    checksum: Checksum | None = None
     flush_cache: bool | None = None
+    torch_empty_cache: bool | None = None
+    """Both taken, as above."""
     abort_all_requests: bool | None = None
 
 
@@ -200,9 +249,3 @@ class MemoryBody(Body):
     """POST /release_memory_occupation and /resume_memory_occupation; without tags, everything."""
 
     tags: list[Literal["weights", "kv_cache", "cuda_graph"]] | None = None
-
-
-class AnyBody(Body):
-    """What is refused anyway."""
-
-    model_path: Any = None

@@ -15,13 +15,13 @@ from nano_inference.server.errors import ApiError
 from nano_inference.server.rl.desk import JSON, Desk, Do, Endpoint, json_response, obeyed
 from nano_inference.server.rl.schema import (
     AbortRequestBody,
-    AnyBody,
+    ContinueBody,
     DestroyGroupBody,
+    FlushBody,
     FromDiskBody,
     FromGroupBody,
     InitGroupBody,
     MemoryBody,
-    Nothing,
     PauseGenerationBody,
 )
 from nano_inference.types import OnRunning, PauseMode
@@ -69,7 +69,7 @@ def _flow(desk: Desk) -> dict[str, Do]:
         return {"success": True, "status": "ok", "message": text, "num_aborted": ended, **await desk.facts()}
 
     async def go_on(request: Request) -> JSON:
-        await desk.read(request, Nothing)
+        await desk.read(request, ContinueBody)
         await desk.control.resume()
         text = "Generation continued successfully."
         return {"success": True, "status": "ok", "message": text, **await desk.facts()}
@@ -83,7 +83,7 @@ def _flow(desk: Desk) -> dict[str, Do]:
         return {"success": True, "message": f"{ended} samples aborted", "num_aborted": ended, **await desk.facts()}
 
     async def flush(request: Request) -> JSON:
-        await desk.read(request, AnyBody)
+        await desk.read(request, FlushBody)
         freed = await desk.control.flush()
         return {"success": True, "message": "Cache flushed.", "flushed_items": freed, **await desk.facts()}
 
@@ -98,10 +98,10 @@ def _memory(desk: Desk) -> dict[str, Do]:
 
     async def resume(request: Request) -> JSON:
         body = await desk.read(request, MemoryBody)
-        await desk.control.wake(_tags(body))
+        facts = await desk.wake(_tags(body))
         left = ", ".join(sorted(desk.control.asleep))
         text = f"Memory resumes with the rest: {left}." if left else "Memory resumed."
-        return {"success": True, "message": text, **await desk.facts()}
+        return {"success": True, "message": text, **facts}
 
     return {"/release_memory_occupation": release, "/resume_memory_occupation": resume}
 
@@ -115,7 +115,11 @@ def _weights(desk: Desk) -> dict[str, Do]:
         body = await desk.read(request, FromDiskBody)
         _require_format(body.load_format, ("auto", "safetensors"))
         info = await desk.install_directory(
-            body.model_path, "model_path", label=body.weight_version, on_running=_on_running(body.abort_all_requests)
+            body.model_path,
+            "model_path",
+            label=body.weight_version,
+            checksum=body.checksum,
+            on_running=_on_running(body.abort_all_requests),
         )
         text = "Succeeded to update model weights."
         return {"success": True, "message": text, "num_paused_requests": 0, **await desk.facts(info)}
@@ -131,7 +135,12 @@ def _weights(desk: Desk) -> dict[str, Do]:
         _require_format(body.load_format, ())
         source = desk.groups.receive(body.group_name, body.names, body.dtypes, body.shapes, "dtypes")
         info = await desk.updates.install(
-            source, label=body.weight_version, on_running=_on_running(body.abort_all_requests), partial=True
+            source,
+            label=body.weight_version,
+            checksum=body.checksum,
+            on_running=_on_running(body.abort_all_requests),
+            partial=True,
+            group=body.group_name,
         )
         return {"success": True, "message": "Succeeded to update parameter online.", **await desk.facts(info)}
 

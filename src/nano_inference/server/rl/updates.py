@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,6 @@ from nano_inference.types import (
     OnRunning,
     UpdateBusy,
     UpdateState,
-    WeightError,
     WeightInfo,
     WeightLabel,
 )
@@ -39,8 +38,14 @@ class _Open:
     """An update whose weights come in parts."""
 
     feed: Feed
-    found: asyncio.Future[WeightInfo]
     outcome: asyncio.Task[WeightInfo]
+
+
+@dataclass(slots=True)
+class _Way:
+    """What became of an update that was begun; the engine's thread's own."""
+
+    is_aborted: bool = False
 
 
 class Updates:
@@ -54,8 +59,10 @@ class Updates:
         self._engine = engine
         self._timeout = timeout
         self._shown = shown
-        self._found: asyncio.Future[WeightInfo] | None = None
-        """What the update that was begun last comes to."""
+        self._way: _Way | None = None
+        """The update that was begun last; the engine's thread's own."""
+        self.receiving: list[str] = []
+        """The groups from which tensors were told of that have not all come yet."""
         self._open: _Open | None = None
         self._failure = ""
         """What the last update in parts failed of, until its trainer asks for its end."""
@@ -78,14 +85,17 @@ class Updates:
         checksum: str | None = None,
         on_running: OnRunning = "keep",
         partial: bool = False,
+        group: str | None = None,
     ) -> WeightInfo:
         """Take all of a source, install it, return the version. Raises `ApiError`: 409 beside another update, else 400.
 
-        With `partial`, tensors that do not come keep their values; `checksum` is what the whole must give.
+        With `partial`, tensors that do not come keep their values; `checksum` is what the whole must give;
+        `group` is where the source receives.
         """
         try:
             found = await self._begin(source, label=label, checksum=checksum, on_running=on_running, partial=partial)
-            return await self._outcome(found)
+            with self._from(group):
+                return await self._outcome(found)
         except Exception as error:
             raise self._refusal(error) from None
 
@@ -101,20 +111,35 @@ class Updates:
         except Exception as error:
             raise self._refusal(error) from None
         self._failure = ""
-        opened = _Open(feed=feed, found=found, outcome=asyncio.ensure_future(self._outcome(found)))
+        opened = _Open(feed=feed, outcome=asyncio.ensure_future(self._outcome(found)))
         opened.outcome.add_done_callback(lambda task: self._close(opened, task))
         self._open = opened
         return await self._bridge.call(engine.weight_info)
 
-    async def add(self, source: Source) -> WeightInfo:
-        """Take a part of the open update; return the version that serves on. A failure gives all of the update up."""
+    async def add(self, source: Source, group: str | None = None) -> WeightInfo:
+        """Take a part of the open update; return the version that serves on. A failure gives all of the update up.
+
+        `group` is where the source receives.
+        """
         opened = self.require_open()
         taken = opened.feed.put(source)
         either: set[asyncio.Future[Any]] = {taken, opened.outcome}
-        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        with self._from(group):
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         if not taken.done() or taken.cancelled():
             await self._told(opened)  # a part is given up only because all is
         return await self._bridge.call(self._engine().weight_info)
+
+    @contextmanager
+    def _from(self, group: str | None) -> Iterator[None]:
+        """Note that a group is received from."""
+        named = [] if group is None else [group]
+        self.receiving += named
+        try:
+            yield
+        finally:
+            for name in named:
+                self.receiving.remove(name)
 
     async def finish(self, label: WeightLabel | None, checksum: str | None = None) -> WeightInfo:
         """Install the open update under a name; return the version in force. Raises `ApiError` 400 with the reason.
@@ -141,16 +166,16 @@ class Updates:
 
         Whoever waits for it is told so at once. Its thread ends by itself: a broadcast cannot be called off.
         """
-        opened, found, engine = self._open, self._found, self._engine()
+        opened, engine = self._open, self._engine()
         self._open, self._failure = None, ""
 
         def cancel() -> bool:
-            is_ours = found is not None and not found.done()
-            return is_ours and engine.cancel_update()
+            if self._way is None or not engine.cancel_update():
+                return False
+            self._way.is_aborted = True
+            return True
 
         was_under_way = await self._bridge.call(cancel)
-        if was_under_way and found is not None and not found.done():
-            found.set_exception(WeightError("the update was aborted"))
         if opened is not None:
             opened.feed.give_up("the update was aborted")
             await asyncio.wait({opened.outcome})
@@ -161,7 +186,7 @@ class Updates:
         self, source: Source, *, label: WeightLabel | None, checksum: str | None, on_running: OnRunning, partial: bool
     ) -> asyncio.Future[WeightInfo]:
         """Start the gathering; return the future of its end."""
-        engine = self._engine()
+        engine, way = self._engine(), _Way()
 
         def begin() -> None:
             _require_idle(engine.weight_info().update, is_open=self.is_open)
@@ -174,15 +199,17 @@ class Updates:
                 timeout=self._timeout,
                 on_gathered=self._bridge.wake,
             )
+            self._way = way
 
         def look() -> WeightInfo | None:
+            if way.is_aborted:
+                raise ApiError(409, "the update was aborted", code="aborted")
             if engine.weight_info().update != "idle":
                 return None
             engine.finish_update(0)
             return engine.weight_info()
 
-        self._found = found = await self._bridge.watch(look, first=begin)
-        return found
+        return await self._bridge.watch(look, first=begin)
 
     async def _outcome(self, found: asyncio.Future[WeightInfo]) -> WeightInfo:
         """Wait for an update's end; a source that has gone silent wakes nobody, so the clock does."""

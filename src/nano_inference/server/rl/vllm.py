@@ -14,6 +14,7 @@ from nano_inference.server.rl.desk import JSON, Desk, Do
 from nano_inference.server.rl.feed import Source
 from nano_inference.server.rl.schema import (
     GROUP,
+    UPDATE_FORMS,
     AbortBody,
     CheckBody,
     FinishUpdateBody,
@@ -28,10 +29,10 @@ from nano_inference.server.rl.schema import (
     UpdateWeightsBody,
     WakeBody,
 )
+from nano_inference.types import WeightLabel
 
 _PACKED = "packed is not supported: broadcast each tensor for itself, in the order of names"
-_UPDATE_FORMS = ("ipc_handles", "ipc_handles_pickled", "sparse", "handles", "serialized_named_tensors")
-"""Fields of vLLM's other ways to send weights."""
+_UPDATE_FORMS = UPDATE_FORMS
 
 
 def vllm_commands(desk: Desk) -> Mapping[str, Do]:
@@ -83,8 +84,8 @@ def _memory(desk: Desk) -> dict[str, Do]:
 
     async def wake(request: Request) -> JSON:
         body = await desk.read(request, WakeBody)
-        await desk.control.wake(body.tags or None)
-        return {"status": "awake" if not desk.control.asleep else "sleeping", **await desk.facts()}
+        facts = await desk.wake(body.tags or None)
+        return {"status": "awake" if not desk.control.asleep else "sleeping", **facts}
 
     return {"/sleep": sleep, "/wake_up": wake}
 
@@ -109,22 +110,28 @@ def _transfer(desk: Desk) -> dict[str, Do]:
         directory, field = _directory_of(body)
         is_part = desk.updates.is_open or (desk.updates.takes_parts and body.weight_dir is None)
         if directory is not None and not is_part:
-            info = await desk.install_directory(directory, field, label=body.weight_version)
-        elif body.weight_version is not None:
-            text = "weight_version: an update in parts is named by /finish_weight_update"
-            raise ApiError(400, text, param="weight_version")
+            info = await desk.install_directory(directory, field, label=_label_of(body), checksum=body.checksum)
         else:
-            info = await desk.updates.add(await _source_of(desk, body.update_info, directory, field))
+            _require_unnamed(body)
+            source = await _source_of(desk, body.update_info, directory, field)
+            group = None if directory is not None or body.update_info is None else body.update_info.group_name or GROUP
+            info = await desk.updates.add(source, group)
         return {"message": "Weights updated", **await desk.facts(info)}
 
     async def finish(request: Request) -> JSON:
         body = await desk.read(request, FinishUpdateBody)
-        info = await desk.updates.finish(body.weight_version)
+        info = await desk.updates.finish(body.weight_version, body.checksum)
         return {"message": "Weight update finished", **await desk.facts(info)}
+
+    async def abort(request: Request) -> JSON:
+        """Ours: an update that was left open, or waits for a trainer that has gone, is in everybody's way."""
+        await desk.read(request, Nothing)
+        return await desk.abort_update()
 
     async def shut_down(request: Request) -> JSON:
         await desk.read(request, Nothing)
-        await desk.updates.give_up()
+        if desk.updates.is_open:
+            await desk.updates.abort()
         left = desk.groups.leave_all()
         return {"message": "Weight transfer shut down", "num_groups": left, **await desk.facts()}
 
@@ -133,8 +140,24 @@ def _transfer(desk: Desk) -> dict[str, Do]:
         "/start_weight_update": start,
         "/update_weights": update,
         "/finish_weight_update": finish,
+        "/abort_weight_update": abort,
         "/shutdown_weight_transfer_engine": shut_down,
     }
+
+
+def _label_of(body: UpdateWeightsBody) -> WeightLabel | None:
+    """Return the name of what comes. Raises `ApiError` 400 for two that differ."""
+    if body.version is not None and body.weight_version not in (None, body.version):
+        raise ApiError(400, "version and weight_version disagree", param="version")
+    return body.version if body.weight_version is None else body.weight_version
+
+
+def _require_unnamed(body: UpdateWeightsBody) -> None:
+    """Refuse what can only be said of a whole update."""
+    for name in ("weight_version", "version", "checksum"):
+        if getattr(body, name) is not None:
+            text = f"{name}: an update in parts is named and checked by /finish_weight_update"
+            raise ApiError(400, text, param=name)
 
 
 def _directory_of(body: UpdateWeightsBody) -> tuple[str | None, str]:
