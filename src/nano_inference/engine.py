@@ -525,8 +525,9 @@ class InferenceEngine:
         return WeightInfo(version, self._core.labels.get(version), state)
 
     def weight_shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Return the names under which weights may come, and the shapes that they have."""
-        return self._sync().shapes
+        """Return the names under which weights may come, and the shapes that they have; from whatever thread."""
+        sync = self.parts.weights
+        return {} if sync is None else sync.shapes
 
     def weights_dtype(self) -> str:
         """Return the precision that the weights in force are kept in, such as float32."""

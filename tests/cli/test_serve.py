@@ -88,10 +88,10 @@ def process(directory: Path, *options: str) -> Iterator[Process]:
 def test_the_port_is_open_before_the_model_is_there(directory: Path) -> None:
     with process(directory) as server, httpx2.Client(base_url=server.url, timeout=60) as client:
         seen = []
-        while not seen or seen[-1] != (200, "ready"):
+        while not seen or seen[-1] != (200, "ok"):
             reply = client.get("/health")
             seen.append((reply.status_code, reply.json()["status"]))
-        assert set(seen) == {(503, "loading"), (200, "ready")}
+        assert set(seen) == {(503, "loading"), (200, "ok")}
         assert client.get("/ready").status_code == 200
         server.wait_for(r"ready: served\d*")
         assert not any(line.startswith("{") for line in server.lines), "probes are not worth a line"

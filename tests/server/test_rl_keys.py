@@ -118,7 +118,7 @@ def test_admin_keys_come_from_the_list_and_the_file(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"^admin_key_file may be read by others"):
         guard_policy(config, KeyRing.of(()))
     with pytest.raises(ValueError, match=r"^admin_key: key 1 is shorter") as told:
-        load_admin_keys(ServerConfig(admin_key=("short",)))
+        load_admin_keys(ServerConfig(enable_rl=True, admin_key=("short",)))
     assert "short-" not in str(told.value)
 
 
@@ -126,6 +126,8 @@ def test_admin_keys_come_from_the_list_and_the_file(tmp_path: Path) -> None:
     ("fields", "part"),
     [
         ({"weights_dir": "here"}, "weights_dir is for a trainer: it needs enable_rl"),
+        ({"admin_key": ("admin-key-1",)}, "admin_key is for a trainer: it needs enable_rl"),
+        ({"admin_key_file": "keys"}, "admin_key_file is for a trainer: it needs enable_rl"),
         ({"weights_dir": "", "enable_rl": True}, "weights_dir"),
         ({"weights_dir": 1, "enable_rl": True}, "weights_dir"),
         ({"enable_rl": 1}, "enable_rl"),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import threading
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ import pytest
 import torch
 
 from nano_inference import WeightError
-from nano_inference.weights.plain import PlainGroup, PlainSpec, first_device, plain_specs
+from nano_inference.weights.plain import PlainGroup, PlainSpec, first_device, handed_to, misfits, plain_specs
 from tests.weights.pairs import OpenEngine, Pair
 from tests.weights.plain_trainer import Trainer, told, trainer_process
 from tests.weights.test_group import free_port
@@ -28,6 +30,11 @@ def meet(trainer: Trainer, name: str = "updates", timeout: float = 60) -> PlainG
 
 def specs_of(named: dict[str, torch.Tensor], names: list[str]) -> tuple[PlainSpec, ...]:
     return plain_specs(names, *told(named, names))
+
+
+def kept(pairs: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Return what comes; each tensor is good until the next is asked for."""
+    return {name: tensor.clone() for name, tensor in pairs}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -62,7 +69,7 @@ def test_a_reader_that_stops_leaves_the_group_usable(untied: Pair, tmp_path: Pat
         some.close()
         trainer.wait()
         trainer.send(names)
-        received = dict(group.receive(specs_of(sent, names)))
+        received = kept(group.receive(specs_of(sent, names)))
         trainer.wait()
     assert all(torch.equal(received[name], sent[name]) for name in names)
 
@@ -117,6 +124,93 @@ def test_a_group_that_is_closed_while_it_receives_drops_what_comes(untied: Pair,
             next(pairs)
 
 
+SENT = {
+    "narrow": torch.arange(1.0, 17.0).to(torch.bfloat16),
+    "flat": torch.arange(1.0, 17.0),
+    "large": torch.randn(300, 200, generator=torch.Generator().manual_seed(1)),
+    "empty": torch.zeros(0),
+}
+OTHER_SIZES = [
+    ("flat", "bfloat16", [16], {}, "bfloat16 [16] was told, 32 bytes, .* has more; it seems to be float32 [16]"),
+    ("flat", "float64", [16], {}, "float64 [16] was told, 128 bytes, .* has fewer; it seems to be float32 [16]"),
+    ("narrow", "float32", [16], {}, "has fewer; it seems to be float16 [16] or bfloat16 [16]"),
+    ("large", "float32", [16], {}, "float32 [16] was told, 64 bytes, .* has more"),
+    ("large", "float32", [4, 4], {"told": (300, 200)}, "has more; it seems to be float32 [300, 200]"),
+    ("flat", "float32", [300, 200], {}, "float32 [300, 200] was told, 240000 bytes, .* has fewer"),
+    ("flat", "float32", [17], {}, "has fewer; was another dtype or shape sent?"),
+    ("flat", "float32", [15], {}, "has more; was another dtype or shape sent?"),
+    ("flat", "float32", [0], {}, "0 bytes, .* has more"),
+    ("empty", "float32", [16], {}, "has fewer"),
+]
+
+
+def test_a_broadcast_of_another_size_is_refused_and_the_group_stays_in_step(tmp_path: Path) -> None:
+    with trainer_process(SENT, tmp_path) as trainer:
+        group = meet(trainer)
+        for name, dtype, shape, own, message in OTHER_SIZES:
+            if name == "large" and not own:
+                shape, message = [200, 200], message.replace("[16] was told, 64", "[200, 200] was told, 160000")
+            trainer.send([name, "flat"])
+            specs = (*plain_specs(["told"], [dtype], [shape]), *specs_of(SENT, ["flat"]))
+            pattern = re.escape(f"told: {message}" if message[0] == dtype[0] else message).replace(r"\.\*", ".*")
+            with pytest.raises(WeightError, match=pattern):
+                kept(group.receive(specs, own))
+            trainer.wait()
+        trainer.send(list(SENT))
+        received = kept(group.receive(specs_of(SENT, list(SENT)), {"flat": (5000,)}))
+        trainer.wait()
+    assert all(torch.equal(received[name], SENT[name]) for name in SENT)
+
+
+def test_the_memory_that_is_received_into_is_one_and_is_let_go(tmp_path: Path) -> None:
+    with trainer_process(SENT, tmp_path) as trainer:
+        group = meet(trainer)
+        trainer.send(["large", "flat", "large"])
+        pairs = group.receive(specs_of(SENT, ["large", "flat", "large"]))
+        places = {tensor.data_ptr() for _, tensor in pairs}
+        trainer.wait()
+        assert len(places) == 1 and group._room.numel() == 0
+
+
+def test_ranks_that_hand_on_do_so_whole(tmp_path: Path) -> None:
+    """Of five, rank 1 hands on to rank 3: what it received into is larger than what it was sent."""
+    port = free_port()
+    specs = specs_of(SENT, ["flat", "large"])
+    with trainer_process(SENT, tmp_path) as trainer, ThreadPoolExecutor() as pool:
+        trainer.join(port, "five", 5)
+
+        def receive(rank: int) -> tuple[Any, str]:
+            group = PlainGroup("127.0.0.1", port, rank=rank, world_size=5, name="five", timeout=60)
+            good = kept(group.receive(specs))
+            with pytest.raises(WeightError) as refused:
+                kept(group.receive(plain_specs(["flat"], ["bfloat16"], [[16]])))
+            return good, str(refused.value)
+
+        all_of_them = [pool.submit(receive, rank) for rank in range(1, 5)]
+        trainer.wait()
+        trainer.send(["flat", "large", "flat"])
+        trainer.wait()
+        for one in all_of_them:
+            good, text = one.result(60)
+            assert all(torch.equal(good[name], SENT[name]) for name in good)
+            assert "it seems to be float32 [16]" in text
+
+
+@pytest.mark.parametrize("world_size", range(2, 20))
+def test_every_rank_is_handed_to_once(world_size: int) -> None:
+    handed = [one for rank in range(world_size) for one in handed_to(rank, world_size)]
+    assert sorted(handed) == list(range(1, world_size))
+    assert not any(handed_to(rank, 3) for rank in (1, 2)) and handed_to(1, 4) == (3,)
+
+
+def test_what_a_model_cannot_use_is_told_before_it_comes() -> None:
+    specs = plain_specs(["a", "b", "c", "x.rotary_emb.inv_freq"], ["float32"] * 4, [[1], [2], [3], [4]])
+    assert misfits(specs, {"a": (1,), "b": (3,)}) == [
+        "b: has the shape (2,), the model (3,)",
+        "c: the model has no such tensor",
+    ]
+
+
 def test_three_ranks_meet(untied: Pair, tmp_path: Path) -> None:
     sent = untied.named()
     names = list(sent)[:4]
@@ -126,7 +220,7 @@ def test_three_ranks_meet(untied: Pair, tmp_path: Path) -> None:
 
         def receive(rank: int) -> dict[str, torch.Tensor]:
             group = PlainGroup("127.0.0.1", port, rank=rank, world_size=3, name="three", timeout=60)
-            return dict(group.receive(specs_of(sent, names)))
+            return kept(group.receive(specs_of(sent, names)))
 
         both = [pool.submit(receive, rank) for rank in (1, 2)]
         trainer.wait()

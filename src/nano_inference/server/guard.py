@@ -300,12 +300,12 @@ def check_admission(scope: Scope, policy: GuardPolicy) -> Literal["request", "pr
     headers = scope["headers"]
     check_headers(headers)
     check_host(headers, policy)
-    check_path(scope["path"])
     if is_preflight(scope, policy):
         return "preflight"
     if scope["path"] in policy.admin_paths:
         check_admin(scope, policy.admins)
     scope["state"]["key_index"] = check_key(scope, policy.keys)
+    check_path(scope["path"])
     if scope["method"] in _BODY_METHODS and not is_bare_command(scope, policy):
         check_content(headers, policy.max_body_bytes)
     return "request"

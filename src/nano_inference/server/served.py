@@ -125,7 +125,7 @@ class ServedEngine(Protocol):
         """Say what the digest of the update under way must be."""
 
     def weight_shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Return the names and shapes of all weights."""
+        """Return the names and shapes of all weights; from whatever thread."""
 
     def weight_info(self) -> WeightInfo:
         """Return the version in force, and where an update stands."""
