@@ -149,6 +149,40 @@ def test_resuming_ends_a_pause_that_still_waits(server: Running) -> None:
     assert len(stream.result().completion_tokens) == 200
 
 
+@pytest.mark.parametrize("overtaking", [["/resume", "/pause?mode=wait"], ["/pause?mode=keep&clear_cache=false"]])
+def test_a_pause_that_waits_is_told_that_it_was_overtaken(server: Running, overtaking: list[str]) -> None:
+    stream = Stream(server).begun()
+    with ThreadPoolExecutor() as pool:
+        with held(server):
+            replies = []
+            for number, path in enumerate(["/pause?mode=wait&clear_cache=false", *overtaking], start=1):
+                replies.append(pool.submit(server.client.post, path))
+                until(server, lambda number=number: server.bridge._commands.qsize() >= number)
+        first, *others = [reply.result(60) for reply in replies]
+    assert refused(first, 409, "overtaken")["code"] == "overtaken"
+    assert all(ok(one) for one in others) and is_paused(server)
+    ok(server.client.post("/resume"))
+    assert len(stream.result().completion_tokens) == 200
+
+
+@pytest.mark.parametrize("how", ["paused", "asleep", "pausing", "running"])
+def test_an_end_does_not_wait_for_what_cannot_go_on(tiny_directory: Path, how: str) -> None:
+    with serving(tiny_directory, max_batch_size=1) as one:
+        begun = Stream(one).begun()
+        waiting = Stream(one)
+        assert waiting.is_submitted.wait(60)
+        if how == "pausing":
+            one.on_engine(lambda: one.opened.engine.pause("wait", blocking=False))
+        elif how != "running":
+            ok(one.client.post("/sleep?level=1&mode=keep" if how == "asleep" else "/pause?mode=keep"))
+        one.on_loop(one.bridge.drain)
+        reasons = begun.result().finish_reason, waiting.result().finish_reason
+        ends = {"running": ("length", "length"), "pausing": ("length", "abort")}
+        assert reasons == ends.get(how, ("abort", "abort"))
+        assert begun.result().completion_tokens == begun.tokens != ()
+        until(one, lambda: one.bridge.num_open == 0)
+
+
 @pytest.mark.parametrize("was_paused", [False, True])
 @pytest.mark.parametrize("another", [False, True])
 def test_a_client_that_leaves_takes_its_pause_back(server: Running, was_paused: bool, another: bool) -> None:
@@ -390,12 +424,51 @@ def test_unknown_fields_are_refused_by_a_strict_server(tiny_directory: Path) -> 
         ok(strict.post("/resume", {}))
 
 
+INIT = {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "world_size": 2}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "name"),
+    [
+        ("/resume", {"sooner": True}, "sooner"),
+        ("/pause?modus=keep", None, "modus"),
+        ("/finish_weight_update", {"checksun": "00"}, "checksun"),
+        ("/update_weights", {"weight_dir": "one", "checksums": "00"}, "checksums"),
+        ("/update_weights", {"update_info": {"weight_dir": "one", "checksum": "00"}}, "update_info.checksum"),
+        ("/init_weight_transfer_engine", {"init_info": {**INIT, "group": "g"}}, "init_info.group"),
+        ("/init_weights_update_group", {**INIT, "group": "g"}, "group"),
+        ("/update_weights_from_disk", {"model_path": "one", "version": None}, "version"),
+        ("/flush_cache?when=now", None, "when"),
+        ("/abort_weight_update", {"force": True}, "force"),
+    ],
+)
+def test_a_field_that_nobody_knows_is_refused_by_name(server: Running, path: str, body: Any, name: str) -> None:
+    response = server.client.post(path) if body is None else server.post(path, body)
+    error = refused(response, 400, f"{name}: there is no such field")
+    assert (error["param"], error["code"]) == (name, "unknown_field")
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/reset_prefix_cache", {"reset_external": True, "reset_connector": False}),
+        ("/continue_generation", {"torch_empty_cache": True}),
+        ("/flush_cache", {"timeout": 30.0}),
+        ("/flush_cache?timeout=30", None),
+        ("/abort_request", {"rid": "nobody", "abort_message": "late"}),
+    ],
+)
+def test_a_field_that_changes_nothing_is_taken(server: Running, path: str, body: Any) -> None:
+    ok(server.client.post(path) if body is None else server.post(path, body))
+
+
 # ---- questions ------------------------------------------------------------------------------------------------------
 
 
 def test_the_configuration_is_told_as_vllm_tells_it(server: Running) -> None:
     reply = server.client.get("/server_info?config_format=json").json()
-    assert reply["version"] == nano_inference.__version__ and isinstance(reply["weight_version"], str)
+    assert reply["program_version"] == nano_inference.__version__
+    assert (reply["weight_version"], reply["version"], reply["weights"]) == ("0", 0, "present")
     config = reply["vllm_config"]
     assert config["weight_transfer_config"] == {"backend": "gloo"}
     assert config["model_config"]["logprobs_mode"] == "processed_logprobs"
@@ -420,6 +493,7 @@ def test_the_load_counts_what_runs_and_waits(server: Running) -> None:
         return one["num_running_reqs"], one["num_waiting_reqs"], one["num_total_reqs"]
 
     assert load() == (0, 0, 0)
+    assert ok(server.client.get("/v1/loads"))["program_version"] == nano_inference.__version__
     ok(server.client.post("/pause?mode=keep"))
     streams = [Stream(server, params=SHORT) for _ in range(3)]
     assert all(stream.is_submitted.wait(60) for stream in streams)

@@ -12,7 +12,18 @@ import pytest
 import torch
 
 from tests.server.tiny import Running
-from tests.server.trainer import PROMPT, SHORT, Stream, fresh_tokens, make_weights, ok, refused, serving, weights_of
+from tests.server.trainer import (
+    PROMPT,
+    SHORT,
+    Stream,
+    fresh_tokens,
+    make_weights,
+    ok,
+    refused,
+    serving,
+    until,
+    weights_of,
+)
 from tests.weights.plain_trainer import Named, Trainer, told, trainer_process
 from tests.weights.test_group import free_port
 
@@ -151,6 +162,77 @@ def test_a_wrong_tensor_gives_the_update_up_and_leaves_the_group_usable(
     refused(send_part(server, trainer, named, [*names, "lm_head.weight"], called), 400, part)
     assert_untouched(server)
     assert update_all(server, trainer, named)["version"] == 1
+
+
+@pytest.mark.parametrize("dialect", ["vllm", "sglang"])
+@pytest.mark.parametrize(
+    ("sent", "dtype", "shape", "part"),
+    [
+        ("model.norm.weight", "bfloat16", [32], "has more; it seems to be float32 [32]"),
+        ("model.norm.weight", "float64", [32], "has fewer; it seems to be float32 [32]"),
+        ("model.norm.weight", "float32", [31], "has more"),
+        ("lm_head.weight", "float32", [32], "has more"),
+        ("short", "float32", [32], "has fewer"),
+    ],
+)
+def test_a_broadcast_of_another_size_harms_nobody(
+    dialect: str, sent: str, dtype: str, shape: Any, part: str, server: Running, trainer: Trainer, named: Named
+) -> None:
+    meet(server, trainer)
+    told_of = {"names": ["model.norm.weight"], "shapes": [shape]}
+    if dialect == "vllm":
+        ok(server.post("/start_weight_update", {}))
+        path, body = "/update_weights", {"update_info": {**told_of, "dtype_names": [dtype]}}
+    else:
+        path, body = "/update_weights_from_distributed", {**told_of, "dtypes": [dtype]}
+    with posting(server, path, body) as reply:
+        trainer.send([sent])
+        trainer.wait()
+        refused(reply.result(60), 400, "model.norm.weight: ", "was told", part)
+    assert_untouched(server)
+    assert update_all(server, trainer, named)["version"] == 1
+
+
+def test_what_will_be_refused_is_logged_before_it_comes(
+    server: Running, trainer: Trainer, caplog: pytest.LogCaptureFixture
+) -> None:
+    meet(server, trainer)
+    body = {"names": ["model.nothing", "model.norm.weight"], "dtypes": ["float32"] * 2, "shapes": [[32], [3]]}
+    with posting(server, "/update_weights_from_distributed", body) as reply:
+        until(server, lambda: "will be refused" in caplog.text)
+        assert "model.nothing: the model has no such tensor" in caplog.text
+        assert "model.norm.weight: has the shape (3,), the model (32,)" in caplog.text
+        assert not reply.done()
+        trainer.send(["model.norm.weight", "short"])
+        trainer.wait()
+        refused(reply.result(60), 400, "no such tensor")
+    assert_untouched(server)
+
+
+@pytest.mark.parametrize("dialect", ["vllm", "sglang"])
+def test_an_update_that_waits_for_a_broadcast_can_be_aborted(
+    dialect: str, server: Running, trainer: Trainer, named: Named, tmp_path: Path
+) -> None:
+    meet(server, trainer)
+    names = good_names(named)
+    dtypes, shapes = told(named, names)
+    path, body = "/update_weights_from_distributed", {"names": names, "dtypes": dtypes, "shapes": shapes}
+    if dialect == "vllm":
+        ok(server.post("/start_weight_update", {}))
+        path, body = "/update_weights", {"update_info": {"names": names, "dtype_names": dtypes, "shapes": shapes}}
+    with posting(server, path, body) as reply:
+        trainer.send(names[:2])
+        trainer.wait()
+        aborted = ok(server.post("/abort_weight_update", {}))
+        assert (aborted["aborted"], aborted["closed_groups"]) == (True, ["weight_update_group"])
+        refused(reply.result(60), 409, "aborted")
+    refused(server.post("/finish_weight_update", {}), 400, "no update is open")
+    assert_untouched(server)
+    trainer.die()  # what waits in a broadcast still ends by that only
+    (tmp_path / "second").mkdir()
+    with trainer_process(named, tmp_path / "second") as second:
+        meet(server, second)
+        assert update_all(server, second, named)["version"] == 1
 
 
 def test_missing_tensors_are_told_at_the_end(server: Running, trainer: Trainer, named: Named) -> None:

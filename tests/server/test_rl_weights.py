@@ -130,11 +130,15 @@ def test_sglangs_update_can_abort_what_runs(server: Running) -> None:
 
 
 def test_weights_come_to_a_sleeping_engine(server: Running, shelf: Path, tiny_directory: Path) -> None:
-    ok(server.client.post("/sleep?level=2"))
+    assert ok(server.client.post("/sleep?level=2"))["weights"] == "discarded"
     late = Stream(server, params=SHORT)
-    ok(server.client.post("/wake_up"))
+    reply = ok(server.client.post("/wake_up"))
+    assert (reply["status"], reply["weights"]) == ("awake", "discarded") and "requests wait" in reply["hint"]
     assert not late.tokens
-    ok(server.post("/update_weights_from_disk", {"model_path": "two"}))
+    for path in ("/weight_info", "/is_sleeping", "/is_paused", "/server_info"):
+        assert ok(server.client.get(path))["weights"] == "discarded"
+    update = ok(server.post("/update_weights_from_disk", {"model_path": "two"}))
+    assert update["weights"] == "present" and "hint" not in ok(server.client.post("/wake_up"))
     assert late.result().completion_tokens == fresh_tokens(tiny_directory, shelf / "two", PROMPT, SHORT)
 
 
@@ -190,6 +194,8 @@ def test_bad_weights_leave_the_old_ones(
     response = steady.post(path, body(target.name))
     error = refused(response, 400, part)
     assert "\n" not in error["message"] and str(shelf) not in error["message"]
+    if kind == "truncated":
+        assert f"{target.name}/model.safetensors: the tensors end at" in error["message"]
     if form == "sglang":
         assert response.json()["success"] is False and response.json()["message"] == error["message"]
     assert set(stream.result().token_versions) == {0}
@@ -241,7 +247,7 @@ PLACES = [
     ("shards", 403, "leads away"),
     ("indexed", 403, "leads away"),
     ("loop", 400, "model_path"),
-    ("missing", 400, "no directory"),
+    ("missing", 400, "no directory of that name below --weights-dir, to which names are relative"),
     ("file", 400, "no directory"),
     ("empty", 400, "no safetensors"),
     ("pickled", 400, "no safetensors"),
@@ -319,6 +325,63 @@ def test_an_open_update_keeps_out_every_other(server: Running) -> None:
     refused(server.post("/finish_weight_update", {}), 400, "lacks")
     refused(server.post("/finish_weight_update", {}), 400, "no update is open")
     assert ok(server.post("/update_weights_from_disk", {"model_path": "one"}))["version"] == 1
+
+
+def test_an_open_update_can_be_aborted_and_the_message_says_how(server: Running, halves: tuple[str, str]) -> None:
+    assert ok(server.post("/abort_weight_update", {}))["aborted"] is False
+    ok(server.post("/start_weight_update", {}))
+    ok(server.post("/update_weights", part_of(halves[0])))
+    refused(server.post("/update_weights_from_disk", {"model_path": "one"}), 409, "busy", "/abort_weight_update")
+    reply = ok(server.post("/abort_weight_update", {}))
+    assert (reply["aborted"], reply["closed_groups"], reply["version"]) == (True, [], 0)
+    assert ok(server.post("/abort_weight_update", {}))["aborted"] is False
+    refused(server.post("/finish_weight_update", {}), 400, "no update is open")
+    assert not staging(server)
+    assert ok(server.post("/update_weights_from_disk", {"model_path": "one"}))["version"] == 1
+
+
+# ---- checksums ------------------------------------------------------------------------------------------------------
+
+
+def checksum(server: Running) -> str:
+    found = ok(server.post("/weight_checker", {"action": "checksum"}))["checksum"]
+    assert isinstance(found, str)
+    return found
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_an_update_is_checked_when_it_says_what_it_must_give(form: str, server: Running) -> None:
+    path, body = FORMS[form]
+    before = checksum(server)
+    refused(server.post(path, {**body("one"), "checksum": "0" * 32}), 400, "checksum: the update has", "0" * 32)
+    assert_old_weights_serve(server, before)
+    ok(server.post(path, body("one")))
+    wanted = checksum(server)
+    ok(server.post(path, body("two")))
+    reply = ok(server.post(path, {**body("one"), "checksum": wanted}))
+    assert reply["version"] == 3 and checksum(server) == wanted != before
+
+
+def test_an_update_in_parts_is_checked_at_its_end(server: Running, halves: tuple[str, str]) -> None:
+    before = checksum(server)
+
+    def update(wanted: str | None) -> Any:
+        ok(server.post("/start_weight_update", {}))
+        refused(server.post("/update_weights", {**part_of(halves[0]), "checksum": "00"}), 400, "finish_weight_update")
+        for half in halves:
+            ok(server.post("/update_weights", part_of(half)))
+        return server.post("/finish_weight_update", {} if wanted is None else {"checksum": wanted})
+
+    refused(update("0" * 32), 400, "checksum: the update has")
+    assert_old_weights_serve(server, before)
+    ok(update(None))
+    assert ok(update(checksum(server)))["version"] == 2
+
+
+def test_a_version_may_be_called_so(server: Running) -> None:
+    body = {"weight_dir": "one", "version": "step-7"}
+    refused(server.post("/update_weights", {**body, "weight_version": "step-8"}), 400, "disagree")
+    assert ok(server.post("/update_weights", body))["weight_version"] == "step-7"
 
 
 # ---- in parts -------------------------------------------------------------------------------------------------------
