@@ -31,6 +31,10 @@ ODD = "test_what_makes_no_sense_is_named"
 UNKNOWN = "test_what_is_not_understood_is_named"
 LABELS = "test_a_label_names_the_weights_in_force"
 CHECKS = "test_the_checksum_tells_the_weights"
+HELD = "test_an_update_is_checked_when_it_says_what_it_must_give"
+TAKEN = "test_a_field_that_changes_nothing_is_taken"
+TAKEN_TOO = "test_what_is_taken_of_a_group_changes_nothing"
+UPDATES = "test_what_is_taken_of_an_update_changes_nothing"
 SHOWN: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
         "Nothing": {},
@@ -40,7 +44,11 @@ SHOWN: Mapping[str, Mapping[str, str]] = MappingProxyType(
             "wait_for_inflight_requests": "test_a_pause_that_waits_ends_what_has_begun_and_starts_nothing",
         },
         "AbortBody": {"request_ids": NAMED},
-        "ResetBody": {"reset_running_requests": "test_running_requests_can_be_made_to_compute_again"},
+        "ResetBody": {
+            "reset_running_requests": "test_running_requests_can_be_made_to_compute_again",
+            "reset_external": TAKEN,
+            "reset_connector": TAKEN,
+        },
         "SleepBody": {"level": SLEEPS, "mode": SLEEPS},
         "WakeBody": {"tags": SLEEPS},
         "InitInfo": {
@@ -51,6 +59,8 @@ SHOWN: Mapping[str, Mapping[str, str]] = MappingProxyType(
             "group_name": ARRIVAL,
             "backend": ARRIVAL,
             "packed": ODD,
+            "packed_buffer_size_bytes": TAKEN_TOO,
+            "packed_num_buffers": TAKEN_TOO,
         },
         "InitTransferBody": {"init_info": PARTS},
         "StartUpdateBody": {"is_checkpoint_format": UNKNOWN},
@@ -59,24 +69,42 @@ SHOWN: Mapping[str, Mapping[str, str]] = MappingProxyType(
             "dtype_names": PARTS,
             "shapes": PARTS,
             "packed": UNKNOWN,
+            "packed_buffer_size_bytes": TAKEN_TOO,
+            "packed_num_buffers": TAKEN_TOO,
             "group_name": "test_a_part_comes_from_the_group_that_was_named",
             "weight_dir": DIRECTORY,
             "path": DIRECTORY,
         },
-        "UpdateWeightsBody": {"update_info": DIRECTORY, "weight_dir": DIRECTORY, "weight_version": DIRECTORY},
-        "FinishUpdateBody": {"weight_version": "test_an_update_in_parts_is_installed_as_a_whole"},
+        "UpdateWeightsBody": {
+            "update_info": DIRECTORY,
+            "weight_dir": DIRECTORY,
+            "weight_version": DIRECTORY,
+            "version": "test_a_version_may_be_called_so",
+            "checksum": HELD,
+        },
+        "FinishUpdateBody": {
+            "weight_version": "test_an_update_in_parts_is_installed_as_a_whole",
+            "checksum": "test_an_update_in_parts_is_checked_at_its_end",
+        },
         "LabelBody": {"new_version": LABELS, "abort_all_requests": ENDS},
         "CheckBody": {"action": CHECKS, "checksum": CHECKS},
         "PauseGenerationBody": {"mode": "test_sglangs_pauses"},
-        "AbortRequestBody": {"rid": NAMED, "abort_all": ENDS},
+        "AbortRequestBody": {"rid": NAMED, "abort_all": ENDS, "abort_message": TAKEN},
+        "ContinueBody": {"torch_empty_cache": TAKEN},
+        "FlushBody": {"timeout": TAKEN},
         "FromDiskBody": {
             "model_path": DIRECTORY,
             "load_format": UNKNOWN,
             "weight_version": DIRECTORY,
-            "flush_cache": "test_what_is_taken_of_an_update_changes_nothing",
+            "checksum": HELD,
             "abort_all_requests": "test_sglangs_update_can_abort_what_runs",
-            "keep_pause": "test_what_is_taken_of_an_update_changes_nothing",
-            "token_step": "test_what_is_taken_of_an_update_changes_nothing",
+            "flush_cache": UPDATES,
+            "keep_pause": UPDATES,
+            "token_step": UPDATES,
+            "is_async": UPDATES,
+            "torch_empty_cache": UPDATES,
+            "recapture_cuda_graph": UPDATES,
+            "manifest": UPDATES,
         },
         "InitGroupBody": {
             "master_address": ARRIVAL,
@@ -93,12 +121,13 @@ SHOWN: Mapping[str, Mapping[str, str]] = MappingProxyType(
             "group_name": BUCKET,
             "load_format": ODD,
             "weight_version": BUCKET,
+            "checksum": HELD,
             "flush_cache": "test_what_is_taken_of_a_bucket_changes_nothing",
+            "torch_empty_cache": "test_what_is_taken_of_a_bucket_changes_nothing",
             "abort_all_requests": "test_a_bucket_can_abort_what_runs",
         },
         "DestroyGroupBody": {"group_name": BUCKET},
         "MemoryBody": {"tags": "test_memory_that_was_named_alone_comes_back_alone"},
-        "AnyBody": {"model_path": "test_what_a_flush_is_sent_changes_nothing"},
     }
 )
 """Body -> field -> the test that shows what it does."""
@@ -204,15 +233,19 @@ def test_a_bucket_can_abort_what_runs(server: Running, groups: list[tuple[Any, .
 
 def test_what_is_taken_of_a_bucket_changes_nothing(server: Running, groups: list[tuple[Any, ...]]) -> None:
     prompt = tuple(range(1, 101))
-    for flush in (True, False):
+    for taken in ({"flush_cache": True}, {"flush_cache": False}, {"torch_empty_cache": True}):
         Stream(server, prompt, SHORT).result()
-        ok(server.post("/update_weights_from_distributed", {**BUCKET_BODY, "flush_cache": flush}))
+        ok(server.post("/update_weights_from_distributed", {**BUCKET_BODY, **taken}))
         assert Stream(server, prompt, SHORT).result().num_cached_tokens == 0
 
 
 @pytest.mark.parametrize(
     "field",
-    [{}, {"flush_cache": True}, {"flush_cache": False}, {"keep_pause": True}, {"keep_pause": False}, {"token_step": 7}],
+    [
+        *({}, {"flush_cache": True}, {"flush_cache": False}, {"keep_pause": True}, {"keep_pause": False}),
+        *({"token_step": 7}, {"is_async": True}, {"torch_empty_cache": True}, {"recapture_cuda_graph": False}),
+        {"manifest": None},
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("is_paused", [False, True])
@@ -253,12 +286,25 @@ def test_graphs_alone_put_nothing_to_sleep(server: Running) -> None:
     assert not server.on_engine(lambda: server.opened.engine.is_asleep)
 
 
-def test_what_a_flush_is_sent_changes_nothing(server: Running) -> None:
+def test_a_flush_makes_prompts_be_computed_again(server: Running) -> None:
     prompt = tuple(range(1, 101))
-    for body in ({}, {"model_path": "one"}):
-        Stream(server, prompt, SHORT).result()
-        assert ok(server.post("/flush_cache", body))["flushed_items"] > 0
-        assert Stream(server, prompt, SHORT).result().num_cached_tokens == 0
+    Stream(server, prompt, SHORT).result()
+    assert ok(server.post("/flush_cache", {}))["flushed_items"] > 0
+    assert Stream(server, prompt, SHORT).result().num_cached_tokens == 0
+
+
+def test_what_is_taken_of_a_group_changes_nothing(server: Running, groups: list[tuple[Any, ...]]) -> None:
+    taken = {"packed": False, "packed_buffer_size_bytes": 1 << 20, "packed_num_buffers": 2}
+    for more in ({}, taken):
+        ok(server.post("/init_weight_transfer_engine", {"init_info": {**PLAIN, "backend": "gloo", **more}}))
+    assert groups[0] == groups[1]
+    groups.clear()
+    for more in ({}, taken):
+        ok(server.post("/start_weight_update", {}))
+        info = {"names": [TENSOR[0]], "shapes": [[32]], "dtype_names": ["float32"], **more}
+        ok(server.post("/update_weights", {"update_info": info}))
+        refused(server.post("/finish_weight_update", {}), 400, "lacks")
+    assert groups[0] == groups[1]
 
 
 @pytest.mark.parametrize("form", _UPDATE_FORMS)

@@ -226,6 +226,7 @@ def test_an_update_that_waits_for_a_broadcast_can_be_aborted(
         aborted = ok(server.post("/abort_weight_update", {}))
         assert (aborted["aborted"], aborted["closed_groups"]) == (True, ["weight_update_group"])
         refused(reply.result(60), 409, "aborted")
+    refused(server.post("/destroy_weights_update_group", {}), 400, "no group")
     refused(server.post("/finish_weight_update", {}), 400, "no update is open")
     assert_untouched(server)
     trainer.die()  # what waits in a broadcast still ends by that only

@@ -141,9 +141,7 @@ class App:
         return [
             *(Route(path, endpoint, methods=["POST"]) for path, endpoint in posts.items()),
             *(Route(path, endpoint, methods=["GET"]) for path, endpoint in gets.items()),
-            *rl_routes(
-                self.bridge, self.config, self._policy, lambda: self._require_serving().opened, self._note_unknown
-            ),
+            *rl_routes(self.bridge, self.config, self._policy, lambda: self._require_serving().opened),
         ]
 
     async def _route(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -17,24 +17,17 @@ from nano_inference.server.rl.facts import questions
 from nano_inference.server.rl.paths import ADMIN_PATHS, QUESTIONS, REFUSED_COMMANDS
 from nano_inference.server.rl.sglang import refused, sglang_commands, told
 from nano_inference.server.rl.vllm import vllm_commands
-from nano_inference.server.schema import Body
 from nano_inference.server.served import Opened
 
 _ALSO_GET = frozenset({"/flush_cache"})
 """Commands that SGLang takes as a GET, too, and that trainers send so."""
 
 
-def rl_routes(
-    bridge: Bridge,
-    config: ServerConfig,
-    policy: GuardPolicy,
-    opened: Callable[[], Opened],
-    note_unknown: Callable[[Body], None] = lambda body: None,
-) -> list[Route]:
+def rl_routes(bridge: Bridge, config: ServerConfig, policy: GuardPolicy, opened: Callable[[], Opened]) -> list[Route]:
     """Return the routes. They need a guard around them, which keeps out whoever has no admin key.
 
-    `opened` returns what was loaded, or raises an `ApiError` while nothing is; `note_unknown` has nothing to be told
-    of: a field that nobody knows is refused here. Raises `ValueError` for a `weights_dir` that is no directory.
+    `opened` returns what was loaded, or raises an `ApiError` while nothing is. A field that nobody knows is refused here.
+    Raises `ValueError` for a `weights_dir` that is no directory.
     """
     if not config.enable_rl:
         return [_hint(path) for path in sorted(ADMIN_PATHS | QUESTIONS)]
