@@ -26,8 +26,8 @@ _ALSO_GET = frozenset({"/flush_cache"})
 def rl_routes(bridge: Bridge, config: ServerConfig, policy: GuardPolicy, opened: Callable[[], Opened]) -> list[Route]:
     """Return the routes. They need a guard around them, which keeps out whoever has no admin key.
 
-    `opened` returns what was loaded, or raises an `ApiError` while nothing is. A field that nobody knows is refused here.
-    Raises `ValueError` for a `weights_dir` that is no directory.
+    `opened` returns what was loaded, or raises an `ApiError` while nothing is. A field that nobody knows is refused
+    here. Raises `ValueError` for a `weights_dir` that is no directory.
     """
     if not config.enable_rl:
         return [_hint(path) for path in sorted(ADMIN_PATHS | QUESTIONS)]
