@@ -194,7 +194,7 @@ class Answer(pydantic.BaseModel):
     value: int
 
 
-def test_parse_works_without_a_schema_and_refuses_one_by_name(client: openai.OpenAI) -> None:
+def test_parse_works_without_a_schema_and_tells_of_answers_cut_off(client: openai.OpenAI) -> None:
     free = client.chat.completions.create(
         model="tiny", messages=HELLO, max_tokens=12, temperature=0, extra_body={"allowed_token_ids": LETTERS}
     )
@@ -213,9 +213,8 @@ def test_parse_works_without_a_schema_and_refuses_one_by_name(client: openai.Ope
     assert parsed.choices[0].message.parsed is None
     with pytest.raises(openai.LengthFinishReasonError):
         client.chat.completions.parse(model="tiny", messages=HELLO, max_tokens=1, extra_body=ENDLESS)
-    with pytest.raises(openai.BadRequestError, match="response_format") as caught:
+    with pytest.raises(openai.LengthFinishReasonError):
         client.chat.completions.parse(model="tiny", messages=HELLO, max_tokens=4, response_format=Answer)
-    assert caught.value.param == "response_format"
 
 
 def test_the_stream_helper_tells_its_events(client: openai.OpenAI) -> None:
@@ -262,7 +261,7 @@ def test_an_unknown_model_and_path_are_not_found(client: openai.OpenAI) -> None:
         client.completions.create(model="gpt-4", prompt="a")
     assert (caught.value.param, caught.value.code) == ("model", "model_not_found")
     with pytest.raises(openai.NotFoundError) as caught:
-        client.embeddings.create(model="tiny", input="a")
+        client.moderations.create(model="tiny", input="a")
     assert caught.value.request_id and caught.value.type == "not_found_error"
 
 
