@@ -8,9 +8,11 @@ ends the sample, whatever `ignore_eos` says: nothing could follow. The engine li
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +39,7 @@ _STEP_FUEL = 30_000
 _COMPILE_FUEL = 300_000
 _MAX_STATES = 50_000
 _MAX_SYMBOLS = 100_000
+_NICENESS = 15
 _FORCED_CHARS = 256
 """Characters of a text without alternatives that are cut into tokens: only the first token is ever used."""
 
@@ -262,12 +265,19 @@ def _mask(view: _View, inner: Any, allowed_bits: int) -> bytes:
     return allowed.to_bytes(view.num_bytes, "little")
 
 
+def _step_back() -> None:
+    """Let this thread run behind those that compute answers, where threads have priorities of their own (Linux)."""
+    with suppress(AttributeError, OSError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+
+
 def _on_deep_stack(work: Callable[[], _Compiled]) -> _Compiled:
     """Call a function in a thread with a deep stack and return what it returns or raises."""
     done: list[_Compiled] = []
     failed: list[BaseException] = []
 
     def run() -> None:
+        _step_back()
         try:
             done.append(work())
         except BaseException as error:
