@@ -22,7 +22,7 @@ from nano_inference.batch import Scored
 from nano_inference.runner import ModelRunner, Scores
 from nano_inference.sampling import draw
 from nano_inference.sequence import Sequence, advance, finish, start_sequences, to_delta, to_sample
-from nano_inference.types import DrawExtras, LogprobsMode, Request, TokenLogprob, VersionSpan
+from nano_inference.types import DrawExtras, LogprobsMode, Request, TokenLogprob, VersionSpan, spans_of
 from tests.models.families import VOCAB_SIZE, make_model, reference_logprobs
 from tests.sim.fakes import Calculator, fake_config, fake_parts
 from tests.test_sampling import draw_one, naive_support, randn, row
@@ -59,6 +59,15 @@ def test_version_spans_are_the_longest_runs_and_carry_the_labels() -> None:
     )
     assert dict(one.version_labels) == {3: "step-3", 8: 80}, "only versions that occur"
     assert sample().version_spans == () and sample((2,)).version_spans == (VersionSpan(2, 0, 1, None),)
+
+
+def test_spans_of_what_was_drawn_so_far() -> None:
+    """A stream tells of versions before there is a sample."""
+    assert spans_of(iter([4, 4, 2]), {2: "two", 9: "never used"}) == (
+        VersionSpan(4, 0, 2, None),
+        VersionSpan(2, 2, 3, "two"),
+    )
+    assert spans_of((), {4: "four"}) == ()
 
 
 def test_the_json_form_holds_spans_and_leaves_out_missing_labels() -> None:

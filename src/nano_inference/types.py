@@ -322,6 +322,17 @@ class VersionSpan(NamedTuple):
         return {name: value for name, value in self._asdict().items() if value is not None}
 
 
+def spans_of(versions: Iterable[int], labels: Mapping[int, WeightLabel]) -> tuple[VersionSpan, ...]:
+    """Return the longest runs of one version, in order; `labels` are what the trainer calls versions."""
+    spans: list[VersionSpan] = []
+    start = 0
+    for version, run in groupby(versions):
+        end = start + len(list(run))
+        spans.append(VersionSpan(version, start, end, labels.get(version)))
+        start = end
+    return tuple(spans)
+
+
 _ALIGNED = ("logprobs", "mask", "token_versions", "ref_logprobs", "top_logprobs", "raw_logprobs", "sampling_masks")
 """Fields of a `TrainingSample` with an entry for every completion token."""
 _FLAT = (
@@ -403,13 +414,7 @@ class TrainingSample:
     @property
     def version_spans(self) -> tuple[VersionSpan, ...]:
         """The longest runs of completion tokens of one version, in order; together they are the whole completion."""
-        spans: list[VersionSpan] = []
-        start = 0
-        for version, run in groupby(self.token_versions):
-            end = start + len(list(run))
-            spans.append(VersionSpan(version, start, end, self.version_labels.get(version)))
-            start = end
-        return tuple(spans)
+        return spans_of(self.token_versions, self.version_labels)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as plain JSON values; versions and labels as `weight_versions`, a list of spans."""

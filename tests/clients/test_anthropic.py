@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -259,27 +259,19 @@ def answered(data: bytes, kind: str = "text/event-stream") -> Any:
     return anthropic.Anthropic(base_url="http://127.0.0.1:9", api_key="none", max_retries=0, http_client=http)
 
 
-def written(
-    monkeypatch: pytest.MonkeyPatch, call: Call, tokenizer: Tokenizer, events: Iterable[Event]
-) -> tuple[dict[str, Any], bytes]:
+def written(call: Call, tokenizer: Tokenizer, events: Sequence[Event]) -> tuple[dict[str, Any], bytes]:
     """Return a whole reply and its stream, an event at a time."""
-    rows = list(events)
-    monkeypatch.setattr(
-        "nano_inference.server.messages_reply.events_of",
-        lambda one: [rows[int(one.text)]] if isinstance(one, Written) else rows,
-    )
     drafts = drafts_of(call)
     drafts[0].finish_reason = "stop"
+    drafts[0].events += events
     reply = MessagesReply(call, tokenizer, 1)
-    pieces = [reply.added(drafts[0], Written(str(at), (), (), None, None), drafts) for at in range(len(rows))]
+    pieces = [reply.added(drafts[0], Written("", (), (), None, None, events=(one,)), drafts) for one in events]
     data = b"".join([reply.opening(drafts), *pieces, reply.closing(drafts)])
     return MessagesReply(call, tokenizer, 1).whole(drafts), data
 
 
-def test_calls_are_put_together_as_in_the_whole_reply(
-    monkeypatch: pytest.MonkeyPatch, call: Call, tokenizer: Tokenizer
-) -> None:
-    whole, data = written(monkeypatch, call, tokenizer, CALLS)
+def test_calls_are_put_together_as_in_the_whole_reply(call: Call, tokenizer: Tokenizer) -> None:
+    whole, data = written(call, tokenizer, CALLS)
     with answered(data).messages.stream(**ASKED) as stream:
         message = stream.get_final_message()
     assert shown(message) == shown(whole)
@@ -288,11 +280,9 @@ def test_calls_are_put_together_as_in_the_whole_reply(
 
 
 @pytest.mark.parametrize("size", [1, 7, 20, len(ARGUMENTS) - 1])
-def test_a_call_that_was_cut_off_is_the_same_either_way(
-    monkeypatch: pytest.MonkeyPatch, call: Call, tokenizer: Tokenizer, size: int
-) -> None:
+def test_a_call_that_was_cut_off_is_the_same_either_way(call: Call, tokenizer: Tokenizer, size: int) -> None:
     events = (CallStart(0, "weather"), CallArguments(0, ARGUMENTS[:size]))
-    whole, data = written(monkeypatch, call, tokenizer, events)
+    whole, data = written(call, tokenizer, events)
     with answered(data).messages.stream(**ASKED) as stream:
         assert shown(stream.get_final_message()) == shown(whole)
 

@@ -20,6 +20,7 @@ from nano_inference.types import Delta, TrainingSample
 from tests.sim.fakes import Failing, FakeRunner, fake_config, fake_parts, reference
 
 LONG = SamplingParams(max_tokens=30, seed=4, ignore_eos=True)
+SHORT = SamplingParams(max_tokens=6, seed=4, ignore_eos=True)
 ENDLESS = SamplingParams(max_tokens=50_000, seed=4, ignore_eos=True)
 
 
@@ -125,20 +126,23 @@ def test_the_engines_death_reaches_every_waiter(caplog: pytest.LogCaptureFixture
 
 
 class Stuck:
-    """An engine whose step does not end before it is let go."""
+    """An engine that makes so many steps, and whose next one does not end before it is let go."""
 
-    def __init__(self) -> None:
+    def __init__(self, free_steps: int = 0, num_blocks: int = 60) -> None:
         self.go_on = threading.Event()
         self.is_stuck = threading.Event()
-        self.inner = fake_engine()
+        self.inner = fake_engine(num_blocks)
+        self._free_steps = free_steps
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 
     def tick(self) -> Any:
         if self.inner.has_pending():
-            self.is_stuck.set()
-            self.go_on.wait(60)
+            self._free_steps -= 1
+            if self._free_steps < 0:
+                self.is_stuck.set()
+                self.go_on.wait(60)
         return self.inner.tick()
 
 
@@ -324,34 +328,43 @@ def test_silence_gives_nothing_and_news_wakes_at_once() -> None:
 
 @pytest.mark.parametrize("name", ["mine", "cmpl-mine", "chatcmpl-mine"])
 def test_requests_are_ended_by_their_names(name: str) -> None:
+    engine = Stuck(free_steps=3, num_blocks=30_000)
+
     async def work(bridge: Bridge) -> None:
         with (
             bridge.submit([ask(params=ENDLESS), ask((1, 2), ENDLESS, num_samples=2)], [name]) as mine,
-            bridge.submit([ask()], ["yours"]) as yours,
+            bridge.submit([ask(params=SHORT)], ["yours"]) as yours,
         ):
             await mine.take(30)
-            assert await bridge.end_requests(["mine"]) == 3
+            ending = asyncio.create_task(bridge.end_requests(["mine"]))
+            await asyncio.sleep(0)  # by now the thread has it in its queue, and makes one step more at most
+            engine.go_on.set()
+            assert await ending == 3
             samples = [piece.delta.sample for piece in await to_end(mine) if piece.delta.sample is not None]
             assert [sample.finish_reason for sample in samples] == ["abort"] * 3
-            assert tokens_of(await to_end(yours)) == reference((5, 9, 30), LONG, 0)[0]
+            assert tokens_of(await to_end(yours)) == reference((5, 9, 30), SHORT, 0)[0]
         assert await bridge.end_requests(["mine", "yours"]) == 0
 
-    with_bridge(work, fake_engine(num_blocks=30_000))
+    with_bridge(work, engine)
 
 
 def test_what_was_just_submitted_is_ended_too_and_what_comes_later_is_not() -> None:
-    engine = fake_engine(num_blocks=30_000)
+    engine = fake_engine()
+    go_on = threading.Event()
 
     async def work(bridge: Bridge) -> None:
-        with bridge.submit([ask(params=ENDLESS)]) as early:
+        holding = asyncio.create_task(bridge.call(lambda: go_on.wait(60)))
+        await asyncio.sleep(0)  # what comes now is queued behind it: the thread finds all of it before its next step
+        with bridge.submit([ask()]) as early:
             ending = asyncio.create_task(bridge.end_requests(first=engine.pause))
             await asyncio.sleep(0)
-            with bridge.submit([ask()]) as late:
-                assert await ending == 1
+            with bridge.submit([ask(params=SHORT)]) as late:
+                go_on.set()
+                assert await holding and await ending == 1
                 assert [piece.delta.finish_reason for piece in await to_end(early)] == ["abort"]
                 assert await late.take(0.01) == []
                 await bridge.call(engine.resume)
-                assert tokens_of(await to_end(late)) == reference((5, 9, 30), LONG, 0)[0]
+                assert tokens_of(await to_end(late)) == reference((5, 9, 30), SHORT, 0)[0]
 
     with_bridge(work, engine)
 

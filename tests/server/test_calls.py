@@ -14,7 +14,7 @@ import tokenizers
 from nano_inference.config import ServerConfig
 from nano_inference.door import Limits
 from nano_inference.server.body import parse
-from nano_inference.server.call import Call
+from nano_inference.server.call import Call, drafts_of
 from nano_inference.server.calls import chat_call, completion_call
 from nano_inference.server.errors import ApiError
 from nano_inference.server.model import ServedModel
@@ -26,7 +26,12 @@ from nano_inference.text.dialogue import TemplateDialogue, load_dialogue
 from nano_inference.text.fast import FastTokenizer, set_bos_eos
 from nano_inference.text.grammar import Grammars
 from nano_inference.text.tokenizer import Tokenizer, load_tokenizer
+from nano_inference.text.tool_calls import CallStart, Content, Event
 from nano_inference.types import TokenizerSource
+from tests.server.mounted import END_TOKEN
+from tests.server.test_replies import delta
+from tests.server.test_writing import sample_of
+from tests.server.tiny import TEMPLATE
 
 HELLO = [{"role": "user", "content": "hello"}]
 CONFIG = ServerConfig()
@@ -373,6 +378,99 @@ CHATS: list[tuple[dict[str, Any], str, str | None]] = [
     ({"chat_template_kwargs": {"a": "x" * 4096}}, "must be at most 4096 bytes", "chat_template_kwargs"),
     ({"n": 17}, "n must be at most 16, got 17", "n"),
 ]
+
+
+NOW = {"type": "function", "function": {"name": "now"}}
+AS_JSON = {"type": "json_object"}
+LLAMA_TEMPLATE = "{{ messages[0].content }}{{ tools }}<|python_tag|>"
+
+
+@pytest.mark.parametrize(
+    ("template", "fields", "message", "param"),
+    [
+        (
+            TEMPLATE,
+            {"regex": "a+"},
+            "regex: with tool_choice auto an answer may be JSON or a call, and nothing",
+            "regex",
+        ),
+        (LLAMA_TEMPLATE, {"ebnf": 'root ::= "a"'}, "ebnf: with tool_choice auto an answer may be JSON or a", "ebnf"),
+        (
+            LLAMA_TEMPLATE,
+            {"response_format": AS_JSON},
+            "response_format: with tool_choice auto this model's calls cannot be told from an answer that is JSON",
+            "response_format",
+        ),
+    ],
+)
+def test_a_structure_and_functions_that_exclude_each_other(
+    model: ServedModel, template: str, fields: dict[str, Any], message: str, param: str
+) -> None:
+    """Where it has to be a call, or may be none, there is nothing to exclude."""
+    other = replace(templated(model, template), limits=replace(LIMITS, max_model_len=4096))
+    with pytest.raises(ApiError) as caught:
+        chat(other, tools=[NOW], **fields)
+    check_refusal(caught.value, message, param)
+    plain, forced, alone = (
+        chat(other, tools=[NOW], **fields, tool_choice="none"),
+        chat(other, tools=[NOW], **fields, tool_choice="required"),
+        chat(other, tools=[NOW], tool_choice="auto"),
+    )
+    structures = [call.asks[0].structure for call in (plain, forced, alone)]
+    assert [structure and structure.field for structure in structures] == [param, "tools", None]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tools": [NOW], "calculator": True},
+        {"tools": [NOW, {"type": "calculator"}]},
+        {"tools": [NOW], "tool_choice": "none", "calculator": True},
+        {"response_format": AS_JSON, "calculator": True},
+        {"response_format": AS_JSON, "tools": [{"type": "calculator"}]},
+    ],
+)
+def test_a_calculator_goes_neither_with_functions_nor_with_a_structure(
+    model: ServedModel, fields: dict[str, Any]
+) -> None:
+    roomy = replace(model, limits=replace(LIMITS, max_model_len=4096))
+    with pytest.raises(ApiError) as caught:
+        chat(roomy, **fields)
+    check_refusal(caught.value, "calculator: it goes neither with functions nor with a structure", "calculator")
+    with pytest.raises(ApiError) as caught:
+        completion(roomy, calculator=True, regex="a+")
+    check_refusal(caught.value, "calculator: it goes neither with functions nor with a structure", "calculator")
+
+
+CALL = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("fields", "text", "content", "num_calls"),
+    [
+        ({}, f"Hi {CALL}\n{CALL}", "Hi", 2),
+        ({"parallel_tool_calls": False}, f"Hi {CALL}\n{CALL}", "Hi", 1),
+        ({"tool_choice": "required"}, f"{CALL}\n{CALL}", "", 2),
+        ({"tool_choice": "required"}, CALL[:14], "", 0),
+        ({"tool_choice": "auto"}, CALL[:14], CALL[:14], 0),
+        ({"tool_choice": "none"}, f"Hi {CALL}", f"Hi {CALL}", 0),
+    ],
+)
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_a_draft_has_what_clients_are_told_of(
+    model: ServedModel, fields: dict[str, Any], text: str, content: str, num_calls: int, is_stream: bool
+) -> None:
+    call = chat(replace(model, limits=replace(LIMITS, max_model_len=4096)), tools=[NOW], **fields)
+    (draft,) = drafts_of(call)
+    tokens = [*model.tokenizer.encode(text), END_TOKEN]
+    events: list[Event] = []
+    for at, token in enumerate(tokens, 1):
+        sample = sample_of(tokens, "stop", None) if at == len(tokens) else None
+        piece = delta([token], sample=sample)
+        events += draft.take(piece, call.shape, model.tokenizer, keep=not is_stream).events
+    assert draft.events == ([] if is_stream else events)
+    assert "".join(event.text for event in events if isinstance(event, Content)) == content
+    assert draft.num_calls == sum(isinstance(event, CallStart) for event in events) == num_calls
 
 
 def check_refusal(error: ApiError, message: str, param: str | None) -> None:

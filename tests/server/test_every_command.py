@@ -13,7 +13,7 @@ import torch
 from nano_inference.server.rl import schema
 from nano_inference.server.rl.groups import Groups
 from nano_inference.server.rl.paths import REFUSED_COMMANDS
-from nano_inference.server.rl.vllm import _UPDATE_FORMS
+from nano_inference.server.rl.schema import UPDATE_FORMS
 from nano_inference.server.schema import Body
 from tests.server import test_rl_control, test_rl_group, test_rl_weights
 from tests.server.tiny import Running
@@ -307,7 +307,7 @@ def test_what_is_taken_of_a_group_changes_nothing(server: Running, groups: list[
     assert groups[0] == groups[1]
 
 
-@pytest.mark.parametrize("form", _UPDATE_FORMS)
+@pytest.mark.parametrize("form", UPDATE_FORMS)
 def test_every_other_way_to_send_weights_is_refused_by_name(server: Running, form: str) -> None:
     for body in ({form: [1]}, {"update_info": {form: [1]}}):
         assert refused(server.post("/update_weights", body), 501, form)["param"] == form

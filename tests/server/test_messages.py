@@ -14,9 +14,8 @@ import pytest
 from nano_inference.config import ServerConfig
 from nano_inference.door import Limits
 from nano_inference.server import app as app_module
-from nano_inference.server import messages_reply
 from nano_inference.server.body import parse
-from nano_inference.server.call import Draft, drafts_of
+from nano_inference.server.call import drafts_of
 from nano_inference.server.errors import ApiError
 from nano_inference.server.messages import chat_fields, count_tokens, in_own_names, messages_call
 from nano_inference.server.messages_body import CountTokensBody, MessagesBody
@@ -29,9 +28,10 @@ from nano_inference.text.dialogue import TemplateDialogue, load_dialogue
 from nano_inference.text.grammar import Grammars
 from nano_inference.text.tokenizer import load_tokenizer
 from nano_inference.text.tool_calls import CallArguments, CallEnd, CallStart, Content, Event
-from nano_inference.types import TokenizerSource
-from tests.server.test_replies import call_of
-from tests.server.test_writing import TOKENIZER
+from nano_inference.types import FinishReason, TokenizerSource
+from tests.server.mounted import END_TOKEN
+from tests.server.test_replies import call_of, delta
+from tests.server.test_writing import TOKENIZER, sample_of
 from tests.server.tiny import TEMPLATE, Running, running
 
 JSON = dict[str, Any]
@@ -383,28 +383,20 @@ NOTHING: tuple[Event, ...] = ()
 
 
 def replied(
-    monkeypatch: pytest.MonkeyPatch,
-    events: Sequence[Event],
-    size: int,
-    reason: str = "stop",
-    stop: Any = None,
-    one_call: bool = False,
-    **fields: Any,
+    events: Sequence[Event], size: int, reason: FinishReason = "stop", stop: Any = None, **fields: Any
 ) -> tuple[JSON, bytes]:
     """Return the whole reply and the stream of what a model wrote; so many events come at once."""
-    rows = [list(events[at : at + size]) for at in range(0, len(events), size)]
-    monkeypatch.setattr(
-        messages_reply, "events_of", lambda one: rows[int(one.text)] if isinstance(one, Written) else list(events)
-    )
     call = replace(call_of("chat", **fields), id="msg_1")
-    drafts: list[Draft] = drafts_of(call)
-    stream = MessagesReply(call, TOKENIZER, 1, one_call=one_call)
-    data = stream.opening(drafts)
-    for number in range(len(rows)):
-        data += stream.added(drafts[0], Written(str(number), (), (), None, None), drafts)
-    drafts[0].token_ids, drafts[0].finish_reason, drafts[0].stop_reason = [1, 2, 3], reason, stop
-    data += stream.closing(drafts)
-    return MessagesReply(call, TOKENIZER, 1, one_call=one_call).whole(drafts), data
+    (draft,) = drafts_of(call)
+    stream = MessagesReply(call, TOKENIZER, 1)
+    data = stream.opening([draft])
+    for at in range(0, len(events), size):
+        written = Written("", (), (), None, None, events=tuple(events[at : at + size]))
+        data += stream.added(draft, written, [draft])
+    draft.events += events
+    draft.token_ids, draft.finish_reason, draft.stop_reason = [1, 2, 3], reason, stop
+    data += stream.closing([draft])
+    return MessagesReply(call, TOKENIZER, 1).whole([draft]), data
 
 
 def named_events(data: bytes) -> list[JSON]:
@@ -446,16 +438,14 @@ def gathered(events: Sequence[JSON]) -> JSON:
 @pytest.mark.parametrize("events", [CALLS, CUT_OFF, WRONG, NOTHING, (Content("hi"),)])
 @pytest.mark.parametrize("size", [1, 3, 100])
 @pytest.mark.parametrize("shown", [False, True])
-def test_a_stream_is_the_whole_reply_in_pieces(
-    monkeypatch: pytest.MonkeyPatch, events: Sequence[Event], size: int, shown: bool
-) -> None:
-    whole, data = replied(monkeypatch, events, size, token_ids=shown)
+def test_a_stream_is_the_whole_reply_in_pieces(events: Sequence[Event], size: int, shown: bool) -> None:
+    whole, data = replied(events, size, token_ids=shown)
     assert gathered(named_events(data)) == whole
     assert ("token_ids" in whole, "prompt_token_ids" in whole) == (shown, shown)
 
 
-def test_a_whole_reply(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole, _ = replied(monkeypatch, CALLS, 1)
+def test_a_whole_reply() -> None:
+    whole, _ = replied(CALLS, 1)
     city = {"city": "Zürich \n", "days": [1, 2.5, True]}
     assert whole == {
         "id": "msg_1",
@@ -479,26 +469,26 @@ def test_a_whole_reply(monkeypatch: pytest.MonkeyPatch) -> None:
     }
 
 
-def test_only_one_call_is_told_of_when_more_are_not_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole, data = replied(monkeypatch, CALLS, 2, one_call=True)
-    assert [block["type"] for block in whole["content"]] == ["text", "tool_use", "text"]
-    assert gathered(named_events(data)) == whole
-
-
-def vars_of(call: Any) -> Any:
-    """Return what a call's dialect was given besides the call."""
-    return call.dialect.keywords
-
-
-def test_one_call_is_wanted_when_parallel_ones_are_forbidden(
-    model: ServedModel, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("forbidden", "expected"), [(None, 2), (False, 2), (True, 1)])
+def test_only_one_call_is_told_of_when_more_are_not_wanted(
+    model: ServedModel, forbidden: bool | None, expected: int
 ) -> None:
-    call = messages_call(body_of(), model, CONFIG, "")
-    assert vars_of(call) == {"one_call": False}
-    monkeypatch.setattr("nano_inference.server.messages.chat_call", lambda *_: call)
-    choice = {"type": "auto", "disable_parallel_tool_use": True}
-    call = messages_call(body_of(tools=[WEATHER], tool_choice=choice), model, CONFIG, "")
-    assert vars_of(call) == {"one_call": True}
+    roomy = replace(model, limits=replace(model.limits, max_model_len=4096))
+    choice = {"type": "auto", "disable_parallel_tool_use": forbidden}
+    call = messages_call(body_of(tools=[WEATHER], tool_choice=choice), roomy, CONFIG, "")
+    one = '<tool_call>\n{"name": "weather", "arguments": {"n": 1}}\n</tool_call>'
+    tokens = [*model.tokenizer.encode(f"I look {one}\n{one}"), END_TOKEN]
+    (draft,) = drafts_of(call)
+    stream = call.dialect(call, model.tokenizer, 1)
+    data = stream.opening([draft])
+    for at, token in enumerate(tokens, 1):
+        sample = sample_of(tokens, "stop", None) if at == len(tokens) else None
+        data += stream.added(draft, draft.take(delta([token], sample=sample), call.shape, model.tokenizer), [draft])
+    data += stream.closing([draft])
+    whole = call.dialect(call, model.tokenizer, 1).whole([draft])
+    uses = [block["input"] for block in whole["content"] if block["type"] == "tool_use"]
+    assert uses == [{"n": 1}] * expected and whole["content"][0] == {"type": "text", "text": "I look"}
+    assert whole["stop_reason"] == "tool_use" and gathered(named_events(data)) == whole
 
 
 @pytest.mark.parametrize(
@@ -516,10 +506,8 @@ def test_one_call_is_wanted_when_parallel_ones_are_forbidden(
         (NOTHING, "abort", None, ("max_tokens", None)),
     ],
 )
-def test_why_a_message_ended(
-    monkeypatch: pytest.MonkeyPatch, events: Sequence[Event], reason: str, stop: Any, expected: Any
-) -> None:
-    whole, data = replied(monkeypatch, events, 1, reason, stop, stops=("no",))
+def test_why_a_message_ended(events: Sequence[Event], reason: FinishReason, stop: Any, expected: Any) -> None:
+    whole, data = replied(events, 1, reason, stop, stops=("no",))
     assert (whole["stop_reason"], whole["stop_sequence"]) == expected
     assert gathered(named_events(data)) == whole
 

@@ -161,5 +161,5 @@ def test_stats_and_health() -> None:
         "workers": [{"gpu_id": 0, "device": "cpu"}],
     }
     assert stats(9, 8, "cuda")["available_workers"] == 0
-    assert health(True, 3, 8) == {"status": "ok", "ready": True, "num_gpus": 1, "available_workers": 5}
+    assert health(True, 3, 8) == {"ready": True, "num_gpus": 1, "available_workers": 5}
     assert health(False, 0, 8)["available_workers"] == 0

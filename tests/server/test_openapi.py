@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import re
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +25,12 @@ from schemathesis.specs.openapi.checks import (
 from starlette.routing import Route
 
 from nano_inference.config import ServerConfig
+from nano_inference.server import app as app_module
 from nano_inference.server import schema as bodies
+from nano_inference.server.app import App
+from nano_inference.server.bridge import Bridge
+from nano_inference.server.guard import guard_policy
+from nano_inference.server.keys import KeyRing
 from nano_inference.server.openapi import openapi
 from nano_inference.server.rl.paths import ADMIN_PATHS, QUESTIONS
 from tests.server.tiny import Running, running
@@ -52,6 +60,61 @@ def test_the_document_is_valid_and_is_what_is_served(small: Running) -> None:
     assert document == openapi(needs_key=False)
     assert document["openapi"].startswith("3.1")
     schemathesis.openapi.from_dict(document).validate()
+
+
+@pytest.fixture
+def unserved() -> Iterator[App]:
+    """An application without a model."""
+    config = ServerConfig(log_requests=False)
+    one = App(config, guard_policy(config, KeyRing.of(())), Bridge(step_timeout=60))
+    yield one
+    one.close()
+
+
+def test_the_document_is_written_in_a_thread_once_it_is_asked_for(
+    unserved: App, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[str] = []
+    going = threading.Event()
+
+    def slow(*, needs_key: bool) -> dict[str, Any]:
+        going.wait(60)
+        written.append(threading.current_thread().name)
+        return openapi(needs_key=needs_key)
+
+    monkeypatch.setattr(app_module, "openapi", slow)
+    nobody: Any = None
+
+    async def ask() -> None:
+        first, *others = [asyncio.create_task(unserved.document(nobody)) for _ in range(4)]
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        first.cancel()  # whoever asked first leaves: the others have it all the same
+        going.set()
+        replies = [await other for other in others] + [await unserved.document(nobody)]
+        assert {json.loads(bytes(reply.body))["openapi"] for reply in replies} == {"3.1.0"}
+        with pytest.raises(asyncio.CancelledError):
+            await first
+
+    assert unserved._document is None
+    asyncio.run(ask())
+    assert len(written) == 1 and written[0].startswith("text")
+
+
+def test_a_document_that_could_not_be_written_is_tried_again(unserved: App, monkeypatch: pytest.MonkeyPatch) -> None:
+    nobody: Any = None
+
+    def broken(*, needs_key: bool) -> dict[str, Any]:
+        raise RuntimeError("not today")
+
+    async def ask() -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(app_module, "openapi", broken)
+            failed = await asyncio.gather(*(unserved.document(nobody) for _ in range(2)), return_exceptions=True)
+            assert [str(error) for error in failed] == ["not today"] * 2
+        assert (await unserved.document(nobody)).status_code == 200
+
+    asyncio.run(ask())
 
 
 def test_every_route_is_described_and_nothing_else(small: Running) -> None:

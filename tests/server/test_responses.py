@@ -19,7 +19,7 @@ import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 
 from nano_inference.config import ServerConfig
-from nano_inference.server import app, responses, responses_stream
+from nano_inference.server import app, responses
 from nano_inference.server.body import parse
 from nano_inference.server.call import Call, Draft, drafts_of
 from nano_inference.server.errors import ApiError
@@ -133,26 +133,22 @@ class Acted:
         return ResponsesReply(Asked(echo=echo, stem="0" * 32), call, TOKENIZER, 7)
 
     def ended(self, call: Call) -> Draft:
-        """The draft at its end: a token for each event."""
+        """The draft at its end: a token for each event, and no log-probabilities."""
         (draft,) = drafts_of(call)
         tokens = [A] * max(len(self.said), 1)
         draft.take(delta(tokens, sample=sample_of(tokens, self.reason, None)), call.shape, TOKENIZER)
-        return draft
+        return replace(draft, events=[*self.said], entries=[])
 
     def whole(self) -> JSON:
         call = self.call()
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(responses_stream, "said_in", lambda draft: self.said)
-            return self.reply(call).whole([replace(self.ended(call), entries=[])])
+        return self.reply(call).whole([self.ended(call)])
 
     def stream(self, *, until_error: ApiError | None = None) -> bytes:
         call = self.call()
         draft, reply = self.ended(call), self.reply(call)
         data = reply.opening([draft])
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(responses_stream, "said_of", lambda written: (self.said[int(written.text)],))
-            for number in range(len(self.said)):
-                data += reply.added(draft, Written(str(number), (A,), (), None, None), [draft])
+        for one in self.said:
+            data += reply.added(draft, Written("", (A,), (), None, None, events=(one,)), [draft])
         return data + (reply.failed(until_error) if until_error else reply.closing([draft]))
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 
 from nano_inference.server.errors import ApiError
-from nano_inference.server.structured import FIELDS, grammar_of
+from nano_inference.server.structured import FIELDS, structure_of
 from nano_inference.text.grammar import Grammar
 
 SCHEMA = {"type": "object", "properties": {"b": {"type": "string"}, "a": {"type": "integer"}}}
@@ -16,6 +17,12 @@ TEXT = json.dumps(SCHEMA, separators=(",", ":"))
 AS_SCHEMA = Grammar("json_schema", TEXT)
 LARK = 'start: "a"'
 GBNF = 'root ::= "a"'
+
+
+def grammar_of(fields: Mapping[str, Any]) -> Grammar | None:
+    """Return what a request holds its answer to."""
+    found = structure_of(fields)
+    return None if found is None else found.grammar
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from nano_inference.server.tools import (
     call_deltas,
     call_id,
     calls_json,
+    is_told,
     requested_tools,
     tool_use,
 )
@@ -214,7 +215,6 @@ def entry(number: int, name: str, arguments: str) -> dict[str, Any]:
 def test_a_whole_reply() -> None:
     both = [entry(0, "weather", '{"city": "Bern"}'), entry(1, "now", "{}")]
     assert calls_json(EVENTS, new_id=ids()) == ("I look.Done", both)
-    assert calls_json(EVENTS, parallel=False, new_id=ids()) == ("I look.Done", both[:1])
     assert calls_json(EVENTS[2:6], new_id=ids()) == (None, both[:1])
     assert calls_json([Content("Hi")]) == ("Hi", []) and calls_json([]) == ("", [])
     assert calls_json(EVENTS[2:4], new_id=ids()) == (None, [entry(0, "weather", '{"city": ')])
@@ -235,9 +235,24 @@ def test_a_stream() -> None:
         {"tool_calls": [{"index": 1, "function": {"arguments": "{}"}}]},
         {"content": "Done"},
     ]
-    assert call_deltas(EVENTS, parallel=False, new_id=ids()) == [*deltas[:5], deltas[7]]
     for delta in deltas:
         ChoiceDelta.model_validate(delta)
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, EVENTS),
+        ({"parallel_tool_calls": True, "tool_choice": "auto"}, EVENTS),
+        ({"parallel_tool_calls": False}, [*EVENTS[:6], EVENTS[9]]),
+        ({"tool_choice": "required"}, EVENTS[2:9]),
+        ({"tool_choice": "required", "parallel_tool_calls": False}, EVENTS[2:6]),
+        ({"tool_choice": {"type": "function", "function": {"name": "now"}}}, EVENTS[2:6]),
+    ],
+)
+def test_what_clients_are_told_of(fields: dict[str, Any], expected: list[Event]) -> None:
+    wanted = some(tools=[WEATHER, NOW], **fields)
+    assert [event for event in EVENTS if is_told(event, wanted)] == expected
 
 
 def test_every_call_has_an_id_of_its_own() -> None:

@@ -15,7 +15,7 @@ from nano_inference.cli.options import Common
 from nano_inference.cli.place import fetch
 from nano_inference.cli.terminal import note
 from nano_inference.config import EngineConfig, ServerConfig
-from nano_inference.server.guard import is_loopback_name
+from nano_inference.server.hosts import is_loopback_name
 from nano_inference.server.log import set_up_logs
 from nano_inference.server.rl.threads import JOINING
 from nano_inference.server.run import bind, serve

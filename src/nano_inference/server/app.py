@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
@@ -100,7 +101,8 @@ class App:
         self._num_answering = 0
         self._max_running = 0
         """Samples that may run at once."""
-        self._document = to_json(openapi(needs_key=not policy.keys.is_empty))
+        self._document: asyncio.Task[bytes] | None = None
+        """The OpenAPI document, once somebody has asked for it."""
         self._router = Router(self._routes(), redirect_slashes=False)
         self.asgi: ASGIApp = below(config.root_path, Guard(self._route, policy, self._on_response, error_bodies()))
         """The application, as a server runs it."""
@@ -238,8 +240,21 @@ class App:
         return _json(to_json({"version": nano_inference.__version__}))
 
     async def document(self, request: Request) -> Response:
-        """GET /openapi.json."""
-        return _json(self._document)
+        """GET /openapi.json: written in a thread, for whoever asks first and all who ask meanwhile and later."""
+        if self._document is None:
+            self._document = asyncio.create_task(
+                self._workshop.run(self._describe, seconds=self.config.request_timeout)
+            )
+            self._document.add_done_callback(self._end_document)
+        return _json(await asyncio.shield(self._document))
+
+    def _describe(self) -> bytes:
+        return to_json(openapi(needs_key=not self._policy.keys.is_empty))
+
+    def _end_document(self, done: asyncio.Task[bytes]) -> None:
+        """Let the next who asks try again when there is no document."""
+        if done.cancelled() or done.exception() is not None:
+            self._document = None
 
     async def index(self, request: Request) -> Response:
         """GET /: what this is, for who opens it in a browser."""
@@ -253,7 +268,7 @@ class App:
         state = self.bridge.state
         told = nanochat_web.health(state == "ready", self._num_running(), self._max_running)
         status = "ok" if state == "ready" else state
-        return _json(to_json({**told, "status": status}), 200 if state in ("ready", "draining") else 503)
+        return _json(to_json({"status": status, **told}), 200 if state in ("ready", "draining") else 503)
 
     async def health_generate(self, request: Request) -> Response:
         """GET /health_generate, SGLang's: whether a token comes when one is asked for."""

@@ -12,6 +12,7 @@ from typing import Any, Literal, Protocol
 from nano_inference.server.errors import ApiError
 from nano_inference.server.shape import ReplyShape
 from nano_inference.server.ticket import Ask
+from nano_inference.server.tools import ToolUse, is_told
 from nano_inference.server.writing import Entry, Pen, Written, begin, give_up, write
 from nano_inference.text.dialogue import Part
 from nano_inference.text.tokenizer import Tokenizer
@@ -42,26 +43,6 @@ class Reply(Protocol):
         """Return what a stream ends with that cannot go on."""
 
 
-class WholeReply:
-    """The events of a dialect that has no streams."""
-
-    def opening(self, drafts: Sequence[Draft]) -> bytes:
-        """Return nothing."""
-        return b""
-
-    def added(self, draft: Draft, written: Written, drafts: Sequence[Draft]) -> bytes:
-        """Return nothing."""
-        return b""
-
-    def closing(self, drafts: Sequence[Draft]) -> bytes:
-        """Return nothing."""
-        return b""
-
-    def failed(self, error: ApiError) -> bytes:
-        """Return nothing."""
-        return b""
-
-
 @dataclass(slots=True)
 class Draft:
     """What was written of one sample so far. Belongs to the one coroutine that answers the call."""
@@ -79,8 +60,6 @@ class Draft:
     parts: list[Part] = field(default_factory=list)
     reader: CallsState | None = None
     """Where looking for calls of functions stands; None when nobody looks."""
-    must_call: bool = False
-    """The answer is nothing but calls: what is left of one that was cut off is no text."""
     events: list[Event] = field(default_factory=list)
     num_calls: int = 0
     """Whole calls of functions that were found."""
@@ -90,7 +69,7 @@ class Draft:
     def take(self, delta: Delta, shape: ReplyShape, tokenizer: Tokenizer, *, keep: bool = True) -> Written:
         """Add a delta; return what it brought. Text and entries are kept for a whole reply, not for a stream."""
         self.pen, written = write(self.pen, delta, shape, tokenizer)
-        written = self._read(written, is_end=delta.sample is not None)
+        written = self._read(written, shape.functions, is_end=delta.sample is not None)
         self.token_ids += written.token_ids
         self.mask += delta.mask
         self.versions += delta.versions
@@ -101,7 +80,7 @@ class Draft:
 
     def cut_short(self, shape: ReplyShape, reason: str) -> Written:
         """End the sample with what it has, because its time is up; return the text that was held back."""
-        written = self._read(give_up(self.pen, shape, reason), is_end=True)
+        written = self._read(give_up(self.pen, shape, reason), shape.functions, is_end=True)
         self._keep(written, True)
         self.finish_reason, self.stop_reason = written.finish_reason, written.stop_reason
         return written
@@ -113,14 +92,13 @@ class Draft:
             self.parts += written.parts
             self.events += written.events
 
-    def _read(self, written: Written, *, is_end: bool) -> Written:
-        """Tell the calls of functions in a text apart."""
-        if self.reader is None:
+    def _read(self, written: Written, use: ToolUse | None, *, is_end: bool) -> Written:
+        """Tell the calls of functions in a text apart, and leave out those that nobody wants to be told of."""
+        if self.reader is None or use is None:
             return written._replace(events=(Content(written.text),) if written.text else ())
         self.reader, events = push(self.reader, written.text)
         events = [*events, *finish(self.reader)] if is_end else events
-        if self.must_call:
-            events = [event for event in events if not isinstance(event, Content)]
+        events = [event for event in events if is_told(event, use)]
         self.num_calls += sum(isinstance(event, CallEnd) for event in events)
         return written._replace(events=tuple(events))
 
@@ -135,7 +113,6 @@ def drafts_of(call: Call) -> list[Draft]:
             index=prompt * call.num_samples + sample,
             pen=begin(call.shape, prompt),
             reader=reader,
-            must_call=use is not None and use.must_call,
         )
         for prompt in range(len(call.asks))
         for sample in range(call.num_samples)

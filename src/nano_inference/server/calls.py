@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from nano_inference.config import ServerConfig
 from nano_inference.door import MatcherFactory, admit
@@ -23,8 +24,7 @@ from nano_inference.server.tools import ToolUse, requested_tools
 from nano_inference.server.unsupported import refuse_unsupported
 from nano_inference.text.bad_words import bad_words_matcher, both
 from nano_inference.text.stops import stop_matcher
-from nano_inference.text.tokenizer import Tokenizer
-from nano_inference.text.tool_format import calls_grammar
+from nano_inference.text.tool_format import ToolFormat, calls_grammar
 from nano_inference.text.tools import PythonTool, special_tokens
 from nano_inference.types import BadRequest, SamplingParams
 
@@ -52,10 +52,11 @@ def completion_call(body: CompletionBody, model: ServedModel, config: ServerConf
     prompts = completion_prompts(body, model, max_tokens)
     echo = tuple(prompt.echo for prompt in prompts) if body.echo else ()
     echoes_logprobs = bool(body.echo) and body.logprobs is not None
-    tool = _calculator(bool(body.calculator), model, (), body)
+    asked = _asked(body)
+    tool = _calculator(bool(body.calculator), model, has_others=asked is not None)
     shape = _shape(body, config, body.logprobs, echo, tool=tool, echo_logprobs=echoes_logprobs)
     params = _sampling_params(body, model, config, shape, max_tokens)
-    asks = _asks(body, model, prompts, params, shape, _structure(body), salt)
+    asks = _asks(body, model, prompts, params, shape, asked, salt)
     return _call(body, model, "completion", name, asks, shape)
 
 
@@ -74,37 +75,36 @@ def chat_call(body: ChatBody, model: ServedModel, config: ServerConfig, salt: st
         raise ApiError(400, "max_tokens must be at least 1 in a chat", param="max_tokens")
     use = requested_tools(body, require_dialogue(model).tool_template)
     prompts = [chat_prompt(body, model, extra, max_tokens, use)]
+    structure = _asked(body)
+    has_others = structure is not None or (use is not None and bool(use.functions))
     shape = _shape(
         body,
         config,
         (body.top_logprobs or 0) if body.logprobs else None,
         (prompts[0].echo,) if body.echo else (),
-        tool=_calculator(bool(body.calculator or (use and use.calculator)), model, use.functions if use else (), body),
+        tool=_calculator(bool(body.calculator or (use and use.calculator)), model, has_others=has_others),
         drop_space=model.tokenizer.drops_space and not body.continue_final_message,
     )
-    if use is not None and use.parses:
-        shape = replace(shape, functions=use, markers=_markers(use, model.tokenizer))
     params = _sampling_params(body, model, config, shape, max_tokens)
-    asks = _asks(body, model, prompts, params, shape, _structure(body, use, model.tokenizer), salt)
+    if use is not None and use.parses:
+        special = special_tokens(model.tokenizer)
+        shape = replace(shape, functions=use, markers=_markers(use.format, special))
+        structure = _structure(structure, use, special)
+    asks = _asks(body, model, prompts, params, shape, structure, salt)
     return _call(body, model, "chat", name, asks, shape)
 
 
-def _structure(body: Sampling, use: ToolUse | None = None, tokenizer: Tokenizer | None = None) -> Structure | None:
-    """Return what the answer must be: what a field says, or calls of functions, or either. Raises `ApiError`."""
-    asked = structure_of({name: getattr(body, name) for name in FIELDS})
-    if use is None or not use.parses or not (asked or use.must_call):
-        return asked
-    answer = None
-    if asked is not None and not use.must_call:  # what must be a call has no content that a structure could be of
-        is_json = asked.grammar.kind in ("json_schema", "json_object")
-        if use.format.is_whole or not is_json:  # a call without a marker begins like other JSON
-            message = (
-                f"{asked.field}: an answer that may be a call has no other structure than JSON, one that must be none"
-            )
-            raise ApiError(400, message, param=asked.field)
-        schema = json.loads(asked.grammar.text) if asked.grammar.kind == "json_schema" else {"type": "object"}
-        answer = schema if isinstance(schema, dict) else {}
-    special = {} if tokenizer is None else special_tokens(tokenizer)
+def _asked(body: Sampling) -> Structure | None:
+    """Return the structure that a body's own fields ask for. Raises `ApiError`."""
+    return structure_of({name: getattr(body, name) for name in FIELDS})
+
+
+def _structure(asked: Structure | None, use: ToolUse, special: Mapping[str, int]) -> Structure | None:
+    """Return what an answer must be that may call: what a field says, or calls, or either. Raises `ApiError`."""
+    if asked is None and not use.must_call:
+        return None
+    # What must be a call has no content that a structure could be of.
+    answer = None if asked is None or use.must_call else _answer_or_call(asked, use)
     with refusals_told("tools"):
         grammar = calls_grammar(
             use.functions, use.format, name=use.name, parallel=use.parallel, special=special, answer=answer
@@ -112,17 +112,31 @@ def _structure(body: Sampling, use: ToolUse | None = None, tokenizer: Tokenizer 
     return Structure("tools" if answer is None or asked is None else asked.field, grammar)
 
 
-def _markers(use: ToolUse, tokenizer: Tokenizer) -> frozenset[int]:
+def _answer_or_call(asked: Structure, use: ToolUse) -> Mapping[str, Any]:
+    """Return the schema of an answer that may be a call instead. Raises `ApiError` where the two cannot be one."""
+    if asked.grammar.kind not in ("json_schema", "json_object"):
+        message = f"{asked.field}: with tool_choice auto an answer may be JSON or a call, and nothing else"
+        raise ApiError(400, message, param=asked.field)
+    if use.format.is_whole:
+        message = f"{asked.field}: with tool_choice auto this model's calls cannot be told from an answer that is JSON"
+        raise ApiError(400, message, param=asked.field)
+    schema = json.loads(asked.grammar.text) if asked.grammar.kind == "json_schema" else {"type": "object"}
+    return schema if isinstance(schema, dict) else {}
+
+
+def _markers(fmt: ToolFormat, special: Mapping[str, int]) -> frozenset[int]:
     """Return the special tokens that stand before and behind calls."""
-    special = special_tokens(tokenizer)
-    return frozenset(special[mark] for mark in (use.format.begin, use.format.end) if mark in special)
+    return frozenset(special[mark] for mark in (fmt.begin, fmt.end) if mark in special)
 
 
-def _calculator(is_wanted: bool, model: ServedModel, functions: Sequence[object], body: Sampling) -> PythonTool | None:
-    """Return the model's calculator, when it is to answer while the model writes. What it says no structure knows."""
+def _calculator(is_wanted: bool, model: ServedModel, *, has_others: bool) -> PythonTool | None:
+    """Return the model's calculator, when it is to answer while the model writes. What it says no structure knows.
+
+    `has_others`: whether there are functions or a structure.
+    """
     if not is_wanted:
         return None
-    if functions or structure_of({name: getattr(body, name) for name in FIELDS}):
+    if has_others:
         raise ApiError(400, "calculator: it goes neither with functions nor with a structure", param="calculator")
     tool = None if model.dialogue is None else model.dialogue.tool
     if tool is None:

@@ -1,4 +1,4 @@
-"""What the dialects of other servers share: kinds of fields, refusals told in their names. Pure."""
+"""What the dialects of other servers share: refusals told in their names, calls as they mean them. Pure."""
 
 from __future__ import annotations
 
@@ -7,36 +7,18 @@ import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Annotated, Any, TypeVar
+from typing import Any, TypeVar
 
-from pydantic import Field, ValidationError
+from pydantic import ValidationError
 from pydantic_core import to_json
 
 from nano_inference.door import Limits
 from nano_inference.server.body import parse
 from nano_inference.server.call import Call
 from nano_inference.server.errors import ApiError
-from nano_inference.server.schema import MAX_STOPS, Body, StopText
+from nano_inference.server.schema import Body
 from nano_inference.server.structured import Structure
-
-INT32 = 2**31 - 1
-
-Count = Annotated[int, Field(ge=0, le=INT32)]
-Samples = Annotated[int, Field(ge=1, le=INT32)]
-Temperature = Annotated[float, Field(ge=0, le=2)]
-Share = Annotated[float, Field(ge=0, le=1)]
-PositiveShare = Annotated[float, Field(gt=0, le=1)]
-Penalty = Annotated[float, Field(ge=-2, le=2)]
-Factor = Annotated[float, Field(ge=0.01, le=100)]
-TopK = Annotated[int, Field(ge=-1, le=INT32)]
-Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
-Alternatives = Annotated[int, Field(ge=0, le=1000)]
-Stops = StopText | Annotated[list[StopText], Field(max_length=MAX_STOPS)]
-Name = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[\w.:-]+$")]
-Salt = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[^@/\\\x00]+$")]
-
-OFF: tuple[Any, ...] = (None, False)
-EMPTY: tuple[Any, ...] = (None, [], {}, "")
+from nano_inference.server.unsupported import is_one_of
 
 _WORD = re.compile(r"^[a-z]+(?=[ :.\[])|[a-z]+(?:_[a-z]+)+")
 """What can be a field's name in a refusal: a text begins with one, and one of several words stands anywhere."""
@@ -84,7 +66,7 @@ def structures_told_as(call: Call, names: Mapping[str, str]) -> Call:
 def refuse(fields: Mapping[str, Any], neutral: Mapping[str, tuple[Any, ...]], where: str = "") -> None:
     """Raise `ApiError` naming the first known field whose value is none of those with which it changes nothing."""
     for name, value in fields.items():
-        if name in neutral and not any(type(value) is type(one) and value == one for one in neutral[name]):
+        if name in neutral and not is_one_of(value, neutral[name]):
             place = f"{where}{name}"
             raise ApiError(400, f"{place} is not supported by this server", param=place, code="unsupported_field")
 

@@ -18,18 +18,17 @@ from pydantic_core import PydanticCustomError
 
 from nano_inference.config import ServerConfig
 from nano_inference.door import admit
-from nano_inference.server.call import JSON, Call, Draft, WholeReply
+from nano_inference.server.call import JSON, Call, Draft
 from nano_inference.server.errors import ApiError
 from nano_inference.server.model import ServedModel
 from nano_inference.server.refusals import refusals_told
-from nano_inference.server.schema import MAX_PROMPTS, Body, TokenIds
+from nano_inference.server.schema import MAX_PROMPTS, Body, CountOrOff, Salt, Samples, TokenIds
 from nano_inference.server.shape import ReplyShape
 from nano_inference.server.ticket import Ask
 from nano_inference.server.unsupported import refuse_unsupported
+from nano_inference.server.writing import Written
 from nano_inference.text.tokenizer import Tokenizer
 from nano_inference.types import BadRequest, SamplingParams, TrainingSample, unit_vector
-
-_INT32 = 2**31 - 1
 
 
 def _few(value: Any) -> Any:
@@ -56,14 +55,14 @@ class EmbeddingBody(Body):
     input: Inputs
     model: Annotated[str, Field(max_length=512)] | None = None
     encoding_format: Literal["float", "base64"] | None = None
-    dimensions: Annotated[int, Field(ge=1, le=_INT32)] | None = None
+    dimensions: Samples | None = None
     user: str | None = None
 
     pooling: Literal["mean", "last"] | None = None
     normalize: bool | None = None
-    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=_INT32)] | None = None
+    truncate_prompt_tokens: CountOrOff | None = None
     add_special_tokens: bool | None = None
-    cache_salt: Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[^@/\\\x00]+$")] | None = None
+    cache_salt: Salt | None = None
 
 
 def embedding_asks(body: EmbeddingBody, model: ServedModel, config: ServerConfig, salt: str) -> tuple[Ask, ...]:
@@ -98,7 +97,7 @@ def embedding_call(body: EmbeddingBody, model: ServedModel, config: ServerConfig
     )
 
 
-class EmbeddingReply(WholeReply):
+class EmbeddingReply:
     """The reply to a call for embeddings; there is no stream of those."""
 
     def __init__(self, body: EmbeddingBody, call: Call, tokenizer: Tokenizer, created: int) -> None:
@@ -112,6 +111,22 @@ class EmbeddingReply(WholeReply):
         if self._call.shape.versions:
             reply["weight_versions"] = [sample.weight_version for sample in samples]
         return reply
+
+    def opening(self, drafts: Sequence[Draft]) -> bytes:
+        """Return nothing."""
+        return b""
+
+    def added(self, draft: Draft, written: Written, drafts: Sequence[Draft]) -> bytes:
+        """Return nothing."""
+        return b""
+
+    def closing(self, drafts: Sequence[Draft]) -> bytes:
+        """Return nothing."""
+        return b""
+
+    def failed(self, error: ApiError) -> bytes:
+        """Return nothing."""
+        return b""
 
 
 def embedding_reply(body: EmbeddingBody, model_name: str, samples: Sequence[TrainingSample]) -> dict[str, Any]:

@@ -23,21 +23,6 @@ from nano_inference.config import ServerConfig
 from nano_inference.server.call import JSON, Call, Draft, usage
 from nano_inference.server.calls import completion_call
 from nano_inference.server.dialects import (
-    EMPTY,
-    OFF,
-    Alternatives,
-    Count,
-    Factor,
-    Name,
-    Penalty,
-    PositiveShare,
-    Salt,
-    Samples,
-    Seed,
-    Share,
-    Stops,
-    Temperature,
-    TopK,
     as_body,
     given,
     refuse,
@@ -51,9 +36,30 @@ from nano_inference.server.errors import ApiError
 from nano_inference.server.events import DONE, events
 from nano_inference.server.model import ServedModel
 from nano_inference.server.replies import sample_facts, token_facts, version_facts, whole
-from nano_inference.server.schema import MAX_BIAS, MAX_TOKEN_LIST, Bias, Body, CompletionBody, StreamOptions, TokenId
+from nano_inference.server.schema import (
+    MAX_BIAS,
+    MAX_TOKEN_LIST,
+    Alternatives,
+    Bias,
+    Body,
+    CompletionBody,
+    Count,
+    CountOrOff,
+    Factor,
+    Name,
+    Penalty,
+    PositiveShare,
+    Salt,
+    Samples,
+    Seed,
+    Share,
+    Stops,
+    StreamOptions,
+    Temperature,
+    TokenId,
+)
 from nano_inference.server.schema import TokenIds as Ids
-from nano_inference.server.unsupported import refuse_unsupported
+from nano_inference.server.unsupported import EMPTY, OFF, refuse_unsupported
 from nano_inference.server.writing import Entry, Written
 from nano_inference.text.tokenizer import Tokenizer
 
@@ -102,7 +108,7 @@ class GenerateParams(Body):
     n: Samples | None = 1
     temperature: Temperature | None = 1.0
     top_p: PositiveShare | None = 1.0
-    top_k: TopK | None = 0
+    top_k: CountOrOff | None = 0
     min_p: Share | None = 0.0
     seed: Seed | None = None
     max_tokens: Count | None = 16
@@ -119,7 +125,7 @@ class GenerateParams(Body):
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
-    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
+    truncate_prompt_tokens: CountOrOff | None = None
     logprobs: Alternatives | None = None
     prompt_logprobs: Alternatives | None = None
     structured_outputs: dict[str, Any] | None = None

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import logging
 import re
 import time
@@ -25,19 +24,17 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nano_inference.config import ServerConfig
 from nano_inference.server.errors import ApiError, ErrorBody, internal_error
+from nano_inference.server.hosts import Host, hosts_to_allow, is_loopback_name, parse_host
 from nano_inference.server.keys import KeyRing, load_admin_keys
 from nano_inference.server.rl.paths import ADMIN_PATHS
 
 OnResponse = Callable[[Scope, int | None, float, Exception | None], None]
 """Told of each request once: its scope, the status (None: the client went away), the seconds, and what went wrong."""
 Headers = Sequence[tuple[bytes, bytes]]
-Host = tuple[str, int | None]
-"""A name or address in lower case, and the port when there is one."""
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/ping", "/"})
 """What may be read without a key. Everything else needs one, whether it exists or not."""
 MAX_HEADERS = 100
-MAX_HOST = 255
 LINGER_SECONDS = 2.0
 """How long an unwanted body is read and dropped: most clients look at an answer only when they have sent theirs."""
 LINGER_BYTES = 32 << 20
@@ -45,7 +42,6 @@ PREFLIGHT_SECONDS = 600
 
 _LOGGER = logging.getLogger("nano_inference.server")
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
-_HOST = re.compile(r"(?P<name>[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(?::(?P<port>[0-9]{1,5}))?")
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[\x21-\x2e\x30-\x7e]+")
 _BODY_METHODS = frozenset({"POST", "PUT", "PATCH"})
 _ALWAYS = ((b"x-content-type-options", b"nosniff"), (b"referrer-policy", b"no-referrer"))
@@ -105,43 +101,6 @@ def guard_policy(config: ServerConfig, keys: KeyRing) -> GuardPolicy:
         max_body_bytes=config.max_body_bytes,
         body_timeout=config.header_timeout,
     )
-
-
-def hosts_to_allow(config: ServerConfig) -> tuple[Host, ...]:
-    """Return the hosts of `allowed_host`, and the address listened on when there are any; else nothing."""
-    try:
-        allowed = [parse_host(text) for text in config.allowed_host]
-    except ValueError as error:
-        raise ValueError(f"allowed_host: {error}") from None
-    if allowed and config.host not in ("0.0.0.0", "::"):
-        allowed.append(parse_host(f"[{config.host}]" if ":" in config.host else config.host))
-    return tuple(allowed)
-
-
-def parse_host(text: str) -> Host:
-    """Return the name and port of a Host header (RFC 9110, 7.2); raise `ValueError` when it is not one."""
-    match = _HOST.fullmatch(text) if len(text) <= MAX_HOST else None
-    if match is None:
-        raise ValueError("Host must be a name or address, with a port or without")
-    port = None if match["port"] is None else int(match["port"])
-    if port is not None and not 1 <= port <= 65535:
-        raise ValueError("Host has a port that is not in [1, 65535]")
-    name = match["name"].lower()
-    if name.startswith("["):
-        return str(ipaddress.IPv6Address(name[1:-1])), port
-    name = name.removesuffix(".")
-    if not all(name.split(".")):
-        raise ValueError("Host has an empty label")
-    return name, port
-
-
-def is_loopback_name(name: str) -> bool:
-    """Whether a name or address means this machine: localhost, 127.0.0.0/8 or ::1."""
-    try:
-        address = ipaddress.ip_address(name)
-    except ValueError:
-        return name.lower() == "localhost"
-    return address in ipaddress.ip_network("127.0.0.0/8") or address == ipaddress.IPv6Address("::1")
 
 
 class Guard:

@@ -21,16 +21,6 @@ from nano_inference.config import ServerConfig
 from nano_inference.server.call import JSON, Call
 from nano_inference.server.calls import completion_call
 from nano_inference.server.dialects import (
-    EMPTY,
-    INT32,
-    OFF,
-    Alternatives,
-    Factor,
-    Penalty,
-    Samples,
-    Share,
-    Stops,
-    Temperature,
     as_body,
     given,
     refuse,
@@ -42,8 +32,24 @@ from nano_inference.server.errors import ApiError
 from nano_inference.server.llamacpp_reply import LlamaReply, Told
 from nano_inference.server.model import ServedModel
 from nano_inference.server.refusals import refusals_told
-from nano_inference.server.schema import MAX_BIAS, Body, CompletionBody, TokenId, TokenIds
-from nano_inference.server.unsupported import refuse_unsupported
+from nano_inference.server.schema import (
+    INT32,
+    MAX_BIAS,
+    Alternatives,
+    Body,
+    CompletionBody,
+    CountOrOff,
+    Factor,
+    Penalty,
+    PositiveShare,
+    Samples,
+    Share,
+    Stops,
+    Temperature,
+    TokenId,
+    TokenIds,
+)
+from nano_inference.server.unsupported import EMPTY, OFF, refuse_unsupported
 from nano_inference.text.dialogue import TemplateDialogue
 from nano_inference.text.tokenizer import Tokenizer
 
@@ -103,11 +109,11 @@ class LlamaBody(Body):
     """Below 0 is all the room there is; 0 only reads the prompt."""
     n_cmpl: Samples | None = 1
     temperature: Temperature | None = 0.8
-    top_k: Annotated[int, Field(ge=-1, le=INT32)] | None = 40
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = 0.95
+    top_k: CountOrOff | None = 40
+    top_p: PositiveShare | None = 0.95
     min_p: Share | None = 0.05
     repeat_penalty: Factor | None = 1.0
-    repeat_last_n: Annotated[int, Field(ge=-1, le=INT32)] | None = None
+    repeat_last_n: CountOrOff | None = None
     """Only -1, everything, is done; 0 turns the penalty off."""
     presence_penalty: Penalty | None = 0.0
     frequency_penalty: Penalty | None = 0.0

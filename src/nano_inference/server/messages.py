@@ -13,7 +13,6 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -27,7 +26,7 @@ from nano_inference.server.messages_chat import chat_of, choice_of, format_of, t
 from nano_inference.server.messages_reply import MessagesReply
 from nano_inference.server.model import ServedModel
 from nano_inference.server.schema import ChatBody
-from nano_inference.server.unsupported import refuse_unsupported
+from nano_inference.server.unsupported import is_one_of, refuse_unsupported
 
 _REFUSED: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {
@@ -67,8 +66,7 @@ _UNLIMITED = 1 << 40
 def messages_call(body: MessagesBody, model: ServedModel, config: ServerConfig, salt: str) -> Call:
     """Return the call of POST /v1/messages. Raises `ApiError` naming the field that is wrong."""
     call = _chat_call(body, model, config, salt)
-    one_call = body.tool_choice is not None and bool(body.tool_choice.disable_parallel_tool_use)
-    return replace(call, id=f"msg_{uuid.uuid4().hex}", dialect=partial(MessagesReply, one_call=one_call))
+    return replace(call, id=f"msg_{uuid.uuid4().hex}", dialect=MessagesReply)
 
 
 def count_tokens(body: CountTokensBody, model: ServedModel) -> JSON:
@@ -154,7 +152,7 @@ def _refuse(body: CountTokensBody) -> None:
     """Raise `ApiError` naming the first field that asks for what is not done here."""
     extra = body.model_extra or {}
     for name, value in extra.items():
-        if name in _REFUSED and value not in _REFUSED[name]:
+        if name in _REFUSED and not is_one_of(value, _REFUSED[name]):
             raise _unsupported(name)
         if name in _FOREIGN and value is not None:
             raise _unsupported(name, "is not a field of this API")

@@ -9,9 +9,18 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from nano_inference.server.schema import MAX_MESSAGES, MAX_STOPS, Body, StopText
-
-_INT32 = 2**31 - 1
+from nano_inference.server.schema import (
+    MAX_MESSAGES,
+    MAX_STOPS,
+    Body,
+    Count,
+    PositiveShare,
+    Salt,
+    Samples,
+    Seed,
+    StopText,
+    Temperature,
+)
 
 Name = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[a-zA-Z0-9_-]+$")]
 BlockId = Annotated[str, Field(min_length=1, max_length=256)]
@@ -152,18 +161,18 @@ class CountTokensBody(Body):
 class MessagesBody(CountTokensBody):
     """POST /v1/messages."""
 
-    max_tokens: Annotated[int, Field(ge=1, le=_INT32)]
+    max_tokens: Samples
     stop_sequences: Annotated[list[StopText], Field(max_length=MAX_STOPS)] | None = None
     stream: bool | None = None
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    temperature: Temperature | None = None
     """Anthropic's ends at 1."""
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=0, le=_INT32)] | None = None
-    seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
+    top_p: PositiveShare | None = None
+    top_k: Count | None = None
+    seed: Seed | None = None
     """Ours."""
     return_token_ids: bool | None = None
     """Ours: also the ids of prompt and answer, with what is known of each token."""
-    cache_salt: Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[^@/\\\x00]+$")] | None = None
+    cache_salt: Salt | None = None
     """Ours."""
 
     metadata: dict[str, Any] | None = None

@@ -19,7 +19,7 @@ from nano_inference.server.events import event
 from nano_inference.server.replies import sample_facts
 from nano_inference.server.writing import Written
 from nano_inference.text.tokenizer import Tokenizer
-from nano_inference.text.tool_calls import CallArguments, CallEnd, CallStart, Content, Event
+from nano_inference.text.tool_calls import CallArguments, CallEnd, CallStart, Event
 
 _ERROR_TYPES = {
     401: "authentication_error",
@@ -45,16 +45,15 @@ class Blocks(NamedTuple):
 
 
 class MessagesReply:
-    """The reply to POST /v1/messages. With `one_call` only the model's first call is told of."""
+    """The reply to POST /v1/messages."""
 
-    def __init__(self, call: Call, tokenizer: Tokenizer, created: int, *, one_call: bool = False) -> None:
+    def __init__(self, call: Call, tokenizer: Tokenizer, created: int) -> None:
         self._call = call
-        self._one_call = one_call
         self._blocks = Blocks()
 
     def whole(self, drafts: Sequence[Draft]) -> JSON:
         """Return the message."""
-        blocks, told = self._written(Blocks(), drafts[0])
+        blocks, told = written_blocks(Blocks(), drafts[0].events, self._call.id)
         content = content_of([*told, *_closed(blocks)])
         return message(self._call, content) | _ending(self._call, drafts, blocks)
 
@@ -65,7 +64,7 @@ class MessagesReply:
 
     def added(self, draft: Draft, written: Written, drafts: Sequence[Draft]) -> bytes:
         """Return the events of a delta."""
-        self._blocks, told = self._written(self._blocks, written)
+        self._blocks, told = written_blocks(self._blocks, written.events, self._call.id)
         return named(told)
 
     def closing(self, drafts: Sequence[Draft]) -> bytes:
@@ -79,12 +78,6 @@ class MessagesReply:
         """Return the error."""
         return named([error_body(error)])
 
-    def _written(self, blocks: Blocks, source: Draft | Written) -> tuple[Blocks, list[JSON]]:
-        events = events_of(source)
-        if self._one_call:
-            events = [one for one in events if isinstance(one, Content) or one.index == 0]
-        return written_blocks(blocks, events, self._call.id)
-
 
 def error_body(error: ApiError, request_id: str | None = None) -> JSON:
     """Return an error in Anthropic's form; what programs may want to know of it is in `details`."""
@@ -93,11 +86,6 @@ def error_body(error: ApiError, request_id: str | None = None) -> JSON:
     details = {"error_code": error.code, "param": error.param, **error.extra}
     known = {name: value for name, value in details.items() if value is not None}
     return {"type": "error", "error": told | ({"details": known} if known else {}), "request_id": request_id}
-
-
-def events_of(source: Draft | Written) -> Sequence[Event]:
-    """Return what was written: text and calls."""
-    return source.events
 
 
 def written_blocks(blocks: Blocks, events: Iterable[Event], call_id: str) -> tuple[Blocks, list[JSON]]:

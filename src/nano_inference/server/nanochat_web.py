@@ -22,7 +22,7 @@ from nano_inference.server.dialects import as_body, given
 from nano_inference.server.errors import ApiError, shortened
 from nano_inference.server.model import ServedModel
 from nano_inference.server.replies import version_facts
-from nano_inference.server.schema import Body, ChatBody
+from nano_inference.server.schema import Body, ChatBody, Temperature
 from nano_inference.server.unsupported import refuse_unsupported
 from nano_inference.server.writing import Written
 from nano_inference.text.tokenizer import Tokenizer
@@ -43,7 +43,7 @@ class WebBody(Body):
     """POST /chat/completions, with nanochat's defaults. The reply is always streamed."""
 
     messages: Annotated[list[WebMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = 0.8
+    temperature: Temperature | None = 0.8
     max_tokens: Annotated[int, Field(ge=1, le=4096)] | None = 512
     top_k: Annotated[int, Field(ge=0, le=200)] | None = 50
     """0 is off."""
@@ -86,9 +86,8 @@ def stats(running: int, capacity: int, device: str = "cpu") -> JSON:
 
 
 def health(is_ready: bool, running: int, capacity: int) -> JSON:
-    """Return nanochat's fields of GET /health; ours go beside them."""
+    """Return what nanochat says in GET /health besides the `status`."""
     return {
-        "status": "ok",
         "ready": is_ready,
         "num_gpus": 1,
         "available_workers": capacity - min(running, capacity) if is_ready else 0,

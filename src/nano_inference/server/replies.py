@@ -15,7 +15,7 @@ from nano_inference.server.tools import call_deltas, calls_json
 from nano_inference.server.writing import Entry, Written, alone, prompt_entries, token_data
 from nano_inference.text.dialogue import Part
 from nano_inference.text.tokenizer import Tokenizer
-from nano_inference.types import TrainingSample
+from nano_inference.types import TrainingSample, spans_of
 
 
 class OpenAIReply:
@@ -119,8 +119,7 @@ def finish_reason_of(draft: Draft) -> str | None:
 
 def _chat_deltas(written: Written, shape: ReplyShape, has_extras: bool) -> list[JSON]:
     """Return the deltas that a chat's stream tells of what was written: content, and pieces of calls."""
-    use = shape.functions
-    deltas = call_deltas(written.events, parallel=use is None or use.parallel)
+    deltas = call_deltas(written.events)
     if shape.tool is not None and written.parts:
         deltas = [{"content": written.text, "parts": [part._asdict() for part in written.parts]}]
     return deltas or ([{"content": ""}] if has_extras else [])
@@ -159,19 +158,10 @@ def version_facts(draft: Draft, shape: ReplyShape) -> JSON:
     labels = draft.sample.version_labels if draft.sample is not None else {}
     return {
         "weight_versions": [
-            {"version": str(labels.get(number, number)), "start": start, "end": end, "number": number}
-            for number, start, end in runs_of(draft.versions)
+            {"version": str(number if label is None else label), "start": start, "end": end, "number": number}
+            for number, start, end, label in spans_of(draft.versions, labels)
         ]
     }
-
-
-def runs_of(versions: Sequence[int]) -> list[tuple[int, int, int]]:
-    """Return the longest runs of one value, as (value, start, end)."""
-    runs: list[tuple[int, int, int]] = []
-    for value, run in groupby(versions):
-        start = runs[-1][2] if runs else 0
-        runs.append((value, start, start + len(list(run))))
-    return runs
 
 
 def usage_chunk(call: Call, drafts: Sequence[Draft], created: int) -> JSON:
@@ -196,8 +186,7 @@ def _chunk(call: Call, created: int, index: int, content: Any, **extras: Any) ->
 
 def _chat_choice(call: Call, draft: Draft, tokenizer: Tokenizer) -> JSON:
     echo = call.shape.echo[draft.prompt_index] if call.shape.echo else ""
-    use = call.shape.functions
-    told = calls_json(draft.events, parallel=use is None or use.parallel)
+    told = calls_json(draft.events)
     content = None if told.content is None and not echo else echo + (told.content or "")
     choice: JSON = {
         "index": draft.index,
@@ -246,28 +235,27 @@ def _logprobs(call: Call, entries: Sequence[Entry], tokenizer: Tokenizer) -> JSO
 
 
 def _chat_logprobs(entries: Sequence[Entry], shape: ReplyShape, tokenizer: Tokenizer) -> JSON:
-    """Return a chat's form: one object a token, each with its bytes and `top_logprobs`."""
+    """Return a chat's form."""
+    return {"content": token_logprobs(entries, shape, tokenizer)}
+
+
+def token_logprobs(entries: Sequence[Entry], shape: ReplyShape, tokenizer: Tokenizer) -> list[JSON]:
+    """Return one object a token, each with its bytes and `top_logprobs`."""
     count = shape.logprobs or 0
     name = _namer(shape, tokenizer)
     data = cache(lambda token: list(token_data(token, tokenizer)))
-    return {
-        "content": [
-            {
-                "token": f"token_id:{entry.token}" if shape.tokens_as_ids else entry.text,
-                "logprob": entry.logprob,
-                "bytes": list(entry.text.encode()),
-                "top_logprobs": [
-                    {
-                        "token": name(one.token),
-                        "logprob": one.logprob,
-                        "bytes": data(one.token),
-                    }
-                    for one in (entry.top or ())[:count]
-                ],
-            }
-            for entry in entries
-        ]
-    }
+    return [
+        {
+            "token": f"token_id:{entry.token}" if shape.tokens_as_ids else entry.text,
+            "logprob": entry.logprob,
+            "bytes": list(entry.text.encode()),
+            "top_logprobs": [
+                {"token": name(one.token), "logprob": one.logprob, "bytes": data(one.token)}
+                for one in (entry.top or ())[:count]
+            ],
+        }
+        for entry in entries
+    ]
 
 
 def _completion_logprobs(entries: Sequence[Entry], shape: ReplyShape, tokenizer: Tokenizer) -> JSON:

@@ -28,16 +28,15 @@ from nano_inference.server.dialects import as_body, refuse
 from nano_inference.server.errors import ApiError
 from nano_inference.server.model import ServedModel
 from nano_inference.server.responses_stream import Asked, ResponsesReply
-from nano_inference.server.schema import MAX_MESSAGES, Body, ChatBody, Sampling, TextPart
+from nano_inference.server.schema import MAX_MESSAGES, Alternatives, Body, ChatBody, Samples, Sampling, TextPart
 from nano_inference.server.ticket import Ask
-from nano_inference.server.unsupported import refuse_unsupported
+from nano_inference.server.unsupported import is_one_of, refuse_unsupported
 
 LOGPROBS: Final = "message.output_text.logprobs"
 """What `include` may name."""
 _ENCRYPTED = "reasoning.encrypted_content"
 """What it may name besides, because agents always do: no reply has items of reasoning, so there is nothing to add."""
 
-_INT32 = 2**31 - 1
 _MAX_TOOLS = 1024
 _EMPTY: tuple[Any, ...] = (None, False, [], {})
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType(
@@ -132,9 +131,9 @@ class ResponsesBody(Sampling):
 
     input: str | Annotated[list[InputItem], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     instructions: str | None = None
-    max_output_tokens: Annotated[int, Field(ge=1, le=_INT32)] | None = None
+    max_output_tokens: Samples | None = None
     include: Annotated[list[str], Field(max_length=64)] | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=1000)] | None = None
+    top_logprobs: Alternatives | None = None
     text: TextOptions | None = None
     tools: Annotated[list[FlatTool], Field(max_length=_MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: str | dict[str, Any] | None = None
@@ -218,7 +217,7 @@ def _refuse_extras(body: ResponsesBody) -> None:
     objects += [(f"tools.{index}", tool) for index, tool in enumerate(body.tools or ()) if tool.type in _TOOL_TYPES]
     for where, one in objects:
         for name, value in ((one.model_extra if one else None) or {}).items():
-            if not _is_one_of(value, _EMPTY) and (name, value) != ("allowed_callers", ["direct"]):
+            if not is_one_of(value, _EMPTY) and (name, value) != ("allowed_callers", ["direct"]):
                 raise _unsupported(f"{where}.{name[:64]}")
 
 
@@ -229,11 +228,6 @@ def _refuse_lone_logprobs(body: ResponsesBody) -> None:
     if LOGPROBS in (body.include or ()) and functions and body.tool_choice != "none":
         # which tokens are text and which are a call is not known of each token
         raise _unsupported("include", f"include: {LOGPROBS!r} is not supported together with functions")
-
-
-def _is_one_of(value: Any, neutral: Sequence[Any]) -> bool:
-    """Whether a value is one of these; False is not 0."""
-    return any(type(value) is type(one) and value == one for one in neutral)
 
 
 def _unsupported(param: str, message: str | None = None) -> ApiError:

@@ -8,15 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any
 
 from nano_inference.server.call import JSON, Call, Draft, usage
 from nano_inference.server.errors import ApiError, shortened
 from nano_inference.server.events import event as named_event
-from nano_inference.server.replies import joined, sample_facts
-from nano_inference.server.shape import ReplyShape
-from nano_inference.server.writing import Entry, Written, alone, token_data
+from nano_inference.server.replies import joined, sample_facts, token_logprobs
+from nano_inference.server.writing import Entry, Written
 from nano_inference.text.dialogue import Part
 from nano_inference.text.tokenizer import Tokenizer
 from nano_inference.text.tool_calls import CallArguments, CallEnd, CallStart, Content, Event
@@ -85,7 +83,7 @@ class ResponsesReply:
     def whole(self, drafts: Sequence[Draft]) -> JSON:
         """Return the response."""
         (draft,) = drafts
-        self._take(said_in(draft), draft.entries, draft.parts)
+        self._take(draft.events, draft.entries, draft.parts)
         self._finish(draft)
         return self._ended(draft)
 
@@ -96,7 +94,7 @@ class ResponsesReply:
 
     def added(self, draft: Draft, written: Written, drafts: Sequence[Draft]) -> bytes:
         """Return the events of a delta."""
-        return self._told(self._take(said_of(written), written.entries, written.parts))
+        return self._told(self._take(written.events, written.entries, written.parts))
 
     def closing(self, drafts: Sequence[Draft]) -> bytes:
         """Return the end of what is open, and the response."""
@@ -119,11 +117,8 @@ class ResponsesReply:
     def _take(self, said: Iterable[Event], entries: Sequence[Entry], parts: Sequence[Part]) -> list[JSON]:
         """Add what was written; return the events that tell of it."""
         told: list[JSON] = []
-        scores = _logprobs(entries, self._call.shape, self._tokenizer)
-        use = self._call.shape.functions
+        scores = token_logprobs(entries, self._call.shape, self._tokenizer)
         for one in said:
-            if use is not None and not use.parallel and not isinstance(one, Content) and one.index:
-                continue  # only the first call is told of
             if isinstance(one, Content):
                 told += self._text(one.text, scores, parts)
                 scores, parts = [], ()
@@ -232,16 +227,6 @@ class ResponsesReply:
         return data
 
 
-def said_of(written: Written) -> Sequence[Event]:
-    """Return what a delta brought, calls of functions told apart."""
-    return written.events
-
-
-def said_in(draft: Draft) -> Sequence[Event]:
-    """Return the same of a whole sample."""
-    return draft.events
-
-
 def _about(name: str, response: JSON) -> JSON:
     return {"type": name, "response": response}
 
@@ -261,24 +246,3 @@ def _usage(call: Call, draft: Draft) -> JSON:
         "output_tokens_details": {"reasoning_tokens": 0},
         "total_tokens": counts["total_tokens"],
     }
-
-
-def _logprobs(entries: Sequence[Entry], shape: ReplyShape, tokenizer: Tokenizer) -> list[JSON]:
-    """Return one object a token, each with its bytes and `top_logprobs`."""
-
-    @cache
-    def alternative(token: int) -> JSON:
-        name = f"token_id:{token}" if shape.tokens_as_ids else alone(token, tokenizer)
-        return {"token": name, "bytes": list(token_data(token, tokenizer))}
-
-    return [
-        {
-            "token": f"token_id:{entry.token}" if shape.tokens_as_ids else entry.text,
-            "logprob": entry.logprob,
-            "bytes": list(entry.text.encode()),
-            "top_logprobs": [
-                {**alternative(one.token), "logprob": one.logprob} for one in (entry.top or ())[: shape.logprobs or 0]
-            ],
-        }
-        for entry in entries
-    ]

@@ -18,10 +18,24 @@ MAX_STOPS = 16
 MAX_STOP_CHARS = 256
 MAX_BIAS = 1024
 MAX_TOKEN_LIST = 65536
-_INT32 = 2**31 - 1
+INT32 = 2**31 - 1
 
-TokenId = Annotated[int, Field(ge=0, le=_INT32)]
+TokenId = Annotated[int, Field(ge=0, le=INT32)]
 StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
+Stops = StopText | Annotated[list[StopText], Field(max_length=MAX_STOPS)]
+Count = Annotated[int, Field(ge=0, le=INT32)]
+Samples = Annotated[int, Field(ge=1, le=INT32)]
+Temperature = Annotated[float, Field(ge=0, le=2)]
+Share = Annotated[float, Field(ge=0, le=1)]
+PositiveShare = Annotated[float, Field(gt=0, le=1)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+Factor = Annotated[float, Field(ge=0.01, le=100)]
+CountOrOff = Annotated[int, Field(ge=-1, le=INT32)]
+"""-1 is off, or all there is."""
+Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
+Alternatives = Annotated[int, Field(ge=0, le=1000)]
+Name = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[\w.:-]+$")]
+Salt = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[^@/\\\x00]+$")]
 TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 """Read up to the first that is wrong: a list of a million has a million errors."""
 
@@ -118,30 +132,30 @@ class Sampling(Body):
     """The fields that completions and chat completions share."""
 
     model: Annotated[str, Field(max_length=512)] | None = None
-    n: Annotated[int, Field(ge=1, le=_INT32)] | None = None
-    stop: StopText | Annotated[list[StopText], Field(max_length=MAX_STOPS)] | None = None
+    n: Samples | None = None
+    stop: Stops | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    temperature: Temperature | None = None
+    top_p: PositiveShare | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
     logit_bias: Bias | None = None
-    seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
-    max_tokens: Annotated[int, Field(ge=0, le=_INT32)] | None = None
+    seed: Seed | None = None
+    max_tokens: Count | None = None
 
-    top_k: Annotated[int, Field(ge=-1, le=_INT32)] | None = None
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
-    min_tokens: Annotated[int, Field(ge=0, le=_INT32)] | None = None
+    top_k: CountOrOff | None = None
+    min_p: Share | None = None
+    repetition_penalty: Factor | None = None
+    min_tokens: Count | None = None
     ignore_eos: bool | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_BIAS)] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     bad_words: Annotated[list[Annotated[str, Field(min_length=1, max_length=256)]], Field(max_length=256)] | None = None
     allowed_token_ids: Annotated[list[TokenId], Field(min_length=1, max_length=MAX_TOKEN_LIST)] | None = None
-    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=_INT32)] | None = None
-    prompt_logprobs: Annotated[int, Field(ge=0, le=1000)] | None = None
+    truncate_prompt_tokens: CountOrOff | None = None
+    prompt_logprobs: Alternatives | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     return_raw_logprobs: bool | None = None
@@ -149,8 +163,8 @@ class Sampling(Body):
     return_sampling_mask: bool | None = None
     """Ours: also which tokens could be drawn at each position."""
     add_special_tokens: bool | None = None
-    request_id: Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[\w.:-]+$")] | None = None
-    cache_salt: Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[^@/\\\x00]+$")] | None = None
+    request_id: Name | None = None
+    cache_salt: Salt | None = None
 
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
@@ -185,8 +199,8 @@ class CompletionBody(Sampling):
         | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
     )
     echo: bool | None = None
-    logprobs: Annotated[int, Field(ge=0, le=1000)] | None = None
-    best_of: Annotated[int, Field(ge=0, le=_INT32)] | None = None
+    logprobs: Alternatives | None = None
+    best_of: Count | None = None
 
 
 class TextPart(Body):
@@ -212,9 +226,9 @@ class ChatBody(Sampling, ToolFields):
     neutral_names: ClassVar[frozenset[str]] = TEMPLATE_FIELDS
 
     messages: Messages
-    max_completion_tokens: Annotated[int, Field(ge=0, le=_INT32)] | None = None
+    max_completion_tokens: Count | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=1000)] | None = None
+    top_logprobs: Alternatives | None = None
     echo: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None

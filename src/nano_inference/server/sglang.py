@@ -21,22 +21,6 @@ from nano_inference.config import ServerConfig
 from nano_inference.server.call import JSON, Call
 from nano_inference.server.calls import completion_call
 from nano_inference.server.dialects import (
-    EMPTY,
-    INT32,
-    OFF,
-    Alternatives,
-    Count,
-    Factor,
-    Name,
-    Penalty,
-    PositiveShare,
-    Salt,
-    Samples,
-    Seed,
-    Share,
-    Stops,
-    Temperature,
-    TopK,
     as_body,
     given,
     refuse,
@@ -47,10 +31,31 @@ from nano_inference.server.dialects import (
 )
 from nano_inference.server.errors import ApiError
 from nano_inference.server.model import ServedModel
-from nano_inference.server.schema import MAX_BIAS, MAX_PROMPTS, Bias, Body, CompletionBody, TokenId, TokenIds
+from nano_inference.server.schema import (
+    MAX_BIAS,
+    MAX_PROMPTS,
+    Alternatives,
+    Bias,
+    Body,
+    CompletionBody,
+    Count,
+    CountOrOff,
+    Factor,
+    Name,
+    Penalty,
+    PositiveShare,
+    Salt,
+    Samples,
+    Seed,
+    Share,
+    Stops,
+    Temperature,
+    TokenId,
+    TokenIds,
+)
 from nano_inference.server.sglang_reply import SglangReply, Told
 from nano_inference.server.shape import ReplyShape
-from nano_inference.server.unsupported import refuse_unsupported
+from nano_inference.server.unsupported import EMPTY, OFF, refuse_unsupported
 
 _T = TypeVar("_T")
 
@@ -126,7 +131,7 @@ class SglangParams(Body):
     min_new_tokens: Count | None = 0
     temperature: Temperature | None = 1.0
     top_p: PositiveShare | None = 1.0
-    top_k: TopK | None = -1
+    top_k: CountOrOff | None = -1
     min_p: Share | None = 0.0
     frequency_penalty: Penalty | None = 0.0
     presence_penalty: Penalty | None = 0.0
@@ -145,7 +150,7 @@ class SglangParams(Body):
     ebnf: str | None = None
 
 
-Start = Annotated[int, Field(ge=-1, le=INT32)]
+Start = CountOrOff
 
 
 class SglangBody(Body):

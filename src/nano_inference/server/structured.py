@@ -23,7 +23,7 @@ FIELDS: frozenset[str] = frozenset(
         *("grammar", "json_schema"),  # llama.cpp, the second also SGLang
     }
 )
-"""The names that `grammar_of` reads."""
+"""The names that `structure_of` reads."""
 
 
 class Structure(NamedTuple):
@@ -42,12 +42,6 @@ _VALUES = ("const", "enum", "default", "examples")
 _GBNF_RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.M)
 _LONGEST_RULE = 4096
 """Characters in which the first rule must stand for a grammar to be taken for GBNF: the search is not linear."""
-
-
-def grammar_of(fields: Mapping[str, Any]) -> Grammar | None:
-    """Return what a request holds its answer to, as `structure_of` does."""
-    found = structure_of(fields)
-    return None if found is None else found.grammar
 
 
 def structure_of(fields: Mapping[str, Any]) -> Structure | None:

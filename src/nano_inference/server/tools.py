@@ -107,11 +107,19 @@ class Told(NamedTuple):
     tool_calls: list[dict[str, Any]]
 
 
-def calls_json(events: Iterable[Event], *, parallel: bool = True, new_id: Callable[[], str] = call_id) -> Told:
-    """Return a whole reply's content, None when there are only calls, and its calls.
+def is_told(event: Event, use: ToolUse) -> bool:
+    """Whether a client is told of what was read.
 
-    Without `parallel` only the first call is told of, whatever others the model wrote.
+    Without `parallel` only the first call is, whatever others the model wrote. Where a call must be, what is left of
+    one that was cut off is no text.
     """
+    if isinstance(event, Content):
+        return not use.must_call
+    return use.parallel or event.index == 0
+
+
+def calls_json(events: Iterable[Event], *, new_id: Callable[[], str] = call_id) -> Told:
+    """Return a whole reply's content, None when there are only calls, and its calls."""
     content: list[str] = []
     pieces: dict[int, list[str]] = {}
     names: dict[int, str] = {}
@@ -122,22 +130,19 @@ def calls_json(events: Iterable[Event], *, parallel: bool = True, new_id: Callab
             names[event.index], pieces[event.index] = event.name, []
         elif isinstance(event, CallArguments):
             pieces[event.index].append(event.text)
-    indices = [index for index in names if parallel or index == 0]
-    functions = [{"name": names[index], "arguments": "".join(pieces[index])} for index in indices]
+    functions = [{"name": name, "arguments": "".join(pieces[index])} for index, name in names.items()]
     calls = [{"id": new_id(), "type": "function", "function": function} for function in functions]
     text = "".join(content)
     return Told(None if calls and not text else text, calls)
 
 
-def call_deltas(
-    events: Iterable[Event], *, parallel: bool = True, new_id: Callable[[], str] = call_id
-) -> list[dict[str, Any]]:
-    """Return the deltas of a stream's chunks that tell of these events; calls without `parallel` as in `calls_json`."""
+def call_deltas(events: Iterable[Event], *, new_id: Callable[[], str] = call_id) -> list[dict[str, Any]]:
+    """Return the deltas of a stream's chunks that tell of these events."""
     deltas: list[dict[str, Any]] = []
     for event in events:
         if isinstance(event, Content):
             deltas.append({"content": event.text})
-        elif parallel or event.index == 0:
+        else:
             deltas += [{"tool_calls": [entry]} for entry in _entries(event, new_id)]
     return deltas
 

@@ -2,75 +2,75 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 from nano_inference.server.errors import ApiError
 
-_OFF: tuple[Any, ...] = (None, False)
-_EMPTY: tuple[Any, ...] = (None, [], {}, "")
+OFF: tuple[Any, ...] = (None, False)
+EMPTY: tuple[Any, ...] = (None, [], {}, "")
 
 NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {
         # done by some paths, which declare them; refused by the others
-        "tools": _EMPTY,
+        "tools": EMPTY,
         "tool_choice": (None, "none", "auto"),
         "parallel_tool_calls": (None, True, False),
-        "functions": _EMPTY,
+        "functions": EMPTY,
         "function_call": (None, "none", "auto"),
         "response_format": (None, {"type": "text"}),
-        "structured_outputs": _EMPTY,
-        "guided_json": _EMPTY,
-        "guided_regex": _EMPTY,
-        "guided_choice": _EMPTY,
-        "guided_grammar": _EMPTY,
-        "regex": _EMPTY,
-        "ebnf": _EMPTY,
-        "json_schema": _EMPTY,
-        "grammar": _EMPTY,
+        "structured_outputs": EMPTY,
+        "guided_json": EMPTY,
+        "guided_regex": EMPTY,
+        "guided_choice": EMPTY,
+        "guided_grammar": EMPTY,
+        "regex": EMPTY,
+        "ebnf": EMPTY,
+        "json_schema": EMPTY,
+        "grammar": EMPTY,
         # OpenAI
-        "suffix": _EMPTY,
+        "suffix": EMPTY,
         "modalities": (None, ["text"]),
-        "audio": _EMPTY,
-        "prediction": _EMPTY,
+        "audio": EMPTY,
+        "prediction": EMPTY,
         "web_search_options": (None,),
         "moderation": (None,),
         # vLLM
-        "use_beam_search": _OFF,
+        "use_beam_search": OFF,
         "length_penalty": (None, 1, 1.0),
-        "early_stopping": _OFF,
+        "early_stopping": OFF,
         "spaces_between_special_tokens": (None, True),
         "truncation_side": (None, "left"),
-        "logprob_token_ids": _EMPTY,
+        "logprob_token_ids": EMPTY,
         "guided_decoding_backend": (None,),
-        "prompt_embeds": _EMPTY,
-        "documents": _EMPTY,
+        "prompt_embeds": EMPTY,
+        "documents": EMPTY,
         "chat_template": (None,),
-        "media_io_kwargs": _EMPTY,
-        "mm_processor_kwargs": _EMPTY,
+        "media_io_kwargs": EMPTY,
+        "mm_processor_kwargs": EMPTY,
         "priority": (None, 0),
         "stream_interval": (None, 1),
-        "vllm_xargs": _EMPTY,
-        "kv_transfer_params": _EMPTY,
+        "vllm_xargs": EMPTY,
+        "kv_transfer_params": EMPTY,
         "repetition_detection": (None,),
         "thinking_token_budget": (None,),
         # SGLang
-        "stop_regex": _EMPTY,
-        "lora_path": _EMPTY,
-        "session_params": _EMPTY,
-        "return_hidden_states": _OFF,
-        "custom_logit_processor": _EMPTY,
+        "stop_regex": EMPTY,
+        "lora_path": EMPTY,
+        "session_params": EMPTY,
+        "return_hidden_states": OFF,
+        "custom_logit_processor": EMPTY,
         # llama.cpp
         "n_predict": (None,),
         "n_probs": (None, 0),
         "n_keep": (None, 0),
         "id_slot": (None, -1),
         "cache_prompt": (None, True),
-        "timings_per_token": _OFF,
-        "return_progress": _OFF,
+        "timings_per_token": OFF,
+        "return_progress": OFF,
         "t_max_predict_ms": (None, 0),
-        "samplers": _EMPTY,
+        "samplers": EMPTY,
         "mirostat": (None, 0),
         "typical_p": (None, 1, 1.0),
         "dynatemp_range": (None, 0, 0.0),
@@ -84,7 +84,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType(
 def refuse_unsupported(fields: Mapping[str, Any], where: str = "") -> None:
     """Raise `ApiError` naming the first known field whose value asks for what is not done here."""
     for name, value in fields.items():
-        if name in NEUTRAL and not _is_neutral(value, NEUTRAL[name]):
+        if name in NEUTRAL and not is_one_of(value, NEUTRAL[name]):
             raise ApiError(400, f"{where}{name} is not supported here", param=name, code="unsupported_field")
 
 
@@ -93,6 +93,6 @@ def unknown_fields(fields: Mapping[str, Any]) -> list[str]:
     return sorted(name for name in fields if name not in NEUTRAL)
 
 
-def _is_neutral(value: Any, neutral: tuple[Any, ...]) -> bool:
+def is_one_of(value: Any, neutral: Sequence[Any]) -> bool:
     """Whether a value is one of these; True is not 1."""
     return any(type(value) is type(one) and value == one for one in neutral)

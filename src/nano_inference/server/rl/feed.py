@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Generator, Iterator
-from contextlib import closing, suppress
+from contextlib import closing
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
+from nano_inference.server.rl.threads import tell
 from nano_inference.types import WeightError
 
 Source = Iterator[tuple[str, Any]]
@@ -51,9 +52,9 @@ class Feed:
                 try:
                     yield from _closed(part.source)
                 except BaseException:
-                    _tell(part, is_taken=False)
+                    _settle(part, is_taken=False)
                     raise
-                _tell(part, is_taken=True)
+                _settle(part, is_taken=True)
         finally:
             self._refuse_rest()
 
@@ -64,7 +65,7 @@ class Feed:
             except Empty:
                 return
             if isinstance(part, _Part):
-                _tell(part, is_taken=False)
+                _settle(part, is_taken=False)
 
 
 def _closed(source: Source) -> Iterator[tuple[str, Any]]:
@@ -76,7 +77,9 @@ def _closed(source: Source) -> Iterator[tuple[str, Any]]:
         yield from source
 
 
-def _tell(part: _Part, *, is_taken: bool) -> None:
+def _settle(part: _Part, *, is_taken: bool) -> None:
+    """Tell whoever put a source in whether it was taken."""
+
     def settle() -> None:
         if part.taken.done():
             return
@@ -85,5 +88,4 @@ def _tell(part: _Part, *, is_taken: bool) -> None:
         else:
             part.taken.cancel()
 
-    with suppress(RuntimeError):  # the loop may have gone, and whoever waited with it
-        part.loop.call_soon_threadsafe(settle)
+    tell(part.loop, settle)

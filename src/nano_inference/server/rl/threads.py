@@ -27,9 +27,9 @@ async def in_thread(work: Callable[[], T], drop: Callable[[T], None], name: str 
             result = work()
         except BaseException as error:
             failure = error if isinstance(error, Exception) else RuntimeError(type(error).__name__)
-            _tell(loop, lambda: None if done.done() else done.set_exception(failure))
+            tell(loop, lambda: None if done.done() else done.set_exception(failure))
         else:
-            _tell(loop, lambda: drop(result) if done.done() else done.set_result(result))
+            tell(loop, lambda: drop(result) if done.done() else done.set_result(result))
 
     threading.Thread(target=run, name=name, daemon=True).start()
     try:
@@ -59,6 +59,7 @@ async def _gone(receive: Receive) -> None:
         pass
 
 
-def _tell(loop: asyncio.AbstractEventLoop, news: Callable[[], None]) -> None:
+def tell(loop: asyncio.AbstractEventLoop, news: Callable[[], None]) -> None:
+    """Run something on an event loop, from whatever thread; nothing when it has gone."""
     with suppress(RuntimeError):  # the loop may have gone, and whoever waited with it
         loop.call_soon_threadsafe(news)

@@ -32,7 +32,6 @@ from nano_inference.server.rl.schema import (
 from nano_inference.types import WeightLabel
 
 _PACKED = "packed is not supported: broadcast each tensor for itself, in the order of names"
-_UPDATE_FORMS = UPDATE_FORMS
 
 
 def vllm_commands(desk: Desk) -> Mapping[str, Do]:
@@ -164,7 +163,7 @@ def _directory_of(body: UpdateWeightsBody) -> tuple[str | None, str]:
     """Return the directory that an update names, if it does, and the field; refuse two, and what is not done here."""
     info = body.update_info
     extra = {**(body.model_extra or {}), **((info.model_extra or {}) if info else {})}
-    for name in _UPDATE_FORMS:
+    for name in UPDATE_FORMS:
         if extra.get(name):
             raise ApiError(501, f"{name} is not supported: broadcast plain tensors, or name a directory", param=name)
     if info is not None and info.packed:
