@@ -1,0 +1,421 @@
+/* Attention over a paged cache, with one order of sums for every query: whether its row decodes alone, stands in a
+ * chunk or shares its first blocks with others.
+ *
+ * Keys are gone through in splits of about 256 positions, counted from 0. Inside a split come all scores, their maximum,
+ * their exponentials and the sum of these, then the weighted values, key after key. Splits are then merged in order.
+ * What is shared is only the reading: a crew of tokens goes once through the blocks that its tables have in common.
+ *
+ * The cache is k[block][layer][kv head][D][size] (a vector holds one dimension of neighbouring keys, so that scores need
+ * no sum across lanes) and v[block][layer][kv head][size][D]. Loads may go up to a vector beyond the last block. */
+#ifndef NANO_ATTENTION_H
+#define NANO_ATTENTION_H
+
+#include "pool.h"
+
+#define SPLIT 256
+#define CREW 32                              /* tokens that a piece of work takes at most */
+#define HIDDEN (-1e30f)
+
+typedef struct {
+    int32_t num_tokens, block_size, num_crews;
+    const int32_t *position;                 /* [T] */
+    const int32_t *table_of;                 /* [T]: where the token's block table begins in `tables` */
+    const int32_t *tables;
+    const int32_t *order;                    /* [T]: tokens, those that share blocks together */
+    const int32_t *crews;                    /* [C + 1]: where each crew begins in `order` */
+} Tokens;
+
+typedef struct {
+    float *k, *v;                            /* this layer's, in the first block */
+    int64_t block_floats;                    /* from one block to the next */
+    int32_t num_heads, num_kv_heads, head_dim;
+    int32_t window;                          /* keys that a query sees, itself included; 0: all */
+    float scale, softcap;                    /* softcap 0: none */
+} Attention;
+
+typedef struct {
+    const Tokens *t;
+    const Attention *a;
+    const float *q;                          /* [T, ldq], heads side by side */
+    long ldq;
+    float *out;                              /* [T, ldo] */
+    long ldo;
+} AttentionJob;
+
+/* One crew and kv head at work. */
+typedef struct {
+    const AttentionJob *job;
+    const int32_t *token;                    /* the crew's tokens */
+    int num_tokens, group, head;             /* group: query heads of a kv head */
+    int num_blocks[CREW];                    /* of each token; equal for tokens of one table */
+    long split_size, first;                  /* the split's size and first position */
+    long lds;                                /* a row of scores */
+    float *queries, *scores, *part, *tops, *sums, *whole, *best, *total;
+} Crew;
+
+INLINE long lowest_key(const Attention *a, long position) {
+    return a->window > 0 && position + 1 > a->window ? position + 1 - a->window : 0;
+}
+
+/* ---- register tiles --------------------------------------------------------------------------------------------- */
+
+/* V vectors of keys, each with its own place, against R query rows. */
+INLINE void score_tile(const int R, const int V, const float *q, long dim, const float *const *k, long stride,
+                       float *const *out, long lds) {
+    vf acc[12][4];
+    _Pragma("GCC unroll 16") for (int r = 0; r < R; r++)
+        _Pragma("GCC unroll 4") for (int v = 0; v < V; v++) acc[r][v] = all_f(0);
+    for (long d = 0; d < dim; d++) {
+        vf keys[4];
+        _Pragma("GCC unroll 4") for (int v = 0; v < V; v++) keys[v] = load_f(k[v] + d * stride);
+        _Pragma("GCC unroll 16") for (int r = 0; r < R; r++) {
+            const vf x = all_f(q[r * dim + d]);
+            _Pragma("GCC unroll 4") for (int v = 0; v < V; v++) acc[r][v] = vfma(x, keys[v], acc[r][v]);
+        }
+    }
+    _Pragma("GCC unroll 16") for (int r = 0; r < R; r++)
+        _Pragma("GCC unroll 4") for (int v = 0; v < V; v++) store_f(out[v] + r * lds, acc[r][v]);
+}
+
+/* part[r][d..] += sum over keys of p[r][key] v[key][d..], V vectors of dimensions, through several blocks. */
+INLINE void value_tile(const int R, const int V, const float *p, long lds, const float *const *v, long d, long size,
+                       long num_keys, long dim, float *part) {
+    vf acc[12][4];
+    _Pragma("GCC unroll 16") for (int r = 0; r < R; r++)
+        _Pragma("GCC unroll 4") for (int u = 0; u < V; u++) acc[r][u] = load_f(part + r * dim + d + u * LANES);
+    for (long first = 0; first < num_keys; first += size) {
+        const float *block = *v++ + d;
+        const long count = num_keys - first < size ? num_keys - first : size;
+        for (long key = 0; key < count; key++) {
+            vf values[4];
+            _Pragma("GCC unroll 4") for (int u = 0; u < V; u++) values[u] = load_f(block + key * dim + u * LANES);
+            _Pragma("GCC unroll 16") for (int r = 0; r < R; r++) {
+                const vf x = all_f(p[r * lds + first + key]);
+                _Pragma("GCC unroll 4") for (int u = 0; u < V; u++) acc[r][u] = vfma(x, values[u], acc[r][u]);
+            }
+        }
+    }
+    _Pragma("GCC unroll 16") for (int r = 0; r < R; r++)
+        _Pragma("GCC unroll 4") for (int u = 0; u < V; u++) store_f(part + r * dim + d + u * LANES, acc[r][u]);
+}
+
+#if LANES == 16
+#define TALL 12
+#define SHORT 6
+#else
+#define TALL 6
+#define SHORT 3
+#endif
+
+/* The number of rows that the next tile takes: many with two vectors, few with four. */
+INLINE int tile_rows(long rows) { return rows >= TALL ? TALL : rows >= SHORT ? SHORT : rows >= 3 ? 3 : (int)rows; }
+
+#define TILE(rows, wide, call)                                                                                         \
+    switch (rows) {                                                                                                    \
+    case 1: { enum { R = 1, V = wide }; call; } break;                                                                 \
+    case 2: { enum { R = 2, V = wide }; call; } break;                                                                 \
+    case 3: { enum { R = 3, V = wide }; call; } break;                                                                 \
+    case 6: { enum { R = 6, V = TALL == 6 && wide > 2 ? 2 : wide }; call; } break;                                     \
+    case 12: { enum { R = 12, V = wide > 2 ? 2 : wide }; call; } break;                                                \
+    }
+INLINE int widest(int rows) { return rows == TALL ? 2 : 4; }
+
+static void score_vectors(const float *q, long rows, long dim, const float **k, long stride, float **out, long lds,
+                          int num_vectors) {
+    for (int step; rows > 0; rows -= step, q += step * dim) {
+        step = tile_rows(rows);
+        for (int v = 0; v < num_vectors;) {
+            const int left = num_vectors - v, wide = widest(step);
+            if (left >= 4 && wide == 4) { TILE(step, 4, score_tile(R, V, q, dim, k + v, stride, out + v, lds)) v += 4; }
+            else if (left >= 2) { TILE(step, 2, score_tile(R, V, q, dim, k + v, stride, out + v, lds)) v += 2; }
+            else { TILE(step, 1, score_tile(R, V, q, dim, k + v, stride, out + v, lds)) v += 1; }
+        }
+        for (int v = 0; v < num_vectors; v++) out[v] += step * lds;
+    }
+}
+
+static void value_blocks(const float *p, long rows, long lds, const float *const *v, long size, long num_keys, long dim,
+                         float *part) {
+    for (int step; rows > 0; rows -= step, p += step * lds, part += step * dim) {
+        step = tile_rows(rows);
+        const int wide = widest(step);
+        long d = 0;
+        for (; d + wide * LANES <= dim; d += wide * LANES) {
+            if (wide == 4) { TILE(step, 4, value_tile(R, V, p, lds, v, d, size, num_keys, dim, part)) }
+            else { TILE(step, 2, value_tile(R, V, p, lds, v, d, size, num_keys, dim, part)) }
+        }
+        for (; d + LANES <= dim; d += LANES) { TILE(step, 1, value_tile(R, V, p, lds, v, d, size, num_keys, dim, part)) }
+        for (; d < dim; d++)                 /* head sizes that are no multiple of a vector */
+            for (int r = 0; r < step; r++) {
+                vf sum = all_f(part[r * dim + d]);
+                for (long key = 0; key < num_keys; key++)
+                    sum = vfma(all_f(p[r * lds + key]), all_f(v[key / size][key % size * dim + d]), sum);
+                part[r * dim + d] = sum[0];
+            }
+    }
+}
+
+/* ---- one crew, one split ---------------------------------------------------------------------------------------- */
+
+INLINE long block_at(const Crew *c, int index, long block) {
+    const Tokens *t = c->job->t;
+    return t->tables[t->table_of[c->token[index]] + block];
+}
+
+INLINE const float *place_of(const Crew *c, const float *cache, int index, long block) {
+    const Attention *a = c->job->a;
+    return cache + block_at(c, index, block) * a->block_floats + c->head * c->job->t->block_size * a->head_dim;
+}
+
+/* Blocks lie anywhere in memory, so no prefetcher of the processor's finds the next one. */
+INLINE void fetch_block(const float *p, long floats) {
+    for (long i = 0; i < floats; i += 16) __builtin_prefetch(p + i, 0, 2);
+}
+
+#define AT_ONCE 8                            /* vectors of keys, or blocks of values, gone through together */
+
+/* Score blocks [block, stop) for the tokens [from, to), in whose tables they are the same. */
+static void score_run(const Crew *c, int from, int to, long block, long stop) {
+    const Attention *a = c->job->a;
+    const long size = c->job->t->block_size, dim = a->head_dim, rows = (long)(to - from) * c->group;
+    const float *q = c->queries + (long)from * c->group * dim, *k[AT_ONCE];
+    float *scores = c->scores + (long)from * c->group * c->lds, *out[AT_ONCE];
+    int n = 0;
+    for (; block < stop; block++) {
+        const float *keys = place_of(c, a->k, from, block);
+        if (block + 4 < stop) fetch_block(place_of(c, a->k, from, block + 4), size * dim);
+        fetch_block(place_of(c, a->v, from, block), size * dim);
+        for (long key = 0; key < size; key += LANES) {
+            k[n] = keys + key;
+            out[n++] = scores + (block * size - c->first) + key;
+            if (n == AT_ONCE) { score_vectors(q, rows, dim, k, size, out, c->lds, n); n = 0; }
+        }
+    }
+    if (n) score_vectors(q, rows, dim, k, size, out, c->lds, n);
+}
+
+/* Add the weighted values of blocks [block, stop); what lies behind the last token's position was never written. */
+static void value_run(const Crew *c, int from, int to, long block, long stop) {
+    const Attention *a = c->job->a;
+    const Tokens *t = c->job->t;
+    const long size = t->block_size, dim = a->head_dim, row = (long)from * c->group;
+    const float *v[AT_ONCE];
+    long last = 0;
+    for (int i = from; i < to; i++)
+        if (t->position[c->token[i]] > last) last = t->position[c->token[i]];
+    while (block < stop) {
+        const long begin = block * size;
+        int n = 0;
+        for (; n < AT_ONCE && block < stop; block++) v[n++] = place_of(c, a->v, from, block);
+        const long keys = last + 1 - begin < n * size ? last + 1 - begin : n * size;
+        value_blocks(c->scores + row * c->lds + (begin - c->first), (long)(to - from) * c->group, c->lds, v, size, keys, dim,
+                     c->part + row * dim);
+    }
+}
+
+/* Go through the blocks [block, stop) of the tokens [from, to): those that follow one another and have the same block
+ * go together as far as their tables agree, then part. */
+static void walk(const Crew *c, int from, int to, long block, long stop, int weigh) {
+    while (from < to) {
+        if (c->num_blocks[from] <= block) { from++; continue; }
+        const int32_t *table_of = c->job->t->table_of, *token = c->token;
+        long common = c->num_blocks[from] < stop ? c->num_blocks[from] : stop;
+        int until = from + 1;
+        for (; until < to; until++) {
+            if (table_of[token[until]] == table_of[token[from]]) continue;
+            if (c->num_blocks[until] <= block || block_at(c, until, block) != block_at(c, from, block)) break;
+            long agree = block + 1;
+            while (agree < common && agree < c->num_blocks[until] && block_at(c, until, agree) == block_at(c, from, agree))
+                agree++;
+            common = agree;
+        }
+        if (!weigh && until < to && c->num_blocks[until] > block) {
+            const long floats = (long)c->job->t->block_size * c->job->a->head_dim;
+            for (long next = block; next < block + 3 && next < c->num_blocks[until] && next < stop; next++)
+                fetch_block(place_of(c, c->job->a->k, until, next), floats);
+        }
+        if (weigh) value_run(c, from, until, block, common);
+        else score_run(c, from, until, block, common);
+        if (common < stop && table_of[token[until - 1]] != table_of[token[from]]) walk(c, from, until, common, stop, weigh);
+        else if (common < stop && common < c->num_blocks[from]) walk(c, from, until, common, stop, weigh);
+        from = until;
+    }
+}
+
+/* Scale, cap and hide one row's scores and turn them into exponentials; a hidden key weighs exactly nothing. Only the
+ * part between the first and the last key that is seen is looked at; what lies outside becomes 0. */
+static void soften(const Crew *c, long position, float *row, float *top, float *sum) {
+    const Attention *a = c->job->a;
+    const int low = (int)(lowest_key(a, position) - c->first);
+    const int high = position - c->first < c->split_size ? (int)(position - c->first) : (int)c->split_size - 1;
+    const int begin = low > 0 ? low / 16 * 16 : 0, end = (high / 16 + 1) * 16;
+    vf best = all_f(HIDDEN);
+    for (int key = begin; key < end; key += LANES) {
+        vf x = load_f(row + key) * all_f(a->scale);
+        if (a->softcap > 0) x = vtanh(x / all_f(a->softcap)) * all_f(a->softcap);
+        if (key < low || key + LANES - 1 > high) {
+            const vi n = lane_numbers() + key;
+            x = select_f((n >= low) & (n <= high), x, all_f(-__builtin_inff()));
+        }
+        store_f(row + key, x);
+        best = vmax(x, best);
+    }
+    *top = best[0];
+    for (int i = 1; i < LANES; i++) if (best[i] > *top) *top = best[i];
+    float sums[16] = {0};
+    for (int key = begin; key < end; key += 16)
+        for (int u = 0; u < 16; u += LANES) {
+            const vf e = vexp(load_f(row + key + u) - all_f(*top));
+            store_f(row + key + u, e);
+            store_f(sums + u, load_f(sums + u) + e);
+        }
+    memset(row, 0, 4 * begin);
+    memset(row + end, 0, 4 * (c->lds - end));
+    *sum = sum16(sums);
+}
+
+/* Add one split's part of a row to what came before it; a sum of 0 says that nothing did. */
+static void merge(float *best, float *total, float *whole, float top, float sum, const float *part, long dim) {
+    if (*total == 0) {
+        *best = top;
+        *total = sum;
+        memcpy(whole, part, 4 * dim);
+        return;
+    }
+    const float now = top > *best ? top : *best;
+    const float kept = vexp(all_f(*best - now))[0], added = vexp(all_f(top - now))[0];
+    *best = now;
+    *total = *total * kept + sum * added;
+    for (long d = 0; d < dim; d++) whole[d] = whole[d] * kept + part[d] * added;
+}
+
+/* One split: scores, exponentials, weighted values. A row that sees nothing of it has the sum 0. */
+static void attend_split(Crew *c, long split) {
+    const Attention *a = c->job->a;
+    const Tokens *t = c->job->t;
+    const long rows = (long)c->num_tokens * c->group, size = t->block_size;
+    long low = c->first + c->split_size;
+    c->first = split * c->split_size;
+    low = c->first + c->split_size;
+    for (int i = 0; i < c->num_tokens; i++) {
+        const long begin = lowest_key(a, t->position[c->token[i]]);
+        if (begin < low) low = begin;
+    }
+    const long begin = (low > c->first ? low : c->first) / size, stop = (c->first + c->split_size) / size;
+    walk(c, 0, c->num_tokens, begin, stop, 0);
+    memset(c->part, 0, 4 * rows * a->head_dim);
+    for (long r = 0; r < rows; r++) {
+        const long position = t->position[c->token[r / c->group]];
+        if (position < c->first || lowest_key(a, position) >= c->first + c->split_size) {
+            memset(c->scores + r * c->lds, 0, 4 * c->lds);
+            c->sums[r] = 0;
+        } else {
+            soften(c, position, c->scores + r * c->lds, &c->tops[r], &c->sums[r]);
+        }
+    }
+    walk(c, 0, c->num_tokens, begin, stop, 1);
+}
+
+/* ---- crews ------------------------------------------------------------------------------------------------------ */
+
+static long split_size_of(long block_size) { return block_size >= SPLIT ? block_size : SPLIT / block_size * block_size; }
+static size_t crew_floats(const Attention *a, long block_size) {
+    const size_t rows = (size_t)CREW * (a->num_heads / a->num_kv_heads);
+    return rows * (3 * a->head_dim + 4 + (split_size_of(block_size) + 15) / 16 * 16 + 16) + 256;
+}
+
+static void crew_begin(Crew *c, const AttentionJob *job, int crew, int head, float *scratch) {
+    const Attention *a = job->a;
+    const Tokens *t = job->t;
+    const long dim = a->head_dim;
+    c->job = job;
+    c->head = head;
+    c->token = t->order + t->crews[crew];
+    c->num_tokens = t->crews[crew + 1] - t->crews[crew];
+    c->group = a->num_heads / a->num_kv_heads;
+    c->split_size = split_size_of(t->block_size);
+    c->lds = (c->split_size + 15) / 16 * 16 + 16;        /* a block's last vector may reach beyond the split */
+    const long rows = (long)c->num_tokens * c->group;
+    c->queries = scratch;
+    c->part = c->queries + rows * dim;
+    c->whole = c->part + rows * dim;
+    c->tops = c->whole + rows * dim;
+    c->sums = c->tops + rows;
+    c->best = c->sums + rows;
+    c->total = c->best + rows;
+    c->scores = c->total + rows;
+    for (int i = 0; i < c->num_tokens; i++) {
+        c->num_blocks[i] = t->position[c->token[i]] / t->block_size + 1;
+        for (int j = i; j > 0 && t->table_of[c->token[j - 1]] == t->table_of[c->token[i]]; j--)
+            if (c->num_blocks[j - 1] < c->num_blocks[i]) c->num_blocks[j - 1] = c->num_blocks[i];
+            else c->num_blocks[i] = c->num_blocks[j - 1];
+        memcpy(c->queries + (long)i * c->group * dim, job->q + c->token[i] * job->ldq + (long)head * c->group * dim,
+               4 * c->group * dim);
+    }
+}
+
+INLINE void write_row(const AttentionJob *job, long token, long head, const float *whole, float total) {
+    float *out = job->out + token * job->ldo + head * job->a->head_dim;
+    for (long d = 0; d < job->a->head_dim; d++) out[d] = total == 0 ? __builtin_nanf("") : whole[d] / total;
+}
+
+static long last_position(const AttentionJob *job, int crew) {
+    long last = 0;
+    for (int i = job->t->crews[crew]; i < job->t->crews[crew + 1]; i++)
+        if (job->t->position[job->t->order[i]] > last) last = job->t->position[job->t->order[i]];
+    return last;
+}
+static long first_key(const AttentionJob *job, int crew) {
+    long first = 1L << 40;
+    for (int i = job->t->crews[crew]; i < job->t->crews[crew + 1]; i++) {
+        const long low = lowest_key(job->a, job->t->position[job->t->order[i]]);
+        if (low < first) first = low;
+    }
+    return first;
+}
+
+/* A crew and kv head from the first split to the last. */
+static void attend_crew(const AttentionJob *job, int crew, int head, float *scratch) {
+    Crew c;
+    crew_begin(&c, job, crew, head, scratch);
+    const long dim = job->a->head_dim, rows = (long)c.num_tokens * c.group;
+    memset(c.total, 0, 4 * rows);
+    for (long s = first_key(job, crew) / c.split_size; s <= last_position(job, crew) / c.split_size; s++) {
+        attend_split(&c, s);
+        for (long r = 0; r < rows; r++)
+            if (c.sums[r] != 0)
+                merge(&c.best[r], &c.total[r], c.whole + r * dim, c.tops[r], c.sums[r], c.part + r * dim, dim);
+    }
+    for (long r = 0; r < rows; r++)
+        write_row(job, c.token[r / c.group], (long)head * c.group + r % c.group, c.whole + r * dim, c.total[r]);
+}
+
+/* One split alone: its parts go to `parts` [T, H, num_splits, D + 2], for `merge_parts`. */
+static void attend_piece(const AttentionJob *job, int crew, int head, long split, long num_splits, float *parts,
+                         float *scratch) {
+    Crew c;
+    crew_begin(&c, job, crew, head, scratch);
+    const long dim = job->a->head_dim, rows = (long)c.num_tokens * c.group;
+    const int is_seen = split >= first_key(job, crew) / c.split_size && split <= last_position(job, crew) / c.split_size;
+    if (is_seen) attend_split(&c, split);
+    for (long r = 0; r < rows; r++) {
+        const long place = (long)c.token[r / c.group] * job->a->num_heads + (long)head * c.group + r % c.group;
+        float *part = parts + (place * num_splits + split) * (dim + 2);
+        part[dim] = is_seen ? c.tops[r] : 0;
+        part[dim + 1] = is_seen ? c.sums[r] : 0;
+        if (is_seen) memcpy(part, c.part + r * dim, 4 * dim);
+    }
+}
+
+static void merge_parts(const AttentionJob *job, long token, long head, long num_splits, const float *parts,
+                        float *whole) {
+    const long dim = job->a->head_dim;
+    float best = 0, total = 0;
+    for (long s = 0; s < num_splits; s++) {
+        const float *part = parts + ((token * job->a->num_heads + head) * num_splits + s) * (dim + 2);
+        if (part[dim + 1] != 0) merge(&best, &total, whole, part[dim], part[dim + 1], part, dim);
+    }
+    write_row(job, token, head, whole, total);
+}
+
+#endif

@@ -1,0 +1,199 @@
+/* How weights lie in memory, and how they are widened to float32.
+ *
+ * A matrix [N, K] (N outputs, K inputs) is cut into panels of 64 outputs; the last is filled up with zeros. Inside a
+ * panel the inputs follow one another, all 64 outputs of an input together, so that a panel is read as one stream and a
+ * vector holds neighbouring outputs. Blocks of 32 or 256 inputs keep ggml's scales (docs/gguf.md and ggml-common.h name
+ * the types; the values are those that the `gguf` package computes in float32):
+ *
+ *   F32   per input 64 floats                     F16   per input 64 half floats
+ *   BF16  per two inputs 64 words: the even one in the low half
+ *   Q4_0  per 32: 64 half scales d; per 8: 64 words of 8 nibbles q, first lowest          (q - 8) d
+ *   Q4_1  per 32: 64 half d, 64 half m; nibbles as before                                 q d + m
+ *   Q8_0  per 32: 64 half d; per input 64 signed bytes q                                  q d
+ *   Q4_K  per 256: 64 half d, 64 half e; per 32: 64 bytes s, 64 bytes t, nibbles          q (d s) - e t
+ *   Q6_K  per 256: 64 half d; per 16: 64 signed bytes s, 64 words of 16 two-bit high parts, nibbles   (q - 32)(d s)
+ *   INT8  per four inputs 64 x 4 signed bytes q; its scales and column sums stand behind all panels (int8.h)
+ *
+ * Every product q d is exact in float32 except Q6_K's last, which is rounded once, as there. */
+#ifndef NANO_FORMATS_H
+#define NANO_FORMATS_H
+
+#include "vec.h"
+
+#define PANEL 64
+enum { F32, BF16, F16, Q4_0, Q4_1, Q8_0, Q4_K, Q6_K, INT8, NUM_FORMATS };
+
+typedef struct {
+    int32_t format;
+    int32_t num_out;         /* N */
+    int32_t num_in;          /* K */
+    int32_t column;          /* where its outputs begin in a row of the result */
+    const char *data;
+} Matrix;
+
+INLINE long block_inputs(int format) {
+    switch (format) {
+    case BF16: return 2;
+    case Q4_0: case Q4_1: case Q8_0: return 32;
+    case Q4_K: case Q6_K: return 256;
+    case INT8: return 4;
+    default: return 1;
+    }
+}
+INLINE long block_bytes(int format) {
+    switch (format) {
+    case F32: return 256;
+    case BF16: return 256;
+    case F16: return 128;
+    case Q4_0: return 128 + 1024;
+    case Q4_1: return 256 + 1024;
+    case Q8_0: return 128 + 2048;
+    case Q4_K: return 256 + 8 * 1152;
+    case Q6_K: return 128 + 16 * 832;
+    default: return 256;
+    }
+}
+INLINE long panel_bytes(int format, long num_in) {
+    long inputs = block_inputs(format);
+    return (num_in + inputs - 1) / inputs * block_bytes(format);
+}
+INLINE long num_panels(long num_out) { return (num_out + PANEL - 1) / PANEL; }
+long nano_packed_bytes(int format, long num_out, long num_in) {
+    long bytes = num_panels(num_out) * panel_bytes(format, num_in);
+    return format == INT8 ? bytes + num_panels(num_out) * PANEL * 8 : bytes;
+}
+
+/* ---- widening, U vectors of outputs at a time ------------------------------------------------------------------- */
+
+/* Nibble j of each word, as a float. */
+INLINE vf nibble(vu words, int j) {
+#if LANES == 16
+    const __m512 table = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    return (vf)_mm512_permutexvar_ps((__m512i)(words >> (4 * j)), table);
+#else
+    return __builtin_convertvector((vi)((words >> (4 * j)) & 15), vf);
+#endif
+}
+
+/* What turns the nibbles of block `block` into values, q a + b, for the vector of outputs that begins at `lane`;
+ * returns the words of its first eight inputs. */
+INLINE const char *nibble_block(const int format, const char *panel, long block, int lane, vf *a, vf *b) {
+    if (format == Q4_0) {
+        const char *p = panel + block * 1152;
+        *a = load_half((const uint16_t *)p + lane);
+        *b = *a * all_f(-8.0f);
+        return p + 128 + 4 * lane;
+    }
+    if (format == Q4_1) {
+        const char *p = panel + block * 1280;
+        *a = load_half((const uint16_t *)p + lane);
+        *b = load_half((const uint16_t *)(p + 128) + lane);
+        return p + 256 + 4 * lane;
+    }
+    const char *super = panel + block / 8 * 9472;
+    const char *p = super + 256 + block % 8 * 1152;
+    *a = load_half((const uint16_t *)super + lane) * load_u8((const uint8_t *)p + lane);
+    *b = -(load_half((const uint16_t *)(super + 128) + lane) * load_u8((const uint8_t *)p + 64 + lane));
+    return p + 128 + 4 * lane;
+}
+INLINE int has_nibbles(const int format) { return format == Q4_0 || format == Q4_1 || format == Q4_K; }
+
+/* What a single pass over the weights reads next but one or two: a panel's beginning, too, which no prefetcher of the
+ * processor's foresees. */
+INLINE void fetch_ahead(const char *p) { __builtin_prefetch(p + 2048, 0, 2); }
+
+/* Call `take(k, u, w)` for every input k of [start, stop) and each of U vectors of outputs from `lane` on; start and
+ * stop are whole blocks (stop may be the end). A macro because what is done with w must keep its registers. */
+#define WIDEN(format, panel, start, stop, lane, U, take)                                                               \
+    do {                                                                                                               \
+        if (has_nibbles(format)) {                                                                                     \
+            for (long block_ = (start) / 32; block_ < (stop) / 32; block_++) {                                         \
+                vf a_[4], b_[4];                                                                                       \
+                const char *p_ = NULL;                                                                                 \
+                for (int u = U - 1; u >= 0; u--)                                                                       \
+                    p_ = nibble_block(format, panel, block_, (lane) + u * LANES, &a_[u], &b_[u]);                      \
+                for (int g_ = 0; g_ < 4; g_++) {                                                                       \
+                    vu words_[4];                                                                                      \
+                    for (int u = 0; u < U; u++) {                                                                      \
+                        words_[u] = load_u(p_ + g_ * 256 + u * LANES * 4);                                             \
+                        fetch_ahead(p_ + g_ * 256 + u * LANES * 4);                                                    \
+                    }                                                                                                  \
+                    _Pragma("GCC unroll 8") for (int j_ = 0; j_ < 8; j_++) {                                           \
+                        const long k = block_ * 32 + g_ * 8 + j_;                                                      \
+                        _Pragma("GCC unroll 4") for (int u = 0; u < U; u++) {                                          \
+                            const vf w = vfma(nibble(words_[u], j_), a_[u], b_[u]);                                    \
+                            take                                                                                       \
+                        }                                                                                              \
+                    }                                                                                                  \
+                }                                                                                                      \
+            }                                                                                                          \
+        } else if (format == Q8_0) {                                                                                   \
+            for (long block_ = (start) / 32; block_ < (stop) / 32; block_++) {                                         \
+                const char *p_ = (panel) + block_ * 2176;                                                              \
+                vf a_[4];                                                                                              \
+                for (int u = 0; u < U; u++) a_[u] = load_half((const uint16_t *)p_ + (lane) + u * LANES);              \
+                p_ += 128 + (lane);                                                                                    \
+                _Pragma("GCC unroll 4") for (int j_ = 0; j_ < 32; j_++) {                                              \
+                    const long k = block_ * 32 + j_;                                                                   \
+                    fetch_ahead(p_ + j_ * 64);                                                                         \
+                    _Pragma("GCC unroll 4") for (int u = 0; u < U; u++) {                                              \
+                        const vf w = load_s8((const int8_t *)p_ + j_ * 64 + u * LANES) * a_[u];                        \
+                        take                                                                                           \
+                    }                                                                                                  \
+                }                                                                                                      \
+            }                                                                                                          \
+        } else if (format == Q6_K) {                                                                                   \
+            for (long part_ = (start) / 16; part_ < (stop) / 16; part_++) {                                            \
+                const char *super_ = (panel) + part_ / 16 * 13440, *p_ = super_ + 128 + part_ % 16 * 832;              \
+                vf a_[4];                                                                                              \
+                for (int u = 0; u < U; u++)                                                                            \
+                    a_[u] = load_half((const uint16_t *)super_ + (lane) + u * LANES) *                                 \
+                            load_s8((const int8_t *)p_ + (lane) + u * LANES);                                          \
+                for (int g_ = 0; g_ < 2; g_++) {                                                                       \
+                    vu low_[4], high_[4];                                                                              \
+                    for (int u = 0; u < U; u++) {                                                                      \
+                        low_[u] = load_u(p_ + 320 + g_ * 256 + ((lane) + u * LANES) * 4);                              \
+                        high_[u] = load_u(p_ + 64 + ((lane) + u * LANES) * 4) >> (16 * g_);                            \
+                    }                                                                                                  \
+                    _Pragma("GCC unroll 8") for (int j_ = 0; j_ < 8; j_++) {                                           \
+                        const long k = part_ * 16 + g_ * 8 + j_;                                                       \
+                        _Pragma("GCC unroll 4") for (int u = 0; u < U; u++) {                                          \
+                            const vu q_ = ((low_[u] >> (4 * j_)) & 15) | (((high_[u] >> (2 * j_)) & 3) << 4);          \
+                            const vf w = __builtin_convertvector((vi)q_ - 32, vf) * a_[u];                             \
+                            take                                                                                       \
+                        }                                                                                              \
+                    }                                                                                                  \
+                }                                                                                                      \
+            }                                                                                                          \
+        } else if (format == BF16) {                                                                                   \
+            long k = (start);                                                                                          \
+            const char *p_ = (panel) + k / 2 * 256 + (lane) * 4;                                                       \
+            for (; k + 1 < (stop); k++, p_ += 256) {                                                                   \
+                vu pair_[4];                                                                                           \
+                for (int u = 0; u < U; u++) {                                                                          \
+                    pair_[u] = load_u(p_ + u * LANES * 4);                                                             \
+                    fetch_ahead(p_ + u * LANES * 4);                                                                   \
+                }                                                                                                      \
+                _Pragma("GCC unroll 4") for (int u = 0; u < U; u++) { const vf w = (vf)(pair_[u] << 16); take }        \
+                k++;                                                                                                   \
+                _Pragma("GCC unroll 4") for (int u = 0; u < U; u++) { const vf w = (vf)(pair_[u] & 0xffff0000u); take } \
+            }                                                                                                          \
+            if (k < (stop))                                                                                            \
+                for (int u = 0; u < U; u++) { const vf w = (vf)(load_u(p_ + u * LANES * 4) << 16); take }              \
+        } else if (format == F16) {                                                                                    \
+            for (long k = (start); k < (stop); k++)                                                                    \
+                _Pragma("GCC unroll 4") for (int u = 0; u < U; u++) {                                                  \
+                    const vf w = load_half((const uint16_t *)((panel) + k * 128) + (lane) + u * LANES);                \
+                    take                                                                                               \
+                }                                                                                                      \
+        } else {                                                                                                       \
+            _Pragma("GCC unroll 4") for (long k = (start); k < (stop); k++)                                            \
+                _Pragma("GCC unroll 4") for (int u = 0; u < U; u++) {                                                  \
+                    fetch_ahead((panel) + k * 256 + ((lane) + u * LANES) * 4);                                         \
+                    const vf w = load_f((const float *)((panel) + k * 256) + (lane) + u * LANES);                      \
+                    take                                                                                               \
+                }                                                                                                      \
+        }                                                                                                              \
+    } while (0)
+
+#endif

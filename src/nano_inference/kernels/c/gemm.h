@@ -1,0 +1,123 @@
+/* out[m, n] = sum over k of x[m, k] w[n, k], k ascending, every step one fused multiply-add in float32.
+ *
+ * Up to DIRECT rows the weights are widened in registers and used at once; for more rows a panel is widened into this
+ * thread's scratch and a register tile of ROWS x WIDE outputs goes over it. Both add the same numbers in the same order,
+ * so a row's result has the same bits however many rows there are. */
+#ifndef NANO_GEMM_H
+#define NANO_GEMM_H
+
+#include "formats.h"
+#include "pool.h"
+
+#define VECS 4                               /* vectors of outputs that the direct product of a few rows keeps at a time */
+#if LANES == 16
+#define DIRECT 10
+#define ROWS 12
+#define WIDE 32
+#else
+#define DIRECT 4
+#define ROWS 6
+#define WIDE (2 * LANES)
+#endif
+#define DEPTH 1024                           /* inputs widened at a time: a multiple of every block */
+#define TILE_FLOATS (96 * 1024)              /* of x that a job's rows take at most: they stay in the second-level cache */
+
+/* ---- few rows --------------------------------------------------------------------------------------------------- */
+
+INLINE void direct_slice(const int format, const int M, const int U, const char *panel, const float *x, long ldx,
+                         long K, int lane, float *tile) {
+    vf acc[DIRECT][VECS];
+    for (int m = 0; m < M; m++)
+        for (int u = 0; u < U; u++) acc[m][u] = all_f(0);
+    WIDEN(format, panel, 0, K, lane, U, {
+        _Pragma("GCC unroll 16") for (int m = 0; m < M; m++) acc[m][u] = vfma(all_f(x[m * ldx + k]), w, acc[m][u]);
+    });
+    for (int m = 0; m < M; m++)
+        for (int u = 0; u < U; u++) store_f(tile + m * PANEL + lane + u * LANES, acc[m][u]);
+}
+
+INLINE void direct(const int format, const char *panel, const float *x, long ldx, long M, long K, float *tile) {
+    const int wide = M <= 4 ? VECS : 2;
+    for (int lane = 0; lane < PANEL; lane += wide * LANES) {
+        switch (M) {
+#define CASE(n, u) case n: direct_slice(format, n, u, panel, x, ldx, K, lane, tile); break;
+        CASE(1, VECS) CASE(2, VECS) CASE(3, VECS) CASE(4, VECS)
+#if DIRECT == 10
+        CASE(5, 2) CASE(6, 2) CASE(7, 2) CASE(8, 2) CASE(9, 2) CASE(10, 2)
+#endif
+#undef CASE
+        }
+    }
+}
+
+/* ---- many rows -------------------------------------------------------------------------------------------------- */
+
+/* wide[s][k - start][WIDE]: inputs [start, stop) of all 64 outputs, in strips of WIDE. */
+INLINE void widen(const int format, const char *panel, long start, long stop, float *wide) {
+    const long depth = stop - start;
+    for (int lane = 0; lane < PANEL; lane += WIDE) {
+        float *strip = wide + lane * depth;
+        if (WIDE / LANES == 2) {
+            WIDEN(format, panel, start, stop, lane, 2, { store_f(strip + (k - start) * WIDE + u * LANES, w); });
+        } else {
+            WIDEN(format, panel, start, stop, lane, 1, { store_f(strip + (k - start) * WIDE + u * LANES, w); });
+        }
+    }
+}
+
+INLINE void micro(const int rows, const float *x, long ldx, const float *strip, long depth, float *tile, int is_first) {
+    vf acc[ROWS][2];
+    _Pragma("GCC unroll 16") for (int m = 0; m < rows; m++)
+        for (int u = 0; u < 2; u++) acc[m][u] = is_first ? all_f(0) : load_f(tile + m * PANEL + u * LANES);
+    for (long k = 0; k < depth; k++) {
+        const vf w0 = load_f(strip + k * WIDE), w1 = load_f(strip + k * WIDE + LANES);
+        _Pragma("GCC unroll 16") for (int m = 0; m < rows; m++) {
+            const vf v = all_f(x[m * ldx + k]);
+            acc[m][0] = vfma(v, w0, acc[m][0]);
+            acc[m][1] = vfma(v, w1, acc[m][1]);
+        }
+    }
+    _Pragma("GCC unroll 16") for (int m = 0; m < rows; m++)
+        for (int u = 0; u < 2; u++) store_f(tile + m * PANEL + u * LANES, acc[m][u]);
+}
+
+static void micro_rows(long rows, const float *x, long ldx, const float *strip, long depth, float *tile, int is_first) {
+    switch (rows) {
+#define CASE(n) case n: micro(n, x, ldx, strip, depth, tile, is_first); break;
+    CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
+#if ROWS == 12
+    CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
+#endif
+#undef CASE
+    }
+}
+
+INLINE void tiled(const int format, const char *panel, const float *x, long ldx, long M, long K, float *tile,
+                  float *wide) {
+    const long tiles = (M + ROWS - 1) / ROWS;
+    for (long start = 0; start < K; start += DEPTH) {
+        const long stop = start + DEPTH < K ? start + DEPTH : K;
+        widen(format, panel, start, stop, wide);
+        for (int lane = 0; lane < PANEL; lane += WIDE)
+            for (long m = 0, i = 0; i < tiles; i++) {    /* tiles of about one height: a low one keeps no unit busy */
+                const long rows = (M - m + tiles - i - 1) / (tiles - i);
+                micro_rows(rows, x + m * ldx + start, ldx, wide + lane * (stop - start), stop - start,
+                           tile + m * PANEL + lane, start == 0);
+                m += rows;
+            }
+    }
+}
+
+/* One panel's outputs for M rows: tile [M, 64]. */
+static void panel_product(int format, const char *panel, const float *x, long ldx, long M, long K, float *tile,
+                          float *wide) {
+#define BOTH(f)                                                                                                        \
+    case f:                                                                                                            \
+        if (M <= DIRECT) direct(f, panel, x, ldx, M, K, tile);                                                         \
+        else tiled(f, panel, x, ldx, M, K, tile, wide);                                                                \
+        break;
+    switch (format) { BOTH(F32) BOTH(BF16) BOTH(F16) BOTH(Q4_0) BOTH(Q4_1) BOTH(Q8_0) BOTH(Q4_K) BOTH(Q6_K) }
+#undef BOTH
+}
+
+#endif

@@ -1,0 +1,164 @@
+/* From rows as files have them to panels, and back. `rows[n]` says which row of the source output n is (NULL: the same).
+ * A source row is plain values (float, bfloat16, half) or ggml's blocks, whose layouts ggml-common.h gives. */
+#ifndef NANO_PACK_H
+#define NANO_PACK_H
+
+#include "formats.h"
+
+INLINE void put16(char *base, int lane, uint16_t value) { memcpy(base + 2 * lane, &value, 2); }
+INLINE uint16_t get16(const char *base, long index) { uint16_t v; memcpy(&v, base + 2 * index, 2); return v; }
+
+/* Eight values below 16 as a word, the first lowest. */
+INLINE uint32_t word_of(const uint8_t *q) {
+    uint32_t word = 0;
+    for (int j = 0; j < 8; j++) word |= (uint32_t)(q[j] & 15) << (4 * j);
+    return word;
+}
+INLINE void put_words(char *base, int lane, const uint8_t *q, int num_words) {
+    for (int g = 0; g < num_words; g++) {
+        uint32_t word = word_of(q + 8 * g);
+        memcpy(base + g * 256 + 4 * lane, &word, 4);
+    }
+}
+/* ggml's 16 bytes of 32 nibbles: the first half of the values low, the second high. */
+INLINE void halves(const uint8_t *bytes, uint8_t *q) {
+    for (int i = 0; i < 16; i++) { q[i] = bytes[i] & 15; q[i + 16] = bytes[i] >> 4; }
+}
+
+static long source_row_bytes(int format, long num_in) {
+    switch (format) {
+    case F32: return 4 * num_in;
+    case BF16: case F16: return 2 * num_in;
+    case Q4_0: return num_in / 32 * 18;
+    case Q4_1: return num_in / 32 * 20;
+    case Q8_0: return num_in / 32 * 34;
+    case Q4_K: return num_in / 256 * 144;
+    case Q6_K: return num_in / 256 * 210;
+    default: return -1;
+    }
+}
+
+static void pack_q4_k(const uint8_t *block, char *super, int lane) {
+    uint8_t q[32];
+    put16(super, lane, get16((const char *)block, 0));
+    put16(super + 128, lane, get16((const char *)block, 1));
+    for (int i = 0; i < 8; i++) {
+        const uint8_t *s = block + 4;
+        char *p = super + 256 + i * 1152;
+        p[lane] = (char)(i < 4 ? s[i] & 63 : (s[i + 4] & 15) | (s[i - 4] >> 6 << 4));
+        p[64 + lane] = (char)(i < 4 ? s[i + 4] & 63 : (s[i + 4] >> 4) | (s[i] >> 6 << 4));
+        const uint8_t *bytes = block + 16 + i / 2 * 32;
+        for (int j = 0; j < 32; j++) q[j] = i % 2 ? bytes[j] >> 4 : bytes[j] & 15;
+        put_words(p + 128, lane, q, 4);
+    }
+}
+
+static void pack_q6_k(const uint8_t *block, char *super, int lane) {
+    uint8_t q[256];
+    for (int half = 0; half < 2; half++) {
+        const uint8_t *low = block + half * 64, *high = block + 128 + half * 32;
+        for (int j = 0; j < 32; j++)
+            for (int part = 0; part < 4; part++) {
+                uint8_t nib = part < 2 ? low[j + part * 32] & 15 : low[j + (part - 2) * 32] >> 4;
+                q[half * 128 + part * 32 + j] = nib | ((high[j] >> (2 * part)) & 3) << 4;
+            }
+    }
+    put16(super, lane, get16((const char *)block + 208, 0));
+    for (int part = 0; part < 16; part++) {
+        char *p = super + 128 + part * 832;
+        uint32_t high = 0;
+        p[lane] = (char)block[192 + part];
+        for (int j = 0; j < 16; j++) high |= (uint32_t)(q[part * 16 + j] >> 4) << (2 * j);
+        memcpy(p + 64 + 4 * lane, &high, 4);
+        put_words(p + 320, lane, q + part * 16, 2);
+    }
+}
+
+static void pack_row(int format, const uint8_t *row, long num_in, char *panel, int lane) {
+    uint8_t q[32];
+    if (format == F32)
+        for (long k = 0; k < num_in; k++) memcpy(panel + k * 256 + 4 * lane, row + 4 * k, 4);
+    else if (format == BF16)
+        for (long k = 0; k < num_in; k++) memcpy(panel + k / 2 * 256 + 4 * lane + k % 2 * 2, row + 2 * k, 2);
+    else if (format == F16)
+        for (long k = 0; k < num_in; k++) memcpy(panel + k * 128 + 2 * lane, row + 2 * k, 2);
+    else if (format == Q8_0)
+        for (long b = 0; b < num_in / 32; b++, row += 34) {
+            put16(panel + b * 2176, lane, get16((const char *)row, 0));
+            for (int j = 0; j < 32; j++) panel[b * 2176 + 128 + j * 64 + lane] = (char)row[2 + j];
+        }
+    else if (format == Q4_0 || format == Q4_1)
+        for (long b = 0; b < num_in / 32; b++) {
+            const int scales = format == Q4_1 ? 2 : 1;
+            char *p = panel + b * block_bytes(format);
+            for (int i = 0; i < scales; i++, row += 2) put16(p + 128 * i, lane, get16((const char *)row, 0));
+            halves(row, q);
+            row += 16;
+            put_words(p + 128 * scales, lane, q, 4);
+        }
+    else if (format == Q4_K)
+        for (long b = 0; b < num_in / 256; b++) pack_q4_k(row + b * 144, panel + b * 9472, lane);
+    else if (format == Q6_K)
+        for (long b = 0; b < num_in / 256; b++) pack_q6_k(row + b * 210, panel + b * 13440, lane);
+}
+
+/* Pack outputs [first, first + count) of a matrix. The whole memory must be zero before: that is the padding. */
+void nano_pack(int format, const void *source, const int32_t *rows, long first, long count, long num_in, char *packed) {
+    const long row_bytes = source_row_bytes(format, num_in), bytes = panel_bytes(format, num_in);
+    for (long n = first; n < first + count; n++) {
+        const uint8_t *row = (const uint8_t *)source + (rows ? rows[n - first] : n - first) * row_bytes;
+        pack_row(format, row, num_in, packed + n / PANEL * bytes, n % PANEL);
+    }
+}
+
+/* One value of a nibble format or of a plain one, as widening gives it. */
+static float value_at(int format, const char *panel, long k, int lane) {
+    uint32_t word;
+    float f;
+    if (format == F32) { memcpy(&f, panel + k * 256 + 4 * lane, 4); return f; }
+    if (format == BF16) {
+        word = (uint32_t)get16(panel + k / 2 * 256 + 4 * lane + k % 2 * 2, 0) << 16;
+        memcpy(&f, &word, 4);
+        return f;
+    }
+    if (format == F16) return half_scalar(get16(panel + k * 128, lane));
+    const long block = k / 32, j = k % 32;
+    if (format == Q8_0) {
+        const char *p = panel + block * 2176;
+        return (float)(int8_t)p[128 + j * 64 + lane] * half_scalar(get16(p, lane));
+    }
+    if (format == Q6_K) {
+        const char *super = panel + k / 256 * 13440, *p = super + 128 + k / 16 % 16 * 832;
+        uint32_t high;
+        memcpy(&high, p + 64 + 4 * lane, 4);
+        memcpy(&word, p + 320 + k / 8 % 2 * 256 + 4 * lane, 4);
+        int q = (int)((word >> (4 * (k % 8))) & 15) | (int)((high >> (2 * (k % 16))) & 3) << 4;
+        return (float)(q - 32) * (half_scalar(get16(super, lane)) * (float)(int8_t)p[lane]);
+    }
+    const char *p;
+    double a, b;                                        /* exact: the one rounding is that to float */
+    if (format == Q4_K) {
+        const char *super = panel + k / 256 * 9472;
+        p = super + 256 + block % 8 * 1152;
+        a = (double)half_scalar(get16(super, lane)) * (uint8_t)p[lane];
+        b = -(double)half_scalar(get16(super + 128, lane)) * (uint8_t)p[64 + lane];
+        p += 128;
+    } else {
+        p = panel + block * block_bytes(format);
+        a = half_scalar(get16(p, lane));
+        b = format == Q4_1 ? half_scalar(get16(p + 128, lane)) : -8 * a;
+        p += format == Q4_1 ? 256 : 128;
+    }
+    memcpy(&word, p + j / 8 * 256 + 4 * lane, 4);
+    return (float)((double)((word >> (4 * (j % 8))) & 15) * a + b);
+}
+
+/* Outputs [first, first + count) as float rows. */
+void nano_unpack(int format, const char *packed, long first, long count, long num_in, float *values) {
+    const long bytes = panel_bytes(format, num_in);
+    for (long n = first; n < first + count; n++)
+        for (long k = 0; k < num_in; k++)
+            values[(n - first) * num_in + k] = value_at(format, packed + n / PANEL * bytes, k, n % PANEL);
+}
+
+#endif

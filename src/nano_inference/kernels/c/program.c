@@ -1,0 +1,418 @@
+/* A model as a list of operations on named buffers, gone through by all threads together: one call a step. */
+#include "attention.h"
+#include "gemm.h"
+#include "int8.h"
+#include "pack.h"
+#include "rows.h"
+#include "sample.h"
+#include <sys/mman.h>
+#if defined(__linux__) && !defined(MADV_POPULATE_WRITE)
+#define MADV_POPULATE_WRITE 23               /* Linux 5.14; older C libraries do not name it */
+#endif
+
+enum { EMBED, NORM, MATMUL, HEADS, ATTEND, GLU, MIX, CAP, VALUES, SMEAR, NUM_KINDS };
+enum { ADD = 1, NORM_FIRST = 2, NORM_LAST = 4 };          /* flags */
+enum { FROM_TOKEN, FROM_PREVIOUS, FROM_PAIR };            /* which rows EMBED takes */
+
+typedef struct {
+    int32_t kind, flags;
+    int32_t in, in2, out;                /* buffers */
+    int32_t matrix, num_matrices;        /* among the program's matrices */
+    int32_t layer;                       /* of the cache */
+    int32_t rope;                        /* -1: none */
+    int32_t choice;                      /* which activation; which rows; the window */
+    int64_t count;                       /* of elements; modulus of hashed pairs */
+    float eps, offset, scale, cap;
+    const float *weight, *weight2;       /* of norms, biases and mixtures */
+} Op;
+
+typedef struct {
+    const float *cosine, *sine;          /* [position, turning] */
+    int64_t turning;
+} Rope;
+
+typedef struct {
+    const Op *ops;
+    int64_t num_ops;
+    const Matrix *matrices;
+    const Rope *ropes;
+    const int32_t *widths;               /* floats a row of each buffer has */
+    const int32_t *strides;              /* and from one row to the next */
+    int32_t num_heads, num_kv_heads, head_dim;
+} Program;
+
+typedef struct {
+    Tokens tokens;
+    const int32_t *token, *previous;     /* [T]; previous -1: none */
+    float *const *buffers;               /* [T, width] each */
+    float *k, *v;                        /* the cache, block after block, in each all layers */
+    int64_t block_floats;
+    float *parts;                        /* [T, H, num_splits, D + 2] where `num_splits` is above 0 */
+    int64_t num_splits;
+    uint8_t *bytes;                      /* [T, byte_stride]: rows rounded to eight bits, their scale in front */
+    int64_t byte_stride;
+    _Atomic int failed;                  /* memory ran out */
+} Step;
+
+typedef struct { const Program *program; Step *step; } Run;
+
+INLINE float *row_of(const Run *r, int buffer, long t) {
+    return r->step->buffers[buffer] + t * r->program->strides[buffer];
+}
+
+#define ROWS_A_PIECE 8
+
+static long embedding_row(const Op *op, const Step *s, long t) {
+    if (op->choice == FROM_TOKEN) return s->token[t];
+    if (op->choice == FROM_PREVIOUS) return s->previous[t] < 0 ? 0 : s->previous[t];
+    if (s->previous[t] < 0) return op->count - 1;         /* nanochat's hashed pairs; the last row has no predecessor */
+    const int64_t hash = ((int64_t)s->token[t] * 36313) ^ ((int64_t)s->previous[t] * 27191);
+    return hash % (op->count - 1);
+}
+
+static void read_embedding(const Matrix *m, long row, float *out) {
+    if (m->format == INT8) { read_int8_row(m, row, out); return; }
+    const char *panel = m->data + row / PANEL * panel_bytes(m->format, m->num_in);
+    for (long k = 0; k < m->num_in; k++) out[k] = value_at(m->format, panel, k, row % PANEL);
+}
+
+static void do_embed(const Run *r, const Op *op, long t) {
+    const long width = r->program->widths[op->out];
+    float *out = row_of(r, op->out, t);
+    read_embedding(&r->program->matrices[op->matrix], embedding_row(op, r->step, t), out);
+    if (op->scale != 1) for (long i = 0; i < width; i++) out[i] *= op->scale;
+}
+
+static void do_norm(const Run *r, const Op *op, long t) {
+    const long width = r->program->widths[op->in];
+    norm_row(row_of(r, op->in, t), width, op->weight, op->offset, op->eps, row_of(r, op->out, t), op->flags & ADD);
+}
+
+/* Queries, keys and values of one token, side by side in a buffer: norms and rotation in place, then into the cache. */
+static void do_heads(const Run *r, const Op *op, long t) {
+    const Program *p = r->program;
+    const Tokens *tokens = &r->step->tokens;
+    const long dim = p->head_dim, size = tokens->block_size, position = tokens->position[t];
+    const long num_qk = p->num_heads + p->num_kv_heads;
+    float *row = row_of(r, op->in, t);
+    for (long h = 0; h < num_qk; h++) {
+        float *x = row + h * dim;
+        const float *weight = h < p->num_heads ? op->weight : op->weight2;
+        if (op->flags & NORM_FIRST) norm_row(x, dim, weight, op->offset, op->eps, x, 0);
+        if (op->rope >= 0) {
+            const Rope *rope = &p->ropes[op->rope];
+            rotate_head(x, rope->turning, rope->cosine + position * rope->turning, rope->sine + position * rope->turning);
+        }
+        if (op->flags & NORM_LAST) norm_row(x, dim, weight, op->offset, op->eps, x, 0);
+    }
+    const long block = tokens->tables[tokens->table_of[t] + position / size], slot = position % size;
+    for (long h = 0; h < p->num_kv_heads; h++) {
+        const float *key = row + (p->num_heads + h) * dim, *value = row + (num_qk + h) * dim;
+        const long place = block * r->step->block_floats + ((long)op->layer * p->num_kv_heads + h) * size * dim;
+        for (long d = 0; d < dim; d++) r->step->k[place + d * size + slot] = key[d];
+        memcpy(r->step->v + place + slot * dim, value, 4 * dim);
+    }
+}
+
+static void do_glu(const Run *r, const Op *op, long t) {
+    const long width = r->program->widths[op->out];
+    const float *in = row_of(r, op->in, t);
+    glu_row(op->choice, in, op->choice == RELU_SQUARED ? NULL : in + width, width, row_of(r, op->out, t));
+}
+
+/* out = weight in + weight2 in2; either may be absent. */
+static void do_mix(const Run *r, const Op *op, long t) {
+    const long width = r->program->widths[op->out];
+    const float *a = row_of(r, op->in, t), *b = row_of(r, op->in2, t);
+    float *out = row_of(r, op->out, t);
+    const float x = op->weight ? *op->weight : 1, y = (op->weight2 ? *op->weight2 : 1) * op->scale;
+    for (long i = 0; i < width; i++) out[i] = x * a[i] + y * b[i];
+}
+
+INLINE float sigmoid(float x) { return 1.0f / (1.0f + vexp(all_f(-x))[0]); }
+
+/* nanochat: each kv head's values get a table's values, gated by a sigmoid of the gate's buffer. */
+static void do_values(const Run *r, const Op *op, long t) {
+    const Program *p = r->program;
+    float *row = row_of(r, op->in, t) + (long)(p->num_heads + p->num_kv_heads) * p->head_dim;
+    const float *gate = row_of(r, op->in2, t), *more = row_of(r, op->out, t);
+    for (long h = 0; h < p->num_kv_heads; h++) {
+        const float share = op->scale * sigmoid(gate[h]);
+        for (long d = 0; d < p->head_dim; d++) row[h * p->head_dim + d] += share * more[h * p->head_dim + d];
+    }
+}
+
+/* nanochat: a part of the predecessor's embedding, gated by a sigmoid of the gate's buffer; the first has none. */
+static void do_smear(const Run *r, const Op *op, long t) {
+    if (r->step->previous[t] < 0) return;
+    const long width = r->program->widths[op->out];
+    const float *gate = row_of(r, op->in2, t), *before = row_of(r, op->in, t);
+    float *out = row_of(r, op->out, t);
+    const float share = *op->weight * sigmoid(gate[0]);
+    for (long i = 0; i < width; i++) out[i] += share * before[i];
+}
+
+static void do_row(const Run *r, const Op *op, long t) {
+    switch (op->kind) {
+    case EMBED: do_embed(r, op, t); break;
+    case NORM: do_norm(r, op, t); break;
+    case HEADS: do_heads(r, op, t); break;
+    case GLU: do_glu(r, op, t); break;
+    case MIX: do_mix(r, op, t); break;
+    case VALUES: do_values(r, op, t); break;
+    case SMEAR: do_smear(r, op, t); break;
+    case CAP:
+        softcap_row(row_of(r, op->out, t), r->program->widths[op->out], op->cap);
+        break;
+    }
+}
+
+/* ---- products --------------------------------------------------------------------------------------------------- */
+
+typedef struct {
+    const Matrix *matrices;
+    int num_matrices;
+    const float *x;
+    long ldx, num_rows;
+    float *out;
+    long ldo;
+    const float *bias;
+    int add;
+} Product;
+
+static void write_tile(const Product *p, const Matrix *m, long panel, long first, long num_rows, const float *tile) {
+    const long begin = panel * PANEL, width = m->num_out - begin < PANEL ? m->num_out - begin : PANEL;
+    const float *bias = p->bias ? p->bias + m->column + begin : NULL;
+    for (long r = 0; r < num_rows; r++) {
+        float *out = p->out + (first + r) * p->ldo + m->column + begin;
+        const float *from = tile + r * PANEL;
+        if (bias && p->add) for (long i = 0; i < width; i++) out[i] += from[i] + bias[i];
+        else if (bias) for (long i = 0; i < width; i++) out[i] = from[i] + bias[i];
+        else if (p->add) for (long i = 0; i < width; i++) out[i] += from[i];
+        else memcpy(out, from, 4 * width);
+    }
+}
+
+static long rows_of_piece(long num_rows, long num_in) {
+    long rows = TILE_FLOATS / num_in / ROWS * ROWS;
+    if (rows < ROWS) rows = ROWS;
+    return rows < num_rows ? rows : num_rows > 0 ? num_rows : 1;
+}
+
+/* One panel of a piece's rows, whatever its format. The scratch is for a tile and, behind it, for widened weights. */
+static void product_piece(const Product *p, const Step *s, const Matrix *m, long panel, long first, long rows,
+                          float *tile, float *wide) {
+    if (m->format == INT8)
+        int8_panel(m, panel, s->bytes + first * s->byte_stride, s->byte_stride, rows, tile);
+    else
+        panel_product(m->format, m->data + panel * panel_bytes(m->format, m->num_in), p->x + first * p->ldx, p->ldx,
+                      rows, m->num_in, tile, wide);
+    write_tile(p, m, panel, first, rows, tile);
+}
+
+/* Round all rows of x to eight bits. */
+static void quantise(Worker *w, const Product *p, const Step *s) {
+    const long num = (p->num_rows + ROWS_A_PIECE - 1) / ROWS_A_PIECE;
+    begin_job(w);
+    FOR_PIECES(w, piece, num)
+        for (long r = piece * ROWS_A_PIECE; r < (piece + 1) * ROWS_A_PIECE && r < p->num_rows; r++)
+            quantise_row(p->x + r * p->ldx, p->matrices[0].num_in, s->bytes + r * s->byte_stride);
+    finish_job(w, num);
+}
+
+/* Neighbouring panels that a thread takes together: with few rows time goes into reading them, best in one long run. */
+static long panels_of_piece(const Pool *pool, long num_rows, long panels) {
+    if (num_rows > DIRECT) return 1;
+    const long run = panels / (pool->num_threads * 6);
+    return run < 1 ? 1 : run > 16 ? 16 : run;
+}
+
+static void multiply(Worker *w, const Product *p, Step *step) {
+    const long num_in = p->matrices[0].num_in, rows = rows_of_piece(p->num_rows, num_in);
+    const long num_blocks = (p->num_rows + rows - 1) / rows;
+    long panels = 0;
+    for (int i = 0; i < p->num_matrices; i++) panels += num_panels(p->matrices[i].num_out);
+    int is_int8 = 0;
+    for (int i = 0; i < p->num_matrices; i++) is_int8 |= p->matrices[i].format == INT8;
+    if (is_int8) quantise(w, p, step);
+    begin_job(w);
+    float *tile = scratch_of(w, 4 * (size_t)(rows * PANEL + DEPTH * PANEL));
+    const long run = panels_of_piece(w->pool, p->num_rows, panels), runs = (panels + run - 1) / run;
+    FOR_PIECES(w, piece, num_blocks * runs) {
+        if (!tile) { atomic_store(&step->failed, 1); continue; }
+        const long first = piece / runs * rows, left = p->num_rows - first;
+        const long begin = piece % runs * run, end = begin + run < panels ? begin + run : panels;
+        for (long at = begin; at < end; at++) {
+            const Matrix *m = p->matrices;
+            long panel = at;
+            while (panel >= num_panels(m->num_out)) panel -= num_panels(m++->num_out);
+            product_piece(p, step, m, panel, first, left < rows ? left : rows, tile, tile + rows * PANEL);
+        }
+    }
+    finish_job(w, num_blocks * runs);
+}
+
+/* ---- attention -------------------------------------------------------------------------------------------------- */
+
+static void attend(Worker *w, const Run *r, const Op *op) {
+    const Program *p = r->program;
+    Step *s = r->step;
+    const long place = (long)op->layer * p->num_kv_heads * s->tokens.block_size * p->head_dim;
+    const Attention a = {.k = s->k + place, .v = s->v + place, .block_floats = s->block_floats, .num_heads = p->num_heads,
+                         .num_kv_heads = p->num_kv_heads, .head_dim = p->head_dim, .window = op->choice,
+                         .scale = op->scale, .softcap = op->cap};
+    const AttentionJob job = {.t = &s->tokens, .a = &a, .q = s->buffers[op->in], .ldq = p->strides[op->in],
+                              .out = s->buffers[op->out], .ldo = p->strides[op->out]};
+    begin_job(w);
+    float *scratch = scratch_of(w, 4 * crew_floats(&a, s->tokens.block_size));
+    const long splits = s->num_splits ? s->num_splits : 1, num = (long)s->tokens.num_crews * a.num_kv_heads * splits;
+    FOR_PIECES(w, piece, num) {
+        if (!scratch) { atomic_store(&s->failed, 1); continue; }
+        const long back = num - 1 - piece, split = back % splits, crew = back / splits / a.num_kv_heads;
+        const long head = back / splits % a.num_kv_heads;
+        if (s->num_splits) attend_piece(&job, crew, head, split, splits, s->parts, scratch);
+        else attend_crew(&job, crew, head, scratch);
+    }
+    finish_job(w, num);
+    if (!s->num_splits) return;
+    begin_job(w);
+    FOR_PIECES(w, token, s->tokens.num_tokens)
+        for (long h = 0; scratch && h < a.num_heads; h++) merge_parts(&job, token, h, splits, s->parts, scratch);
+    finish_job(w, s->tokens.num_tokens);
+}
+
+/* ---- running ---------------------------------------------------------------------------------------------------- */
+
+static void run_op(Worker *w, const Run *r, const Op *op) {
+    const Program *p = r->program;
+    Step *s = r->step;
+    if (op->kind == MATMUL) {
+        const Product product = {.matrices = p->matrices + op->matrix, .num_matrices = op->num_matrices,
+                                 .x = s->buffers[op->in], .ldx = p->strides[op->in], .num_rows = s->tokens.num_tokens,
+                                 .out = s->buffers[op->out], .ldo = p->strides[op->out], .bias = op->weight,
+                                 .add = op->flags & ADD};
+        multiply(w, &product, s);
+    } else if (op->kind == ATTEND) {
+        attend(w, r, op);
+    } else {
+        const long num_tokens = s->tokens.num_tokens, num = (num_tokens + ROWS_A_PIECE - 1) / ROWS_A_PIECE;
+        begin_job(w);
+        FOR_PIECES(w, piece, num)
+            for (long t = piece * ROWS_A_PIECE; t < (piece + 1) * ROWS_A_PIECE && t < num_tokens; t++) do_row(r, op, t);
+        finish_job(w, num);
+    }
+}
+
+static void run_body(Worker *w, void *argument) {
+    const Run *r = argument;
+    for (long i = 0; i < r->program->num_ops; i++) run_op(w, r, &r->program->ops[i]);
+}
+
+/* Go through a program; 0, or -1 when memory ran out, or when it is too long. */
+int nano_run(Pool *pool, const Program *program, Step *step) {
+    Run run = {program, step};
+    if (2 * program->num_ops > MAX_JOBS) return -1;
+    step->failed = 0;
+    pool_run(pool, 2 * (int)program->num_ops, run_body, &run);
+    return step->failed ? -1 : 0;
+}
+
+/* ---- drawing ---------------------------------------------------------------------------------------------------- */
+
+typedef struct { const Draws *draws; int64_t num_rows; _Atomic int failed; } DrawRun;
+
+static void draw_body(Worker *w, void *argument) {
+    DrawRun *r = argument;
+    begin_job(w);
+    double *mass = scratch_of(w, 8 * (size_t)((r->draws->vocab_size + BLOCK - 1) / BLOCK));
+    FOR_PIECES(w, row, r->num_rows) {
+        if (mass) sample_row(r->draws, row, mass);
+        else atomic_store(&r->failed, 1);
+    }
+    finish_job(w, r->num_rows);
+}
+
+int nano_draw(Pool *pool, const Draws *draws, int64_t num_rows) {
+    DrawRun run = {draws, num_rows, 0};
+    pool_run(pool, 1, draw_body, &run);
+    return run.failed ? -1 : 0;
+}
+
+/* ---- planning --------------------------------------------------------------------------------------------------- */
+
+typedef struct { const int32_t *table; int32_t num_blocks, token; } Decoding;
+
+static int by_table(const void *a_, const void *b_) {
+    const Decoding *a = a_, *b = b_;
+    const int32_t n = a->num_blocks < b->num_blocks ? a->num_blocks : b->num_blocks;
+    for (int32_t i = 0; i < n; i++)
+        if (a->table[i] != b->table[i]) return a->table[i] < b->table[i] ? -1 : 1;
+    if (a->num_blocks != b->num_blocks) return a->num_blocks < b->num_blocks ? -1 : 1;
+    return a->token < b->token ? -1 : 1;
+}
+
+/* Say for every token of a step where it stands, and form the crews: tokens that decode are put together while their
+ * tables begin with the same block, those of a chunk in order. Spans come one after another in the step, each with its
+ * number of tokens, its first position and where its table begins. Returns the number of crews, -1 without memory. */
+int64_t nano_plan(int64_t num_spans, const int32_t *num_tokens, const int32_t *start, const int32_t *table_begin,
+                  const int32_t *tables, int32_t block_size, int32_t *position, int32_t *table_of, int32_t *order,
+                  int32_t *crews) {
+    Decoding *rows = malloc(sizeof(Decoding) * (num_spans + 1));
+    if (!rows) return -1;
+    int64_t num_rows = 0, num_crews = 0, t = 0, placed = 0;
+    for (int64_t s = 0; s < num_spans; s++) {
+        if (num_tokens[s] == 1)
+            rows[num_rows++] = (Decoding){tables + table_begin[s], start[s] / block_size + 1, (int32_t)t};
+        for (int32_t i = 0; i < num_tokens[s]; i++, t++) {
+            position[t] = start[s] + i;
+            table_of[t] = table_begin[s];
+        }
+    }
+    qsort(rows, num_rows, sizeof *rows, by_table);
+    for (int64_t i = 0; i < num_rows; i++) {
+        const int is_new = i == 0 || rows[i].table[0] != rows[i - 1].table[0] || placed - crews[num_crews - 1] == CREW;
+        if (is_new) crews[num_crews++] = (int32_t)placed;
+        order[placed++] = rows[i].token;
+    }
+    for (int64_t s = 0, first = 0; s < num_spans; first += num_tokens[s++])
+        for (int32_t i = 0; num_tokens[s] > 1 && i < num_tokens[s]; i++) {
+            if (i % CREW == 0) crews[num_crews++] = (int32_t)placed;
+            order[placed++] = (int32_t)(first + i);
+        }
+    crews[num_crews] = (int32_t)placed;
+    free(rows);
+    return num_crews;
+}
+
+/* Let the system give memory its pages now, not when it is first written: [begin, begin + bytes), whole pages inside.
+ * 0, or -1 where the system cannot. */
+int nano_populate(char *begin, int64_t bytes) {
+#if defined(MADV_POPULATE_WRITE)
+    const uintptr_t first = ((uintptr_t)begin + 4095) & ~(uintptr_t)4095, last = ((uintptr_t)begin + bytes) & ~(uintptr_t)4095;
+    return last > first ? madvise((void *)first, last - first, MADV_POPULATE_WRITE) : 0;
+#else
+    (void)begin; (void)bytes;
+    return -1;
+#endif
+}
+
+const char *nano_isa(void) { return ISA_NAME; }
+int nano_has_vnni(void) {
+#if (LANES == 16 && defined(__AVX512VNNI__)) || (LANES == 8 && defined(__AVXVNNI__))
+    return 1;
+#else
+    return 0;
+#endif
+}
+int64_t nano_sizes(int which) {          /* for the Python side to check its own picture of the structures */
+    switch (which) {
+    case 0: return sizeof(Op);
+    case 1: return sizeof(Program);
+    case 2: return sizeof(Step);
+    case 3: return sizeof(Matrix);
+    case 4: return sizeof(Rope);
+    case 5: return sizeof(Draws);
+    case 6: return sizeof(Tokens);
+    default: return -1;
+    }
+}

@@ -1,0 +1,159 @@
+"""The compiled library seen from Python: its structures, and the threads it works with.
+
+Shapes: N outputs and K inputs of a matrix, B rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from ctypes import POINTER, c_char_p, c_float, c_int, c_int32, c_int64, c_long, c_void_p
+from pathlib import Path
+
+F32, BF16, F16, Q4_0, Q4_1, Q8_0, Q4_K, Q6_K, INT8 = range(9)
+"""How weights lie in memory (c/formats.h)."""
+
+_SPIN_NS = 500_000
+"""How long an idle thread looks for work before it sleeps: longer than what lies between two steps."""
+
+
+class MatrixStruct(ctypes.Structure):
+    """One packed matrix."""
+
+    _fields_ = (("format", c_int32), ("num_out", c_int32), ("num_in", c_int32), ("column", c_int32), ("data", c_void_p))
+
+
+class OpStruct(ctypes.Structure):
+    """One operation; c/program.c says what each field means to which kind."""
+
+    _fields_ = (
+        *((name, c_int32) for name in ("kind", "flags", "in_", "in2", "out", "matrix", "num_matrices", "layer")),
+        *((name, c_int32) for name in ("rope", "choice")),
+        ("count", c_int64),
+        *((name, c_float) for name in ("eps", "offset", "scale", "cap")),
+        *((name, c_void_p) for name in ("weight", "weight2")),
+    )
+
+
+class RopeStruct(ctypes.Structure):
+    """Cosines and signed sines of every position."""
+
+    _fields_ = (("cosine", c_void_p), ("sine", c_void_p), ("turning", c_int64))
+
+
+class ProgramStruct(ctypes.Structure):
+    """A list of operations with what they refer to."""
+
+    _fields_ = (
+        ("ops", POINTER(OpStruct)),
+        ("num_ops", c_int64),
+        ("matrices", POINTER(MatrixStruct)),
+        ("ropes", POINTER(RopeStruct)),
+        ("widths", POINTER(c_int32)),
+        ("strides", POINTER(c_int32)),
+        *((name, c_int32) for name in ("num_heads", "num_kv_heads", "head_dim")),
+    )
+
+
+class TokensStruct(ctypes.Structure):
+    """Where a step's tokens stand, and who reads the cache together."""
+
+    _fields_ = (
+        *((name, c_int32) for name in ("num_tokens", "block_size", "num_crews")),
+        *((name, c_void_p) for name in ("position", "table_of", "tables", "order", "crews")),
+    )
+
+
+class StepStruct(ctypes.Structure):
+    """One step's arguments."""
+
+    _fields_ = (
+        ("tokens", TokensStruct),
+        *((name, c_void_p) for name in ("token", "previous", "buffers", "k", "v")),
+        ("block_floats", c_int64),
+        ("parts", c_void_p),
+        ("num_splits", c_int64),
+        ("bytes", c_void_p),
+        ("byte_stride", c_int64),
+        ("failed", c_int),
+    )
+
+
+class DrawsStruct(ctypes.Structure):
+    """Rows of logits and how to draw from them."""
+
+    _fields_ = (
+        ("logits", c_void_p),
+        ("stride", c_int64),
+        ("vocab_size", c_int64),
+        *((name, c_void_p) for name in ("temperature", "uniform", "is_raw", "token", "logprob")),
+    )
+
+
+_STRUCTS = (OpStruct, ProgramStruct, StepStruct, MatrixStruct, RopeStruct, DrawsStruct, TokensStruct)
+
+
+class Library:
+    """Owns the loaded code and the threads it works with. Not for use by two threads at once.
+
+    After a fork the threads are gone: the child makes its own when it first asks for them.
+    """
+
+    def __init__(self, path: Path, num_threads: int) -> None:
+        self.code = ctypes.CDLL(str(path))
+        self.num_threads = num_threads
+        self._pool: int | None = None
+        self._owner = 0
+        _declare(self.code)
+        for which, struct in enumerate(_STRUCTS):
+            assert self.code.nano_sizes(which) == ctypes.sizeof(struct), f"{struct.__name__} differs from the C side"
+
+    @property
+    def isa(self) -> str:
+        """The instruction set that it was compiled for."""
+        return str(self.code.nano_isa().decode())
+
+    @property
+    def has_vnni(self) -> bool:
+        """Whether eight-bit products use the CPU's own instruction."""
+        return bool(self.code.nano_has_vnni())
+
+    @property
+    def pool(self) -> int:
+        """The threads, as the C side knows them. Raises `MemoryError` when there is no memory for them."""
+        if self._pool is None or self._owner != os.getpid():
+            self._pool = self.code.nano_pool_new(self.num_threads, _SPIN_NS)
+            self._owner = os.getpid()
+            if not self._pool:
+                self._pool = None
+                raise MemoryError("no memory for the kernels' threads")
+        return self._pool
+
+    def close(self) -> None:
+        """End the threads; the next use makes new ones."""
+        if self._pool is not None and self._owner == os.getpid():
+            self.code.nano_pool_free(self._pool)
+        self._pool = None
+
+
+def _declare(code: ctypes.CDLL) -> None:
+    """Tell ctypes what the functions take and return."""
+    signatures: dict[str, tuple[object, tuple[object, ...]]] = {
+        "nano_isa": (c_char_p, ()),
+        "nano_has_vnni": (c_int, ()),
+        "nano_sizes": (c_int64, (c_int,)),
+        "nano_pool_new": (c_void_p, (c_int, c_long)),
+        "nano_pool_free": (None, (c_void_p,)),
+        "nano_pool_threads": (c_int, (c_void_p,)),
+        "nano_packed_bytes": (c_long, (c_int, c_long, c_long)),
+        "nano_pack": (None, (c_int, c_void_p, c_void_p, c_long, c_long, c_long, c_void_p)),
+        "nano_pack_int8": (None, (c_void_p, c_void_p, c_long, c_long, c_long, c_long, c_void_p)),
+        "nano_unpack": (None, (c_int, c_void_p, c_long, c_long, c_long, c_void_p)),
+        "nano_plan": (c_int64, (c_int64, *[c_void_p] * 4, c_int32, *[c_void_p] * 4)),
+        "nano_run": (c_int, (c_void_p, POINTER(ProgramStruct), POINTER(StepStruct))),
+        "nano_populate": (c_int, (c_void_p, c_int64)),
+        "nano_draw": (c_int, (c_void_p, POINTER(DrawsStruct), c_int64)),
+    }
+    for name, (result, arguments) in signatures.items():
+        function = getattr(code, name)
+        function.restype, function.argtypes = result, arguments

@@ -1,0 +1,132 @@
+"""Weights packed for the kernels: as they are (float32, bfloat16, half, ggml's blocks), or rounded to eight bits.
+
+Shapes: N outputs (rows in the checkpoint), K inputs (columns).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nano_inference.kernels.library import BF16, F16, F32, INT8, Q4_0, Q4_1, Q4_K, Q6_K, Q8_0, Library
+
+GGML: Mapping[str, int] = MappingProxyType({"Q4_0": Q4_0, "Q4_1": Q4_1, "Q8_0": Q8_0, "Q4_K": Q4_K, "Q6_K": Q6_K})
+"""ggml's types that are kept as they are, by name."""
+NAMES: Mapping[int, str] = MappingProxyType(
+    {F32: "float32", BF16: "bfloat16", F16: "float16", INT8: "int8"} | {kind: name for name, kind in GGML.items()}
+)
+_PLAIN: Mapping[torch.dtype, int] = MappingProxyType({torch.float32: F32, torch.bfloat16: BF16, torch.float16: F16})
+_BLOCK_INPUTS: Mapping[int, int] = MappingProxyType({Q4_0: 32, Q4_1: 32, Q8_0: 32, Q4_K: 256, Q6_K: 256})
+_ALIGNMENT = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """One packed matrix [N, K]."""
+
+    format: int
+    num_out: int
+    num_in: int
+    packed: Tensor
+    """uint8, aligned to 64 bytes; c/formats.h says what is where."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that one product reads."""
+        return self.packed.numel()
+
+
+def can_keep(type_name: str, num_in: int) -> bool:
+    """Whether a ggml type has a kernel for rows of that length."""
+    return type_name in GGML and num_in % _BLOCK_INPUTS[GGML[type_name]] == 0
+
+
+def pack(library: Library, weight_NK: Tensor) -> Matrix:
+    """Pack float32, bfloat16 or half weights, exactly; float32 that fits into bfloat16 is kept as that."""
+    packer = Packer(library, weight_NK.contiguous())
+    packer.put(0, weight_NK.size(0))
+    return packer.matrix
+
+
+def pack_blocks(library: Library, type_name: str, rows: Tensor, num_in: int, order_N: Tensor | None = None) -> Matrix:
+    """Pack rows of ggml's blocks (uint8 [N, bytes]); `order_N` (int32) says which of them is output n."""
+    kind, num_out = GGML[type_name], rows.size(0)
+    packed = _zeros(library.code.nano_packed_bytes(kind, num_out, num_in))
+    order = None if order_N is None else order_N.data_ptr()
+    library.code.nano_pack(kind, rows.contiguous().data_ptr(), order, 0, num_out, num_in, packed.data_ptr())
+    return Matrix(kind, num_out, num_in, packed)
+
+
+def pack_int8(library: Library, weight_NK: Tensor) -> Matrix:
+    """Round float weights to eight bits, with a scale for each output."""
+    packer = Packer(library, weight_NK.contiguous(), rounds=True)
+    packer.put(0, weight_NK.size(0))
+    return packer.matrix
+
+
+def unpack(library: Library, matrix: Matrix, first: int = 0, count: int | None = None) -> Tensor:
+    """Return rows [first, first + count) as float32, with the values that the kernels compute with."""
+    count = matrix.num_out - first if count is None else count
+    if matrix.format == INT8:
+        return unpack_int8(matrix)[first : first + count]
+    values_NK = torch.empty(count, matrix.num_in)
+    packed = matrix.packed.data_ptr()
+    library.code.nano_unpack(matrix.format, packed, first, count, matrix.num_in, values_NK.data_ptr())
+    return values_NK
+
+
+def unpack_int8(matrix: Matrix) -> Tensor:
+    """Return eight-bit weights times their scales, float32 [N, K]."""
+    weight_NK, scale_N = int8_parts(matrix)
+    return weight_NK.float() * scale_N.unsqueeze(-1)
+
+
+def int8_parts(matrix: Matrix) -> tuple[Tensor, Tensor]:
+    """Return the signed bytes [N, K] and the scales [N] of an eight-bit matrix."""
+    num_panels, groups = -(-matrix.num_out // 64), -(-matrix.num_in // 4)
+    size = num_panels * groups * 256
+    bytes_PGNJ = matrix.packed[:size].view(torch.int8).view(num_panels, groups, 64, 4)
+    weight_NK = bytes_PGNJ.permute(0, 2, 1, 3).reshape(num_panels * 64, groups * 4)
+    scale_P2N = matrix.packed[size:].view(torch.float32).view(num_panels, 2, 64)
+    return weight_NK[: matrix.num_out, : matrix.num_in], scale_P2N[:, 0].reshape(-1)[: matrix.num_out]
+
+
+class Packer:
+    """Owns a matrix in the making: packed a few rows at a time, exactly, or rounded to eight bits."""
+
+    def __init__(self, library: Library, weight_NK: Tensor, *, rounds: bool = False) -> None:
+        assert weight_NK.is_contiguous()
+        is_short = weight_NK.dtype == torch.float32 and not rounds and fits_bfloat16(weight_NK)
+        self._source_NK = weight_NK.bfloat16() if is_short else weight_NK
+        kind = INT8 if rounds else _PLAIN[self._source_NK.dtype]
+        num_out, num_in = weight_NK.shape
+        self._library = library
+        self.matrix = Matrix(kind, num_out, num_in, _zeros(library.code.nano_packed_bytes(kind, num_out, num_in)))
+
+    def put(self, start: int, stop: int) -> None:
+        """Pack rows [start, stop)."""
+        m, code, count = self.matrix, self._library.code, stop - start
+        if m.format == INT8:
+            rows = self._source_NK[start:stop].float().data_ptr()
+            code.nano_pack_int8(rows, None, start, count, m.num_out, m.num_in, m.packed.data_ptr())
+        else:
+            rows = self._source_NK[start:stop].data_ptr()
+            code.nano_pack(m.format, rows, None, start, count, m.num_in, m.packed.data_ptr())
+
+
+def fits_bfloat16(weight: Tensor) -> bool:
+    """Whether float32 values have nothing in the 16 bits that bfloat16 has not."""
+    bits = weight.view(torch.int32).numpy()
+    return not np.bitwise_or.reduce(bits.reshape(-1) & 0xFFFF)
+
+
+def _zeros(num_bytes: int) -> Tensor:
+    """Return zeroed bytes that begin at a multiple of 64."""
+    memory = np.zeros(num_bytes + _ALIGNMENT, dtype=np.uint8)
+    skip = -memory.ctypes.data % _ALIGNMENT
+    return torch.from_numpy(memory[skip : skip + num_bytes])

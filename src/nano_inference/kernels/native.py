@@ -1,0 +1,289 @@
+"""Runs programs in C.
+
+Shapes: T tokens of a step, C crews, W width of a buffer, S rows, V vocabulary, L layers, N blocks of the cache, K kv
+heads, D head size, Z slots of a block, P positions, R rotary size.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from nano_inference.kernels.library import (
+    INT8,
+    DrawsStruct,
+    Library,
+    MatrixStruct,
+    OpStruct,
+    ProgramStruct,
+    RopeStruct,
+    StepStruct,
+)
+from nano_inference.kernels.matrix import Matrix
+from nano_inference.kernels.program import (
+    Activate,
+    Attend,
+    Embed,
+    GateValues,
+    Heads,
+    Mix,
+    Norm,
+    Op,
+    Product,
+    Program,
+    Smear,
+    Softcap,
+)
+
+_KINDS = (Embed, Norm, Product, Heads, Attend, Activate, Mix, Softcap, GateValues, Smear)
+_ADD, _NORM_FIRST, _NORM_LAST = 1, 2, 4
+_ROWS = ("token", "previous", "pair")
+_ACTIVATIONS = ("silu", "gelu_tanh", "relu_squared")
+_SPLIT = 256
+_BYTES_BEFORE = 64
+_LINE_FLOATS = 16
+_MAX_SPLIT_TOKENS = 64
+"""Steps of more tokens have work enough for all threads without cutting a row's keys up."""
+
+Ints = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """A step's tokens, one span after another, as the kernels want them: int32 arrays."""
+
+    token_T: Ints
+    previous_T: Ints
+    """-1 where there is none."""
+    num_tokens_S: Ints
+    start_S: Ints
+    table_begin_S: Ints
+    """Where each span's block table begins in `tables`."""
+    tables: Ints
+
+
+@dataclass(frozen=True, slots=True)
+class Cache:
+    """The memory of keys [N, L, K, D, Z] and values [N, L, K, Z, D], float32, a vector's worth longer than that."""
+
+    k: Tensor
+    v: Tensor
+    block_size: int
+    block_floats: int
+    """L · K · D · Z."""
+
+
+class NativeProgram:
+    """Owns a program in C's form, and the memory of its buffers, which the next run overwrites."""
+
+    def __init__(self, library: Library, program: Program, ropes: Sequence[tuple[Tensor, Tensor]] = ()) -> None:
+        self._library = library
+        self._program = program
+        self._names = tuple(program.widths)
+        self._matrices: list[Matrix] = []
+        self._columns: list[int] = []
+        self._kept: list[Any] = [ropes]
+        ops = (OpStruct * len(program.ops))(*(self._op(op) for op in program.ops))
+        matrices = (MatrixStruct * max(1, len(self._matrices)))(
+            *(
+                MatrixStruct(m.format, m.num_out, m.num_in, column, m.packed.data_ptr())
+                for m, column in zip(self._matrices, self._columns, strict=True)
+            )
+        )
+        tables = (RopeStruct * max(1, len(ropes)))(
+            *(RopeStruct(c_PR.data_ptr(), s_PR.data_ptr(), c_PR.size(1)) for c_PR, s_PR in ropes)
+        )
+        self._strides = {name: stride_of(width) for name, width in program.widths.items()}
+        widths = (ctypes.c_int32 * len(self._names))(*program.widths.values())
+        strides = (ctypes.c_int32 * len(self._names))(*self._strides.values())
+        heads = (program.num_heads, program.num_kv_heads, program.head_dim)
+        self._struct = ProgramStruct(ops, len(program.ops), matrices, tables, widths, strides, *heads)
+        self._kept += [ops, matrices, tables, widths, strides]
+        rounded = [m.num_in for m in self._matrices if m.format == INT8]
+        self._byte_stride = _BYTES_BEFORE + -(-max(rounded) // 64) * 64 if rounded else 0
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+        self._arena = torch.empty(0)
+        self._capacity = 0
+        self._pointers = (ctypes.c_void_p * len(self._names))()
+        self._step = StepStruct()
+
+    def run(self, layout: Layout, cache: Cache) -> None:
+        """Go through the program for a step's tokens. Raises `MemoryError` when there is too little."""
+        num_tokens = layout.token_T.size
+        self._reserve(num_tokens)
+        kept = self._plan(layout, cache.block_size)
+        step = self._step
+        step.token, step.previous = layout.token_T.ctypes.data, layout.previous_T.ctypes.data
+        step.k, step.v, step.block_floats = cache.k.data_ptr(), cache.v.data_ptr(), cache.block_floats
+        self._split(layout, num_tokens, kept)
+        self._go()
+
+    def run_rows(self, inputs: Mapping[str, Tensor]) -> None:
+        """Go through a program without attention for rows that are given: float32 [S, W] for each named buffer."""
+        num_rows = next(iter(inputs.values())).size(0)
+        self._reserve(num_rows)
+        for name, rows_SW in inputs.items():
+            self.buffer(name, num_rows).copy_(rows_SW)
+        self._step.tokens.num_tokens = num_rows
+        self._go()
+
+    def buffer(self, name: str, num_rows: int) -> Tensor:
+        """Return the first rows of a buffer, float32 [S, W]; a view."""
+        start = 0
+        for other, stride in self._strides.items():
+            if other == name:
+                break
+            start += stride
+        stride = self._strides[name]
+        begin = start * self._capacity
+        rows = self._arena[begin : begin + num_rows * stride].view(num_rows, stride)
+        return rows[:, : self._program.widths[name]]
+
+    def _go(self) -> None:
+        self._step.buffers = ctypes.addressof(self._pointers)
+        if self._library.code.nano_run(self._library.pool, ctypes.byref(self._struct), ctypes.byref(self._step)):
+            raise MemoryError("a step needs more memory than there is")
+
+    def _reserve(self, num_rows: int) -> None:
+        """Make room for that many rows in every buffer."""
+        if num_rows <= self._capacity:
+            return
+        capacity = max(16, 1 << (num_rows - 1).bit_length())
+        self._arena = torch.from_numpy(np.empty(capacity * sum(self._strides.values()), np.float32))
+        self._capacity = capacity
+        self._bytes = torch.empty(capacity * self._byte_stride, dtype=torch.uint8)
+        self._step.bytes, self._step.byte_stride = self._bytes.data_ptr(), self._byte_stride
+        place = self._arena.data_ptr()
+        for index, stride in enumerate(self._strides.values()):
+            self._pointers[index] = place
+            place += 4 * capacity * stride
+
+    def _plan(self, layout: Layout, block_size: int) -> list[Ints]:
+        """Say where each token stands and who reads the cache together; return the memory that says so."""
+        num_tokens, num_spans = layout.token_T.size, layout.num_tokens_S.size
+        position_T, table_of_T, order_T = (np.empty(num_tokens, np.int32) for _ in range(3))
+        crews_C = np.empty(num_tokens + 1, np.int32)
+        num_crews = self._library.code.nano_plan(
+            num_spans,
+            *(a.ctypes.data for a in (layout.num_tokens_S, layout.start_S, layout.table_begin_S, layout.tables)),
+            block_size,
+            *(a.ctypes.data for a in (position_T, table_of_T, order_T, crews_C)),
+        )
+        if num_crews < 0:
+            raise MemoryError("a step needs more memory than there is")
+        tokens = self._step.tokens
+        tokens.num_tokens, tokens.block_size, tokens.num_crews = num_tokens, block_size, num_crews
+        tokens.position, tokens.table_of = position_T.ctypes.data, table_of_T.ctypes.data
+        tokens.tables, tokens.order, tokens.crews = layout.tables.ctypes.data, order_T.ctypes.data, crews_C.ctypes.data
+        return [position_T, table_of_T, order_T, crews_C]
+
+    def _split(self, layout: Layout, num_tokens: int, kept: list[Any]) -> None:
+        """Cut the keys of few long rows into splits that threads take separately; the sums are the same."""
+        tokens, step = self._step.tokens, self._step
+        size = tokens.block_size if tokens.block_size >= _SPLIT else _SPLIT // tokens.block_size * tokens.block_size
+        longest = int((layout.start_S + layout.num_tokens_S).max())
+        num_splits = -(-longest // size)
+        work = tokens.num_crews * self._program.num_kv_heads
+        is_cut = num_tokens <= _MAX_SPLIT_TOKENS and num_splits > 1 and work < 4 * self._library.num_threads
+        step.num_splits, step.parts = (num_splits, 0) if is_cut else (0, 0)
+        if is_cut:
+            size = num_tokens * self._program.num_heads * num_splits * (self._program.head_dim + 2)
+            parts = torch.empty(size)
+            kept.append(parts)
+            step.parts = parts.data_ptr()
+
+    def _op(self, op: Op) -> OpStruct:
+        """Put one operation into C's form."""
+        out = OpStruct(kind=_KINDS.index(type(op)), rope=-1, scale=1.0)
+        if isinstance(op, Embed):
+            out.out, out.matrix, out.choice = self._at(op.out), self._add((op.table,)), _ROWS.index(op.rows)
+            out.scale, out.count = op.scale, op.table.num_out
+        elif isinstance(op, Norm):
+            out.in_, out.out, out.weight = self._at(op.x), self._at(op.out), self._pointer(op.weight)
+            out.eps, out.offset, out.flags = op.eps, op.offset, _ADD * op.add
+        elif isinstance(op, Product):
+            out.in_, out.out, out.weight = self._at(op.x), self._at(op.out), self._pointer(op.bias)
+            out.matrix, out.num_matrices, out.flags = self._add(op.matrices), len(op.matrices), _ADD * op.add
+        elif isinstance(op, Heads):
+            out.in_, out.layer, out.rope = self._at(op.x), op.layer, -1 if op.rope is None else op.rope
+            out.flags = {"none": 0, "before": _NORM_FIRST, "after": _NORM_LAST}[op.norm]
+            out.weight, out.weight2 = self._pointer(op.q_weight), self._pointer(op.k_weight)
+            out.eps, out.offset = op.eps, op.offset
+        elif isinstance(op, Attend):
+            out.in_, out.out, out.layer = self._at(op.x), self._at(op.out), op.layer
+            out.scale, out.cap, out.choice = op.scale, op.softcap or 0.0, op.window or 0
+        else:
+            self._small_op(op, out)
+        return out
+
+    def _small_op(self, op: Activate | Mix | Softcap | GateValues | Smear, out: OpStruct) -> None:
+        """The same for what touches each row alone."""
+        if isinstance(op, Activate):
+            out.in_, out.out, out.choice = self._at(op.x), self._at(op.out), _ACTIVATIONS.index(op.kind)
+        elif isinstance(op, Mix):
+            out.in_, out.in2, out.out, out.scale = self._at(op.x), self._at(op.y), self._at(op.out), op.scale
+            out.weight, out.weight2 = self._pointer(op.a), self._pointer(op.b)
+        elif isinstance(op, Softcap):
+            out.out, out.cap = self._at(op.x), op.cap
+        elif isinstance(op, GateValues):
+            out.in_, out.in2, out.out, out.scale = self._at(op.x), self._at(op.gate), self._at(op.more), op.scale
+        else:
+            out.in_, out.in2, out.out = self._at(op.before), self._at(op.gate), self._at(op.x)
+            out.weight = self._pointer(op.weight)
+
+    def _at(self, name: str) -> int:
+        return self._names.index(name)
+
+    def _add(self, matrices: tuple[Matrix, ...]) -> int:
+        """Note matrices whose outputs stand side by side; return the first one's index."""
+        first, column = len(self._matrices), 0
+        for matrix in matrices:
+            self._matrices.append(matrix)
+            self._columns.append(column)
+            column += matrix.num_out
+        return first
+
+    def _pointer(self, weight: Tensor | None) -> int | None:
+        """Return where a float32 tensor lies, and keep it alive."""
+        if weight is None:
+            return None
+        assert weight.dtype == torch.float32 and weight.is_contiguous()
+        self._kept.append(weight)
+        return weight.data_ptr()
+
+
+def stride_of(width: int) -> int:
+    """Return the floats from one row of a buffer to the next: whole cache lines, an odd number of them.
+
+    With an even number, above all a power of two, neighbouring rows would compete for the same places of the caches.
+    """
+    return (-(-width // _LINE_FLOATS) | 1) * _LINE_FLOATS
+
+
+def draw(
+    library: Library,
+    logits_BV: Tensor,
+    temperatures: Sequence[float],
+    uniforms: Sequence[float],
+    is_raw: Sequence[bool],
+) -> tuple[list[int], list[float]]:
+    """Draw one token a row from float32 logits; return tokens and log-probabilities (c/sample.h).
+
+    `is_raw` asks for the log-probability at temperature 1. It is not a number where nothing can be drawn.
+    """
+    num_rows, vocab_size = logits_BV.shape
+    temperature_B, uniform_B = np.array(temperatures, np.float32), np.array(uniforms, np.float64)
+    raw_B, token_B = np.array(is_raw, np.int32), np.empty(num_rows, np.int32)
+    logprob_B = np.empty(num_rows, np.float32)
+    arrays = (temperature_B, uniform_B, raw_B, token_B, logprob_B)
+    draws = DrawsStruct(logits_BV.data_ptr(), logits_BV.stride(0), vocab_size, *(a.ctypes.data for a in arrays))
+    if library.code.nano_draw(library.pool, ctypes.byref(draws), num_rows):
+        raise MemoryError("a step needs more memory than there is")
+    return token_B.tolist(), logprob_B.tolist()

@@ -1,0 +1,139 @@
+"""A forward pass as data: operations on named buffers, one row a token. c/program.c goes through it, so does `twin`.
+
+Shapes: T tokens of a step, W width of a buffer, N outputs and K inputs of a matrix, P positions, R rotary size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+from nano_inference.kernels.matrix import Matrix
+
+Activation = Literal["silu", "gelu_tanh", "relu_squared"]
+Rows = Literal["token", "previous", "pair"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Embed:
+    """out = scale · table[row], the row being the token, the one before it, or the hash of both (nanochat)."""
+
+    out: str
+    table: Matrix
+    rows: Rows = "token"
+    scale: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Norm:
+    """out (+)= x / rms(x) · (offset + weight); no weight stands for 1 (arXiv 1910.07467)."""
+
+    x: str
+    out: str
+    weight: Tensor | None
+    eps: float
+    offset: float = 0.0
+    add: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Product:
+    """out (+)= x W^T + bias, the matrices' outputs side by side. `columns` takes the first K of x only."""
+
+    x: str
+    out: str
+    matrices: tuple[Matrix, ...]
+    bias: Tensor | None = None
+    add: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Heads:
+    """Norm and turn the queries and keys of `x` (queries, keys, values side by side), then put K/V into the cache."""
+
+    x: str
+    layer: int
+    rope: int | None
+    norm: Literal["none", "before", "after"] = "none"
+    q_weight: Tensor | None = None
+    k_weight: Tensor | None = None
+    eps: float = 0.0
+    offset: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attend:
+    """out = softmax(cap(scale q·k)) v over the cache, for the queries that `x` begins with."""
+
+    x: str
+    out: str
+    layer: int
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Activate:
+    """out = act(gate) · up, gate and up side by side in x (arXiv 2002.05202); relu² has no up (arXiv 2109.08668)."""
+
+    x: str
+    out: str
+    kind: Activation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mix:
+    """out = a · x + scale · b · y; a and b are tensors of one value, None stands for 1."""
+
+    x: str
+    y: str
+    out: str
+    a: Tensor | None = None
+    b: Tensor | None = None
+    scale: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Softcap:
+    """x = cap · tanh(x / cap)."""
+
+    x: str
+    cap: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GateValues:
+    """The values in x (queries, keys, values) get scale · sigmoid(gate) · more, a gate for each kv head (nanochat)."""
+
+    x: str
+    gate: str
+    more: str
+    scale: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Smear:
+    """x += weight · sigmoid(gate) · before, where the token has a predecessor (nanochat G4)."""
+
+    x: str
+    gate: str
+    before: str
+    weight: Tensor
+
+
+Op = Embed | Norm | Product | Heads | Attend | Activate | Mix | Softcap | GateValues | Smear
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """Operations, in order, and what they work on."""
+
+    ops: tuple[Op, ...]
+    widths: dict[str, int]
+    """Floats that a row of each buffer has."""
+    num_heads: int = 1
+    num_kv_heads: int = 1
+    head_dim: int = 1

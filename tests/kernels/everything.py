@@ -1,0 +1,123 @@
+"""Every kernel once, on odd sizes, against its twin: what sanitizers and valgrind watch.
+
+    python -m tests.kernels.everything LIBRARY [THREADS]
+
+Address sanitizer and undefined behaviour (test_sanitizers.py does this):
+
+    LD_PRELOAD=$(gcc -print-file-name=libasan.so) ASAN_OPTIONS=detect_leaks=0 python -m tests.kernels.everything LIBRARY
+
+where LIBRARY was compiled with -fsanitize=address,undefined. Valgrind knows no AVX-512; for the other two:
+
+    python -m tests.kernels.everything --valgrind avx2
+    python -m tests.kernels.everything --valgrind generic
+
+which compiles with -g, runs the same under memcheck, and shows only what has the kernels in its stack.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+from nano_inference.kernels import native, twin
+from nano_inference.kernels.compile import Isa, _sources, compile_library
+from nano_inference.kernels.library import Library
+from nano_inference.kernels.matrix import Matrix
+from nano_inference.kernels.program import Activate, Product, Program, Softcap
+from tests.kernels import steps
+from tests.kernels.steps import FORMATS, Shape
+
+SHAPES = (
+    Shape(num_heads=3, num_kv_heads=1, head_dim=20, block_size=16, num_rows=5, chunks=(9,), longest=290),
+    Shape(num_heads=2, num_kv_heads=2, head_dim=33, block_size=1, num_rows=2, window=3, longest=40),
+    Shape(num_heads=2, num_kv_heads=1, head_dim=7, block_size=300, num_rows=2, softcap=5.0, longest=650),
+    Shape(num_heads=1, num_kv_heads=1, head_dim=16, block_size=48, num_rows=1, longest=500),
+)
+
+
+_OURS = re.compile(rf"\((?:{'|'.join(path.name for path in _sources().iterdir())}):\d+\)")
+"""A line of a stack that lies in the kernels."""
+
+
+def check_products(library: Library) -> None:
+    for name in FORMATS:
+        for num_out, num_in in ((1, 1), (70, 33), (65, 1030)):
+            weight = steps.make_matrix(library, name, num_out, num_in, seed=1)
+            for num_rows in (1, 2, 5, 14):
+                check_product(library, weight, num_rows)
+
+
+def check_product(library: Library, weight: Matrix, num_rows: int) -> None:
+    bias_N = torch.randn(2 * weight.num_out)
+    op = Product(x="x", out="y", matrices=(weight, weight), bias=bias_N)
+    program = Program(ops=(op,), widths={"x": weight.num_in, "y": 2 * weight.num_out})
+    x_SK = torch.randn(num_rows, weight.num_in)
+    got = steps.run_rows(library, program, {"x": x_SK}, "y")
+    assert torch.allclose(got, twin.run_rows(program, {"x": x_SK})["y"], rtol=1e-3, atol=0.1)
+
+
+def check_attention(library: Library) -> None:
+    for seed, shape in enumerate(SHAPES):
+        case = steps.make_case(shape, seed)
+        cache = case.fresh()
+        got = steps.attend(library, case, case.spans, cache)
+        right, _ = steps.attend_twin(case)
+        assert all(torch.allclose(row.double(), right[token], atol=1e-3) for token, row in got.items())
+        assert steps.same_bits(got, steps.attend(library, case, case.spans[:1], cache))
+
+
+def check_rows(library: Library) -> None:
+    for width in (1, 17, 35):
+        for kind in ("silu", "gelu_tanh", "relu_squared"):
+            ops = (Activate(x="x", out="y", kind=kind), Softcap(x="y", cap=30.0))
+            program = Program(ops=ops, widths={"x": width if kind == "relu_squared" else 2 * width, "y": width})
+            x_SW = torch.randn(9, program.widths["x"])
+            x_SW[0, 0], x_SW[1, 0], x_SW[2, 0] = torch.nan, torch.inf, -1e30
+            got = steps.run_rows(library, program, {"x": x_SW}, "y")
+            assert torch.allclose(got, twin.run_rows(program, {"x": x_SW})["y"], atol=1e-4, equal_nan=True)
+
+
+def check_draws(library: Library) -> None:
+    for vocab_size in (1, 7, 513, 1040):
+        logits_BV = 3 * torch.randn(5, vocab_size)
+        arguments = ([0.0, 1e-9, 0.5, 1.0, 100.0], [0.0, 0.3, 1 - 2**-53, 0.9, 0.0], [True, False, True, False, True])
+        tokens, _ = native.draw(library, logits_BV, *arguments)
+        assert all(0 <= token < vocab_size for token in tokens)
+        logits_BV[2, 0], logits_BV[3, -1] = torch.nan, torch.inf
+        native.draw(library, logits_BV, *arguments)
+
+
+def check_all(library: Library) -> None:
+    torch.manual_seed(0)
+    for check in (check_products, check_attention, check_rows, check_draws):
+        check(library)
+    library.close()
+
+
+def valgrind(isa: Isa) -> int:
+    """Run the checks under memcheck; return 1 when anything of the kernels' is told. It does not know AVX-VNNI."""
+    with tempfile.TemporaryDirectory() as folder:
+        library = compile_library(isa, Path(folder), os.environ, extra=("-g", *("-mno-avxvnni",) * (isa == "avx2")))
+        log = Path(folder) / "log"
+        options = ["--error-limit=no", "--num-callers=20", f"--log-file={log}", "--track-origins=no"]
+        arguments = [sys.executable, "-m", "tests.kernels.everything", str(library), "2"]
+        environ = {**os.environ, "PYTHONMALLOC": "malloc", "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(["valgrind", *options, *arguments], env=environ, check=False)
+        blocks = re.split(r"\n==\d+== \n", log.read_text())
+    found = [block for block in blocks if _OURS.search(block)]
+    print("\n\n".join(found))
+    print(f"{isa}: exit {done.returncode}, {len(blocks)} blocks in the log, {len(found)} with the kernels in them")
+    return 1 if found or done.returncode else 0
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "--valgrind":
+        sys.exit(valgrind("avx2" if sys.argv[2] == "avx2" else "generic"))
+    check_all(Library(Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 2))
+    print("everything was checked")

@@ -1,0 +1,258 @@
+"""Random material: weights in every format, trees of sequences in a paged cache, and what a program makes of them."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nano_inference.kernels import matrix, twin
+from nano_inference.kernels.library import Library
+from nano_inference.kernels.matrix import Matrix
+from nano_inference.kernels.native import Cache, Layout, NativeProgram
+from nano_inference.kernels.program import Attend, Embed, Heads, Program
+
+EPS = 2.0**-24
+"""Half an ulp of 1 in float32: the relative error of one rounding."""
+PLAIN = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+BLOCK = {"Q4_0": (32, 18), "Q4_1": (32, 20), "Q8_0": (32, 34), "Q4_K": (256, 144), "Q6_K": (256, 210)}
+"""Inputs and bytes of one of ggml's blocks."""
+_SCALES = {"Q4_0": (0,), "Q4_1": (0, 2), "Q8_0": (0,), "Q4_K": (0, 2), "Q6_K": (208,)}
+"""Where a block's half floats lie."""
+FORMATS = (*PLAIN, *BLOCK, "int8")
+
+
+def random(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def block_rows(name: str, num_out: int, num_in: int, seed: int) -> Tensor:
+    """Rows of blocks with any bits, but scales of a moderate size."""
+    inputs, size = BLOCK[name]
+    blocks = torch.randint(0, 256, (num_out, num_in // inputs, size), dtype=torch.uint8, generator=random(seed))
+    for at in _SCALES[name]:
+        scale = torch.randn(num_out, num_in // inputs, 1, generator=random(seed + at)).half() * 0.1
+        blocks[..., at : at + 2] = scale.view(torch.uint8)
+    return blocks.flatten(1)
+
+
+def make_matrix(library: Library, name: str, num_out: int, num_in: int, seed: int) -> Matrix:
+    """A random matrix of any format; `num_in` is rounded up to whole blocks."""
+    if name in BLOCK:
+        num_in = -(-num_in // BLOCK[name][0]) * BLOCK[name][0]
+        return matrix.pack_blocks(library, name, block_rows(name, num_out, num_in, seed), num_in)
+    weight_NK = torch.randn(num_out, num_in, generator=random(seed))
+    return matrix.pack_int8(library, weight_NK) if name == "int8" else matrix.pack(library, weight_NK.to(PLAIN[name]))
+
+
+def run_rows(library: Library, program: Program, inputs: Mapping[str, Tensor], out: str) -> Tensor:
+    """One buffer after a program without tokens."""
+    made = NativeProgram(library, program)
+    made.run_rows(inputs)
+    return made.buffer(out, next(iter(inputs.values())).size(0)).clone()
+
+
+def product_bound(x_SK: Tensor, matrices: tuple[Matrix, ...], start_SN: Tensor) -> Tensor:
+    """How far a float32 product may lie from the true one.
+
+    K products and sums, each rounded once (twice without fused multiply-add), bias and addition: at most K + 4
+    roundings lie on a term's way, so the error is below (K + 4) eps times the sum of all terms' magnitudes.
+    """
+    each = [x_SK.double().abs()[:, : m.num_in] @ twin.unpack(m).double().abs().T for m in matrices]
+    return (x_SK.size(1) + 4) * EPS * 1.01 * (torch.cat(each, dim=-1) + start_SN.double().abs()) + 1e-37
+
+
+# ---- sequences in a cache -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """One attention layer, and how many sequences of what length it is tried on."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    window: int | None = None
+    softcap: float | None = None
+    num_rows: int = 8
+    """Sequences that decode."""
+    chunks: tuple[int, ...] = ()
+    """Tokens of each sequence that does more."""
+    longest: int = 600
+    has_prefix: bool = True
+    """Whether sequences begin with others' blocks."""
+    has_root: bool = False
+    """Whether all begin with the same one."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """Consecutive tokens of a sequence; their ids say which row of the table they are."""
+
+    tokens: tuple[int, ...]
+    start: int
+    blocks: tuple[int, ...]
+
+    def cut(self, begin: int, end: int) -> Span:
+        return replace(self, tokens=self.tokens[begin:end], start=self.start + begin)
+
+
+@dataclass(frozen=True)
+class Case:
+    """Spans, the rows of queries, keys and values that their tokens have, and a cache that holds what came before."""
+
+    shape: Shape
+    spans: tuple[Span, ...]
+    qkv_TW: Tensor
+    cache: Cache
+
+    def fresh(self, dtype: torch.dtype = torch.float32) -> Cache:
+        return replace(self.cache, k=self.cache.k.to(dtype, copy=True), v=self.cache.v.to(dtype, copy=True))
+
+    def program(self, table: Matrix) -> Program:
+        """One layer: the rows come from an embedding, go into the cache and are attended over."""
+        s = self.shape
+        ops = (
+            Embed(out="qkv", table=table),
+            Heads(x="qkv", layer=1, rope=None),
+            Attend(x="qkv", out="att", layer=1, scale=s.head_dim**-0.5, window=s.window, softcap=s.softcap),
+        )
+        widths = {"qkv": self.qkv_TW.size(1), "att": s.num_heads * s.head_dim}
+        return Program(ops=ops, widths=widths, num_heads=s.num_heads, num_kv_heads=s.num_kv_heads, head_dim=s.head_dim)
+
+
+def layout_of(spans: tuple[Span, ...]) -> Layout:
+    tokens = [token for span in spans for token in span.tokens]
+    lengths = [len(span.blocks) for span in spans]
+    return Layout(
+        token_T=np.array(tokens, np.int32),
+        previous_T=np.array([-1 for _ in tokens], np.int32),
+        num_tokens_S=np.array([len(span.tokens) for span in spans], np.int32),
+        start_S=np.array([span.start for span in spans], np.int32),
+        table_begin_S=np.cumsum([0, *lengths[:-1]], dtype=np.int32),
+        tables=np.array([block for span in spans for block in span.blocks], np.int32),
+    )
+
+
+def make_case(shape: Shape, seed: int) -> Case:
+    """Sequences whose tables form a tree; slots that no token has written are no numbers."""
+    rng = np.random.default_rng(seed)
+    counts = [1] * shape.num_rows + list(shape.chunks)
+    spans, num_blocks = _spans(shape, counts, rng)
+    size = shape.num_kv_heads * shape.head_dim * shape.block_size
+    k, v = (torch.full((2 * num_blocks * size + 64,), torch.nan) for _ in range(2))
+    case = Case(shape, tuple(spans), _rows(shape, sum(counts), seed), Cache(k, v, shape.block_size, 2 * size))
+    for span in spans:
+        _fill(case, span, rng)
+    return replace(case, spans=tuple(spans[i] for i in rng.permutation(len(spans))))
+
+
+def _rows(shape: Shape, num_tokens: int, seed: int) -> Tensor:
+    width = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
+    return 1.5 * torch.randn(num_tokens, width, generator=random(seed))
+
+
+def _spans(shape: Shape, counts: list[int], rng: np.random.Generator) -> tuple[list[Span], int]:
+    """Each sequence takes full blocks of an earlier one's past, then its own."""
+    spans: list[Span] = []
+    size, used, token = shape.block_size, 0, 0
+    most = len(counts) * (-(-shape.longest // size) + 2)
+    names = rng.permutation(most).tolist()
+    for count in counts:
+        first = size if shape.has_root else 0
+        start = int(rng.integers(first, shape.longest - count + 1)) if first or rng.random() < 0.9 else 0
+        shared: tuple[int, ...] = ()
+        if spans and shape.has_prefix and (first or rng.random() < 0.8):
+            parent = spans[int(rng.integers(len(spans)))]
+            shared = parent.blocks[: int(rng.integers(first // size, min(parent.start, start) // size + 1))]
+        own = (start + count - 1) // size + 1 - len(shared)
+        blocks = (*shared, *names[used : used + own])
+        used += own
+        spans.append(Span(tuple(range(token, token + count)), start, tuple(blocks)))
+        token += count
+    return spans, most
+
+
+def _fill(case: Case, span: Span, rng: np.random.Generator) -> None:
+    """Write what came before a span, unless an earlier one has."""
+    shape, cache = case.shape, case.cache
+    k_NJDZ, v_NJZD = layer_of(case, cache)
+    for index, block in enumerate(span.blocks):
+        slots = min(shape.block_size, span.start - index * shape.block_size)
+        if slots <= 0 or not v_NJZD[block, 0, 0, 0].isnan():
+            continue
+        values = rng.standard_normal((2, shape.num_kv_heads, slots, shape.head_dim)).astype(np.float32)
+        k_NJDZ[block, :, :, :slots] = torch.from_numpy(values[0]).transpose(1, 2)
+        v_NJZD[block, :, :slots] = torch.from_numpy(values[1])
+
+
+def layer_of(case: Case, cache: Cache) -> tuple[Tensor, Tensor]:
+    """Keys [N, J, D, Z] and values [N, J, Z, D] of the layer that is used."""
+    return layers_of(case, cache)[1]
+
+
+def layers_of(case: Case, cache: Cache) -> list[tuple[Tensor, Tensor]]:
+    """The same of every layer."""
+    s = case.shape
+    num_blocks = cache.k.numel() // cache.block_floats
+    total = num_blocks * cache.block_floats
+    k = cache.k[:total].view(num_blocks, -1, s.num_kv_heads, s.head_dim, s.block_size)
+    v = cache.v[:total].view(num_blocks, -1, s.num_kv_heads, s.block_size, s.head_dim)
+    return list(zip(k.unbind(1), v.unbind(1), strict=True))
+
+
+def attend(library: Library, case: Case, spans: tuple[Span, ...], cache: Cache) -> dict[int, Tensor]:
+    """What each token's attention gives, by token."""
+    program = NativeProgram(library, case.program(matrix.pack(library, case.qkv_TW)))
+    program.run(layout_of(spans), cache)
+    tokens = [token for span in spans for token in span.tokens]
+    return dict(zip(tokens, program.buffer("att", len(tokens)).clone(), strict=True))
+
+
+def attend_twin(case: Case) -> tuple[dict[int, Tensor], Cache]:
+    """The same in float64, and the cache as it is afterwards."""
+    cache = case.fresh(torch.float64)
+    made = twin.run(case.program(twin.pack(case.qkv_TW)), layout_of(case.spans), cache, dtype=torch.float64)
+    tokens = [token for span in case.spans for token in span.tokens]
+    return dict(zip(tokens, made["att"], strict=True)), cache
+
+
+def attention_bound(case: Case, cache: Cache) -> float:
+    """How far attention may lie from the true one.
+
+    A score is off by d <= (D + 8) eps |q| |k| scale (D roundings of products and sums), with a softcap by 8 eps cap
+    more, since tanh is right to a few ulps of 1. Probabilities are then off by a factor e^(2 d), and the weighted sum
+    over C keys by (C + 40) eps more: exponentials, sums, merges.
+    """
+    s = case.shape
+    q_TX = case.qkv_TW[:, : s.num_heads * s.head_dim].reshape(-1, s.head_dim)
+    k_NJDZ, v_NJZD = layer_of(case, cache)
+    largest = q_TX.norm(dim=-1).max() * k_NJDZ.nan_to_num().norm(dim=2).max() * s.head_dim**-0.5
+    off = (s.head_dim + 8) * EPS * float(largest) + 8 * EPS * (s.softcap or 0.0)
+    return (2 * off + (s.longest + 40) * EPS) * float(v_NJZD.nan_to_num().abs().max())
+
+
+def same_bits(a: dict[int, Tensor], b: dict[int, Tensor]) -> bool:
+    """Whether tokens that both have got the same."""
+    shared = a.keys() & b.keys()
+    assert shared
+    return all(torch.equal(a[token], b[token]) for token in shared)
+
+
+def in_child(check: Callable[[], bool]) -> int:
+    """Run a check in a forked process; return 0 when it held. One that hangs is ended, a crash is its own."""
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)
+        held = False
+        try:
+            held = check()
+        finally:
+            os._exit(0 if held else 1)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])

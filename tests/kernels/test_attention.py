@@ -1,0 +1,137 @@
+"""Attention: against float64, and the same bits however a token's row is put together with others."""
+
+from __future__ import annotations
+
+from functools import cache
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+
+from nano_inference.kernels import native
+from nano_inference.kernels.native import Cache
+from tests.kernels.conftest import Team
+from tests.kernels.steps import (
+    Case,
+    Shape,
+    Span,
+    attend,
+    attend_twin,
+    attention_bound,
+    layer_of,
+    layers_of,
+    make_case,
+    same_bits,
+)
+
+SHAPES = (
+    Shape(num_heads=2, num_kv_heads=2, head_dim=64, block_size=16, chunks=(40,)),
+    Shape(num_heads=3, num_kv_heads=1, head_dim=64, block_size=16, num_rows=40, chunks=(7, 33)),
+    Shape(num_heads=7, num_kv_heads=1, head_dim=16, block_size=1, num_rows=6, chunks=(5,), longest=300),
+    Shape(num_heads=8, num_kv_heads=1, head_dim=128, block_size=32, window=100, chunks=(20,)),
+    Shape(num_heads=6, num_kv_heads=2, head_dim=80, block_size=4, softcap=5.0, num_rows=12),
+    Shape(num_heads=4, num_kv_heads=4, head_dim=20, block_size=48, window=1, chunks=(50,)),
+    Shape(num_heads=3, num_kv_heads=3, head_dim=20, block_size=512, num_rows=4, chunks=(3,), longest=1100),
+    Shape(num_heads=8, num_kv_heads=1, head_dim=16, block_size=256, window=256, num_rows=9, longest=900),
+    Shape(num_heads=7, num_kv_heads=1, head_dim=80, block_size=32, has_prefix=False, chunks=(65, 2)),
+    Shape(num_heads=6, num_kv_heads=2, head_dim=64, block_size=16, window=3, softcap=30.0, num_rows=20, longest=280),
+    Shape(num_heads=3, num_kv_heads=1, head_dim=128, block_size=4, window=257, num_rows=3, chunks=(100,)),
+    Shape(num_heads=1, num_kv_heads=1, head_dim=20, block_size=1, num_rows=1, longest=1000),
+    Shape(num_heads=3, num_kv_heads=1, head_dim=16, block_size=16, num_rows=70, chunks=(2,), longest=90, has_root=True),
+)
+NAMES = [f"{s.num_heads}of{s.num_kv_heads}-d{s.head_dim}-z{s.block_size}-w{s.window}" for s in SHAPES]
+
+
+@cache
+def solved(index: int) -> tuple[Case, dict[int, Tensor], Cache]:
+    """A case with what is right."""
+    case = make_case(SHAPES[index], seed=index)
+    return (case, *attend_twin(case))
+
+
+@pytest.mark.parametrize("index", range(len(SHAPES)), ids=NAMES)
+def test_attention_is_right(team: Team, index: int) -> None:
+    case, right, after = solved(index)
+    cache = case.fresh()
+    got = attend(team[2], case, case.spans, cache)
+    bound = attention_bound(case, after)
+    for token, row in got.items():
+        assert (row - right[token]).abs().max() <= bound, token
+    for mine, theirs in zip(layer_of(case, cache), layer_of(case, after), strict=True):
+        assert torch.equal(mine.nan_to_num(9.0).double(), theirs.nan_to_num(9.0))
+    assert all(cache.isnan().all() for cache in layers_of(case, cache)[0]), "another layer was written"
+
+
+@pytest.mark.parametrize("index", range(len(SHAPES)), ids=NAMES)
+def test_a_row_has_the_same_bits_in_any_company(team: Team, index: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    case, _, _ = solved(index)
+    cache = case.fresh()
+    whole = attend(team[2], case, case.spans, cache)
+    for threads in (1, 3):
+        assert same_bits(whole, attend(team[threads], case, case.spans, cache)), "threads"
+    assert same_bits(whole, attend(team[2], case, case.spans[::-1], cache)), "order"
+    for span in case.spans[:9]:
+        assert same_bits(whole, attend(team[2], case, (span,), cache)), "alone"
+        assert same_bits(whole, attend(team[3], case, (span.cut(0, 1), *pieces(span.cut(1, len(span.tokens)))), cache))
+    monkeypatch.setattr(native, "_MAX_SPLIT_TOKENS", 0)
+    assert same_bits(whole, attend(team[3], case, case.spans[:1], cache)), "without cutting long rows"
+    monkeypatch.setattr(native, "_MAX_SPLIT_TOKENS", 10_000)
+    assert same_bits(whole, attend(team[3], case, case.spans[:3], cache)), "with it"
+
+
+def pieces(span: Span) -> tuple[Span, ...]:
+    """A span cut into chunks of several lengths."""
+    cuts = [0, *(at for at in (1, 3, 20, 52) if at < len(span.tokens)), len(span.tokens)]
+    return tuple(span.cut(begin, end) for begin, end in pairwise(cuts) if begin < end)
+
+
+def test_long_rows_are_cut_up_and_added_in_order(team: Team, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scores that differ much between splits: each merge rescales one side or the other."""
+    shape = Shape(num_heads=2, num_kv_heads=1, head_dim=16, block_size=16, num_rows=2, longest=2000, has_prefix=False)
+    case = make_case(shape, seed=50)
+    k_NJDZ, _ = layer_of(case, case.cache)
+    k_NJDZ *= 12 * torch.rand(k_NJDZ.size(0), 1, 1, 1, generator=torch.Generator().manual_seed(1))
+    right, after = attend_twin(case)
+    cut = attend(team[3], case, case.spans, case.fresh())
+    monkeypatch.setattr(native, "_MAX_SPLIT_TOKENS", 0)
+    assert same_bits(cut, attend(team[3], case, case.spans, case.fresh()))
+    bound = attention_bound(case, after)
+    assert all((row - right[token]).abs().max() <= bound for token, row in cut.items())
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("part", ["query", "key", "value"])
+def test_a_sequence_that_is_no_number_stays_alone(team: Team, value: float, part: str) -> None:
+    """One sequence's last token is spoiled; the others share its first blocks."""
+    shape = Shape(num_heads=6, num_kv_heads=2, head_dim=20, block_size=16, num_rows=12, chunks=(9,), longest=300)
+    case = make_case(shape, seed=60)
+    clean = attend(team[2], case, case.spans, case.fresh())
+    spoiled = case.spans[4].tokens[-1]
+    case.qkv_TW[spoiled, {"query": 0, "key": 120, "value": 160}[part]] = value
+    got = attend(team[2], case, case.spans, case.fresh())
+    own = set(case.spans[4].tokens)
+    assert same_bits({t: row for t, row in got.items() if t not in own}, clean)
+    right, _ = attend_twin(case)
+    assert got[spoiled].isnan()[right[spoiled].isnan()].all()
+    assert not got[spoiled].isfinite().all() or right[spoiled].isfinite().all()
+
+
+def test_a_row_that_sees_nothing_finite_is_no_number(team: Team) -> None:
+    shape = Shape(num_heads=1, num_kv_heads=1, head_dim=16, block_size=16, num_rows=3, longest=60, has_prefix=False)
+    case = make_case(shape, seed=61)
+    case.qkv_TW[:, :16] = -torch.inf
+    k_NJDZ, _ = layer_of(case, case.cache)
+    k_NJDZ.abs_()
+    case.qkv_TW[:, 16:32].abs_()
+    assert all(row.isnan().all() for row in attend_twin(case)[0].values())
+    assert all(row.isnan().all() for row in attend(team[2], case, case.spans, case.fresh()).values())
+
+
+@pytest.mark.parametrize("skip", [1, 3])
+def test_the_cache_may_lie_anywhere(team: Team, skip: int) -> None:
+    case, right, _ = solved(4)
+    clean = attend(team[2], case, case.spans, case.fresh())
+    k, v = (torch.cat((torch.zeros(skip), each))[skip:] for each in (case.cache.k, case.cache.v))
+    got = attend(team[2], case, case.spans, Cache(k, v, case.cache.block_size, case.cache.block_floats))
+    assert same_bits(clean, got) and got.keys() == right.keys()

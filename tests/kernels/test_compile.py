@@ -1,0 +1,145 @@
+"""Compiling: what is found, what fails in one line, what is made once; and the library's own checks."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+
+import pytest
+import torch
+
+from nano_inference.kernels import library as kernels
+from nano_inference.kernels import native
+from nano_inference.kernels.compile import CannotCompile, best_isa, compile_library, cpu_flags, find_compiler, options
+from nano_inference.kernels.library import Library
+from tests.kernels.steps import in_child
+
+AVX2 = frozenset({"avx2", "fma", "f16c"})
+AVX512 = AVX2 | {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
+
+
+def fake_compiler(folder: Path, then: str) -> dict[str, str]:
+    """An environment whose compiler notes its calls and then does as told; "$out" is the file to be made."""
+    script = folder / "fakecc"
+    script.write_text(
+        f"""#!/bin/sh
+echo "$@" >> {folder}/calls
+[ "$1" = --version ] && echo fake 1.0 && exit 0
+while [ $# -gt 1 ]; do [ "$1" = -o ] && out=$2; shift; done
+{then}
+"""
+    )
+    script.chmod(0o755)
+    return {"CC": str(script)}
+
+
+def num_compiles(folder: Path) -> int:
+    return sum(" -o " in line for line in (folder / "calls").read_text().splitlines())
+
+
+def test_what_is_compiled_is_kept(tmp_path: Path) -> None:
+    environ = fake_compiler(tmp_path, "echo made > $out")
+    first = compile_library("generic", tmp_path / "cache", environ)
+    assert first == compile_library("generic", tmp_path / "cache", environ)
+    assert first.read_text() == "made\n" and num_compiles(tmp_path) == 1
+    assert [path.name for path in first.parent.iterdir()] == [first.name], "something was left behind"
+    other = compile_library("generic", tmp_path / "cache", environ, extra=("-g",))
+    assert other != first and num_compiles(tmp_path) == 2
+    assert first.parent.stat().st_mode & 0o077 == 0
+
+
+def test_no_compiler_is_told_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(CannotCompile, match=r"^no C compiler \(nosuchcc\) was found$"):
+        compile_library("generic", tmp_path, {"CC": "nosuchcc"})
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(CannotCompile, match=r"^no C compiler \(cc, gcc, clang\) was found$"):
+        compile_library("generic", tmp_path, {})
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("then", "reason"),
+    [
+        ("echo In file; echo 'x.c:1: error: boom\nx.c:2: error: more' >&2; exit 1", "x.c:1: error: boom"),
+        ("echo 'ld: killed\nlast' >&2; exit 1", "ld: killed"),
+        ("exit 3", ""),
+        (r"printf 'error: \351t\351\n' >&2; exit 1", "error: "),
+    ],
+)
+def test_a_failing_compiler_is_told_in_one_line(tmp_path: Path, then: str, reason: str) -> None:
+    environ = fake_compiler(tmp_path, then)
+    with pytest.raises(CannotCompile) as caught:
+        compile_library("generic", tmp_path / "cache", environ)
+    assert f"failed: {reason}" in str(caught.value) and "\n" not in str(caught.value)
+    assert list((tmp_path / "cache" / "kernels").iterdir()) == []
+
+
+def test_a_compiler_that_is_no_program_is_told_in_one_line(tmp_path: Path) -> None:
+    script = tmp_path / "cc"
+    script.write_bytes(b"\x7fELF nonsense")
+    script.chmod(0o755)
+    with pytest.raises(CannotCompile, match=r"^\S+ could not be run: .*$"):
+        compile_library("generic", tmp_path, {"CC": str(script)})
+
+
+def test_a_cache_that_cannot_be_written_is_gone_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    environ = fake_compiler(tmp_path, "echo made > $out")
+    (tmp_path / "file").write_text("")
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
+    made = compile_library("generic", tmp_path / "file", environ)
+    assert made.read_text() == "made\n" and made.is_relative_to(tmp_path / "temporary")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "file"))
+    with pytest.raises(CannotCompile, match=r"^the kernels cannot be written: .*$"):
+        compile_library("generic", tmp_path / "file", environ)
+
+
+def test_flags_follow_the_cpu() -> None:
+    assert best_isa(frozenset()) == best_isa(AVX2 - {"fma"}) == "generic"
+    assert best_isa(AVX2) == best_isa(AVX512 - {"avx512dq"}) == "avx2"
+    assert best_isa(AVX512 | {"sse2"}) == "avx512"
+    assert not [option for option in options("generic", AVX512) if option.startswith("-m")]
+    assert {"-mavx2", "-mfma", "-mf16c"} <= set(options("avx2", AVX512))
+    assert not [option for option in options("avx2", AVX512) if "512" in option]
+    assert "-mavx512vnni" in options("avx512", AVX512 | {"avx512_vnni"})
+    assert "-mavx512vnni" not in options("avx512", AVX512)
+    assert "-mavxvnni" in options("avx2", AVX2 | {"avx_vnni"}) and "-mavxvnni" not in options("avx2", AVX2)
+    assert best_isa(cpu_flags()) in ("avx512", "avx2", "generic")
+
+
+def test_the_compiler_is_the_named_one(tmp_path: Path) -> None:
+    environ = fake_compiler(tmp_path, "")
+    assert find_compiler(environ) == environ["CC"]
+    assert Path(find_compiler({})).name in ("cc", "gcc", "clang")
+
+
+# ---- what was compiled ----------------------------------------------------------------------------------------------
+
+
+def test_both_sides_see_the_same_structures(library: Library, isa: str) -> None:
+    assert library.isa == isa
+    assert len(kernels._STRUCTS) == 7
+    for which, struct in enumerate(kernels._STRUCTS):
+        assert library.code.nano_sizes(which) == ctypes.sizeof(struct)
+    assert library.code.nano_sizes(7) == -1
+
+
+@pytest.mark.parametrize("threads", [0, -1, 257, 10**6])
+def test_too_many_threads_are_refused(library: Library, threads: int) -> None:
+    assert library.code.nano_pool_new(threads, 0) is None
+
+
+def test_a_closed_library_can_be_used_again(library: Library) -> None:
+    logits_BV = torch.randn(3, 100)
+    before = native.draw(library, logits_BV, [0.0] * 3, [0.0] * 3, [True] * 3)
+    library.close()
+    library.close()
+    assert native.draw(library, logits_BV, [0.0] * 3, [0.0] * 3, [True] * 3) == before
+
+
+def test_a_forked_child_computes_with_threads_of_its_own(library: Library) -> None:
+    logits_BV = torch.randn(8, 1000)
+    arguments = ([0.0] * 8, [0.0] * 8, [True] * 8)
+    expected = native.draw(library, logits_BV, *arguments)
+    assert in_child(lambda: native.draw(library, logits_BV, *arguments) == expected and library.close() is None) == 0
+    assert native.draw(library, logits_BV, *arguments) == expected

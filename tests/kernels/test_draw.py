@@ -1,0 +1,142 @@
+"""Drawing: against float64, against the torch sampler, and each row alone."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from nano_inference.kernels import native, twin
+from nano_inference.kernels.library import Library
+from nano_inference.sampling import sample_with_logprobs
+from tests.kernels.conftest import Team
+from tests.kernels.steps import random
+
+VOCABS = (1, 7, 8, 16, 511, 512, 513, 1025, 49152)
+TEMPERATURES = (0.0, 1e-9, 0.01, 0.5, 1.0, 1.7, 100.0)
+
+
+def case(vocab_size: int, seed: int) -> tuple[Tensor, list[float], list[float]]:
+    """Rows of several shapes at every temperature, with uniforms that include the ends."""
+    each = 6 if vocab_size < 2000 else 3
+    num_rows = each * len(TEMPERATURES)
+    logits_BV = torch.randn(num_rows, vocab_size, generator=random(seed)) * torch.logspace(-2, 1.5, num_rows).unsqueeze(
+        -1
+    )
+    logits_BV[1::6] = (logits_BV[1::6] * 2).round()  # ties
+    logits_BV[2::6, : vocab_size // 2] = -torch.inf
+    uniforms = torch.rand(num_rows, dtype=torch.float64, generator=random(seed + 1)).tolist()
+    uniforms[::5] = [0.0] * len(uniforms[::5])
+    uniforms[4::5] = [1 - 2**-53] * len(uniforms[4::5])
+    return logits_BV, [TEMPERATURES[row // each] for row in range(num_rows)], uniforms
+
+
+def exact(logit_V: Tensor, temperature: float) -> Tensor:
+    """The distribution in float64."""
+    return ((logit_V.double() - logit_V.double().max()) / (temperature or 1.0)).softmax(dim=-1)
+
+
+def is_right(logit_V: Tensor, temperature: float, uniform: float, token: int) -> bool:
+    """Whether the uniform lies within the token's part of the distribution, or within 1e-6 of it."""
+    if temperature == 0:
+        return token == int((logit_V == logit_V.max()).nonzero()[0])
+    p_V = exact(logit_V, temperature)
+    end = float(p_V[: token + 1].sum())
+    return p_V[token] > 0 and end - float(p_V[token]) - 1e-6 <= uniform <= end + 1e-6
+
+
+@pytest.mark.parametrize("vocab_size", VOCABS)
+def test_tokens_and_logprobs_are_right(team: Team, vocab_size: int) -> None:
+    logits_BV, temperatures, uniforms = case(vocab_size, seed=vocab_size)
+    is_raw = [row % 2 == 1 for row in range(len(uniforms))]
+    tokens, logprobs = native.draw(team[2], logits_BV, temperatures, uniforms, is_raw)
+    for row, (token, logprob) in enumerate(zip(tokens, logprobs, strict=True)):
+        assert is_right(logits_BV[row], temperatures[row], uniforms[row], token), row
+        expected = float(exact(logits_BV[row], 1.0 if is_raw[row] else temperatures[row])[token].log())
+        assert abs(logprob - expected) <= 1e-5 * max(1.0, abs(expected)), row
+    for threads in (1, 3):
+        assert native.draw(team[threads], logits_BV, temperatures, uniforms, is_raw) == (tokens, logprobs)
+
+
+@pytest.mark.parametrize("vocab_size", VOCABS)
+def test_the_twin_and_the_torch_sampler_draw_the_same(library: Library, vocab_size: int) -> None:
+    logits_BV, temperatures, uniforms = case(vocab_size, seed=100 + vocab_size)
+    is_raw = [False] * len(uniforms)
+    tokens, logprobs = native.draw(library, logits_BV, temperatures, uniforms, is_raw)
+    sampled_B, logprob_B = sample_with_logprobs(
+        logits_BV, torch.tensor(temperatures), uniforms_B=torch.tensor(uniforms, dtype=torch.float64)
+    )
+    others = twin.draw(logits_BV, temperatures, uniforms, is_raw), (sampled_B.tolist(), logprob_B.tolist())
+    for other_tokens, other_logprobs in others:
+        for row, (mine, theirs) in enumerate(zip(tokens, other_tokens, strict=True)):
+            if mine == theirs:
+                assert abs(logprobs[row] - other_logprobs[row]) <= 1e-5 * max(1.0, abs(logprobs[row]))
+            else:
+                assert is_right(logits_BV[row], temperatures[row], uniforms[row], mine)
+                assert is_right(logits_BV[row], temperatures[row], uniforms[row], theirs)
+                assert min(abs(edge - uniforms[row]) for edge in edges(logits_BV[row], temperatures[row])) <= 1e-6
+
+
+def edges(logit_V: Tensor, temperature: float) -> list[float]:
+    return [0.0, *exact(logit_V, temperature).cumsum(dim=0).tolist()]
+
+
+def test_rows_depend_on_themselves_alone(library: Library) -> None:
+    logits_BV, temperatures, uniforms = case(1025, seed=3)
+    is_raw = [True] * len(uniforms)
+    tokens, logprobs = native.draw(library, logits_BV, temperatures, uniforms, is_raw)
+    for row in range(len(uniforms)):
+        one = slice(row, row + 1)
+        assert native.draw(library, logits_BV[one], temperatures[one], uniforms[one], [True]) == (
+            tokens[one],
+            logprobs[one],
+        )
+
+
+def test_rows_may_be_parts_of_wider_ones_and_lie_anywhere(library: Library) -> None:
+    logits_BV, temperatures, uniforms = case(513, seed=4)
+    wide = torch.full((logits_BV.size(0), 530), 1e9)
+    wide[:, 3:516] = logits_BV
+    is_raw = [False] * len(uniforms)
+    clean = native.draw(library, logits_BV, temperatures, uniforms, is_raw)
+    assert native.draw(library, wide[:, 3:516], temperatures, uniforms, is_raw) == clean
+
+
+@pytest.mark.parametrize("spoiled", [[math.nan], [math.inf], [math.inf, math.nan], [-math.inf] * 600])
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_what_cannot_be_drawn_says_so_and_spoils_no_other(
+    library: Library, spoiled: list[float], temperature: float
+) -> None:
+    logits_BV = torch.randn(3, 600, generator=random(5))
+    clean = native.draw(library, logits_BV, [temperature] * 3, [0.5] * 3, [True] * 3)
+    logits_BV[1, : len(spoiled)] = torch.tensor(spoiled)
+    for tokens, logprobs in (
+        native.draw(library, logits_BV, [temperature] * 3, [0.5] * 3, [True] * 3),
+        twin.draw(logits_BV, [temperature] * 3, [0.5] * 3, [True] * 3),
+    ):
+        assert 0 <= tokens[1] < 600 and math.isnan(logprobs[1])
+        assert (tokens[0], tokens[2]) == (clean[0][0], clean[0][2])
+        assert [logprobs[0], logprobs[2]] == pytest.approx([clean[1][0], clean[1][2]], abs=1e-5)
+
+
+def test_tokens_of_no_probability_are_never_drawn(library: Library) -> None:
+    logits_BV = torch.full((64, 2000), -torch.inf)
+    logits_BV[:, [5, 700, 1500]] = torch.tensor([0.0, 1.0, 0.5])
+    # 1 is never drawn, but stands for what rounding may do to a number below it.
+    uniforms = [index / 64 for index in range(62)] + [1 - 2**-53, 1.0]
+    for made in (
+        native.draw(library, logits_BV, [1.0] * 64, uniforms, [False] * 64),
+        twin.draw(logits_BV, [1.0] * 64, uniforms, [False] * 64),
+    ):
+        assert set(made[0]) == {5, 700, 1500}
+        assert made[0][0] == 5 and made[0][-2:] == [1500, 1500]
+
+
+def test_greedy_takes_the_lowest_of_the_best(library: Library) -> None:
+    logits_BV = torch.zeros(3, 1030)
+    logits_BV[1, [17, 600, 1029]] = 2.0
+    logits_BV[2, 1029] = 2.0
+    assert native.draw(library, logits_BV, [0.0] * 3, [0.9] * 3, [False] * 3)[0] == [0, 17, 1029]
+    assert twin.draw(logits_BV, [0.0] * 3, [0.9] * 3, [False] * 3)[0] == [0, 17, 1029]

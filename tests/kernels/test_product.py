@@ -1,0 +1,135 @@
+"""Products: against float64, and the same bits for a row alone, in any batch and with any number of threads."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from nano_inference.kernels import matrix, twin
+from nano_inference.kernels.library import Library
+from nano_inference.kernels.matrix import Matrix
+from nano_inference.kernels.program import Product, Program
+from tests.kernels.conftest import Team
+from tests.kernels.steps import FORMATS, in_child, make_matrix, product_bound, random, run_rows
+
+COUNTS = (*range(1, 14), 24, 25, 64, 83, 84, 85, 170, 171)
+"""Around every size at which the C goes another way: four rows at once, tiles of 6 and 12, pieces of 84 and 168."""
+SIZES = ((1, 1), (3, 7), (64, 33), (130, 576), (70, 1030), (5, 2051))
+
+
+def program(matrices: tuple[Matrix, ...], bias: Tensor | None = None, *, add: bool = False, num_in: int) -> Program:
+    op = Product(x="x", out="y", matrices=matrices, bias=bias, add=add)
+    return Program(ops=(op,), widths={"x": num_in, "y": sum(m.num_out for m in matrices)})
+
+
+def check_rows(library: Library, made: Program, x_SK: Tensor, y_SN: Tensor, whole_SN: Tensor) -> None:
+    """Any run of rows gives what it gives among all."""
+    for index, count in enumerate(COUNTS):
+        first = index * 13 % (x_SK.size(0) - count + 1)
+        some = slice(first, first + count)
+        part_SN = run_rows(library, made, {"x": x_SK[some], "y": y_SN[some]}, "y")
+        assert torch.equal(part_SN, whole_SN[some]), (count, first)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("name", FORMATS)
+def test_products_are_right_and_rows_depend_on_themselves_alone(team: Team, name: str, size: tuple[int, int]) -> None:
+    weight = make_matrix(team[1], name, *size, seed=1)
+    x_SK = torch.randn(200, weight.num_in, generator=random(2))
+    y_SN = torch.zeros(200, weight.num_out)
+    made = program((weight,), num_in=weight.num_in)
+    whole_SN = run_rows(team[2], made, {"x": x_SK, "y": y_SN}, "y")
+    if name == "int8":
+        assert torch.equal(whole_SN, twin.run_rows(made, {"x": x_SK})["y"])
+    else:
+        exact_SN = x_SK.double() @ twin.unpack(weight).double().T
+        assert ((whole_SN - exact_SN).abs() <= product_bound(x_SK, (weight,), y_SN)).all()
+    check_rows(team[2], made, x_SK, y_SN, whole_SN)
+    for threads in (1, 3):
+        assert torch.equal(run_rows(team[threads], made, {"x": x_SK, "y": y_SN}, "y"), whole_SN)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("add", [False, True])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_matrices_stand_side_by_side(team: Team, name: str, add: bool, with_bias: bool) -> None:
+    matrices = tuple(make_matrix(team[1], name, num_out, 256, seed=num_out) for num_out in (70, 1, 64, 33))
+    width = sum(m.num_out for m in matrices)
+    x_SK, y_SN = torch.randn(30, 256, generator=random(3)), torch.randn(30, width, generator=random(4))
+    bias_N = torch.randn(width, generator=random(5)) if with_bias else None
+    made = program(matrices, bias_N, add=add, num_in=256)
+    got_SN = run_rows(team[3], made, {"x": x_SK, "y": y_SN}, "y")
+    if name == "int8":
+        start_SN = (0 if bias_N is None else bias_N) + twin.run_rows(program(matrices, num_in=256), {"x": x_SK})["y"]
+        assert torch.equal(got_SN, y_SN + start_SN if add else start_SN)
+        return
+    exact_SN = twin.run_rows(made, {"x": x_SK, "y": y_SN}, dtype=torch.float64)["y"]
+    start_SN = y_SN.abs() * add + (0 if bias_N is None else bias_N.abs())
+    assert ((got_SN - exact_SN).abs() <= product_bound(x_SK, matrices, start_SN)).all()
+    assert torch.equal(got_SN[7:8], run_rows(team[1], made, {"x": x_SK[7:8], "y": y_SN[7:8]}, "y"))
+
+
+def test_matrices_of_several_formats_stand_side_by_side(library: Library) -> None:
+    names = ("Q4_K", "Q6_K", "bfloat16", "int8", "Q8_0")
+    matrices = tuple(make_matrix(library, name, 67, 512, seed=6) for name in names)
+    x_SK = torch.randn(9, 512, generator=random(7))
+    together_SN = run_rows(library, program(matrices, num_in=512), {"x": x_SK}, "y")
+    apart = [run_rows(library, program((m,), num_in=512), {"x": x_SK}, "y") for m in matrices]
+    assert torch.equal(together_SN, torch.cat(apart, dim=-1))
+
+
+@pytest.mark.parametrize("name", ["float32", "bfloat16", "float16", "int8"])
+def test_a_matrix_of_fewer_inputs_takes_the_first_of_the_row(library: Library, name: str) -> None:
+    weight = make_matrix(library, name, 5, 13, seed=8)
+    x_SK = torch.randn(6, 20, generator=random(9))
+    wide = run_rows(library, program((weight,), num_in=20), {"x": x_SK}, "y")
+    assert torch.equal(wide, run_rows(library, program((weight,), num_in=13), {"x": x_SK[:, :13]}, "y"))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("num_rows", [3, 20])
+def test_a_row_that_is_no_number_stays_alone(library: Library, name: str, value: float, num_rows: int) -> None:
+    weight = make_matrix(library, name, 70, 256, seed=10)
+    made = program((weight,), num_in=256)
+    x_SK = torch.randn(num_rows, 256, generator=random(11))
+    clean_SN = run_rows(library, made, {"x": x_SK}, "y")
+    x_SK[1, 77] = value
+    got_SN = run_rows(library, made, {"x": x_SK}, "y")
+    others = [row for row in range(num_rows) if row != 1]
+    assert torch.equal(got_SN[others], clean_SN[others])
+    assert got_SN[1].isnan()[twin.run_rows(made, {"x": x_SK})["y"][1].isnan()].all()
+    assert not got_SN[1].isfinite().any() or (twin.unpack(weight)[:, 77] == 0).any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("num_rows", [2, 20])
+def test_weights_that_are_no_numbers_spoil_their_outputs_alone(
+    library: Library, dtype: torch.dtype, num_rows: int
+) -> None:
+    weight_NK = torch.randn(70, 33, generator=random(12)).to(dtype)
+    made = program((matrix.pack(library, weight_NK),), num_in=33)
+    x_SK = torch.randn(num_rows, 33, generator=random(13))
+    clean_SN = run_rows(library, made, {"x": x_SK}, "y")
+    weight_NK[5, 4], weight_NK[69, 32] = torch.nan, torch.inf
+    got_SN = run_rows(library, program((matrix.pack(library, weight_NK),), num_in=33), {"x": x_SK}, "y")
+    assert got_SN[:, 5].isnan().all() and got_SN[:, 69].isinf().all()
+    others = [n for n in range(70) if n not in (5, 69)]
+    assert torch.equal(got_SN[:, others], clean_SN[:, others])
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_eight_bit_weights_that_are_no_numbers_say_so(library: Library, value: float) -> None:
+    weight_NK = torch.randn(70, 33, generator=random(14))
+    weight_NK[5, 4] = value
+    x_SK = torch.randn(3, 33, generator=random(15))
+    got_SN = run_rows(library, program((matrix.pack_int8(library, weight_NK),), num_in=33), {"x": x_SK}, "y")
+    assert got_SN[:, 5].isnan().all()
+    assert got_SN[:, :5].isfinite().all() and got_SN[:, 6:].isfinite().all()
+
+
+def test_no_rows_are_no_rows(library: Library) -> None:
+    made = program((make_matrix(library, "bfloat16", 70, 33, seed=16),), num_in=33)
+    assert in_child(lambda: run_rows(library, made, {"x": torch.empty(0, 33)}, "y").shape == (0, 70)) == 0
+    assert twin.run_rows(made, {"x": torch.empty(0, 33)})["y"].shape == (0, 70)

@@ -1,0 +1,37 @@
+"""Every kernel under address sanitizer and the undefined-behaviour sanitizer."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nano_inference.catalog import default_cache
+from nano_inference.kernels.compile import CannotCompile, best_isa, compile_library, cpu_flags, find_compiler
+
+SANITIZE = ("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-O1", "-g")
+
+
+def test_nothing_is_read_or_written_where_it_should_not_be() -> None:
+    compiler = find_compiler(os.environ)
+    runtime = subprocess.run([compiler, "-print-file-name=libasan.so"], capture_output=True, text=True, check=True)
+    if not Path(runtime.stdout.strip()).is_absolute():
+        pytest.skip("this compiler has no address sanitizer to be loaded first")
+    try:
+        library = compile_library(best_isa(cpu_flags()), default_cache(os.environ), os.environ, SANITIZE)
+    except CannotCompile as error:
+        pytest.skip(f"no sanitizers: {error}")
+    environ = {
+        **os.environ,
+        "LD_PRELOAD": runtime.stdout.strip(),
+        "ASAN_OPTIONS": "detect_leaks=0",
+        "OMP_NUM_THREADS": "1",
+    }
+    command = [sys.executable, "-m", "tests.kernels.everything", str(library)]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert "everything was checked" in done.stdout
+    assert "runtime error" not in done.stderr
