@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from nano_inference import BadRequest, EngineConfig, InferenceEngine, SamplingParams, TrainingSample
+from nano_inference.models.packed import weight_values
 from tests.models.families import VOCAB_SIZE, gap, make_model
 from tests.sim.fakes import EOS, fake_config, fake_parts
 
@@ -263,14 +264,17 @@ def test_a_real_model_preempts_without_harm(tiny: tuple[Path, Any]) -> None:
     assert is_idle(tight)
 
 
-def test_what_a_broken_sample_leaves_in_the_cache_harms_nobody(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kernels", ["auto", "off"])
+def test_what_a_broken_sample_leaves_in_the_cache_harms_nobody(tmp_path: Path, kernels: Any) -> None:
     make_model("llama-ratio1-untied", tmp_path)
-    config = EngineConfig(model_path=str(tmp_path), device="cpu", block_size=8, kv_cache_bytes=1 << 16)
+    config = EngineConfig(model_path=str(tmp_path), device="cpu", block_size=8, kv_cache_bytes=1 << 16, kernels=kernels)
     params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
     with InferenceEngine(config) as healthy:
         expected = healthy.generate([[1, 2, 3]], params)[0].completion_tokens
     with InferenceEngine(config) as engine:
-        engine.parts.runner.model.embed_tokens.weight.data[7] = float("nan")
+        torn = {name: weight.clone() for name, weight in weight_values(engine.parts.runner.model)}
+        torn["model.embed_tokens.weight"][7] = float("nan")
+        engine.update_weights(torn, allow_nonfinite=True, blocking=True)
         broken = engine.generate([[7] * 20], params)[0]
         assert broken.finish_reason == "abort"
         engine.flush_cache()

@@ -16,7 +16,7 @@ import nano_inference
 HOME = Path(nano_inference.__file__).parent
 FILES = sorted(HOME.rglob("*.py"))
 LEVELS = (
-    "types",
+    "types kernels",
     "config",
     "memory",
     "kv text catalog sequence scheduling sampling door",
@@ -25,7 +25,7 @@ LEVELS = (
     "loader",
     "batch weights",
     "runner",
-    "core",
+    "core drawing",
     "assemble",
     "engine",
     "workloads rollout reference nanochat",

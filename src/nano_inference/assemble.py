@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
+from typing import cast
 
 import torch
 
 from nano_inference.attention import pick
 from nano_inference.catalog import default_cache, nanochat_home, resolve
 from nano_inference.config import Dtype, EngineConfig
+from nano_inference.drawing import KernelSampler
+from nano_inference.kernels.compile import CannotCompile, Isa, best_isa, compile_library, cpu_flags, cpu_has
+from nano_inference.kernels.library import Library
 from nano_inference.kv import KVManager, make_kv
+from nano_inference.kv.kernel_store import KernelStore
 from nano_inference.kv.store import KVStore
 from nano_inference.loader.checkpoint import Checkpoint, open_checkpoint
 from nano_inference.loader.door import load_into
-from nano_inference.models.build import Model, build, build_like, model_dtype, parameters, weight_slots
+from nano_inference.loader.packing import load_packed
+from nano_inference.models.build import Model, build, model_dtype, weight_slots
 from nano_inference.models.config import ModelConfig
+from nano_inference.models.kernel import Keep, KernelModel
+from nano_inference.models.packed import AnyModel, copied
 from nano_inference.runner import ModelRunner, Runner, Sampler
 from nano_inference.sampling import draw
 from nano_inference.text.stops import stop_matcher
@@ -31,9 +41,15 @@ _DTYPES: dict[Dtype, torch.dtype] = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
+KEEPS: Mapping[Dtype, Keep] = MappingProxyType(
+    {"auto": "own", "float32": "own", "bfloat16": "bfloat16", "int8": "int8"}
+)
+"""How the kernels keep weights: "auto" and "float32" mean the same values, in as few bytes as they need."""
 _CPU_CACHE_SHARE = 4
 _CPU_CACHE_LIMIT = 4 << 30
 _TWIN_SHARE = 8
+
+_log = logging.getLogger("nano_inference")
 
 StopMatcher = Callable[[tuple[str, ...]], Callable[[], Matcher]]
 LoadProgress = Callable[[int, int], None]
@@ -65,25 +81,28 @@ def assemble(config: EngineConfig, progress: LoadProgress | None = None) -> Engi
     Raises `ModelError` when the model's files cannot be used, `ValueError` when the device cannot, or when the cache
     has no room for a single block.
     """
-    if config.deterministic:
-        raise ValueError("deterministic: not supported yet; docs/batch-dependence.md says what depends on the batch")
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
     device = pick_device(config.device)
-    dtype = pick_dtype(config.dtype, device)
+    library = pick_kernels(config, device)
+    if config.deterministic and library is None:
+        raise ValueError("deterministic: only the CPU kernels are (docs/batch-dependence.md)")
     checkpoint = open_checkpoint(locate(config.model_path), config.overrides)
     max_model_len = min(config.max_model_len, checkpoint.config.max_positions)
-    model = load_model(checkpoint, device, dtype, max_model_len, progress)
-    parts = parts_of(model, config, device)
+    model: AnyModel
+    if library is None:
+        model = load_model(checkpoint, device, pick_dtype(config.dtype, device), max_model_len, progress)
+    else:
+        model = load_kernel_model(checkpoint, library, KEEPS[config.dtype], max_model_len, progress)
+    parts = parts_of(model, config, device, draw if library is None else KernelSampler(library))
     return replace(parts, stop_matcher=matcher_maker(checkpoint.tokenizer), checkpoint=checkpoint)
 
 
-def parts_of(model: Model, config: EngineConfig, device: torch.device, sampler: Sampler = draw) -> EngineParts:
+def parts_of(model: AnyModel, config: EngineConfig, device: torch.device, sampler: Sampler = draw) -> EngineParts:
     """Build what an engine runs with around a loaded model: cache, attention, sampler; no tokenizer, no checkpoint."""
     max_model_len = min(config.max_model_len, model.config.max_positions)
-    dtype = model_dtype(model)
-    num_blocks = count_blocks(config, model.config, device, dtype, max_model_len)
-    store = make_store(model.config, num_blocks, config.block_size, device, dtype)
+    num_blocks = count_blocks(config, model.config, device, cache_dtype(model), max_model_len)
+    store = make_store(model, num_blocks, config.block_size, device, eager=config.kv_cache_bytes is not None)
     runner = ModelRunner(model, store, pick(config.attention, device), device, sampler)
     return EngineParts(
         runner=runner,
@@ -101,19 +120,15 @@ def twin_parts(parts: EngineParts, config: EngineConfig, kv_cache_bytes: int | N
     runner = parts.runner
     if not isinstance(runner, ModelRunner):
         raise BadRequest("this engine was made without a model that could be copied")
-    model = build_like(runner.model, runner.device)
-    with torch.no_grad():
-        for target, source in zip(parameters(model), parameters(runner.model), strict=True):
-            target.copy_(source)
-    dtype = model_dtype(model)
-    block_bytes = model.config.kv_bytes_per_token(dtype.itemsize) * config.block_size
+    model = copied(runner.model, runner.device)
+    block_bytes = model.config.kv_bytes_per_token(cache_dtype(model).itemsize) * config.block_size
     fewest = -(-parts.max_model_len // config.block_size)
     num_blocks = max(parts.kv.num_blocks // _TWIN_SHARE, min(fewest, parts.kv.num_blocks))
     if kv_cache_bytes is not None:
         num_blocks = kv_cache_bytes // block_bytes
     if num_blocks < 1:
         raise BadRequest(f"kv_cache_bytes: {kv_cache_bytes} bytes do not hold one block of {block_bytes} bytes")
-    store = make_store(model.config, num_blocks, config.block_size, runner.device, dtype)
+    store = make_store(model, num_blocks, config.block_size, runner.device)
     twin = ModelRunner(model, store, runner.backend, runner.device, runner.sampler)
     kv = make_kv(config.cache_type, num_blocks, config.block_size)
     return replace(parts, runner=twin, kv=kv, weights=WeightSyncManager(model, twin.install))
@@ -145,10 +160,66 @@ def pick_device(name: str) -> torch.device:
 
 
 def pick_dtype(name: Dtype, device: torch.device) -> torch.dtype:
-    """Return the arithmetic's dtype; "auto" is float32 on a CPU and bfloat16 on CUDA."""
+    """Return the precision of torch's arithmetic; "auto" is float32 on a CPU and bfloat16 on CUDA.
+
+    Raises `ValueError` for int8, which only the kernels have.
+    """
     if name == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
+    if name not in _DTYPES:
+        raise ValueError(f"dtype {name}: only the CPU kernels have it")
     return _DTYPES[name]
+
+
+def pick_kernels(config: EngineConfig, device: torch.device) -> Library | None:
+    """Return the CPU kernels, compiled for this machine; None where torch alone computes.
+
+    That is so on CUDA, in half precision, for an attention backend of torch's and where they are off; and, with a
+    warning, where no compiler makes them. Raises `ValueError` when they are asked for by name and cannot be had.
+    """
+    is_named = config.kernels not in ("auto", "off")
+    reason = _why_no_kernels(config, device)
+    if reason is None:
+        isa = best_isa(cpu_flags()) if config.kernels == "auto" else cast(Isa, config.kernels)
+        try:
+            path = compile_library(isa, default_cache(os.environ), os.environ)
+            return Library(path, config.num_threads or torch.get_num_threads())
+        except CannotCompile as error:
+            reason = str(error)
+            if not is_named and config.dtype != "int8":
+                _log.warning("torch computes, slower and not the same in every batch: %s", reason)
+    if is_named or config.dtype == "int8":
+        name = f"kernels={config.kernels}" if is_named else "dtype=int8"
+        raise ValueError(f"{name}: {reason}")
+    return None
+
+
+def _why_no_kernels(config: EngineConfig, device: torch.device) -> str | None:
+    """Say why torch alone computes, None when kernels may."""
+    if device.type != "cpu":
+        return f"only on a CPU, the device is {device.type}"
+    if config.dtype == "float16":
+        return "not in float16"
+    if config.attention != "auto":
+        return f"not with attention={config.attention}, which is torch's"
+    if config.kernels == "off":
+        return "the kernels are off"
+    if config.kernels != "auto" and not cpu_has(config.kernels, cpu_flags()):
+        return f"this machine's CPU has no {config.kernels}"
+    return None
+
+
+def load_kernel_model(
+    checkpoint: Checkpoint,
+    library: Library,
+    keep: Keep,
+    max_model_len: int,
+    progress: LoadProgress | None = None,
+) -> KernelModel:
+    """Pack a checkpoint's weights for the kernels. A dynamic rope's base is fixed from `max_model_len`."""
+    config = checkpoint.config
+    config = replace(config, ropes=tuple(replace(rope, max_positions=max_model_len) for rope in config.ropes))
+    return KernelModel(config, load_packed(checkpoint, library, keep, progress), library, max_model_len, keep)
 
 
 def load_model(
@@ -211,10 +282,19 @@ def available_memory() -> int:
 
 
 def make_store(
-    model: ModelConfig, num_blocks: int, block_size: int, device: torch.device, dtype: torch.dtype
-) -> KVStore:
-    """Return the bytes of a KV cache for that model."""
-    return KVStore(model.num_layers, num_blocks, block_size, model.num_kv_heads, model.head_dim, dtype, device)
+    model: AnyModel, num_blocks: int, block_size: int, device: torch.device, *, eager: bool = False
+) -> KVStore | KernelStore:
+    """Return the bytes of a KV cache for that model; `eager` has the kernels' brought in from the start."""
+    config = model.config
+    sizes = (config.num_layers, num_blocks, block_size, config.num_kv_heads, config.head_dim)
+    if isinstance(model, KernelModel):
+        return KernelStore(*sizes, model.library, eager=eager)
+    return KVStore(*sizes, model_dtype(model), device)
+
+
+def cache_dtype(model: AnyModel) -> torch.dtype:
+    """Return the precision of a model's KV cache."""
+    return torch.float32 if isinstance(model, KernelModel) else model_dtype(model)
 
 
 def matcher_maker(source: TokenizerSource) -> StopMatcher:

@@ -14,11 +14,13 @@ from nano_inference.types import LOGPROBS_MODES, LogprobsMode, check_bool, check
 
 CacheType = Literal["paged", "radix"]
 Device = str
-Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+Dtype = Literal["auto", "float32", "bfloat16", "float16", "int8"]
+KernelsName = Literal["auto", "avx512", "avx2", "generic", "off"]
 AttentionName = Literal["auto", "sdpa", "flex"]
 
 CACHE_TYPES: tuple[CacheType, ...] = ("paged", "radix")
-DTYPES: tuple[Dtype, ...] = ("auto", "float32", "bfloat16", "float16")
+DTYPES: tuple[Dtype, ...] = ("auto", "float32", "bfloat16", "float16", "int8")
+KERNELS: tuple[KernelsName, ...] = ("auto", "avx512", "avx2", "generic", "off")
 ATTENTIONS: tuple[AttentionName, ...] = ("auto", "sdpa", "flex")
 
 
@@ -39,14 +41,25 @@ class EngineConfig:
     max_tokens_per_batch: int = helped(2048, "most tokens computed in one step; longer prompts are cut into chunks")
     gpu_memory_utilization: float = helped(0.9, "share of a GPU's memory that weights and KV cache may take")
     kv_cache_bytes: int | None = helped(
-        None, "bytes of KV cache (CPU default: a quarter of free memory, at most 4 GiB)"
+        None,
+        "bytes of KV cache, taken at the start (CPU default: as many as are used, "
+        "up to a quarter of free memory and 4 GiB)",
     )
     device: Device = helped("auto", "cpu, cuda, cuda:1, …; auto takes CUDA when it is there")
-    dtype: Dtype = helped("auto", "arithmetic: auto is float32 on a CPU, bfloat16 on CUDA")
-    attention: AttentionName = helped("auto", "how K/V is read: sdpa or flex; auto takes sdpa")
+    dtype: Dtype = helped(
+        "auto",
+        "precision of the weights; auto keeps the file's on a CPU, with float32 arithmetic, and is bfloat16 on CUDA; "
+        "int8 (CPU) rounds weights and activations to eight bits",
+    )
+    kernels: KernelsName = helped(
+        "auto", "CPU code: auto takes the fastest that this machine has and can compile; off computes with torch alone"
+    )
+    attention: AttentionName = helped("auto", "how K/V is read: sdpa or flex, by torch; auto takes the kernels or sdpa")
     seed: int | None = helped(None, "seed of requests that name none; the default is fresh entropy for each")
     logprobs_mode: LogprobsMode = helped("processed", "distribution that log-probabilities speak of")
-    deterministic: bool = helped(False, "bit-identical rows in any batch; not supported yet, refused")
+    deterministic: bool = helped(
+        False, "insist on rows that are bit-identical in any batch, as the CPU kernels give them"
+    )
     num_threads: int | None = helped(None, "CPU threads; the default is torch's")
     overrides: tuple[str, ...] = helped((), "name=value: set what a nanochat checkpoint leaves open (models info)")
 
@@ -76,12 +89,15 @@ class EngineConfig:
         for name, choices in (
             ("cache_type", CACHE_TYPES),
             ("dtype", DTYPES),
+            ("kernels", KERNELS),
             ("attention", ATTENTIONS),
             ("logprobs_mode", LOGPROBS_MODES),
         ):
             value = getattr(self, name)
             if value not in choices:
                 raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
+        if self.attention != "auto" and self.kernels not in ("auto", "off"):
+            raise ValueError(f"attention: {self.attention} is torch's and does not go with kernels={self.kernels}")
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as plain JSON values."""

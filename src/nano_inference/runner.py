@@ -13,9 +13,12 @@ from torch import Tensor, nn
 
 from nano_inference.attention import Backend, ForwardInput, SdpaBackend, Span, StepContext
 from nano_inference.batch import Pooled, Scored, build, in_step_order, pooled, scored
+from nano_inference.kv.kernel_store import KernelStore
 from nano_inference.kv.store import KVStore
 from nano_inference.models.build import Model
+from nano_inference.models.kernel import KernelModel
 from nano_inference.models.nanochat import norm
+from nano_inference.models.packed import AnyModel
 from nano_inference.sampling import Draw, draw, floor_logprobs, scale_temperatures, top_logprobs
 from nano_inference.types import EngineDead, Row, RowResult, ScheduledBatch, TopLogprobs
 
@@ -44,15 +47,21 @@ class ModelRunner:
     """Owns the model, the bytes of the KV cache and the attention backend."""
 
     def __init__(
-        self, model: Model, store: KVStore, backend: Backend, device: torch.device, sampler: Sampler = draw
+        self,
+        model: AnyModel,
+        store: KVStore | KernelStore,
+        backend: Backend,
+        device: torch.device,
+        sampler: Sampler = draw,
     ) -> None:
+        """A `KernelModel` goes with a `KernelStore`; it has no use for the backend."""
         self.model = model
         self.store = store
         self.backend = backend
         self.device = device
         self.sampler = sampler
 
-    def install(self, model: Model) -> None:
+    def install(self, model: AnyModel) -> None:
         """Compute with that model from the next step on."""
         self.model = model
 
@@ -201,16 +210,22 @@ def _result(
     )
 
 
-def final_hidden(model: Model, hidden_SE: Tensor) -> Tensor:
+def final_hidden(model: AnyModel, hidden_SE: Tensor) -> Tensor:
     """Return hidden states [S, E] after the model's last norm, as its head reads them; nanochat's has no weights."""
+    if isinstance(model, KernelModel):
+        return model.final(hidden_SE)
     if model.config.nanochat is not None:
         return norm(hidden_SE, model.config.norm_eps)
     final: Tensor = cast(nn.Module, model).get_submodule("norm")(hidden_SE)
     return final
 
 
-def forward(model: Model, step: ForwardInput, store: KVStore, backend: Backend) -> Tensor:
+def forward(model: AnyModel, step: ForwardInput, store: KVStore | KernelStore, backend: Backend) -> Tensor:
     """Return the hidden states [T, E] of a step; its K/V is in the store afterwards."""
+    if isinstance(model, KernelModel):
+        assert isinstance(store, KernelStore)
+        return model.forward(step, store.cache)
+    assert isinstance(store, KVStore)
     context = StepContext(
         step=step,
         store=store,
@@ -230,7 +245,9 @@ def _plans(model: Model, step: ForwardInput, block_size: int, backend: Backend) 
     return {window: plans[effective] for window, effective in cutting.items()}
 
 
-def model_forward(model: Model, inputs: ForwardInput, cache: KVStore, backend: Backend | None = None) -> Tensor:
+def model_forward(
+    model: AnyModel, inputs: ForwardInput, cache: KVStore | KernelStore, backend: Backend | None = None
+) -> Tensor:
     """Return float32 logits [T, V] of every token of a step: the slow, whole form of what the runner does."""
     with torch.inference_mode():
         return model.head(forward(model, inputs, cache, backend or SdpaBackend()))

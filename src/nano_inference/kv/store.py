@@ -45,6 +45,11 @@ class KVStore:
         num_layers, _, block_elements = self._shape
         self._make((num_layers, 0, block_elements))
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of keys and values that it has room for."""
+        return self.k_LSKD.nbytes + self.v_LSKD.nbytes
+
     def _make(self, shape: tuple[int, int, int]) -> None:
         """Make both tensors and their views; `shape` is [L, N, C*K*D]."""
         slots = (shape[0], shape[1] * self.block_size, *self._heads)

@@ -95,6 +95,20 @@ class PackedTensor:
                 fill(file, self.path, part.view(-1))
                 self._place(unpack(part, kind), flat[start * row_values : (start + step) * row_values])
 
+    def read_blocks(self) -> tuple[Tensor, Tensor | None]:
+        """Return the rows as they lie in the file, uint8 [rows, bytes], and which of them is each row of the weight.
+
+        The second is None where that is the same. Only for tensors of two dimensions whose values are not shifted.
+        """
+        assert not self.shift and len(self.shape) == 2
+        rows = torch.empty(self.shape[0], self.tensor.row_bytes, dtype=torch.uint8)
+        with open_at(self.path, self.tensor.offset) as file:
+            fill(file, self.path, rows.view(-1))
+        if not self.head_rows:
+            return rows, None
+        order = torch.arange(self.shape[0], dtype=torch.int32).view(-1, self.head_rows // 2, 2)
+        return rows, order.transpose(1, 2).reshape(-1).contiguous()
+
     def _place(self, values: Tensor, piece: Tensor) -> None:
         """Write the values of some rows, flat, where they belong."""
         if self.shift:

@@ -56,11 +56,21 @@ def parameters(model: Model) -> Iterator[nn.Parameter]:
     return cast(nn.Module, model).parameters()
 
 
-def _build(config: ModelConfig, ropes: tuple[RotaryTable, ...], device: torch.device, dtype: torch.dtype) -> Model:
+def build_empty(config: ModelConfig) -> Model:
+    """Return a model without any memory: what it tells is the names and shapes of its weights."""
+    return cast(Model, _skeleton(config, ()))
+
+
+def _skeleton(config: ModelConfig, ropes: tuple[RotaryTable, ...]) -> nn.Module:
     module_name, _, class_name = _FAMILIES[config.family].partition(":")
     decoder = getattr(importlib.import_module(module_name), class_name)
     with torch.device("meta"):
         model: nn.Module = decoder(config, ropes)
+    return model
+
+
+def _build(config: ModelConfig, ropes: tuple[RotaryTable, ...], device: torch.device, dtype: torch.dtype) -> Model:
+    model = _skeleton(config, ropes)
     for module in model.modules():
         wanted = torch.float32 if getattr(module, "keeps_float32", False) else dtype
         for name, weight in module.named_parameters(recurse=False):

@@ -11,6 +11,7 @@ from torch import Tensor
 from nano_inference.loader.door import HARMLESS_SUFFIX, TensorSource, WeightSource
 from nano_inference.loader.pieces import FileRange
 from nano_inference.models.build import Model, weight_slots
+from nano_inference.models.packed import AnyModel, weight_values
 from nano_inference.types import WeightError, check_bool
 from nano_inference.weights.checksum import digest
 
@@ -78,8 +79,8 @@ class Staging:
         self._taken[known] = name
 
     @torch.no_grad()
-    def complete(self, live: Model, checksum: str | None = None) -> Model:
-        """Fill in what a partial update left out, check that nothing is missing, return the model to install.
+    def complete(self, live: AnyModel, checksum: str | None = None) -> Model:
+        """Fill in what a partial update left out, check that nothing is missing, return what was gathered.
 
         `checksum` is what `weights_checksum` must give for the whole.
         """
@@ -90,9 +91,8 @@ class Staging:
         if not self._taken:
             raise WeightError("the update is empty")
         if missing:
-            old = weight_slots(live)
-            for name in missing:
-                for part, piece in self._pieces(TensorSource(old[name]), self._slots[name]):
+            for name, old in weight_values(live, missing):
+                for part, piece in self._pieces(TensorSource(old), self._slots[name]):
                     part.read_into(piece)
         found = digest(self._slots.items()) if checksum is not None else None
         if found != checksum:
@@ -121,7 +121,7 @@ class Staging:
             raise WeightError(f"{name}: differs from {self._taken[known]}, to which this model ties it")
 
 
-def tied_names(model: Model) -> dict[str, str]:
+def tied_names(model: AnyModel) -> dict[str, str]:
     """Return the names that a trainer may send for a tensor that has another name already."""
     return {"lm_head.weight": "model.embed_tokens.weight"} if model.config.tie_embeddings else {}
 

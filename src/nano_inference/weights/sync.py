@@ -8,11 +8,22 @@ import time
 from collections.abc import Callable, Generator, Iterator, Mapping
 from types import MappingProxyType
 
-from nano_inference.models.build import Model, build_like, parameters, weight_slots
+from nano_inference.models.build import Model, parameters
+from nano_inference.models.kernel import KernelModel
+from nano_inference.models.packed import (
+    AnyModel,
+    finished,
+    num_weight_bytes,
+    staging_model,
+    weight_device,
+    weight_dtype,
+    weight_shapes,
+    weight_values,
+)
 from nano_inference.types import ModelError, UpdateBusy, UpdateState, WeightError, WeightLabel
 from nano_inference.weights.checksum import digest
 from nano_inference.weights.gate import StepGate
-from nano_inference.weights.staging import NamedWeights, Staging, UpdateRules, dtype_name, pairs, tied_names
+from nano_inference.weights.staging import NamedWeights, Staging, UpdateRules, pairs, tied_names
 
 _STEPS = 8
 """Steps over which a gathering is spread while the engine is busy: each then reads and writes an eighth of the weights
@@ -32,20 +43,19 @@ class WeightSyncManager:
     the next, because filling fresh memory takes several times as long (docs/log.md). `sleep` gives it back.
     """
 
-    def __init__(self, model: Model, install: Callable[[Model], None]) -> None:
+    def __init__(self, model: AnyModel, install: Callable[[AnyModel], None]) -> None:
         self.version = 0
         """How many times weights were installed."""
         self.label: WeightLabel | None = None
         """What the trainer calls the weights in force."""
         self._model = model
         self._install = install
-        slots = weight_slots(model)
+        shapes = weight_shapes(model)
         self.shapes: Mapping[str, tuple[int, ...]] = MappingProxyType(
-            {name: tuple(slot.shape) for name, slot in slots.items()}
-            | {other: tuple(slots[name].shape) for other, name in tied_names(model).items()}
+            shapes | {other: shapes[name] for other, name in tied_names(model).items()}
         )
         """The names under which weights may come, and their shapes."""
-        self._device = next(iter(slots.values())).device
+        self._device = weight_device(model)
         self._has_weights = True
         self._spare: Model | None = None
         """Memory that nobody computes with, for the next update."""
@@ -87,9 +97,10 @@ class WeightSyncManager:
         self._job = None
         if state == "failed":
             raise job.failure()
-        assert job.staged is not None
+        assert job.staged is not None and job.gathered is not None
         self._install(job.staged)
-        self._spare = self._model if self._device.type == "cpu" and self._has_weights else None
+        replaced = job.gathered if isinstance(self._model, KernelModel) else self._model
+        self._spare = replaced if self._device.type == "cpu" and self._has_weights else None
         self._model = job.staged
         self._has_weights = True
         self.version += 1
@@ -156,17 +167,23 @@ class WeightSyncManager:
     @property
     def dtype(self) -> str:
         """The precision that the weights are kept in."""
-        return dtype_name(next(iter(weight_slots(self._model).values())))
+        return weight_dtype(self._model)
 
     def sleep(self, *, discard: bool) -> None:
         """Move the weights from a GPU to main memory, or drop them; on a CPU they stay unless dropped."""
         self._has_weights = self._has_weights and not discard
         self._spare = None
+        if isinstance(self._model, KernelModel):
+            if discard:
+                self._model.discard()
+            return
         for weight in parameters(self._model):
             weight.data = weight.data.new_empty(0) if discard else weight.data.cpu()
 
     def wake(self) -> None:
         """Move the weights back to where they are computed with."""
+        if isinstance(self._model, KernelModel):
+            return
         for weight in parameters(self._model):
             weight.data = weight.data.to(self._device)
 
@@ -174,12 +191,12 @@ class WeightSyncManager:
         """Return `weights_checksum` of the weights in force. Raises `WeightError` when they were discarded."""
         if not self._has_weights:
             raise WeightError("the weights were discarded")
-        return digest(weight_slots(self._model).items())
+        return digest(weight_values(self._model))
 
     def _take_spare(self) -> Model:
         """Return memory for the next weights; whoever has it fills it or drops it."""
         spare, self._spare = self._spare, None
-        return spare or build_like(self._model, self._device)
+        return spare or staging_model(self._model, self._device)
 
     def _new_job(
         self, named: NamedWeights, rules: UpdateRules | None, label: WeightLabel | None, timeout: float | None
@@ -204,17 +221,12 @@ def _close_after(error: BaseException, source: Generator[tuple[object, object]])
         _log.warning("after %r, the source of the weights failed to end: %s", str(error), further)
 
 
-def _num_bytes(model: Model) -> int:
-    """The bytes of all weights."""
-    return sum(weight.numel() * weight.element_size() for weight in parameters(model))
-
-
 class _Job:
     """One update on its way: written by the thread that gathers, read by the engine's."""
 
     def __init__(
         self,
-        model: Model,
+        model: AnyModel,
         take_spare: Callable[[], Model],
         named: NamedWeights,
         rules: UpdateRules,
@@ -227,13 +239,16 @@ class _Job:
         self._rules = rules
         self.checksum = rules.checksum
         self.label = label
-        self.staged: Model | None = None
+        self.staged: AnyModel | None = None
+        """What is to be installed."""
+        self.gathered: Model | None = None
+        """The memory that the weights were gathered in; the same, unless they are packed."""
         self.error: BaseException | None = None
         self.thread: threading.Thread | None = None
         self.on_end: Callable[[], None] | None = None
         self.is_cancelled = threading.Event()
         self._timeout = timeout
-        self.gate = StepGate(max(_SMALLEST_SHARE, _num_bytes(model) // _STEPS))
+        self.gate = StepGate(max(_SMALLEST_SHARE, num_weight_bytes(model) // _STEPS))
         self._deadline = None if timeout is None else time.monotonic() + timeout
 
     def run(self) -> None:
@@ -248,7 +263,7 @@ class _Job:
             if self.on_end is not None:
                 self.on_end()
 
-    def _gather(self) -> Model:
+    def _gather(self) -> AnyModel:
         staging = Staging(self._take_spare(), self._rules, self._pace if self.thread else None)
         source = pairs(self._named)
         try:
@@ -257,7 +272,8 @@ class _Job:
         except BaseException as error:
             _close_after(error, source)
             raise
-        return staging.complete(self._model, self.checksum)
+        self.gathered = staging.complete(self._model, self.checksum)
+        return finished(self._model, self.gathered, self._pace if self.thread else None)
 
     def _next(self, source: Iterator[tuple[object, object]]) -> tuple[object, object] | None:
         """Ask the source; what it raises becomes a `WeightError` with its cause."""

@@ -1,0 +1,66 @@
+"""Draws tokens by the CPU kernels where a row asks for nothing special, and by `sampling.draw` where it does.
+
+Which of the two draws a row depends on that row's own parameters, so its token never depends on its mates.
+
+Shapes: B rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from nano_inference.kernels import native
+from nano_inference.kernels.library import Library
+from nano_inference.sampling import Draw, draw, truncation_of, uniform
+from nano_inference.types import DrawExtras, Row, TopLogprobs
+
+
+class KernelSampler:
+    """A `runner.Sampler` that has the compiled code."""
+
+    def __init__(self, library: Library) -> None:
+        self._library = library
+
+    def __call__(self, logits_BV: Tensor, rows: Sequence[Row]) -> Draw:
+        """Draw one token a row; the logits may be overwritten."""
+        plain = [i for i, row in enumerate(rows) if is_plain(row)]
+        if len(plain) == len(rows):
+            return self._draw_plain(logits_BV, rows)
+        special = [i for i, row in enumerate(rows) if not is_plain(row)]
+        parts = [(special, draw(logits_BV[special], [rows[i] for i in special]))]
+        if plain:
+            parts.append((plain, self._draw_plain(logits_BV[plain], [rows[i] for i in plain])))
+        return merged(parts, len(rows))
+
+    def _draw_plain(self, logits_BV: Tensor, rows: Sequence[Row]) -> Draw:
+        tokens, logprobs = native.draw(
+            self._library,
+            logits_BV,
+            [row.params.temperature for row in rows],
+            [uniform(row.seed, row.sample_index, row.start + len(row.tokens)) for row in rows],
+            [row.logprobs_mode == "raw" for row in rows],
+        )
+        return Draw(tuple(tokens), tuple(logprobs), ((),) * len(rows))
+
+
+def is_plain(row: Row) -> bool:
+    """Whether a row is drawn from all tokens by temperature alone and wants to know its log-probability only."""
+    params = row.params
+    is_adjusted = row.history or params.logit_bias or params.allowed_token_ids is not None or row.banned
+    wants_more = params.logprobs or params.raw_logprobs or params.sampling_mask
+    return not (is_adjusted or row.mask is not None or wants_more or truncation_of(row).is_active)
+
+
+def merged(parts: Sequence[tuple[Sequence[int], Draw]], num_rows: int) -> Draw:
+    """Put the draws of some rows each, given with the rows' places, together in the rows' order."""
+    has_extras = any(found.extras for _, found in parts)
+    drawn: dict[int, tuple[int, float, TopLogprobs, DrawExtras]] = {}
+    for places, found in parts:
+        extras = found.extras or (DrawExtras(None, None),) * len(places)
+        drawn |= dict(
+            zip(places, zip(found.tokens, found.logprobs, found.top_logprobs, extras, strict=True), strict=True)
+        )
+    tokens, logprobs, tops, extras = zip(*(drawn[i] for i in range(num_rows)), strict=True)
+    return Draw(tokens, logprobs, tops, extras if has_extras else ())

@@ -1,0 +1,101 @@
+"""The bytes of the KV cache as the CPU kernels read them; beside `kv.store`, which is torch's layout.
+
+Shapes: L layers, N blocks, K kv heads, D head size, Z slots of a block.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from nano_inference.kernels.library import Library
+from nano_inference.kernels.native import Cache
+from nano_inference.kv.populate import Populator
+from nano_inference.memory import lazy_zeros
+from nano_inference.types import BlockCopy
+
+_AHEAD_BYTES = 96 << 20
+"""Of keys, and of values, whose pages are there before they are needed."""
+_SLACK = 64
+"""Floats behind the last block: vectors of keys are loaded whole."""
+
+
+class KernelStore:
+    """Owns the K and V of every block of every layer, float32."""
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        library: Library,
+        *,
+        eager: bool = False,
+    ) -> None:
+        """`eager` has all the memory's pages brought in from the start, not only those of the next blocks."""
+        self._library = library
+        self._is_eager = eager
+        self._populator: Populator | None = None
+        self.block_size = block_size
+        self.num_blocks = num_blocks
+        self._shape = (num_layers, num_kv_heads, head_dim, block_size)
+        self.restore()
+
+    def restore(self) -> None:
+        """Take the memory, every slot zero."""
+        self._make(self.num_blocks)
+
+    def free(self) -> None:
+        """Give the memory back; nothing can be written or read before `restore`."""
+        self._make(0)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of keys and values that it has room for."""
+        return self._k_NLKDZ.nbytes + self._v_NLKZD.nbytes
+
+    def _make(self, num_blocks: int) -> None:
+        num_layers, num_kv_heads, head_dim, size = self._shape
+        block_floats = num_layers * num_kv_heads * head_dim * size
+        total = num_blocks * block_floats
+        k, v = (lazy_zeros((total + _SLACK,), torch.float32, torch.device("cpu")) for _ in range(2))
+        self.cache = Cache(k, v, size, block_floats)
+        self._bring_in(k, v, 4 * total)
+        self._k_NLKDZ = k[:total].view(num_blocks, num_layers, num_kv_heads, head_dim, size)
+        self._v_NLKZD = v[:total].view(num_blocks, num_layers, num_kv_heads, size, head_dim)
+
+    def _bring_in(self, k: Tensor, v: Tensor, num_bytes: int) -> None:
+        """Begin to look after the pages of this memory, and no longer after those of the last."""
+        code = self._library.code
+
+        def populate(start: int, stop: int) -> None:
+            for cache in (k, v):
+                code.nano_populate(cache.data_ptr() + start, stop - start)
+
+        if self._populator is not None:
+            self._populator.close()
+        self._populator = Populator(num_bytes, num_bytes if self._is_eager else _AHEAD_BYTES, populate)
+        weakref.finalize(self, self._populator.close)
+        if self._is_eager and num_bytes:
+            self._populator.reach(0)
+
+    def prepare(self, fresh: Sequence[int], copies: Sequence[BlockCopy]) -> None:
+        """Copy the first slots of blocks into others. Fresh blocks stay as they are: the kernels read no slot before it
+        was written. Their pages, and those of blocks that come next, are brought in meanwhile.
+
+        Every source is read before anything is written: a source may have been evicted and taken in this very step.
+        """
+        if fresh and self._populator is not None:
+            self._populator.reach(4 * self.cache.block_floats * (max(fresh) + 1))
+        taken = [
+            (copy, self._k_NLKDZ[copy.source, ..., : copy.num_tokens].clone(), self._v_NLKZD[copy.source].clone())
+            for copy in copies
+        ]
+        for copy, k_LKDZ, v_LKZD in taken:
+            self._k_NLKDZ[copy.target, ..., : copy.num_tokens] = k_LKDZ
+            self._v_NLKZD[copy.target, :, :, : copy.num_tokens] = v_LKZD[:, :, : copy.num_tokens]

@@ -1,0 +1,58 @@
+"""Gives memory its pages ahead of use, in a thread: the first write to a page would else wait for the system."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+_PIECE_BYTES = 4 << 20
+
+Populate = Callable[[int, int], None]
+"""Told a range of bytes [start, stop) to bring in; may fail in silence, for it is only about time."""
+
+
+class Populator:
+    """Owns a thread that keeps some bytes ahead of the highest one in use. It holds nothing when nothing is asked."""
+
+    def __init__(self, num_bytes: int, ahead: int, populate: Populate) -> None:
+        self._num_bytes = num_bytes
+        self._ahead = ahead
+        self._populate = populate
+        self._changed = threading.Condition()
+        self._wanted = 0
+        self._done = 0
+        self._is_closed = False
+        self._thread: threading.Thread | None = None
+
+    def reach(self, end: int) -> None:
+        """Say that bytes up to `end` are in use from now on."""
+        wanted = min(end + self._ahead, self._num_bytes)
+        if wanted <= self._wanted:
+            return
+        with self._changed:
+            self._wanted = wanted
+            if self._thread is None and not self._is_closed:
+                self._thread = threading.Thread(target=self._run, name="kv-pages", daemon=True)
+                self._thread.start()
+            self._changed.notify()
+
+    def close(self) -> None:
+        """Let the thread end after the piece it is at."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify()
+
+    def _run(self) -> None:
+        while (piece := self._next()) is not None:
+            self._populate(*piece)
+
+    def _next(self) -> tuple[int, int] | None:
+        """Wait for a piece to bring in; None when there will be none."""
+        with self._changed:
+            while self._done >= self._wanted and not self._is_closed:
+                self._changed.wait()
+            if self._is_closed:
+                return None
+            start = self._done
+            self._done = min(self._wanted, start + _PIECE_BYTES)
+            return start, self._done

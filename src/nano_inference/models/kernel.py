@@ -1,0 +1,113 @@
+"""`KernelModel`: a decoder of any family whose weights are packed for the kernels and whose forward pass is one call.
+
+Shapes: T tokens of the step, S rows, E hidden size, V vocabulary, P positions, R rotary size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+from typing import Literal, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nano_inference.attention import ForwardInput
+from nano_inference.kernels.library import Library
+from nano_inference.kernels.native import Cache, Layout, NativeProgram
+from nano_inference.models.config import ModelConfig
+from nano_inference.models.programs import Weights, programs_of
+from nano_inference.models.rope import RotaryTable
+
+Keep = Literal["own", "bfloat16", "int8"]
+"""How weights are kept: as they come, or rounded."""
+Ropes = tuple[tuple[Tensor, Tensor], ...]
+
+
+class _Parts(NamedTuple):
+    """A model's programs, ready to run."""
+
+    body: NativeProgram
+    final: NativeProgram
+    head: NativeProgram
+
+
+class KernelModel:
+    """Owns packed weights, the programs that compute with them, and the memory of one step."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: Weights,
+        library: Library,
+        max_len: int,
+        keep: Keep = "own",
+        ropes: Ropes | None = None,
+    ) -> None:
+        """`max_len` positions can be computed; the rotary tables are made for them unless they are given.
+
+        `keep` says how the weights were packed, and how the next shall be.
+        """
+        self.config = config
+        self.weights = weights
+        self.library = library
+        self.max_len = max_len
+        self.keep: Keep = keep
+        programs = programs_of(config, weights)
+        if ropes is None:
+            ropes = rope_tables([RotaryTable(rope, torch.device("cpu")) for rope in config.ropes], max_len)
+        self._ropes = ropes
+        self._parts: _Parts | None = _Parts(
+            body=NativeProgram(library, programs.body, ropes),
+            final=NativeProgram(library, programs.final),
+            head=NativeProgram(library, programs.head),
+        )
+
+    def with_weights(self, weights: Weights) -> KernelModel:
+        """Return the same model with other weights."""
+        return KernelModel(self.config, weights, self.library, self.max_len, self.keep, self._ropes)
+
+    def discard(self) -> None:
+        """Give the memory of the weights back; nothing can be computed afterwards."""
+        self.weights = Weights({}, {})
+        self._parts = None
+
+    def forward(self, step: ForwardInput, cache: Cache) -> Tensor:
+        """Return the hidden states [T, E] before the last norm, in memory that the next step overwrites."""
+        assert self._parts is not None and max(span.end for span in step.spans) <= self.max_len
+        self._parts.body.run(layout_of(step), cache)
+        return self._parts.body.buffer("x", step.token_T.numel())
+
+    def final(self, hidden_SE: Tensor) -> Tensor:
+        """Return hidden states after the last norm, in memory that the next call overwrites."""
+        assert self._parts is not None
+        self._parts.final.run_rows({"h": hidden_SE})
+        return self._parts.final.buffer("n", hidden_SE.size(0))
+
+    def head(self, hidden_SE: Tensor) -> Tensor:
+        """Return float32 logits [S, V], in memory that the next call overwrites."""
+        assert self._parts is not None
+        self._parts.head.run_rows({"h": hidden_SE})
+        return self._parts.head.buffer("logits", hidden_SE.size(0))[:, : self.config.vocab_size]
+
+
+def rope_tables(tables: Sequence[RotaryTable], max_len: int) -> Ropes:
+    """Return cosines and signed sines [P, R] of every position, a pair for each rotary embedding."""
+    position_P = torch.arange(max_len)
+    pairs = (table.at(position_P, torch.float32) for table in tables)
+    return tuple((cos_P1R.squeeze(1).contiguous(), sin_P1R.squeeze(1).contiguous()) for cos_P1R, sin_P1R in pairs)
+
+
+def layout_of(step: ForwardInput) -> Layout:
+    """Return a step as the kernels want it."""
+    spans = step.spans
+    lengths = [len(span.blocks) for span in spans]
+    return Layout(
+        token_T=step.token_T.to(torch.int32).numpy(),
+        previous_T=step.prev_T.to(torch.int32).numpy(),
+        num_tokens_S=np.array([span.num_tokens for span in spans], np.int32),
+        start_S=np.array([span.start for span in spans], np.int32),
+        table_begin_S=np.cumsum([0, *lengths[:-1]], dtype=np.int32),
+        tables=np.fromiter(chain.from_iterable(span.blocks for span in spans), np.int32, sum(lengths)),
+    )

@@ -1,0 +1,118 @@
+"""What the engine may ask of the weights of a model, whether torch modules or the kernels compute with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+
+import torch
+from torch import Tensor
+
+from nano_inference.kernels.matrix import Matrix, Packer, unpack
+from nano_inference.models.build import (
+    Model,
+    build,
+    build_empty,
+    build_like,
+    checkpoint_name,
+    module_slots,
+    weight_slots,
+)
+from nano_inference.models.kernel import KernelModel
+from nano_inference.models.programs import Weights
+
+AnyModel = Model | KernelModel
+Pace = Callable[[int], None]
+
+_PIECE_ELEMENTS = 32768
+
+
+def weight_shapes(model: AnyModel) -> dict[str, tuple[int, ...]]:
+    """Return the shape of every weight under its checkpoint's name."""
+    named = weight_slots(build_empty(model.config) if isinstance(model, KernelModel) else model)
+    return {name: tuple(slot.shape) for name, slot in named.items()}
+
+
+def weight_values(model: AnyModel, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+    """Yield weights under their checkpoint's names, all or those named.
+
+    Those of a packed model are widened to float32 one after another.
+    """
+    if not isinstance(model, KernelModel):
+        yield from ((name, slot) for name, slot in weight_slots(model).items() if names is None or name in names)
+        return
+    for path in module_slots(build_empty(model.config)):
+        name = checkpoint_name(model.config, path)
+        if names is None or name in names:
+            yield name, _values(model, path)
+
+
+def _values(model: KernelModel, name: str) -> Tensor:
+    vector = model.weights.vectors.get(name)
+    values = unpack(model.library, model.weights.matrices[name]) if vector is None else vector
+    return values.bfloat16() if model.keep == "bfloat16" else values
+
+
+def staging_model(model: AnyModel, device: torch.device) -> Model:
+    """Return memory in which another set of weights can be gathered; its contents are not set."""
+    if isinstance(model, KernelModel):
+        return build(model.config, device, torch.bfloat16 if model.keep == "bfloat16" else torch.float32)
+    return build_like(model, device)
+
+
+def finished(live: AnyModel, staged: Model, pace: Pace | None = None) -> AnyModel:
+    """Return the model to compute with: what was gathered itself, or, where kernels compute, a packed copy of it.
+
+    `pace` is told of every piece before it is packed.
+    """
+    if not isinstance(live, KernelModel):
+        return staged
+    matrices: dict[str, Matrix] = {}
+    vectors: dict[str, Tensor] = {}
+    for name, slot in module_slots(staged).items():
+        if slot.dim() == 2:
+            matrices[name] = _packed(live, slot, pace)
+        else:
+            vectors[name] = slot.float().clone()
+    return live.with_weights(Weights(matrices, vectors))
+
+
+def _packed(live: KernelModel, slot: Tensor, pace: Pace | None) -> Matrix:
+    """Pack one matrix a few rows at a time."""
+    packer = Packer(live.library, slot, rounds=live.keep == "int8")
+    step = max(1, _PIECE_ELEMENTS // slot.size(1))
+    for start in range(0, slot.size(0), step):
+        if pace is not None:
+            pace(slot[start : start + step].nbytes)
+        packer.put(start, min(start + step, slot.size(0)))
+    return packer.matrix
+
+
+def copied(model: AnyModel, device: torch.device) -> AnyModel:
+    """Return a second model with the same weights; packed ones are never written, so they are shared."""
+    if isinstance(model, KernelModel):
+        return model.with_weights(model.weights)
+    twin = build_like(model, device)
+    with torch.no_grad():
+        for (_, target), (_, source) in zip(weight_slots(twin).items(), weight_slots(model).items(), strict=True):
+            target.copy_(source)
+    return twin
+
+
+def num_weight_bytes(model: AnyModel) -> int:
+    """Return the bytes that the weights take in memory."""
+    if isinstance(model, KernelModel):
+        matrices, vectors = model.weights.matrices.values(), model.weights.vectors.values()
+        return sum(matrix.num_bytes for matrix in matrices) + sum(vector.nbytes for vector in vectors)
+    return sum(slot.nbytes for slot in weight_slots(model).values())
+
+
+def weight_dtype(model: AnyModel) -> str:
+    """Return the precision that updates are kept in; "float32" also where narrower weights are kept as they came."""
+    if isinstance(model, KernelModel):
+        return "float32" if model.keep == "own" else model.keep
+    return str(next(iter(weight_slots(model).values())).dtype).removeprefix("torch.")
+
+
+def weight_device(model: AnyModel) -> torch.device:
+    """Return where the weights are; the kernels' are in main memory."""
+    return torch.device("cpu") if isinstance(model, KernelModel) else next(iter(weight_slots(model).values())).device
