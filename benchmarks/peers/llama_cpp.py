@@ -1,4 +1,8 @@
-"""llama.cpp's server as a worker, over loopback HTTP: llama_cpp.py MODEL.gguf THREADS (llama-server on PATH)."""
+"""llama.cpp's server as a worker, over loopback HTTP: llama_cpp.py MODEL.gguf THREADS LLAMA-SERVER [plain].
+
+One server has one slot, another 64; samples of one prompt are asked for together (`n_cmpl`), so that their prompt is
+computed once. `plain` leaves log-probabilities out, which tells what they cost.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +31,9 @@ def free_port() -> int:
 def start(slots: int, context: int) -> tuple[subprocess.Popen[bytes], int]:
     """Start a server and wait until it is ready."""
     port, threads = free_port(), sys.argv[2]
-    command = ["llama-server", "-m", sys.argv[1], "--host", "127.0.0.1", "--port", str(port), "-t", threads]
-    command += ["-tb", threads, "-np", str(slots), "-c", str(context), "-b", "2048", "--no-webui"]
+    command = [sys.argv[3], "-m", sys.argv[1], "--host", "127.0.0.1", "--port", str(port), "-t", threads]
+    command += ["-tb", threads, "-np", str(slots), "-c", str(context), "-b", "2048", "-fa", "on"]
+    command += ["--cache-ram", "0", "--no-webui"]
     process = subprocess.Popen(command, stdout=sys.stderr, stderr=sys.stderr)
     while process.poll() is None:
         try:
@@ -37,16 +42,25 @@ def start(slots: int, context: int) -> tuple[subprocess.Popen[bytes], int]:
             if connection.getresponse().status == 200:
                 return process, port
         except OSError:
-            time.sleep(0.05)
+            pass
+        time.sleep(0.05)
     raise RuntimeError("llama-server ended before it was ready")
 
 
+def version() -> str:
+    """Return what llama-server says of itself."""
+    told = subprocess.run([sys.argv[3], "--version"], capture_output=True, text=True)
+    lines = [line for line in (told.stdout + told.stderr).splitlines() if line.startswith("version:")]
+    return lines[0].removeprefix("version:").strip() if lines else "unknown"
+
+
 def complete(port: int, request: Request, seed: int) -> tuple[float | None, int]:
-    """Stream one sample; return the moment of its first token, and how many came."""
+    """Stream a request's samples; return the moment of the first token, and how many came."""
     sampled = request["temperature"] > 0
     body: dict[str, Any] = {
         "prompt": request["prompt"],
         "n_predict": request["new_tokens"],
+        "n_cmpl": request["num_samples"],
         "temperature": request["temperature"],
         "samplers": ["temperature"] if sampled else ["top_k"],
         "top_k": 0 if sampled else 1,
@@ -55,18 +69,20 @@ def complete(port: int, request: Request, seed: int) -> tuple[float | None, int]
         "cache_prompt": True,
         "seed": seed,
         "return_tokens": True,
-        "n_probs": 1 if sampled else 0,
+        "n_probs": 1 if sampled and "plain" not in sys.argv[4:] else 0,
     }
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=600)
     connection.request("POST", "/completion", json.dumps(body), {"Content-Type": "application/json"})
-    first, total = None, 0
+    first, total, left = None, 0, request["num_samples"]
     for line in connection.getresponse():
         if line.startswith(b"data: "):
             event = json.loads(line[6:])
             first = first or time.perf_counter()
-            total = event.get("tokens_predicted", total)
             if event.get("stop"):
-                break
+                total += event["tokens_predicted"]
+                left -= 1
+                if not left:
+                    break
     return first, total
 
 
@@ -75,16 +91,15 @@ def main() -> None:
     servers: dict[bool, tuple[subprocess.Popen[bytes], int]] = {}
 
     def run(requests: list[Request]) -> tuple[float | None, int]:
-        jobs = [request for request in requests for _ in range(request["num_samples"])]
-        single = len(jobs) == 1
+        single = len(requests) == 1 and requests[0]["num_samples"] == 1
         if single not in servers:
             servers[single] = start(1, 8192) if single else start(SLOTS, SLOTS * SLOT_TOKENS)
-        with ThreadPoolExecutor(len(jobs)) as pool:
-            done = list(pool.map(lambda job: complete(servers[single][1], job[1], job[0]), enumerate(jobs)))
+        with ThreadPoolExecutor(len(requests)) as pool:
+            done = list(pool.map(lambda job: complete(servers[single][1], job[1], job[0]), enumerate(requests)))
         return min((first for first, _ in done if first), default=None), sum(count for _, count in done)
 
     try:
-        serve(run, "llama-server")
+        serve(run, version())
     finally:
         for process, _ in servers.values():
             process.terminate()

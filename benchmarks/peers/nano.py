@@ -1,4 +1,4 @@
-"""This engine as a worker: nano.py MODEL THREADS."""
+"""This engine as a worker: nano.py MODEL THREADS DTYPE."""
 
 from __future__ import annotations
 
@@ -10,10 +10,21 @@ from protocol import Request, serve
 import nano_inference
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams
 
+_KV_CACHE_BYTES = 2 << 30
+"""As much as the peers are given; like theirs, it is there before the first request."""
+
 
 def main() -> None:
     """Load the model and answer workloads."""
-    engine = InferenceEngine(EngineConfig(model_path=sys.argv[1], device="cpu", num_threads=int(sys.argv[2])))
+    model, threads, dtype = sys.argv[1:4]
+    config = EngineConfig(
+        model_path=model,
+        device="cpu",
+        num_threads=int(threads),
+        dtype=dtype,
+        kv_cache_bytes=_KV_CACHE_BYTES,
+    )
+    engine = InferenceEngine(config)
 
     def run(requests: list[Request]) -> tuple[float | None, int]:
         first, total = None, 0

