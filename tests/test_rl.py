@@ -191,7 +191,7 @@ def test_a_bfloat16_stays_near_the_trainer(
     """An engine that computes in bfloat16 is at most 0.04 nats (root mean square) from its trainer: the trainer's
     float32 is what counts, a trainer in bfloat16 is no farther."""
     run, options = WAYS[way]
-    options = {**options, "kv_cache_bytes": options.get("kv_cache_bytes", 16 << 20) // 2, "dtype": "bfloat16"}
+    options = {**options, "dtype": "bfloat16"}
     samples = run(open_engine(untied, **options), replace(LONG, temperature=temperature, raw_logprobs=True))
     trainer = copy.deepcopy(untied.old).to(dtype)
     off = torch.cat([differences(trainer, sample, temperature) for sample in samples])

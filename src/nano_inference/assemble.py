@@ -17,7 +17,15 @@ from nano_inference.attention import pick
 from nano_inference.catalog import default_cache, nanochat_home, resolve
 from nano_inference.config import Dtype, EngineConfig
 from nano_inference.drawing import KernelSampler
-from nano_inference.kernels.compile import CannotCompile, Isa, best_isa, compile_library, cpu_flags, cpu_has
+from nano_inference.kernels.compile import (
+    CannotCompile,
+    Isa,
+    best_isa,
+    compile_library,
+    cpu_flags,
+    cpu_has,
+    find_compiler,
+)
 from nano_inference.kernels.library import Library
 from nano_inference.kv import KVManager, make_kv
 from nano_inference.kv.kernel_store import KernelStore
@@ -192,6 +200,16 @@ def pick_kernels(config: EngineConfig, device: torch.device) -> Library | None:
         name = f"kernels={config.kernels}" if is_named else "dtype=int8"
         raise ValueError(f"{name}: {reason}")
     return None
+
+
+def kernels_here() -> dict[str, str | bool]:
+    """Return which CPU code `pick_kernels` chooses by itself on this machine, or why torch alone computes."""
+    isa = best_isa(cpu_flags())
+    try:
+        library = Library(compile_library(isa, default_cache(os.environ), os.environ), 1)
+    except CannotCompile as error:
+        return {"code": "torch", "reason": str(error)}
+    return {"code": library.isa, "compiler": find_compiler(os.environ), "eight-bit products": library.has_vnni}
 
 
 def _why_no_kernels(config: EngineConfig, device: torch.device) -> str | None:

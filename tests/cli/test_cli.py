@@ -13,13 +13,14 @@ import tokenizers
 
 from nano_inference import EngineConfig, InferenceEngine, ModelError, SamplingParams
 from nano_inference.catalog import WHEELS
-from nano_inference.cli import bench, chat, doctor, machine, main
+from nano_inference.cli import bench, chat, doctor, machine, main, roofline
 from nano_inference.cli.answer import statistics, stream_answer
 from nano_inference.cli.chat import fit
 from nano_inference.cli.options import COMMON
 from nano_inference.cli.prompts import parse_lines
 from nano_inference.cli.session import open_session
 from nano_inference.cli.terminal import Interrupts, bar
+from nano_inference.models.config import LayerConfig, ModelConfig
 from nano_inference.workloads import Workload
 
 Capture = pytest.CaptureFixture[str]
@@ -291,8 +292,47 @@ def test_doctor(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
         tmp_path
     )
     assert facts["processor"]["threads"] >= 1 and "missing" not in facts["libraries"].values()
+    assert facts["kernels"]["code"] in ("avx512", "avx2", "generic")
     page = run(capsys, "doctor", "--cache", str(tmp_path))[0]
     assert "2.0 GB/s" in page and "3 GFLOP/s" in page
+
+
+def test_doctor_says_why_torch_computes(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "read_bandwidth", lambda: 2e9)
+    monkeypatch.setattr(machine, "gemm_rate", lambda: 3e9)
+    monkeypatch.setenv("CC", str(tmp_path / "none"))
+    facts = json.loads(run(capsys, "doctor", "--json", "--cache", str(tmp_path))[0])
+    assert facts["kernels"]["code"] == "torch" and str(tmp_path) in facts["kernels"]["reason"]
+
+
+@pytest.mark.model
+def test_doctor_runs_the_roofline_when_asked(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "read_bandwidth", lambda: 2e9)
+    monkeypatch.setattr(machine, "gemm_rate", lambda: 3e9)
+    monkeypatch.setattr(roofline, "_PREFILL_TOKENS", 40)
+    monkeypatch.setattr(roofline, "_DECODE_TOKENS", 4)
+    page = run(capsys, "doctor", "--bench", "--cache", str(tmp_path))[0]
+    for dtype in ("auto", "bfloat16", "int8"):
+        assert f"weights {dtype}\n" in page
+    assert page.count(" %\n") == 6
+
+
+def test_a_prefill_s_operations_are_counted() -> None:
+    """One layer by hand: q and o 4·4, k and v 4·2, three of the MLP 4·8, and 3/2 of 2·4 for scores and sums."""
+    config = ModelConfig(
+        architecture="x",
+        family="dense",
+        vocab_size=9,
+        hidden_size=4,
+        intermediate_size=8,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=2,
+        layers=(LayerConfig(rope=None),),
+        ropes=(),
+        max_positions=8,
+    )
+    assert roofline.prefill_flops(config, 3) == 2 * 3 * (16 + 16 + 8 + 8 + 96 + 3 / 2 * 2 * 4)
 
 
 def test_doctor_measures(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -141,17 +141,24 @@ def test_nothing_is_unpickled(trees: dict[str, ast.Module]) -> None:
     assert pickle_uses(trees) <= WRITES
 
 
-def test_nothing_is_evaluated_and_one_program_is_run(trees: dict[str, ast.Module]) -> None:
+def test_nothing_is_evaluated_and_two_programs_are_run(trees: dict[str, ast.Module]) -> None:
     found = {use for use in run_uses(trees) if not use[0].startswith("server/")}
-    assert found == {("catalog.py", "subprocess.run")}
-    assert importers(trees, {"subprocess", "pty", "ctypes", "cffi"}) == {"catalog.py"}
+    assert found == {("catalog.py", "subprocess.run"), ("kernels/compile.py", "subprocess.run")}
+    assert importers(trees, {"subprocess", "pty", "cffi"}) == {"catalog.py", "kernels/compile.py"}
+    assert importers(trees, {"ctypes"}) == {"kernels/library.py", "kernels/native.py"}
+
+
+def test_the_compiler_is_run_without_a_shell_and_within_a_time(trees: dict[str, ast.Module]) -> None:
+    (node,) = (node for before, _, node in calls(trees["kernels/compile.py"]) if before == "subprocess")
+    words = {word.arg for word in node.keywords}
+    assert "timeout" in words and "shell" not in words and "executable" not in words and None not in words
 
 
 def test_the_server_runs_no_program_and_evaluates_nothing(trees: dict[str, ast.Module]) -> None:
     assert not {use for use in run_uses(trees) if use[0].startswith("server/")}
 
 
-def test_the_one_program_is_pip_and_without_a_shell(trees: dict[str, ast.Module]) -> None:
+def test_the_other_program_is_pip_and_without_a_shell(trees: dict[str, ast.Module]) -> None:
     (node,) = (node for before, _, node in calls(trees["catalog.py"]) if before == "subprocess")
     words = {word.arg for word in node.keywords}
     assert "shell" not in words and "executable" not in words and None not in words

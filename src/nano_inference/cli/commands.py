@@ -12,6 +12,7 @@ from nano_inference.cli.options import (
     NOT_NANOCHAT,
     PLAIN,
     SERVER,
+    BenchFlag,
     CommonFlags,
     EngineFlags,
     JsonFlag,
@@ -134,11 +135,11 @@ def tokenize(
     return work.show_ids(text, not no_special, as_json, model, common)
 
 
-def doctor(*, as_json: JsonFlag = False, common: CommonFlags = COMMON) -> int:
+def doctor(*, bench: BenchFlag = False, as_json: JsonFlag = False, common: CommonFlags = COMMON) -> int:
     """Show this machine: processor, memory, libraries, models, and two short measurements."""
     from nano_inference.cli import doctor as work
 
-    return work.run(as_json, common)
+    return work.run(as_json, common, bench=bench)
 
 
 def models_list(*, as_json: JsonFlag = False, common: CommonFlags = COMMON) -> int:

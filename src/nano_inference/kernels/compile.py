@@ -128,10 +128,14 @@ def _call(compiler: str, arguments: list[str]) -> str:
 
 
 def _digest(compiler: str, flags: tuple[str, ...]) -> str:
-    """Return what tells one build from another: sources, compiler and options, and the processor's architecture."""
+    """Return what tells one build from another: sources, compiler and options, and the processor's architecture.
+
+    A compiler is told by its file, so that it is run only when there is something to compile.
+    """
     whole = hashlib.blake2b(digest_size=12)
-    version = _call(compiler, ["--version"]).partition("\n")[0]
-    for text in (version, compiler, platform.machine(), *flags):
+    program = Path(compiler).resolve()
+    stat = program.stat()
+    for text in (str(program), str(stat.st_size), str(stat.st_mtime_ns), platform.machine(), *flags):
         whole.update(text.encode() + b"\0")
     for path in sorted(_sources().iterdir()):
         whole.update(path.name.encode() + b"\0" + path.read_bytes())

@@ -147,6 +147,8 @@ def _declare(code: ctypes.CDLL) -> None:
         "nano_pool_threads": (c_int, (c_void_p,)),
         "nano_packed_bytes": (c_long, (c_int, c_long, c_long)),
         "nano_pack": (None, (c_int, c_void_p, c_void_p, c_long, c_long, c_long, c_void_p)),
+        "nano_fits_bfloat16": (c_int, (c_void_p, c_int64)),
+        "nano_int8_row_bytes": (c_int64, (c_int64,)),
         "nano_pack_int8": (None, (c_void_p, c_void_p, c_long, c_long, c_long, c_long, c_void_p)),
         "nano_unpack": (None, (c_int, c_void_p, c_long, c_long, c_long, c_void_p)),
         "nano_plan": (c_int64, (c_int64, *[c_void_p] * 4, c_int32, *[c_void_p] * 4)),

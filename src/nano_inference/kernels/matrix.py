@@ -92,8 +92,7 @@ def int8_parts(matrix: Matrix) -> tuple[Tensor, Tensor]:
     size = num_panels * groups * 256
     bytes_PGNJ = matrix.packed[:size].view(torch.int8).view(num_panels, groups, 64, 4)
     weight_NK = bytes_PGNJ.permute(0, 2, 1, 3).reshape(num_panels * 64, groups * 4)
-    scale_P2N = matrix.packed[size:].view(torch.float32).view(num_panels, 2, 64)
-    return weight_NK[: matrix.num_out, : matrix.num_in], scale_P2N[:, 0].reshape(-1)[: matrix.num_out]
+    return weight_NK[: matrix.num_out, : matrix.num_in], matrix.packed[size:].view(torch.float32)[: matrix.num_out]
 
 
 class Packer:
@@ -101,7 +100,7 @@ class Packer:
 
     def __init__(self, library: Library, weight_NK: Tensor, *, rounds: bool = False) -> None:
         assert weight_NK.is_contiguous()
-        is_short = weight_NK.dtype == torch.float32 and not rounds and fits_bfloat16(weight_NK)
+        is_short = weight_NK.dtype == torch.float32 and not rounds and fits_bfloat16(library, weight_NK)
         self._source_NK = weight_NK.bfloat16() if is_short else weight_NK
         kind = INT8 if rounds else _PLAIN[self._source_NK.dtype]
         num_out, num_in = weight_NK.shape
@@ -119,10 +118,9 @@ class Packer:
             code.nano_pack(m.format, rows, None, start, count, m.num_in, m.packed.data_ptr())
 
 
-def fits_bfloat16(weight: Tensor) -> bool:
-    """Whether float32 values have nothing in the 16 bits that bfloat16 has not."""
-    bits = weight.view(torch.int32).numpy()
-    return not np.bitwise_or.reduce(bits.reshape(-1) & 0xFFFF)
+def fits_bfloat16(library: Library, weight: Tensor) -> bool:
+    """Whether contiguous float32 values have nothing in the 16 bits that bfloat16 has not."""
+    return bool(library.code.nano_fits_bfloat16(weight.data_ptr(), weight.numel()))
 
 
 def _zeros(num_bytes: int) -> Tensor:

@@ -47,7 +47,6 @@ _ADD, _NORM_FIRST, _NORM_LAST = 1, 2, 4
 _ROWS = ("token", "previous", "pair")
 _ACTIVATIONS = ("silu", "gelu_tanh", "relu_squared")
 _SPLIT = 256
-_BYTES_BEFORE = 64
 _LINE_FLOATS = 16
 _MAX_SPLIT_TOKENS = 64
 """Steps of more tokens have work enough for all threads without cutting a row's keys up."""
@@ -107,7 +106,7 @@ class NativeProgram:
         self._struct = ProgramStruct(ops, len(program.ops), matrices, tables, widths, strides, *heads)
         self._kept += [ops, matrices, tables, widths, strides]
         rounded = [m.num_in for m in self._matrices if m.format == INT8]
-        self._byte_stride = _BYTES_BEFORE + -(-max(rounded) // 64) * 64 if rounded else 0
+        self._byte_stride = max((int(library.code.nano_int8_row_bytes(num_in)) for num_in in rounded), default=0)
         self._bytes = torch.empty(0, dtype=torch.uint8)
         self._arena = torch.empty(0)
         self._capacity = 0

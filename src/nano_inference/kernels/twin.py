@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nano_inference.kernels.library import BF16, F16, F32, INT8, Q4_0, Q4_1, Q4_K, Q6_K, Q8_0
-from nano_inference.kernels.matrix import GGML, Matrix, fits_bfloat16, int8_parts
+from nano_inference.kernels.matrix import GGML, Matrix, int8_parts
 from nano_inference.kernels.native import Cache, Layout
 from nano_inference.kernels.program import (
     Activate,
@@ -58,6 +58,8 @@ _PLAIN_BYTES: Mapping[int, int] = MappingProxyType({F32: 4, BF16: 4, F16: 2, INT
 _BLOCK_BYTES: Mapping[int, int] = MappingProxyType({Q4_0: 18, Q4_1: 20, Q8_0: 34, Q4_K: 144, Q6_K: 210})
 """Bytes of one of ggml's blocks (ggml-common.h)."""
 _PLAIN: Mapping[torch.dtype, int] = MappingProxyType({torch.float32: F32, torch.bfloat16: BF16, torch.float16: F16})
+_GROUP = 64
+"""Inputs whose eight-bit activations share a scale."""
 _COLDEST = 1e-30
 _SMALLEST_EXPONENT = -87.33654
 
@@ -68,7 +70,7 @@ _SMALLEST_EXPONENT = -87.33654
 def pack(weight_NK: Tensor) -> Matrix:
     """Pack float32, bfloat16 or half weights; float32 that fits into bfloat16 is kept as that."""
     weight_NK = weight_NK.contiguous()
-    if weight_NK.dtype == torch.float32 and fits_bfloat16(weight_NK):
+    if weight_NK.dtype == torch.float32 and not (weight_NK.view(torch.int32) & 0xFFFF).any():
         weight_NK = weight_NK.bfloat16()
     kind, (num_out, num_in) = _PLAIN[weight_NK.dtype], weight_NK.shape
     packed = _join(kind, [_blocks(weight_NK.view(torch.uint8), _PLAIN_BYTES[kind]).unsqueeze(2)])
@@ -83,14 +85,12 @@ def pack_blocks(type_name: str, rows: Tensor, num_in: int, order_N: Tensor | Non
 
 
 def pack_int8(weight_NK: Tensor) -> Matrix:
-    """Round float weights to eight bits, with a scale for each output; behind the panels stand scales and sums."""
+    """Round float weights to eight bits, with a scale for each output; the scales stand behind the panels."""
     byte_NK, scale_N = _quantise(weight_NK.float())
     num_out, num_in = weight_NK.shape
     panels = _join(INT8, [_blocks(byte_NK.to(torch.int8).view(torch.uint8), 4).unsqueeze(2)])
-    sum_N = (128 * byte_NK.sum(dim=-1)).to(torch.int32)
-    missing = -num_out % _PANEL
-    behind = [F.pad(each_N, (0, missing)).view(-1, 1, _PANEL).view(torch.uint8) for each_N in (scale_N, sum_N)]
-    return Matrix(INT8, num_out, num_in, torch.cat((panels, torch.cat(behind, dim=1).reshape(-1))))
+    behind = F.pad(scale_N, (0, -num_out % _PANEL)).view(torch.uint8)
+    return Matrix(INT8, num_out, num_in, torch.cat((panels, behind)))
 
 
 def unpack(matrix: Matrix, first: int = 0, count: int | None = None) -> Tensor:
@@ -225,7 +225,7 @@ def _q6(d: Tensor, scale: Tensor, upper: Tensor, low: Tensor) -> Tensor:
 def _quantise(x_SK: Tensor) -> tuple[Tensor, Tensor]:
     """Return whole numbers up to 127 (float32) and each row's scale; what is no number makes its row's scale none."""
     top_S1 = x_SK.abs().amax(dim=-1, keepdim=True)
-    inverse_S1 = torch.where(top_S1 > 0, 127.0 / top_S1, 0.0)
+    inverse_S1 = torch.where(top_S1 > 0, torch.full_like(top_S1, 127.0) / top_S1, 0.0)  # one rounding, as in C
     byte_SK = torch.where(top_S1.isfinite(), (x_SK * inverse_S1).round(), 0.0)
     return byte_SK, torch.where(top_S1.isfinite(), top_S1 / 127.0, torch.nan).squeeze(-1)
 
@@ -342,13 +342,17 @@ def _product(op: Product, x_TW: Tensor) -> Tensor:
 
 
 def _times(x_TK: Tensor, matrix: Matrix) -> Tensor:
-    """One matrix; with eight-bit weights the rows are rounded to eight bits, too, and the sums are whole numbers."""
+    """One matrix. With eight-bit weights groups of 64 inputs are rounded, too; their sums are whole numbers."""
     if matrix.format != INT8:
         return x_TK @ unpack(matrix).to(x_TK.dtype).T
     weight_NK, scale_N = int8_parts(matrix)
-    byte_TK, scale_T = _quantise(x_TK.float())
-    sum_TN = (byte_TK.double() @ weight_NK.double().T).float()
-    return (sum_TN * scale_N * scale_T.unsqueeze(-1)).to(x_TK.dtype)
+    total_TN = torch.zeros(x_TK.size(0), matrix.num_out)
+    groups = (torch.split(each, _GROUP, dim=1) for each in (x_TK.float(), weight_NK))
+    for group_TK, weights_NK in zip(*groups, strict=True):
+        byte_TK, scale_T = _quantise(group_TK)
+        sum_TN = (byte_TK.double() @ weights_NK.double().T).float()
+        total_TN = total_TN + sum_TN * scale_T.unsqueeze(-1)
+    return (total_TN * scale_N).to(x_TK.dtype)
 
 
 def _heads(op: Heads, step: _Step) -> Tensor:

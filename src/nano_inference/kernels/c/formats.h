@@ -12,7 +12,7 @@
  *   Q8_0  per 32: 64 half d; per input 64 signed bytes q                                  q d
  *   Q4_K  per 256: 64 half d, 64 half e; per 32: 64 bytes s, 64 bytes t, nibbles          q (d s) - e t
  *   Q6_K  per 256: 64 half d; per 16: 64 signed bytes s, 64 words of 16 two-bit high parts, nibbles   (q - 32)(d s)
- *   INT8  per four inputs 64 x 4 signed bytes q; its scales and column sums stand behind all panels (int8.h)
+ *   INT8  per four inputs 64 x 4 signed bytes q; its scales stand behind all panels (int8.h)
  *
  * Every product q d is exact in float32 except Q6_K's last, which is rounded once, as there. */
 #ifndef NANO_FORMATS_H
@@ -60,7 +60,7 @@ INLINE long panel_bytes(int format, long num_in) {
 INLINE long num_panels(long num_out) { return (num_out + PANEL - 1) / PANEL; }
 long nano_packed_bytes(int format, long num_out, long num_in) {
     long bytes = num_panels(num_out) * panel_bytes(format, num_in);
-    return format == INT8 ? bytes + num_panels(num_out) * PANEL * 8 : bytes;
+    return format == INT8 ? bytes + num_panels(num_out) * PANEL * 4 : bytes;
 }
 
 /* ---- widening, U vectors of outputs at a time ------------------------------------------------------------------- */

@@ -1,8 +1,9 @@
-/* Eight-bit weights times eight-bit activations, opt-in. Weights have a scale for each output, activations one for each
- * token (largest magnitude / 127, ties to even). Sums are exact integers, so their order does not matter.
+/* Eight-bit weights times eight-bit activations, opt-in. Weights have a scale for each output, activations one for every
+ * GROUP inputs of each token (largest magnitude / 127, ties to even): a model's few large activations would else leave
+ * nothing of the others. Sums inside a group are exact integers; groups are added in ascending order.
  *
- * Behind the panels stand, for each panel, 64 float scales and 64 words: 128 times each output's sum of weights. VNNI
- * multiplies unsigned by signed bytes, so activations are shifted by 128 and that sum is taken off again. */
+ * Behind the panels stand 64 float scales for each. VNNI multiplies unsigned by signed bytes: weights are shifted by 128 as
+ * they are read, and 128 times the sum of a group's activations is taken off again. */
 #ifndef NANO_INT8_H
 #define NANO_INT8_H
 
@@ -10,33 +11,38 @@
 #include "pool.h"
 
 INLINE const float *int8_scales(const Matrix *m, long panel) {
-    return (const float *)(m->data + num_panels(m->num_out) * panel_bytes(INT8, m->num_in) + panel * PANEL * 8);
+    return (const float *)(m->data + num_panels(m->num_out) * panel_bytes(INT8, m->num_in) + panel * PANEL * 4);
 }
 
 INLINE float round_even(float x) { return (x + 12582912.0f) - 12582912.0f; }
 
-#define BYTES_BEFORE 64                      /* of a row's bytes: its scale */
+#define GROUP 64                             /* inputs that share an activation scale */
 
-/* One row: its scale, then K bytes, filled up to a multiple of four with what stands for 0. What is no number makes the
- * scale none. */
+/* A row of activations: for each group its scale, then for each group 128 times the sum of its bytes, then, from a
+ * multiple of 64 on, the bytes themselves, filled up with zeros to whole groups. */
+INLINE long num_groups(long num_in) { return (num_in + GROUP - 1) / GROUP; }
+INLINE long bytes_before(long num_in) { return (num_groups(num_in) * 8 + 63) / 64 * 64; }
+int64_t nano_int8_row_bytes(int64_t num_in) { return bytes_before(num_in) + num_groups(num_in) * GROUP; }
+
+/* What is no number makes its group's scale none. */
+static void quantise_group(const float *x, long n, int8_t *q, float *scale, int32_t *sum) {
+    float top = 0, odd = 0;
+    for (long i = 0; i < n; i++) { const float size = __builtin_fabsf(x[i]); top = size > top ? size : top; }
+    for (long i = 0; i < n; i++) odd += x[i] * 0.0f;
+    *scale = top / 127.0f + odd;
+    const float inverse = top > 0 && *scale == *scale ? 127.0f / top : 0;
+    int32_t total = 0;
+    memset(q, 0, GROUP);
+    for (long i = 0; inverse != 0 && i < n; i++) q[i] = (int8_t)(int)round_even(x[i] * inverse);
+    for (long i = 0; i < GROUP; i++) total += q[i];
+    *sum = 128 * total;
+}
 static void quantise_row(const float *x, long n, uint8_t *row) {
-    uint8_t *q = row + BYTES_BEFORE;
-    vf most = all_f(0), odd = all_f(0);
-    long i = 0;
-    for (; i + LANES <= n; i += LANES) {
-        const vf v = load_f(x + i);
-        most = vmax(vmax(-v, v), most);
-        odd += v * all_f(0);
-    }
-    float top = 0, odds = 0;
-    for (int u = 0; u < LANES; u++) { odds += odd[u]; if (most[u] > top) top = most[u]; }
-    for (; i < n; i++) { odds += x[i] * 0; if (__builtin_fabsf(x[i]) > top) top = __builtin_fabsf(x[i]); }
-    const float scale = top / 127.0f + odds, inverse = top > 0 && scale == scale ? 127.0f / top : 0;
-    memcpy(row, &scale, 4);
-    if (scale != scale) { memset(q, 128, n); i = n; }
-    else
-        for (i = 0; i < n; i++) q[i] = (uint8_t)(int)(round_even(x[i] * inverse) + 128.0f);
-    for (; i % 4; i++) q[i] = 128;
+    float *scales = (float *)row;
+    int32_t *sums = (int32_t *)row + num_groups(n);
+    int8_t *q = (int8_t *)row + bytes_before(n);
+    for (long g = 0; g < num_groups(n); g++)
+        quantise_group(x + g * GROUP, n - g * GROUP < GROUP ? n - g * GROUP : GROUP, q + g * GROUP, &scales[g], &sums[g]);
 }
 
 /* From float rows: each output's scale is its largest magnitude / 127. Memory must be zero before. */
@@ -47,21 +53,15 @@ void nano_pack_int8(const float *values, const int32_t *rows, long first, long c
         const float *row = values + (rows ? rows[n - first] : n - first) * num_in;
         const long lane = n % PANEL;
         char *panel = packed + n / PANEL * bytes;
-        char *behind = packed + num_panels(num_out) * bytes + n / PANEL * PANEL * 8;
+        char *behind = packed + num_panels(num_out) * bytes + n / PANEL * PANEL * 4;
         float top = 0;
         for (long k = 0; k < num_in; k++) if (__builtin_fabsf(row[k]) > top) top = __builtin_fabsf(row[k]);
         float odd = 0;
         for (long k = 0; k < num_in; k++) odd += row[k] * 0.0f;
         const float scale = top / 127.0f + odd, inverse = top > 0 && scale == scale ? 127.0f / top : 0;
-        int32_t sum = 0;
-        for (long k = 0; k < num_in; k++) {
-            const int q = scale == scale ? (int)round_even(row[k] * inverse) : 0;
-            panel[k / 4 * 256 + lane * 4 + k % 4] = (char)q;
-            sum += q;
-        }
-        sum *= 128;
+        for (long k = 0; k < num_in; k++)
+            panel[k / 4 * 256 + lane * 4 + k % 4] = (char)(scale == scale ? (int)round_even(row[k] * inverse) : 0);
         memcpy(behind + 4 * lane, &scale, 4);
-        memcpy(behind + 256 + 4 * lane, &sum, 4);
     }
 }
 
@@ -72,64 +72,74 @@ static void read_int8_row(const Matrix *m, long row, float *out) {
     for (long k = 0; k < m->num_in; k++) out[k] = (float)(int8_t)panel[k / 4 * 256 + row % PANEL * 4 + k % 4] * scale;
 }
 
-INLINE vi dot4(vi acc, vi x, vu w) {
+/* acc + four products of unsigned w by signed x. */
+INLINE vi dot4(vi acc, vu w, vi x) {
 #if LANES == 16 && defined(__AVX512VNNI__)
-    return (vi)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)x, (__m512i)w);
+    return (vi)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)w, (__m512i)x);
 #elif LANES == 8 && defined(__AVXVNNI__)
-    return (vi)_mm256_dpbusd_avx_epi32((__m256i)acc, (__m256i)x, (__m256i)w);
+    return (vi)_mm256_dpbusd_avx_epi32((__m256i)acc, (__m256i)w, (__m256i)x);
 #else
     for (int j = 0; j < 4; j++) {
-        const vi u = (vi)(((vu)x >> (8 * j)) & 255), s = ((vi)(w << (24 - 8 * j))) >> 24;
+        const vi u = (vi)((w >> (8 * j)) & 255), s = ((vi)((vu)x << (24 - 8 * j))) >> 24;
         acc += u * s;
     }
     return acc;
 #endif
 }
 
-INLINE void int8_tile(const int R, const int V, const uint8_t *x, long ldx, const char *panel, long groups,
+/* R rows by V vectors of outputs. */
+INLINE void int8_tile(const int R, const int V, const uint8_t *x, long ldx, const char *panel, long num_in,
                       const float *scales, float *tile) {
-    vi acc[6][4];
-    _Pragma("GCC unroll 16") for (int r = 0; r < R; r++)
-        _Pragma("GCC unroll 4") for (int v = 0; v < V; v++) acc[r][v] = (vi){0};
+    const long groups = num_groups(num_in), before = bytes_before(num_in), fours = (num_in + 3) / 4;
+    vf total[3][4];
+    _Pragma("GCC unroll 4") for (int r = 0; r < R; r++)
+        _Pragma("GCC unroll 4") for (int v = 0; v < V; v++) total[r][v] = all_f(0);
     for (long g = 0; g < groups; g++) {
-        vu w[4];
-        _Pragma("GCC unroll 4") for (int v = 0; v < V; v++) w[v] = load_u(panel + g * 256 + v * LANES * 4);
-        _Pragma("GCC unroll 16") for (int r = 0; r < R; r++) {
-            int32_t four;
-            memcpy(&four, x + BYTES_BEFORE + r * ldx + g * 4, 4);
-            const vi b = four - (vi){0};
-            _Pragma("GCC unroll 4") for (int v = 0; v < V; v++) acc[r][v] = dot4(acc[r][v], b, w[v]);
+        vi acc[3][4];
+        _Pragma("GCC unroll 4") for (int r = 0; r < R; r++) {
+            const vi sum = ((const int32_t *)(x + r * ldx))[groups + g] - (vi){0};
+            _Pragma("GCC unroll 4") for (int v = 0; v < V; v++) acc[r][v] = -sum;
+        }
+        const long end = (g + 1) * (GROUP / 4) < fours ? (g + 1) * (GROUP / 4) : fours;
+        for (long four = g * (GROUP / 4); four < end; four++) {
+            vu w[4];
+            _Pragma("GCC unroll 4") for (int v = 0; v < V; v++) {
+                w[v] = load_u(panel + four * 256 + v * LANES * 4) ^ 0x80808080u;
+                fetch_ahead(panel + four * 256 + v * LANES * 4);
+            }
+            _Pragma("GCC unroll 4") for (int r = 0; r < R; r++) {
+                int32_t bytes;
+                memcpy(&bytes, x + r * ldx + before + four * 4, 4);
+                const vi b = bytes - (vi){0};
+                _Pragma("GCC unroll 4") for (int v = 0; v < V; v++) acc[r][v] = dot4(acc[r][v], w[v], b);
+            }
+        }
+        _Pragma("GCC unroll 4") for (int r = 0; r < R; r++) {
+            const vf scale = all_f(((const float *)(x + r * ldx))[g]);
+            _Pragma("GCC unroll 4") for (int v = 0; v < V; v++)
+                total[r][v] += __builtin_convertvector(acc[r][v], vf) * scale;
         }
     }
-    _Pragma("GCC unroll 4") for (int v = 0; v < V; v++) {
-        const vf scale = load_f(scales + v * LANES);
-        const vi sum = (vi)load_u(scales + PANEL + v * LANES);
-        _Pragma("GCC unroll 16") for (int r = 0; r < R; r++) {
-            float row_scale;
-            memcpy(&row_scale, x + r * ldx, 4);
-            store_f(tile + r * PANEL + v * LANES,
-                    __builtin_convertvector(acc[r][v] - sum, vf) * scale * all_f(row_scale));
-        }
-    }
+    _Pragma("GCC unroll 4") for (int r = 0; r < R; r++)
+        _Pragma("GCC unroll 4") for (int v = 0; v < V; v++)
+            store_f(tile + r * PANEL + v * LANES, total[r][v] * load_f(scales + v * LANES));
 }
 
 /* One panel's outputs for M rows of bytes: tile [M, 64]. */
 static void int8_panel(const Matrix *m, long panel, const uint8_t *x, long ldx, long M, float *tile) {
-    const long groups = (m->num_in + 3) / 4;
     const char *data = m->data + panel * panel_bytes(INT8, m->num_in);
     const float *scales = int8_scales(m, panel);
 #if LANES == 16
-    enum { TALLEST = 6 };
+    enum { TALLEST = 3, ACROSS = 4 };
 #else
-    enum { TALLEST = 2 };
+    enum { TALLEST = 2, ACROSS = 2 };
 #endif
-    for (int lane = 0; lane < PANEL; lane += 4 * LANES)
+    for (int lane = 0; lane < PANEL; lane += ACROSS * LANES)
         for (long r = 0; r < M;) {
-            const long left = M - r;
             float *out = tile + r * PANEL + lane;
-#define DO(n) { int8_tile(n, 4, x + r * ldx, ldx, data + lane * 4, groups, scales + lane, out); r += n; }
-            if (left >= TALLEST) DO(TALLEST)
-            else if (TALLEST > 4 && left >= 3) DO(3)
+#define DO(n) { int8_tile(n, ACROSS, x + r * ldx, ldx, data + lane * 4, m->num_in, scales + lane, out); r += n; }
+            if (M - r >= TALLEST) DO(TALLEST)
+            else if (M - r == 2) DO(2)
             else DO(1)
 #undef DO
         }

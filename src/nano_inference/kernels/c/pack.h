@@ -76,13 +76,7 @@ static void pack_q6_k(const uint8_t *block, char *super, int lane) {
 
 static void pack_row(int format, const uint8_t *row, long num_in, char *panel, int lane) {
     uint8_t q[32];
-    if (format == F32)
-        for (long k = 0; k < num_in; k++) memcpy(panel + k * 256 + 4 * lane, row + 4 * k, 4);
-    else if (format == BF16)
-        for (long k = 0; k < num_in; k++) memcpy(panel + k / 2 * 256 + 4 * lane + k % 2 * 2, row + 2 * k, 2);
-    else if (format == F16)
-        for (long k = 0; k < num_in; k++) memcpy(panel + k * 128 + 2 * lane, row + 2 * k, 2);
-    else if (format == Q8_0)
+    if (format == Q8_0)
         for (long b = 0; b < num_in / 32; b++, row += 34) {
             put16(panel + b * 2176, lane, get16((const char *)row, 0));
             for (int j = 0; j < 32; j++) panel[b * 2176 + 128 + j * 64 + lane] = (char)row[2 + j];
@@ -102,13 +96,46 @@ static void pack_row(int format, const uint8_t *row, long num_in, char *panel, i
         for (long b = 0; b < num_in / 256; b++) pack_q6_k(row + b * 210, panel + b * 13440, lane);
 }
 
-/* Pack outputs [first, first + count) of a matrix. The whole memory must be zero before: that is the padding. */
+/* Plain values: `count` rows from lane `lane` of one panel on, some inputs of all rows at a time, so that what is
+ * written stays in the first cache. */
+#define PACK_PLAIN(type, place)                                                                                        \
+    for (long start = 0; start < num_in; start += 16)                                                                  \
+        for (long n = 0; n < count; n++) {                                                                             \
+            const type *from = (const type *)(rows + n * num_in * (long)sizeof(type));                                 \
+            for (long k = start; k < start + 16 && k < num_in; k++) {                                                  \
+                const long at = (place);                                                                               \
+                memcpy(panel + at, from + k, sizeof(type));                                                            \
+            }                                                                                                          \
+        }
+static void pack_plain(int format, const uint8_t *rows, long count, long num_in, char *panel, long lane) {
+    if (format == F32) { PACK_PLAIN(uint32_t, k * 256 + 4 * (lane + n)) }
+    else if (format == BF16) { PACK_PLAIN(uint16_t, k / 2 * 256 + 4 * (lane + n) + k % 2 * 2) }
+    else { PACK_PLAIN(uint16_t, k * 128 + 2 * (lane + n)) }
+}
+
+/* Pack outputs [first, first + count) of a matrix. The whole memory must be zero before: that is the padding. `rows` is
+ * for ggml's blocks only. */
 void nano_pack(int format, const void *source, const int32_t *rows, long first, long count, long num_in, char *packed) {
     const long row_bytes = source_row_bytes(format, num_in), bytes = panel_bytes(format, num_in);
-    for (long n = first; n < first + count; n++) {
-        const uint8_t *row = (const uint8_t *)source + (rows ? rows[n - first] : n - first) * row_bytes;
-        pack_row(format, row, num_in, packed + n / PANEL * bytes, n % PANEL);
+    const int is_plain = format == F32 || format == BF16 || format == F16;
+    for (long n = first, step; n < first + count; n += step) {
+        const long in_panel = PANEL - n % PANEL, left = first + count - n;
+        const uint8_t *row = (const uint8_t *)source + (rows && !is_plain ? rows[n - first] : n - first) * row_bytes;
+        step = !is_plain ? 1 : in_panel < left ? in_panel : left;
+        if (is_plain) pack_plain(format, row, step, num_in, packed + n / PANEL * bytes, n % PANEL);
+        else pack_row(format, row, num_in, packed + n / PANEL * bytes, n % PANEL);
     }
+}
+
+/* Whether float32 values have nothing in the 16 bits that bfloat16 has not. */
+int nano_fits_bfloat16(const uint32_t *bits, int64_t count) {
+    for (int64_t start = 0; start < count; start += 4096) {
+        const int64_t stop = start + 4096 < count ? start + 4096 : count;
+        uint32_t any = 0;
+        for (int64_t i = start; i < stop; i++) any |= bits[i];
+        if (any & 0xffff) return 0;
+    }
+    return 1;
 }
 
 /* One value of a nibble format or of a plain one, as widening gives it. */

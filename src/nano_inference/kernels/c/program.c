@@ -49,7 +49,7 @@ typedef struct {
     int64_t block_floats;
     float *parts;                        /* [T, H, num_splits, D + 2] where `num_splits` is above 0 */
     int64_t num_splits;
-    uint8_t *bytes;                      /* [T, byte_stride]: rows rounded to eight bits, their scale in front */
+    uint8_t *bytes;                      /* [T, byte_stride]: rows rounded to eight bits, scales in front (int8.h) */
     int64_t byte_stride;
     _Atomic int failed;                  /* memory ran out */
 } Step;

@@ -1,0 +1,90 @@
+"""How near the kernels come to what this machine's memory and arithmetic allow, on the default model."""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from typing import Any
+
+from nano_inference.assemble import assemble, locate
+from nano_inference.cli import machine
+from nano_inference.config import Dtype, EngineConfig
+from nano_inference.engine import InferenceEngine
+from nano_inference.models.config import ModelConfig
+from nano_inference.models.kernel import KernelModel
+from nano_inference.models.packed import num_weight_bytes
+from nano_inference.runner import ModelRunner
+from nano_inference.types import SamplingParams
+
+_PREFILL_TOKENS = 2048
+_DECODE_TOKENS = 96
+_REPEAT = 3
+
+
+def measure(name: str = "default") -> dict[str, dict[str, Any]]:
+    """Return the machine's rates and, for the file's own weights and for bfloat16 and int8, the shares reached.
+
+    A decoded token reads every weight once; that times tokens a second, by what torch reads a second, is the first
+    share. A prefill's operations by the rate of torch's own float32 product are the second. Median of three each.
+    """
+    bandwidth, rate = machine.read_bandwidth(), machine.gemm_rate()
+    found: dict[str, dict[str, Any]] = {
+        "measured": {"read_bytes_per_s": bandwidth, "float32_flops_per_s": rate},
+    }
+    dtypes: tuple[Dtype, ...] = ("auto", "bfloat16", "int8")
+    for dtype in dtypes:
+        found[f"weights {dtype}"] = _shares(name, dtype, bandwidth, rate)
+    return found
+
+
+def _shares(name: str, dtype: Dtype, bandwidth: float, rate: float) -> dict[str, Any]:
+    """Measure one engine."""
+    config = EngineConfig(model_path=str(locate(name)), device="cpu", dtype=dtype, max_model_len=4096)
+    with InferenceEngine(config, parts=assemble(config)) as engine:
+        runner = engine.parts.runner
+        assert isinstance(runner, ModelRunner)
+        model = runner.model
+        weight_bytes = num_weight_bytes(model)
+        flops = prefill_flops(model.config, _PREFILL_TOKENS)
+        decode = statistics.median(_decode_rate(engine, index) for index in range(_REPEAT))
+        prefill = statistics.median(_prefill_seconds(engine, index) for index in range(_REPEAT))
+    return {
+        "code": model.library.isa if isinstance(model, KernelModel) else "torch",
+        "weight_bytes": weight_bytes,
+        "decode_tokens_per_s": decode,
+        "decode_bytes_per_s": decode * weight_bytes,
+        "decode_share": decode * weight_bytes / bandwidth,
+        "prefill_tokens_per_s": _PREFILL_TOKENS / prefill,
+        "prefill_flops_per_s": flops / prefill,
+        "prefill_share": flops / prefill / rate,
+    }
+
+
+def prefill_flops(config: ModelConfig, num_tokens: int) -> float:
+    """Return the operations of a prompt's forward pass: products of every layer, and causal attention."""
+    heads = config.num_heads + 2 * config.num_kv_heads
+    projections = config.hidden_size * (heads + config.num_heads) * config.head_dim
+    mlp = (3 if config.nanochat is None else 2) * config.hidden_size * config.intermediate_size
+    attention = num_tokens / 2 * 2 * config.num_heads * config.head_dim
+    return 2.0 * num_tokens * config.num_layers * (projections + mlp + attention)
+
+
+def _prompt(size: int, index: int) -> list[int]:
+    rng = random.Random(index)
+    return [rng.randrange(1000, 40_000) for _ in range(size)]
+
+
+def _decode_rate(engine: InferenceEngine, index: int) -> float:
+    """Return tokens a second between the first and the last of a short answer."""
+    params = SamplingParams(temperature=0, max_tokens=_DECODE_TOKENS, ignore_eos=True)
+    times = [time.perf_counter() for _ in engine.stream(_prompt(32, index), params)]
+    return (len(times) - 1) / (times[-1] - times[0])
+
+
+def _prefill_seconds(engine: InferenceEngine, index: int) -> float:
+    """Return the seconds that a prompt takes in one step."""
+    start = time.perf_counter()
+    params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+    engine.generate([_prompt(_PREFILL_TOKENS, 1000 + index)], params)
+    return time.perf_counter() - start
