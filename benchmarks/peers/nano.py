@@ -9,9 +9,10 @@ from protocol import Request, serve
 
 import nano_inference
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams
+from nano_inference.kv.kernel_store import KernelStore
 
-_KV_CACHE_BYTES = 2 << 30
-"""As much as the peers are given; like theirs, it is there before the first request."""
+_KV_CACHE_BYTES = 1 << 30
+"""Like the peers' caches, there before the first request."""
 
 
 def main() -> None:
@@ -25,6 +26,9 @@ def main() -> None:
         kv_cache_bytes=_KV_CACHE_BYTES,
     )
     engine = InferenceEngine(config)
+    store = getattr(engine.parts.runner, "store", None)
+    if isinstance(store, KernelStore):
+        store.wait_for_pages(60)
 
     def run(requests: list[Request]) -> tuple[float | None, int]:
         first, total = None, 0

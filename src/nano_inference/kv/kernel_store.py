@@ -69,6 +69,10 @@ class KernelStore:
         self._k_NLKDZ = k[:total].view(num_blocks, num_layers, num_kv_heads, head_dim, size)
         self._v_NLKZD = v[:total].view(num_blocks, num_layers, num_kv_heads, size, head_dim)
 
+    def wait_for_pages(self, timeout: float) -> bool:
+        """Wait until the pages that were asked for are there, for `timeout` seconds; whether they are."""
+        return self._populator is None or self._populator.wait(timeout)
+
     def _bring_in(self, k: Tensor, v: Tensor, num_bytes: int) -> None:
         """Begin to look after the pages of this memory, and no longer after those of the last."""
         code = self._library.code

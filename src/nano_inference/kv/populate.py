@@ -21,6 +21,7 @@ class Populator:
         self._changed = threading.Condition()
         self._wanted = 0
         self._done = 0
+        self._brought_in = 0
         self._is_closed = False
         self._thread: threading.Thread | None = None
 
@@ -34,17 +35,25 @@ class Populator:
             if self._thread is None and not self._is_closed:
                 self._thread = threading.Thread(target=self._run, name="kv-pages", daemon=True)
                 self._thread.start()
-            self._changed.notify()
+            self._changed.notify_all()
+
+    def wait(self, timeout: float) -> bool:
+        """Wait until everything asked for is there, for `timeout` seconds; whether it is."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._brought_in >= self._wanted, timeout)
 
     def close(self) -> None:
         """Let the thread end after the piece it is at."""
         with self._changed:
             self._is_closed = True
-            self._changed.notify()
+            self._changed.notify_all()
 
     def _run(self) -> None:
         while (piece := self._next()) is not None:
             self._populate(*piece)
+            with self._changed:
+                self._brought_in = piece[1]
+                self._changed.notify_all()
 
     def _next(self) -> tuple[int, int] | None:
         """Wait for a piece to bring in; None when there will be none."""

@@ -15,6 +15,7 @@ from nano_inference.loader.opened import Checkpoint
 from nano_inference.loader.pieces import DTYPES
 from nano_inference.models.build import build_empty, checkpoint_name, module_slots
 from nano_inference.models.kernel import Keep
+from nano_inference.models.packed import is_scalar
 from nano_inference.models.programs import Weights
 
 
@@ -38,7 +39,7 @@ def load_packed(
         if slot.dim() == 2:
             matrices[module_name] = _matrix(source, library, keep)
         else:
-            vectors[module_name] = _vector(source, keep, is_scalar="lambda" in module_name)
+            vectors[module_name] = _vector(source, rounds=keep == "bfloat16" and not is_scalar(module_name))
         done += 4 * slot.numel()
         if progress is not None:
             progress(done, total)
@@ -62,11 +63,9 @@ def _matrix(source: WeightSource, library: Library, keep: Keep) -> Matrix:
     return pack(library, _read(source, _own_dtype(source)))
 
 
-def _vector(source: WeightSource, keep: Keep, *, is_scalar: bool) -> Tensor:
-    """Read norms, biases and nanochat's learnt numbers; the last keep float32 always, as its torch module's do."""
-    if keep == "bfloat16" and not is_scalar:
-        return _read(source, torch.bfloat16).float()
-    return _read(source, torch.float32)
+def _vector(source: WeightSource, *, rounds: bool) -> Tensor:
+    """Read norms, biases and nanochat's learnt numbers."""
+    return _read(source, torch.bfloat16).float() if rounds else _read(source, torch.float32)
 
 
 def _own_dtype(source: WeightSource) -> torch.dtype:

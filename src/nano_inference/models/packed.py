@@ -47,9 +47,15 @@ def weight_values(model: AnyModel, names: Collection[str] | None = None) -> Iter
 
 
 def _values(model: KernelModel, name: str) -> Tensor:
+    """Widen one weight, to the precision that its torch module would have: nanochat's learnt numbers stay float32."""
     vector = model.weights.vectors.get(name)
     values = unpack(model.library, model.weights.matrices[name]) if vector is None else vector
-    return values.bfloat16() if model.keep == "bfloat16" else values
+    return values.bfloat16() if model.keep == "bfloat16" and not is_scalar(name) else values
+
+
+def is_scalar(name: str) -> bool:
+    """Whether a weight is one of nanochat's learnt numbers, which are kept in float32 always."""
+    return "lambda" in name
 
 
 def staging_model(model: AnyModel, device: torch.device) -> Model:

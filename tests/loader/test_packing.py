@@ -1,0 +1,268 @@
+"""How a checkpoint's weights are kept for the kernels, in how many bytes, and that the values are the file's own."""
+
+from __future__ import annotations
+
+from collections import Counter
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+import transformers
+from gguf import GGMLQuantizationType as Kind
+from safetensors.torch import save_file
+from tiny_models import converted, finish, read_all, write_metadata
+
+from nano_inference.config import EngineConfig
+from nano_inference.engine import InferenceEngine
+from nano_inference.kernels.matrix import NAMES
+from nano_inference.loader.checkpoint import open_checkpoint
+from nano_inference.loader.packing import load_packed
+from nano_inference.models.kernel import KernelModel
+from nano_inference.models.packed import num_weight_bytes
+from nano_inference.types import ModelError, SamplingParams
+from tests.models.families import FAMILIES, gap, make_model
+from tests.nanochat.tiny import GENERATIONS, base_meta, model_config, state_dict, write_checkpoint
+
+TOLERANCE = 1e-4
+IDS = [5, 9, 30, 2, 44, 17, 80, 3, 71, 12, *range(20, 60)]
+SOME = ("llama3-rope-ratio3-tied", "llama-linear-rope-biases", "gemma2")
+GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+
+
+def engine(path: Path, **options: Any) -> InferenceEngine:
+    options = {"kv_cache_bytes": 8 << 20, "device": "cpu"} | options
+    return InferenceEngine(EngineConfig(model_path=str(path), **options))
+
+
+def packed_model(ours: InferenceEngine) -> KernelModel:
+    model = ours.parts.runner.model
+    assert isinstance(model, KernelModel), "these tests need a C compiler"
+    return model
+
+
+def formats(ours: InferenceEngine) -> Counter[str]:
+    return Counter(NAMES[matrix.format] for matrix in packed_model(ours).weights.matrices.values())
+
+
+def matrix_bytes(ours: InferenceEngine) -> int:
+    return sum(matrix.num_bytes for matrix in packed_model(ours).weights.matrices.values())
+
+
+def rounded(model: transformers.PreTrainedModel, dtype: torch.dtype = torch.bfloat16) -> transformers.PreTrainedModel:
+    """The same model computed in float32 with weights that were rounded; its rotary tables stay as they are."""
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.copy_(weight.to(dtype).float())
+    return model
+
+
+def save_as(dtype: torch.dtype, model: transformers.PreTrainedModel, directory: Path) -> None:
+    deepcopy(model).to(dtype).save_pretrained(directory)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bfloat16_is_transformers_on_rounded_weights(family: str, tmp_path: Path) -> None:
+    model = make_model(family, tmp_path)
+    with engine(tmp_path, dtype="bfloat16") as ours:
+        scores = ours.score(IDS)
+        assert set(formats(ours)) == {"bfloat16"}
+    assert gap(model, IDS, scores) > TOLERANCE, "rounding would not be seen"
+    assert gap(rounded(model), IDS, scores) <= TOLERANCE
+
+
+@pytest.mark.parametrize("family", SOME)
+def test_a_bfloat16_checkpoint_stays_as_it_is(family: str, tmp_path: Path) -> None:
+    model = make_model(family, tmp_path / "wide")
+    with engine(tmp_path / "wide") as wide:
+        assert set(formats(wide)) == {"float32"}
+        wide_bytes, wide_weights = matrix_bytes(wide), num_weight_bytes(packed_model(wide))
+    save_as(torch.bfloat16, model, tmp_path / "short")
+    save_as(torch.float32, rounded(model), tmp_path / "fits")
+    found = []
+    for name in ("short", "fits"):
+        with engine(tmp_path / name) as ours:
+            assert set(formats(ours)) == {"bfloat16"}, name
+            assert 2 * matrix_bytes(ours) == wide_bytes
+            assert num_weight_bytes(packed_model(ours)) < 0.55 * wide_weights
+            found.append(ours.score(IDS))
+    assert found[0] == found[1], "what fits is kept as that, wherever it came from"
+    assert gap(model, IDS, found[0]) <= TOLERANCE
+
+
+def test_what_does_not_fit_is_kept_whole_matrix_by_matrix(tmp_path: Path) -> None:
+    model = rounded(make_model("qwen3-ratio3-tied", tmp_path))
+    with torch.no_grad():
+        model.get_parameter("model.layers.1.mlp.up_proj.weight")[79, 47] = 1 + 2.0**-20
+    model.save_pretrained(tmp_path)
+    with engine(tmp_path) as ours:
+        assert formats(ours)["float32"] == 1
+        assert NAMES[packed_model(ours).weights.matrices["layers.1.mlp.up_proj.weight"].format] == "float32"
+        assert gap(model, IDS, ours.score(IDS)) <= TOLERANCE
+
+
+def test_a_half_precision_checkpoint_stays_as_it_is(tmp_path: Path) -> None:
+    model = rounded(make_model("qwen3-ratio3-tied", tmp_path), torch.float16)
+    save_as(torch.float16, model, tmp_path)
+    with engine(tmp_path) as ours:
+        assert set(formats(ours)) == {"float16"}
+        assert gap(model, IDS, ours.score(IDS)) <= TOLERANCE
+
+
+def test_float64_becomes_float32(tmp_path: Path) -> None:
+    model = make_model("qwen3-ratio3-tied", tmp_path)
+    state = {name: weight.detach().double() for name, weight in model.named_parameters()}
+    save_file(state, tmp_path / "model.safetensors")
+    with engine(tmp_path) as ours:
+        assert set(formats(ours)) == {"float32"}
+        assert gap(model, IDS, ours.score(IDS)) <= TOLERANCE
+
+
+@pytest.mark.parametrize("family", SOME)
+def test_int8_is_near_and_a_quarter(family: str, tmp_path: Path) -> None:
+    model = make_model(family, tmp_path)
+    with engine(tmp_path, dtype="int8") as ours, engine(tmp_path) as wide:
+        assert set(formats(ours)) == {"int8"}
+        assert num_weight_bytes(packed_model(ours)) < 0.45 * num_weight_bytes(packed_model(wide))
+        scores = ours.score(IDS)
+    assert TOLERANCE < gap(model, IDS, scores) < 0.5
+
+
+@pytest.mark.parametrize("generation", GENERATIONS)
+def test_nanochat_in_bfloat16_keeps_its_learnt_numbers(generation: str, tmp_path: Path) -> None:
+    """As the torch module in bfloat16 does; all else is rounded."""
+    state = state_dict(generation, model_config(generation))
+    write_checkpoint(tmp_path / "wide", generation, state=state, meta=base_meta(generation))
+    short = {name: weight if "lambda" in name else weight.bfloat16().float() for name, weight in state.items()}
+    write_checkpoint(tmp_path / "short", generation, state=short, meta=base_meta(generation))
+    with (
+        engine(tmp_path / "wide", dtype="bfloat16") as ours,
+        engine(tmp_path / "short") as own,
+        engine(tmp_path / "short", kernels="off") as plain,
+    ):
+        assert set(formats(ours)) == {"bfloat16"} == set(formats(own))
+        scores = ours.score(IDS)
+        assert scores == own.score(IDS)
+        assert max(abs(a - b) for a, b in zip(scores, plain.score(IDS), strict=True)) <= TOLERANCE  # type: ignore[arg-type]
+
+
+# ---- GGUF -----------------------------------------------------------------------------------------------------------
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 256,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+KEPT = {"Q4_0": Kind.Q4_0, "Q4_1": Kind.Q4_1, "Q8_0": Kind.Q8_0, "Q4_K": Kind.Q4_K, "Q6_K": Kind.Q6_K}
+WIDENED = {kind.name: kind for kind in (Kind.Q5_0, Kind.Q5_1, Kind.Q5_K, Kind.Q3_K, Kind.F32)}
+HALVES: dict[Kind, tuple[int, ...]] = {
+    **{Kind.Q4_0: (0,), Kind.Q4_1: (0, 1), Kind.Q8_0: (0,), Kind.Q4_K: (0, 1), Kind.Q6_K: (104,)},
+    **{Kind.Q5_0: (0,), Kind.Q5_1: (0, 1), Kind.Q5_K: (0, 1), Kind.Q3_K: (54,)},
+}
+"""Where a block's scales in half precision lie, counted in halves."""
+GGUF_IDS = [one % 64 for one in IDS]
+
+
+def random_blocks(rows: int, columns: int, kind: Kind, rng: np.random.Generator) -> np.ndarray:
+    """Blocks of any bits with scales of any sign, small enough for a model to compute with."""
+    block, size = gguf.GGML_QUANT_SIZES[kind]
+    if kind == Kind.F32:
+        return rng.standard_normal((rows, columns), dtype=np.float32) * np.float32(0.06)
+    data = rng.integers(0, 256, (rows, columns // block, size), dtype=np.uint8)
+    halves = data.view(np.float16)
+    for place in HALVES[kind]:
+        halves[..., place] = 1.0
+    unit = gguf.quants.dequantize(data.reshape(rows, -1), kind).std()
+    for place in HALVES[kind]:
+        halves[..., place] = rng.choice([-1, 1], data.shape[:2]) * rng.uniform(0.02, 0.1, data.shape[:2]) / unit
+    return data.reshape(rows, -1)
+
+
+def write_blocks(path: Path, kind: Kind) -> transformers.PreTrainedModel:
+    """Write a Llama whose matrices are of that kind; return Transformers' model with the values that we read."""
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)).eval()
+    rng = np.random.default_rng(int(kind))
+    writer = gguf.GGUFWriter(path, "llama")
+    write_metadata(writer, model.config, 64)
+    writer.add_rope_freq_base(10000.0)
+    for name, values in converted("llama", model).items():
+        if values.ndim > 1:
+            writer.add_tensor(name, random_blocks(*values.shape, kind, rng), raw_dtype=kind)
+        else:
+            writer.add_tensor(name, values)
+    finish(writer)
+    model.load_state_dict(read_all(open_checkpoint(path)), strict=True)
+    return model
+
+
+@pytest.mark.parametrize("name", [*KEPT, *WIDENED])
+def test_ggmls_blocks(name: str, tmp_path: Path) -> None:
+    kind = (KEPT | WIDENED)[name]
+    model = write_blocks(tmp_path / "m.gguf", kind)
+    with engine(tmp_path / "m.gguf") as ours, engine(tmp_path / "m.gguf", kernels="off") as plain:
+        assert set(formats(ours)) == {name if name in KEPT else "float32"}
+        per_block, block_bytes = gguf.GGML_QUANT_SIZES[kind if name in KEPT else Kind.F32]
+        num_values = sum(weight.numel() for weight in model.parameters() if weight.dim() > 1)
+        assert matrix_bytes(ours) <= 1.04 * num_values * block_bytes / per_block
+        scores = ours.score(GGUF_IDS)
+        assert gap(model, GGUF_IDS, scores) <= TOLERANCE
+        assert max(abs(a - b) for a, b in zip(scores, plain.score(GGUF_IDS), strict=True)) <= TOLERANCE  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("dtype", "expected"), [("bfloat16", "bfloat16"), ("int8", "int8"), ("float32", "Q4_0")])
+def test_blocks_are_unpacked_when_another_precision_is_asked_for(dtype: str, expected: str, tmp_path: Path) -> None:
+    model = write_blocks(tmp_path / "m.gguf", Kind.Q4_0)
+    with engine(tmp_path / "m.gguf", dtype=dtype) as ours:
+        assert set(formats(ours)) == {expected}
+        bound = 0.5 if dtype == "int8" else TOLERANCE
+        assert gap(rounded(model) if dtype == "bfloat16" else model, GGUF_IDS, ours.score(GGUF_IDS)) <= bound
+
+
+# ---- reading --------------------------------------------------------------------------------------------------------
+
+
+def test_progress_is_told_to_the_end(tmp_path: Path) -> None:
+    make_model("qwen3-ratio3-tied", tmp_path)
+    with engine(tmp_path) as ours:
+        library = packed_model(ours).library
+    told: list[tuple[int, int]] = []
+    weights = load_packed(open_checkpoint(tmp_path), library, "own", lambda *now: told.append(now))
+    assert len(told) == len(weights.matrices) + len(weights.vectors)
+    assert [done for done, _ in told] == sorted({done for done, _ in told})
+    assert {total for _, total in told} == {told[-1][0]}
+
+
+@pytest.mark.parametrize("family", ["qwen3-ratio3-tied", "llama-ratio1-untied"])
+def test_a_missing_or_unknown_tensor_is_named(family: str, tmp_path: Path) -> None:
+    model = make_model(family, tmp_path)
+    state = {name: weight.detach().contiguous() for name, weight in model.named_parameters()}
+    name = "model.layers.2.mlp.up_proj.weight"
+    for broken in ({k: v for k, v in state.items() if k != name}, {**state, "model.layers.9.x.weight": torch.zeros(2)}):
+        save_file(broken, tmp_path / "model.safetensors")
+        with pytest.raises(ModelError, match=r"layers\.2\.mlp\.up_proj|layers\.9\.x") as caught:
+            engine(tmp_path)
+        assert "\n" not in str(caught.value)
+
+
+def test_a_tied_head_in_the_file_is_left_out(tmp_path: Path) -> None:
+    model = make_model("qwen3-ratio3-tied", tmp_path)
+    with engine(tmp_path) as ours:
+        right = ours.generate([IDS], GREEDY)[0]
+    state = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+    save_file(
+        {**state, "lm_head.weight": torch.zeros_like(state["model.embed_tokens.weight"])},
+        tmp_path / "model.safetensors",
+    )
+    with engine(tmp_path) as ours:
+        assert ours.generate([IDS], GREEDY)[0].logprobs == right.logprobs

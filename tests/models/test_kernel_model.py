@@ -1,0 +1,131 @@
+"""`KernelModel` against the torch module of the same weights: hidden states, last norm and logits of mixed steps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from nano_inference.assemble import load_kernel_model, load_model, make_store, pick_kernels
+from nano_inference.attention import ForwardInput, SdpaBackend
+from nano_inference.batch import build, in_step_order
+from nano_inference.config import EngineConfig
+from nano_inference.kernels.library import Library
+from nano_inference.loader.checkpoint import Checkpoint, open_checkpoint
+from nano_inference.models.packed import AnyModel
+from nano_inference.runner import final_hidden, forward
+from nano_inference.types import Row, SamplingParams
+from tests.models.families import FAMILIES, make_model
+from tests.nanochat.tiny import GENERATIONS, base_meta, write_checkpoint
+
+CPU = torch.device("cpu")
+MAX_LEN = 256
+BLOCK_SIZE = 16
+LENGTHS = ((40, 150, 1, 23, 0), (1, 1, 1, 7, 33), (1, 60, 20, 1, 1))
+"""Tokens of each of five sequences in each of three steps: chunks alone, and chunks among rows of one token."""
+MARGIN = 4
+"""How many times torch's own rounding the kernels' may be: they add the same numbers in another order."""
+
+
+class Found(NamedTuple):
+    """What a step gave, in float64."""
+
+    hidden_TE: Tensor
+    final_TE: Tensor
+    logits_TV: Tensor
+
+
+@pytest.fixture(scope="module")
+def library() -> Library:
+    found = pick_kernels(EngineConfig(model_path="x", device="cpu"), CPU)
+    assert found is not None, "these tests need a C compiler"
+    return found
+
+
+@pytest.fixture(scope="module", params=[*FAMILIES, *GENERATIONS])
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    return open_tiny(request.param, tmp_path_factory.mktemp("tiny"))
+
+
+def open_tiny(name: str, directory: Path) -> Checkpoint:
+    if name in FAMILIES:
+        make_model(name, directory)
+    else:
+        write_checkpoint(directory, name, meta=base_meta(name))
+    return open_checkpoint(directory)
+
+
+def steps(vocab_size: int) -> list[ForwardInput]:
+    """The steps of five sequences, whose blocks lie apart."""
+    generator = torch.Generator().manual_seed(3)
+    num_blocks = MAX_LEN // BLOCK_SIZE
+    texts = torch.randint(vocab_size, (len(LENGTHS[0]), MAX_LEN), generator=generator).tolist()
+    tables = torch.randperm(len(texts) * num_blocks, generator=generator).view(len(texts), -1).tolist()
+    starts, made = [0] * len(texts), []
+    for lengths in LENGTHS:
+        rows = []
+        for i, length in enumerate(lengths):
+            start, end = starts[i], starts[i] + length
+            starts[i] = end
+            if length:
+                rows.append(
+                    Row(id=i, tokens=tuple(texts[i][start:end]), prev_token=texts[i][start - 1] if start else -1,
+                        start=start, blocks=tuple(tables[i]), num_sampled=0, params=SamplingParams(),
+                        logprobs_mode="raw", seed=0, sample_index=0)
+                )  # fmt: skip
+        made.append(build(in_step_order(tuple(rows)), BLOCK_SIZE, CPU))
+    return made
+
+
+def computed(model: AnyModel, inputs: list[ForwardInput]) -> list[Found]:
+    store = make_store(model, len(LENGTHS[0]) * MAX_LEN // BLOCK_SIZE, BLOCK_SIZE, CPU)
+    found = []
+    with torch.inference_mode():
+        for step in inputs:
+            hidden_TE = forward(model, step, store, SdpaBackend())
+            parts = [hidden_TE.double().clone()]
+            parts.append(final_hidden(model, hidden_TE).double().clone())
+            parts.append(model.head(hidden_TE).double().clone())
+            found.append(Found(*parts))
+    return found
+
+
+def test_a_mixed_step_is_the_torch_modules(checkpoint: Checkpoint, library: Library) -> None:
+    """The bound is torch's own error, which its float64 module shows, and two last bits of the largest value."""
+    inputs = steps(checkpoint.config.vocab_size)
+    assert {span.num_tokens > 1 for span in inputs[1].spans} == {True, False}
+    exact = computed(load_model(checkpoint, CPU, torch.float64, MAX_LEN), inputs)
+    plain = computed(load_model(checkpoint, CPU, torch.float32, MAX_LEN), inputs)
+    ours = computed(load_kernel_model(checkpoint, library, "own", MAX_LEN), inputs)
+    for number, (right, theirs, mine) in enumerate(zip(exact, plain, ours, strict=True)):
+        for name, r, t, m in zip(Found._fields, right, theirs, mine, strict=True):
+            assert m.shape == r.shape
+            bound = MARGIN * float((t - r).abs().max()) + 2.0**-22 * float(r.abs().max())
+            assert bound < 1e-3 * float(r.abs().max()), "a bound that holds nothing"
+            assert float((m - r).abs().max()) <= bound, (number, name)
+
+
+def test_what_a_step_gives_does_not_depend_on_what_was_in_the_buffers(library: Library, tmp_path: Path) -> None:
+    """Every buffer is written before it is read, so that a short step after a long one is a fresh model's."""
+    checkpoint = open_tiny("G4", tmp_path)
+    inputs = steps(checkpoint.config.vocab_size)
+    used = load_kernel_model(checkpoint, library, "own", MAX_LEN)
+    first = computed(used, inputs)
+    for again in (computed(used, inputs), computed(load_kernel_model(checkpoint, library, "own", MAX_LEN), inputs)):
+        for one, other in zip(first, again, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def test_discarded_weights_are_gone_and_others_take_their_place(library: Library, tmp_path: Path) -> None:
+    checkpoint = open_tiny("qwen3-ratio3-tied", tmp_path)
+    inputs = steps(checkpoint.config.vocab_size)[:1]
+    model = load_kernel_model(checkpoint, library, "own", MAX_LEN)
+    weights, first = model.weights, computed(model, inputs)
+    model.discard()
+    assert not model.weights.matrices and not model.weights.vectors
+    with pytest.raises(AssertionError):
+        computed(model, inputs)
+    assert torch.equal(computed(model.with_weights(weights), inputs)[0].logits_TV, first[0].logits_TV)

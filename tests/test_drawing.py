@@ -1,0 +1,171 @@
+"""`KernelSampler`: each row is drawn as it is alone, plain ones by the kernels and special ones by `sampling.draw`."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from nano_inference import drawing
+from nano_inference.assemble import pick_kernels
+from nano_inference.config import EngineConfig
+from nano_inference.drawing import KernelSampler, is_plain, merged
+from nano_inference.kernels.library import Library
+from nano_inference.sampling import Draw, draw, uniform
+from nano_inference.types import DrawExtras, LogprobsMode, Row, SamplingParams, TokenLogprob
+
+SPECIAL: dict[str, dict[str, Any]] = {
+    "top_k": {"top_k": 5},
+    "top_p": {"top_p": 0.6},
+    "min_p": {"min_p": 0.05},
+    "logprobs": {"logprobs": 3},
+    "logit_bias": {"logit_bias": {3: 2.5, 9: -4.0}},
+    "allowed": {"allowed_token_ids": [1, 4, 9, 33]},
+    "raw_logprobs": {"raw_logprobs": True},
+    "sampling_mask": {"sampling_mask": True, "top_k": 7},
+    "whole sampling_mask": {"sampling_mask": True},
+    "penalty": {"presence_penalty": 0.6, "repetition_penalty": 1.3, "more": {"history": (3, 4, 4, 8), "num_prompt": 1}},
+    "banned": {"more": {"banned": (4, 6)}},
+    "mask": {"more": {"mask": b"\x5a\x33" * 200}},
+    "greedy with logprobs": {"temperature": 0, "logprobs": 2},
+}
+PLAIN: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "warm": {"temperature": 1.7},
+    "cold": {"temperature": 0.2},
+    "greedy": {"temperature": 0},
+    "greedy truncated": {"temperature": 0, "top_k": 3, "top_p": 0.5},
+    "raw": {"mode": "raw", "temperature": 0.7},
+    "tempered": {"mode": "tempered", "temperature": 0.7},
+    "no logprobs": {"logprobs": 0},
+}
+ALL = SPECIAL | PLAIN
+
+
+@pytest.fixture(scope="module")
+def sampler() -> KernelSampler:
+    return KernelSampler(the_library())
+
+
+def the_library() -> Library:
+    found = pick_kernels(EngineConfig(model_path="x", device="cpu"), torch.device("cpu"))
+    assert found is not None, "these tests need a C compiler"
+    return found
+
+
+def row(number: int, mode: LogprobsMode = "processed", more: Any = None, **params: Any) -> Row:
+    base = Row(id=number, tokens=(1, 2), prev_token=-1, start=number % 90, blocks=(0,), num_sampled=1, seed=number,
+               logprobs_mode=mode, sample_index=number % 3, params=SamplingParams(**params))  # fmt: skip
+    return dataclasses.replace(base, **(more or {}))
+
+
+def randn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * 2.5
+
+
+def one_of(found: Draw, place: int) -> tuple[Any, ...]:
+    """All that a draw says of one row."""
+    extras = found.extras[place] if found.extras else DrawExtras()
+    return found.tokens[place], found.logprobs[place], found.top_logprobs[place], extras
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_who_is_special(name: str, sampler: KernelSampler, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every wish that the kernels do not know of goes to `sampling.draw`, and no other row does."""
+    asked = []
+
+    def noted(logits_BV: Tensor, rows: list[Row]) -> Draw:
+        asked.extend(rows)
+        return draw(logits_BV, rows)
+
+    monkeypatch.setattr(drawing, "draw", noted)
+    one = row(1, **ALL[name])
+    assert is_plain(one) == (name in PLAIN)
+    found = sampler(randn(1, 513), [one])
+    assert asked == ([] if name in PLAIN else [one])
+    if name in SPECIAL:
+        assert repr(found) == repr(draw(randn(1, 513), [one]))
+
+
+@pytest.mark.parametrize("vocab_size", [40, 513, 1300])
+@pytest.mark.parametrize("seed", range(12))
+def test_a_row_gets_the_same_alone_and_among_any_mates(vocab_size: int, seed: int, sampler: KernelSampler) -> None:
+    rng = random.Random(seed)
+    names = [rng.choice(list(ALL)) for _ in range(rng.randrange(2, 25))]
+    rows = [row(100 * seed + i, **ALL[name]) for i, name in enumerate(names)]
+    logits_BV = randn(len(rows), vocab_size, seed=seed)
+    logits_BV = logits_BV.round() if seed % 3 == 0 else logits_BV  # ties everywhere
+    together = sampler(logits_BV.clone(), rows)
+    assert len(together.tokens) == len(together.logprobs) == len(together.top_logprobs) == len(rows)
+    for i, one in enumerate(rows):
+        alone = sampler(logits_BV[i : i + 1].clone(), [one])
+        assert repr(one_of(together, i)) == repr(one_of(alone, 0)), (names[i], names)
+
+
+def test_every_wish_is_met_beside_plain_rows(sampler: KernelSampler) -> None:
+    names = [name for pair in zip(SPECIAL, [*PLAIN, *PLAIN], strict=False) for name in pair]
+    rows = [row(i, **ALL[name]) for i, name in enumerate(names)]
+    found = sampler(randn(len(rows), 513), rows)
+    assert len(found.extras) == len(rows)
+    for i, name in enumerate(names):
+        token, logprob, tops, extras = one_of(found, i)
+        assert len(tops) == (ALL[name].get("logprobs") or 0)
+        assert (extras.raw_logprob is not None) == (name == "raw_logprobs")
+        assert (extras.sampling_mask is not None) == (name == "sampling_mask")
+        if name == "sampling_mask":
+            assert len(extras.sampling_mask) == 7 and token in extras.sampling_mask
+        if name == "allowed":
+            assert token in (1, 4, 9, 33)
+        assert logprob <= 0
+    plain = sampler(randn(3, 513), [row(i, **PLAIN["warm"]) for i in range(3)])
+    assert plain.extras == () and plain.top_logprobs == ((), (), ())
+
+
+def test_extras_are_made_up_only_where_somebody_asked(sampler: KernelSampler) -> None:
+    found = sampler(randn(2, 40), [row(0), row(1, top_k=3)])
+    assert found.extras == ()
+
+
+def test_the_kernels_tokens_are_the_torch_samplers(sampler: KernelSampler) -> None:
+    """They may differ only where the uniform lies on a border between two tokens, to what float32 can say."""
+    names = [name for name in PLAIN for _ in range(150)]
+    rows = [row(i, **PLAIN[name]) for i, name in enumerate(names)]
+    logits_BV = randn(len(rows), 700, seed=9)
+    mine, torchs = sampler(logits_BV.clone(), rows), draw(logits_BV.clone(), rows)
+    num_equal = 0
+    for i, one in enumerate(rows):
+        if mine.tokens[i] == torchs.tokens[i]:
+            num_equal += 1
+            assert abs(mine.logprobs[i] - torchs.logprobs[i]) <= 1e-5 * max(1.0, -mine.logprobs[i]), names[i]
+        else:
+            cdf_V = (logits_BV[i].double() / one.params.temperature).softmax(-1).cumsum(-1)
+            drawn = uniform(one.seed, one.sample_index, one.start + len(one.tokens))
+            assert float((cdf_V - drawn).abs().min()) < 1e-6
+    assert num_equal >= len(rows) - 3
+
+
+def test_what_cannot_be_drawn_spoils_no_mate(sampler: KernelSampler) -> None:
+    rows = [row(0), row(1, top_k=4), row(2), row(3, top_k=4)]
+    logits_BV = randn(4, 300)
+    clean = sampler(logits_BV.clone(), rows)
+    logits_BV[:2] = math.nan
+    found = sampler(logits_BV, rows)
+    assert math.isnan(found.logprobs[0]) and math.isnan(found.logprobs[1])
+    assert [one_of(found, i) for i in (2, 3)] == [one_of(clean, i) for i in (2, 3)]
+
+
+def test_merging_puts_each_draw_in_its_place() -> None:
+    top = (TokenLogprob(5, -0.5),)
+    first = Draw((5, 6), (-0.5, -0.6), (top, ()), (DrawExtras(-0.7, None), DrawExtras(None, (1, 2))))
+    second = Draw((7,), (-0.1,), ((),))
+    found = merged([([2, 0], first), ([1], second)], 3)
+    assert found == Draw(
+        (6, 7, 5), (-0.6, -0.1, -0.5), ((), (), top), (DrawExtras(None, (1, 2)), DrawExtras(), DrawExtras(-0.7, None))
+    )
+    plain = Draw((5, 6), (-0.5, -0.6), (top, ()))
+    assert merged([([1, 0], plain), ([2], second)], 3) == Draw((6, 5, 7), (-0.6, -0.5, -0.1), ((), top, ()))

@@ -1,0 +1,192 @@
+"""Who computes: the CPU kernels where they can be had, torch where not, and one plain line when that was not wanted."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nano_inference import EngineConfig, InferenceEngine, SamplingParams, assemble
+from nano_inference.drawing import KernelSampler
+from nano_inference.kernels.compile import best_isa, cpu_flags, cpu_has
+from nano_inference.kv.kernel_store import KernelStore
+from nano_inference.kv.store import KVStore
+from nano_inference.models.kernel import KernelModel
+from nano_inference.runner import ModelRunner
+from nano_inference.sampling import draw
+from tests.models.families import gap, make_model
+
+IDS = [5, 9, 30, 2, 44, 17, 80, 3, *range(20, 60)]
+CPU = torch.device("cpu")
+TORCHS = "torch computes, slower and not the same in every batch"
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    directory = tmp_path_factory.mktemp("tiny_choice")
+    return directory, make_model("qwen3-ratio3-tied", directory)
+
+
+def config(tiny: tuple[Path, Any] | None = None, **options: Any) -> EngineConfig:
+    path = "somewhere" if tiny is None else str(tiny[0])
+    return EngineConfig(model_path=path, **({"device": "cpu", "kv_cache_bytes": 4 << 20} | options))
+
+
+def runner_of(engine: InferenceEngine) -> ModelRunner:
+    assert isinstance(engine.parts.runner, ModelRunner)
+    return engine.parts.runner
+
+
+def has_kernels(engine: InferenceEngine) -> bool:
+    """Whether model, cache and sampler are the kernels'; they go together or not at all."""
+    runner = runner_of(engine)
+    found = {isinstance(runner.model, KernelModel), isinstance(runner.store, KernelStore)}
+    found |= {isinstance(runner.sampler, KernelSampler)}
+    assert len(found) == 1
+    assert found == {True} or (runner.sampler is draw and isinstance(runner.store, KVStore))
+    return found.pop()
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [one.getMessage() for one in caplog.records if one.levelno >= logging.WARNING]
+
+
+@pytest.fixture
+def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CC", "/nonexistent")
+
+
+@pytest.fixture(params=["none", "fails", "cannot be run"])
+def broken_compiler(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Ways not to have a compiler, and what is said of each."""
+    monkeypatch.setenv("NANO_INFERENCE_CACHE", str(tmp_path / "cache"))
+    script = tmp_path / "cc"
+    if request.param == "none":
+        monkeypatch.setenv("CC", "/nonexistent")
+        yield "no C compiler (/nonexistent) was found"
+        return
+    text = '[ "$1" = --version ] && echo cc 1.0 && exit 0\necho "1: note: hm" >&2\necho "1: error: boom" >&2\nexit 1\n'
+    script.write_text(f"#!/bin/sh\n{text}" if request.param == "fails" else "#!/nonexistent/sh\n")
+    script.chmod(0o755)
+    monkeypatch.setenv("CC", str(script))
+    yield f"{script} failed: 1: error: boom" if request.param == "fails" else f"{script} could not be run"
+    assert not [path for path in tmp_path.rglob("*") if path.suffix == ".so"]
+
+
+def refused(chosen: EngineConfig) -> str:
+    with pytest.raises(ValueError) as caught:
+        InferenceEngine(chosen)
+    line = str(caught.value)
+    assert "\n" not in line and len(line) < 300
+    return line
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"deterministic": True}, {"dtype": "float32"}, {"dtype": "bfloat16"}, {"dtype": "int8"}]
+)
+def test_the_kernels_serve_where_they_can_be_had(
+    tiny: tuple[Path, Any], options: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    with InferenceEngine(config(tiny, **options)) as engine:
+        assert has_kernels(engine)
+        assert runner_of(engine).model.library.isa == best_isa(cpu_flags())  # type: ignore[union-attr]
+        assert len(engine.score(IDS)) == len(IDS) - 1
+    assert warnings(caplog) == []
+
+
+@pytest.mark.parametrize("isa", ["generic", "avx2", "avx512"])
+def test_an_instruction_set_by_name(tiny: tuple[Path, Any], isa: Any) -> None:
+    if not cpu_has(isa, cpu_flags()):
+        assert refused(config(tiny, kernels=isa)) == f"kernels={isa}: this machine's CPU has no {isa}"
+        return
+    with InferenceEngine(config(tiny, kernels=isa, deterministic=True)) as engine:
+        assert has_kernels(engine)
+        assert runner_of(engine).model.library.isa == isa  # type: ignore[union-attr]
+        assert gap(tiny[1], IDS, engine.score(IDS)) <= 1e-4  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"kernels": "off"}, {"attention": "sdpa"}, {"attention": "flex"}, {"dtype": "float16"},
+     {"kernels": "off", "dtype": "bfloat16"}],
+    ids=str,
+)  # fmt: skip
+def test_torch_serves_where_it_is_asked_to_and_nobody_warns(
+    tiny: tuple[Path, Any], options: dict[str, Any], caplog: pytest.LogCaptureFixture, no_compiler: None
+) -> None:
+    with InferenceEngine(config(tiny, **options)) as engine:
+        assert not has_kernels(engine)
+        limit = 1e-4 if "dtype" not in options else 0.5
+        assert gap(tiny[1], IDS, engine.score(IDS)) <= limit  # type: ignore[arg-type]
+    assert warnings(caplog) == []
+
+
+def test_torch_serves_where_there_is_no_compiler_and_says_so_once(
+    tiny: tuple[Path, Any], broken_compiler: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with InferenceEngine(config(tiny)) as engine:
+        assert not has_kernels(engine)
+        assert gap(tiny[1], IDS, engine.score(IDS)) <= 1e-4  # type: ignore[arg-type]
+        sample = engine.generate([IDS], SamplingParams(temperature=0, max_tokens=3))[0]
+        assert gap(tiny[1], [*IDS, *sample.completion_tokens], list(sample.logprobs)) <= 1e-4
+    (line,) = warnings(caplog)
+    assert line.startswith(f"{TORCHS}: {broken_compiler}") and "\n" not in line
+
+
+@pytest.mark.parametrize(
+    "options", [{"kernels": "generic"}, {"dtype": "int8"}, {"kernels": "generic", "dtype": "int8"}]
+)
+def test_what_only_a_compiler_gives_is_refused_without_one(
+    options: dict[str, Any], broken_compiler: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    name = "kernels=generic" if "kernels" in options else "dtype=int8"
+    assert refused(config(**options)).startswith(f"{name}: {broken_compiler}")
+    assert warnings(caplog) == [], "the refusal says it"
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        ({"dtype": "int8", "kernels": "off"}, "dtype=int8: the kernels are off"),
+        ({"dtype": "int8", "attention": "sdpa"}, "dtype=int8: not with attention=sdpa, which is torch's"),
+        ({"dtype": "float16", "kernels": "generic"}, "kernels=generic: not in float16"),
+        ({"deterministic": True, "kernels": "off"}, "deterministic: only the CPU kernels are"),
+        ({"deterministic": True, "attention": "sdpa"}, "deterministic: only the CPU kernels are"),
+        ({"deterministic": True, "dtype": "float16"}, "deterministic: only the CPU kernels are"),
+    ],
+)
+def test_what_does_not_go_together(options: dict[str, Any], line: str) -> None:
+    """Refused before the model is looked for: there is none at that path."""
+    assert refused(config(**options)).startswith(line)
+
+
+def test_determinism_without_a_compiler_is_refused(broken_compiler: str) -> None:
+    assert refused(config(deterministic=True)).startswith("deterministic: ")
+
+
+def test_a_gpu_has_no_cpu_kernels() -> None:
+    cuda = torch.device("cuda")
+    assert assemble.pick_kernels(config(), cuda) is None
+    for options, name in (({"kernels": "generic"}, "kernels=generic"), ({"dtype": "int8"}, "dtype=int8")):
+        with pytest.raises(ValueError, match=rf"^{name}: only on a CPU, the device is cuda$"):
+            assemble.pick_kernels(config(**options), cuda)
+
+
+def test_a_cpu_without_wide_vectors_gets_the_code_that_every_one_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(assemble, "cpu_flags", frozenset)
+    for isa in ("avx2", "avx512"):
+        assert refused(config(kernels=isa)) == f"kernels={isa}: this machine's CPU has no {isa}"
+    library = assemble.pick_kernels(config(), CPU)
+    assert library is not None and library.isa == "generic"
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_the_kernels_have_as_many_threads_as_asked_for(num_threads: int) -> None:
+    library = assemble.pick_kernels(config(num_threads=num_threads), CPU)
+    assert library is not None
+    assert library.code.nano_pool_threads(library.pool) == num_threads
+    library.close()

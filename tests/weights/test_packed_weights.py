@@ -1,0 +1,287 @@
+"""New weights for models that the kernels have packed: the same promises as for torch's, in every precision."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from nano_inference import InferenceEngine, SamplingParams, WeightError, weights_checksum
+from nano_inference.models.kernel import KernelModel
+from nano_inference.models.packed import num_weight_bytes, weight_values
+from tests.nanochat.tiny import base_meta, model_config, state_dict, write_checkpoint
+from tests.weights.pairs import OpenEngine, Pair
+
+PROMPT = [5, 9, 30, 2, 44, 17, 80, 3, 61, 7]
+DTYPES = ("auto", "bfloat16", "int8")
+Q = "model.layers.0.self_attn.q_proj.weight"
+Named = dict[str, torch.Tensor]
+
+
+@pytest.fixture(params=["tied", "untied"])
+def pair(request: pytest.FixtureRequest) -> Pair:
+    found: Pair = request.getfixturevalue(request.param)
+    return found
+
+
+@pytest.fixture(scope="session")
+def renewed(tied: Pair, untied: Pair, tmp_path_factory: pytest.TempPathFactory) -> dict[Path, Pair]:
+    """The new weights of each pair as files, in float32 and in bfloat16: what an engine would open afresh."""
+    found = {}
+    for pair in (tied, untied):
+        directory = tmp_path_factory.mktemp("renewed")
+        pair.new.save_pretrained(directory)
+        found[pair.directory] = Pair(directory, pair.new, pair.old)
+    return found
+
+
+def model_of(engine: InferenceEngine) -> KernelModel:
+    model = engine.parts.runner.model
+    assert isinstance(model, KernelModel), "these tests need a C compiler"
+    return model
+
+
+def values(engine: InferenceEngine) -> Named:
+    return {name: tensor.clone() for name, tensor in weight_values(engine.parts.runner.model)}
+
+
+def scores(engine: InferenceEngine) -> list[float]:
+    """What the engine computes, cache and all, in exact numbers."""
+    engine.flush_cache()
+    found = engine.score(PROMPT)
+    sample = engine.generate([PROMPT], SamplingParams(max_tokens=6, seed=1, ignore_eos=True))[0]
+    return [*found, *sample.completion_tokens, *sample.logprobs]  # type: ignore[list-item]
+
+
+def same(found: Named, expected: Named) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name
+
+
+def named(model: transformers.PreTrainedModel, dtype: torch.dtype = torch.float32) -> Named:
+    return {name: weight.detach().to(dtype) for name, weight in model.named_parameters()}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("blocking", [True, False])
+def test_an_updated_engine_is_one_that_opened_the_new_weights(
+    pair: Pair, renewed: dict[Path, Pair], open_engine: OpenEngine, dtype: str, blocking: bool
+) -> None:
+    engine, fresh = open_engine(pair, dtype=dtype), open_engine(renewed[pair.directory], dtype=dtype)
+    before = scores(engine)
+    for _ in range(2):  # the second time in the memory of the first
+        engine.update_weights(pair.named(), blocking=blocking)
+        assert engine.finish_update() in (1, 3)
+        assert scores(engine) == scores(fresh) != before
+        same(values(engine), values(fresh))
+        assert engine.weights_checksum() == fresh.weights_checksum()
+        assert num_weight_bytes(model_of(engine)) == num_weight_bytes(model_of(fresh))
+        engine.update_weights(named(pair.old), blocking=blocking)
+        engine.finish_update()
+        assert scores(engine) == before
+
+
+@pytest.mark.parametrize("is_short", [False, True])
+def test_a_bfloat16_source(pair: Pair, open_engine: OpenEngine, is_short: bool) -> None:
+    """Its values arrive whole; an engine that keeps what it is given keeps them in half the bytes."""
+    engine = open_engine(pair, dtype="bfloat16" if is_short else "auto")
+    before = num_weight_bytes(model_of(engine))
+    sent = named(pair.new, torch.bfloat16)
+    engine.update_weights(sent, blocking=True)
+    wide = {name: weight.float() for name, weight in sent.items()}
+    same(values(engine), sent if is_short else wide)
+    assert engine.weights_checksum() == weights_checksum(sent.items() if is_short else wide.items())
+    after = num_weight_bytes(model_of(engine))
+    assert after == before if is_short else after < 0.55 * before
+
+
+def test_values_and_checksums_are_the_trainers(pair: Pair, open_engine: OpenEngine) -> None:
+    engine, short = open_engine(pair), open_engine(pair, dtype="bfloat16")
+    same(values(engine), named(pair.old))
+    same(values(short), named(pair.old, torch.bfloat16))
+    assert engine.weights_checksum() == weights_checksum(pair.old.named_parameters())
+    assert short.weights_checksum() == weights_checksum(pair.old.named_parameters(), torch.bfloat16)
+    right = weights_checksum(pair.new.named_parameters())
+    engine.update_weights(pair.named(), blocking=True, checksum=right)
+    assert engine.weights_checksum() == right
+    with pytest.raises(WeightError, match="checksum"):
+        engine.update_weights(named(pair.old), blocking=True, checksum=right)
+    assert engine.weights_checksum() == right
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_partial_update_leaves_the_rest_exactly(pair: Pair, open_engine: OpenEngine, dtype: str) -> None:
+    engine = open_engine(pair, dtype=dtype)
+    before = values(engine)
+    for number in range(3):
+        engine.update_weights({Q: pair.named()[Q] * (1 + number)}, blocking=True, partial=True)
+        after = values(engine)
+        assert not torch.equal(after.pop(Q), before[Q])
+        same(after, {name: tensor for name, tensor in before.items() if name != Q})
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_partial_update_of_nothing_new_changes_no_bit(pair: Pair, open_engine: OpenEngine, dtype: str) -> None:
+    engine = open_engine(pair, dtype=dtype)
+    before = scores(engine)
+    engine.update_weights({Q: named(pair.old)[Q]}, blocking=True, partial=True)
+    assert scores(engine) == before
+
+
+@pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
+@pytest.mark.parametrize("generation", ["G2e", "G4"])
+def test_nanochats_learnt_numbers_stay_as_they_are(
+    generation: str, dtype: str, tmp_path: Path, open_engine: OpenEngine
+) -> None:
+    """They are float32 in every precision, in the file, after an update and after one of something else."""
+    config = model_config(generation)
+    old, new = state_dict(generation, config), state_dict(generation, config, seed=5)
+    write_checkpoint(tmp_path, generation, state=old, meta=base_meta(generation))
+    engine = open_engine(Pair(tmp_path, None, None), dtype=dtype)  # type: ignore[arg-type]
+    vectors = model_of(engine).weights.vectors
+    learnt = [name for name in old if "lambda" in name]
+    assert learnt and all(torch.equal(vectors[name], old[name]) for name in learnt)
+    before = scores(engine)
+    part = {"lm_head.weight": old["lm_head.weight"]}
+    engine.update_weights(part, blocking=True, partial=True)
+    assert all(torch.equal(model_of(engine).weights.vectors[name], old[name]) for name in learnt)
+    assert scores(engine) == before
+    engine.update_weights(new, blocking=True)
+    assert all(torch.equal(model_of(engine).weights.vectors[name], new[name]) for name in learnt)
+    plain = open_engine(Pair(tmp_path, None, None), dtype=dtype, kernels="off")  # type: ignore[arg-type]
+    plain.update_weights(new, blocking=True)
+    same(values(engine), values(plain))
+    assert engine.weights_checksum() == plain.weights_checksum()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_an_update_in_flight(pair: Pair, renewed: dict[Path, Pair], open_engine: OpenEngine, dtype: str) -> None:
+    """The tokens before it are the old weights' and those behind it the new ones', bit for bit."""
+    params = SamplingParams(max_tokens=16, seed=3, ignore_eos=True)
+    old, engine = open_engine(pair, dtype=dtype), open_engine(pair, dtype=dtype)
+    fresh = open_engine(renewed[pair.directory], dtype=dtype)
+    request = engine.add_request(PROMPT, params, claim=True)
+    for _ in range(6):
+        engine.tick()
+    engine.update_weights(pair.named(), on_running="recompute")
+    assert engine.finish_update() == 1
+    while engine.has_pending():
+        engine.tick()
+    sample = engine.collect(request)[0]
+    assert sample.token_versions == (0,) * 6 + (1,) * 10
+    before = old.generate([PROMPT], params)[0]
+    assert sample.completion_tokens[:6] == before.completion_tokens[:6]
+    assert sample.logprobs[:6] == before.logprobs[:6]
+    rest = SamplingParams(max_tokens=10, seed=3, ignore_eos=True)
+    after = fresh.generate([[*PROMPT, *sample.completion_tokens[:6]]], rest)[0]
+    assert sample.completion_tokens[6:] == after.completion_tokens
+    assert sample.logprobs[6:] == after.logprobs
+
+
+class Held:
+    """A source that gives its first tensors and then waits."""
+
+    def __init__(self, sent: Named) -> None:
+        self.sent = sent
+        self.go_on = threading.Event()
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for number, item in enumerate(self.sent.items()):
+            if number == 4:
+                assert self.go_on.wait(30)
+            yield item
+
+
+def test_the_old_weights_serve_while_new_ones_come(untied: Pair, open_engine: OpenEngine) -> None:
+    engine, other = open_engine(untied), open_engine(untied)
+    before = scores(other)
+    held = Held(untied.named())
+    engine.update_weights(held)
+    assert scores(engine) == before and engine.weight_info().update == "staging"
+    held.go_on.set()
+    assert engine.finish_update() == 1
+    assert scores(engine) != before
+
+
+def broken_sources(sent: Named) -> dict[str, Any]:
+    def failing() -> Iterator[tuple[str, torch.Tensor]]:
+        for number, item in enumerate(sent.items()):
+            if number == 9:
+                raise OSError("the line is dead")
+            yield item
+
+    return {
+        "raises": failing(),
+        "shape": {**sent, "model.layers.3.mlp.up_proj.weight": torch.zeros(3, 3)},
+        "nan": {**sent, "model.layers.3.mlp.up_proj.weight": sent["model.layers.3.mlp.up_proj.weight"] * torch.nan},
+        "missing": {name: weight for name, weight in sent.items() if name != "model.layers.3.mlp.up_proj.weight"},
+    }
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("how", ["raises", "shape", "nan", "missing"])
+def test_a_failure_half_way_leaves_the_old_weights(
+    untied: Pair, renewed: dict[Path, Pair], open_engine: OpenEngine, how: str, dtype: str
+) -> None:
+    engine = open_engine(untied, dtype=dtype)
+    before, held = scores(engine), values(engine)
+    for blocking in (True, False):
+        with pytest.raises(WeightError):
+            engine.update_weights(broken_sources(untied.named())[how], blocking=blocking)
+            engine.finish_update()
+        assert scores(engine) == before and engine.get_weight_version() == 0
+        same(values(engine), held)
+    engine.update_weights(untied.named(), blocking=True)
+    with pytest.raises(WeightError):  # now there is memory that was used before
+        engine.update_weights(broken_sources(named(untied.old))[how], blocking=True)
+    assert scores(engine) == scores(open_engine(renewed[untied.directory], dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_weights_come_back_after_they_were_discarded(
+    pair: Pair, renewed: dict[Path, Pair], open_engine: OpenEngine, dtype: str
+) -> None:
+    engine = open_engine(pair, dtype=dtype)
+    right = scores(open_engine(renewed[pair.directory], dtype=dtype))
+    engine.sleep(discard_weights=True)
+    assert num_weight_bytes(model_of(engine)) == 0 and not engine.has_weights
+    for ask in (engine.weights_checksum, lambda: engine.update_weights({Q: pair.named()[Q]}, partial=True)):
+        with pytest.raises(WeightError, match="discarded"):
+            ask()
+    engine.update_weights(pair.named(), blocking=True)
+    engine.wake()
+    assert scores(engine) == right
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_twin_shares_the_weights_and_outlives_an_update(pair: Pair, open_engine: OpenEngine, dtype: str) -> None:
+    engine = open_engine(pair, dtype=dtype)
+    before = scores(engine)
+    with engine.twin() as twin:
+        mine, its = model_of(engine).weights, model_of(twin).weights
+        assert all(its.matrices[name].packed.data_ptr() == m.packed.data_ptr() for name, m in mine.matrices.items())
+        assert scores(twin) == before
+        engine.update_weights(pair.named(), blocking=True)
+        engine.update_weights({Q: pair.named()[Q] * 2}, blocking=True, partial=True)
+        after = scores(engine)
+        assert scores(twin) == before != after and twin.get_weight_version() == 0
+        twin.update_weights(pair.named(), blocking=True)
+        assert scores(twin) != before and scores(engine) == after
+        engine.sleep(discard_weights=True)
+        assert scores(twin)
+
+
+def test_a_twin_survives_its_owner(untied: Pair, open_engine: OpenEngine) -> None:
+    engine = open_engine(untied)
+    before = scores(engine)
+    twin = engine.twin()
+    engine.sleep(discard_weights=True)
+    engine.shutdown()
+    with twin:
+        assert scores(twin) == before
