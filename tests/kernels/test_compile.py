@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import gc
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -135,6 +137,32 @@ def test_a_closed_library_can_be_used_again(library: Library) -> None:
     library.close()
     library.close()
     assert native.draw(library, logits_BV, [0.0] * 3, [0.0] * 3, [True] * 3) == before
+
+
+def num_threads() -> int:
+    """How many threads this process has, those of C included."""
+    return len(list(Path("/proc/self/task").iterdir()))
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="the system does not list a process's threads")
+def test_the_threads_end_with_the_library(library: Library) -> None:
+    before = num_threads()
+    own = Library(Path(library.code._name), 5)
+    native.draw(own, torch.randn(3, 100), [0.0] * 3, [0.0] * 3, [True] * 3)
+    assert num_threads() == before + 4
+    del own
+    gc.collect()
+    assert num_threads() == before
+
+
+def test_two_threads_take_turns_with_one_library(library: Library) -> None:
+    """Two engines may share a library, each in a thread of its own: a twin does."""
+    logits_BV = torch.randn(16, 5000)
+    arguments = ([1.0] * 16, [0.3] * 16, [False] * 16)
+    expected = native.draw(library, logits_BV, *arguments)
+    with ThreadPoolExecutor(4) as threads:
+        found = threads.map(lambda _: native.draw(library, logits_BV, *arguments), range(200))
+        assert all(one == expected for one in found)
 
 
 def test_a_forked_child_computes_with_threads_of_its_own(library: Library) -> None:

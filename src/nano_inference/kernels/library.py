@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import ctypes
 import os
+import threading
+import weakref
 from ctypes import POINTER, c_char_p, c_float, c_int, c_int32, c_int64, c_long, c_void_p
 from pathlib import Path
 
@@ -94,7 +96,7 @@ _STRUCTS = (OpStruct, ProgramStruct, StepStruct, MatrixStruct, RopeStruct, Draws
 
 
 class Library:
-    """Owns the loaded code and the threads it works with. Not for use by two threads at once.
+    """Owns the loaded code and the threads it works with, which end with it. `turn` is held while they work.
 
     After a fork the threads are gone: the child makes its own when it first asks for them.
     """
@@ -102,8 +104,11 @@ class Library:
     def __init__(self, path: Path, num_threads: int) -> None:
         self.code = ctypes.CDLL(str(path))
         self.num_threads = num_threads
+        self.turn = threading.Lock()
+        """Two engines may share the threads (a twin, from another thread), not at the same time."""
         self._pool: int | None = None
         self._owner = 0
+        self._ending: weakref.finalize[..., Library] | None = None
         _declare(self.code)
         for which, struct in enumerate(_STRUCTS):
             assert self.code.nano_sizes(which) == ctypes.sizeof(struct), f"{struct.__name__} differs from the C side"
@@ -127,13 +132,21 @@ class Library:
             if not self._pool:
                 self._pool = None
                 raise MemoryError("no memory for the kernels' threads")
+            self._ending = weakref.finalize(self, _end_threads, self.code, self._pool, self._owner)
+            self._ending.atexit = False  # another thread may be in the middle of a step then
         return self._pool
 
     def close(self) -> None:
         """End the threads; the next use makes new ones."""
-        if self._pool is not None and self._owner == os.getpid():
-            self.code.nano_pool_free(self._pool)
+        if self._ending is not None:
+            self._ending()
         self._pool = None
+
+
+def _end_threads(code: ctypes.CDLL, pool: int, owner: int) -> None:
+    """End the threads of a library that nobody has any more; a fork's child has none of them."""
+    if owner == os.getpid():
+        code.nano_pool_free(pool)
 
 
 def _declare(code: ctypes.CDLL) -> None:

@@ -147,7 +147,11 @@ class NativeProgram:
 
     def _go(self) -> None:
         self._step.buffers = ctypes.addressof(self._pointers)
-        if self._library.code.nano_run(self._library.pool, ctypes.byref(self._struct), ctypes.byref(self._step)):
+        with self._library.turn:
+            failed = self._library.code.nano_run(
+                self._library.pool, ctypes.byref(self._struct), ctypes.byref(self._step)
+            )
+        if failed:
             raise MemoryError("a step needs more memory than there is")
 
     def _reserve(self, num_rows: int) -> None:
@@ -283,6 +287,8 @@ def draw(
     logprob_B = np.empty(num_rows, np.float32)
     arrays = (temperature_B, uniform_B, raw_B, token_B, logprob_B)
     draws = DrawsStruct(logits_BV.data_ptr(), logits_BV.stride(0), vocab_size, *(a.ctypes.data for a in arrays))
-    if library.code.nano_draw(library.pool, ctypes.byref(draws), num_rows):
+    with library.turn:
+        failed = library.code.nano_draw(library.pool, ctypes.byref(draws), num_rows)
+    if failed:
         raise MemoryError("a step needs more memory than there is")
     return token_B.tolist(), logprob_B.tolist()
