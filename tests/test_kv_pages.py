@@ -152,7 +152,7 @@ def wait_until(notes: Notes, is_there: Callable[[], bool]) -> None:
 
 def test_an_eager_store_is_brought_in_whole_from_the_start(library: Library) -> None:
     store, notes = spied(library, eager=True)
-    total = 40 * store.cache.block_floats * 4
+    total = 40 * store.cache.block_values * 4
     for memory in (store.cache.k, store.cache.v):
         begin = memory.data_ptr()
         wait_until(notes, lambda begin=begin: (begin + total // PIECE * PIECE, begin + total) in notes.pieces)
@@ -169,7 +169,7 @@ def test_others_as_their_blocks_are_taken(library: Library, monkeypatch: pytest.
     store, notes = spied(library)
     store.prepare([], [])
     assert not notes.pieces
-    block, v = 4 * store.cache.block_floats, store.cache.v.data_ptr()
+    block, v = 4 * store.cache.block_values, store.cache.v.data_ptr()
     store.prepare([2, 0], [])
     wait_until(notes, lambda: bool(notes.pieces) and notes.pieces[-1][1] == v + 3 * block + 700)
     store.prepare([1], [])
@@ -238,7 +238,7 @@ def filled(library: Library, block_size: int = 4) -> KernelStore:
 
 def views(store: KernelStore) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys [N, L, K, Z, D] and values alike, copies, from the documented layout."""
-    size, total = store.block_size, 8 * store.cache.block_floats
+    size, total = store.block_size, 8 * store.cache.block_values
     k = store.cache.k[:total].view(8, 2, 3, 5, size).transpose(-1, -2).clone()
     return k, store.cache.v[:total].view(8, 2, 3, size, 5).clone()
 
@@ -246,7 +246,7 @@ def views(store: KernelStore) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("block_size", [4, 16])
 def test_copies_read_every_source_before_anything_is_written(library: Library, block_size: int) -> None:
     store = filled(library, block_size)
-    before, slack = views(store), store.cache.k[8 * store.cache.block_floats :].clone()
+    before, slack = views(store), store.cache.k[8 * store.cache.block_values :].clone()
     copies = [
         BlockCopy(0, 1, 3),
         BlockCopy(1, 2, 2),
@@ -261,4 +261,4 @@ def test_copies_read_every_source_before_anything_is_written(library: Library, b
             right[copy.target, :, :, : copy.num_tokens] = old[copy.source, :, :, : copy.num_tokens]
         assert torch.equal(new, right), "the slots behind stay as they are, and so do all other blocks"
         assert not torch.equal(new, old)
-    assert torch.equal(store.cache.k[8 * store.cache.block_floats :], slack)
+    assert torch.equal(store.cache.k[8 * store.cache.block_values :], slack)

@@ -200,8 +200,8 @@ def layer_of(case: Case, cache: Cache) -> tuple[Tensor, Tensor]:
 def layers_of(case: Case, cache: Cache) -> list[tuple[Tensor, Tensor]]:
     """The same of every layer."""
     s = case.shape
-    num_blocks = cache.k.numel() // cache.block_floats
-    total = num_blocks * cache.block_floats
+    num_blocks = cache.k.numel() // cache.block_values
+    total = num_blocks * cache.block_values
     k = cache.k[:total].view(num_blocks, -1, s.num_kv_heads, s.head_dim, s.block_size)
     v = cache.v[:total].view(num_blocks, -1, s.num_kv_heads, s.block_size, s.head_dim)
     return list(zip(k.unbind(1), v.unbind(1), strict=True))
@@ -215,9 +215,9 @@ def attend(library: Library, case: Case, spans: tuple[Span, ...], cache: Cache) 
     return dict(zip(tokens, program.buffer("att", len(tokens)).clone(), strict=True))
 
 
-def attend_twin(case: Case) -> tuple[dict[int, Tensor], Cache]:
+def attend_twin(case: Case, cache_dtype: torch.dtype = torch.float64) -> tuple[dict[int, Tensor], Cache]:
     """The same in float64, and the cache as it is afterwards."""
-    cache = case.fresh(torch.float64)
+    cache = case.fresh(cache_dtype)
     made = twin.run(case.program(twin.pack(case.qkv_TW)), layout_of(case.spans), cache, dtype=torch.float64)
     tokens = [token for span in case.spans for token in span.tokens]
     return dict(zip(tokens, made["att"], strict=True)), cache

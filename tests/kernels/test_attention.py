@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nano_inference.kernels import native
+from nano_inference.kernels import native, twin
 from nano_inference.kernels.native import Cache
 from tests.kernels.conftest import Team
 from tests.kernels.steps import (
@@ -21,6 +21,7 @@ from tests.kernels.steps import (
     attention_bound,
     layer_of,
     layers_of,
+    layout_of,
     make_case,
     same_bits,
 )
@@ -43,30 +44,37 @@ SHAPES = (
 NAMES = [f"{s.num_heads}of{s.num_kv_heads}-d{s.head_dim}-z{s.block_size}-w{s.window}" for s in SHAPES]
 
 
+DTYPES = (torch.float32, torch.bfloat16)
+
+
 @cache
-def solved(index: int) -> tuple[Case, dict[int, Tensor], Cache]:
-    """A case with what is right."""
+def solved(index: int, dtype: torch.dtype = torch.float32) -> tuple[Case, dict[int, Tensor], Cache]:
+    """A case with what is right when keys and values are kept in that precision."""
     case = make_case(SHAPES[index], seed=index)
-    return (case, *attend_twin(case))
+    return (case, *attend_twin(case, torch.float64 if dtype == torch.float32 else dtype))
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("index", range(len(SHAPES)), ids=NAMES)
-def test_attention_is_right(team: Team, index: int) -> None:
-    case, right, after = solved(index)
-    cache = case.fresh()
+def test_attention_is_right(team: Team, index: int, dtype: torch.dtype) -> None:
+    case, right, after = solved(index, dtype)
+    cache = case.fresh(dtype)
     got = attend(team[2], case, case.spans, cache)
     bound = attention_bound(case, after)
     for token, row in got.items():
         assert (row - right[token]).abs().max() <= bound, token
     for mine, theirs in zip(layer_of(case, cache), layer_of(case, after), strict=True):
-        assert torch.equal(mine.nan_to_num(9.0).double(), theirs.nan_to_num(9.0))
+        assert torch.equal(mine.nan_to_num(9.0).double(), theirs.nan_to_num(9.0).double())
     assert all(cache.isnan().all() for cache in layers_of(case, cache)[0]), "another layer was written"
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("index", range(len(SHAPES)), ids=NAMES)
-def test_a_row_has_the_same_bits_in_any_company(team: Team, index: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    case, _, _ = solved(index)
-    cache = case.fresh()
+def test_a_row_has_the_same_bits_in_any_company(
+    team: Team, index: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case, _, _ = solved(index, dtype)
+    cache = case.fresh(dtype)
     whole = attend(team[2], case, case.spans, cache)
     for threads in (1, 3):
         assert same_bits(whole, attend(team[threads], case, case.spans, cache)), "threads"
@@ -133,5 +141,24 @@ def test_the_cache_may_lie_anywhere(team: Team, skip: int) -> None:
     case, right, _ = solved(4)
     clean = attend(team[2], case, case.spans, case.fresh())
     k, v = (torch.cat((torch.zeros(skip), each))[skip:] for each in (case.cache.k, case.cache.v))
-    got = attend(team[2], case, case.spans, Cache(k, v, case.cache.block_size, case.cache.block_floats))
+    got = attend(team[2], case, case.spans, Cache(k, v, case.cache.block_size, case.cache.block_values))
     assert same_bits(clean, got) and got.keys() == right.keys()
+
+
+@pytest.mark.parametrize("value", [1.0, 1.00390625, 1.01171875, -3.4e38, 1e-40, 3.0e-39, float("inf"), float("nan")])
+def test_keys_and_values_are_rounded_to_bfloat16_as_torch_does(team: Team, value: float) -> None:
+    """Ties go to even, what is too large becomes infinite, what is no number stays none."""
+    shape = Shape(num_heads=1, num_kv_heads=1, head_dim=16, block_size=4, num_rows=1, longest=9, has_prefix=False)
+    case = make_case(shape, seed=62)
+    case.qkv_TW[:, 16:] = value
+    cache, right = case.fresh(torch.bfloat16), case.fresh(torch.bfloat16)
+    attend(team[2], case, case.spans, cache)
+    twin.run(case.program(twin.pack(case.qkv_TW)), layout_of(case.spans), right)
+    span = case.spans[0]
+    block, slot = span.blocks[span.start // 4], span.start % 4
+    written, expected = torch.full((16,), value).bfloat16().float().nan_to_num(7.0), layer_of(case, right)
+    for mine, theirs, place in zip(
+        layer_of(case, cache), expected, ((block, 0, ..., slot), (block, 0, slot)), strict=True
+    ):
+        assert torch.equal(mine[place].float().nan_to_num(7.0), written)
+        assert torch.equal(mine[place].float().nan_to_num(7.0), theirs[place].float().nan_to_num(7.0))

@@ -114,7 +114,7 @@ def _compile_in(folder: Path | None, name: str, compiler: str, flags: tuple[str,
     return target
 
 
-def _call(compiler: str, arguments: list[str]) -> str:
+def _call(compiler: str, arguments: list[str]) -> None:
     try:
         done = subprocess.run(
             [compiler, *arguments], capture_output=True, text=True, errors="replace", timeout=_TIMEOUT_S, check=False
@@ -124,7 +124,6 @@ def _call(compiler: str, arguments: list[str]) -> str:
     if done.returncode:
         said = done.stderr.splitlines() or ["it gave no reason"]
         raise CannotCompile(f"{compiler} failed: {next((line for line in said if 'error' in line), said[0])}")
-    return done.stdout
 
 
 def _digest(compiler: str, flags: tuple[str, ...]) -> str:

@@ -112,7 +112,7 @@ class Packer:
         m, code, count = self.matrix, self._library.code, stop - start
         if m.format == INT8:
             rows = self._source_NK[start:stop].float().data_ptr()
-            code.nano_pack_int8(rows, None, start, count, m.num_out, m.num_in, m.packed.data_ptr())
+            code.nano_pack_int8(rows, start, count, m.num_out, m.num_in, m.packed.data_ptr())
         else:
             rows = self._source_NK[start:stop].data_ptr()
             code.nano_pack(m.format, rows, None, start, count, m.num_in, m.packed.data_ptr())

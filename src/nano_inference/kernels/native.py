@@ -46,7 +46,6 @@ _KINDS = (Embed, Norm, Product, Heads, Attend, Activate, Mix, Softcap, GateValue
 _ADD, _NORM_FIRST, _NORM_LAST = 1, 2, 4
 _ROWS = ("token", "previous", "pair")
 _ACTIVATIONS = ("silu", "gelu_tanh", "relu_squared")
-_SPLIT = 256
 _LINE_FLOATS = 16
 _MAX_SPLIT_TOKENS = 64
 """Steps of more tokens have work enough for all threads without cutting a row's keys up."""
@@ -70,12 +69,15 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Cache:
-    """The memory of keys [N, L, K, D, Z] and values [N, L, K, Z, D], float32, a vector's worth longer than that."""
+    """The memory of keys [N, L, K, D, Z] and values [N, L, K, Z, D], a vector's worth longer than that.
+
+    float32, or bfloat16, which is widened as it is read.
+    """
 
     k: Tensor
     v: Tensor
     block_size: int
-    block_floats: int
+    block_values: int
     """L · K · D · Z."""
 
 
@@ -120,7 +122,8 @@ class NativeProgram:
         kept = self._plan(layout, cache.block_size)
         step = self._step
         step.token, step.previous = layout.token_T.ctypes.data, layout.previous_T.ctypes.data
-        step.k, step.v, step.block_floats = cache.k.data_ptr(), cache.v.data_ptr(), cache.block_floats
+        step.k, step.v, step.is_short = cache.k.data_ptr(), cache.v.data_ptr(), cache.k.dtype == torch.bfloat16
+        step.block_bytes = cache.block_values * cache.k.itemsize
         self._split(layout, num_tokens, kept)
         self._go()
 
@@ -190,9 +193,8 @@ class NativeProgram:
     def _split(self, layout: Layout, num_tokens: int, kept: list[Any]) -> None:
         """Cut the keys of few long rows into splits that threads take separately; the sums are the same."""
         tokens, step = self._step.tokens, self._step
-        size = tokens.block_size if tokens.block_size >= _SPLIT else _SPLIT // tokens.block_size * tokens.block_size
         longest = int((layout.start_S + layout.num_tokens_S).max())
-        num_splits = -(-longest // size)
+        num_splits = -(-longest // self._library.code.nano_split_size(tokens.block_size))
         work = tokens.num_crews * self._program.num_kv_heads
         is_cut = num_tokens <= _MAX_SPLIT_TOKENS and num_splits > 1 and work < 4 * self._library.num_threads
         step.num_splits, step.parts = (num_splits, 0) if is_cut else (0, 0)

@@ -40,7 +40,7 @@ class Norm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Product:
-    """out (+)= x W^T + bias, the matrices' outputs side by side. `columns` takes the first K of x only."""
+    """out (+)= x W^T + bias, the matrices' outputs side by side; of x the first K values."""
 
     x: str
     out: str

@@ -388,7 +388,7 @@ def _turn(op: Heads, step: _Step, x_TYD: Tensor, weight: Tensor | None) -> Tenso
 
 def _layer(cache: Cache, layer: int, num_kv: int, dim: int) -> tuple[Tensor, Tensor]:
     """Return one layer of the cache: keys [N, J, D, Z] and values [N, J, Z, D]; views."""
-    size, floats = cache.block_size, cache.block_floats
+    size, floats = cache.block_size, cache.block_values
     num_blocks = cache.k.numel() // floats
     k, v = (memory[: num_blocks * floats].view(num_blocks, -1) for memory in (cache.k, cache.v))
     k_NLJDZ, v_NLJZD = k.view(num_blocks, -1, num_kv, dim, size), v.view(num_blocks, -1, num_kv, size, dim)

@@ -20,11 +20,11 @@ from nano_inference.types import BlockCopy
 _AHEAD_BYTES = 96 << 20
 """Of keys, and of values, whose pages are there before they are needed."""
 _SLACK = 64
-"""Floats behind the last block: vectors of keys are loaded whole."""
+"""Values behind the last block: vectors of keys are loaded whole."""
 
 
 class KernelStore:
-    """Owns the K and V of every block of every layer, float32."""
+    """Owns the K and V of every block of every layer, float32 or bfloat16."""
 
     def __init__(
         self,
@@ -35,10 +35,12 @@ class KernelStore:
         head_dim: int,
         library: Library,
         *,
+        dtype: torch.dtype = torch.float32,
         eager: bool = False,
     ) -> None:
         """`eager` has all the memory's pages brought in from the start, not only those of the next blocks."""
         self._library = library
+        self._dtype = dtype
         self._is_eager = eager
         self._populator: Populator | None = None
         self.block_size = block_size
@@ -61,11 +63,12 @@ class KernelStore:
 
     def _make(self, num_blocks: int) -> None:
         num_layers, num_kv_heads, head_dim, size = self._shape
-        block_floats = num_layers * num_kv_heads * head_dim * size
-        total = num_blocks * block_floats
-        k, v = (lazy_zeros((total + _SLACK,), torch.float32, torch.device("cpu")) for _ in range(2))
-        self.cache = Cache(k, v, size, block_floats)
-        self._bring_in(k, v, 4 * total)
+        block_values = num_layers * num_kv_heads * head_dim * size
+        total = num_blocks * block_values
+        k, v = (lazy_zeros((total + _SLACK,), self._dtype, torch.device("cpu")) for _ in range(2))
+        self.cache = Cache(k, v, size, block_values)
+        self._block_bytes = block_values * self._dtype.itemsize
+        self._bring_in(k, v, num_blocks * self._block_bytes)
         self._k_NLKDZ = k[:total].view(num_blocks, num_layers, num_kv_heads, head_dim, size)
         self._v_NLKZD = v[:total].view(num_blocks, num_layers, num_kv_heads, size, head_dim)
 
@@ -95,7 +98,7 @@ class KernelStore:
         Every source is read before anything is written: a source may have been evicted and taken in this very step.
         """
         if fresh and self._populator is not None:
-            self._populator.reach(4 * self.cache.block_floats * (max(fresh) + 1))
+            self._populator.reach(self._block_bytes * (max(fresh) + 1))
         taken = [
             (copy, self._k_NLKDZ[copy.source, ..., : copy.num_tokens].clone(), self._v_NLKZD[copy.source].clone())
             for copy in copies

@@ -6,7 +6,8 @@
  * What is shared is only the reading: a crew of tokens goes once through the blocks that its tables have in common.
  *
  * The cache is k[block][layer][kv head][D][size] (a vector holds one dimension of neighbouring keys, so that scores need
- * no sum across lanes) and v[block][layer][kv head][size][D]. Loads may go up to a vector beyond the last block. */
+ * no sum across lanes) and v[block][layer][kv head][size][D], in float32 or, widened as it is read, in bfloat16. Loads may
+ * go up to a vector beyond the last block. */
 #ifndef NANO_ATTENTION_H
 #define NANO_ATTENTION_H
 
@@ -26,8 +27,9 @@ typedef struct {
 } Tokens;
 
 typedef struct {
-    float *k, *v;                            /* this layer's, in the first block */
-    int64_t block_floats;                    /* from one block to the next */
+    const char *k, *v;                       /* this layer's, in the first block */
+    int64_t block_bytes;                     /* from one block to the next */
+    int32_t is_short;                        /* whether they are bfloat16 */
     int32_t num_heads, num_kv_heads, head_dim;
     int32_t window;                          /* keys that a query sees, itself included; 0: all */
     float scale, softcap;                    /* softcap 0: none */
@@ -59,15 +61,20 @@ INLINE long lowest_key(const Attention *a, long position) {
 
 /* ---- register tiles --------------------------------------------------------------------------------------------- */
 
+INLINE long value_bytes(const int is_short) { return is_short ? 2 : 4; }
+INLINE vf load_kv(const int is_short, const char *p) {
+    return is_short ? load_bf16((const uint16_t *)p) : load_f((const float *)p);
+}
+
 /* V vectors of keys, each with its own place, against R query rows. */
-INLINE void score_tile(const int R, const int V, const float *q, long dim, const float *const *k, long stride,
+INLINE void score_tile(const int S, const int R, const int V, const float *q, long dim, const char *const *k, long stride,
                        float *const *out, long lds) {
     vf acc[12][4];
     _Pragma("GCC unroll 16") for (int r = 0; r < R; r++)
         _Pragma("GCC unroll 4") for (int v = 0; v < V; v++) acc[r][v] = all_f(0);
     for (long d = 0; d < dim; d++) {
         vf keys[4];
-        _Pragma("GCC unroll 4") for (int v = 0; v < V; v++) keys[v] = load_f(k[v] + d * stride);
+        _Pragma("GCC unroll 4") for (int v = 0; v < V; v++) keys[v] = load_kv(S, k[v] + d * stride * value_bytes(S));
         _Pragma("GCC unroll 16") for (int r = 0; r < R; r++) {
             const vf x = all_f(q[r * dim + d]);
             _Pragma("GCC unroll 4") for (int v = 0; v < V; v++) acc[r][v] = vfma(x, keys[v], acc[r][v]);
@@ -78,17 +85,18 @@ INLINE void score_tile(const int R, const int V, const float *q, long dim, const
 }
 
 /* part[r][d..] += sum over keys of p[r][key] v[key][d..], V vectors of dimensions, through several blocks. */
-INLINE void value_tile(const int R, const int V, const float *p, long lds, const float *const *v, long d, long size,
-                       long num_keys, long dim, float *part) {
+INLINE void value_tile(const int S, const int R, const int V, const float *p, long lds, const char *const *v, long d,
+                       long size, long num_keys, long dim, float *part) {
     vf acc[12][4];
     _Pragma("GCC unroll 16") for (int r = 0; r < R; r++)
         _Pragma("GCC unroll 4") for (int u = 0; u < V; u++) acc[r][u] = load_f(part + r * dim + d + u * LANES);
     for (long first = 0; first < num_keys; first += size) {
-        const float *block = *v++ + d;
+        const char *block = *v++ + d * value_bytes(S);
         const long count = num_keys - first < size ? num_keys - first : size;
         for (long key = 0; key < count; key++) {
             vf values[4];
-            _Pragma("GCC unroll 4") for (int u = 0; u < V; u++) values[u] = load_f(block + key * dim + u * LANES);
+            _Pragma("GCC unroll 4") for (int u = 0; u < V; u++) 
+                values[u] = load_kv(S, block + (key * dim + u * LANES) * value_bytes(S));
             _Pragma("GCC unroll 16") for (int r = 0; r < R; r++) {
                 const vf x = all_f(p[r * lds + first + key]);
                 _Pragma("GCC unroll 4") for (int u = 0; u < V; u++) acc[r][u] = vfma(x, values[u], acc[r][u]);
@@ -120,36 +128,41 @@ INLINE int tile_rows(long rows) { return rows >= TALL ? TALL : rows >= SHORT ? S
     }
 INLINE int widest(int rows) { return rows == TALL ? 2 : 4; }
 
-static void score_vectors(const float *q, long rows, long dim, const float **k, long stride, float **out, long lds,
-                          int num_vectors) {
+INLINE void score_vectors(const int S, const float *q, long rows, long dim, const char **k, long stride, float **out,
+                          long lds, int num_vectors) {
     for (int step; rows > 0; rows -= step, q += step * dim) {
         step = tile_rows(rows);
         for (int v = 0; v < num_vectors;) {
             const int left = num_vectors - v, wide = widest(step);
-            if (left >= 4 && wide == 4) { TILE(step, 4, score_tile(R, V, q, dim, k + v, stride, out + v, lds)) v += 4; }
-            else if (left >= 2) { TILE(step, 2, score_tile(R, V, q, dim, k + v, stride, out + v, lds)) v += 2; }
-            else { TILE(step, 1, score_tile(R, V, q, dim, k + v, stride, out + v, lds)) v += 1; }
+            if (left >= 4 && wide == 4) { TILE(step, 4, score_tile(S, R, V, q, dim, k + v, stride, out + v, lds)) v += 4; }
+            else if (left >= 2) { TILE(step, 2, score_tile(S, R, V, q, dim, k + v, stride, out + v, lds)) v += 2; }
+            else { TILE(step, 1, score_tile(S, R, V, q, dim, k + v, stride, out + v, lds)) v += 1; }
         }
         for (int v = 0; v < num_vectors; v++) out[v] += step * lds;
     }
 }
 
-static void value_blocks(const float *p, long rows, long lds, const float *const *v, long size, long num_keys, long dim,
-                         float *part) {
+INLINE void value_blocks(const int S, const float *p, long rows, long lds, const char *const *v, long size, long num_keys,
+                         long dim, float *part) {
     for (int step; rows > 0; rows -= step, p += step * lds, part += step * dim) {
         step = tile_rows(rows);
         const int wide = widest(step);
         long d = 0;
         for (; d + wide * LANES <= dim; d += wide * LANES) {
-            if (wide == 4) { TILE(step, 4, value_tile(R, V, p, lds, v, d, size, num_keys, dim, part)) }
-            else { TILE(step, 2, value_tile(R, V, p, lds, v, d, size, num_keys, dim, part)) }
+            if (wide == 4) { TILE(step, 4, value_tile(S, R, V, p, lds, v, d, size, num_keys, dim, part)) }
+            else { TILE(step, 2, value_tile(S, R, V, p, lds, v, d, size, num_keys, dim, part)) }
         }
-        for (; d + LANES <= dim; d += LANES) { TILE(step, 1, value_tile(R, V, p, lds, v, d, size, num_keys, dim, part)) }
+        for (; d + LANES <= dim; d += LANES) {
+            TILE(step, 1, value_tile(S, R, V, p, lds, v, d, size, num_keys, dim, part))
+        }
         for (; d < dim; d++)                 /* head sizes that are no multiple of a vector */
             for (int r = 0; r < step; r++) {
                 vf sum = all_f(part[r * dim + d]);
-                for (long key = 0; key < num_keys; key++)
-                    sum = vfma(all_f(p[r * lds + key]), all_f(v[key / size][key % size * dim + d]), sum);
+                for (long key = 0; key < num_keys; key++) {
+                    const char *value = v[key / size] + (key % size * dim + d) * value_bytes(S);
+                    const float w = S ? bf16_scalar(*(const uint16_t *)value) : *(const float *)value;
+                    sum = vfma(all_f(p[r * lds + key]), all_f(w), sum);
+                }
                 part[r * dim + d] = sum[0];
             }
     }
@@ -162,44 +175,48 @@ INLINE long block_at(const Crew *c, int index, long block) {
     return t->tables[t->table_of[c->token[index]] + block];
 }
 
-INLINE const float *place_of(const Crew *c, const float *cache, int index, long block) {
-    const Attention *a = c->job->a;
-    return cache + block_at(c, index, block) * a->block_floats + c->head * c->job->t->block_size * a->head_dim;
+/* Bytes of one kv head's keys, or values, in a block. */
+INLINE long head_bytes(const Crew *c) {
+    return c->job->t->block_size * c->job->a->head_dim * value_bytes(c->job->a->is_short);
+}
+INLINE const char *place_of(const Crew *c, const char *cache, int index, long block) {
+    return cache + block_at(c, index, block) * c->job->a->block_bytes + c->head * head_bytes(c);
 }
 
 /* Blocks lie anywhere in memory, so no prefetcher of the processor's finds the next one. */
-INLINE void fetch_block(const float *p, long floats) {
-    for (long i = 0; i < floats; i += 16) __builtin_prefetch(p + i, 0, 2);
+INLINE void fetch_block(const char *p, long bytes) {
+    for (long i = 0; i < bytes; i += 64) __builtin_prefetch(p + i, 0, 2);
 }
 
 #define AT_ONCE 8                            /* vectors of keys, or blocks of values, gone through together */
 
 /* Score blocks [block, stop) for the tokens [from, to), in whose tables they are the same. */
-static void score_run(const Crew *c, int from, int to, long block, long stop) {
+INLINE void score_run(const int S, const Crew *c, int from, int to, long block, long stop) {
     const Attention *a = c->job->a;
     const long size = c->job->t->block_size, dim = a->head_dim, rows = (long)(to - from) * c->group;
-    const float *q = c->queries + (long)from * c->group * dim, *k[AT_ONCE];
+    const float *q = c->queries + (long)from * c->group * dim;
+    const char *k[AT_ONCE];
     float *scores = c->scores + (long)from * c->group * c->lds, *out[AT_ONCE];
     int n = 0;
     for (; block < stop; block++) {
-        const float *keys = place_of(c, a->k, from, block);
-        if (block + 4 < stop) fetch_block(place_of(c, a->k, from, block + 4), size * dim);
-        fetch_block(place_of(c, a->v, from, block), size * dim);
+        const char *keys = place_of(c, a->k, from, block);
+        if (block + 4 < stop) fetch_block(place_of(c, a->k, from, block + 4), head_bytes(c));
+        fetch_block(place_of(c, a->v, from, block), head_bytes(c));
         for (long key = 0; key < size; key += LANES) {
-            k[n] = keys + key;
+            k[n] = keys + key * value_bytes(S);
             out[n++] = scores + (block * size - c->first) + key;
-            if (n == AT_ONCE) { score_vectors(q, rows, dim, k, size, out, c->lds, n); n = 0; }
+            if (n == AT_ONCE) { score_vectors(S, q, rows, dim, k, size, out, c->lds, n); n = 0; }
         }
     }
-    if (n) score_vectors(q, rows, dim, k, size, out, c->lds, n);
+    if (n) score_vectors(S, q, rows, dim, k, size, out, c->lds, n);
 }
 
 /* Add the weighted values of blocks [block, stop); what lies behind the last token's position was never written. */
-static void value_run(const Crew *c, int from, int to, long block, long stop) {
+INLINE void value_run(const int S, const Crew *c, int from, int to, long block, long stop) {
     const Attention *a = c->job->a;
     const Tokens *t = c->job->t;
     const long size = t->block_size, dim = a->head_dim, row = (long)from * c->group;
-    const float *v[AT_ONCE];
+    const char *v[AT_ONCE];
     long last = 0;
     for (int i = from; i < to; i++)
         if (t->position[c->token[i]] > last) last = t->position[c->token[i]];
@@ -208,10 +225,15 @@ static void value_run(const Crew *c, int from, int to, long block, long stop) {
         int n = 0;
         for (; n < AT_ONCE && block < stop; block++) v[n++] = place_of(c, a->v, from, block);
         const long keys = last + 1 - begin < n * size ? last + 1 - begin : n * size;
-        value_blocks(c->scores + row * c->lds + (begin - c->first), (long)(to - from) * c->group, c->lds, v, size, keys, dim,
-                     c->part + row * dim);
+        value_blocks(S, c->scores + row * c->lds + (begin - c->first), (long)(to - from) * c->group, c->lds, v, size, keys,
+                     dim, c->part + row * dim);
     }
 }
+
+static void score_floats(const Crew *c, int from, int to, long block, long stop) { score_run(0, c, from, to, block, stop); }
+static void score_shorts(const Crew *c, int from, int to, long block, long stop) { score_run(1, c, from, to, block, stop); }
+static void value_floats(const Crew *c, int from, int to, long block, long stop) { value_run(0, c, from, to, block, stop); }
+static void value_shorts(const Crew *c, int from, int to, long block, long stop) { value_run(1, c, from, to, block, stop); }
 
 /* Go through the blocks [block, stop) of the tokens [from, to): those that follow one another and have the same block
  * go together as far as their tables agree, then part. */
@@ -229,15 +251,13 @@ static void walk(const Crew *c, int from, int to, long block, long stop, int wei
                 agree++;
             common = agree;
         }
-        if (!weigh && until < to && c->num_blocks[until] > block) {
-            const long floats = (long)c->job->t->block_size * c->job->a->head_dim;
+        if (!weigh && until < to)
             for (long next = block; next < block + 3 && next < c->num_blocks[until] && next < stop; next++)
-                fetch_block(place_of(c, c->job->a->k, until, next), floats);
-        }
-        if (weigh) value_run(c, from, until, block, common);
-        else score_run(c, from, until, block, common);
-        if (common < stop && table_of[token[until - 1]] != table_of[token[from]]) walk(c, from, until, common, stop, weigh);
-        else if (common < stop && common < c->num_blocks[from]) walk(c, from, until, common, stop, weigh);
+                fetch_block(place_of(c, c->job->a->k, until, next), head_bytes(c));
+        if (c->job->a->is_short) (weigh ? value_shorts : score_shorts)(c, from, until, block, common);
+        else (weigh ? value_floats : score_floats)(c, from, until, block, common);
+        const int has_more = common < c->num_blocks[from] || table_of[token[until - 1]] != table_of[token[from]];
+        if (common < stop && has_more) walk(c, from, until, common, stop, weigh);
         from = until;
     }
 }
@@ -294,9 +314,8 @@ static void attend_split(Crew *c, long split) {
     const Attention *a = c->job->a;
     const Tokens *t = c->job->t;
     const long rows = (long)c->num_tokens * c->group, size = t->block_size;
-    long low = c->first + c->split_size;
     c->first = split * c->split_size;
-    low = c->first + c->split_size;
+    long low = c->first + c->split_size;
     for (int i = 0; i < c->num_tokens; i++) {
         const long begin = lowest_key(a, t->position[c->token[i]]);
         if (begin < low) low = begin;
@@ -318,10 +337,11 @@ static void attend_split(Crew *c, long split) {
 
 /* ---- crews ------------------------------------------------------------------------------------------------------ */
 
-static long split_size_of(long block_size) { return block_size >= SPLIT ? block_size : SPLIT / block_size * block_size; }
+/* Keys of a split: whole blocks. */
+int64_t nano_split_size(int64_t block_size) { return block_size >= SPLIT ? block_size : SPLIT / block_size * block_size; }
 static size_t crew_floats(const Attention *a, long block_size) {
     const size_t rows = (size_t)CREW * (a->num_heads / a->num_kv_heads);
-    return rows * (3 * a->head_dim + 4 + (split_size_of(block_size) + 15) / 16 * 16 + 16) + 256;
+    return rows * (3 * a->head_dim + 4 + (nano_split_size(block_size) + 15) / 16 * 16 + 16) + 256;
 }
 
 static void crew_begin(Crew *c, const AttentionJob *job, int crew, int head, float *scratch) {
@@ -333,7 +353,7 @@ static void crew_begin(Crew *c, const AttentionJob *job, int crew, int head, flo
     c->token = t->order + t->crews[crew];
     c->num_tokens = t->crews[crew + 1] - t->crews[crew];
     c->group = a->num_heads / a->num_kv_heads;
-    c->split_size = split_size_of(t->block_size);
+    c->split_size = nano_split_size(t->block_size);
     c->lds = (c->split_size + 15) / 16 * 16 + 16;        /* a block's last vector may reach beyond the split */
     const long rows = (long)c->num_tokens * c->group;
     c->queries = scratch;
@@ -344,11 +364,9 @@ static void crew_begin(Crew *c, const AttentionJob *job, int crew, int head, flo
     c->best = c->sums + rows;
     c->total = c->best + rows;
     c->scores = c->total + rows;
-    for (int i = 0; i < c->num_tokens; i++) {
-        c->num_blocks[i] = t->position[c->token[i]] / t->block_size + 1;
-        for (int j = i; j > 0 && t->table_of[c->token[j - 1]] == t->table_of[c->token[i]]; j--)
-            if (c->num_blocks[j - 1] < c->num_blocks[i]) c->num_blocks[j - 1] = c->num_blocks[i];
-            else c->num_blocks[i] = c->num_blocks[j - 1];
+    for (int i = c->num_tokens - 1; i >= 0; i--) {       /* of a chunk the last token stands behind the others */
+        const int is_last = i + 1 == c->num_tokens || t->table_of[c->token[i]] != t->table_of[c->token[i + 1]];
+        c->num_blocks[i] = is_last ? t->position[c->token[i]] / t->block_size + 1 : c->num_blocks[i + 1];
         memcpy(c->queries + (long)i * c->group * dim, job->q + c->token[i] * job->ldq + (long)head * c->group * dim,
                4 * c->group * dim);
     }

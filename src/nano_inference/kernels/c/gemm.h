@@ -12,10 +12,12 @@
 #define VECS 4                               /* vectors of outputs that the direct product of a few rows keeps at a time */
 #if LANES == 16
 #define DIRECT 10
+#define NARROW 4                             /* rows for which the direct product goes over VECS vectors at a time */
 #define ROWS 12
 #define WIDE 32
 #else
-#define DIRECT 4
+#define DIRECT 6
+#define NARROW 3
 #define ROWS 6
 #define WIDE (2 * LANES)
 #endif
@@ -37,13 +39,15 @@ INLINE void direct_slice(const int format, const int M, const int U, const char 
 }
 
 INLINE void direct(const int format, const char *panel, const float *x, long ldx, long M, long K, float *tile) {
-    const int wide = M <= 4 ? VECS : 2;
+    const int wide = M <= NARROW ? VECS : 2;     /* as many sums as there are registers for */
     for (int lane = 0; lane < PANEL; lane += wide * LANES) {
         switch (M) {
 #define CASE(n, u) case n: direct_slice(format, n, u, panel, x, ldx, K, lane, tile); break;
-        CASE(1, VECS) CASE(2, VECS) CASE(3, VECS) CASE(4, VECS)
+        CASE(1, VECS) CASE(2, VECS) CASE(3, VECS)
 #if DIRECT == 10
-        CASE(5, 2) CASE(6, 2) CASE(7, 2) CASE(8, 2) CASE(9, 2) CASE(10, 2)
+        CASE(4, VECS) CASE(5, 2) CASE(6, 2) CASE(7, 2) CASE(8, 2) CASE(9, 2) CASE(10, 2)
+#else
+        CASE(4, 2) CASE(5, 2) CASE(6, 2)
 #endif
 #undef CASE
         }

@@ -2,8 +2,9 @@
  * GROUP inputs of each token (largest magnitude / 127, ties to even): a model's few large activations would else leave
  * nothing of the others. Sums inside a group are exact integers; groups are added in ascending order.
  *
- * Behind the panels stand 64 float scales for each. VNNI multiplies unsigned by signed bytes: weights are shifted by 128 as
- * they are read, and 128 times the sum of a group's activations is taken off again. */
+ * Behind the panels stand 64 float scales for each. Processors multiply unsigned by signed bytes. With VNNI weights are
+ * shifted by 128 as they are read, and 128 times the sum of a group's activations is taken off again; without it two
+ * products are added in 16 bits, which have no room for that: there the weight's sign goes to the activation. */
 #ifndef NANO_INT8_H
 #define NANO_INT8_H
 
@@ -45,12 +46,12 @@ static void quantise_row(const float *x, long n, uint8_t *row) {
         quantise_group(x + g * GROUP, n - g * GROUP < GROUP ? n - g * GROUP : GROUP, q + g * GROUP, &scales[g], &sums[g]);
 }
 
-/* From float rows: each output's scale is its largest magnitude / 127. Memory must be zero before. */
-void nano_pack_int8(const float *values, const int32_t *rows, long first, long count, long num_out, long num_in,
-                    char *packed) {
+/* From the float rows [first, first + count): each output's scale is its largest magnitude / 127. Memory must be zero
+ * before. */
+void nano_pack_int8(const float *values, long first, long count, long num_out, long num_in, char *packed) {
     const long bytes = panel_bytes(INT8, num_in);
     for (long n = first; n < first + count; n++) {
-        const float *row = values + (rows ? rows[n - first] : n - first) * num_in;
+        const float *row = values + (n - first) * num_in;
         const long lane = n % PANEL;
         char *panel = packed + n / PANEL * bytes;
         char *behind = packed + num_panels(num_out) * bytes + n / PANEL * PANEL * 4;
@@ -72,16 +73,32 @@ static void read_int8_row(const Matrix *m, long row, float *out) {
     for (long k = 0; k < m->num_in; k++) out[k] = (float)(int8_t)panel[k / 4 * 256 + row % PANEL * 4 + k % 4] * scale;
 }
 
-/* acc + four products of unsigned w by signed x. */
+#if (LANES == 16 && defined(__AVX512VNNI__)) || (LANES == 8 && defined(__AVXVNNI__))
+#define HAS_VNNI 1
+#else
+#define HAS_VNNI 0
+#endif
+
+/* What a group's sums begin with, from 128 times the sum of its activations. */
+INLINE vi start_sum(int32_t sum) { return HAS_VNNI ? -(sum - (vi){0}) : (vi){0}; }
+
+/* acc + four products of weights and activations, signed bytes from -127 to 127 all of them. */
 INLINE vi dot4(vi acc, vu w, vi x) {
-#if LANES == 16 && defined(__AVX512VNNI__)
-    return (vi)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)w, (__m512i)x);
-#elif LANES == 8 && defined(__AVXVNNI__)
-    return (vi)_mm256_dpbusd_avx_epi32((__m256i)acc, (__m256i)w, (__m256i)x);
+#if LANES == 16 && HAS_VNNI
+    return (vi)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)(w ^ 0x80808080u), (__m512i)x);
+#elif LANES == 8 && HAS_VNNI
+    return (vi)_mm256_dpbusd_avx_epi32((__m256i)acc, (__m256i)(w ^ 0x80808080u), (__m256i)x);
+#elif LANES == 16
+    const __m512i turned = _mm512_mask_sub_epi8((__m512i)x, _mm512_movepi8_mask((__m512i)w), _mm512_setzero_si512(), (__m512i)x);
+    const __m512i pairs = _mm512_maddubs_epi16(_mm512_abs_epi8((__m512i)w), turned);
+    return acc + (vi)_mm512_madd_epi16(pairs, _mm512_set1_epi16(1));
+#elif LANES == 8
+    const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8((__m256i)w), _mm256_sign_epi8((__m256i)x, (__m256i)w));
+    return acc + (vi)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
 #else
     for (int j = 0; j < 4; j++) {
-        const vi u = (vi)((w >> (8 * j)) & 255), s = ((vi)((vu)x << (24 - 8 * j))) >> 24;
-        acc += u * s;
+        const vi a = ((vi)(w << (24 - 8 * j))) >> 24, b = ((vi)((vu)x << (24 - 8 * j))) >> 24;
+        acc += a * b;
     }
     return acc;
 #endif
@@ -97,14 +114,14 @@ INLINE void int8_tile(const int R, const int V, const uint8_t *x, long ldx, cons
     for (long g = 0; g < groups; g++) {
         vi acc[3][4];
         _Pragma("GCC unroll 4") for (int r = 0; r < R; r++) {
-            const vi sum = ((const int32_t *)(x + r * ldx))[groups + g] - (vi){0};
-            _Pragma("GCC unroll 4") for (int v = 0; v < V; v++) acc[r][v] = -sum;
+            const vi sum = start_sum(((const int32_t *)(x + r * ldx))[groups + g]);
+            _Pragma("GCC unroll 4") for (int v = 0; v < V; v++) acc[r][v] = sum;
         }
         const long end = (g + 1) * (GROUP / 4) < fours ? (g + 1) * (GROUP / 4) : fours;
         for (long four = g * (GROUP / 4); four < end; four++) {
             vu w[4];
             _Pragma("GCC unroll 4") for (int v = 0; v < V; v++) {
-                w[v] = load_u(panel + four * 256 + v * LANES * 4) ^ 0x80808080u;
+                w[v] = load_u(panel + four * 256 + v * LANES * 4);
                 fetch_ahead(panel + four * 256 + v * LANES * 4);
             }
             _Pragma("GCC unroll 4") for (int r = 0; r < R; r++) {

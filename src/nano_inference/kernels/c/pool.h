@@ -7,7 +7,6 @@
 #ifndef NANO_POOL_H
 #define NANO_POOL_H
 
-#include <errno.h>
 #include <pthread.h>
 #include <sched.h>
 #include <stdatomic.h>
@@ -21,7 +20,6 @@
 typedef struct Pool Pool;
 typedef struct {
     Pool *pool;
-    int index;
     int job;             /* the job it is in, of this run's */
     char *scratch;
     size_t scratch_bytes;
@@ -168,12 +166,11 @@ Pool *nano_pool_new(int num_threads, long spin_ns) {
     p->num_threads = 1;
     p->workers[0] = (Worker){.pool = p};
     for (int i = 1; i < num_threads; i++) {
-        p->workers[i] = (Worker){.pool = p, .index = i};
+        p->workers[i] = (Worker){.pool = p};
         if (pthread_create(&p->threads[i], NULL, thread_main, &p->workers[i])) break;
         p->num_threads = i + 1;
     }
     return p;
 }
-int nano_pool_threads(const Pool *p) { return p->num_threads; }
 
 #endif

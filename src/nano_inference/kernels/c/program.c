@@ -45,8 +45,9 @@ typedef struct {
     Tokens tokens;
     const int32_t *token, *previous;     /* [T]; previous -1: none */
     float *const *buffers;               /* [T, width] each */
-    float *k, *v;                        /* the cache, block after block, in each all layers */
-    int64_t block_floats;
+    char *k, *v;                         /* the cache, block after block, in each all layers */
+    int64_t block_bytes;
+    int64_t is_short;                    /* whether it is bfloat16, else float32 */
     float *parts;                        /* [T, H, num_splits, D + 2] where `num_splits` is above 0 */
     int64_t num_splits;
     uint8_t *bytes;                      /* [T, byte_stride]: rows rounded to eight bits, scales in front (int8.h) */
@@ -88,11 +89,30 @@ static void do_norm(const Run *r, const Op *op, long t) {
     norm_row(row_of(r, op->in, t), width, op->weight, op->offset, op->eps, row_of(r, op->out, t), op->flags & ADD);
 }
 
+/* Put one kv head's key and value of a token into the cache. */
+static void write_kv(const Run *r, long layer, long head, long t, const float *key, const float *value) {
+    const Tokens *tokens = &r->step->tokens;
+    const long dim = r->program->head_dim, size = tokens->block_size, position = tokens->position[t];
+    const long block = tokens->tables[tokens->table_of[t] + position / size], slot = position % size;
+    const long place = (layer * r->program->num_kv_heads + head) * size * dim;
+    char *k = r->step->k + block * r->step->block_bytes, *v = r->step->v + block * r->step->block_bytes;
+    for (long d = 0; d < dim; d++) {
+        const long k_at = place + d * size + slot, v_at = place + slot * dim + d;
+        if (r->step->is_short) {
+            ((uint16_t *)k)[k_at] = round_bf16(key[d]);
+            ((uint16_t *)v)[v_at] = round_bf16(value[d]);
+        } else {
+            ((float *)k)[k_at] = key[d];
+            ((float *)v)[v_at] = value[d];
+        }
+    }
+}
+
 /* Queries, keys and values of one token, side by side in a buffer: norms and rotation in place, then into the cache. */
 static void do_heads(const Run *r, const Op *op, long t) {
     const Program *p = r->program;
     const Tokens *tokens = &r->step->tokens;
-    const long dim = p->head_dim, size = tokens->block_size, position = tokens->position[t];
+    const long dim = p->head_dim, position = tokens->position[t];
     const long num_qk = p->num_heads + p->num_kv_heads;
     float *row = row_of(r, op->in, t);
     for (long h = 0; h < num_qk; h++) {
@@ -105,13 +125,8 @@ static void do_heads(const Run *r, const Op *op, long t) {
         }
         if (op->flags & NORM_LAST) norm_row(x, dim, weight, op->offset, op->eps, x, 0);
     }
-    const long block = tokens->tables[tokens->table_of[t] + position / size], slot = position % size;
-    for (long h = 0; h < p->num_kv_heads; h++) {
-        const float *key = row + (p->num_heads + h) * dim, *value = row + (num_qk + h) * dim;
-        const long place = block * r->step->block_floats + ((long)op->layer * p->num_kv_heads + h) * size * dim;
-        for (long d = 0; d < dim; d++) r->step->k[place + d * size + slot] = key[d];
-        memcpy(r->step->v + place + slot * dim, value, 4 * dim);
-    }
+    for (long h = 0; h < p->num_kv_heads; h++)
+        write_kv(r, op->layer, h, t, row + (p->num_heads + h) * dim, row + (num_qk + h) * dim);
 }
 
 static void do_glu(const Run *r, const Op *op, long t) {
@@ -257,10 +272,10 @@ static void multiply(Worker *w, const Product *p, Step *step) {
 static void attend(Worker *w, const Run *r, const Op *op) {
     const Program *p = r->program;
     Step *s = r->step;
-    const long place = (long)op->layer * p->num_kv_heads * s->tokens.block_size * p->head_dim;
-    const Attention a = {.k = s->k + place, .v = s->v + place, .block_floats = s->block_floats, .num_heads = p->num_heads,
-                         .num_kv_heads = p->num_kv_heads, .head_dim = p->head_dim, .window = op->choice,
-                         .scale = op->scale, .softcap = op->cap};
+    const long place = (long)op->layer * p->num_kv_heads * s->tokens.block_size * p->head_dim * value_bytes(s->is_short);
+    const Attention a = {.k = s->k + place, .v = s->v + place, .block_bytes = s->block_bytes, .is_short = s->is_short,
+                         .num_heads = p->num_heads, .num_kv_heads = p->num_kv_heads, .head_dim = p->head_dim,
+                         .window = op->choice, .scale = op->scale, .softcap = op->cap};
     const AttentionJob job = {.t = &s->tokens, .a = &a, .q = s->buffers[op->in], .ldq = p->strides[op->in],
                               .out = s->buffers[op->out], .ldo = p->strides[op->out]};
     begin_job(w);
@@ -276,8 +291,10 @@ static void attend(Worker *w, const Run *r, const Op *op) {
     finish_job(w, num);
     if (!s->num_splits) return;
     begin_job(w);
-    FOR_PIECES(w, token, s->tokens.num_tokens)
-        for (long h = 0; scratch && h < a.num_heads; h++) merge_parts(&job, token, h, splits, s->parts, scratch);
+    FOR_PIECES(w, token, s->tokens.num_tokens) {
+        if (!scratch) { atomic_store(&s->failed, 1); continue; }
+        for (long h = 0; h < a.num_heads; h++) merge_parts(&job, token, h, splits, s->parts, scratch);
+    }
     finish_job(w, s->tokens.num_tokens);
 }
 
@@ -397,13 +414,7 @@ int nano_populate(char *begin, int64_t bytes) {
 }
 
 const char *nano_isa(void) { return ISA_NAME; }
-int nano_has_vnni(void) {
-#if (LANES == 16 && defined(__AVX512VNNI__)) || (LANES == 8 && defined(__AVXVNNI__))
-    return 1;
-#else
-    return 0;
-#endif
-}
+int nano_has_vnni(void) { return HAS_VNNI; }
 int64_t nano_sizes(int which) {          /* for the Python side to check its own picture of the structures */
     switch (which) {
     case 0: return sizeof(Op);

@@ -108,6 +108,24 @@ INLINE vf load_u8(const uint8_t *p) {
     return __builtin_convertvector(__builtin_convertvector(b, vi), vf);
 }
 
+INLINE vf load_bf16(const uint16_t *p) {
+    vh h; memcpy(&h, p, sizeof h);
+    return (vf)(__builtin_convertvector(h, vu) << 16);
+}
+INLINE float bf16_scalar(uint16_t h) {
+    const uint32_t bits = (uint32_t)h << 16;
+    float f;
+    memcpy(&f, &bits, 4);
+    return f;
+}
+/* To the nearest bfloat16, ties to even; what is no number stays none. */
+INLINE uint16_t round_bf16(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    if (x != x) return (uint16_t)(bits >> 16 | 0x40);
+    return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
 INLINE float half_scalar(uint16_t h) {
     uint32_t magnitude = (uint32_t)(h & 0x7fff) << 13, bits;
     float f;
