@@ -102,6 +102,7 @@ def write_gguf(directory: Path) -> Path:
 KINDS: dict[str, tuple[Callable[[Path], Path], dict[str, Any]]] = {
     "float32": (write_family("qwen3-ratio3-tied", torch.float32), {}),
     "bfloat16": (write_family("llama-linear-rope-biases", torch.bfloat16), {}),
+    "a cache in bfloat16": (write_family("qwen3-ratio3-tied", torch.float32), {"kv_cache_dtype": "bfloat16"}),
     "int8": (write_family("llama3-rope-ratio3-tied", torch.float32), {"dtype": "int8"}),
     "windows and soft caps": (write_family("gemma2", torch.float32), {"dtype": "bfloat16"}),
     "nanochat": (write_nanochat, {}),
@@ -185,7 +186,7 @@ def test_arriving_one_step_apart(model: Model, num_threads: int) -> None:
 
 def test_preempted_in_a_tight_cache(model: Model) -> None:
     with open_engine(model.path, **model.options, block_size=4) as roomy:
-        block_bytes = roomy.parts.runner.model.config.kv_bytes_per_token(4) * 4
+        block_bytes = (16 << 20) // roomy.parts.kv.num_blocks
     with open_engine(
         model.path, **model.options, block_size=4, kv_cache_bytes=85 * block_bytes, max_tokens_per_batch=64
     ) as ours:

@@ -184,9 +184,41 @@ def test_a_cpu_without_wide_vectors_gets_the_code_that_every_one_has(monkeypatch
     assert library is not None and library.isa == "generic"
 
 
+def num_threads_here() -> int:
+    return len(list(Path("/proc/self/task").iterdir()))
+
+
 @pytest.mark.parametrize("num_threads", [1, 2])
 def test_the_kernels_have_as_many_threads_as_asked_for(num_threads: int) -> None:
     library = assemble.pick_kernels(config(num_threads=num_threads), CPU)
     assert library is not None
-    assert library.code.nano_pool_threads(library.pool) == num_threads
+    before = num_threads_here()
+    assert library.pool and num_threads_here() - before == num_threads - 1  # the caller is one of them
     library.close()
+    assert num_threads_here() == before
+
+
+def scores(tiny: tuple[Path, Any], **options: Any) -> tuple[list[float], InferenceEngine]:
+    with InferenceEngine(config(tiny, **options)) as engine:
+        return [float(one) for one in engine.score([IDS])[0]], engine  # type: ignore[union-attr]
+
+
+def test_a_cache_in_bfloat16_takes_half_the_bytes_and_rounds_little(tiny: tuple[Path, Any]) -> None:
+    exact, plain = scores(tiny)
+    rounded, short = scores(tiny, kv_cache_dtype="bfloat16")
+    assert 1e-6 < max(abs(a - b) for a, b in zip(exact, rounded, strict=True)) < 2e-2
+    assert short.parts.kv.num_blocks == 2 * plain.parts.kv.num_blocks
+    with InferenceEngine(config(tiny, kv_cache_dtype="bfloat16")) as engine:
+        store = runner_of(engine).store
+        assert isinstance(store, KernelStore) and store.cache.k.dtype == store.cache.v.dtype == torch.bfloat16
+        assert store.num_bytes <= 4 << 20
+
+
+def test_a_cache_in_bfloat16_needs_the_kernels_or_bfloat16(tiny: tuple[Path, Any]) -> None:
+    with pytest.raises(
+        ValueError, match="^kv_cache_dtype=bfloat16: beside other weights only the CPU kernels have it$"
+    ):
+        InferenceEngine(config(tiny, kv_cache_dtype="bfloat16", kernels="off"))
+    with InferenceEngine(config(tiny, kv_cache_dtype="bfloat16", kernels="off", dtype="bfloat16")) as engine:
+        store = runner_of(engine).store
+        assert isinstance(store, KVStore) and store.k_LSKD.dtype == torch.bfloat16

@@ -71,6 +71,7 @@ WRONG_CONFIG: dict[str, tuple[Any, ...]] = {
     "kv_cache_bytes": (*NO_INTEGER, 0, -1),
     "device": ("", None, 5),
     "dtype": ("", "float64", None, 16),
+    "kv_cache_dtype": ("", "float32", "int8", None, True),
     "kernels": ("", "sse", None, True),
     "attention": ("", "flash", None),
     "seed": (*NO_INTEGER, 2**64, -(2**63) - 1),

@@ -15,7 +15,7 @@ import torch
 
 from nano_inference.attention import pick
 from nano_inference.catalog import default_cache, nanochat_home, resolve
-from nano_inference.config import Dtype, EngineConfig
+from nano_inference.config import Dtype, EngineConfig, KvDtype
 from nano_inference.drawing import KernelSampler
 from nano_inference.kernels.compile import (
     CannotCompile,
@@ -109,8 +109,9 @@ def assemble(config: EngineConfig, progress: LoadProgress | None = None) -> Engi
 def parts_of(model: AnyModel, config: EngineConfig, device: torch.device, sampler: Sampler = draw) -> EngineParts:
     """Build what an engine runs with around a loaded model: cache, attention, sampler; no tokenizer, no checkpoint."""
     max_model_len = min(config.max_model_len, model.config.max_positions)
-    num_blocks = count_blocks(config, model.config, device, cache_dtype(model), max_model_len)
-    store = make_store(model, num_blocks, config.block_size, device, eager=config.kv_cache_bytes is not None)
+    dtype = cache_dtype(model, config.kv_cache_dtype)
+    num_blocks = count_blocks(config, model.config, device, dtype, max_model_len)
+    store = make_store(model, num_blocks, config.block_size, device, dtype, eager=config.kv_cache_bytes is not None)
     runner = ModelRunner(model, store, pick(config.attention, device), device, sampler)
     return EngineParts(
         runner=runner,
@@ -129,14 +130,15 @@ def twin_parts(parts: EngineParts, config: EngineConfig, kv_cache_bytes: int | N
     if not isinstance(runner, ModelRunner):
         raise BadRequest("this engine was made without a model that could be copied")
     model = copied(runner.model, runner.device)
-    block_bytes = model.config.kv_bytes_per_token(cache_dtype(model).itemsize) * config.block_size
+    dtype = cache_dtype(model, config.kv_cache_dtype)
+    block_bytes = model.config.kv_bytes_per_token(dtype.itemsize) * config.block_size
     fewest = -(-parts.max_model_len // config.block_size)
     num_blocks = max(parts.kv.num_blocks // _TWIN_SHARE, min(fewest, parts.kv.num_blocks))
     if kv_cache_bytes is not None:
         num_blocks = kv_cache_bytes // block_bytes
     if num_blocks < 1:
         raise BadRequest(f"kv_cache_bytes: {kv_cache_bytes} bytes do not hold one block of {block_bytes} bytes")
-    store = make_store(model, num_blocks, config.block_size, runner.device)
+    store = make_store(model, num_blocks, config.block_size, runner.device, dtype)
     twin = ModelRunner(model, store, runner.backend, runner.device, runner.sampler)
     kv = make_kv(config.cache_type, num_blocks, config.block_size)
     return replace(parts, runner=twin, kv=kv, weights=WeightSyncManager(model, twin.install))
@@ -190,8 +192,7 @@ def pick_kernels(config: EngineConfig, device: torch.device) -> Library | None:
     if reason is None:
         isa = best_isa(cpu_flags()) if config.kernels == "auto" else cast(Isa, config.kernels)
         try:
-            path = compile_library(isa, default_cache(os.environ), os.environ)
-            return Library(path, config.num_threads or torch.get_num_threads())
+            return _library(isa, config.num_threads or torch.get_num_threads())
         except CannotCompile as error:
             reason = str(error)
             if not is_named and config.dtype != "int8":
@@ -204,12 +205,16 @@ def pick_kernels(config: EngineConfig, device: torch.device) -> Library | None:
 
 def kernels_here() -> dict[str, str | bool]:
     """Return which CPU code `pick_kernels` chooses by itself on this machine, or why torch alone computes."""
-    isa = best_isa(cpu_flags())
     try:
-        library = Library(compile_library(isa, default_cache(os.environ), os.environ), 1)
+        library = _library(best_isa(cpu_flags()), 1)
     except CannotCompile as error:
         return {"code": "torch", "reason": str(error)}
     return {"code": library.isa, "compiler": find_compiler(os.environ), "eight-bit products": library.has_vnni}
+
+
+def _library(isa: Isa, num_threads: int) -> Library:
+    """Load the kernels, compiled when that was not done before. Raises `CannotCompile`."""
+    return Library(compile_library(isa, default_cache(os.environ), os.environ), num_threads)
 
 
 def _why_no_kernels(config: EngineConfig, device: torch.device) -> str | None:
@@ -235,8 +240,7 @@ def load_kernel_model(
     progress: LoadProgress | None = None,
 ) -> KernelModel:
     """Pack a checkpoint's weights for the kernels. A dynamic rope's base is fixed from `max_model_len`."""
-    config = checkpoint.config
-    config = replace(config, ropes=tuple(replace(rope, max_positions=max_model_len) for rope in config.ropes))
+    config = _with_length(checkpoint.config, max_model_len)
     return KernelModel(config, load_packed(checkpoint, library, keep, progress), library, max_model_len, keep)
 
 
@@ -248,8 +252,7 @@ def load_model(
     progress: LoadProgress | None = None,
 ) -> Model:
     """Build the model and stream its weights in. A dynamic rope's base is fixed from `max_model_len`."""
-    config = checkpoint.config
-    config = replace(config, ropes=tuple(replace(rope, max_positions=max_model_len) for rope in config.ropes))
+    config = _with_length(checkpoint.config, max_model_len)
     model = build(config, device, dtype)
     slots = weight_slots(model)
     total = sum(slot.numel() * slot.element_size() for slot in slots.values())
@@ -264,6 +267,11 @@ def load_model(
     ignore = ("lm_head.weight",) if config.tie_embeddings else ()
     load_into(slots, checkpoint.tensors(), ignore=ignore, progress=tell)
     return model
+
+
+def _with_length(config: ModelConfig, max_model_len: int) -> ModelConfig:
+    """Tell the ropes the longest text: a dynamic one's base follows from it."""
+    return replace(config, ropes=tuple(replace(rope, max_positions=max_model_len) for rope in config.ropes))
 
 
 def count_blocks(
@@ -300,19 +308,23 @@ def available_memory() -> int:
 
 
 def make_store(
-    model: AnyModel, num_blocks: int, block_size: int, device: torch.device, *, eager: bool = False
+    model: AnyModel, num_blocks: int, block_size: int, device: torch.device, dtype: torch.dtype, *, eager: bool = False
 ) -> KVStore | KernelStore:
     """Return the bytes of a KV cache for that model; `eager` has the kernels' brought in from the start."""
     config = model.config
     sizes = (config.num_layers, num_blocks, block_size, config.num_kv_heads, config.head_dim)
     if isinstance(model, KernelModel):
-        return KernelStore(*sizes, model.library, eager=eager)
-    return KVStore(*sizes, model_dtype(model), device)
+        return KernelStore(*sizes, model.library, dtype=dtype, eager=eager)
+    return KVStore(*sizes, dtype, device)
 
 
-def cache_dtype(model: AnyModel) -> torch.dtype:
-    """Return the precision of a model's KV cache."""
-    return torch.float32 if isinstance(model, KernelModel) else model_dtype(model)
+def cache_dtype(model: AnyModel, wanted: KvDtype = "auto") -> torch.dtype:
+    """Return the precision of a model's KV cache. Raises `ValueError` for one that its code does not have."""
+    if isinstance(model, KernelModel):
+        return torch.bfloat16 if wanted == "bfloat16" else torch.float32
+    if wanted == "bfloat16" and model_dtype(model) != torch.bfloat16:
+        raise ValueError("kv_cache_dtype=bfloat16: beside other weights only the CPU kernels have it")
+    return model_dtype(model)
 
 
 def matcher_maker(source: TokenizerSource) -> StopMatcher:

@@ -15,11 +15,13 @@ from nano_inference.types import LOGPROBS_MODES, LogprobsMode, check_bool, check
 CacheType = Literal["paged", "radix"]
 Device = str
 Dtype = Literal["auto", "float32", "bfloat16", "float16", "int8"]
+KvDtype = Literal["auto", "bfloat16"]
 KernelsName = Literal["auto", "avx512", "avx2", "generic", "off"]
 AttentionName = Literal["auto", "sdpa", "flex"]
 
 CACHE_TYPES: tuple[CacheType, ...] = ("paged", "radix")
 DTYPES: tuple[Dtype, ...] = ("auto", "float32", "bfloat16", "float16", "int8")
+KV_DTYPES: tuple[KvDtype, ...] = ("auto", "bfloat16")
 KERNELS: tuple[KernelsName, ...] = ("auto", "avx512", "avx2", "generic", "off")
 ATTENTIONS: tuple[AttentionName, ...] = ("auto", "sdpa", "flex")
 
@@ -50,6 +52,11 @@ class EngineConfig:
         "auto",
         "precision of the weights; auto keeps the file's on a CPU, with float32 arithmetic, and is bfloat16 on CUDA; "
         "int8 (CPU) rounds weights and activations to eight bits",
+    )
+    kv_cache_dtype: KvDtype = helped(
+        "auto",
+        "precision of the KV cache; auto is that of the arithmetic, float32 on a CPU; bfloat16 halves its bytes and "
+        "rounds keys and values (CPU kernels)",
     )
     kernels: KernelsName = helped(
         "auto", "CPU code: auto takes the fastest that this machine has and can compile; off computes with torch alone"
@@ -89,6 +96,7 @@ class EngineConfig:
         for name, choices in (
             ("cache_type", CACHE_TYPES),
             ("dtype", DTYPES),
+            ("kv_cache_dtype", KV_DTYPES),
             ("kernels", KERNELS),
             ("attention", ATTENTIONS),
             ("logprobs_mode", LOGPROBS_MODES),

@@ -118,7 +118,7 @@ def logits_of(checkpoint: Checkpoint, ids: list[int]) -> torch.Tensor:
     """Our own float32 logits of every position."""
     cpu = torch.device("cpu")
     model = load_model(checkpoint, cpu, torch.float32, checkpoint.config.max_positions)
-    store = make_store(model, -(-len(ids) // 16), 16, cpu)
+    store = make_store(model, -(-len(ids) // 16), 16, cpu, torch.float32)
     tokens, positions = torch.tensor(ids), torch.arange(len(ids))
     span = Span(0, len(ids), 0, tuple(range(store.num_blocks)))
     previous = torch.cat([torch.tensor([-1]), tokens[:-1]])

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nano_inference.assemble import load_kernel_model, load_model, make_store, pick_kernels
+from nano_inference.assemble import cache_dtype, load_kernel_model, load_model, make_store, pick_kernels
 from nano_inference.attention import ForwardInput, SdpaBackend
 from nano_inference.batch import build, in_step_order
 from nano_inference.config import EngineConfig
@@ -81,7 +81,7 @@ def steps(vocab_size: int) -> list[ForwardInput]:
 
 
 def computed(model: AnyModel, inputs: list[ForwardInput]) -> list[Found]:
-    store = make_store(model, len(LENGTHS[0]) * MAX_LEN // BLOCK_SIZE, BLOCK_SIZE, CPU)
+    store = make_store(model, len(LENGTHS[0]) * MAX_LEN // BLOCK_SIZE, BLOCK_SIZE, CPU, cache_dtype(model))
     found = []
     with torch.inference_mode():
         for step in inputs:

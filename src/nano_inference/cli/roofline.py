@@ -7,7 +7,7 @@ import statistics
 import time
 from typing import Any
 
-from nano_inference.assemble import assemble, locate
+from nano_inference.assemble import locate
 from nano_inference.cli import machine
 from nano_inference.config import Dtype, EngineConfig
 from nano_inference.engine import InferenceEngine
@@ -41,7 +41,7 @@ def measure(name: str = "default") -> dict[str, dict[str, Any]]:
 def _shares(name: str, dtype: Dtype, bandwidth: float, rate: float) -> dict[str, Any]:
     """Measure one engine."""
     config = EngineConfig(model_path=str(locate(name)), device="cpu", dtype=dtype, max_model_len=4096)
-    with InferenceEngine(config, parts=assemble(config)) as engine:
+    with InferenceEngine(config) as engine:
         runner = engine.parts.runner
         assert isinstance(runner, ModelRunner)
         model = runner.model

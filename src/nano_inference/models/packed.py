@@ -15,6 +15,7 @@ from nano_inference.models.build import (
     build_like,
     checkpoint_name,
     module_slots,
+    parameters,
     weight_slots,
 )
 from nano_inference.models.kernel import KernelModel
@@ -22,8 +23,10 @@ from nano_inference.models.programs import Weights
 
 AnyModel = Model | KernelModel
 Pace = Callable[[int], None]
+"""Told how many bytes come next; returns when they may, raises when they no longer shall."""
 
 _PIECE_ELEMENTS = 32768
+"""Elements copied or packed at once beside running steps: torch works on so few without a second thread."""
 
 
 def weight_shapes(model: AnyModel) -> dict[str, tuple[int, ...]]:
@@ -85,12 +88,43 @@ def finished(live: AnyModel, staged: Model, pace: Pace | None = None) -> AnyMode
 def _packed(live: KernelModel, slot: Tensor, pace: Pace | None) -> Matrix:
     """Pack one matrix a few rows at a time."""
     packer = Packer(live.library, slot, rounds=live.keep == "int8")
-    step = max(1, _PIECE_ELEMENTS // slot.size(1))
-    for start in range(0, slot.size(0), step):
-        if pace is not None:
-            pace(slot[start : start + step].nbytes)
-        packer.put(start, min(start + step, slot.size(0)))
+    for piece in pieces_of(slot, pace):
+        packer.put(piece.start, piece.stop)
     return packer.matrix
+
+
+def pieces_of(slot: Tensor, pace: Pace | None) -> Iterator[slice]:
+    """Yield the rows of a tensor of at least one dimension: all, or, at a pace, a few after the other."""
+    rows = slot.size(0)
+    if pace is None or not rows:
+        yield slice(0, rows)
+        return
+    step = max(1, _PIECE_ELEMENTS * rows // slot.numel())
+    for start in range(0, rows, step):
+        piece = slice(start, min(start + step, rows))
+        pace(slot[piece].nbytes)
+        yield piece
+
+
+def left_over(replaced: AnyModel, gathered: Model | None) -> Model | None:
+    """Return the memory that an exchange of weights leaves for gathering the next."""
+    return gathered if isinstance(replaced, KernelModel) else replaced
+
+
+def move_weights(model: AnyModel, device: torch.device) -> None:
+    """Move the weights to a device; the kernels' stay in main memory."""
+    if not isinstance(model, KernelModel):
+        for weight in parameters(model):
+            weight.data = weight.data.to(device)
+
+
+def discard_weights(model: AnyModel) -> None:
+    """Give the memory of the weights back; nothing can be computed until there are new ones."""
+    if isinstance(model, KernelModel):
+        model.discard()
+        return
+    for weight in parameters(model):
+        weight.data = weight.data.new_empty(0)
 
 
 def copied(model: AnyModel, device: torch.device) -> AnyModel:

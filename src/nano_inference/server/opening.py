@@ -89,7 +89,7 @@ def cache_facts(config: EngineConfig, parts: EngineParts) -> Mapping[str, str]:
     num_slots = parts.kv.num_blocks * parts.kv.block_size
     return {
         "cache_type": config.cache_type,
-        "cache_dtype": config.dtype,
+        "cache_dtype": config.dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
         "gpu_memory_utilization": f"{config.gpu_memory_utilization:g}",
         "enable_prefix_caching": "True",
         "kv_cache_max_concurrency": f"{num_slots / parts.max_model_len:.2f}",

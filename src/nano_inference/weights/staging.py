@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -11,16 +11,12 @@ from torch import Tensor
 from nano_inference.loader.door import HARMLESS_SUFFIX, TensorSource, WeightSource
 from nano_inference.loader.pieces import FileRange
 from nano_inference.models.build import Model, weight_slots
-from nano_inference.models.packed import AnyModel, weight_values
+from nano_inference.models.packed import AnyModel, Pace, pieces_of, weight_values
 from nano_inference.types import WeightError, check_bool
 from nano_inference.weights.checksum import digest
 
-PIECE_ELEMENTS = 32768
-"""Elements copied at once beside running steps: torch works on so few without a second thread."""
 _SHOWN_NAMES = 5
 
-Pace = Callable[[int], None]
-"""Told how many bytes come next; returns when they may, raises when they no longer shall."""
 NamedWeights = Mapping[str, Tensor] | Iterable[tuple[str, Tensor | FileRange]]
 """Hugging Face names and tensors: a state dict, an iterator, or one of the places of this room."""
 
@@ -101,15 +97,11 @@ class Staging:
 
     def _pieces(self, source: WeightSource, slot: Tensor) -> Iterator[tuple[WeightSource, Tensor]]:
         """Yield the whole tensor, or, at a pace, a few rows after the other."""
-        rows = slot.size(0) if slot.dim() else 0
-        if self._pace is None or not rows:
+        if self._pace is None or not slot.numel() or not slot.dim():
             yield source, slot
             return
-        step = max(1, PIECE_ELEMENTS * rows // slot.numel())
-        for start in range(0, rows, step):
-            piece = slot[start : start + step]
-            self._pace(piece.numel() * piece.element_size())
-            yield rows_of(source, start, start + step), piece
+        for piece in pieces_of(slot, self._pace):
+            yield rows_of(source, piece.start, piece.stop), slot[piece]
 
     def _check_again(self, name: str, known: str, source: WeightSource) -> None:
         """A tied tensor may come under both its names, with the same values; nothing else may come twice."""

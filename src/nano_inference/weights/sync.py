@@ -8,11 +8,15 @@ import time
 from collections.abc import Callable, Generator, Iterator, Mapping
 from types import MappingProxyType
 
-from nano_inference.models.build import Model, parameters
-from nano_inference.models.kernel import KernelModel
+import torch
+
+from nano_inference.models.build import Model
 from nano_inference.models.packed import (
     AnyModel,
+    discard_weights,
     finished,
+    left_over,
+    move_weights,
     num_weight_bytes,
     staging_model,
     weight_device,
@@ -99,7 +103,7 @@ class WeightSyncManager:
             raise job.failure()
         assert job.staged is not None and job.gathered is not None
         self._install(job.staged)
-        replaced = job.gathered if isinstance(self._model, KernelModel) else self._model
+        replaced = left_over(self._model, job.gathered)
         self._spare = replaced if self._device.type == "cpu" and self._has_weights else None
         self._model = job.staged
         self._has_weights = True
@@ -173,19 +177,14 @@ class WeightSyncManager:
         """Move the weights from a GPU to main memory, or drop them; on a CPU they stay unless dropped."""
         self._has_weights = self._has_weights and not discard
         self._spare = None
-        if isinstance(self._model, KernelModel):
-            if discard:
-                self._model.discard()
-            return
-        for weight in parameters(self._model):
-            weight.data = weight.data.new_empty(0) if discard else weight.data.cpu()
+        if discard:
+            discard_weights(self._model)
+        else:
+            move_weights(self._model, torch.device("cpu"))
 
     def wake(self) -> None:
         """Move the weights back to where they are computed with."""
-        if isinstance(self._model, KernelModel):
-            return
-        for weight in parameters(self._model):
-            weight.data = weight.data.to(self._device)
+        move_weights(self._model, self._device)
 
     def checksum(self) -> str:
         """Return `weights_checksum` of the weights in force. Raises `WeightError` when they were discarded."""
