@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+from array import array
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -131,12 +133,12 @@ def layout_of(spans: tuple[Span, ...]) -> Layout:
     tokens = [token for span in spans for token in span.tokens]
     lengths = [len(span.blocks) for span in spans]
     return Layout(
-        token_T=np.array(tokens, np.int32),
-        previous_T=np.array([-1 for _ in tokens], np.int32),
-        num_tokens_S=np.array([len(span.tokens) for span in spans], np.int32),
-        start_S=np.array([span.start for span in spans], np.int32),
-        table_begin_S=np.cumsum([0, *lengths[:-1]], dtype=np.int32),
-        tables=np.array([block for span in spans for block in span.blocks], np.int32),
+        token_T=array("i", tokens),
+        previous_T=array("i", [-1 for _ in tokens]),
+        num_tokens_S=array("i", [len(span.tokens) for span in spans]),
+        start_S=array("i", [span.start for span in spans]),
+        table_begin_S=array("i", accumulate(lengths[:-1], initial=0)),
+        tables=array("i", [block for span in spans for block in span.blocks]),
     )
 
 

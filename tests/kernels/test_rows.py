@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from array import array
 
 import pytest
 import torch
@@ -173,7 +174,7 @@ def test_values_are_gated_for_each_head(library: Library) -> None:
 @pytest.mark.parametrize("before", [-1, 7])
 def test_the_predecessor_is_smeared_in_where_there_is_one(library: Library, before: int) -> None:
     layout = layout_of((SPAN,))
-    layout.previous_T[:] = [before, *SPAN.tokens[:-1]]
+    layout.previous_T[:] = array("i", [before, *SPAN.tokens[:-1]])
     ops = (
         Embed(out="x", table=make_matrix(library, "bfloat16", 40, 33, 26)),
         Embed(out="before", table=make_matrix(library, "bfloat16", 40, 33, 26), rows="previous"),
@@ -197,7 +198,7 @@ def test_embeddings_take_their_rows(library: Library, name: str, rows: str) -> N
     program = Program(ops=(Embed(out="x", table=table, rows=rows, scale=0.3),), widths={"x": table.num_in})
     span = Span(tokens=(70, 0, 64, 63, 5, 70, 69), start=3, blocks=(1,))
     layout = layout_of((span,))
-    layout.previous_T[:] = [-1, *span.tokens[:-1]]
+    layout.previous_T[:] = array("i", [-1, *span.tokens[:-1]])
     cache = Cache(torch.zeros(64), torch.zeros(64), 16, 16)
     made = NativeProgram(library, program)
     made.run(layout, cache)

@@ -7,12 +7,14 @@ heads, D head size, Z slots of a block, P positions, R rotary size.
 from __future__ import annotations
 
 import ctypes
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from operator import add
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -50,21 +52,19 @@ _LINE_FLOATS = 16
 _MAX_SPLIT_TOKENS = 64
 """Steps of more tokens have work enough for all threads without cutting a row's keys up."""
 
-Ints = npt.NDArray[np.int32]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """A step's tokens, one span after another, as the kernels want them: int32 arrays."""
+    """A step's tokens, one span after another, as the kernels want them: arrays of int32."""
 
-    token_T: Ints
-    previous_T: Ints
+    token_T: array[int]
+    previous_T: array[int]
     """-1 where there is none."""
-    num_tokens_S: Ints
-    start_S: Ints
-    table_begin_S: Ints
+    num_tokens_S: array[int]
+    start_S: array[int]
+    table_begin_S: array[int]
     """Where each span's block table begins in `tables`."""
-    tables: Ints
+    tables: array[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,16 +112,17 @@ class NativeProgram:
         self._bytes = torch.empty(0, dtype=torch.uint8)
         self._arena = torch.empty(0)
         self._capacity = 0
+        self._starts = dict(zip(self._names, accumulate(self._strides.values(), initial=0), strict=False))
         self._pointers = (ctypes.c_void_p * len(self._names))()
-        self._step = StepStruct()
+        self._step = StepStruct(buffers=ctypes.addressof(self._pointers))
 
     def run(self, layout: Layout, cache: Cache) -> None:
         """Go through the program for a step's tokens. Raises `MemoryError` when there is too little."""
-        num_tokens = layout.token_T.size
+        num_tokens = len(layout.token_T)
         self._reserve(num_tokens)
         kept = self._plan(layout, cache.block_size)
         step = self._step
-        step.token, step.previous = layout.token_T.ctypes.data, layout.previous_T.ctypes.data
+        step.token, step.previous = _address(layout.token_T), _address(layout.previous_T)
         step.k, step.v, step.is_short = cache.k.data_ptr(), cache.v.data_ptr(), cache.k.dtype == torch.bfloat16
         step.block_bytes = cache.block_values * cache.k.itemsize
         self._split(layout, num_tokens, kept)
@@ -138,18 +139,11 @@ class NativeProgram:
 
     def buffer(self, name: str, num_rows: int) -> Tensor:
         """Return the first rows of a buffer, float32 [S, W]; a view."""
-        start = 0
-        for other, stride in self._strides.items():
-            if other == name:
-                break
-            start += stride
-        stride = self._strides[name]
-        begin = start * self._capacity
+        stride, begin = self._strides[name], self._starts[name] * self._capacity
         rows = self._arena[begin : begin + num_rows * stride].view(num_rows, stride)
         return rows[:, : self._program.widths[name]]
 
     def _go(self) -> None:
-        self._step.buffers = ctypes.addressof(self._pointers)
         with self._library.turn:
             failed = self._library.code.nano_run(
                 self._library.pool, ctypes.byref(self._struct), ctypes.byref(self._step)
@@ -171,29 +165,30 @@ class NativeProgram:
             self._pointers[index] = place
             place += 4 * capacity * stride
 
-    def _plan(self, layout: Layout, block_size: int) -> list[Ints]:
+    def _plan(self, layout: Layout, block_size: int) -> list[array[int]]:
         """Say where each token stands and who reads the cache together; return the memory that says so."""
-        num_tokens, num_spans = layout.token_T.size, layout.num_tokens_S.size
-        position_T, table_of_T, order_T = (np.empty(num_tokens, np.int32) for _ in range(3))
-        crews_C = np.empty(num_tokens + 1, np.int32)
+        num_tokens = len(layout.token_T)
+        position_T, table_of_T, order_T, crews_C = (array("i", bytes(4 * (num_tokens + 1))) for _ in range(4))
         num_crews = self._library.code.nano_plan(
-            num_spans,
-            *(a.ctypes.data for a in (layout.num_tokens_S, layout.start_S, layout.table_begin_S, layout.tables)),
+            len(layout.num_tokens_S),
+            *map(_address, (layout.num_tokens_S, layout.start_S, layout.table_begin_S, layout.tables)),
             block_size,
-            *(a.ctypes.data for a in (position_T, table_of_T, order_T, crews_C)),
+            *map(_address, (position_T, table_of_T, order_T, crews_C)),
         )
         if num_crews < 0:
             raise MemoryError("a step needs more memory than there is")
         tokens = self._step.tokens
         tokens.num_tokens, tokens.block_size, tokens.num_crews = num_tokens, block_size, num_crews
-        tokens.position, tokens.table_of = position_T.ctypes.data, table_of_T.ctypes.data
-        tokens.tables, tokens.order, tokens.crews = layout.tables.ctypes.data, order_T.ctypes.data, crews_C.ctypes.data
+        tokens.position, tokens.table_of, tokens.order, tokens.crews = map(
+            _address, (position_T, table_of_T, order_T, crews_C)
+        )
+        tokens.tables = _address(layout.tables)
         return [position_T, table_of_T, order_T, crews_C]
 
     def _split(self, layout: Layout, num_tokens: int, kept: list[Any]) -> None:
         """Cut the keys of few long rows into splits that threads take separately; the sums are the same."""
         tokens, step = self._step.tokens, self._step
-        longest = int((layout.start_S + layout.num_tokens_S).max())
+        longest = max(map(add, layout.start_S, layout.num_tokens_S))
         num_splits = -(-longest // self._library.code.nano_split_size(tokens.block_size))
         work = tokens.num_crews * self._program.num_kv_heads
         is_cut = num_tokens <= _MAX_SPLIT_TOKENS and num_splits > 1 and work < 4 * self._library.num_threads
@@ -264,6 +259,11 @@ class NativeProgram:
         return weight.data_ptr()
 
 
+def _address(values: array[Any]) -> int:
+    """Return where an array lies; it must be kept while that is used."""
+    return values.buffer_info()[0]
+
+
 def stride_of(width: int) -> int:
     """Return the floats from one row of a buffer to the next: whole cache lines, an odd number of them.
 
@@ -284,11 +284,10 @@ def draw(
     `is_raw` asks for the log-probability at temperature 1. It is not a number where nothing can be drawn.
     """
     num_rows, vocab_size = logits_BV.shape
-    temperature_B, uniform_B = np.array(temperatures, np.float32), np.array(uniforms, np.float64)
-    raw_B, token_B = np.array(is_raw, np.int32), np.empty(num_rows, np.int32)
-    logprob_B = np.empty(num_rows, np.float32)
-    arrays = (temperature_B, uniform_B, raw_B, token_B, logprob_B)
-    draws = DrawsStruct(logits_BV.data_ptr(), logits_BV.stride(0), vocab_size, *(a.ctypes.data for a in arrays))
+    temperature_B, uniform_B, raw_B = array("f", temperatures), array("d", uniforms), array("i", is_raw)
+    token_B, logprob_B = array("i", bytes(4 * num_rows)), array("f", bytes(4 * num_rows))
+    arrays: tuple[array[Any], ...] = (temperature_B, uniform_B, raw_B, token_B, logprob_B)
+    draws = DrawsStruct(logits_BV.data_ptr(), logits_BV.stride(0), vocab_size, *map(_address, arrays))
     with library.turn:
         failed = library.code.nano_draw(library.pool, ctypes.byref(draws), num_rows)
     if failed:

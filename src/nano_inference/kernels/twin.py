@@ -261,13 +261,13 @@ def run(
     Keys and values go into `cache`, whose tensors may have any float type.
     """
     spans = list(zip(layout.num_tokens_S.tolist(), layout.start_S.tolist(), layout.table_begin_S.tolist(), strict=True))
-    tables = torch.from_numpy(layout.tables).long()
+    tables = torch.tensor(layout.tables, dtype=torch.long)
     step = _Step(
         program,
         {},
         dtype,
-        torch.from_numpy(layout.token_T).long(),
-        torch.from_numpy(layout.previous_T).long(),
+        torch.tensor(layout.token_T, dtype=torch.long),
+        torch.tensor(layout.previous_T, dtype=torch.long),
         torch.cat([torch.arange(start, start + count) for count, start, _ in spans]),
         tuple(tables[begin:] for count, _, begin in spans for _ in range(count)),
         cache,

@@ -5,11 +5,11 @@ Shapes: T tokens of the step, S rows, E hidden size, V vocabulary, P positions, 
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
-from itertools import chain
+from itertools import accumulate, chain
 from typing import Literal, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -104,10 +104,10 @@ def layout_of(step: ForwardInput) -> Layout:
     spans = step.spans
     lengths = [len(span.blocks) for span in spans]
     return Layout(
-        token_T=step.token_T.to(torch.int32).numpy(),
-        previous_T=step.prev_T.to(torch.int32).numpy(),
-        num_tokens_S=np.array([span.num_tokens for span in spans], np.int32),
-        start_S=np.array([span.start for span in spans], np.int32),
-        table_begin_S=np.cumsum([0, *lengths[:-1]], dtype=np.int32),
-        tables=np.fromiter(chain.from_iterable(span.blocks for span in spans), np.int32, sum(lengths)),
+        token_T=array("i", step.token_T.tolist()),
+        previous_T=array("i", step.prev_T.tolist()),
+        num_tokens_S=array("i", [span.num_tokens for span in spans]),
+        start_S=array("i", [span.start for span in spans]),
+        table_begin_S=array("i", accumulate(lengths[:-1], initial=0)),
+        tables=array("i", chain.from_iterable(span.blocks for span in spans)),
     )
