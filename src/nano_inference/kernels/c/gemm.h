@@ -16,7 +16,7 @@
 #define ROWS 12
 #define WIDE 32
 #else
-#define DIRECT 6
+#define DIRECT 4
 #define NARROW 3
 #define ROWS 6
 #define WIDE (2 * LANES)
@@ -47,7 +47,7 @@ INLINE void direct(const int format, const char *panel, const float *x, long ldx
 #if DIRECT == 10
         CASE(4, VECS) CASE(5, 2) CASE(6, 2) CASE(7, 2) CASE(8, 2) CASE(9, 2) CASE(10, 2)
 #else
-        CASE(4, 2) CASE(5, 2) CASE(6, 2)
+        CASE(4, 2)
 #endif
 #undef CASE
         }

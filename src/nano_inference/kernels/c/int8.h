@@ -26,24 +26,41 @@ INLINE long bytes_before(long num_in) { return (num_groups(num_in) * 8 + 63) / 6
 int64_t nano_int8_row_bytes(int64_t num_in) { return bytes_before(num_in) + num_groups(num_in) * GROUP; }
 
 /* What is no number makes its group's scale none. */
-static void quantise_group(const float *x, long n, int8_t *q, float *scale, int32_t *sum) {
-    float top = 0, odd = 0;
-    for (long i = 0; i < n; i++) { const float size = __builtin_fabsf(x[i]); top = size > top ? size : top; }
-    for (long i = 0; i < n; i++) odd += x[i] * 0.0f;
-    *scale = top / 127.0f + odd;
+static void quantise_group(const float *x, int8_t *q, float *scale, int32_t *sum) {
+    vf best = all_f(0), odd = all_f(0);
+    for (int i = 0; i < GROUP; i += LANES) {
+        const vf v = load_f(x + i);
+        best = vmax(vmax(v, -v), best);
+        odd += v * all_f(0);
+    }
+    float top = 0, flaw = 0;
+    for (int u = 0; u < LANES; u++) {
+        top = best[u] > top ? best[u] : top;
+        flaw += odd[u];
+    }
+    *scale = top / 127.0f + flaw;
     const float inverse = top > 0 && *scale == *scale ? 127.0f / top : 0;
-    int32_t total = 0;
-    memset(q, 0, GROUP);
-    for (long i = 0; inverse != 0 && i < n; i++) q[i] = (int8_t)(int)round_even(x[i] * inverse);
-    for (long i = 0; i < GROUP; i++) total += q[i];
-    *sum = 128 * total;
+    const vf magic = all_f(12582912.0f);                 /* round to even */
+    vi total = {0};
+    for (int i = 0; i < GROUP; i += LANES) {
+        const vf rounded = inverse != 0 ? (load_f(x + i) * all_f(inverse) + magic) - magic : all_f(0);
+        const vi whole = __builtin_convertvector(rounded, vi);
+        const vb bytes = __builtin_convertvector(whole, vb);
+        memcpy(q + i, &bytes, sizeof bytes);
+        total += whole;
+    }
+    *sum = 0;
+    for (int u = 0; u < LANES; u++) *sum += 128 * total[u];
 }
 static void quantise_row(const float *x, long n, uint8_t *row) {
-    float *scales = (float *)row;
+    float *scales = (float *)row, rest[GROUP] = {0};
     int32_t *sums = (int32_t *)row + num_groups(n);
     int8_t *q = (int8_t *)row + bytes_before(n);
-    for (long g = 0; g < num_groups(n); g++)
-        quantise_group(x + g * GROUP, n - g * GROUP < GROUP ? n - g * GROUP : GROUP, q + g * GROUP, &scales[g], &sums[g]);
+    long g = 0;
+    for (; (g + 1) * GROUP <= n; g++) quantise_group(x + g * GROUP, q + g * GROUP, &scales[g], &sums[g]);
+    if (g * GROUP == n) return;
+    memcpy(rest, x + g * GROUP, 4 * (n - g * GROUP));
+    quantise_group(rest, q + g * GROUP, &scales[g], &sums[g]);
 }
 
 /* From the float rows [first, first + count): each output's scale is its largest magnitude / 127. Memory must be zero
@@ -149,7 +166,7 @@ static void int8_panel(const Matrix *m, long panel, const uint8_t *x, long ldx, 
 #if LANES == 16
     enum { TALLEST = 3, ACROSS = 4 };
 #else
-    enum { TALLEST = 2, ACROSS = 2 };
+    enum { TALLEST = 2, ACROSS = 4 };
 #endif
     for (int lane = 0; lane < PANEL; lane += ACROSS * LANES)
         for (long r = 0; r < M;) {
