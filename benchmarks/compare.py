@@ -3,12 +3,16 @@
     python benchmarks/compare.py                               # this engine and Transformers
     python benchmarks/compare.py --vllm-python VENV/bin/python --openvino-python VENV/bin/python \\
         --llama-server BUILD/bin/llama-server --llama-models DIRECTORY --repeat 3 --chart peers.png
-    python benchmarks/compare.py --workloads rollout,serve --engines nano,openvino
+    python benchmarks/compare.py --workloads rollout,serve --engines nano,openvino --json result.json --markdown
 
 Each engine is a process of its own, in an environment of its own. They take turns, repetition by repetition, and all
 but the one whose turn it is are stopped, so that a machine whose speed drifts is unfair to nobody. Everybody runs every
-workload once; then this engine and the fastest peers (in floating point, and of any precision) run it `--repeat` - 1
-more times. `serve` is 32 streaming chats of 64 tokens over HTTP. Prints rows, ratios and, last, one line of JSON.
+workload once; then this engine and the fastest peers (in floating point, and of any precision) run it until each has
+`--repeat` turns, and so does whoever is the fastest then. A peer that does less than is asked (no log-probabilities in
+`rollout`) is shown and not compared with. `serve` is 32 streaming chats of 64 tokens over HTTP; `serve ready` is from
+the start of the process to the first 200 of /health, and a server that is ready within 15 s starts anew for each turn.
+A peer that ends, or hangs for `--limit` seconds, gets an error for its figure; what it wrote is in the file named.
+Prints rows, ratios and, last, one line of JSON.
 """
 
 from __future__ import annotations
@@ -16,113 +20,78 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
-import signal
-import subprocess
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from peers import chat_servers, report
+from peers import chat_servers, report, worker
 from peers.chat_servers import ChatServer
+from peers.machine import processor
 from peers.report import Cells
-from peers.roster import FLOAT, QUANTISED, Plan, add_flags, plan_all
+from peers.roster import Plan, add_flags, plan_all
+from peers.worker import Logs, Worker
 
-from nano_inference.workloads import WORKLOADS, Measure, Workload
+from nano_inference.workloads import WORKLOADS, Workload
 
 WARM_UP_REPETITION = 99
+RESTART_SECONDS = 15.0
+"""Servers that are ready sooner start anew for each turn, so that this has a median too."""
+SERVE_TABLES = ("serve", "serve TTFT", "serve ready")
 Figures = dict[str, tuple[str, float]]
 """What one turn gave: for each table it belongs to, unit and value."""
+Turn = Callable[[Plan, int], Figures]
 
 
 @dataclass
-class Worker:
-    """Owns a worker process and what it starts."""
+class Score:
+    """What turns gave so far: a value for each turn, engine and table, and who failed."""
 
-    plan: Plan
-    process: subprocess.Popen[str]
-    version: str
+    tables: list[str]
+    cells: dict[str, Cells] = field(default_factory=dict)
+    turns: dict[str, int] = field(default_factory=dict)
+    failed: set[str] = field(default_factory=set)
 
-    def ask(self, workload: Workload) -> Measure:
-        """Run one workload, with the worker running for as long as it takes."""
-        assert self.process.stdin and self.process.stdout
-        os.killpg(self.process.pid, signal.SIGCONT)
-        self.process.stdin.write(json.dumps(asdict(workload)) + "\n")
-        self.process.stdin.flush()
-        line = self.process.stdout.readline()
-        answer: dict[str, Any] = json.loads(line) if line else {"error": "the worker ended"}
-        self.pause()
-        if "error" in answer:
-            raise RuntimeError(answer["error"])
-        return Measure(
-            seconds=answer["seconds"],
-            first_token_seconds=tuple(answer["first_token_seconds"]),
-            new_tokens=workload.total_new,
-            prompt_tokens=workload.total_prompt,
-        )
+    def take(self, plan: Plan, turn: Turn) -> None:
+        """Let an engine have its next turn; when it fails, it has had its last."""
+        number = self.turns.get(plan.name, 0)
+        self.turns[plan.name] = number + 1
+        try:
+            figures = turn(plan, number)
+        except (RuntimeError, OSError) as error:
+            self.failed.add(plan.name)
+            for table in self.tables:
+                self.cells.setdefault(table, {}).setdefault(plan.name, {})["error"] = str(error)
+            print(f"{plan.name}: {error}", flush=True)
+            return
+        for table, (unit, value) in figures.items():
+            of_table = self.cells.setdefault(table, {})
+            values = of_table.get(plan.name, {}).get("values", [])
+            of_table[plan.name] = report.cell(unit, [*values, value])
 
-    def pause(self) -> None:
-        """Stop every thread of the worker until it is asked again."""
-        if self.process.poll() is None:
-            os.killpg(self.process.pid, signal.SIGSTOP)
-
-    def end(self) -> None:
-        """End the worker and what it started."""
-        if self.process.poll() is None:
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
+    def contenders(self, plans: list[Plan]) -> list[Plan]:
+        """Return ours and who is fastest now, in any table and among any precisions."""
+        best = {
+            report.fastest(table, self.cells.get(table, {}), plans, precisions)
+            for table in self.tables
+            for precisions in report.KINDS.values()
+        }
+        return [plan for plan in plans if plan.is_ours or plan.name in best]
 
 
-def start(plan: Plan, threads: int) -> Worker | None:
-    """Start a worker and wait until it has loaded the model; None, and a line that says so, when it cannot."""
-    environment = {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"} | plan.environment
-    process = subprocess.Popen(
-        plan.worker,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        env=os.environ | environment,
-        start_new_session=True,
-    )
-    assert process.stdout
-    line = process.stdout.readline()
-    if not line:
-        process.wait()
-        print(f"{plan.name}: the worker did not start; run {plan.worker[1]} by hand to see why", flush=True)
-        return None
-    worker = Worker(plan, process, json.loads(line)["ready"])
-    worker.pause()
-    return worker
-
-
-def in_turns(
-    plans: list[Plan], tables: list[str], turn: Callable[[Plan, int], Figures], repeat: int
-) -> dict[str, Cells]:
-    """Let everybody have a turn, then ours and the fastest peers the others; the first table says who is fastest."""
-    values: dict[str, dict[str, list[float]]] = {table: {} for table in tables}
-    cells: dict[str, Cells] = {table: {} for table in tables}
-    chosen = plans
-    for repetition in range(repeat):
-        for plan in chosen:
-            try:
-                figures = turn(plan, repetition)
-            except (RuntimeError, OSError) as error:
-                for table in tables:
-                    cells[table].setdefault(plan.name, {"error": str(error)})
-                continue
-            for table, (unit, value) in figures.items():
-                values[table].setdefault(plan.name, []).append(value)
-                cells[table][plan.name] = report.cell(unit, values[table][plan.name])
-        if not repetition:
-            best = {
-                report.fastest(tables[0], cells[tables[0]], plans, kinds) for kinds in ((FLOAT,), (FLOAT, QUANTISED))
-            }
-            chosen = [plan for plan in plans if plan.is_ours or plan.name in best]
-    for table in tables:
-        report.print_cells(table, cells[table])
-    return cells
+def in_turns(plans: list[Plan], tables: Iterable[str], turn: Turn, repeat: int) -> dict[str, Cells]:
+    """Let everybody have a turn, then ours and the fastest peers until each of these has had `repeat`."""
+    score = Score(list(tables))
+    for plan in plans:
+        score.take(plan, turn)
+    while due := [
+        plan for plan in score.contenders(plans) if score.turns[plan.name] < repeat and plan.name not in score.failed
+    ]:
+        for plan in due:
+            score.take(plan, turn)
+    for table in score.tables:
+        report.print_cells(table, score.cells.get(table, {}), plans)
+    return {table: score.cells.get(table, {}) for table in score.tables}
 
 
 def short(workload: Workload) -> Workload:
@@ -138,86 +107,124 @@ def short(workload: Workload) -> Workload:
     )
 
 
-def compare(workers: list[Worker], names: list[str], repeat: int) -> dict[str, Cells]:
+class Workers:
+    """Owns a worker for each plan; one that ended starts again for the next workload, one that hung does not."""
+
+    def __init__(self, threads: int, limit: float, logs: Logs) -> None:
+        self.versions: dict[str, str] = {}
+        self._threads, self._limit, self._logs = threads, limit, logs
+        self._workers: dict[str, Worker] = {}
+        self._refused: dict[str, str] = {}
+        """Why a worker is not started again."""
+
+    def start(self, plan: Plan) -> None:
+        """Start a worker, unless it runs or has been given up."""
+        before = self._workers.get(plan.name)
+        if plan.name in self._refused or (before and (before.is_alive or before.has_hung)):
+            return
+        try:
+            found = worker.start(plan, self._threads, self._logs.file(plan.name), self._limit)
+        except (RuntimeError, OSError) as error:
+            self._refused[plan.name] = f"it does not start: {error}"
+            return
+        self._workers[plan.name] = found
+        self.versions[plan.name] = found.version
+
+    def turn(self, plan: Plan, name: str, make: Callable[[int], Workload], repetition: int) -> Figures:
+        """Run a workload on a plan's worker. Raises `RuntimeError` when there is none or it fails."""
+        if not repetition:
+            self.start(plan)
+        if plan.name in self._refused:
+            raise RuntimeError(self._refused[plan.name])
+        if not repetition:
+            self._workers[plan.name].ask(short(make(WARM_UP_REPETITION)))
+        return {name: self._workers[plan.name].ask(make(repetition)).headline(name)}
+
+    def end(self) -> None:
+        """End them all."""
+        for one in self._workers.values():
+            one.end()
+
+
+def compare(plans: list[Plan], workers: Workers, names: list[str], repeat: int) -> dict[str, Cells]:
     """Run the workloads but `serve`."""
     table: dict[str, Cells] = {}
-    by_name = {worker.plan.name: worker for worker in workers}
     for make in (w for w in WORKLOADS if w.__name__ in names):
         name = make.__name__
 
         def turn(plan: Plan, repetition: int, make: Callable[[int], Workload] = make, name: str = name) -> Figures:
-            worker = by_name[plan.name]
-            if not repetition:
-                worker.ask(short(make(WARM_UP_REPETITION)))
-            return {name: worker.ask(make(repetition)).headline(name)}
+            return workers.turn(plan, name, make, repetition)
 
-        table |= in_turns([w.plan for w in workers if w.plan.takes(name)], [name], turn, repeat)
+        table |= in_turns([plan for plan in plans if plan.takes(name)], [name], turn, repeat)
     return table
 
 
-def compare_servers(plans: list[Plan], repeat: int) -> dict[str, Cells]:
-    """Run `serve` on every engine that has a server; each starts when its first turn comes."""
-    servers: dict[str, ChatServer] = {}
+class Servers:
+    """Owns a server for each plan, stopped but for its turns."""
 
-    def turn(plan: Plan, repetition: int) -> Figures:
+    def __init__(self, limit: float, logs: Logs) -> None:
+        self._limit, self._logs = limit, logs
+        self._servers: dict[str, ChatServer] = {}
+
+    def turn(self, plan: Plan, repetition: int) -> Figures:
+        """Run the chats, on a server that has just started or that took longer to start than is worth a repetition."""
         figures: Figures = {}
-        if plan.name in servers:
-            servers[plan.name].resume()
-        else:
-            servers[plan.name] = chat_servers.start(plan)
-            chat_servers.warm_up(servers[plan.name])
-            figures["serve ready"] = ("s", servers[plan.name].ready_seconds)
+        server = self._servers.get(plan.name)
+        is_fresh = server is None or server.ready_seconds < RESTART_SECONDS
+        if server is None or is_fresh:
+            server = self._restart(plan)
+            figures["serve ready"] = ("s", server.ready_seconds)
         try:
-            rate, first = chat_servers.measure(servers[plan.name], repetition)
+            if is_fresh:
+                server.warm_up()
+            else:
+                server.resume()
+            rate, first = server.measure(repetition)
         finally:
-            servers[plan.name].pause()
+            server.pause()
         return {"serve": ("tok/s", rate), "serve TTFT": ("ms, median", 1000 * first)} | figures
 
-    try:
-        able = [plan for plan in plans if plan.takes("serve")]
-        return in_turns(able, ["serve", "serve TTFT", "serve ready"], turn, repeat)
-    finally:
-        end_all(servers.values())
+    def _restart(self, plan: Plan) -> ChatServer:
+        if plan.name in self._servers:
+            self._servers.pop(plan.name).end()
+        found = chat_servers.start(plan, self._logs.file(f"{plan.name} server"), self._limit)
+        self._servers[plan.name] = found
+        return found
 
-
-def end_all(processes: Iterable[Worker | ChatServer]) -> None:
-    """End them; those that are stopped as well."""
-    for process in processes:
-        process.end()
-
-
-def processor() -> str:
-    """Return the processor's name."""
-    told = Path("/proc/cpuinfo")
-    lines = told.read_text().splitlines() if told.is_file() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return f"{names[0]} ({len(names)} cores)" if names else platform.processor()
+    def end(self) -> None:
+        """End them all."""
+        for one in self._servers.values():
+            one.end()
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Measure what was asked for; return everything that the last line tells."""
     names, wanted = arguments.workloads.split(","), [name for name in arguments.engines.split(",") if name]
     plans = [plan for plan in plan_all(arguments) if not wanted or any(part in plan.name for part in wanted)]
+    logs = Logs()
+    print(f"workers and servers write to {logs.directory}", flush=True)
     table: dict[str, Cells] = {}
-    workers: list[Worker] = []
+    workers, servers = Workers(arguments.threads, arguments.limit, logs), Servers(arguments.limit, logs)
     try:
-        if set(names) - {"serve"}:
-            for plan in (plan for plan in plans if any(plan.takes(name) for name in names if name != "serve")):
-                worker = start(plan, arguments.threads)
-                workers += [worker] if worker else []
-            table |= compare(workers, names, arguments.repeat)
+        table |= compare(plans, workers, names, arguments.repeat)
     finally:
-        end_all(workers)
+        workers.end()
     if "serve" in names:
-        table |= compare_servers(plans, arguments.repeat)
+        try:
+            able = [plan for plan in plans if plan.takes("serve")]
+            table |= in_turns(able, SERVE_TABLES, servers.turn, arguments.repeat)
+        finally:
+            servers.end()
     ratios = report.ratios(table, plans)
     report.print_ratios(ratios)
+    if arguments.markdown:
+        print(f"\n{report.markdown(table, plans)}\n")
     if arguments.chart:
-        report.draw(table, arguments.chart)
+        report.draw(table, plans, arguments.chart)
     return {
         "processor": processor(),
         "threads": arguments.threads,
-        "versions": {worker.plan.name: worker.version for worker in workers},
+        "versions": workers.versions,
         "precision": {plan.name: plan.precision for plan in plans},
         "table": table,
         "ratios": ratios,
@@ -231,9 +238,16 @@ def main() -> None:
     parser.add_argument("--engines", default="", help="comma-separated parts of engines' names; default: all")
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--chart", type=Path, help="file for bar charts (needs matplotlib)")
+    parser.add_argument("--limit", type=float, default=600.0, help="seconds after which a start or a turn is given up")
+    parser.add_argument("--chart", type=Path, help="file for a bar chart, PNG (needs matplotlib)")
+    parser.add_argument("--json", type=Path, help="file for the result, beside the last line")
+    parser.add_argument("--markdown", action="store_true", help="print a table for a page")
     add_flags(parser)
-    print(json.dumps(run(parser.parse_args())))
+    arguments = parser.parse_args()
+    told = json.dumps(run(arguments))
+    if arguments.json:
+        arguments.json.write_text(told + "\n")
+    print(told)
 
 
 if __name__ == "__main__":

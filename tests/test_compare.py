@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,8 +15,12 @@ BENCHMARKS = str(Path(__file__).parents[1] / "benchmarks")
 sys.path.insert(0, BENCHMARKS)
 
 import compare  # noqa: E402
-from peers import chat_servers, report, roster  # noqa: E402
+from peers import chat_servers, report, roster, worker  # noqa: E402
+from peers.chat_servers import ChatServer  # noqa: E402
 from peers.roster import FLOAT, QUANTISED, Plan  # noqa: E402
+from peers.worker import Worker  # noqa: E402
+
+from nano_inference.workloads import Workload  # noqa: E402
 
 OURS = Plan(name="nano-inference gguf", is_ours=True)
 SLOW = Plan(name="slow")
@@ -49,6 +56,54 @@ def test_an_engine_that_fails_is_told_and_stops_nobody() -> None:
     assert len(cells[SLOW.name]["values"]) == 2
 
 
+def test_who_becomes_the_fastest_has_as_many_turns() -> None:
+    def turn(plan: Plan, repetition: int) -> compare.Figures:
+        rate = 1.0 if plan is FAST and repetition else RATES[plan.name]
+        return {"decode1": ("tok/s", rate)}
+
+    cells = compare.in_turns(PLANS, ["decode1"], turn, 3)["decode1"]
+    assert report.fastest("decode1", cells, PLANS, (FLOAT,)) == SLOW.name
+    assert {name: len(one["values"]) for name, one in cells.items()} == {
+        **dict.fromkeys((OURS.name, SLOW.name, SMALL.name), 3),
+        FAST.name: 3,
+    }
+
+
+def test_the_fastest_of_every_table_has_further_turns() -> None:
+    def turn(plan: Plan, repetition: int) -> compare.Figures:
+        ready = {"serve ready": ("s", RATES[plan.name])} if not repetition else {}
+        return {"serve": ("tok/s", RATES[plan.name])} | ready
+
+    tables = compare.in_turns(PLANS, ["serve", "serve ready"], turn, 2)
+    assert report.fastest("serve ready", tables["serve ready"], PLANS, (FLOAT,)) == SLOW.name
+    assert {name: len(one["values"]) for name, one in tables["serve"].items()} == dict.fromkeys(RATES, 2)
+    assert len(tables["serve ready"][SLOW.name]["values"]) == 1, "some figures come in the first turn only"
+
+
+def test_a_failure_after_the_first_turn_keeps_what_was_measured_and_ends_the_turns() -> None:
+    asked: list[int] = []
+
+    def turn(plan: Plan, repetition: int) -> compare.Figures:
+        if plan is FAST:
+            asked.append(repetition)
+            if repetition:
+                raise RuntimeError("hung")
+        return {"decode1": ("tok/s", RATES[plan.name])}
+
+    cells = compare.in_turns(PLANS, ["decode1"], turn, 3)["decode1"]
+    assert (cells[FAST.name]["median"], cells[FAST.name]["error"], asked) == (20.0, "hung", [0, 1])
+    assert len(cells[OURS.name]["values"]) == 3
+
+
+def test_who_does_less_than_is_asked_is_never_the_fastest(capsys: pytest.CaptureFixture[str]) -> None:
+    plans = [*PLANS, Plan(name="plain", precision=QUANTISED, lacks=("rollout",))]
+    cells = {name: report.cell("", [rate]) for name, rate in (RATES | {"plain": 99.0}).items()}
+    assert report.fastest("rollout", cells, plans, (FLOAT, QUANTISED)) == SMALL.name
+    assert report.fastest("decode1", cells, plans, (FLOAT, QUANTISED)) == "plain"
+    report.print_cells("rollout", cells, plans)
+    assert "not compared" in capsys.readouterr().out.splitlines()[-1]
+
+
 @pytest.mark.parametrize(
     ("workload", "expected"),
     [
@@ -64,11 +119,22 @@ def test_a_ratio_above_one_says_that_ours_is_better(workload: str, expected: dic
     }
 
 
+def test_a_ratio_has_its_own_worst_and_best() -> None:
+    cells = {OURS.name: report.cell("", [20.0, 30.0, 40.0]), FAST.name: report.cell("", [8.0, 10.0, 12.0])}
+    higher, lower = report.ratios({"decode1": cells, "serve TTFT": cells}, PLANS)
+    assert [higher["float"][key] for key in ("low", "ratio", "high")] == pytest.approx([20 / 12, 3, 40 / 8])
+    assert [lower["any"][key] for key in ("low", "ratio", "high")] == pytest.approx([8 / 40, 1 / 3, 12 / 20])
+    assert [higher[key] for key in ("median", "min", "max", "runs")] == [30, 20, 40, 3]
+    assert [higher["float"][key] for key in ("median", "min", "max", "runs")] == [10, 8, 12, 3]
+
+
 def test_rows_of_this_engine_are_named_by_label_model_and_dtype() -> None:
     plan = roster._ours("eight=/models/a:b.gguf:int8", "/float32", "2")
     assert plan.name == "nano-inference eight"
     assert plan.worker[2:] == ("/models/a:b.gguf", "2", "int8")
     assert roster._ours("f=float32:auto", "/float32", "2").worker[2] == "/float32"
+    named = {dtype: roster._ours(f"x=default:{dtype}", "/float32", "2").precision for dtype in ("int8", "auto")}
+    assert named == {"int8": QUANTISED, "auto": FLOAT}
     with pytest.raises(SystemExit, match="label=model:dtype"):
         roster._ours("default", "/float32", "2")
 
@@ -78,6 +144,23 @@ def test_a_row_without_logprobs_runs_only_what_asks_for_them() -> None:
     assert [full.precision, roster._llama("llama-server", "f32", "m.gguf", "2")[0].precision] == [QUANTISED, FLOAT]
     assert [full.takes(name) for name in ("rollout", "decode1", "serve")] == [True, True, True]
     assert [plain.takes(name) for name in ("rollout", "decode1", "serve")] == [True, False, False]
+    assert (full.lacks, plain.lacks) == ((), ("rollout",))
+
+
+def test_vllm_has_its_libraries_preloaded_as_far_as_they_are_there(tmp_path: Path) -> None:
+    assert roster.vllm_libraries(tmp_path / "venv", tmp_path) == []
+    assert "LD_PRELOAD" not in roster._vllm(str(tmp_path / "venv/bin/python"), "/float32", "2").environment or Path(
+        "/usr/lib"
+    ).glob(f"*/{roster.ALLOCATOR}")
+    files = [tmp_path / "venv/lib/libiomp5.so", tmp_path / "usr/lib/x86_64-linux-gnu/libtcmalloc_minimal.so.4"]
+    for file in files:
+        file.parent.mkdir(parents=True)
+        file.touch()
+    assert roster.vllm_libraries(tmp_path / "venv", tmp_path) == files[::-1]
+    plan = roster._vllm(str(tmp_path / "venv/bin/python"), "/float32", "2")
+    assert plan.server[:2] == (str(tmp_path / "venv/bin/python"), "-m")
+    assert str(files[0]) in plan.environment["LD_PRELOAD"]
+    assert plan.environment["VLLM_CPU_OMP_THREADS_BIND"] == "0-1"
 
 
 def test_models_are_found_by_the_precision_in_their_names(tmp_path: Path) -> None:
@@ -97,8 +180,182 @@ def test_flags_can_be_read() -> None:
     assert parser.parse_args([]).vllm_python == ""
 
 
-def test_a_chart_is_drawn(tmp_path: Path) -> None:
+def test_a_chart_is_drawn_and_stays_small(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    cells = {name: report.cell("tok/s", [rate, rate + 1]) for name, rate in RATES.items()} | {"x": {"error": "no"}}
-    report.draw({"decode1": cells, "none": {"x": {"error": "no"}}}, tmp_path / "chart.png")
-    assert (tmp_path / "chart.png").stat().st_size > 1000
+    plans = [*PLANS, *(Plan(name=f"peer {index}") for index in range(9))]
+    cells = {plan.name: report.cell("tok/s", [10.0 + index]) for index, plan in enumerate(plans)}
+    table = {name: cells | {"x": {"error": "no"}} for name in report.ABOUT} | {"none": {"x": {"error": "no"}}}
+    report.draw(table, plans, tmp_path / "chart.png")
+    assert 1000 < (tmp_path / "chart.png").stat().st_size < 150_000
+
+
+def test_bars_are_relative_to_our_first_row_and_higher_is_better() -> None:
+    second = Plan(name="nano-inference int8", is_ours=True)
+    cells = {second.name: report.cell("", [15.0]), SLOW.name: report.cell("", [30.0]), "x": {"error": "no"}}
+    table = {"decode1": cells, "sharedprefix": cells, "none": {SLOW.name: cells[SLOW.name]}}
+    assert report.relative(table, [OURS, second, SLOW]) == {
+        "decode1": {second.name: 1.0, SLOW.name: 2.0},
+        "sharedprefix": {second.name: 1.0, SLOW.name: 0.5},
+    }
+
+
+def test_a_table_for_a_page_has_our_rows_and_the_fastest_peers() -> None:
+    second = Plan(name="nano-inference int8", is_ours=True, precision=QUANTISED)
+    cells = {name: report.cell("tok/s", [rate]) for name, rate in (RATES | {second.name: 60.0}).items()}
+    assert report.markdown({"decode1": cells, "serve": {}}, [OURS, second, SLOW, FAST, SMALL]).splitlines() == [
+        "| workload | gguf | int8 | fastest peer, floating point | fastest peer, any precision |",
+        "|---|---|---|---|---|",
+        "| `decode1`: 32 in, 128 out | 30.0 tok/s | 60.0 tok/s | 20.0 fast (1.50x, 3.00x) "
+        "| 40.0 small (0.75x, 1.50x) |",
+        "| `serve`: 32 streaming chats, 64 tokens each, over HTTP | - | - | - | - |",
+    ]
+
+
+TINY = Workload(name="tiny", prompts=((1, 2),), new_tokens=(3,))
+TALKING = f"""
+import sys
+sys.path.insert(0, {BENCHMARKS + "/peers"!r})
+from protocol import serve, take_stdout
+out = take_stdout()
+print("a library speaks while it loads", flush=True)
+serve(lambda requests: (None, sum(request["new_tokens"] for request in requests)), "9", out)
+"""
+SILENT = """
+import sys
+print('{"ready": "1"}', flush=True)
+print("what is the matter", file=sys.stderr, flush=True)
+"""
+
+
+@pytest.fixture
+def started(tmp_path: Path) -> Iterator[list[Worker | ChatServer]]:
+    """What a test starts is ended after it."""
+    found: list[Worker | ChatServer] = []
+    yield found
+    for one in found:
+        one.end()
+
+
+def start_worker(code: str, log: Path) -> Worker:
+    return worker.start(Plan(name="peer", worker=(sys.executable, "-c", code)), 1, log, 60)
+
+
+def test_a_worker_answers_whatever_libraries_print(tmp_path: Path, started: list[Worker]) -> None:
+    one = start_worker(TALKING, tmp_path / "log")
+    started.append(one)
+    assert (one.version, one.ask(TINY).new_tokens) == ("9", 3)
+    assert "a library speaks" in (tmp_path / "log").read_text()
+
+
+def test_a_worker_that_ends_or_hangs_is_told_with_its_log(tmp_path: Path, started: list[Worker]) -> None:
+    one = start_worker(SILENT, tmp_path / "log")
+    started.append(one)
+    with pytest.raises(RuntimeError, match=f"ended.*{tmp_path}/log"):
+        one.ask(TINY)
+    assert "what is the matter" in (tmp_path / "log").read_text()
+    two = start_worker(SILENT + "sys.stdin.readline()\nsys.stdin.read()", tmp_path / "log")
+    started.append(two)
+    two.limit = 0.1
+    with pytest.raises(RuntimeError, match="no answer after"):
+        two.ask(TINY)
+    assert two.has_hung and not two.is_alive
+    with pytest.raises(RuntimeError, match="the worker said b'hello"):
+        start_worker("print('hello', flush=True); input()", tmp_path / "log")
+
+
+def test_a_worker_that_ended_starts_again_for_the_next_workload_and_one_that_hung_does_not(tmp_path: Path) -> None:
+    logs = worker.Logs()
+    logs.directory = tmp_path
+    workers = compare.Workers(1, 60, logs)
+    plan = Plan(name="peer", worker=(sys.executable, "-c", TALKING))
+    absent = Plan(name="absent", worker=("/nowhere",))
+
+    def turn(of: Plan) -> compare.Figures:
+        return workers.turn(of, "rollout", lambda _: TINY, 0)
+
+    try:
+        assert "rollout" in turn(plan)
+        workers._workers["peer"].end()
+        assert "rollout" in turn(plan)
+        workers._workers["peer"].has_hung = True
+        workers._workers["peer"].end()
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="ended"):
+                turn(plan)
+            with pytest.raises(RuntimeError, match="does not start"):
+                turn(absent)
+    finally:
+        workers.end()
+
+
+SERVER = """
+import json, sys, time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+class Handler(BaseHTTPRequestHandler):
+    asked = 0
+
+    def reply(self, status, body):
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def do_GET(self):
+        if self.path == "/health":
+            Handler.asked += 1
+            self.reply(200 if Handler.asked > 2 else 503, b"")
+        else:
+            self.reply(200, json.dumps({"data": [{"id": "m"}], "asked": Handler.asked}).encode())
+
+    def do_POST(self):
+        asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        content = WORDS
+        events = [{"choices": [{"delta": {"content": content}}]}, {"choices": [], "usage": {"completion_tokens": 64}}]
+        assert asked["model"] == "m"
+        self.reply(200, b"".join(b"data: " + json.dumps(event).encode() + b"\\n\\n" for event in events))
+
+ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+
+
+def start_server(words: str, log: Path) -> ChatServer:
+    plan = Plan(name="peer", server=(sys.executable, "-c", SERVER.replace("WORDS", words), "{port}"))
+    return chat_servers.start(plan, log, 60)
+
+
+def test_a_server_is_ready_at_the_first_healthy_answer_and_measured(
+    tmp_path: Path, started: list[Worker | ChatServer]
+) -> None:
+    server = start_server("'words'", tmp_path / "log")
+    started.append(server)
+    assert (server.model, json.loads(server._get("/v1/models") or b"")["asked"]) == ("m", 3)
+    server.warm_up()
+    server.pause()
+    server.resume()
+    rate, first = server.measure(0)
+    assert rate > 0 and first > 0
+
+
+def test_a_server_that_ends_hangs_or_says_nothing_is_told_with_its_log(
+    tmp_path: Path, started: list[Worker | ChatServer]
+) -> None:
+    log = tmp_path / "log"
+    silent = start_server("''", log)
+    started.append(silent)
+    with pytest.raises(RuntimeError, match=f"no words came.*{log}"):
+        silent.measure(0)
+    silent.pause()
+    silent.limit = 0.1
+    with pytest.raises(RuntimeError, match=f"not answered after.*{log}"):
+        silent.warm_up()
+    assert silent.process.poll() is not None, "a server that hangs is ended"
+    with pytest.raises(RuntimeError, match=f"OSError|ConnectionRefused.*{log}"):
+        silent.warm_up()
+    silent.pause()
+    ended = replace(silent.plan, server=(sys.executable, "-c", "raise SystemExit('no such model')"))
+    with pytest.raises(RuntimeError, match=f"ended before.*{log}"):
+        chat_servers.start(ended, log, 60)
+    assert "no such model" in log.read_text()
+    late = replace(silent.plan, server=(sys.executable, "-c", "import signal; signal.pause()"))
+    with pytest.raises(RuntimeError, match="not ready after"):
+        chat_servers.start(late, log, 0.05)

@@ -15,7 +15,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from protocol import Request, serve
+from protocol import Request, serve, take_stdout
 
 SLOTS = 64
 SLOT_TOKENS = 640
@@ -88,6 +88,7 @@ def complete(port: int, request: Request, seed: int) -> tuple[float | None, int]
 
 def main() -> None:
     """Answer workloads; single requests and batches have servers of their own shape."""
+    out = take_stdout()
     servers: dict[bool, tuple[subprocess.Popen[bytes], int]] = {}
 
     def run(requests: list[Request]) -> tuple[float | None, int]:
@@ -99,10 +100,11 @@ def main() -> None:
         return min((first for first, _ in done if first), default=None), sum(count for _, count in done)
 
     try:
-        serve(run, version())
+        serve(run, version(), out)
     finally:
         for process, _ in servers.values():
             process.terminate()
 
 
-main()
+if __name__ == "__main__":
+    main()

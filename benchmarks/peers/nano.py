@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 
-from protocol import Request, serve
+from protocol import Request, serve, take_stdout
 
 import nano_inference
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams
@@ -17,6 +17,7 @@ _KV_CACHE_BYTES = 1 << 30
 
 def main() -> None:
     """Load the model and answer workloads."""
+    out = take_stdout()
     model, threads, dtype = sys.argv[1:4]
     config = EngineConfig(
         model_path=model,
@@ -46,7 +47,8 @@ def main() -> None:
         engine.step()  # takes the samples that `tick` put aside
         return first, total
 
-    serve(run, nano_inference.__version__)
+    serve(run, nano_inference.__version__, out)
 
 
-main()
+if __name__ == "__main__":
+    main()

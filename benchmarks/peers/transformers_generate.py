@@ -7,7 +7,7 @@ import time
 
 import torch
 import transformers
-from protocol import Request, serve
+from protocol import Request, serve, take_stdout
 
 PAD = 2
 
@@ -28,6 +28,7 @@ class FirstToken:
 
 def main() -> None:
     """Load the model and answer workloads."""
+    out = take_stdout()
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(int(sys.argv[2]))
     model = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32).eval()
@@ -54,14 +55,15 @@ def main() -> None:
             config.update(temperature=temperature, top_k=0, top_p=1.0)
         streamer = FirstToken() if len(requests) * samples == 1 else None
         with torch.inference_mode():
-            out = model.generate(ids, attention_mask=mask, generation_config=config, streamer=streamer)
-            new = out.sequences[:, width:]
+            made = model.generate(ids, attention_mask=mask, generation_config=config, streamer=streamer)
+            new = made.sequences[:, width:]
             if temperature > 0:
-                for step, logits in enumerate(out.logits):
+                for step, logits in enumerate(made.logits):
                     torch.log_softmax(logits.float(), -1).gather(1, new[:, step : step + 1]).tolist()
         return streamer.times[1] if streamer else None, sum(r["new_tokens"] for r in requests) * samples
 
-    serve(run, transformers.__version__)
+    serve(run, transformers.__version__, out)
 
 
-main()
+if __name__ == "__main__":
+    main()

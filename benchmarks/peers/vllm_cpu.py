@@ -6,11 +6,12 @@ import os
 import sys
 import time
 
-from protocol import Request, serve
+from protocol import Request, serve, take_stdout
 
 
 def main() -> None:
     """Load the model and answer workloads."""
+    out = take_stdout()  # its warnings go to stdout while it loads
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", f"0-{int(sys.argv[2]) - 1}")
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
@@ -48,7 +49,8 @@ def main() -> None:
                 first = first or (time.perf_counter() if count else None)
         return first, total
 
-    serve(run, vllm.__version__)
+    serve(run, vllm.__version__, out)
 
 
-main()
+if __name__ == "__main__":
+    main()

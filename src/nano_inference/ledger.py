@@ -22,6 +22,8 @@ class Ledger:
         """Requests that nobody waits for any more, and that have not ended yet."""
         self._finished: list[TrainingSample] = []
         """Samples of other requests, for `step`."""
+        self.num_ended = 0
+        """Requests that have ended since the start: unchanged, a look for ended ones would find no more."""
 
     @property
     def has_finished(self) -> bool:
@@ -37,6 +39,10 @@ class Ledger:
     def is_live(self, request_id: int) -> bool:
         """Whether any of a request's samples has not ended."""
         return request_id in self._live
+
+    def ended_among(self, request_ids: Iterable[int]) -> list[int]:
+        """Those of these requests that have ended, or never were."""
+        return [one for one in request_ids if one not in self._live]
 
     def is_claimed(self, request_id: int) -> bool:
         """Whether somebody keeps a mailbox for this request."""
@@ -89,4 +95,5 @@ class Ledger:
             self._live[delta.request_id] = list(left)
         else:
             del self._live[delta.request_id]
+            self.num_ended += 1
             self._closed.discard(delta.request_id)
