@@ -18,7 +18,7 @@ FILES = sorted(HOME.rglob("*.py"))
 LEVELS = (
     "types kernels",
     "config",
-    "memory",
+    "memory speculate",
     "kv text catalog sequence scheduling sampling door",
     "attention ledger",
     "models",
@@ -37,7 +37,7 @@ LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms.spl
 LEVEL["__init__"] = -1  # the package itself: the version, which everybody may read
 TORCH_FREE = (
     *("__init__.py", "types.py", "config.py", "sequence.py", "scheduling.py", "door.py", "core.py", "engine.py"),
-    "rollout.py",
+    *("rollout.py", "speculate.py"),
     *("catalog.py", "kv/__init__.py", "kv/hashing.py", "kv/paged.py", "kv/pool.py", "kv/radix.py", "models/config.py"),
     *("loader/hf_config.py", "loader/gguf_file.py", "loader/gguf_config.py", "loader/fields.py"),
     *("loader/nanochat_rules.py", "loader/nanochat_config.py", "loader/nanochat_files.py"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import random
 from collections.abc import Iterator
 
@@ -204,3 +205,53 @@ def test_preemption_stops_as_soon_as_there_is_room() -> None:
     running = [decoding(i, 5) for i in range(4)]  # each needs one more block and holds one
     seen = [(p.preempted_seqs, [w.id for w in p.work]) for p in (schedule([], running, n, config()) for n in range(5))]
     assert seen == [((3, 2), [0, 1]), ((3, 2), [0, 1]), ((3,), [0, 1, 2]), ((3,), [0, 1, 2]), ((), [0, 1, 2, 3])]
+
+
+def guessing(state: State, rng: random.Random) -> State:
+    """The same state with guesses about anybody, good and bad."""
+    waiting, running, free, cfg = state
+    cfg = dataclasses.replace(cfg, lookahead=1, max_draft_tokens=5, weight_tokens=rng.choice([1, 4, 30]))
+    guessed = [v._replace(num_drafts=rng.randrange(6), draft_chance=rng.random()) for v in running]
+    return waiting, guessed, rng.choice([free, free + 9]), cfg
+
+
+def test_guesses_take_only_what_is_left_and_change_nothing_else() -> None:
+    num_guessing = num_taking = num_cut = 0
+    for seed in range(6000):
+        rng = random.Random(seed)
+        waiting, running, free, cfg = guessing(random_state(rng), rng)
+        plan = schedule(waiting, running, free, cfg)
+        plain = schedule(waiting, running, free, dataclasses.replace(cfg, max_draft_tokens=0))
+        views = {v.id: v for v in (*waiting, *running)}
+        assert [work[:2] + work[3:4] for work in plan.work] == [work[:2] + work[3:4] for work in plain.work]
+        assert (plan.preempted_seqs, plan.decode_seqs) == (plain.preempted_seqs, plain.decode_seqs)
+        assert sum(work.num_tokens + work.num_drafts for work in plan.work) <= cfg.max_tokens_per_batch
+        left = free - sum(work.num_blocks for work in plan.work)
+        left -= sum(views[work.id].idle_hit for work in plan.work if work.id >= 100)
+        for work, without in zip(plan.work, plain.work, strict=True):
+            v = views[work.id]
+            if not work.num_drafts:
+                assert work == without
+                continue
+            assert work.id in plan.decode_seqs and work.num_drafts <= min(v.num_drafts, v.max_new - 1)
+            num_slots = v.num_tokens + work.num_drafts
+            assert work.num_blocks == max(0, -(-num_slots // cfg.block_size) - v.num_blocks)
+            assert not plan.preempted_seqs
+            assert work.num_blocks == without.num_blocks or left >= len(plan.work), "a block for each that runs"
+            num_guessing += 1
+            num_taking += work.num_blocks > without.num_blocks
+        num_cut += sum(w.num_drafts for w in plan.work) < sum(w.num_drafts for w in schedule([], running, 99, cfg).work)
+    assert min(num_guessing, num_taking, num_cut) > 150, (num_guessing, num_taking, num_cut)
+
+
+def test_a_guess_takes_a_block_only_beside_those_that_others_may_need() -> None:
+    rows = [decoding(i, 4)._replace(num_drafts=3, draft_chance=0.99) for i in range(2)]
+    cfg = dataclasses.replace(config(), max_draft_tokens=5)
+    plans = [schedule([], rows, free, cfg).work for free in (0, 2, 3, 4)]
+    assert [[(w.num_blocks, w.num_drafts) for w in plan] for plan in plans] == [
+        [(0, 0), (0, 0)], [(0, 0), (0, 0)], [(1, 3), (0, 0)], [(1, 3), (1, 3)]
+    ]  # fmt: skip
+    last = [rows[0]._replace(max_new=1), rows[1]._replace(max_new=2)]
+    assert [w.num_drafts for w in schedule([], last, 9, cfg).work] == [0, 1], "no further than it may go"
+    busy = [view(0, 60), *(row._replace(id=row.id + 1) for row in rows)]
+    assert [w.num_drafts for w in schedule([], busy, 99, cfg).work] == [0, 1, 1], "62 of 64 tokens are spoken for"

@@ -74,6 +74,8 @@ WRONG_CONFIG: dict[str, tuple[Any, ...]] = {
     "kv_cache_dtype": ("", "float32", "int8", None, True),
     "kernels": ("", "sse", None, True),
     "attention": ("", "flash", None),
+    "speculation": ("", "eagle", None, True),
+    "max_draft_tokens": (*NO_INTEGER, None, 0, -1, 65),
     "seed": (*NO_INTEGER, 2**64, -(2**63) - 1),
     "logprobs_mode": ("", "cooked", None, 1),
     "deterministic": (1, "no", None),
@@ -112,9 +114,15 @@ def test_every_field_is_in_the_tables_above() -> None:
 
 @pytest.mark.parametrize("name", [f.name for f in dataclasses.fields(SchedulerConfig)])
 def test_a_scheduler_config_refuses_nonsense_naming_the_field(name: str) -> None:
-    for value in (*NO_INTEGER, None, 0, -1):
+    for value in (*NO_INTEGER, None, -1, *(() if name == "max_draft_tokens" else (0,))):
         with pytest.raises(ValueError, match=name):
             SchedulerConfig(**{name: value})
+
+
+def test_a_runner_that_draws_several_tokens_takes_no_guesses() -> None:
+    with pytest.raises(ValueError, match="max_draft_tokens: speculation does not go with a runner that draws several"):
+        SchedulerConfig(lookahead=2, max_draft_tokens=1)
+    assert SchedulerConfig(lookahead=1, max_draft_tokens=1) == SchedulerConfig(max_draft_tokens=1)
 
 
 def test_the_edges_of_every_range_are_allowed() -> None:

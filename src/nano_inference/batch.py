@@ -5,6 +5,7 @@ Shapes: T tokens of the step (all rows one after another).
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -37,6 +38,32 @@ def build(rows: tuple[Row, ...], block_size: int, device: torch.device) -> Forwa
 def in_step_order(rows: tuple[Row, ...]) -> tuple[Row, ...]:
     """Put rows of one token first, shortest sequence first, so that those of about one length stand together."""
     return tuple(sorted(rows, key=lambda row: (len(row.tokens) > 1, row.start + len(row.tokens))))
+
+
+class Sampled(NamedTuple):
+    """One token to draw."""
+
+    row: int
+    place: int
+    """Which of the step's T tokens it follows."""
+    seen: Row
+    """The row as far as that token: what the sampler is to know."""
+
+
+def sampled(rows: tuple[Row, ...], spans: tuple[Span, ...]) -> list[Sampled]:
+    """Return the tokens to draw, those of one row together: one after its last token, one before each of its guesses.
+
+    Each has the uniform of its own position, so that it is what a step that ends there would draw.
+    """
+    found: list[Sampled] = []
+    for index, (row, span) in enumerate(zip(rows, spans, strict=True)):
+        if not row.num_sampled:
+            continue
+        last = span.offset + span.num_tokens - 1
+        for left in range(row.num_drafts, 0, -1):
+            found.append(Sampled(index, last - left, replace(row, tokens=row.tokens[:-left], num_drafts=0)))
+        found.append(Sampled(index, last, row))
+    return found
 
 
 class Pooled(NamedTuple):

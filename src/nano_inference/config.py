@@ -18,12 +18,14 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16", "int8"]
 KvDtype = Literal["auto", "bfloat16"]
 KernelsName = Literal["auto", "avx512", "avx2", "generic", "off"]
 AttentionName = Literal["auto", "sdpa", "flex"]
+Speculation = Literal["off", "ngram"]
 
 CACHE_TYPES: tuple[CacheType, ...] = ("paged", "radix")
 DTYPES: tuple[Dtype, ...] = ("auto", "float32", "bfloat16", "float16", "int8")
 KV_DTYPES: tuple[KvDtype, ...] = ("auto", "bfloat16")
 KERNELS: tuple[KernelsName, ...] = ("auto", "avx512", "avx2", "generic", "off")
 ATTENTIONS: tuple[AttentionName, ...] = ("auto", "sdpa", "flex")
+SPECULATIONS: tuple[Speculation, ...] = ("off", "ngram")
 
 
 def helped(default: Any, text: str) -> Any:
@@ -62,6 +64,12 @@ class EngineConfig:
         "auto", "CPU code: auto takes the fastest that this machine has and can compile; off computes with torch alone"
     )
     attention: AttentionName = helped("auto", "how K/V is read: sdpa or flex, by torch; auto takes the kernels or sdpa")
+    speculation: Speculation = helped(
+        "off",
+        "ngram computes guesses at next tokens, out of what the request has said, along with the last one where that "
+        "pays; it changes no token",
+    )
+    max_draft_tokens: int = helped(5, "most tokens guessed at a time, with speculation")
     seed: int | None = helped(None, "seed of requests that name none; the default is fresh entropy for each")
     logprobs_mode: LogprobsMode = helped("processed", "distribution that log-probabilities speak of")
     deterministic: bool = helped(
@@ -81,6 +89,7 @@ class EngineConfig:
         check_int("max_batch_size", self.max_batch_size, 1, 65536)
         check_int("max_model_len", self.max_model_len, 1)
         check_int("max_tokens_per_batch", self.max_tokens_per_batch, 1)
+        check_int("max_draft_tokens", self.max_draft_tokens, 1, 64)
         check_number("gpu_memory_utilization", self.gpu_memory_utilization, 0, 1, open_low=True)
         if self.kv_cache_bytes is not None:
             check_int("kv_cache_bytes", self.kv_cache_bytes, 1)
@@ -99,6 +108,7 @@ class EngineConfig:
             ("kv_cache_dtype", KV_DTYPES),
             ("kernels", KERNELS),
             ("attention", ATTENTIONS),
+            ("speculation", SPECULATIONS),
             ("logprobs_mode", LOGPROBS_MODES),
         ):
             value = getattr(self, name)
@@ -126,13 +136,21 @@ class SchedulerConfig:
     max_tokens_per_batch: int = 2048
     block_size: int = 16
     lookahead: int = 1
-    """Tokens a row may draw in one step (multi-step decoding, speculation)."""
+    """Tokens a row may draw in one step, each after the one before (multi-step decoding)."""
+    max_draft_tokens: int = 0
+    """Guessed tokens a row may compute in one step; not together with `lookahead`."""
+    weight_tokens: int = 6
+    """Tokens whose arithmetic takes as long as reading the weights once: what guesses cost is judged by it."""
 
     def __post_init__(self) -> None:
         check_int("max_batch_size", self.max_batch_size, 1)
         check_int("max_tokens_per_batch", self.max_tokens_per_batch, 1)
         check_int("block_size", self.block_size, 1)
         check_int("lookahead", self.lookahead, 1)
+        check_int("max_draft_tokens", self.max_draft_tokens, 0)
+        check_int("weight_tokens", self.weight_tokens, 1)
+        if self.lookahead > 1 and self.max_draft_tokens:
+            raise ValueError("max_draft_tokens: speculation does not go with a runner that draws several tokens a step")
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as plain JSON values."""

@@ -18,6 +18,7 @@ from nano_inference.kv import Hit, KVManager
 from nano_inference.runner import Runner
 from nano_inference.scheduling import schedule
 from nano_inference.sequence import NO_EXTRAS, Sequence, add_pooled, advance, finish, forget_found, to_delta
+from nano_inference.speculate import Drafter
 from nano_inference.types import (
     BlockCopy,
     Delta,
@@ -59,6 +60,8 @@ class Core:
         self._limits = limits
         self._waiting: OrderedDict[int, Sequence] = OrderedDict()
         self._running: list[Sequence] = []
+        self._drafter = Drafter(limits.max_draft_tokens) if limits.max_draft_tokens else None
+        """Guesses next tokens; None when nobody asked for that."""
         self._begun: set[int] = set()
         """Requests of which a sequence was started, and perhaps some that have ended since."""
 
@@ -72,8 +75,11 @@ class Core:
         return frozenset(self._begun)
 
     def enqueue(self, sequences: Iterable[Sequence]) -> None:
-        """Put new sequences at the end of the queue."""
-        self._waiting.update((seq.id, seq) for seq in sequences)
+        """Put new sequences at the end of the queue; all of a request at once."""
+        for seq in sequences:
+            self._waiting[seq.id] = seq
+            if self._drafter is not None and seq.may_draft:
+                self._drafter.open(seq.id, seq.request.id, seq.tokens, seq.num_prompt)
 
     @contextmanager
     def changing(self) -> Iterator[None]:
@@ -127,14 +133,20 @@ class Core:
         hits: dict[int, Hit] = {}
         admitted = None if admit_new else self.begun_requests()
         waiting = self._waiting_views(hits, admitted)
-        plan = schedule(waiting, self._running_views(), self._kv.num_free_blocks(), self._limits)
+        running = self._running_views()
+        if self._drafter is not None:
+            running = self._with_guesses(running, self._drafter)
+        plan = schedule(waiting, running, self._kv.num_free_blocks(), self._limits)
         assert plan.work or plan.preempted_seqs or admitted == frozenset() or not self.has_work(), "a step without work"
         rows, batch = self._apply(plan, hits)
         started = tuple((seq.request.id, seq.sample_index) for seq in rows if seq.id in hits)
         try:
             results = self._run(rows, batch)
         except MemoryError as error:
-            result = self._give_up_youngest(rows, error)
+            if any(row.num_drafts for row in batch.rows):
+                result = self._give_up_guesses(rows, batch)
+            else:
+                result = self._give_up_youngest(rows, error)
         else:
             result = self._commit(plan, rows, batch, results)
         self.is_torn = False
@@ -159,6 +171,16 @@ class Core:
             )
             for seq in self._running
         ]
+
+    def _with_guesses(self, views: Seq[SeqView], drafter: Drafter) -> list[SeqView]:
+        """Say of the rows that only draw how many next tokens were guessed, and how good the guess is."""
+        found: list[SeqView] = []
+        for seq, view in zip(self._running, views, strict=True):
+            if view.num_tokens - view.num_computed == 1 and not seq.banned:
+                guess = drafter.guess(seq.id)
+                view = view._replace(num_drafts=len(guess.tokens), draft_chance=guess.chance)
+            found.append(view)
+        return found
 
     def _waiting_views(self, hits: dict[int, Hit], admitted: Collection[int] | None) -> Iterator[SeqView]:
         """Counts of the waiting sequences with what the cache would give them, noted in `hits`; lazy.
@@ -247,11 +269,14 @@ class Core:
         """Write down one sequence's part of the step."""
         params = seq.request.params
         start, end = seq.num_computed, seq.num_computed + work.num_tokens
-        has_penalty = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) != (1, 0, 0)
         draws = work.num_sampled > 0
+        tokens = tuple(seq.tokens[start:end])
+        if work.num_drafts:
+            assert self._drafter is not None, "nobody guessed"
+            tokens += self._drafter.last_guess(seq.id)[: work.num_drafts]
         return Row(
             id=seq.id,
-            tokens=tuple(seq.tokens[start:end]),
+            tokens=tokens,
             prev_token=seq.tokens[start - 1] if start else -1,
             start=start,
             blocks=tuple(seq.blocks),
@@ -263,12 +288,13 @@ class Core:
             request_id=seq.request.id,
             banned=seq.banned if draws else (),
             mask=seq.token_mask if draws else None,
-            history=tuple(seq.tokens) if draws and has_penalty else (),
+            history=tuple(seq.tokens) if draws and seq.counts_history else (),
             num_prompt=seq.num_prompt,
             score_from=seq.next_score,
             score_end=seq.num_prompt,
             next_token=seq.tokens[end] if end < len(seq.tokens) else -1,
             pool_from=seq.pool_from(end),
+            num_drafts=work.num_drafts,
         )
 
     # ---- run and commit ---------------------------------------------------------------------------------------------
@@ -281,6 +307,16 @@ class Core:
         finish(victim, "abort", f"out of memory: {error}" if str(error) else "out of memory")
         self._leave(victim)
         return self._result([to_delta(victim, 0, self.version, self.labels)], 0, 0, 0, len(rows))
+
+    def _give_up_guesses(self, rows: Seq[Sequence], batch: ScheduledBatch) -> StepResult:
+        """Compute all rows again, and guess nothing more about those of the samples that memory did not suffice for."""
+        assert self._drafter is not None, "nobody guessed"
+        for row in batch.rows:
+            if row.num_drafts:
+                self._drafter.bar(row.id)
+        for seq in sorted(rows, key=lambda seq: -seq.id):
+            self._preempt(seq)
+        return self._result((), 0, 0, 0, len(rows))
 
     def _run(self, rows: Seq[Sequence], batch: ScheduledBatch) -> Mapping[int, RowResult]:
         """Let the runner compute; when it is interrupted, its rows are computed again from the cache."""
@@ -300,9 +336,12 @@ class Core:
     ) -> StepResult:
         """Append what was drawn, publish what was computed, release what ended, tell the callers."""
         deltas: list[Delta] = []
-        num_sampled = 0
+        num_sampled = num_accepted = 0
         for seq, row in zip(rows, batch.rows, strict=True):
             result = results[seq.id]
+            if row.num_drafts and not all(map(math.isfinite, result.logprobs)):
+                self._compute_alone(seq)
+                continue
             seq.scores += result.scores
             seq.score_tops += result.score_tops
             seq.score_ranks += result.score_ranks
@@ -310,13 +349,17 @@ class Core:
                 add_pooled(seq, result.pooled, row.start + len(row.tokens) - row.pool_from)
             num_added = self._take_tokens(seq, row, result)
             num_sampled += sum(seq.mask[len(seq.mask) - num_added :])
-            self._publish(seq, is_chunk=len(row.tokens) > 1)
+            self._publish(seq, is_chunk=len(row.tokens) - row.num_drafts > 1)
+            if row.num_drafts:
+                num_accepted += seq.num_computed - row.start - len(row.tokens) + row.num_drafts
+                self._give_back_unused(seq)
             if num_added or seq.finish_reason:
                 deltas.append(to_delta(seq, num_added, self.version, self.labels))
             if seq.finish_reason:
                 self._leave(seq)
         num_computed = sum(len(row.tokens) for row in batch.rows)
-        return self._result(deltas, len(rows), num_computed, num_sampled, len(plan.preempted_seqs))
+        done = self._result(deltas, len(rows), num_computed, num_sampled, len(plan.preempted_seqs))
+        return done if self._drafter is None else _with_drafts(done, batch, num_accepted)
 
     def idle_result(self, deltas: Seq[Delta]) -> StepResult:
         """Return the result of a step that computes nothing."""
@@ -342,24 +385,27 @@ class Core:
         )
 
     def _take_tokens(self, seq: Sequence, row: Row, result: RowResult) -> int:
-        """Append a row's drawn tokens until one ends the sample or forces others; return how many were added.
+        """Append a row's drawn tokens until one ends the sample, forces others or was guessed wrong; return how many.
 
         K/V exists for the row's own tokens and for every drawn token that another was drawn after.
         """
-        num_added = num_drawn = 0
-        seq.num_computed = row.start + len(row.tokens)
+        num_added = 0
+        num_own = len(row.tokens) - row.num_drafts
+        drafts = row.tokens[num_own:] if row.num_drafts else result.tokens[:-1]
+        seq.num_computed = row.start + num_own
         tops = result.top_logprobs or ((),) * len(result.tokens)
         extras = result.extras or (NO_EXTRAS,) * len(result.tokens)
-        for token, logprob, top, extra in zip(result.tokens, result.logprobs, tops, extras, strict=True):
+        drawn = zip(result.tokens, result.logprobs, tops, extras, strict=True)
+        for place, (token, logprob, top, extra) in enumerate(drawn):
             if not math.isfinite(logprob):
                 finish(seq, "abort", "no token can be drawn: the logits are not finite or all tokens are forbidden")
                 break
             added = self._advance(seq, token, logprob, top, extra)
-            num_drawn += 1
             num_added += added
-            if seq.finish_reason or added > 1:
+            has_kv = place < len(drafts) and token == drafts[place]
+            seq.num_computed += has_kv
+            if seq.finish_reason or added > 1 or not has_kv:
                 break
-        seq.num_computed += max(0, min(num_drawn, len(result.tokens) - 1))
         if seq.max_new <= 0 and seq.finish_reason is None and seq.num_computed == len(seq.tokens):
             finish(seq, "length", None)
         return num_added
@@ -383,13 +429,36 @@ class Core:
             seq.blocks = self._kv.publish(seq.tokens, salt, seq.blocks, seq.num_published, seq.num_computed)
             seq.num_published = num_whole
 
+    def _give_back_unused(self, seq: Sequence) -> None:
+        """Give back the blocks that only wrong guesses stand in: a sequence holds what its K/V needs."""
+        num_needed = -(-seq.num_computed // self._kv.block_size)
+        self._kv.release(seq.blocks[num_needed:])
+        del seq.blocks[num_needed:]
+
+    def _compute_alone(self, seq: Sequence) -> None:
+        """Forget what a row with guesses gave, and compute it again without any.
+
+        Not all of its numbers are finite, which a guess may have done, and torch reads the K/V of tokens that it hides.
+        """
+        assert self._drafter is not None, "nobody guessed"
+        self._drafter.bar(seq.id)
+        self._preempt(seq)
+
     def _leave(self, seq: Sequence) -> None:
         """Take an ended sequence out of the queues and free its blocks."""
+        if self._drafter is not None:
+            self._drafter.close(seq.id, seq.request.id)
         if seq.id in self._waiting:
             del self._waiting[seq.id]
         else:
             self._running.remove(seq)
             self._release(seq)
+
+
+def _with_drafts(result: StepResult, batch: ScheduledBatch, num_accepted: int) -> StepResult:
+    """Add what came of guesses to the counts of a step."""
+    num_drafted = sum(row.num_drafts for row in batch.rows)
+    return replace(result, stats=replace(result.stats, num_drafted=num_drafted, num_accepted=num_accepted))
 
 
 def _copy_of(seq: Sequence, hit: Hit) -> BlockCopy:

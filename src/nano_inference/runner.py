@@ -11,8 +11,8 @@ from typing import Any, NamedTuple, Protocol, cast
 import torch
 from torch import Tensor, nn
 
-from nano_inference.attention import Backend, ForwardInput, SdpaBackend, Span, StepContext
-from nano_inference.batch import Pooled, Scored, build, in_step_order, pooled, scored
+from nano_inference.attention import Backend, ForwardInput, SdpaBackend, StepContext
+from nano_inference.batch import Pooled, Sampled, Scored, build, in_step_order, pooled, sampled, scored
 from nano_inference.kv.kernel_store import KernelStore
 from nano_inference.kv.store import KVStore
 from nano_inference.models.build import Model
@@ -93,17 +93,17 @@ class ModelRunner:
             hidden_TE = forward(self.model, step, self.store, self.backend)
             scores = self._score(rows, scored(rows, step.spans), hidden_TE)
             sums = self._pool(pooled(rows, step.spans), hidden_TE)
-            drawing = [i for i, row in enumerate(rows) if row.num_sampled]
-            drawn = self._draw([rows[i] for i in drawing], [step.spans[i] for i in drawing], hidden_TE)
-        place = {index: i for i, index in enumerate(drawing)}
-        return {row.id: _result(row, drawn, place.get(i), scores.get(i), sums.get(i, ())) for i, row in enumerate(rows)}
+            wanted = sampled(rows, step.spans)
+            drawn = self._draw(wanted, hidden_TE)
+        last = {one.row: place for place, one in enumerate(wanted)}
+        return {row.id: _result(row, drawn, last.get(i), scores.get(i), sums.get(i, ())) for i, row in enumerate(rows)}
 
-    def _draw(self, rows: Sequence[Row], spans: Sequence[Span], hidden_TE: Tensor) -> Draw:
-        """Draw one token for each row from the logits of its last token."""
-        if not rows:
+    def _draw(self, wanted: Sequence[Sampled], hidden_TE: Tensor) -> Draw:
+        """Draw each token from the logits of the one that it follows."""
+        if not wanted:
             return Draw((), (), ())
-        last_B = torch.tensor([span.offset + span.num_tokens - 1 for span in spans], device=self.device)
-        return self.sampler(self.model.head(hidden_TE[last_B]), rows)
+        index_B = torch.tensor([one.place for one in wanted], device=self.device)
+        return self.sampler(self.model.head(hidden_TE[index_B]), [one.seen for one in wanted])
 
     def _pool(self, found: Sequence[Pooled], hidden_TE: Tensor) -> dict[int, tuple[float, ...]]:
         """Return the float32 sum of the final hidden states that each row pools; the norm sees all rows' at once."""
@@ -188,21 +188,20 @@ class Scores(NamedTuple):
     ranks: tuple[int, ...] = ()
 
 
-def _result(
-    row: Row, drawn: Draw, place: int | None, scores: Scores | None, total: tuple[float, ...] = ()
-) -> RowResult:
-    """Put one row's findings together."""
+def _result(row: Row, drawn: Draw, last: int | None, scores: Scores | None, total: tuple[float, ...] = ()) -> RowResult:
+    """Put one row's findings together; `last` is the place of its last token among those drawn."""
     scores = scores or Scores()
-    if place is None:
+    if last is None:
         return RowResult(
             id=row.id, scores=scores.logprobs, score_tops=scores.tops, score_ranks=scores.ranks, pooled=total
         )
+    places = slice(last - row.num_drafts, last + 1)
     return RowResult(
         id=row.id,
-        tokens=(drawn.tokens[place],),
-        logprobs=(drawn.logprobs[place],),
-        top_logprobs=(drawn.top_logprobs[place],),
-        extras=drawn.extras[place : place + 1],
+        tokens=drawn.tokens[places],
+        logprobs=drawn.logprobs[places],
+        top_logprobs=drawn.top_logprobs[places],
+        extras=drawn.extras[places],
         scores=scores.logprobs,
         score_tops=scores.tops,
         score_ranks=scores.ranks,

@@ -94,6 +94,17 @@ class Sequence:
         return self.request.max_new_tokens - self.num_new
 
     @property
+    def counts_history(self) -> bool:
+        """Whether a penalty makes its draws depend on which tokens came before."""
+        params = self.request.params
+        return (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) != (1, 0, 0)
+
+    @property
+    def may_draft(self) -> bool:
+        """Whether its tokens can be drawn several at a time: each knows nothing of those before but by the model."""
+        return self.matcher is None and not self.counts_history and self.max_new > 1
+
+    @property
     def banned(self) -> tuple[int, ...]:
         """The stop tokens while `min_tokens` bans them; none where the matcher allows nothing else."""
         if self.num_new >= self.request.params.min_tokens:

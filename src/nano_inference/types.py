@@ -532,6 +532,10 @@ class SeqView(NamedTuple):
     """Names the block this sequence computes next; two with one key would compute the same K/V."""
     max_new: int = 1
     """Tokens it may still add."""
+    num_drafts: int = 0
+    """Tokens that were guessed to come next."""
+    draft_chance: float = 0.0
+    """How probable each of them is to be right when those before it are."""
 
 
 class Work(NamedTuple):
@@ -544,6 +548,8 @@ class Work(NamedTuple):
     """Fresh blocks to take."""
     num_sampled: int
     """At most this many tokens may be drawn; 0 while the sequence is still behind after this step."""
+    num_drafts: int = 0
+    """Guessed tokens to compute behind those, at each of which a further token is drawn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -573,14 +579,15 @@ class Row:
 
     id: int
     tokens: tuple[int, ...]
-    """The tokens to compute."""
+    """The tokens to compute; the last `num_drafts` of them are guesses."""
     prev_token: int
     """The token before the first of them; -1 at the start of a sequence."""
     start: int
     """The position of the first of them."""
     blocks: tuple[int, ...]
     num_sampled: int
-    """Draw at most this many tokens after the last one; 0 draws none."""
+    """Draw at most this many tokens after the last one; 0 draws none. With guesses it is 1: one token is drawn before
+    each of them, and one after the last."""
     params: SamplingParams
     logprobs_mode: LogprobsMode
     seed: int
@@ -602,6 +609,8 @@ class Row:
     """The known token after the last one (when scoring a prompt in chunks); -1 when there is none."""
     pool_from: int | None = None
     """Report the sum of the last hidden states at this position and after, as far as this row computes them."""
+    num_drafts: int = 0
+    """How many of `tokens` are guesses."""
 
 
 class BlockCopy(NamedTuple):
@@ -656,12 +665,17 @@ class StepStats:
 
     num_rows: int
     num_computed: int
+    """Tokens that went through the model, wrong guesses included."""
     num_sampled: int
     num_preempted: int
     num_running: int
     num_waiting: int
     num_free_blocks: int
     weight_version: int
+    num_drafted: int = 0
+    """Guessed tokens among `num_computed`."""
+    num_accepted: int = 0
+    """Those of them that were drawn as well, and so kept."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,7 +23,7 @@ from nano_inference.server.metrics import (
     not_loaded,
 )
 from nano_inference.types import SamplingParams, StepStats, TrainingSample
-from tests.sim.fakes import Calculator, fake_config, fake_parts
+from tests.sim.fakes import Calculator, fake_config, fake_parts, parrot
 
 ENGINE = {"model_name": "m", "engine": "0"}
 QUANTILES = ("bucket", "sum", "count")
@@ -222,6 +222,22 @@ def test_an_engine_of_ten_requests_of_ten_tokens_counts_exactly() -> None:
     assert value(metrics, "vllm:inter_token_latency_seconds_count") == 10 * 9
     assert value(metrics, "vllm:generation_tokens_total") == 10 * 10
     assert value(metrics, "vllm:num_requests_running") == value(metrics, "vllm:kv_cache_usage_perc") == 0
+
+
+def test_guessed_tokens_are_counted_and_wrong_ones_are_nobodys_output() -> None:
+    parts = fake_parts("paged", 60, 4, drawing=parrot)
+    engine, metrics = InferenceEngine(fake_config(speculation="ngram"), parts=parts), new()
+    for i in range(20):
+        engine.add_request([40 + i % 7] * 7, SamplingParams(max_tokens=30, ignore_eos=True, seed=i))
+        engine.flush_cache()
+        serve(engine, metrics, 1)
+    right, wrong = parts.runner.num_right, parts.runner.num_wrong
+    assert min(right, wrong) > 20
+    assert value(metrics, "vllm:spec_decode_num_draft_tokens_total") == right + wrong
+    assert value(metrics, "vllm:spec_decode_num_accepted_tokens_total") == right
+    assert value(metrics, "vllm:generation_tokens_total") == 20 * 30
+    assert value(metrics, "vllm:iteration_tokens_total_sum") == 20 * (7 + 30)
+    assert value(metrics, "vllm:iteration_tokens_total_count") == 20 * 30 - right
 
 
 @pytest.mark.parametrize("cache_type", ["paged", "radix"])

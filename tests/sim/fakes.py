@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from nano_inference.assemble import EngineParts
-from nano_inference.config import EngineConfig
+from nano_inference.config import EngineConfig, Speculation
 from nano_inference.kv import make_kv
 from nano_inference.types import DrawExtras, Row, RowResult, SamplingParams, ScheduledBatch
 
@@ -19,21 +19,39 @@ def next_token(seen: tuple[int, ...], seed: int, sample_index: int) -> int:
     return random.Random(repr((seen, seed, sample_index, len(seen)))).randrange(VOCAB_SIZE)
 
 
+def parrot(seen: tuple[int, ...], seed: int, sample_index: int) -> int:
+    """The draw of a model that repeats itself: mostly what stood four tokens earlier."""
+    rng = random.Random(repr((seen, seed, sample_index, len(seen))))
+    if len(seen) > 4 and rng.random() < 0.8:
+        return seen[-4]
+    return rng.randrange(40, VOCAB_SIZE)
+
+
 def score(seen: tuple[int, ...], token: int) -> float:
     """The fake model's log-probability of a known token."""
     return -random.Random(repr((seen, token))).random()
 
 
-class FakeRunner:
-    """Owns slots that hold tokens; reads a row's history back through its block table."""
+Drawing = Callable[[tuple[int, ...], int, int], int]
+"""What `next_token` is."""
 
-    def __init__(self, num_blocks: int, block_size: int, lookahead: int = 1) -> None:
+
+class FakeRunner:
+    """Owns slots that hold tokens; reads a row's history back through its block table.
+
+    Guesses are written like other tokens and stay where they are when they were wrong, so whoever reads one notices.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, lookahead: int = 1, drawing: Drawing = next_token) -> None:
         self.block_size = block_size
         self.num_blocks = num_blocks
         self.slots: list[int | None] = []
         self.restore_cache()
         self.lookahead = lookahead
         self.num_computed = 0
+        self.drawing = drawing
+        self.num_right = self.num_wrong = 0
+        """Guesses that were drawn as well, and those behind which nothing is kept."""
 
     def free_cache(self) -> None:
         self.slots = []
@@ -69,11 +87,17 @@ class FakeRunner:
 
     def _result(self, row: Row) -> RowResult:
         end = row.start + len(row.tokens)
-        tokens: list[int] = []
-        for _ in range(row.num_sampled):
-            if tokens:
-                self._write(row, end + len(tokens) - 1, tokens[-1:])
-            tokens.append(next_token(self._seen(row, end + len(tokens)), row.seed, row.sample_index))
+        before = range(end - row.num_drafts, end)
+        tokens = [self.drawing(self._seen(row, place), row.seed, row.sample_index) for place in before]
+        if row.num_drafts:
+            agree = [token == guess for token, guess in zip(tokens, row.tokens[-row.num_drafts :], strict=True)]
+            num_right = (*agree, False).index(False)
+            self.num_right += num_right
+            self.num_wrong += row.num_drafts - num_right
+        for place in range(row.num_sampled):
+            if place:
+                self._write(row, end + place - 1, tokens[-1:])
+            tokens.append(self.drawing(self._seen(row, end + place), row.seed, row.sample_index))
         scores = ()
         if row.score_from is not None:
             known = row.tokens if row.next_token < 0 else (*row.tokens, row.next_token)
@@ -144,10 +168,12 @@ class Failing:
         return state + 1, (10**6,) if state == 2 else ()
 
 
-def fake_parts(cache_type: str, num_blocks: int, block_size: int, lookahead: int = 1) -> EngineParts:
+def fake_parts(
+    cache_type: str, num_blocks: int, block_size: int, lookahead: int = 1, drawing: Drawing = next_token
+) -> EngineParts:
     """The parts of an engine without a model."""
     return EngineParts(
-        runner=FakeRunner(num_blocks, block_size, lookahead),
+        runner=FakeRunner(num_blocks, block_size, lookahead, drawing),
         kv=make_kv(cache_type, num_blocks, block_size),  # type: ignore[arg-type]
         vocab_size=VOCAB_SIZE,
         max_model_len=100_000,
@@ -156,15 +182,27 @@ def fake_parts(cache_type: str, num_blocks: int, block_size: int, lookahead: int
     )
 
 
-def fake_config(max_batch_size: int = 8, max_tokens_per_batch: int = 64) -> EngineConfig:
+def fake_config(
+    max_batch_size: int = 8, max_tokens_per_batch: int = 64, speculation: Speculation = "off"
+) -> EngineConfig:
     """A configuration that names no model."""
     return EngineConfig(
-        model_path="fake", max_batch_size=max_batch_size, max_tokens_per_batch=max_tokens_per_batch, seed=3
+        model_path="fake",
+        max_batch_size=max_batch_size,
+        max_tokens_per_batch=max_tokens_per_batch,
+        seed=3,
+        speculation=speculation,
     )
 
 
 def reference(
-    prompt: Sequence[int], params: SamplingParams, sample_index: int, *, program: bool = False, matcher: bool = False
+    prompt: Sequence[int],
+    params: SamplingParams,
+    sample_index: int,
+    *,
+    program: bool = False,
+    matcher: bool = False,
+    drawing: Drawing = next_token,
 ) -> tuple[list[int], list[int], str]:
     """One sample written out naively, token by token: (tokens, mask, finish reason)."""
     assert params.max_tokens is not None and params.seed is not None
@@ -182,7 +220,7 @@ def reference(
     if params.max_tokens == 0:
         return [], [], "length"
     while True:
-        token = next_token(tuple(tokens), params.seed, sample_index)
+        token = drawing(tuple(tokens), params.seed, sample_index)
         end = add(token, 1)
         if token in params.stop_token_ids or (token == EOS and not params.ignore_eos):
             return tokens[len(prompt) :], mask, "stop"

@@ -10,7 +10,7 @@ import pytest
 from nano_inference.engine import InferenceEngine
 from nano_inference.types import ON_RUNNING, SamplingParams, TrainingSample, WeightError
 from tests.sim.fakes import Calculator, StopAfter, fake_config
-from tests.sim.versioned import VersionedRunner, new_weights, replay, score, versioned_engine
+from tests.sim.versioned import VersionedRunner, new_weights, next_token, parrot, replay, score, versioned_engine
 
 CACHES = ("paged", "radix")
 
@@ -35,11 +35,13 @@ class World:
         self.counts[what] = self.counts.get(what, 0) + 1
 
 
-def make_world(seed: int, cache_type: str) -> World:
+def make_world(seed: int, cache_type: str, *, guesses: bool = False) -> World:
+    """Any world; with `guesses`, of a model that repeats itself, and with speculation."""
     rng = random.Random(seed)
     block_size = rng.choice([1, 2, 4, 8])
     num_blocks = -(-rng.choice([80, 80, 400]) // block_size)
-    config = fake_config(rng.choice([1, 2, 4, 16]), rng.choice([3, 4, 16, 64]))
+    limits = rng.choice([1, 2, 4, 16]), rng.choice([3, 4, 16, 64])
+    config = fake_config(*limits, speculation="ngram" if guesses else "off")
     base = [rng.randrange(50) for _ in range(30)]
     arrivals: list[dict[str, object]] = []
     for _ in range(rng.randrange(2, 9)):
@@ -53,7 +55,8 @@ def make_world(seed: int, cache_type: str) -> World:
         ask = {"prompt": base[: rng.randrange(30)] + [rng.randrange(50) for _ in range(rng.randrange(1, 12))]}
         ask |= {"params": params, "n": rng.randrange(1, 5)}
         arrivals.append(ask | {"program": rng.random() < 0.4, "matcher": rng.random() < 0.3})
-    return World(rng, versioned_engine(cache_type, num_blocks, block_size, config), arrivals)
+    drawing = parrot if guesses else next_token
+    return World(rng, versioned_engine(cache_type, num_blocks, block_size, config, drawing), arrivals)
 
 
 def arrive(world: World) -> None:
@@ -157,6 +160,7 @@ def check_sample(world: World, sample: TrainingSample) -> None:
         sample.token_versions,
         program=ask["program"],
         matcher=ask["matcher"],
+        drawing=world.runner.drawing,
     )
     assert list(sample.completion_tokens) == tokens
     assert list(sample.mask) == mask
@@ -178,12 +182,14 @@ def check_scores(prompt: list[int], sample: TrainingSample) -> None:
     assert sample.prompt_logprobs in candidates
 
 
+@pytest.mark.parametrize("guesses", [False, True])
 @pytest.mark.parametrize("cache_type", CACHES)
-def test_no_world_reads_stale_kv_or_lies_about_a_version(cache_type: str) -> None:
+def test_no_world_reads_stale_kv_or_lies_about_a_version(cache_type: str, guesses: bool) -> None:
     counts: dict[str, int] = {}
-    num_mixed = num_preempted = num_spanning = 0
+    num_mixed = num_preempted = num_spanning = num_drafted = 0
     for seed in range(300):
-        world = run_world(make_world(seed, cache_type))
+        world = run_world(make_world(seed, cache_type, guesses=guesses))
+        num_drafted += world.runner.num_drafted
         assert len(world.samples) == sum(ask["n"] for ask in world.asked.values())
         for sample in world.samples:
             check_sample(world, sample)
@@ -193,3 +199,4 @@ def test_no_world_reads_stale_kv_or_lies_about_a_version(cache_type: str) -> Non
         counts = {key: counts.get(key, 0) + world.counts.get(key, 0) for key in counts.keys() | world.counts.keys()}
     assert min(counts.values()) > 30, counts
     assert num_mixed > 100 and num_preempted > 100 and num_spanning > 100
+    assert (num_drafted > 1000) == guesses

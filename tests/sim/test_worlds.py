@@ -9,7 +9,18 @@ import pytest
 
 from nano_inference.engine import InferenceEngine
 from nano_inference.types import EngineDead, SamplingParams, TrainingSample
-from tests.sim.fakes import Calculator, Failing, FakeRunner, StopAfter, fake_config, fake_parts, reference, score
+from tests.sim.fakes import (
+    Calculator,
+    Failing,
+    FakeRunner,
+    StopAfter,
+    fake_config,
+    fake_parts,
+    next_token,
+    parrot,
+    reference,
+    score,
+)
 
 CACHES = ("paged", "radix")
 
@@ -26,12 +37,15 @@ class World:
     aborted: set[int] = field(default_factory=set)
 
 
-def make_world(seed: int, cache_type: str, *, tight: bool, lookahead: int = 1) -> World:
+def make_world(seed: int, cache_type: str, *, tight: bool, lookahead: int = 1, guesses: bool = False) -> World:
+    """Any world; with `guesses`, of a model that repeats itself, and with speculation."""
     rng = random.Random(seed)
     block_size = rng.choice([1, 2, 4, 8])
     num_blocks = -(-(80 if tight else rng.choice([160, 400, 800])) // block_size)
-    config = fake_config(rng.choice([1, 2, 4, 16]), rng.choice([3, 4, 16, 64]))
-    world = World(rng, InferenceEngine(config, parts=fake_parts(cache_type, num_blocks, block_size, lookahead)))
+    limits = rng.choice([1, 2, 4, 16]), rng.choice([3, 4, 16, 64])
+    config = fake_config(*limits, speculation="ngram" if guesses else "off")
+    parts = fake_parts(cache_type, num_blocks, block_size, lookahead, parrot if guesses else next_token)
+    world = World(rng, InferenceEngine(config, parts=parts))
     base = [rng.randrange(50) for _ in range(30)]
     for _ in range(rng.randrange(2, 8)):
         prompt = base[: rng.randrange(30)] + [rng.randrange(50) for _ in range(rng.randrange(1, 12))]
@@ -90,10 +104,16 @@ def run_world(world: World, *, aborts: bool = False) -> World:
 
 def check_samples(world: World) -> None:
     assert len(world.samples) == sum(ask["n"] for ask in world.asked.values())
+    drawing = world.engine.parts.runner.drawing
     for sample in world.samples:
         ask = world.asked[sample.request_id]
         tokens, mask, reason = reference(
-            ask["prompt"], ask["params"], sample.sample_index, program=ask["program"], matcher=ask["matcher"]
+            ask["prompt"],
+            ask["params"],
+            sample.sample_index,
+            program=ask["program"],
+            matcher=ask["matcher"],
+            drawing=drawing,
         )
         if sample.finish_reason == "abort":
             assert sample.request_id in world.aborted
@@ -157,6 +177,22 @@ def test_aborts_return_what_there_is_and_harm_nobody(cache_type: str) -> None:
 def test_several_tokens_a_step_equal_one(cache_type: str, lookahead: int) -> None:
     for seed in range(100):
         check_samples(run_world(make_world(seed, cache_type, tight=seed % 2 == 0, lookahead=lookahead)))
+
+
+@pytest.mark.parametrize("cache_type", CACHES)
+@pytest.mark.parametrize("tight", [False, True])
+def test_guessed_tokens_change_nothing(cache_type: str, tight: bool) -> None:
+    num_right = num_wrong = num_preempted = num_aborted = 0
+    for seed in range(150):
+        world = run_world(make_world(seed, cache_type, tight=tight, guesses=True), aborts=seed % 3 == 0)
+        check_samples(world)
+        runner = world.engine.parts.runner
+        num_right += runner.num_right
+        num_wrong += runner.num_wrong
+        num_preempted += sum(sample.num_preemptions for sample in world.samples)
+        num_aborted += len(world.aborted)
+    assert min(num_right, num_wrong) > 500 and num_aborted > 20, (num_right, num_wrong, num_aborted)
+    assert num_preempted > 50 or not tight
 
 
 @pytest.mark.parametrize("cache_type", CACHES)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -38,6 +38,17 @@ def next_token(seen: Sequence[int], seed: int, sample_index: int, version: int) 
     return random.Random(repr((tuple(seen), seed, sample_index, len(seen), version))).randrange(VOCAB_SIZE)
 
 
+def parrot(seen: Sequence[int], seed: int, sample_index: int, version: int) -> int:
+    """The draw of a model that repeats itself, each version in its own way."""
+    rng = random.Random(repr((tuple(seen), seed, sample_index, len(seen), version)))
+    period = 3 + version % 2
+    return seen[-period] if len(seen) > period and rng.random() < 0.8 else rng.randrange(40, VOCAB_SIZE)
+
+
+Drawing = Callable[[Sequence[int], int, int, int], int]
+"""What `next_token` is."""
+
+
 def score(seen: Sequence[int], token: int, version: int) -> float:
     """The fake model's log-probability of a known token under one version of the weights."""
     return -random.Random(repr((tuple(seen), token, version))).random()
@@ -46,14 +57,16 @@ def score(seen: Sequence[int], token: int, version: int) -> float:
 class VersionedRunner:
     """Owns slots of (token, version). `oldest` is the oldest version whose K/V anybody may still read."""
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, drawing: Drawing = next_token) -> None:
         self.block_size = block_size
+        self.drawing = drawing
+        self.num_drafted = 0
         self.num_blocks = num_blocks
         self.version = 0
         self.oldest = 0
         self.num_mixed_reads = 0
-        self._ends: dict[int, int] = {}
-        """Where a row stood after its last step."""
+        self._ends: dict[int, range] = {}
+        """Where a row may stand after its last step: behind its own tokens and those of its guesses that were right."""
         self.restore_cache()
 
     def install(self, model: Model) -> None:
@@ -84,10 +97,11 @@ class VersionedRunner:
     def _check_prefix(self, row: Row) -> None:
         """Whoever begins reads K/V of the weights in force; whoever goes on may read older, but not too old."""
         versions = {slot[1] for slot in self._read(row, row.start)}
-        goes_on = row.start == self._ends.get(row.id)
+        goes_on = row.start in self._ends.get(row.id, ())
         assert all(version >= (self.oldest if goes_on else self.version) for version in versions), "a stale read"
         self.num_mixed_reads += bool(versions - {self.version})
-        self._ends[row.id] = row.start + len(row.tokens)
+        end = row.start + len(row.tokens)
+        self._ends[row.id] = range(end - row.num_drafts, end + 1)
 
     def _slot(self, row: Row, position: int) -> int:
         return row.blocks[position // self.block_size] * self.block_size + position % self.block_size
@@ -101,7 +115,9 @@ class VersionedRunner:
     def _result(self, row: Row) -> RowResult:
         end = row.start + len(row.tokens)
         seen = [token for token, _ in self._read(row, end)]
-        tokens = [next_token(seen, row.seed, row.sample_index, self.version)] if row.num_sampled else []
+        ends = range(end - row.num_drafts, end + 1) if row.num_sampled else ()
+        tokens = [self.drawing(seen[:place], row.seed, row.sample_index, self.version) for place in ends]
+        self.num_drafted += row.num_drafts
         scores = ()
         if row.score_from is not None:
             known = seen if row.next_token < 0 else [*seen, row.next_token]
@@ -119,9 +135,11 @@ class VersionedRunner:
         )
 
 
-def versioned_engine(cache_type: str, num_blocks: int, block_size: int, config: EngineConfig) -> InferenceEngine:
+def versioned_engine(
+    cache_type: str, num_blocks: int, block_size: int, config: EngineConfig, drawing: Drawing = next_token
+) -> InferenceEngine:
     """An engine on such a runner, with real (tiny) weights that can be updated."""
-    runner = VersionedRunner(num_blocks, block_size)
+    runner = VersionedRunner(num_blocks, block_size, drawing)
     parts = EngineParts(
         runner=runner,
         kv=make_kv(cache_type, num_blocks, block_size),  # type: ignore[arg-type]
@@ -147,6 +165,7 @@ def replay(
     *,
     program: bool,
     matcher: bool,
+    drawing: Drawing = next_token,
 ) -> tuple[list[int], list[int], str | None]:
     """Write a sample out naively, each token under the version it claims: (tokens, mask, why it ends, if it does)."""
     assert params.max_tokens is not None and params.seed is not None
@@ -163,7 +182,7 @@ def replay(
         return "length" if len(mask) == params.max_tokens else None
 
     while end is None and len(mask) < len(versions):
-        token = next_token(tokens, params.seed, sample_index, versions[len(mask)])
+        token = drawing(tokens, params.seed, sample_index, versions[len(mask)])
         end = add(token, 1)
         if token in params.stop_token_ids or (token == EOS and not params.ignore_eos):
             end = "stop"

@@ -120,11 +120,15 @@ class Metrics:
         self._kv_usage.set(max(0.0, 1 - stats.num_free_blocks / self._num_blocks))
         if stats.num_preempted:
             self._preemptions.inc(stats.num_preempted)
+        if stats.num_drafted:
+            self._draft_tokens.inc(stats.num_drafted)
+            self._accepted_tokens.inc(stats.num_accepted)
         if stats.num_rows:
             # vLLM counts prompt tokens as they are computed and outputs as they are drawn. What a row computes to draw
             # its next token is the one it drew before: the two differ by the first token of each sample (as long as a
-            # row draws one token a step).
-            self._step_tokens.observe(stats.num_computed + self._first_tokens)
+            # row draws one token a step; a guess that is right is computed and drawn in one, a wrong one is nothing).
+            num_wrong = stats.num_drafted - stats.num_accepted
+            self._step_tokens.observe(stats.num_computed - num_wrong + self._first_tokens)
         self._first_tokens = 0
 
     def first_token(self, seconds: float) -> None:
@@ -260,6 +264,9 @@ class Metrics:
         self._from_compute, self._from_cache = sources["local_compute"], sources["local_cache_hit"]
         self._cache_queries = make.counter("vllm:prefix_cache_queries", "Prompt tokens looked up in the cache.")
         self._cache_hits = make.counter("vllm:prefix_cache_hits", "Prompt tokens found in the cache.")
+        self._draft_tokens = make.counter("vllm:spec_decode_num_draft_tokens", "Guessed tokens that were computed.")
+        text = "Guessed tokens that were drawn as well, and so kept."
+        self._accepted_tokens = make.counter("vllm:spec_decode_num_accepted_tokens", text)
         text = "Tokens of one step: prompt tokens computed and output tokens added."
         self._step_tokens = make.histogram("vllm:iteration_tokens_total", text, _STEP_TOKENS)
 

@@ -1,0 +1,429 @@
+"""Speculation changes no token and no number: the engine with it against the engine without it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nano_inference import EngineConfig, InferenceEngine, SamplingParams, TrainingSample
+from nano_inference.models.packed import weight_values
+from nano_inference.speculate import Drafter, Guess
+from nano_inference.types import StepStats
+from tests.models.families import VOCAB_SIZE, make_model
+from tests.sim.fakes import Calculator, StopAfter, fake_config, fake_parts, parrot
+from tests.test_batch_invariance import KINDS, ThreadsKept, open_engine
+
+Ask = tuple[list[int], SamplingParams, int]
+REPEATING = [5, 9, 30, 2, 44, 5, 9, 30]
+
+
+@pytest.fixture(autouse=True)
+def same_threads_afterwards() -> Iterator[None]:
+    with ThreadsKept():
+        yield
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("speculation")
+    make_model("llama-ratio1-untied", directory)
+    return directory
+
+
+def asks() -> list[Ask]:
+    """Requests of all kinds, most of which say the same again: greedy, or out of few tokens."""
+    rng = random.Random(3)
+    shared = [rng.randrange(60) for _ in range(21)]
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0},
+        {"temperature": 0, "logprobs": 2, "raw_logprobs": True},
+        {"allowed_token_ids": [3, 4]},
+        {"allowed_token_ids": [3, 4, 7], "temperature": 0.3, "sampling_mask": True, "logprobs": 3},
+        {"temperature": 0.05, "logprobs_mode": "raw"},
+        {"temperature": 0.2, "top_k": 3, "prompt_logprobs": 1},
+        {"temperature": 0.3, "top_p": 0.5, "logit_bias": {5: 3.0, 6: 3.0}},
+        {"temperature": 0, "repetition_penalty": 1.1},
+        {"temperature": 0.1, "frequency_penalty": 0.1},
+        {"temperature": 0, "min_tokens": 9, "stop_token_ids": list(range(0, 60, 3))},
+        {"temperature": 0.1, "min_p": 0.2, "stop_token_ids": [1, 8, 9]},
+    ]
+    made: list[Ask] = []
+    for i, options in enumerate(kinds):
+        prompt = shared[: rng.randrange(21)] + [rng.randrange(60) for _ in range(rng.randrange(1, 30))] * (1 + i % 2)
+        options |= {"max_tokens": rng.randrange(20, 45), "seed": i, "ignore_eos": True}
+        made.append((prompt, SamplingParams(**options), 1 + 2 * (i % 3 == 0)))
+    return made
+
+
+ASKS = asks()
+
+
+def run_all(engine: InferenceEngine, wanted: list[Ask] = ASKS) -> tuple[list[TrainingSample], list[StepStats]]:
+    """Everything at once; what depends on how it was computed is left out of the samples."""
+    ids = [engine.add_request(prompt, params, count, claim=True) for prompt, params, count in wanted]
+    stats = []
+    while engine.has_pending():
+        stats.append(engine.tick().stats)
+        engine.parts.kv.check()
+    samples = [sample for one in ids for sample in engine.collect(one)]
+    assert engine.parts.kv.num_free_blocks() == engine.parts.kv.num_blocks
+    return [replace(sample, num_cached_tokens=0, num_preemptions=0) for sample in samples], stats
+
+
+def drafted(stats: list[StepStats]) -> tuple[int, int]:
+    """Guesses computed, and guesses kept."""
+    return sum(one.num_drafted for one in stats), sum(one.num_accepted for one in stats)
+
+
+def fake(cache_type: str = "radix", num_blocks: int = 200, block_size: int = 4, **options: Any) -> InferenceEngine:
+    """An engine that guesses, on a fake model that repeats itself."""
+    parts = fake_parts(cache_type, num_blocks, block_size, drawing=parrot)
+    return InferenceEngine(fake_config(speculation="ngram", **options), parts=parts)
+
+
+# ---- the same bits
+
+
+@dataclass(frozen=True)
+class Witness:
+    """A model's files, how it is kept, and what it gives without speculation."""
+
+    path: Path
+    options: dict[str, Any]
+    expected: list[TrainingSample]
+
+
+@pytest.fixture(scope="module", params=list(KINDS))
+def witness(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Witness:
+    write, options = KINDS[request.param]
+    path = write(tmp_path_factory.mktemp("witness"))
+    with ThreadsKept(), open_engine(path, **options) as engine:
+        samples, stats = run_all(engine)
+    assert drafted(stats) == (0, 0)
+    return Witness(path, options, samples)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"max_tokens_per_batch": 25, "block_size": 4},
+        {"cache_type": "paged", "num_threads": 2, "max_batch_size": 3, "max_draft_tokens": 11, "block_size": 4},
+        {"max_batch_size": 1, "max_draft_tokens": 2},
+    ],
+    ids=lambda options: " ".join(f"{name}={value}" for name, value in options.items()) or "plain",
+)
+def test_every_bit_is_the_same(witness: Witness, options: dict[str, Any]) -> None:
+    with open_engine(witness.path, **witness.options, **options, speculation="ngram") as engine:
+        samples, stats = run_all(engine)
+    assert samples == witness.expected
+    num_drafted, num_accepted = drafted(stats)
+    assert 0 < num_accepted < num_drafted
+
+
+def test_every_bit_is_the_same_in_a_tight_cache(tiny: Path) -> None:
+    wanted = [(prompt, replace(params, max_tokens=25), count) for prompt, params, count in ASKS]
+    with open_engine(tiny, block_size=4) as engine:
+        expected, _ = run_all(engine, wanted)
+        block_bytes = engine.parts.runner.model.config.kv_bytes_per_token(4) * 4
+    tight = {"block_size": 4, "kv_cache_bytes": 45 * block_bytes, "max_tokens_per_batch": 32}
+    with open_engine(tiny, **tight, speculation="ngram") as engine:
+        samples, stats = run_all(engine, wanted)
+    assert samples == expected
+    assert sum(one.num_preempted for one in stats) > 0 and drafted(stats)[1] > 0
+
+
+def test_torch_gives_the_same_up_to_its_own_rounding(tiny: Path) -> None:
+    with open_engine(tiny, kernels="off") as engine:
+        expected, _ = run_all(engine)
+    with open_engine(tiny, kernels="off", speculation="ngram") as engine:
+        samples, stats = run_all(engine)
+    assert drafted(stats)[1] > 0
+    for ours, theirs in zip(samples, expected, strict=True):
+        assert (ours.completion_tokens, ours.finish_reason) == (theirs.completion_tokens, theirs.finish_reason)
+        assert ours.logprobs == pytest.approx(theirs.logprobs, abs=1e-4)
+
+
+# ---- what it saves
+
+
+def test_a_text_that_repeats_takes_fewer_steps_than_tokens(tiny: Path) -> None:
+    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    with open_engine(tiny, speculation="ngram") as engine:
+        samples, stats = run_all(engine, [(REPEATING, params, 1)])
+    num_drafted, num_accepted = drafted(stats)
+    assert len(samples[0].completion_tokens) == 60 == len(stats) + num_accepted
+    assert len(stats) < 40
+    assert sum(one.num_computed for one in stats) == len(REPEATING) + 60 - 1 + num_drafted - num_accepted
+    assert sum(one.num_sampled for one in stats) == 60
+
+
+def test_a_sample_is_guessed_from_another_that_has_ended() -> None:
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, seed=1)
+    counts = []
+    for num_samples in (1, 2):
+        engine = fake(max_batch_size=1)
+        engine.parts.runner.drawing = lambda seen, *_: random.Random(len(seen)).randrange(50)
+        samples, stats = run_all(engine, [([1, 2, 3], params, num_samples)])
+        assert len({sample.completion_tokens for sample in samples}) == 1
+        counts.append(len(stats))
+    assert counts[0] > 35, "nothing comes twice by itself"
+    assert counts[1] - counts[0] < 20
+
+
+def test_nothing_is_kept_of_requests_that_ended() -> None:
+    engine = fake()
+    drafter: Drafter = engine._core._drafter  # type: ignore[assignment]
+    params = SamplingParams(max_tokens=20, ignore_eos=True)
+    ids = [engine.add_request([1, 2, 3], params, 3, make_matcher=matcher) for matcher in (None, StopAfter, None)]
+    assert drafter.num_requests == 2
+    engine.step()
+    engine.abort(ids[0])
+    assert drafter.num_requests == 1
+    while engine.has_pending():
+        engine.step()
+    assert drafter.num_requests == 0
+
+
+def test_without_being_asked_for_nothing_is_guessed(tiny: Path) -> None:
+    with open_engine(tiny) as engine:
+        assert engine._core._drafter is None
+        assert EngineConfig(model_path="m").speculation == "off"
+
+
+def test_it_does_not_go_with_a_runner_that_draws_several_tokens() -> None:
+    with pytest.raises(ValueError, match="max_draft_tokens: speculation does not go with a runner that draws several"):
+        InferenceEngine(fake_config(speculation="ngram"), parts=fake_parts("radix", 20, 4, lookahead=2))
+
+
+# ---- who is guessed about
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"presence_penalty": 0.5}, {"frequency_penalty": 0.5}, {"repetition_penalty": 1.1}, {"min_tokens": 30}],
+    ids=str,
+)
+def test_what_needs_to_know_every_token_is_not_guessed(options: dict[str, Any]) -> None:
+    params = SamplingParams(max_tokens=30, seed=1, stop_token_ids=[45], **options)
+    assert drafted(run_all(fake(), [(REPEATING, params, 1)])[1]) == (0, 0)
+    plain = SamplingParams(max_tokens=30, seed=1, ignore_eos=True)
+    assert drafted(run_all(fake(), [(REPEATING, plain, 1)])[1])[1] > 0
+
+
+def test_a_matcher_sees_one_token_a_step() -> None:
+    engine = fake()
+    request = engine.add_request(REPEATING, SamplingParams(max_tokens=20, seed=3), make_matcher=StopAfter, claim=True)
+    while engine.has_pending():
+        assert engine.tick().stats.num_drafted == 0
+    assert engine.collect(request)[0].completion_tokens
+
+
+@pytest.mark.parametrize("cache_type", ["radix", "paged"])
+def test_a_program_forces_its_tokens_where_it_would(cache_type: str) -> None:
+    num_accepted = num_forced = 0
+    for seed in range(40):
+        params = SamplingParams(max_tokens=40, seed=seed, ignore_eos=True)
+        plain = InferenceEngine(fake_config(), parts=fake_parts(cache_type, 200, 4, drawing=parrot))
+        expected = plain.generate([[1, 2, 3]], params, 3, program=Calculator())
+        stats: list[StepStats] = []
+        samples = fake(cache_type).generate(
+            [[1, 2, 3]], params, 3, program=Calculator(), progress=lambda done, to=stats: to.append(done.stats)
+        )
+        assert samples == expected
+        num_accepted += drafted(stats)[1]
+        num_forced += sum(sample.mask.count(0) for sample in samples)
+    assert num_accepted > 100 and num_forced > 100
+
+
+# ---- where it ends
+
+
+def test_lengths_and_stops_inside_right_guesses_end_where_they_would(tiny: Path) -> None:
+    def one(engine: InferenceEngine, **options: Any) -> TrainingSample:
+        params = SamplingParams(**({"temperature": 0, "max_tokens": 40, "ignore_eos": True, "seed": 1} | options))
+        return run_all(engine, [(REPEATING, params, 1)])[0][0]
+
+    with open_engine(tiny) as plain, open_engine(tiny, speculation="ngram") as guessing:
+        whole = one(plain)
+        for length in range(1, 41):
+            short = one(guessing, max_tokens=length)
+            assert (short.completion_tokens, short.logprobs) == (
+                whole.completion_tokens[:length],
+                whole.logprobs[:length],
+            )
+            assert short.finish_reason == "length"
+        for token in set(whole.completion_tokens):
+            ours, theirs = (one(engine, stop_token_ids=[token], min_tokens=12) for engine in (guessing, plain))
+            assert replace(ours, request_id=0) == replace(theirs, request_id=0)
+            assert ours.stop_reason == token or ours.finish_reason == "length"
+
+
+def test_what_was_guessed_right_is_found_again_and_what_was_wrong_is_not() -> None:
+    engine = fake(num_blocks=400)
+    for seed in range(20):
+        params = SamplingParams(max_tokens=30, seed=seed, ignore_eos=True)
+        prompt = [40 + seed % 5, *REPEATING]
+        first = engine.generate([prompt], params)[0]
+        turn = [*first.prompt_tokens, *first.completion_tokens, 1, 2]
+        second = engine.generate([turn], params)[0]
+        assert len(turn) - 3 <= second.num_cached_tokens <= len(turn) - 2
+        fresh = InferenceEngine(fake_config(), parts=fake_parts("radix", 200, 4, drawing=parrot))
+        assert second.completion_tokens == fresh.generate([turn], params)[0].completion_tokens
+
+
+def test_wrong_guesses_hold_no_blocks() -> None:
+    for seed in range(30):
+        rng = random.Random(seed)
+        size = rng.choice([1, 2, 4])
+        engine = fake(num_blocks=rng.choice([40, 200]) // size, block_size=size)
+        for _ in range(4):
+            params = SamplingParams(max_tokens=rng.randrange(1, 20), seed=rng.randrange(9), ignore_eos=True)
+            engine.add_request([rng.randrange(40, 50) for _ in range(8)], params, 2)
+        while engine.has_pending():
+            engine.step()
+            engine.parts.kv.check()
+            for seq in engine._core._running:
+                assert len(seq.blocks) == -(-seq.num_computed // size) and seq.num_computed < len(seq.tokens)
+
+
+def test_what_is_computed_is_published_as_without_guesses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row with guesses is no chunk: the filling part of its last block waits."""
+    counts = []
+    for speculation in ("off", "ngram"):
+        parts = fake_parts("radix", 200, 16, drawing=parrot)
+        inner, ends = parts.kv.publish, []
+        monkeypatch.setattr(parts.kv, "publish", lambda *args, inner=inner, to=ends: to.append(args[4]) or inner(*args))
+        engine = InferenceEngine(fake_config(speculation=speculation), parts=parts)  # type: ignore[arg-type]
+        engine.generate([REPEATING], SamplingParams(max_tokens=70, seed=1, ignore_eos=True))
+        counts.append(len(ends))
+    assert counts[0] == counts[1] < 10
+
+
+# ---- interruptions
+
+
+@pytest.mark.parametrize("on_running", ["keep", "recompute"])
+@pytest.mark.parametrize("family", ["llama-linear-rope-biases"])
+def test_new_weights_begin_at_the_same_token(tmp_path: Path, on_running: Any, family: str) -> None:
+    model = make_model(family, tmp_path)
+    changed = {name: weight.detach() * 1.01 for name, weight in model.named_parameters()}
+    params = SamplingParams(temperature=0, max_tokens=50, ignore_eos=True, seed=1)
+
+    def story(speculation: str, lengths: list[int]) -> tuple[TrainingSample, list[int], int]:
+        """One sample with updates once it has so many tokens; how many it really had, and how many were guessed."""
+        seen, num_accepted = [], 0
+        with open_engine(tmp_path, speculation=speculation) as engine:
+            request = engine.add_request(REPEATING, params, claim=True)
+            num_tokens = 0
+            while engine.has_pending():
+                done = engine.tick()
+                num_tokens += sum(len(delta.token_ids) for delta in done.deltas)
+                num_accepted += done.stats.num_accepted
+                if len(seen) < len(lengths) and num_tokens >= lengths[len(seen)]:
+                    seen.append(num_tokens)
+                    engine.update_weights(changed, blocking=True, on_running=on_running, version=f"at {num_tokens}")
+            return replace(engine.collect(request)[0], num_preemptions=0), seen, num_accepted
+
+    ours, lengths, num_accepted = story("ngram", [15, 31])
+    theirs, same, _ = story("off", lengths)
+    assert same == lengths and num_accepted > 5
+    assert ours == theirs and len(ours.version_spans) == 3
+
+
+def test_aborted_samples_go_on_as_if_nothing_had_happened(tiny: Path) -> None:
+    params = SamplingParams(temperature=0.05, max_tokens=50, seed=4, ignore_eos=True)
+    with open_engine(tiny) as plain, open_engine(tiny, speculation="ngram") as engine:
+        whole = plain.generate([REPEATING], params, 3)
+        for num_steps in (1, 4, 9):
+            request = engine.add_request(REPEATING, params, 3)
+            for _ in range(num_steps):
+                engine.step()
+            parts = engine.abort(request)
+            for part, full in zip(parts, whole, strict=True):
+                assert part.completion_tokens == full.completion_tokens[: len(part.completion_tokens)]
+            for done, full in zip(engine.complete(parts, params), whole, strict=True):
+                assert (done.completion_tokens, done.logprobs) == (full.completion_tokens, full.logprobs)
+        engine.parts.kv.check()
+
+
+def test_a_pause_that_clears_the_cache_changes_nothing(tiny: Path) -> None:
+    params = SamplingParams(temperature=0, max_tokens=50, ignore_eos=True, seed=1)
+    with open_engine(tiny) as plain, open_engine(tiny, speculation="ngram") as engine:
+        expected = plain.generate([REPEATING], params, 2)
+        request = engine.add_request(REPEATING, params, 2, claim=True)
+        for number in range(12):
+            engine.tick()
+            if number % 4 == 3:
+                engine.pause("keep", clear_cache=True)
+                engine.resume()
+        engine.wait_for_any([request])
+        samples = engine.collect(request)
+    assert [(s.completion_tokens, s.logprobs) for s in samples] == [(s.completion_tokens, s.logprobs) for s in expected]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("DefaultCPUAllocator: can't allocate memory")])
+def test_a_step_with_guesses_that_fails_costs_nobody_anything(tiny: Path, error: BaseException) -> None:
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    prompts = [REPEATING, [7, 7, 7], [1, 2, 3, 1, 2]]
+    with open_engine(tiny) as plain, open_engine(tiny, speculation="ngram") as engine:
+        expected = plain.generate(prompts, params)
+        runner: Any = engine.parts.runner
+        inner, failures = runner._run, iter([error])
+        num_failed = 0
+
+        def failing(batch: Any) -> Any:
+            nonlocal num_failed
+            if any(row.num_drafts for row in batch.rows):
+                for failure in failures:
+                    num_failed += 1
+                    raise failure
+            return inner(batch)
+
+        runner._run = failing
+        ids = [engine.add_request(prompt, params, claim=True) for prompt in prompts]
+        while engine.has_pending():
+            try:
+                engine.tick()
+            except KeyboardInterrupt:
+                assert engine.is_alive
+        samples = [engine.collect(one)[0] for one in ids]
+    assert num_failed == 1
+    assert [(s.completion_tokens, s.logprobs, s.finish_reason) for s in samples] == [
+        (s.completion_tokens, s.logprobs, s.finish_reason) for s in expected
+    ]
+
+
+@pytest.mark.parametrize("kernels", ["auto", "off"])
+def test_a_guess_whose_numbers_are_not_finite_harms_nobody(
+    tiny: Path, kernels: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    with open_engine(tiny, kernels=kernels, speculation="ngram", block_size=8) as engine:
+        torn = {name: weight.clone() for name, weight in weight_values(engine.parts.runner.model)}
+        poison = next(token for token in range(VOCAB_SIZE) if token not in (1, 2, 3))
+        torn["model.embed_tokens.weight"][poison] = float("nan")
+        engine.update_weights(torn, allow_nonfinite=True, blocking=True)
+        with monkeypatch.context() as patch:
+            patch.setattr(Drafter, "guess", lambda *_: Guess())
+            expected = engine.generate([[1, 2, 3]], params)[0]
+        assert poison not in expected.completion_tokens and expected.finish_reason == "length"
+        first = expected.completion_tokens[1]
+        asked = []
+
+        def poisoned(drafter: Drafter, sample_id: int) -> Guess:
+            asked.append(sample_id)
+            return Guess() if drafter._lines[sample_id].is_barred else Guess((first, poison, poison), 1.0)
+
+        monkeypatch.setattr(Drafter, "guess", poisoned)
+        monkeypatch.setattr(Drafter, "last_guess", lambda *_: (first, poison, poison))
+        sample = engine.generate([[1, 2, 3]], params)[0]
+    assert asked and sample.finish_reason == "length"
+    assert sample.completion_tokens == expected.completion_tokens
+    assert torch.tensor(sample.logprobs).sub(torch.tensor(expected.logprobs)).abs().max() < 1e-5
