@@ -216,7 +216,7 @@ def test_a_cache_in_bfloat16_takes_half_the_bytes_and_rounds_little(tiny: tuple[
 
 def test_a_cache_in_bfloat16_needs_the_kernels_or_bfloat16(tiny: tuple[Path, Any]) -> None:
     with pytest.raises(
-        ValueError, match="^kv_cache_dtype=bfloat16: beside other weights only the CPU kernels have it$"
+        ValueError, match=r"^kv_cache_dtype=bfloat16: beside other weights only the CPU kernels have it$"
     ):
         InferenceEngine(config(tiny, kv_cache_dtype="bfloat16", kernels="off"))
     with InferenceEngine(config(tiny, kv_cache_dtype="bfloat16", kernels="off", dtype="bfloat16")) as engine:

@@ -97,9 +97,14 @@ def test_a_thread_at_work_learns_of_more_and_ends_after_its_piece() -> None:
     populator.reach(5000)
     notes.leave.release()
     notes.wait(2000)
-    populator.close()
+    closing = threading.Thread(target=populator.close)
+    closing.start()
+    while not populator._is_closed:
+        pass
+    assert closing.is_alive(), "it waits for the piece at hand"
     notes.leave.release()
-    assert notes.are_gone()
+    closing.join(WAIT_S)
+    assert not any(thread.is_alive() for thread in notes.threads)
     assert notes.pieces == [(0, 1000), (1000, 2000)], "closed in the middle of five pieces"
 
 

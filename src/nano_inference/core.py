@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from bisect import insort
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
@@ -62,6 +62,8 @@ class Core:
         self._running: list[Sequence] = []
         self._drafter = Drafter(limits.max_draft_tokens) if limits.max_draft_tokens else None
         """Guesses next tokens; None when nobody asked for that."""
+        self._open: Counter[int] = Counter()
+        """For each request, its sequences that have not ended."""
         self._begun: set[int] = set()
         """Requests of which a sequence was started, and perhaps some that have ended since."""
 
@@ -71,12 +73,12 @@ class Core:
 
     def begun_requests(self) -> frozenset[int]:
         """Open requests of which any sequence was ever started."""
-        self._begun &= {seq.request.id for seq in (*self._running, *self._waiting.values())}
         return frozenset(self._begun)
 
     def enqueue(self, sequences: Iterable[Sequence]) -> None:
         """Put new sequences at the end of the queue; all of a request at once."""
         for seq in sequences:
+            self._open[seq.request.id] += 1
             self._waiting[seq.id] = seq
             if self._drafter is not None and seq.may_draft:
                 self._drafter.open(seq.id, seq.request.id, seq.tokens, seq.num_prompt)
@@ -187,10 +189,16 @@ class Core:
 
         `admitted` names the requests that may start; None lets all.
         """
+        num_left = len(self._waiting)
+        if admitted is not None:
+            num_left = sum(self._open[one] for one in admitted) - len(self._running)
         size = self._kv.block_size
         for seq in self._waiting.values():
+            if not num_left:
+                return
             if admitted is not None and seq.request.id not in admitted:
                 continue
+            num_left -= 1
             wanted = seq.next_wanted
             known = seq.tokens if wanted is None else seq.tokens[: wanted + 1]
             hit = hits[seq.id] = self._kv.peek(known, (self.version, seq.request.salt))
@@ -448,6 +456,10 @@ class Core:
         """Take an ended sequence out of the queues and free its blocks."""
         if self._drafter is not None:
             self._drafter.close(seq.id, seq.request.id)
+        self._open[seq.request.id] -= 1
+        if not self._open[seq.request.id]:
+            del self._open[seq.request.id]
+            self._begun.discard(seq.request.id)
         if seq.id in self._waiting:
             del self._waiting[seq.id]
         else:

@@ -43,10 +43,12 @@ class Populator:
             return self._changed.wait_for(lambda: self._brought_in >= self._wanted, timeout)
 
     def close(self) -> None:
-        """Let the thread end after the piece it is at."""
+        """End the thread, after the piece it is at: one that is cut off by the interpreter's end aborts the process."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
 
     def _run(self) -> None:
         while (piece := self._next()) is not None:
