@@ -100,7 +100,7 @@ INLINE int has_nibbles(const int format) { return format == Q4_0 || format == Q4
 
 /* What a single pass over the weights reads next but one or two: a panel's beginning, too, which no prefetcher of the
  * processor's foresees. */
-INLINE void fetch_ahead(const char *p) { __builtin_prefetch(p + 2048, 0, 2); }
+INLINE void fetch_ahead(const char *p) { __builtin_prefetch(p + 8192, 0, 2); }
 
 /* Call `take(k, u, w)` for every input k of [start, stop) and each of U vectors of outputs from `lane` on; start and
  * stop are whole blocks (stop may be the end). A macro because what is done with w must keep its registers. */

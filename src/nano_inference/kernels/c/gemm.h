@@ -15,13 +15,15 @@
 #define NARROW 4                             /* rows for which the direct product goes over VECS vectors at a time */
 #define ROWS 12
 #define WIDE 32
+#define DEPTH 1024                           /* inputs widened at a time, a multiple of every block: with as much of 64
+                                                rows they stay in the second-level cache */
 #else
 #define DIRECT 4
 #define NARROW 3
 #define ROWS 6
 #define WIDE (2 * LANES)
+#define DEPTH 512
 #endif
-#define DEPTH 1024                           /* inputs widened at a time: a multiple of every block */
 #define TILE_FLOATS (96 * 1024)              /* of x that a job's rows take at most: they stay in the second-level cache */
 
 /* ---- few rows --------------------------------------------------------------------------------------------------- */
