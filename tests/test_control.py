@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections import OrderedDict
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 from nano_inference import BadRequest, EnginePaused, InferenceEngine, SamplingParams, TrainingSample
 from nano_inference.models.packed import num_weight_bytes
+from nano_inference.sequence import Sequence
 from tests.sim.fakes import fake_config, fake_parts, reference
 from tests.weights.pairs import OpenEngine, Pair
 
@@ -28,6 +30,17 @@ def run_out(engine: InferenceEngine) -> list[TrainingSample]:
     assert engine.parts.kv.num_free_blocks() == engine.parts.kv.num_blocks
     engine.parts.kv.check()
     return samples
+
+
+class Watched(OrderedDict[int, Sequence]):
+    """A queue that counts how often it is looked into."""
+
+    num_seen = 0
+
+    def values(self) -> Any:
+        for seq in super().values():
+            self.num_seen += 1
+            yield seq
 
 
 def started(engine: InferenceEngine, steps: int = 5) -> int:
@@ -299,3 +312,19 @@ def test_a_progress_callback_may_pause_the_engine_under_itself() -> None:
         engine.generate([PROMPT], LONG, progress=lambda _: engine.pause())
     engine.resume()
     assert run_out(engine) == []
+
+
+def test_a_draining_step_does_not_look_through_the_queue() -> None:
+    """Its cost is that of what has begun, however many wait; nothing is remembered of those that have ended."""
+    engine = fake(max_batch_size=2)
+    first = started(engine, steps=1)
+    others = [engine.add_request(PROMPT, LONG) for _ in range(50)]
+    core = engine._core
+    queue = core._waiting = Watched(core._waiting)
+    engine.pause("wait", blocking=False)
+    while not engine.is_paused:
+        engine.step()
+    assert queue.num_seen <= 2 and len(queue) == 50 and not engine._ledger.is_live(first)
+    assert core.begun_requests() == frozenset()
+    engine.resume()
+    assert len(run_out(engine)) == len(others) and core.begun_requests() == frozenset()

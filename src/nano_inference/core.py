@@ -65,7 +65,7 @@ class Core:
         self._open: Counter[int] = Counter()
         """For each request, its sequences that have not ended."""
         self._begun: set[int] = set()
-        """Requests of which a sequence was started, and perhaps some that have ended since."""
+        """Those of them of which a sequence was ever started."""
 
     def has_work(self) -> bool:
         """Whether any sequence waits or runs."""
