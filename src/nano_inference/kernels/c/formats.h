@@ -96,15 +96,21 @@ INLINE const char *nibble_block(const int format, const char *panel, long block,
     *b = -(load_half((const uint16_t *)(super + 128) + lane) * load_u8((const uint8_t *)p + 64 + lane));
     return p + 128 + 4 * lane;
 }
+INLINE int is_plain(const int format) { return format <= F16; }
 INLINE int has_nibbles(const int format) { return format == Q4_0 || format == Q4_1 || format == Q4_K; }
 
-/* What a single pass over the weights reads next but one or two: a panel's beginning, too, which no prefetcher of the
- * processor's foresees. */
-INLINE void fetch_ahead(const char *p) { __builtin_prefetch(p + 8192, 0, 2); }
+/* What a pass over the weights reads in a while. A panel that is gone through twice, half of its outputs at a time, is
+ * read from memory as evenly as possible when each half of the next panel is fetched during the same half of this. */
+#define FARTHEST 65536
+INLINE long fetch_distance(int format, long num_in) {
+    const long bytes = panel_bytes(format, num_in);
+    return bytes < FARTHEST ? bytes : FARTHEST;
+}
+INLINE void fetch_ahead(const char *p, long distance) { __builtin_prefetch(p + distance, 0, 2); }
 
-/* Call `take(k, u, w)` for every input k of [start, stop) and each of U vectors of outputs from `lane` on; start and
+/* Call `take(k, u, w)`, fetching what lies `ahead` bytes behind, for every input k of [start, stop) and each of U vectors of outputs from `lane` on; start and
  * stop are whole blocks (stop may be the end). A macro because what is done with w must keep its registers. */
-#define WIDEN(format, panel, start, stop, lane, U, take)                                                               \
+#define WIDEN(format, panel, start, stop, lane, U, ahead, take)                                                        \
     do {                                                                                                               \
         if (has_nibbles(format)) {                                                                                     \
             for (long block_ = (start) / 32; block_ < (stop) / 32; block_++) {                                         \
@@ -116,7 +122,7 @@ INLINE void fetch_ahead(const char *p) { __builtin_prefetch(p + 8192, 0, 2); }
                     vu words_[4];                                                                                      \
                     for (int u = 0; u < U; u++) {                                                                      \
                         words_[u] = load_u(p_ + g_ * 256 + u * LANES * 4);                                             \
-                        fetch_ahead(p_ + g_ * 256 + u * LANES * 4);                                                    \
+                        fetch_ahead(p_ + g_ * 256 + u * LANES * 4, ahead);                                             \
                     }                                                                                                  \
                     _Pragma("GCC unroll 8") for (int j_ = 0; j_ < 8; j_++) {                                           \
                         const long k = block_ * 32 + g_ * 8 + j_;                                                      \
@@ -135,7 +141,7 @@ INLINE void fetch_ahead(const char *p) { __builtin_prefetch(p + 8192, 0, 2); }
                 p_ += 128 + (lane);                                                                                    \
                 _Pragma("GCC unroll 4") for (int j_ = 0; j_ < 32; j_++) {                                              \
                     const long k = block_ * 32 + j_;                                                                   \
-                    fetch_ahead(p_ + j_ * 64);                                                                         \
+                    fetch_ahead(p_ + j_ * 64, ahead);                                                                  \
                     _Pragma("GCC unroll 4") for (int u = 0; u < U; u++) {                                              \
                         const vf w = load_s8((const int8_t *)p_ + j_ * 64 + u * LANES) * a_[u];                        \
                         take                                                                                           \
@@ -169,27 +175,27 @@ INLINE void fetch_ahead(const char *p) { __builtin_prefetch(p + 8192, 0, 2); }
             long k = (start);                                                                                          \
             const char *p_ = (panel) + k / 2 * 256 + (lane) * 4;                                                       \
             for (; k + 1 < (stop); k++, p_ += 256) {                                                                   \
-                vu pair_[4];                                                                                           \
+                vu pair_[8];                                                                                           \
                 for (int u = 0; u < U; u++) {                                                                          \
                     pair_[u] = load_u(p_ + u * LANES * 4);                                                             \
-                    fetch_ahead(p_ + u * LANES * 4);                                                                   \
+                    fetch_ahead(p_ + u * LANES * 4, ahead);                                                            \
                 }                                                                                                      \
-                _Pragma("GCC unroll 4") for (int u = 0; u < U; u++) { const vf w = (vf)(pair_[u] << 16); take }        \
+                _Pragma("GCC unroll 8") for (int u = 0; u < U; u++) { const vf w = (vf)(pair_[u] << 16); take }        \
                 k++;                                                                                                   \
-                _Pragma("GCC unroll 4") for (int u = 0; u < U; u++) { const vf w = (vf)(pair_[u] & 0xffff0000u); take } \
+                _Pragma("GCC unroll 8") for (int u = 0; u < U; u++) { const vf w = (vf)(pair_[u] & 0xffff0000u); take } \
             }                                                                                                          \
             if (k < (stop))                                                                                            \
                 for (int u = 0; u < U; u++) { const vf w = (vf)(load_u(p_ + u * LANES * 4) << 16); take }              \
         } else if (format == F16) {                                                                                    \
             for (long k = (start); k < (stop); k++)                                                                    \
-                _Pragma("GCC unroll 4") for (int u = 0; u < U; u++) {                                                  \
+                _Pragma("GCC unroll 8") for (int u = 0; u < U; u++) {                                                  \
                     const vf w = load_half((const uint16_t *)((panel) + k * 128) + (lane) + u * LANES);                \
                     take                                                                                               \
                 }                                                                                                      \
         } else {                                                                                                       \
             _Pragma("GCC unroll 4") for (long k = (start); k < (stop); k++)                                            \
-                _Pragma("GCC unroll 4") for (int u = 0; u < U; u++) {                                                  \
-                    fetch_ahead((panel) + k * 256 + ((lane) + u * LANES) * 4);                                         \
+                _Pragma("GCC unroll 8") for (int u = 0; u < U; u++) {                                                  \
+                    fetch_ahead((panel) + k * 256 + ((lane) + u * LANES) * 4, ahead);                                  \
                     const vf w = load_f((const float *)((panel) + k * 256) + (lane) + u * LANES);                      \
                     take                                                                                               \
                 }                                                                                                      \

@@ -33,14 +33,25 @@ INLINE void direct_slice(const int format, const int M, const int U, const char 
     vf acc[DIRECT][VECS];
     for (int m = 0; m < M; m++)
         for (int u = 0; u < U; u++) acc[m][u] = all_f(0);
-    WIDEN(format, panel, 0, K, lane, U, {
+    const long ahead = fetch_distance(format, K);
+    WIDEN(format, panel, 0, K, lane, U, ahead, {
         _Pragma("GCC unroll 16") for (int m = 0; m < M; m++) acc[m][u] = vfma(all_f(x[m * ldx + k]), w, acc[m][u]);
     });
     for (int m = 0; m < M; m++)
         for (int u = 0; u < U; u++) store_f(tile + m * PANEL + lane + u * LANES, acc[m][u]);
 }
 
+/* One row against weights that need next to no registers: all of a panel's outputs in one pass. */
+INLINE void direct_row(const int format, const char *panel, const float *x, long K, float *tile) {
+    const long ahead = fetch_distance(format, K);
+    vf acc[PANEL / LANES];
+    for (int u = 0; u < PANEL / LANES; u++) acc[u] = all_f(0);
+    WIDEN(format, panel, 0, K, 0, PANEL / LANES, ahead, { acc[u] = vfma(all_f(x[k]), w, acc[u]); });
+    for (int u = 0; u < PANEL / LANES; u++) store_f(tile + u * LANES, acc[u]);
+}
+
 INLINE void direct(const int format, const char *panel, const float *x, long ldx, long M, long K, float *tile) {
+    if (M == 1 && LANES == 8 && is_plain(format)) { direct_row(format, panel, x, K, tile); return; }
     const int wide = M <= NARROW ? VECS : 2;     /* as many sums as there are registers for */
     for (int lane = 0; lane < PANEL; lane += wide * LANES) {
         switch (M) {
@@ -64,9 +75,9 @@ INLINE void widen(const int format, const char *panel, long start, long stop, fl
     for (int lane = 0; lane < PANEL; lane += WIDE) {
         float *strip = wide + lane * depth;
         if (WIDE / LANES == 2) {
-            WIDEN(format, panel, start, stop, lane, 2, { store_f(strip + (k - start) * WIDE + u * LANES, w); });
+            WIDEN(format, panel, start, stop, lane, 2, 8192, { store_f(strip + (k - start) * WIDE + u * LANES, w); });
         } else {
-            WIDEN(format, panel, start, stop, lane, 1, { store_f(strip + (k - start) * WIDE + u * LANES, w); });
+            WIDEN(format, panel, start, stop, lane, 1, 8192, { store_f(strip + (k - start) * WIDE + u * LANES, w); });
         }
     }
 }
@@ -114,13 +125,26 @@ INLINE void tiled(const int format, const char *panel, const float *x, long ldx,
     }
 }
 
+/* A function for each format: all in one, GCC 12 keeps fewer values in registers, and a row takes twice as long. */
+#define PRODUCT(f)                                                                                                     \
+    static __attribute__((noinline)) void direct_##f(const char *panel, const float *x, long ldx, long M, long K,      \
+                                                     float *tile) {                                                    \
+        direct(f, panel, x, ldx, M, K, tile);                                                                          \
+    }                                                                                                                  \
+    static __attribute__((noinline)) void tiled_##f(const char *panel, const float *x, long ldx, long M, long K,       \
+                                                    float *tile, float *wide) {                                        \
+        tiled(f, panel, x, ldx, M, K, tile, wide);                                                                     \
+    }
+PRODUCT(F32) PRODUCT(BF16) PRODUCT(F16) PRODUCT(Q4_0) PRODUCT(Q4_1) PRODUCT(Q8_0) PRODUCT(Q4_K) PRODUCT(Q6_K)
+#undef PRODUCT
+
 /* One panel's outputs for M rows: tile [M, 64]. */
 static void panel_product(int format, const char *panel, const float *x, long ldx, long M, long K, float *tile,
                           float *wide) {
 #define BOTH(f)                                                                                                        \
     case f:                                                                                                            \
-        if (M <= DIRECT) direct(f, panel, x, ldx, M, K, tile);                                                         \
-        else tiled(f, panel, x, ldx, M, K, tile, wide);                                                                \
+        if (M <= DIRECT) direct_##f(panel, x, ldx, M, K, tile);                                                        \
+        else tiled_##f(panel, x, ldx, M, K, tile, wide);                                                               \
         break;
     switch (format) { BOTH(F32) BOTH(BF16) BOTH(F16) BOTH(Q4_0) BOTH(Q4_1) BOTH(Q8_0) BOTH(Q4_K) BOTH(Q6_K) }
 #undef BOTH

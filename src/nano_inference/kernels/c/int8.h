@@ -125,6 +125,7 @@ INLINE vi dot4(vi acc, vu w, vi x) {
 INLINE void int8_tile(const int R, const int V, const uint8_t *x, long ldx, const char *panel, long num_in,
                       const float *scales, float *tile) {
     const long groups = num_groups(num_in), before = bytes_before(num_in), fours = (num_in + 3) / 4;
+    const long ahead = fetch_distance(INT8, num_in);
     vf total[3][4];
     _Pragma("GCC unroll 4") for (int r = 0; r < R; r++)
         _Pragma("GCC unroll 4") for (int v = 0; v < V; v++) total[r][v] = all_f(0);
@@ -139,7 +140,7 @@ INLINE void int8_tile(const int R, const int V, const uint8_t *x, long ldx, cons
             vu w[4];
             _Pragma("GCC unroll 4") for (int v = 0; v < V; v++) {
                 w[v] = load_u(panel + four * 256 + v * LANES * 4);
-                fetch_ahead(panel + four * 256 + v * LANES * 4);
+                fetch_ahead(panel + four * 256 + v * LANES * 4, ahead);
             }
             _Pragma("GCC unroll 4") for (int r = 0; r < R; r++) {
                 int32_t bytes;
