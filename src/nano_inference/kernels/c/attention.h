@@ -6,8 +6,8 @@
  * What is shared is only the reading: a crew of tokens goes once through the blocks that its tables have in common.
  *
  * The cache is k[block][layer][kv head][D][size] (a vector holds one dimension of neighbouring keys, so that scores need
- * no sum across lanes) and v[block][layer][kv head][size][D], in float32 or, widened as it is read, in bfloat16. Loads may
- * go up to a vector beyond the last block. */
+ * no sum across lanes) and v[block][layer][kv head][size][D], in float32 or, widened as it is read, in bfloat16. Loads
+ * may go up to a vector beyond the last block. */
 #ifndef NANO_ATTENTION_H
 #define NANO_ATTENTION_H
 
@@ -67,8 +67,8 @@ INLINE vf load_kv(const int is_short, const char *p) {
 }
 
 /* V vectors of keys, each with its own place, against R query rows. */
-INLINE void score_tile(const int S, const int R, const int V, const float *q, long dim, const char *const *k, long stride,
-                       float *const *out, long lds) {
+INLINE void score_tile(const int S, const int R, const int V, const float *q, long dim, const char *const *k,
+                       long stride, float *const *out, long lds) {
     vf acc[12][4];
     _Pragma("GCC unroll 16") for (int r = 0; r < R; r++)
         _Pragma("GCC unroll 4") for (int v = 0; v < V; v++) acc[r][v] = all_f(0);
@@ -134,16 +134,18 @@ INLINE void score_vectors(const int S, const float *q, long rows, long dim, cons
         step = tile_rows(rows);
         for (int v = 0; v < num_vectors;) {
             const int left = num_vectors - v, wide = widest(step);
-            if (left >= 4 && wide == 4) { TILE(step, 4, score_tile(S, R, V, q, dim, k + v, stride, out + v, lds)) v += 4; }
-            else if (left >= 2) { TILE(step, 2, score_tile(S, R, V, q, dim, k + v, stride, out + v, lds)) v += 2; }
-            else { TILE(step, 1, score_tile(S, R, V, q, dim, k + v, stride, out + v, lds)) v += 1; }
+#define SCORE(n) { TILE(step, n, score_tile(S, R, V, q, dim, k + v, stride, out + v, lds)) v += n; }
+            if (left >= 4 && wide == 4) SCORE(4)
+            else if (left >= 2) SCORE(2)
+            else SCORE(1)
+#undef SCORE
         }
         for (int v = 0; v < num_vectors; v++) out[v] += step * lds;
     }
 }
 
-INLINE void value_blocks(const int S, const float *p, long rows, long lds, const char *const *v, long size, long num_keys,
-                         long dim, float *part) {
+INLINE void value_blocks(const int S, const float *p, long rows, long lds, const char *const *v, long size,
+                         long num_keys, long dim, float *part) {
     for (int step; rows > 0; rows -= step, p += step * lds, part += step * dim) {
         step = tile_rows(rows);
         const int wide = widest(step);
@@ -225,15 +227,21 @@ INLINE void value_run(const int S, const Crew *c, int from, int to, long block, 
         int n = 0;
         for (; n < AT_ONCE && block < stop; block++) v[n++] = place_of(c, a->v, from, block);
         const long keys = last + 1 - begin < n * size ? last + 1 - begin : n * size;
-        value_blocks(S, c->scores + row * c->lds + (begin - c->first), (long)(to - from) * c->group, c->lds, v, size, keys,
-                     dim, c->part + row * dim);
+        value_blocks(S, c->scores + row * c->lds + (begin - c->first), (long)(to - from) * c->group, c->lds, v, size,
+                     keys, dim, c->part + row * dim);
     }
 }
 
-static void score_floats(const Crew *c, int from, int to, long block, long stop) { score_run(0, c, from, to, block, stop); }
-static void score_shorts(const Crew *c, int from, int to, long block, long stop) { score_run(1, c, from, to, block, stop); }
-static void value_floats(const Crew *c, int from, int to, long block, long stop) { value_run(0, c, from, to, block, stop); }
-static void value_shorts(const Crew *c, int from, int to, long block, long stop) { value_run(1, c, from, to, block, stop); }
+/* The same for float32 and for bfloat16, each compiled apart. */
+#define RUNS(of, s)                                                                                                    \
+    static void score_##of(const Crew *c, int from, int to, long block, long stop) {                                   \
+        score_run(s, c, from, to, block, stop);                                                                        \
+    }                                                                                                                  \
+    static void value_##of(const Crew *c, int from, int to, long block, long stop) {                                   \
+        value_run(s, c, from, to, block, stop);                                                                        \
+    }
+RUNS(floats, 0) RUNS(shorts, 1)
+#undef RUNS
 
 /* Go through the blocks [block, stop) of the tokens [from, to): those that follow one another and have the same block
  * go together as far as their tables agree, then part. */
