@@ -16,9 +16,10 @@ import nano_inference
 HOME = Path(nano_inference.__file__).parent
 FILES = sorted(HOME.rglob("*.py"))
 LEVELS = (
-    "types kernels",
+    "types memory",
+    "kernels",
     "config",
-    "memory speculate",
+    "speculate",
     "kv text catalog sequence scheduling sampling door",
     "attention ledger",
     "models",

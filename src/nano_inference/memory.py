@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+_LINE = 64
+
 
 def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return zeros; on a CPU the operating system gives the memory page by page as it is first written."""
@@ -25,6 +27,28 @@ def huge_empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device)
     if device.type != "cpu":
         return torch.empty(shape, dtype=dtype, device=device)
     return _from_bytes(np.empty(math.prod(shape) * dtype.itemsize, dtype=np.uint8), shape, dtype)
+
+
+class Slabs:
+    """Owns slabs of zeroed memory on huge pages, and cuts pieces that would be too small for one out of them.
+
+    A slab goes when the last of its pieces does. Weights spread over pages of 4 KiB are read a tenth slower
+    (docs/log.md): each page is looked up anew in every step.
+    """
+
+    def __init__(self, slab_bytes: int = 32 << 20) -> None:
+        self._slab_bytes = slab_bytes
+        self._rest = torch.empty(0, dtype=torch.uint8)
+
+    def take(self, num_bytes: int) -> Tensor:
+        """Return that many zeros (uint8) from a multiple of 64 on; a piece larger than a slab gets one of its own."""
+        skip = -self._rest.data_ptr() % _LINE
+        if skip + num_bytes > self._rest.numel():
+            size = max(self._slab_bytes, num_bytes + _LINE)
+            self._rest = lazy_zeros((size,), torch.uint8, torch.device("cpu"))
+            skip = -self._rest.data_ptr() % _LINE
+        piece, self._rest = self._rest[skip : skip + num_bytes], self._rest[skip + num_bytes :]
+        return piece
 
 
 def _from_bytes(

@@ -18,6 +18,7 @@ from nano_inference.kernels.library import Library
 from nano_inference.kernels.matrix import Matrix
 from nano_inference.kernels.native import Cache, Layout, NativeProgram
 from nano_inference.kernels.program import Attend, Embed, Heads, Program
+from nano_inference.memory import Slabs
 
 EPS = 2.0**-24
 """Half an ulp of 1 in float32: the relative error of one rounding."""
@@ -47,9 +48,13 @@ def make_matrix(library: Library, name: str, num_out: int, num_in: int, seed: in
     """A random matrix of any format; `num_in` is rounded up to whole blocks."""
     if name in BLOCK:
         num_in = -(-num_in // BLOCK[name][0]) * BLOCK[name][0]
-        return matrix.pack_blocks(library, name, block_rows(name, num_out, num_in, seed), num_in)
+        return matrix.pack_blocks(library, name, block_rows(name, num_out, num_in, seed), num_in, Slabs(0))
     weight_NK = torch.randn(num_out, num_in, generator=random(seed))
-    return matrix.pack_int8(library, weight_NK) if name == "int8" else matrix.pack(library, weight_NK.to(PLAIN[name]))
+    return (
+        matrix.pack_int8(library, weight_NK, Slabs(0))
+        if name == "int8"
+        else matrix.pack(library, weight_NK.to(PLAIN[name]), Slabs(0))
+    )
 
 
 def run_rows(library: Library, program: Program, inputs: Mapping[str, Tensor], out: str) -> Tensor:
@@ -211,7 +216,7 @@ def layers_of(case: Case, cache: Cache) -> list[tuple[Tensor, Tensor]]:
 
 def attend(library: Library, case: Case, spans: tuple[Span, ...], cache: Cache) -> dict[int, Tensor]:
     """What each token's attention gives, by token."""
-    program = NativeProgram(library, case.program(matrix.pack(library, case.qkv_TW)))
+    program = NativeProgram(library, case.program(matrix.pack(library, case.qkv_TW, Slabs(0))))
     program.run(layout_of(spans), cache)
     tokens = [token for span in spans for token in span.tokens]
     return dict(zip(tokens, program.buffer("att", len(tokens)).clone(), strict=True))

@@ -8,6 +8,7 @@ import torch
 
 from nano_inference.kernels import matrix, twin
 from nano_inference.kernels.library import Library
+from nano_inference.memory import Slabs
 from tests.kernels.steps import BLOCK, PLAIN, block_rows, random
 
 SIZES = ((1, 1), (1, 33), (5, 2), (63, 7), (64, 64), (65, 3), (129, 100), (200, 31))
@@ -23,12 +24,12 @@ def bits(values: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("size", SIZES)
 def test_plain_weights_come_back_as_they_were(library: Library, dtype: torch.dtype, size: tuple[int, int]) -> None:
     weight_NK = torch.randn(size, generator=random(0)).to(dtype)
-    for packed in (matrix.pack(library, weight_NK), twin.pack(weight_NK)):
+    for packed in (matrix.pack(library, weight_NK, Slabs(0)), twin.pack(weight_NK)):
         assert torch.equal(matrix.unpack(library, packed), weight_NK.float())
         assert torch.equal(twin.unpack(packed), weight_NK.float())
         assert torch.equal(twin.unpack(packed, size[0] // 2, 1), weight_NK[size[0] // 2 :][:1].float())
         assert torch.equal(matrix.unpack(library, packed, size[0] // 2, 1), weight_NK[size[0] // 2 :][:1].float())
-    assert torch.equal(matrix.pack(library, weight_NK).packed, twin.pack(weight_NK).packed)
+    assert torch.equal(matrix.pack(library, weight_NK, Slabs(0)).packed, twin.pack(weight_NK).packed)
 
 
 @pytest.mark.parametrize("dtype", PLAIN.values())
@@ -36,7 +37,7 @@ def test_special_values_come_back(library: Library, dtype: torch.dtype) -> None:
     weight_NK = torch.tensor(SPECIAL).to(dtype).repeat(70, 1)
     weight_NK[3] += 0.1  # so that float32 is not kept as bfloat16
     expected = weight_NK.float()
-    for made in (matrix.unpack(library, matrix.pack(library, weight_NK)), twin.unpack(twin.pack(weight_NK))):
+    for made in (matrix.unpack(library, matrix.pack(library, weight_NK, Slabs(0))), twin.unpack(twin.pack(weight_NK))):
         assert torch.equal(made.isnan(), expected.isnan())
         assert torch.equal(
             bits(made.nan_to_num(7.0, torch.inf, -torch.inf)), bits(expected.nan_to_num(7.0, torch.inf, -torch.inf))
@@ -45,18 +46,18 @@ def test_special_values_come_back(library: Library, dtype: torch.dtype) -> None:
 
 def test_every_half_float_is_widened_exactly(library: Library) -> None:
     half = torch.arange(65536).to(torch.int32).to(torch.uint16).view(torch.float16).view(512, 128)
-    made = matrix.unpack(library, matrix.pack(library, half))
+    made = matrix.unpack(library, matrix.pack(library, half, Slabs(0)))
     assert torch.equal(made.isnan(), half.isnan())
     assert torch.equal(made.nan_to_num(), half.float().nan_to_num())
 
 
 def test_float32_that_is_bfloat16_takes_half_the_memory(library: Library) -> None:
     weight_NK = torch.randn(70, 34, generator=random(1)).bfloat16().float()
-    for packed in (matrix.pack(library, weight_NK), twin.pack(weight_NK)):
+    for packed in (matrix.pack(library, weight_NK, Slabs(0)), twin.pack(weight_NK)):
         assert matrix.NAMES[packed.format] == "bfloat16"
         assert torch.equal(twin.unpack(packed), weight_NK)
     weight_NK[69, 33] += 1e-6
-    assert matrix.NAMES[matrix.pack(library, weight_NK).format] == "float32"
+    assert matrix.NAMES[matrix.pack(library, weight_NK, Slabs(0)).format] == "float32"
 
 
 @pytest.mark.parametrize("name", BLOCK)
@@ -66,7 +67,7 @@ def test_blocks_have_ggmls_values(library: Library, name: str, num_out: int) -> 
     rows = block_rows(name, num_out, num_in, 2)
     kind = gguf.GGMLQuantizationType[name]
     expected = torch.from_numpy(gguf.quants.dequantize(rows.numpy(), kind)).view(num_out, num_in)
-    made, plain = matrix.pack_blocks(library, name, rows, num_in), twin.pack_blocks(name, rows, num_in)
+    made, plain = matrix.pack_blocks(library, name, rows, num_in, Slabs(0)), twin.pack_blocks(name, rows, num_in)
     assert torch.equal(made.packed, plain.packed)
     assert torch.equal(matrix.unpack(library, made), expected)
     assert torch.equal(twin.unpack(made), expected)
@@ -78,8 +79,8 @@ def test_rows_of_blocks_can_be_taken_in_another_order(library: Library, name: st
     num_in = BLOCK[name][0]
     rows = block_rows(name, 70, num_in, 3)
     order_N = torch.randperm(70, generator=random(4)).to(torch.int32)
-    made = matrix.pack_blocks(library, name, rows, num_in, order_N)
-    assert torch.equal(made.packed, matrix.pack_blocks(library, name, rows[order_N.long()], num_in).packed)
+    made = matrix.pack_blocks(library, name, rows, num_in, Slabs(0), order_N)
+    assert torch.equal(made.packed, matrix.pack_blocks(library, name, rows[order_N.long()], num_in, Slabs(0)).packed)
     assert torch.equal(made.packed, twin.pack_blocks(name, rows, num_in, order_N).packed)
 
 
@@ -87,7 +88,7 @@ def test_rows_of_blocks_can_be_taken_in_another_order(library: Library, name: st
 def test_eight_bit_weights_are_rounded_the_same_way(library: Library, size: tuple[int, int]) -> None:
     weight_NK = torch.randn(size, generator=random(5))
     weight_NK[0] = 0
-    made, plain = matrix.pack_int8(library, weight_NK), twin.pack_int8(weight_NK)
+    made, plain = matrix.pack_int8(library, weight_NK, Slabs(0)), twin.pack_int8(weight_NK)
     assert torch.equal(made.packed, plain.packed)
     assert torch.equal(matrix.unpack(library, made), twin.unpack(made))
     half_step_N1 = weight_NK.abs().amax(dim=-1, keepdim=True) / 254
@@ -98,18 +99,18 @@ def test_sources_may_lie_anywhere(library: Library) -> None:
     weight_NK = torch.randn(5, 33, generator=random(6))
     memory = torch.empty(5 * 33 + 1)
     memory[1:] = weight_NK.flatten()
-    assert torch.equal(matrix.unpack(library, matrix.pack(library, memory[1:].view(5, 33))), weight_NK)
+    assert torch.equal(matrix.unpack(library, matrix.pack(library, memory[1:].view(5, 33), Slabs(0))), weight_NK)
     for name in BLOCK:
         rows = block_rows(name, 5, BLOCK[name][0], 7)
         memory_B = torch.empty(rows.numel() + 1, dtype=torch.uint8)
         memory_B[1:] = rows.flatten()
-        odd = matrix.pack_blocks(library, name, memory_B[1:].view_as(rows), BLOCK[name][0])
-        assert torch.equal(odd.packed, matrix.pack_blocks(library, name, rows, BLOCK[name][0]).packed)
+        odd = matrix.pack_blocks(library, name, memory_B[1:].view_as(rows), BLOCK[name][0], Slabs(0))
+        assert torch.equal(odd.packed, matrix.pack_blocks(library, name, rows, BLOCK[name][0], Slabs(0)).packed)
 
 
 def test_packed_memory_is_aligned(library: Library) -> None:
     weight_NK = torch.randn(5, 33)
-    for packed in (matrix.pack(library, weight_NK), matrix.pack_int8(library, weight_NK)):
+    for packed in (matrix.pack(library, weight_NK, Slabs(0)), matrix.pack_int8(library, weight_NK, Slabs(0))):
         assert packed.packed.data_ptr() % 64 == 0
 
 

@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from nano_inference.kernels.library import BF16, F16, F32, INT8, Q4_0, Q4_1, Q4_K, Q6_K, Q8_0, Library
+from nano_inference.memory import Slabs
 
 GGML: Mapping[str, int] = MappingProxyType({"Q4_0": Q4_0, "Q4_1": Q4_1, "Q8_0": Q8_0, "Q4_K": Q4_K, "Q6_K": Q6_K})
 """ggml's types that are kept as they are, by name."""
@@ -22,7 +22,6 @@ NAMES: Mapping[int, str] = MappingProxyType(
 )
 _PLAIN: Mapping[torch.dtype, int] = MappingProxyType({torch.float32: F32, torch.bfloat16: BF16, torch.float16: F16})
 _BLOCK_INPUTS: Mapping[int, int] = MappingProxyType({Q4_0: 32, Q4_1: 32, Q8_0: 32, Q4_K: 256, Q6_K: 256})
-_ALIGNMENT = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,25 +45,27 @@ def can_keep(type_name: str, num_in: int) -> bool:
     return type_name in GGML and num_in % _BLOCK_INPUTS[GGML[type_name]] == 0
 
 
-def pack(library: Library, weight_NK: Tensor) -> Matrix:
+def pack(library: Library, weight_NK: Tensor, slabs: Slabs) -> Matrix:
     """Pack float32, bfloat16 or half weights, exactly; float32 that fits into bfloat16 is kept as that."""
-    packer = Packer(library, weight_NK.contiguous())
+    packer = Packer(library, weight_NK.contiguous(), slabs)
     packer.put(0, weight_NK.size(0))
     return packer.matrix
 
 
-def pack_blocks(library: Library, type_name: str, rows: Tensor, num_in: int, order_N: Tensor | None = None) -> Matrix:
+def pack_blocks(
+    library: Library, type_name: str, rows: Tensor, num_in: int, slabs: Slabs, order_N: Tensor | None = None
+) -> Matrix:
     """Pack rows of ggml's blocks (uint8 [N, bytes]); `order_N` (int32) says which of them is output n."""
     kind, num_out = GGML[type_name], rows.size(0)
-    packed = _zeros(library.code.nano_packed_bytes(kind, num_out, num_in))
+    packed = slabs.take(library.code.nano_packed_bytes(kind, num_out, num_in))
     order = None if order_N is None else order_N.data_ptr()
     library.code.nano_pack(kind, rows.contiguous().data_ptr(), order, 0, num_out, num_in, packed.data_ptr())
     return Matrix(kind, num_out, num_in, packed)
 
 
-def pack_int8(library: Library, weight_NK: Tensor) -> Matrix:
+def pack_int8(library: Library, weight_NK: Tensor, slabs: Slabs) -> Matrix:
     """Round float weights to eight bits, with a scale for each output."""
-    packer = Packer(library, weight_NK.contiguous(), rounds=True)
+    packer = Packer(library, weight_NK.contiguous(), slabs, rounds=True)
     packer.put(0, weight_NK.size(0))
     return packer.matrix
 
@@ -98,14 +99,15 @@ def int8_parts(matrix: Matrix) -> tuple[Tensor, Tensor]:
 class Packer:
     """Owns a matrix in the making: packed a few rows at a time, exactly, or rounded to eight bits."""
 
-    def __init__(self, library: Library, weight_NK: Tensor, *, rounds: bool = False) -> None:
+    def __init__(self, library: Library, weight_NK: Tensor, slabs: Slabs, *, rounds: bool = False) -> None:
         assert weight_NK.is_contiguous()
         is_short = weight_NK.dtype == torch.float32 and not rounds and fits_bfloat16(library, weight_NK)
         self._source_NK = weight_NK.bfloat16() if is_short else weight_NK
         kind = INT8 if rounds else _PLAIN[self._source_NK.dtype]
         num_out, num_in = weight_NK.shape
         self._library = library
-        self.matrix = Matrix(kind, num_out, num_in, _zeros(library.code.nano_packed_bytes(kind, num_out, num_in)))
+        packed = slabs.take(library.code.nano_packed_bytes(kind, num_out, num_in))
+        self.matrix = Matrix(kind, num_out, num_in, packed)
 
     def put(self, start: int, stop: int) -> None:
         """Pack rows [start, stop)."""
@@ -121,10 +123,3 @@ class Packer:
 def fits_bfloat16(library: Library, weight: Tensor) -> bool:
     """Whether contiguous float32 values have nothing in the 16 bits that bfloat16 has not."""
     return bool(library.code.nano_fits_bfloat16(weight.data_ptr(), weight.numel()))
-
-
-def _zeros(num_bytes: int) -> Tensor:
-    """Return zeroed bytes that begin at a multiple of 64."""
-    memory = np.zeros(num_bytes + _ALIGNMENT, dtype=np.uint8)
-    skip = -memory.ctypes.data % _ALIGNMENT
-    return torch.from_numpy(memory[skip : skip + num_bytes])

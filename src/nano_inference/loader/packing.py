@@ -13,6 +13,7 @@ from nano_inference.loader.door import HARMLESS_SUFFIX, WeightSource, check_name
 from nano_inference.loader.gguf import PackedTensor
 from nano_inference.loader.opened import Checkpoint
 from nano_inference.loader.pieces import DTYPES
+from nano_inference.memory import Slabs
 from nano_inference.models.build import build_empty, checkpoint_name, module_slots
 from nano_inference.models.kernel import Keep
 from nano_inference.models.packed import is_scalar
@@ -33,11 +34,12 @@ def load_packed(
     total = 4 * sum(slot.numel() for _, slot in slots.values())
     matrices: dict[str, Matrix] = {}
     vectors: dict[str, Tensor] = {}
+    slabs = Slabs()
     done = 0
     for name, source in sources.items():
         module_name, slot = slots[name]
         if slot.dim() == 2:
-            matrices[module_name] = _matrix(source, library, keep)
+            matrices[module_name] = _matrix(source, library, keep, slabs)
         else:
             vectors[module_name] = _vector(source, rounds=keep == "bfloat16" and not is_scalar(module_name))
         done += 4 * slot.numel()
@@ -51,16 +53,16 @@ def _is_tied(name: str, checkpoint: Checkpoint) -> bool:
     return name.endswith(HARMLESS_SUFFIX) or (name == "lm_head.weight" and checkpoint.config.tie_embeddings)
 
 
-def _matrix(source: WeightSource, library: Library, keep: Keep) -> Matrix:
+def _matrix(source: WeightSource, library: Library, keep: Keep, slabs: Slabs) -> Matrix:
     """Pack one matrix: ggml's blocks and plain values as they are, unless another precision is asked for."""
     if keep == "int8":
-        return pack_int8(library, _read(source, torch.float32))
+        return pack_int8(library, _read(source, torch.float32), slabs)
     if keep == "bfloat16":
-        return pack(library, _read(source, torch.bfloat16))
+        return pack(library, _read(source, torch.bfloat16), slabs)
     if isinstance(source, PackedTensor) and not source.shift and can_keep(source.tensor.type_name, source.shape[1]):
         rows, order = source.read_blocks()
-        return pack_blocks(library, source.tensor.type_name, rows, source.shape[1], order)
-    return pack(library, _read(source, _own_dtype(source)))
+        return pack_blocks(library, source.tensor.type_name, rows, source.shape[1], slabs, order)
+    return pack(library, _read(source, _own_dtype(source)), slabs)
 
 
 def _vector(source: WeightSource, *, rounds: bool) -> Tensor:

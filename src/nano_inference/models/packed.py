@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from nano_inference.kernels.matrix import Matrix, Packer, unpack
+from nano_inference.memory import Slabs
 from nano_inference.models.build import (
     Model,
     build,
@@ -77,17 +78,18 @@ def finished(live: AnyModel, staged: Model, pace: Pace | None = None) -> AnyMode
         return staged
     matrices: dict[str, Matrix] = {}
     vectors: dict[str, Tensor] = {}
+    slabs = Slabs()
     for name, slot in module_slots(staged).items():
         if slot.dim() == 2:
-            matrices[name] = _packed(live, slot, pace)
+            matrices[name] = _packed(live, slot, slabs, pace)
         else:
             vectors[name] = slot.float().clone()
     return live.with_weights(Weights(matrices, vectors))
 
 
-def _packed(live: KernelModel, slot: Tensor, pace: Pace | None) -> Matrix:
+def _packed(live: KernelModel, slot: Tensor, slabs: Slabs, pace: Pace | None) -> Matrix:
     """Pack one matrix a few rows at a time."""
-    packer = Packer(live.library, slot, rounds=live.keep == "int8")
+    packer = Packer(live.library, slot, slabs, rounds=live.keep == "int8")
     for piece in pieces_of(slot, pace):
         packer.put(piece.start, piece.stop)
     return packer.matrix

@@ -95,7 +95,7 @@ INLINE void value_tile(const int S, const int R, const int V, const float *p, lo
         const long count = num_keys - first < size ? num_keys - first : size;
         for (long key = 0; key < count; key++) {
             vf values[4];
-            _Pragma("GCC unroll 4") for (int u = 0; u < V; u++) 
+            _Pragma("GCC unroll 4") for (int u = 0; u < V; u++)
                 values[u] = load_kv(S, block + (key * dim + u * LANES) * value_bytes(S));
             _Pragma("GCC unroll 16") for (int r = 0; r < R; r++) {
                 const vf x = all_f(p[r * lds + first + key]);

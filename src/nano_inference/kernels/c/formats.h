@@ -65,13 +65,20 @@ long nano_packed_bytes(int format, long num_out, long num_in) {
 
 /* ---- widening, U vectors of outputs at a time ------------------------------------------------------------------- */
 
-/* Nibble j of each word, as a float. */
-INLINE vf nibble(vu words, int j) {
+/* Nibble j of each word times 16^(j % RAISED), as a float. Left where they stand, most nibbles need no shift; dividing a
+ * scale by a power of 16 is exact, so their products with it are the same. */
+#if LANES == 16
+#define RAISED 1
+#else
+#define RAISED 4
+#endif
+INLINE vf raised_nibble(vu words, int j) {
 #if LANES == 16
     const __m512 table = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
     return (vf)_mm512_permutexvar_ps((__m512i)(words >> (4 * j)), table);
 #else
-    return __builtin_convertvector((vi)((words >> (4 * j)) & 15), vf);
+    const int up = j % RAISED;
+    return __builtin_convertvector((vi)((words >> (4 * (j - up))) & (15u << (4 * up))), vf);
 #endif
 }
 
@@ -108,16 +115,19 @@ INLINE long fetch_distance(int format, long num_in) {
 }
 INLINE void fetch_ahead(const char *p, long distance) { __builtin_prefetch(p + distance, 0, 2); }
 
-/* Call `take(k, u, w)`, fetching what lies `ahead` bytes behind, for every input k of [start, stop) and each of U vectors of outputs from `lane` on; start and
- * stop are whole blocks (stop may be the end). A macro because what is done with w must keep its registers. */
+/* Call `take(k, u, w)`, fetching what lies `ahead` bytes behind, for every input k of [start, stop) and each of U
+ * vectors of outputs from `lane` on; start and stop are whole blocks (stop may be the end). A macro because what is done
+ * with w must keep its registers. */
 #define WIDEN(format, panel, start, stop, lane, U, ahead, take)                                                        \
     do {                                                                                                               \
         if (has_nibbles(format)) {                                                                                     \
             for (long block_ = (start) / 32; block_ < (stop) / 32; block_++) {                                         \
-                vf a_[4], b_[4];                                                                                       \
+                vf a_[RAISED][4], b_[4];                                                                               \
                 const char *p_ = NULL;                                                                                 \
-                for (int u = U - 1; u >= 0; u--)                                                                       \
-                    p_ = nibble_block(format, panel, block_, (lane) + u * LANES, &a_[u], &b_[u]);                      \
+                for (int u = U - 1; u >= 0; u--) {                                                                     \
+                    p_ = nibble_block(format, panel, block_, (lane) + u * LANES, &a_[0][u], &b_[u]);                   \
+                    for (int up_ = 1; up_ < RAISED; up_++) a_[up_][u] = a_[0][u] * all_f(1.0f / (1 << (4 * up_)));     \
+                }                                                                                                      \
                 for (int g_ = 0; g_ < 4; g_++) {                                                                       \
                     vu words_[4];                                                                                      \
                     for (int u = 0; u < U; u++) {                                                                      \
@@ -127,7 +137,7 @@ INLINE void fetch_ahead(const char *p, long distance) { __builtin_prefetch(p + d
                     _Pragma("GCC unroll 8") for (int j_ = 0; j_ < 8; j_++) {                                           \
                         const long k = block_ * 32 + g_ * 8 + j_;                                                      \
                         _Pragma("GCC unroll 4") for (int u = 0; u < U; u++) {                                          \
-                            const vf w = vfma(nibble(words_[u], j_), a_[u], b_[u]);                                    \
+                            const vf w = vfma(raised_nibble(words_[u], j_), a_[j_ % RAISED][u], b_[u]);                \
                             take                                                                                       \
                         }                                                                                              \
                     }                                                                                                  \

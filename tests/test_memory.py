@@ -1,0 +1,52 @@
+"""Pieces cut out of slabs: zeroed, in line, their own, and gone when nobody has them."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import numpy as np
+import pytest
+import torch
+
+from nano_inference import memory
+from nano_inference.memory import Slabs
+
+
+@pytest.mark.parametrize("slab_bytes", [0, 300, 4096])
+def test_pieces_are_zeros_from_a_multiple_of_64_on_and_do_not_overlap(slab_bytes: int) -> None:
+    slabs = Slabs(slab_bytes)
+    pieces = [slabs.take(num_bytes) for num_bytes in (1, 64, 100, 0, 5000, 7)]
+    for number, piece in enumerate(pieces):
+        assert piece.data_ptr() % 64 == 0 or not piece.numel()
+        assert not piece.any()
+        piece.fill_(number + 1)
+    assert [piece.numel() for piece in pieces] == [1, 64, 100, 0, 5000, 7]
+    assert all((piece == number + 1).all() for number, piece in enumerate(pieces))
+
+
+def test_small_pieces_share_a_slab_and_large_ones_have_their_own() -> None:
+    slabs = Slabs(1 << 16)
+    first, second, large = slabs.take(1000), slabs.take(1000), slabs.take(1 << 17)
+    assert second.data_ptr() - first.data_ptr() == 1024
+    assert large.untyped_storage().nbytes() < (1 << 17) + 128
+
+
+def test_a_slab_goes_with_the_last_of_its_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    arrays: list[weakref.ref[np.ndarray]] = []
+
+    def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        array = np.zeros(shape, dtype=np.uint8)
+        arrays.append(weakref.ref(array))
+        return torch.from_numpy(array)
+
+    monkeypatch.setattr(memory, "lazy_zeros", zeros)
+    slabs = memory.Slabs(1 << 16)
+    first, second = slabs.take(1000), slabs.take(1000)
+    slabs.take(1 << 16)  # from here on the first slab is its pieces' alone
+    del first
+    gc.collect()
+    assert arrays[0]() is not None and not second.any()
+    del second
+    gc.collect()
+    assert arrays[0]() is None
