@@ -16,6 +16,7 @@
 #define SPLIT 256
 #define CREW 32                              /* tokens that a piece of work takes at most */
 #define HIDDEN (-1e30f)
+#define AHEAD 8                              /* blocks between the one that is read and the one that is fetched meanwhile */
 
 typedef struct {
     int32_t num_tokens, block_size, num_crews;
@@ -42,17 +43,37 @@ typedef struct {
     long ldq;
     float *out;                              /* [T, ldo] */
     long ldo;
+    const Worker *worker;                    /* who does a piece of it */
+    long num_pieces, num_splits;             /* pieces: crews x kv heads x splits; 1 split: crews go through all of theirs */
 } AttentionJob;
+
+typedef struct { long crew, head, split; } Piece;
+
+/* The last crews first: those of chunks, which have most to do. */
+INLINE Piece piece_at(const AttentionJob *job, long number) {
+    const long back = job->num_pieces - 1 - number, splits = job->num_splits, heads = job->a->num_kv_heads;
+    return (Piece){.crew = back / splits / heads, .head = back / splits % heads, .split = back % splits};
+}
+
+/* Blocks [block, block + num_blocks) of the tables of the tokens [from, to), which have them in common. */
+typedef struct {
+    int from, to;
+    long block, num_blocks;
+} Stretch;
 
 /* One crew and kv head at work. */
 typedef struct {
     const AttentionJob *job;
     const int32_t *token;                    /* the crew's tokens */
-    int num_tokens, group, head;             /* group: query heads of a kv head */
+    int num_tokens, group, crew, head;       /* group: query heads of a kv head */
     int num_blocks[CREW];                    /* of each token; equal for tokens of one table */
     long split_size, first;                  /* the split's size and first position */
     long lds;                                /* a row of scores */
     float *queries, *scores, *part, *tops, *sums, *whole, *best, *total;
+    Stretch stretches[2 * CREW];             /* of the split, in the order in which they are read */
+    int num_stretches;
+    const char **places;                     /* of their keys, then of their values, then of the AHEAD keys read next */
+    long num_places;                         /* of keys; of values there are as many */
 } Crew;
 
 INLINE long lowest_key(const Attention *a, long position) {
@@ -66,15 +87,23 @@ INLINE vf load_kv(const int is_short, const char *p) {
     return is_short ? load_bf16((const uint16_t *)p) : load_f((const float *)p);
 }
 
+/* Blocks lie anywhere in memory, so no prefetcher of the processor's finds the next one: while a block is read, the lines
+ * of a later one are fetched, line for line, as evenly as the sums go on. */
+INLINE void fetch_line(const char *p) { __builtin_prefetch(p, 0, 2); }
+INLINE int begins_line(int vector) { return vector * LANES % 16 == 0; }
+
 /* V vectors of keys, each with its own place, against R query rows. */
 INLINE void score_tile(const int S, const int R, const int V, const float *q, long dim, const char *const *k,
-                       long stride, float *const *out, long lds) {
+                       const char *const *next, long stride, float *const *out, long lds) {
     vf acc[12][4];
     _Pragma("GCC unroll 16") for (int r = 0; r < R; r++)
         _Pragma("GCC unroll 4") for (int v = 0; v < V; v++) acc[r][v] = all_f(0);
     for (long d = 0; d < dim; d++) {
         vf keys[4];
-        _Pragma("GCC unroll 4") for (int v = 0; v < V; v++) keys[v] = load_kv(S, k[v] + d * stride * value_bytes(S));
+        _Pragma("GCC unroll 4") for (int v = 0; v < V; v++) {
+            if (begins_line(v)) fetch_line(next[v] + d * stride * value_bytes(S));
+            keys[v] = load_kv(S, k[v] + d * stride * value_bytes(S));
+        }
         _Pragma("GCC unroll 16") for (int r = 0; r < R; r++) {
             const vf x = all_f(q[r * dim + d]);
             _Pragma("GCC unroll 4") for (int v = 0; v < V; v++) acc[r][v] = vfma(x, keys[v], acc[r][v]);
@@ -85,18 +114,20 @@ INLINE void score_tile(const int S, const int R, const int V, const float *q, lo
 }
 
 /* part[r][d..] += sum over keys of p[r][key] v[key][d..], V vectors of dimensions, through several blocks. */
-INLINE void value_tile(const int S, const int R, const int V, const float *p, long lds, const char *const *v, long d,
-                       long size, long num_keys, long dim, float *part) {
+INLINE void value_tile(const int S, const int R, const int V, const float *p, long lds, const char *const *v,
+                       const char *const *next, long d, long size, long num_keys, long dim, float *part) {
     vf acc[12][4];
     _Pragma("GCC unroll 16") for (int r = 0; r < R; r++)
         _Pragma("GCC unroll 4") for (int u = 0; u < V; u++) acc[r][u] = load_f(part + r * dim + d + u * LANES);
     for (long first = 0; first < num_keys; first += size) {
-        const char *block = *v++ + d * value_bytes(S);
+        const char *block = *v++ + d * value_bytes(S), *ahead = *next++ + d * value_bytes(S);
         const long count = num_keys - first < size ? num_keys - first : size;
         for (long key = 0; key < count; key++) {
             vf values[4];
-            _Pragma("GCC unroll 4") for (int u = 0; u < V; u++)
+            _Pragma("GCC unroll 4") for (int u = 0; u < V; u++) {
+                if (begins_line(u)) fetch_line(ahead + (key * dim + u * LANES) * value_bytes(S));
                 values[u] = load_kv(S, block + (key * dim + u * LANES) * value_bytes(S));
+            }
             _Pragma("GCC unroll 16") for (int r = 0; r < R; r++) {
                 const vf x = all_f(p[r * lds + first + key]);
                 _Pragma("GCC unroll 4") for (int u = 0; u < V; u++) acc[r][u] = vfma(x, values[u], acc[r][u]);
@@ -128,13 +159,13 @@ INLINE int tile_rows(long rows) { return rows >= TALL ? TALL : rows >= SHORT ? S
     }
 INLINE int widest(int rows) { return rows == TALL ? 2 : 4; }
 
-INLINE void score_vectors(const int S, const float *q, long rows, long dim, const char **k, long stride, float **out,
-                          long lds, int num_vectors) {
+INLINE void score_vectors(const int S, const float *q, long rows, long dim, const char *const *k,
+                          const char *const *next, long stride, float **out, long lds, int num_vectors) {
     for (int step; rows > 0; rows -= step, q += step * dim) {
         step = tile_rows(rows);
         for (int v = 0; v < num_vectors;) {
             const int left = num_vectors - v, wide = widest(step);
-#define SCORE(n) { TILE(step, n, score_tile(S, R, V, q, dim, k + v, stride, out + v, lds)) v += n; }
+#define SCORE(n) { TILE(step, n, score_tile(S, R, V, q, dim, k + v, next + v, stride, out + v, lds)) v += n; }
             if (left >= 4 && wide == 4) SCORE(4)
             else if (left >= 2) SCORE(2)
             else SCORE(1)
@@ -144,18 +175,18 @@ INLINE void score_vectors(const int S, const float *q, long rows, long dim, cons
     }
 }
 
-INLINE void value_blocks(const int S, const float *p, long rows, long lds, const char *const *v, long size,
-                         long num_keys, long dim, float *part) {
+INLINE void value_blocks(const int S, const float *p, long rows, long lds, const char *const *v,
+                         const char *const *next, long size, long num_keys, long dim, float *part) {
     for (int step; rows > 0; rows -= step, p += step * lds, part += step * dim) {
         step = tile_rows(rows);
         const int wide = widest(step);
         long d = 0;
         for (; d + wide * LANES <= dim; d += wide * LANES) {
-            if (wide == 4) { TILE(step, 4, value_tile(S, R, V, p, lds, v, d, size, num_keys, dim, part)) }
-            else { TILE(step, 2, value_tile(S, R, V, p, lds, v, d, size, num_keys, dim, part)) }
+            if (wide == 4) { TILE(step, 4, value_tile(S, R, V, p, lds, v, next, d, size, num_keys, dim, part)) }
+            else { TILE(step, 2, value_tile(S, R, V, p, lds, v, next, d, size, num_keys, dim, part)) }
         }
         for (; d + LANES <= dim; d += LANES) {
-            TILE(step, 1, value_tile(S, R, V, p, lds, v, d, size, num_keys, dim, part))
+            TILE(step, 1, value_tile(S, R, V, p, lds, v, next, d, size, num_keys, dim, part))
         }
         for (; d < dim; d++)                 /* head sizes that are no multiple of a vector */
             for (int r = 0; r < step; r++) {
@@ -177,75 +208,65 @@ INLINE long block_at(const Crew *c, int index, long block) {
     return t->tables[t->table_of[c->token[index]] + block];
 }
 
-/* Bytes of one kv head's keys, or values, in a block. */
-INLINE long head_bytes(const Crew *c) {
-    return c->job->t->block_size * c->job->a->head_dim * value_bytes(c->job->a->is_short);
-}
-INLINE const char *place_of(const Crew *c, const char *cache, int index, long block) {
-    return cache + block_at(c, index, block) * c->job->a->block_bytes + c->head * head_bytes(c);
-}
-
-/* Blocks lie anywhere in memory, so no prefetcher of the processor's finds the next one. */
-INLINE void fetch_block(const char *p, long bytes) {
-    for (long i = 0; i < bytes; i += 64) __builtin_prefetch(p + i, 0, 2);
+/* Where one kv head's keys, or values, of a block lie. */
+INLINE const char *place_of(const AttentionJob *job, const char *cache, long block, long head) {
+    const long bytes = (long)job->t->block_size * job->a->head_dim * value_bytes(job->a->is_short);
+    return cache + block * job->a->block_bytes + head * bytes;
 }
 
 #define AT_ONCE 8                            /* vectors of keys, or blocks of values, gone through together */
 
-/* Score blocks [block, stop) for the tokens [from, to), in whose tables they are the same. */
-INLINE void score_run(const int S, const Crew *c, int from, int to, long block, long stop) {
-    const Attention *a = c->job->a;
-    const long size = c->job->t->block_size, dim = a->head_dim, rows = (long)(to - from) * c->group;
-    const float *q = c->queries + (long)from * c->group * dim;
-    const char *k[AT_ONCE];
-    float *scores = c->scores + (long)from * c->group * c->lds, *out[AT_ONCE];
+/* Score a stretch whose keys lie at `k`. */
+INLINE void score_stretch(const int S, const Crew *c, const Stretch *s, const char *const *k) {
+    const long size = c->job->t->block_size, dim = c->job->a->head_dim, rows = (long)(s->to - s->from) * c->group;
+    const float *q = c->queries + (long)s->from * c->group * dim;
+    float *scores = c->scores + (long)s->from * c->group * c->lds + (s->block * size - c->first), *out[AT_ONCE];
+    const char *now[AT_ONCE], *next[AT_ONCE];
     int n = 0;
-    for (; block < stop; block++) {
-        const char *keys = place_of(c, a->k, from, block);
-        if (block + 4 < stop) fetch_block(place_of(c, a->k, from, block + 4), head_bytes(c));
-        fetch_block(place_of(c, a->v, from, block), head_bytes(c));
+    for (long i = 0; i < s->num_blocks; i++)
         for (long key = 0; key < size; key += LANES) {
-            k[n] = keys + key * value_bytes(S);
-            out[n++] = scores + (block * size - c->first) + key;
-            if (n == AT_ONCE) { score_vectors(S, q, rows, dim, k, size, out, c->lds, n); n = 0; }
+            now[n] = k[i] + key * value_bytes(S);
+            next[n] = k[i + AHEAD] + key * value_bytes(S);
+            out[n++] = scores + i * size + key;
+            if (n < AT_ONCE && (i + 1 < s->num_blocks || key + LANES < size)) continue;
+            score_vectors(S, q, rows, dim, now, next, size, out, c->lds, n);
+            n = 0;
         }
-    }
-    if (n) score_vectors(S, q, rows, dim, k, size, out, c->lds, n);
 }
 
-/* Add the weighted values of blocks [block, stop); what lies behind the last token's position was never written. */
-INLINE void value_run(const int S, const Crew *c, int from, int to, long block, long stop) {
-    const Attention *a = c->job->a;
+/* Add the weighted values of a stretch; what lies behind the last token's position was never written. */
+INLINE void weigh_stretch(const int S, const Crew *c, const Stretch *s, const char *const *v) {
     const Tokens *t = c->job->t;
-    const long size = t->block_size, dim = a->head_dim, row = (long)from * c->group;
-    const char *v[AT_ONCE];
+    const long size = t->block_size, dim = c->job->a->head_dim, row = (long)s->from * c->group;
     long last = 0;
-    for (int i = from; i < to; i++)
+    for (int i = s->from; i < s->to; i++)
         if (t->position[c->token[i]] > last) last = t->position[c->token[i]];
-    while (block < stop) {
-        const long begin = block * size;
-        int n = 0;
-        for (; n < AT_ONCE && block < stop; block++) v[n++] = place_of(c, a->v, from, block);
+    for (long i = 0; i < s->num_blocks; i += AT_ONCE) {
+        const long begin = (s->block + i) * size, left = s->num_blocks - i, n = left < AT_ONCE ? left : AT_ONCE;
         const long keys = last + 1 - begin < n * size ? last + 1 - begin : n * size;
-        value_blocks(S, c->scores + row * c->lds + (begin - c->first), (long)(to - from) * c->group, c->lds, v, size,
-                     keys, dim, c->part + row * dim);
+        value_blocks(S, c->scores + row * c->lds + (begin - c->first), (long)(s->to - s->from) * c->group, c->lds,
+                     v + i, v + i + AHEAD, size, keys, dim, c->part + row * dim);
     }
 }
 
 /* The same for float32 and for bfloat16, each compiled apart. */
-#define RUNS(of, s)                                                                                                    \
-    static void score_##of(const Crew *c, int from, int to, long block, long stop) {                                   \
-        score_run(s, c, from, to, block, stop);                                                                        \
+#define STRETCHES(of, s)                                                                                               \
+    static void score_##of(const Crew *c) {                                                                            \
+        const char *const *k = c->places;                                                                              \
+        for (int i = 0; i < c->num_stretches; k += c->stretches[i++].num_blocks)                                       \
+            score_stretch(s, c, &c->stretches[i], k);                                                                  \
     }                                                                                                                  \
-    static void value_##of(const Crew *c, int from, int to, long block, long stop) {                                   \
-        value_run(s, c, from, to, block, stop);                                                                        \
+    static void weigh_##of(const Crew *c) {                                                                            \
+        const char *const *v = c->places + c->num_places;                                                              \
+        for (int i = 0; i < c->num_stretches; v += c->stretches[i++].num_blocks)                                       \
+            weigh_stretch(s, c, &c->stretches[i], v);                                                                  \
     }
-RUNS(floats, 0) RUNS(shorts, 1)
-#undef RUNS
+STRETCHES(floats, 0) STRETCHES(shorts, 1)
+#undef STRETCHES
 
-/* Go through the blocks [block, stop) of the tokens [from, to): those that follow one another and have the same block
- * go together as far as their tables agree, then part. */
-static void walk(const Crew *c, int from, int to, long block, long stop, int weigh) {
+/* Find the stretches of the blocks [block, stop) of the tokens [from, to): those that follow one another and have the
+ * same block go together as far as their tables agree, then part. */
+static void find_stretches(Crew *c, int from, int to, long block, long stop) {
     while (from < to) {
         if (c->num_blocks[from] <= block) { from++; continue; }
         const int32_t *table_of = c->job->t->table_of, *token = c->token;
@@ -254,20 +275,37 @@ static void walk(const Crew *c, int from, int to, long block, long stop, int wei
         for (; until < to; until++) {
             if (table_of[token[until]] == table_of[token[from]]) continue;
             if (c->num_blocks[until] <= block || block_at(c, until, block) != block_at(c, from, block)) break;
+            const long most = c->num_blocks[until] < common ? c->num_blocks[until] : common;
             long agree = block + 1;
-            while (agree < common && agree < c->num_blocks[until] && block_at(c, until, agree) == block_at(c, from, agree))
-                agree++;
+            while (agree < most && block_at(c, until, agree) == block_at(c, from, agree)) agree++;
             common = agree;
         }
-        if (!weigh && until < to)
-            for (long next = block; next < block + 3 && next < c->num_blocks[until] && next < stop; next++)
-                fetch_block(place_of(c, c->job->a->k, until, next), head_bytes(c));
-        if (c->job->a->is_short) (weigh ? value_shorts : score_shorts)(c, from, until, block, common);
-        else (weigh ? value_floats : score_floats)(c, from, until, block, common);
+        c->stretches[c->num_stretches++] = (Stretch){from, until, block, common - block};
         const int has_more = common < c->num_blocks[from] || table_of[token[until - 1]] != table_of[token[from]];
-        if (common < stop && has_more) walk(c, from, until, common, stop, weigh);
+        if (common < stop && has_more) find_stretches(c, from, until, common, stop);
         from = until;
     }
+}
+
+/* List where the stretches' keys and values lie. */
+static void list_places(Crew *c) {
+    const char **place = c->places, *caches[2] = {c->job->a->k, c->job->a->v};
+    for (int cache = 0; cache < 2; cache++)
+        for (int i = 0; i < c->num_stretches; i++)
+            for (long b = 0; b < c->stretches[i].num_blocks; b++)
+                *place++ = place_of(c->job, caches[cache], block_at(c, c->stretches[i].from, c->stretches[i].block + b), c->head);
+    c->num_places = (place - c->places) / 2;
+    for (int i = 0; i < AHEAD; i++) *place++ = c->places[0];
+}
+
+/* List behind them the keys that a piece of work begins with: those of its first token from a block on. */
+static void list_next(Crew *c, long crew, long head, long block) {
+    const Tokens *t = c->job->t;
+    const int32_t token = t->order[t->crews[crew]], *table = t->tables + t->table_of[token];
+    const long stop = t->position[token] / t->block_size + 1;
+    const char **place = c->places + 2 * c->num_places;
+    for (int i = 0; i < AHEAD && block + i < stop; i++)
+        place[i] = place_of(c->job, c->job->a->k, table[block + i], head);
 }
 
 /* Scale, cap and hide one row's scores and turn them into exponentials; a hidden key weighs exactly nothing. Only the
@@ -317,19 +355,32 @@ static void merge(float *best, float *total, float *whole, float top, float sum,
     for (long d = 0; d < dim; d++) whole[d] = whole[d] * kept + part[d] * added;
 }
 
+/* List the keys of the piece that this thread is likely to take next. */
+static void list_next_piece(Crew *c) {
+    const AttentionJob *job = c->job;
+    const long piece = likely_piece(job->worker);
+    if (piece >= job->num_pieces) return;
+    const Piece next = piece_at(job, piece);
+    const long first = lowest_key(job->a, job->t->position[job->t->order[job->t->crews[next.crew]]]);
+    const long begin = next.split * c->split_size;
+    list_next(c, next.crew, next.head, (begin > first ? begin : first) / job->t->block_size);
+}
+
 /* One split: scores, exponentials, weighted values. A row that sees nothing of it has the sum 0. */
-static void attend_split(Crew *c, long split) {
+static void attend_split(Crew *c, long split, int is_last) {
     const Attention *a = c->job->a;
     const Tokens *t = c->job->t;
-    const long rows = (long)c->num_tokens * c->group, size = t->block_size;
+    const long rows = (long)c->num_tokens * c->group, size = t->block_size, num_blocks = c->split_size / size;
     c->first = split * c->split_size;
     long low = c->first + c->split_size;
     for (int i = 0; i < c->num_tokens; i++) {
         const long begin = lowest_key(a, t->position[c->token[i]]);
         if (begin < low) low = begin;
     }
-    const long begin = (low > c->first ? low : c->first) / size, stop = (c->first + c->split_size) / size;
-    walk(c, 0, c->num_tokens, begin, stop, 0);
+    c->num_stretches = 0;
+    find_stretches(c, 0, c->num_tokens, (low > c->first ? low : c->first) / size, (split + 1) * num_blocks);
+    list_places(c);
+    (a->is_short ? score_shorts : score_floats)(c);
     memset(c->part, 0, 4 * rows * a->head_dim);
     for (long r = 0; r < rows; r++) {
         const long position = t->position[c->token[r / c->group]];
@@ -340,23 +391,27 @@ static void attend_split(Crew *c, long split) {
             soften(c, position, c->scores + r * c->lds, &c->tops[r], &c->sums[r]);
         }
     }
-    walk(c, 0, c->num_tokens, begin, stop, 1);
+    if (!is_last) list_next(c, c->crew, c->head, (split + 1) * num_blocks);
+    else list_next_piece(c);
+    (a->is_short ? weigh_shorts : weigh_floats)(c);
 }
 
 /* ---- crews ------------------------------------------------------------------------------------------------------ */
 
 /* Keys of a split: whole blocks. */
 int64_t nano_split_size(int64_t block_size) { return block_size >= SPLIT ? block_size : SPLIT / block_size * block_size; }
-static size_t crew_floats(const Attention *a, long block_size) {
-    const size_t rows = (size_t)CREW * (a->num_heads / a->num_kv_heads);
-    return rows * (3 * a->head_dim + 4 + (nano_split_size(block_size) + 15) / 16 * 16 + 16) + 256;
+static size_t crew_bytes(const Attention *a, long block_size) {
+    const size_t rows = (size_t)CREW * (a->num_heads / a->num_kv_heads), split = nano_split_size(block_size);
+    const size_t places = 2 * CREW * (split / block_size) + AHEAD;
+    return sizeof(char *) * places + 4 * (rows * (3 * a->head_dim + 4 + (split + 15) / 16 * 16 + 16) + 256);
 }
 
-static void crew_begin(Crew *c, const AttentionJob *job, int crew, int head, float *scratch) {
+static void crew_begin(Crew *c, const AttentionJob *job, int crew, int head, void *scratch) {
     const Attention *a = job->a;
     const Tokens *t = job->t;
     const long dim = a->head_dim;
     c->job = job;
+    c->crew = crew;
     c->head = head;
     c->token = t->order + t->crews[crew];
     c->num_tokens = t->crews[crew + 1] - t->crews[crew];
@@ -364,7 +419,8 @@ static void crew_begin(Crew *c, const AttentionJob *job, int crew, int head, flo
     c->split_size = nano_split_size(t->block_size);
     c->lds = (c->split_size + 15) / 16 * 16 + 16;        /* a block's last vector may reach beyond the split */
     const long rows = (long)c->num_tokens * c->group;
-    c->queries = scratch;
+    c->places = scratch;
+    c->queries = (float *)(c->places + 2 * CREW * (c->split_size / t->block_size) + AHEAD);
     c->part = c->queries + rows * dim;
     c->whole = c->part + rows * dim;
     c->tops = c->whole + rows * dim;
@@ -401,41 +457,40 @@ static long first_key(const AttentionJob *job, int crew) {
 }
 
 /* A crew and kv head from the first split to the last. */
-static void attend_crew(const AttentionJob *job, int crew, int head, float *scratch) {
+static void attend_crew(const AttentionJob *job, const Piece *piece, void *scratch) {
     Crew c;
-    crew_begin(&c, job, crew, head, scratch);
+    crew_begin(&c, job, piece->crew, piece->head, scratch);
     const long dim = job->a->head_dim, rows = (long)c.num_tokens * c.group;
     memset(c.total, 0, 4 * rows);
-    for (long s = first_key(job, crew) / c.split_size; s <= last_position(job, crew) / c.split_size; s++) {
-        attend_split(&c, s);
+    const long last = last_position(job, c.crew) / c.split_size;
+    for (long s = first_key(job, c.crew) / c.split_size; s <= last; s++) {
+        attend_split(&c, s, s == last);
         for (long r = 0; r < rows; r++)
             if (c.sums[r] != 0)
                 merge(&c.best[r], &c.total[r], c.whole + r * dim, c.tops[r], c.sums[r], c.part + r * dim, dim);
     }
     for (long r = 0; r < rows; r++)
-        write_row(job, c.token[r / c.group], (long)head * c.group + r % c.group, c.whole + r * dim, c.total[r]);
+        write_row(job, c.token[r / c.group], (long)c.head * c.group + r % c.group, c.whole + r * dim, c.total[r]);
 }
 
 /* One split alone: its parts go to `parts` [T, H, num_splits, D + 2], for `merge_parts`. */
-static void attend_piece(const AttentionJob *job, int crew, int head, long split, long num_splits, float *parts,
-                         float *scratch) {
+static void attend_part(const AttentionJob *job, const Piece *piece, float *parts, void *scratch) {
     Crew c;
-    crew_begin(&c, job, crew, head, scratch);
-    const long dim = job->a->head_dim, rows = (long)c.num_tokens * c.group;
-    const int is_seen = split >= first_key(job, crew) / c.split_size && split <= last_position(job, crew) / c.split_size;
-    if (is_seen) attend_split(&c, split);
+    crew_begin(&c, job, piece->crew, piece->head, scratch);
+    const long dim = job->a->head_dim, rows = (long)c.num_tokens * c.group, split = piece->split;
+    const int is_seen = split >= first_key(job, c.crew) / c.split_size && split <= last_position(job, c.crew) / c.split_size;
+    if (is_seen) attend_split(&c, split, 1);
     for (long r = 0; r < rows; r++) {
-        const long place = (long)c.token[r / c.group] * job->a->num_heads + (long)head * c.group + r % c.group;
-        float *part = parts + (place * num_splits + split) * (dim + 2);
+        const long place = (long)c.token[r / c.group] * job->a->num_heads + (long)c.head * c.group + r % c.group;
+        float *part = parts + (place * job->num_splits + split) * (dim + 2);
         part[dim] = is_seen ? c.tops[r] : 0;
         part[dim + 1] = is_seen ? c.sums[r] : 0;
         if (is_seen) memcpy(part, c.part + r * dim, 4 * dim);
     }
 }
 
-static void merge_parts(const AttentionJob *job, long token, long head, long num_splits, const float *parts,
-                        float *whole) {
-    const long dim = job->a->head_dim;
+static void merge_parts(const AttentionJob *job, long token, long head, const float *parts, float *whole) {
+    const long dim = job->a->head_dim, num_splits = job->num_splits;
     float best = 0, total = 0;
     for (long s = 0; s < num_splits; s++) {
         const float *part = parts + ((token * job->a->num_heads + head) * num_splits + s) * (dim + 2);

@@ -62,6 +62,10 @@ INLINE long next_piece(Worker *w, long num_pieces) {
     const long piece = atomic_fetch_add_explicit(&w->pool->jobs[w->job].next, 1, memory_order_relaxed);
     return piece < num_pieces ? piece : -1;
 }
+/* The piece that it would get if it asked now. */
+INLINE long likely_piece(const Worker *w) {
+    return atomic_load_explicit(&w->pool->jobs[w->job].next, memory_order_relaxed);
+}
 INLINE void begin_job(Worker *w) { w->job++; }
 INLINE void piece_done(Worker *w) {
     atomic_fetch_add_explicit(&w->pool->jobs[w->job].done, 1, memory_order_acq_rel);

@@ -276,24 +276,24 @@ static void attend(Worker *w, const Run *r, const Op *op) {
     const Attention a = {.k = s->k + place, .v = s->v + place, .block_bytes = s->block_bytes, .is_short = s->is_short,
                          .num_heads = p->num_heads, .num_kv_heads = p->num_kv_heads, .head_dim = p->head_dim,
                          .window = op->choice, .scale = op->scale, .softcap = op->cap};
-    const AttentionJob job = {.t = &s->tokens, .a = &a, .q = s->buffers[op->in], .ldq = p->strides[op->in],
-                              .out = s->buffers[op->out], .ldo = p->strides[op->out]};
-    begin_job(w);
-    float *scratch = scratch_of(w, 4 * crew_floats(&a, s->tokens.block_size));
     const long splits = s->num_splits ? s->num_splits : 1, num = (long)s->tokens.num_crews * a.num_kv_heads * splits;
-    FOR_PIECES(w, piece, num) {
+    const AttentionJob job = {.t = &s->tokens, .a = &a, .q = s->buffers[op->in], .ldq = p->strides[op->in],
+                              .out = s->buffers[op->out], .ldo = p->strides[op->out],
+                              .worker = w, .num_pieces = num, .num_splits = splits};
+    begin_job(w);
+    void *scratch = scratch_of(w, crew_bytes(&a, s->tokens.block_size));
+    FOR_PIECES(w, number, num) {
         if (!scratch) { atomic_store(&s->failed, 1); continue; }
-        const long back = num - 1 - piece, split = back % splits, crew = back / splits / a.num_kv_heads;
-        const long head = back / splits % a.num_kv_heads;
-        if (s->num_splits) attend_piece(&job, crew, head, split, splits, s->parts, scratch);
-        else attend_crew(&job, crew, head, scratch);
+        const Piece piece = piece_at(&job, number);
+        if (s->num_splits) attend_part(&job, &piece, s->parts, scratch);
+        else attend_crew(&job, &piece, scratch);
     }
     finish_job(w, num);
     if (!s->num_splits) return;
     begin_job(w);
     FOR_PIECES(w, token, s->tokens.num_tokens) {
         if (!scratch) { atomic_store(&s->failed, 1); continue; }
-        for (long h = 0; h < a.num_heads; h++) merge_parts(&job, token, h, splits, s->parts, scratch);
+        for (long h = 0; h < a.num_heads; h++) merge_parts(&job, token, h, s->parts, scratch);
     }
     finish_job(w, s->tokens.num_tokens);
 }
