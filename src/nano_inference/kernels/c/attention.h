@@ -16,7 +16,7 @@
 #define SPLIT 256
 #define CREW 32                              /* tokens that a piece of work takes at most */
 #define HIDDEN (-1e30f)
-#define AHEAD 8                              /* blocks between the one that is read and the one that is fetched meanwhile */
+#define AHEAD 8                              /* blocks from the one that is read to the one fetched meanwhile */
 
 typedef struct {
     int32_t num_tokens, block_size, num_crews;
@@ -44,7 +44,7 @@ typedef struct {
     float *out;                              /* [T, ldo] */
     long ldo;
     const Worker *worker;                    /* who does a piece of it */
-    long num_pieces, num_splits;             /* pieces: crews x kv heads x splits; 1 split: crews go through all of theirs */
+    long num_pieces, num_splits;             /* crews x kv heads x splits; 1 split: a crew goes through all of its */
 } AttentionJob;
 
 typedef struct { long crew, head, split; } Piece;
@@ -87,8 +87,8 @@ INLINE vf load_kv(const int is_short, const char *p) {
     return is_short ? load_bf16((const uint16_t *)p) : load_f((const float *)p);
 }
 
-/* Blocks lie anywhere in memory, so no prefetcher of the processor's finds the next one: while a block is read, the lines
- * of a later one are fetched, line for line, as evenly as the sums go on. */
+/* Blocks lie anywhere in memory, so no prefetcher of the processor's finds the next one: while a block is read, a later
+ * one is fetched, line for line, as evenly as the sums go on. */
 INLINE void fetch_line(const char *p) { __builtin_prefetch(p, 0, 2); }
 INLINE int begins_line(int vector) { return vector * LANES % 16 == 0; }
 
@@ -292,8 +292,10 @@ static void list_places(Crew *c) {
     const char **place = c->places, *caches[2] = {c->job->a->k, c->job->a->v};
     for (int cache = 0; cache < 2; cache++)
         for (int i = 0; i < c->num_stretches; i++)
-            for (long b = 0; b < c->stretches[i].num_blocks; b++)
-                *place++ = place_of(c->job, caches[cache], block_at(c, c->stretches[i].from, c->stretches[i].block + b), c->head);
+            for (long b = 0; b < c->stretches[i].num_blocks; b++) {
+                const long block = block_at(c, c->stretches[i].from, c->stretches[i].block + b);
+                *place++ = place_of(c->job, caches[cache], block, c->head);
+            }
     c->num_places = (place - c->places) / 2;
     for (int i = 0; i < AHEAD; i++) *place++ = c->places[0];
 }
@@ -331,7 +333,7 @@ static void soften(const Crew *c, long position, float *row, float *top, float *
     float sums[16] = {0};
     for (int key = begin; key < end; key += 16)
         for (int u = 0; u < 16; u += LANES) {
-            const vf e = vexp(load_f(row + key + u) - all_f(*top));
+            const vf e = vexp_down(load_f(row + key + u) - all_f(*top));
             store_f(row + key + u, e);
             store_f(sums + u, load_f(sums + u) + e);
         }
@@ -399,7 +401,7 @@ static void attend_split(Crew *c, long split, int is_last) {
 /* ---- crews ------------------------------------------------------------------------------------------------------ */
 
 /* Keys of a split: whole blocks. */
-int64_t nano_split_size(int64_t block_size) { return block_size >= SPLIT ? block_size : SPLIT / block_size * block_size; }
+int64_t nano_split_size(int64_t size) { return size >= SPLIT ? size : SPLIT / size * size; }
 static size_t crew_bytes(const Attention *a, long block_size) {
     const size_t rows = (size_t)CREW * (a->num_heads / a->num_kv_heads), split = nano_split_size(block_size);
     const size_t places = 2 * CREW * (split / block_size) + AHEAD;
@@ -478,7 +480,8 @@ static void attend_part(const AttentionJob *job, const Piece *piece, float *part
     Crew c;
     crew_begin(&c, job, piece->crew, piece->head, scratch);
     const long dim = job->a->head_dim, rows = (long)c.num_tokens * c.group, split = piece->split;
-    const int is_seen = split >= first_key(job, c.crew) / c.split_size && split <= last_position(job, c.crew) / c.split_size;
+    const long first = first_key(job, c.crew) / c.split_size, last = last_position(job, c.crew) / c.split_size;
+    const int is_seen = first <= split && split <= last;
     if (is_seen) attend_split(&c, split, 1);
     for (long r = 0; r < rows; r++) {
         const long place = (long)c.token[r / c.group] * job->a->num_heads + (long)c.head * c.group + r % c.group;

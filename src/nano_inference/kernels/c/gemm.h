@@ -9,7 +9,7 @@
 #include "formats.h"
 #include "pool.h"
 
-#define VECS 4                               /* vectors of outputs that the direct product of a few rows keeps at a time */
+#define VECS 4                               /* vectors of outputs that the direct product keeps at a time */
 #if LANES == 16
 #define DIRECT 10
 #define NARROW 4                             /* rows for which the direct product goes over VECS vectors at a time */
@@ -24,7 +24,8 @@
 #define WIDE (2 * LANES)
 #define DEPTH 512
 #endif
-#define TILE_FLOATS (96 * 1024)              /* of x that a job's rows take at most: they stay in the second-level cache */
+#define TILE_FLOATS (96 * 1024)              /* of x that a job's rows take: they stay in the second-level cache */
+#define WIDEN_AHEAD 8192                     /* bytes from the weights that are widened to those fetched meanwhile */
 
 /* ---- few rows --------------------------------------------------------------------------------------------------- */
 
@@ -75,9 +76,13 @@ INLINE void widen(const int format, const char *panel, long start, long stop, fl
     for (int lane = 0; lane < PANEL; lane += WIDE) {
         float *strip = wide + lane * depth;
         if (WIDE / LANES == 2) {
-            WIDEN(format, panel, start, stop, lane, 2, 8192, { store_f(strip + (k - start) * WIDE + u * LANES, w); });
+            WIDEN(format, panel, start, stop, lane, 2, WIDEN_AHEAD, {
+                store_f(strip + (k - start) * WIDE + u * LANES, w);
+            });
         } else {
-            WIDEN(format, panel, start, stop, lane, 1, 8192, { store_f(strip + (k - start) * WIDE + u * LANES, w); });
+            WIDEN(format, panel, start, stop, lane, 1, WIDEN_AHEAD, {
+                store_f(strip + (k - start) * WIDE + u * LANES, w);
+            });
         }
     }
 }

@@ -106,7 +106,8 @@ INLINE vi dot4(vi acc, vu w, vi x) {
 #elif LANES == 8 && HAS_VNNI
     return (vi)_mm256_dpbusd_avx_epi32((__m256i)acc, (__m256i)(w ^ 0x80808080u), (__m256i)x);
 #elif LANES == 16
-    const __m512i turned = _mm512_mask_sub_epi8((__m512i)x, _mm512_movepi8_mask((__m512i)w), _mm512_setzero_si512(), (__m512i)x);
+    const __mmask64 negative = _mm512_movepi8_mask((__m512i)w);
+    const __m512i turned = _mm512_mask_sub_epi8((__m512i)x, negative, _mm512_setzero_si512(), (__m512i)x);
     const __m512i pairs = _mm512_maddubs_epi16(_mm512_abs_epi8((__m512i)w), turned);
     return acc + (vi)_mm512_madd_epi16(pairs, _mm512_set1_epi16(1));
 #elif LANES == 8

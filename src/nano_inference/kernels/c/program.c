@@ -121,7 +121,8 @@ static void do_heads(const Run *r, const Op *op, long t) {
         if (op->flags & NORM_FIRST) norm_row(x, dim, weight, op->offset, op->eps, x, 0);
         if (op->rope >= 0) {
             const Rope *rope = &p->ropes[op->rope];
-            rotate_head(x, rope->turning, rope->cosine + position * rope->turning, rope->sine + position * rope->turning);
+            const long at = position * rope->turning;
+            rotate_head(x, rope->turning, rope->cosine + at, rope->sine + at);
         }
         if (op->flags & NORM_LAST) norm_row(x, dim, weight, op->offset, op->eps, x, 0);
     }
@@ -405,7 +406,8 @@ int64_t nano_plan(int64_t num_spans, const int32_t *num_tokens, const int32_t *s
  * 0, or -1 where the system cannot. */
 int nano_populate(char *begin, int64_t bytes) {
 #if defined(MADV_POPULATE_WRITE)
-    const uintptr_t first = ((uintptr_t)begin + 4095) & ~(uintptr_t)4095, last = ((uintptr_t)begin + bytes) & ~(uintptr_t)4095;
+    const uintptr_t page = 4096, at = (uintptr_t)begin;
+    const uintptr_t first = (at + page - 1) & -page, last = (at + bytes) & -page;
     return last > first ? madvise((void *)first, last - first, MADV_POPULATE_WRITE) : 0;
 #else
     (void)begin; (void)bytes;

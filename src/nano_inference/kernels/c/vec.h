@@ -138,14 +138,11 @@ INLINE float half_scalar(uint16_t h) {
     return f;
 }
 
-/* e^x: x = n ln 2 + r with |r| <= ln 2 / 2, Taylor's series of e^r to the seventh power (its rest is below a tenth of
- * an ulp), n into the exponent. Below the smallest normal number it is 0; above 88 it stays e^88. */
-INLINE vf vexp(vf x) {
-    vi tiny = x < all_f(-87.33654f), huge = x > all_f(88.0f);
-    x = vmax(all_f(-87.33654f), x);          /* in this order what is no number stays so */
-    x = -vmax(all_f(-88.0f), -x);
+/* e^x for x from -87 to 88: x = n ln 2 + r with |r| <= ln 2 / 2, Taylor's series of e^r to the seventh power (its rest
+ * is below a tenth of an ulp), n into the exponent. */
+INLINE vi exp_bits(vf x) {
     const vf magic = all_f(12582912.0f);
-    vf n = vfma(x, all_f(1.44269504088896341f), magic) - magic;
+    const vf shifted = vfma(x, all_f(1.44269504088896341f), magic), n = shifted - magic;
     vf r = vfma(n, all_f(-0.693359375f), x);
     r = vfma(n, all_f(2.12194440054690583e-4f), r);
     vf y = all_f(1.0f / 5040);
@@ -156,8 +153,21 @@ INLINE vf vexp(vf x) {
     y = vfma(y, r, all_f(0.5f));
     y = vfma(y, r, all_f(1.0f));
     y = vfma(y, r, all_f(1.0f));
-    vi bits = (vi)y + (__builtin_convertvector(n, vi) << 23);
-    return (vf)((bits & ~(tiny | huge)) | (huge & 0x7f800000));
+    return (vi)y + ((vi)shifted << 23);      /* the number n stands in the low bits of n + 1.5 * 2^23 */
+}
+
+/* e^x. Below the smallest normal number it is 0; above 88 it stays e^88; what is no number stays none. */
+INLINE vf vexp(vf x) {
+    const vi tiny = x < all_f(-87.33654f), huge = x > all_f(88.0f);
+    x = vmax(all_f(-87.33654f), x);          /* in this order what is no number stays so */
+    x = -vmax(all_f(-88.0f), -x);
+    return (vf)((exp_bits(x) & ~(tiny | huge)) | (huge & 0x7f800000));
+}
+
+/* The same for what is not above 0. */
+INLINE vf vexp_down(vf x) {
+    const vi tiny = x < all_f(-87.33654f);
+    return (vf)(exp_bits(vmax(all_f(-87.33654f), x)) & ~tiny);
 }
 
 INLINE vf vtanh(vf x) {  /* 1 - 2 / (e^2x + 1), symmetric: near 0 its absolute error is half an ulp of 1 */
