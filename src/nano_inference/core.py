@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import NamedTuple
 
 from nano_inference.config import SchedulerConfig
 from nano_inference.kv import Hit, KVManager
@@ -35,6 +36,17 @@ from nano_inference.types import (
     WeightLabel,
     Work,
 )
+
+
+class _Tally(NamedTuple):
+    """What a step counted: its rows, and tokens of several kinds (`StepStats` says which)."""
+
+    rows: int = 0
+    computed: int = 0
+    sampled: int = 0
+    preempted: int = 0
+    drafted: int = 0
+    accepted: int = 0
 
 
 class Core:
@@ -314,7 +326,7 @@ class Core:
         victim = max(rows, key=lambda seq: seq.id)
         finish(victim, "abort", f"out of memory: {error}" if str(error) else "out of memory")
         self._leave(victim)
-        return self._result([to_delta(victim, 0, self.version, self.labels)], 0, 0, 0, len(rows))
+        return self._result([to_delta(victim, 0, self.version, self.labels)], _Tally(preempted=len(rows)))
 
     def _give_up_guesses(self, rows: Seq[Sequence], batch: ScheduledBatch) -> StepResult:
         """Compute all rows again, and guess nothing more about those of the samples that memory did not suffice for."""
@@ -324,7 +336,7 @@ class Core:
                 self._drafter.bar(row.id)
         for seq in sorted(rows, key=lambda seq: -seq.id):
             self._preempt(seq)
-        return self._result((), 0, 0, 0, len(rows))
+        return self._result((), _Tally(preempted=len(rows)))
 
     def _run(self, rows: Seq[Sequence], batch: ScheduledBatch) -> Mapping[int, RowResult]:
         """Let the runner compute; when it is interrupted, its rows are computed again from the cache."""
@@ -365,26 +377,32 @@ class Core:
                 deltas.append(to_delta(seq, num_added, self.version, self.labels))
             if seq.finish_reason:
                 self._leave(seq)
-        num_computed = sum(len(row.tokens) for row in batch.rows)
-        done = self._result(deltas, len(rows), num_computed, num_sampled, len(plan.preempted_seqs))
-        return done if self._drafter is None else _with_drafts(done, batch, num_accepted)
+        tally = _Tally(
+            rows=len(rows),
+            computed=sum(len(row.tokens) for row in batch.rows),
+            sampled=num_sampled,
+            preempted=len(plan.preempted_seqs),
+            drafted=sum(row.num_drafts for row in batch.rows),
+            accepted=num_accepted,
+        )
+        return self._result(deltas, tally)
 
     def idle_result(self, deltas: Seq[Delta]) -> StepResult:
         """Return the result of a step that computes nothing."""
-        return self._result(deltas, 0, 0, 0, 0)
+        return self._result(deltas, _Tally())
 
-    def _result(
-        self, deltas: Seq[Delta], num_rows: int, num_computed: int, num_sampled: int, num_preempted: int
-    ) -> StepResult:
+    def _result(self, deltas: Seq[Delta], tally: _Tally) -> StepResult:
         """Put together what a step gives back."""
         return StepResult(
             deltas=tuple(deltas),
             samples=tuple(delta.sample for delta in deltas if delta.sample is not None),
             stats=StepStats(
-                num_rows=num_rows,
-                num_computed=num_computed,
-                num_sampled=num_sampled,
-                num_preempted=num_preempted,
+                num_rows=tally.rows,
+                num_computed=tally.computed,
+                num_sampled=tally.sampled,
+                num_preempted=tally.preempted,
+                num_drafted=tally.drafted,
+                num_accepted=tally.accepted,
                 num_running=len(self._running),
                 num_waiting=len(self._waiting),
                 num_free_blocks=self._kv.num_free_blocks(),
@@ -465,12 +483,6 @@ class Core:
         else:
             self._running.remove(seq)
             self._release(seq)
-
-
-def _with_drafts(result: StepResult, batch: ScheduledBatch, num_accepted: int) -> StepResult:
-    """Add what came of guesses to the counts of a step."""
-    num_drafted = sum(row.num_drafts for row in batch.rows)
-    return replace(result, stats=replace(result.stats, num_drafted=num_drafted, num_accepted=num_accepted))
 
 
 def _copy_of(seq: Sequence, hit: Hit) -> BlockCopy:

@@ -21,6 +21,7 @@ from nano_inference.ledger import Ledger
 from nano_inference.runner import ClosedRunner
 from nano_inference.sampling import derive_seed
 from nano_inference.sequence import start_sequences
+from nano_inference.speculate import CPU_WEIGHT_TOKENS, CUDA_WEIGHT_TOKENS
 from nano_inference.types import (
     PAUSE_MODES,
     BadRequest,
@@ -48,10 +49,6 @@ from nano_inference.weights.staging import NamedWeights, UpdateRules
 from nano_inference.weights.sync import WeightSyncManager
 
 Progress = Callable[[StepResult], None]
-
-_CPU_WEIGHT_TOKENS, _CUDA_WEIGHT_TOKENS = 6, 128
-"""Tokens whose arithmetic takes as long as reading the weights. On a CPU, steps of 1 to 24 tokens took what 5 (int8) to
-10 (weights as the file has them) would explain; on CUDA it is reckoned from what devices multiply and read."""
 
 _log = logging.getLogger(__name__)
 
@@ -596,7 +593,7 @@ class InferenceEngine:
             block_size=self.parts.kv.block_size,
             lookahead=self.parts.lookahead,
             max_draft_tokens=self.config.max_draft_tokens if self.config.speculation == "ngram" else 0,
-            weight_tokens=_CUDA_WEIGHT_TOKENS if self.parts.is_on_cuda else _CPU_WEIGHT_TOKENS,
+            weight_tokens=CUDA_WEIGHT_TOKENS if self.parts.is_on_cuda else CPU_WEIGHT_TOKENS,
         )
         return Core(
             self.parts.runner,

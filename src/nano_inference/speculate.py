@@ -23,6 +23,9 @@ FIRST_CHANCE = 0.6
 """How good a sample's guesses are thought to be before there were any."""
 RATE = 0.125
 """Share of that estimate which each outcome replaces."""
+CPU_WEIGHT_TOKENS, CUDA_WEIGHT_TOKENS = 6, 128
+"""Tokens whose arithmetic takes as long as reading the weights. On a CPU, steps of 1 to 24 tokens took what 5 (int8) to
+10 (weights as the file has them) would explain; on CUDA it is reckoned from what devices multiply and read."""
 
 
 class Guess(NamedTuple):
