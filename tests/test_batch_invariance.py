@@ -107,6 +107,7 @@ KINDS: dict[str, tuple[Callable[[Path], Path], dict[str, Any]]] = {
     "windows and soft caps": (write_family("gemma2", torch.float32), {"dtype": "bfloat16"}),
     "nanochat": (write_nanochat, {}),
     "Q4_0": (write_gguf, {}),
+    "Q4_0 in int8": (write_gguf, {"dtype": "int8"}),
 }
 
 

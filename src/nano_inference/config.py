@@ -53,7 +53,7 @@ class EngineConfig:
     dtype: Dtype = helped(
         "auto",
         "precision of the weights; auto keeps the file's on a CPU, with float32 arithmetic, and is bfloat16 on CUDA; "
-        "int8 (CPU) rounds weights and activations to eight bits",
+        "int8 (CPU) rounds activations, and weights that have more bits, to eight bits",
     )
     kv_cache_dtype: KvDtype = helped(
         "auto",

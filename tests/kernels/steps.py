@@ -27,7 +27,10 @@ BLOCK = {"Q4_0": (32, 18), "Q4_1": (32, 20), "Q8_0": (32, 34), "Q4_K": (256, 144
 """Inputs and bytes of one of ggml's blocks."""
 _SCALES = {"Q4_0": (0,), "Q4_1": (0, 2), "Q8_0": (0,), "Q4_K": (0, 2), "Q6_K": (208,)}
 """Where a block's half floats lie."""
-FORMATS = (*PLAIN, *BLOCK, "int8")
+NIBBLES = ("Q4_0", "Q4_1", "Q4_K")
+ROUNDED = ("int8", *(f"{name} x int8" for name in NIBBLES))
+"""What is multiplied with activations of eight bits."""
+FORMATS = (*PLAIN, *BLOCK, *ROUNDED)
 
 
 def random(seed: int) -> torch.Generator:
@@ -46,9 +49,11 @@ def block_rows(name: str, num_out: int, num_in: int, seed: int) -> Tensor:
 
 def make_matrix(library: Library, name: str, num_out: int, num_in: int, seed: int) -> Matrix:
     """A random matrix of any format; `num_in` is rounded up to whole blocks."""
-    if name in BLOCK:
-        num_in = -(-num_in // BLOCK[name][0]) * BLOCK[name][0]
-        return matrix.pack_blocks(library, name, block_rows(name, num_out, num_in, seed), num_in, Slabs(0))
+    kind = name.removesuffix(" x int8")
+    if kind in BLOCK:
+        num_in = -(-num_in // BLOCK[kind][0]) * BLOCK[kind][0]
+        rows = block_rows(kind, num_out, num_in, seed)
+        return matrix.pack_blocks(library, kind, rows, num_in, Slabs(0), rounds=kind != name)
     weight_NK = torch.randn(num_out, num_in, generator=random(seed))
     return (
         matrix.pack_int8(library, weight_NK, Slabs(0))

@@ -220,13 +220,22 @@ def test_ggmls_blocks(name: str, tmp_path: Path) -> None:
         assert max(abs(a - b) for a, b in zip(scores, plain.score(GGUF_IDS), strict=True)) <= TOLERANCE  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("dtype", "expected"), [("bfloat16", "bfloat16"), ("int8", "int8"), ("float32", "Q4_0")])
+@pytest.mark.parametrize(("dtype", "expected"), [("bfloat16", "bfloat16"), ("float32", "Q4_0")])
 def test_blocks_are_unpacked_when_another_precision_is_asked_for(dtype: str, expected: str, tmp_path: Path) -> None:
     model = write_blocks(tmp_path / "m.gguf", Kind.Q4_0)
     with engine(tmp_path / "m.gguf", dtype=dtype) as ours:
         assert set(formats(ours)) == {expected}
-        bound = 0.5 if dtype == "int8" else TOLERANCE
-        assert gap(rounded(model) if dtype == "bfloat16" else model, GGUF_IDS, ours.score(GGUF_IDS)) <= bound
+        assert gap(rounded(model) if dtype == "bfloat16" else model, GGUF_IDS, ours.score(GGUF_IDS)) <= TOLERANCE
+
+
+@pytest.mark.parametrize("name", [*KEPT, *WIDENED])
+def test_int8_rounds_no_weights_that_have_four_bits(name: str, tmp_path: Path) -> None:
+    """Only what they are multiplied with; blocks of more bits become eight."""
+    model = write_blocks(tmp_path / "m.gguf", (KEPT | WIDENED)[name])
+    with engine(tmp_path / "m.gguf", dtype="int8") as ours:
+        assert set(formats(ours)) == {name if name in ("Q4_0", "Q4_1", "Q4_K") else "int8"}
+        assert all(matrix.rounds for matrix in packed_model(ours).weights.matrices.values())
+        assert TOLERANCE < gap(model, GGUF_IDS, ours.score(GGUF_IDS)) < 0.5
 
 
 # ---- reading --------------------------------------------------------------------------------------------------------

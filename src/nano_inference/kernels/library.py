@@ -22,7 +22,10 @@ _SPIN_NS = 500_000
 class MatrixStruct(ctypes.Structure):
     """One packed matrix."""
 
-    _fields_ = (("format", c_int32), ("num_out", c_int32), ("num_in", c_int32), ("column", c_int32), ("data", c_void_p))
+    _fields_ = (
+        *((name, c_int32) for name in ("format", "num_out", "num_in", "column", "rounds")),
+        ("data", c_void_p),
+    )
 
 
 class OpStruct(ctypes.Structure):

@@ -21,6 +21,7 @@ NAMES: Mapping[int, str] = MappingProxyType(
     {F32: "float32", BF16: "bfloat16", F16: "float16", INT8: "int8"} | {kind: name for name, kind in GGML.items()}
 )
 _PLAIN: Mapping[torch.dtype, int] = MappingProxyType({torch.float32: F32, torch.bfloat16: BF16, torch.float16: F16})
+_NIBBLES = ("Q4_0", "Q4_1", "Q4_K")
 _BLOCK_INPUTS: Mapping[int, int] = MappingProxyType({Q4_0: 32, Q4_1: 32, Q8_0: 32, Q4_K: 256, Q6_K: 256})
 
 
@@ -33,6 +34,8 @@ class Matrix:
     num_in: int
     packed: Tensor
     """uint8, aligned to 64 bytes; c/formats.h says what is where."""
+    rounds: bool = False
+    """Whether activations are rounded to eight bits before they are multiplied."""
 
     @property
     def num_bytes(self) -> int:
@@ -52,15 +55,28 @@ def pack(library: Library, weight_NK: Tensor, slabs: Slabs) -> Matrix:
     return packer.matrix
 
 
+def can_round(type_name: str, num_in: int) -> bool:
+    """Whether a ggml type also has a kernel that multiplies it with activations of eight bits."""
+    return type_name in _NIBBLES and can_keep(type_name, num_in)
+
+
 def pack_blocks(
-    library: Library, type_name: str, rows: Tensor, num_in: int, slabs: Slabs, order_N: Tensor | None = None
+    library: Library,
+    type_name: str,
+    rows: Tensor,
+    num_in: int,
+    slabs: Slabs,
+    order_N: Tensor | None = None,
+    *,
+    rounds: bool = False,
 ) -> Matrix:
     """Pack rows of ggml's blocks (uint8 [N, bytes]); `order_N` (int32) says which of them is output n."""
+    assert not rounds or can_round(type_name, num_in)
     kind, num_out = GGML[type_name], rows.size(0)
     packed = slabs.take(library.code.nano_packed_bytes(kind, num_out, num_in))
     order = None if order_N is None else order_N.data_ptr()
     library.code.nano_pack(kind, rows.contiguous().data_ptr(), order, 0, num_out, num_in, packed.data_ptr())
-    return Matrix(kind, num_out, num_in, packed)
+    return Matrix(kind, num_out, num_in, packed, rounds)
 
 
 def pack_int8(library: Library, weight_NK: Tensor, slabs: Slabs) -> Matrix:
@@ -107,7 +123,7 @@ class Packer:
         num_out, num_in = weight_NK.shape
         self._library = library
         packed = slabs.take(library.code.nano_packed_bytes(kind, num_out, num_in))
-        self.matrix = Matrix(kind, num_out, num_in, packed)
+        self.matrix = Matrix(kind, num_out, num_in, packed, rounds)
 
     def put(self, start: int, stop: int) -> None:
         """Pack rows [start, stop)."""

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from nano_inference.kernels.library import (
-    INT8,
     DrawsStruct,
     Library,
     MatrixStruct,
@@ -94,7 +93,7 @@ class NativeProgram:
         ops = (OpStruct * len(program.ops))(*(self._op(op) for op in program.ops))
         matrices = (MatrixStruct * max(1, len(self._matrices)))(
             *(
-                MatrixStruct(m.format, m.num_out, m.num_in, column, m.packed.data_ptr())
+                MatrixStruct(m.format, m.num_out, m.num_in, column, m.rounds, m.packed.data_ptr())
                 for m, column in zip(self._matrices, self._columns, strict=True)
             )
         )
@@ -107,7 +106,7 @@ class NativeProgram:
         heads = (program.num_heads, program.num_kv_heads, program.head_dim)
         self._struct = ProgramStruct(ops, len(program.ops), matrices, tables, widths, strides, *heads)
         self._kept += [ops, matrices, tables, widths, strides]
-        rounded = [m.num_in for m in self._matrices if m.format == INT8]
+        rounded = [m.num_in for m in self._matrices if m.rounds]
         self._byte_stride = max((int(library.code.nano_int8_row_bytes(num_in)) for num_in in rounded), default=0)
         self._bytes = torch.empty(0, dtype=torch.uint8)
         self._arena = torch.empty(0)

@@ -77,11 +77,14 @@ def pack(weight_NK: Tensor) -> Matrix:
     return Matrix(kind, num_out, num_in, packed)
 
 
-def pack_blocks(type_name: str, rows: Tensor, num_in: int, order_N: Tensor | None = None) -> Matrix:
+def pack_blocks(
+    type_name: str, rows: Tensor, num_in: int, order_N: Tensor | None = None, *, rounds: bool = False
+) -> Matrix:
     """Pack rows of ggml's blocks (uint8 [N, bytes]); `order_N` says which of them is output n."""
     rows = rows if order_N is None else rows[order_N.long()]
     kind = GGML[type_name]
-    return Matrix(kind, rows.size(0), num_in, _join(kind, _fields_of(kind, _blocks(rows, _BLOCK_BYTES[kind]))))
+    packed = _join(kind, _fields_of(kind, _blocks(rows, _BLOCK_BYTES[kind])))
+    return Matrix(kind, rows.size(0), num_in, packed, rounds)
 
 
 def pack_int8(weight_NK: Tensor) -> Matrix:
@@ -90,7 +93,7 @@ def pack_int8(weight_NK: Tensor) -> Matrix:
     num_out, num_in = weight_NK.shape
     panels = _join(INT8, [_blocks(byte_NK.to(torch.int8).view(torch.uint8), 4).unsqueeze(2)])
     behind = F.pad(scale_N, (0, -num_out % _PANEL)).view(torch.uint8)
-    return Matrix(INT8, num_out, num_in, torch.cat((panels, behind)))
+    return Matrix(INT8, num_out, num_in, torch.cat((panels, behind)), rounds=True)
 
 
 def unpack(matrix: Matrix, first: int = 0, count: int | None = None) -> Tensor:
@@ -181,13 +184,14 @@ def _halves(nibbles: Tensor) -> Tensor:
 
 
 def _nibble_words(values: Tensor) -> Tensor:
-    """Values below 16 as words of eight, the first lowest: [N, B, inputs] -> [N, B, G, 4]."""
-    return (values[..., ::2] | values[..., 1::2] << 4).view(*values.shape[:2], -1, 4)
+    """Values below 16 as words of eight, the first four in the low halves: [N, B, inputs] -> [N, B, G, 4]."""
+    low, high = values.view(*values.shape[:2], -1, 2, 4).unbind(-2)
+    return low | high << 4
 
 
 def _nibbles(words_NBGY: Tensor) -> Tensor:
     """The way back."""
-    return torch.stack((words_NBGY & 15, words_NBGY >> 4), dim=-1).flatten(2)
+    return torch.stack((words_NBGY & 15, words_NBGY >> 4), dim=-2).flatten(2)
 
 
 def _half(field: Tensor) -> Tensor:
@@ -342,9 +346,11 @@ def _product(op: Product, x_TW: Tensor) -> Tensor:
 
 
 def _times(x_TK: Tensor, matrix: Matrix) -> Tensor:
-    """One matrix. With eight-bit weights groups of 64 inputs are rounded, too; their sums are whole numbers."""
-    if matrix.format != INT8:
+    """One matrix, and for some groups of 64 inputs rounded to eight bits: their sums are whole numbers."""
+    if not matrix.rounds:
         return x_TK @ unpack(matrix).to(x_TK.dtype).T
+    if matrix.format != INT8:
+        return _times_nibbles(x_TK, matrix)
     weight_NK, scale_N = int8_parts(matrix)
     total_TN = torch.zeros(x_TK.size(0), matrix.num_out)
     groups = (torch.split(each, _GROUP, dim=1) for each in (x_TK.float(), weight_NK))
@@ -353,6 +359,40 @@ def _times(x_TK: Tensor, matrix: Matrix) -> Tensor:
         sum_TN = (byte_TK.double() @ weights_NK.double().T).float()
         total_TN = total_TN + sum_TN * scale_T.unsqueeze(-1)
     return (total_TN * scale_N).to(x_TK.dtype)
+
+
+def _times_nibbles(x_TK: Tensor, matrix: Matrix) -> Tensor:
+    """Blocks of 32 weights q a + b: the sums of q's products are whole numbers, those of b's a sum times b."""
+    q_NK, a_NB, b_NB = _nibble_parts(matrix)
+    total_TN = torch.zeros(x_TK.size(0), matrix.num_out)
+    for start in range(0, matrix.num_in, _GROUP):
+        byte_TK, scale_T = _quantise(x_TK[:, start : start + _GROUP].float())
+        for at, block_TK in enumerate(torch.split(byte_TK, 32, dim=1), start // 32):
+            sum_TN = (block_TK.double() @ q_NK[:, at * 32 : (at + 1) * 32].double().T).float()
+            shift_T1 = (block_TK.sum(dim=1) * scale_T).unsqueeze(-1)
+            total_TN = _fused(sum_TN, a_NB[:, at] * scale_T.unsqueeze(-1), total_TN)
+            total_TN = _fused(b_NB[:, at], shift_T1, total_TN)
+    return total_TN.to(x_TK.dtype)
+
+
+def _fused(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    """a b + c in float32, rounded once (but for one case in a hundred million: the sum is rounded to float64 first)."""
+    return (a.double() * b.double() + c.double()).float()
+
+
+def _nibble_parts(matrix: Matrix) -> tuple[Tensor, Tensor, Tensor]:
+    """Return q [N, K] and, for each block of 32, a and b [N, B] of weights q a + b; all float32, all exact."""
+    fields = _split(matrix, 0, -(-matrix.num_out // _PANEL))
+    if matrix.format == Q4_K:
+        d, e = _half(fields[0]), _half(fields[1])
+        a = torch.cat([d * scale.flatten(2) for scale in fields[2::3]], dim=-1)
+        b = torch.cat([-e * minimum.flatten(2) for minimum in fields[3::3]], dim=-1)
+        q = torch.cat([_nibbles(words) for words in fields[4::3]], dim=-1)
+    else:
+        a, q = _half(fields[0]), _nibbles(fields[-1])
+        b = _half(fields[1]) if matrix.format == Q4_1 else -8 * a
+    q_NK, a_NB, b_NB = (part.flatten(1)[: matrix.num_out].float() for part in (q, a, b))
+    return q_NK, a_NB, b_NB
 
 
 def _heads(op: Heads, step: _Step) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from nano_inference.kernels.library import Library
-from nano_inference.kernels.matrix import Matrix, can_keep, pack, pack_blocks, pack_int8
+from nano_inference.kernels.matrix import Matrix, can_keep, can_round, pack, pack_blocks, pack_int8
 from nano_inference.loader.door import HARMLESS_SUFFIX, WeightSource, check_names
 from nano_inference.loader.gguf import PackedTensor
 from nano_inference.loader.opened import Checkpoint
@@ -56,13 +56,21 @@ def _is_tied(name: str, checkpoint: Checkpoint) -> bool:
 def _matrix(source: WeightSource, library: Library, keep: Keep, slabs: Slabs) -> Matrix:
     """Pack one matrix: ggml's blocks and plain values as they are, unless another precision is asked for."""
     if keep == "int8":
-        return pack_int8(library, _read(source, torch.float32), slabs)
+        return _rounded(source, library, slabs)
     if keep == "bfloat16":
         return pack(library, _read(source, torch.bfloat16), slabs)
     if isinstance(source, PackedTensor) and not source.shift and can_keep(source.tensor.type_name, source.shape[1]):
         rows, order = source.read_blocks()
         return pack_blocks(library, source.tensor.type_name, rows, source.shape[1], slabs, order)
     return pack(library, _read(source, _own_dtype(source)), slabs)
+
+
+def _rounded(source: WeightSource, library: Library, slabs: Slabs) -> Matrix:
+    """Pack one matrix for activations of eight bits: blocks of four bits as they are, all else rounded to eight."""
+    if isinstance(source, PackedTensor) and not source.shift and can_round(source.tensor.type_name, source.shape[1]):
+        rows, order = source.read_blocks()
+        return pack_blocks(library, source.tensor.type_name, rows, source.shape[1], slabs, order, rounds=True)
+    return pack_int8(library, _read(source, torch.float32), slabs)
 
 
 def _vector(source: WeightSource, *, rounds: bool) -> Tensor:

@@ -7,14 +7,17 @@
  *
  *   F32   per input 64 floats                     F16   per input 64 half floats
  *   BF16  per two inputs 64 words: the even one in the low half
- *   Q4_0  per 32: 64 half scales d; per 8: 64 words of 8 nibbles q, first lowest          (q - 8) d
+ *   Q4_0  per 32: 64 half scales d; per 8: 64 words of 8 nibbles q (`nibble_at`)          (q - 8) d
  *   Q4_1  per 32: 64 half d, 64 half m; nibbles as before                                 q d + m
  *   Q8_0  per 32: 64 half d; per input 64 signed bytes q                                  q d
  *   Q4_K  per 256: 64 half d, 64 half e; per 32: 64 bytes s, 64 bytes t, nibbles          q (d s) - e t
  *   Q6_K  per 256: 64 half d; per 16: 64 signed bytes s, 64 words of 16 two-bit high parts, nibbles   (q - 32)(d s)
  *   INT8  per four inputs 64 x 4 signed bytes q; its scales stand behind all panels (int8.h)
  *
- * Every product q d is exact in float32 except Q6_K's last, which is rounded once, as there. */
+ * Every product q d is exact in float32 except Q6_K's last, which is rounded once, as there.
+ *
+ * A byte of a word has input j low and input j + 4 high: its low halves are four neighbouring inputs, its high halves the
+ * next four, as products with eight-bit activations want them. */
 #ifndef NANO_FORMATS_H
 #define NANO_FORMATS_H
 
@@ -28,6 +31,7 @@ typedef struct {
     int32_t num_out;         /* N */
     int32_t num_in;          /* K */
     int32_t column;          /* where its outputs begin in a row of the result */
+    int32_t rounds;          /* whether activations are rounded to eight bits before (int8.h) */
     const char *data;
 } Matrix;
 
@@ -65,20 +69,25 @@ long nano_packed_bytes(int format, long num_out, long num_in) {
 
 /* ---- widening, U vectors of outputs at a time ------------------------------------------------------------------- */
 
-/* Nibble j of each word times 16^(j % RAISED), as a float. Left where they stand, most nibbles need no shift; dividing a
- * scale by a power of 16 is exact, so their products with it are the same. */
+/* Which nibble of a word, the lowest first, input j of eight is. */
+INLINE int nibble_at(int j) { return j < 4 ? 2 * j : 2 * j - 7; }
+INLINE int nibble_of(uint32_t word, int j) { return word >> (4 * nibble_at(j)) & 15; }
+
+/* Input j of each word times 16^raised(j), as a float. Left where they stand, most nibbles need no shift; dividing a scale
+ * by a power of 16 is exact, so their products with it are the same. */
 #if LANES == 16
 #define RAISED 1
 #else
 #define RAISED 4
 #endif
+INLINE int raised(int j) { return nibble_at(j) % RAISED; }
 INLINE vf raised_nibble(vu words, int j) {
 #if LANES == 16
     const __m512 table = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    return (vf)_mm512_permutexvar_ps((__m512i)(words >> (4 * j)), table);
+    return (vf)_mm512_permutexvar_ps((__m512i)(words >> (4 * nibble_at(j))), table);
 #else
-    const int up = j % RAISED;
-    return __builtin_convertvector((vi)((words >> (4 * (j - up))) & (15u << (4 * up))), vf);
+    const int up = raised(j), down = nibble_at(j) - up;
+    return __builtin_convertvector((vi)((words >> (4 * down)) & (15u << (4 * up))), vf);
 #endif
 }
 
@@ -137,7 +146,7 @@ INLINE void fetch_ahead(const char *p, long distance) { __builtin_prefetch(p + d
                     _Pragma("GCC unroll 8") for (int j_ = 0; j_ < 8; j_++) {                                           \
                         const long k = block_ * 32 + g_ * 8 + j_;                                                      \
                         _Pragma("GCC unroll 4") for (int u = 0; u < U; u++) {                                          \
-                            const vf w = vfma(raised_nibble(words_[u], j_), a_[j_ % RAISED][u], b_[u]);                \
+                            const vf w = vfma(raised_nibble(words_[u], j_), a_[raised(j_)][u], b_[u]);                 \
                             take                                                                                       \
                         }                                                                                              \
                     }                                                                                                  \
@@ -174,7 +183,7 @@ INLINE void fetch_ahead(const char *p, long distance) { __builtin_prefetch(p + d
                     _Pragma("GCC unroll 8") for (int j_ = 0; j_ < 8; j_++) {                                           \
                         const long k = part_ * 16 + g_ * 8 + j_;                                                       \
                         _Pragma("GCC unroll 4") for (int u = 0; u < U; u++) {                                          \
-                            const vu q_ = ((low_[u] >> (4 * j_)) & 15) | (((high_[u] >> (2 * j_)) & 3) << 4);          \
+                            const vu q_ = ((low_[u] >> (4 * nibble_at(j_))) & 15) | (((high_[u] >> (2 * j_)) & 3) << 4);\
                             const vf w = __builtin_convertvector((vi)q_ - 32, vf) * a_[u];                             \
                             take                                                                                       \
                         }                                                                                              \

@@ -8,10 +8,10 @@
 INLINE void put16(char *base, int lane, uint16_t value) { memcpy(base + 2 * lane, &value, 2); }
 INLINE uint16_t get16(const char *base, long index) { uint16_t v; memcpy(&v, base + 2 * index, 2); return v; }
 
-/* Eight values below 16 as a word, the first lowest. */
+/* Eight values below 16 as a word. */
 INLINE uint32_t word_of(const uint8_t *q) {
     uint32_t word = 0;
-    for (int j = 0; j < 8; j++) word |= (uint32_t)(q[j] & 15) << (4 * j);
+    for (int j = 0; j < 8; j++) word |= (uint32_t)(q[j] & 15) << (4 * nibble_at(j));
     return word;
 }
 INLINE void put_words(char *base, int lane, const uint8_t *q, int num_words) {
@@ -159,7 +159,7 @@ static float value_at(int format, const char *panel, long k, int lane) {
         uint32_t high;
         memcpy(&high, p + 64 + 4 * lane, 4);
         memcpy(&word, p + 320 + k / 8 % 2 * 256 + 4 * lane, 4);
-        int q = (int)((word >> (4 * (k % 8))) & 15) | (int)((high >> (2 * (k % 16))) & 3) << 4;
+        int q = nibble_of(word, k % 8) | (int)((high >> (2 * (k % 16))) & 3) << 4;
         return (float)(q - 32) * (half_scalar(get16(super, lane)) * (float)(int8_t)p[lane]);
     }
     const char *p;
@@ -177,7 +177,7 @@ static float value_at(int format, const char *panel, long k, int lane) {
         p += format == Q4_1 ? 256 : 128;
     }
     memcpy(&word, p + j / 8 * 256 + 4 * lane, 4);
-    return (float)((double)((word >> (4 * (j % 8))) & 15) * a + b);
+    return (float)(nibble_of(word, j % 8) * a + b);
 }
 
 /* Outputs [first, first + count) as float rows. */

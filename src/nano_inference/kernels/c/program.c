@@ -218,8 +218,8 @@ static long rows_of_piece(long num_rows, long num_in) {
 /* One panel of a piece's rows, whatever its format. The scratch is for a tile and, behind it, for widened weights. */
 static void product_piece(const Product *p, const Step *s, const Matrix *m, long panel, long first, long rows,
                           float *tile, float *wide) {
-    if (m->format == INT8)
-        int8_panel(m, panel, s->bytes + first * s->byte_stride, s->byte_stride, rows, tile);
+    if (m->rounds)
+        rounded_panel(m, panel, s->bytes + first * s->byte_stride, s->byte_stride, rows, tile);
     else
         panel_product(m->format, m->data + panel * panel_bytes(m->format, m->num_in), p->x + first * p->ldx, p->ldx,
                       rows, m->num_in, tile, wide);
@@ -248,9 +248,9 @@ static void multiply(Worker *w, const Product *p, Step *step) {
     const long num_blocks = (p->num_rows + rows - 1) / rows;
     long panels = 0;
     for (int i = 0; i < p->num_matrices; i++) panels += num_panels(p->matrices[i].num_out);
-    int is_int8 = 0;
-    for (int i = 0; i < p->num_matrices; i++) is_int8 |= p->matrices[i].format == INT8;
-    if (is_int8) quantise(w, p, step);
+    int rounds = 0;
+    for (int i = 0; i < p->num_matrices; i++) rounds |= p->matrices[i].rounds;
+    if (rounds) quantise(w, p, step);
     begin_job(w);
     float *tile = scratch_of(w, 4 * (size_t)(rows * PANEL + DEPTH * PANEL));
     const long run = panels_of_piece(w->pool, p->num_rows, panels), runs = (panels + run - 1) / run;
