@@ -1,4 +1,4 @@
-"""The one place where lists become tensors: a scheduled batch -> the input of a forward pass.
+"""A scheduled batch -> the input of a forward pass, as lists for the kernels, as tensors for torch.
 
 Shapes: T tokens of the step (all rows one after another).
 """
@@ -14,25 +14,39 @@ from nano_inference.attention import ForwardInput, Span
 from nano_inference.types import Row
 
 
-def build(rows: tuple[Row, ...], block_size: int, device: torch.device) -> ForwardInput:
-    """Lay the rows' tokens one after another and say where each stands and where its K/V goes.
+class Laid(NamedTuple):
+    """The tokens of a step, one row after another."""
 
-    The rows come as `in_step_order` puts them.
-    """
+    tokens: list[int]
+    previous: list[int]
+    """The token before each, -1 at the start of a sequence."""
+    spans: tuple[Span, ...]
+
+
+def lay(rows: tuple[Row, ...]) -> Laid:
+    """Lay the rows' tokens one after another. The rows come as `in_step_order` puts them."""
     tokens: list[int] = []
     previous: list[int] = []
-    positions: list[int] = []
-    slots: list[int] = []
     spans: list[Span] = []
     for row in rows:
         spans.append(Span(len(tokens), len(row.tokens), row.start, row.blocks))
         tokens += row.tokens
         previous += (row.prev_token, *row.tokens[:-1])
-        places = range(row.start, row.start + len(row.tokens))
+    return Laid(tokens, previous, tuple(spans))
+
+
+def build(rows: tuple[Row, ...], block_size: int, device: torch.device) -> ForwardInput:
+    """Lay the rows' tokens one after another and say where each stands and where its K/V goes, as tensors."""
+    laid = lay(rows)
+    positions: list[int] = []
+    slots: list[int] = []
+    for span in laid.spans:
+        places = range(span.start, span.end)
         positions += places
-        slots += [row.blocks[p // block_size] * block_size + p % block_size for p in places]
-    token_T, prev_T, position_T, slot_T = torch.tensor([tokens, previous, positions, slots], device=device)
-    return ForwardInput(token_T=token_T, prev_T=prev_T, position_T=position_T, slot_T=slot_T, spans=tuple(spans))
+        slots += [span.blocks[p // block_size] * block_size + p % block_size for p in places]
+    lists = [laid.tokens, laid.previous, positions, slots]
+    token_T, prev_T, position_T, slot_T = torch.tensor(lists, device=device)
+    return ForwardInput(token_T=token_T, prev_T=prev_T, position_T=position_T, slot_T=slot_T, spans=laid.spans)
 
 
 def in_step_order(rows: tuple[Row, ...]) -> tuple[Row, ...]:

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple, Protocol, cast
 import torch
 from torch import Tensor, nn
 
-from nano_inference.attention import Backend, ForwardInput, SdpaBackend, StepContext
-from nano_inference.batch import Pooled, Sampled, Scored, build, in_step_order, pooled, sampled, scored
+from nano_inference.attention import Backend, ForwardInput, SdpaBackend, Span, StepContext
+from nano_inference.batch import Pooled, Sampled, Scored, build, in_step_order, lay, pooled, sampled, scored
 from nano_inference.kv.kernel_store import KernelStore
 from nano_inference.kv.store import KVStore
 from nano_inference.models.build import Model
@@ -89,21 +89,31 @@ class ModelRunner:
         rows = in_step_order(batch.rows)
         with torch.inference_mode():
             self.store.prepare(batch.fresh, batch.copies)
-            step = build(rows, self.store.block_size, self.device)
-            hidden_TE = forward(self.model, step, self.store, self.backend)
-            scores = self._score(rows, scored(rows, step.spans), hidden_TE)
-            sums = self._pool(pooled(rows, step.spans), hidden_TE)
-            wanted = sampled(rows, step.spans)
+            spans, hidden_TE = self._compute(rows)
+            scores = self._score(rows, scored(rows, spans), hidden_TE)
+            sums = self._pool(pooled(rows, spans), hidden_TE)
+            wanted = sampled(rows, spans)
             drawn = self._draw(wanted, hidden_TE)
         last = {one.row: place for place, one in enumerate(wanted)}
         return {row.id: _result(row, drawn, last.get(i), scores.get(i), sums.get(i, ())) for i, row in enumerate(rows)}
+
+    def _compute(self, rows: tuple[Row, ...]) -> tuple[tuple[Span, ...], Tensor]:
+        """Return where the rows stand in the step, and the hidden states [T, E]."""
+        if isinstance(self.model, KernelModel):
+            assert isinstance(self.store, KernelStore)
+            laid = lay(rows)
+            return laid.spans, self.model.run(laid.tokens, laid.previous, laid.spans, self.store.cache)
+        step = build(rows, self.store.block_size, self.device)
+        return step.spans, forward(self.model, step, self.store, self.backend)
 
     def _draw(self, wanted: Sequence[Sampled], hidden_TE: Tensor) -> Draw:
         """Draw each token from the logits of the one that it follows."""
         if not wanted:
             return Draw((), (), ())
-        index_B = torch.tensor([one.place for one in wanted], device=self.device)
-        return self.sampler(self.model.head(hidden_TE[index_B]), [one.seen for one in wanted])
+        places = [one.place for one in wanted]
+        are_all = places == list(range(hidden_TE.size(0)))  # as in most steps, whose hidden states need no copy
+        hidden_BE = hidden_TE if are_all else hidden_TE[torch.tensor(places, device=self.device)]
+        return self.sampler(self.model.head(hidden_BE), [one.seen for one in wanted])
 
     def _pool(self, found: Sequence[Pooled], hidden_TE: Tensor) -> dict[int, tuple[float, ...]]:
         """Return the float32 sum of the final hidden states that each row pools; the norm sees all rows' at once."""

@@ -16,8 +16,7 @@ import transformers
 from torch import Tensor
 
 from nano_inference import runner
-from nano_inference.attention import ForwardInput
-from nano_inference.batch import build
+from nano_inference.batch import build, in_step_order
 from nano_inference.config import EngineConfig
 from nano_inference.engine import InferenceEngine
 from nano_inference.kv.store import KVStore
@@ -221,11 +220,11 @@ def test_engine_greedy_tokens_are_the_witness_s(case: Case) -> None:
 def test_engine_on_a_prefix_hit(case: Case, cache_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
     computed: list[int] = []
 
-    def counting(rows: tuple[Row, ...], block_size: int, device: torch.device) -> ForwardInput:
+    def counting(rows: tuple[Row, ...]) -> tuple[Row, ...]:
         computed.extend(len(row.tokens) for row in rows)
-        return build(rows, block_size, device)
+        return in_step_order(rows)
 
-    monkeypatch.setattr(runner, "build", counting)
+    monkeypatch.setattr(runner, "in_step_order", counting)
     with engine(case.directory, cache_type=cache_type) as ours:
         ids = text(6, 250)
         ours.generate([ids[:205]], SamplingParams(max_tokens=1, seed=1))

@@ -136,11 +136,11 @@ class NativeProgram:
         self._step.tokens.num_tokens = num_rows
         self._go()
 
-    def buffer(self, name: str, num_rows: int) -> Tensor:
-        """Return the first rows of a buffer, float32 [S, W]; a view."""
-        stride, begin = self._strides[name], self._starts[name] * self._capacity
-        rows = self._arena[begin : begin + num_rows * stride].view(num_rows, stride)
-        return rows[:, : self._program.widths[name]]
+    def buffer(self, name: str, num_rows: int, width: int | None = None) -> Tensor:
+        """Return the first rows of a buffer, or the first `width` columns of these, float32 [S, W]; a view."""
+        assert num_rows <= self._capacity
+        shape = (num_rows, self._program.widths[name] if width is None else width)
+        return self._arena.as_strided(shape, (self._strides[name], 1), self._starts[name] * self._capacity)
 
     def _go(self) -> None:
         with self._library.turn:

@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from nano_inference.attention import ForwardInput
+from nano_inference.attention import ForwardInput, Span
 from nano_inference.kernels.library import Library
 from nano_inference.kernels.native import Cache, Layout, NativeProgram
 from nano_inference.models.config import ModelConfig
@@ -73,11 +73,18 @@ class KernelModel:
         self.weights = Weights({}, {})
         self._parts = None
 
+    def run(self, tokens: Sequence[int], previous: Sequence[int], spans: Sequence[Span], cache: Cache) -> Tensor:
+        """Return the hidden states [T, E] before the last norm, in memory that the next step overwrites.
+
+        `previous` has the token before each, -1 where there is none.
+        """
+        assert self._parts is not None and max(span.end for span in spans) <= self.max_len
+        self._parts.body.run(layout_of(tokens, previous, spans), cache)
+        return self._parts.body.buffer("x", len(tokens))
+
     def forward(self, step: ForwardInput, cache: Cache) -> Tensor:
-        """Return the hidden states [T, E] before the last norm, in memory that the next step overwrites."""
-        assert self._parts is not None and max(span.end for span in step.spans) <= self.max_len
-        self._parts.body.run(layout_of(step), cache)
-        return self._parts.body.buffer("x", step.token_T.numel())
+        """Do the same for a step as torch's models take it."""
+        return self.run(step.token_T.tolist(), step.prev_T.tolist(), step.spans, cache)
 
     def final(self, hidden_SE: Tensor) -> Tensor:
         """Return hidden states after the last norm, in memory that the next call overwrites."""
@@ -89,7 +96,7 @@ class KernelModel:
         """Return float32 logits [S, V], in memory that the next call overwrites."""
         assert self._parts is not None
         self._parts.head.run_rows({"h": hidden_SE})
-        return self._parts.head.buffer("logits", hidden_SE.size(0))[:, : self.config.vocab_size]
+        return self._parts.head.buffer("logits", hidden_SE.size(0), self.config.vocab_size)
 
 
 def rope_tables(tables: Sequence[RotaryTable], max_len: int) -> Ropes:
@@ -99,13 +106,12 @@ def rope_tables(tables: Sequence[RotaryTable], max_len: int) -> Ropes:
     return tuple((cos_P1R.squeeze(1).contiguous(), sin_P1R.squeeze(1).contiguous()) for cos_P1R, sin_P1R in pairs)
 
 
-def layout_of(step: ForwardInput) -> Layout:
+def layout_of(tokens: Sequence[int], previous: Sequence[int], spans: Sequence[Span]) -> Layout:
     """Return a step as the kernels want it."""
-    spans = step.spans
     lengths = [len(span.blocks) for span in spans]
     return Layout(
-        token_T=array("i", step.token_T.tolist()),
-        previous_T=array("i", step.prev_T.tolist()),
+        token_T=array("i", tokens),
+        previous_T=array("i", previous),
         num_tokens_S=array("i", [span.num_tokens for span in spans]),
         start_S=array("i", [span.start for span in spans]),
         table_begin_S=array("i", accumulate(lengths[:-1], initial=0)),
