@@ -15,18 +15,34 @@ Team = dict[int, Library]
 """One instruction set's libraries by their number of threads."""
 
 
-@pytest.fixture(scope="session", params=ISAS)
-def isa(request: pytest.FixtureRequest) -> Isa:
-    best = best_isa(cpu_flags())
-    if ISAS.index(request.param) < ISAS.index(best):
-        pytest.skip(f"this CPU has no {request.param}")
+WITHOUT = {"avx512": ("avx512_vnni", "-mno-avx512vnni"), "avx2": ("avx_vnni", "-mno-avxvnni")}
+"""Instructions that some CPUs have besides an instruction set, and how a compiler is told to do without them."""
+
+
+@pytest.fixture(scope="session", params=[*ISAS, *(f"{isa} without vnni" for isa in WITHOUT)])
+def build(request: pytest.FixtureRequest) -> tuple[Isa, tuple[str, ...]]:
+    """An instruction set that this machine has, and further options for the compiler."""
+    isa, _, is_without = request.param.partition(" ")
+    if ISAS.index(isa) < ISAS.index(best_isa(cpu_flags())):
+        pytest.skip(f"this CPU has no {isa}")
     find_compiler(os.environ)
-    return request.param
+    if not is_without:
+        return isa, ()
+    flag, option = WITHOUT[isa]
+    if flag not in cpu_flags():
+        pytest.skip(f"this CPU has no {flag} to do without")
+    return isa, (option,)
 
 
 @pytest.fixture(scope="session")
-def team(isa: Isa) -> Iterator[Team]:
-    path = compile_library(isa, default_cache(os.environ), os.environ)
+def isa(build: tuple[Isa, tuple[str, ...]]) -> Isa:
+    return build[0]
+
+
+@pytest.fixture(scope="session")
+def team(build: tuple[Isa, tuple[str, ...]]) -> Iterator[Team]:
+    isa, options = build
+    path = compile_library(isa, default_cache(os.environ), os.environ, options)
     libraries = {threads: Library(path, threads) for threads in (1, 2, 3)}
     yield libraries
     for library in libraries.values():

@@ -156,10 +156,23 @@ def make_case(shape: Shape, seed: int) -> Case:
     """Sequences whose tables form a tree; slots that no token has written are no numbers."""
     rng = np.random.default_rng(seed)
     counts = [1] * shape.num_rows + list(shape.chunks)
-    spans, num_blocks = _spans(shape, counts, rng)
+    return _case(shape, *_spans(shape, counts, rng), seed, rng)
+
+
+def make_staircase(shape: Shape, seed: int) -> Case:
+    """Sequences that leave a common chain one after another: as many runs of common blocks as there can be."""
+    size, chain = shape.block_size, range(shape.num_rows)
+    spans = [
+        Span((i,), (i + 1) * size + i % size, (*chain[: i + 1], shape.num_rows + i)) for i in range(shape.num_rows)
+    ]
+    return _case(shape, spans, 2 * shape.num_rows, seed, np.random.default_rng(seed))
+
+
+def _case(shape: Shape, spans: list[Span], num_blocks: int, seed: int, rng: np.random.Generator) -> Case:
     size = shape.num_kv_heads * shape.head_dim * shape.block_size
     k, v = (torch.full((2 * num_blocks * size + 64,), torch.nan) for _ in range(2))
-    case = Case(shape, tuple(spans), _rows(shape, sum(counts), seed), Cache(k, v, shape.block_size, 2 * size))
+    rows_TW = _rows(shape, sum(len(span.tokens) for span in spans), seed)
+    case = Case(shape, tuple(spans), rows_TW, Cache(k, v, shape.block_size, 2 * size))
     for span in spans:
         _fill(case, span, rng)
     return replace(case, spans=tuple(spans[i] for i in rng.permutation(len(spans))))

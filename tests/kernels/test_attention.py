@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 
@@ -23,6 +24,7 @@ from tests.kernels.steps import (
     layers_of,
     layout_of,
     make_case,
+    make_staircase,
     same_bits,
 )
 
@@ -43,7 +45,7 @@ SHAPES = (
 )
 NAMES = [f"{s.num_heads}of{s.num_kv_heads}-d{s.head_dim}-z{s.block_size}-w{s.window}" for s in SHAPES]
 
-
+GPU_NAN = torch.tensor([0x7FFFFFFF], dtype=torch.int32).view(torch.float32).item()
 DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -94,6 +96,20 @@ def pieces(span: Span) -> tuple[Span, ...]:
     return tuple(span.cut(begin, end) for begin, end in pairwise(cuts) if begin < end)
 
 
+@pytest.mark.parametrize("block_size", [1, 8, 16, 256])
+@pytest.mark.parametrize("num_rows", [31, 32, 33, 70])
+def test_sequences_may_part_at_every_block(team: Team, block_size: int, num_rows: int) -> None:
+    """Crews of 32 whose tables agree a block less each: room for as many runs of common blocks as there can be."""
+    shape = Shape(num_heads=3, num_kv_heads=1, head_dim=16, block_size=block_size, num_rows=num_rows)
+    shape = replace(shape, longest=(num_rows + 1) * block_size)
+    case = make_staircase(shape, seed=70)
+    right, after = attend_twin(case)
+    got = attend(team[2], case, case.spans, case.fresh())
+    assert all((row - right[token]).abs().max() <= attention_bound(case, after) for token, row in got.items())
+    for span in case.spans[::9]:
+        assert same_bits(got, attend(team[1], case, (span,), case.fresh()))
+
+
 def test_long_rows_are_cut_up_and_added_in_order(team: Team, monkeypatch: pytest.MonkeyPatch) -> None:
     """Scores that differ much between splits: each merge rescales one side or the other."""
     shape = Shape(num_heads=2, num_kv_heads=1, head_dim=16, block_size=16, num_rows=2, longest=2000, has_prefix=False)
@@ -108,7 +124,7 @@ def test_long_rows_are_cut_up_and_added_in_order(team: Team, monkeypatch: pytest
     assert all((row - right[token]).abs().max() <= bound for token, row in cut.items())
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("value", [float("nan"), GPU_NAN, float("inf"), -float("inf")])
 @pytest.mark.parametrize("part", ["query", "key", "value"])
 def test_a_sequence_that_is_no_number_stays_alone(team: Team, value: float, part: str) -> None:
     """One sequence's last token is spoiled; the others share its first blocks."""

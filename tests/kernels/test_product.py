@@ -12,7 +12,18 @@ from nano_inference.kernels.matrix import Matrix
 from nano_inference.kernels.program import Product, Program
 from nano_inference.memory import Slabs
 from tests.kernels.conftest import Team
-from tests.kernels.steps import FORMATS, ROUNDED, in_child, make_matrix, product_bound, random, run_rows
+from tests.kernels.steps import (
+    BLOCK,
+    FORMATS,
+    NIBBLES,
+    ROUNDED,
+    block_rows,
+    in_child,
+    make_matrix,
+    product_bound,
+    random,
+    run_rows,
+)
 
 COUNTS = (*range(1, 14), 24, 25, 64, 83, 84, 85, 170, 171)
 """Around every size at which the C goes another way: four rows at once, tiles of 6 and 12, pieces of 84 and 168."""
@@ -139,6 +150,22 @@ def test_eight_bit_weights_that_are_no_numbers_say_so(library: Library, value: f
     got_SN = run_rows(library, program((matrix.pack_int8(library, weight_NK, Slabs(0)),), num_in=33), {"x": x_SK}, "y")
     assert got_SN[:, 5].isnan().all()
     assert got_SN[:, :5].isfinite().all() and got_SN[:, 6:].isfinite().all()
+
+
+@pytest.mark.parametrize("name", NIBBLES)
+@pytest.mark.parametrize("blocks", [1, 2, 3])
+def test_the_largest_nibbles_and_activations_have_room(team: Team, name: str, blocks: int) -> None:
+    """Every product as large as it can be, and all of one sign: sums in 16 bits hold a block, and no more."""
+    num_in = blocks * BLOCK[name][0]
+    rows = block_rows(name, 70, num_in, seed=17).view(70, blocks, -1)
+    rows[..., -BLOCK[name][0] // 2 :] = 255
+    weight = matrix.pack_blocks(team[1], name, rows.flatten(1), num_in, Slabs(0), rounds=True)
+    x_SK = torch.tensor([[1.0], [-1.0], [2.0], [-3.0], [1.0]]).expand(5, num_in).contiguous()
+    made = program((weight,), num_in=num_in)
+    got_SN, expected_SN = run_rows(team[2], made, {"x": x_SK}, "y"), twin.run_rows(made, {"x": x_SK})["y"]
+    check_rounded(team[2], name, got_SN, expected_SN, product_bound(x_SK, (weight,), torch.zeros(5, 70)))
+    exact_SN = x_SK.double() @ twin.unpack(weight).double().T
+    assert ((got_SN - exact_SN).abs() <= 1e-5 * exact_SN.abs() + 1e-3).all()
 
 
 def test_no_rows_are_no_rows(library: Library) -> None:

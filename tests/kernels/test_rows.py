@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import struct
 from array import array
 
 import pytest
@@ -30,7 +31,9 @@ from tests.kernels.steps import FORMATS, Span, layout_of, make_matrix, random, r
 WIDTHS = (1, 3, 4, 7, 15, 16, 17, 31, 33, 64, 100, 577)
 NUM_ROWS = 19
 """More than two pieces of 8 rows."""
-SPECIAL = (math.nan, math.inf, -math.inf, 3e38, -3e38, 1e-45, -100.0, 100.0, 0.0)
+GPU_NAN = struct.unpack("<f", b"\xff\xff\xff\x7f")[0]
+"""What CUDA calls no number: unlike an x86's, every bit of its fraction is set."""
+SPECIAL = (math.nan, GPU_NAN, -GPU_NAN, math.inf, -math.inf, 3e38, -3e38, 1e-45, -100.0, 100.0, 0.0)
 ACTIVATIONS = ("silu", "gelu_tanh", "relu_squared")
 
 
@@ -65,7 +68,7 @@ def inputs_of(program: Program, num_rows: int, seed: int) -> dict[str, Tensor]:
 def bound_of(name: str, width: int, exact_SW: Tensor, inputs: dict[str, Tensor]) -> Tensor:
     """Relative 1e-6 (a few roundings), a norm's sum of squares W/16 + 8 more; tanh is right to a few ulps of 1, so a
     softcap to that of its cap and GELU to that of its inputs; sums of two terms to that of the larger. SiLU may leave
-    1e-36 where nothing is left, as exponentials end at e^88."""
+    1e-36 where nothing is left, as exponentials are infinite above e^88."""
     relative = 1e-6 + (width / 16 + 8) * 2**-24 * ("norm" in name)
     size_SW = exact_SW.abs()
     if "gelu" in name:

@@ -7,13 +7,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 import torch
 import transformers
 
 from nano_inference import InferenceEngine, SamplingParams, WeightError, weights_checksum
+from nano_inference.kernels.matrix import GGML
 from nano_inference.models.kernel import KernelModel
 from nano_inference.models.packed import num_weight_bytes, weight_values
+from tests.loader import tiny_models
 from tests.nanochat.tiny import base_meta, model_config, state_dict, write_checkpoint
 from tests.weights.pairs import OpenEngine, Pair
 
@@ -124,6 +127,28 @@ def test_a_partial_update_leaves_the_rest_exactly(pair: Pair, open_engine: OpenE
         after = values(engine)
         assert not torch.equal(after.pop(Q), before[Q])
         same(after, {name: tensor for name, tensor in before.items() if name != Q})
+
+
+@pytest.mark.parametrize("dtype", ["auto", "int8"])
+@pytest.mark.parametrize("blocking", [True, False])
+def test_blocks_that_a_partial_update_does_not_name_stay_blocks(
+    dtype: str, blocking: bool, tmp_path: Path, open_engine: OpenEngine
+) -> None:
+    """Their values stay, and so do their four bits; what is named becomes what the engine makes of floats."""
+    source = tiny_models.make_model("llama", intermediate_size=64)
+    path = tiny_models.write_gguf(tmp_path / "m.gguf", "llama", source, kind=gguf.GGMLQuantizationType.Q4_0)
+    engine = open_engine(Pair(path, source, source), dtype=dtype)
+    before, packed = values(engine), model_of(engine).weights.matrices
+    for _ in range(2):
+        engine.update_weights({Q: 2 * before[Q]}, blocking=blocking, partial=True)
+        engine.finish_update()
+        after, now = values(engine), model_of(engine).weights.matrices
+        assert not torch.equal(after.pop(Q), before[Q])
+        same(after, {name: tensor for name, tensor in before.items() if name != Q})
+        own = Q.removeprefix("model.")
+        assert {now[name].format for name in now if name != own} == {GGML["Q4_0"]}
+        assert all(now[name].rounds == packed[name].rounds for name in now)
+        assert now[own].format != GGML["Q4_0"]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -69,10 +69,11 @@ def staging_model(model: AnyModel, device: torch.device) -> Model:
     return build_like(model, device)
 
 
-def finished(live: AnyModel, staged: Model, pace: Pace | None = None) -> AnyModel:
+def finished(live: AnyModel, staged: Model, taken: Collection[str], pace: Pace | None = None) -> AnyModel:
     """Return the model to compute with: what was gathered itself, or, where kernels compute, a packed copy of it.
 
-    `pace` is told of every piece before it is packed.
+    Weights that are not among the `taken` stay as they are packed: what a file has in four bits, a copy of its values
+    would have in more, or rounded. `pace` is told of every piece before it is packed.
     """
     if not isinstance(live, KernelModel):
         return staged
@@ -80,10 +81,11 @@ def finished(live: AnyModel, staged: Model, pace: Pace | None = None) -> AnyMode
     vectors: dict[str, Tensor] = {}
     slabs = Slabs()
     for name, slot in module_slots(staged).items():
+        is_new = checkpoint_name(live.config, name) in taken
         if slot.dim() == 2:
-            matrices[name] = _packed(live, slot, slabs, pace)
+            matrices[name] = _packed(live, slot, slabs, pace) if is_new else live.weights.matrices[name]
         else:
-            vectors[name] = slot.float().clone()
+            vectors[name] = slot.float().clone() if is_new else live.weights.vectors[name]
     return live.with_weights(Weights(matrices, vectors))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -50,6 +50,11 @@ class Staging:
         self._aliases = tied_names(spare)
         self._taken: dict[str, str] = {}
         """Slot -> the name under which it came."""
+
+    @property
+    def taken(self) -> Collection[str]:
+        """The weights that came, under their checkpoint's names."""
+        return self._taken.keys()
 
     @torch.no_grad()
     def put(self, name: object, value: object) -> None:

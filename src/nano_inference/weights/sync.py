@@ -272,7 +272,7 @@ class _Job:
             _close_after(error, source)
             raise
         self.gathered = staging.complete(self._model, self.checksum)
-        return finished(self._model, self.gathered, self._pace if self.thread else None)
+        return finished(self._model, self.gathered, staging.taken, self._pace if self.thread else None)
 
     def _next(self, source: Iterator[tuple[object, object]]) -> tuple[object, object] | None:
         """Ask the source; what it raises becomes a `WeightError` with its cause."""

@@ -74,6 +74,7 @@ typedef struct {
     int num_stretches;
     const char **places;                     /* of their keys, then of their values, then of the AHEAD keys read next */
     long num_places;                         /* of keys; of values there are as many */
+    long ahead;                              /* AHEAD, or the number of places, which may be fewer */
 } Crew;
 
 INLINE long lowest_key(const Attention *a, long position) {
@@ -90,7 +91,7 @@ INLINE vf load_kv(const int is_short, const char *p) {
 /* Blocks lie anywhere in memory, so no prefetcher of the processor's finds the next one: while a block is read, a later
  * one is fetched, line for line, as evenly as the sums go on. */
 INLINE void fetch_line(const char *p) { __builtin_prefetch(p, 0, 2); }
-INLINE int begins_line(int vector) { return vector * LANES % 16 == 0; }
+INLINE int begins_line(int vector, long stride) { return vector * LANES % 16 == 0 || stride <= LANES; }
 
 /* V vectors of keys, each with its own place, against R query rows. */
 INLINE void score_tile(const int S, const int R, const int V, const float *q, long dim, const char *const *k,
@@ -101,7 +102,7 @@ INLINE void score_tile(const int S, const int R, const int V, const float *q, lo
     for (long d = 0; d < dim; d++) {
         vf keys[4];
         _Pragma("GCC unroll 4") for (int v = 0; v < V; v++) {
-            if (begins_line(v)) fetch_line(next[v] + d * stride * value_bytes(S));
+            if (begins_line(v, stride)) fetch_line(next[v] + d * stride * value_bytes(S));
             keys[v] = load_kv(S, k[v] + d * stride * value_bytes(S));
         }
         _Pragma("GCC unroll 16") for (int r = 0; r < R; r++) {
@@ -125,7 +126,7 @@ INLINE void value_tile(const int S, const int R, const int V, const float *p, lo
         for (long key = 0; key < count; key++) {
             vf values[4];
             _Pragma("GCC unroll 4") for (int u = 0; u < V; u++) {
-                if (begins_line(u)) fetch_line(ahead + (key * dim + u * LANES) * value_bytes(S));
+                if (begins_line(u, dim)) fetch_line(ahead + (key * dim + u * LANES) * value_bytes(S));
                 values[u] = load_kv(S, block + (key * dim + u * LANES) * value_bytes(S));
             }
             _Pragma("GCC unroll 16") for (int r = 0; r < R; r++) {
@@ -226,7 +227,7 @@ INLINE void score_stretch(const int S, const Crew *c, const Stretch *s, const ch
     for (long i = 0; i < s->num_blocks; i++)
         for (long key = 0; key < size; key += LANES) {
             now[n] = k[i] + key * value_bytes(S);
-            next[n] = k[i + AHEAD] + key * value_bytes(S);
+            next[n] = k[i + c->ahead] + key * value_bytes(S);
             out[n++] = scores + i * size + key;
             if (n < AT_ONCE && (i + 1 < s->num_blocks || key + LANES < size)) continue;
             score_vectors(S, q, rows, dim, now, next, size, out, c->lds, n);
@@ -245,7 +246,7 @@ INLINE void weigh_stretch(const int S, const Crew *c, const Stretch *s, const ch
         const long begin = (s->block + i) * size, left = s->num_blocks - i, n = left < AT_ONCE ? left : AT_ONCE;
         const long keys = last + 1 - begin < n * size ? last + 1 - begin : n * size;
         value_blocks(S, c->scores + row * c->lds + (begin - c->first), (long)(s->to - s->from) * c->group, c->lds,
-                     v + i, v + i + AHEAD, size, keys, dim, c->part + row * dim);
+                     v + i, v + i + c->ahead, size, keys, dim, c->part + row * dim);
     }
 }
 
@@ -297,6 +298,7 @@ static void list_places(Crew *c) {
                 *place++ = place_of(c->job, caches[cache], block, c->head);
             }
     c->num_places = (place - c->places) / 2;
+    c->ahead = c->num_places < AHEAD ? c->num_places : AHEAD;
     for (int i = 0; i < AHEAD; i++) *place++ = c->places[0];
 }
 

@@ -142,7 +142,7 @@ INLINE float half_scalar(uint16_t h) {
  * is below a tenth of an ulp), n into the exponent. */
 INLINE vi exp_bits(vf x) {
     const vf magic = all_f(12582912.0f);
-    const vf shifted = vfma(x, all_f(1.44269504088896341f), magic), n = shifted - magic;
+    const vf n = vfma(x, all_f(1.44269504088896341f), magic) - magic;
     vf r = vfma(n, all_f(-0.693359375f), x);
     r = vfma(n, all_f(2.12194440054690583e-4f), r);
     vf y = all_f(1.0f / 5040);
@@ -153,10 +153,10 @@ INLINE vi exp_bits(vf x) {
     y = vfma(y, r, all_f(0.5f));
     y = vfma(y, r, all_f(1.0f));
     y = vfma(y, r, all_f(1.0f));
-    return (vi)y + ((vi)shifted << 23);      /* the number n stands in the low bits of n + 1.5 * 2^23 */
+    return (vi)y + (__builtin_convertvector(n, vi) << 23);      /* of what is no number nothing is added: it stays so */
 }
 
-/* e^x. Below the smallest normal number it is 0; above 88 it stays e^88; what is no number stays none. */
+/* e^x. Below the smallest normal number it is 0, above e^88 infinite; what is no number stays none. */
 INLINE vf vexp(vf x) {
     const vi tiny = x < all_f(-87.33654f), huge = x > all_f(88.0f);
     x = vmax(all_f(-87.33654f), x);          /* in this order what is no number stays so */
