@@ -35,6 +35,10 @@ def _byte_of_char() -> dict[str, int]:
 
 BYTE_OF_CHAR: Mapping[str, int] = MappingProxyType(_byte_of_char())
 CHAR_OF_BYTE: Mapping[int, str] = MappingProxyType({byte: char for char, byte in BYTE_OF_CHAR.items()})
+_LATIN: Mapping[int, int] = MappingProxyType(
+    dict.fromkeys(range(256), 256) | {ord(char): byte for char, byte in BYTE_OF_CHAR.items()}
+)
+"""Code point -> byte; what stands for none becomes a character that Latin-1 has not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -103,8 +107,8 @@ def piece_bytes(piece: str, spelling: Spelling) -> bytes:
         byte = byte_piece(piece)
         return piece.replace(SPACE_MARK, " ").encode() if byte is None else bytes([byte])
     try:
-        return bytes([BYTE_OF_CHAR[char] for char in piece])
-    except KeyError:
+        return piece.translate(_LATIN).encode("latin-1")
+    except UnicodeEncodeError:
         return piece.encode()
 
 

@@ -20,9 +20,18 @@ INLINE void put_words(char *base, int lane, const uint8_t *q, int num_words) {
         memcpy(base + g * 256 + 4 * lane, &word, 4);
     }
 }
-/* ggml's 16 bytes of 32 nibbles: the first half of the values low, the second high. */
-INLINE void halves(const uint8_t *bytes, uint8_t *q) {
-    for (int i = 0; i < 16; i++) { q[i] = bytes[i] & 15; q[i + 16] = bytes[i] >> 4; }
+/* The same for ggml's 16 bytes of 32 nibbles, the first half of the values low, the second high: eight bytes hold two
+ * words, whose halves have to be put together the other way round. */
+INLINE void put_halves(char *base, int lane, const uint8_t *bytes) {
+    for (int g = 0; g < 2; g++) {
+        uint32_t first, second;
+        memcpy(&first, bytes + 8 * g, 4);
+        memcpy(&second, bytes + 8 * g + 4, 4);
+        const uint32_t low = (first & 0x0f0f0f0fu) | (second & 0x0f0f0f0fu) << 4;
+        const uint32_t high = (first >> 4 & 0x0f0f0f0fu) | (second & 0xf0f0f0f0u);
+        memcpy(base + g * 256 + 4 * lane, &low, 4);
+        memcpy(base + (g + 2) * 256 + 4 * lane, &high, 4);
+    }
 }
 
 static long source_row_bytes(int format, long num_in) {
@@ -75,7 +84,6 @@ static void pack_q6_k(const uint8_t *block, char *super, int lane) {
 }
 
 static void pack_row(int format, const uint8_t *row, long num_in, char *panel, int lane) {
-    uint8_t q[32];
     if (format == Q8_0)
         for (long b = 0; b < num_in / 32; b++, row += 34) {
             put16(panel + b * 2176, lane, get16((const char *)row, 0));
@@ -86,9 +94,8 @@ static void pack_row(int format, const uint8_t *row, long num_in, char *panel, i
             const int scales = format == Q4_1 ? 2 : 1;
             char *p = panel + b * block_bytes(format);
             for (int i = 0; i < scales; i++, row += 2) put16(p + 128 * i, lane, get16((const char *)row, 0));
-            halves(row, q);
+            put_halves(p + 128 * scales, lane, row);
             row += 16;
-            put_words(p + 128 * scales, lane, q, 4);
         }
     else if (format == Q4_K)
         for (long b = 0; b < num_in / 256; b++) pack_q4_k(row + b * 144, panel + b * 9472, lane);
