@@ -25,6 +25,7 @@ from peers.machine import processor
 
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams
 from nano_inference.config import Dtype
+from nano_inference.kv.kernel_store import KernelStore
 
 KV_CACHE_BYTES = 1 << 30
 SHORT_TEXT, SEATS, FEWEST_STEPS = 8, 8, 4
@@ -58,7 +59,7 @@ class Plan:
     waiting: tuple[int, ...]
 
     def engine(self, max_batch_size: int) -> InferenceEngine:
-        """Return an engine with so many seats."""
+        """Return an engine with so many seats, its cache brought in whole: that takes a core for seconds."""
         config = EngineConfig(
             model_path=self.model,
             device="cpu",
@@ -67,7 +68,11 @@ class Plan:
             max_batch_size=max_batch_size,
             kv_cache_bytes=KV_CACHE_BYTES,
         )
-        return InferenceEngine(config)
+        engine = InferenceEngine(config)
+        store = getattr(engine.parts.runner, "store", None)
+        if isinstance(store, KernelStore):
+            store.wait_for_pages(60)
+        return engine
 
 
 def text_of(rng: random.Random, size: int) -> list[int]:
