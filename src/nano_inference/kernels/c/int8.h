@@ -131,6 +131,13 @@ INLINE vi dot4(vi acc, vu w, vi x) {
 #endif
 }
 
+/* The same four in every lane. */
+INLINE vi four_bytes(const uint8_t *x) {
+    int32_t bytes;
+    memcpy(&bytes, x, 4);
+    return bytes - (vi){0};
+}
+
 #define MOST 4                               /* rows, and vectors of outputs, of a tile */
 
 /* R rows by V vectors of outputs. */
@@ -155,9 +162,7 @@ INLINE void int8_tile(const int R, const int V, const uint8_t *x, long ldx, cons
                 fetch_ahead(panel + four * 256 + v * LANES * 4, ahead);
             }
             _Pragma("GCC unroll 4") for (int r = 0; r < R; r++) {
-                int32_t bytes;
-                memcpy(&bytes, x + r * ldx + before + four * 4, 4);
-                const vi b = bytes - (vi){0};
+                const vi b = four_bytes(x + r * ldx + before + four * 4);
                 _Pragma("GCC unroll 4") for (int v = 0; v < V; v++) acc[r][v] = dot4(acc[r][v], w[v], b);
             }
         }
@@ -222,11 +227,6 @@ INLINE vi whole_sums(vi sum) {
 #else
     return sum;
 #endif
-}
-INLINE vi four_bytes(const uint8_t *x) {
-    int32_t bytes;
-    memcpy(&bytes, x, 4);
-    return bytes - (vi){0};
 }
 
 /* The whole-number products of one block: R rows by V vectors of outputs. */
