@@ -5,22 +5,14 @@ Shapes: T tokens of the step (all rows one after another).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 
-from nano_inference.attention import ForwardInput, Span
+from nano_inference.attention import ForwardInput, Laid, Span
 from nano_inference.types import Row
-
-
-class Laid(NamedTuple):
-    """The tokens of a step, one row after another."""
-
-    tokens: list[int]
-    previous: list[int]
-    """The token before each, -1 at the start of a sequence."""
-    spans: tuple[Span, ...]
 
 
 def lay(rows: tuple[Row, ...]) -> Laid:
@@ -37,7 +29,11 @@ def lay(rows: tuple[Row, ...]) -> Laid:
 
 def build(rows: tuple[Row, ...], block_size: int, device: torch.device) -> ForwardInput:
     """Lay the rows' tokens one after another and say where each stands and where its K/V goes, as tensors."""
-    laid = lay(rows)
+    return as_tensors(lay(rows), block_size, device)
+
+
+def as_tensors(laid: Laid, block_size: int, device: torch.device) -> ForwardInput:
+    """Say where each token of a step stands and where its K/V goes, as tensors."""
     positions: list[int] = []
     slots: list[int] = []
     for span in laid.spans:
@@ -119,3 +115,32 @@ def scored(rows: tuple[Row, ...], spans: tuple[Span, ...]) -> list[Scored]:
         if skip < len(known):
             found.append(Scored(index, range(span.offset + skip, span.offset + len(known)), known[skip:]))
     return found
+
+
+class Wanted(NamedTuple):
+    """What a step's rows ask for; places and indices count the hidden states that are kept."""
+
+    kept: list[int]
+    """Which of the step's T tokens anything is asked of, ascending."""
+    sampled: list[Sampled]
+    scored: list[Scored]
+    pooled: list[Pooled]
+
+
+def wanted(rows: tuple[Row, ...], spans: tuple[Span, ...]) -> Wanted:
+    """Return what the rows ask for, and of which tokens: often only of the last of each chunk."""
+    drawn, known, summed = sampled(rows, spans), scored(rows, spans), pooled(rows, spans)
+    ranges = [*(one.indices for one in known), *(one.indices for one in summed)]
+    kept = sorted({one.place for one in drawn}.union(*ranges))
+    rank = {place: index for index, place in enumerate(kept)}
+    return Wanted(
+        kept,
+        [one._replace(place=rank[one.place]) for one in drawn],
+        [one._replace(indices=_ranks(one.indices, rank)) for one in known],
+        [one._replace(indices=_ranks(one.indices, rank)) for one in summed],
+    )
+
+
+def _ranks(indices: range, rank: Mapping[int, int]) -> range:
+    """Return where tokens that follow one another stand among those kept: as closely."""
+    return range(rank[indices[0]], rank[indices[-1]] + 1) if indices else indices

@@ -1,6 +1,7 @@
 """Runs one step on the device: the only place where a plan meets tensors.
 
-Shapes: T tokens of the step, B rows that draw, S rows scored at once, E hidden size, V vocabulary.
+Shapes: K tokens of the step that anything is asked of, B rows that draw, S rows scored at once, E hidden size, V
+vocabulary.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ from typing import Any, NamedTuple, Protocol, cast
 import torch
 from torch import Tensor, nn
 
-from nano_inference.attention import Backend, ForwardInput, SdpaBackend, Span, StepContext
-from nano_inference.batch import Pooled, Sampled, Scored, build, in_step_order, lay, pooled, sampled, scored
+from nano_inference.attention import Backend, ForwardInput, Laid, SdpaBackend, StepContext
+from nano_inference.batch import Pooled, Sampled, Scored, Wanted, as_tensors, in_step_order, lay, wanted
+from nano_inference.kernels.native import Cache
 from nano_inference.kv.kernel_store import KernelStore
 from nano_inference.kv.store import KVStore
 from nano_inference.models.build import Model
@@ -87,64 +89,72 @@ class ModelRunner:
 
     def _run(self, batch: ScheduledBatch) -> dict[int, RowResult]:
         rows = in_step_order(batch.rows)
+        laid = lay(rows)
+        asked = wanted(rows, laid.spans)
         with torch.inference_mode():
             self.store.prepare(batch.fresh, batch.copies)
-            spans, hidden_TE = self._compute(rows)
-            scores = self._score(rows, scored(rows, spans), hidden_TE)
-            sums = self._pool(pooled(rows, spans), hidden_TE)
-            wanted = sampled(rows, spans)
-            drawn = self._draw(wanted, hidden_TE)
-        last = {one.row: place for place, one in enumerate(wanted)}
-        return {row.id: _result(row, drawn, last.get(i), scores.get(i), sums.get(i, ())) for i, row in enumerate(rows)}
+            found = self._find(rows, laid, asked)
+        last = {one.row: place for place, one in enumerate(asked.sampled)}
+        return {row.id: _result(row, last.get(i), i, found) for i, row in enumerate(rows)}
 
-    def _compute(self, rows: tuple[Row, ...]) -> tuple[tuple[Span, ...], Tensor]:
-        """Return where the rows stand in the step, and the hidden states [T, E]."""
+    def _find(self, rows: Sequence[Row], laid: Laid, asked: Wanted) -> _Found:
+        """Compute the step; draw, score and pool what is asked for."""
+        model = self.model
+        if isinstance(model, KernelModel) and asked.sampled and not asked.scored and not asked.pooled:
+            logits_BV = model.run_to_logits(laid, asked.kept, _kernel_cache(self.store))
+            return _Found(self.sampler(logits_BV, [one.seen for one in asked.sampled]), {}, {})
+        hidden_KE = self._compute(laid, asked.kept)
+        scores, sums = self._score(rows, asked.scored, hidden_KE), self._pool(asked.pooled, hidden_KE)
+        return _Found(self._draw(asked.sampled, hidden_KE), scores, sums)
+
+    def _compute(self, laid: Laid, kept: Sequence[int]) -> Tensor:
+        """Return the hidden states [K, E] of the tokens that are kept."""
         if isinstance(self.model, KernelModel):
-            assert isinstance(self.store, KernelStore)
-            laid = lay(rows)
-            return laid.spans, self.model.run(laid.tokens, laid.previous, laid.spans, self.store.cache)
-        step = build(rows, self.store.block_size, self.device)
-        return step.spans, forward(self.model, step, self.store, self.backend)
+            return self.model.run(laid, kept, _kernel_cache(self.store))
+        step = as_tensors(laid, self.store.block_size, self.device)
+        hidden_TE = forward(self.model, step, self.store, self.backend)
+        are_all = len(kept) == hidden_TE.size(0)
+        return hidden_TE if are_all else hidden_TE[torch.tensor(kept, dtype=torch.long, device=self.device)]
 
-    def _draw(self, wanted: Sequence[Sampled], hidden_TE: Tensor) -> Draw:
+    def _draw(self, found: Sequence[Sampled], hidden_KE: Tensor) -> Draw:
         """Draw each token from the logits of the one that it follows."""
-        if not wanted:
+        if not found:
             return Draw((), (), ())
-        places = [one.place for one in wanted]
-        are_all = places == list(range(hidden_TE.size(0)))  # as in most steps, whose hidden states need no copy
-        hidden_BE = hidden_TE if are_all else hidden_TE[torch.tensor(places, device=self.device)]
-        return self.sampler(self.model.head(hidden_BE), [one.seen for one in wanted])
+        places = [one.place for one in found]
+        are_all = places == list(range(hidden_KE.size(0)))  # as in most steps, whose hidden states need no copy
+        hidden_BE = hidden_KE if are_all else hidden_KE[torch.tensor(places, device=self.device)]
+        return self.sampler(self.model.head(hidden_BE), [one.seen for one in found])
 
-    def _pool(self, found: Sequence[Pooled], hidden_TE: Tensor) -> dict[int, tuple[float, ...]]:
+    def _pool(self, found: Sequence[Pooled], hidden_KE: Tensor) -> dict[int, tuple[float, ...]]:
         """Return the float32 sum of the final hidden states that each row pools; the norm sees all rows' at once."""
         if not found:
             return {}
         index_S = torch.tensor([index for one in found for index in one.indices], device=self.device)
-        final_SE = final_hidden(self.model, hidden_TE[index_S]).float()
+        final_SE = final_hidden(self.model, hidden_KE[index_S]).float()
         parts = torch.split(final_SE, [len(one.indices) for one in found])
         sums = torch.stack([part.sum(dim=0) for part in parts]).tolist()
         return {one.row: tuple(total) for one, total in zip(found, sums, strict=True)}
 
-    def _score(self, rows: Sequence[Row], found: Sequence[Scored], hidden_TE: Tensor) -> dict[int, Scores]:
+    def _score(self, rows: Sequence[Row], found: Sequence[Scored], hidden_KE: Tensor) -> dict[int, Scores]:
         """Return the log-probabilities of known tokens for each row that wants any.
 
         All rows' positions stand together and go through the head a bounded piece of [S, V] at a time.
         """
-        wanted = _pack(rows, found)
+        targets = _pack(rows, found)
         width = max(1, _SCORE_ELEMENTS // self.model.config.vocab_size)
         logprobs: list[float] = []
         tops: list[TopLogprobs] = []
         ranks: list[int] = []
-        for start in range(0, len(wanted.targets), width):
+        for start in range(0, len(targets.tokens), width):
             piece = slice(start, start + width)
-            index_S, target_S = torch.tensor([wanted.indices[piece], wanted.targets[piece]], device=self.device)
-            logits_SV = self.model.head(hidden_TE[index_S])
-            scale_temperatures(logits_SV, wanted.temperatures[piece])
+            index_S, target_S = torch.tensor([targets.indices[piece], targets.tokens[piece]], device=self.device)
+            logits_SV = self.model.head(hidden_KE[index_S])
+            scale_temperatures(logits_SV, targets.temperatures[piece])
             logp_SV = torch.log_softmax(logits_SV, dim=-1)
             own_S1 = logp_SV.gather(-1, target_S.unsqueeze(-1))
             logprobs += floor_logprobs(own_S1.squeeze(-1)).tolist()
             ranks += (logp_SV > own_S1).sum(dim=-1).add_(1).tolist()
-            tops += top_logprobs(logp_SV, wanted.num_tops[piece])
+            tops += top_logprobs(logp_SV, targets.num_tops[piece])
         scores: dict[int, Scores] = {}
         start = 0
         for known in found:
@@ -168,26 +178,26 @@ class ClosedRunner:
         """There is none."""
 
 
-class _Wanted(NamedTuple):
+class _Targets(NamedTuple):
     """Known tokens of several rows, one after another, with what each row wants to know of them."""
 
     indices: list[int]
-    """Which of the step's T tokens they follow."""
-    targets: list[int]
+    """Which of the K hidden states they follow."""
+    tokens: list[int]
     temperatures: list[float]
     num_tops: list[int]
 
 
-def _pack(rows: Sequence[Row], found: Sequence[Scored]) -> _Wanted:
+def _pack(rows: Sequence[Row], found: Sequence[Scored]) -> _Targets:
     """Put the known tokens of all rows one after another."""
-    wanted = _Wanted([], [], [], [])
+    packed = _Targets([], [], [], [])
     for known in found:
         row, size = rows[known.row], len(known.targets)
-        wanted.indices.extend(known.indices)
-        wanted.targets.extend(known.targets)
-        wanted.temperatures.extend([row.params.temperature if row.logprobs_mode != "raw" else 1.0] * size)
-        wanted.num_tops.extend([row.params.prompt_logprobs or 0] * size)
-    return wanted
+        packed.indices.extend(known.indices)
+        packed.tokens.extend(known.targets)
+        packed.temperatures.extend([row.params.temperature if row.logprobs_mode != "raw" else 1.0] * size)
+        packed.num_tops.extend([row.params.prompt_logprobs or 0] * size)
+    return packed
 
 
 class Scores(NamedTuple):
@@ -198,9 +208,20 @@ class Scores(NamedTuple):
     ranks: tuple[int, ...] = ()
 
 
-def _result(row: Row, drawn: Draw, last: int | None, scores: Scores | None, total: tuple[float, ...] = ()) -> RowResult:
+_NO_SCORES = Scores()
+
+
+class _Found(NamedTuple):
+    """What a step found: tokens drawn, scores and sums of hidden states by the place of their row in the step."""
+
+    drawn: Draw
+    scores: Mapping[int, Scores]
+    sums: Mapping[int, tuple[float, ...]]
+
+
+def _result(row: Row, last: int | None, place: int, found: _Found) -> RowResult:
     """Put one row's findings together; `last` is the place of its last token among those drawn."""
-    scores = scores or Scores()
+    scores, total, drawn = found.scores.get(place, _NO_SCORES), found.sums.get(place, ()), found.drawn
     if last is None:
         return RowResult(
             id=row.id, scores=scores.logprobs, score_tops=scores.tops, score_ranks=scores.ranks, pooled=total
@@ -219,6 +240,12 @@ def _result(row: Row, drawn: Draw, last: int | None, scores: Scores | None, tota
     )
 
 
+def _kernel_cache(store: KVStore | KernelStore) -> Cache:
+    """Return the memory that the kernels read; only their own store has it."""
+    assert isinstance(store, KernelStore)
+    return store.cache
+
+
 def final_hidden(model: AnyModel, hidden_SE: Tensor) -> Tensor:
     """Return hidden states [S, E] after the model's last norm, as its head reads them; nanochat's has no weights."""
     if isinstance(model, KernelModel):
@@ -232,8 +259,7 @@ def final_hidden(model: AnyModel, hidden_SE: Tensor) -> Tensor:
 def forward(model: AnyModel, step: ForwardInput, store: KVStore | KernelStore, backend: Backend) -> Tensor:
     """Return the hidden states [T, E] of a step; its K/V is in the store afterwards."""
     if isinstance(model, KernelModel):
-        assert isinstance(store, KernelStore)
-        return model.forward(step, store.cache)
+        return model.forward(step, _kernel_cache(store))
     assert isinstance(store, KVStore)
     context = StepContext(
         step=step,

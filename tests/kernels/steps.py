@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -17,7 +17,7 @@ from nano_inference.kernels import matrix, twin
 from nano_inference.kernels.library import Library
 from nano_inference.kernels.matrix import Matrix
 from nano_inference.kernels.native import Cache, Layout, NativeProgram
-from nano_inference.kernels.program import Attend, Embed, Heads, Program
+from nano_inference.kernels.program import Attend, Embed, Heads, Keep, Program
 from nano_inference.memory import Slabs
 
 EPS = 2.0**-24
@@ -133,13 +133,15 @@ class Case:
         ops = (
             Embed(out="qkv", table=table),
             Heads(x="qkv", layer=1, rope=None),
+            Keep(buffers=("qkv",)),
             Attend(x="qkv", out="att", layer=1, scale=s.head_dim**-0.5, window=s.window, softcap=s.softcap),
         )
         widths = {"qkv": self.qkv_TW.size(1), "att": s.num_heads * s.head_dim}
         return Program(ops=ops, widths=widths, num_heads=s.num_heads, num_kv_heads=s.num_kv_heads, head_dim=s.head_dim)
 
 
-def layout_of(spans: tuple[Span, ...]) -> Layout:
+def layout_of(spans: tuple[Span, ...], kept: Sequence[int] | None = None) -> Layout:
+    """A step; all of its tokens are kept where nothing else is said."""
     tokens = [token for span in spans for token in span.tokens]
     lengths = [len(span.blocks) for span in spans]
     return Layout(
@@ -149,6 +151,7 @@ def layout_of(spans: tuple[Span, ...]) -> Layout:
         start_S=array("i", [span.start for span in spans]),
         table_begin_S=array("i", accumulate(lengths[:-1], initial=0)),
         tables=array("i", [block for span in spans for block in span.blocks]),
+        keep_K=array("i", range(len(tokens)) if kept is None else kept),
     )
 
 
@@ -232,11 +235,15 @@ def layers_of(case: Case, cache: Cache) -> list[tuple[Tensor, Tensor]]:
     return list(zip(k.unbind(1), v.unbind(1), strict=True))
 
 
-def attend(library: Library, case: Case, spans: tuple[Span, ...], cache: Cache) -> dict[int, Tensor]:
-    """What each token's attention gives, by token."""
+def attend(
+    library: Library, case: Case, spans: tuple[Span, ...], cache: Cache, kept: Sequence[int] | None = None
+) -> dict[int, Tensor]:
+    """What each token's attention gives, by token; of those that are kept where they are named."""
     program = NativeProgram(library, case.program(matrix.pack(library, case.qkv_TW, Slabs(0))))
-    program.run(layout_of(spans), cache)
+    program.run(layout_of(spans, kept), cache)
     tokens = [token for span in spans for token in span.tokens]
+    if kept is not None:
+        tokens = [tokens[t] for t in kept]
     return dict(zip(tokens, program.buffer("att", len(tokens)).clone(), strict=True))
 
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -88,6 +89,19 @@ def test_a_row_has_the_same_bits_in_any_company(
     assert same_bits(whole, attend(team[3], case, case.spans[:1], cache)), "without cutting long rows"
     monkeypatch.setattr(native, "_MAX_SPLIT_TOKENS", 10_000)
     assert same_bits(whole, attend(team[3], case, case.spans[:3], cache)), "with it"
+
+
+@pytest.mark.parametrize("index", range(len(SHAPES)), ids=NAMES)
+def test_rows_that_are_kept_have_the_bits_that_they_have_among_all(team: Team, index: int) -> None:
+    case, _, _ = solved(index)
+    whole, cache = attend(team[2], case, case.spans, case.fresh()), case.fresh()
+    num_tokens = len(whole)
+    rng = np.random.default_rng(index)
+    assert not attend(team[2], case, case.spans, cache, [])
+    for count in {1, num_tokens // 2 + 1, max(1, num_tokens - 1)}:
+        kept = sorted(rng.choice(num_tokens, count, replace=False).tolist())
+        got = attend(team[2], case, case.spans, cache, kept)
+        assert len(got) == len(kept) and same_bits(got, whole)
 
 
 def pieces(span: Span) -> tuple[Span, ...]:

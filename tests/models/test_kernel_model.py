@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from nano_inference.assemble import cache_dtype, load_kernel_model, load_model, make_store, pick_kernels
-from nano_inference.attention import ForwardInput, SdpaBackend
+from nano_inference.attention import ForwardInput, Laid, SdpaBackend
 from nano_inference.batch import build, in_step_order
 from nano_inference.config import EngineConfig
 from nano_inference.kernels.library import Library
+from nano_inference.kv.kernel_store import KernelStore
 from nano_inference.loader.checkpoint import Checkpoint, open_checkpoint
 from nano_inference.models.packed import AnyModel
 from nano_inference.runner import final_hidden, forward
@@ -106,6 +107,25 @@ def test_a_mixed_step_is_the_torch_modules(checkpoint: Checkpoint, library: Libr
             bound = MARGIN * float((t - r).abs().max()) + 2.0**-22 * float(r.abs().max())
             assert bound < 1e-3 * float(r.abs().max()), "a bound that holds nothing"
             assert float((m - r).abs().max()) <= bound, (number, name)
+
+
+def test_what_is_kept_has_the_bits_that_it_has_among_all(checkpoint: Checkpoint, library: Library) -> None:
+    """Keys and values of the others are there for the next step all the same; logits may be had at once."""
+    inputs = steps(checkpoint.config.vocab_size)
+    model = load_kernel_model(checkpoint, library, "own", MAX_LEN)
+    whole = computed(model, inputs)
+    store = make_store(model, len(LENGTHS[0]) * MAX_LEN // BLOCK_SIZE, BLOCK_SIZE, CPU, cache_dtype(model))
+    assert isinstance(store, KernelStore)
+    for step, right in zip(inputs, whole, strict=True):
+        laid = Laid(step.token_T.tolist(), step.prev_T.tolist(), step.spans)
+        last = [span.offset + span.num_tokens - 1 for span in step.spans]
+        for kept in ([], last, last[1:2], list(range(1, len(laid.tokens), 3)), list(range(len(laid.tokens)))):
+            hidden_KE = model.run(laid, kept, store.cache)
+            assert torch.equal(hidden_KE.double(), right.hidden_TE[kept])
+            assert torch.equal(model.run_to_logits(laid, kept, store.cache).double(), right.logits_TV[kept])
+            with torch.inference_mode():
+                logits_KV = model.head(right.hidden_TE[kept].float().flip(0))
+            assert torch.equal(logits_KV.double().flip(0), right.logits_TV[kept])
 
 
 def test_what_a_step_gives_does_not_depend_on_what_was_in_the_buffers(library: Library, tmp_path: Path) -> None:

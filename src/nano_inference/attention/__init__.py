@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from nano_inference.attention.context import AttentionSpec, Backend, ForwardInput, Span, StepContext
+from nano_inference.attention.context import AttentionSpec, Backend, ForwardInput, Laid, Span, StepContext
 from nano_inference.attention.flex import FlexAttentionBackend
 from nano_inference.attention.masks import create_attention_mask, create_sliding_window_causal_mask
 from nano_inference.attention.sdpa import SdpaBackend
@@ -15,6 +15,7 @@ __all__ = [
     "Backend",
     "FlexAttentionBackend",
     "ForwardInput",
+    "Laid",
     "SdpaBackend",
     "Span",
     "StepContext",

@@ -69,16 +69,22 @@ class TokensStruct(ctypes.Structure):
     )
 
 
+class RowsStruct(ctypes.Structure):
+    """Tokens that are gone through together, and how many splits their keys are cut into."""
+
+    _fields_ = (("tokens", TokensStruct), ("num_splits", c_int64))
+
+
 class StepStruct(ctypes.Structure):
     """One step's arguments."""
 
     _fields_ = (
-        ("tokens", TokensStruct),
-        *((name, c_void_p) for name in ("token", "previous", "buffers", "k", "v")),
+        ("all", RowsStruct),
+        ("kept", RowsStruct),
+        *((name, c_void_p) for name in ("keep", "token", "previous", "buffers", "k", "v")),
         ("block_bytes", c_int64),
         ("is_short", c_int64),
         ("parts", c_void_p),
-        ("num_splits", c_int64),
         ("bytes", c_void_p),
         ("byte_stride", c_int64),
         ("failed", c_int),
@@ -155,6 +161,7 @@ def _end_threads(code: ctypes.CDLL, pool: int, owner: int) -> None:
 
 def _declare(code: ctypes.CDLL) -> None:
     """Tell ctypes what the functions take and return."""
+    planned = (c_void_p, POINTER(ProgramStruct), POINTER(StepStruct))
     signatures: dict[str, tuple[object, tuple[object, ...]]] = {
         "nano_isa": (c_char_p, ()),
         "nano_has_vnni": (c_int, ()),
@@ -168,8 +175,8 @@ def _declare(code: ctypes.CDLL) -> None:
         "nano_pack_int8": (None, (c_void_p, c_long, c_long, c_long, c_long, c_void_p)),
         "nano_unpack": (None, (c_int, c_void_p, c_long, c_long, c_long, c_void_p)),
         "nano_split_size": (c_int64, (c_int64,)),
-        "nano_plan": (c_int64, (c_int64, *[c_void_p] * 4, c_int32, *[c_void_p] * 4)),
-        "nano_run": (c_int, (c_void_p, POINTER(ProgramStruct), POINTER(StepStruct))),
+        "nano_plan": (c_int64, (*planned, c_int64, *[c_void_p] * 4, c_int32, c_void_p, c_int32, c_int32, c_void_p)),
+        "nano_run": (c_int, (*planned, POINTER(ProgramStruct), POINTER(StepStruct))),
         "nano_populate": (c_int, (c_void_p, c_int64)),
         "nano_draw": (c_int, (c_void_p, POINTER(DrawsStruct), c_int64)),
     }

@@ -1,7 +1,7 @@
 """Runs programs in C.
 
-Shapes: T tokens of a step, C crews, W width of a buffer, S rows, V vocabulary, L layers, N blocks of the cache, K kv
-heads, D head size, Z slots of a block, P positions, R rotary size.
+Shapes: T tokens of a step, K those of them that are kept, W width of a buffer, S rows, V vocabulary, L layers, N blocks
+of the cache, J kv heads, D head size, Z slots of a block, P positions, R rotary size.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from operator import add
 from typing import Any
 
 import numpy as np
@@ -34,6 +33,7 @@ from nano_inference.kernels.program import (
     Embed,
     GateValues,
     Heads,
+    Keep,
     Mix,
     Norm,
     Op,
@@ -43,13 +43,13 @@ from nano_inference.kernels.program import (
     Softcap,
 )
 
-_KINDS = (Embed, Norm, Product, Heads, Attend, Activate, Mix, Softcap, GateValues, Smear)
+_KINDS = (Embed, Norm, Product, Heads, Attend, Activate, Mix, Softcap, GateValues, Smear, Keep)
 _ADD, _NORM_FIRST, _NORM_LAST = 1, 2, 4
 _ROWS = ("token", "previous", "pair")
 _ACTIVATIONS = ("silu", "gelu_tanh", "relu_squared")
 _LINE_FLOATS = 16
 _MAX_SPLIT_TOKENS = 64
-"""Steps of more tokens have work enough for all threads without cutting a row's keys up."""
+"""More have work enough for all threads without cutting a row's keys up."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,11 +64,13 @@ class Layout:
     table_begin_S: array[int]
     """Where each span's block table begins in `tables`."""
     tables: array[int]
+    keep_K: array[int]
+    """Which tokens `Keep` goes on with, ascending."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cache:
-    """The memory of keys [N, L, K, D, Z] and values [N, L, K, Z, D], a vector's worth longer than that.
+    """The memory of keys [N, L, J, D, Z] and values [N, L, J, Z, D], a vector's worth longer than that.
 
     float32, or bfloat16, which is widened as it is read.
     """
@@ -77,7 +79,16 @@ class Cache:
     v: Tensor
     block_size: int
     block_values: int
-    """L · K · D · Z."""
+    """L · J · D · Z."""
+
+
+@dataclass(frozen=True, slots=True)
+class Continuation:
+    """A program that takes its buffer `x` from the one before: its buffer `given`."""
+
+    program: NativeProgram
+    x: str
+    given: str
 
 
 class NativeProgram:
@@ -115,26 +126,41 @@ class NativeProgram:
         self._pointers = (ctypes.c_void_p * len(self._names))()
         self._step = StepStruct(buffers=ctypes.addressof(self._pointers))
 
-    def run(self, layout: Layout, cache: Cache) -> None:
-        """Go through the program for a step's tokens. Raises `MemoryError` when there is too little."""
+    def run(self, layout: Layout, cache: Cache, then: Continuation | None = None) -> None:
+        """Go through the program for a step's tokens. Raises `MemoryError` when there is too little.
+
+        `then` goes on with the rows that are kept, without coming back in between.
+        """
         num_tokens = len(layout.token_T)
         self._reserve(num_tokens)
-        kept = self._plan(layout, cache.block_size)
         step = self._step
         step.token, step.previous = _address(layout.token_T), _address(layout.previous_T)
         step.k, step.v, step.is_short = cache.k.data_ptr(), cache.v.data_ptr(), cache.k.dtype == torch.bfloat16
         step.block_bytes = cache.block_values * cache.k.itemsize
-        self._split(layout, num_tokens, kept)
-        self._go()
+        kept = self._plan(layout, cache.block_size)
+        if then is None:
+            self._go()
+        else:
+            then.program._take_over(then.x, self, then.given, len(layout.keep_K))
+            self._go(then.program)
+        del kept
 
     def run_rows(self, inputs: Mapping[str, Tensor]) -> None:
         """Go through a program without attention for rows that are given: float32 [S, W] for each named buffer."""
         num_rows = next(iter(inputs.values())).size(0)
         self._reserve(num_rows)
         for name, rows_SW in inputs.items():
+            self._pointers[self._at(name)] = self._place(name)
             self.buffer(name, num_rows).copy_(rows_SW)
-        self._step.tokens.num_tokens = num_rows
+        self._step.all.tokens.num_tokens = num_rows
         self._go()
+
+    def _take_over(self, name: str, giver: NativeProgram, given: str, num_rows: int) -> None:
+        """Take another program's rows, where they lie, for a buffer of one's own."""
+        assert self._strides[name] == giver._strides[given]
+        self._reserve(num_rows)
+        self._pointers[self._at(name)] = giver._place(given)
+        self._step.all.tokens.num_tokens = num_rows
 
     def buffer(self, name: str, num_rows: int, width: int | None = None) -> Tensor:
         """Return the first rows of a buffer, or the first `width` columns of these, float32 [S, W]; a view."""
@@ -142,11 +168,14 @@ class NativeProgram:
         shape = (num_rows, self._program.widths[name] if width is None else width)
         return self._arena.as_strided(shape, (self._strides[name], 1), self._starts[name] * self._capacity)
 
-    def _go(self) -> None:
+    def _place(self, name: str) -> int:
+        """Return where a buffer lies."""
+        return self._arena.data_ptr() + 4 * self._starts[name] * self._capacity
+
+    def _go(self, then: NativeProgram | None = None) -> None:
+        more = (None, None) if then is None else (then._struct, then._step)
         with self._library.turn:
-            failed = self._library.code.nano_run(
-                self._library.pool, ctypes.byref(self._struct), ctypes.byref(self._step)
-            )
+            failed = self._library.code.nano_run(self._library.pool, self._struct, self._step, *more)
         if failed:
             raise MemoryError("a step needs more memory than there is")
 
@@ -159,44 +188,34 @@ class NativeProgram:
         self._capacity = capacity
         self._bytes = torch.empty(capacity * self._byte_stride, dtype=torch.uint8)
         self._step.bytes, self._step.byte_stride = self._bytes.data_ptr(), self._byte_stride
-        place = self._arena.data_ptr()
-        for index, stride in enumerate(self._strides.values()):
-            self._pointers[index] = place
-            place += 4 * capacity * stride
+        for index, name in enumerate(self._names):
+            self._pointers[index] = self._place(name)
 
-    def _plan(self, layout: Layout, block_size: int) -> list[array[int]]:
-        """Say where each token stands and who reads the cache together; return the memory that says so."""
-        num_tokens = len(layout.token_T)
-        position_T, table_of_T, order_T, crews_C = (array("i", bytes(4 * (num_tokens + 1))) for _ in range(4))
-        num_crews = self._library.code.nano_plan(
+    def _plan(self, layout: Layout, block_size: int) -> tuple[object, ...]:
+        """Say where each token stands and who reads the cache together; return the memory that this takes."""
+        room = array("i", bytes(16 * (len(layout.token_T) + len(layout.keep_K)) + 8))
+        num_floats = self._library.code.nano_plan(
+            self._library.pool,
+            self._struct,
+            self._step,
             len(layout.num_tokens_S),
-            *map(_address, (layout.num_tokens_S, layout.start_S, layout.table_begin_S, layout.tables)),
+            _address(layout.num_tokens_S),
+            _address(layout.start_S),
+            _address(layout.table_begin_S),
+            _address(layout.tables),
             block_size,
-            *map(_address, (position_T, table_of_T, order_T, crews_C)),
+            _address(layout.keep_K),
+            len(layout.keep_K),
+            _MAX_SPLIT_TOKENS,
+            _address(room),
         )
-        if num_crews < 0:
+        if num_floats < 0:
             raise MemoryError("a step needs more memory than there is")
-        tokens = self._step.tokens
-        tokens.num_tokens, tokens.block_size, tokens.num_crews = num_tokens, block_size, num_crews
-        tokens.position, tokens.table_of, tokens.order, tokens.crews = map(
-            _address, (position_T, table_of_T, order_T, crews_C)
-        )
-        tokens.tables = _address(layout.tables)
-        return [position_T, table_of_T, order_T, crews_C]
-
-    def _split(self, layout: Layout, num_tokens: int, kept: list[Any]) -> None:
-        """Cut the keys of few long rows into splits that threads take separately; the sums are the same."""
-        tokens, step = self._step.tokens, self._step
-        longest = max(map(add, layout.start_S, layout.num_tokens_S))
-        num_splits = -(-longest // self._library.code.nano_split_size(tokens.block_size))
-        work = tokens.num_crews * self._program.num_kv_heads
-        is_cut = num_tokens <= _MAX_SPLIT_TOKENS and num_splits > 1 and work < 4 * self._library.num_threads
-        step.num_splits, step.parts = (num_splits, 0) if is_cut else (0, 0)
-        if is_cut:
-            size = num_tokens * self._program.num_heads * num_splits * (self._program.head_dim + 2)
-            parts = torch.empty(size)
-            kept.append(parts)
-            step.parts = parts.data_ptr()
+        if not num_floats:
+            return (room,)
+        parts = np.empty(num_floats, np.float32)
+        self._step.parts = parts.ctypes.data
+        return room, parts
 
     def _op(self, op: Op) -> OpStruct:
         """Put one operation into C's form."""
@@ -222,7 +241,7 @@ class NativeProgram:
             self._small_op(op, out)
         return out
 
-    def _small_op(self, op: Activate | Mix | Softcap | GateValues | Smear, out: OpStruct) -> None:
+    def _small_op(self, op: Activate | Mix | Softcap | GateValues | Smear | Keep, out: OpStruct) -> None:
         """The same for what touches each row alone."""
         if isinstance(op, Activate):
             out.in_, out.out, out.choice = self._at(op.x), self._at(op.out), _ACTIVATIONS.index(op.kind)
@@ -231,6 +250,9 @@ class NativeProgram:
             out.weight, out.weight2 = self._pointer(op.a), self._pointer(op.b)
         elif isinstance(op, Softcap):
             out.out, out.cap = self._at(op.x), op.cap
+        elif isinstance(op, Keep):
+            places = [self._at(name) for name in op.buffers]
+            out.in_, out.in2, out.out = *places, *[-1] * (3 - len(places))
         elif isinstance(op, GateValues):
             out.in_, out.in2, out.out, out.scale = self._at(op.x), self._at(op.gate), self._at(op.more), op.scale
         else:

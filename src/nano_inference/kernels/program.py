@@ -124,7 +124,15 @@ class Smear:
     weight: Tensor
 
 
-Op = Embed | Norm | Product | Heads | Attend | Activate | Mix | Softcap | GateValues | Smear
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Keep:
+    """From here on only the step's `keep_K` rows are gone on with, at the front of up to three buffers."""
+
+    buffers: tuple[str, ...]
+    """What later operations read."""
+
+
+Op = Embed | Norm | Product | Heads | Attend | Activate | Mix | Softcap | GateValues | Smear | Keep
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ size, Z slots of a cache's block, C keys that a token sees.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 import torch
@@ -26,15 +26,16 @@ from nano_inference.kernels.program import (
     Embed,
     GateValues,
     Heads,
+    Keep,
     Mix,
     Norm,
-    Op,
     Product,
     Program,
     Smear,
     Softcap,
 )
 
+_RowOp = Embed | Norm | Product | Heads | Attend | Activate | Mix | Softcap | GateValues | Smear
 _PANEL = 64
 _Field = tuple[int, int]
 _HALF: _Field = (1, 2)
@@ -249,6 +250,7 @@ class _Step:
     position_T: Tensor
     tables: tuple[Tensor, ...]
     """Each token's block table, and what follows it."""
+    keep_K: Tensor
     cache: Cache | None
     ropes: Sequence[tuple[Tensor, Tensor]]
 
@@ -274,6 +276,7 @@ def run(
         torch.tensor(layout.previous_T, dtype=torch.long),
         torch.cat([torch.arange(start, start + count) for count, start, _ in spans]),
         tuple(tables[begin:] for count, _, begin in spans for _ in range(count)),
+        torch.tensor(layout.keep_K, dtype=torch.long),
         cache,
         ropes,
     )
@@ -284,17 +287,31 @@ def run_rows(program: Program, inputs: Mapping[str, Tensor], dtype: torch.dtype 
     """Go through a program without tokens for rows that are given: [S, W] for each named buffer."""
     nothing = torch.empty(0, dtype=torch.long)
     buffers = {name: rows_SW.to(dtype) for name, rows_SW in inputs.items()}
-    return _run(_Step(program, buffers, dtype, nothing, nothing, nothing, (), None, ()))
+    return _run(_Step(program, buffers, dtype, nothing, nothing, nothing, (), nothing, None, ()))
 
 
 def _run(step: _Step) -> dict[str, Tensor]:
     for op in step.program.ops:
-        name, value_TW = _apply(op, step)
-        step.buffers[name] = value_TW
+        if isinstance(op, Keep):
+            step = _keep(op, step)
+        else:
+            name, value_TW = _apply(op, step)
+            step.buffers[name] = value_TW
     return step.buffers
 
 
-def _apply(op: Op, step: _Step) -> tuple[str, Tensor]:
+def _keep(op: Keep, step: _Step) -> _Step:
+    """Go on with the rows that are kept; other buffers than those named are gone."""
+    index_K = step.keep_K
+    return replace(
+        step,
+        buffers={name: step.buffers[name][index_K] for name in op.buffers if name in step.buffers},
+        position_T=step.position_T[index_K],
+        tables=tuple(step.tables[t] for t in index_K.tolist()),
+    )
+
+
+def _apply(op: _RowOp, step: _Step) -> tuple[str, Tensor]:
     """Return which buffer an operation writes, and what it then holds."""
     match op:
         case Embed():
@@ -308,7 +325,7 @@ def _apply(op: Op, step: _Step) -> tuple[str, Tensor]:
         case Heads():
             return op.x, _heads(op, step)
         case Attend():
-            return op.out, torch.stack([_attend(op, step, t) for t in range(len(step.tables))])
+            return op.out, _attend_all(op, step)
         case Activate():
             return op.out, _activate(op, step.buffers[op.x])
         case Mix():
@@ -433,6 +450,12 @@ def _layer(cache: Cache, layer: int, num_kv: int, dim: int) -> tuple[Tensor, Ten
     k, v = (memory[: num_blocks * floats].view(num_blocks, -1) for memory in (cache.k, cache.v))
     k_NLJDZ, v_NLJZD = k.view(num_blocks, -1, num_kv, dim, size), v.view(num_blocks, -1, num_kv, size, dim)
     return k_NLJDZ[:, layer], v_NLJZD[:, layer]
+
+
+def _attend_all(op: Attend, step: _Step) -> Tensor:
+    rows = [_attend(op, step, t) for t in range(len(step.tables))]
+    width = step.program.num_heads * step.program.head_dim
+    return torch.stack(rows) if rows else torch.empty(0, width, dtype=step.dtype)
 
 
 def _attend(op: Attend, step: _Step, t: int) -> Tensor:

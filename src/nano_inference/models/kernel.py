@@ -1,6 +1,7 @@
 """`KernelModel`: a decoder of any family whose weights are packed for the kernels and whose forward pass is one call.
 
-Shapes: T tokens of the step, S rows, E hidden size, V vocabulary, P positions, R rotary size.
+Shapes: T tokens of the step, K those of them that are kept, S rows, E hidden size, V vocabulary, P positions, R rotary
+size.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from nano_inference.attention import ForwardInput, Span
+from nano_inference.attention import ForwardInput, Laid
 from nano_inference.kernels.library import Library
-from nano_inference.kernels.native import Cache, Layout, NativeProgram
+from nano_inference.kernels.native import Cache, Continuation, Layout, NativeProgram
 from nano_inference.models.config import ModelConfig
 from nano_inference.models.programs import Weights, programs_of
 from nano_inference.models.rope import RotaryTable
@@ -73,18 +74,26 @@ class KernelModel:
         self.weights = Weights({}, {})
         self._parts = None
 
-    def run(self, tokens: Sequence[int], previous: Sequence[int], spans: Sequence[Span], cache: Cache) -> Tensor:
-        """Return the hidden states [T, E] before the last norm, in memory that the next step overwrites.
+    def run(self, step: Laid, kept: Sequence[int], cache: Cache) -> Tensor:
+        """Return the hidden states [K, E] of the tokens `kept`, ascending, before the last norm.
 
-        `previous` has the token before each, -1 where there is none.
+        They lie in memory that the next step overwrites. Keys and values of all tokens are in the cache afterwards.
         """
-        assert self._parts is not None and max(span.end for span in spans) <= self.max_len
-        self._parts.body.run(layout_of(tokens, previous, spans), cache)
-        return self._parts.body.buffer("x", len(tokens))
+        assert self._parts is not None and max(span.end for span in step.spans) <= self.max_len
+        self._parts.body.run(layout_of(step, kept), cache)
+        return self._parts.body.buffer("x", len(kept))
+
+    def run_to_logits(self, step: Laid, kept: Sequence[int], cache: Cache) -> Tensor:
+        """Do the same as `run` and then `head`, at once: return float32 logits [K, V]."""
+        assert self._parts is not None and max(span.end for span in step.spans) <= self.max_len
+        head = self._parts.head
+        self._parts.body.run(layout_of(step, kept), cache, Continuation(head, "h", "x"))
+        return head.buffer("logits", len(kept), self.config.vocab_size)
 
     def forward(self, step: ForwardInput, cache: Cache) -> Tensor:
-        """Do the same for a step as torch's models take it."""
-        return self.run(step.token_T.tolist(), step.prev_T.tolist(), step.spans, cache)
+        """Return the hidden states [T, E] of a step as torch's models take it."""
+        laid = Laid(step.token_T.tolist(), step.prev_T.tolist(), step.spans)
+        return self.run(laid, range(len(laid.tokens)), cache)
 
     def final(self, hidden_SE: Tensor) -> Tensor:
         """Return hidden states after the last norm, in memory that the next call overwrites."""
@@ -106,14 +115,15 @@ def rope_tables(tables: Sequence[RotaryTable], max_len: int) -> Ropes:
     return tuple((cos_P1R.squeeze(1).contiguous(), sin_P1R.squeeze(1).contiguous()) for cos_P1R, sin_P1R in pairs)
 
 
-def layout_of(tokens: Sequence[int], previous: Sequence[int], spans: Sequence[Span]) -> Layout:
+def layout_of(step: Laid, kept: Sequence[int]) -> Layout:
     """Return a step as the kernels want it."""
-    lengths = [len(span.blocks) for span in spans]
+    lengths = [len(span.blocks) for span in step.spans]
     return Layout(
-        token_T=array("i", tokens),
-        previous_T=array("i", previous),
-        num_tokens_S=array("i", [span.num_tokens for span in spans]),
-        start_S=array("i", [span.start for span in spans]),
+        token_T=array("i", step.tokens),
+        previous_T=array("i", step.previous),
+        num_tokens_S=array("i", [span.num_tokens for span in step.spans]),
+        start_S=array("i", [span.start for span in step.spans]),
         table_begin_S=array("i", accumulate(lengths[:-1], initial=0)),
-        tables=array("i", chain.from_iterable(span.blocks for span in spans)),
+        tables=array("i", chain.from_iterable(span.blocks for span in step.spans)),
+        keep_K=array("i", kept),
     )

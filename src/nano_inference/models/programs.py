@@ -20,6 +20,7 @@ from nano_inference.kernels.program import (
     Embed,
     GateValues,
     Heads,
+    Keep,
     Mix,
     Norm,
     Op,
@@ -50,7 +51,7 @@ class Programs:
     """A model in three parts."""
 
     body: Program
-    """Tokens -> hidden states, in buffer x."""
+    """Tokens -> hidden states of those that are kept, in buffer x."""
     final: Program
     """h -> n: the last norm."""
     head: Program
@@ -157,7 +158,10 @@ def _programs(
     gate_up: int,
     more: Mapping[str, int] | None = None,
 ) -> Programs:
-    """Put a model's three programs together. `num_logits` is the width of the logits with their padding."""
+    """Put a model's three programs together. `num_logits` is the width of the logits with their padding.
+
+    Once the last layer's keys and values are in the cache, only rows that something is asked of are gone on with.
+    """
     size, heads = config.hidden_size, (config.num_heads, config.num_kv_heads, config.head_dim)
     shape = {"num_heads": heads[0], "num_kv_heads": heads[1], "head_dim": heads[2]}
     widths = {
@@ -168,12 +172,14 @@ def _programs(
         "gate_up": gate_up,
         "act": config.intermediate_size,
     } | dict(more or {})
+    last = max(index for index, op in enumerate(ops) if isinstance(op, Heads)) + 1
+    kept = Keep(buffers=("x", "qkv", *(["middle"] if "middle" in widths else [])))
     cap: tuple[Op, ...] = ()
     if config.logits_softcap is not None:
         cap = (Softcap(x="logits", cap=config.logits_softcap),)
     final = {"h": size, "n": size}
     return Programs(
-        body=Program(ops=ops, widths=widths, **shape),
+        body=Program(ops=(*ops[:last], kept, *ops[last:]), widths=widths, **shape),
         final=Program(ops=(norm,), widths=final),
         head=Program(
             ops=(norm, Product(x="n", out="logits", matrices=(head,)), *cap), widths=final | {"logits": num_logits}

@@ -10,7 +10,7 @@
 #define MADV_POPULATE_WRITE 23               /* Linux 5.14; older C libraries do not name it */
 #endif
 
-enum { EMBED, NORM, MATMUL, HEADS, ATTEND, GLU, MIX, CAP, VALUES, SMEAR, NUM_KINDS };
+enum { EMBED, NORM, MATMUL, HEADS, ATTEND, GLU, MIX, CAP, VALUES, SMEAR, KEEP, NUM_KINDS };
 enum { ADD = 1, NORM_FIRST = 2, NORM_LAST = 4 };          /* flags */
 enum { FROM_TOKEN, FROM_PREVIOUS, FROM_PAIR };            /* which rows EMBED takes */
 
@@ -43,19 +43,24 @@ typedef struct {
 
 typedef struct {
     Tokens tokens;
+    int64_t num_splits;                  /* above 0: threads take a row's keys split by split */
+} Rows;
+
+typedef struct {
+    Rows all, kept;                      /* the step's tokens; those of them that KEEP goes on with */
+    const int32_t *keep;                 /* which these are, ascending */
     const int32_t *token, *previous;     /* [T]; previous -1: none */
     float *const *buffers;               /* [T, width] each */
     char *k, *v;                         /* the cache, block after block, in each all layers */
     int64_t block_bytes;
     int64_t is_short;                    /* whether it is bfloat16, else float32 */
-    float *parts;                        /* [T, H, num_splits, D + 2] where `num_splits` is above 0 */
-    int64_t num_splits;
+    float *parts;                        /* [T, H, num_splits, D + 2] where there are splits */
     uint8_t *bytes;                      /* [T, byte_stride]: rows rounded to eight bits, scales in front (int8.h) */
     int64_t byte_stride;
     _Atomic int failed;                  /* memory ran out */
 } Step;
 
-typedef struct { const Program *program; Step *step; } Run;
+typedef struct { const Program *program; Step *step; const Rows *rows; } Run;
 
 INLINE float *row_of(const Run *r, int buffer, long t) {
     return r->step->buffers[buffer] + t * r->program->strides[buffer];
@@ -91,7 +96,7 @@ static void do_norm(const Run *r, const Op *op, long t) {
 
 /* Put one kv head's key and value of a token into the cache. */
 static void write_kv(const Run *r, long layer, long head, long t, const float *key, const float *value) {
-    const Tokens *tokens = &r->step->tokens;
+    const Tokens *tokens = &r->rows->tokens;
     const long dim = r->program->head_dim, size = tokens->block_size, position = tokens->position[t];
     const long block = tokens->tables[tokens->table_of[t] + position / size], slot = position % size;
     const long place = (layer * r->program->num_kv_heads + head) * size * dim;
@@ -111,7 +116,7 @@ static void write_kv(const Run *r, long layer, long head, long t, const float *k
 /* Queries, keys and values of one token, side by side in a buffer: norms and rotation in place, then into the cache. */
 static void do_heads(const Run *r, const Op *op, long t) {
     const Program *p = r->program;
-    const Tokens *tokens = &r->step->tokens;
+    const Tokens *tokens = &r->rows->tokens;
     const long dim = p->head_dim, position = tokens->position[t];
     const long num_qk = p->num_heads + p->num_kv_heads;
     float *row = row_of(r, op->in, t);
@@ -272,48 +277,66 @@ static void multiply(Worker *w, const Product *p, Step *step) {
 
 static void attend(Worker *w, const Run *r, const Op *op) {
     const Program *p = r->program;
+    const Tokens *tokens = &r->rows->tokens;
     Step *s = r->step;
-    const long place = (long)op->layer * p->num_kv_heads * s->tokens.block_size * p->head_dim * value_bytes(s->is_short);
+    const long place = (long)op->layer * p->num_kv_heads * tokens->block_size * p->head_dim * value_bytes(s->is_short);
     const Attention a = {.k = s->k + place, .v = s->v + place, .block_bytes = s->block_bytes, .is_short = s->is_short,
                          .num_heads = p->num_heads, .num_kv_heads = p->num_kv_heads, .head_dim = p->head_dim,
                          .window = op->choice, .scale = op->scale, .softcap = op->cap};
-    const long splits = s->num_splits ? s->num_splits : 1, num = (long)s->tokens.num_crews * a.num_kv_heads * splits;
-    const AttentionJob job = {.t = &s->tokens, .a = &a, .q = s->buffers[op->in], .ldq = p->strides[op->in],
+    const int is_split = r->rows->num_splits > 0;
+    const long splits = is_split ? r->rows->num_splits : 1, num = (long)tokens->num_crews * a.num_kv_heads * splits;
+    const AttentionJob job = {.t = tokens, .a = &a, .q = s->buffers[op->in], .ldq = p->strides[op->in],
                               .out = s->buffers[op->out], .ldo = p->strides[op->out],
                               .worker = w, .num_pieces = num, .num_splits = splits};
     begin_job(w);
-    void *scratch = scratch_of(w, crew_bytes(&a, s->tokens.block_size));
+    void *scratch = scratch_of(w, crew_bytes(&a, tokens->block_size));
     FOR_PIECES(w, number, num) {
         if (!scratch) { atomic_store(&s->failed, 1); continue; }
         const Piece piece = piece_at(&job, number);
-        if (s->num_splits) attend_part(&job, &piece, s->parts, scratch);
+        if (is_split) attend_part(&job, &piece, s->parts, scratch);
         else attend_crew(&job, &piece, scratch);
     }
     finish_job(w, num);
-    if (!s->num_splits) return;
+    if (!is_split) return;
     begin_job(w);
-    FOR_PIECES(w, token, s->tokens.num_tokens) {
+    FOR_PIECES(w, token, tokens->num_tokens) {
         if (!scratch) { atomic_store(&s->failed, 1); continue; }
         for (long h = 0; h < a.num_heads; h++) merge_parts(&job, token, h, s->parts, scratch);
     }
-    finish_job(w, s->tokens.num_tokens);
+    finish_job(w, tokens->num_tokens);
 }
 
 /* ---- running ---------------------------------------------------------------------------------------------------- */
 
+/* Move the rows that are kept to the front of up to three buffers. */
+static void keep(Worker *w, const Run *r, const Op *op) {
+    const Step *s = r->step;
+    const int buffers[3] = {op->in, op->in2, op->out};
+    begin_job(w);
+    FOR_PIECES(w, piece, 3)
+        for (long i = 0; buffers[piece] >= 0 && i < s->kept.tokens.num_tokens; i++)
+            if (s->keep[i] != i)
+                memcpy(row_of(r, buffers[piece], i), row_of(r, buffers[piece], s->keep[i]),
+                       4 * (size_t)r->program->widths[buffers[piece]]);
+    finish_job(w, 3);
+}
+
 static void run_op(Worker *w, const Run *r, const Op *op) {
     const Program *p = r->program;
+    const long num_tokens = r->rows->tokens.num_tokens;
     Step *s = r->step;
     if (op->kind == MATMUL) {
         const Product product = {.matrices = p->matrices + op->matrix, .num_matrices = op->num_matrices,
-                                 .x = s->buffers[op->in], .ldx = p->strides[op->in], .num_rows = s->tokens.num_tokens,
+                                 .x = s->buffers[op->in], .ldx = p->strides[op->in], .num_rows = num_tokens,
                                  .out = s->buffers[op->out], .ldo = p->strides[op->out], .bias = op->weight,
                                  .add = op->flags & ADD};
         multiply(w, &product, s);
     } else if (op->kind == ATTEND) {
         attend(w, r, op);
+    } else if (op->kind == KEEP) {
+        keep(w, r, op);
     } else {
-        const long num_tokens = s->tokens.num_tokens, num = (num_tokens + ROWS_A_PIECE - 1) / ROWS_A_PIECE;
+        const long num = (num_tokens + ROWS_A_PIECE - 1) / ROWS_A_PIECE;
         begin_job(w);
         FOR_PIECES(w, piece, num)
             for (long t = piece * ROWS_A_PIECE; t < (piece + 1) * ROWS_A_PIECE && t < num_tokens; t++) do_row(r, op, t);
@@ -321,18 +344,32 @@ static void run_op(Worker *w, const Run *r, const Op *op) {
     }
 }
 
-static void run_body(Worker *w, void *argument) {
-    const Run *r = argument;
-    for (long i = 0; i < r->program->num_ops; i++) run_op(w, r, &r->program->ops[i]);
+typedef struct { const Program *program; Step *step; } Part;
+typedef struct { Part parts[2]; int num_parts; } Parts;
+
+static void run_part(Worker *w, const Part *part) {
+    Run run = {part->program, part->step, &part->step->all};
+    for (long i = 0; i < part->program->num_ops; i++) {
+        run_op(w, &run, &part->program->ops[i]);
+        if (part->program->ops[i].kind == KEEP) run.rows = &part->step->kept;
+    }
 }
 
-/* Go through a program; 0, or -1 when memory ran out, or when it is too long. */
-int nano_run(Pool *pool, const Program *program, Step *step) {
-    Run run = {program, step};
-    if (2 * program->num_ops > MAX_JOBS) return -1;
+static void run_body(Worker *w, void *argument) {
+    const Parts *parts = argument;
+    for (int i = 0; i < parts->num_parts; i++) run_part(w, &parts->parts[i]);
+}
+
+/* Go through a program, and then through another where there is one; 0, or -1 when memory ran out, or when they are too
+ * long. */
+int nano_run(Pool *pool, const Program *program, Step *step, const Program *then, Step *then_step) {
+    Parts parts = {{{program, step}, {then, then_step}}, then ? 2 : 1};
+    const int64_t num_ops = program->num_ops + (then ? then->num_ops : 0);
+    if (2 * num_ops > MAX_JOBS) return -1;
     step->failed = 0;
-    pool_run(pool, 2 * (int)program->num_ops, run_body, &run);
-    return step->failed ? -1 : 0;
+    if (then) then_step->failed = 0;
+    pool_run(pool, 2 * (int)num_ops, run_body, &parts);
+    return step->failed || (then && then_step->failed) ? -1 : 0;
 }
 
 /* ---- drawing ---------------------------------------------------------------------------------------------------- */
@@ -369,37 +406,89 @@ static int by_table(const void *a_, const void *b_) {
     return a->token < b->token ? -1 : 1;
 }
 
-/* Say for every token of a step where it stands, and form the crews: tokens that decode are put together while their
- * tables begin with the same block, those of a chunk in order. Spans come one after another in the step, each with its
- * number of tokens, its first position and where its table begins. Returns the number of crews, -1 without memory. */
-int64_t nano_plan(int64_t num_spans, const int32_t *num_tokens, const int32_t *start, const int32_t *table_begin,
-                  const int32_t *tables, int32_t block_size, int32_t *position, int32_t *table_of, int32_t *order,
-                  int32_t *crews) {
-    Decoding *rows = malloc(sizeof(Decoding) * (num_spans + 1));
+/* Tokens that follow one another in one sequence: how many from `first` on. */
+static int32_t run_length(const Tokens *t, int32_t first) {
+    int32_t n = 1;
+    while (first + n < t->num_tokens && t->table_of[first + n] == t->table_of[first] &&
+           t->position[first + n] == t->position[first] + n) n++;
+    return n;
+}
+
+/* Form the crews: tokens that decode are put together while their tables begin with the same block, those of a chunk in
+ * order. -1 without memory. */
+static int form_crews(Tokens *t, int32_t *order, int32_t *crews) {
+    Decoding *rows = malloc(sizeof(Decoding) * (t->num_tokens + 1));
     if (!rows) return -1;
-    int64_t num_rows = 0, num_crews = 0, t = 0, placed = 0;
-    for (int64_t s = 0; s < num_spans; s++) {
-        if (num_tokens[s] == 1)
-            rows[num_rows++] = (Decoding){tables + table_begin[s], start[s] / block_size + 1, (int32_t)t};
+    int32_t num_rows = 0, num_crews = 0, placed = 0;
+    for (int32_t i = 0, n; i < t->num_tokens; i += n) {
+        n = run_length(t, i);
+        if (n == 1) rows[num_rows++] = (Decoding){t->tables + t->table_of[i], t->position[i] / t->block_size + 1, i};
+    }
+    qsort(rows, num_rows, sizeof *rows, by_table);
+    for (int32_t i = 0; i < num_rows; i++) {
+        const int is_new = i == 0 || rows[i].table[0] != rows[i - 1].table[0] || placed - crews[num_crews - 1] == CREW;
+        if (is_new) crews[num_crews++] = placed;
+        order[placed++] = rows[i].token;
+    }
+    free(rows);
+    for (int32_t first = 0, n; first < t->num_tokens; first += n) {
+        n = run_length(t, first);
+        for (int32_t i = 0; n > 1 && i < n; i++) {
+            if (i % CREW == 0) crews[num_crews++] = placed;
+            order[placed++] = first + i;
+        }
+    }
+    crews[num_crews] = placed;
+    t->num_crews = num_crews;
+    t->order = order;
+    t->crews = crews;
+    return 0;
+}
+
+/* Say whether the keys of few long rows, `few` at most, are cut into splits that threads take separately; the sums are
+ * the same. Returns the floats that their parts take. */
+static int64_t choose_splits(Rows *rows, const Program *p, int num_threads, int32_t few) {
+    const Tokens *t = &rows->tokens;
+    int32_t longest = 0;
+    for (int32_t i = 0; i < t->num_tokens; i++) if (t->position[i] >= longest) longest = t->position[i] + 1;
+    const int64_t size = nano_split_size(t->block_size), num_splits = (longest + size - 1) / size;
+    const int is_cut = t->num_tokens <= few && num_splits > 1 &&
+                       t->num_crews * p->num_kv_heads < 4 * num_threads;
+    rows->num_splits = is_cut ? num_splits : 0;
+    return is_cut ? t->num_tokens * p->num_heads * num_splits * (p->head_dim + 2) : 0;
+}
+
+/* Say where the tokens of a step stand, and who reads the cache together; the same of those that are kept. Spans come
+ * one after another in the step, each with its number of tokens, its first position and where its table begins. `room`
+ * is for 4 (all + kept) + 2 numbers. Returns the floats that the step's `parts` need, -1 without memory. */
+int64_t nano_plan(const Pool *pool, const Program *program, Step *step, int64_t num_spans, const int32_t *num_tokens,
+                  const int32_t *start, const int32_t *table_begin, const int32_t *tables, int32_t block_size,
+                  const int32_t *keep, int32_t num_kept, int32_t few, int32_t *room) {
+    int32_t t = 0, total = 0;
+    for (int64_t s = 0; s < num_spans; s++) total += num_tokens[s];
+    int32_t *position = room, *table_of = position + total, *order = table_of + total, *crews = order + total;
+    for (int64_t s = 0; s < num_spans; s++)
         for (int32_t i = 0; i < num_tokens[s]; i++, t++) {
             position[t] = start[s] + i;
             table_of[t] = table_begin[s];
         }
+    step->all.tokens = (Tokens){.num_tokens = total, .block_size = block_size, .position = position,
+                                .table_of = table_of, .tables = tables};
+    if (form_crews(&step->all.tokens, order, crews)) return -1;
+    const int64_t floats = choose_splits(&step->all, program, pool->num_threads, few);
+    step->keep = keep;
+    step->kept = step->all;
+    if (num_kept == total) return floats;
+    int32_t *kept_position = crews + total + 1, *kept_table = kept_position + num_kept;
+    for (int32_t i = 0; i < num_kept; i++) {
+        kept_position[i] = position[keep[i]];
+        kept_table[i] = table_of[keep[i]];
     }
-    qsort(rows, num_rows, sizeof *rows, by_table);
-    for (int64_t i = 0; i < num_rows; i++) {
-        const int is_new = i == 0 || rows[i].table[0] != rows[i - 1].table[0] || placed - crews[num_crews - 1] == CREW;
-        if (is_new) crews[num_crews++] = (int32_t)placed;
-        order[placed++] = rows[i].token;
-    }
-    for (int64_t s = 0, first = 0; s < num_spans; first += num_tokens[s++])
-        for (int32_t i = 0; num_tokens[s] > 1 && i < num_tokens[s]; i++) {
-            if (i % CREW == 0) crews[num_crews++] = (int32_t)placed;
-            order[placed++] = (int32_t)(first + i);
-        }
-    crews[num_crews] = (int32_t)placed;
-    free(rows);
-    return num_crews;
+    step->kept.tokens = (Tokens){.num_tokens = num_kept, .block_size = block_size, .position = kept_position,
+                                 .table_of = kept_table, .tables = tables};
+    if (form_crews(&step->kept.tokens, kept_table + num_kept, kept_table + 2 * num_kept)) return -1;
+    const int64_t more = choose_splits(&step->kept, program, pool->num_threads, few);
+    return floats > more ? floats : more;
 }
 
 /* Let the system give memory its pages now, not when it is first written: [begin, begin + bytes), whole pages inside.
