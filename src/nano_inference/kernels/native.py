@@ -235,6 +235,7 @@ class NativeProgram:
             out.weight, out.weight2 = self._pointer(op.q_weight), self._pointer(op.k_weight)
             out.eps, out.offset = op.eps, op.offset
         elif isinstance(op, Attend):
+            assert op.scale > 0
             out.in_, out.out, out.layer = self._at(op.x), self._at(op.out), op.layer
             out.scale, out.cap, out.choice = op.scale, op.softcap or 0.0, op.window or 0
         else:

@@ -312,6 +312,26 @@ static void list_next(Crew *c, long crew, long head, long block) {
         place[i] = place_of(c->job, c->job->a->k, table[block + i], head);
 }
 
+/* Cap one row's scores [begin, end), which this scales, too. */
+static void cap_scores(const Attention *a, float *row, int begin, int end) {
+    for (int key = begin; key < end; key += LANES) {
+        const vf x = load_f(row + key) * all_f(a->scale) / all_f(a->softcap);
+        store_f(row + key, vtanh(x) * all_f(a->softcap));
+    }
+}
+
+/* The largest of a row's scores [begin, end): both are multiples of 16. */
+INLINE float largest(const float *row, int begin, int end) {
+    vf best[16 / LANES];
+    for (int u = 0; u < 16; u += LANES) best[u / LANES] = all_f(HIDDEN);
+    for (int key = begin; key < end; key += 16)
+        for (int u = 0; u < 16; u += LANES) best[u / LANES] = vmax(load_f(row + key + u), best[u / LANES]);
+    for (int u = LANES; u < 16; u += LANES) best[0] = vmax(best[u / LANES], best[0]);
+    float top = best[0][0];
+    for (int i = 1; i < LANES; i++) if (best[0][i] > top) top = best[0][i];
+    return top;
+}
+
 /* Scale, cap and hide one row's scores and turn them into exponentials; a hidden key weighs exactly nothing. Only the
  * part between the first and the last key that is seen is looked at; what lies outside becomes 0. */
 static void soften(const Crew *c, long position, float *row, float *top, float *sum) {
@@ -319,23 +339,15 @@ static void soften(const Crew *c, long position, float *row, float *top, float *
     const int low = (int)(lowest_key(a, position) - c->first);
     const int high = position - c->first < c->split_size ? (int)(position - c->first) : (int)c->split_size - 1;
     const int begin = low > 0 ? low / 16 * 16 : 0, end = (high / 16 + 1) * 16;
-    vf best = all_f(HIDDEN);
-    for (int key = begin; key < end; key += LANES) {
-        vf x = load_f(row + key) * all_f(a->scale);
-        if (a->softcap > 0) x = vtanh(x / all_f(a->softcap)) * all_f(a->softcap);
-        if (key < low || key + LANES - 1 > high) {
-            const vi n = lane_numbers() + key;
-            x = select_f((n >= low) & (n <= high), x, all_f(-__builtin_inff()));
-        }
-        store_f(row + key, x);
-        best = vmax(x, best);
-    }
-    *top = best[0];
-    for (int i = 1; i < LANES; i++) if (best[i] > *top) *top = best[i];
+    const float scale = a->softcap > 0 ? 1 : a->scale;
+    if (a->softcap > 0) cap_scores(a, row, begin, end);
+    for (int key = begin; key < low; key++) row[key] = -__builtin_inff();
+    for (int key = high + 1; key < end; key++) row[key] = -__builtin_inff();
+    *top = largest(row, begin, end) * scale;             /* rounded as the largest product is: the scale is above 0 */
     float sums[16] = {0};
     for (int key = begin; key < end; key += 16)
         for (int u = 0; u < 16; u += LANES) {
-            const vf e = vexp_down(load_f(row + key + u) - all_f(*top));
+            const vf e = vexp_down(load_f(row + key + u) * all_f(scale) - all_f(*top));
             store_f(row + key + u, e);
             store_f(sums + u, load_f(sums + u) + e);
         }
