@@ -35,6 +35,8 @@ typedef struct {
     const char *data;
 } Matrix;
 
+typedef struct { int from, to; } Lanes;      /* of a panel's outputs: all, or a half */
+
 INLINE long block_inputs(int format) {
     switch (format) {
     case BF16: return 2;

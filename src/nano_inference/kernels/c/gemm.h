@@ -51,10 +51,11 @@ INLINE void direct_row(const int format, const char *panel, const float *x, long
     for (int u = 0; u < PANEL / LANES; u++) store_f(tile + u * LANES, acc[u]);
 }
 
-INLINE void direct(const int format, const char *panel, const float *x, long ldx, long M, long K, float *tile) {
+INLINE void direct(const int format, const char *panel, Lanes part, const float *x, long ldx, long M, long K,
+                   float *tile) {
     if (M == 1 && LANES == 8 && is_plain(format)) { direct_row(format, panel, x, K, tile); return; }
     const int wide = M <= NARROW ? VECS : 2;     /* as many sums as there are registers for */
-    for (int lane = 0; lane < PANEL; lane += wide * LANES) {
+    for (int lane = part.from; lane < part.to; lane += wide * LANES) {
         switch (M) {
 #define CASE(n, u) case n: direct_slice(format, n, u, panel, x, ldx, K, lane, tile); break;
         CASE(1, VECS) CASE(2, VECS) CASE(3, VECS)
@@ -70,10 +71,10 @@ INLINE void direct(const int format, const char *panel, const float *x, long ldx
 
 /* ---- many rows -------------------------------------------------------------------------------------------------- */
 
-/* wide[s][k - start][WIDE]: inputs [start, stop) of all 64 outputs, in strips of WIDE. */
-INLINE void widen(const int format, const char *panel, long start, long stop, float *wide) {
+/* wide[s][k - start][WIDE]: inputs [start, stop) of a part's outputs, in strips of WIDE. */
+INLINE void widen(const int format, const char *panel, Lanes part, long start, long stop, float *wide) {
     const long depth = stop - start;
-    for (int lane = 0; lane < PANEL; lane += WIDE) {
+    for (int lane = part.from; lane < part.to; lane += WIDE) {
         float *strip = wide + lane * depth;
         if (WIDE / LANES == 2) {
             WIDEN(format, panel, start, stop, lane, 2, WIDEN_AHEAD, {
@@ -114,13 +115,13 @@ static void micro_rows(long rows, const float *x, long ldx, const float *strip, 
     }
 }
 
-INLINE void tiled(const int format, const char *panel, const float *x, long ldx, long M, long K, float *tile,
-                  float *wide) {
+INLINE void tiled(const int format, const char *panel, Lanes part, const float *x, long ldx, long M, long K,
+                  float *tile, float *wide) {
     const long tiles = (M + ROWS - 1) / ROWS;
     for (long start = 0; start < K; start += DEPTH) {
         const long stop = start + DEPTH < K ? start + DEPTH : K;
-        widen(format, panel, start, stop, wide);
-        for (int lane = 0; lane < PANEL; lane += WIDE)
+        widen(format, panel, part, start, stop, wide);
+        for (int lane = part.from; lane < part.to; lane += WIDE)
             for (long m = 0, i = 0; i < tiles; i++) {    /* tiles of about one height: a low one keeps no unit busy */
                 const long rows = (M - m + tiles - i - 1) / (tiles - i);
                 micro_rows(rows, x + m * ldx + start, ldx, wide + lane * (stop - start), stop - start,
@@ -132,27 +133,33 @@ INLINE void tiled(const int format, const char *panel, const float *x, long ldx,
 
 /* A function for each format: all in one, GCC 12 keeps fewer values in registers, and a row takes twice as long. */
 #define PRODUCT(f)                                                                                                     \
-    static __attribute__((noinline)) void direct_##f(const char *panel, const float *x, long ldx, long M, long K,      \
-                                                     float *tile) {                                                    \
-        direct(f, panel, x, ldx, M, K, tile);                                                                          \
+    static __attribute__((noinline)) void direct_##f(const char *panel, Lanes part, const float *x, long ldx, long M,  \
+                                                     long K, float *tile) {                                            \
+        direct(f, panel, part, x, ldx, M, K, tile);                                                                    \
     }                                                                                                                  \
-    static __attribute__((noinline)) void tiled_##f(const char *panel, const float *x, long ldx, long M, long K,       \
-                                                    float *tile, float *wide) {                                        \
-        tiled(f, panel, x, ldx, M, K, tile, wide);                                                                     \
+    static __attribute__((noinline)) void tiled_##f(const char *panel, Lanes part, const float *x, long ldx, long M,   \
+                                                    long K, float *tile, float *wide) {                                \
+        tiled(f, panel, part, x, ldx, M, K, tile, wide);                                                               \
     }
 PRODUCT(F32) PRODUCT(BF16) PRODUCT(F16) PRODUCT(Q4_0) PRODUCT(Q4_1) PRODUCT(Q8_0) PRODUCT(Q4_K) PRODUCT(Q6_K)
 #undef PRODUCT
 
-/* One panel's outputs for M rows: tile [M, 64]. */
-static void panel_product(int format, const char *panel, const float *x, long ldx, long M, long K, float *tile,
-                          float *wide) {
+/* A part of one panel's outputs for M rows: of tile [M, 64] its columns. */
+static void panel_product(int format, const char *panel, Lanes part, const float *x, long ldx, long M, long K,
+                          float *tile, float *wide) {
 #define BOTH(f)                                                                                                        \
     case f:                                                                                                            \
-        if (M <= DIRECT) direct_##f(panel, x, ldx, M, K, tile);                                                        \
-        else tiled_##f(panel, x, ldx, M, K, tile, wide);                                                               \
+        if (M <= DIRECT) direct_##f(panel, part, x, ldx, M, K, tile);                                                  \
+        else tiled_##f(panel, part, x, ldx, M, K, tile, wide);                                                         \
         break;
     switch (format) { BOTH(F32) BOTH(BF16) BOTH(F16) BOTH(Q4_0) BOTH(Q4_1) BOTH(Q8_0) BOTH(Q4_K) BOTH(Q6_K) }
 #undef BOTH
+}
+
+/* Whether half a panel can be multiplied alone with so many rows. */
+INLINE int can_halve(const Matrix *m, long M) {
+    if (M > DIRECT) return LANES <= 8 || !m->rounds;
+    return LANES <= 8 && (M > 1 || !is_plain(m->format));
 }
 
 #endif

@@ -177,8 +177,8 @@ INLINE void int8_tile(const int R, const int V, const uint8_t *x, long ldx, cons
             store_f(tile + r * PANEL + v * LANES, total[r][v] * load_f(scales + v * LANES));
 }
 
-/* One panel's outputs for M rows of bytes: tile [M, 64]. */
-static void int8_panel(const Matrix *m, long panel, const uint8_t *x, long ldx, long M, float *tile) {
+/* A part of one panel's outputs for M rows of bytes: of tile [M, 64] its columns. */
+static void int8_panel(const Matrix *m, long panel, Lanes part, const uint8_t *x, long ldx, long M, float *tile) {
     const char *data = m->data + panel * panel_bytes(m->format, m->num_in);
     const float *scales = int8_scales(m, panel);
 #if LANES == 16
@@ -189,12 +189,15 @@ static void int8_panel(const Matrix *m, long panel, const uint8_t *x, long ldx, 
     for (long r = 0; r < M;) {
         const long rows = M - r < TALLEST ? M - r : TALLEST;
         const int wide = rows == 1 ? MOST : WIDEST;
-        for (int lane = 0; lane < PANEL; lane += wide * LANES) {
+        for (int lane = part.from; lane < part.to; lane += wide * LANES) {
             const char *from = data + lane * 4;
             float *out = tile + r * PANEL + lane;
             switch (rows) {
 #define CASE(n, v) case n: int8_tile(n, v, x + r * ldx, ldx, from, m->num_in, scales + lane, out); break;
-            CASE(1, MOST) CASE(2, WIDEST) CASE(3, WIDEST) CASE(4, WIDEST)
+            CASE(1, MOST) CASE(2, WIDEST) CASE(3, WIDEST)
+#if LANES != 16
+            CASE(4, WIDEST)
+#endif
 #undef CASE
             }
         }
@@ -277,11 +280,12 @@ INLINE void nibble_tile(const int format, const int R, const int V, const uint8_
         _Pragma("GCC unroll 4") for (int v = 0; v < V; v++) store_f(tile + r * PANEL + v * LANES, total[r][v]);
 }
 
-INLINE void nibble_rows(const int format, const char *panel, const uint8_t *x, long ldx, long M, long K, float *tile) {
+INLINE void nibble_rows(const int format, const char *panel, Lanes part, const uint8_t *x, long ldx, long M, long K,
+                        float *tile) {
     for (long r = 0; r < M;) {
         const long left = M - r, rows = left >= MOST ? MOST : left;
         const int wide = rows == 1 ? MOST : 2;           /* as many sums as there are registers for */
-        for (int lane = 0; lane < PANEL; lane += wide * LANES) {
+        for (int lane = part.from; lane < part.to; lane += wide * LANES) {
             float *out = tile + r * PANEL + lane;
             switch (rows) {
 #define CASE(n, v) case n: nibble_tile(format, n, v, x + r * ldx, ldx, panel, lane, K, out); break;
@@ -293,22 +297,22 @@ INLINE void nibble_rows(const int format, const char *panel, const uint8_t *x, l
     }
 }
 
-/* One panel's outputs for M rows of bytes: tile [M, 64]. A function for each format, as in gemm.h. */
+/* The same of four bits. A function for each format, as in gemm.h. */
 #define NIBBLES(f)                                                                                                     \
-    static __attribute__((noinline)) void nibbles_##f(const char *panel, const uint8_t *x, long ldx, long M, long K,   \
-                                                      float *tile) {                                                   \
-        nibble_rows(f, panel, x, ldx, M, K, tile);                                                                     \
+    static __attribute__((noinline)) void nibbles_##f(const char *panel, Lanes part, const uint8_t *x, long ldx,       \
+                                                      long M, long K, float *tile) {                                   \
+        nibble_rows(f, panel, part, x, ldx, M, K, tile);                                                               \
     }
 NIBBLES(Q4_0) NIBBLES(Q4_1) NIBBLES(Q4_K)
 #undef NIBBLES
 
-static void rounded_panel(const Matrix *m, long panel, const uint8_t *x, long ldx, long M, float *tile) {
+static void rounded_panel(const Matrix *m, long panel, Lanes part, const uint8_t *x, long ldx, long M, float *tile) {
     const char *data = m->data + panel * panel_bytes(m->format, m->num_in);
     switch (m->format) {
-    case Q4_0: nibbles_Q4_0(data, x, ldx, M, m->num_in, tile); break;
-    case Q4_1: nibbles_Q4_1(data, x, ldx, M, m->num_in, tile); break;
-    case Q4_K: nibbles_Q4_K(data, x, ldx, M, m->num_in, tile); break;
-    default: int8_panel(m, panel, x, ldx, M, tile);
+    case Q4_0: nibbles_Q4_0(data, part, x, ldx, M, m->num_in, tile); break;
+    case Q4_1: nibbles_Q4_1(data, part, x, ldx, M, m->num_in, tile); break;
+    case Q4_K: nibbles_Q4_K(data, part, x, ldx, M, m->num_in, tile); break;
+    default: int8_panel(m, panel, part, x, ldx, M, tile);
     }
 }
 

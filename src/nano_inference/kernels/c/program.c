@@ -201,12 +201,14 @@ typedef struct {
     int add;
 } Product;
 
-static void write_tile(const Product *p, const Matrix *m, long panel, long first, long num_rows, const float *tile) {
-    const long begin = panel * PANEL, width = m->num_out - begin < PANEL ? m->num_out - begin : PANEL;
+static void write_tile(const Product *p, const Matrix *m, long panel, Lanes part, long first, long num_rows,
+                       const float *tile) {
+    const long begin = panel * PANEL + part.from, stop = panel * PANEL + part.to;
+    const long width = (m->num_out < stop ? m->num_out : stop) - begin;
     const float *bias = p->bias ? p->bias + m->column + begin : NULL;
-    for (long r = 0; r < num_rows; r++) {
+    for (long r = 0; r < num_rows && width > 0; r++) {
         float *out = p->out + (first + r) * p->ldo + m->column + begin;
-        const float *from = tile + r * PANEL;
+        const float *from = tile + r * PANEL + part.from;
         if (bias && p->add) for (long i = 0; i < width; i++) out[i] += from[i] + bias[i];
         else if (bias) for (long i = 0; i < width; i++) out[i] = from[i] + bias[i];
         else if (p->add) for (long i = 0; i < width; i++) out[i] += from[i];
@@ -220,15 +222,16 @@ static long rows_of_piece(long num_rows, long num_in) {
     return rows < num_rows ? rows : num_rows > 0 ? num_rows : 1;
 }
 
-/* One panel of a piece's rows, whatever its format. The scratch is for a tile and, behind it, for widened weights. */
-static void product_piece(const Product *p, const Step *s, const Matrix *m, long panel, long first, long rows,
-                          float *tile, float *wide) {
+/* A part of one panel of a piece's rows, whatever its format. The scratch is for a tile and, behind it, for widened
+ * weights. */
+static void product_piece(const Product *p, const Step *s, const Matrix *m, long panel, Lanes part, long first,
+                          long rows, float *tile, float *wide) {
     if (m->rounds)
-        rounded_panel(m, panel, s->bytes + first * s->byte_stride, s->byte_stride, rows, tile);
+        rounded_panel(m, panel, part, s->bytes + first * s->byte_stride, s->byte_stride, rows, tile);
     else
-        panel_product(m->format, m->data + panel * panel_bytes(m->format, m->num_in), p->x + first * p->ldx, p->ldx,
-                      rows, m->num_in, tile, wide);
-    write_tile(p, m, panel, first, rows, tile);
+        panel_product(m->format, m->data + panel * panel_bytes(m->format, m->num_in), part, p->x + first * p->ldx,
+                      p->ldx, rows, m->num_in, tile, wide);
+    write_tile(p, m, panel, part, first, rows, tile);
 }
 
 /* Round all rows of x to eight bits. */
@@ -248,6 +251,13 @@ static long panels_of_piece(const Pool *pool, long num_rows, long panels) {
     return run < 1 ? 1 : run > 16 ? 16 : run;
 }
 
+/* Into how many parts panels are cut: two where few pieces would leave a thread without work at the end. */
+static long parts_of_panel(const Pool *pool, const Product *p, long fewest_rows, long num_pieces) {
+    if (num_pieces % pool->num_threads == 0 || num_pieces >= 16 * pool->num_threads) return 1;
+    for (int i = 0; i < p->num_matrices; i++) if (!can_halve(&p->matrices[i], fewest_rows)) return 1;
+    return 2;
+}
+
 static void multiply(Worker *w, const Product *p, Step *step) {
     const long num_in = p->matrices[0].num_in, rows = rows_of_piece(p->num_rows, num_in);
     const long num_blocks = (p->num_rows + rows - 1) / rows;
@@ -259,18 +269,22 @@ static void multiply(Worker *w, const Product *p, Step *step) {
     begin_job(w);
     float *tile = scratch_of(w, 4 * (size_t)(rows * PANEL + DEPTH * PANEL));
     const long run = panels_of_piece(w->pool, p->num_rows, panels), runs = (panels + run - 1) / run;
-    FOR_PIECES(w, piece, num_blocks * runs) {
+    const long fewest_rows = p->num_rows - (num_blocks - 1) * rows;
+    const long parts = run == 1 ? parts_of_panel(w->pool, p, fewest_rows, num_blocks * runs) : 1;
+    FOR_PIECES(w, piece, num_blocks * runs * parts) {
         if (!tile) { atomic_store(&step->failed, 1); continue; }
-        const long first = piece / runs * rows, left = p->num_rows - first;
-        const long begin = piece % runs * run, end = begin + run < panels ? begin + run : panels;
+        const long number = piece / parts, first = number / runs * rows, left = p->num_rows - first;
+        const long begin = number % runs * run, end = begin + run < panels ? begin + run : panels;
+        const int from = (int)(piece % parts) * PANEL / 2;
+        const Lanes part = {from, parts == 1 ? PANEL : from + PANEL / 2};
         for (long at = begin; at < end; at++) {
             const Matrix *m = p->matrices;
             long panel = at;
             while (panel >= num_panels(m->num_out)) panel -= num_panels(m++->num_out);
-            product_piece(p, step, m, panel, first, left < rows ? left : rows, tile, tile + rows * PANEL);
+            product_piece(p, step, m, panel, part, first, left < rows ? left : rows, tile, tile + rows * PANEL);
         }
     }
-    finish_job(w, num_blocks * runs);
+    finish_job(w, num_blocks * runs * parts);
 }
 
 /* ---- attention -------------------------------------------------------------------------------------------------- */
