@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import cast, get_args
 
 from peers.machine import processor
+from peers.pages import wait_for_pages
 
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams
 from nano_inference.config import Dtype
-from nano_inference.kv.kernel_store import KernelStore
 
 KV_CACHE_BYTES = 1 << 30
 SHORT_TEXT, SEATS, FEWEST_STEPS = 8, 8, 4
@@ -59,7 +59,7 @@ class Plan:
     waiting: tuple[int, ...]
 
     def engine(self, max_batch_size: int) -> InferenceEngine:
-        """Return an engine with so many seats, its cache brought in whole: that takes a core for seconds."""
+        """Return an engine with so many seats, its cache brought in whole."""
         config = EngineConfig(
             model_path=self.model,
             device="cpu",
@@ -69,9 +69,7 @@ class Plan:
             kv_cache_bytes=KV_CACHE_BYTES,
         )
         engine = InferenceEngine(config)
-        store = getattr(engine.parts.runner, "store", None)
-        if isinstance(store, KernelStore):
-            store.wait_for_pages(60)
+        wait_for_pages(engine)
         return engine
 
 

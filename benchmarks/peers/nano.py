@@ -5,11 +5,11 @@ from __future__ import annotations
 import sys
 import time
 
+from pages import wait_for_pages
 from protocol import Request, serve, take_stdout
 
 import nano_inference
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams
-from nano_inference.kv.kernel_store import KernelStore
 
 _KV_CACHE_BYTES = 1 << 30
 """Like the peers' caches, there before the first request."""
@@ -27,9 +27,7 @@ def main() -> None:
         kv_cache_bytes=_KV_CACHE_BYTES,
     )
     engine = InferenceEngine(config)
-    store = getattr(engine.parts.runner, "store", None)
-    if isinstance(store, KernelStore):
-        store.wait_for_pages(60)
+    wait_for_pages(engine)
 
     def run(requests: list[Request]) -> tuple[float | None, int]:
         first, total = None, 0

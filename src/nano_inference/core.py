@@ -12,7 +12,6 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import NamedTuple
 
 from nano_inference.config import SchedulerConfig
 from nano_inference.kv import Hit, KVManager
@@ -36,17 +35,6 @@ from nano_inference.types import (
     WeightLabel,
     Work,
 )
-
-
-class _Tally(NamedTuple):
-    """What a step counted: its rows, and tokens of several kinds (`StepStats` says which)."""
-
-    rows: int = 0
-    computed: int = 0
-    sampled: int = 0
-    preempted: int = 0
-    drafted: int = 0
-    accepted: int = 0
 
 
 class Core:
@@ -164,7 +152,7 @@ class Core:
         else:
             result = self._commit(plan, rows, batch, results)
         self.is_torn = False
-        return replace(result, started=started)
+        return replace(result, started=started) if started else result
 
     # ---- plan -------------------------------------------------------------------------------------------------------
 
@@ -326,7 +314,7 @@ class Core:
         victim = max(rows, key=lambda seq: seq.id)
         finish(victim, "abort", f"out of memory: {error}" if str(error) else "out of memory")
         self._leave(victim)
-        return self._result([to_delta(victim, 0, self.version, self.labels)], _Tally(preempted=len(rows)))
+        return _result([to_delta(victim, 0, self.version, self.labels)], self._stats(num_preempted=len(rows)))
 
     def _give_up_guesses(self, rows: Seq[Sequence], batch: ScheduledBatch) -> StepResult:
         """Compute all rows again, and guess nothing more about those of the samples that memory did not suffice for."""
@@ -336,7 +324,7 @@ class Core:
                 self._drafter.bar(row.id)
         for seq in sorted(rows, key=lambda seq: -seq.id):
             self._preempt(seq)
-        return self._result((), _Tally(preempted=len(rows)))
+        return _result((), self._stats(num_preempted=len(rows)))
 
     def _run(self, rows: Seq[Sequence], batch: ScheduledBatch) -> Mapping[int, RowResult]:
         """Let the runner compute; when it is interrupted, its rows are computed again from the cache."""
@@ -377,37 +365,42 @@ class Core:
                 deltas.append(to_delta(seq, num_added, self.version, self.labels))
             if seq.finish_reason:
                 self._leave(seq)
-        tally = _Tally(
-            rows=len(rows),
-            computed=sum(len(row.tokens) for row in batch.rows),
-            sampled=num_sampled,
-            preempted=len(plan.preempted_seqs),
-            drafted=sum(row.num_drafts for row in batch.rows),
-            accepted=num_accepted,
+        stats = self._stats(
+            num_rows=len(rows),
+            num_computed=sum(len(row.tokens) for row in batch.rows),
+            num_sampled=num_sampled,
+            num_preempted=len(plan.preempted_seqs),
+            num_drafted=sum(row.num_drafts for row in batch.rows),
+            num_accepted=num_accepted,
         )
-        return self._result(deltas, tally)
+        return _result(deltas, stats)
 
     def idle_result(self, deltas: Seq[Delta]) -> StepResult:
         """Return the result of a step that computes nothing."""
-        return self._result(deltas, _Tally())
+        return _result(deltas, self._stats())
 
-    def _result(self, deltas: Seq[Delta], tally: _Tally) -> StepResult:
-        """Put together what a step gives back."""
-        return StepResult(
-            deltas=tuple(deltas),
-            samples=tuple(delta.sample for delta in deltas if delta.sample is not None),
-            stats=StepStats(
-                num_rows=tally.rows,
-                num_computed=tally.computed,
-                num_sampled=tally.sampled,
-                num_preempted=tally.preempted,
-                num_drafted=tally.drafted,
-                num_accepted=tally.accepted,
-                num_running=len(self._running),
-                num_waiting=len(self._waiting),
-                num_free_blocks=self._kv.num_free_blocks(),
-                weight_version=self.version,
-            ),
+    def _stats(
+        self,
+        *,
+        num_rows: int = 0,
+        num_computed: int = 0,
+        num_sampled: int = 0,
+        num_preempted: int = 0,
+        num_drafted: int = 0,
+        num_accepted: int = 0,
+    ) -> StepStats:
+        """Put what a step counted beside how the queues and the cache stand now."""
+        return StepStats(
+            num_rows=num_rows,
+            num_computed=num_computed,
+            num_sampled=num_sampled,
+            num_preempted=num_preempted,
+            num_drafted=num_drafted,
+            num_accepted=num_accepted,
+            num_running=len(self._running),
+            num_waiting=len(self._waiting),
+            num_free_blocks=self._kv.num_free_blocks(),
+            weight_version=self.version,
         )
 
     def _take_tokens(self, seq: Sequence, row: Row, result: RowResult) -> int:
@@ -488,3 +481,9 @@ class Core:
 def _copy_of(seq: Sequence, hit: Hit) -> BlockCopy:
     """The copy that gives a sequence the part of a block which its hit ends in."""
     return BlockCopy(hit.partial_block, seq.blocks[len(hit.blocks)], hit.partial_tokens)
+
+
+def _result(deltas: Seq[Delta], stats: StepStats) -> StepResult:
+    """Put together what a step gives back."""
+    samples = tuple(delta.sample for delta in deltas if delta.sample is not None)
+    return StepResult(deltas=tuple(deltas), samples=samples, stats=stats)

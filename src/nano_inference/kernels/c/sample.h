@@ -9,16 +9,19 @@
 
 #define BLOCK 512
 
-static float best_of(const float *x, long n, int32_t *place) {
+static float best_of(const float *x, long n) {
     vf best = all_f(-INFINITY);
     long i = 0;
     for (; i + LANES <= n; i += LANES) best = vmax(load_f(x + i), best);
     float top = best[0];
     for (int u = 1; u < LANES; u++) if (best[u] > top) top = best[u];
     for (; i < n; i++) if (x[i] > top) top = x[i];
-    *place = 0;
-    for (i = 0; i < n; i++) if (x[i] == top) { *place = (int32_t)i; break; }
     return top;
+}
+
+static int32_t place_of_best(const float *x, long n, float top) {
+    for (long i = 0; i < n; i++) if (x[i] == top) return (int32_t)i;
+    return 0;
 }
 
 /* The sum of e^((x - top) / t) over at most BLOCK values. */
@@ -68,8 +71,7 @@ static void sample_row(const Draws *d, long row, double *mass) {
     const long n = d->vocab_size, num_blocks = (n + BLOCK - 1) / BLOCK;
     const int is_greedy = d->temperature[row] == 0;
     const float t = is_greedy ? 1.0f : d->temperature[row] > 1e-30f ? d->temperature[row] : 1e-30f;
-    int32_t token;
-    const float top = best_of(x, n, &token);
+    const float top = best_of(x, n);
     double total = 0;
     for (long b = 0; b < num_blocks; b++)
         total += mass[b] = block_mass(x + b * BLOCK, n - b * BLOCK < BLOCK ? n - b * BLOCK : BLOCK, top, t);
@@ -78,7 +80,8 @@ static void sample_row(const Draws *d, long row, double *mass) {
         d->logprob[row] = NAN;
         return;
     }
-    if (!is_greedy) token = (int32_t)find_token(x, n, top, t, mass, d->uniform[row] * total);
+    const int32_t token = is_greedy ? place_of_best(x, n, top)
+                                    : (int32_t)find_token(x, n, top, t, mass, d->uniform[row] * total);
     double divisor = t;
     if (d->is_raw[row] && t != 1) {
         total = 0;
