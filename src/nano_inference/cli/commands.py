@@ -92,9 +92,12 @@ def serve(*, server: ServerFlags = SERVER, engine: ServedEngineFlags, common: Co
 
     The first Ctrl-C or SIGTERM lets open requests finish, the second aborts them.
     """
-    from nano_inference.cli import serve as work
+    from nano_inference.cli.collection import no_collection
 
-    return work.run(engine, server, common)
+    with no_collection() as collect_again:
+        from nano_inference.cli import serve as work
+
+        return work.run(engine, server, common, collect_again)
 
 
 def bench(
