@@ -6,21 +6,17 @@ It would look through the modules' objects, a few hundred thousand, again and ag
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 
 @contextmanager
-def no_collection() -> Iterator[Callable[[], None]]:
-    """Hold the collector off; give what turns it on again before the block ends. Afterwards it is as it was."""
+def no_collection() -> Iterator[None]:
+    """Hold the collector off; afterwards it is as it was."""
     was_on = gc.isenabled()
     gc.disable()
-
-    def restore() -> None:
+    try:
+        yield
+    finally:
         if was_on:
             gc.enable()
-
-    try:
-        yield restore
-    finally:
-        restore()

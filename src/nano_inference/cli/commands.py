@@ -94,10 +94,10 @@ def serve(*, server: ServerFlags = SERVER, engine: ServedEngineFlags, common: Co
     """
     from nano_inference.cli.collection import no_collection
 
-    with no_collection() as collect_again:
+    with no_collection():
         from nano_inference.cli import serve as work
 
-        return work.run(engine, server, common, collect_again)
+    return work.run(engine, server, common)
 
 
 def bench(

@@ -9,10 +9,10 @@ import os
 import socket
 import sys
 import threading
-from collections.abc import Callable
 from pathlib import Path
 
 from nano_inference.catalog import find_builtin, find_wheel
+from nano_inference.cli.collection import no_collection
 from nano_inference.cli.options import Common
 from nano_inference.cli.place import fetch
 from nano_inference.cli.terminal import note
@@ -24,8 +24,8 @@ from nano_inference.server.run import bind, serve
 from nano_inference.server.served import Opened
 
 
-def run(engine: EngineConfig, config: ServerConfig, common: Common, collect_again: Callable[[], None]) -> int:
-    """Serve until a signal; return the exit code. `collect_again` is called when requests are taken."""
+def run(engine: EngineConfig, config: ServerConfig, common: Common) -> int:
+    """Serve until a signal; return the exit code."""
     set_up_logs(log_requests=config.log_requests, as_json=config.log_requests, level=logging.WARNING)
     warn(config)
     listening = bind(config)
@@ -33,16 +33,16 @@ def run(engine: EngineConfig, config: ServerConfig, common: Common, collect_agai
 
     def open_model() -> Opened:
         path = fetch(engine.model_path, common)
-        from nano_inference.server.opening import open_model as load  # torch: the port is open before it is imported
+        with no_collection():
+            from nano_inference.server.opening import open_model as load  # torch: the port is open before it comes
 
-        gc.freeze()  # modules stay: `server.run` looks through what loading makes, and not through them
-        return load(engine, config, name=served_name(engine.model_path, path), path=path)
+            gc.freeze()  # modules stay: `server.run` looks through what loading makes, and not through them
+            return load(engine, config, name=served_name(engine.model_path, path), path=path)
 
     def on_listening() -> None:
         note(f"listening on {url}, loading {engine.model_path}", common.quiet)
 
     def on_ready(opened: Opened) -> None:
-        collect_again()
         note(banner(opened, config, url), common.quiet)
 
     max_running = engine.max_batch_size
