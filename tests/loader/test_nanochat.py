@@ -440,7 +440,7 @@ def test_bad_overrides_are_the_user_s_fault(tmp_path: Path, text: str) -> None:
         open_tensors(state_dict("G4", model_config("G4")), model_config("G4"), (text,))
 
 
-@pytest.mark.parametrize("text", ["qk_scale=100000", "gate_scale=5000"])
+@pytest.mark.parametrize("text", ["qk_scale=100000", "qk_scale=1e-30", "gate_scale=5000"])
 def test_numbers_out_of_all_proportion_are_refused_in_one_line(tmp_path: Path, text: str) -> None:
     write(tmp_path, "G4")
     with pytest.raises(ValueError, match=text.partition("=")[0]) as caught:

@@ -92,7 +92,7 @@ class NanochatTerms:
 
     def __post_init__(self) -> None:
         check_int("padded_vocab_size", self.padded_vocab_size, 1, 2**31 - 1)
-        check_number("qk_scale", self.qk_scale, 0, 1e3, open_low=True)
+        check_number("qk_scale", self.qk_scale, 1e-6, 1e3)
         check_number("gate_scale", self.gate_scale, 0, 1e3, open_low=True)
         check_int("gate_columns", self.gate_columns, 0)
         check_int("smear_columns", self.smear_columns, 0)
