@@ -282,8 +282,7 @@ static void find_stretches(Crew *c, int from, int to, long block, long stop) {
             common = agree;
         }
         c->stretches[c->num_stretches++] = (Stretch){from, until, block, common - block};
-        const int has_more = common < c->num_blocks[from] || table_of[token[until - 1]] != table_of[token[from]];
-        if (common < stop && has_more) find_stretches(c, from, until, common, stop);
+        if (common < stop) find_stretches(c, from, until, common, stop);       /* which leaves those that end here */
         from = until;
     }
 }
@@ -320,10 +319,10 @@ static void cap_scores(const Attention *a, float *row, int begin, int end) {
     }
 }
 
-/* The largest of a row's scores [begin, end): both are multiples of 16. */
+/* The largest of a row's scores [begin, end), which are multiples of 16; -infinity where all are that. */
 INLINE float largest(const float *row, int begin, int end) {
     vf best[16 / LANES];
-    for (int u = 0; u < 16; u += LANES) best[u / LANES] = all_f(HIDDEN);
+    for (int u = 0; u < 16; u += LANES) best[u / LANES] = all_f(-__builtin_inff());
     for (int key = begin; key < end; key += 16)
         for (int u = 0; u < 16; u += LANES) best[u / LANES] = vmax(load_f(row + key + u), best[u / LANES]);
     for (int u = LANES; u < 16; u += LANES) best[0] = vmax(best[u / LANES], best[0]);
@@ -344,6 +343,7 @@ static void soften(const Crew *c, long position, float *row, float *top, float *
     for (int key = begin; key < low; key++) row[key] = -__builtin_inff();
     for (int key = high + 1; key < end; key++) row[key] = -__builtin_inff();
     *top = largest(row, begin, end) * scale;             /* rounded as the largest product is: the scale is above 0 */
+    if (*top < HIDDEN) *top = HIDDEN;
     float sums[16] = {0};
     for (int key = begin; key < end; key += 16)
         for (int u = 0; u < 16; u += LANES) {
