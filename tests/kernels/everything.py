@@ -29,9 +29,10 @@ from nano_inference.kernels import native, twin
 from nano_inference.kernels.compile import Isa, _sources, compile_library
 from nano_inference.kernels.library import Library
 from nano_inference.kernels.matrix import Matrix
-from nano_inference.kernels.program import Activate, Product, Program, Softcap
+from nano_inference.kernels.native import Cache, Continuation, NativeProgram
+from nano_inference.kernels.program import Activate, Embed, Keep, Product, Program, Softcap
 from tests.kernels import steps
-from tests.kernels.steps import FORMATS, Shape
+from tests.kernels.steps import FORMATS, Shape, Span
 
 SHAPES = (
     Shape(num_heads=3, num_kv_heads=1, head_dim=20, block_size=16, num_rows=5, chunks=(9,), longest=290),
@@ -47,16 +48,17 @@ _OURS = re.compile(rf"\((?:{'|'.join(path.name for path in _sources().iterdir())
 
 def check_products(library: Library) -> None:
     for name in FORMATS:
-        for num_out, num_in in ((1, 1), (70, 33), (65, 1030)):
+        for num_out, num_in in ((1, 1), (70, 33), (33, 1030)):
             weight = steps.make_matrix(library, name, num_out, num_in, seed=1)
             for num_rows in (1, 2, 5, 14):
                 check_product(library, weight, num_rows)
 
 
 def check_product(library: Library, weight: Matrix, num_rows: int) -> None:
-    bias_N = torch.randn(2 * weight.num_out)
-    op = Product(x="x", out="y", matrices=(weight, weight), bias=bias_N)
-    program = Program(ops=(op,), widths={"x": weight.num_in, "y": 2 * weight.num_out})
+    """Three matrices: an odd number of panels, which two threads share out by halves."""
+    bias_N = torch.randn(3 * weight.num_out)
+    op = Product(x="x", out="y", matrices=(weight,) * 3, bias=bias_N)
+    program = Program(ops=(op,), widths={"x": weight.num_in, "y": 3 * weight.num_out})
     x_SK = torch.randn(num_rows, weight.num_in)
     got = steps.run_rows(library, program, {"x": x_SK}, "y")
     assert torch.allclose(got, twin.run_rows(program, {"x": x_SK})["y"], rtol=1e-3, atol=0.1)
@@ -70,6 +72,24 @@ def check_attention(library: Library) -> None:
         right, _ = steps.attend_twin(case)
         assert all(torch.allclose(row.double(), right[token], atol=1e-3) for token, row in got.items())
         assert steps.same_bits(got, steps.attend(library, case, case.spans[:1], cache))
+        for kept in ([len(got) - 1], list(range(0, len(got), 2))):
+            assert steps.same_bits(got, steps.attend(library, case, case.spans, cache, kept))
+        assert not steps.attend(library, case, case.spans, cache, [])
+
+
+def check_continuation(library: Library) -> None:
+    """A body and, behind it, a head, both larger with the second step."""
+    table = steps.make_matrix(library, "float32", 70, 33, seed=3)
+    ops = (Embed(out="x", table=table), Keep(buffers=("x",)))
+    body = NativeProgram(library, Program(ops=ops, widths={"x": 33}))
+    product = Product(x="h", out="y", matrices=(table,))
+    head = NativeProgram(library, Program(ops=(product,), widths={"h": 33, "y": 70}))
+    cache = Cache(torch.zeros(64), torch.zeros(64), 16, 16)
+    for num_tokens, kept in ((3, [1]), (60, list(range(0, 60, 3)))):
+        layout = steps.layout_of((Span(tuple(range(num_tokens)), 0, tuple(range(4))),), kept)
+        body.run(layout, cache, Continuation(head, "h", "x"))
+        rows_SK = twin.unpack(table)[torch.tensor(kept)]
+        assert torch.allclose(head.buffer("y", len(kept)), rows_SK @ twin.unpack(table).T, atol=1e-4)
 
 
 def check_rows(library: Library) -> None:
@@ -95,7 +115,7 @@ def check_draws(library: Library) -> None:
 
 def check_all(library: Library) -> None:
     torch.manual_seed(0)
-    for check in (check_products, check_attention, check_rows, check_draws):
+    for check in (check_products, check_attention, check_continuation, check_rows, check_draws):
         check(library)
     library.close()
 
