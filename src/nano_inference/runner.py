@@ -1,7 +1,7 @@
 """Runs one step on the device: the only place where a plan meets tensors.
 
-Shapes: K tokens of the step that anything is asked of, B rows that draw, S rows scored at once, E hidden size, V
-vocabulary.
+Shapes: T tokens of the step, K those that anything is asked of (kv heads in a store's names), B rows that draw, S rows
+scored at once, E hidden size, V vocabulary.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from nano_inference.assemble import cache_dtype, load_kernel_model, load_model, make_store, pick_kernels
-from nano_inference.attention import ForwardInput, Laid, SdpaBackend
+from nano_inference.attention import ForwardInput, Laid, SdpaBackend, Span
 from nano_inference.batch import build, in_step_order
 from nano_inference.config import EngineConfig
 from nano_inference.kernels.library import Library
@@ -112,10 +112,12 @@ def test_a_mixed_step_is_the_torch_modules(checkpoint: Checkpoint, library: Libr
 def test_what_is_kept_has_the_bits_that_it_has_among_all(checkpoint: Checkpoint, library: Library) -> None:
     """Keys and values of the others are there for the next step all the same; logits may be had at once."""
     inputs = steps(checkpoint.config.vocab_size)
-    model = load_kernel_model(checkpoint, library, "own", MAX_LEN)
-    whole = computed(model, inputs)
+    whole = computed(load_kernel_model(checkpoint, library, "own", MAX_LEN), inputs)
+    model = load_kernel_model(checkpoint, library, "own", MAX_LEN)  # another, whose buffers have yet to grow
     store = make_store(model, len(LENGTHS[0]) * MAX_LEN // BLOCK_SIZE, BLOCK_SIZE, CPU, cache_dtype(model))
     assert isinstance(store, KernelStore)
+    single = Laid([5], [-1], (Span(0, 1, 0, (0,)),))
+    alone_KV = model.run_to_logits(single, [0], store.cache).clone()
     for step, right in zip(inputs, whole, strict=True):
         laid = Laid(step.token_T.tolist(), step.prev_T.tolist(), step.spans)
         last = [span.offset + span.num_tokens - 1 for span in step.spans]
@@ -126,6 +128,7 @@ def test_what_is_kept_has_the_bits_that_it_has_among_all(checkpoint: Checkpoint,
             with torch.inference_mode():
                 logits_KV = model.head(right.hidden_TE[kept].float().flip(0))
             assert torch.equal(logits_KV.double().flip(0), right.logits_TV[kept])
+    assert torch.equal(model.run_to_logits(single, [0], store.cache), alone_KV)
 
 
 def test_what_a_step_gives_does_not_depend_on_what_was_in_the_buffers(library: Library, tmp_path: Path) -> None:

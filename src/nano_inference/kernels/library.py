@@ -161,7 +161,7 @@ def _end_threads(code: ctypes.CDLL, pool: int, owner: int) -> None:
 
 def _declare(code: ctypes.CDLL) -> None:
     """Tell ctypes what the functions take and return."""
-    planned = (c_void_p, POINTER(ProgramStruct), POINTER(StepStruct))
+    program, arrays = (POINTER(ProgramStruct), POINTER(StepStruct)), (c_void_p,) * 4
     signatures: dict[str, tuple[object, tuple[object, ...]]] = {
         "nano_isa": (c_char_p, ()),
         "nano_has_vnni": (c_int, ()),
@@ -175,8 +175,8 @@ def _declare(code: ctypes.CDLL) -> None:
         "nano_pack_int8": (None, (c_void_p, c_long, c_long, c_long, c_long, c_void_p)),
         "nano_unpack": (None, (c_int, c_void_p, c_long, c_long, c_long, c_void_p)),
         "nano_split_size": (c_int64, (c_int64,)),
-        "nano_plan": (c_int64, (*planned, c_int64, *[c_void_p] * 4, c_int32, c_void_p, c_int32, c_int32, c_void_p)),
-        "nano_run": (c_int, (*planned, POINTER(ProgramStruct), POINTER(StepStruct))),
+        "nano_plan": (c_int64, (*program, c_int32, c_int64, *arrays, c_int32, c_void_p, c_int32, c_int32, c_void_p)),
+        "nano_run": (c_int, (c_void_p, *program, *program)),
         "nano_populate": (c_int, (c_void_p, c_int64)),
         "nano_draw": (c_int, (c_void_p, POINTER(DrawsStruct), c_int64)),
     }

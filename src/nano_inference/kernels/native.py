@@ -137,13 +137,13 @@ class NativeProgram:
         step.token, step.previous = _address(layout.token_T), _address(layout.previous_T)
         step.k, step.v, step.is_short = cache.k.data_ptr(), cache.v.data_ptr(), cache.k.dtype == torch.bfloat16
         step.block_bytes = cache.block_values * cache.k.itemsize
-        kept = self._plan(layout, cache.block_size)
+        held = self._plan(layout, cache.block_size)
         if then is None:
             self._go()
         else:
             then.program._take_over(then.x, self, then.given, len(layout.keep_K))
             self._go(then.program)
-        del kept
+        del held
 
     def run_rows(self, inputs: Mapping[str, Tensor]) -> None:
         """Go through a program without attention for rows that are given: float32 [S, W] for each named buffer."""
@@ -184,9 +184,9 @@ class NativeProgram:
         if num_rows <= self._capacity:
             return
         capacity = max(16, 1 << (num_rows - 1).bit_length())
+        self._bytes = torch.empty(capacity * self._byte_stride, dtype=torch.uint8)
         self._arena = torch.from_numpy(np.empty(capacity * sum(self._strides.values()), np.float32))
         self._capacity = capacity
-        self._bytes = torch.empty(capacity * self._byte_stride, dtype=torch.uint8)
         self._step.bytes, self._step.byte_stride = self._bytes.data_ptr(), self._byte_stride
         for index, name in enumerate(self._names):
             self._pointers[index] = self._place(name)
@@ -195,9 +195,9 @@ class NativeProgram:
         """Say where each token stands and who reads the cache together; return the memory that this takes."""
         room = array("i", bytes(16 * (len(layout.token_T) + len(layout.keep_K)) + 8))
         num_floats = self._library.code.nano_plan(
-            self._library.pool,
             self._struct,
             self._step,
+            self._library.num_threads,
             len(layout.num_tokens_S),
             _address(layout.num_tokens_S),
             _address(layout.start_S),

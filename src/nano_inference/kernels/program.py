@@ -1,6 +1,7 @@
 """A forward pass as data: operations on named buffers, one row a token. c/program.c goes through it, so does `twin`.
 
-Shapes: T tokens of a step, W width of a buffer, N outputs and K inputs of a matrix, P positions, R rotary size.
+Shapes: T tokens of a step, W width of a buffer, N outputs and K inputs of a matrix (in `keep_K` the tokens that are
+kept), P positions, R rotary size.
 """
 
 from __future__ import annotations
@@ -126,13 +127,17 @@ class Smear:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Keep:
-    """From here on only the step's `keep_K` rows are gone on with, at the front of up to three buffers."""
+    """From here on only the step's `keep_K` rows are gone on with, at the front of up to three buffers.
+
+    There is one at most, and nothing behind it asks for the tokens themselves (`Embed`, `Smear`).
+    """
 
     buffers: tuple[str, ...]
     """What later operations read."""
 
 
-Op = Embed | Norm | Product | Heads | Attend | Activate | Mix | Softcap | GateValues | Smear | Keep
+RowOp = Embed | Norm | Product | Heads | Attend | Activate | Mix | Softcap | GateValues | Smear
+Op = RowOp | Keep
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,3 +150,8 @@ class Program:
     num_heads: int = 1
     num_kv_heads: int = 1
     head_dim: int = 1
+
+    def __post_init__(self) -> None:
+        kept = [index for index, op in enumerate(self.ops) if isinstance(op, Keep)]
+        assert len(kept) <= 1
+        assert not kept or not any(isinstance(op, Embed | Smear) for op in self.ops[kept[0] :])

@@ -4,7 +4,7 @@ Nothing here needs the compiled library: weights are packed and unpacked in torc
 
 Shapes: T tokens of a step, S rows, W width of a buffer, V vocabulary, N outputs and K inputs of a matrix, P panels of
 64 outputs, B blocks of inputs, G groups and Y bytes of a field, H heads, J kv heads, Q query heads of a kv head, D head
-size, Z slots of a cache's block, C keys that a token sees.
+size, Z slots of a cache's block, C keys that a token sees; in `keep_K` K are the tokens that are kept.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from nano_inference.kernels.program import (
     Norm,
     Product,
     Program,
+    RowOp,
     Smear,
     Softcap,
 )
 
-_RowOp = Embed | Norm | Product | Heads | Attend | Activate | Mix | Softcap | GateValues | Smear
 _PANEL = 64
 _Field = tuple[int, int]
 _HALF: _Field = (1, 2)
@@ -264,6 +264,8 @@ def run(
 ) -> dict[str, Tensor]:
     """Go through the program for a step's tokens; return the buffers that it wrote, [T, W] each.
 
+    Behind a `Keep` these are the ones that it names and the ones written later, with the rows that are kept.
+
     Keys and values go into `cache`, whose tensors may have any float type.
     """
     spans = list(zip(layout.num_tokens_S.tolist(), layout.start_S.tolist(), layout.table_begin_S.tolist(), strict=True))
@@ -311,7 +313,7 @@ def _keep(op: Keep, step: _Step) -> _Step:
     )
 
 
-def _apply(op: _RowOp, step: _Step) -> tuple[str, Tensor]:
+def _apply(op: RowOp, step: _Step) -> tuple[str, Tensor]:
     """Return which buffer an operation writes, and what it then holds."""
     match op:
         case Embed():

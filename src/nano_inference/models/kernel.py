@@ -79,16 +79,19 @@ class KernelModel:
 
         They lie in memory that the next step overwrites. Keys and values of all tokens are in the cache afterwards.
         """
-        assert self._parts is not None and max(span.end for span in step.spans) <= self.max_len
-        self._parts.body.run(layout_of(step, kept), cache)
-        return self._parts.body.buffer("x", len(kept))
+        return self._run(step, kept, cache).body.buffer("x", len(kept))
 
     def run_to_logits(self, step: Laid, kept: Sequence[int], cache: Cache) -> Tensor:
         """Do the same as `run` and then `head`, at once: return float32 logits [K, V]."""
-        assert self._parts is not None and max(span.end for span in step.spans) <= self.max_len
-        head = self._parts.head
-        self._parts.body.run(layout_of(step, kept), cache, Continuation(head, "h", "x"))
+        head = self._run(step, kept, cache, to_logits=True).head
         return head.buffer("logits", len(kept), self.config.vocab_size)
+
+    def _run(self, step: Laid, kept: Sequence[int], cache: Cache, *, to_logits: bool = False) -> _Parts:
+        """Go through the body, and the head where that is wanted; return all parts."""
+        assert self._parts is not None and max(span.end for span in step.spans) <= self.max_len
+        then = Continuation(self._parts.head, "h", "x") if to_logits else None
+        self._parts.body.run(layout_of(step, kept), cache, then)
+        return self._parts
 
     def forward(self, step: ForwardInput, cache: Cache) -> Tensor:
         """Return the hidden states [T, E] of a step as torch's models take it."""

@@ -173,7 +173,8 @@ def _programs(
         "act": config.intermediate_size,
     } | dict(more or {})
     last = max(index for index, op in enumerate(ops) if isinstance(op, Heads)) + 1
-    kept = Keep(buffers=("x", "qkv", *(["middle"] if "middle" in widths else [])))
+    terms = config.nanochat
+    kept = Keep(buffers=("x", "qkv", "middle") if terms and terms.has_backout else ("x", "qkv"))
     cap: tuple[Op, ...] = ()
     if config.logits_softcap is not None:
         cap = (Softcap(x="logits", cap=config.logits_softcap),)

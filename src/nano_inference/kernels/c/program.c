@@ -474,10 +474,11 @@ static int64_t choose_splits(Rows *rows, const Program *p, int num_threads, int3
 
 /* Say where the tokens of a step stand, and who reads the cache together; the same of those that are kept. Spans come
  * one after another in the step, each with its number of tokens, its first position and where its table begins. `room`
- * is for 4 (all + kept) + 2 numbers. Returns the floats that the step's `parts` need, -1 without memory. */
-int64_t nano_plan(const Pool *pool, const Program *program, Step *step, int64_t num_spans, const int32_t *num_tokens,
-                  const int32_t *start, const int32_t *table_begin, const int32_t *tables, int32_t block_size,
-                  const int32_t *keep, int32_t num_kept, int32_t few, int32_t *room) {
+ * is for 4 (all + kept) + 2 numbers; `few` is `choose_splits`'. Returns the floats that the step's `parts` need, -1
+ * without memory. */
+int64_t nano_plan(const Program *program, Step *step, int32_t num_threads, int64_t num_spans,
+                  const int32_t *num_tokens, const int32_t *start, const int32_t *table_begin, const int32_t *tables,
+                  int32_t block_size, const int32_t *keep, int32_t num_kept, int32_t few, int32_t *room) {
     int32_t t = 0, total = 0;
     for (int64_t s = 0; s < num_spans; s++) total += num_tokens[s];
     int32_t *position = room, *table_of = position + total, *order = table_of + total, *crews = order + total;
@@ -489,7 +490,7 @@ int64_t nano_plan(const Pool *pool, const Program *program, Step *step, int64_t 
     step->all.tokens = (Tokens){.num_tokens = total, .block_size = block_size, .position = position,
                                 .table_of = table_of, .tables = tables};
     if (form_crews(&step->all.tokens, order, crews)) return -1;
-    const int64_t floats = choose_splits(&step->all, program, pool->num_threads, few);
+    const int64_t floats = choose_splits(&step->all, program, num_threads, few);
     step->keep = keep;
     step->kept = step->all;
     if (num_kept == total) return floats;
@@ -501,7 +502,7 @@ int64_t nano_plan(const Pool *pool, const Program *program, Step *step, int64_t 
     step->kept.tokens = (Tokens){.num_tokens = num_kept, .block_size = block_size, .position = kept_position,
                                  .table_of = kept_table, .tables = tables};
     if (form_crews(&step->kept.tokens, kept_table + num_kept, kept_table + 2 * num_kept)) return -1;
-    const int64_t more = choose_splits(&step->kept, program, pool->num_threads, few);
+    const int64_t more = choose_splits(&step->kept, program, num_threads, few);
     return floats > more ? floats : more;
 }
 
