@@ -27,7 +27,8 @@ from tests.kernels.steps import (
 
 COUNTS = (*range(1, 14), 24, 25, 64, 83, 84, 85, 170, 171)
 """Around every size at which the C goes another way: four rows at once, tiles of 6 and 12, pieces of 84 and 168."""
-SIZES = ((1, 1), (3, 7), (64, 33), (130, 576), (70, 1030), (5, 2051))
+SIZES = ((1, 1), (3, 7), (64, 33), (130, 576), (70, 1030), (5, 2051), (1700, 9), (6300, 3))
+"""Outputs and inputs; up to 99 panels, which few rows are shared out in runs of."""
 
 
 def program(matrices: tuple[Matrix, ...], bias: Tensor | None = None, *, add: bool = False, num_in: int) -> Program:

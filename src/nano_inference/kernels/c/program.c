@@ -244,11 +244,22 @@ static void quantise(Worker *w, const Product *p, const Step *s) {
     finish_job(w, num);
 }
 
-/* Neighbouring panels that a thread takes together: with few rows time goes into reading them, best in one long run. */
-static long panels_of_piece(const Pool *pool, long num_rows, long panels) {
-    if (num_rows > DIRECT) return 1;
-    const long run = panels / (pool->num_threads * 6);
-    return run < 1 ? 1 : run > 16 ? 16 : run;
+#define LONGEST_RUN 16
+
+/* Into how many runs of neighbouring panels a product is cut. With few rows time goes into reading, best in long runs, of
+ * which each thread gets as many. */
+static long runs_of_panels(const Pool *pool, long num_rows, long panels) {
+    if (num_rows > DIRECT || panels < pool->num_threads) return panels;
+    const long few = pool->num_threads * 6, many = panels / LONGEST_RUN > few ? panels / LONGEST_RUN : few;
+    const long runs = panels < many ? panels : many;
+    return runs / pool->num_threads * pool->num_threads;
+}
+
+/* Which run the n-th that is handed out is. With few rows threads that take turns each go on where they were, so that
+ * what one fetches ahead is its own. */
+static long run_at(const Pool *pool, long num_rows, long runs, long n) {
+    if (num_rows > DIRECT || runs < pool->num_threads) return n;
+    return n % pool->num_threads * (runs / pool->num_threads) + n / pool->num_threads;
 }
 
 /* Into how many parts panels are cut: two where few pieces would leave a thread without work at the end. */
@@ -268,13 +279,13 @@ static void multiply(Worker *w, const Product *p, Step *step) {
     if (rounds) quantise(w, p, step);
     begin_job(w);
     float *tile = scratch_of(w, 4 * (size_t)(rows * PANEL + DEPTH * PANEL));
-    const long run = panels_of_piece(w->pool, p->num_rows, panels), runs = (panels + run - 1) / run;
-    const long fewest_rows = p->num_rows - (num_blocks - 1) * rows;
-    const long parts = run == 1 ? parts_of_panel(w->pool, p, fewest_rows, num_blocks * runs) : 1;
+    const long runs = runs_of_panels(w->pool, p->num_rows, panels), fewest_rows = p->num_rows - (num_blocks - 1) * rows;
+    const long parts = parts_of_panel(w->pool, p, fewest_rows, num_blocks * runs);
     FOR_PIECES(w, piece, num_blocks * runs * parts) {
         if (!tile) { atomic_store(&step->failed, 1); continue; }
         const long number = piece / parts, first = number / runs * rows, left = p->num_rows - first;
-        const long begin = number % runs * run, end = begin + run < panels ? begin + run : panels;
+        const long run = run_at(w->pool, p->num_rows, runs, number % runs);
+        const long begin = run * panels / runs, end = (run + 1) * panels / runs;
         const int from = (int)(piece % parts) * PANEL / 2;
         const Lanes part = {from, parts == 1 ? PANEL : from + PANEL / 2};
         for (long at = begin; at < end; at++) {
