@@ -3,13 +3,20 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-clients lint fast bench size clean
+.PHONY: demo test browser test-clients lint fast bench size clean
 
 demo: .venv/ready
 	$(BIN)/python examples/demo.py
 
-test: .venv/ready-dev lint
+test: .venv/ready-dev lint browser
 	$(BIN)/python -m pytest
+
+# The pages are tested in Debian's Chromium; without it those tests are skipped, which pytest says at its end.
+browser:
+	@command -v chromium >/dev/null || { \
+		echo "installing Debian's chromium for the tests of the web pages"; \
+		apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium >/dev/null; \
+	} || echo "WARNING: chromium could not be installed: THE WEB PAGES ARE NOT TESTED"
 
 # Other people's programs against a served model.
 test-clients: .venv-clients/ready

@@ -81,6 +81,8 @@ class EngineParts:
     weights: WeightSyncManager | None = None
     """Replaces the weights; None where there are none to replace."""
     is_on_cuda: bool = False
+    code: str = "torch"
+    """What computes: torch, or the instruction set of the CPU kernels."""
 
 
 def assemble(config: EngineConfig, progress: LoadProgress | None = None) -> EngineParts:
@@ -103,7 +105,12 @@ def assemble(config: EngineConfig, progress: LoadProgress | None = None) -> Engi
     else:
         model = load_kernel_model(checkpoint, library, KEEPS[config.dtype], max_model_len, progress)
     parts = parts_of(model, config, device, draw if library is None else KernelSampler(library))
-    return replace(parts, stop_matcher=matcher_maker(checkpoint.tokenizer), checkpoint=checkpoint)
+    return replace(
+        parts,
+        stop_matcher=matcher_maker(checkpoint.tokenizer),
+        checkpoint=checkpoint,
+        code="torch" if library is None else library.isa,
+    )
 
 
 def parts_of(model: AnyModel, config: EngineConfig, device: torch.device, sampler: Sampler = draw) -> EngineParts:

@@ -14,7 +14,6 @@ import nano_inference
 from nano_inference.assemble import available_memory, kernels_here
 from nano_inference.catalog import WHEELS, list_models
 from nano_inference.cli import machine, roofline
-from nano_inference.cli.info import num_parameters
 from nano_inference.cli.models import human_bytes
 from nano_inference.cli.options import Common
 from nano_inference.cli.place import cache_of
@@ -68,7 +67,7 @@ def _default_model(cache: Path, bandwidth: float) -> dict[str, Any]:
         "name": wheel.name,
         "here": True,
         "file_bytes": num_bytes,
-        "float32_bytes": 4 * num_parameters(checkpoint),
+        "float32_bytes": 4 * checkpoint.num_parameters,
         "kv_bytes_per_token": checkpoint.config.kv_bytes_per_token(4),
         "decode_limit_tokens_per_s": bandwidth / num_bytes,
     }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -53,8 +52,8 @@ def describe(checkpoint: Checkpoint) -> dict[str, Any]:
         "tied_embeddings": config.tie_embeddings,
         "file_precision": checkpoint.dtype,
         "file_bytes": file_bytes(checkpoint.path),
-        "parameters": num_parameters(checkpoint),
-        "float32_bytes": num_parameters(checkpoint) * _FLOAT32,
+        "parameters": checkpoint.num_parameters,
+        "float32_bytes": checkpoint.num_parameters * _FLOAT32,
         "kv_bytes_per_token": config.kv_bytes_per_token(_FLOAT32),
         "tokenizer": _tokenizer_kind(checkpoint),
         "chat_template": load_dialogue(checkpoint.tokenizer, tokenizer) is not None,
@@ -71,16 +70,6 @@ def _inferred(checkpoint: Checkpoint) -> dict[str, Any]:
     values = asdict(inferred.constants)
     constants = {name: {"value": value, "reason": inferred.reasons[name]} for name, value in values.items()}
     return {"constants": constants, "warnings": list(inferred.warnings)}
-
-
-def num_parameters(checkpoint: Checkpoint) -> int:
-    """Return how many numbers the model holds in memory; tied embeddings count once."""
-    is_tied = checkpoint.config.tie_embeddings
-    return sum(
-        math.prod(source.shape)
-        for name, source in checkpoint.sources.items()
-        if not (is_tied and name == "lm_head.weight")
-    )
 
 
 def file_bytes(path: Path) -> int:

@@ -44,6 +44,12 @@ class Checkpoint:
                 f"{self.path}: the configuration makes a model of at least {wanted} values, the files hold {held}"
             )
 
+    @property
+    def num_parameters(self) -> int:
+        """How many numbers the model holds in memory; tied embeddings count once."""
+        tied = {"lm_head.weight"} if self.config.tie_embeddings else set()
+        return sum(math.prod(source.shape) for name, source in self.sources.items() if name not in tied)
+
     def tensors(self) -> Iterator[tuple[str, WeightSource]]:
         """Return a fresh iterator over the weights, for `load_into`."""
         return iter(self.sources.items())

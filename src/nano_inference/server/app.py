@@ -27,11 +27,13 @@ from nano_inference.server.call import Call, Draft, drafts_of, usage
 from nano_inference.server.compiling import Compilers
 from nano_inference.server.errors import ApiError
 from nano_inference.server.guard import Guard, GuardPolicy, read_body
+from nano_inference.server.info import info
 from nano_inference.server.llamacpp import props
 from nano_inference.server.log import AccessRecord, log_access
 from nano_inference.server.metrics import CONTENT_TYPE, not_loaded
 from nano_inference.server.model import ServedModel
 from nano_inference.server.openapi import openapi
+from nano_inference.server.pages import Page, load_page, page_response
 from nano_inference.server.paths import (
     CONVERTING,
     GENERATING,
@@ -103,6 +105,7 @@ class App:
         """Samples that may run at once."""
         self._document: asyncio.Task[bytes] | None = None
         """The OpenAPI document, once somebody has asked for it."""
+        self._pages: dict[str, Page] = {}
         self._router = Router(self._routes(), redirect_slashes=False)
         self.asgi: ASGIApp = below(config.root_path, Guard(self._route, policy, self._on_response, error_bodies()))
         """The application, as a server runs it."""
@@ -138,7 +141,9 @@ class App:
             "/version": self.version,
             "/metrics": self.metrics,
             "/openapi.json": self.document,
-            "/": self.index,
+            "/info": self.info,
+            "/": self.page("chat"),
+            "/dashboard": self.page("dashboard"),
         }
         return [
             *(Route(path, endpoint, methods=["POST"]) for path, endpoint in posts.items()),
@@ -256,10 +261,19 @@ class App:
         if done.cancelled() or done.exception() is not None:
             self._document = None
 
-    async def index(self, request: Request) -> Response:
-        """GET /: what this is, for who opens it in a browser."""
-        text = "nano-inference: an OpenAI-compatible server. The API is below /v1, described in /openapi.json.\n"
-        return Response(text, media_type="text/plain")
+    def page(self, name: str) -> Endpoint:
+        """Return the endpoint of a web page; it is put together when it is first asked for."""
+
+        async def endpoint(request: Request) -> Response:
+            if name not in self._pages:
+                self._pages[name] = load_page(name)
+            return page_response(self._pages[name], request)
+
+        return endpoint
+
+    async def info(self, request: Request) -> Response:
+        """GET /info: the model, its limits and what may be asked of it, for pages and people."""
+        return _json(to_json(info(self._require_serving().model, self.config, self._max_running)))
 
     # ---- how it is --------------------------------------------------------------------------------------------------
 

@@ -6,14 +6,21 @@ import json
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from nano_inference.config import ServerConfig
 from nano_inference.door import MatcherFactory, admit
 from nano_inference.server.call import Call, Kind
 from nano_inference.server.errors import ApiError
 from nano_inference.server.model import ServedModel
-from nano_inference.server.prompts import Prompt, chat_prompt, completion_prompts, require_dialogue
+from nano_inference.server.prompts import (
+    Prompt,
+    chat_prompt,
+    check_known,
+    completion_prompts,
+    fitting,
+    require_dialogue,
+)
 from nano_inference.server.refusals import client_error, refusals_told
 from nano_inference.server.replies import OpenAIReply
 from nano_inference.server.schema import ChatBody, CompletionBody, Sampling
@@ -22,11 +29,12 @@ from nano_inference.server.structured import FIELDS, Structure, structure_of
 from nano_inference.server.ticket import Ask
 from nano_inference.server.tools import ToolUse, requested_tools
 from nano_inference.server.unsupported import refuse_unsupported
+from nano_inference.server.writing import begun_data, begun_text
 from nano_inference.text.bad_words import bad_words_matcher, both
 from nano_inference.text.stops import stop_matcher
 from nano_inference.text.tool_format import ToolFormat, calls_grammar
-from nano_inference.text.tools import PythonTool, special_tokens
-from nano_inference.types import BadRequest, SamplingParams
+from nano_inference.text.tools import PythonTool, behind, special_tokens
+from nano_inference.types import BadRequest, SamplingParams, TokenProgram
 
 _DEFAULT_COMPLETION_TOKENS = 16
 _SAMPLING_FIELDS = (
@@ -56,7 +64,7 @@ def completion_call(body: CompletionBody, model: ServedModel, config: ServerConf
     tool = _calculator(bool(body.calculator), model, has_others=asked is not None)
     shape = _shape(body, config, body.logprobs, echo, tool=tool, echo_logprobs=echoes_logprobs)
     params = _sampling_params(body, model, config, shape, max_tokens)
-    asks = _asks(body, model, prompts, params, shape, asked, salt)
+    asks = _asks(body, model, prompts, params, shape, asked, salt, shape.tool)
     return _call(body, model, "completion", name, asks, shape)
 
 
@@ -85,13 +93,47 @@ def chat_call(body: ChatBody, model: ServedModel, config: ServerConfig, salt: st
         tool=_calculator(bool(body.calculator or (use and use.calculator)), model, has_others=has_others),
         drop_space=model.tokenizer.drops_space and not body.continue_final_message,
     )
+    program: TokenProgram | None = shape.tool
+    if body.answer_token_ids:
+        begun = _begun(body, model, shape, prompts[0], max_tokens, has_others=has_others)
+        prompts, shape, program = [begun.prompt], begun.shape, begun.program
     params = _sampling_params(body, model, config, shape, max_tokens)
     if use is not None and use.parses:
         special = special_tokens(model.tokenizer)
         shape = replace(shape, functions=use, markers=_markers(use.format, special))
         structure = _structure(structure, use, special)
-    asks = _asks(body, model, prompts, params, shape, structure, salt)
+    asks = _asks(body, model, prompts, params, shape, structure, salt, program)
     return _call(body, model, "chat", name, asks, shape)
+
+
+class _Begun(NamedTuple):
+    """A chat whose answer has begun."""
+
+    prompt: Prompt
+    shape: ReplyShape
+    program: TokenProgram | None
+
+
+def _begun(
+    body: ChatBody, model: ServedModel, shape: ReplyShape, prompt: Prompt, max_tokens: int | None, *, has_others: bool
+) -> _Begun:
+    """Return prompt, shape and program of an answer that begins with the body's tokens. Raises `ApiError`."""
+    field = "answer_token_ids"
+    goes_on = body.continue_final_message or body.add_generation_prompt is False
+    if has_others or goes_on:
+        rival = "continue_final_message or without a generation prompt" if goes_on else "functions or a structure"
+        raise ApiError(400, f"{field}: does not go with {rival}", param=field)
+    ids, program = tuple(body.answer_token_ids or ()), None
+    check_known(ids, model, field)
+    if shape.tool is not None:
+        with refusals_told(field):
+            program, missing = behind(shape.tool, ids)
+        ids += missing
+    data = begun_data(ids, shape.tool, model.tokenizer, skip_special=shape.skip_special)
+    shape = replace(shape, begun=data, begun_ids=ids)
+    text = begun_text(shape)
+    prompt = Prompt(fitting([*prompt.ids, *ids], body, model, max_tokens), text)
+    return _Begun(prompt, replace(shape, echo=(text,) if body.echo else ()), program)
 
 
 def _asked(body: Sampling) -> Structure | None:
@@ -194,6 +236,7 @@ def _asks(
     shape: ReplyShape,
     structure: Structure | None,
     salt: str,
+    program: TokenProgram | None,
 ) -> tuple[Ask, ...]:
     """Return what the engine is asked for, one for each prompt."""
     with refusals_told():
@@ -206,7 +249,7 @@ def _asks(
             salt=salt,
             make_matcher=matcher,
             structure=structure,
-            program=shape.tool,
+            program=program,
         )
         for prompt in prompts
     )

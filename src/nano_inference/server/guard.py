@@ -32,8 +32,11 @@ OnResponse = Callable[[Scope, int | None, float, Exception | None], None]
 """Told of each request once: its scope, the status (None: the client went away), the seconds, and what went wrong."""
 Headers = Sequence[tuple[bytes, bytes]]
 
-OPEN_PATHS = frozenset({"/health", "/ready", "/ping", "/"})
-"""What may be read without a key. Everything else needs one, whether it exists or not."""
+OPEN_PATHS = frozenset({"/health", "/ready", "/ping", "/", "/dashboard"})
+"""What may be read without a key: how the server is, and pages that know nothing before they are given one.
+
+Everything else needs one, whether it exists or not.
+"""
 MAX_HEADERS = 100
 LINGER_SECONDS = 2.0
 """How long an unwanted body is read and dropped: most clients look at an answer only when they have sent theirs."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 from nano_inference.door import Limits
@@ -33,6 +34,8 @@ class ServedModel:
     """Sampling defaults that the model's own files name."""
     max_positions: int
     """The longest context that the model was made for."""
+    facts: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    """What it is made of and computed with, for people: architecture, precision, kernels."""
     longest_token: int
     """Bytes of the longest token: a text has at least its length divided by this of them."""
 

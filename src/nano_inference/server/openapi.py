@@ -25,7 +25,9 @@ _GETS: tuple[tuple[str, str, bool], ...] = (
     ("/version", "Tell this software's version.", False),
     ("/metrics", "Prometheus metrics, under vLLM's names.", False),
     ("/openapi.json", "This document.", False),
-    ("/", "Say what this is.", True),
+    ("/info", "Describe the model, its limits and its defaults.", False),
+    ("/", "The chat page.", True),
+    ("/dashboard", "The page of metrics.", True),
 )
 _REFUSALS: Mapping[str, str] = {
     "400": "The request is wrong; the error names the field.",

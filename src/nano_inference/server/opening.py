@@ -52,6 +52,7 @@ def open_model(
         limits=engine.limits,
         max_positions=parts.checkpoint.config.max_positions,
         generation=sampling_defaults(parts.checkpoint),
+        facts=model_facts(engine_config, parts),
         longest_token=max(len(tokenizer.token_bytes(token)) for token in range(tokenizer.vocab_size)),
     )
     metrics = Metrics(
@@ -82,6 +83,22 @@ def for_serving(config: EngineConfig, max_tokens_per_batch: int | None) -> Engin
     if max_tokens_per_batch is None and pick_device(config.device).type == "cpu":
         max_tokens_per_batch = min(config.max_tokens_per_batch, CPU_STEP_TOKENS)
     return replace(config, max_tokens_per_batch=max_tokens_per_batch or config.max_tokens_per_batch)
+
+
+def model_facts(config: EngineConfig, parts: EngineParts) -> Mapping[str, Any]:
+    """Return what people want to know of a loaded model: what it is made of, and what computes it."""
+    checkpoint = parts.checkpoint
+    assert checkpoint is not None, "assemble opens a checkpoint"
+    return {
+        "architecture": checkpoint.config.architecture,
+        "layers": checkpoint.config.num_layers,
+        "parameters": checkpoint.num_parameters,
+        "file_precision": checkpoint.dtype,
+        "dtype": config.dtype,
+        "device": pick_device(config.device).type,
+        "kernels": parts.code,
+        "generation": None if checkpoint.inferred is None else checkpoint.inferred.headline,
+    }
 
 
 def cache_facts(config: EngineConfig, parts: EngineParts) -> Mapping[str, str]:

@@ -15,7 +15,6 @@ from nano_inference.server.schema import ChatBody, CompletionBody, Message, Samp
 from nano_inference.server.tools import ToolUse
 from nano_inference.text.chat import RESERVED
 from nano_inference.text.dialogue import Dialogue, Rendering
-from nano_inference.text.tokenizer import Tokenizer
 from nano_inference.text.tool_format import speaks_of_tools
 from nano_inference.text.tool_prompt import with_tools
 
@@ -54,7 +53,7 @@ def chat_prompt(
     _refuse_hopeless([text for message in messages for text in _texts_of(message.get("content"))], body, model)
     with refusals_told("messages"):
         ids = dialogue.encode(messages, rendering)
-    return Prompt(_fitting(ids, body, model, max_tokens), str(messages[-1].get("content") or ""))
+    return Prompt(fitting(ids, body, model, max_tokens), str(messages[-1].get("content") or ""))
 
 
 def read_messages(
@@ -178,18 +177,20 @@ def _completion_prompt(given: Any, body: CompletionBody, model: ServedModel, max
         _refuse_hopeless([given], body, model)
         with refusals_told("prompt"):
             ids = tokenizer.encode(given, add_special=body.add_special_tokens is not False)
-    fitting = _fitting(ids, body, model, max_tokens)
+    kept = fitting(ids, body, model, max_tokens)
     if not body.echo:
-        return Prompt(fitting, "")
-    is_whole = isinstance(given, str) and len(fitting) == len(ids)
-    return Prompt(fitting, given if is_whole else _decoded(tokenizer, fitting, model.limits.vocab_size))
+        return Prompt(kept, "")
+    if isinstance(given, str) and len(kept) == len(ids):
+        return Prompt(kept, given)
+    check_known(kept, model, "prompt")
+    return Prompt(kept, tokenizer.decode(kept))
 
 
-def _decoded(tokenizer: Tokenizer, ids: Sequence[int], vocab_size: int) -> str:
-    known = min(vocab_size, tokenizer.vocab_size)
+def check_known(ids: Sequence[int], model: ServedModel, field: str) -> None:
+    """Raise `ApiError` for an id of that field that has no text."""
+    known = min(model.limits.vocab_size, model.tokenizer.vocab_size)
     if max(ids) >= known:
-        raise ApiError(400, f"prompt: token id {max(ids)} is outside the vocabulary of {known}", param="prompt")
-    return tokenizer.decode(ids)
+        raise ApiError(400, f"{field}: token id {max(ids)} is outside the vocabulary of {known}", param=field)
 
 
 def _refuse_hopeless(texts: Sequence[str], body: Sampling, model: ServedModel) -> None:
@@ -199,7 +200,7 @@ def _refuse_hopeless(texts: Sequence[str], body: Sampling, model: ServedModel) -
         raise _too_long(fewest, f"at least {fewest} tokens", body, model)
 
 
-def _fitting(prompt: Sequence[int], body: Sampling, model: ServedModel, max_tokens: int | None) -> Sequence[int]:
+def fitting(prompt: Sequence[int], body: Sampling, model: ServedModel, max_tokens: int | None) -> Sequence[int]:
     """Return the prompt, cut from the left where that was asked for. Raises `ApiError` when it is too long."""
     longest = model.limits.max_model_len - (0 if max_tokens == 0 else 1)
     keep = body.truncate_prompt_tokens

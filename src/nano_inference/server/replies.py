@@ -12,7 +12,7 @@ from nano_inference.server.errors import ApiError
 from nano_inference.server.events import DONE, events
 from nano_inference.server.shape import ReplyShape
 from nano_inference.server.tools import call_deltas, calls_json
-from nano_inference.server.writing import Entry, Written, alone, prompt_entries, token_data
+from nano_inference.server.writing import Entry, Written, alone, begun_parts, prompt_entries, token_data
 from nano_inference.text.dialogue import Part
 from nano_inference.text.tokenizer import Tokenizer
 from nano_inference.types import TrainingSample, spans_of
@@ -83,13 +83,26 @@ def opening_chunks(call: Call, drafts: Sequence[Draft], created: int) -> list[JS
         if shape.token_ids:
             chunks[0]["prompt_token_ids"] = list(call.asks[0].prompt)
         return chunks + [
-            _chunk(call, created, draft.index, {"content": text}) for text in shape.echo for draft in drafts
+            _chunk(call, created, draft.index, _echoed(shape, text), **_begun_ids(shape))
+            for text in shape.echo
+            for draft in drafts
         ]
     for draft in drafts if shape.echo or shape.token_ids else ():
         text = shape.echo[draft.prompt_index] if shape.echo else ""
         ids = {"prompt_token_ids": list(call.asks[draft.prompt_index].prompt)} if shape.token_ids else {}
         chunks.append(_chunk(call, created, draft.index, text, **ids))
     return chunks
+
+
+def _echoed(shape: ReplyShape, text: str) -> JSON:
+    """Return the delta that echoes a text; one that an answer began with has its parts, where there is a calculator."""
+    parts = begun_parts(shape)[0] if shape.tool is not None else ()
+    return {"content": text, "parts": [part._asdict() for part in parts]} if parts else {"content": text}
+
+
+def _begun_ids(shape: ReplyShape) -> JSON:
+    """Return the ids that an answer began with, those among them that its calculator forced behind the given ones."""
+    return {"answer_token_ids": list(shape.begun_ids)} if shape.begun_ids and shape.token_ids else {}
 
 
 def delta_chunks(call: Call, draft: Draft, written: Written, tokenizer: Tokenizer, created: int) -> list[JSON]:
@@ -198,8 +211,9 @@ def _chat_choice(call: Call, draft: Draft, tokenizer: Tokenizer) -> JSON:
     if told.tool_calls:
         choice["message"]["tool_calls"] = told.tool_calls
     if call.shape.tool is not None:
-        choice["message"]["parts"] = [part._asdict() for part in joined(draft.parts)]
-    return choice | sample_facts(draft, call.shape)
+        begun = begun_parts(call.shape)[0] if echo else ()
+        choice["message"]["parts"] = [part._asdict() for part in joined([*begun, *draft.parts])]
+    return choice | _begun_ids(call.shape) | sample_facts(draft, call.shape)
 
 
 def _completion_choice(call: Call, draft: Draft, tokenizer: Tokenizer) -> JSON:
@@ -249,13 +263,19 @@ def token_logprobs(entries: Sequence[Entry], shape: ReplyShape, tokenizer: Token
             "token": f"token_id:{entry.token}" if shape.tokens_as_ids else entry.text,
             "logprob": entry.logprob,
             "bytes": list(entry.text.encode()),
+            **_id_of(entry.token, shape),
             "top_logprobs": [
-                {"token": name(one.token), "logprob": one.logprob, "bytes": data(one.token)}
+                {"token": name(one.token), "logprob": one.logprob, "bytes": data(one.token), **_id_of(one.token, shape)}
                 for one in (entry.top or ())[:count]
             ],
         }
         for entry in entries
     ]
+
+
+def _id_of(token: int, shape: ReplyShape) -> JSON:
+    """Return a token's id for whoever asked for ids: texts are not always enough to tell tokens apart."""
+    return {"token_id": token} if shape.token_ids else {}
 
 
 def _completion_logprobs(entries: Sequence[Entry], shape: ReplyShape, tokenizer: Tokenizer) -> JSON:

@@ -232,6 +232,8 @@ class ChatBody(Sampling, ToolFields):
     echo: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    answer_token_ids: TokenIds | None = None
+    """Ours: ids that the answer begins with; the reply tells what comes behind them (all of it with `echo`)."""
     chat_template_kwargs: dict[str, Any] | None = None
 
 

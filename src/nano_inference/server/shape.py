@@ -34,5 +34,8 @@ class ReplyShape:
     """Special tokens that are shown all the same: calls are known by them."""
     tool: PythonTool | None = None
     """The calculator that answers while the model writes."""
+    begun: bytes = b""
+    """What a reader sees of the tokens that the answer began with, marks of the calculator included."""
+    begun_ids: tuple[int, ...] = ()
     raw_logprobs: bool = False
     sampling_masks: bool = False

@@ -15,6 +15,7 @@ from nano_inference.text.dialogue import Part, PartKind, mark_of, parts_of, spel
 from nano_inference.text.stream import StreamState
 from nano_inference.text.tokenizer import Tokenizer
 from nano_inference.text.tool_calls import Event
+from nano_inference.text.tools import PythonTool
 from nano_inference.types import Delta, FinishReason, StopReason, TokenLogprob, TopLogprobs
 
 _NEVER = "\ud800"
@@ -68,11 +69,38 @@ class Pen:
 def begin(shape: ReplyShape, prompt_index: int) -> Pen:
     """Return the pen at the beginning of a sample, behind the prompt when that is echoed."""
     offset = len(shape.echo[prompt_index]) if shape.echo else 0
+    shown, _ = stream.push(stream.start(drop_space=shape.drop_space), shape.begun)
     return Pen(
-        shown=stream.start(stops=tuple(stop + _NEVER for stop in shape.stops), drop_space=shape.drop_space),
-        unstopped=stream.start(drop_space=shape.drop_space),
+        shown=replace(shown, stops=tuple(stop + _NEVER for stop in shape.stops)),
+        unstopped=shown,
         offset=offset,
+        inside=begun_parts(shape)[1],
     )
+
+
+def begun_text(shape: ReplyShape) -> str:
+    """Return what an answer began with, marks spelled out; a character that is not whole is left out."""
+    return spelled(_begun(shape))
+
+
+def begun_parts(shape: ReplyShape) -> tuple[tuple[Part, ...], PartKind]:
+    """Return the same as parts, and what it ends in."""
+    return parts_of(_begun(shape))
+
+
+def _begun(shape: ReplyShape) -> str:
+    return stream.push(stream.start(drop_space=shape.drop_space), shape.begun)[1]
+
+
+def begun_data(
+    tokens: Sequence[int], tool: PythonTool | None, tokenizer: Tokenizer, *, skip_special: bool = True
+) -> bytes:
+    """Return what a reader sees of the tokens that an answer begins with."""
+    pieces = []
+    for index, token in enumerate(tokens):
+        mark = None if tool is None else mark_of(tool, tokens, index, is_cut=False)
+        pieces.append(seen_bytes(token, tokenizer, skip_special) if mark is None else mark.encode())
+    return b"".join(pieces)
 
 
 def write(pen: Pen, delta: Delta, shape: ReplyShape, tokenizer: Tokenizer) -> tuple[Pen, Written]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from nano_inference.text.calculator import MAX_EXPRESSION, calculate, result_text
 from nano_inference.text.tokenizer import Tokenizer
+from nano_inference.types import BadRequest
 
 PYTHON_START, PYTHON_END = "<|python_start|>", "<|python_end|>"
 OUTPUT_START, OUTPUT_END = "<|output_start|>", "<|output_end|>"
@@ -58,6 +59,38 @@ class PythonTool:
             return ()
         text = result_text(calculate(self.decode(block)))
         return () if text is None else (self.output_start, *self.encode(text), self.output_end)
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """A `types.TokenProgram` behind the first tokens of an answer, which somebody else drew or chose."""
+
+    program: PythonTool
+    state: object
+
+    def start(self) -> object:
+        """Return the state behind those tokens."""
+        return self.state
+
+    def step(self, state: object, token: int) -> tuple[object, tuple[int, ...]]:
+        """Take a sampled token, as the program does."""
+        return self.program.step(state, token)
+
+
+def behind(program: PythonTool, tokens: Sequence[int]) -> tuple[Begun, tuple[int, ...]]:
+    """Return a program behind an answer's first tokens, and what of its forced tokens they lack at their end.
+
+    Raises `BadRequest` when they hold other tokens where the program forces some.
+    """
+    state, left = program.start(), tuple(tokens)
+    missing: tuple[int, ...] = ()
+    while left:
+        state, forced = program.step(state, left[0])
+        given, left = left[1 : 1 + len(forced)], left[1 + len(forced) :]
+        if given != forced[: len(given)]:
+            raise BadRequest("answer_token_ids: other tokens stand where the calculator forces its result")
+        missing = forced[len(given) :]
+    return Begun(program, state), missing
 
 
 def python_tool(tokenizer: Tokenizer) -> PythonTool | None:

@@ -1,0 +1,3 @@
+import { startTheme } from "../shared/theme.js";
+
+startTheme();

@@ -1,0 +1,28 @@
+/** Light and dark: the system's choice until somebody makes one. */
+
+const THEME_KEY = "nano-inference.theme";
+
+function systemTheme() {
+  return matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light";
+}
+
+/** Return the theme that was chosen here, or the system's. */
+export function currentTheme() {
+  return localStorage.getItem(THEME_KEY) ?? systemTheme();
+}
+
+/** Show the current theme, and follow the system while nobody has chosen. */
+export function startTheme() {
+  const show = () => { document.documentElement.dataset.theme = currentTheme(); };
+  show();
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", show);
+}
+
+/** Change to the other theme and remember that; return it. */
+export function toggleTheme() {
+  const next = currentTheme() === "dark" ? "light" : "dark";
+  if (next === systemTheme()) localStorage.removeItem(THEME_KEY);
+  else localStorage.setItem(THEME_KEY, next);
+  document.documentElement.dataset.theme = next;
+  return next;
+}

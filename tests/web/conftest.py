@@ -1,0 +1,45 @@
+"""A real Chromium for the tests of the pages: Debian's, never one that a test tool downloads."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Browser, BrowserContext, sync_playwright
+
+from tests.server.tiny import make_tiny
+
+_NAMES = ("chromium", "chromium-browser", "google-chrome")
+_ARGUMENTS = (
+    *("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"),
+    *("--disable-component-update", "--disable-sync", "--disable-dev-shm-usage"),
+)
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Browser]:
+    """Chromium without a window; tests are skipped, saying so, where there is none (`make browser` installs it)."""
+    path = next((found for name in _NAMES if (found := shutil.which(name))), None)
+    if path is None:
+        pytest.skip("NO BROWSER: no Chromium on this machine; `make browser` installs Debian's")
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=path, args=list(_ARGUMENTS))
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def context(browser: Browser) -> Iterator[BrowserContext]:
+    """A fresh profile: nothing stored, no other test's pages."""
+    context = browser.new_context(viewport={"width": 1280, "height": 800})
+    context.set_default_timeout(15000)
+    yield context
+    context.close()
+
+
+@pytest.fixture(scope="session")
+def tiny_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random model's directory."""
+    return make_tiny(tmp_path_factory.mktemp("tiny_paged"))
