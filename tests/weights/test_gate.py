@@ -24,7 +24,6 @@ def test_the_thread_waits_while_a_step_runs_and_no_longer() -> None:
 
 def test_a_step_lets_the_thread_copy_its_share_first() -> None:
     gate, begun = StepGate(share=100), threading.Event()
-    gate._step_seconds = 1000.0  # as long as it may wait
     copied: list[int] = []
 
     def gather() -> None:
@@ -37,7 +36,7 @@ def test_a_step_lets_the_thread_copy_its_share_first() -> None:
 
     gate.begin_step()
     gate.end_step()
-    gate._step_seconds = 1000.0
+    gate._step_seconds = 1000.0  # as long as it may wait from here on
     hold = threading.Thread(target=gather, daemon=True)
     hold.start()
     assert begun.wait(10)
