@@ -24,6 +24,8 @@ _STYLE = re.compile(r'<link rel="stylesheet" href="([^"]+)" ?/?>')
 _SCRIPT = re.compile(r'<script( type="module")? src="([^"]+)"></script>')
 _IMPORT = re.compile(r'^import [^;]*?from "([^"]+)";\n', re.MULTILINE)
 _EXPORT = re.compile(r"^export ", re.MULTILINE)
+_COMMENT = re.compile(r"^[ ]*(?:/\*\*?.*?\*/|//[^\n]*)\n", re.MULTILINE | re.DOTALL)
+"""A comment on lines of its own, in what this project wrote; libraries keep theirs, which name their licences."""
 _INLINE_SCRIPT = re.compile(r"<script>(.*?)</script>", re.DOTALL)
 _INLINE_STYLE = re.compile(r"<style>(.*?)</style>", re.DOTALL)
 
@@ -59,7 +61,7 @@ def bundled(path: str) -> str:
     here = dirname(path)
 
     def style(found: re.Match[str]) -> str:
-        return f"<style>\n{_read(join(here, found[1]))}</style>"
+        return f"<style>\n{_COMMENT.sub('', _read(join(here, found[1])))}</style>"
 
     def script(found: re.Match[str]) -> str:
         source = normpath(join(here, found[2]))
@@ -81,7 +83,7 @@ def joined_modules(entry: str) -> str:
         text = _read(path)
         for imported in _IMPORT.findall(text):
             yield from parts(normpath(join(dirname(path), imported)))
-        yield f"// {path}\n{_EXPORT.sub('', _IMPORT.sub('', text))}"
+        yield _COMMENT.sub("", _EXPORT.sub("", _IMPORT.sub("", text)))
 
     return '(() => {\n"use strict";\n' + "\n".join(parts(entry)) + "})();\n"
 

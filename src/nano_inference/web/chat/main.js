@@ -1,3 +1,306 @@
-import { startTheme } from "../shared/theme.js";
+/** The chat page: puts its parts together. */
+
+import { byId, el } from "../shared/dom.js";
+import { ServerError, apiKey, setApiKey } from "../shared/server.js";
+import { startTheme, toggleTheme } from "../shared/theme.js";
+import { Chat } from "./chat.js";
+import { copyText } from "./clipboard.js";
+import { asJson, asMarkdown, download, fileName, fromJson } from "./files.js";
+import { reachServer } from "./link.js";
+import { MessageList } from "./messages.js";
+import { ContextMeter } from "./meter.js";
+import { Settings, readSettings, resetSettings, showSettings } from "./settings.js";
+import { Sidebar } from "./sidebar.js";
+import { Speech } from "./speech.js";
+import { Store } from "./store.js";
+import { toast } from "./toast.js";
+import { closeAlternatives } from "./tokens.js";
+
+const OPEN_KEY = "nano-inference.open";
+const NEAR_END = 60;
+
+/** Owns the page. */
+class ChatPage {
+  constructor(store) {
+    this.settings = new Settings();
+    this.chat = new Chat(store, this.settings, this.#view());
+    this.meter = new ContextMeter(this.chat);
+    this.sidebar = new Sidebar(this.chat, this.#sidebarActions());
+    this.list = new MessageList(byId("messages"), this.#messageActions());
+    this.isReady = false;
+    this.isFollowing = true;
+    this.speeches = new Map();
+    byId("not-kept").hidden = store.isKept;
+  }
+
+  #view() {
+    return {
+      list: () => this.sidebar.show(),
+      path: () => this.#showPath(),
+      message: (message) => this.#showGrown(message),
+      failed: (error, message) => this.#showFailure(error, message),
+      busy: (isBusy) => this.#showBusy(isBusy),
+    };
+  }
+
+  #sidebarActions() {
+    return {
+      open: async (conversation) => { await this.chat.open(conversation); this.#closeSidebar(); byId("draft").focus(); },
+      rename: (conversation, title) => this.chat.rename(conversation, title),
+      remove: (conversation) => this.#remove(conversation),
+      textOf: async (conversation) => (await this.chat.whole(conversation)).messages.map((one) => one.text).join("\n"),
+    };
+  }
+
+  #messageActions() {
+    const { chat } = this;
+    const goes = (work) => (...given) => { this.isFollowing = true; return work(...given); };
+    return {
+      copy: copyText, rendered: () => this.#follow(), isBusy: () => chat.isBusy || !this.isReady, messages: () => chat.messages,
+      edit: goes((message, text) => chat.edit(message, text)), regenerate: goes((message) => chat.regenerate(message)),
+      goOn: goes((message) => chat.goOn(message)), branch: goes((...given) => chat.branch(...given)),
+      step: (message, by) => chat.step(message, by), compare: (message) => chat.compare(message),
+      show: (message) => chat.show(message), pinSeed: (seed) => this.#pinSeed(seed),
+    };
+  }
+
+  /** Show what is kept, then wait for the server. */
+  async start() {
+    this.#listen();
+    this.#showBusy(false);
+    await this.chat.load(localStorage.getItem(OPEN_KEY));
+    await this.connect();
+  }
+
+  /** Wait until the server is ready; ask for a key when it wants one. */
+  async connect() {
+    this.isReady = false;
+    this.#showBusy(this.chat.isBusy);
+    try {
+      this.chat.info = await reachServer((text) => this.#showBanner(text));
+    } catch (error) {
+      if (error.status === 401) return this.#askForKey(error);
+      this.#showBanner(error.message);
+      return undefined;
+    }
+    this.isReady = true;
+    byId("model").textContent = this.chat.info.model;
+    this.#showBanner(this.chat.info.chats ? null : "This model has no chat template: it continues texts (/v1/completions) and cannot chat.");
+    this.#showPath();
+    this.#showBusy(this.chat.isBusy);
+    return undefined;
+  }
+
+  #askForKey(error) {
+    byId("key-text").textContent = apiKey() === null ? "This server needs a key. It is kept for this tab only." : `${error.message}.`;
+    byId("key-field").value = "";
+    this.#showBanner("This server needs an API key.");
+    if (!byId("key").open) byId("key").showModal();
+  }
+
+  #showBanner(text) {
+    byId("banner").hidden = text === null;
+    if (byId("banner").textContent !== (text ?? "")) byId("banner").textContent = text ?? "";
+  }
+
+  #showPath() {
+    const { chat } = this;
+    const { path } = chat;
+    localStorage.setItem(OPEN_KEY, chat.current.id);
+    byId("title").textContent = chat.current.title;
+    document.title = `${chat.current.title} · nano-inference`;
+    byId("empty").hidden = path.length > 0;
+    this.list.show(path, chat.messages, chat.current.compared ?? null);
+    this.meter.update(byId("draft").value);
+    this.#follow();
+  }
+
+  #showGrown(message) {
+    this.list.update(message);
+    if (message.sample?.index) return; // one of several is read out
+    if (!this.speeches.has(message.id)) this.speeches.set(message.id, new Speech(message));
+    this.speeches.get(message.id).update();
+  }
+
+  #showFailure(error, message) {
+    const retry = () => (message.tokens.length ? this.chat.goOn(message) : this.chat.regenerate(message));
+    if (error instanceof ServerError && error.status === 401) this.#askForKey(error);
+    toast(error.message, { isError: true, action: { label: "Try again", run: retry } });
+    if (error.status === 0 || error.status === 503) this.connect();
+  }
+
+  #showBusy(isBusy) {
+    byId("stop").hidden = !isBusy;
+    byId("send").hidden = isBusy;
+    byId("send").disabled = !this.isReady || this.chat.info?.chats === false;
+  }
+
+  /** Keep the end in sight while an answer grows, unless the reader has scrolled away. */
+  #follow() {
+    const scroll = byId("scroll");
+    if (this.isFollowing) scroll.scrollTop = scroll.scrollHeight;
+    byId("to-end").hidden = scroll.scrollHeight - scroll.scrollTop - scroll.clientHeight < NEAR_END;
+  }
+
+  #pinSeed(seed) {
+    this.settings.seed = seed;
+    this.settings.save();
+    toast(`Seed ${seed} is used from now on.`, { action: { label: "Use new ones", run: () => this.#unpinSeed() } });
+  }
+
+  #unpinSeed() {
+    this.settings.seed = null;
+    this.settings.save();
+  }
+
+  async #remove(conversation) {
+    const restore = await this.chat.remove(conversation);
+    toast(`Deleted “${conversation.title}”.`, { action: { label: "Undo", run: restore } });
+  }
+
+  #send() {
+    const text = byId("draft").value.trim();
+    if (!text || byId("send").disabled || this.chat.isBusy) return;
+    byId("draft").value = "";
+    this.#fitDraft();
+    this.isFollowing = true;
+    this.chat.send(text);
+  }
+
+  #fitDraft() {
+    const draft = byId("draft");
+    draft.style.height = "auto";
+    draft.style.height = `${Math.min(draft.scrollHeight + 2, innerHeight * 0.4)}px`;
+    this.meter.update(draft.value);
+  }
+
+  #newChat() {
+    this.chat.create();
+    this.#closeSidebar();
+    byId("draft").focus();
+  }
+
+  #openSidebar() {
+    document.body.classList.add("side-open");
+    byId("veil").hidden = false;
+  }
+
+  #closeSidebar() {
+    document.body.classList.remove("side-open");
+    byId("veil").hidden = true;
+  }
+
+  #listen() {
+    const on = (id, event, listener) => byId(id).addEventListener(event, listener);
+    on("composer", "submit", (event) => { event.preventDefault(); this.#send(); });
+    on("draft", "input", () => this.#fitDraft());
+    on("draft", "keydown", (event) => this.#onDraftKey(event));
+    on("stop", "click", () => this.chat.stop());
+    on("new-chat", "click", () => this.#newChat());
+    on("open-sidebar", "click", () => this.#openSidebar());
+    on("close-sidebar", "click", () => this.#closeSidebar());
+    on("veil", "click", () => this.#closeSidebar());
+    on("theme", "click", () => toggleTheme());
+    on("help-open", "click", () => byId("help").showModal());
+    on("to-end", "click", () => { this.isFollowing = true; this.#follow(); });
+    on("scroll", "scroll", () => this.#onScroll());
+    this.#listenToDialogs(on);
+    addEventListener("keydown", (event) => this.#onKey(event));
+    addEventListener("pointerdown", (event) => { if (!event.target.closest("#alternatives, .token")) closeAlternatives(); });
+  }
+
+  #listenToDialogs(on) {
+    on("model", "click", () => this.#showFacts());
+    on("settings-open", "click", () => this.#openSettings());
+    on("reset", "click", () => { resetSettings(this.settings); showSettings(this.settings, this.chat.info, this.chat.current); });
+    on("settings", "close", () => this.#closeSettings());
+    on("export", "click", () => { byId("export-choice").returnValue = ""; byId("export-choice").showModal(); });
+    on("export-choice", "close", () => this.#export(byId("export-choice").returnValue));
+    on("export-all", "click", () => this.#exportAll());
+    on("import", "click", () => byId("file").click());
+    on("file", "change", () => this.#import());
+    on("key", "close", () => { if (byId("key-field").value) { setApiKey(byId("key-field").value); this.connect(); } });
+  }
+
+  #onScroll() {
+    const { scrollHeight, scrollTop, clientHeight } = byId("scroll");
+    this.isFollowing = scrollHeight - scrollTop - clientHeight < NEAR_END;
+    byId("to-end").hidden = this.isFollowing;
+    closeAlternatives();
+  }
+
+  #onDraftKey(event) {
+    const isTouch = matchMedia("(pointer: coarse)").matches;
+    if (event.key === "Enter" && !event.shiftKey && !event.isComposing && !isTouch) {
+      event.preventDefault();
+      this.#send();
+    }
+    if (event.key === "ArrowUp" && byId("draft").value === "" && !this.chat.isBusy) {
+      event.preventDefault();
+      this.list.editLast();
+    }
+  }
+
+  #onKey(event) {
+    const isCommand = event.ctrlKey || event.metaKey;
+    const isTyping = event.target.matches?.("input, textarea, select");
+    const press = (run) => { event.preventDefault(); run(); };
+    if (document.querySelector("dialog[open]")) return;
+    if (isCommand && event.key.toLowerCase() === "k") press(() => { this.#openSidebar(); byId("search").focus(); });
+    else if (isCommand && event.shiftKey && event.key.toLowerCase() === "o") press(() => this.#newChat());
+    else if (event.key === "Escape") this.#escape();
+    else if (event.key === "?" && !isTyping) press(() => byId("help").showModal());
+    else if (event.key === "/" && !isTyping) press(() => byId("draft").focus());
+  }
+
+  #escape() {
+    if (closeAlternatives()) return;
+    if (document.body.classList.contains("side-open")) this.#closeSidebar();
+    else this.chat.stop();
+  }
+
+  #openSettings() {
+    showSettings(this.settings, this.chat.info, this.chat.current);
+    byId("settings").showModal();
+  }
+
+  #closeSettings() {
+    this.chat.setSystem(readSettings(this.settings));
+    this.meter.update(byId("draft").value);
+  }
+
+  #showFacts() {
+    const facts = Object.entries(this.chat.info ?? { server: "not reached" }).filter(([, value]) => value !== null);
+    const shown = (value) => (typeof value === "object" ? JSON.stringify(value) : typeof value === "number" ? value.toLocaleString("en") : String(value));
+    byId("facts").replaceChildren(...facts.flatMap(([name, value]) => [el("dt", {}, name.replaceAll("_", " ")), el("dd", {}, shown(value))]));
+    byId("about").showModal();
+  }
+
+  async #export(kind) {
+    if (!kind) return;
+    const whole = await this.chat.whole(this.chat.current);
+    const name = fileName(this.chat.current.title);
+    if (kind === "json") download(`${name}.json`, asJson([whole]), "application/json");
+    else download(`${name}.md`, asMarkdown(whole), "text/markdown");
+  }
+
+  async #exportAll() {
+    const all = await Promise.all(this.chat.conversations.map((one) => this.chat.whole(one)));
+    download("chats.json", asJson(all), "application/json");
+  }
+
+  async #import() {
+    const [file] = byId("file").files;
+    byId("file").value = "";
+    try {
+      const entries = fromJson(await file.text());
+      await this.chat.add(entries);
+      toast(`${entries.length} imported.`);
+    } catch (error) {
+      toast(`Not imported: ${error.message}.`, { isError: true });
+    }
+  }
+}
 
 startTheme();
+Store.open().then((store) => new ChatPage(store).start());

@@ -1,0 +1,211 @@
+/** The conversation on the page: its messages, what can be done with each, answers side by side. */
+
+import { el } from "../shared/dom.js";
+import { AnswerBody } from "./body.js";
+import { TokenView, closeAlternatives } from "./tokens.js";
+import { siblingsOf } from "./tree.js";
+
+const PAUSE_MS = 50;
+const ENDINGS = {
+  length: "The longest answer is reached.",
+  stopped: "Stopped.",
+  interrupted: "This answer was interrupted.",
+  error: "This answer broke off:",
+};
+
+function button(label, listener, attributes = {}) {
+  return el("button", { type: "button", class: "quiet", on: { click: listener }, ...attributes }, label);
+}
+
+function figures({ stats, sample, versions, tokens }) {
+  const parts = [];
+  if (stats) {
+    parts.push(`${tokens.length} tokens`);
+    if (stats.speed !== null) parts.push(`${stats.speed.toFixed(1)} tokens/s`);
+    if (stats.first !== null) parts.push(`first after ${stats.first.toFixed(2)} s`);
+    if (stats.prompt !== null) parts.push(`prompt ${stats.prompt}${stats.cached ? ` (${stats.cached} cached)` : ""}`);
+  }
+  if (sample?.of > 1) parts.push(`sample ${sample.index + 1} of ${sample.of}`);
+  const numbers = [...new Set(versions.map((one) => one.version))];
+  if (numbers.length) parts.push(`weights ${numbers.join(" → ")}`);
+  return parts.map((part) => `${part} · `).join("");
+}
+
+/** One message. `actions` are what its buttons do. */
+class MessageView {
+  constructor(message, actions) {
+    this.message = message;
+    this.actions = actions;
+    this.isEditing = false;
+    this.tokens = null;
+    this.content = el("div", { class: "content" });
+    this.foot = el("div", { class: "foot" });
+    const name = message.role === "user" ? "You" : "Answer";
+    this.node = el("article", { class: `message ${message.role}`, "data-id": message.id, "aria-label": name },
+      this.content, this.foot);
+    this.body = message.role === "user" ? null : new AnswerBody(message, actions.copy, actions.rendered);
+    this.content.append(this.body?.node ?? el("div", { class: "body said" }, message.text));
+    this.#showFoot();
+  }
+
+  /** Show what has changed. */
+  update() {
+    this.body?.update();
+    this.tokens?.update();
+    this.#showFoot();
+  }
+
+  /** Show the buttons and figures as they are now. */
+  #showFoot() {
+    const { message, actions } = this;
+    const key = JSON.stringify([message.finish, actions.isBusy(), this.tokens !== null, this.#siblings()]);
+    if (key !== this.key) {
+      const buttons = message.role === "user" ? this.#userButtons() : this.#answerButtons();
+      this.figures = el("span", {});
+      const lines = message.role === "user" ? [] : [this.#ending(), this.#figuresLine()];
+      this.foot.replaceChildren(...lines.filter(Boolean), el("div", { class: "actions" }, ...this.#stepper(), ...buttons));
+      this.key = key;
+    }
+    this.figures.textContent = message.role === "user" ? "" : figures(message);
+    this.node.setAttribute("aria-busy", String(message.finish === null));
+  }
+
+  #figuresLine() {
+    const { seed } = this.message;
+    const pin = button(`seed ${seed}`, () => this.actions.pinSeed(seed), {
+      class: "link", title: "Use this seed for the next answers: with the same settings it draws this one again",
+    });
+    return el("p", { class: "figures" }, this.figures, seed === null ? null : pin);
+  }
+
+  #ending() {
+    const { finish, error } = this.message;
+    if (!(finish in ENDINGS)) return null;
+    return el("p", { class: finish === "error" ? "ending bad" : "ending" }, ENDINGS[finish], error ? ` ${error}` : "");
+  }
+
+  #siblings() {
+    const all = siblingsOf(this.actions.messages(), this.message);
+    return [all.indexOf(this.message) + 1, all.length];
+  }
+
+  #stepper() {
+    const [at, count] = this.#siblings();
+    if (count < 2) return [];
+    const step = (by) => () => this.actions.step(this.message, by);
+    return [el("span", { class: "stepper", role: "group", "aria-label": "Versions" },
+      button("‹", step(-1), { "aria-label": "Previous version" }), el("span", {}, `${at}/${count}`),
+      button("›", step(1), { "aria-label": "Next version" }))];
+  }
+
+  #userButtons() {
+    const isBusy = this.actions.isBusy();
+    return [
+      button("Copy", () => this.actions.copy(this.message.text)),
+      button("Edit", () => this.edit(), { disabled: isBusy }),
+    ];
+  }
+
+  #answerButtons() {
+    const { message, actions } = this;
+    if (message.finish === null) return [];
+    const isBusy = actions.isBusy();
+    const [, count] = this.#siblings();
+    const goesOn = message.finish !== "stop";
+    return [
+      button("Copy", () => actions.copy(message.text)),
+      button(message.finish === "error" && !message.tokens.length ? "Try again" : "Regenerate",
+        () => actions.regenerate(message), { disabled: isBusy }),
+      goesOn ? button("Continue", () => actions.goOn(message), { disabled: isBusy }) : null,
+      message.tokens.length ? button("Tokens", () => this.toggleTokens(), { "aria-pressed": String(this.tokens !== null) }) : null,
+      count > 1 ? button("Compare", () => actions.compare(message)) : null,
+    ];
+  }
+
+  /** Show the tokens in the text's place, or the text again. */
+  toggleTokens() {
+    this.tokens = this.tokens ? null : new TokenView(this.message, this.actions.branch);
+    closeAlternatives();
+    this.content.replaceChildren(this.tokens?.node ?? this.body.node);
+    this.#showFoot();
+    this.foot.querySelector("[aria-pressed]")?.focus();
+  }
+
+  /** Let the user write another text in this message's place. */
+  edit() {
+    const field = el("textarea", { rows: 3, "aria-label": "Edit your message" });
+    field.value = this.message.text;
+    const send = () => field.value.trim() && this.actions.edit(this.message, field.value.trim());
+    const leave = () => {
+      this.content.replaceChildren(el("div", { class: "body said" }, this.message.text));
+      this.foot.hidden = false;
+      this.foot.querySelectorAll("button")[1]?.focus();
+    };
+    field.addEventListener("keydown", (event) => {
+      if (event.key === "Escape") leave();
+      if (event.key === "Enter" && !event.shiftKey && !event.isComposing) { event.preventDefault(); send(); }
+      if (event.key === "Escape") event.stopPropagation();
+    });
+    this.content.replaceChildren(field, el("div", { class: "actions" },
+      button("Send", send, { class: "primary" }), button("Cancel", leave)));
+    this.foot.hidden = true;
+    field.focus();
+  }
+}
+
+/** Owns the list of messages on the page. */
+export class MessageList {
+  constructor(node, actions) {
+    this.node = node;
+    this.actions = actions;
+    this.views = new Map();
+    this.timers = new Map();
+  }
+
+  /** Show these messages; `compared` is the one whose answers stand side by side. */
+  show(path, messages, compared) {
+    closeAlternatives();
+    const kept = new Map();
+    const nodes = path.map((message) => {
+      if (compared !== null && message.parent === compared && message.role === "assistant") {
+        return this.#columns(siblingsOf(messages, message), kept);
+      }
+      return this.#view(message, kept).node;
+    });
+    this.views = kept;
+    this.node.replaceChildren(...nodes);
+    for (const view of kept.values()) view.update();
+  }
+
+  #view(message, kept) {
+    const known = this.views.get(message.id);
+    const view = known?.message === message ? known : new MessageView(message, this.actions);
+    kept.set(message.id, view);
+    return view;
+  }
+
+  #columns(answers, kept) {
+    const columns = answers.map((message, index) => {
+      const keep = button("Use this one", () => this.actions.show(message), { class: "" });
+      return el("div", { class: "column" },
+        el("div", { class: "column-head" }, el("strong", {}, `${index + 1} of ${answers.length}`), keep),
+        this.#view(message, kept).node);
+    });
+    return el("section", { class: "columns", "aria-label": "Answers side by side", tabindex: "0" }, ...columns);
+  }
+
+  /** Show how a message has grown: twenty times a second is enough, its end at once. */
+  update(message) {
+    const { id, finish } = message;
+    if (finish === null && this.timers.has(id)) return;
+    clearTimeout(this.timers.get(id));
+    this.timers.delete(id);
+    if (finish === null) this.timers.set(id, setTimeout(() => { this.timers.delete(id); this.update(message); }, PAUSE_MS));
+    this.views.get(id)?.update();
+  }
+
+  /** Let the user edit the last message of theirs that is shown. */
+  editLast() {
+    [...this.views.values()].filter((view) => view.message.role === "user").at(-1)?.edit();
+  }
+}

@@ -1,0 +1,62 @@
+/** The list of conversations: open, search, rename, delete. */
+
+import { byId, el } from "../shared/dom.js";
+
+/** Owns the list. `actions`: open, rename, remove, textOf (a promise of all that a conversation says). */
+export class Sidebar {
+  constructor(chat, actions) {
+    this.chat = chat;
+    this.actions = actions;
+    byId("search").addEventListener("input", () => this.show());
+  }
+
+  /** Show the conversations that the search finds; all of them while nothing is searched for. */
+  async show() {
+    const wanted = byId("search").value.trim().toLowerCase();
+    const all = this.chat.conversations;
+    const found = wanted ? await this.#found(wanted, all) : all;
+    if (wanted !== byId("search").value.trim().toLowerCase()) return;
+    byId("chats").replaceChildren(...found.map((one) => this.#row(one)));
+    byId("no-chats").hidden = found.length > 0;
+    byId("no-chats").textContent = wanted ? "Nothing found." : "No conversations yet.";
+  }
+
+  async #found(wanted, all) {
+    const texts = await Promise.all(all.map((one) => this.actions.textOf(one)));
+    return all.filter((one, index) => `${one.title}\n${texts[index]}`.toLowerCase().includes(wanted));
+  }
+
+  #row(conversation) {
+    const isOpen = conversation === this.chat.current;
+    const open = el("button", {
+      type: "button", class: "chat-name", "aria-current": isOpen ? "true" : null,
+      on: { click: () => this.actions.open(conversation) },
+    }, conversation.title);
+    const small = (label, text, listener) => el("button", {
+      type: "button", class: "quiet small", "aria-label": `${label} ${conversation.title}`, title: label, on: { click: listener },
+    }, text);
+    const row = el("li", { class: isOpen ? "open" : "" }, open,
+      small("Rename", "✎", () => this.#rename(conversation, row)),
+      small("Delete", "✕", () => this.actions.remove(conversation)));
+    return row;
+  }
+
+  #rename(conversation, row) {
+    const field = el("input", { "aria-label": "Name of the conversation", maxlength: 200 });
+    field.value = conversation.title;
+    let isOver = false;
+    const end = (title) => {
+      if (isOver) return;
+      isOver = true;
+      if (title) this.actions.rename(conversation, title);
+      else this.show();
+    };
+    field.addEventListener("keydown", (event) => {
+      if (event.key === "Enter") end(field.value.trim());
+      if (event.key === "Escape") { event.stopPropagation(); end(null); }
+    });
+    field.addEventListener("blur", () => end(field.value.trim()));
+    row.replaceChildren(field);
+    field.select();
+  }
+}

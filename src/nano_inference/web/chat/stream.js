@@ -1,0 +1,139 @@
+/** An answer from the server: the request, its events, and what they add to the messages that are being written. */
+
+import { ServerError, ask } from "../shared/server.js";
+
+const ALTERNATIVES = 5;
+
+/** Yield the data of a response's server-sent events; throws `ServerError` when the connection breaks. */
+async function* eventsOf(response) {
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  for (;;) {
+    let piece;
+    try {
+      piece = await reader.read();
+    } catch (error) {
+      if (error.name === "AbortError") throw error;
+      throw new ServerError(0, "the connection was lost");
+    }
+    if (piece.done) return;
+    const blocks = (rest + piece.value).split(/\r?\n\r?\n/);
+    rest = blocks.pop();
+    for (const block of blocks) {
+      const lines = block.split(/\r?\n/).filter((line) => line.startsWith("data:"));
+      if (lines.length) yield lines.map((line) => line.slice(5).trimStart()).join("\n");
+    }
+  }
+}
+
+/**
+ * Return the body of a request for answers.
+ *
+ * `sampling`: what the user has set; `begun`: ids that the answer begins with, or null.
+ */
+export function requestBody(info, messages, sampling, { seed, samples = 1, begun = null, echo = false, details = true }) {
+  const top = Math.min(ALTERNATIVES, info.max_logprobs);
+  return {
+    model: info.model, messages, ...sampling, seed, stream: true, stream_options: { include_usage: true },
+    return_token_ids: true,
+    ...(details ? { logprobs: true, top_logprobs: top } : {}),
+    ...(samples > 1 ? { n: samples } : {}),
+    ...(info.calculator ? { calculator: true } : {}),
+    ...(begun ? { answer_token_ids: begun, echo } : {}),
+  };
+}
+
+/**
+ * Ask for answers and write them into `messages` (one for each sample); `onNews(message)` after each addition.
+ *
+ * Returns when all have ended. Throws `ServerError` for what went wrong and `AbortError` when stopped; the messages then
+ * have what came before.
+ */
+export async function writeAnswers(body, messages, signal, onNews) {
+  const clock = { asked: performance.now(), first: null, last: null };
+  const response = await ask("/v1/chat/completions", { body, signal });
+  let usage = null;
+  let isDone = false;
+  for await (const data of eventsOf(response)) {
+    if (data === "[DONE]") {
+      isDone = true;
+      break;
+    }
+    const event = JSON.parse(data);
+    if (event.error) throw new ServerError(response.status, event.error.message, { code: event.error.code });
+    usage = event.usage ?? usage;
+    for (const choice of event.choices ?? []) {
+      const message = messages[choice.index];
+      if (addChoice(message, choice)) clock.first ??= performance.now();
+      clock.last = performance.now();
+      message.stats = statsOf(message, clock, usage);
+      onNews(message);
+    }
+  }
+  for (const message of messages) {
+    message.stats = statsOf(message, clock, usage);
+    onNews(message);
+  }
+  if (!isDone) throw new ServerError(0, "the connection was lost");
+}
+
+/** Add what a choice of an event brought; return whether it brought tokens. */
+function addChoice(message, choice) {
+  const { delta = {} } = choice;
+  message.text += delta.content ?? "";
+  if (delta.parts) message.parts = joinedParts(message.parts ?? [], delta.parts);
+  if (choice.answer_token_ids) completeBeginning(message, choice.answer_token_ids);
+  const ids = choice.token_ids ?? [];
+  const entries = choice.logprobs?.content ?? [];
+  ids.forEach((id, index) => message.tokens.push(tokenOf(id, choice.mask[index], entries[index])));
+  if (choice.weight_versions) addVersions(message, choice.weight_versions, message.begun ?? 0);
+  if (choice.finish_reason) message.finish = choice.finish_reason === "stop" ? "stop" : "length";
+  return ids.length > 0;
+}
+
+/** Add the tokens that a calculator forced behind those which the answer was to begin with. */
+function completeBeginning(message, ids) {
+  for (const id of ids.slice(message.tokens.length)) message.tokens.push([id, "", 0, 1, []]);
+  message.begun = ids.length;
+}
+
+function tokenOf(id, isDrawn, entry) {
+  const top = (entry?.top_logprobs ?? []).map((one) => [one.token_id, one.token, rounded(one.logprob)]);
+  return [id, entry?.token ?? "", rounded(entry?.logprob ?? null), isDrawn ? 0 : 1, top];
+}
+
+function rounded(value) {
+  return value === null ? null : Number(value.toFixed(4));
+}
+
+/** Return parts with those of one kind that meet in one. */
+function joinedParts(before, added) {
+  const parts = before.map((one) => ({ ...one }));
+  for (const part of added) {
+    const last = parts.at(-1);
+    if (last?.type === part.type) last.text += part.text;
+    else parts.push({ ...part });
+  }
+  return parts;
+}
+
+/** Add which weights drew the tokens behind the first `begun` of them. */
+function addVersions(message, versions, begun) {
+  message.versions = [
+    ...message.versions.filter((one) => one.end <= begun),
+    ...versions.map((one) => ({ ...one, start: one.start + begun, end: one.end + begun })),
+  ];
+}
+
+/** Return an answer's figures: tokens, seconds to the first of them, tokens a second after it. */
+function statsOf(message, clock, usage) {
+  const drawn = message.tokens.length - (message.begun ?? 0);
+  const seconds = clock.first === null ? 0 : (clock.last - clock.first) / 1000;
+  return {
+    tokens: message.tokens.length,
+    first: clock.first === null ? null : (clock.first - clock.asked) / 1000,
+    speed: drawn > 1 && seconds > 0 ? (drawn - 1) / seconds : null,
+    prompt: usage?.prompt_tokens ?? message.stats?.prompt ?? null,
+    cached: usage?.prompt_tokens_details?.cached_tokens ?? message.stats?.cached ?? null,
+  };
+}

@@ -1,0 +1,15 @@
+/** Short messages at the edge of the page, with something to do about them. */
+
+import { byId, el } from "../shared/dom.js";
+
+const STAY_MS = 8000;
+
+/** Show a message for a while; an error stays until it is closed. `action`: {label, run}. */
+export function toast(text, { isError = false, action = null } = {}) {
+  const close = () => node.remove();
+  const act = action && el("button", { type: "button", on: { click: () => { close(); action.run(); } } }, action.label);
+  const node = el("div", { class: isError ? "toast bad" : "toast", role: isError ? "alert" : "status" },
+    el("span", {}, text), act, el("button", { type: "button", class: "quiet", "aria-label": "Close", on: { click: close } }, "✕"));
+  byId("toasts").append(node);
+  if (!isError) setTimeout(close, STAY_MS);
+}

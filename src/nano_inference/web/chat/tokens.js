@@ -1,0 +1,156 @@
+/** The token view: an answer's tokens coloured by probability; each shows its alternatives, each of which can be taken. */
+
+import { byId, el } from "../shared/dom.js";
+
+const STEPS = [0.9, 0.7, 0.5, 0.3, 0.1];
+const PAGE = 2000;
+
+function probability(logprob) {
+  return logprob === null ? null : Math.exp(logprob);
+}
+
+function percent(logprob) {
+  const share = 100 * probability(logprob);
+  return share >= 99.95 ? "100 %" : share >= 0.1 ? `${share.toFixed(1)} %` : "< 0.1 %";
+}
+
+/** A token's text as it can be seen: what has none, or only part of a character, by its id. */
+function visible(text, id) {
+  if (text === "") return `⟨${id}⟩`;
+  return text.replaceAll("\n", "⏎\n").replaceAll("\t", "⇥\t");
+}
+
+function classOf([, , logprob, forced, , taken]) {
+  if (forced) return "token forced";
+  const chance = probability(logprob);
+  const step = chance === null ? "none" : `p${STEPS.filter((limit) => chance < limit).length}`;
+  return `token ${step}${taken ? " taken" : ""}`;
+}
+
+function describe([id, text, logprob, forced]) {
+  const shown = JSON.stringify(text || `token ${id}`);
+  return forced ? `${shown}, forced` : logprob === null ? shown : `${shown}, ${percent(logprob)}`;
+}
+
+/** Shows the tokens of one message. One of them takes the keyboard's focus; arrow keys move it. */
+export class TokenView {
+  constructor(message, onTake) {
+    this.message = message;
+    this.onTake = onTake;
+    this.shown = 0;
+    this.list = el("div", {
+      class: "tokens", role: "group", "aria-label": "Tokens of the answer; arrow keys move, Enter shows alternatives",
+      on: {
+        click: (event) => this.#open(event.target.closest(".token"), true),
+        pointerover: (event) => event.pointerType === "mouse" && this.#open(event.target.closest(".token"), false),
+        focusin: (event) => this.#open(event.target.closest(".token"), false),
+        keydown: (event) => this.#onKey(event),
+      },
+    });
+    const legend = el("p", { class: "legend", "aria-hidden": "true" }, "probability ",
+      ...["≥ 90 %", "70", "50", "30", "10", "below"].map((text, step) => el("span", { class: `token p${step}` }, text)),
+      el("span", { class: "token forced" }, "forced"));
+    this.more = el("button", { type: "button", hidden: true, on: { click: () => this.#grow(PAGE) } }, "More tokens");
+    this.node = el("div", { class: "token-view" }, legend, this.list, this.more);
+    this.limit = PAGE;
+    this.update();
+  }
+
+  /** Show tokens that have come since. */
+  update() {
+    const { tokens } = this.message;
+    const end = Math.min(tokens.length, this.limit);
+    const fresh = [];
+    for (; this.shown < end; this.shown += 1) fresh.push(this.#button(tokens[this.shown], this.shown));
+    this.list.append(...fresh);
+    this.more.hidden = tokens.length <= this.limit;
+  }
+
+  #grow(by) {
+    this.limit += by;
+    this.update();
+  }
+
+  #button(token, index) {
+    // A button is a box of its own; only a span breaks where a token has a line's end.
+    return el("span", {
+      role: "button", class: classOf(token), "data-index": index, tabindex: index ? "-1" : "0", "aria-label": describe(token),
+    }, visible(token[1], token[0]));
+  }
+
+  #onKey(event) {
+    const steps = { ArrowRight: 1, ArrowLeft: -1, ArrowDown: 10, ArrowUp: -10 };
+    const focused = event.target.closest(".token");
+    if (event.key === "Escape" && closeAlternatives()) event.stopPropagation();
+    if (focused && (event.key === "Enter" || event.key === " ")) {
+      event.preventDefault();
+      this.#open(focused, true);
+      byId("alternatives").querySelector("button:enabled")?.focus();
+    }
+    if (!(event.key in steps) || !focused) return;
+    event.preventDefault();
+    const at = Math.max(0, Math.min(this.shown - 1, Number(focused.dataset.index) + steps[event.key]));
+    const next = this.list.children[at];
+    focused.tabIndex = -1;
+    next.tabIndex = 0;
+    next.focus();
+  }
+
+  #open(button, isPinned) {
+    if (button) showAlternatives(this.message, Number(button.dataset.index), button, isPinned, this.onTake);
+  }
+}
+
+function showAlternatives(message, index, button, isPinned, onTake) {
+  const panel = byId("alternatives");
+  if (!isPinned && panel.dataset.pinned === "true" && !panel.hidden) return;
+  panel.dataset.pinned = String(isPinned);
+  panel.replaceChildren(...alternatives(message, index, (token) => {
+    closeAlternatives();
+    onTake(message, index, token);
+  }));
+  panel.hidden = false;
+  place(panel, button.getBoundingClientRect());
+}
+
+function alternatives(message, index, onTake) {
+  const [id, text, logprob, forced, top] = message.tokens[index];
+  const facts = forced ? "forced by the calculator: nothing was drawn here"
+    : logprob === null ? "no log-probability was asked for" : `${percent(logprob)} · logprob ${logprob.toFixed(3)}`;
+  const head = el("p", {}, el("strong", {}, JSON.stringify(text)), ` token ${id} at ${index} · ${facts}`);
+  if (forced || !top.length) return [head];
+  const canTake = message.finish !== null;
+  const rows = top.map((one) => alternative(one, one[0] === id, canTake, onTake));
+  const hint = canTake ? "Take another one, and the answer goes on from there." : "Others can be taken when the answer has ended.";
+  return [head, el("ul", {}, ...rows), el("p", { class: "soft" }, hint)];
+}
+
+function alternative(token, isOwn, canTake, onTake) {
+  const [id, text, logprob] = token;
+  const bar = el("meter", { min: 0, max: 1, "aria-hidden": "true" });
+  bar.value = probability(logprob);
+  const button = el("button", {
+    type: "button", disabled: isOwn || !canTake, "aria-label": `Go on with ${JSON.stringify(text)}, ${percent(logprob)}`,
+    on: { click: () => onTake(token) },
+  }, el("code", {}, visible(text, id)));
+  return el("li", {}, button, bar, el("span", {}, percent(logprob)), el("span", { class: "soft" }, logprob.toFixed(3)));
+}
+
+/** Close the panel of alternatives; return whether it was open. */
+export function closeAlternatives() {
+  const panel = byId("alternatives");
+  const wasOpen = !panel.hidden;
+  panel.hidden = true;
+  panel.dataset.pinned = "false";
+  return wasOpen;
+}
+
+/** Put the panel below a token, or above it where there is no room. */
+function place(panel, anchor) {
+  const { width, height } = panel.getBoundingClientRect();
+  const left = Math.max(8, Math.min(anchor.left, innerWidth - width - 8));
+  const below = anchor.bottom + 6;
+  const top = below + height < innerHeight ? below : Math.max(8, anchor.top - height - 6);
+  panel.style.left = `${left}px`;
+  panel.style.top = `${top}px`;
+}

@@ -1,0 +1,84 @@
+/**
+ * Conversations as trees: every message but the first has a parent, editing and regenerating add siblings, and
+ * `chosen` says which child is shown. Pure but for the records that they are given.
+ *
+ * A conversation: {id, title, named, created, updated, system, chosen: {parent: child}}.
+ * A message: {id, conversation, parent, role, text, parts, tokens, versions, stats, seed, sample, finish, error,
+ * created}. A token is [id, text, logprob, forced, alternatives], an alternative [id, text, logprob].
+ * `finish`: null while it is written, then "stop", "length", "stopped", "interrupted" or "error".
+ */
+
+const ROOT = "root";
+
+/** Return an id that nobody has; `crypto.randomUUID` is missing over plain http. */
+export function freshId() {
+  return Array.from(crypto.getRandomValues(new Uint8Array(12)), (byte) => byte.toString(16).padStart(2, "0")).join("");
+}
+
+/** Return an empty conversation. */
+export function newConversation(system = "") {
+  const now = Date.now();
+  return { id: freshId(), title: "New chat", named: false, created: now, updated: now, system, chosen: {} };
+}
+
+/** Return a message under a parent (null for a first one). */
+export function newMessage(conversation, parent, role, text = "") {
+  return {
+    id: freshId(), conversation: conversation.id, parent, role, text, parts: null, tokens: [], versions: [], stats: null,
+    seed: null, sample: null, finish: role === "user" ? "stop" : null, error: null, created: Date.now(),
+  };
+}
+
+/** Return the children of a message (null: the first messages), oldest first. */
+export function childrenOf(messages, parent) {
+  return messages.filter((one) => one.parent === parent).sort((a, b) => a.created - b.created || (a.id < b.id ? -1 : 1));
+}
+
+/** Return all versions of a message, itself among them. */
+export function siblingsOf(messages, message) {
+  return childrenOf(messages, message.parent).filter((one) => one.role === message.role);
+}
+
+/** Show a message, and so all that leads to it. */
+export function choose(conversation, message) {
+  conversation.chosen[message.parent ?? ROOT] = message.id;
+}
+
+/** Return the messages that are shown, first to last. */
+export function shownPath(conversation, messages) {
+  const path = [];
+  const byParent = Map.groupBy ? Map.groupBy(messages, (one) => one.parent) : groupByParent(messages);
+  for (let parent = null; byParent.has(parent);) {
+    const children = childrenOf(byParent.get(parent), parent);
+    const next = children.find((one) => one.id === conversation.chosen[parent ?? ROOT]) ?? children.at(-1);
+    path.push(next);
+    parent = next.id;
+  }
+  return path;
+}
+
+function groupByParent(messages) {
+  const groups = new Map();
+  for (const one of messages) groups.set(one.parent, [...(groups.get(one.parent) ?? []), one]);
+  return groups;
+}
+
+/** Return the messages from the first to the one given, itself included. */
+export function pathTo(messages, message) {
+  const byId = new Map(messages.map((one) => [one.id, one]));
+  const path = [];
+  for (let one = message; one; one = byId.get(one.parent)) path.unshift(one);
+  return path;
+}
+
+/** Return a conversation's name made of its first words. */
+export function titleOf(text) {
+  const line = text.trim().split("\n")[0];
+  return line.length > 60 ? `${line.slice(0, 59)}…` : line || "New chat";
+}
+
+/** Return messages as the server takes them. The parts of an answer have the calculator's calls as they were. */
+export function asRequest(system, path) {
+  const turns = path.map(({ role, text, parts }) => (parts ? { role, content: text, parts } : { role, content: text }));
+  return system.trim() ? [{ role: "system", content: system }, ...turns] : turns;
+}
