@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Browser, BrowserContext, sync_playwright
 
-from tests.server.tiny import make_tiny
+from tests.server.tiny import make_tiny, running
+from tests.web.desk import Desk
+from tests.web.fake import FakeServer, serving
 
 _NAMES = ("chromium", "chromium-browser", "google-chrome")
 _ARGUMENTS = (
@@ -43,3 +45,23 @@ def context(browser: Browser) -> Iterator[BrowserContext]:
 def tiny_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny random model's directory."""
     return make_tiny(tmp_path_factory.mktemp("tiny_paged"))
+
+
+@pytest.fixture(scope="session")
+def server_url(tiny_directory: Path) -> Iterator[str]:
+    """The address of a real server with the tiny model."""
+    with running(tiny_directory) as server:
+        yield server.url
+
+
+@pytest.fixture
+def fake() -> Iterator[FakeServer]:
+    """A server that says what the test tells it to."""
+    with serving() as server:
+        yield server
+
+
+@pytest.fixture
+def desk(context: BrowserContext, fake: FakeServer) -> Desk:
+    """The chat page in front of it."""
+    return Desk(context, fake.url)

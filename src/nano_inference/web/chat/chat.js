@@ -28,6 +28,7 @@ export class Chat {
 
   /** Read what is kept; show the conversation that was open last. */
   async load(openId) {
+    await this.saver.recover();
     this.conversations = (await this.store.conversations()).sort((a, b) => b.updated - a.updated);
     const wanted = this.conversations.find((one) => one.id === openId);
     if (wanted) await this.open(wanted);
@@ -130,7 +131,9 @@ export class Chat {
     this.current.compared = null;
     const parent = this.messages.find((one) => one.id === message.parent);
     const begun = answer.tokens.map((token) => token[0]);
-    await this.#write([answer], pathTo(this.messages, parent), { seed: message.seed, begun, echo: true });
+    const wishes = { seed: message.seed, begun, echo: true };
+    if (this.info.end_token_ids.includes(id)) Object.assign(wishes, { begun: begun.slice(0, -1), isOver: true });
+    await this.#write([answer], pathTo(this.messages, parent), wishes);
   }
 
   async #write(answers, path, wishes) {
@@ -139,10 +142,15 @@ export class Chat {
     this.running.set(conversation.id, { control, messages: answers });
     conversation.updated = Date.now();
     this.#changed();
+    await this.saver.save(conversation, answers);
     const { sampling, details } = this.settings;
     const body = requestBody(this.info, asRequest(conversation.system, path), sampling, { ...wishes, details });
+    const hasEnough = () => Boolean(wishes.isOver) && answers[0].text !== "";
     try {
-      await writeAnswers(body, answers, control.signal, (message) => this.#grown(conversation, message));
+      if (!wishes.isOver || wishes.begun.length) {
+        await writeAnswers(body, answers, control.signal, (message) => this.#grown(conversation, message), hasEnough);
+      }
+      if (wishes.isOver) answers[0].finish = "stop";
     } catch (error) {
       this.#ended(conversation, answers, error);
     } finally {

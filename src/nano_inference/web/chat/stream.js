@@ -8,22 +8,32 @@ const ALTERNATIVES = 5;
 async function* eventsOf(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
-  for (;;) {
-    let piece;
-    try {
-      piece = await reader.read();
-    } catch (error) {
-      if (error.name === "AbortError") throw error;
-      throw new ServerError(0, "the connection was lost");
+  try {
+    for (;;) {
+      const piece = await read(reader);
+      if (piece.done) return;
+      const blocks = (rest + piece.value).split(/\r?\n\r?\n/);
+      rest = blocks.pop();
+      yield* blocks.map(dataOf).filter((data) => data !== null);
     }
-    if (piece.done) return;
-    const blocks = (rest + piece.value).split(/\r?\n\r?\n/);
-    rest = blocks.pop();
-    for (const block of blocks) {
-      const lines = block.split(/\r?\n/).filter((line) => line.startsWith("data:"));
-      if (lines.length) yield lines.map((line) => line.slice(5).trimStart()).join("\n");
-    }
+  } finally {
+    reader.cancel().catch(() => {}); // whoever wants no more events lets the server stop, too
   }
+}
+
+async function read(reader) {
+  try {
+    return await reader.read();
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    throw new ServerError(0, "the connection was lost");
+  }
+}
+
+/** Return an event's data, null for a comment. */
+function dataOf(block) {
+  const lines = block.split(/\r?\n/).filter((line) => line.startsWith("data:"));
+  return lines.length ? lines.map((line) => line.slice(5).trimStart()).join("\n") : null;
 }
 
 /**
@@ -46,10 +56,10 @@ export function requestBody(info, messages, sampling, { seed, samples = 1, begun
 /**
  * Ask for answers and write them into `messages` (one for each sample); `onNews(message)` after each addition.
  *
- * Returns when all have ended. Throws `ServerError` for what went wrong and `AbortError` when stopped; the messages then
+ * Returns when all have ended, or when `hasEnough()` says so. Throws `ServerError` for what went wrong and `AbortError` when stopped; the messages then
  * have what came before.
  */
-export async function writeAnswers(body, messages, signal, onNews) {
+export async function writeAnswers(body, messages, signal, onNews, hasEnough = () => false) {
   const clock = { asked: performance.now(), first: null, last: null };
   const response = await ask("/v1/chat/completions", { body, signal });
   let usage = null;
@@ -69,6 +79,7 @@ export async function writeAnswers(body, messages, signal, onNews) {
       message.stats = statsOf(message, clock, usage);
       onNews(message);
     }
+    if (hasEnough()) return;
   }
   for (const message of messages) {
     message.stats = statsOf(message, clock, usage);

@@ -1,0 +1,178 @@
+"""A server that says what a test tells it to, at the moment at which the test does: the page's other half."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import queue
+import socket
+import threading
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Mount, Route
+
+from nano_inference.server.pages import load_page, page_response
+
+PATIENCE_S = 15
+INFO: dict[str, Any] = {
+    "server": "nano-inference test",
+    "model": "fake",
+    "context": 1000,
+    "max_n": 16,
+    "max_logprobs": 20,
+    "chats": True,
+    "calculator": False,
+    "dtype": "auto",
+    "end_token_ids": [99],
+    "sampling_defaults": {"temperature": 0.7, "top_p": 0.9, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0},
+}
+
+
+class Answer:
+    """One request for an answer, and the stream that the test sends for it."""
+
+    def __init__(self, body: dict[str, Any], headers: dict[str, str], loop: asyncio.AbstractEventLoop) -> None:
+        self.body = body
+        self.headers = headers
+        self.gone = threading.Event()
+        self._loop = loop
+        self._pieces: asyncio.Queue[bytes | None] = asyncio.Queue()
+
+    def raw(self, data: bytes | None) -> None:
+        """Send bytes; None breaks the connection off."""
+        self._loop.call_soon_threadsafe(self._pieces.put_nowait, data)
+
+    def event(self, value: Any) -> None:
+        """Send an event."""
+        self.raw(f"data: {value if isinstance(value, str) else json.dumps(value)}\n\n".encode())
+
+    def choice(self, delta: dict[str, Any], index: int = 0, **extras: Any) -> None:
+        """Send a choice's delta."""
+        self.event({"choices": [{"index": index, "delta": delta, "finish_reason": None, **extras}]})
+
+    def say(self, *words: str, index: int = 0) -> None:
+        """Send words, each as one token whose alternatives are "A" and "B" besides."""
+        for word in words:
+            top = [
+                {"token": text, "logprob": -1.0 - n, "bytes": [], "token_id": 200 + n} for n, text in enumerate("AB")
+            ]
+            own = {"token": word, "logprob": -0.1, "bytes": [], "token_id": 7}
+            entry = {**own, "top_logprobs": [own, *top]}
+            self.choice({"content": word}, index, token_ids=[7], mask=[1], logprobs={"content": [entry]})
+
+    def finish(self, reason: str = "stop", index: int = 0, version: str = "0", count: int = 1) -> None:
+        """Say why a sample ended."""
+        spans = [{"version": version, "start": 0, "end": count, "number": 0}]
+        self.choice({}, index, weight_versions=spans, finish_reason=reason)
+
+    def end(self, reason: str | None = "stop", *, prompt: int = 20, cached: int = 4) -> None:
+        """End the stream well."""
+        if reason is not None:
+            self.finish(reason)
+        usage = {"prompt_tokens": prompt, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": cached}}
+        self.event({"choices": [], "usage": usage})
+        self.event("[DONE]")
+        self.raw(b"")
+
+    def tell(self, *words: str) -> None:
+        """Send a whole answer."""
+        self.say(*words)
+        self.end()
+
+    async def pieces(self) -> AsyncIterator[bytes]:
+        """Yield what the test sends, until it ends or breaks off."""
+        try:
+            while (piece := await self._pieces.get()) != b"":
+                if piece is None:
+                    raise ConnectionError("broken off")
+                yield piece
+        finally:
+            self.gone.set()
+
+
+class FakeServer:
+    """Serves the real pages, and whatever else the test says."""
+
+    def __init__(self, root: str) -> None:
+        self.root = root
+        self.info = dict(INFO)
+        self.ready: tuple[int, str] = (200, "ready")
+        self.key: str | None = None
+        self.refusals: list[tuple[int, dict[str, Any]]] = []
+        self.tokens_per_word = 1
+        self.url = ""
+        self.paths: list[str] = []
+        self._answers: queue.Queue[Answer] = queue.Queue()
+        names = {"/ready": self._ready, "/info": self._info, "/": self._page, "/dashboard": self._dashboard}
+        routes: list[Route | Mount] = [Route(path, endpoint) for path, endpoint in names.items()]
+        routes += [
+            Route("/v1/chat/completions", self._chat, methods=["POST"]),
+            Route("/tokenize", self._tokenize, methods=["POST"]),
+        ]
+        self.app = Starlette(routes=[Mount(root, routes=routes)] if root else routes)
+
+    def answer(self) -> Answer:
+        """Wait for the page's next request for an answer."""
+        return self._answers.get(timeout=PATIENCE_S)
+
+    async def _page(self, request: Request) -> Response:
+        return page_response(load_page("chat"), request)
+
+    async def _dashboard(self, request: Request) -> Response:
+        return page_response(load_page("dashboard"), request)
+
+    async def _ready(self, request: Request) -> Response:
+        status, text = self.ready
+        return JSONResponse({"status": text}, status)
+
+    def _refused(self, request: Request) -> Response | None:
+        self.paths.append(request.url.path)
+        if self.key is None or request.headers.get("authorization") == f"Bearer {self.key}":
+            return None
+        presented = "authorization" in request.headers
+        message = "this API key is not known" if presented else "an API key is needed"
+        return JSONResponse({"error": {"message": message, "code": "invalid_api_key"}}, 401)
+
+    async def _info(self, request: Request) -> Response:
+        return self._refused(request) or JSONResponse(self.info)
+
+    async def _tokenize(self, request: Request) -> Response:
+        body = await request.json()
+        words = sum(len(str(message["content"]).split()) for message in body["messages"])
+        return self._refused(request) or JSONResponse({"count": words * self.tokens_per_word})
+
+    async def _chat(self, request: Request) -> Response:
+        body = await request.json()
+        if (refused := self._refused(request)) is not None:
+            return refused
+        if self.refusals:
+            status, error = self.refusals.pop(0)
+            return JSONResponse({"error": error}, status)
+        answer = Answer(body, dict(request.headers), asyncio.get_running_loop())
+        self._answers.put(answer)
+        return StreamingResponse(answer.pieces(), media_type="text/event-stream")
+
+
+@contextmanager
+def serving(root: str = "", port: int = 0) -> Iterator[FakeServer]:
+    """Run a fake server while the block runs."""
+    fake = FakeServer(root)
+    listening = socket.socket()
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listening.bind(("127.0.0.1", port))
+    fake.url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+    config = uvicorn.Config(fake.app, log_level="critical", lifespan="off", timeout_graceful_shutdown=1)
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=lambda: server.run(sockets=[listening]))
+    thread.start()
+    try:
+        yield fake
+    finally:
+        server.should_exit = server.force_exit = True
+        thread.join(20)

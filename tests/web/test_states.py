@@ -1,0 +1,166 @@
+"""When the server is not as it should be (checklist 21 to 23, 29; R48): loading, gone, refusing, elsewhere."""
+
+from __future__ import annotations
+
+import pytest
+from playwright.sync_api import BrowserContext, expect
+
+from tests.web.desk import Desk, told
+from tests.web.fake import FakeServer, serving
+
+FAILED = "Failed to load resource"
+"""What Chromium itself writes of a request that fails or is refused."""
+BANNER, SEND, TOAST = "#banner", "#send", ".toast.bad"
+
+
+def test_21_the_page_waits_for_a_model_that_is_loaded_and_goes_on(context: BrowserContext, fake: FakeServer) -> None:
+    fake.ready = (503, "loading")
+    desk = Desk(context, fake.url, ready=False)
+    expect(desk.page.locator(BANNER)).to_have_text("The model is being loaded…")
+    expect(desk.page.locator(SEND)).to_be_disabled()
+    fake.ready = (503, "dead")
+    expect(desk.page.locator(BANNER)).to_contain_text("The engine has failed")
+    fake.ready = (200, "ready")
+    desk.wait_until_ready()
+    told(desk, fake, "Hello", "Yes")
+    desk.watch.assert_clean([FAILED])
+
+
+def test_22_a_refusal_is_told_in_the_servers_words_and_can_be_tried_again(desk: Desk, fake: FakeServer) -> None:
+    fake.refusals = [
+        (400, {"message": "the prompt has 1203 tokens, the context is 1000", "code": "context_length_exceeded"})
+    ]
+    desk.type("Hello")
+    expect(desk.page.locator(TOAST)).to_contain_text("the prompt has 1203 tokens, the context is 1000")
+    expect(desk.last()).to_contain_text("the prompt has 1203 tokens")
+    desk.press("Try again", desk.page.locator(TOAST))
+    fake.answer().tell("Now it works")
+    expect(desk.last().locator(".body")).to_have_text("Now it works")
+    desk.watch.assert_clean([FAILED])
+
+
+def test_22_a_full_queue_is_told(desk: Desk, fake: FakeServer) -> None:
+    fake.refusals = [(503, {"message": "256 requests wait already", "code": "queue_full"})]
+    desk.type("Hello")
+    expect(desk.page.locator(TOAST)).to_contain_text("256 requests wait already")
+    desk.wait_until_ready()
+    desk.press("Try again", desk.page.locator(TOAST))
+    fake.answer().tell("Now")
+    expect(desk.last().locator(".body")).to_have_text("Now")
+
+
+def test_22_an_error_in_the_stream_keeps_what_came(desk: Desk, fake: FakeServer) -> None:
+    desk.type("Hello")
+    answer = fake.answer()
+    answer.say("Half")
+    answer.event({"error": {"message": "out of memory: 1 of 2 blocks", "code": "out_of_memory"}})
+    answer.event("[DONE]")
+    answer.raw(b"")
+    expect(desk.page.locator(TOAST)).to_contain_text("out of memory: 1 of 2 blocks")
+    expect(desk.last().locator(".body")).to_have_text("Half")
+    desk.press("Try again", desk.page.locator(TOAST))
+    rest = fake.answer()
+    assert rest.body["answer_token_ids"] == [7]
+    rest.tell(" and half")
+    expect(desk.last().locator(".body")).to_have_text("Half and half")
+
+
+@pytest.mark.parametrize("piece", [b"data: {\n\n", b"\xff\xfe\n\n", b"garbage\n\n: comment\n\n"])
+def test_22_a_stream_that_is_none_is_an_error_and_no_hang(desk: Desk, fake: FakeServer, piece: bytes) -> None:
+    desk.type("Hello")
+    answer = fake.answer()
+    answer.raw(piece)
+    answer.raw(b"")
+    expect(desk.page.locator(TOAST)).to_be_visible()
+    desk.wait_until_idle()
+    desk.watch.assert_clean()
+
+
+def test_23_a_key_is_asked_for_and_kept_for_the_tab_only(context: BrowserContext, fake: FakeServer) -> None:
+    fake.key = "secret-key"
+    desk = Desk(context, fake.url, ready=False)
+    page = desk.page
+    expect(page.locator("#key")).to_be_visible()
+    page.fill("#key-field", "wrong-key")
+    desk.press("Use this key")
+    expect(page.locator("#key-text")).to_contain_text("this API key is not known")
+    page.fill("#key-field", "secret-key")
+    page.keyboard.press("Enter")
+    desk.wait_until_ready()
+    desk.type("Hello")
+    answer = fake.answer()
+    assert answer.headers["authorization"] == "Bearer secret-key"
+    answer.tell("Yes")
+    desk.wait_until_idle()
+    page.reload()
+    desk.wait_until_ready()
+    kept = page.evaluate("[JSON.stringify(localStorage), document.cookie, JSON.stringify(sessionStorage)]")
+    assert "secret-key" not in kept[0] + kept[1] and "secret-key" in kept[2]
+    other = context.new_page()
+    other.goto(fake.url)
+    expect(other.locator("#key")).to_be_visible()
+    desk.watch.assert_clean([FAILED])
+
+
+def test_48_a_server_that_breaks_off_and_comes_back(context: BrowserContext) -> None:
+    with serving() as server:
+        desk = Desk(context, server.url)
+        desk.type("Hello")
+        answer = server.answer()
+        answer.say("Half")
+        expect(desk.last().locator(".body")).to_have_text("Half")
+        port = int(server.url.rpartition(":")[2])
+    expect(desk.page.locator(TOAST)).to_contain_text("the connection was lost")
+    expect(desk.page.locator(BANNER)).to_contain_text("The server does not answer")
+    expect(desk.last().locator(".body")).to_have_text("Half")
+    expect(desk.page.locator(SEND)).to_be_disabled()
+    with serving(port=port) as server:
+        desk.wait_until_ready()
+        desk.press("Continue")
+        rest = server.answer()
+        assert rest.body["answer_token_ids"] == [7]
+        rest.tell(" whole")
+        expect(desk.last().locator(".body")).to_have_text("Half whole")
+    desk.watch.assert_clean([FAILED, "ERR_INCOMPLETE_CHUNKED_ENCODING"])
+
+
+def test_48_offline_in_mid_stream_and_online_again(desk: Desk, fake: FakeServer) -> None:
+    desk.type("Hello")
+    answer = fake.answer()
+    answer.say("Half")
+    expect(desk.last().locator(".body")).to_have_text("Half")
+    desk.page.context.set_offline(True)
+    answer.raw(None)
+    expect(desk.last()).to_contain_text("This answer broke off: the connection was lost")
+    expect(desk.page.locator(BANNER)).to_contain_text("does not answer")
+    desk.page.context.set_offline(False)
+    desk.wait_until_ready()
+    desk.press("Continue")
+    fake.answer().tell(" whole")
+    expect(desk.last().locator(".body")).to_have_text("Half whole")
+    desk.watch.assert_clean([FAILED, "ERR_INCOMPLETE_CHUNKED_ENCODING", "ERR_INTERNET_DISCONNECTED"])
+
+
+def test_29_everything_works_below_a_path(context: BrowserContext) -> None:
+    with serving("/llm/chat") as server:
+        desk = Desk(context, server.url, "/llm/chat/")
+        told(desk, server, "Hello", "Yes")
+        desk.page.fill("#draft", "one two")
+        expect(desk.page.locator("#meter-text")).to_contain_text("of 1,000")
+        assert server.paths and all(path.startswith("/llm/chat/") for path in server.paths)
+        desk.page.click("#dashboard")
+        expect(desk.page).to_have_url(f"{server.url}/llm/chat/dashboard")
+
+
+def test_a_model_without_a_template_is_refused_by_name(context: BrowserContext, fake: FakeServer) -> None:
+    fake.info["chats"] = False
+    desk = Desk(context, fake.url, ready=False)
+    expect(desk.page.locator(BANNER)).to_contain_text("no chat template")
+    expect(desk.page.locator(SEND)).to_be_disabled()
+
+
+def test_a_browser_that_keeps_nothing_is_told_of(context: BrowserContext, fake: FakeServer) -> None:
+    context.add_init_script("indexedDB.open = () => { throw new Error('not allowed'); }")
+    desk = Desk(context, fake.url)
+    expect(desk.page.locator("#not-kept")).to_be_visible()
+    told(desk, fake, "Hello", "Yes")
