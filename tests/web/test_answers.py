@@ -138,7 +138,7 @@ def test_9_markdown(desk: Desk, fake: FakeServer) -> None:
     told(desk, fake, "Hello", *MARKDOWN.splitlines(keepends=True))
     body = desk.last().locator(".body")
     for selector, text in {
-        "h3": "Title", "em": "stress", "strong": "weight", "del": "no", "p code": "code", "ul ul li": "inner",
+        "h2": "Title", "em": "stress", "strong": "weight", "del": "no", "p code": "code", "ul ul li": "inner",
         "ol li >> nth=1": "second", "blockquote": "quoted", "table td >> nth=1": "2",
     }.items():  # fmt: skip
         expect(body.locator(selector)).to_have_text(text)

@@ -13,7 +13,25 @@ from tests.web.fake import FakeServer
 from tests.web.payloads import PAYLOADS
 
 ALLOWED = {
-    *("P", "BR", "STRONG", "EM", "DEL", "CODE", "PRE", "SPAN", "H3", "H4", "H5", "H6", "UL", "OL", "LI", "BLOCKQUOTE"),
+    *(
+        "P",
+        "BR",
+        "STRONG",
+        "EM",
+        "DEL",
+        "CODE",
+        "PRE",
+        "SPAN",
+        "H2",
+        "H3",
+        "H4",
+        "H5",
+        "H6",
+        "UL",
+        "OL",
+        "LI",
+        "BLOCKQUOTE",
+    ),
     *("TABLE", "THEAD", "TBODY", "TR", "TH", "TD", "HR", "A", "DIV", "BUTTON"),
 }
 

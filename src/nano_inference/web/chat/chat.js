@@ -117,7 +117,8 @@ export class Chat {
     const begun = message.tokens.map(([id]) => id);
     Object.assign(message, { finish: null, error: null, begun: begun.length });
     const parent = this.messages.find((one) => one.id === message.parent);
-    await this.#write([message], pathTo(this.messages, parent), { seed: message.seed, begun: begun.length ? begun : null });
+    const wishes = { seed: message.seed, begun: begun.length ? begun : null, echo: true };
+    await this.#write([message], pathTo(this.messages, parent), wishes);
   }
 
   /** Begin a new answer with the tokens of another up to an index, then an alternative; let the model go on. */

@@ -6,7 +6,7 @@
 
 import { el } from "../shared/dom.js";
 
-const TAGS = ["p", "br", "strong", "em", "del", "code", "pre", "span", "h3", "h4", "h5", "h6", "ul", "ol", "li",
+const TAGS = ["p", "br", "strong", "em", "del", "code", "pre", "span", "h2", "h3", "h4", "h5", "h6", "ul", "ol", "li",
   "blockquote", "table", "thead", "tbody", "tr", "th", "td", "hr", "a"];
 const CLEAN = {
   ALLOWED_TAGS: TAGS, ALLOWED_ATTR: ["href", "class", "start"], ALLOW_DATA_ATTR: false, ALLOW_ARIA_ATTR: false,
@@ -24,7 +24,7 @@ function highlighted(code, language) {
 
 /** Return a parser whose headings begin below the page's own and never skip a level. */
 function makeParser() {
-  let level = 2;
+  let level = 1;
   const renderer = {
     html: ({ text }) => escaped(text),
     image: ({ href, text }) => `<a href="${escaped(href)}">${escaped(text || href)}</a>`,
@@ -34,7 +34,7 @@ function makeParser() {
       return `<pre><code class="language-${language}">${highlighted(text, language)}</code></pre>`;
     },
     heading({ tokens, depth }) {
-      level = Math.min(6, level + 1, depth + 2);
+      level = Math.min(6, level + 1, depth + 1);
       return `<h${level}>${this.parser.parseInline(tokens)}</h${level}>`;
     },
   };

@@ -91,9 +91,9 @@ export async function writeAnswers(body, messages, signal, onNews, hasEnough = (
 /** Add what a choice of an event brought; return whether it brought tokens. */
 function addChoice(message, choice) {
   const { delta = {} } = choice;
+  if (choice.answer_token_ids) beginAgain(message, choice.answer_token_ids);
   message.text += delta.content ?? "";
   if (delta.parts) message.parts = joinedParts(message.parts ?? [], delta.parts);
-  if (choice.answer_token_ids) completeBeginning(message, choice.answer_token_ids);
   const ids = choice.token_ids ?? [];
   const entries = choice.logprobs?.content ?? [];
   ids.forEach((id, index) => message.tokens.push(tokenOf(id, choice.mask[index], entries[index])));
@@ -102,8 +102,9 @@ function addChoice(message, choice) {
   return ids.length > 0;
 }
 
-/** Add the tokens that a calculator forced behind those which the answer was to begin with. */
-function completeBeginning(message, ids) {
+/** Let the server say how an answer begins: its text, and tokens that a calculator forced behind the given ones. */
+function beginAgain(message, ids) {
+  Object.assign(message, { text: "", parts: null });
   for (const id of ids.slice(message.tokens.length)) message.tokens.push([id, "", 0, 1, []]);
   message.begun = ids.length;
 }

@@ -1,0 +1,183 @@
+"""How the page is seen and used (checklist 24 to 27): themes, phones, the keyboard alone, screen readers."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from playwright.sync_api import Browser, BrowserContext, Locator, expect
+
+from tests.web.desk import Desk, told
+from tests.web.fake import FakeServer
+from tests.web.watch import axe_violations
+
+PHONE = {"width": 360, "height": 640}
+RICH = (
+    "# A\n\ntext `code` [link](https://example.org)\n\n```python\nx = 'a'  # b\n```\n\n| a |\n|---|\n| 1 |\n\n> quote"
+)
+
+
+def full(desk: Desk, fake: FakeServer) -> None:
+    """Fill the page with everything that it can show."""
+    told(desk, fake, "Hello", *re.findall(r"\S+\s*", RICH))
+    desk.type("More")
+    answer = fake.answer()
+    parts = [
+        {"type": "python", "text": "1+1"},
+        {"type": "python_output", "text": "2"},
+        {"type": "text", "text": "<think>"},
+    ]
+    answer.choice({"content": "[1+1 → 2]", "parts": parts}, token_ids=[1, 2], mask=[1, 0])
+    answer.event({"error": {"message": "it broke"}})
+    answer.raw(b"")
+    expect(desk.page.locator(".toast.bad")).to_be_visible()
+
+
+@pytest.mark.parametrize("size", [{"width": 1280, "height": 800}, PHONE], ids=["desktop", "phone"])
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_27_axe_finds_nothing(browser: Browser, fake: FakeServer, theme: str, size: dict[str, int]) -> None:
+    context = browser.new_context(viewport=size, color_scheme=theme, reduced_motion="reduce")  # type: ignore[arg-type]
+    desk = Desk(context, fake.url)
+    page = desk.page
+    found = {"empty": axe_violations(page)}
+    full(desk, fake)
+    found["answers"] = axe_violations(page)
+    desk.press("Tokens", desk.answers().first)
+    page.locator(".tokens .token").first.click()
+    found["tokens"] = axe_violations(page)
+    page.keyboard.press("Escape")
+    for name, selector in {
+        "settings": "#settings-open",
+        "help": "#help-open",
+        "about": "#model",
+        "export": "#export",
+    }.items():
+        page.click(selector)
+        found[name] = axe_violations(page)
+        page.keyboard.press("Escape")
+    if size == PHONE:
+        page.click("#open-sidebar")
+        found["sidebar"] = axe_violations(page)
+    context.close()
+    assert {name: wrong for name, wrong in found.items() if wrong} == {}
+
+
+def test_24_the_system_chooses_until_the_user_does(browser: Browser, fake: FakeServer) -> None:
+    context = browser.new_context(color_scheme="dark")
+    page = Desk(context, fake.url).page
+    theme = page.locator("html")
+    expect(theme).to_have_attribute("data-theme", "dark")
+    page.emulate_media(color_scheme="light")
+    expect(theme).to_have_attribute("data-theme", "light")
+    page.click("#theme")
+    expect(theme).to_have_attribute("data-theme", "dark")
+    page.reload()
+    expect(theme).to_have_attribute("data-theme", "dark")
+    context.close()
+
+
+def inside(locator: Locator, width: int, height: int) -> bool:
+    box = locator.bounding_box()
+    return box is not None and box["x"] >= 0 and box["x"] + box["width"] <= width and box["y"] + box["height"] <= height
+
+
+def test_25_a_phone_and_its_keyboard(browser: Browser, fake: FakeServer) -> None:
+    context = browser.new_context(viewport=PHONE, has_touch=True, is_mobile=True)  # type: ignore[arg-type]
+    desk = Desk(context, fake.url)
+    page = desk.page
+    page.fill("#draft", "Hello")
+    page.press("#draft", "Enter")
+    assert page.input_value("#draft") == "Hello\n", "Enter is a new line where there is a Send on the keyboard"
+    page.tap("#send")
+    fake.answer().tell("```python\n", "x = 1234567890 * 1234567890 * 1234567890 * 1234567890\n", "```")
+    desk.wait_until_idle()
+    assert page.evaluate("document.documentElement.scrollWidth") == 360, "nothing sticks out"
+    page.set_viewport_size({"width": 360, "height": 320})  # the keyboard has come up
+    for selector in ("#draft", "#send", "#settings-open"):
+        assert inside(page.locator(selector), 360, 320), selector
+    assert page.evaluate("getComputedStyle(document.getElementById('draft')).fontSize") == "16px", "iOS zooms below it"
+    page.tap("#open-sidebar")
+    expect(page.locator("#new-chat")).to_be_visible()
+    page.tap("#new-chat")
+    expect(page.locator("#new-chat")).to_be_hidden()
+    context.close()
+
+
+def test_26_the_keyboard_alone(desk: Desk, fake: FakeServer) -> None:
+    page = desk.page
+    page.focus("#draft")
+    page.keyboard.type("One")
+    page.keyboard.press("Shift+Enter")
+    page.keyboard.type("Two")
+    page.keyboard.press("Enter")
+    answer = fake.answer()
+    assert answer.body["messages"][0]["content"] == "One\nTwo"
+    answer.tell("Yes")
+    desk.wait_until_idle()
+    page.keyboard.press("ArrowUp")
+    field = page.get_by_label("Edit your message")
+    expect(field).to_be_focused()
+    expect(field).to_have_value("One\nTwo")
+    page.keyboard.press("Escape")
+    expect(field).to_have_count(0)
+    page.keyboard.press("Control+k")
+    expect(page.locator("#search")).to_be_focused()
+    page.keyboard.press("Control+Shift+O")
+    expect(desk.answers()).to_have_count(0)
+    expect(page.locator("#draft")).to_be_focused()
+    page.locator("#title").click()
+    page.keyboard.press("?")
+    expect(page.locator("#help")).to_be_visible()
+    page.keyboard.press("Escape")
+    page.locator("#title").click()
+    page.keyboard.press("/")
+    expect(page.locator("#draft")).to_be_focused()
+    assert page.input_value("#draft") == ""
+    page.keyboard.press("Meta+k")
+    expect(page.locator("#search")).to_be_focused()
+    desk.watch.assert_clean()
+
+
+def test_26_what_an_input_method_is_composing_is_not_sent(desk: Desk) -> None:
+    desk.page.fill("#draft", "にほ")
+    desk.page.eval_on_selector(
+        "#draft",
+        "(one) => one.dispatchEvent(new KeyboardEvent('keydown', {key: 'Enter', isComposing: true, bubbles: true}))",
+    )
+    assert desk.page.input_value("#draft") == "にほ" and desk.page.locator(".message").count() == 0
+
+
+def test_27_the_order_of_the_focus(desk: Desk, fake: FakeServer) -> None:
+    told(desk, fake, "Hello", "Yes")
+    page = desk.page
+    page.focus("#new-chat")
+    seen = ["new-chat"]
+    for _ in range(24):
+        page.keyboard.press("Tab")
+        seen.append(page.evaluate("document.activeElement.id || document.activeElement.textContent.slice(0, 12)"))
+    order = ["new-chat", "search", "Hello", "import", "settings-open", "Edit", "Regenerate", "draft", "send"]
+    places = [seen.index(one) for one in order if one in seen]
+    assert len(places) >= 5 and places == sorted(places), seen
+
+
+def test_27_sentences_are_read_out_not_tokens(desk: Desk, fake: FakeServer) -> None:
+    page = desk.page
+    assert page.get_attribute("#messages", "role") == "log" and page.get_attribute("#spoken", "aria-live") == "polite"
+    desk.type("Hello")
+    answer = fake.answer()
+    answer.say("Pi is", " 3.14")
+    expect(desk.last().locator(".body")).to_have_text("Pi is 3.14")
+    assert page.locator("#spoken p").count() == 0
+    answer.say(". Well", " then")
+    expect(page.locator("#spoken p")).to_have_text(["Pi is 3.14."])
+    answer.end()
+    expect(page.locator("#spoken p")).to_have_text(["Pi is 3.14.", "Well then"])
+
+
+def test_27_whoever_wants_less_motion_gets_none(context: BrowserContext, fake: FakeServer) -> None:
+    page = Desk(context, fake.url).page
+    page.set_viewport_size({"width": 360, "height": 640})
+    moving = "getComputedStyle(document.getElementById('sidebar')).transitionDuration"
+    assert page.evaluate(moving) == "0.15s"
+    page.emulate_media(reduced_motion="reduce")
+    assert page.evaluate(moving) == "0s"

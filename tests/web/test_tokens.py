@@ -1,0 +1,257 @@
+"""Beyond other pages, with a real engine: tokens, alternatives, seeds, samples side by side, tools, weight versions."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+from playwright.sync_api import BrowserContext, Locator, expect
+
+from nano_inference.catalog import find_builtin
+from nano_inference.config import ServerConfig
+from tests.server.tiny import Running, opened, running
+from tests.web.desk import Desk
+
+QUESTION = "Tell me"
+
+
+@pytest.fixture(scope="module")
+def server(tiny_directory: Path) -> Iterator[Running]:
+    with running(tiny_directory) as one:
+        yield one
+
+
+@pytest.fixture
+def real(context: BrowserContext, server: Running) -> Desk:
+    """The page in front of the tiny model, which writes twenty tokens of nonsense."""
+    desk = Desk(context, server.url)
+    settings = {"temperature": "1", "max_tokens": "20"}
+    desk.press("Settings")
+    for name, value in settings.items():
+        desk.page.fill(f"#set-{name}", value)
+    desk.press("Done")
+    return desk
+
+
+def ask(desk: Desk, question: str = QUESTION) -> None:
+    desk.type(question)
+    expect(desk.last().locator(".actions")).to_contain_text("Regenerate")
+    desk.wait_until_idle()
+
+
+def kept(desk: Desk) -> list[dict[str, Any]]:
+    """The messages that the page has stored, oldest first."""
+    found: list[dict[str, Any]] = desk.page.evaluate(
+        """() => new Promise((done) => { indexedDB.open("nano-inference", 1).onsuccess = (event) => {
+            event.target.result.transaction("messages").objectStore("messages").getAll().onsuccess = (all) =>
+                done(all.target.result.sort((a, b) => a.created - b.created)); }; })"""
+    )
+    return found
+
+
+def answers(desk: Desk) -> list[dict[str, Any]]:
+    return [one for one in kept(desk) if one["role"] == "assistant"]
+
+
+def ids(answer: dict[str, Any]) -> list[int]:
+    return [token[0] for token in answer["tokens"]]
+
+
+def tokens_of(desk: Desk) -> Locator:
+    desk.press("Tokens", desk.last())
+    return desk.page.locator(".tokens .token")
+
+
+def test_every_token_shows_its_probability_and_alternatives(real: Desk, server: Running) -> None:
+    ask(real)
+    (answer,) = answers(real)
+    tokens = tokens_of(real)
+    expect(tokens).to_have_count(len(answer["tokens"]))
+    seed = answer["seed"]
+    body = {"messages": [{"role": "user", "content": QUESTION}], "seed": seed, "temperature": 1, "max_tokens": 20}
+    told = server.post("/v1/chat/completions", {**body, "logprobs": True, "top_logprobs": 5}).json()["choices"][0]
+    for index, entry in enumerate(told["logprobs"]["content"]):
+        assert answer["tokens"][index][2] == pytest.approx(entry["logprob"], abs=1e-4)
+        chance = math.exp(entry["logprob"])
+        step = sum(chance < limit for limit in (0.9, 0.7, 0.5, 0.3, 0.1))
+        expect(tokens.nth(index)).to_have_class(re.compile(rf"\bp{step}\b"))
+    tokens.nth(3).hover()
+    panel = real.page.locator("#alternatives")
+    top = told["logprobs"]["content"][3]["top_logprobs"]
+    expect(panel.locator("li")).to_have_count(len(top))
+    for index, one in enumerate(top):
+        expect(panel.locator("li").nth(index)).to_contain_text(f"{one['logprob']:.3f}")
+    real.watch.assert_clean()
+
+
+def test_taking_an_alternative_goes_on_from_there(real: Desk, server: Running) -> None:
+    ask(real)
+    tokens_of(real).nth(4).click()
+    real.page.locator("#alternatives li button:enabled").first.click()
+    expect(real.last()).to_contain_text("2/2")
+    real.wait_until_idle()
+    before, after = answers(real)
+    taken = next(one[0] for one in before["tokens"][4][4] if one[0] != before["tokens"][4][0])
+    assert ids(after)[:5] == [*ids(before)[:4], taken]
+    prompt = server.post("/tokenize", {"messages": [{"role": "user", "content": QUESTION}]}).json()["tokens"]
+    body = {"prompt": [*prompt, *ids(after)[:5]], "seed": before["seed"], "temperature": 1, "max_tokens": 20}
+    told = server.post("/v1/completions", {**body, "return_token_ids": True}).json()["choices"][0]
+    assert ids(after)[5:] == told["token_ids"], "the engine's own continuation of those very ids"
+    whole = server.post("/detokenize", {"model": "tiny", "tokens": ids(after)}).json()["prompt"]
+    assert after["text"].rstrip("\ufffd") == whole.replace("<|im_end|>", "").rstrip("\ufffd")
+    tokens_of(real)
+    expect(real.page.locator(".tokens .token.taken")).to_have_attribute("data-index", "4")
+    real.watch.assert_clean()
+
+
+def test_alternatives_are_reached_with_the_keyboard(real: Desk) -> None:
+    ask(real)
+    tokens = tokens_of(real)
+    tokens.first.focus()
+    real.page.keyboard.press("ArrowRight")
+    real.page.keyboard.press("ArrowRight")
+    expect(tokens.nth(2)).to_be_focused()
+    real.page.keyboard.press("Enter")
+    expect(real.page.locator("#alternatives li button:enabled").first).to_be_focused()
+    real.page.keyboard.press("Escape")
+    expect(real.page.locator("#alternatives")).to_be_hidden()
+    tokens.nth(2).focus()
+    real.page.keyboard.press("Enter")
+    real.page.keyboard.press("Enter")
+    expect(real.last()).to_contain_text("2/2")
+    assert ids(answers(real)[1])[:2] == ids(answers(real)[0])[:2]
+
+
+def test_an_answer_can_be_told_to_end_early(context: BrowserContext, server: Running) -> None:
+    """The end token among the alternatives ends the answer there; nothing is drawn behind it."""
+    desk = Desk(context, server.url)
+    desk.set(system="")
+    ask(desk)
+    end = server.client.get("/info").json()["end_token_ids"][0]
+    desk.page.evaluate("() => 0")
+    desk.page.reload()
+    desk.wait_until_ready()
+    (answer,) = answers(desk)
+    answer["tokens"][2][4] = [[end, "<|im_end|>", -1.5]]
+    desk.page.evaluate(
+        """(one) => new Promise((done) => { indexedDB.open("nano-inference", 1).onsuccess = (event) => {
+            const work = event.target.result.transaction("messages", "readwrite");
+            work.objectStore("messages").put(one); work.oncomplete = done; }; })""",
+        answer,
+    )
+    desk.page.reload()
+    desk.wait_until_ready()
+    tokens_of(desk).nth(2).click()
+    desk.page.locator("#alternatives li button:enabled").click()
+    expect(desk.last()).to_contain_text("2/2")
+    desk.wait_until_idle()
+    _, ended = answers(desk)
+    assert ids(ended) == [*ids(answer)[:2], end] and ended["finish"] == "stop"
+    assert answer["text"].startswith(ended["text"].rstrip("\ufffd"))
+
+
+def test_a_seed_draws_an_answer_again(real: Desk) -> None:
+    ask(real)
+    real.page.get_by_role("button", name=re.compile("^seed ")).click()
+    real.press("Regenerate")
+    expect(real.last()).to_contain_text("2/2")
+    real.wait_until_idle()
+    first, second = answers(real)
+    assert first["seed"] == second["seed"] and first["tokens"] == second["tokens"] and first["text"] == second["text"]
+    real.set(seed="")
+    real.press("Regenerate")
+    expect(real.last()).to_contain_text("3/3")
+    real.wait_until_idle()
+    assert ids(answers(real)[2]) != ids(first)
+
+
+def test_a_stopped_answer_goes_on_as_if_it_had_not_been(real: Desk) -> None:
+    real.set(seed="11")
+    real.press("Settings")
+    real.page.fill("#set-max_tokens", "8")
+    real.press("Done")
+    ask(real)
+    expect(real.last()).to_contain_text("The longest answer is reached.")
+    real.press("Continue")
+    expect(real.last()).to_contain_text("16 tokens")
+    real.wait_until_idle()
+    real.press("Settings")
+    real.page.fill("#set-max_tokens", "16")
+    real.press("Done")
+    real.press("Regenerate")
+    expect(real.last()).to_contain_text("2/2")
+    real.wait_until_idle()
+    pieced, whole = answers(real)
+    assert ids(pieced) == ids(whole) and pieced["text"].rstrip("\ufffd") == whole["text"].rstrip("\ufffd")
+
+
+def test_samples_stand_side_by_side_and_one_is_kept(real: Desk) -> None:
+    real.set(samples="3", seed="5")
+    real.type(QUESTION)
+    columns = real.page.locator(".column")
+    expect(columns).to_have_count(3)
+    for index in range(3):
+        expect(columns.nth(index)).to_contain_text(f"sample {index + 1} of 3")
+        expect(columns.nth(index)).to_contain_text("Regenerate")
+    real.wait_until_idle()
+    assert len({tuple(ids(one)) for one in answers(real)}) == 3
+    second = columns.nth(1).locator(".body").inner_text()
+    real.press("Use this one", columns.nth(1))
+    expect(columns).to_have_count(0)
+    expect(real.last().locator(".body")).to_have_text(second, use_inner_text=True)
+    expect(real.last()).to_contain_text("2/3")
+    real.press("Compare")
+    expect(columns).to_have_count(3)
+    real.page.reload()
+    real.wait_until_ready()
+    expect(columns).to_have_count(3)
+    real.watch.assert_clean()
+
+
+def test_an_answer_says_which_weights_drew_it(real: Desk, server: Running, tiny_directory: Path) -> None:
+    ask(real)
+    expect(real.last()).to_contain_text("weights 0")
+    named = safetensors.torch.load_file(tiny_directory / "model.safetensors")
+    server.on_engine(lambda: server.opened.engine.update_weights(named, blocking=True))
+    real.press("Regenerate")
+    expect(real.last()).to_contain_text("weights 1")
+
+
+@pytest.fixture(scope="module")
+def calculator() -> Iterator[Running]:
+    builtin = find_builtin("calculator")
+    assert builtin is not None
+    with running(builtin.directory, ServerConfig(port=0, log_requests=False), make=opened) as one:
+        yield one
+
+
+def test_the_calculator_answers_and_an_expression_can_be_changed(context: BrowserContext, calculator: Running) -> None:
+    desk = Desk(context, calculator.url)
+    desk.press("Settings")
+    desk.page.fill("#set-temperature", "0")
+    desk.press("Done")
+    ask(desk, "What is 12 + 34?")
+    expect(desk.last().locator("details.call summary")).to_contain_text("12+34 → 46")
+    expect(desk.last().locator(".markdown").last).to_contain_text("46")
+    (answer,) = answers(desk)
+    forced = [token for token in answer["tokens"] if token[3]]
+    assert forced and all(token[2] == 0 for token in forced)
+    tokens = tokens_of(desk)
+    expect(desk.page.locator(".tokens .token.forced")).to_have_count(len(forced))
+    digit = next(i for i, token in enumerate(answer["tokens"]) if token[1].endswith("4") and not token[3])
+    tokens.nth(digit).click()
+    others = [one[1] for one in answer["tokens"][digit][4] if one[1].isdigit() and one[0] != answer["tokens"][digit][0]]
+    desk.page.locator("#alternatives li button:enabled", has_text=others[0]).first.click()
+    expect(desk.last()).to_contain_text("2/2")
+    desk.wait_until_idle()
+    changed = answers(desk)[1]
+    python, output = changed["parts"][0], changed["parts"][1]
+    assert python["type"] == "python" and python["text"] != "12+34"
+    assert output == {"type": "python_output", "text": str(eval(python["text"]))}
+    assert any(token[3] for token in changed["tokens"]), "the result was forced again"
+    desk.watch.assert_clean()
