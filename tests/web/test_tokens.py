@@ -103,7 +103,8 @@ def test_taking_an_alternative_goes_on_from_there(real: Desk, server: Running) -
     told = server.post("/v1/completions", {**body, "return_token_ids": True}).json()["choices"][0]
     assert ids(after)[5:] == told["token_ids"], "the engine's own continuation of those very ids"
     whole = server.post("/detokenize", {"model": "tiny", "tokens": ids(after)}).json()["prompt"]
-    assert after["text"].rstrip("\ufffd") == whole.replace("<|im_end|>", "").rstrip("\ufffd")
+    shown = re.sub(r"<\|\w+\|>", "", whole)  # special tokens are not shown
+    assert after["text"].rstrip("\ufffd") == shown.rstrip("\ufffd")
     tokens_of(real)
     expect(real.page.locator(".tokens .token.taken")).to_have_attribute("data-index", "4")
     real.watch.assert_clean()

@@ -1,10 +1,18 @@
-"""How heavy the page is (checklist 30): its size, and long answers and histories without work that grows with them."""
+"""How heavy the pages are (checklist 30): their size, and work that does not grow with what is there already.
+
+Speed itself is measured by `benchmarks/page.py`.
+"""
 
 from __future__ import annotations
 
 import gzip
 
+import httpx2
+from playwright.sync_api import expect
+
 from nano_inference.server.pages import bundled, load_page
+from tests.web.desk import Desk
+from tests.web.fake import FakeServer
 
 MAX_PACKED = 80_000
 
@@ -17,3 +25,37 @@ def test_the_pages_are_small_and_whole() -> None:
         assert not [line for line in html.splitlines() if line.startswith(("import ", "export "))]
         assert "<script src" not in html and 'rel="stylesheet"' not in html and "sourceMappingURL" not in html
         assert bundled(f"{name}/page.html") == html
+
+
+def test_30_blocks_that_are_whole_are_not_made_again(desk: Desk, fake: FakeServer) -> None:
+    desk.type("Hello")
+    answer = fake.answer()
+    answer.say(*(f"Paragraph {n} of *many*.\n\n" for n in range(300)), "```\n", "line 1\n")
+    body = desk.last().locator(".body")
+    expect(body).to_contain_text("line 1")
+    desk.page.evaluate("document.querySelectorAll('.body .block, .body pre').forEach((one, at) => { one.mark = at; })")
+    answer.say(*(f"line {n}\n" for n in range(2, 200)))
+    expect(body).to_contain_text("line 199")
+    marked = "[...document.querySelectorAll('.body .block, .body pre')].every((one, at) => one.mark === at)"
+    assert desk.page.evaluate(marked), "only text was added, to the code that is being written"
+    answer.end()
+    desk.wait_until_idle()
+    expect(body.locator("p")).to_have_count(300)
+    expect(body.locator("pre")).to_contain_text("line 199")
+
+
+def test_30_messages_out_of_sight_are_not_laid_out(desk: Desk, fake: FakeServer) -> None:
+    desk.type("Hello")
+    fake.answer().tell("Yes")
+    desk.wait_until_idle()
+    assert desk.page.evaluate("getComputedStyle(document.querySelector('.message')).contentVisibility") == "auto"
+
+
+def test_a_page_is_sent_packed_and_once(server_url: str) -> None:
+    with httpx2.Client(base_url=server_url) as client:
+        first = client.get("/", headers={"accept-encoding": "gzip"})
+        assert first.headers["content-encoding"] == "gzip" and first.text == load_page("chat").body.decode()
+        again = client.get("/", headers={"if-none-match": first.headers["etag"]})
+        assert again.status_code == 304 and not again.content
+        plain = client.get("/", headers={"accept-encoding": "identity"})
+        assert "content-encoding" not in plain.headers and plain.text == first.text

@@ -173,7 +173,9 @@ export class MessageList {
       return this.#view(message, kept).node;
     });
     this.views = kept;
-    this.node.replaceChildren(...nodes);
+    // What is put in anew loses clicks that have begun, and what was marked in it.
+    const isSame = nodes.length === this.node.children.length && nodes.every((one, index) => one === this.node.children[index]);
+    if (!isSame) this.node.replaceChildren(...nodes);
     for (const view of kept.values()) view.update();
   }
 

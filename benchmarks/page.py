@@ -1,0 +1,130 @@
+"""How fast the chat page is: its size, first paint on loopback, frames while 10,000 tokens come and in long histories.
+
+The page is the server's own; the answers come from a script at the given speed, so that no model takes the time.
+Needs Chromium and `pip install playwright`. Prints a table and, last, a line of JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import statistics
+import sys
+import time
+from pathlib import Path
+
+from playwright.sync_api import Browser, Page, sync_playwright
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from nano_inference.server.pages import load_page
+from tests.web.desk import Desk
+from tests.web.fake import FakeServer, serving
+
+WORDS = [
+    "The",
+    "quick",
+    "brown",
+    "fox",
+    "jumps",
+    "over",
+    "the",
+    "lazy",
+    "dog",
+    "and",
+    "then",
+    "it",
+    "**rests**",
+    "a",
+    "while.\n\n",
+]
+FRAMES = """() => { window.frames = []; let last = performance.now();
+    const tick = (now) => { window.frames.push(now - last); last = now; requestAnimationFrame(tick); };
+    requestAnimationFrame(tick); }"""
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--repeat", type=int, default=5, help="page loads")
+    parser.add_argument("--tokens", type=int, default=10_000, help="of the long answer")
+    parser.add_argument("--speed", type=int, default=500, help="tokens a second")
+    arguments = parser.parse_args()
+    path = shutil.which("chromium") or shutil.which("google-chrome")
+    if path is None:
+        raise SystemExit("chromium is not installed")
+    with sync_playwright() as playwright, serving() as server:
+        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox", "--disable-gpu"])
+        paints = [first_paint(browser, server.url) for _ in range(arguments.repeat)]
+        stream = streamed(browser, server, arguments.tokens, arguments.speed)
+        history = scrolled(browser, server)
+        browser.close()
+    facts = {
+        "packed_bytes": len(load_page("chat").packed),
+        "first_paint_ms": round(statistics.median(paints), 1),
+        "stream_frames_per_s": round(stream[0], 1),
+        "stream_slow_frames_share": round(stream[1], 4),
+        "history_frames_per_s": round(history[0], 1),
+        "history_slow_frames_share": round(history[1], 4),
+    }
+    for name, value in facts.items():
+        print(f"{name.replace('_', ' '):<28}{value}")
+    print(json.dumps(facts))
+
+
+def first_paint(browser: Browser, url: str) -> float:
+    """Return milliseconds from navigation to the first contentful paint, in a fresh profile."""
+    context = browser.new_context()
+    page = context.new_page()
+    page.goto(url)
+    page.wait_for_selector("#send:enabled")
+    paint = page.evaluate("performance.getEntriesByName('first-contentful-paint')[0].startTime")
+    context.close()
+    return float(paint)
+
+
+def streamed(browser: Browser, server: FakeServer, count: int, speed: int) -> tuple[float, float]:
+    """Return frames a second, and the share of those over 20 ms, while a long answer comes."""
+    desk = Desk(browser.new_context(), server.url)
+    desk.type("Hello")
+    answer = server.answer()
+    desk.page.evaluate(FRAMES)
+    began = time.perf_counter()
+    for n in range(count):
+        answer.say(WORDS[n % len(WORDS)] + " ")
+        ahead = n / speed - (time.perf_counter() - began)
+        if ahead > 0.02:
+            time.sleep(ahead)
+    frames = rates(desk.page)
+    answer.end()
+    desk.wait_until_idle()
+    desk.page.context.close()
+    return frames
+
+
+def scrolled(browser: Browser, server: FakeServer) -> tuple[float, float]:
+    """Return the same while a history of 200 messages is scrolled through."""
+    desk = Desk(browser.new_context(), server.url)
+    for _ in range(100):
+        desk.type("Hello")
+        server.answer().tell(*(word + " " for word in WORDS * 4))
+        desk.wait_until_idle()
+    desk.page.evaluate(FRAMES)
+    for step in range(60):
+        desk.page.mouse.move(700, 400)
+        desk.page.mouse.wheel(0, -400 if step < 30 else 400)
+        desk.page.wait_for_timeout(30)
+    frames = rates(desk.page)
+    desk.page.context.close()
+    return frames
+
+
+def rates(page: Page) -> tuple[float, float]:
+    """Return frames a second and the share of slow ones since they have been counted."""
+    frames: list[float] = page.evaluate("window.frames")
+    return 1000 * len(frames) / sum(frames), sum(frame > 20 for frame in frames) / len(frames)
+
+
+if __name__ == "__main__":
+    main()
