@@ -22,7 +22,7 @@ from nano_inference.server.pages import load_page
 from tests.web.desk import Desk
 from tests.web.fake import FakeServer, serving
 
-WORDS = [
+WORDS = (
     "The",
     "quick",
     "brown",
@@ -34,11 +34,9 @@ WORDS = [
     "dog",
     "and",
     "then",
-    "it",
     "**rests**",
-    "a",
-    "while.\n\n",
-]
+    "a while.\n\n",
+)
 FRAMES = """() => { window.frames = []; let last = performance.now();
     const tick = (now) => { window.frames.push(now - last); last = now; requestAnimationFrame(tick); };
     requestAnimationFrame(tick); }"""
@@ -108,7 +106,7 @@ def scrolled(browser: Browser, server: FakeServer) -> tuple[float, float]:
     desk = Desk(browser.new_context(), server.url)
     for _ in range(100):
         desk.type("Hello")
-        server.answer().tell(*(word + " " for word in WORDS * 4))
+        server.answer().tell(*(word + " " for word in 4 * WORDS))
         desk.wait_until_idle()
     desk.page.evaluate(FRAMES)
     for step in range(60):

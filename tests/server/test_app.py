@@ -519,11 +519,11 @@ def test_chat_logprobs_have_openai_s_form(server: Running) -> None:
         assert len(entries) == 40
         assert "".join(entry["token"] for entry in entries) == choice["message"]["content"]
         for entry, token in zip(entries, ids_of(answer), strict=True):
-            assert set(entry) == {"token", "logprob", "bytes", "top_logprobs"}
+            assert set(entry) == {"token", "token_id", "logprob", "bytes", "top_logprobs"}
             assert bytes(entry["bytes"]).decode() == entry["token"]
             assert len(entry["top_logprobs"]) == (count or 0)
             for one in entry["top_logprobs"]:
-                assert set(one) == {"token", "logprob", "bytes"}
+                assert set(one) == {"token", "token_id", "logprob", "bytes"}
                 assert one["token"].startswith("bytes:") or bytes(one["bytes"]).decode() == one["token"]
             same = [one for one in entry["top_logprobs"] if one["bytes"] == list(raw([token]))]
             assert not same or same[0]["logprob"] == entry["logprob"]
@@ -928,7 +928,8 @@ def test_what_the_server_says_of_itself(server: Running) -> None:
     assert info["special_tokens"]["256"] == "<|im_start|>"
     assert "add_generation_prompt" in info["chat_template"]
     assert server.client.get("/version").json() == {"version": nano_inference.__version__}
-    assert "OpenAI-compatible" in server.client.get("/").text
+    for page in ("/", "/dashboard"):
+        assert server.client.get(page).headers["content-type"] == "text/html; charset=utf-8"
     assert server.client.get("/ready").json() == {"status": "ready"}
     for path in ("/health", "/ping"):
         told = {"status": "ok", "ready": True, "num_gpus": 1, "available_workers": 256}
@@ -1238,7 +1239,7 @@ def test_every_route_needs_the_key_by_every_method(tiny_directory: Path) -> None
         }
         assert len(paths) > 15
         for path, method in product(sorted(paths), ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")):
-            is_open = path in ("/", "/health", "/ready", "/ping") and method in ("GET", "HEAD")
+            is_open = path in ("/", "/dashboard", "/health", "/ready", "/ping") and method in ("GET", "HEAD")
             status = server.client.request(method, path, json={} if method == "POST" else None).status_code
             assert (status == 200) if is_open else (status == 401), (method, path, status)
         key = {"authorization": "Bearer a-key-of-some-length"}

@@ -426,6 +426,7 @@ CHAT_TABLE: Table = {
     **INFORMING,
     **READING,
     **CALLING,
+    "answer_token_ids": turn("prompt", [84, 85], [84, 86, 87]),
     "max_completion_tokens": turn("tokens", 2, 3),
     "logprobs": turn("form", True, False),
     "top_logprobs": turn("logprobs", 1, 2, logprobs=True),

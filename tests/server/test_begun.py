@@ -1,0 +1,141 @@
+"""Answers that begin with given tokens (`answer_token_ids`): exact continuations, echoes, calculators; /info."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import nano_inference
+from nano_inference.catalog import find_builtin
+from nano_inference.config import ServerConfig
+from tests.server.tiny import Running, running
+
+PATH = "/v1/chat/completions"
+BODY: dict[str, Any] = {
+    "messages": [{"role": "user", "content": "hi"}],
+    "max_tokens": 30,
+    "seed": 5,
+    "temperature": 1.0,
+    "logprobs": True,
+    "top_logprobs": 2,
+    "return_token_ids": True,
+}
+
+
+def choice(server: Running, **fields: Any) -> dict[str, Any]:
+    reply = server.post(PATH, {**BODY, **fields})
+    assert reply.status_code == 200, reply.text
+    (one,) = reply.json()["choices"]
+    return dict(one)
+
+
+@pytest.mark.parametrize("cut", range(1, 30, 4))
+def test_the_rest_is_what_would_have_come(server: Running, cut: int) -> None:
+    whole = choice(server)
+    ids = whole["token_ids"]
+    rest = choice(server, answer_token_ids=ids[:cut], max_tokens=30 - cut, echo=True)
+    assert rest["token_ids"] == ids[cut:] and rest["answer_token_ids"] == ids[:cut]
+    assert rest["message"]["content"] == whole["message"]["content"], (
+        "bytes of a character that was cut in two come whole"
+    )
+    scores, again = whole["logprobs"]["content"][cut:], rest["logprobs"]["content"]
+    assert [one["token_id"] for one in again] == ids[cut:]
+    assert [one["logprob"] for one in again] == [one["logprob"] for one in scores]
+
+
+def test_without_echo_only_the_rest_is_told(server: Running) -> None:
+    whole = choice(server)
+    rest = choice(server, answer_token_ids=whole["token_ids"][:9], max_tokens=21)
+    echoed = choice(server, answer_token_ids=whole["token_ids"][:9], max_tokens=21, echo=True)
+    assert echoed["message"]["content"].endswith(rest["message"]["content"])
+    assert len(rest["message"]["content"]) < len(echoed["message"]["content"])
+
+
+def test_a_stream_begins_with_what_is_echoed(server: Running) -> None:
+    whole = choice(server)
+    body = {**BODY, "answer_token_ids": whole["token_ids"][:9], "max_tokens": 21, "stream": True, "echo": True}
+    events = [event["choices"][0] for event in server.events(PATH, body)[:-1]]
+    assert "token_ids" not in events[1] and events[1]["answer_token_ids"] == whole["token_ids"][:9]
+    assert "".join(event["delta"].get("content") or "" for event in events) == whole["message"]["content"]
+    assert [token for event in events for token in event.get("token_ids", [])] == whole["token_ids"][9:]
+
+
+def test_ids_of_alternatives_are_told_with_ids(server: Running) -> None:
+    top = choice(server)["logprobs"]["content"][0]["top_logprobs"]
+    assert all(isinstance(one["token_id"], int) for one in top)
+    without = choice(server, return_token_ids=False)["logprobs"]["content"][0]
+    assert "token_id" not in without and "token_id" not in without["top_logprobs"][0]
+
+
+@pytest.mark.parametrize(
+    ("fields", "complaint"),
+    [
+        ({"answer_token_ids": [9999]}, "answer_token_ids: token id 9999 is outside the vocabulary of 260"),
+        ({"answer_token_ids": []}, "answer_token_ids"),
+        ({"answer_token_ids": [-1]}, "answer_token_ids"),
+        ({"answer_token_ids": "no"}, "answer_token_ids"),
+        ({"answer_token_ids": [1], "response_format": {"type": "json_object"}}, "functions or a structure"),
+        ({"answer_token_ids": [1], "add_generation_prompt": False}, "continue_final_message or without"),
+        ({"answer_token_ids": [1] * 600}, "longer than the context of 512"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_by_name(server: Running, fields: dict[str, Any], complaint: str) -> None:
+    reply = server.post(PATH, {**BODY, **fields})
+    assert reply.status_code == 400 and complaint in reply.json()["error"]["message"]
+
+
+# ---- the calculator
+
+
+@pytest.fixture(scope="module")
+def calculator() -> Iterator[Running]:
+    builtin = find_builtin("calculator")
+    assert builtin is not None
+    with running(builtin.directory, ServerConfig(port=0, log_requests=False)) as one:
+        yield one
+
+
+SUM: dict[str, Any] = {
+    "messages": [{"role": "user", "content": "What is 12 + 34?"}],
+    "temperature": 0,
+    "return_token_ids": True,
+    "calculator": True,
+    "echo": True,
+    "max_tokens": 60,
+}
+
+
+def test_an_answer_goes_on_from_every_place_in_a_call(calculator: Running) -> None:
+    whole = calculator.post(PATH, {**SUM, "echo": False}).json()["choices"][0]
+    ids, mask = whole["token_ids"], whole["mask"]
+    assert 0 in mask and whole["message"]["parts"][0] == {"type": "python", "text": "12+34"}
+    for cut in range(1, len(ids)):
+        rest = calculator.post(PATH, {**SUM, "answer_token_ids": ids[:cut]}).json()["choices"][0]
+        begun = rest["answer_token_ids"]
+        assert begun + rest["token_ids"] == ids, cut
+        assert all(mask[at] == 0 for at in range(cut, len(begun))), "only forced tokens are added"
+        assert rest["message"]["content"] == whole["message"]["content"]
+        assert rest["message"]["parts"] == whole["message"]["parts"]
+
+
+def test_other_tokens_than_the_calculators_own_are_refused(calculator: Running) -> None:
+    whole = calculator.post(PATH, SUM).json()["choices"][0]
+    ids = list(whole["token_ids"])
+    ids[whole["mask"].index(0) + 1] = ids[1]
+    reply = calculator.post(PATH, {**SUM, "answer_token_ids": ids})
+    assert reply.status_code == 400 and "where the calculator forces its result" in reply.json()["error"]["message"]
+
+
+# ---- /info
+
+
+def test_info_tells_what_a_page_must_know(server: Running, calculator: Running) -> None:
+    told = server.client.get("/info").json()
+    assert told["server"] == f"nano-inference {nano_inference.__version__}" and told["model"] == "tiny"
+    assert (told["context"], told["vocabulary"], told["end_token_ids"]) == (512, 260, [257])
+    assert told["chats"] and not told["calculator"] and told["parameters"] > 10_000
+    assert told["sampling_defaults"]["temperature"] == 1.0 and told["architecture"] == "LlamaForCausalLM"
+    assert calculator.client.get("/info").json()["calculator"] is True
+    assert "/" not in str({key: value for key, value in told.items() if key != "server"}), "no paths"
