@@ -5,7 +5,9 @@ import { toast } from "./toast.js";
 
 /** Copy a text and say so. */
 export async function copyText(text) {
-  const isCopied = navigator.clipboard ? await navigator.clipboard.writeText(text).then(() => true, () => false) : copyBySelection(text);
+  const isCopied = navigator.clipboard
+    ? await navigator.clipboard.writeText(text).then(() => true, () => false)
+    : copyBySelection(text);
   toast(isCopied ? "Copied." : "The browser does not let this page copy.");
 }
 

@@ -14,7 +14,8 @@ export function asJson(entries) {
 /** Return what a conversation shows as Markdown. */
 export function asMarkdown({ conversation, messages }) {
   const system = conversation.system.trim() ? [`> ${conversation.system.trim().replaceAll("\n", "\n> ")}`] : [];
-  const turns = shownPath(conversation, messages).map((one) => `## ${one.role === "user" ? "You" : "Answer"}\n\n${one.text}`);
+  const heading = ({ role }) => (role === "user" ? "You" : "Answer");
+  const turns = shownPath(conversation, messages).map((one) => `## ${heading(one)}\n\n${one.text}`);
   return `${[`# ${conversation.title}`, ...system, ...turns].join("\n\n")}\n`;
 }
 
@@ -56,7 +57,8 @@ function renamed({ conversation, messages }) {
   const names = new Map(messages.map((one) => [one.id, freshId()]));
   const name = (id) => names.get(id) ?? null;
   const id = freshId();
-  const chosen = Object.entries(conversation.chosen ?? {}).map(([key, value]) => [names.get(key) ?? "root", name(value)]);
+  const old = Object.entries(conversation.chosen ?? {});
+  const chosen = old.map(([key, value]) => [names.get(key) ?? "root", name(value)]);
   return {
     conversation: {
       id, title: conversation.title.slice(0, 200), named: true, system: conversation.system, compared: null,

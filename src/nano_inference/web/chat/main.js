@@ -18,6 +18,17 @@ import { closeAlternatives } from "./tokens.js";
 
 const OPEN_KEY = "nano-inference.open";
 const NEAR_END = 60;
+const NO_TEMPLATE = "This model has no chat template: it continues texts (/v1/completions) and cannot chat.";
+const WANTS_KEY = "This server needs a key. It is kept for this tab only.";
+
+/** Return a fact as people read it. */
+function factText(value) {
+  if (typeof value === "number") return value.toLocaleString("en");
+  if (typeof value === "boolean") return value ? "yes" : "no";
+  if (Array.isArray(value)) return value.join(", ");
+  if (typeof value !== "object") return String(value);
+  return Object.entries(value).map(([name, one]) => `${name.replaceAll("_", "-")} ${one}`).join(", ");
+}
 
 /** Owns the page. */
 class ChatPage {
@@ -45,7 +56,11 @@ class ChatPage {
 
   #sidebarActions() {
     return {
-      open: async (conversation) => { await this.chat.open(conversation); this.#closeSidebar(); byId("draft").focus(); },
+      open: async (conversation) => {
+        await this.chat.open(conversation);
+        this.#closeSidebar();
+        byId("draft").focus();
+      },
       rename: (conversation, title) => this.chat.rename(conversation, title),
       remove: (conversation) => this.#remove(conversation),
       textOf: async (conversation) => (await this.chat.whole(conversation)).messages.map((one) => one.text).join("\n"),
@@ -56,11 +71,18 @@ class ChatPage {
     const { chat } = this;
     const goes = (work) => (...given) => { this.isFollowing = true; return work(...given); };
     return {
-      copy: copyText, rendered: () => this.#follow(), isBusy: () => chat.isBusy || !this.isReady, messages: () => chat.messages,
-      edit: goes((message, text) => chat.edit(message, text)), regenerate: goes((message) => chat.regenerate(message)),
-      goOn: goes((message) => chat.goOn(message)), branch: goes((...given) => chat.branch(...given)),
-      step: (message, by) => chat.step(message, by), compare: (message) => chat.compare(message),
-      show: (message) => chat.show(message), pinSeed: (seed) => this.#pinSeed(seed),
+      copy: copyText,
+      rendered: () => this.#follow(),
+      isBusy: () => chat.isBusy || !this.isReady,
+      messages: () => chat.messages,
+      edit: goes((message, text) => chat.edit(message, text)),
+      regenerate: goes((message) => chat.regenerate(message)),
+      goOn: goes((message) => chat.goOn(message)),
+      branch: goes((...given) => chat.branch(...given)),
+      step: (message, by) => chat.step(message, by),
+      compare: (message) => chat.compare(message),
+      show: (message) => chat.show(message),
+      pinSeed: (seed) => this.#pinSeed(seed),
     };
   }
 
@@ -85,14 +107,14 @@ class ChatPage {
     }
     this.isReady = true;
     byId("model").textContent = this.chat.info.model;
-    this.#showBanner(this.chat.info.chats ? null : "This model has no chat template: it continues texts (/v1/completions) and cannot chat.");
+    this.#showBanner(this.chat.info.chats ? null : NO_TEMPLATE);
     this.#showPath();
     this.#showBusy(this.chat.isBusy);
     return undefined;
   }
 
   #askForKey(error) {
-    byId("key-text").textContent = apiKey() === null ? "This server needs a key. It is kept for this tab only." : `${error.message}.`;
+    byId("key-text").textContent = apiKey() === null ? WANTS_KEY : `${error.message}.`;
     byId("key-field").value = "";
     this.#showBanner("This server needs an API key.");
     if (!byId("key").open) byId("key").showModal();
@@ -206,20 +228,22 @@ class ChatPage {
     on("scroll", "scroll", () => this.#onScroll());
     this.#listenToDialogs(on);
     addEventListener("keydown", (event) => this.#onKey(event));
-    addEventListener("pointerdown", (event) => { if (!event.target.closest("#alternatives, .token")) closeAlternatives(); });
+    addEventListener("pointerdown", (event) => {
+      if (!event.target.closest("#alternatives, .token")) closeAlternatives();
+    });
   }
 
   #listenToDialogs(on) {
     on("model", "click", () => this.#showFacts());
     on("settings-open", "click", () => this.#openSettings());
-    on("reset", "click", () => { resetSettings(this.settings); showSettings(this.settings, this.chat.info, this.chat.current); });
+    on("reset", "click", () => this.#resetSettings());
     on("settings", "close", () => this.#closeSettings());
     on("export", "click", () => { byId("export-choice").returnValue = ""; byId("export-choice").showModal(); });
     on("export-choice", "close", () => this.#export(byId("export-choice").returnValue));
     on("export-all", "click", () => this.#exportAll());
     on("import", "click", () => byId("file").click());
     on("file", "change", () => this.#import());
-    on("key", "close", () => { if (byId("key-field").value) { setApiKey(byId("key-field").value); this.connect(); } });
+    on("key", "close", () => this.#useKey(byId("key-field").value));
   }
 
   #onScroll() {
@@ -259,6 +283,17 @@ class ChatPage {
     else this.chat.stop();
   }
 
+  #useKey(key) {
+    if (!key) return;
+    setApiKey(key);
+    this.connect();
+  }
+
+  #resetSettings() {
+    resetSettings(this.settings);
+    showSettings(this.settings, this.chat.info, this.chat.current);
+  }
+
   #openSettings() {
     showSettings(this.settings, this.chat.info, this.chat.current);
     byId("settings").showModal();
@@ -271,8 +306,8 @@ class ChatPage {
 
   #showFacts() {
     const facts = Object.entries(this.chat.info ?? { server: "not reached" }).filter(([, value]) => value !== null);
-    const shown = (value) => (typeof value === "object" ? JSON.stringify(value) : typeof value === "number" ? value.toLocaleString("en") : String(value));
-    byId("facts").replaceChildren(...facts.flatMap(([name, value]) => [el("dt", {}, name.replaceAll("_", " ")), el("dd", {}, shown(value))]));
+    byId("facts").replaceChildren(...facts.flatMap(([name, value]) => [
+      el("dt", {}, name.replaceAll("_", " ")), el("dd", {}, factText(value))]));
     byId("about").showModal();
   }
 

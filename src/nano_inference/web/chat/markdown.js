@@ -53,7 +53,8 @@ function finishCode(fragment, onCopy) {
     const code = pre.querySelector("code");
     const language = code?.className.replace("language-", "") ?? "";
     pre.tabIndex = 0;
-    const copy = el("button", { class: "quiet", type: "button", on: { click: () => onCopy(code.textContent) } }, "Copy code");
+    const click = () => onCopy(code.textContent);
+    const copy = el("button", { class: "quiet", type: "button", on: { click } }, "Copy code");
     const head = el("div", { class: "code-head" }, el("span", {}, language || "text"), copy);
     const block = el("div", { class: "code" }, head);
     pre.replaceWith(block);

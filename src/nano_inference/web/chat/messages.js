@@ -63,7 +63,8 @@ class MessageView {
       const buttons = message.role === "user" ? this.#userButtons() : this.#answerButtons();
       this.figures = el("span", {});
       const lines = message.role === "user" ? [] : [this.#ending(), this.#figuresLine()];
-      this.foot.replaceChildren(...lines.filter(Boolean), el("div", { class: "actions" }, ...this.#stepper(), ...buttons));
+      const actionLine = el("div", { class: "actions" }, ...this.#stepper(), ...buttons);
+      this.foot.replaceChildren(...lines.filter(Boolean), actionLine);
       this.key = key;
     }
     this.figures.textContent = message.role === "user" ? "" : figures(message);
@@ -112,13 +113,14 @@ class MessageView {
     const isBusy = actions.isBusy();
     const [, count] = this.#siblings();
     const goesOn = message.finish !== "stop";
+    const isOpen = String(this.tokens !== null);
     return [
       button("Copy", () => actions.copy(message.text)),
       button(message.finish === "error" && !message.tokens.length ? "Try again" : "Regenerate",
         () => actions.regenerate(message), { disabled: isBusy }),
       goesOn ? button("Continue", () => actions.goOn(message), { disabled: isBusy }) : null,
-      message.tokens.length ? button("Tokens", () => this.toggleTokens(), { "aria-pressed": String(this.tokens !== null) }) : null,
-      count > 1 ? button("Compare", () => actions.compare(message)) : null,
+      message.tokens.length ? button("Tokens", () => this.toggleTokens(), { "aria-pressed": isOpen }) : null,
+      count > 1 ? button("Compare", () => actions.compare(message), { class: "quiet compare" }) : null,
     ];
   }
 
@@ -174,7 +176,8 @@ export class MessageList {
     });
     this.views = kept;
     // What is put in anew loses clicks that have begun, and what was marked in it.
-    const isSame = nodes.length === this.node.children.length && nodes.every((one, index) => one === this.node.children[index]);
+    const { children } = this.node;
+    const isSame = nodes.length === children.length && nodes.every((one, index) => one === children[index]);
     if (!isSame) this.node.replaceChildren(...nodes);
     for (const view of kept.values()) view.update();
   }
@@ -202,7 +205,11 @@ export class MessageList {
     if (finish === null && this.timers.has(id)) return;
     clearTimeout(this.timers.get(id));
     this.timers.delete(id);
-    if (finish === null) this.timers.set(id, setTimeout(() => { this.timers.delete(id); this.update(message); }, PAUSE_MS));
+    const later = () => {
+      this.timers.delete(id);
+      this.update(message);
+    };
+    if (finish === null) this.timers.set(id, setTimeout(later, PAUSE_MS));
     this.views.get(id)?.update();
   }
 

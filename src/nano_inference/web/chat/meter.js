@@ -31,14 +31,14 @@ export class ContextMeter {
       const told = await (await ask("/tokenize", { body: { model: chat.info.model, messages } })).json();
       if (turn === this.turn) this.#show(told.count);
     } catch {
-      byId("meter").hidden = true; // a count is not worth a complaint
+      byId("meter").classList.add("unknown"); // a count is not worth a complaint
     }
   }
 
   #show(used) {
     const { context } = this.chat.info;
     const left = context - used;
-    byId("meter").hidden = false;
+    byId("meter").classList.remove("unknown");
     byId("meter-bar").max = context;
     byId("meter-bar").value = Math.min(used, context);
     byId("meter-text").textContent = `${used.toLocaleString("en")} of ${context.toLocaleString("en")} tokens`;

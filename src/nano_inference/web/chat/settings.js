@@ -37,8 +37,8 @@ export class Settings {
 
 function numberField(name, label, low, high, step, hint, value, fallback) {
   const input = el("input", {
-    id: `set-${name}`, name, type: "number", min: low, max: high, step, inputmode: "decimal", "aria-describedby": `hint-${name}`,
-    placeholder: fallback === undefined ? "server's default" : String(fallback),
+    id: `set-${name}`, name, type: "number", min: low, max: high, step, inputmode: "decimal",
+    "aria-describedby": `hint-${name}`, placeholder: fallback === undefined ? "server's default" : String(fallback),
   });
   input.value = value ?? "";
   return el("div", { class: "field" },

@@ -33,7 +33,8 @@ export class Sidebar {
       on: { click: () => this.actions.open(conversation) },
     }, conversation.title);
     const small = (label, text, listener) => el("button", {
-      type: "button", class: "quiet small", "aria-label": `${label} ${conversation.title}`, title: label, on: { click: listener },
+      type: "button", class: "quiet small", "aria-label": `${label} ${conversation.title}`, title: label,
+      on: { click: listener },
     }, text);
     const row = el("li", { class: isOpen ? "open" : "" }, open,
       small("Rename", "✎", () => this.#rename(conversation, row)),

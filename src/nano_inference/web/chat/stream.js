@@ -41,7 +41,8 @@ function dataOf(block) {
  *
  * `sampling`: what the user has set; `begun`: ids that the answer begins with, or null.
  */
-export function requestBody(info, messages, sampling, { seed, samples = 1, begun = null, echo = false, details = true }) {
+export function requestBody(info, messages, sampling, wishes) {
+  const { seed, samples = 1, begun = null, echo = false, details = true } = wishes;
   const top = Math.min(ALTERNATIVES, info.max_logprobs);
   return {
     model: info.model, messages, ...sampling, seed, stream: true, stream_options: { include_usage: true },
@@ -54,10 +55,10 @@ export function requestBody(info, messages, sampling, { seed, samples = 1, begun
 }
 
 /**
- * Ask for answers and write them into `messages` (one for each sample); `onNews(message)` after each addition.
+ * Ask for answers and write them into `messages`, one for each sample; `onNews(message)` after each addition.
  *
- * Returns when all have ended, or when `hasEnough()` says so. Throws `ServerError` for what went wrong and `AbortError` when stopped; the messages then
- * have what came before.
+ * Returns when all have ended, or when `hasEnough()` says so. Throws `ServerError` for what went wrong and `AbortError`
+ * when stopped; the messages then have what came before.
  */
 export async function writeAnswers(body, messages, signal, onNews, hasEnough = () => false) {
   const clock = { asked: performance.now(), first: null, last: null };

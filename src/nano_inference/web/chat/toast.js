@@ -8,8 +8,9 @@ const STAY_MS = 8000;
 export function toast(text, { isError = false, action = null } = {}) {
   const close = () => node.remove();
   const act = action && el("button", { type: "button", on: { click: () => { close(); action.run(); } } }, action.label);
-  const node = el("div", { class: isError ? "toast bad" : "toast", role: isError ? "alert" : "status" },
-    el("span", {}, text), act, el("button", { type: "button", class: "quiet", "aria-label": "Close", on: { click: close } }, "✕"));
+  const end = el("button", { type: "button", class: "quiet", "aria-label": "Close", on: { click: close } }, "✕");
+  const [name, role] = isError ? ["toast bad", "alert"] : ["toast", "status"];
+  const node = el("div", { class: name, role }, el("span", {}, text), act, end);
   byId("toasts").append(node);
   if (!isError) setTimeout(close, STAY_MS);
 }

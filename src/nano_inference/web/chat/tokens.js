@@ -1,8 +1,9 @@
-/** The token view: an answer's tokens coloured by probability; each shows its alternatives, each of which can be taken. */
+/** The token view: an answer's tokens coloured by probability; each shows its alternatives, which can be taken. */
 
 import { byId, el } from "../shared/dom.js";
 
 const STEPS = [0.9, 0.7, 0.5, 0.3, 0.1];
+const LEGEND = ["≥ 90 %", "70", "50", "30", "10", "below"];
 const PAGE = 2000;
 
 function probability(logprob) {
@@ -48,7 +49,7 @@ export class TokenView {
       },
     });
     const legend = el("p", { class: "legend", "aria-hidden": "true" }, "probability ",
-      ...["≥ 90 %", "70", "50", "30", "10", "below"].map((text, step) => el("span", { class: `token p${step}` }, text)),
+      ...LEGEND.map((text, step) => el("span", { class: `token p${step}` }, text)),
       el("span", { class: "token forced" }, "forced"));
     this.more = el("button", { type: "button", hidden: true, on: { click: () => this.#grow(PAGE) } }, "More tokens");
     this.node = el("div", { class: "token-view" }, legend, this.list, this.more);
@@ -74,7 +75,8 @@ export class TokenView {
   #button(token, index) {
     // A button is a box of its own; only a span breaks where a token has a line's end.
     return el("span", {
-      role: "button", class: classOf(token), "data-index": index, tabindex: index ? "-1" : "0", "aria-label": describe(token),
+      role: "button", class: classOf(token), "data-index": index, tabindex: index ? "-1" : "0",
+      "aria-label": describe(token),
     }, visible(token[1], token[0]));
   }
 
@@ -121,7 +123,9 @@ function alternatives(message, index, onTake) {
   if (forced || !top.length) return [head];
   const canTake = message.finish !== null;
   const rows = top.map((one) => alternative(one, one[0] === id, canTake, onTake));
-  const hint = canTake ? "Take another one, and the answer goes on from there." : "Others can be taken when the answer has ended.";
+  const hint = canTake
+    ? "Take another one, and the answer goes on from there."
+    : "Others can be taken when the answer has ended.";
   return [head, el("ul", {}, ...rows), el("p", { class: "soft" }, hint)];
 }
 
@@ -130,7 +134,8 @@ function alternative(token, isOwn, canTake, onTake) {
   const bar = el("meter", { min: 0, max: 1, "aria-hidden": "true" });
   bar.value = probability(logprob);
   const button = el("button", {
-    type: "button", disabled: isOwn || !canTake, "aria-label": `Go on with ${JSON.stringify(text)}, ${percent(logprob)}`,
+    type: "button", disabled: isOwn || !canTake,
+    "aria-label": `Go on with ${JSON.stringify(text)}, ${percent(logprob)}`,
     on: { click: () => onTake(token) },
   }, el("code", {}, visible(text, id)));
   return el("li", {}, button, bar, el("span", {}, percent(logprob)), el("span", { class: "soft" }, logprob.toFixed(3)));

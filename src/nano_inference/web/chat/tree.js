@@ -24,14 +24,15 @@ export function newConversation(system = "") {
 /** Return a message under a parent (null for a first one). */
 export function newMessage(conversation, parent, role, text = "") {
   return {
-    id: freshId(), conversation: conversation.id, parent, role, text, parts: null, tokens: [], versions: [], stats: null,
-    seed: null, sample: null, finish: role === "user" ? "stop" : null, error: null, created: Date.now(),
+    id: freshId(), conversation: conversation.id, parent, role, text, parts: null, tokens: [], versions: [],
+    stats: null, seed: null, sample: null, finish: role === "user" ? "stop" : null, error: null, created: Date.now(),
   };
 }
 
 /** Return the children of a message (null: the first messages), oldest first. */
 export function childrenOf(messages, parent) {
-  return messages.filter((one) => one.parent === parent).sort((a, b) => a.created - b.created || (a.id < b.id ? -1 : 1));
+  const oldestFirst = (a, b) => a.created - b.created || (a.id < b.id ? -1 : 1);
+  return messages.filter((one) => one.parent === parent).sort(oldestFirst);
 }
 
 /** Return all versions of a message, itself among them. */

@@ -1,8 +1,8 @@
 /** Elements without HTML texts: everything that comes from elsewhere becomes a text node. */
 
 /**
- * Make an element. `attributes`: `class`, `data-…`, any attribute; `on` holds listeners by event; true and false switch
- * an attribute on and off. Children are nodes or texts; null leaves one out.
+ * Make an element. `attributes`: `class`, `data-…`, any attribute; `on` holds listeners by event; true and false
+ * switch an attribute on and off. Children are nodes or texts; null leaves one out.
  */
 export function el(name, attributes = {}, ...children) {
   const node = document.createElement(name);

@@ -1,0 +1,40 @@
+"""The pages' own sources: what joining modules into one scope needs, and the house's rules as far as they go."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+import nano_inference
+from nano_inference.server.pages import joined_modules
+
+WEB = Path(nano_inference.__file__).parent / "web"
+MODULES = sorted(path for path in WEB.rglob("*.js") if "vendor" not in path.parts)
+NAME = re.compile(r"^(?:export )?(?:async )?(?:function\*?|const|let|class) (\w+)", re.MULTILINE)
+IMPORT = re.compile(r'^import \{([^}]*)\} from "([^"]+)";$', re.MULTILINE)
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_a_module(path: Path) -> None:
+    text = path.read_text()
+    assert [line for line in text.splitlines() if len(line) > 120] == []
+    assert text.startswith("/**"), "a module says what it is for"
+    for found in re.finditer(r"^export ", text, re.MULTILINE):
+        assert text[: found.start()].rstrip().endswith("*/"), "what others use is described"
+    assert len(re.findall(r"^import ", text, re.MULTILINE)) == len(IMPORT.findall(text))
+    for names, source in IMPORT.findall(text):
+        exported = re.findall(
+            r"^export (?:async )?(?:function\*?|const|class) (\w+)", (path.parent / source).read_text(), re.M
+        )
+        assert {name.strip() for name in names.split(",")} <= set(exported), source
+    for sink in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "new Function"):
+        assert sink not in text, "only DOMPurify makes elements of texts"
+
+
+@pytest.mark.parametrize("page", ["chat", "dashboard"])
+def test_joined_modules_have_each_name_once(page: str) -> None:
+    counts = Counter(NAME.findall(joined_modules(f"{page}/main.js")))
+    assert [name for name, count in counts.items() if count > 1] == []
