@@ -288,6 +288,13 @@ def test_size_buckets_end_at_the_limit(limit: int, bounds: tuple[int, ...]) -> N
     assert buckets_1_2_5(limit) == bounds
 
 
+def test_a_step_shows_which_weights_are_in_force() -> None:
+    metrics = new()
+    assert value(metrics, "nano_inference_weight_version") == 0
+    metrics.step(replace(STEP, weight_version=3))
+    assert value(metrics, "nano_inference_weight_version") == 3
+
+
 def test_a_step_shows_how_the_engine_stands() -> None:
     metrics = new()
     metrics.step(replace(STEP, num_running=3, num_waiting=2, num_free_blocks=2, num_preempted=4))

@@ -118,6 +118,7 @@ class Metrics:
         self._waiting.set(stats.num_waiting)
         self._waiting_capacity.set(stats.num_waiting)
         self._kv_usage.set(max(0.0, 1 - stats.num_free_blocks / self._num_blocks))
+        self._weight_version.set(stats.weight_version)
         if stats.num_preempted:
             self._preemptions.inc(stats.num_preempted)
         if stats.num_drafted:
@@ -250,6 +251,8 @@ class Metrics:
         self._kv_usage = make.gauge("vllm:kv_cache_usage_perc", "Part of the KV cache that is held; 1 is all of it.")
         self._up = make.gauge("nano_inference_engine_up", "1 while the engine takes work, 0 once it has failed.")
         self._up.set(1)
+        text = "Number of the weights in force: 0 as loaded, one more with each update."
+        self._weight_version = make.gauge("nano_inference_weight_version", text)
         self._preemptions = make.counter("vllm:num_preemptions", "Samples put back into the queue for want of room.")
         text = "Requests refused at admission."
         self._rejections = make.counters("vllm:admission_rejections", text, "reason", REJECTIONS)

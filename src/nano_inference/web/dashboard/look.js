@@ -1,0 +1,51 @@
+import { ask, ServerError } from "../shared/server.js";
+import { readScrape } from "./scrape.js";
+
+/** One look at the server: what it says, and how it stands. */
+
+const PATIENCE_MS = 10000;
+
+async function read(path, signal) {
+  const response = await ask(path, { signal: AbortSignal.any([signal, AbortSignal.timeout(PATIENCE_MS)]) });
+  const at = performance.now() / 1000;
+  try {
+    return { text: await response.text(), at };
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    throw new ServerError(0, "the answer broke off");
+  }
+}
+
+/** Return the JSON of a path that this page can do without, null where there is none. */
+export async function readFacts(path, signal) {
+  try {
+    return JSON.parse((await read(path, signal)).text);
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    return null;
+  }
+}
+
+/**
+ * Return what there is now: `state` ("live", "loading", "draining", "dead", "locked", "unreachable", "refused"), the
+ * server's `message` where it refuses, and while it has a model the `scrape`, and the answer of /load or null. Throws
+ * `AbortError` when stopped.
+ */
+export async function lookAt(signal) {
+  try {
+    const { text, at } = await read("/metrics", signal);
+    const scrape = readScrape(text, at);
+    if (scrape.model === null) return { state: "loading", scrape };
+    if (scrape.gauges.up === 0) return { state: "dead", scrape };
+    const [load, health] = await Promise.all([readFacts("/load", signal), readFacts("/health", signal)]);
+    return { state: health?.status === "draining" ? "draining" : "live", scrape, load };
+  } catch (error) {
+    if (!(error instanceof ServerError)) throw error;
+    return { state: stateOf(error), message: error.message };
+  }
+}
+
+function stateOf(error) {
+  const states = { 0: "unreachable", 401: "locked", 502: "unreachable", 503: "loading", 504: "unreachable" };
+  return error.code === "engine_dead" ? "dead" : states[error.status] ?? "refused";
+}

@@ -1,0 +1,133 @@
+import {
+  bytesText, clockText, countText, joined, percentText, rateText, secondsText, spanText,
+} from "./format.js";
+import { quantile, rate, share } from "./window.js";
+
+/** What the page shows: tiles, charts and facts, each with where its number comes from. */
+
+const PARTS = [["p50", 0.5], ["p95", 0.95], ["p99", 0.99]];
+
+function latencyChart(id, title, what) {
+  const lines = PARTS.map(([name, q]) => ({ name, read: (point) => quantile(point.histograms[id], q) }));
+  const note = `${what} Quantiles between two readings of /metrics, estimated inside the histogram's buckets.`;
+  return { id: `chart-${id}`, title, note, lines, show: secondsText };
+}
+
+function gauge(name) {
+  return (point) => point.gauges[name];
+}
+
+/** The charts, in their order; see chart.js for the fields. */
+export const CHARTS = [
+  {
+    id: "chart-requests", title: "Requests", show: countText, least: 1,
+    note: "Samples that the engine computes, and those that wait for room.",
+    lines: [{ name: "running", read: gauge("running") }, { name: "waiting", read: gauge("waiting") }],
+  },
+  {
+    id: "chart-tokens", title: "Tokens per second", show: rateText,
+    note: "Generated tokens count as they are drawn, prompt tokens when their sample ends.",
+    lines: ["generated", "prompt"].map((name) => ({ name, read: (point) => rate(point, name) })),
+  },
+  {
+    id: "chart-cache", title: "KV cache", show: percentText, top: 1,
+    note: "Part of the KV cache that is held; part of the prompt tokens that it had already.",
+    lines: [
+      { name: "in use", read: gauge("kv") },
+      { name: "prefix hits", read: (point) => share(point.counts.hits, point.counts.queries) },
+    ],
+  },
+  latencyChart("first", "Time to first token", "From a sample's arrival to its first token."),
+  latencyChart("gap", "Inter-token latency", "Between two tokens of a sample."),
+  latencyChart("queue", "Time in the queue", "From a sample's arrival until the engine took it up."),
+  latencyChart("whole", "Time of a whole sample", "From a sample's arrival to its end."),
+  {
+    id: "chart-trouble", title: "Trouble per minute", show: rateText, least: 1,
+    note: "Samples put back into the queue for want of room, ended by their clients, ended by a failure; requests refused.",
+    lines: ["preempted", "aborted", "failed", "refused"].map((name) => ({
+      name,
+      read: (point) => { const each = rate(point, name); return each === null ? null : each * 60; },
+    })),
+  },
+];
+
+function latencyTile(name, label) {
+  return {
+    id: name, label, show: secondsText,
+    read: ({ sums }) => quantile(sums.histograms[name] ?? null, 0.5),
+    more: ({ sums }) => PARTS.slice(1)
+      .map(([part, q]) => `${part} ${joined(secondsText(quantile(sums.histograms[name] ?? null, q)))}`).join(" · "),
+  };
+}
+
+function rateTile(name, label) {
+  return {
+    id: name, label, show: (value) => [rateText(value)[0], value === null ? "" : `${rateText(value)[1]}/s`],
+    read: ({ point }) => rate(point, name),
+    more: ({ sums, span }) => `${joined(countText(sums.counts[name] ?? null))} in ${span.name}`,
+  };
+}
+
+function countTile(name, label) {
+  return {
+    id: name, label, show: countText,
+    read: ({ sums }) => sums.counts[name] ?? null,
+    more: ({ scrape, span }) => `in ${span.name}; ${joined(countText(scrape.counters[name]))} in all`,
+  };
+}
+
+function gaugeTile(name, label, show, more) {
+  return { id: name, label, show, read: ({ scrape }) => scrape.gauges[name], more };
+}
+
+/**
+ * The tiles, in their order: `read` returns the number, `more` a line below it. Both are given the latest `scrape` and
+ * `point`, the `sums` over the window, the window's `span`, `/info`'s and `/load`'s answers (null without), and
+ * `weightsSince`, when the weights were seen to change (milliseconds since 1970, or null).
+ */
+export const TILES = [
+  gaugeTile("running", "Running", countText, ({ info }) => (info === null ? "" : `of at most ${info.max_running}`)),
+  gaugeTile("waiting", "Waiting", countText, ({ load }) => (load === null ? "" : `${load.server_load} requests open`)),
+  gaugeTile("kv", "KV cache in use", percentText, ({ scrape: { capacity } }) => (
+    capacity === null ? "" : `of ${joined(countText(capacity))} tokens`)),
+  {
+    id: "prefix", label: "Prefix hits", show: percentText,
+    read: ({ sums }) => share(sums.counts.hits, sums.counts.queries),
+    more: ({ sums, span }) => `of ${joined(countText(sums.counts.queries ?? null))} in ${span.name}`,
+  },
+  rateTile("generated", "Generated tokens"),
+  rateTile("prompt", "Prompt tokens"),
+  latencyTile("first", "First token, p50"),
+  latencyTile("gap", "Between tokens, p50"),
+  countTile("preempted", "Preempted"),
+  countTile("aborted", "Aborted"),
+  {
+    id: "errors", label: "Failed or refused", show: countText,
+    read: ({ sums: { counts } }) => (counts.failed ?? null) === null ? null : counts.failed + (counts.refused ?? 0),
+    more: ({ sums: { counts } }) => (
+      `${joined(countText(counts.failed ?? null))} failed, ${joined(countText(counts.refused ?? null))} refused`),
+  },
+  gaugeTile("weights", "Weight version", countText, ({ scrape, weightsSince }) => {
+    if (weightsSince !== null) return `since ${clockText(weightsSince)}`;
+    return scrape.gauges.weights === 0 ? "as loaded" : "updated";
+  }),
+];
+
+/** Return the model's facts as `[name, text]` pairs; nothing for what the server does not tell. */
+export function factsOf(info, scrape) {
+  const known = (value, text) => (value === null || value === undefined ? null : text);
+  const { started, memory } = scrape.gauges;
+  return [
+    ["Model", scrape.model ?? info?.model],
+    ["Architecture", info?.architecture],
+    ["Parameters", known(info?.parameters, info && joined(countText(info.parameters)))],
+    ["Layers", info?.layers],
+    ["Weights", info?.file_precision],
+    ["Computed in", info?.dtype],
+    ["Kernels", known(info?.kernels, `${info?.kernels} on ${info?.device}`)],
+    ["Context", known(info?.context, info && `${joined(countText(info.context))} tokens`)],
+    ["Server", info?.server],
+    ["Memory", known(memory, joined(bytesText(memory)))],
+    ["Up for", known(started, joined(spanText(Math.max(0, Date.now() / 1000 - started))))],
+  ].filter(([, text]) => text !== null && text !== undefined);
+}
