@@ -145,7 +145,7 @@ def test_readable_text_stays_and_the_rest_is_replaced() -> None:
     assert clean("a\r\nb\x1b\x7f\x9b\u202e\u2028\ud800", 99) == "a��b������"
 
 
-@pytest.mark.parametrize("path", ["/health", "/ready", "/ping", "/metrics", "/health/", "/health?x=1"])
+@pytest.mark.parametrize("path", ["/health", "/ready", "/ping", "/metrics", "/load", "/health/", "/health?x=1"])
 def test_probes_are_quiet_until_they_fail(path: str) -> None:
     assert is_quiet(path, 200)
     assert is_quiet(path, 404)

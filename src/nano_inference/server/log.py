@@ -17,7 +17,7 @@ from types import MappingProxyType
 from typing import TextIO
 
 ACCESS_LOGGER = "nano_inference.access"
-QUIET_PATHS = ("/health", "/ready", "/ping", "/metrics")
+QUIET_PATHS = ("/health", "/ready", "/ping", "/metrics", "/load")
 """Asked for every few seconds by machines; worth a line only when answering fails."""
 MAX_TEXT = 256
 """Characters of a field, unless `MAX_LENGTHS` has it."""

@@ -1,5 +1,5 @@
 import { el } from "../shared/dom.js";
-import { clockText, joined, NOTHING } from "./format.js";
+import { clockText, joined, marked, NOTHING } from "./format.js";
 import { marksTo, nearest, pathThrough, timeMarks } from "./scale.js";
 
 /** Line charts in SVG: drawn to the width that there is, read with pointer or arrow keys, and told as a table. */
@@ -47,17 +47,20 @@ export class Chart {
 
   #makeFigure() {
     const { id, title, note } = this.spec;
-    const legend = this.spec.lines.map((line, index) => el("li", {}, swatch(index), `${line.name} `, this.values[index]));
+    const legend = this.spec.lines.map((line, index) => (
+      el("li", {}, swatch(index), `${line.name} `, this.values[index])));
+    const onToggle = { toggle: () => this.#fillTable() };
     return el("figure", { id },
       el("figcaption", {}, el("h2", {}, title), this.clock),
       this.plot, el("ul", { class: "legend" }, ...legend), this.told,
-      el("details", { on: { toggle: () => this.#fillTable() } }, el("summary", {}, "Values"), el("p", {}, note), this.table));
+      el("details", { on: onToggle }, el("summary", {}, "Values"), el("p", {}, note), this.table));
   }
 
   #makeTable() {
     const heads = ["Time", ...this.spec.lines.map((line) => line.name)].map((name) => el("th", { scope: "col" }, name));
     const table = el("table", {}, el("thead", {}, el("tr", {}, ...heads)), this.body);
-    return el("div", { class: "rows", role: "region", tabindex: "0", "aria-label": `Values: ${this.spec.title}` }, table);
+    const label = `Values: ${this.spec.title}`;
+    return el("div", { class: "rows", role: "region", tabindex: "0", "aria-label": label }, table);
   }
 
   #listen() {
@@ -123,7 +126,7 @@ export class Chart {
     this.plot.setAttribute("viewBox", `0 0 ${this.width} ${HEIGHT}`);
     this.plot.setAttribute("aria-label", this.#summary());
     this.plot.replaceChildren(
-      ...marks.map((value) => this.#valueMark(y(value), joined(show(value)))),
+      ...marks.map((value) => this.#valueMark(y(value), marked(show(value)))),
       ...timeMarks(this.span.length).map(([ago, text]) => this.#timeMark(ago, text)),
       ...lines.map((line, index) => this.#line(line, index, y)),
       ...(chosen === null ? [] : this.#cross(chosen, y)),
@@ -138,8 +141,8 @@ export class Chart {
   }
 
   #timeMark(ago, text) {
-    const anchor = ago === 0 ? "end" : "middle";
-    return svg("text", { x: this.#x(this.span.now - ago) + (ago === 0 ? 6 : 0), y: HEIGHT - 5, "text-anchor": anchor }, text);
+    const [anchor, x] = ago === 0 ? ["end", 6] : ["middle", 0];
+    return svg("text", { x: this.#x(this.span.now - ago) + x, y: HEIGHT - 5, "text-anchor": anchor }, text);
   }
 
   #line(line, index, y) {

@@ -16,6 +16,7 @@ function three(value) {
 /** Of things that are counted. */
 export function countText(value) {
   if (value === null) return NOTHING;
+  if (value >= 1e9) return [three(value / 1e9), "B"];
   return value < 1e6 ? [digits(Math.round(value), 0), ""] : [three(value / 1e6), "M"];
 }
 
@@ -54,6 +55,12 @@ export function spanText(seconds) {
 /** Put a number and its unit together; they stay on one line. */
 export function joined([number, unit]) {
   return unit === "" ? number : unit === "%" ? `${number}%` : `${number}\u00a0${unit}`;
+}
+
+/** Put them together for the mark of an axis: without zeros at the end. */
+export function marked([number, unit]) {
+  const bare = number.replace(/(\.\d*?)0+$/, "$1").replace(/\.$/, "");
+  return bare === "0" ? bare : joined([bare, unit]);
 }
 
 /** Of a time of the day, from milliseconds since 1970. */

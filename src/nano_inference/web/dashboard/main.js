@@ -24,11 +24,12 @@ const STATES = {
 
 const charts = CHARTS.map((spec) => new Chart(spec));
 const tiles = TILES.map(makeTile);
-const history = new History(KEPT_SECONDS);
+const kept = new History(KEPT_SECONDS);
 const poller = new Poller(look, WAIT_MS);
-const page = { state: "connecting", isPaused: false, span: { length: 300, name: "5 min" }, info: null, load: null };
-page.weightsSince = null;
-page.readAt = null;
+const page = {
+  state: "connecting", isPaused: false, span: { length: 300, name: "5 min" },
+  info: null, load: null, weightsSince: null, readAt: null,
+};
 
 function makeTile(spec) {
   const value = el("data", { value: "" });
@@ -51,15 +52,15 @@ async function look(signal) {
 
 /** Ask for the model's facts when they are not known, or another process answers. */
 async function updateInfo(scrape, signal) {
-  const isKnown = page.info !== null && history.latest?.gauges.started === scrape.gauges.started;
+  const isKnown = page.info !== null && kept.latest?.gauges.started === scrape.gauges.started;
   if (!isKnown) page.info = await readFacts("/info", signal);
 }
 
 function take({ state, message = "", scrape = null, load = null }) {
   page.load = load;
   if (scrape !== null) {
-    noteWeights(history.latest, scrape);
-    history.add(scrape);
+    noteWeights(kept.latest, scrape);
+    kept.add(scrape);
     page.readAt = Date.now();
   }
   if (state === "locked") {
@@ -88,16 +89,16 @@ function showState(state, message) {
 }
 
 function showValues() {
-  const now = page.isPaused ? history.latest?.at ?? 0 : performance.now() / 1000;
+  const now = page.isPaused ? kept.latest?.at ?? 0 : performance.now() / 1000;
   const span = { ...page.span, now };
-  const points = history.since(now - span.length);
+  const points = kept.since(now - span.length);
   for (const chart of charts) chart.draw(points, span);
-  if (history.latest === null) return;
-  const point = history.points.at(-1);
-  const view = { ...page, span, scrape: history.latest, point, sums: sumOf(points) };
+  if (kept.latest === null) return;
+  const point = kept.points.at(-1);
+  const view = { ...page, span, scrape: kept.latest, point, sums: sumOf(points) };
   for (const tile of tiles) showTile(tile, view);
-  byId("model").textContent = history.latest.model ?? "";
-  byId("facts").replaceChildren(...factsOf(page.info, history.latest)
+  byId("model").textContent = kept.latest.model ?? "";
+  byId("facts").replaceChildren(...factsOf(page.info, kept.latest)
     .map(([name, text]) => el("div", {}, el("dt", {}, name), el("dd", {}, String(text)))));
 }
 
@@ -138,6 +139,6 @@ byId("pause").addEventListener("click", pause);
 byId("enter-key").addEventListener("click", askForKey);
 byId("theme").addEventListener("click", toggleTheme);
 byId("windows").addEventListener("change", chooseWindow);
-document.addEventListener("visibilitychange", goOn);
+document.addEventListener("visibilitychange", () => { if (page.state !== "locked") goOn(); });
 showValues();
 goOn();

@@ -25,9 +25,17 @@ export const CHARTS = [
     lines: [{ name: "running", read: gauge("running") }, { name: "waiting", read: gauge("waiting") }],
   },
   {
-    id: "chart-tokens", title: "Tokens per second", show: rateText,
-    note: "Generated tokens count as they are drawn, prompt tokens when their sample ends.",
-    lines: ["generated", "prompt"].map((name) => ({ name, read: (point) => rate(point, name) })),
+    id: "chart-generated", title: "Generated tokens per second", show: rateText,
+    note: "Output tokens of all samples, between two readings of /metrics.",
+    lines: [{ name: "generated", read: (point) => rate(point, "generated") }],
+  },
+  {
+    id: "chart-prompt", title: "Prompt tokens per second", show: rateText,
+    note: "Prompt tokens, and those of them that the cache had. They are counted when their sample ends.",
+    lines: [
+      { name: "all", read: (point) => rate(point, "prompt") },
+      { name: "from the cache", read: (point) => rate(point, "hits") },
+    ],
   },
   {
     id: "chart-cache", title: "KV cache", show: percentText, top: 1,
@@ -40,14 +48,11 @@ export const CHARTS = [
   latencyChart("first", "Time to first token", "From a sample's arrival to its first token."),
   latencyChart("gap", "Inter-token latency", "Between two tokens of a sample."),
   latencyChart("queue", "Time in the queue", "From a sample's arrival until the engine took it up."),
-  latencyChart("whole", "Time of a whole sample", "From a sample's arrival to its end."),
   {
-    id: "chart-trouble", title: "Trouble per minute", show: rateText, least: 1,
-    note: "Samples put back into the queue for want of room, ended by their clients, ended by a failure; requests refused.",
-    lines: ["preempted", "aborted", "failed", "refused"].map((name) => ({
-      name,
-      read: (point) => { const each = rate(point, name); return each === null ? null : each * 60; },
-    })),
+    id: "chart-trouble", title: "Trouble", show: countText, least: 1,
+    note: "Samples put back into the queue for want of room, given up by their clients, ended by a failure; requests "
+      + "refused. Each point is the number since the one before.",
+    lines: ["preempted", "aborted", "failed", "refused"].map((name) => ({ name, read: (point) => point.counts[name] })),
   },
 ];
 
@@ -56,7 +61,7 @@ function latencyTile(name, label) {
     id: name, label, show: secondsText,
     read: ({ sums }) => quantile(sums.histograms[name] ?? null, 0.5),
     more: ({ sums }) => PARTS.slice(1)
-      .map(([part, q]) => `${part} ${joined(secondsText(quantile(sums.histograms[name] ?? null, q)))}`).join(" · "),
+      .map(([part, q]) => `${part}\u00a0${joined(secondsText(quantile(sums.histograms[name] ?? null, q)))}`).join(", "),
   };
 }
 
@@ -93,7 +98,7 @@ export const TILES = [
   {
     id: "prefix", label: "Prefix hits", show: percentText,
     read: ({ sums }) => share(sums.counts.hits, sums.counts.queries),
-    more: ({ sums, span }) => `of ${joined(countText(sums.counts.queries ?? null))} in ${span.name}`,
+    more: ({ sums }) => `of ${joined(countText(sums.counts.queries ?? null))} tokens`,
   },
   rateTile("generated", "Generated tokens"),
   rateTile("prompt", "Prompt tokens"),
@@ -122,8 +127,8 @@ export function factsOf(info, scrape) {
     ["Architecture", info?.architecture],
     ["Parameters", known(info?.parameters, info && joined(countText(info.parameters)))],
     ["Layers", info?.layers],
-    ["Weights", info?.file_precision],
-    ["Computed in", info?.dtype],
+    ["Weights in the file", info?.file_precision],
+    ["Computed in", info?.dtype === "auto" ? null : info?.dtype],
     ["Kernels", known(info?.kernels, `${info?.kernels} on ${info?.device}`)],
     ["Context", known(info?.context, info && `${joined(countText(info.context))} tokens`)],
     ["Server", info?.server],

@@ -5,7 +5,7 @@ export class Poller {
   #timer = null;
   #stopping = null;
 
-  /** `look` is called with an AbortSignal and may take its time; `wait` milliseconds after its end it is called again. */
+  /** `look` is called with an AbortSignal and is called again `wait` milliseconds after its end. */
   constructor(look, wait) {
     this.#look = look;
     this.#wait = wait;

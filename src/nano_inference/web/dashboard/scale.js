@@ -38,7 +38,8 @@ export function pathThrough(points) {
   let path = "";
   let isDown = false;
   for (const [x, y, isApart] of points) {
-    if (y !== null) path += `${isDown && !isApart ? "L" : "M"}${x.toFixed(1)} ${y.toFixed(1)}${isDown && !isApart ? "" : "h0"}`;
+    const [pen, dot] = isDown && !isApart ? ["L", ""] : ["M", "h0"];
+    if (y !== null) path += `${pen}${x.toFixed(1)} ${y.toFixed(1)}${dot}`;
     isDown = y !== null;
   }
   return path;

@@ -25,7 +25,6 @@ const HISTOGRAMS = {
   first: "vllm:time_to_first_token_seconds",
   gap: "vllm:inter_token_latency_seconds",
   queue: "vllm:request_queue_time_seconds",
-  whole: "vllm:e2e_request_latency_seconds",
 };
 
 /**

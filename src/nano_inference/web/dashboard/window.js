@@ -11,9 +11,9 @@ export const GAP_SECONDS = 10;
 export function pointBetween(before, now) {
   const isNew = before !== null && hasRestarted(before, now);
   const seconds = before === null ? null : now.at - before.at;
-  const each = (values, change) => Object.fromEntries(
-    Object.entries(values).map(([name, value]) => [name, value === null || before === null ? null : change(name, value)]),
-  );
+  const change = (how, name, value) => (value === null || before === null ? null : how(name, value));
+  const each = (values, how) => (
+    Object.fromEntries(Object.entries(values).map(([name, value]) => [name, change(how, name, value)])));
   return {
     at: now.at,
     seconds,
