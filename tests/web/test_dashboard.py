@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 
 import pytest
@@ -86,13 +87,11 @@ class Board:
 
     def chart(self, name: str) -> dict[str, float | None]:
         """The values beside the names of a chart's lines."""
-        items = self.page.locator(f"#chart-{name} .legend li")
-        return {
-            item.inner_text().rsplit(None, 1)[0].split("\u00a0")[0].rsplit(" ", 1)[0]: number(
-                item.locator("data").get_attribute("value")
-            )
-            for item in items.all()
-        }
+        found = {}
+        for item in self.page.locator(f"#chart-{name} .legend li").all():
+            value = item.locator("data")
+            found[item.inner_text().removesuffix(value.inner_text()).strip()] = number(value.get_attribute("value"))
+        return found
 
     def corners(self, name: str, line: int = 0) -> int:
         """Through how many points a line goes."""
@@ -209,34 +208,31 @@ def test_counts_of_trouble_and_new_weights_are_shown(
     assert board.tile("errors") == 4, "the window still holds them"
 
 
-@pytest.mark.parametrize(
-    ("counts", "wanted"),
-    [
-        # Buckets end at 0.1, 0.2, 0.4, and nowhere.
-        ((100, 0, 0, 0), (0.05, 0.095, 0.099)),
-        ((50, 40, 10, 0), (0.1, 0.3, 0.38)),
-        ((0, 0, 4, 0), (0.3, 0.39, 0.398)),
-        ((1, 0, 0, 99), (0.4, 0.4, 0.4)),
-        ((0, 0, 0, 0), (None, None, None)),
-    ],
+BY_HAND = (
+    # Observations in the buckets up to 0.1, 0.2, 0.4 and beyond, and where the quantiles lie among them.
+    ((100, 0, 0, 0), (0.05, 0.095, 0.099)),
+    ((50, 40, 10, 0), (0.1, 0.3, 0.38)),
+    ((0, 0, 4, 0), (0.3, 0.39, 0.398)),
+    ((1, 0, 0, 99), (0.4, 0.4, 0.4)),
+    ((0, 0, 0, 0), (None, None, None)),
 )
-def test_quantiles_of_histograms_made_by_hand(
-    counts: tuple[int, ...], wanted: tuple[float | None, ...], context: BrowserContext, server: Running
-) -> None:
-    bounds = ("0.1", "0.2", "0.4", "+Inf")
 
-    def text(so_far: tuple[int, ...]) -> bytes:
-        lines = [
-            f'vllm:time_to_first_token_seconds_bucket{{le="{b}"}} {sum(so_far[: i + 1])}' for i, b in enumerate(bounds)
-        ]
+
+def test_quantiles_of_histograms_made_by_hand(context: BrowserContext, server: Running) -> None:
+    def text(counts: tuple[int, ...]) -> bytes:
+        name = "vllm:time_to_first_token_seconds_bucket"
+        sums = zip(("0.1", "0.2", "0.4", "+Inf"), accumulate(counts), strict=True)
+        lines = [f'{name}{{le="{bound}"}} {count}' for bound, count in sums]
         return "\n".join(['vllm:num_requests_running{model_name="m"} 0', *lines, ""]).encode()
 
-    old = (7, 1, 900, 3)
-    board = Board(context, server, text(old)).hold()
-    board.look(text(tuple(a + b for a, b in zip(old, counts, strict=True))))
-    shown = board.chart("first")
-    for part, value in zip(PARTS, wanted, strict=True):
-        assert shown[part] == (None if value is None else pytest.approx(value)), part
+    so_far: tuple[int, ...] = (7, 1, 900, 3)
+    board = Board(context, server, text(so_far)).hold()
+    for counts, wanted in BY_HAND:
+        so_far = tuple(old + new for old, new in zip(so_far, counts, strict=True))
+        board.look(text(so_far))
+        shown = board.chart("first")
+        assert shown == pytest.approx(dict(zip(PARTS, wanted, strict=True))), counts
+    board.watch.assert_clean()
 
 
 def test_charts_move_and_tell_what_was_at_a_time(context: BrowserContext, server: Running, metrics: Metrics) -> None:
@@ -308,30 +304,29 @@ def test_what_was_counted_while_the_model_was_loaded_again_begins_at_nothing(
     assert board.tile("generated") == 15
 
 
-@pytest.mark.parametrize(
-    ("answer", "state", "says"),
-    [
-        (None, "Unreachable", "does not answer"),
-        (502, "Unreachable", "does not answer"),
-        (503, "Loading", "being loaded"),
-        (not_loaded(), "Loading", "being loaded"),
-        (418, "Refused", "The server says: not now."),
-    ],
-    ids=["no answer", "a proxy without it", "a proxy that waits", "loading", "refused"],
-)
+WRONG: dict[str, tuple[Answer, str, str]] = {
+    "no answer": (None, "Unreachable", "does not answer"),
+    "a proxy without it": (502, "Unreachable", "does not answer"),
+    "a proxy that waits": (503, "Loading", "being loaded"),
+    "no model yet": (not_loaded(), "Loading", "being loaded"),
+    "something else": (418, "Refused", "The server says: not now."),
+}
+
+
 def test_it_says_what_is_wrong_and_goes_on_by_itself(
-    answer: Answer, state: str, says: str, context: BrowserContext, server: Running, metrics: Metrics
+    context: BrowserContext, server: Running, metrics: Metrics
 ) -> None:
-    board = Board(context, server, answer)
-    board.shows(state)
-    expect(board.page.locator("#state-text")).to_contain_text(says)
-    board.answer = told(metrics, 2)
-    board.page.clock.fast_forward(LOOK * 1000)
-    board.shows("Live")
-    assert board.tile("running") == 2
-    board.answer = answer
-    board.page.clock.fast_forward(LOOK * 1000)
-    board.shows(state)
+    board = Board(context, server, WRONG["no answer"][0])
+    for count, (answer, state, says) in enumerate(WRONG.values()):
+        if count:
+            board.answer = answer
+            board.page.clock.fast_forward(LOOK * 1000)
+        board.shows(state)
+        expect(board.page.locator("#state-text")).to_contain_text(says)
+        board.answer = told(metrics, count)
+        board.page.clock.fast_forward(LOOK * 1000)
+        board.shows("Live")
+        assert board.tile("running") == count
     board.watch.assert_clean([REFUSED])
 
 
