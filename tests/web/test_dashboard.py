@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from importlib.resources import files
 from itertools import accumulate
 from pathlib import Path
 
@@ -190,7 +191,7 @@ def test_counts_of_trouble_and_new_weights_are_shown(
     context: BrowserContext, server: Running, metrics: Metrics
 ) -> None:
     board = Board(context, server, metrics.render()).hold()
-    for reason in ("abort", "abort", "error", "stop"):
+    for reason in ("abort", "abort", "error", "stop", "stop", "stop"):
         metrics.finished(replace(RECORD, finish_reason=reason))
     for reason in ("max_num_queued_reqs", "draining", "other"):
         metrics.rejected(reason)
@@ -415,6 +416,52 @@ def test_ten_minutes_are_kept_and_a_window_shows_its_part(
     path = board.page.locator("#chart-requests .plot .line-0").first.get_attribute("d") or ""
     assert "L" not in path, "no line is drawn across a time in which nobody looked"
     assert board.tile("generated") == 1
+
+
+@pytest.fixture
+def modules(context: BrowserContext) -> Page:
+    """A blank page that can import the page's modules, each as the file that it is."""
+
+    def fulfil(route: Route) -> None:
+        path = files("nano_inference") / "web" / route.request.url.removeprefix("http://modules.test/")
+        if path.is_file():
+            route.fulfill(body=path.read_text(), content_type="text/javascript")
+        else:
+            route.fulfill(body="<title>blank</title>", content_type="text/html")
+
+    page = context.new_page()
+    page.route("http://modules.test/**", fulfil)
+    page.goto("http://modules.test/blank")
+    return page
+
+
+def test_what_is_older_than_ten_minutes_is_forgotten(modules: Page) -> None:
+    kept = modules.evaluate(
+        """async () => {
+          const { History } = await import("/dashboard/window.js");
+          const history = new History(600);
+          for (let at = 0; at <= 3600; at += 2) history.add({ at, gauges: {}, counters: {}, histograms: {} });
+          return history.points.map((point) => point.at);
+        }"""
+    )
+    assert kept == list(range(3000, 3601, 2))
+
+
+def test_the_marks_of_an_axis_are_few_and_hold_everything(modules: Page) -> None:
+    highest = [0, 1e-9, 0.0031, 0.05, 0.3, 0.999, 1, 3, 7, 9.99, 10, 10.01, 64, 1000, 123456, 9.9e9]
+    axes = modules.evaluate(
+        """async (all) => {
+          const { marksTo } = await import("/dashboard/scale.js");
+          return all.map((highest) => [marksTo(highest), marksTo(highest, 1)]);
+        }""",
+        highest,
+    )
+    for most, (marks, whole) in zip(highest, axes, strict=True):
+        for axis in (marks, whole):
+            assert axis[0] == 0 and 2 <= len(axis) <= 6, most
+            assert axis[-1] >= most * (1 - 1e-8), most
+            assert axis == [pytest.approx(i * axis[1]) for i in range(len(axis))], most
+        assert all(mark == int(mark) for mark in whole), most
 
 
 def test_a_models_name_is_a_text(context: BrowserContext, server: Running) -> None:
