@@ -166,6 +166,7 @@ def serving(root: str = "", port: int = 0) -> Iterator[FakeServer]:
     listening = socket.socket()
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listening.bind(("127.0.0.1", port))
+    listening.listen()  # who comes before the server runs waits for it
     fake.url = f"http://127.0.0.1:{listening.getsockname()[1]}"
     config = uvicorn.Config(fake.app, log_level="critical", lifespan="off", timeout_graceful_shutdown=1)
     server = uvicorn.Server(config)

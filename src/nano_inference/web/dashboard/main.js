@@ -1,3 +1,5 @@
+/** The dashboard: puts its parts together, and shows what each look at the server gave. */
+
 import { byId, el } from "../shared/dom.js";
 import { address } from "../shared/server.js";
 import { startTheme, toggleTheme } from "../shared/theme.js";
