@@ -13,8 +13,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import urllib.error
-import urllib.request
 import zipfile
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -343,6 +341,10 @@ def _from_hub(hub: HubName, name: str, progress: Progress | None) -> Path:
 
 def _hub_files(hub: HubName, name: str, endpoint: str) -> list[str]:
     """Return the names of a repository's files. One request with a short timeout: the library would try five times."""
+    # Imported here, as the library is: it takes as long as all of this file's others.
+    import urllib.error
+    import urllib.request
+
     token = _hub_token()
     url = f"{endpoint}/api/models/{hub.repo}/revision/{hub.revision or 'main'}"
     request = urllib.request.Request(url, headers={"Authorization": f"Bearer {token}"} if token else {})

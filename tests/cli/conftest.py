@@ -42,5 +42,9 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def quiet_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One thread: two are slow where something else runs. Set through the environment twin of --num-threads."""
+    """One thread: two are slow where something else runs. Set through the environment twin of --num-threads.
+
+    And no configuration file: that of whoever runs the tests must not change what they see.
+    """
     monkeypatch.setenv("NANO_INFERENCE_NUM_THREADS", "1")
+    monkeypatch.setenv("XDG_CONFIG_HOME", "/no/such/directory")

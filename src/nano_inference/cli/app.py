@@ -6,16 +6,22 @@ import io
 import os
 import sys
 from collections.abc import Sequence
+from functools import partial
 
 from cyclopts import App, CycloptsError
 from cyclopts.config import Env
 
 import nano_inference
+from nano_inference.cli.config_file import take_files
 from nano_inference.cli.fallback import ENV_PREFIX, name_model
 from nano_inference.cli.help_page import print_panel
+from nano_inference.cli.origins import BUILT_IN, Seen, as_json, as_toml, settings_of
+from nano_inference.types import BadRequest
 
 BAD_USAGE, ENGINE_FAILED, INTERRUPTED, BROKEN_PIPE = 2, 1, 130, 141
 
+_ASKED = "__complete"
+"""With this word a shell's completion script asks."""
 _HERE = "nano_inference.cli.commands"
 _COMMANDS = (
     ("chat", "", "Talk with a model in the terminal."),
@@ -60,21 +66,40 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(argv: list[str]) -> object:
     """Run a command, or show its help without parsing the rest first: that would take as long again."""
-    app = build_app()
+    seen = Seen()
+    app = build_app(seen)
+    if argv[:1] == [_ASKED]:
+        app.config = ()  # an environment or a file that is wrong must not keep TAB from answering
+        return app(argv)
     if argv and argv[-1] in app.help_flags and "--" not in argv:
         app.help_print(argv[:-1])
         return 0
-    return app(argv)
+    try:
+        command, bound, _ = app.parse_args(argv)
+    except (ValueError, CycloptsError) as error:
+        raise BadRequest(_with_origin(error, seen)) from error
+    if not seen.wants_print:
+        return command(*bound.args, **bound.kwargs)
+    bound.apply_defaults()
+    settings = settings_of(seen.arguments, bound.arguments)
+    print(as_json(settings) if bound.arguments.get("as_json") else as_toml(seen.commands, settings))
+    return 0
 
 
-def build_app() -> App:
+def _with_origin(error: Exception, seen: Seen) -> str:
+    """Return what is wrong with a value, and where it came from when that was not the command line."""
+    text = " ".join(str(error).split())
+    origin = seen.origin_of(text.partition(" ")[0])
+    return text if origin in (BUILT_IN, "command line") else f"{text} ({origin})"
+
+
+def build_app(seen: Seen | None = None) -> App:
     """Return the application. Commands are named as strings: none is imported before it is called for."""
     app = App(
         name="nano-inference",
         usage="Usage: nano-inference COMMAND",
         help="An exact, fast and readable LLM inference engine.",
         version=nano_inference.__version__,
-        config=[Env(ENV_PREFIX, command=False, show=False), name_model],
         help_format="plaintext",
         help_formatter=print_panel,
         help_epilogue=_EPILOGUE,
@@ -93,6 +118,7 @@ def build_app() -> App:
         usage = f"Usage: nano-inference models {name} [OPTIONS]{arguments}"
         models.command(f"{_HERE}:models_{name}", name=name, help=text, usage=usage)
     app.command(models)
+    app.config = (Env(ENV_PREFIX, command=False, show=False), partial(take_files, app), name_model, seen or Seen())
     return app
 
 

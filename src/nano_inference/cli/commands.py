@@ -6,12 +6,14 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
+from nano_inference.cli.completing import cached_names, known_names, removable_names
 from nano_inference.cli.fallback import DEFAULT
 from nano_inference.cli.options import (
     COMMON,
     NOT_NANOCHAT,
     PLAIN,
     SERVER,
+    SETTINGS,
     BenchFlag,
     CommonFlags,
     EngineFlags,
@@ -22,8 +24,14 @@ from nano_inference.cli.options import (
     SamplingFlags,
     ServedEngineFlags,
     ServerFlags,
+    SettingsFlags,
 )
 
+CachedName = Annotated[str, Parameter(completer=cached_names, help="a model, as for --model")]
+RemovableName = Annotated[str, Parameter(completer=removable_names, help="a model in the caches")]
+KnownName = Annotated[
+    str, Parameter(completer=known_names, help="a known name, or a hub id: org/name[@revision][:file.gguf]")
+]
 SystemFlag = Annotated[str | None, Parameter(help="the system message; the template's own when not given")]
 
 
@@ -152,7 +160,7 @@ def models_list(*, as_json: JsonFlag = False, common: CommonFlags = COMMON) -> i
     return work.show_list(as_json, common)
 
 
-def models_pull(name: str, /, *, common: CommonFlags = COMMON) -> int:
+def models_pull(name: KnownName, /, *, common: CommonFlags = COMMON) -> int:
     """Fetch a model: a known name, or a hub id `org/name`, `org/name@revision`, `org/name:file.gguf`."""
     from nano_inference.cli import models as work
 
@@ -160,7 +168,7 @@ def models_pull(name: str, /, *, common: CommonFlags = COMMON) -> int:
 
 
 def models_info(
-    name: str = DEFAULT,
+    name: CachedName = DEFAULT,
     /,
     *,
     override: OverrideFlag = (),
@@ -177,8 +185,8 @@ def models_info(
 
 
 def models_export(
-    name: str,
-    directory: str,
+    name: CachedName,
+    directory: Annotated[str, Parameter(help="a directory that is not there yet")],
     /,
     *,
     to: Annotated[
@@ -196,7 +204,7 @@ def models_export(
     return work.export_model(name, directory, to, override, common)
 
 
-def models_rm(name: str, /, *, common: CommonFlags = COMMON) -> int:
+def models_rm(name: RemovableName, /, *, common: CommonFlags = COMMON) -> int:
     """Delete a model from the caches."""
     from nano_inference.cli import models as work
 
@@ -204,10 +212,20 @@ def models_rm(name: str, /, *, common: CommonFlags = COMMON) -> int:
 
 
 def completion(
-    *, shell: Annotated[Literal["bash", "zsh", "fish"] | None, Parameter(help="found out if not given")] = None
+    *,
+    shell: Annotated[Literal["bash", "zsh", "fish"] | None, Parameter(help="found out if not given")] = None,
+    to_stdout: Annotated[
+        bool, Parameter(name="--print", negative="", help="write the script to stdout and install nothing")
+    ] = False,
+    settings: SettingsFlags = SETTINGS,
 ) -> int:
-    """Install shell completion for this user; prints the file that was written."""
+    """Install shell completion for this user and print the file that was written.
+
+    TAB then completes commands, options, their choices, and the names of the models on this machine.
+    """
+    from nano_inference.cli import shells as work
     from nano_inference.cli.app import build_app
 
-    print(build_app().install_completion(shell=shell))
+    chosen = work.shell_here(shell)
+    print(work.script(build_app(), chosen) if to_stdout else work.install(build_app(), chosen))
     return 0

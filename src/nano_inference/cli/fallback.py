@@ -34,26 +34,25 @@ def name_model(_app: App, _commands: tuple[str, ...], arguments: ArgumentCollect
         return
     is_nanochat = "nanochat" in by_name and _is_on(by_name["nanochat"])
     if not is_nanochat:
-        _forget_environment([by_name[name] for name in _NANOCHATS if name in by_name])
+        _forget_standing([by_name[name] for name in _NANOCHATS if name in by_name])
     if not model.tokens:
-        _fill(model, NANOCHAT if is_nanochat else DEFAULT)
+        _fill(model, NANOCHAT if is_nanochat else DEFAULT, "built-in")
     builtin = find_builtin(str(model.tokens[0].value))
     wanted = NANOCHATS_OWN if is_nanochat else builtin.sampling if builtin is not None else {}
     for name, value in wanted.items():
         argument = by_name.get(name)
         if argument is not None and not argument.tokens:
-            _fill(argument, value)
+            _fill(argument, value, "nanochat's own default" if is_nanochat else "the model's own default")
 
 
-def _forget_environment(arguments: Iterable[Argument]) -> None:
-    """Leave out what the environment says of a mode that is off; on the command line it would be a mistake."""
+def _forget_standing(arguments: Iterable[Argument]) -> None:
+    """Leave out what the environment or a file says of a mode that is off; typed, it would be a mistake."""
     for argument in arguments:
-        kept = [token for token in argument.tokens if token.source != "env"]
-        argument.tokens[:] = kept
+        argument.tokens[:] = [token for token in argument.tokens if token.source == "cli"]
 
 
-def _fill(argument: Argument, value: str) -> None:
-    argument.append(Token(keyword=str(argument.name), value=value, source="default"))
+def _fill(argument: Argument, value: str, source: str) -> None:
+    argument.append(Token(keyword=str(argument.name), value=value, source=source))
 
 
 def _is_on(argument: Argument) -> bool:

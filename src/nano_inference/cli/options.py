@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 
 from cyclopts import Group, Parameter
 
+from nano_inference.cli.completing import cached_names
 from nano_inference.cli.fallback import DEFAULT
 from nano_inference.config import EngineConfig, ServerConfig, helped
 from nano_inference.types import BadRequest, SamplingParams
@@ -25,6 +26,13 @@ _BOTH_HAVE = ("seed", "logprobs_mode")
 """Fields of both configurations: the flag is the request's."""
 _NOT_TYPED_BY_HAND = ("logit_bias", "allowed_token_ids")
 
+_ENGINE_GROUP = Group("Engine", help=f'Without --model, the model named "{DEFAULT}" is taken.', sort_key=3)
+_SAMPLING_GROUP = Group("Sampling", sort_key=2)
+_COMMON_GROUP = Group("Common", sort_key=4)
+
+CONFIG_HELP = "TOML file with options; what it leaves out is looked for in the user's own, nano-inference/config.toml"
+PRINT_HELP = "print every option's value and where it comes from, and leave; the output is a file for --config"
+
 
 def flags(group: Group, skip: Iterable[str] = ()) -> Parameter:
     """Return how cyclopts reads a frozen dataclass: one flag for every field that is not skipped, under one heading."""
@@ -35,6 +43,7 @@ def flags(group: Group, skip: Iterable[str] = ()) -> Parameter:
         required=False,
         negative_iterable="",
         name_transform=lambda name: _FLAG_OF.get(name, name).replace("_", "-"),
+        completer=cached_names if group is _ENGINE_GROUP else None,
         short_alias=lambda info, _used: {**_SHORT, **_SHORT_NANOCHAT}.get(info.name),
         parse=re.compile(rf"^(?!(?:{skipped})$)") if skipped else None,
     )
@@ -51,6 +60,16 @@ class Common:
 
     cache: Path | None = helped(None, "directory of fetched models")
     quiet: bool = helped(False, "no bars and no statistics on stderr")
+    config: Path | None = helped(None, CONFIG_HELP)
+    print_config: bool = helped(False, PRINT_HELP)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What a command takes that opens no model."""
+
+    config: Path | None = helped(None, CONFIG_HELP)
+    print_config: bool = helped(False, PRINT_HELP)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,17 +94,16 @@ class NanochatWishes:
             raise BadRequest("--device-type mps: Apple's GPUs are not supported; cpu works")
 
 
-_ENGINE_GROUP = Group("Engine", help=f'Without --model, the model named "{DEFAULT}" is taken.', sort_key=3)
-_SAMPLING_GROUP = Group("Sampling", sort_key=2)
-_COMMON_GROUP = Group("Common", sort_key=4)
-
 EngineFlags = Annotated[EngineConfig, flags(_ENGINE_GROUP, _BOTH_HAVE)]
 ServedEngineFlags = Annotated[EngineConfig, flags(_ENGINE_GROUP, ("logprobs_mode", "max_tokens_per_batch"))]
 ServerFlags = Annotated[ServerConfig, flags(Group("Server", sort_key=1))]
 SamplingFlags = Annotated[SamplingParams, flags(_SAMPLING_GROUP, _NOT_TYPED_BY_HAND)]
 NanochatFlags = Annotated[NanochatWishes, flags(Group("nanochat", sort_key=1))]
 CommonFlags = Annotated[Common, flags(_COMMON_GROUP)]
-ModelFlag = Annotated[str, Parameter(name=("--model", "-m"), help=help_of(EngineConfig, "model_path"))]
+SettingsFlags = Annotated[Settings, flags(_COMMON_GROUP)]
+ModelFlag = Annotated[
+    str, Parameter(name=("--model", "-m"), completer=cached_names, help=help_of(EngineConfig, "model_path"))
+]
 OverrideFlag = Annotated[
     tuple[str, ...], Parameter(name="--override", negative_iterable="", help=help_of(EngineConfig, "overrides"))
 ]
@@ -101,5 +119,6 @@ JsonFlag = Annotated[bool, Parameter(name="--json", negative="", help="print JSO
 
 PLAIN = SamplingParams()
 COMMON = Common()
+SETTINGS = Settings()
 NOT_NANOCHAT = NanochatWishes()
 SERVER = ServerConfig()

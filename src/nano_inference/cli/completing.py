@@ -1,0 +1,47 @@
+"""What TAB offers for the options and arguments that name a model. Read for every command: nothing heavy, no torch."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, Protocol
+
+from cyclopts import Argument
+
+from nano_inference.catalog import BUILTINS, WHEELS, default_cache, list_models
+
+_NAMING = ("model_path", "model", "name")
+"""Fields that name a model. Those of a configuration share one completer."""
+
+
+class Asked(Protocol):
+    """What cyclopts tells a completer: which argument TAB was pressed for, and the others as typed so far."""
+
+    @property
+    def argument(self) -> Argument:
+        """The argument."""
+        ...
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return another one."""
+        ...
+
+
+def cached_names(context: Asked) -> list[tuple[str, str]]:
+    """Return the models on this machine, with where they came from; choices, of an option that does not name one."""
+    if context.argument.field_info.name not in _NAMING:
+        return [(choice, "") for choice in context.argument.get_choices(force=True) or ()]
+    cache = context.get("--cache")
+    place = Path(cache.raw).expanduser() if cache is not None and cache.raw else default_cache(os.environ)
+    return [(entry.name, entry.source) for entry in list_models(place)]
+
+
+def removable_names(context: Asked) -> list[tuple[str, str]]:
+    """Return the models on this machine that can be deleted."""
+    return [(name, source) for name, source in cached_names(context) if source != "package"]
+
+
+def known_names(_context: Asked) -> list[tuple[str, str]]:
+    """Return the models that can be fetched by name alone."""
+    wheels = [(name, wheel.requirement) for wheel in WHEELS for name in (wheel.name, *wheel.aliases[:1])]
+    return wheels + [(one.name, "comes with the package") for one in BUILTINS]

@@ -1,0 +1,211 @@
+"""Options out of TOML files: the one that --config names, and the one in the user's directory for such files.
+
+A key applies to every command below its table that has the option; the nearest table wins. What no command knows is
+an error, wherever in the file it stands: a slip of the pen must not be taken for a setting.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import stat
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from cyclopts import App, Argument, ArgumentCollection, Token
+
+from nano_inference.cli.arguments import (
+    Kind,
+    is_secret,
+    key_of,
+    kind_of,
+    options_of,
+    takes_list,
+    takes_none,
+    walk_commands,
+)
+from nano_inference.types import BadRequest
+
+MAX_BYTES = 1 << 20
+"""Bytes of the largest file: a wrong path must not read a model into memory."""
+NOT_IN_FILES = ("config", "print-config")
+FROM_FILE = "file "
+"""What the source of a value out of a file begins with."""
+
+_TYPES: Mapping[Kind, tuple[tuple[type, ...], str]] = MappingProxyType(
+    {
+        "boolean": ((bool,), "true or false"),
+        "integer": ((int,), "a whole number"),
+        "number": ((int, float), "a number"),
+        "string": ((str,), "a string"),
+    }
+)
+"""For each kind of value: the types that TOML gives for it, and its name in a message."""
+_NAMES: Mapping[type, str] = MappingProxyType(
+    {bool: "true or false", int: "a whole number", float: "a number", str: "a string", list: "a list", dict: "a table"}
+)
+_HEADER = re.compile(r"\s*\[([^\[\]]+)\]\s*(?:#.*)?")
+
+Table = tuple[str, ...]
+"""The words of a table's header, which are those of a command."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConfigFile:
+    """A file that was read."""
+
+    path: Path
+    text: str = field(repr=False)  # there may be a key in it
+    data: Mapping[str, Any] = field(repr=False)
+    status: os.stat_result
+
+    def refuse(self, table: Table, key: str, problem: str) -> BadRequest:
+        """Return the error that names the file, the line when it can be found, and the key."""
+        line = line_of(self.text, table, key)
+        where = f"{self.path}: line {line}" if line else str(self.path)
+        inside = f" in [{'.'.join(table)}]" if table else ""
+        return BadRequest(f"{where}: {key}{inside} {problem}")
+
+
+def default_file(environ: Mapping[str, str]) -> Path:
+    """Return the place of the user's own file: below `XDG_CONFIG_HOME`, else below ~/.config."""
+    xdg = environ.get("XDG_CONFIG_HOME", "")
+    home = Path(environ.get("HOME") or environ.get("USERPROFILE") or Path.home())
+    # The XDG specification: a relative path is invalid and is ignored.
+    base = Path(xdg) if Path(xdg).is_absolute() else home / ".config"
+    return base / "nano-inference" / "config.toml"
+
+
+def take_files(root: App, _app: App, commands: Table, arguments: ArgumentCollection) -> None:
+    """Fill in what the command line and the environment leave out. A `BadRequest` names file, line and key."""
+    named = next((a for a in options_of(arguments) if key_of(a) == "config"), None)
+    if named is None:
+        return
+    paths = [Path(str(named.tokens[-1].value)).expanduser()] if named.tokens else []
+    standard = default_file(os.environ)
+    if standard.exists() and standard not in paths:
+        paths.append(standard)
+    if not paths:
+        return
+    known = {path: options_of(app.assemble_argument_collection()) for path, app in walk_commands(root)}
+    for path in paths:
+        file = read_file(path)
+        check_table(file, known)
+        fill(file, commands, options_of(arguments))
+
+
+def read_file(path: Path) -> ConfigFile:
+    """Read and parse a file; raise `BadRequest`, one line that names it, when that cannot be done."""
+    import tomllib
+
+    try:
+        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:  # a pipe would wait for its writer
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode) and str(path) != os.devnull:
+                raise BadRequest(f"{path}: is not a file")
+            raw = file.read(MAX_BYTES + 1)
+    except OSError as error:
+        raise BadRequest(f"{path}: cannot be read: {error.strerror}") from None
+    if len(raw) > MAX_BYTES:
+        raise BadRequest(f"{path}: is larger than {MAX_BYTES} bytes")
+    try:
+        text = raw.decode("utf-8-sig")
+        return ConfigFile(path=path, text=text, data=tomllib.loads(text), status=status)
+    except UnicodeDecodeError as error:
+        raise BadRequest(f"{path}: is not UTF-8 (byte {error.start})") from None
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        raise BadRequest(f"{path}: is not TOML: {error}") from None
+
+
+def check_table(file: ConfigFile, known: Mapping[Table, list[Argument]], table: Table = ()) -> None:
+    """Refuse a table or a key that no command has, a key given twice, and a secret that others can read."""
+    below = {path: options for path, options in known.items() if path[: len(table)] == table}
+    names = {path[len(table)] for path in below if len(path) > len(table)}
+    options = {key_of(option): option for one in below.values() for option in one}
+    seen: set[str] = set()
+    for written, value in _table(file, table).items():
+        key = written.replace("_", "-")
+        if isinstance(value, dict) and written in names:
+            check_table(file, known, (*table, written))
+        elif key not in options:
+            raise file.refuse(table, written, _unknown(written, value, names, options))
+        elif key in NOT_IN_FILES:
+            raise file.refuse(table, written, "belongs on the command line or in the environment")
+        elif key in seen:
+            raise file.refuse(table, written, "is given twice")
+        else:
+            _check_value(file, table, written, value, options[key])
+        seen.add(key)
+
+
+def fill(file: ConfigFile, commands: Table, options: list[Argument]) -> None:
+    """Give the options that have no value yet those of the file; the command's own table comes first."""
+    by_key = {key_of(option): option for option in options}
+    for depth in range(len(commands), -1, -1):
+        for written, value in _table(file, commands[:depth]).items():
+            option = by_key.get(written.replace("_", "-"))
+            if option is not None and not option.tokens and not isinstance(value, dict):
+                for token in tokens_of(value, option, f"{FROM_FILE}{file.path}"):
+                    option.append(token)
+
+
+def tokens_of(value: Any, option: Argument, source: str) -> Iterator[Token]:
+    """Return a file's value as cyclopts takes it from a command line."""
+    values = value if isinstance(value, list) else [value]
+    if not values:
+        yield Token(keyword=option.name, implicit_value=(), source=source)
+    for index, one in enumerate(values):
+        text = str(one).lower() if isinstance(one, bool) else str(one)
+        yield Token(keyword=option.name, value=text, source=source, index=index)
+
+
+def _check_value(file: ConfigFile, table: Table, key: str, value: Any, option: Argument) -> None:
+    """Refuse a value of the wrong type, without showing it; and a secret that others can read."""
+    if is_secret(option):
+        from nano_inference.server.keys import check_private
+
+        check_private(file.path, file.status, f"{file.path}: {key}")
+    kind, is_list = kind_of(option.hint), takes_list(option.hint)
+    types, name = _TYPES[kind]
+    for one in value if is_list and isinstance(value, list) else [value]:
+        is_none = one == "none" and takes_none(option.hint)
+        if not is_none and (not isinstance(one, types) or (isinstance(one, bool) and kind != "boolean")):
+            wanted = f"{name}, or a list of such" if is_list else name
+            raise file.refuse(table, key, f"must be {wanted}, not {_NAMES.get(type(one), 'a date or time')}")
+
+
+def _unknown(key: str, value: Any, names: Iterable[str], options: Iterable[str]) -> str:
+    """Say what is wrong with a key that no command has, and what may have been meant."""
+    if key in names:
+        return "is a command: its options stand in a table of that name"
+    known = names if isinstance(value, dict) else options
+    near = difflib.get_close_matches(key.replace("_", "-"), list(known), 1)
+    meant = f"; did you mean {near[0]}?" if near else ""
+    return ("is not a command" if isinstance(value, dict) else "is not an option") + meant
+
+
+def _table(file: ConfigFile, table: Table) -> Mapping[str, Any]:
+    """Return a table's keys; none when the file has no such table."""
+    data: Any = file.data
+    for name in table:
+        data = data.get(name, {}) if isinstance(data, dict) else {}
+    return data if isinstance(data, dict) else {}
+
+
+def line_of(text: str, table: Table, key: str) -> int | None:
+    """Return the line on which a key of a table stands; None when it is written in a way not looked for."""
+    written = re.compile(rf"""\s*["']?{re.escape(key)}["']?\s*=""")
+    here: Table = ()
+    for number, line in enumerate(text.splitlines(), 1):
+        header = _HEADER.fullmatch(line)
+        if header is not None:
+            here = tuple(part.strip().strip("\"'") for part in header[1].split("."))
+            if here == (*table, key):
+                return number
+        elif here == table and written.match(line):
+            return number
+    return None

@@ -1,0 +1,129 @@
+"""Where each option's value comes from, and `--print-config`, which shows it in a form that is a configuration file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from itertools import groupby
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from cyclopts import App, Argument, ArgumentCollection, Token
+
+from nano_inference.cli.arguments import heading_of, is_secret, key_of, options_of
+from nano_inference.cli.config_file import NOT_IN_FILES
+
+BUILT_IN = "built-in"
+_SAID = {"cli": "command line"}
+_WIDEST_VALUE = 48
+
+
+@dataclass(slots=True)
+class Seen:
+    """What was parsed last: the command's words, and its arguments with what each was given."""
+
+    commands: tuple[str, ...] = ()
+    arguments: ArgumentCollection = field(default_factory=ArgumentCollection)
+
+    def __call__(self, _app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
+        """Keep them. Last of the application's sources, so that all the others have had their say."""
+        self.commands, self.arguments = commands, arguments
+        if self.wants_print:
+            for argument in arguments:
+                if argument.is_positional_only() and argument.required and not argument.tokens:
+                    argument.append(Token(value="-", source=BUILT_IN))  # nothing will be done with it
+
+    @property
+    def wants_print(self) -> bool:
+        """Whether --print-config was given."""
+        asked = next((a for a in options_of(self.arguments) if key_of(a) == "print-config"), None)
+        return asked is not None and bool(asked.tokens) and asked.convert() is True
+
+    def origin_of(self, name: str) -> str:
+        """Return where the value of a field comes from."""
+        found = next((a for a in options_of(self.arguments) if a.field_info.name == name), None)
+        return BUILT_IN if found is None else origin_of(found)
+
+
+class Setting(NamedTuple):
+    """An option's value and its origin."""
+
+    key: str
+    group: str
+    value: Any
+    origin: str
+    is_secret: bool
+
+
+def origin_of(option: Argument) -> str:
+    """Return where an option's value comes from, in words."""
+    if not option.tokens:
+        return BUILT_IN
+    token = option.tokens[-1]
+    return f"environment {token.keyword}" if token.source == "env" else _SAID.get(token.source, token.source)
+
+
+def settings_of(arguments: ArgumentCollection, bound: Mapping[str, Any]) -> list[Setting]:
+    """Return every option with the value that the command would get."""
+    owner = {id(child): parent.field_info.name for parent in arguments for child in parent.children}
+    settings = []
+    for option in options_of(arguments):
+        name = option.field_info.name
+        parent = owner.get(id(option))
+        value = bound[name] if parent is None else getattr(bound[parent], name)
+        if key_of(option) not in NOT_IN_FILES:
+            settings.append(Setting(key_of(option), heading_of(option), value, origin_of(option), is_secret(option)))
+    return settings
+
+
+def as_toml(commands: tuple[str, ...], settings: list[Setting]) -> str:
+    """Return the settings as a table of a configuration file, with the origins as comments."""
+    width = min(_WIDEST_VALUE, max((len(_assignment(one)) for one in settings), default=0))
+    lines = [f"[{'.'.join(commands)}]"]
+    for group, members in groupby(settings, key=lambda one: one.group):
+        lines += ["", f"# {group}", *(f"{_assignment(one):<{width}}  # {one.origin}" for one in members)]
+    return "\n".join(lines)
+
+
+def as_json(settings: list[Setting]) -> str:
+    """Return the settings as one JSON object; of a secret it says only that it is set."""
+    return json.dumps(
+        {
+            one.key: {
+                "value": ("set" if one.value else None) if one.is_secret else _plain(one.value),
+                "origin": one.origin,
+            }
+            for one in settings
+        }
+    )
+
+
+def _assignment(setting: Setting) -> str:
+    """Return `key = value`; a comment for what has no value, and for what must not be shown."""
+    if setting.is_secret:
+        return f"# {setting.key} is {'set, and not shown' if setting.value else 'not set'}"
+    if setting.value is None and setting.origin != BUILT_IN:
+        return f'{setting.key} = "none"'
+    if setting.value is None:
+        return f"# {setting.key} is not set"
+    return f"{setting.key} = {toml_value(_plain(setting.value))}"
+
+
+def toml_value(value: Any) -> str:
+    """Return a value as TOML writes it."""
+    if isinstance(value, list):
+        return f"[{', '.join(toml_value(one) for one in value)}]"
+    if isinstance(value, str):
+        # JSON's escapes are TOML's, but for the one control character that JSON leaves as it is.
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    return json.dumps(value) if isinstance(value, bool) else repr(value)
+
+
+def _plain(value: Any) -> Any:
+    """Return a value as TOML and JSON know it."""
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, Collection) and not isinstance(value, str):
+        return list(value) if isinstance(value, tuple | list) else sorted(value)
+    return value

@@ -1,0 +1,281 @@
+"""Where an option's value comes from: the command line, its twin in the environment, files, the model, ourselves."""
+
+from __future__ import annotations
+
+import json
+import os
+import tomllib
+from pathlib import Path
+from typing import Any, get_args, get_origin
+
+import pytest
+from cyclopts import Argument
+
+from nano_inference.cli import main
+from nano_inference.cli.app import build_app
+from nano_inference.cli.arguments import kind_of, options_of, takes_list, twin_of, walk_commands
+from nano_inference.cli.config_file import NOT_IN_FILES, default_file, line_of
+
+Capture = pytest.CaptureFixture[str]
+NEEDED = {"models pull": ("x",), "models rm": ("x",), "models export": ("x", "y")}
+NANOCHAT, RL = {"NANOCHAT": "1"}, {"ENABLE_RL": "1"}
+COMPANIONS = {
+    **dict.fromkeys(("--source", "--model-tag", "--step", "--device-type"), NANOCHAT),
+    **dict.fromkeys(("--weights-dir", "--admin-key", "--admin-key-file"), RL),
+    "--attention": {"KERNELS": "off"},
+    "--pooling": {"MAX_TOKENS": "0"},
+}
+"""Options that are refused, or not looked at, without another one."""
+
+
+@pytest.fixture(autouse=True)
+def no_twins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An environment without a single option."""
+    for name in list(os.environ):
+        if name.startswith("NANO_INFERENCE_"):
+            monkeypatch.delenv(name)
+
+
+def run(capsys: Capture, *argv: str, code: int = 0) -> tuple[str, str]:
+    """Run a command that must exit with `code`; return stdout and stderr."""
+    found = main(argv)
+    out, err = capsys.readouterr()
+    assert found == code, err
+    return out, err
+
+
+def parse(page: str) -> dict[str, tuple[Any, str]]:
+    """Return --print-config's options with their values and origins; None for what has no value, or is not shown."""
+    found: dict[str, tuple[Any, str]] = {}
+    for line in page.splitlines():
+        left, mark, origin = line.rpartition("  # ")
+        if mark and left.startswith("#"):
+            found[left.split()[1]] = (None, origin)
+        elif mark:
+            found |= {key: (value, origin) for key, value in tomllib.loads(left).items()}
+    return found
+
+
+def settings(capsys: Capture, *argv: str) -> dict[str, tuple[Any, str]]:
+    """Return what --print-config says of a command line."""
+    return parse(run(capsys, *argv, "--print-config")[0])
+
+
+SAMPLES: dict[str, tuple[str, object]] = {"--max-body-bytes": ("2000", 2000)}
+
+
+def write(path: Path, text: str) -> str:
+    path.write_text(text, encoding="utf-8")
+    path.chmod(0o600)
+    return str(path)
+
+
+# ---- twins
+
+
+def sample(option: Argument) -> tuple[str, object]:
+    """A value of an option that is not its default, as the environment has it, and as the command gets it."""
+    hint = next((h for h in get_args(option.hint) if get_origin(h) is not None), option.hint)
+    choices = [choice for choice in (option.get_choices(force=True) or ()) if choice not in ("", "auto", "mps")]
+    if choices and kind_of(option.hint) == "string":
+        wanted = next(choice for choice in reversed(choices) if choice != option.field_info.default)
+        return wanted, wanted
+    kind = kind_of(option.hint)
+    if kind == "boolean":
+        is_on = option.field_info.default is not True
+        return str(is_on).lower(), is_on
+    one: tuple[str, object] = {"integer": ("9", 9), "number": ("0.5", 0.5), "string": ("/x", "/x")}[kind]
+    return (one[0], [one[1]]) if takes_list(hint) else one
+
+
+def every_option() -> list[tuple[tuple[str, ...], Argument]]:
+    return [
+        (path, option)
+        for path, app in walk_commands(build_app())
+        for option in options_of(app.assemble_argument_collection())
+        if option.name[2:] not in NOT_IN_FILES
+    ]
+
+
+def shown_setting(page: str, key: str) -> list[Any]:
+    """The value and the origin of one option in --print-config's output, which is JSON where --json was set."""
+    if page.startswith("{"):
+        return list(json.loads(page)[key].values())
+    return list(parse(page)[key])
+
+
+def test_every_option_has_a_twin(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    """Each is set alone, and must be what the command gets, from there."""
+    wrong = []
+    for path, option in every_option():
+        text, value = SAMPLES.get(option.name) or sample(option)
+        with monkeypatch.context() as patched:
+            for name, companion in COMPANIONS.get(option.name, {}).items():
+                patched.setenv(f"NANO_INFERENCE_{name}", companion)
+            patched.setenv(twin_of(option), text)
+            code = main([*path, *NEEDED.get(" ".join(path), ()), "--print-config"])
+        out, err = capsys.readouterr()
+        shown = "" if code else shown_setting(out, option.name[2:])
+        wanted = [None if option.name in ("--api-key", "--admin-key") else value, f"environment {twin_of(option)}"]
+        if shown != wanted:
+            wrong.append((*path, option.name, text, shown, err))
+    assert not wrong
+
+
+# ---- files
+
+
+def test_who_wins(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each source is asked for what the ones before it leave out, and named."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    own = tmp_path / "nano-inference" / "config.toml"
+    own.parent.mkdir()
+    own_keys = ("top-k", "max-tokens", "seed", "min-tokens", "block-size")
+    write(own, "".join(f"{key} = 2\n" for key in own_keys))
+    named = write(tmp_path / "named.toml", "top-k = 3\nmax-tokens = 3\nseed = 3\n[generate]\nmin-tokens = 3\n")
+    monkeypatch.setenv("NANO_INFERENCE_MAX_TOKENS", "4")
+    monkeypatch.setenv("NANO_INFERENCE_SEED", "4")
+    found = settings(capsys, "generate", "x", "--seed", "5", "--config", named, "-m", "calculator")
+    assert found["seed"] == (5, "command line")
+    assert found["max-tokens"] == (4, "environment NANO_INFERENCE_MAX_TOKENS")
+    assert found["top-k"] == (3, f"file {named}") and found["min-tokens"] == (3, f"file {named}")
+    assert found["block-size"] == (2, f"file {own}")
+    assert found["temperature"] == (0.0, "the model's own default")
+    assert found["top-p"] == (1.0, "built-in")
+    write(tmp_path / "named.toml", "temperature = 0.5\n")
+    assert settings(capsys, "chat", "--config", named, "-m", "calculator")["temperature"] == (0.5, f"file {named}")
+
+
+def test_the_nearest_table_wins(tmp_path: Path, capsys: Capture) -> None:
+    text = "quiet = true\noverride = 'a=1'\n[models]\noverride = ['b=2']\n[models.info]\noverride = ['c=3', 'd=4']\n"
+    file = write(tmp_path / "c.toml", text)
+    wanted = {("models", "info"): ["c=3", "d=4"], ("models", "export", "x", "y"): ["b=2"], ("bench",): ["a=1"]}
+    for argv, value in wanted.items():
+        found = settings(capsys, *argv, "--config", file)
+        assert found["override"] == (value, f"file {file}") and found["quiet"][0] is True
+
+
+def test_a_key_of_other_commands_is_left_to_them(tmp_path: Path, capsys: Capture) -> None:
+    file = write(tmp_path / "c.toml", "port = 9000\nmax_tokens = 'none'\n[chat]\nsystem = 'be brief'\n")
+    assert settings(capsys, "serve", "--config", file)["port"] == (9000, f"file {file}")
+    found = settings(capsys, "chat", "--config", file)
+    assert found["system"][0] == "be brief" and found["max-tokens"][0] == "none" and "port" not in found
+
+
+def test_a_command_runs_with_what_a_file_says(tiny: Path, tmp_path: Path, capsys: Capture) -> None:
+    model = json.dumps(str(tiny))
+    file = write(tmp_path / "c.toml", f"model = {model}\nmax-tokens = 3\n[generate]\nignore-eos = true\njson = true\n")
+    sample = json.loads(run(capsys, "generate", "hello", "--config", file)[0])
+    assert len(sample["token_ids"]) == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("\nport = ", "is not TOML: Invalid value"),
+        ("x = 1\n", "line 1: x is not an option"),
+        ("# a\n[serve]\n\nprot = 1\n", "line 4: prot in [serve] is not an option; did you mean port?"),
+        ("[serv]\nport = 1\n", "line 1: serv is not a command; did you mean serve?"),
+        ("[chat]\nport = 1\n", "line 2: port in [chat] is not an option"),
+        ("serve = 1\n", "line 1: serve is a command: its options stand in a table of that name"),
+        ("port = '80'\n", "line 1: port must be a whole number, not a string"),
+        ("port = 80.5\n", "port must be a whole number, not a number"),
+        ("port = true\n", "port must be a whole number, not true or false"),
+        ("port = [80]\n", "port must be a whole number, not a list"),
+        ("port = 1979-05-27\n", "port must be a whole number, not a date or time"),
+        ("strict = 1\n", "strict must be true or false, not a whole number"),
+        ("host = 1\n", "host must be a string, not a whole number"),
+        ("host = 'none'\nport = 'none'\n", "line 2: port must be a whole number, not a string"),
+        ("[serve.port]\nx = 1\n", "port in [serve] must be a whole number, not a table"),
+        ("stop = ['a', 2]\n", "stop must be a string, or a list of such, not a whole number"),
+        ("api-key = 12345678\n", "api-key must be a string, or a list of such"),
+        ("max-n = 1\nmax_n = 2\n", "line 2: max_n is given twice"),
+        ("config = 'x'\n", "config belongs on the command line or in the environment"),
+        ("print-config = true\n", "print-config belongs on the command line"),
+        ("dtype = 'float8'\n", 'Invalid value "float8" for --dtype from file'),
+        ("port = 99999\n", "port must be in [0, 65535], got 99999 (file "),
+    ],
+)
+def test_what_is_wrong_in_a_file_is_one_line(tmp_path: Path, capsys: Capture, text: str, said: str) -> None:
+    file = write(tmp_path / "c.toml", text)
+    out, err = run(capsys, "serve", "--config", file, code=2)
+    assert out == "" and err.count("\n") == 1 and file in err and said in err and "12345678" not in err
+
+
+def test_a_file_that_cannot_be_read(tmp_path: Path, capsys: Capture) -> None:
+    (tmp_path / "latin.toml").write_bytes(b'host = "\xe9"\n')
+    (tmp_path / "large.toml").write_bytes(b"#" * (1 << 20) + b"\n")
+    os.mkfifo(tmp_path / "pipe.toml")
+    said = {
+        "latin.toml": "is not UTF-8",
+        "large.toml": "is larger than 1048576 bytes",
+        "pipe.toml": "is not a file",
+        ".": "Is a directory",
+        "none.toml": "No such file or directory",
+    }
+    for name, text in said.items():
+        _, err = run(capsys, "doctor", "--config", str(tmp_path / name), code=2)
+        assert err.count("\n") == 1 and text in err and str(tmp_path / name) in err
+    assert settings(capsys, "serve", "--config", os.devnull)["port"] == (8000, "built-in")
+
+
+def test_a_key_in_a_file_is_its_owner_s(tmp_path: Path, capsys: Capture) -> None:
+    file = tmp_path / "c.toml"
+    write(file, "[serve]\napi-key = ['a-long-secret']\n")
+    out, _ = run(capsys, "serve", "--config", str(file), "--print-config")
+    assert "a-long-secret" not in out and "# api-key is set, and not shown" in out
+    file.chmod(0o640)
+    for command in ("serve", "chat"):
+        _, err = run(capsys, command, "--config", str(file), code=2)
+        assert "api-key may be read by others than its owner (mode 640): chmod 600" in err and "secret" not in err
+
+
+def test_a_value_out_of_the_environment_is_blamed_on_it(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NANO_INFERENCE_PORT", "99999")
+    assert "got 99999 (environment NANO_INFERENCE_PORT)" in run(capsys, "serve", code=2)[1]
+    assert run(capsys, "serve", "--port", "99999", code=2)[1].endswith("got 99999\n")
+
+
+def test_the_place_of_the_user_s_file() -> None:
+    assert default_file({"HOME": "/h"}) == Path("/h/.config/nano-inference/config.toml")
+    assert default_file({"HOME": "/h", "XDG_CONFIG_HOME": "/x"}) == Path("/x/nano-inference/config.toml")
+    assert default_file({"HOME": "/h", "XDG_CONFIG_HOME": "x"}) == Path("/h/.config/nano-inference/config.toml")
+
+
+def test_lines_are_found_however_they_are_written() -> None:
+    text = '"a" = 1\n[ serve ] # here\n  b= 2\n[models.info]\nc =3\n[models . "rm"]\nd = {a = 1}\n'
+    where = [((), "a"), (("serve",), "b"), (("models", "info"), "c"), (("models", "rm"), "d"), (("serve",), "a")]
+    assert [line_of(text, table, key) for table, key in where] == [1, 3, 5, 7, None]
+
+
+# ---- --print-config
+
+
+@pytest.mark.parametrize("path", [path for path, _ in walk_commands(build_app())], ids="-".join)
+def test_what_is_printed_is_a_file_that_says_the_same(path: tuple[str, ...], tmp_path: Path, capsys: Capture) -> None:
+    page, err = run(capsys, *path, "--print-config")
+    assert err == "" and page.startswith(f"[{'.'.join(path)}]\n")
+    file = write(tmp_path / "c.toml", page)
+    before, after = parse(page), settings(capsys, *path, "--config", file)
+    assert {key: value for key, (value, _) in after.items()} == {key: value for key, (value, _) in before.items()}
+    after.pop("device-type", None)  # of a mode that is off, what a file says is not looked at
+    assert {origin for value, origin in after.values() if value is not None} == {f"file {file}"}
+    assert {origin for _, origin in before.values()} == {"built-in"}
+
+
+def test_awkward_values_come_back_as_they_were(tmp_path: Path, capsys: Capture) -> None:
+    text = 'say "é\\n"\t\x7f # no comment'
+    argv = ("generate", "x", "--system", text, "--stop", text, "--stop", "b", "--max-tokens", "none", "--n", "2")
+    page, _ = run(capsys, *argv, "--stop-token-ids", "7", "--stop-token-ids", "5", "--print-config")
+    data = tomllib.loads(page)["generate"]
+    assert data["system"] == text and data["stop"] == [text, "b"] and data["max-tokens"] == "none"
+    assert data["stop-token-ids"] == [5, 7]
+    file = write(tmp_path / "c.toml", page)
+    again, _ = run(capsys, "generate", "x", "--config", file, "--print-config")
+    assert tomllib.loads(again)["generate"] == data
+
+
+def test_print_config_as_json(capsys: Capture) -> None:
+    found = json.loads(run(capsys, "generate", "--json", "--temperature", "0.5", "--print-config")[0])
+    assert found["temperature"] == {"value": 0.5, "origin": "command line"} and found["seed"]["value"] is None
+    assert found["stop"] == {"value": [], "origin": "built-in"} and "print-config" not in found
