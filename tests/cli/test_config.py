@@ -198,7 +198,7 @@ def test_a_command_runs_with_what_a_file_says(tiny: Path, tmp_path: Path, capsys
 )
 def test_what_is_wrong_in_a_file_is_one_line(tmp_path: Path, capsys: Capture, text: str, said: str) -> None:
     file = write(tmp_path / "c.toml", text)
-    out, err = run(capsys, "serve", "--config", file, code=2)
+    out, err = run(capsys, "serve", "--config", file, "--print-config", code=2)
     assert out == "" and err.count("\n") == 1 and file in err and said in err and "12345678" not in err
 
 
@@ -226,14 +226,14 @@ def test_a_key_in_a_file_is_its_owner_s(tmp_path: Path, capsys: Capture) -> None
     assert "a-long-secret" not in out and "# api-key is set, and not shown" in out
     file.chmod(0o640)
     for command in ("serve", "chat"):
-        _, err = run(capsys, command, "--config", str(file), code=2)
+        _, err = run(capsys, command, "--config", str(file), "--print-config", code=2)
         assert "api-key may be read by others than its owner (mode 640): chmod 600" in err and "secret" not in err
 
 
 def test_a_value_out_of_the_environment_is_blamed_on_it(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NANO_INFERENCE_PORT", "99999")
-    assert "got 99999 (environment NANO_INFERENCE_PORT)" in run(capsys, "serve", code=2)[1]
-    assert run(capsys, "serve", "--port", "99999", code=2)[1].endswith("got 99999\n")
+    assert "got 99999 (environment NANO_INFERENCE_PORT)" in run(capsys, "serve", "--print-config", code=2)[1]
+    assert run(capsys, "serve", "--port", "99999", "--print-config", code=2)[1].endswith("got 99999\n")
 
 
 def test_the_place_of_the_user_s_file() -> None:
