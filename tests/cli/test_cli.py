@@ -49,15 +49,17 @@ def core(tiny: Path) -> tokenizers.Tokenizer:
 
 
 def test_every_field_is_a_flag_with_its_help(capsys: Capture) -> None:
-    page, _ = run(capsys, "generate", "--help")
+    page, _ = run(capsys, "generate", "--help=all")
     words = " ".join(page.split())
     renamed = {"model_path", "overrides"}
     for cls, left_out in ((EngineConfig, renamed), (SamplingParams, {"logit_bias", "allowed_token_ids"})):
         for field in fields(cls):
             if field.name not in left_out:
-                assert f"--{field.name.replace('_', '-')} " in words or f"--{field.name.replace('_', '-')}," in words
-    assert "-m, --model STR" in words and "--override STR" in words and "tokens a KV block holds [default: 16]" in words
-    assert "Drops tokens less likely than min_p times the likeliest" in words
+                name = field.name.replace("_", "-")
+                assert f"--{name} " in words or f"--[no-]{name} " in words
+    assert "-m, --model MODEL" in words and "--override NAME=VALUE" in words
+    assert "tokens a KV block holds (default: 16)" in words
+    assert "leave out tokens less likely than this share of the likeliest" in words
     assert "logit-bias" not in words and "allowed-token" not in words
 
 

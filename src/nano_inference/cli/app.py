@@ -14,7 +14,7 @@ from cyclopts.config import Env
 import nano_inference
 from nano_inference.cli.config_file import take_files
 from nano_inference.cli.fallback import ENV_PREFIX, name_model
-from nano_inference.cli.help_page import print_panel
+from nano_inference.cli.help_page import page
 from nano_inference.cli.origins import BUILT_IN, Seen, as_json, as_toml, settings_of
 from nano_inference.types import BadRequest
 
@@ -22,6 +22,7 @@ BAD_USAGE, ENGINE_FAILED, INTERRUPTED, BROKEN_PIPE = 2, 1, 130, 141
 
 _ASKED = "__complete"
 """With this word a shell's completion script asks."""
+_HELP = ("--help", "-h")
 _HERE = "nano_inference.cli.commands"
 _COMMANDS = (
     ("chat", "", "Talk with a model in the terminal."),
@@ -29,7 +30,7 @@ _COMMANDS = (
     ("serve", "", "Serve a model behind an OpenAI-compatible URL."),
     ("bench", "", "Measure this engine on the benchmark workloads."),
     ("tokenize", " [TEXT]", "Show a text's token ids, or the text of ids."),
-    ("doctor", "", "Show what this machine has, and how fast its memory and arithmetic are."),
+    ("doctor", "", "Show what this machine can run, and how fast."),
     ("completion", "", "Install shell completion."),
 )
 _MODELS_COMMANDS = (
@@ -38,10 +39,6 @@ _MODELS_COMMANDS = (
     ("info", " [NAME]", "Show what a model is made of."),
     ("export", " NAME DIRECTORY", "Write a nanochat model in another format."),
     ("rm", " NAME", "Delete a model from the cache."),
-)
-_EPILOGUE = (
-    "Every option has a twin in the environment: --model is NANO_INFERENCE_MODEL. "
-    "NANO_INFERENCE_TRACEBACK=1 shows where an error came from."
 )
 
 
@@ -71,11 +68,15 @@ def run(argv: list[str]) -> object:
     if argv[:1] == [_ASKED]:
         app.config = ()  # an environment or a file that is wrong must not keep TAB from answering
         return app(argv)
-    if argv and argv[-1] in app.help_flags and "--" not in argv:
-        app.help_print(argv[:-1])
+    view = _help_asked(argv)
+    plain = argv if view is None else [word for word in argv if word.partition("=")[0] not in _HELP]
+    words, apps, rest = app.parse_commands(plain)
+    is_group = apps[-1].default_command is None
+    if (view is not None or is_group) and not (is_group and rest):
+        print(page(apps[-1], words, str(apps[-1].usage), view or ""))
         return 0
     try:
-        command, bound, _ = app.parse_args(argv)
+        command, bound, _ = app.parse_args(plain)
     except (ValueError, CycloptsError) as error:
         raise BadRequest(_with_origin(error, seen)) from error
     if not seen.wants_print:
@@ -84,6 +85,13 @@ def run(argv: list[str]) -> object:
     settings = settings_of(seen.arguments, bound.arguments)
     print(as_json(settings) if bound.arguments.get("as_json") else as_toml(seen.commands, settings))
     return 0
+
+
+def _help_asked(argv: list[str]) -> str | None:
+    """Return which help is wanted: "" for --help, X for --help=X; None when none is."""
+    before = argv[: argv.index("--")] if "--" in argv else argv
+    asked = next((word for word in before if word.partition("=")[0] in _HELP), None)
+    return None if asked is None else asked.partition("=")[2]
 
 
 def _with_origin(error: Exception, seen: Seen) -> str:
@@ -100,9 +108,6 @@ def build_app(seen: Seen | None = None) -> App:
         usage="Usage: nano-inference COMMAND",
         help="An exact, fast and readable LLM inference engine.",
         version=nano_inference.__version__,
-        help_format="plaintext",
-        help_formatter=print_panel,
-        help_epilogue=_EPILOGUE,
         print_error=False,
         exit_on_error=False,
         suppress_keyboard_interrupt=False,

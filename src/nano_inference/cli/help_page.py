@@ -1,44 +1,183 @@
-"""How `--help` looks: names on the left, texts on the right. Plain text, because rich's tables take too long."""
+"""How `--help` looks: names on the left, texts on the right; what matters first, and how to see the rest.
+
+Plain text made here: rich's tables and cyclopts' pages take as long again as everything else before them.
+"""
 
 from __future__ import annotations
 
+import shutil
 import textwrap
+from collections.abc import Iterable
+from itertools import groupby
+from typing import Any
 
-from cyclopts.help import HelpEntry, HelpPanel
-from rich.console import Console, ConsoleOptions
+from cyclopts import App, Argument
 
-_LEFT = 30
-_WIDEST = 100
+from nano_inference.cli.arguments import heading_of, key_of, kind_of, options_of, takes_list, twin_of
+from nano_inference.cli.config_file import NOT_IN_FILES
+from nano_inference.cli.fallback import DEFAULT
+from nano_inference.cli.help_texts import EXAMPLES, KINDS, LONG, MAIN, SAMPLING, VALUES
+from nano_inference.types import BadRequest
+
+LEFT = 30
+"""Columns of the names."""
+_WIDEST = 110
+_NARROWEST = 60
+_OWN = "Options"
+_ORDER = (_OWN, "Server", "Engine", "Sampling", "nanochat", "Common")
+_VIEWS = ("all", "env")
+
+Lines = list[str]
 
 
-def print_panel(console: Console, options: ConsoleOptions, panel: HelpPanel) -> None:
-    """Print the entries of one heading."""
-    if not panel.entries:
-        return
-    width = min(options.max_width, _WIDEST)
-    lines = [f"{panel.title}:"]
-    for entry in panel.entries:
-        lines += entry_lines(_names(entry), _text(console, entry), width)
-    console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True, end="\n\n")
+def page(app: App, commands: tuple[str, ...], usage: str, view: str) -> str:
+    """Return a command's help. `view` is "" for the main options, a heading, "all", or "env" for their twins."""
+    width = max(_NARROWEST, min(shutil.get_terminal_size().columns, _WIDEST))
+    about = "\n".join(textwrap.wrap(app.help, width))
+    parts = [[usage, "", about]]
+    if app.default_command is None:
+        version = [] if commands else entry_lines("--version", "print the version", width)
+        parts += [[*_commands(app, width), *version], _wrapped(_NOTE if commands else _ROOT_NOTE, width)]
+    else:
+        parts += _command(app, commands, view.lower(), width)
+    return "\n\n".join("\n".join(part) for part in parts if part)
 
 
-def entry_lines(names: str, text: str, width: int) -> list[str]:
+def entry_lines(names: str, text: str, width: int) -> Lines:
     """Return an entry's lines; a text that does not fit beside its names begins below them."""
-    right = textwrap.wrap(text, max(20, width - _LEFT - 2)) or [""]
-    first = f"  {names:<{_LEFT - 2}}  {right[0]}" if len(names) <= _LEFT - 2 else f"  {names}"
-    rest = right[1:] if len(names) <= _LEFT - 2 else right
-    return [first.rstrip(), *(" " * (_LEFT + 2) + line for line in rest)]
+    right = textwrap.wrap(text, max(20, width - LEFT - 2), break_on_hyphens=False) or [""]
+    first = f"  {names:<{LEFT - 2}}  {right[0]}" if len(names) <= LEFT - 2 else f"  {names}"
+    rest = right[1:] if len(names) <= LEFT - 2 else right
+    return [first.rstrip(), *(" " * (LEFT + 2) + line for line in rest)]
 
 
-def _names(entry: HelpEntry) -> str:
-    shorts = (*entry.positive_shorts, *entry.negative_shorts)
-    parts = [*shorts, entry.positional_label or "", *entry.positive_names, *entry.negative_names]
-    names = ", ".join(part for part in parts if part)
-    return f"{names} {entry.metavar}" if entry.metavar and not entry.positional_label else names
+_NOTE = "nano-inference COMMAND --help shows a command's options."
+_ROOT_NOTE = (
+    f"{_NOTE} Every option has a twin in the environment (--model: NANO_INFERENCE_MODEL), can stand in a file "
+    "(--config), and --print-config shows where its value comes from. NANO_INFERENCE_TRACEBACK=1 shows where an error "
+    "came from."
+)
 
 
-def _text(console: Console, entry: HelpEntry) -> str:
-    text = "".join(part.text for part in console.render(entry.description)) if entry.description else ""
-    choices = f" [{', '.join(entry.choices)}]" if entry.choices else ""
-    has_default = entry.default not in (None, "()", "False")
-    return text.strip() + choices + (f" [default: {entry.default}]" if has_default else "")
+def _commands(app: App, width: int) -> Lines:
+    lines = ["Commands:"]
+    for name in app:
+        if not name.startswith("-"):
+            lines += entry_lines(name, app[name].help, width)
+    return lines
+
+
+def _command(app: App, commands: tuple[str, ...], view: str, width: int) -> list[Lines]:
+    """Return the parts of a page after its first lines."""
+    arguments = app.assemble_argument_collection()
+    sections = _sections(options_of(arguments))
+    wanted = {heading.lower() for heading in sections}
+    if view and view not in (*_VIEWS, *wanted):
+        raise BadRequest(f"--help={view}: there are --help={', --help='.join((*_VIEWS, *sorted(wanted)))}")
+    if view == "env":
+        return [_twins(sections, width)]
+    chosen = {heading: options for heading, options in sections.items() if view in ("", "all", heading.lower())}
+    shown = chosen if view else {heading: _main(options) for heading, options in chosen.items()}
+    parts = [_positionals(arguments, width)] if view in ("", "all") else []
+    parts += [_section(heading, options, width) for heading, options in shown.items()]
+    left_out = sum(map(len, sections.values())) - sum(map(len, shown.values()))
+    examples = _examples(commands, width) if view in ("", "all") else []
+    return [*parts, examples, _wrapped(_footer(left_out, sections), width)]
+
+
+def _sections(options: Iterable[Argument]) -> dict[str, list[Argument]]:
+    """Return the options below their headings, in the order in which those matter."""
+    named = [(_heading(option), option) for option in options]
+    named.sort(key=lambda pair: _ORDER.index(pair[0]))
+    return {heading: [pair[1] for pair in members] for heading, members in groupby(named, key=lambda pair: pair[0])}
+
+
+def _heading(option: Argument) -> str:
+    name = heading_of(option)
+    return name if name in _ORDER else _OWN
+
+
+def _main(options: list[Argument]) -> list[Argument]:
+    """Return the options of a heading that most people need."""
+    return options if len(options) < LONG else [option for option in options if key_of(option) in MAIN]
+
+
+def _positionals(arguments: Iterable[Argument], width: int) -> Lines:
+    lines: Lines = []
+    for argument in arguments:
+        if argument.is_positional_only() and argument.parse:
+            lines += entry_lines(argument.name.lstrip("-").upper(), _text(argument), width)
+    return ["Arguments:", *lines] if lines else []
+
+
+def _section(heading: str, options: Iterable[Argument], width: int) -> Lines:
+    lines = [line for option in options for line in entry_lines(_names(option), _text(option), width)]
+    return [f"{heading}:", *lines] if lines else []
+
+
+def _names(option: Argument) -> str:
+    """Return `-m, --model MODEL`, or `--[no-]quiet` for what can be switched on and off."""
+    shorts = [name for name in option.names if not name.startswith("--")]
+    if kind_of(option.hint) == "boolean":
+        is_switch = any(name.startswith("--no-") for name in option.names) and key_of(option) not in NOT_IN_FILES
+        return ", ".join([*shorts, f"--[no-]{key_of(option)}" if is_switch else option.name])
+    value = VALUES.get(key_of(option)) or ("CHOICE" if _choices(option) else KINDS[kind_of(option.hint)])
+    return ", ".join([*shorts, f"{option.name} {value}"])
+
+
+def _choices(option: Argument) -> list[str]:
+    is_switch = kind_of(option.hint) == "boolean"
+    return [] if is_switch else [choice for choice in option.get_choices(force=True) or () if choice]
+
+
+def _text(option: Argument) -> str:
+    """Return what an option does, what it can be, and what it is when nothing is said."""
+    text = SAMPLING.get(option.field_info.name) if heading_of(option) == "Sampling" else None
+    said = " ".join((text or option.parameter.help or "").split())
+    choices = f" [{', '.join(_choices(option))}]" if _choices(option) else ""
+    return f"{said}{choices}{_default(option, said)}".strip()
+
+
+def _default(option: Argument, said: str) -> str:
+    default: Any = option.field_info.default
+    if key_of(option) == "model":
+        default = DEFAULT
+    is_plain = default is not None and default is not False and default != "" and default != option.field_info.empty
+    if not is_plain or "default" in said or isinstance(default, frozenset):
+        return ""
+    if takes_list(option.hint):
+        return f" (default: {' '.join(map(str, default))})" if default else ""
+    if default is True:
+        return " (on by default)"
+    return f" (default: {default:g})" if isinstance(default, float) else f" (default: {default})"
+
+
+def _twins(sections: dict[str, list[Argument]], width: int) -> Lines:
+    """Return every option beside its name in the environment."""
+    lines = ["In the environment (several values are separated by blanks; a switch is true or false):"]
+    for options in sections.values():
+        for option in options:
+            lines += entry_lines(option.name, twin_of(option), width)
+    return lines
+
+
+def _examples(commands: tuple[str, ...], width: int) -> Lines:
+    examples = EXAMPLES.get(" ".join(commands), ())
+    lines: Lines = []
+    for line, what in examples:
+        lines += [f"  {line}", *textwrap.wrap(what, width, initial_indent="      ", subsequent_indent="      ")]
+    return ["Examples:", *lines] if lines else []
+
+
+def _footer(left_out: int, sections: dict[str, list[Argument]]) -> str:
+    """Say how to see what is not on the page."""
+    option = next(iter(next(iter(sections.values()))))
+    twins = f"--help=env shows each option's twin in the environment ({option.name} is {twin_of(option)})."
+    if not left_out:
+        return twins
+    headings = ", ".join(f"--help={heading.lower()}" for heading in sections if heading not in (_OWN, "Common"))
+    return f"{left_out} more options: --help=all shows every one, {headings} those of a heading. {twins}"
+
+
+def _wrapped(text: str, width: int) -> Lines:
+    return textwrap.wrap(text, width, break_on_hyphens=False)

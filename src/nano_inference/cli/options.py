@@ -30,8 +30,8 @@ _ENGINE_GROUP = Group("Engine", help=f'Without --model, the model named "{DEFAUL
 _SAMPLING_GROUP = Group("Sampling", sort_key=2)
 _COMMON_GROUP = Group("Common", sort_key=4)
 
-CONFIG_HELP = "TOML file with options; what it leaves out is looked for in the user's own, nano-inference/config.toml"
-PRINT_HELP = "print every option's value and where it comes from, and leave; the output is a file for --config"
+CONFIG_HELP = "TOML file with options, read before the user's own (~/.config/nano-inference/config.toml)"
+PRINT_HELP = "show every option's value and where it comes from, as such a file, and leave"
 
 
 def flags(group: Group, skip: Iterable[str] = ()) -> Parameter:

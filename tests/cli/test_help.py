@@ -1,0 +1,98 @@
+"""`--help`: what matters first, nothing hidden without saying how to see it, and pages that fit the terminal."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import pytest
+
+from nano_inference import SamplingParams
+from nano_inference.cli import main
+from nano_inference.cli.app import build_app
+from nano_inference.cli.arguments import heading_of, options_of, twin_of, walk_commands
+from nano_inference.cli.help_texts import EXAMPLES, MAIN, SAMPLING, VALUES
+
+Capture = pytest.CaptureFixture[str]
+COMMANDS = [path for path, _ in walk_commands(build_app())]
+OPTIONS = {path: options_of(app.assemble_argument_collection()) for path, app in walk_commands(build_app())}
+
+
+def page(capsys: Capture, *argv: str, code: int = 0) -> str:
+    """Return a help page."""
+    found = main(argv)
+    out, err = capsys.readouterr()
+    assert found == code, err
+    return out if code == 0 else err
+
+
+def names_on(text: str) -> set[str]:
+    """Return the options that have an entry on a page."""
+    entries = [line for line in text.splitlines() if line.startswith("  -")]
+    words = [word for line in entries for word in line.replace("--[no-]", "--").replace(",", " ").split()[:2]]
+    return {word for word in words if word.startswith("--")}
+
+
+@pytest.mark.parametrize("path", COMMANDS, ids="-".join)
+@pytest.mark.parametrize("columns", [60, 80, 120])
+def test_a_page_fits(path: tuple[str, ...], columns: int, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    lines = page(capsys, *path, "--help=all").splitlines()
+    texts = [line for line in lines if not line.startswith(("  nano-inference", "  echo", "Usage"))]
+    assert max(map(len, texts)) <= columns and lines[0].startswith(f"Usage: nano-inference {' '.join(path)}")
+
+
+@pytest.mark.parametrize("path", COMMANDS, ids="-".join)
+def test_nothing_is_hidden_without_saying_so(path: tuple[str, ...], capsys: Capture) -> None:
+    every = {option.name for option in OPTIONS[path]}
+    assert names_on(page(capsys, *path, "--help=all")) == every
+    short = page(capsys, *path, "--help")
+    left_out = every - names_on(short)
+    words = " ".join(short.split())
+    assert (f"{len(left_out)} more options: --help=all" in words) == bool(left_out)
+    found = set()
+    for word in words.split():
+        if word.startswith("--help=") and word.strip(",.") not in ("--help=all", "--help=env"):
+            found |= names_on(page(capsys, *path, word.strip(",.")))
+    assert left_out <= found and "--help=env" in words
+    twins = page(capsys, *path, "--help=env")
+    assert all(f"{option.name} " in twins and twin_of(option) in twins for option in OPTIONS[path])
+
+
+def test_long_commands_begin_with_a_page_that_can_be_read(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    for command in ("chat", "generate", "serve"):
+        text = page(capsys, command, "--help")
+        assert len(text.splitlines()) < 100 and "Examples:" in text and "-m, --model MODEL" in text
+        assert len(text.splitlines()) < len(page(capsys, command, "--help=all").splitlines())
+        assert page(capsys, command, "-h") == page(capsys, "--help", command) == text
+
+
+def test_every_option_says_what_it_does() -> None:
+    for path, options in OPTIONS.items():
+        for option in options:
+            is_told = heading_of(option) == "Sampling" and option.field_info.name in SAMPLING
+            assert is_told or option.parameter.help, (path, option.name)
+    assert set(SAMPLING) < {field.name for field in fields(SamplingParams)}
+
+
+def test_what_the_texts_name_exists() -> None:
+    every = {option.name[2:] for options in OPTIONS.values() for option in options}
+    assert every >= MAIN and every >= set(VALUES)
+    assert {tuple(name.split()) for name in EXAMPLES} <= set(COMMANDS)
+
+
+def test_groups_and_the_program_list_their_commands(capsys: Capture) -> None:
+    for argv in ((), ("--help",), ("models",), ("models", "--help")):
+        text = page(capsys, *argv)
+        wanted = [path[-1] for path in COMMANDS if path[:-1] == tuple(word for word in argv if word != "--help")]
+        assert all(f"\n  {name} " in text for name in wanted) and "Commands:" in text
+        assert ("--version" in text) == ("models" not in argv)
+
+
+def test_a_heading_that_is_not_there_is_one_line(capsys: Capture) -> None:
+    said = page(capsys, "serve", "--help=sampling", code=2)
+    assert said == (
+        "nano-inference: --help=sampling: there are --help=all, --help=env, --help=common, --help=engine, "
+        "--help=server\n"
+    )
+    assert "nonsense" in page(capsys, "nonsense", "--help", code=2)
