@@ -77,7 +77,7 @@ def counted(directory: Path, total: int | None, progress: Progress | None) -> It
 def _no_bars() -> Iterator[None]:
     """Keep the library from drawing bars of its own, which it does even where nobody can see them."""
     from huggingface_hub import constants
-    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+    from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
     if constants.HF_HUB_DISABLE_PROGRESS_BARS is not None or are_progress_bars_disabled():
         yield

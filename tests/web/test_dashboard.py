@@ -267,6 +267,7 @@ def test_charts_move_and_tell_what_was_at_a_time(context: BrowserContext, server
     assert board.chart("requests")["running"] == 4
     assert "now running 4, waiting 0" in (plot.get_attribute("aria-label") or "")
     page.locator("#chart-requests summary").click()
+    expect(page.locator("#chart-requests tbody tr").first).to_be_visible()
     rows = page.locator("#chart-requests tbody tr").all_inner_texts()
     assert [row.split("\t")[1] for row in rows[:4]] == ["4", "9", "3", "1"]
     board.watch.assert_clean()

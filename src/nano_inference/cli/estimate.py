@@ -1,0 +1,140 @@
+"""What a model takes and how fast it can be at most, worked out from its files' headers: no weight is read.
+
+A decoded token reads every weight once, and nothing can be faster than the memory that they are read from.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from nano_inference.catalog import ModelEntry
+from nano_inference.config import EngineConfig
+from nano_inference.kernels.matrix import can_keep, can_round
+from nano_inference.loader.checkpoint import Checkpoint, open_checkpoint
+from nano_inference.loader.door import WeightSource
+from nano_inference.loader.gguf import PackedTensor
+from nano_inference.loader.pieces import DTYPES
+from nano_inference.types import BadRequest, ModelError
+
+FLOAT32 = 4
+_DEFAULTS = EngineConfig(model_path="any")
+CONTEXT = _DEFAULTS.max_model_len
+"""Tokens of the context that a size's KV cache is worked out for."""
+_MOST_SEQUENCES = _DEFAULTS.max_batch_size
+
+
+class Size(NamedTuple):
+    """A typical model: its weights, those that a token reads, and the K and V values that a token leaves."""
+
+    name: str
+    parameters: int
+    read: int
+    kv_values: int
+
+
+SIZES = (
+    Size("135M (SmolLM2)", 134_515_008, 134_515_008, 2 * 30 * 3 * 64),
+    Size("360M (SmolLM2)", 361_821_120, 361_821_120, 2 * 32 * 5 * 64),
+    Size("0.6B (Qwen3)", 596_049_920, 596_049_920, 2 * 28 * 8 * 128),
+    Size("1.7B (Qwen3)", 1_720_574_976, 1_720_574_976, 2 * 28 * 8 * 128),
+    Size("4B (Qwen3)", 4_022_468_096, 4_022_468_096, 2 * 36 * 8 * 128),
+    Size("8B (Qwen3)", 8_190_735_360, 8_190_735_360 - 151_936 * 4096, 2 * 36 * 8 * 128),
+    Size("8B (Llama 3.1)", 8_030_261_248, 8_030_261_248 - 128_256 * 4096, 2 * 32 * 8 * 128),
+)
+PRECISIONS: Mapping[str, float] = MappingProxyType({"bfloat16": 2.0, "int8": 1.0, "4 bits (Q4_0)": 18 / 32})
+"""Bytes of a weight; scales that int8 has for every row are a few in a thousand."""
+
+
+class Machine(NamedTuple):
+    """What an estimate stands on."""
+
+    bytes_per_s: float
+    available: int
+    kv_budget: int
+    """Bytes that the KV cache may grow to when nobody says how many."""
+    has_kernels: bool
+
+
+def of_models(entries: Iterable[ModelEntry], machine: Machine) -> list[dict[str, Any]]:
+    """Return an estimate of every model on this machine, in the file's own precision and in int8."""
+    rows: list[dict[str, Any]] = []
+    for entry in entries:
+        for name, path in _places(entry):
+            try:
+                checkpoint = open_checkpoint(path)
+            except (ModelError, BadRequest) as error:
+                rows.append({"model": name, "problem": str(error)})
+                continue
+            rows += [of_model(name, checkpoint, precision, machine) for precision in _precisions(machine)]
+    return rows
+
+
+def of_sizes(machine: Machine) -> list[dict[str, Any]]:
+    """Return an estimate of typical sizes in every precision."""
+    return [
+        {
+            "size": size.name,
+            "precision": precision,
+            **_costs(int(size.parameters * each), int(size.read * each), FLOAT32 * size.kv_values, CONTEXT, machine),
+        }
+        for size in SIZES
+        for precision, each in PRECISIONS.items()
+    ]
+
+
+def of_model(name: str, checkpoint: Checkpoint, precision: str, machine: Machine) -> dict[str, Any]:
+    """Return an estimate of one model. `precision` is "auto", "int8", or "float32" where torch computes."""
+    sizes = {
+        source_name: weight_bytes(source, precision)
+        for source_name, source in checkpoint.sources.items()
+        if not (source_name == "lm_head.weight" and checkpoint.config.tie_embeddings)
+    }
+    looked_up = 0 if checkpoint.config.tie_embeddings else sizes.get("model.embed_tokens.weight", 0)
+    total = sum(sizes.values())
+    context = min(CONTEXT, checkpoint.config.max_positions)
+    kv_bytes = checkpoint.config.kv_bytes_per_token(FLOAT32)
+    shown = f"auto ({checkpoint.dtype})" if precision == "auto" else precision
+    return {"model": name, "precision": shown, **_costs(total, total - looked_up, kv_bytes, context, machine)}
+
+
+def weight_bytes(source: WeightSource, precision: str) -> int:
+    """Return the bytes that one tensor takes in memory, as `loader.packing` keeps it."""
+    values = math.prod(source.shape)
+    if len(source.shape) != 2 or precision == "float32":
+        return FLOAT32 * values
+    packed = source if isinstance(source, PackedTensor) and not source.shift else None
+    can = can_round if precision == "int8" else can_keep
+    if packed is not None and can(packed.tensor.type_name, packed.shape[1]):
+        return packed.tensor.num_bytes
+    if precision == "int8":
+        return values + FLOAT32 * source.shape[0]
+    dtype = DTYPES.get(source.dtype)
+    return values * min(FLOAT32, dtype.itemsize if dtype is not None else FLOAT32)
+
+
+def _costs(weights: int, read: int, kv_bytes: int, context: int, machine: Machine) -> dict[str, Any]:
+    """Return what the bytes of weights and of a token's K and V mean on this machine."""
+    return {
+        "weight_bytes": weights,
+        "kv_bytes_per_token": kv_bytes,
+        "context": context,
+        "context_kv_bytes": kv_bytes * context,
+        "kv_budget_tokens": min(machine.kv_budget // kv_bytes, _MOST_SEQUENCES * context),
+        "fits": weights + kv_bytes * context <= machine.available,
+        "decode_limit_tokens_per_s": machine.bytes_per_s / read,
+    }
+
+
+def _precisions(machine: Machine) -> tuple[str, ...]:
+    return ("auto", "int8") if machine.has_kernels else ("float32",)
+
+
+def _places(entry: ModelEntry) -> list[tuple[str, Path]]:
+    """Return the models of an entry: one, or each .gguf file of a repository that holds nothing else."""
+    if entry.source != "hub" or (entry.path / "config.json").is_file():
+        return [(entry.name, entry.path)]
+    return [(f"{entry.name}:{file.name}", file) for file in sorted(entry.path.glob("*.gguf"))]

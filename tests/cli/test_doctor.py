@@ -1,0 +1,151 @@
+"""`doctor`: what a model takes and how fast it can be, from its header alone, held against the model itself."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from nano_inference import EngineConfig, InferenceEngine
+from nano_inference.assemble import kernels_here
+from nano_inference.catalog import BUILTINS, ModelEntry
+from nano_inference.cli import doctor, estimate, machine, main
+from nano_inference.config import Dtype
+from nano_inference.loader.checkpoint import open_checkpoint
+from nano_inference.models.packed import num_weight_bytes
+from nano_inference.runner import ModelRunner
+
+Capture = pytest.CaptureFixture[str]
+MACHINE = estimate.Machine(bytes_per_s=2e9, available=8_000_000_000, kv_budget=1_000_000_000, has_kernels=True)
+
+
+@pytest.fixture(autouse=True)
+def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No measurements, and no hub's cache."""
+    monkeypatch.setattr(machine, "read_bandwidth", lambda: 2e9)
+    monkeypatch.setattr(machine, "gemm_rate", lambda: 3e9)
+    monkeypatch.setattr(pytest.importorskip("huggingface_hub").constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+
+
+def taken(path: Path, dtype: Dtype, kernels: str = "auto") -> int:
+    """The bytes that the engine's weights take."""
+    config = EngineConfig(model_path=str(path), dtype=dtype, kernels=kernels, device="cpu", num_threads=1)  # type: ignore[arg-type]
+    with InferenceEngine(config) as engine:
+        runner = engine.parts.runner
+        assert isinstance(runner, ModelRunner)
+        return num_weight_bytes(runner.model)
+
+
+@pytest.fixture(scope="module")
+def half(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model in bfloat16, with a separate head."""
+    directory = tmp_path_factory.mktemp("half")
+    for file in tiny.iterdir():
+        if file.suffix == ".json":
+            (directory / file.name).write_bytes(file.read_bytes())
+    weights = load_file(tiny / "model.safetensors")
+    save_file({name: value.to(torch.bfloat16) for name, value in weights.items()}, directory / "model.safetensors")
+    return directory
+
+
+@pytest.mark.skipif(kernels_here()["code"] == "torch", reason="no CPU kernels on this machine")
+@pytest.mark.parametrize("precision", ["auto", "int8"])
+def test_weights_take_what_was_estimated(precision: Dtype) -> None:
+    path = BUILTINS[0].directory
+    row = estimate.of_model("calculator", open_checkpoint(path), precision, MACHINE)
+    assert row["weight_bytes"] == pytest.approx(taken(path, precision), rel=0.03)
+
+
+def test_weights_of_torch_take_what_was_estimated(half: Path) -> None:
+    row = estimate.of_model("half", open_checkpoint(half), "float32", MACHINE)
+    assert row["weight_bytes"] == taken(half, "float32", "off")
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("precision", ["auto", "int8"])
+def test_the_default_model_takes_what_was_estimated(default_model_path: Path, precision: Dtype) -> None:
+    row = estimate.of_model("default", open_checkpoint(default_model_path), precision, MACHINE)
+    assert row["weight_bytes"] == pytest.approx(taken(default_model_path, precision), rel=0.03)
+
+
+def test_what_follows_from_the_bytes(half: Path) -> None:
+    checkpoint = open_checkpoint(half)
+    config = checkpoint.config
+    row = estimate.of_model("half", checkpoint, "auto", MACHINE)
+    assert row["precision"] == "auto (bfloat16)" and row["context"] == 8192
+    assert row["kv_bytes_per_token"] == 2 * config.num_layers * config.num_kv_heads * config.head_dim * 4
+    assert row["context_kv_bytes"] == 8192 * row["kv_bytes_per_token"]
+    looked_up = config.vocab_size * config.hidden_size * 2
+    assert not config.tie_embeddings and row["decode_limit_tokens_per_s"] == 2e9 / (row["weight_bytes"] - looked_up)
+    assert row["kv_budget_tokens"] == min(1_000_000_000 // row["kv_bytes_per_token"], 256 * 8192)
+    need = row["weight_bytes"] + row["context_kv_bytes"]
+    for available, fits in ((need, True), (need - 1, False)):
+        now = MACHINE._replace(available=available)
+        assert estimate.of_model("half", checkpoint, "auto", now)["fits"] is fits
+
+
+def test_typical_sizes() -> None:
+    rows = estimate.of_sizes(MACHINE)
+    assert len(rows) == len(estimate.SIZES) * len(estimate.PRECISIONS)
+    four = {row["precision"]: row for row in rows if row["size"].startswith("4B")}
+    assert four["bfloat16"]["fits"] is False and four["4 bits (Q4_0)"]["fits"] is True
+    assert four["bfloat16"]["weight_bytes"] == 2 * 4_022_468_096
+    assert four["bfloat16"]["decode_limit_tokens_per_s"] == pytest.approx(0.2486, rel=1e-3)
+    assert four["int8"]["kv_bytes_per_token"] == 2 * 36 * 8 * 128 * 4
+
+
+def test_models_that_cannot_be_opened_are_named(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "mystery", "architectures": ["Mystery"]}')
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    (row,) = estimate.of_models([ModelEntry("org/mystery", tmp_path, 0, "hub")], MACHINE)
+    assert row["model"] == "org/mystery" and row["problem"]
+
+
+def test_each_gguf_of_a_repository_is_a_model(tmp_path: Path) -> None:
+    for name in ("a.gguf", "b.gguf"):
+        (tmp_path / name).write_bytes(b"GGUF")
+    rows = estimate.of_models([ModelEntry("org/two", tmp_path, 0, "hub")], MACHINE)
+    assert [row["model"] for row in rows] == ["org/two:a.gguf", "org/two:b.gguf"]
+
+
+def test_the_page_and_its_json(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tmp_path / "c.toml"
+    config.write_text("quiet = true\n")
+    place = ("doctor", "--cache", str(tmp_path), "--config", str(config))
+    monkeypatch.setenv("NANO_INFERENCE_API_KEY", "never-shown")
+    monkeypatch.setattr(doctor, "installed", lambda home: ["fish"])
+    assert main([*place, "--json"]) == 0
+    out = capsys.readouterr().out
+    facts = json.loads(out)
+    assert {row["model"] for row in facts["models here"]} == {"calculator"}
+    assert facts["settings"]["config_files"] == [str(config)] and facts["settings"]["completion"] == ["fish"]
+    assert "NANO_INFERENCE_API_KEY" in facts["settings"]["environment"] and "never-shown" not in out
+    assert facts["models"]["cache_free_bytes"] > 0 and facts["models"]["hub_offline"] in (True, False)
+    assert main([*place]) == 0
+    page = capsys.readouterr().out
+    assert "tok/s at most" in page and "8B (Qwen3)" in page and "calculator" in page and "KV budget:" in page
+    assert max(map(len, page.splitlines())) < 140
+
+
+def test_a_container_s_limits(tmp_path: Path) -> None:
+    assert machine.limits(tmp_path) == {"cgroup_processors": None, "cgroup_memory_bytes": None}
+    (tmp_path / "cpu.max").write_text("150000 100000\n")
+    (tmp_path / "memory.max").write_text("4294967296\n")
+    assert machine.limits(tmp_path) == {"cgroup_processors": 1.5, "cgroup_memory_bytes": 4 << 30}
+    for name in ("cpu.max", "memory.max"):
+        (tmp_path / name).write_text("max 100000\n" if name == "cpu.max" else "max\n")
+    assert machine.limits(tmp_path) == {"cgroup_processors": None, "cgroup_memory_bytes": None}
+    old = tmp_path / "old"
+    (old / "cpu").mkdir(parents=True)
+    (old / "cpu" / "cpu.cfs_quota_us").write_text("-1\n")
+    (old / "cpu" / "cpu.cfs_period_us").write_text("100000\n")
+    assert machine.limits(old)["cgroup_processors"] is None
+    (old / "cpu" / "cpu.cfs_quota_us").write_text("50000\n")
+    assert machine.limits(old)["cgroup_processors"] == 0.5
+
+
+def test_free_disk_of_a_place_that_is_not_there_yet(tmp_path: Path) -> None:
+    assert machine.free_disk(tmp_path / "a" / "b") is not None
