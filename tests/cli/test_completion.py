@@ -53,12 +53,12 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def environment(home: Path) -> dict[str, str]:
-    """The environment of a shell on that machine; a wrong option in it must not matter."""
+    """The environment of a shell on that machine; a wrong one among its options must not matter."""
     return os.environ | {
         "PATH": f"{home / 'bin'}:{os.environ['PATH']}",
         "HF_HUB_CACHE": str(home / "hub"),
         "NANO_INFERENCE_CACHE": str(home / "cache"),
-        "NANO_INFERENCE_PORT": "many",
+        "NANO_INFERENCE_CONFIG": "/no/such/file",
     }
 
 
@@ -110,13 +110,14 @@ def test_other_shells_accept_their_script(machine: Path, shell: str) -> None:
     subprocess.run([shell, "-n", str(machine / f"script.{shell}")], check=True, env=environment(machine))
 
 
-def test_every_script_asks_for_names(machine: Path) -> None:
+def test_every_script_asks_for_names_and_bash_offers_files(machine: Path) -> None:
     for shell in ("bash", "zsh", "fish"):
         assert "__complete" in (machine / f"script.{shell}").read_text(encoding="utf-8")
+    assert "\ncomplete -o default -F _nano_inference nano-inference\n" in (machine / "script.bash").read_text()
 
 
 def test_installing(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("ZSH", "ZSH_CUSTOM", "NANO_INFERENCE_PORT"):
+    for name in ("ZSH", "ZSH_CUSTOM", "NANO_INFERENCE_CONFIG"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
     assert shells.installed(tmp_path) == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any, get_args, get_origin
@@ -30,7 +31,11 @@ COMPANIONS = {
 
 @pytest.fixture(autouse=True)
 def no_twins(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An environment without a single option."""
+    """An environment without a single option; and a process that nothing has imported pydantic into yet.
+
+    With it cyclopts would check values once more, and refuse those that a configuration resolves itself.
+    """
+    monkeypatch.delitem(sys.modules, "pydantic", raising=False)
     for name in list(os.environ):
         if name.startswith("NANO_INFERENCE_"):
             monkeypatch.delenv(name)

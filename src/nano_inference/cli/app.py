@@ -66,7 +66,7 @@ def run(argv: list[str]) -> object:
     seen = Seen()
     app = build_app(seen)
     if argv[:1] == [_ASKED]:
-        app.config = ()  # an environment or a file that is wrong must not keep TAB from answering
+        app.config = ()  # what TAB offers does not depend on other options' values, which take time to find
         return app(argv)
     view = _help_asked(argv)
     plain = argv if view is None else [word for word in argv if word.partition("=")[0] not in _HELP]
