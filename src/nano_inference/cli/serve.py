@@ -132,6 +132,7 @@ def banner(opened: Opened, config: ServerConfig, url: str) -> str:
     return "\n".join(
         [
             f"ready: {', '.join(model.names)}",
+            f"  chat page {url}/, dashboard {url}/dashboard",
             f"  context {context}, KV cache {num_slots} tokens, {'an API key is needed' if has_key else 'no API key'}",
             f"  sampling defaults: {dict(model.generation) or 'temperature 1.0'}"
             + (" (from the model's generation_config.json)" if model.generation else ""),
