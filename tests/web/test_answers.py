@@ -253,3 +253,21 @@ def test_thoughts_are_folded_away(desk: Desk, fake: FakeServer) -> None:
     desk.wait_until_idle()
     expect(desk.last().locator("details.thought summary")).to_have_text("Thoughts")
     expect(desk.last().locator(".markdown")).to_have_text("Well.")
+
+
+def test_an_end_that_is_taken_early_asks_for_the_beginning_alone(desk: Desk, fake: FakeServer) -> None:
+    fake.info["end_token_ids"] = [200]
+    desk.page.reload()
+    desk.wait_until_ready()
+    told(desk, fake, "Hello", "One", " two", " three")
+    desk.press("Tokens")
+    desk.page.locator(".tokens .token").nth(2).click()
+    desk.page.get_by_role("button", name='Go on with "A"').click()
+    answer = fake.answer()
+    assert answer.body["answer_token_ids"] == [7, 7] and answer.body["echo"] is True
+    answer.choice({"content": "One two"}, answer_token_ids=[7, 7])
+    assert answer.gone.wait(PATIENCE_S), "nothing more is wanted, and the server is told so"
+    desk.wait_until_idle()
+    expect(desk.last().locator(".body")).to_have_text("One two")
+    expect(desk.last()).to_contain_text("3 tokens")
+    expect(desk.last()).not_to_contain_text("Stopped")
