@@ -25,6 +25,7 @@ def test_15_the_meter_counts_and_warns_before_the_context_is_full(desk: Desk, fa
     expect(page.locator("#meter-warning")).to_contain_text("longer than the model's context")
     page.fill("#draft", "one two three")
     expect(page.locator("#meter-warning")).to_contain_text("Only 100 tokens are left")
+    expect(page.locator("#meter-warning")).to_be_visible()
 
 
 def test_16_conversations_are_named_renamed_deleted_and_brought_back(desk: Desk, fake: FakeServer) -> None:
