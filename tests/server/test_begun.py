@@ -42,7 +42,8 @@ def test_the_rest_is_what_would_have_come(server: Running, cut: int) -> None:
     )
     scores, again = whole["logprobs"]["content"][cut:], rest["logprobs"]["content"]
     assert [one["token_id"] for one in again] == ids[cut:]
-    assert [one["logprob"] for one in again] == [one["logprob"] for one in scores]
+    for field in ("logprob", "token"):
+        assert [one[field] for one in again] == [one[field] for one in scores]
 
 
 def test_without_echo_only_the_rest_is_told(server: Running) -> None:
