@@ -106,7 +106,8 @@ def test_18_a_conversation_leaves_as_json_or_markdown_and_comes_back(
         ('{"format": "nano-inference-chats", "chats": [{}]}', "chats[0] is not a conversation with messages"),
         (
             '{"format": "nano-inference-chats", "chats": [{"conversation": {"title": "a", "system": ""}, '
-            '"messages": [{"id": "x", "role": "<img>", "text": "t", "parent": null, "tokens": [], "parts": null, "versions": []}]}]}',
+            '"messages": [{"id": "x", "role": "<img>", "text": "t", "parent": null, "tokens": [], "parts": null, '
+            '"versions": []}]}]}',
             "chats[0] is not a conversation with messages",
         ),
     ],
