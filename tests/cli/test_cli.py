@@ -13,9 +13,10 @@ import tokenizers
 
 from nano_inference import EngineConfig, InferenceEngine, ModelError, SamplingParams
 from nano_inference.catalog import WHEELS
-from nano_inference.cli import bench, chat, doctor, machine, main, roofline
+from nano_inference.cli import bench, doctor, machine, main, roofline
 from nano_inference.cli.answer import statistics, stream_answer
-from nano_inference.cli.chat import fit
+from nano_inference.cli.lines import Reader
+from nano_inference.cli.local import fit
 from nano_inference.cli.options import COMMON
 from nano_inference.cli.prompts import parse_lines
 from nano_inference.cli.session import open_session
@@ -386,10 +387,10 @@ def test_chat_reuses_its_prefix_and_obeys_commands(
 
 
 def test_ctrl_c_at_the_chat_prompt_quits(tiny: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted() -> str:
+    def interrupted(_: Reader) -> str:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(chat, "read_line", interrupted)
+    monkeypatch.setattr(Reader, "read", interrupted)
     run(capsys, "chat", "-m", str(tiny), code=130)
 
 

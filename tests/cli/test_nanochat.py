@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from nano_inference.catalog import BUILTINS
-from nano_inference.cli import chat, main
+from nano_inference.cli import chat, local, main
 from nano_inference.cli.answer import Answer
 from nano_inference.cli.options import Common
 from nano_inference.cli.session import Session
@@ -59,14 +59,14 @@ class Turn(NamedTuple):
 def turns(monkeypatch: pytest.MonkeyPatch) -> list[Turn]:
     """Every turn that a chat takes from here on."""
     seen: list[Turn] = []
-    honest: Callable[..., Answer] = chat.stream_answer
+    honest: Callable[..., Answer] = local.stream_answer
 
     def spy(session: Session, prompt: list[int], *args: Any, **kwargs: Any) -> Answer:
         answer = honest(session, prompt, *args, **kwargs)
         seen.append(Turn(prompt, answer))
         return answer
 
-    monkeypatch.setattr(chat, "stream_answer", spy)
+    monkeypatch.setattr(local, "stream_answer", spy)
     return seen
 
 
@@ -87,7 +87,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
         seen.append(Call(wishes, config, params))
         return 0
 
-    monkeypatch.setattr(chat, "run", note)
+    monkeypatch.setattr(local, "run", note)
     return seen
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from nano_inference.cli.session import Session, tick
+from nano_inference.cli.talk import Took
 from nano_inference.cli.terminal import Interrupts, bar
 from nano_inference.engine import InferenceEngine
 from nano_inference.text import stream
@@ -34,7 +35,10 @@ def stream_answer(
     raw: bool = False,
     quiet: bool = False,
 ) -> Answer:
-    """Draw one sample and write its text as it becomes certain. Ctrl-C ends it early, with what it has."""
+    """Draw one sample and write its text as it becomes certain. Ctrl-C ends it early, with what it has.
+
+    What is written has the calculator's marks in it, for `spelled` or `told_apart`.
+    """
     start = time.perf_counter()
     request_id = session.engine.add_request(prompt, params, program=session.tool)
     state = stream.start(stops=tuple(params.stop), drop_space=session.tokenizer.drops_space and not raw)
@@ -42,10 +46,10 @@ def stream_answer(
     for delta in _deltas(session.engine, len(prompt), interrupts, quiet):
         first = first or time.perf_counter() - start
         state, piece = stream.push(state, readable(session, delta.token_ids, delta.sample))
-        write(spelled(piece))
+        write(piece)
         text, sample = text + spelled(piece), delta.sample
     state, piece = stream.finish(state)
-    write(spelled(piece))
+    write(piece)
     if sample is None:
         (sample,) = session.engine.abort(request_id)
     session.engine.step()  # the engine keeps finished samples for `step`; this one came with its delta
@@ -86,11 +90,19 @@ def text_of(session: Session, sample: TrainingSample, params: SamplingParams, *,
 
 def statistics(answer: Answer) -> str:
     """Say in one line what an answer took."""
+    return took(answer).line()
+
+
+def took(answer: Answer) -> Took:
+    """Return what an answer took."""
     sample = answer.sample
-    num_new = len(sample.completion_tokens)
-    after_first = answer.seconds - answer.first_token_after
-    speed = f", {(num_new - 1) / after_first:.1f} tokens/s" if num_new > 1 and after_first > 0 else ""
-    return (
-        f"[{len(sample.prompt_tokens)} prompt tokens ({sample.num_cached_tokens} cached), {num_new} generated, "
-        f"first token after {answer.first_token_after:.2f} s{speed}]"
+    last = sample.version_spans[-1] if sample.version_spans else None
+    return Took(
+        num_prompt=len(sample.prompt_tokens),
+        num_cached=sample.num_cached_tokens,
+        num_new=len(sample.completion_tokens),
+        first_token_after=answer.first_token_after,
+        seconds=answer.seconds,
+        seed=sample.seed,
+        version=None if last is None or not last.version else str(last.label or last.version),
     )

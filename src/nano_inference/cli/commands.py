@@ -9,12 +9,14 @@ from cyclopts import Parameter
 from nano_inference.cli.completing import cached_names, known_names, removable_names
 from nano_inference.cli.fallback import DEFAULT
 from nano_inference.cli.options import (
+    CHAT,
     COMMON,
     NOT_NANOCHAT,
     PLAIN,
     SERVER,
     SETTINGS,
     BenchFlag,
+    ChatFlags,
     CommonFlags,
     EngineFlags,
     JsonFlag,
@@ -26,6 +28,7 @@ from nano_inference.cli.options import (
     ServerFlags,
     SettingsFlags,
 )
+from nano_inference.types import BadRequest
 
 CachedName = Annotated[str, Parameter(completer=cached_names, help="a model, as for --model")]
 RemovableName = Annotated[str, Parameter(completer=removable_names, help="a model in the caches")]
@@ -41,6 +44,7 @@ def chat(
     prompt: Annotated[
         str | None, Parameter(name=("--prompt", "-p"), allow_leading_hyphen=True, help="answer this one and leave")
     ] = None,
+    talk: ChatFlags = CHAT,
     nanochat: NanochatFlags = NOT_NANOCHAT,
     engine: EngineFlags,
     sampling: SamplingFlags = PLAIN,
@@ -49,14 +53,24 @@ def chat(
     """Talk with a model in the terminal; piped input is taken line by line.
 
     The first Ctrl-C stops an answer, the second quits; Ctrl-D quits. /help lists what can be typed besides messages.
+    With --server, a running OpenAI-compatible server answers; --model then is one of its names, if it has several.
     With --nanochat the options are those of nanochat's chat_cli, with its defaults: -i -g -s -p -t -k -d.
     """
-    from nano_inference.cli import chat as work
+    from nano_inference.cli.chat import Wishes
+
+    wishes = Wishes(system, prompt, nanochat.nanochat, talk.plain)
+    if talk.server is not None:
+        if nanochat.nanochat:
+            raise BadRequest("--server and --nanochat exclude each other")
+        from nano_inference.cli import remote
+
+        return remote.run(wishes, talk, engine.model_path, sampling, common)
+    from nano_inference.cli import local
     from nano_inference.cli.place import nanochat_engine
 
     if nanochat.nanochat:
         engine = nanochat_engine(engine, nanochat)
-    return work.run(work.Wishes(system, prompt, nanochat.nanochat), engine, sampling, common)
+    return local.run(wishes, engine, sampling, common)
 
 
 def generate(

@@ -14,6 +14,8 @@ DEFAULT = "default"
 """The default model's alias in the catalog."""
 NANOCHAT = "(nanochat's base directory)"
 """Stands for it where a model is named."""
+SERVED = "(the only one that the server has)"
+"""The same for a chat with a server."""
 _NANOCHATS = ("source", "model_tag", "step", "device_type")
 
 
@@ -33,10 +35,13 @@ def name_model(_app: App, _commands: tuple[str, ...], arguments: ArgumentCollect
     if model is None:
         return
     is_nanochat = "nanochat" in by_name and _is_on(by_name["nanochat"])
+    is_served = "server" in by_name and bool(by_name["server"].tokens)
     if not is_nanochat:
         _forget_standing([by_name[name] for name in _NANOCHATS if name in by_name])
     if not model.tokens:
-        _fill(model, NANOCHAT if is_nanochat else DEFAULT, "built-in")
+        _fill(model, NANOCHAT if is_nanochat else SERVED if is_served else DEFAULT, "built-in")
+    if is_served:
+        return  # it has defaults of its own
     builtin = find_builtin(str(model.tokens[0].value))
     wanted = NANOCHATS_OWN if is_nanochat else builtin.sampling if builtin is not None else {}
     for name, value in wanted.items():

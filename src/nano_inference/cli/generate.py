@@ -13,6 +13,7 @@ from nano_inference.cli.prompts import Prompt
 from nano_inference.cli.session import Session, encode, open_session
 from nano_inference.cli.terminal import Interrupts, bar, note
 from nano_inference.config import EngineConfig
+from nano_inference.text.dialogue import spelled
 from nano_inference.types import BadRequest, EngineDead, SamplingParams, StepResult, TrainingSample
 
 _INTERRUPTED = 130
@@ -53,7 +54,7 @@ def _stream_one(
 
 def write_text(text: str) -> None:
     """Write a piece of an answer to stdout at once."""
-    sys.stdout.write(text)
+    sys.stdout.write(spelled(text))
     sys.stdout.flush()
 
 

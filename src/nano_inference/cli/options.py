@@ -24,7 +24,8 @@ _SHORT_NANOCHAT = {"source": "-i", "model_tag": "-g", "step": "-s"}
 """Short flags of nanochat's own chat, where they do not mean something else already."""
 _BOTH_HAVE = ("seed", "logprobs_mode")
 """Fields of both configurations: the flag is the request's."""
-_NOT_TYPED_BY_HAND = ("logit_bias", "allowed_token_ids")
+NOT_TYPED_BY_HAND = ("logit_bias", "allowed_token_ids")
+"""Sampling fields without a flag."""
 
 _ENGINE_GROUP = Group("Engine", help=f'Without --model, the model named "{DEFAULT}" is taken.', sort_key=3)
 _SAMPLING_GROUP = Group("Sampling", sort_key=2)
@@ -94,10 +95,26 @@ class NanochatWishes:
             raise BadRequest("--device-type mps: Apple's GPUs are not supported; cpu works")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatWishes:
+    """Who answers in a chat, and how the answers are shown."""
+
+    server: str | None = helped(
+        None, "talk with a running OpenAI-compatible server: its URL, with or without /v1; nothing is loaded here"
+    )
+    api_key: str | None = helped(None, "the server's key; better in the environment, where `ps` does not show it")
+    plain: bool = helped(False, "show answers as they are written, without rendering their Markdown")
+
+    def __post_init__(self) -> None:
+        if self.server is not None and not self.server.strip():
+            raise BadRequest("--server must be a URL, got nothing")
+
+
 EngineFlags = Annotated[EngineConfig, flags(_ENGINE_GROUP, _BOTH_HAVE)]
 ServedEngineFlags = Annotated[EngineConfig, flags(_ENGINE_GROUP, ("logprobs_mode", "max_tokens_per_batch"))]
 ServerFlags = Annotated[ServerConfig, flags(Group("Server", sort_key=1))]
-SamplingFlags = Annotated[SamplingParams, flags(_SAMPLING_GROUP, _NOT_TYPED_BY_HAND)]
+SamplingFlags = Annotated[SamplingParams, flags(_SAMPLING_GROUP, NOT_TYPED_BY_HAND)]
+ChatFlags = Annotated[ChatWishes, flags(Group("Chat", sort_key=0))]
 NanochatFlags = Annotated[NanochatWishes, flags(Group("nanochat", sort_key=1))]
 CommonFlags = Annotated[Common, flags(_COMMON_GROUP)]
 SettingsFlags = Annotated[Settings, flags(_COMMON_GROUP)]
@@ -120,5 +137,6 @@ JsonFlag = Annotated[bool, Parameter(name="--json", negative="", help="print JSO
 PLAIN = SamplingParams()
 COMMON = Common()
 SETTINGS = Settings()
+CHAT = ChatWishes()
 NOT_NANOCHAT = NanochatWishes()
 SERVER = ServerConfig()

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import FrameType
+from types import FrameType, ModuleType
 from typing import Any, Self
 
 from rich.console import Console
@@ -14,14 +15,21 @@ from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progres
 from rich.progress import TimeRemainingColumn as TimeLeft
 from rich.progress import TransferSpeedColumn as Speed
 
+from nano_inference.cli.printable import printable
+
+try:
+    termios: ModuleType | None = importlib.import_module("termios")
+except ImportError:  # not a Unix
+    termios = None
+
 Tell = Callable[[int, int | None], None]
 """Takes how much is done and how much there is, None when that is not known."""
 
 
 def note(text: str, quiet: bool = False) -> None:
-    """Write a line to stderr."""
+    """Write a line to stderr, without control characters: it may quote a model or a server."""
     if not quiet:
-        print(text, file=sys.stderr, flush=True)
+        print(printable(text), file=sys.stderr, flush=True)
 
 
 @contextmanager
@@ -37,6 +45,22 @@ def bar(label: str, *, is_bytes: bool = False, quiet: bool = False) -> Iterator[
         yield lambda done, total: progress.update(task, completed=done, total=total)
 
 
+@contextmanager
+def no_echo() -> Iterator[None]:
+    """Do not show what is typed while the block runs, where it would land in an answer; it is read afterwards."""
+    if termios is None or not sys.stdin.isatty():
+        yield
+        return
+    before = termios.tcgetattr(sys.stdin)
+    silent = [*before]
+    silent[3] &= ~termios.ECHO
+    termios.tcsetattr(sys.stdin, termios.TCSADRAIN, silent)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
+
+
 class Interrupts:
     """Owns SIGINT while its block runs: the first Ctrl-C sets `pressed`, a second raises `KeyboardInterrupt`.
 
@@ -45,6 +69,8 @@ class Interrupts:
 
     def __init__(self) -> None:
         self.pressed = False
+        self.on_press: Callable[[], None] = lambda: None
+        """Called at the first press, for what must be woken."""
         self._before: Any = None
 
     def __enter__(self) -> Self:
@@ -58,3 +84,4 @@ class Interrupts:
         if self.pressed:
             raise KeyboardInterrupt
         self.pressed = True
+        self.on_press()

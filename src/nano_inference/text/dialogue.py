@@ -199,6 +199,21 @@ def spelled(text: str) -> str:
     return text.translate(_SPELLED)
 
 
+def told_apart(text: str, inside: PartKind = "text") -> tuple[tuple[Part, ...], PartKind]:
+    """Return `spelled`'s text of one that begins inside a part, cut where its kind changes; and what it ends in.
+
+    The brackets and arrows around a call are text.
+    """
+    parts: list[Part] = []
+    for piece in _MARK.split(text):
+        if piece in _ENDS_IN:
+            inside = _ENDS_IN[piece]
+            parts.append(Part("text", spelled(piece)))
+        elif piece:
+            parts.append(Part(inside, piece))
+    return tuple(parts), inside
+
+
 def parts_of(text: str, inside: PartKind = "text") -> tuple[tuple[Part, ...], PartKind]:
     """Return the parts of a text with marks that begins inside one, and what it ends in."""
     parts: list[Part] = []

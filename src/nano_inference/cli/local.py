@@ -1,0 +1,139 @@
+"""A chat with a model of this process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from nano_inference.cli import chat
+from nano_inference.cli.answer import Answer, stream_answer, took
+from nano_inference.cli.options import Common
+from nano_inference.cli.session import Session, encode, open_session
+from nano_inference.cli.talk import NUM_ALTERNATIVES, Ask, Piece, Reply, Sampling, ShownToken, Write, named_fields
+from nano_inference.cli.terminal import Interrupts, note
+from nano_inference.config import EngineConfig
+from nano_inference.text import stream
+from nano_inference.text.chat import Message
+from nano_inference.text.dialogue import PartKind, require, told_apart
+from nano_inference.types import SamplingParams, TrainingSample
+
+_RESERVE = 512
+"""Tokens kept free for an answer, when the model is long enough."""
+
+
+def run(wishes: chat.Wishes, config: EngineConfig, params: SamplingParams, common: Common) -> int:
+    """Open the model and talk with it; return the exit code."""
+    with open_session(config, common) as session:
+        require(session.dialogue)
+        answerer = LocalAnswerer(session, config.model_path, common.quiet)
+        return chat.run(wishes, answerer, Sampling(params, named_fields(params)), common)
+
+
+@dataclass(frozen=True, slots=True)
+class LocalAnswerer:
+    """Answers with an engine of this process."""
+
+    session: Session
+    name: str
+    """What the user called the model."""
+    quiet: bool = False
+
+    @property
+    def facts(self) -> Mapping[str, str]:
+        """Return what /show tells."""
+        config = self.session.engine.config
+        parts = self.session.engine.parts
+        architecture = "" if parts.checkpoint is None else f" ({parts.checkpoint.config.architecture})"
+        backend = f"this process, device {config.device}, dtype {config.dtype}, kernels {config.kernels}"
+        return {
+            "model": self.name + architecture,
+            "context": f"{parts.max_model_len} tokens",
+            "backend": f"{backend}, cache {config.cache_type}",
+        }
+
+    def count(self, turns: tuple[Message, ...], system: str | None) -> int | None:
+        """Return the length of the prompt that the conversation is."""
+        return len(encode(self.session, list(turns), system=system)) if turns else 0
+
+    def answer(self, ask: Ask, interrupts: Interrupts, write: Write) -> Reply:
+        """Answer with as many of the turns as there is room for."""
+        params = with_alternatives(ask.sampling.params) if ask.has_tokens else ask.sampling.params
+        prompt, kept = fit(self.session, ask.system, ask.turns, params)
+        num_left = len(ask.turns) - len(kept)
+        if num_left:
+            note(f"[the conversation is too long for the model: its oldest {num_left} messages were dropped]")
+        inside: PartKind = "text"
+
+        def take(text: str) -> None:
+            nonlocal inside
+            parts, inside = told_apart(text, inside)
+            write([Piece(part.text, part.type == "python_output") for part in parts])
+
+        answer = stream_answer(self.session, prompt, params, interrupts, take, quiet=self.quiet)
+        return self._reply(answer, kept, ask)
+
+    def _reply(self, answer: Answer, kept: tuple[Message, ...], ask: Ask) -> Reply:
+        sample = answer.sample
+        cost = took(answer)
+        return Reply(
+            message=require(self.session.dialogue).answer(sample.completion_tokens, answer.text),
+            kept=kept,
+            finish_reason=sample.finish_reason,
+            took=cost if ask.sampling.params.temperature else cost._replace(seed=None),  # which then decides nothing
+            tokens=shown_tokens(self.session, sample) if ask.has_tokens else (),
+        )
+
+
+def with_alternatives(params: SamplingParams) -> SamplingParams:
+    """Return parameters that also ask for alternatives, of the model's own distribution: it says most."""
+    return replace(
+        params,
+        logprobs=max(NUM_ALTERNATIVES, params.logprobs or 0),
+        logprobs_mode=params.logprobs_mode or "raw",
+    )
+
+
+def shown_tokens(session: Session, sample: TrainingSample) -> tuple[ShownToken, ...]:
+    """Return a sample's tokens for a reader: their texts together are the answer, special tokens spelled out."""
+    state, out = stream.start(), []
+    tops = sample.top_logprobs or ((),) * len(sample.completion_tokens)
+    for token, logprob, mask, top in zip(sample.completion_tokens, sample.logprobs, sample.mask, tops, strict=True):
+        text = _special(session, token)
+        if text is None:
+            state, text = stream.push(state, session.tokenizer.token_bytes(token))
+        others = tuple((_alone(session, one.token), one.logprob) for one in top)
+        out.append(ShownToken(text, logprob, not mask, others))
+    return tuple(out)
+
+
+def _special(session: Session, token: int) -> str | None:
+    """Return the name of a token that is no text."""
+    if token >= session.tokenizer.vocab_size:
+        return f"<token {token}>"
+    return session.tokenizer.token_text(token) if token in session.tokenizer.special_ids else None
+
+
+def _alone(session: Session, token: int) -> str:
+    """Return a token's text by itself; bytes that are no whole characters as their escapes."""
+    name = _special(session, token)
+    return session.tokenizer.token_bytes(token).decode("utf-8", "backslashreplace") if name is None else name
+
+
+def fit(
+    session: Session, system: str | None, turns: tuple[Message, ...], params: SamplingParams
+) -> tuple[list[int], tuple[Message, ...]]:
+    """Return the prompt of a conversation without its oldest turns, so that an answer has room; and what is left.
+
+    The last message stays whatever its length: the engine says it when that alone is too long.
+    """
+    limit = session.engine.parts.max_model_len
+    wanted = _RESERVE if params.max_tokens is None else min(params.max_tokens, _RESERVE)
+    room = limit - min(wanted, limit // 4)
+    prompt = encode(session, list(turns), system=system)
+    if len(prompt) <= room:
+        return prompt, turns
+    # Some more than needed: the next turns then begin as this one does, and find its prefix in the cache.
+    while len(prompt) > room * 3 // 4 and len(turns) > 2:
+        turns = turns[2:]
+        prompt = encode(session, list(turns), system=system)
+    return prompt, turns

@@ -1,0 +1,304 @@
+"""A chat with a running OpenAI-compatible server. Torch is not needed for it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any
+
+from nano_inference.cli import chat
+from nano_inference.cli.fallback import SERVED
+from nano_inference.cli.options import ChatWishes, Common
+from nano_inference.cli.printable import one_line
+from nano_inference.cli.talk import (
+    NUM_ALTERNATIVES,
+    Ask,
+    Piece,
+    Reply,
+    Sampling,
+    ServerError,
+    ShownToken,
+    Took,
+    Write,
+    named_fields,
+    plain_value,
+)
+from nano_inference.cli.terminal import Interrupts, note
+from nano_inference.cli.wire import Address, CutOff, Refused, error_of, get_json, read_address, stream_json
+from nano_inference.text.chat import Message
+from nano_inference.types import BadRequest, SamplingParams
+
+_FAILED = 1
+_NOT_SENT = ("logprobs_mode", "pooling", "prompt_logprobs", "raw_logprobs", "sampling_mask")
+"""What a chat's stream has no place for."""
+_OWNER = "nano-inference"
+"""Who owns the models of our own server, which takes fields that others may refuse."""
+
+
+def run(wishes: chat.Wishes, where: ChatWishes, model: str, params: SamplingParams, common: Common) -> int:
+    """Find the server's model and talk with it; return the exit code."""
+    address = read_address(where.server or "", where.api_key)
+    try:
+        answerer = open_server(address, None if model == SERVED else model)
+        if address.tells_key:
+            note(f"[the key goes to {address.host} unencrypted: the address is no https://]")
+        note(f"[{answerer.model} at {address.url}]", common.quiet)
+        return chat.run(wishes, answerer, Sampling(params, named_fields(params)), common)
+    except ServerError as error:
+        note(f"nano-inference: {error}")
+        return _FAILED
+
+
+def open_server(address: Address, wanted: str | None) -> RemoteAnswerer:
+    """Return who answers at an address: the model of that name, or the only one. Raises `BadRequest`, `ServerError`."""
+    cards = _cards(address, is_needed=wanted is None)
+    names = [one_line(str(card.get("id", ""))) for card in cards]
+    if wanted is None:
+        own = [i for i, card in enumerate(cards) if not card.get("parent")]  # the others are further names of these
+        if len(own) != 1:
+            raise BadRequest(f"--model must name one of the server's models: {', '.join(names) or 'it lists none'}")
+        wanted = str(cards[own[0]].get("id", ""))
+    card = next((card for card in cards if card.get("id") == wanted), {})
+    length = card.get("max_model_len")
+    is_ours = card.get("owned_by") == _OWNER
+    return RemoteAnswerer(address, wanted, length if isinstance(length, int) else None, is_ours, calculator=is_ours)
+
+
+def _cards(address: Address, *, is_needed: bool) -> list[dict[str, Any]]:
+    """Return the server's list of models; one that has none can be talked with, if the model is named."""
+    try:
+        data = get_json(address, "/models")
+    except Refused:
+        if is_needed:
+            raise
+        return []
+    cards = data.get("data") if isinstance(data, dict) else None
+    if not isinstance(cards, list):
+        raise ServerError(f"{address.url}/models: this is no OpenAI-compatible server")
+    return [card for card in cards if isinstance(card, dict)]
+
+
+@dataclass(slots=True)
+class RemoteAnswerer:
+    """Answers by a server. Remembers what it learned of it: the size of the conversation, what it refuses."""
+
+    address: Address
+    model: str
+    context: int | None = None
+    is_ours: bool = False
+    """It is this package's own server, so masks and weight versions can be had."""
+    calculator: bool = False
+    """Let a nanochat model's calculator answer; false once the server said that there is none."""
+    num_tokens: int | None = None
+    """Tokens of the conversation after the last answer."""
+
+    @property
+    def facts(self) -> Mapping[str, str]:
+        """Return what /show tells."""
+        context = "unknown" if self.context is None else f"{self.context} tokens"
+        return {"model": one_line(self.model), "context": context, "backend": f"server {self.address.url}"}
+
+    def count(self, turns: tuple[Message, ...], system: str | None) -> int | None:
+        """Return what the server said after the last answer."""
+        return self.num_tokens if turns else 0
+
+    def answer(self, ask: Ask, interrupts: Interrupts, write: Write) -> Reply:
+        """Answer; the oldest turns are left out when the server finds the conversation too long."""
+        turns = ask.turns
+        while True:
+            try:
+                return self._once(ask, turns, interrupts, write)
+            except Refused as error:
+                if error.code == "context_length_exceeded" and len(turns) > 2:
+                    turns = turns[2:]
+                    note("[the conversation is too long for the model: its oldest 2 messages were dropped]")
+                elif error.param == "calculator" and self.calculator:
+                    self.calculator = False
+                else:
+                    raise
+
+    def _once(self, ask: Ask, turns: tuple[Message, ...], interrupts: Interrupts, write: Write) -> Reply:
+        """Send one request and take its stream in. Raises `ServerError` when nothing came."""
+        body = self._body(ask, turns)
+        taken, failure = Taken(start=time.perf_counter()), None
+
+        def on_connect(end: Any) -> None:
+            interrupts.on_press = end
+            if interrupts.pressed:
+                end()
+
+        try:
+            for event in stream_json(self.address, "/chat/completions", body, on_connect):
+                pieces = taken.take(event)
+                if pieces:
+                    write(pieces)
+        except ServerError as error:
+            was_over = isinstance(error, CutOff) and taken.finish_reason is not None
+            if not interrupts.pressed and not was_over:
+                if not taken.text:
+                    raise
+                failure = str(error)
+        write(())
+        self.num_tokens = taken.total()
+        return taken.reply(turns, ask, failure)
+
+    def _body(self, ask: Ask, turns: tuple[Message, ...]) -> dict[str, Any]:
+        """Return the request. Only what somebody asked for is sent of the sampling, and how long it may become."""
+        params, named = ask.sampling
+        if wrong := sorted(named.intersection(_NOT_SENT)):
+            raise BadRequest(f"{wrong[0]} cannot be asked of a server in a chat")
+        system: list[Message] = [] if ask.system is None else [{"role": "system", "content": ask.system}]
+        body: dict[str, Any] = {"model": self.model, "messages": [*system, *turns], "stream": True}
+        body["stream_options"] = {"include_usage": True}
+        if params.max_tokens is not None:
+            body["max_tokens"] = params.max_tokens
+        body |= {name: plain_value(params, name) for name in sorted(named - {"max_tokens", "logprobs"})}
+        if ask.has_tokens:
+            body |= {"logprobs": True, "top_logprobs": max(NUM_ALTERNATIVES, params.logprobs or 0)}
+        if self.is_ours:
+            body["return_token_ids"] = True
+            body |= {"calculator": True} if self.calculator else {}
+        return body
+
+
+@dataclass(slots=True)
+class Taken:
+    """What came of an answer so far. `start` is on the clock of `time.perf_counter`."""
+
+    start: float
+    first: float | None = None
+    texts: list[str] = field(default_factory=list)
+    parts: list[tuple[str, str]] = field(default_factory=list)
+    """Kind and text, of an answer with a calculator."""
+    tokens: list[ShownToken] = field(default_factory=list)
+    finish_reason: str | None = None
+    usage: Mapping[str, Any] = field(default_factory=dict)
+    version: str | None = None
+
+    @property
+    def text(self) -> str:
+        """The answer's text."""
+        return "".join(self.texts)
+
+    def take(self, event: Any) -> list[Piece]:
+        """Take an event in; return what it adds to the text. Raises `ServerError` for an error among the events."""
+        told = error_of(event)
+        if told is not None:
+            raise ServerError(f"the server failed: {one_line(told[0])}")
+        if not isinstance(event, dict):
+            raise ServerError(f"the server sent what is no part of an answer: {one_line(str(event), 80)!r}")
+        self.usage = _mapping(event.get("usage")) or self.usage
+        choices = event.get("choices")
+        choice = _mapping(choices[0]) if isinstance(choices, list) and choices else {}
+        return self._choice(choice)
+
+    def _choice(self, choice: Mapping[str, Any]) -> list[Piece]:
+        delta = _mapping(choice.get("delta")) or _mapping(choice.get("message"))
+        if isinstance(choice.get("finish_reason"), str):
+            self.finish_reason = one_line(choice["finish_reason"], 60)
+        self._versions(choice.get("weight_versions"))
+        mask = choice.get("mask")
+        entries = _mapping(choice.get("logprobs")).get("content")
+        if isinstance(entries, list):
+            self.tokens += _tokens(entries, mask if isinstance(mask, list) else [])
+        content = delta.get("content")
+        if not isinstance(content, str) or not content:
+            return []
+        self.first = self.first or time.perf_counter()
+        parts = _parts(delta.get("parts"))
+        content = _whole(content)
+        self.texts.append(content)
+        self.parts += parts or [("text", content)]
+        return _pieces(content, parts)
+
+    def _versions(self, spans: Any) -> None:
+        last = _mapping(spans[-1]) if isinstance(spans, list) and spans else {}
+        if last.get("number") or "number" not in last:
+            self.version = one_line(str(last["version"]), 60) if "version" in last else self.version
+
+    def total(self) -> int | None:
+        """Return the tokens of prompt and answer, if the server tells."""
+        prompt, new = _count(self.usage, "prompt_tokens"), _count(self.usage, "completion_tokens")
+        return None if prompt is None or new is None else prompt + new
+
+    def reply(self, turns: tuple[Message, ...], ask: Ask, failure: str | None) -> Reply:
+        """Return it as an answer."""
+        now = time.perf_counter()
+        cached = _count(_mapping(self.usage.get("prompt_tokens_details")), "cached_tokens")
+        took = Took(
+            num_prompt=_count(self.usage, "prompt_tokens"),
+            num_cached=cached,
+            num_new=_count(self.usage, "completion_tokens"),
+            first_token_after=(self.first or now) - self.start,
+            seconds=now - self.start,
+            seed=ask.sampling.params.seed,
+            version=self.version,
+        )
+        message: Message = {"role": "assistant", "content": self._content()}
+        return Reply(
+            message=message,
+            kept=turns,
+            finish_reason=self.finish_reason,
+            took=took,
+            tokens=tuple(self.tokens),
+            failure=failure,
+        )
+
+    def _content(self) -> Any:
+        """Return the message's content: its parts when a calculator was called, so that the calls stay calls."""
+        if all(kind == "text" for kind, _ in self.parts):
+            return self.text
+        runs = groupby(self.parts, key=lambda part: part[0])
+        return [{"type": kind, "text": "".join(text for _, text in run)} for kind, run in runs]
+
+
+def _tokens(entries: Sequence[Any], mask: Sequence[Any]) -> Iterator[ShownToken]:
+    """Return the tokens of OpenAI's log-probabilities; `mask` is 0 where one was forced, and may be missing."""
+    for i, entry in enumerate(map(_mapping, entries)):
+        tops = entry.get("top_logprobs")
+        pairs = (_named(_mapping(one)) for one in (tops if isinstance(tops, list) else []))
+        text, logprob = _named(entry)
+        top = tuple((name, value) for name, value in pairs if value is not None)
+        yield ShownToken(text, logprob, i < len(mask) and mask[i] == 0, top)
+
+
+def _named(entry: Mapping[str, Any]) -> tuple[str, float | None]:
+    value = entry.get("logprob")
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return _whole(str(entry.get("token", ""))), min(float(value), 0.0) if is_number and value is not None else None
+
+
+def _pieces(content: str, parts: Sequence[tuple[str, str]]) -> list[Piece]:
+    """Return a text with the results of a calculator told apart, which stand in it in the order of the parts."""
+    pieces: list[Piece] = []
+    told = at = 0
+    for kind, text in parts:
+        found = content.find(text, at)
+        if found < 0:
+            break
+        at = found + len(text)
+        if kind == "python_output":
+            pieces += [Piece(content[told:found]), Piece(text, is_forced=True)]
+            told = at
+    return [piece for piece in [*pieces, Piece(content[told:])] if piece.text]
+
+
+def _parts(given: Any) -> list[tuple[str, str]]:
+    parts = [_mapping(part) for part in given] if isinstance(given, list) else []
+    return [(str(part.get("type")), _whole(str(part.get("text", "")))) for part in parts]
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _count(data: Mapping[str, Any], name: str) -> int | None:
+    value = data.get(name)
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _whole(text: str) -> str:
+    """Return a text without halves of characters, which JSON can spell and nothing can print."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

@@ -1,0 +1,268 @@
+"""How an answer is written: rendered on a terminal while it comes, as plain text on a simple one, untouched in a pipe.
+
+Whatever reaches a terminal has gone through `printable`, and none of it is ever read as rich's own markup.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import NamedTuple, Protocol
+
+from markdown_it.token import Token
+from rich.color import ColorSystem
+from rich.console import Console, RenderableType
+from rich.markdown import Markdown
+from rich.segment import Segment
+from rich.style import Style
+from rich.syntax import Syntax
+from rich.text import Text
+from rich.theme import Theme
+
+from nano_inference.cli import blocks
+from nano_inference.cli.blocks import Block
+from nano_inference.cli.pane import Pane
+from nano_inference.cli.printable import END_FORCED, FORCED, printable
+from nano_inference.cli.talk import Piece
+
+_THEME = Theme({"markdown.code": "bold cyan"})  # rich's own has a black background
+_FORCED_STYLE = Style(dim=True, underline=True)
+_CODE_THEME = "ansi_dark"
+_SYSTEMS = {"standard": ColorSystem.STANDARD, "256": ColorSystem.EIGHT_BIT, "truecolor": ColorSystem.TRUECOLOR}
+_CONTEXT_LINES = 40
+"""Lines of code before one that decide its colours."""
+_LEAST_PAUSE_S, _PAUSE_RATIO = 0.03, 4
+"""Between two pictures of an unfinished block: this long, and this many times what the last one took to draw."""
+
+
+class Page(Protocol):
+    """Where an answer is written."""
+
+    def write(self, pieces: Sequence[Piece]) -> None:
+        """Write more of it."""
+
+    def finish(self) -> None:
+        """End it with its line; nothing when nothing was written."""
+
+
+@contextmanager
+def open_page(plain: bool) -> Iterator[Page]:
+    """Open the page that suits stdout; it is finished when the block ends, however it ends."""
+    page = page_for(console_of(sys.stdout), plain)
+    try:
+        yield page
+    finally:
+        page.finish()
+
+
+def console_of(stream: object) -> Console:
+    """Return rich's view of a stream: it reads NO_COLOR, FORCE_COLOR and TERM. Nothing in a text is markup to it."""
+    return Console(file=stream, theme=_THEME, markup=False, emoji=False, highlight=False)  # type: ignore[arg-type]
+
+
+def page_for(console: Console, plain: bool) -> Page:
+    """Return a page of the kind that a console can show."""
+    is_simple = console.is_dumb_terminal or console.legacy_windows
+    if not console.is_terminal:  # FORCE_COLOR makes a pipe a terminal
+        return PlainPage(console, is_pipe=True)
+    if plain or is_simple or not console.encoding.startswith("utf"):
+        return PlainPage(console, can_mark=not is_simple)
+    return MarkdownPage(console)
+
+
+class PlainPage:
+    """The text as it comes; on a terminal without its control characters, in a pipe with every one."""
+
+    def __init__(self, console: Console, *, is_pipe: bool = False, can_mark: bool = False) -> None:
+        self._out = console.file
+        self._is_pipe = is_pipe
+        self._can_mark = can_mark
+        self._is_used = False
+
+    def write(self, pieces: Sequence[Piece]) -> None:
+        """Write at once."""
+        self._is_used = True
+        for piece in pieces:
+            text = piece.text if self._is_pipe else printable(piece.text)
+            if piece.is_forced and self._can_mark:
+                text = _FORCED_STYLE.render(text)
+            self._out.write(text)
+        self._out.flush()
+
+    def finish(self) -> None:
+        """End the last line."""
+        if self._is_used:
+            self._out.write("\n")
+            self._out.flush()
+
+
+class MarkdownPage:
+    """Markdown: blocks that are whole are printed once and for all, the one being written is drawn over."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._pane = Pane(console.file)  # type: ignore[arg-type]
+        self._is_live = console.file.isatty()
+        self._state = blocks.START
+        self._painter = Painter(console)
+        self._next_picture = 0.0
+
+    def write(self, pieces: Sequence[Piece]) -> None:
+        """Print what has become certain; show the rest unless it was shown a moment ago."""
+        text = "".join(_marked(piece) for piece in pieces)
+        self._state, done = blocks.take(self._state, text)
+        start = time.monotonic()
+        if not done and (start < self._next_picture or not self._is_live):
+            return
+        self._draw(done)
+        now = time.monotonic()
+        self._next_picture = now + max(_LEAST_PAUSE_S, _PAUSE_RATIO * (now - start))
+
+    def finish(self) -> None:
+        """Print what is left."""
+        done = blocks.finish(self._state)
+        self._state = blocks.START
+        self._draw(done)
+
+    def _draw(self, done: Iterable[Block]) -> None:
+        size = self._pane.size
+        width = max(1, size.columns - 2)
+        kept = [row for block in done for row in self._painter.keep(block, width)]
+        rest = blocks.open_block(self._state) if self._is_live else None
+        live = [] if rest is None else self._painter.rows(rest, width)
+        self._pane.draw(kept, live[-max(1, size.rows - 1) :])
+
+
+class Painter:
+    """Turns blocks into rows for the terminal. Knows what was printed before: the code above, and whether any was."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._code: tuple[str, ...] = ()
+        self._language = ""
+        self._has_rows = False
+
+    def keep(self, block: Block, width: int) -> list[str]:
+        """Return the rows of a block that is printed for good."""
+        rows = self.rows(block, width)
+        if block.kind == "fence":
+            self._code, self._language = (), block.language
+        elif block.kind == "code":
+            self._code = (*self._code[-_CONTEXT_LINES:], block.text)
+        self._has_rows = self._has_rows or bool(rows)
+        return rows
+
+    def rows(self, block: Block, width: int) -> list[str]:
+        """Return the rows of a block as they look now, with a blank one before where a block begins."""
+        if not block.text.strip() and block.kind == "markdown":
+            return []
+        if block.kind in ("code", "fence_end"):
+            return self._code_rows(block, width)
+        renderable = _dim(block.text.strip("\n")) if block.kind == "fence" else markdown_of(block.text)
+        rows = without_blank_ends(self._painted(renderable, width))
+        return ["", *rows] if self._has_rows and not block.goes_on else rows
+
+    def _code_rows(self, block: Block, width: int) -> list[str]:
+        line = block.text.rstrip("\n")
+        if block.kind == "fence_end":
+            return self._painted(_dim(line), width)
+        lexer = Syntax("", self._language or "text", theme=_CODE_THEME, background_color="default")
+        coloured = lexer.highlight("".join(self._code) + line).split("\n", allow_blank=True)
+        text = coloured[len(self._code)] if len(coloured) > len(self._code) else Text(line)
+        text.expand_tabs(4)
+        return self._painted(text, width) or [""]
+
+    def _painted(self, renderable: RenderableType, width: int) -> list[str]:
+        options = self._console.options.update(width=width, height=None)
+        lines = self._console.render_lines(renderable, options, pad=False)
+        return ansi_rows(lines, Ink.of(self._console))
+
+
+def _dim(text: str) -> Text:
+    return Text(text, style="dim")
+
+
+def markdown_of(text: str) -> Markdown:
+    """Return Markdown for rich, read by our own rules: a newline is a newline, a heading a bold line, HTML is text."""
+    page = Markdown("", code_theme=_CODE_THEME, hyperlinks=False)
+    tokens = blocks.parser().parse(text)
+    page.parsed = [_simpler(token, before) for before, token in pairwise([None, *tokens]) if token is not None]
+    return page
+
+
+def _simpler(token: Token, before: Token | None) -> Token:
+    """Return a token that rich shows as we want it."""
+    if token.type in ("heading_open", "heading_close"):
+        return token.copy(type=f"paragraph_{token.type.removeprefix('heading_')}", tag="p")
+    if not token.children:
+        return token
+    children = [child.copy(type="hardbreak") if child.type == "softbreak" else child for child in token.children]
+    if before is not None and before.type == "heading_open":
+        children = [Token("strong_open", "strong", 1), *children, Token("strong_close", "strong", -1)]
+    return token.copy(children=children)
+
+
+class Ink(NamedTuple):
+    """What a console can paint with."""
+
+    system: ColorSystem | None
+    has_colour: bool
+
+    @classmethod
+    def of(cls, console: Console) -> Ink:
+        """Return a console's."""
+        return cls(_SYSTEMS.get(console.color_system or ""), not console.no_color)
+
+    def paint(self, text: str, style: Style | None) -> str:
+        """Return a text in a style, as far as it can be shown."""
+        if not text or style is None or self.system is None:
+            return text
+        return (style if self.has_colour else style.without_color).render(text, color_system=self.system)
+
+
+def ansi_rows(lines: Iterable[Sequence[Segment]], ink: Ink) -> list[str]:
+    """Return rendered lines as text for the terminal: forced text is marked, blanks at the end are left out."""
+    rows, is_forced = [], False
+    for line in lines:
+        row = ""
+        for text, style in _trimmed(line):
+            for part, is_mark in _around_marks(text):
+                if is_mark:
+                    is_forced = part == FORCED
+                    continue
+                marked = (style or Style()) + _FORCED_STYLE if is_forced else style
+                row += ink.paint(printable(part), marked)
+        rows.append(row)
+    return rows
+
+
+def without_blank_ends(rows: Sequence[str]) -> list[str]:
+    """Return rows without the empty ones that rich puts around some blocks."""
+    filled = [i for i, row in enumerate(rows) if row]
+    return list(rows[filled[0] : filled[-1] + 1]) if filled else []
+
+
+def _trimmed(line: Sequence[Segment]) -> list[tuple[str, Style | None]]:
+    """Return a line's texts and styles without the blanks at its end."""
+    parts = [(segment.text, segment.style) for segment in line if not segment.control]
+    while parts and not parts[-1][0].strip():
+        parts.pop()
+    return [*parts[:-1], (parts[-1][0].rstrip(), parts[-1][1])] if parts else []
+
+
+def _around_marks(text: str) -> list[tuple[str, bool]]:
+    parts: list[tuple[str, bool]] = [("", False)]
+    for char in text:
+        if char in (FORCED, END_FORCED):
+            parts += [(char, True), ("", False)]
+        else:
+            parts[-1] = (parts[-1][0] + char, False)
+    return parts
+
+
+def _marked(piece: Piece) -> str:
+    text = printable(piece.text)
+    return f"{FORCED}{text}{END_FORCED}" if piece.is_forced else text

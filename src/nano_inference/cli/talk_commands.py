@@ -1,0 +1,227 @@
+"""The slash commands of a chat: each takes the conversation and what stands behind it, and returns the next one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from nano_inference.cli import saved
+from nano_inference.cli.printable import one_line
+from nano_inference.cli.talk import Sampling, Talk, plain_value, sampling_fields
+from nano_inference.cli.terminal import note
+from nano_inference.cli.token_view import show_tokens, table
+from nano_inference.cli.turns import Chat, answer_turns
+from nano_inference.types import BadRequest
+
+_MORE_HELP = '''
+Several lines: begin with """ and end with """, end a line with a backslash,
+or paste. Ctrl-C stops an answer, pressed again it quits. At the prompt it
+clears the line; pressed twice on an empty one, it quits.'''
+
+
+class Command(NamedTuple):
+    """A slash command."""
+
+    run: Callable[[Chat, Talk, str], Talk]
+    usage: str
+    """What stands behind it."""
+    help: str
+    complete: Callable[[str], Sequence[str]] = lambda _text: ()
+    """What the word behind it may become."""
+
+
+def obey(chat: Chat, talk: Talk, line: str) -> Talk:
+    """Run a command. Raises `BadRequest` in one line when it is none, or makes no sense."""
+    word, _, rest = line.partition(" ")
+    command = _TABLE.get(_ALIASES.get(word, word))
+    if command is None:
+        raise BadRequest(f"{one_line(word, 60)}: no such command; /help lists them")
+    return command.run(chat, talk, rest.strip())
+
+
+def _help(chat: Chat, talk: Talk, rest: str) -> Talk:
+    names = {name: f"{name} {command.usage}".rstrip() for name, command in _TABLE.items() if command.help}
+    width = max(map(len, names.values()))
+    note("\n".join(f"{usage:<{width}}  {_TABLE[name].help}" for name, usage in names.items()) + _MORE_HELP)
+    return talk
+
+
+def _system(chat: Chat, talk: Talk, rest: str) -> Talk:
+    return replace(talk, system=rest or None, turns=(), last=None)
+
+
+def _clear(chat: Chat, talk: Talk, rest: str) -> Talk:
+    return replace(talk, turns=(), last=None)
+
+
+def _exit(chat: Chat, talk: Talk, rest: str) -> Talk:
+    return replace(talk, is_over=True)
+
+
+def _set(chat: Chat, talk: Talk, rest: str) -> Talk:
+    if not rest:
+        note("\n".join(_setting(talk, name) for name in sampling_fields()))
+        return talk
+    name, _, text = rest.partition(" ")
+    name = name.replace("-", "_")
+    if name not in sampling_fields():
+        raise BadRequest(f"/set: no field {one_line(name, 60)!r}; known: {', '.join(sampling_fields())}")
+    if text.strip() == "default":
+        first = talk.first_sampling
+        value, named = getattr(first.params, name), {name} & first.named
+    elif text.strip():
+        value, named = _value(name, text.strip()), {name}
+    else:
+        note(_setting(talk, name))
+        return talk
+    return _with(talk, name, value, frozenset(named))
+
+
+def _with(talk: Talk, name: str, value: Any, named: frozenset[str]) -> Talk:
+    """Return the conversation with another value of a sampling field, which `SamplingParams` checks."""
+    sampling = talk.sampling
+    try:
+        params = replace(sampling.params, **{name: value})
+    except ValueError as error:
+        raise BadRequest(one_line(str(error))) from None
+    talk = replace(talk, sampling=Sampling(params, sampling.named - {name} | named))
+    note(_setting(talk, name))
+    return talk
+
+
+def _setting(talk: Talk, name: str) -> str:
+    value = json.dumps(plain_value(talk.sampling.params, name)).replace("null", "none")
+    return f"{name} = {value}{'' if name in talk.sampling.named else ' (default)'}"
+
+
+def _value(name: str, text: str) -> Any:
+    """Return a typed value: JSON, else the text as it stands; `none` for nothing, numbers in a row for token ids."""
+    if text == "none":
+        return None
+    if name == "stop_token_ids" and not text.startswith("["):
+        text = f"[{','.join(text.replace(',', ' ').split())}]"
+    with suppress(ValueError, RecursionError):
+        return json.loads(text)
+    return text
+
+
+def _show(chat: Chat, talk: Talk, rest: str) -> Talk:
+    facts = dict(chat.answerer.facts)
+    count = chat.answerer.count(talk.turns, talk.system)
+    facts["conversation"] = f"{len(talk.turns)} messages, {'unknown' if count is None else count} tokens"
+    facts["system"] = talk.system or "(the template's own)"
+    lines = [f"{name}: {value}" for name, value in facts.items()]
+    settings = [_setting(talk, name) for name in sampling_fields() if name in talk.sampling.named]
+    note("\n".join([*lines, f"sampling: {', '.join(settings) or 'defaults'} (/set lists all)"]))
+    return talk
+
+
+def _save(chat: Chat, talk: Talk, rest: str, *, overwrite: bool = False) -> Talk:
+    path = _path("/save", rest)
+    saved.save(path, talk, chat.answerer.facts["model"], overwrite=overwrite)
+    note(f"{path}: {len(talk.turns)} messages saved")
+    return talk
+
+
+def _overwrite(chat: Chat, talk: Talk, rest: str) -> Talk:
+    return _save(chat, talk, rest, overwrite=True)
+
+
+def _load(chat: Chat, talk: Talk, rest: str) -> Talk:
+    path = _path("/load", rest)
+    talk = saved.load(path, talk)
+    note(f"{path}: {len(talk.turns)} messages loaded")
+    return talk
+
+
+def _path(command: str, text: str) -> Path:
+    if not text:
+        raise BadRequest(f"{command} needs the name of a file")
+    try:
+        return Path(text).expanduser()
+    except RuntimeError as error:
+        raise BadRequest(f"{command}: {error}") from None
+
+
+def _tokens(chat: Chat, talk: Talk, rest: str) -> Talk:
+    if rest in ("", "on", "off"):
+        talk = replace(talk, shows_tokens=not talk.shows_tokens if rest == "" else rest == "on")
+        note(f"probabilities of tokens are {'shown' if talk.shows_tokens else 'not shown'}")
+        return talk
+    tokens = () if talk.last is None else talk.last.tokens
+    if not tokens:
+        raise BadRequest("/tokens: the last answer came without probabilities; /tokens on, and /regen draws it again")
+    if rest == "last":
+        show_tokens(tokens)
+        return talk
+    number = _integer("/tokens", rest)
+    if not 1 <= number <= len(tokens):
+        raise BadRequest(f"/tokens must be on, off, last or a number in [1, {len(tokens)}], got {number}")
+    note(table(tokens, number))
+    return talk
+
+
+def _seed(chat: Chat, talk: Talk, rest: str) -> Talk:
+    if not rest:
+        note(_setting(talk, "seed"))
+        return talk
+    if rest == "off":
+        return _with(talk, "seed", None, frozenset())
+    return _with(talk, "seed", _integer("/seed", rest), frozenset({"seed"}))
+
+
+def _regen(chat: Chat, talk: Talk, rest: str) -> Talk:
+    if len(talk.turns) < 2:
+        raise BadRequest("/regen: there is no answer yet")
+    sampling = talk.sampling
+    if rest:
+        drawn = _with(talk, "seed", _integer("/regen", rest), frozenset({"seed"}))
+        return replace(answer_turns(chat, drawn, talk.turns[:-1]), sampling=sampling)
+    return answer_turns(chat, talk, talk.turns[:-1])
+
+
+def _integer(command: str, text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise BadRequest(f"{command} must have a whole number behind it, got {one_line(text, 60)!r}") from None
+
+
+def _field_names(text: str) -> list[str]:
+    return [f"{name} " for name in sampling_fields() if name.startswith(text)]
+
+
+def _files(text: str) -> list[str]:
+    folder, slash, start = text.rpartition("/")
+    with suppress(OSError, RuntimeError):
+        found = sorted(Path(folder + slash).expanduser().iterdir())
+        return [f"{folder}{slash}{path.name}{'/' * path.is_dir()}" for path in found if path.name.startswith(start)]
+    return []
+
+
+_TABLE: Mapping[str, Command] = MappingProxyType(
+    {
+        "/help": Command(_help, "", "this list"),
+        "/system": Command(_system, "TEXT", "set the system message and start anew"),
+        "/set": Command(_set, "[NAME VALUE]", "how answers are drawn; `default` resets", _field_names),
+        "/show": Command(_show, "", "model, conversation, sampling, system message"),
+        "/save": Command(_save, "FILE", "write the conversation; /save! overwrites", _files),
+        "/save!": Command(_overwrite, "FILE", "", _files),
+        "/load": Command(_load, "FILE", "go on with a saved conversation", _files),
+        "/clear": Command(_clear, "", "forget the conversation"),
+        "/tokens": Command(_tokens, "[on|off|last|N]", "probabilities of tokens; of the N-th's rivals"),
+        "/seed": Command(_seed, "[N|off]", "draw the same answer to the same words"),
+        "/regen": Command(_regen, "[N]", "draw the last answer again, with seed N"),
+        "/exit": Command(_exit, "", "quit, as Ctrl-D does; /bye does it, too"),
+    }
+)
+_ALIASES: Mapping[str, str] = MappingProxyType({"/bye": "/exit", "/quit": "/exit", "/?": "/help"})
+COMMANDS: Mapping[str, Callable[[str], Sequence[str]]] = MappingProxyType(
+    {name: command.complete for name, command in _TABLE.items()}
+)
+"""What may stand behind each command."""

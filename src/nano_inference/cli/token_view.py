@@ -1,0 +1,74 @@
+"""How probable the tokens of an answer were: in colours, or in numbers where there are none. On stderr."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterable
+
+from rich.console import Console
+from rich.style import Style
+
+from nano_inference.cli.printable import printable
+from nano_inference.cli.render import Ink, console_of
+from nano_inference.cli.talk import ShownToken
+from nano_inference.cli.terminal import note
+
+_COLOURS = ((0.8, "green"), (0.4, "cyan"), (0.1, "yellow"), (0.0, "red"))
+"""From which probability on a token has which colour."""
+_FORCED = Style(dim=True, underline=True)
+
+
+def show_tokens(tokens: tuple[ShownToken, ...]) -> None:
+    """Show an answer's tokens with their probabilities."""
+    if not tokens:
+        note("[no probabilities came with this answer]")
+        return
+    print(coloured(tokens, console_of(sys.stderr)), file=sys.stderr, flush=True)
+
+
+def coloured(tokens: Iterable[ShownToken], console: Console) -> str:
+    """Return tokens in the colours of their probabilities, under a legend; each with its number without colours."""
+    ink = Ink.of(console)
+    if ink.system is None or not ink.has_colour:
+        return "tokens: " + " ".join(f"{_quoted(token.text)}{_share(token)}" for token in tokens)
+    legend = " ".join(ink.paint(f"≥{low:.0%}", Style(color=colour)) for low, colour in _COLOURS)
+    body = "".join(ink.paint(_visible(token.text), _style(token)) for token in tokens)
+    return f"tokens, {legend} {ink.paint('forced', _FORCED)}:\n{body}"
+
+
+def table(tokens: tuple[ShownToken, ...], number: int) -> str:
+    """Return what could have stood in the place of the token with that number (the first is 1), as a table."""
+    token = tokens[number - 1]
+    head = f"token {number} of {len(tokens)}: {_quoted(token.text)}{_share(token)}"
+    if token.is_forced:
+        return head
+    rows = [f"  {rank}. {logprob:9.4f} {math.exp(logprob):7.2%}  {_quoted(text)}{' <- drawn' * (text == token.text)}"
+            for rank, (text, logprob) in enumerate(token.top, start=1)]  # fmt: skip
+    return "\n".join([f"{head}, logprob {_number(token.logprob)}", *rows])
+
+
+def _style(token: ShownToken) -> Style:
+    if token.is_forced or token.logprob is None:
+        return _FORCED
+    share = math.exp(token.logprob)
+    return Style(color=next(colour for low, colour in _COLOURS if share >= low))
+
+
+def _share(token: ShownToken) -> str:
+    if token.is_forced:
+        return " forced"
+    return " ?" if token.logprob is None else f" {math.exp(token.logprob):.0%}"
+
+
+def _number(logprob: float | None) -> str:
+    return "unknown" if logprob is None else f"{logprob:.4f}"
+
+
+def _visible(text: str) -> str:
+    """Return a token's text; a newline can be seen, and one without text of its own (half a character) as well."""
+    return printable(text).replace("\n", "⏎\n") or "·"
+
+
+def _quoted(text: str) -> str:
+    return f"'{printable(text).translate({10: '⏎', 9: '⇥'})}'"

@@ -1,0 +1,119 @@
+"""A command in a real pseudo-terminal whose screen is known: what `pexpect` reads, `pyte` draws."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import pexpect
+import pyte
+
+PATIENCE_S = 60
+_CLEAN = ("NO_COLOR", "FORCE_COLOR", "COLUMNS", "LINES", "TERM_PROGRAM", "TMUX", "VTE_VERSION", "PYTHONIOENCODING")
+
+
+class Emulator(pyte.HistoryScreen):
+    """A terminal that keeps what scrolls away, and whose cursor's row stays when it becomes lower, as xterm's does."""
+
+    def resize(self, lines: int | None = None, columns: int | None = None) -> None:
+        """Take another size; rows are cut off, not broken anew."""
+        for _ in range(max(0, self.cursor.y + 1 - (lines or self.lines))):
+            top, y = self.cursor.y, self.cursor.x
+            self.cursor.y = self.lines - 1
+            self.index()
+            self.cursor.y, self.cursor.x = top - 1, y
+        x, y = self.cursor.x, self.cursor.y
+        old, self.lines = self.lines, lines or self.lines  # so that pyte's own rule, rows off the top, is not applied
+        for row in range(self.lines, old):
+            self.buffer.pop(row, None)
+        super().resize(None, columns)
+        self.cursor.x, self.cursor.y = x, y
+
+
+class Terminal:
+    """A terminal with a command in it. Waiting ends with what is waited for, or after a minute with what is there."""
+
+    def __init__(self, command: list[str], env: Mapping[str, str], rows: int, columns: int) -> None:
+        clean = {name: value for name, value in os.environ.items() if name not in _CLEAN}
+        self.child = pexpect.spawn(
+            command[0],
+            command[1:],
+            env={**clean, "TERM": "xterm-256color", **env},
+            dimensions=(rows, columns),
+            timeout=PATIENCE_S,
+        )
+        self.child.delaybeforesend = None
+        self.screen = Emulator(columns, rows, history=100_000, ratio=0.5)
+        self.stream = pyte.ByteStream(self.screen)
+        self.raw = b""
+
+    def send(self, text: str) -> None:
+        """Type."""
+        self.child.send(text)
+
+    def wait(self, text: str, count: int = 1) -> None:
+        """Wait until a text stands on the screen or above it that many times."""
+        while self.text().count(text) < count:
+            self._read(f"{count} x {text!r}")
+
+    def prompt(self) -> None:
+        """Wait until the last line is an empty prompt, then forget the raw bytes so far."""
+        while not f"\n{self.text()}".endswith("\n>"):
+            self._read("prompt")
+        self.raw = b""
+
+    def ask(self, text: str) -> None:
+        """Send a line at the prompt, and wait for the next prompt."""
+        self.prompt()
+        self.send(f"{text}\r")
+        self.wait_raw("\n")
+        self.prompt()
+
+    def wait_raw(self, text: str) -> None:
+        """Wait until a text was sent, wherever it stands now."""
+        while text.encode() not in self.raw:
+            self._read(repr(text))
+
+    def _read(self, wanted: str) -> None:
+        try:
+            data = self.child.read_nonblocking(4096, PATIENCE_S)
+        except (pexpect.EOF, pexpect.TIMEOUT) as error:
+            raise AssertionError(f"no {wanted}: {type(error).__name__}\n{self.text()}") from None
+        self.raw += data
+        self.stream.feed(data)
+
+    def resize(self, rows: int, columns: int) -> None:
+        """Change the window's size; the command gets SIGWINCH."""
+        self.screen.resize(rows, columns)
+        self.child.setwinsize(rows, columns)
+
+    def text(self) -> str:
+        """What can be seen, what has scrolled away before it."""
+        above = ["".join(row[x].data for x in range(self.screen.columns)) for row in self.screen.history.top]
+        return "\n".join(line.rstrip() for line in [*above, *self.screen.display]).rstrip()
+
+    def leave(self) -> int:
+        """Wait for the command's end; return its exit code."""
+        while True:
+            try:
+                data = self.child.read_nonblocking(4096, PATIENCE_S)
+            except pexpect.EOF:
+                break
+            self.raw += data
+            self.stream.feed(data)
+        self.child.close()
+        return -1 if self.child.exitstatus is None else int(self.child.exitstatus)
+
+
+@contextmanager
+def terminal(
+    *argv: str, rows: int = 24, columns: int = 80, python: tuple[str, ...] = ("-m", "nano_inference"), **env: str
+) -> Iterator[Terminal]:
+    """Run a command line of ours in a terminal while the block runs."""
+    one = Terminal([sys.executable, *python, *argv], env, rows, columns)
+    try:
+        yield one
+    finally:
+        one.child.close(force=True)
