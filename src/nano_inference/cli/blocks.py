@@ -87,12 +87,11 @@ def _first(state: BlockState) -> tuple[BlockState, Block | None]:
     tops = [token for token in tokens if token.level == 0 and token.map is not None and token.nesting >= 0]
     if tops and tops[0].type == "fence":
         return _fence(state, tops[0])
-    if len(tops) > 1:
-        return _cut(state, tops[1], in_list=False)
-    items = [token for token in tokens if token.level == 1 and token.type == "list_item_open"]
+    own = tokens[: tokens.index(tops[1])] if len(tops) > 1 else tokens
+    items = [token for token in own if token.level == 1 and token.type == "list_item_open"]
     if len(items) > 1:
         return _cut(state, items[1], in_list=True)
-    return state, None
+    return _cut(state, tops[1], in_list=False) if len(tops) > 1 else (state, None)
 
 
 def _cut(state: BlockState, following: Token, *, in_list: bool) -> tuple[BlockState, Block]:

@@ -44,6 +44,7 @@ class Reader:
         self.is_typed = is_typed
         """Whether a person sits there."""
         self._has_pressed = False
+        self._last = ""
 
     def read(self) -> Entered | None:
         """Return the next message or command, None at the end of the input.
@@ -124,8 +125,10 @@ class Reader:
         note("press Ctrl-C again, or Ctrl-D, to quit")
 
     def _remember(self, text: str) -> None:
-        if self._readline is None or not text.strip() or len(text) > _MAX_ENTRY:
+        text = text.strip()
+        if self._readline is None or not text or len(text) > _MAX_ENTRY or text == self._last:
             return
+        self._last = text
         self._readline.add_history(text)
         if self._history is not None:
             self._history.add(text)
@@ -201,7 +204,7 @@ def _readline() -> ModuleType | None:
 def _set_up(readline: ModuleType, history: History | None, commands: Mapping[str, Complete]) -> None:
     is_libedit = "libedit" in (readline.__doc__ or "")
     readline.parse_and_bind("bind ^I rl_complete" if is_libedit else "tab: complete")
-    if not is_libedit:
+    if not is_libedit and os.environ.get("TERM", "dumb") != "dumb":
         readline.parse_and_bind("set enable-bracketed-paste on")  # Python turns it off
     readline.set_auto_history(False)
     readline.clear_history()

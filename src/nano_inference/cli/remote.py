@@ -33,6 +33,9 @@ from nano_inference.types import BadRequest, SamplingParams
 _FAILED = 1
 _NOT_SENT = ("logprobs_mode", "pooling", "prompt_logprobs", "raw_logprobs", "sampling_mask")
 """What a chat's stream has no place for."""
+_RESERVE = 512
+"""Tokens kept free for an answer, when the model is long enough."""
+_DROPPED = "[the conversation is too long for the model: its oldest {} messages were dropped]"
 _OWNER = "nano-inference"
 """Who owns the models of our own server, which takes fields that others may refuse."""
 
@@ -93,6 +96,8 @@ class RemoteAnswerer:
     """Let a nanochat model's calculator answer; false once the server said that there is none."""
     num_tokens: int | None = None
     """Tokens of the conversation after the last answer."""
+    tokens_per_char: float = 0.0
+    """Of that conversation, as far as it was sent; 0 while it is not known."""
 
     @property
     def facts(self) -> Mapping[str, str]:
@@ -106,18 +111,36 @@ class RemoteAnswerer:
 
     def answer(self, ask: Ask, interrupts: Interrupts, write: Write) -> Reply:
         """Answer; the oldest turns are left out when the server finds the conversation too long."""
-        turns = ask.turns
+        turns = self._fitting(ask)
         while True:
             try:
                 return self._once(ask, turns, interrupts, write)
             except Refused as error:
                 if error.code == "context_length_exceeded" and len(turns) > 2:
                     turns = turns[2:]
-                    note("[the conversation is too long for the model: its oldest 2 messages were dropped]")
+                    note(_DROPPED.format(2))
                 elif error.param == "calculator" and self.calculator:
                     self.calculator = False
                 else:
                     raise
+
+    def _fitting(self, ask: Ask) -> tuple[Message, ...]:
+        """Return the newest turns, so that an answer has room: by an estimate, since the tokenizer is the server's."""
+        if self.context is None:
+            return ask.turns
+        wanted = _RESERVE if ask.sampling.params.max_tokens is None else min(ask.sampling.params.max_tokens, _RESERVE)
+        room = self.context - min(wanted, self.context // 4)
+        turns = ask.turns
+        if self._estimate(turns, ask.system) <= room:
+            return turns
+        while self._estimate(turns, ask.system) > room * 3 // 4 and len(turns) > 2:
+            turns = turns[2:]
+        if len(turns) < len(ask.turns):
+            note(_DROPPED.format(len(ask.turns) - len(turns)))
+        return turns
+
+    def _estimate(self, turns: Sequence[Message], system: str | None) -> float:
+        return self.tokens_per_char * _num_chars(turns, system)
 
     def _once(self, ask: Ask, turns: tuple[Message, ...], interrupts: Interrupts, write: Write) -> Reply:
         """Send one request and take its stream in. Raises `ServerError` when nothing came."""
@@ -141,8 +164,11 @@ class RemoteAnswerer:
                     raise
                 failure = str(error)
         write(())
+        reply = taken.reply(turns, ask, failure)
         self.num_tokens = taken.total()
-        return taken.reply(turns, ask, failure)
+        if self.num_tokens is not None:
+            self.tokens_per_char = self.num_tokens / max(1, _num_chars([*turns, reply.message], ask.system))
+        return reply
 
     def _body(self, ask: Ask, turns: tuple[Message, ...]) -> dict[str, Any]:
         """Return the request. Only what somebody asked for is sent of the sampling, and how long it may become."""
@@ -288,6 +314,14 @@ def _pieces(content: str, parts: Sequence[tuple[str, str]]) -> list[Piece]:
 def _parts(given: Any) -> list[tuple[str, str]]:
     parts = [_mapping(part) for part in given] if isinstance(given, list) else []
     return [(str(part.get("type")), _whole(str(part.get("text", "")))) for part in parts]
+
+
+def _num_chars(turns: Sequence[Message], system: str | None) -> int:
+    """Return the characters of a conversation."""
+    contents = [message["content"] for message in turns]
+    parts = [part["text"] for content in contents if isinstance(content, list) for part in content]
+    texts = [system or "", *parts, *(content for content in contents if isinstance(content, str))]
+    return sum(map(len, texts))
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:

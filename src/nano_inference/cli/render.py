@@ -6,6 +6,7 @@ Whatever reaches a terminal has gone through `printable`, and none of it is ever
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -100,7 +101,11 @@ class PlainPage:
 
 
 class MarkdownPage:
-    """Markdown: blocks that are whole are printed once and for all, the one being written is drawn over."""
+    """Markdown: blocks that are whole are printed once and for all, the one being written is drawn over.
+
+    A picture that would follow the last one too closely is drawn a little later, by a timer's thread: no token may wait
+    for the next one to be seen.
+    """
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -108,32 +113,48 @@ class MarkdownPage:
         self._is_live = console.file.isatty()
         self._state = blocks.START
         self._painter = Painter(console)
+        self._drawing = threading.Lock()
+        self._later: threading.Timer | None = None
         self._next_picture = 0.0
 
     def write(self, pieces: Sequence[Piece]) -> None:
-        """Print what has become certain; show the rest unless it was shown a moment ago."""
+        """Print what has become certain, and show the rest now or in a moment."""
         text = "".join(_marked(piece) for piece in pieces)
-        self._state, done = blocks.take(self._state, text)
-        start = time.monotonic()
-        if not done and (start < self._next_picture or not self._is_live):
-            return
-        self._draw(done)
-        now = time.monotonic()
-        self._next_picture = now + max(_LEAST_PAUSE_S, _PAUSE_RATIO * (now - start))
+        with self._drawing:
+            self._state, done = blocks.take(self._state, text)
+            wait = self._next_picture - time.monotonic()
+            if done or (self._is_live and wait <= 0):
+                self._draw(done)
+            elif self._is_live and self._later is None:
+                self._later = threading.Timer(wait, self._draw_late)
+                self._later.daemon = True
+                self._later.start()
 
     def finish(self) -> None:
         """Print what is left."""
-        done = blocks.finish(self._state)
-        self._state = blocks.START
-        self._draw(done)
+        with self._drawing:
+            if self._later is not None:
+                self._later.cancel()
+            done = blocks.finish(self._state)
+            self._state, self._is_live = blocks.START, False
+            self._draw(done)
+
+    def _draw_late(self) -> None:
+        with self._drawing:
+            self._later = None
+            if self._is_live:
+                self._draw(())
 
     def _draw(self, done: Iterable[Block]) -> None:
+        start = time.monotonic()
         size = self._pane.size
         width = max(1, size.columns - 2)
         kept = [row for block in done for row in self._painter.keep(block, width)]
         rest = blocks.open_block(self._state) if self._is_live else None
         live = [] if rest is None else self._painter.rows(rest, width)
         self._pane.draw(kept, live[-max(1, size.rows - 1) :])
+        now = time.monotonic()
+        self._next_picture = now + max(_LEAST_PAUSE_S, _PAUSE_RATIO * (now - start))
 
 
 class Painter:

@@ -1,0 +1,145 @@
+"""The chat with a model of its own process: in a terminal, and through pipes."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("pty", reason="needs a Unix terminal")
+
+from nano_inference import InferenceEngine
+from nano_inference.cli import main
+from nano_inference.cli.local import shown_tokens, with_alternatives
+from nano_inference.cli.options import COMMON
+from nano_inference.cli.render import PlainPage
+from nano_inference.cli.session import encode, open_session
+from nano_inference.config import EngineConfig
+from nano_inference.types import SamplingParams, StepResult
+from tests.cli.screen import terminal
+
+WIDE = 160
+ENDLESS = ("--max-model-len", "32768", "--max-tokens", "30000", "--ignore-eos")
+
+
+@pytest.fixture(autouse=True)
+def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+
+
+def test_ctrl_c_stops_an_answer_and_twice_at_the_prompt_quits(tiny: Path) -> None:
+    with terminal("chat", "-m", str(tiny), *ENDLESS, columns=WIDE) as screen:
+        screen.prompt()
+        screen.send("hello\r")
+        screen.wait_raw("\x1b[J")  # it writes
+        screen.send("\x03")
+        screen.wait("[stopped]")
+        screen.ask("/show")
+        screen.wait("conversation: 2 messages")
+        screen.send("\x03")
+        screen.wait("press Ctrl-C again")
+        screen.prompt()
+        screen.send("\x03")
+        assert screen.leave() == 130 and "Traceback" not in screen.text()
+
+
+def test_twice_in_an_answer_quits(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    honest = InferenceEngine.tick
+
+    def pressed(engine: InferenceEngine) -> StepResult:
+        monkeypatch.setattr(InferenceEngine, "tick", honest)
+        signal.raise_signal(signal.SIGINT)
+        return honest(engine)
+
+    monkeypatch.setattr(InferenceEngine, "tick", pressed)
+    before = signal.getsignal(signal.SIGINT)
+    assert main(["chat", "-m", str(tiny), "-p", "hello", "--max-model-len", "512", "--max-tokens-per-batch", "2"]) == 0
+    assert "[stopped]" in capsys.readouterr().err
+
+    def pressed_twice(engine: InferenceEngine) -> StepResult:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        return honest(engine)
+
+    monkeypatch.setattr(InferenceEngine, "tick", pressed_twice)
+    assert main(["chat", "-m", str(tiny), "-p", "hello"]) == 130 and signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_seed_draws_the_same_answer_and_regen_another(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The seed that is told with an answer is the one that draws it again."""
+
+    def talk(*lines: str) -> tuple[list[str], list[str]]:
+        monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(lines)))
+        written: list[str] = []
+        monkeypatch.setattr(PlainPage, "write", lambda _, pieces: written.extend(piece.text for piece in pieces))
+        monkeypatch.setattr(PlainPage, "finish", lambda _: written.append("\0"))
+        assert main(["chat", "-m", str(tiny), "--max-tokens", "12", "--ignore-eos"]) == 0
+        return "".join(written).split("\0")[:-1], re.findall(r"seed (\d+)\]", capsys.readouterr().err)
+
+    answers, seeds = talk("hello", "/regen")
+    assert answers[0] != answers[1] and seeds[0] != seeds[1]
+    again, same = talk("hello", f"/regen {seeds[0]}", f"/seed {seeds[1]}", "/regen", "/regen")
+    assert again[1:] == [answers[0], answers[1], answers[1]] and same[1:] == [seeds[0], seeds[1], seeds[1]]
+
+
+def test_the_calculator_in_a_terminal() -> None:
+    """What the tool forced is marked in the answer, and called forced among the tokens; the call is read again."""
+    with terminal("chat", "--model", "calculator", columns=WIDE) as screen:
+        screen.prompt()
+        screen.send("What is 12+34?\r")
+        screen.wait("[12+34 → 46] ")
+        screen.wait_raw("\x1b[2;4m46\x1b[0m")
+        screen.ask("/tokens on")
+        screen.ask("plus 5")
+        screen.wait("[46+5 → 51] ")
+        screen.wait("<|python_start|>46+5<|python_end|><|output_start|>51<|output_end|>")
+        screen.ask("/tokens 7")
+        screen.wait("token 7 of ")
+        screen.wait("'<|output_start|>' forced")
+        screen.ask("/tokens 2")
+        screen.wait("<- drawn")
+        screen.send("\x04")
+        assert screen.leave() == 0
+
+
+def test_the_tokens_that_are_shown(tiny: Path) -> None:
+    """Probabilities are the model's own, at any temperature, and asking for them changes no token."""
+    with open_session(EngineConfig(model_path=str(tiny), num_threads=1), COMMON) as session:
+        prompt = encode(session, "hello")
+        params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+        (plain,) = session.engine.generate([prompt], params)
+        (sample,) = session.engine.generate([prompt], with_alternatives(params))
+        tokens = shown_tokens(session, sample)
+        assert sample.completion_tokens == plain.completion_tokens and len(tokens) == 20
+        assert all(len(token.top) == 5 and token.logprob == token.top[0][1] < 0 for token in tokens)
+        special = session.tokenizer.special_ids
+        named = [token.text for token, i in zip(tokens, sample.completion_tokens, strict=True) if i in special]
+        assert all(re.fullmatch(r"<\|.*\|>", name) for name in named)
+        text = "".join(token.text for token in tokens if token.text not in named)
+        whole = session.tokenizer.decode([i for i in sample.completion_tokens if i not in special])
+        assert whole.startswith(text)
+
+
+# ---- pipes
+
+
+def piped(stdin: str, *argv: str, **env: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "nano_inference", "chat", *argv]
+    return subprocess.run(command, input=stdin, capture_output=True, text=True, check=False, env=os.environ | env)
+
+
+def test_a_question_through_a_pipe() -> None:
+    done = piped("What is 12+34?\n\n/seed 3\nplus 5\n", "--model", "calculator")
+    assert done.returncode == 0
+    assert done.stdout == "[12+34 → 46] The answer is 46.\n[46+5 → 51] The answer is 51.\n"
+    assert "seed = 3" in done.stderr and "tokens/s" in done.stderr and "\x1b" not in done.stdout + done.stderr

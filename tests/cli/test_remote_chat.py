@@ -1,0 +1,320 @@
+"""`chat --server`: against our own server, and against one that misbehaves as a test tells it to."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("pty", reason="needs a Unix terminal")
+
+import nano_inference
+from nano_inference.cli import main
+from nano_inference.config import ServerConfig
+from tests.cli.screen import terminal
+from tests.cli.scripted import Scripted, chunk, scripted
+from tests.server.tiny import Running, make_tiny, running
+
+CALCULATOR = Path(nano_inference.__file__).parent / "data" / "calculator"
+WIDE = 160
+KEY = "a-key-of-the-test"
+_SPY = """
+import sys
+from nano_inference.cli import main
+code = main(sys.argv[1:])
+print("imported:", [name for name in ("torch", "numpy", "gguf") if name in sys.modules], file=sys.stderr)
+sys.exit(code)
+"""
+
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(scope="module")
+def calculating() -> Iterator[Running]:
+    with running(CALCULATOR, ServerConfig(port=0, log_requests=False, api_key=(KEY,), served_model_name=())) as one:
+        yield one
+
+
+@pytest.fixture
+def server() -> Iterator[Scripted]:
+    with scripted() as one:
+        yield one
+
+
+@pytest.fixture(autouse=True)
+def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.delenv("NANO_INFERENCE_MODEL", raising=False)
+
+
+def talk(capsys: Capture, url: str, *argv: str, code: int = 0) -> tuple[str, str]:
+    """Ask one question; return stdout and stderr."""
+    found = main(["chat", "--server", url, "-p", "hello", *argv])
+    out, err = capsys.readouterr()
+    assert found == code, err
+    return out, err
+
+
+# ---- our own server
+
+
+def test_a_chat_with_our_server_in_a_terminal(calculating: Running) -> None:
+    """Without torch; the calculator answers, what it forced is marked, and all commands work."""
+    arguments = ("chat", "--server", calculating.url.removeprefix("http://"))
+    with terminal(*arguments, python=("-c", _SPY), columns=WIDE, NANO_INFERENCE_API_KEY=KEY) as screen:
+        screen.prompt()
+        screen.send("What is 12+34?\r")
+        screen.wait("[12+34 → 46] ")
+        screen.wait_raw("\x1b[2;4m46\x1b[0m")
+        screen.wait("[18 prompt tokens (0 cached), 29 generated")
+        screen.ask("/tokens on")
+        screen.ask("/set temperature 0")
+        screen.ask("/seed 5")
+        screen.ask("plus 5")
+        screen.wait("[46+5 → 51] ")
+        screen.wait("seed 5]")
+        screen.ask("/tokens 2")
+        screen.wait("<- drawn")
+        screen.ask("/show")
+        screen.wait("model: tiny")
+        screen.wait("context: 256 tokens")
+        screen.wait(f"backend: server {calculating.url}/v1")
+        screen.wait("conversation: 4 messages, 85 tokens")
+        screen.ask("/set stop_token_ids 5")
+        screen.ask("/set prompt_logprobs 1")
+        screen.ask("again")
+        screen.wait("nano-inference: prompt_logprobs cannot be asked of a server in a chat")
+        screen.send("/exit\r")
+        assert screen.leave() == 0
+        assert "imported: []" in screen.text()
+
+
+@pytest.mark.parametrize(("env", "shown"), [({}, "\x1b[32m"), ({"NO_COLOR": "1"}, "'3' forced")])
+def test_tokens_in_colours_and_in_numbers(calculating: Running, env: dict[str, str], shown: str) -> None:
+    argv = ("chat", "--server", calculating.url)
+    with terminal(*argv, columns=WIDE, NANO_INFERENCE_API_KEY=KEY, **env) as screen:
+        screen.ask("/tokens on")
+        screen.send("How many r are in strawberry?\r")
+        screen.wait("tokens,"[: None if env == {} else 6])
+        screen.wait_raw(shown)
+        screen.prompt()
+        screen.send("\x04")
+        assert screen.leave() == 0
+
+
+def test_the_whole_context_is_used_and_the_oldest_turns_leave(
+    calculating: Running, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    questions = "".join(f"What is {number}+34?\n" for number in range(12, 24))
+    monkeypatch.setattr("sys.stdin", io.StringIO(questions))
+    assert main(["chat", "--server", calculating.url, "--api-key", KEY, "--temperature", "0"]) == 0
+    out, err = capsys.readouterr()
+    assert re.search(r"\[the conversation is too long for the model: its oldest \d messages were dropped\]", err)
+    assert len(out.splitlines()) == 12 and out.splitlines()[-1].startswith("[23+34 → 57]")
+
+
+def test_the_key_and_the_name(calculating: Running, capsys: Capture) -> None:
+    _, err = talk(capsys, calculating.url, code=1)
+    assert re.fullmatch(r"nano-inference: http://127\.0\.0\.1:\d+/v1: 401: .*; --api-key gives the key\n", err)
+    _, err = talk(capsys, calculating.url, "--api-key", "wrong-key-of-mine", code=1)
+    assert ": 401: " in err and "wrong-key-of-mine" not in err and err.count("\n") == 1
+    _, err = talk(capsys, calculating.url, "--api-key", KEY, "--model", "nobody", code=1)
+    assert "404: the model 'nobody' does not exist; served: tiny" in err
+    out, err = talk(capsys, calculating.url + "/v1/", "--api-key", KEY, "-m", "tiny", "--max-tokens", "3")
+    assert out and "3 generated" in err and "[cut off" in err
+
+
+def test_a_model_without_a_calculator_is_asked_once(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with running(make_tiny(tmp_path)) as one:
+        argv = ("--max-tokens", "8", "--ignore-eos")
+        first = talk(capsys, one.url, *argv)
+        assert first[0] == talk(capsys, one.url, *argv, "--seed", "4")[0] and "8 generated" in first[1]
+        assert first[0] != talk(capsys, one.url, *argv, "--seed", "5")[0]
+
+
+def test_serve_as_a_process_and_ctrl_c(tmp_path: Path) -> None:
+    """The server stops drawing when the chat's Ctrl-C ends the connection."""
+    model = make_tiny(tmp_path / "tiny", 32768)
+    command = [sys.executable, "-m", "nano_inference", "serve", "--model", str(model), "--port", "0"]
+    env = os.environ | {"NANO_INFERENCE_NUM_THREADS": "1"}
+    serving = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=env)
+    try:
+        assert serving.stderr is not None
+        lines = iter(serving.stderr.readline, "")
+        url = next(found[0] for line in lines if (found := re.findall(r"http://127\.0\.0\.1:\d+", line)))
+        argv = ("--ignore-eos", "--max-tokens", "30000", "--max-model-len", "32768")
+        next(line for line in lines if "curl" in line or "ready" in line.lower())
+        with terminal("chat", "--server", url, *argv[:3], columns=WIDE) as screen:
+            screen.prompt()
+            screen.send("hello\r")
+            screen.wait_raw("\x1b[J")
+            screen.send("\x03")
+            screen.wait("[stopped]")
+            screen.prompt()
+            screen.send("\x04")
+            assert screen.leave() == 0
+        logged = next(
+            json.loads(line) for line in lines if line.startswith("{") and '"status":200' in line and "/chat/" in line
+        )
+        assert logged["client_abort"] is True and logged["output_tokens"] < 30000
+    finally:
+        serving.terminate()
+        serving.wait(60)
+        if serving.stderr is not None:
+            serving.stderr.close()
+
+
+# ---- pipes
+
+
+def test_a_terminal_that_types_into_a_pipe(server: Scripted) -> None:
+    """stdout is a file: the prompt is not in it."""
+    code = "import subprocess, sys; d = subprocess.run([sys.executable, '-m', 'nano_inference', *sys.argv[1:]], "
+    code += "stdout=subprocess.PIPE); print('OUT', d.returncode, d.stdout)"
+    server.answer("**hi** \x1b[31m")
+    with terminal("chat", "--server", server.url, python=("-c", code), columns=WIDE) as screen:
+        screen.prompt()
+        screen.send("question\r")
+        screen.wait("[first token")
+        screen.send("\x04")
+        screen.wait("OUT 0 b'**hi** \\x1b[31m\\n'")
+
+
+def chat_process(server: Scripted, lines: bytes, **options: Any) -> subprocess.CompletedProcess[bytes]:
+    command = [sys.executable, "-m", "nano_inference", "chat", "--quiet", "--server", server.url]
+    return subprocess.run(command, input=lines, stderr=subprocess.PIPE, check=False, **options)
+
+
+def test_a_reader_that_has_gone(server: Scripted) -> None:
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    server.answer("hi")
+    done = chat_process(server, b"hi\n" * 3, stdout=write_end)
+    os.close(write_end)
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
+def test_bytes_that_are_no_text(server: Scripted) -> None:
+    for _ in range(2):
+        server.answer("hi")
+    done = chat_process(server, b"caf\xe9 \xff\n\nmore", stdout=subprocess.PIPE, env=os.environ | {"LC_ALL": "C"})
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"hi\nhi\n", b"")
+    assert server.post()["messages"][0]["content"] == "caf\ufffd \ufffd"
+
+
+# ---- a server that misbehaves
+
+
+def test_what_is_sent(server: Scripted, capsys: Capture) -> None:
+    """Only what was asked for: another server has defaults of its own, and knows none of our fields."""
+    server.answer("hi")
+    out, err = talk(capsys, f"{server.url}/below/", "--api-key", "sesame", "--system", "s", "--top-p", "0.5")
+    assert out == "hi\n" and f"[parrot at {server.url}/below/v1]" in err
+    models, chat = server.asked.get(), server.asked.get()
+    assert (models.path, chat.path) == ("/below/v1/models", "/below/v1/chat/completions")
+    assert chat.headers["authorization"] == models.headers["authorization"] == "Bearer sesame"
+    assert chat.body == {
+        "model": "parrot",
+        "messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "hello"}],
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "max_tokens": 256,
+        "top_p": 0.5,
+    }
+
+
+@pytest.mark.parametrize(
+    ("models", "said", "code"),
+    [
+        ({"data": []}, "--model must name one of the server's models: it lists none", 2),
+        ({"data": [{"id": "a"}, {"id": "b\x1b"}]}, "--model must name one of the server's models: a, b␛", 2),
+        ({"data": 3}, "/v1/models: this is no OpenAI-compatible server", 1),
+        (b"<html>", "the server sent what is no JSON: '<html>'", 1),
+    ],
+)
+def test_no_model_to_be_found(server: Scripted, capsys: Capture, models: object, said: str, code: int) -> None:
+    server.models = models
+    out, err = talk(capsys, server.url, code=code)
+    assert out == "" and said in err and err.count("\n") == 1
+
+
+def test_aliases_are_one_model(server: Scripted, capsys: Capture) -> None:
+    server.models = {"data": [{"id": "a", "parent": None}, {"id": "b", "parent": "a"}]}
+    server.answer("hi")
+    talk(capsys, server.url)
+    assert server.post()["model"] == "a"
+
+
+def test_a_server_without_a_list_of_models(server: Scripted, capsys: Capture) -> None:
+    server.models_status = "404 Not Found"
+    server.answer("hi")
+    assert talk(capsys, server.url, "--model", "mine")[0] == "hi\n" and server.post()["model"] == "mine"
+
+
+@pytest.mark.parametrize(
+    ("script", "out", "said"),
+    [
+        ([b'data: {"error": {"message": "out of\\nmemory"}}\n\n'], "", "the server failed: out of memory"),
+        ([b"data: nonsense\n\n"], "", "the server sent what is no JSON: 'nonsense'"),
+        ([b"data: [1]\n\n"], "", "what is no part of an answer: '[1]'"),
+        ([chunk("half")], "half\n", "the connection was lost in the middle of the answer"),
+        ([chunk("half"), b"\xff\xfe\xfd garbage\n\ndata: {{{\n\n"], "half\n", "no JSON: '{{{'"),
+        ([], "", "the connection was lost in the middle of the answer"),
+    ],
+)
+def test_failures_keep_what_came(server: Scripted, capsys: Capture, script: list[object], out: str, said: str) -> None:
+    for one in script:
+        server.raw(one) if isinstance(one, bytes) else server.event(one)
+    server.cut()
+    told, err = talk(capsys, server.url, code=1)
+    failures = [line for line in err.splitlines() if line.startswith("nano-inference: ")]
+    assert told == out and len(failures) == 1 and said in failures[0]
+
+
+def test_an_end_without_done_is_an_end(server: Scripted, capsys: Capture) -> None:
+    server.event(chunk("all", "stop"))
+    server.cut()
+    assert talk(capsys, server.url)[0] == "all\n"
+
+
+def test_a_partial_answer_stays_in_the_conversation(server: Scripted) -> None:
+    with terminal("chat", "--server", server.url, columns=WIDE) as screen:
+        screen.prompt()
+        screen.send("question\r")
+        server.say("half")
+        server.cut()
+        screen.wait("nano-inference: the connection was lost in the middle of the answer")
+        screen.prompt()
+        server.post()
+        screen.send("/tokens on\rgo on\r")
+        body = server.post()
+        assert [message["content"] for message in body["messages"]] == ["question", "half", "go on"]
+        assert body["logprobs"] is True and body["top_logprobs"] == 5
+        server.answer("rest")
+        screen.wait("[no probabilities came with this answer]")
+        screen.prompt()
+        screen.send("\x04")
+        assert screen.leave() == 0
+
+
+def test_a_tls_server_and_our_address_alone(capsys: Capture, server: Scripted) -> None:
+    """What speaks no TLS is one line."""
+    _, err = talk(capsys, server.url.replace("http://", "https://"), code=1)
+    assert err.startswith("nano-inference: https://127.0.0.1:") and err.count("\n") == 1
+
+
+def test_usage_is_said_before_anything_is_asked(capsys: Capture) -> None:
+    _, err = talk(capsys, "ftp://x", code=2)
+    assert err == "nano-inference: --server must be a URL such as http://127.0.0.1:8000, got 'ftp://x'\n"
+    _, err = talk(capsys, "x", "--nanochat", code=2)
+    assert err == "nano-inference: --server and --nanochat exclude each other\n"

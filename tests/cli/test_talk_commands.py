@@ -1,0 +1,291 @@
+"""The slash commands, with somebody who answers at once: what they say, keep and refuse."""
+
+from __future__ import annotations
+
+import io
+import json
+import stat
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from nano_inference import BadRequest, SamplingParams
+from nano_inference.cli import chat
+from nano_inference.cli.lines import History, candidates, history_path
+from nano_inference.cli.options import Common
+from nano_inference.cli.talk import Ask, Piece, Reply, Sampling, ServerError, ShownToken, Took, Write, sampling_fields
+from nano_inference.cli.talk_commands import COMMANDS
+from nano_inference.cli.terminal import Interrupts
+from nano_inference.text.chat import Message
+
+TOKENS = (
+    ShownToken("Hi", -0.1, top=(("Hi", -0.1), ("Yo\x1b", -2.5))),
+    ShownToken("4", 0.0, is_forced=True),
+    ShownToken("", -1.2),
+    ShownToken("\n", None),
+)
+
+
+@dataclass
+class Parrot:
+    """Says what it heard, and how often it spoke."""
+
+    asks: list[Ask] = field(default_factory=list)
+    facts: Mapping[str, str] = field(default_factory=lambda: {"model": "parrot", "context": "9 tokens", "backend": "b"})
+
+    def count(self, turns: tuple[Message, ...], system: str | None) -> int | None:
+        return 5 * len(turns)
+
+    def answer(self, ask: Ask, interrupts: Interrupts, write: Write) -> Reply:
+        self.asks.append(ask)
+        if ask.turns[-1]["content"] == "refuse":
+            raise BadRequest("refused")
+        if ask.turns[-1]["content"] == "fail":
+            raise ServerError("failed")
+        text = f"{ask.turns[-1]['content']} {len(self.asks)}"
+        write([Piece(text)])
+        return Reply(
+            message={"role": "assistant", "content": text},
+            kept=ask.turns,
+            finish_reason="stop",
+            took=Took(1, 0, 2, 0.5, 1.0, ask.sampling.params.seed, "step-7"),
+            tokens=TOKENS if ask.has_tokens else (),
+        )
+
+
+Told = tuple[str, str, Parrot]
+Say = Callable[..., Told]
+
+
+@pytest.fixture
+def say(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Say:
+    """Send lines through a pipe; return stdout, stderr and who answered."""
+
+    def send(*lines: str, params: SamplingParams | None = None, code: int = 0) -> Told:
+        parrot = Parrot()
+        monkeypatch.setattr("sys.stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
+        sampling = Sampling(params or SamplingParams(top_k=7, seed=3), frozenset({"top_k", "seed"}))
+        assert chat.run(chat.Wishes(), parrot, sampling, Common()) == code
+        return *capsys.readouterr(), parrot
+
+    return send
+
+
+def test_an_answer_is_all_that_goes_to_stdout(say: Say) -> None:
+    out, err, _ = say("hello", "", "/show", "/help", "/set", "/tokens on", "again", "/tokens 1")
+    assert out == "hello 1\nagain 2\n"
+    assert (
+        "[1 prompt tokens (0 cached), 2 generated, first token after 0.50 s, 2.0 tokens/s, seed 3, weights step-7]"
+        in err
+    )
+
+
+def test_help_names_every_command(say: Say) -> None:
+    _, err, _ = say("/help")
+    for name in ("help", "system", "set", "show", "save", "load", "clear", "tokens", "seed", "regen", "exit", "bye"):
+        assert f"/{name}" in err
+    assert '"""' in err and max(map(len, err.splitlines())) <= 80 and say("/?")[1] == err
+
+
+@pytest.mark.parametrize("word", ["/exit", "/bye", "/quit"])
+def test_words_that_leave(say: Say, word: str) -> None:
+    assert say("a", word, "never")[0] == "a 1\n"
+
+
+def test_set_reaches_the_next_answer_and_default_takes_it_back(say: Say) -> None:
+    lines = (
+        "/set temperature 0.25",
+        "/set stop END",
+        "/set stop-token-ids 4, 5",
+        "/set max_tokens none",
+        "/set top_k 9",
+    )
+    _, err, parrot = say(*lines, "a", "/set top_k default", "/set temperature default", "b", "/set min_p")
+    first, second = (ask.sampling for ask in parrot.asks)
+    assert (first.params.temperature, first.params.stop, first.params.top_k) == (0.25, ("END",), 9)
+    assert first.params.stop_token_ids == frozenset({4, 5}) and first.params.max_tokens is None
+    assert first.named == {"temperature", "stop", "stop_token_ids", "max_tokens", "top_k", "seed"}
+    assert (second.params.temperature, second.params.top_k, "temperature" in second.named) == (1.0, 7, False)
+    assert "top_k = 7\n" in err and "temperature = 1.0 (default)\n" in err and "min_p = 0.0 (default)\n" in err
+
+
+def test_every_field_is_listed_and_can_be_set_to_what_it_is(say: Say) -> None:
+    _, err, _ = say("/set")
+    rows = dict(line.removesuffix(" (default)").split(" = ") for line in err.splitlines())
+    assert list(rows) == list(sampling_fields()) and len(rows) >= 19
+    _, err, _ = say(*(f"/set {name} {value}" for name, value in rows.items()))
+    assert "nano-inference:" not in err and len(err.splitlines()) == len(rows)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("/set temperature -1", "temperature must be in [0, 100], got -1"),
+        ("/set temperature hot", "temperature must be a number, got 'hot'"),
+        ("/set temperature NaN", "temperature must be a number, got nan"),
+        ("/set temperature " + "9" * 5000, "temperature must be a number, got '999"),
+        ("/set temperature " + "[" * 100_000, "temperature must be a number, got '[[["),
+        ("/set top_k 1.5", "top_k must be an integer, got 1.5"),
+        ("/set max_tokens -1", "max_tokens must be >= 0, got -1"),
+        ("/set ignore_eos 1", "ignore_eos must be true or false, got 1"),
+        ("/set logprobs_mode loud", "logprobs_mode must be one of raw, tempered, processed, got 'loud'"),
+        ("/set stop 3", "stop must be a string or a list of strings, got 3"),
+        ("/set stop_token_ids x", "stop_token_ids must be a collection of token ids, got str"),
+        ("/set seed 99999999999999999999", "seed must be in ["),
+        ("/set logit_bias {}", "/set: no field 'logit_bias'; known: temperature, "),
+        ("/set nothing 1", "/set: no field 'nothing'; known: temperature, "),
+        ("/seed x", "/seed must have a whole number behind it, got 'x'"),
+        ("/regen", "/regen: there is no answer yet"),
+        ("/tokens last", "the last answer came without probabilities; /tokens on, and /regen"),
+        ("/tokens often", "the last answer came without probabilities"),
+        ("/save", "/save needs the name of a file"),
+        ("/load", "/load needs the name of a file"),
+        ("/save /no/such/place", "/no/such/place: No such file or directory"),
+        ("/load /no/such/file", "/no/such/file: No such file or directory"),
+        ("/load ~nobody-at-all/x", "/load: Could not determine home directory"),
+        ("/load a\0b", "embedded null byte"),
+        ("/wh\x1bat", "/wh␛at: no such command; /help lists them"),
+        ("/", "/: no such command"),
+    ],
+)
+def test_what_makes_no_sense_is_one_line_and_changes_nothing(say: Say, line: str, said: str) -> None:
+    out, err, parrot = say(line, "a")
+    first = err.splitlines()[0]
+    assert out == "a 1\n" and first.startswith("nano-inference: ") and said in first and len(err.splitlines()) == 2
+    assert len(first) < 700 and parrot.asks[0].sampling.params == SamplingParams(top_k=7, seed=3)
+
+
+def test_show(say: Say) -> None:
+    _, err, _ = say("/system be\x1b brief", "a", "/show")
+    assert err.splitlines()[1:] == [
+        *("model: parrot", "context: 9 tokens", "backend: b", "conversation: 2 messages, 10 tokens"),
+        "system: be␛ brief",
+        "sampling: top_k = 7, seed = 3 (/set lists all)",
+    ]  # fmt: skip
+
+
+def test_system_and_clear_start_anew(say: Say) -> None:
+    _, _, parrot = say("a", "/system s", "b", "c", "/clear", "d", "/system", "e")
+    assert [(ask.system, len(ask.turns)) for ask in parrot.asks] == [(None, 1), ("s", 1), ("s", 3), ("s", 1), (None, 1)]
+
+
+def test_regen_draws_the_last_answer_again(say: Say) -> None:
+    out, err, parrot = say("a", "b", "/regen", "/seed 11", "/regen", "/regen 12", "c", "/seed off", "/regen")
+    turns = [[message["content"] for message in ask.turns] for ask in parrot.asks]
+    assert turns[1] == turns[2] == turns[3] == turns[4] == ["a", "a 1", "b"]
+    assert turns[5] == turns[6] == ["a", "a 1", "b", "b 5", "c"]
+    seeds = [ask.sampling.params.seed for ask in parrot.asks]
+    assert seeds == [3, 3, 3, 11, 12, 11, None] and "seed = none (default)" in err
+    assert out.splitlines() == ["a 1", "b 2", "b 3", "b 4", "b 5", "c 6", "c 7"]
+
+
+def test_tokens_without_colours_are_numbers(say: Say) -> None:
+    _, err, parrot = say("/tokens", "a", "/tokens last", "/tokens 1", "/tokens 2", "/tokens 9", "/tokens off", "b")
+    assert [ask.has_tokens for ask in parrot.asks] == [True, False]
+    line = "tokens: 'Hi' 90% '4' forced '' 30% '⏎' ?"
+    assert err.count(line) == 2 and "token 2 of 4: '4' forced" in err
+    assert "token 1 of 4: 'Hi' 90%, logprob -0.1000\n  1.   -0.1000  90.48%  'Hi' <- drawn\n" in err
+    assert "\n  2.   -2.5000   8.21%  'Yo␛'\n" in err
+    assert "/tokens must be on, off, last or a number in [1, 4], got 9" in err
+
+
+def test_a_refusal_leaves_the_conversation_as_it_was(say: Say) -> None:
+    out, err, parrot = say("a", "refuse", "b")
+    assert out == "a 1\nb 3\n" and "nano-inference: refused" in err and len(parrot.asks[2].turns) == 3
+    say("a", "fail", "b")
+    assert "nano-inference: failed" in say("a", "fail", code=1)[1]
+
+
+# ---- files
+
+
+def test_what_is_saved_is_loaded(say: Say, tmp_path: Path) -> None:
+    file = tmp_path / "talk é.json"
+    _, err, _ = say("/system s", "a", "/set temperature 0.5", f"/save {file}", "b", f"/save {file}", f"/save! {file}")
+    assert f"{file}: 2 messages saved" in err and f"{file}: is there already; /save! overwrites it" in err
+    assert f"{file}: 4 messages saved" in err and stat.S_IMODE(file.stat().st_mode) == 0o600
+    data = json.loads(file.read_text())
+    assert data["model"] == "parrot" and data["sampling"] == {"seed": 3, "temperature": 0.5, "top_k": 7}
+    _, err, parrot = say("x", f"/load {file}", "c", "/regen")
+    assert f"{file}: 4 messages loaded" in err and parrot.asks[1].system == "s"
+    assert [message["content"] for message in parrot.asks[1].turns] == ["a", "a 1", "b", "b 2", "c"]
+    assert parrot.asks[1].sampling.params == SamplingParams(top_k=7, seed=3, temperature=0.5)
+    assert parrot.asks[1].sampling.named == {"seed", "temperature", "top_k"}
+
+
+TURN = [{"role": "user", "content": "a"}, {"role": "assistant", "content": [{"type": "python", "text": "1"}]}]
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        ([], "must be a JSON object with messages, got list"),
+        ({}, "messages must be a list"),
+        ({"messages": [{"role": "system", "content": "x"}]}, "messages[0].role must be 'user'"),
+        ({"messages": TURN[:1]}, "messages must end with an answer, got 1"),
+        ({"messages": [*TURN, TURN[1]]}, "messages[2].role must be 'user'"),
+        ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content must be a string"),
+        ({"messages": [{"role": "user", "content": [{"type": "x"}]}]}, "messages[0].content must be a string"),
+        ({"messages": TURN, "system": 3}, "system must be a string or null"),
+        ({"messages": TURN, "format": "other"}, "format must be 'nano-inference chat 1', got 'other'"),
+        ({"messages": TURN, "extra": 1}, "has no field 'extra'"),
+        ({"messages": TURN, "sampling": []}, "sampling must be an object"),
+        ({"messages": TURN, "sampling": {"heat": 1}}, "sampling has no field 'heat'"),
+        ({"messages": TURN, "sampling": {"temperature": -1}}, "temperature must be in [0, 100], got -1"),
+        (b"\xff{", "is no JSON"),
+        (b"[" * 100_000, "is no JSON"),
+    ],
+)
+def test_bad_files_are_one_line(say: Say, tmp_path: Path, data: object, said: str) -> None:
+    file = tmp_path / "bad.json"
+    file.write_bytes(data if isinstance(data, bytes) else json.dumps(data).encode())
+    out, err, _ = say("a", f"/load {file}", "b")
+    line = next(line for line in err.splitlines() if line.startswith("nano-inference: "))
+    assert f"{file}: " in line and said in line and out == "a 1\nb 2\n"
+
+
+def test_a_file_of_another_program_with_parts_is_fine(say: Say, tmp_path: Path) -> None:
+    (tmp_path / "f").write_text(json.dumps({"messages": TURN}))
+    _, _, parrot = say(f"/load {tmp_path / 'f'}", "b")
+    assert list(parrot.asks[0].turns[:2]) == TURN
+
+
+# ---- history and completion
+
+
+def test_history_is_bounded_and_let_go_when_it_cannot_be(tmp_path: Path) -> None:
+    history = History(tmp_path / "a" / "history")
+    assert history.load() == []
+    for i in range(2001):
+        history.add(f"line {i}\nmore é")
+    entries = History(tmp_path / "a" / "history").load()
+    assert len(entries) == 1000 and entries[-1] == "line 2000\nmore é"
+    lines = (tmp_path / "a" / "history").read_text().splitlines()
+    assert len(lines) == 1000 and stat.S_IMODE((tmp_path / "a").stat().st_mode) == 0o700
+    (tmp_path / "a" / "history").write_bytes(b'"good"\nbad\n3\n\xff\n')
+    assert history.load() == ["good"]
+    History(tmp_path / "a" / "history" / "below" / "a file").add("x")
+
+
+def test_where_the_history_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    assert history_path({"XDG_STATE_HOME": "/s"}) == Path("/s/nano-inference/history")
+    for environ in ({}, {"XDG_STATE_HOME": "relative"}):
+        assert history_path(environ) == Path("/home/me/.local/state/nano-inference/history")
+
+
+def test_what_tab_offers(tmp_path: Path) -> None:
+    (tmp_path / "one.json").touch()
+    (tmp_path / "onedir").mkdir()
+    assert candidates("", "/s", COMMANDS) == ["/system ", "/set ", "/show ", "/save ", "/save! ", "/seed "]
+    assert (
+        candidates("", "s", COMMANDS)
+        == candidates("hello ", "/s", COMMANDS)
+        == candidates("/set top_k ", "t", COMMANDS)
+        == []
+    )
+    assert candidates("/set ", "top", COMMANDS) == ["top_k ", "top_p "]
+    assert candidates("/load ", f"{tmp_path}/one", COMMANDS) == [f"{tmp_path}/one.json", f"{tmp_path}/onedir/"]
+    assert candidates("/save ", "/no/such/place/", COMMANDS) == []

@@ -1,0 +1,329 @@
+"""The chat in a real terminal, answered by a server that speaks when it is told to: what stands on the screen, when."""
+
+from __future__ import annotations
+
+import json
+import stat
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("pty", reason="needs a Unix terminal")
+
+from tests.cli.screen import Terminal, terminal
+from tests.cli.scripted import Scripted, scripted
+
+WIDE = 120
+USAGE = {"prompt_tokens": 7, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 5}}
+
+
+@pytest.fixture
+def server() -> Iterator[Scripted]:
+    with scripted() as one:
+        yield one
+
+
+@pytest.fixture(autouse=True)
+def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A history of the test's own."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    return tmp_path / "state" / "nano-inference" / "history"
+
+
+def answer_of(screen: Terminal) -> str:
+    """What stands between the last question and the line of statistics."""
+    return screen.text().rpartition("> question\n")[2].partition("\n[first token")[0]
+
+
+def test_an_answer_is_seen_while_it_is_written(server: Scripted) -> None:
+    with terminal("chat", "--server", server.url, columns=WIDE) as screen:
+        screen.prompt()
+        screen.send("question\r")
+        server.say("**Bo")
+        screen.wait("**Bo")
+        server.say("ld** is\n\n| a | b |\n|")
+        screen.wait("Bold is")
+        screen.wait("| a | b |")
+        server.say("---|---|\n| 1 | 2 |\n")
+        screen.wait(" 1  2")
+        assert "|" not in screen.text() and "**" not in screen.text(), "what was drawn of the block is drawn over"
+        server.say("\n```python\nprint(1)\n")
+        screen.wait("print(1)")
+        server.say("```\n\nlast")
+        server.end(usage=USAGE)
+        screen.wait("[7 prompt tokens (5 cached), 3 generated")
+        screen.prompt()
+        rows = [row.strip() for row in answer_of(screen).partition("\n[7")[0].splitlines()]
+        assert rows == ["Bold is", "", "a  b", "────", "1  2", "", "```python", "print(1)", "```", "", "last"]
+        screen.send("\x04")
+        assert screen.leave() == 0
+
+
+LONG = "# Head\n\n" + "\n\n".join(f"paragraph {i} " + "word " * 30 for i in range(6)) + "\n\n- one\n- two\n\n"
+LONG += "```python\n" + "".join(f"line_{i} = {i}\n" for i in range(40)) + "```\n\n"
+LONG += "| n | square |\n|---|---|\n" + "".join(f"| row{i} | {i * i} |\n" for i in range(30)) + "\nend"
+
+
+def marks() -> list[str]:
+    """What must stand on the screen once, in this order."""
+    paragraphs = [f"paragraph {i} " for i in range(6)]
+    return ["Head", *paragraphs, "• one", "• two", *(f"line_{i} " for i in range(40)), *(f"row{i} " for i in range(30))]
+
+
+def assert_once(text: str) -> None:
+    places = [text.index(mark) for mark in marks()]
+    assert places == sorted(places) and all(text.count(mark) == 1 for mark in marks()), text
+
+
+def test_a_long_answer_scrolls_and_nothing_is_lost_or_told_twice(server: Scripted) -> None:
+    with terminal("chat", "--server", server.url, rows=12, columns=50) as screen:
+        screen.prompt()
+        screen.send("question\r")
+        for at in range(0, len(LONG), 11):
+            server.say(LONG[at : at + 11])
+        server.end()
+        screen.wait("[first token")
+        screen.prompt()
+        assert_once(answer_of(screen))
+        assert answer_of(screen).count("word") == 180
+        screen.send("\x04")
+        assert screen.leave() == 0
+
+
+@pytest.mark.parametrize("sizes", [((8, 60), (20, 40)), ((30, 90), (10, 35))])
+def test_a_window_that_changes_its_size(server: Scripted, sizes: tuple[tuple[int, int], ...]) -> None:
+    """Twice in the middle of blocks: one of text, and a table; and nothing is lost or told twice."""
+    table = LONG.index("row3")
+    cuts = [0, LONG.index("paragraph 2") + 40, table, len(LONG)]
+    with terminal("chat", "--server", server.url, rows=16, columns=70) as screen:
+        screen.prompt()
+        screen.send("question\r")
+        for (start, end), size in zip(pairwise(cuts), [*sizes, None], strict=True):
+            server.say(LONG[start:end])
+            screen.wait("word word" if start == 0 else "row2" if end == table else "end")
+            if size is not None:
+                screen.resize(*size)
+        server.end()
+        screen.wait("[first token")
+        screen.prompt()
+        assert_once(answer_of(screen))
+        screen.send("\x04")
+        assert screen.leave() == 0
+
+
+def test_ctrl_c_ends_the_answer_and_the_connection(server: Scripted) -> None:
+    with terminal("chat", "--server", server.url, columns=WIDE) as screen:
+        screen.prompt()
+        screen.send("question\r")
+        server.say("half an ans")
+        screen.wait("half an ans")
+        screen.send("\x03")
+        screen.wait("[stopped]")
+        assert server.left.wait(60), "the server knows"
+        screen.prompt()
+        server.post()
+        screen.send("again\r")
+        messages = server.post()["messages"]
+        assert [message["content"] for message in messages] == ["question", "half an ans", "again"]
+        server.answer("whole")
+        screen.wait("whole")
+        screen.prompt()
+        screen.send("\x04")
+        assert screen.leave() == 0
+
+
+def test_ctrl_c_while_nothing_has_come(server: Scripted) -> None:
+    with terminal("chat", "--server", server.url, columns=WIDE) as screen:
+        screen.prompt()
+        screen.send("question\r")
+        server.post()
+        screen.send("\x03")
+        screen.wait("[stopped]")
+        screen.prompt()
+        screen.send("\x04")
+        assert screen.leave() == 0
+
+
+def test_ctrl_c_at_the_prompt(server: Scripted) -> None:
+    """It clears what is half typed; on an empty line it asks for a second one, which quits with 130."""
+    with terminal("chat", "--server", server.url, columns=WIDE) as screen:
+        screen.prompt()
+        screen.send("half a ques")
+        screen.wait("half a ques")
+        screen.send("\x03")
+        screen.prompt()
+        screen.send("\x03")
+        screen.wait("press Ctrl-C again, or Ctrl-D, to quit")
+        screen.prompt()
+        screen.ask("/seed")  # so the next press is a first one again
+        screen.send("\x03")
+        screen.wait("press Ctrl-C again", 2)
+        screen.prompt()
+        screen.send("\x03")
+        assert screen.leave() == 130 and "Traceback" not in screen.text()
+
+
+def test_what_is_typed_during_an_answer_is_read_afterwards_and_not_shown_in_it(server: Scripted) -> None:
+    with terminal("chat", "--server", server.url, columns=WIDE) as screen:
+        screen.prompt()
+        screen.send("question\r")
+        server.say("first ")
+        screen.wait("first")
+        screen.send("hasty\r")
+        server.answer("second")
+        screen.wait("> hasty")
+        assert "first second" in screen.text() and screen.text().count("hasty") == 1
+        server.answer("third")
+        screen.wait("third")
+        screen.prompt()
+        screen.send("\x04")
+        assert screen.leave() == 0
+
+
+def test_messages_of_several_lines(server: Scripted) -> None:
+    typed = {
+        '"""one\r/two\r\rthree"""\r': "one\n/two\n\nthree",
+        "one\\\rtwo\r": "one\ntwo",
+        "\x1b[200~/pasted\n  text\n\x1b[201~\r": "/pasted\n  text",
+    }
+    with terminal("chat", "--server", server.url, columns=WIDE) as screen:
+        for keys, message in typed.items():
+            screen.prompt()
+            screen.send(keys)
+            assert server.post()["messages"][-1]["content"] == message
+            server.answer("ok")
+            screen.wait_raw("[first token")
+        screen.prompt()
+        screen.send('"""never sent')
+        screen.wait("never sent")
+        screen.send("\r")
+        screen.wait("\n.")
+        screen.send("\x03")
+        screen.prompt()
+        screen.send("\x04")
+        assert screen.leave() == 0 and server.asked.empty()
+
+
+def test_history_lasts_and_tab_completes(server: Scripted, state: Path, tmp_path: Path) -> None:
+    for entry in ("hello\\\rthere\r", "/se\t7\r"):
+        with terminal("chat", "--server", server.url, columns=WIDE) as screen:
+            screen.prompt()
+            screen.send(entry)
+            if entry.startswith("hello"):
+                server.answer("ok")
+                screen.wait("ok")
+            else:  # both /set and /seed, so Tab adds nothing and the command is unknown
+                screen.wait("/se7: no such command")
+            screen.prompt()
+            screen.send("\x04")
+            assert screen.leave() == 0
+    assert stat.S_IMODE(state.stat().st_mode) == 0o600
+    assert [json.loads(line) for line in state.read_text().splitlines()] == ["hello\nthere", "/se7"]
+    (tmp_path / "kept.json").touch()
+    with terminal("chat", "--server", server.url, columns=WIDE) as screen:
+        screen.prompt()
+        screen.send("\x1b[A\x1b[A\r")
+        while (body := server.post())["messages"][-1]["content"] != "hello\nthere":
+            pass
+        server.answer("fine")
+        screen.wait("fine")
+        screen.ask("/set tempe\t0.5")
+        screen.wait("temperature = 0.5")
+        screen.ask(f"/load {tmp_path}/ke\t")
+        screen.wait("kept.json: is no JSON")
+        screen.send("\x04")
+        assert screen.leave() == 0 and body["model"] == "parrot"
+
+
+def test_a_history_that_cannot_be_written_is_let_go(
+    server: Scripted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    with terminal("chat", "--server", server.url, columns=WIDE, XDG_STATE_HOME=str(tmp_path / "file")) as screen:
+        screen.ask("/seed 3")
+        screen.send("\x1b[A")
+        screen.wait("> /seed 3", 2)
+        screen.send("\x15\x04")
+        assert screen.leave() == 0 and "file" not in screen.text()
+
+
+EVIL = "a \x1b[31mred\x1b]0;title\x07 \x9b32m b\r\x08 [red]c[/red] &#27;[33m \u202eturned"
+HARMLESS = "a ␛[31mred␛]0;title␇ �32m b␈ [red]c[/red] &#27;[33m �turned"
+
+
+@pytest.mark.parametrize("options", [(), ("--plain",)])
+def test_a_model_does_not_command_the_terminal(server: Scripted, options: tuple[str, ...]) -> None:
+    with terminal("chat", "--server", server.url, *options, columns=WIDE) as screen:
+        screen.prompt()
+        screen.send("question\r")
+        for char in EVIL:
+            server.say(char)
+        server.end(finish="\x1b[35mstop")
+        screen.wait("turned")
+        screen.prompt()
+        screen.wait(HARMLESS)
+        screen.send("question\r")
+        server.event({"error": {"message": "bad\x1b[36m\nday"}})
+        screen.wait("the server failed: bad␛[36m day")
+        screen.prompt()
+        screen.send("\x04")
+        assert screen.leave() == 0
+        for sequence in (b"\x1b[31m", b"\x1b]0;", b"\x9b32", b"\x1b[35m", b"\x1b[36m", b"\x08 ["):
+            assert sequence not in screen.raw
+
+
+COLOUR_CODES = [f"\x1b[{code}m".encode() for code in (*range(30, 38), *range(90, 98), "1;36")] + [b"\x1b[38;"]
+
+
+@pytest.mark.parametrize(
+    ("env", "is_coloured", "is_rendered"),
+    [
+        ({}, True, True),
+        ({"NO_COLOR": "1"}, False, True),
+        ({"TERM": "dumb"}, False, False),
+        ({"TERM": "dumb", "FORCE_COLOR": "1"}, False, False),
+        ({"PYTHONIOENCODING": "latin-1"}, False, False),
+    ],
+)
+def test_colours_are_for_those_who_want_them(
+    server: Scripted, env: dict[str, str], is_coloured: bool, is_rendered: bool
+) -> None:
+    with terminal("chat", "--server", server.url, columns=WIDE, **env) as screen:
+        screen.prompt()
+        screen.send("question\r")
+        screen.wait("question")
+        server.answer("**bold** `code`\n\n```python\nx = 1\n```")
+        screen.wait("[first token")
+        raw = screen.raw
+        screen.prompt()
+        assert any(code in raw for code in COLOUR_CODES) == is_coloured
+        assert ("**" not in answer_of(screen)) == is_rendered and "bold" in answer_of(screen)
+        if not is_rendered:
+            assert b"\x1b[" not in raw.replace(b"\x1b[?2004l", b"").replace(b"\x1b[?2004h", b"")
+        assert (b"\x1b" in raw) == (env.get("TERM") != "dumb")
+        screen.send("\x04")
+        assert screen.leave() == 0
+
+
+@pytest.mark.parametrize(
+    ("env", "shown"),
+    [
+        ({"PYTHONIOENCODING": "latin-1"}, b"caf\xe9 ? ?"),
+        ({"LC_ALL": "C"}, "café 日 😀".encode()),
+    ],
+)
+def test_a_terminal_that_lacks_the_characters(server: Scripted, env: dict[str, str], shown: bytes) -> None:
+    with terminal("chat", "--server", server.url, columns=WIDE, **env) as screen:
+        screen.prompt()
+        screen.send("question\r")
+        for byte in "café 日 😀":
+            server.say(byte)
+        server.end()
+        screen.wait("[first token")
+        raw = screen.raw
+        screen.prompt()
+        assert shown in raw.replace(b"\x1b[K", b"")
+        screen.send("\x04")
+        assert screen.leave() == 0 and "Traceback" not in screen.text()
