@@ -91,8 +91,7 @@ class Terminal:
 
     def text(self) -> str:
         """What can be seen, what has scrolled away before it."""
-        above = ["".join(row[x].data for x in range(self.screen.columns)) for row in self.screen.history.top]
-        return "\n".join(line.rstrip() for line in [*above, *self.screen.display]).rstrip()
+        return shown_on(self.screen)
 
     def leave(self) -> int:
         """Wait for the command's end; return its exit code."""
@@ -105,6 +104,12 @@ class Terminal:
             self.stream.feed(data)
         self.child.close()
         return -1 if self.child.exitstatus is None else int(self.child.exitstatus)
+
+
+def shown_on(screen: Emulator) -> str:
+    """What can be seen on a screen, what has scrolled away before it."""
+    above = ["".join(row[x].data for x in range(screen.columns)) for row in screen.history.top]
+    return "\n".join(line.rstrip() for line in [*above, *screen.display]).rstrip()
 
 
 @contextmanager

@@ -189,6 +189,7 @@ def test_messages_of_several_lines(server: Scripted) -> None:
         "\x1b[200~/pasted\n  text\n\x1b[201~\r": "/pasted\n  text",
     }
     with terminal("chat", "--server", server.url, columns=WIDE) as screen:
+        screen.wait_raw("\x1b[?2004h")  # the terminal is asked to say what is pasted
         for keys, message in typed.items():
             screen.prompt()
             screen.send(keys)

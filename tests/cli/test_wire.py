@@ -62,7 +62,7 @@ def test_who_can_read_the_key() -> None:
     assert "secret" not in repr(read_address("http://h", "secret-key"))
 
 
-STREAM = "\ufeff: hello\r\ndata: one\r\n\r\ndata:two\ndata:  three\nid: 4\n\nevent: x\rdata: é😀\r\r"
+STREAM = "\ufeff: hello\r\ndata: one\r\n\r\ndata:two\r\ndata:  three\nid: 4\n\nevent: x\rdata: é😀\r\r"
 STREAM += "data\n\n\n\ndata: cut off"
 
 

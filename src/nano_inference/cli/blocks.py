@@ -74,8 +74,8 @@ def parser() -> MarkdownIt:
     """Return the parser. What it would take for HTML, entities, images or link definitions is text: none of it may
     vanish, and `&#13;` must not turn into what it stands for.
     """
-    off = ["reference", "entity", "image", "html_block", "html_inline"]
-    return MarkdownIt("commonmark", {"html": False}).enable(["table", "strikethrough"]).disable(off)
+    parser = MarkdownIt("commonmark", {"html": False}).enable(["table", "strikethrough"])
+    return parser.disable(["reference", "entity", "image"])
 
 
 def _first(state: BlockState) -> tuple[BlockState, Block | None]:

@@ -54,9 +54,9 @@ class Pane:
         size = self.size
         height = self._height(size)
         same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(self._rows, rows, strict=False)))
-        same = same if height == len(self._rows) else 0
-        start = max(same, height - size.rows)  # what has left the screen at its top stays as it is
-        start = start if len(rows) > height else max(0, min(start, len(rows) - 1))
+        start = same if height == len(self._rows) else 0
+        if len(rows) <= height:
+            start = max(0, min(start, len(rows) - 1))  # the cursor is to end behind the last row
         if rows != self._rows or height != len(self._rows):
             self._out.write(self._to(start, height) + "\n".join(f"{row}\x1b[K" for row in rows[start:]) + "\x1b[J")
             self._out.flush()

@@ -152,7 +152,7 @@ class MarkdownPage:
         kept = [row for block in done for row in self._painter.keep(block, width)]
         rest = blocks.open_block(self._state) if self._is_live else None
         live = [] if rest is None else self._painter.rows(rest, width)
-        self._pane.draw(kept, live[-max(1, size.rows - 1) :])
+        self._pane.draw(kept, live[-max(1, size.rows // 2) :])  # so that a lower window still has all of it
         now = time.monotonic()
         self._next_picture = now + max(_LEAST_PAUSE_S, _PAUSE_RATIO * (now - start))
 
