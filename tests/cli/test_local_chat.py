@@ -116,12 +116,14 @@ def test_the_tokens_that_are_shown(tiny: Path) -> None:
     """Probabilities are the model's own, at any temperature, and asking for them changes no token."""
     with open_session(EngineConfig(model_path=str(tiny), num_threads=1), COMMON) as session:
         prompt = encode(session, "hello")
-        params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+        params = SamplingParams(temperature=3.0, max_tokens=20, ignore_eos=True, seed=1, raw_logprobs=True)
         (plain,) = session.engine.generate([prompt], params)
         (sample,) = session.engine.generate([prompt], with_alternatives(params))
         tokens = shown_tokens(session, sample)
         assert sample.completion_tokens == plain.completion_tokens and len(tokens) == 20
-        assert all(len(token.top) == 5 and token.logprob == token.top[0][1] < 0 for token in tokens)
+        assert [token.logprob for token in tokens] == list(plain.raw_logprobs or ()) != list(plain.logprobs)
+        for token in tokens:
+            assert len(token.top) == 5 and token.logprob is not None and token.logprob <= token.top[0][1] < 0
         special = session.tokenizer.special_ids
         named = [token.text for token, i in zip(tokens, sample.completion_tokens, strict=True) if i in special]
         assert all(re.fullmatch(r"<\|.*\|>", name) for name in named)

@@ -15,6 +15,7 @@ import pyte
 import pytest
 
 from nano_inference.cli import render
+from nano_inference.cli.pane import Pane
 from nano_inference.cli.render import MarkdownPage, console_of
 from nano_inference.cli.talk import Piece
 from tests.cli.screen import Emulator, shown_on
@@ -136,6 +137,16 @@ def test_a_terminal_that_breaks_rows_anew(monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.setattr(page._pane, "_out", Recorder(device.out, written))
         page.write([Piece("z")])
         assert "".join(written).startswith("\r\x1b[2A"), "58 cells are two rows of 30, and 10 a third"
+
+
+def test_rows_that_vanish(monkeypatch: pytest.MonkeyPatch) -> None:
+    with page_on(20, 60, monkeypatch) as (device, _):
+        pane = Pane(device.out)
+        for kept, live in (([], ["a", "b", "c"]), ([], ["a"]), ([], ["a", "d"]), (["a"], []), ([], ["e"]), ([], [])):
+            pane.draw(kept, live)
+        device.out.write("end\n")
+        device.out.flush()
+        assert device.text() == "a\nend"
 
 
 class Recorder:
