@@ -136,6 +136,7 @@ def take_dashboard(browser: Browser, url: str) -> None:
     context = browser.new_context(viewport={"width": WIDTH, "height": 1000})
     page = context.new_page()
     page.goto(f"{url}/dashboard")
+    page.get_by_text("1 min", exact=True).click()
     for turn in range(2):
         for talker in talkers:
             talker.fill("#draft", f"Tell me a long story, part {turn}.")
@@ -152,11 +153,11 @@ def take_dashboard(browser: Browser, url: str) -> None:
 
 
 def take_terminal(browser: Browser) -> None:
-    """The chat in a terminal of 90 by 26, drawn as text."""
-    screen = pyte.Screen(90, 26)
+    """The chat in a terminal of 92 by 20, drawn as text."""
+    screen = pyte.Screen(92, 20)
     stream = pyte.Stream(screen)
     command = ["-m", "nano_inference", "chat", "--seed", "7", "--max-tokens", "70", "--temperature", "0.7"]
-    child = pexpect.spawn(sys.executable, command, dimensions=(26, 90), encoding="utf-8", timeout=120)
+    child = pexpect.spawn(sys.executable, command, dimensions=(20, 92), encoding="utf-8", timeout=120)
     child.logfile_read = Feeder(stream)
     child.expect("> ")
     child.sendline(QUESTION)
@@ -167,7 +168,7 @@ def take_terminal(browser: Browser) -> None:
     child.sendline("And of Italy?")
     child.expect(r"tokens/s")
     child.expect("> ")
-    page = browser.new_page(viewport={"width": 900, "height": 590})
+    page = browser.new_page(viewport={"width": 900, "height": 460})
     page.set_content(drawn(screen))
     take(page, "terminal")
     page.close()
@@ -197,7 +198,7 @@ def drawn(screen: pyte.Screen) -> str:
     style = (
         "margin: 0; padding: 16px; background: #14171c; color: #e7eaf0; font: 15px/1.42 'DejaVu Sans Mono', monospace"
     )
-    return f'<body style="margin: 0"><pre style="{style}">{chr(10).join(rows)}</pre></body>'
+    return f'<body style="margin: 0; background: #14171c"><pre style="{style}">{chr(10).join(rows)}</pre></body>'
 
 
 def cell(char: pyte.screens.Char) -> str:
