@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -80,11 +81,18 @@ def test_a_seed_draws_the_same_answer_and_regen_another(
 
     def talk(*lines: str) -> tuple[list[str], list[str]]:
         monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(lines)))
-        written: list[str] = []
-        monkeypatch.setattr(PlainPage, "write", lambda _, pieces: written.extend(piece.text for piece in pieces))
-        monkeypatch.setattr(PlainPage, "finish", lambda _: written.append("\0"))
+        written: dict[int, list[str]] = {}
+        honest = PlainPage.__init__
+
+        def begin(page: PlainPage, *args: Any, **options: Any) -> None:
+            honest(page, *args, **options)
+            written[len(written)] = page.texts = []  # type: ignore[attr-defined]
+
+        monkeypatch.setattr(PlainPage, "__init__", begin)
+        monkeypatch.setattr(PlainPage, "write", lambda page, pieces: page.texts.extend(piece.text for piece in pieces))
         assert main(["chat", "-m", str(tiny), "--max-tokens", "12", "--ignore-eos"]) == 0
-        return "".join(written).split("\0")[:-1], re.findall(r"seed (\d+)\]", capsys.readouterr().err)
+        monkeypatch.setattr(PlainPage, "__init__", honest)
+        return ["".join(texts) for texts in written.values()], re.findall(r"seed (\d+)\]", capsys.readouterr().err)
 
     answers, seeds = talk("hello", "/regen")
     assert answers[0] != answers[1] and seeds[0] != seeds[1]
