@@ -10,8 +10,10 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from nano_inference.types import (
+    FROM_THE_PROMPT,
     ON_RUNNING,
     BadRequest,
+    Beginning,
     Matcher,
     Request,
     SamplingParams,
@@ -52,6 +54,7 @@ def admit(
     make_matcher: MatcherFactory | None = None,
     program: TokenProgram | None = None,
     partial: TrainingSample | None = None,
+    beginning: Beginning = FROM_THE_PROMPT,
 ) -> Request:
     """Return the request with every limit resolved; raise `BadRequest` naming the field and the limit."""
     try:
@@ -59,6 +62,8 @@ def admit(
             raise ValueError(f"salt must be a string, got {salt!r}")
         ids = check_prompt(prompt, limits)
         check_int("num_samples", num_samples, 1)
+        check_int("beginning.num_tokens", beginning.num_tokens, 0, len(ids))
+        check_int("beginning.sample_index", beginning.sample_index, 0)
         if params.pooling is not None and num_samples != 1:
             raise ValueError(f"num_samples must be 1 with pooling, got {num_samples}")
         check_vocabulary(params, limits.vocab_size)
@@ -81,6 +86,7 @@ def admit(
         make_matcher=make_matcher,
         program=program,
         partial=partial,
+        beginning=beginning,
     )
 
 

@@ -23,8 +23,10 @@ from nano_inference.sampling import derive_seed
 from nano_inference.sequence import start_sequences
 from nano_inference.speculate import CPU_WEIGHT_TOKENS, CUDA_WEIGHT_TOKENS
 from nano_inference.types import (
+    FROM_THE_PROMPT,
     PAUSE_MODES,
     BadRequest,
+    Beginning,
     Delta,
     EngineDead,
     EnginePaused,
@@ -170,13 +172,15 @@ class InferenceEngine:
         make_matcher: MatcherFactory | None = None,
         program: TokenProgram | None = None,
         partial: TrainingSample | None = None,
+        beginning: Beginning = FROM_THE_PROMPT,
         claim: bool = False,
     ) -> int:
         """Queue a request and return its id; its samples come back from `step`. Raises `BadRequest`.
 
         `partial` is an unfinished sample of this prompt ("abort" or "length"): the new one goes on where it ended, with
         its seed and sample index, exactly as if it had never been interrupted, and comes back whole; `max_tokens` and
-        the rest count from the prompt. With `claim` the samples wait for `collect`, whoever drives the engine.
+        the rest count from the prompt. With `beginning` the prompt ends with an answer's first tokens. With `claim` the
+        samples wait for `collect`, whoever drives the engine.
         """
         request = self._admit(
             prompt,
@@ -186,6 +190,7 @@ class InferenceEngine:
             make_matcher=make_matcher,
             program=program,
             partial=partial,
+            beginning=beginning,
         )
         self._enqueue(request, claimed=claim)
         return request.id
@@ -717,6 +722,7 @@ class InferenceEngine:
         make_matcher: MatcherFactory | None = None,
         program: TokenProgram | None = None,
         partial: TrainingSample | None = None,
+        beginning: Beginning = FROM_THE_PROMPT,
     ) -> Request:
         """Check a request at the door; `offset` counts those checked before it and not yet queued."""
         self._require_alive()
@@ -739,6 +745,7 @@ class InferenceEngine:
             make_matcher=make_matcher,
             program=program,
             partial=partial,
+            beginning=beginning,
         )
 
     def _seed_of(self, params: SamplingParams, partial: TrainingSample | None, request_id: int) -> int:

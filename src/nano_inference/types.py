@@ -493,6 +493,19 @@ class Delta:
         return self.sample.finish_reason if self.sample else None
 
 
+class Beginning(NamedTuple):
+    """Where a request's samples begin, when somebody else wrote or drew what stands before them."""
+
+    num_tokens: int = 0
+    """So many last tokens of the prompt are the answer's first: presence and frequency penalties count them."""
+    sample_index: int = 0
+    """The number under which the first sample is drawn: that of a sample that it goes on with."""
+
+
+FROM_THE_PROMPT = Beginning()
+"""Nothing of an answer is there yet."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """What the door lets in: ids only, already checked and with every limit resolved."""
@@ -513,6 +526,7 @@ class Request:
     program: TokenProgram | None = None
     partial: TrainingSample | None = None
     """An unfinished sample to go on with."""
+    beginning: Beginning = FROM_THE_PROMPT
 
 
 class SeqView(NamedTuple):
@@ -600,7 +614,7 @@ class Row:
     history: tuple[int, ...] = ()
     """Prompt and output, when a penalty needs them."""
     num_prompt: int = 0
-    """How many of `history` are the prompt's."""
+    """How many of `history` are the prompt's, without those with which the answer begins."""
     score_from: int | None = None
     """Report the log-probabilities of the tokens at this position and after, as far as this row computes them."""
     score_end: int = 0

@@ -29,7 +29,7 @@ from nano_inference.config import ServerConfig
 from nano_inference.door import MatcherFactory
 from nano_inference.server.served import Opened, ServedEngine
 from nano_inference.text.fast import BYTE_OF_CHAR
-from nano_inference.types import StepResult, TokenProgram, TrainingSample
+from nano_inference.types import FROM_THE_PROMPT, Beginning, StepResult, TokenProgram, TrainingSample
 from tests.server.tiny import Running, opened, running
 
 COMPLETE = "/v1/completions"
@@ -962,10 +962,18 @@ class Gated:
         salt: str = "",
         make_matcher: MatcherFactory | None = None,
         program: TokenProgram | None = None,
+        beginning: Beginning = FROM_THE_PROMPT,
         claim: bool = False,
     ) -> int:
         return self._engine.add_request(
-            prompt, sampling_params, num_samples, salt=salt, make_matcher=make_matcher, program=program, claim=claim
+            prompt,
+            sampling_params,
+            num_samples,
+            salt=salt,
+            make_matcher=make_matcher,
+            program=program,
+            beginning=beginning,
+            claim=claim,
         )
 
     def collect(self, request_id: int) -> list[TrainingSample]:

@@ -46,6 +46,40 @@ def test_the_rest_is_what_would_have_come(server: Running, cut: int) -> None:
         assert [one[field] for one in again] == [one[field] for one in scores]
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"presence_penalty": 1.5, "frequency_penalty": 1.0},
+        {"repetition_penalty": 1.3},
+        {"presence_penalty": -2.0, "temperature": 0},
+        {"top_k": 5, "top_p": 0.8, "min_p": 0.05},
+    ],
+)
+def test_the_rest_is_the_same_with_penalties_and_truncation(server: Running, fields: dict[str, Any]) -> None:
+    ids = choice(server, **fields)["token_ids"]
+    for cut in (1, 10, 25):
+        rest = choice(server, **fields, answer_token_ids=ids[:cut], max_tokens=30 - cut)
+        assert rest["token_ids"] == ids[cut:], cut
+
+
+def test_each_of_several_samples_goes_on_as_itself(server: Running) -> None:
+    samples = server.post(PATH, {**BODY, "n": 3}).json()["choices"]
+    assert len({tuple(one["token_ids"]) for one in samples}) == 3
+    for index, one in enumerate(samples):
+        ids = one["token_ids"]
+        rest = choice(server, answer_token_ids=ids[:11], max_tokens=19, sample_index=index)
+        assert rest["token_ids"] == ids[11:]
+        assert choice(server, sample_index=index)["token_ids"] == ids, "and it can be drawn alone"
+
+
+def test_a_stream_tells_each_tokens_weights_and_the_beginning(server: Running) -> None:
+    ids = choice(server)["token_ids"]
+    body = {**BODY, "answer_token_ids": ids[:9], "max_tokens": 21, "stream": True}
+    events = [event["choices"][0] for event in server.events(PATH, body)[:-1]]
+    assert [event["answer_token_ids"] for event in events if "answer_token_ids" in event] == [ids[:9]]
+    assert [n for event in events for n in event.get("token_versions", [])] == [0] * 21
+
+
 def test_without_echo_only_the_rest_is_told(server: Running) -> None:
     whole = choice(server)
     rest = choice(server, answer_token_ids=whole["token_ids"][:9], max_tokens=21)
@@ -79,7 +113,9 @@ def test_ids_of_alternatives_are_told_with_ids(server: Running) -> None:
         ({"answer_token_ids": "no"}, "answer_token_ids"),
         ({"answer_token_ids": [1], "response_format": {"type": "json_object"}}, "functions or a structure"),
         ({"answer_token_ids": [1], "add_generation_prompt": False}, "continue_final_message or without"),
-        ({"answer_token_ids": [1] * 600}, "longer than the context of 512"),
+        ({"answer_token_ids": [1] * 600}, "600 tokens leave no room in the context of 512"),
+        ({"answer_token_ids": [1] * 500}, "longer than the context of 512"),
+        ({"sample_index": -1}, "sample_index"),
     ],
 )
 def test_what_makes_no_sense_is_refused_by_name(server: Running, fields: dict[str, Any], complaint: str) -> None:
@@ -119,6 +155,17 @@ def test_an_answer_goes_on_from_every_place_in_a_call(calculator: Running) -> No
         assert all(mask[at] == 0 for at in range(cut, len(begun))), "only forced tokens are added"
         assert rest["message"]["content"] == whole["message"]["content"]
         assert rest["message"]["parts"] == whole["message"]["parts"]
+
+
+def test_a_stream_tells_which_tokens_the_calculator_forced(calculator: Running) -> None:
+    whole = calculator.post(PATH, {**SUM, "echo": False}).json()["choices"][0]
+    cut = whole["mask"].index(0) + 1
+    for echo in (True, False):
+        body = {**SUM, "answer_token_ids": whole["token_ids"][:cut], "stream": True, "echo": echo}
+        events = [event["choices"][0] for event in calculator.events(PATH, body)[:-1]]
+        (begun,) = [event["answer_token_ids"] for event in events if "answer_token_ids" in event]
+        assert len(begun) > cut and begun == whole["token_ids"][: len(begun)]
+        assert begun + [token for event in events for token in event.get("token_ids", [])] == whole["token_ids"]
 
 
 def test_other_tokens_than_the_calculators_own_are_refused(calculator: Running) -> None:

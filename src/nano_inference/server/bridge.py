@@ -359,6 +359,7 @@ class Bridge:
                         salt=ask.salt,
                         make_matcher=ask.make_matcher,
                         program=ask.program,
+                        beginning=ask.beginning,
                         claim=True,
                     )
                 )

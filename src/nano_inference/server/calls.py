@@ -34,7 +34,7 @@ from nano_inference.text.bad_words import bad_words_matcher, both
 from nano_inference.text.stops import stop_matcher
 from nano_inference.text.tool_format import ToolFormat, calls_grammar
 from nano_inference.text.tools import PythonTool, behind, special_tokens
-from nano_inference.types import BadRequest, SamplingParams, TokenProgram
+from nano_inference.types import BadRequest, Beginning, SamplingParams, TokenProgram
 
 _DEFAULT_COMPLETION_TOKENS = 16
 _SAMPLING_FIELDS = (
@@ -103,6 +103,8 @@ def chat_call(body: ChatBody, model: ServedModel, config: ServerConfig, salt: st
         shape = replace(shape, functions=use, markers=_markers(use.format, special))
         structure = _structure(structure, use, special)
     asks = _asks(body, model, prompts, params, shape, structure, salt, program)
+    beginning = Beginning(min(len(shape.begun_ids), len(asks[0].prompt)), body.sample_index or 0)
+    asks = tuple(replace(ask, beginning=beginning) for ask in asks)
     return _call(body, model, "chat", name, asks, shape)
 
 
@@ -124,6 +126,13 @@ def _begun(
         rival = "continue_final_message or without a generation prompt" if goes_on else "functions or a structure"
         raise ApiError(400, f"{field}: does not go with {rival}", param=field)
     ids, program = tuple(body.answer_token_ids or ()), None
+    if len(ids) >= model.limits.max_model_len:  # before anything is done that takes longer with each
+        raise ApiError(
+            400,
+            f"{field}: {len(ids)} tokens leave no room in the context of {model.limits.max_model_len}",
+            param=field,
+            code="context_length_exceeded",
+        )
     check_known(ids, model, field)
     if shape.tool is not None:
         with refusals_told(field):

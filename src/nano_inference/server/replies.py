@@ -82,10 +82,10 @@ def opening_chunks(call: Call, drafts: Sequence[Draft], created: int) -> list[JS
         chunks = [_chunk(call, created, draft.index, {"role": "assistant", "content": None}) for draft in drafts]
         if shape.token_ids:
             chunks[0]["prompt_token_ids"] = list(call.asks[0].prompt)
+        begun = _begun_ids(shape)
+        texts = shape.echo or (("",) if begun else ())
         return chunks + [
-            _chunk(call, created, draft.index, _echoed(shape, text), **_begun_ids(shape))
-            for text in shape.echo
-            for draft in drafts
+            _chunk(call, created, draft.index, _echoed(shape, text), **begun) for text in texts for draft in drafts
         ]
     for draft in drafts if shape.echo or shape.token_ids else ():
         text = shape.echo[draft.prompt_index] if shape.echo else ""
@@ -96,7 +96,7 @@ def opening_chunks(call: Call, drafts: Sequence[Draft], created: int) -> list[JS
 
 def _echoed(shape: ReplyShape, text: str) -> JSON:
     """Return the delta that echoes a text; one that an answer began with has its parts, where there is a calculator."""
-    parts = begun_parts(shape)[0] if shape.tool is not None else ()
+    parts = begun_parts(shape)[0] if shape.tool is not None and text else ()
     return {"content": text, "parts": [part._asdict() for part in parts]} if parts else {"content": text}
 
 
@@ -143,7 +143,10 @@ def token_facts(written: Written, shape: ReplyShape) -> JSON:
     delta = written.delta
     if delta is None or not delta.token_ids:
         return {}
-    facts: JSON = {"token_ids": list(delta.token_ids), "mask": list(delta.mask)} if shape.token_ids else {}
+    facts: JSON = {}
+    if shape.token_ids:
+        versions = list(delta.versions)
+        facts = {"token_ids": list(delta.token_ids), "mask": list(delta.mask), "token_versions": versions}
     if shape.raw_logprobs and delta.raw_logprobs is not None:
         facts["raw_logprobs"] = list(delta.raw_logprobs)
     if shape.sampling_masks and delta.sampling_masks is not None:

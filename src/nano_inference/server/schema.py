@@ -234,6 +234,8 @@ class ChatBody(Sampling, ToolFields):
     continue_final_message: bool | None = None
     answer_token_ids: TokenIds | None = None
     """Ours: ids that the answer begins with; the reply tells what comes behind them (all of it with `echo`)."""
+    sample_index: Count | None = None
+    """Ours: draw as the sample of that number would be drawn among several of one request."""
     chat_template_kwargs: dict[str, Any] | None = None
 
 

@@ -10,6 +10,8 @@ from nano_inference.door import MatcherFactory
 from nano_inference.server.metrics import SampleRecord
 from nano_inference.server.model import ServedModel
 from nano_inference.types import (
+    FROM_THE_PROMPT,
+    Beginning,
     Delta,
     OnRunning,
     PauseMode,
@@ -38,6 +40,7 @@ class ServedEngine(Protocol):
         salt: str = "",
         make_matcher: MatcherFactory | None = None,
         program: TokenProgram | None = None,
+        beginning: Beginning = FROM_THE_PROMPT,
         claim: bool = False,
     ) -> int:
         """Queue a request and return its id."""

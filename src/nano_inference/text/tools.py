@@ -82,14 +82,14 @@ def behind(program: PythonTool, tokens: Sequence[int]) -> tuple[Begun, tuple[int
 
     Raises `BadRequest` when they hold other tokens where the program forces some.
     """
-    state, left = program.start(), tuple(tokens)
+    state, at = program.start(), 0
     missing: tuple[int, ...] = ()
-    while left:
-        state, forced = program.step(state, left[0])
-        given, left = left[1 : 1 + len(forced)], left[1 + len(forced) :]
-        if given != forced[: len(given)]:
+    while at < len(tokens):
+        state, forced = program.step(state, tokens[at])
+        given = tuple(tokens[at + 1 : at + 1 + len(forced)])
+        if given != tuple(forced[: len(given)]):
             raise BadRequest("answer_token_ids: other tokens stand where the calculator forces its result")
-        missing = forced[len(given) :]
+        missing, at = tuple(forced[len(given) :]), at + 1 + len(forced)
     return Begun(program, state), missing
 
 

@@ -30,6 +30,10 @@ export class AnswerBody {
   #render() {
     clearTimeout(this.timer);
     this.timer = null;
+    const { text, parts, finish } = this.message;
+    const state = `${text.length} ${parts?.length} ${finish}`;
+    if (state === this.state) return;
+    this.state = state;
     const began = performance.now();
     const isWhole = this.message.finish !== null;
     const segments = segmentsOf(this.message);

@@ -2,6 +2,7 @@
 
 import { Saver } from "./saver.js";
 import { requestBody, writeAnswers } from "./stream.js";
+import { Tabs } from "./tabs.js";
 import { asRequest, choose, newConversation, newMessage, pathTo, shownPath, siblingsOf, titleOf } from "./tree.js";
 
 /** A seed that every JSON reader keeps exactly. */
@@ -11,7 +12,7 @@ function freshSeed() {
 
 /**
  * Owns all conversations. `view` is told what changes: `list()`, `path()` (other messages are shown), `message(one)`
- * (it has grown or ended), `failed(error, message)`, `busy(isBusy)`.
+ * (it has grown or ended), `failed(error, message, conversation)`, `busy(isBusy)`, `lost(error)` (nothing can be kept).
  */
 export class Chat {
   constructor(store, settings, view) {
@@ -23,29 +24,46 @@ export class Chat {
     this.current = newConversation(settings.system);
     this.messages = [];
     this.running = new Map();
-    this.saver = new Saver(store);
+    this.elsewhere = new Set();
+    this.saver = new Saver(store, (error) => view.lost(error));
+    this.tabs = new Tabs({
+      changed: (id) => this.#changedElsewhere(id),
+      removed: (id) => this.#removedElsewhere(id),
+      writing: (id) => this.#writtenElsewhere(id),
+      ended: (id) => this.#endedElsewhere(id),
+      asking: (id) => { if (this.running.has(id)) this.tabs.tell("writing", id); },
+      stop: (id) => this.running.get(id)?.control.abort(),
+    });
+    addEventListener("pagehide", () => { for (const id of this.running.keys()) this.tabs.tell("ended", id); });
   }
 
   /** Read what is kept; show the conversation that was open last. */
   async load(openId) {
     await this.saver.recover();
-    this.conversations = (await this.store.conversations()).sort((a, b) => b.updated - a.updated);
+    await this.#readList();
     const wanted = this.conversations.find((one) => one.id === openId);
     if (wanted) await this.open(wanted);
     else this.view.path();
     this.view.list();
   }
 
+  async #readList() {
+    const known = new Map([this.current, ...this.conversations].map((one) => [one.id, one]));
+    const kept = await this.store.conversations();
+    this.conversations = kept.map((one) => Object.assign(known.get(one.id) ?? one, one));
+    this.conversations.sort((a, b) => b.updated - a.updated);
+  }
+
   /** Show a conversation. What nobody writes any more was interrupted. */
   async open(conversation) {
     this.current = conversation;
-    const live = this.running.get(conversation.id)?.messages ?? [];
-    const kept = await this.store.messages(conversation.id);
+    const work = this.running.get(conversation.id);
+    const messages = work?.messages ?? await this.store.messages(conversation.id);
     if (this.current !== conversation) return;
-    this.messages = kept.map((one) => live.find((other) => other.id === one.id) ?? one);
-    for (const one of this.messages) {
-      if (one.finish === null && !live.includes(one)) one.finish = "interrupted";
-    }
+    this.messages = messages;
+    const isOpen = work !== undefined || this.elsewhere.has(conversation.id);
+    for (const one of messages) if (one.finish === null && !isOpen) one.finish = "interrupted";
+    if (work === undefined) this.tabs.tell("asking", conversation.id);
     this.#changed();
   }
 
@@ -62,9 +80,32 @@ export class Chat {
     this.view.busy(this.isBusy);
   }
 
-  /** Whether an answer of the open conversation is under way. */
+  async #changedElsewhere(id) {
+    await this.#readList();
+    if (this.current.id === id && !this.running.has(id)) await this.open(this.current);
+    else this.view.list();
+  }
+
+  #removedElsewhere(id) {
+    this.conversations = this.conversations.filter((one) => one.id !== id);
+    if (this.current.id === id) this.create();
+    this.view.list();
+  }
+
+  #writtenElsewhere(id) {
+    if (this.elsewhere.has(id)) return;
+    this.elsewhere.add(id);
+    if (this.current.id === id && !this.running.has(id)) this.open(this.current);
+  }
+
+  #endedElsewhere(id) {
+    this.elsewhere.delete(id);
+    this.#changedElsewhere(id);
+  }
+
+  /** Whether an answer of the open conversation is under way, here or in another tab. */
   get isBusy() {
-    return this.running.has(this.current.id);
+    return this.running.has(this.current.id) || this.elsewhere.has(this.current.id);
   }
 
   /** The messages that are shown. */
@@ -83,84 +124,102 @@ export class Chat {
   }
 
   async #say(parent, text) {
-    const message = newMessage(this.current, parent, "user", text);
-    this.messages.push(message);
-    choose(this.current, message);
-    if (!this.current.named && parent === null) this.current.title = titleOf(text);
-    if (!this.conversations.includes(this.current)) this.conversations.unshift(this.current);
-    await this.saver.save(this.current, [message]);
-    await this.answer(message);
+    await this.#work(async (work) => {
+      const { conversation, messages } = work;
+      const message = newMessage(conversation, parent, "user", text);
+      messages.push(message);
+      choose(conversation, message);
+      if (!conversation.named && parent === null) conversation.title = titleOf(text);
+      if (!this.conversations.includes(conversation)) this.conversations.unshift(conversation);
+      await this.saver.save(conversation, [message]);
+      await this.#answer(work, message);
+    });
   }
 
-  /** Answer a message of the user: one new answer, or as many as the settings say. */
-  async answer(message) {
-    const samples = this.settings.samples;
+  /** One new answer to a message, or as many as the settings say. */
+  async #answer(work, message) {
+    const samples = Math.min(this.settings.samples, this.info.max_n);
     const seed = this.settings.seed ?? freshSeed();
     const answers = Array.from({ length: samples }, (_, index) => {
-      const answer = newMessage(this.current, message.id, "assistant");
+      const answer = newMessage(work.conversation, message.id, "assistant");
       answer.created += index;
-      return Object.assign(answer, { seed, sample: { index, of: samples } });
+      return Object.assign(answer, { seed, sample: { index, of: samples }, sampling: this.settings.sampling });
     });
-    this.messages.push(...answers);
-    choose(this.current, answers[0]);
-    if (samples > 1) this.current.compared = message.id;
-    await this.#write(answers, pathTo(this.messages, message), { seed, samples });
+    work.conversation.compared = samples > 1 ? message.id : null;
+    await this.#write(work, answers, { seed, samples });
   }
 
   /** Draw another answer in an answer's place; both stay. */
   async regenerate(message) {
-    await this.answer(this.messages.find((one) => one.id === message.parent));
+    await this.#work((work) => this.#answer(work, work.messages.find((one) => one.id === message.parent)));
   }
 
   /** Go on with an answer that was stopped or cut off, from its very tokens. */
   async goOn(message) {
-    const begun = message.tokens.map(([id]) => id);
-    Object.assign(message, { finish: null, error: null, begun: begun.length });
-    const parent = this.messages.find((one) => one.id === message.parent);
-    const wishes = { seed: message.seed, begun: begun.length ? begun : null, echo: true };
-    await this.#write([message], pathTo(this.messages, parent), wishes);
+    await this.#work(async (work) => {
+      const begun = message.tokens.map(([id]) => id);
+      Object.assign(message, { finish: null, error: null, begun: begun.length });
+      const wishes = { seed: message.seed, begun: begun.length ? begun : null, echo: true };
+      await this.#write(work, [message], { ...wishes, sample: message.sample?.index ?? 0 });
+    });
   }
 
   /** Begin a new answer with the tokens of another up to an index, then an alternative; let the model go on. */
   async branch(message, index, [id, text, logprob]) {
-    const answer = newMessage(this.current, message.parent, "assistant");
-    const top = message.tokens[index][4];
-    answer.tokens = [...message.tokens.slice(0, index), [id, text, logprob, 0, top, 1]];
-    Object.assign(answer, { seed: message.seed, begun: index + 1, versions: spansUpTo(message.versions, index) });
-    this.messages.push(answer);
-    choose(this.current, answer);
-    this.current.compared = null;
-    const parent = this.messages.find((one) => one.id === message.parent);
-    const begun = answer.tokens.map((token) => token[0]);
-    const wishes = { seed: message.seed, begun, echo: true };
-    if (this.info.end_token_ids.includes(id)) Object.assign(wishes, { begun: begun.slice(0, -1), isOver: true });
-    await this.#write([answer], pathTo(this.messages, parent), wishes);
+    await this.#work(async (work) => {
+      const answer = newMessage(work.conversation, message.parent, "assistant");
+      const top = message.tokens[index][4];
+      answer.tokens = [...message.tokens.slice(0, index), [id, text, logprob, 0, top, 1]];
+      Object.assign(answer, { seed: message.seed, sample: message.sample, begun: index + 1 });
+      answer.versions = spansUpTo(message.versions, index);
+      work.conversation.compared = null;
+      const begun = answer.tokens.map((token) => token[0]);
+      const wishes = { seed: message.seed, begun, echo: true, sample: message.sample?.index ?? 0 };
+      if (this.info.end_token_ids.includes(id)) Object.assign(wishes, { begun: begun.slice(0, -1), isOver: true });
+      await this.#write(work, [answer], wishes);
+    });
   }
 
-  async #write(answers, path, wishes) {
-    const conversation = this.current;
+  /** Do what writes answers into the open conversation, unless that is done already, or nobody is there to answer. */
+  async #work(run) {
+    const { id } = this.current;
+    if (this.isBusy || !this.info?.chats) return;
     const control = new AbortController();
-    this.running.set(conversation.id, { control, messages: answers });
-    conversation.updated = Date.now();
-    this.#changed();
-    await this.saver.save(conversation, answers);
-    const { sampling, details } = this.settings;
-    const body = requestBody(this.info, asRequest(conversation.system, path), sampling, { ...wishes, details });
-    const hasEnough = () => Boolean(wishes.isOver) && answers[0].text !== "";
+    const work = { conversation: this.current, messages: this.messages, control, answers: [] };
+    this.running.set(id, work);
+    this.view.busy(true);
+    this.tabs.tell("writing", id);
     try {
-      if (!wishes.isOver || wishes.begun.length) {
-        await writeAnswers(body, answers, control.signal, (message) => this.#grown(conversation, message), hasEnough);
-      }
-      if (wishes.isOver) answers[0].finish = "stop";
+      await run(work);
     } catch (error) {
-      this.#ended(conversation, answers, error);
+      this.#ended(work, error);
     } finally {
-      this.running.delete(conversation.id);
-      for (const answer of answers) answer.finish ??= "interrupted";
-      await this.saver.save(conversation, answers);
-      if (this.current === conversation) this.#changed();
+      this.running.delete(id);
+      for (const answer of work.answers) answer.finish ??= "interrupted";
+      if (!work.isGone) await this.saver.save(work.conversation, work.answers);
+      this.tabs.tell("ended", id);
+      if (this.current === work.conversation) this.#changed();
       else this.view.list();
     }
+  }
+
+  async #write(work, answers, wishes) {
+    const { conversation, messages, control } = work;
+    work.answers = answers;
+    for (const one of answers) if (!messages.includes(one)) messages.push(one);
+    choose(conversation, answers[0]);
+    conversation.updated = Date.now();
+    if (this.current === conversation) this.#changed();
+    await this.saver.save(conversation, answers);
+    this.tabs.tell("changed", conversation.id);
+    const path = pathTo(messages, messages.find((one) => one.id === answers[0].parent));
+    const { sampling, details } = this.settings;
+    const body = requestBody(this.info, asRequest(conversation.system, path), sampling, { ...wishes, details });
+    const onNews = (message) => this.#grown(conversation, message);
+    if (!wishes.isOver || wishes.begun.length) {
+      await writeAnswers(body, answers, control.signal, onNews, Boolean(wishes.isOver));
+    }
+    if (wishes.isOver) answers[0].finish = "stop";
   }
 
   #grown(conversation, message) {
@@ -169,18 +228,28 @@ export class Chat {
   }
 
   /** Note on the answers that are not whole why they ended. */
-  #ended(conversation, answers, error) {
-    const isStopped = error.name === "AbortError";
-    for (const answer of answers.filter((one) => one.finish === null)) {
+  #ended({ conversation, answers, control }, error) {
+    const isStopped = control.signal.aborted;
+    const open = answers.filter((one) => one.finish === null);
+    for (const answer of open) {
       answer.finish = isStopped ? "stopped" : "error";
       answer.error = isStopped ? null : error.message;
     }
-    if (!isStopped && this.current === conversation) this.view.failed(error, answers[0]);
+    if (!isStopped && (open.length || !answers.length)) this.view.failed(error, open[0] ?? null, conversation);
   }
 
   /** Stop the answers under way; what they have stays. */
   stop() {
-    this.running.get(this.current.id)?.control.abort();
+    const { id } = this.current;
+    if (this.elsewhere.has(id)) this.tabs.tell("stop", id);
+    this.running.get(id)?.control.abort();
+  }
+
+  /** Try again what failed, wherever the user is by now. */
+  async tryAgain(message, conversation) {
+    if (this.current !== conversation) await this.open(conversation);
+    const found = this.messages.find((one) => one.id === message?.id);
+    if (found) await (found.tokens.length ? this.goOn(found) : this.regenerate(found));
   }
 
   /** Show the version of a message that lies so many places before or behind it. */
@@ -193,47 +262,57 @@ export class Chat {
   async show(message) {
     choose(this.current, message);
     this.current.compared = null;
-    await this.saver.save(this.current);
     this.view.path();
+    await this.#keep(this.current);
   }
 
   /** Show all versions of an answer side by side, or no longer. */
   async compare(message) {
     this.current.compared = this.current.compared === message.parent ? null : message.parent;
-    await this.saver.save(this.current);
     this.view.path();
+    await this.#keep(this.current);
   }
 
   /** Give a conversation another name. */
   async rename(conversation, title) {
     Object.assign(conversation, { title, named: true });
-    await this.saver.save(conversation);
     this.view.list();
     this.view.path();
+    await this.#keep(conversation);
   }
 
-  /** Set a conversation's system prompt. */
+  /** Set the open conversation's system prompt. */
   async setSystem(system) {
     this.current.system = system;
-    if (this.conversations.includes(this.current)) await this.saver.save(this.current);
+    if (this.conversations.includes(this.current)) await this.#keep(this.current);
+  }
+
+  async #keep(conversation) {
+    await this.saver.save(conversation);
+    this.tabs.tell("changed", conversation.id);
   }
 
   /** Delete a conversation; return what brings it back. */
   async remove(conversation) {
-    this.running.get(conversation.id)?.control.abort();
+    const work = this.running.get(conversation.id);
+    if (work) work.isGone = true; // what ends later must not bring it back
+    work?.control.abort();
+    this.saver.forget(conversation);
     const messages = await this.store.messages(conversation.id);
     this.conversations = this.conversations.filter((one) => one !== conversation);
     await this.store.remove(conversation, messages);
+    this.tabs.tell("removed", conversation.id);
     if (this.current === conversation) this.create();
     this.view.list();
     return () => this.add([{ conversation, messages }]);
   }
 
-  /** Take conversations in, from a file or from the bin; show the last of them. */
+  /** Take conversations in, from a file or from the bin; show the last of them. Rejects when they cannot be kept. */
   async add(entries) {
     for (const { conversation, messages } of entries) {
       await this.store.save([conversation], messages);
       this.conversations.push(conversation);
+      this.tabs.tell("changed", conversation.id);
     }
     this.conversations.sort((a, b) => b.updated - a.updated);
     if (entries.length) await this.open(entries.at(-1).conversation);

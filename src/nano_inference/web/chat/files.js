@@ -5,6 +5,9 @@ import { freshId, shownPath } from "./tree.js";
 
 const FORMAT = "nano-inference-chats";
 const ROLES = ["user", "assistant"];
+const PARTS = ["text", "python", "python_output"];
+const FINISHES = ["stop", "length", "stopped", "interrupted", "error", "abort"];
+const FIGURES = ["tokens", "first", "speed", "prompt", "cached"];
 
 /** Return conversations with their messages as the text of a JSON file. */
 export function asJson(entries) {
@@ -45,28 +48,61 @@ function checked(chat, index) {
 function isMessage(one) {
   return typeof one?.id === "string" && ROLES.includes(one.role) && typeof one.text === "string"
     && (one.parent === null || typeof one.parent === "string") && Array.isArray(one.tokens) && one.tokens.every(isToken)
-    && (one.parts === null || (Array.isArray(one.parts) && one.parts.every((part) => typeof part?.text === "string")))
-    && Array.isArray(one.versions);
+    && (one.parts === null || (Array.isArray(one.parts) && one.parts.every(isPart)))
+    && Array.isArray(one.versions) && one.versions.every(isSpan);
+}
+
+function isPart(part) {
+  return PARTS.includes(part?.type) && typeof part.text === "string";
+}
+
+function isSpan(span) {
+  return typeof span?.version === "string" && Number.isInteger(span.start) && Number.isInteger(span.end);
 }
 
 function isToken(one) {
-  return Array.isArray(one) && Number.isInteger(one[0]) && typeof one[1] === "string" && Array.isArray(one[4]);
+  return Array.isArray(one) && isChoice(one) && Array.isArray(one[4]) && one[4].every(isChoice);
 }
 
+/** Whether something is a token's id, text and log-probability (null when that is not known). */
+function isChoice(one) {
+  return Array.isArray(one) && Number.isInteger(one[0]) && typeof one[1] === "string"
+    && (one[2] === null || Number.isFinite(one[2]));
+}
+
+function numberOr(value, other) {
+  return Number.isFinite(value) ? value : other;
+}
+
+/** Return a message of a file as this page keeps them: nothing in it that was not looked at. */
+function cleaned(one) {
+  const { text, role, parts, tokens, versions, stats, sample, error } = one;
+  const isSample = Number.isInteger(sample?.index) && Number.isInteger(sample.of);
+  const figures = stats && Object.fromEntries(FIGURES.map((name) => [name, numberOr(stats[name], null)]));
+  return {
+    text, role, parts, tokens, versions,
+    stats: figures || null,
+    seed: numberOr(one.seed, null),
+    sample: isSample ? { index: sample.index, of: sample.of } : null,
+    finish: FINISHES.includes(one.finish) ? one.finish : "interrupted",
+    error: typeof error === "string" ? error : null,
+    created: numberOr(one.created, 0),
+  };
+}
+
+/** Return a conversation under new ids. */
 function renamed({ conversation, messages }) {
   const names = new Map(messages.map((one) => [one.id, freshId()]));
-  const name = (id) => names.get(id) ?? null;
   const id = freshId();
   const old = Object.entries(conversation.chosen ?? {});
-  const chosen = old.map(([key, value]) => [names.get(key) ?? "root", name(value)]);
+  const chosen = old.map(([key, value]) => [names.get(key) ?? "root", names.get(value) ?? null]);
   return {
     conversation: {
       id, title: conversation.title.slice(0, 200), named: true, system: conversation.system, compared: null,
-      created: Number(conversation.created) || Date.now(), updated: Date.now(), chosen: Object.fromEntries(chosen),
+      created: numberOr(conversation.created, Date.now()), updated: Date.now(), chosen: Object.fromEntries(chosen),
     },
-    messages: messages.map((one) => ({
-      ...one, id: name(one.id), parent: name(one.parent), conversation: id, created: Number(one.created) || 0,
-    })),
+    messages: messages.map((one) => (
+      { ...cleaned(one), id: names.get(one.id), parent: names.get(one.parent) ?? null, conversation: id })),
   };
 }
 

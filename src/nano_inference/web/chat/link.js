@@ -3,6 +3,8 @@
 import { ServerError, ask } from "../shared/server.js";
 
 const RETRY_MS = 1000;
+/** What waiting does not mend: the wrong key, the wrong address. */
+const FINAL = [400, 401, 403, 404];
 
 function pauseFor(milliseconds) {
   return new Promise((resolve) => setTimeout(resolve, milliseconds));
@@ -18,7 +20,7 @@ export async function reachServer(onWaiting) {
       await ask("/ready");
       return await (await ask("/info")).json();
     } catch (error) {
-      if (!(error instanceof ServerError) || ![0, 503].includes(error.status)) throw error;
+      if (error instanceof ServerError && FINAL.includes(error.status)) throw error;
       onWaiting(waitingText(error));
       await pauseFor(RETRY_MS);
     }
@@ -26,7 +28,7 @@ export async function reachServer(onWaiting) {
 }
 
 function waitingText({ status, message }) {
-  if (status === 0) return "The server does not answer. Trying again…";
+  if ([undefined, 0, 502, 504].includes(status)) return "The server does not answer. Trying again…";
   if (message === "loading") return "The model is being loaded…";
   if (message === "dead") return "The engine has failed; the server must be started again.";
   return `The server is ${message}. Trying again…`;

@@ -1,6 +1,7 @@
 /** The chat page: puts its parts together. */
 
 import { byId, el } from "../shared/dom.js";
+import { readKept, writeKept } from "../shared/keep.js";
 import { ServerError, apiKey, setApiKey } from "../shared/server.js";
 import { startTheme, toggleTheme } from "../shared/theme.js";
 import { Chat } from "./chat.js";
@@ -12,12 +13,13 @@ import { ContextMeter } from "./meter.js";
 import { Settings, readSettings, resetSettings, showSettings } from "./settings.js";
 import { Sidebar } from "./sidebar.js";
 import { Speech } from "./speech.js";
-import { Store } from "./store.js";
+import { openStore } from "./store.js";
 import { toast } from "./toast.js";
-import { closeAlternatives } from "./tokens.js";
+import { closeAlternatives, placeAlternatives } from "./tokens.js";
 
 const OPEN_KEY = "nano-inference.open";
 const NEAR_END = 60;
+const KEY_FORM = /^[\x21-\x7e]+$/;
 const NO_TEMPLATE = "This model has no chat template: it continues texts (/v1/completions) and cannot chat.";
 const WANTS_KEY = "This server needs a key. It is kept for this tab only.";
 
@@ -41,6 +43,7 @@ class ChatPage {
     this.isReady = false;
     this.isFollowing = true;
     this.speeches = new Map();
+    this.hasLost = false;
     byId("not-kept").hidden = store.isKept;
   }
 
@@ -49,8 +52,9 @@ class ChatPage {
       list: () => this.sidebar.show(),
       path: () => this.#showPath(),
       message: (message) => this.#showGrown(message),
-      failed: (error, message) => this.#showFailure(error, message),
+      failed: (error, message, conversation) => this.#showFailure(error, message, conversation),
       busy: (isBusy) => this.#showBusy(isBusy),
+      lost: (error) => this.#showLost(error),
     };
   }
 
@@ -90,7 +94,7 @@ class ChatPage {
   async start() {
     this.#listen();
     this.#showBusy(false);
-    await this.chat.load(localStorage.getItem(OPEN_KEY));
+    await this.chat.load(readKept(OPEN_KEY)).catch((error) => this.#showLost(error));
     await this.connect();
   }
 
@@ -106,6 +110,7 @@ class ChatPage {
       return undefined;
     }
     this.isReady = true;
+    byId("enter-key").hidden = true;
     byId("model").textContent = this.chat.info.model;
     this.#showBanner(this.chat.info.chats ? null : NO_TEMPLATE);
     this.#showPath();
@@ -117,6 +122,7 @@ class ChatPage {
     byId("key-text").textContent = apiKey() === null ? WANTS_KEY : `${error.message}.`;
     byId("key-field").value = "";
     this.#showBanner("This server needs an API key.");
+    byId("enter-key").hidden = false;
     if (!byId("key").open) byId("key").showModal();
   }
 
@@ -128,7 +134,7 @@ class ChatPage {
   #showPath() {
     const { chat } = this;
     const { path } = chat;
-    localStorage.setItem(OPEN_KEY, chat.current.id);
+    writeKept(OPEN_KEY, chat.current.id);
     byId("title").textContent = chat.current.title;
     document.title = `${chat.current.title} · nano-inference`;
     byId("empty").hidden = path.length > 0;
@@ -144,11 +150,18 @@ class ChatPage {
     this.speeches.get(message.id).update();
   }
 
-  #showFailure(error, message) {
-    const retry = () => (message.tokens.length ? this.chat.goOn(message) : this.chat.regenerate(message));
+  #showFailure(error, message, conversation) {
+    const retry = () => this.chat.tryAgain(message, conversation);
     if (error instanceof ServerError && error.status === 401) this.#askForKey(error);
-    toast(error.message, { isError: true, action: { label: "Try again", run: retry } });
+    toast(error.message, { isError: true, action: message && { label: "Try again", run: retry } });
     if (error.status === 0 || error.status === 503) this.connect();
+  }
+
+  #showLost(error) {
+    if (this.hasLost) return; // once is enough: it will happen with every save
+    this.hasLost = true;
+    const text = `This browser does not keep the conversation (${error.name}). Export it before you leave.`;
+    toast(text, { isError: true });
   }
 
   #showBusy(isBusy) {
@@ -187,6 +200,12 @@ class ChatPage {
     this.#fitDraft();
     this.isFollowing = true;
     this.chat.send(text);
+    this.#backToDraft();
+  }
+
+  /** The button that was pressed is gone; on a touch screen the keyboard would come up. */
+  #backToDraft() {
+    if (!matchMedia("(pointer: coarse)").matches) byId("draft").focus();
   }
 
   #fitDraft() {
@@ -217,11 +236,12 @@ class ChatPage {
     on("composer", "submit", (event) => { event.preventDefault(); this.#send(); });
     on("draft", "input", () => this.#fitDraft());
     on("draft", "keydown", (event) => this.#onDraftKey(event));
-    on("stop", "click", () => this.chat.stop());
+    on("stop", "click", () => { this.chat.stop(); this.#backToDraft(); });
     on("new-chat", "click", () => this.#newChat());
     on("open-sidebar", "click", () => this.#openSidebar());
     on("close-sidebar", "click", () => this.#closeSidebar());
     on("veil", "click", () => this.#closeSidebar());
+    on("enter-key", "click", () => byId("key").showModal());
     on("theme", "click", () => toggleTheme());
     on("help-open", "click", () => byId("help").showModal());
     on("to-end", "click", () => { this.isFollowing = true; this.#follow(); });
@@ -250,7 +270,7 @@ class ChatPage {
     const { scrollHeight, scrollTop, clientHeight } = byId("scroll");
     this.isFollowing = scrollHeight - scrollTop - clientHeight < NEAR_END;
     byId("to-end").hidden = this.isFollowing;
-    closeAlternatives();
+    placeAlternatives();
   }
 
   #onDraftKey(event) {
@@ -259,7 +279,7 @@ class ChatPage {
       event.preventDefault();
       this.#send();
     }
-    if (event.key === "ArrowUp" && byId("draft").value === "" && !this.chat.isBusy) {
+    if (event.key === "ArrowUp" && byId("draft").value === "" && !this.chat.isBusy && this.isReady) {
       event.preventDefault();
       this.list.editLast();
     }
@@ -269,7 +289,7 @@ class ChatPage {
     const isCommand = event.ctrlKey || event.metaKey;
     const isTyping = event.target.matches?.("input, textarea, select");
     const press = (run) => { event.preventDefault(); run(); };
-    if (document.querySelector("dialog[open]")) return;
+    if (document.querySelector("dialog[open]") || event.isComposing) return;
     if (isCommand && event.key.toLowerCase() === "k") press(() => { this.#openSidebar(); byId("search").focus(); });
     else if (isCommand && event.shiftKey && event.key.toLowerCase() === "o") press(() => this.#newChat());
     else if (event.key === "Escape") this.#escape();
@@ -283,8 +303,13 @@ class ChatPage {
     else this.chat.stop();
   }
 
-  #useKey(key) {
+  #useKey(text) {
+    const key = text.trim();
     if (!key) return;
+    if (!KEY_FORM.test(key)) {
+      toast("A key has no blanks and only ASCII characters.", { isError: true });
+      return;
+    }
     setApiKey(key);
     this.connect();
   }
@@ -296,10 +321,12 @@ class ChatPage {
 
   #openSettings() {
     showSettings(this.settings, this.chat.info, this.chat.current);
+    byId("settings").returnValue = "";
     byId("settings").showModal();
   }
 
   #closeSettings() {
+    if (byId("settings").returnValue !== "save") return; // Escape takes nothing over
     this.chat.setSystem(readSettings(this.settings));
     this.meter.update(byId("draft").value);
   }
@@ -338,4 +365,4 @@ class ChatPage {
 }
 
 startTheme();
-Store.open().then((store) => new ChatPage(store).start());
+openStore().then((store) => new ChatPage(store).start());

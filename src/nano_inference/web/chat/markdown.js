@@ -86,9 +86,18 @@ export class MarkdownView {
     this.node.replaceChildren(this.tail);
   }
 
-  /** Show a text; `isWhole` when nothing will follow. */
+  /** Show a text; `isWhole` when nothing will follow. One that cannot be read as Markdown is shown as it is. */
   show(text, isWhole) {
-    if (!text.startsWith(this.text) || isWhole) this.#begin();
+    try {
+      this.#show(text.replaceAll("\r\n", "\n"), isWhole);
+    } catch {
+      this.node.replaceChildren(el("pre", { class: "said", tabindex: "0" }, text)); // nested too deep
+      this.text = null;
+    }
+  }
+
+  #show(text, isWhole) {
+    if (this.text === null || !text.startsWith(this.text) || isWhole) this.#begin();
     this.text = text;
     const tokens = this.parser.lexer(text.slice(this.kept));
     const last = isWhole ? tokens.length : lastOpen(tokens);

@@ -10,8 +10,22 @@ const ENDINGS = {
   length: "The longest answer is reached.",
   stopped: "Stopped.",
   interrupted: "This answer was interrupted.",
+  abort: "The server ended this answer.",
   error: "This answer broke off:",
 };
+
+/** Return what the focused button is called when it lies within a node, else null. */
+function nameOf(focused, within) {
+  const isInside = within.contains(focused) && focused !== within;
+  return isInside ? focused.getAttribute("aria-label") ?? focused.textContent : null;
+}
+
+/** Give the focus to the button of that name, now that the old one is gone; to `other` when there is none. */
+function focusNamed(within, name, other) {
+  if (name === null) return;
+  const buttons = [...within.querySelectorAll("button:enabled")];
+  (buttons.find((one) => nameOf(one, within) === name) ?? other).focus({ preventScroll: true });
+}
 
 function button(label, listener, attributes = {}) {
   return el("button", { type: "button", class: "quiet", on: { click: listener }, ...attributes }, label);
@@ -36,13 +50,12 @@ class MessageView {
   constructor(message, actions) {
     this.message = message;
     this.actions = actions;
-    this.isEditing = false;
     this.tokens = null;
     this.content = el("div", { class: "content" });
     this.foot = el("div", { class: "foot" });
     const name = message.role === "user" ? "You" : "Answer";
-    this.node = el("article", { class: `message ${message.role}`, "data-id": message.id, "aria-label": name },
-      this.content, this.foot);
+    const attributes = { class: `message ${message.role}`, "data-id": message.id, "aria-label": name, tabindex: "-1" };
+    this.node = el("article", attributes, this.content, this.foot);
     this.body = message.role === "user" ? null : new AnswerBody(message, actions.copy, actions.rendered);
     this.content.append(this.body?.node ?? el("div", { class: "body said" }, message.text));
     this.#showFoot();
@@ -64,7 +77,9 @@ class MessageView {
       this.figures = el("span", {});
       const lines = message.role === "user" ? [] : [this.#ending(), this.#figuresLine()];
       const actionLine = el("div", { class: "actions" }, ...this.#stepper(), ...buttons);
+      const name = nameOf(document.activeElement, this.foot);
       this.foot.replaceChildren(...lines.filter(Boolean), actionLine);
+      focusNamed(this.foot, name, this.node);
       this.key = key;
     }
     this.figures.textContent = message.role === "user" ? "" : figures(message);
@@ -112,7 +127,8 @@ class MessageView {
     if (message.finish === null) return [];
     const isBusy = actions.isBusy();
     const [, count] = this.#siblings();
-    const goesOn = message.finish !== "stop";
+    // Text whose tokens are not known cannot be gone on with from where it ended.
+    const goesOn = message.finish !== "stop" && (message.tokens.length > 0 || message.text === "");
     const isOpen = String(this.tokens !== null);
     return [
       button("Copy", () => actions.copy(message.text)),
@@ -126,7 +142,7 @@ class MessageView {
 
   /** Show the tokens in the text's place, or the text again. */
   toggleTokens() {
-    this.tokens = this.tokens ? null : new TokenView(this.message, this.actions.branch);
+    this.tokens = this.tokens ? null : new TokenView(this.message, this.actions);
     closeAlternatives();
     this.content.replaceChildren(this.tokens?.node ?? this.body.node);
     this.#showFoot();
@@ -178,8 +194,16 @@ export class MessageList {
     // What is put in anew loses clicks that have begun, and what was marked in it.
     const { children } = this.node;
     const isSame = nodes.length === children.length && nodes.every((one, index) => one === children[index]);
-    if (!isSame) this.node.replaceChildren(...nodes);
+    if (!isSame) this.#put(nodes);
     for (const view of kept.values()) view.update();
+  }
+
+  /** Put other messages on the page; the focus goes from a version of a message to the one in its place. */
+  #put(nodes) {
+    const at = [...this.node.children].findIndex((one) => one.contains(document.activeElement));
+    const name = at < 0 ? null : nameOf(document.activeElement, this.node.children[at]);
+    this.node.replaceChildren(...nodes);
+    if (nodes[at]) focusNamed(nodes[at], name, nodes[at]);
   }
 
   #view(message, kept) {

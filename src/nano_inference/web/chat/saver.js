@@ -1,29 +1,38 @@
 /** Saving while an answer is written: soon, but never so often that it takes more than a few percent of the time. */
 
+import { keptKeys, readKept, writeKept } from "../shared/keep.js";
+import { freshId } from "./tree.js";
+
 const SOON_MS = 400;
 const SAVE_SHARE = 20;
-const UNSAVED_KEY = "nano-inference.unsaved";
+const UNSAVED = "nano-inference.unsaved.";
 
-/** Owns the timer of the next save, and what it will save. */
+/** Owns the timer of the next save, and what it will save. `onLost(error)` is told when the browser keeps nothing. */
 export class Saver {
-  constructor(store) {
+  constructor(store, onLost) {
     this.store = store;
+    this.onLost = onLost;
     this.waiting = new Map();
     this.timer = null;
     this.pause = SOON_MS;
     addEventListener("pagehide", () => this.#leave());
   }
 
-  /** Save now. */
+  /** Save now. What cannot be kept is told of, and stays on the page. */
   async save(conversation, messages = []) {
     for (const one of messages) this.waiting.delete(one.id);
-    await this.store.save([conversation], messages);
+    await this.#write([conversation], messages);
   }
 
   /** Save a message that has grown a little later, with others that grow meanwhile. */
   saveSoon(conversation, message) {
     this.waiting.set(message.id, { conversation, message });
     this.timer ??= setTimeout(() => this.#flush(), this.pause);
+  }
+
+  /** Do not save what waits of a conversation. */
+  forget(conversation) {
+    for (const [id, one] of this.waiting) if (one.conversation === conversation) this.waiting.delete(id);
   }
 
   async #flush() {
@@ -33,26 +42,30 @@ export class Saver {
     this.waiting.clear();
     if (!waiting.length) return;
     const began = performance.now();
-    await this.store.save([...new Set(waiting.map((one) => one.conversation))], waiting.map((one) => one.message));
+    await this.#write([...new Set(waiting.map((one) => one.conversation))], waiting.map((one) => one.message));
     this.pause = Math.max(SOON_MS, SAVE_SHARE * (performance.now() - began));
+  }
+
+  async #write(conversations, messages) {
+    try {
+      await this.store.save(conversations, messages);
+    } catch (error) {
+      this.onLost(error);
+    }
   }
 
   /** Leave what is not saved where it can be left at once: a database is not waited for when a page goes. */
   #leave() {
     const messages = [...this.waiting.values()].map((one) => one.message);
-    if (!messages.length) return;
-    try {
-      localStorage.setItem(UNSAVED_KEY, JSON.stringify(messages));
-    } catch {
-      // no room for it: what the database has is all that there is
-    }
+    if (messages.length) writeKept(UNSAVED + freshId(), JSON.stringify(messages));
   }
 
-  /** Save what a page left behind when it went. */
+  /** Save what pages left behind when they went. */
   async recover() {
-    const left = localStorage.getItem(UNSAVED_KEY);
-    if (left === null) return;
-    await this.store.save([], JSON.parse(left));
-    localStorage.removeItem(UNSAVED_KEY);
+    for (const key of keptKeys(UNSAVED)) {
+      const left = JSON.parse(readKept(key) ?? "[]");
+      writeKept(key, null);
+      for (const message of left) await this.store.complete(message).catch(this.onLost);
+    }
   }
 }

@@ -1,6 +1,7 @@
 /** How answers are drawn: what the user has set, kept in this browser; what is not set is the server's own default. */
 
 import { byId, el } from "../shared/dom.js";
+import { readKept, writeKept } from "../shared/keep.js";
 
 const SETTINGS_KEY = "nano-inference.settings";
 
@@ -17,21 +18,46 @@ const FIELDS = [
 ];
 const OWN_DEFAULTS = { presence_penalty: 0, frequency_penalty: 0, max_tokens: "all the room there is" };
 
+const MOST_SAMPLES = 8;
+const MAX_SEED = Number.MAX_SAFE_INTEGER;
+
+/** Return a number held to its bounds, whole where its steps are; null for what is none. */
+function bounded(text, low, high, step) {
+  const value = text === null || String(text).trim() === "" ? NaN : Number(text);
+  if (!Number.isFinite(value)) return null;
+  const held = Math.max(low, Math.min(high, value));
+  return step === 1 ? Math.round(held) : held;
+}
+
 /** Owns the settings. */
 export class Settings {
   constructor() {
-    const kept = JSON.parse(localStorage.getItem(SETTINGS_KEY) ?? "{}");
-    this.sampling = kept.sampling ?? {};
-    this.seed = kept.seed ?? null;
-    this.samples = kept.samples ?? 1;
-    this.system = kept.system ?? "";
-    this.details = kept.details ?? true;
+    let kept = {};
+    try {
+      kept = JSON.parse(readKept(SETTINGS_KEY) ?? "{}") ?? {};
+    } catch {
+      // what is kept is no JSON: nothing is set
+    }
+    this.take(kept);
+  }
+
+  /** Set what was kept or written, held to its bounds. */
+  take({ sampling = {}, seed = null, samples = 1, system = "", details = true }) {
+    this.sampling = {};
+    for (const [name, , low, high, step] of FIELDS) {
+      const value = bounded(sampling?.[name] ?? null, low, high, step);
+      if (value !== null) this.sampling[name] = value;
+    }
+    this.seed = bounded(seed, 0, MAX_SEED, 1);
+    this.samples = bounded(samples, 1, MOST_SAMPLES, 1) ?? 1;
+    this.system = String(system);
+    this.details = Boolean(details);
   }
 
   /** Keep them. */
   save() {
     const { sampling, seed, samples, system, details } = this;
-    localStorage.setItem(SETTINGS_KEY, JSON.stringify({ sampling, seed, samples, system, details }));
+    writeKept(SETTINGS_KEY, JSON.stringify({ sampling, seed, samples, system, details }));
   }
 }
 
@@ -53,22 +79,19 @@ export function showSettings(settings, info, conversation) {
   byId("system").value = conversation.system;
   byId("seed").value = settings.seed ?? "";
   byId("samples").value = settings.samples;
-  byId("samples").max = Math.min(8, info?.max_n ?? 8);
+  byId("samples").max = Math.min(MOST_SAMPLES, info?.max_n ?? MOST_SAMPLES);
   byId("details").checked = settings.details;
 }
 
 /** Take over what the form says; return the conversation's system prompt. */
 export function readSettings(settings) {
-  settings.sampling = {};
-  for (const [name] of FIELDS) {
-    const text = byId(`set-${name}`).value.trim();
-    if (text !== "") settings.sampling[name] = Number(text);
-  }
-  const seed = byId("seed").value.trim();
-  settings.seed = seed === "" ? null : Number(seed);
-  settings.samples = Math.max(1, Number(byId("samples").value) || 1);
-  settings.details = byId("details").checked;
-  settings.system = byId("system").value;
+  settings.take({
+    sampling: Object.fromEntries(FIELDS.map(([name]) => [name, byId(`set-${name}`).value])),
+    seed: byId("seed").value,
+    samples: byId("samples").value,
+    system: byId("system").value,
+    details: byId("details").checked,
+  });
   settings.save();
   return settings.system;
 }

@@ -2,16 +2,36 @@
 
 import { byId, el } from "../shared/dom.js";
 
+const SEARCH_MS = 120;
+
 /** Owns the list. `actions`: open, rename, remove, textOf (a promise of all that a conversation says). */
 export class Sidebar {
   constructor(chat, actions) {
     this.chat = chat;
     this.actions = actions;
-    byId("search").addEventListener("input", () => this.show());
+    this.timer = null;
+    this.texts = new Map();
+    byId("search").addEventListener("input", () => this.#searchSoon());
+    byId("search").addEventListener("keydown", (event) => this.#onKey(event));
+  }
+
+  #searchSoon() {
+    clearTimeout(this.timer);
+    this.timer = setTimeout(() => this.show(), SEARCH_MS);
+  }
+
+  /** Escape ends the search, and nothing else. */
+  #onKey(event) {
+    if (event.key !== "Escape" || !byId("search").value) return;
+    event.preventDefault();
+    event.stopPropagation();
+    byId("search").value = "";
+    this.show();
   }
 
   /** Show the conversations that the search finds; all of them while nothing is searched for. */
   async show() {
+    if (byId("chats").querySelector("input")) return; // somebody writes a name there; its end shows the list
     const wanted = byId("search").value.trim().toLowerCase();
     const all = this.chat.conversations;
     const found = wanted ? await this.#found(wanted, all) : all;
@@ -22,8 +42,15 @@ export class Sidebar {
   }
 
   async #found(wanted, all) {
-    const texts = await Promise.all(all.map((one) => this.actions.textOf(one)));
+    const texts = await Promise.all(all.map((one) => this.#textOf(one)));
     return all.filter((one, index) => `${one.title}\n${texts[index]}`.toLowerCase().includes(wanted));
+  }
+
+  /** Return all that a conversation says; read once for each of its states. */
+  async #textOf(conversation) {
+    const key = `${conversation.id} ${conversation.updated}`;
+    if (!this.texts.has(key)) this.texts.set(key, await this.actions.textOf(conversation));
+    return this.texts.get(key);
   }
 
   #row(conversation) {
@@ -49,6 +76,7 @@ export class Sidebar {
     const end = (title) => {
       if (isOver) return;
       isOver = true;
+      field.remove();
       if (title) this.actions.rename(conversation, title);
       else this.show();
     };

@@ -3,6 +3,7 @@
 import { ServerError, ask } from "../shared/server.js";
 
 const ALTERNATIVES = 5;
+const ENDS = { stop: "stop", length: "length", abort: "abort" };
 
 /** Yield the data of a response's server-sent events; throws `ServerError` when the connection breaks. */
 async function* eventsOf(response) {
@@ -24,9 +25,8 @@ async function* eventsOf(response) {
 async function read(reader) {
   try {
     return await reader.read();
-  } catch (error) {
-    if (error.name === "AbortError") throw error;
-    throw new ServerError(0, "the connection was lost");
+  } catch {
+    throw new ServerError(0, "the connection was lost"); // or stopped, which whoever stopped it knows
   }
 }
 
@@ -39,16 +39,18 @@ function dataOf(block) {
 /**
  * Return the body of a request for answers.
  *
- * `sampling`: what the user has set; `begun`: ids that the answer begins with, or null.
+ * `sampling`: what the user has set. Of `wishes`, `begun` are ids that the answer begins with, or null, and `sample` is
+ * the number under which it is drawn.
  */
 export function requestBody(info, messages, sampling, wishes) {
-  const { seed, samples = 1, begun = null, echo = false, details = true } = wishes;
+  const { seed, samples = 1, sample = 0, begun = null, echo = false, details = true } = wishes;
   const top = Math.min(ALTERNATIVES, info.max_logprobs);
   return {
     model: info.model, messages, ...sampling, seed, stream: true, stream_options: { include_usage: true },
     return_token_ids: true,
     ...(details ? { logprobs: true, top_logprobs: top } : {}),
     ...(samples > 1 ? { n: samples } : {}),
+    ...(sample > 0 ? { sample_index: sample } : {}),
     ...(info.calculator ? { calculator: true } : {}),
     ...(begun ? { answer_token_ids: begun, echo } : {}),
   };
@@ -57,19 +59,15 @@ export function requestBody(info, messages, sampling, wishes) {
 /**
  * Ask for answers and write them into `messages`, one for each sample; `onNews(message)` after each addition.
  *
- * Returns when all have ended, or when `hasEnough()` says so. Throws `ServerError` for what went wrong and `AbortError`
- * when stopped; the messages then have what came before.
+ * Returns when all have ended; with `onlyBeginning` as soon as the server has said how the answer begins. Throws
+ * `ServerError` for what went wrong; the messages then have what came before.
  */
-export async function writeAnswers(body, messages, signal, onNews, hasEnough = () => false) {
+export async function writeAnswers(body, messages, signal, onNews, onlyBeginning = false) {
   const clock = { asked: performance.now(), first: null, last: null };
   const response = await ask("/v1/chat/completions", { body, signal });
   let usage = null;
-  let isDone = false;
   for await (const data of eventsOf(response)) {
-    if (data === "[DONE]") {
-      isDone = true;
-      break;
-    }
+    if (data === "[DONE]") break;
     const event = JSON.parse(data);
     if (event.error) throw new ServerError(response.status, event.error.message, { code: event.error.code });
     usage = event.usage ?? usage;
@@ -79,14 +77,14 @@ export async function writeAnswers(body, messages, signal, onNews, hasEnough = (
       clock.last = performance.now();
       message.stats = statsOf(message, clock, usage);
       onNews(message);
+      if (onlyBeginning && choice.answer_token_ids) return;
     }
-    if (hasEnough()) return;
   }
   for (const message of messages) {
     message.stats = statsOf(message, clock, usage);
     onNews(message);
   }
-  if (!isDone) throw new ServerError(0, "the connection was lost");
+  if (messages.some((one) => one.finish === null)) throw new ServerError(0, "the connection was lost");
 }
 
 /** Add what a choice of an event brought; return whether it brought tokens. */
@@ -98,8 +96,9 @@ function addChoice(message, choice) {
   const ids = choice.token_ids ?? [];
   const entries = choice.logprobs?.content ?? [];
   ids.forEach((id, index) => message.tokens.push(tokenOf(id, choice.mask[index], entries[index])));
-  if (choice.weight_versions) addVersions(message, choice.weight_versions, message.begun ?? 0);
-  if (choice.finish_reason) message.finish = choice.finish_reason === "stop" ? "stop" : "length";
+  for (const number of choice.token_versions ?? []) addVersion(message, number);
+  if (choice.weight_versions) labelVersions(message, choice.weight_versions, message.begun ?? 0);
+  if (choice.finish_reason) message.finish = ENDS[choice.finish_reason] ?? "length";
   return ids.length > 0;
 }
 
@@ -130,10 +129,17 @@ function joinedParts(before, added) {
   return parts;
 }
 
-/** Add which weights drew the tokens behind the first `begun` of them. */
-function addVersions(message, versions, begun) {
+/** Note which weights drew the next token. */
+function addVersion(message, number) {
+  const last = message.versions.at(-1);
+  if (last?.number === number) last.end += 1;
+  else message.versions.push({ version: String(number), number, start: last?.end ?? 0, end: (last?.end ?? 0) + 1 });
+}
+
+/** Take over what the server calls the weights that drew the tokens behind the first `begun` of them. */
+function labelVersions(message, versions, begun) {
   message.versions = [
-    ...message.versions.filter((one) => one.end <= begun),
+    ...message.versions.filter((one) => one.start < begun).map((one) => ({ ...one, end: Math.min(one.end, begun) })),
     ...versions.map((one) => ({ ...one, start: one.start + begun, end: one.end + begun })),
   ];
 }

@@ -5,6 +5,8 @@ import { byId, el } from "../shared/dom.js";
 const STEPS = [0.9, 0.7, 0.5, 0.3, 0.1];
 const LEGEND = ["≥ 90 %", "70", "50", "30", "10", "below"];
 const PAGE = 2000;
+/** Below it lies what the settings exclude. */
+const IMPOSSIBLE = -9000;
 
 function probability(logprob) {
   return logprob === null ? null : Math.exp(logprob);
@@ -35,16 +37,17 @@ function describe([id, text, logprob, forced]) {
 
 /** Shows the tokens of one message. One of them takes the keyboard's focus; arrow keys move it. */
 export class TokenView {
-  constructor(message, onTake) {
+  constructor(message, { branch, isBusy }) {
     this.message = message;
-    this.onTake = onTake;
+    this.onTake = branch;
+    this.isBusy = isBusy;
     this.shown = 0;
     this.list = el("div", {
       class: "tokens", role: "group", "aria-label": "Tokens of the answer; arrow keys move, Enter shows alternatives",
       on: {
         click: (event) => this.#open(event.target.closest(".token"), true),
         pointerover: (event) => event.pointerType === "mouse" && this.#open(event.target.closest(".token"), false),
-        focusin: (event) => this.#open(event.target.closest(".token"), false),
+        focusin: (event) => this.#onFocus(event),
         keydown: (event) => this.#onKey(event),
       },
     });
@@ -80,6 +83,11 @@ export class TokenView {
     }, visible(token[1], token[0]));
   }
 
+  /** Whoever moves from token to token sees each one's alternatives; whoever comes back from them does not again. */
+  #onFocus({ target, relatedTarget }) {
+    if (!byId("alternatives").contains(relatedTarget)) this.#open(target.closest(".token"), false);
+  }
+
   #onKey(event) {
     const steps = { ArrowRight: 1, ArrowLeft: -1, ArrowDown: 10, ArrowUp: -10 };
     const focused = event.target.closest(".token");
@@ -99,30 +107,37 @@ export class TokenView {
   }
 
   #open(button, isPinned) {
-    if (button) showAlternatives(this.message, Number(button.dataset.index), button, isPinned, this.onTake);
+    if (button) showAlternatives(this, Number(button.dataset.index), button, isPinned);
   }
 }
 
-function showAlternatives(message, index, button, isPinned, onTake) {
+function showAlternatives(view, index, button, isPinned) {
   const panel = byId("alternatives");
   if (!isPinned && panel.dataset.pinned === "true" && !panel.hidden) return;
   panel.dataset.pinned = String(isPinned);
-  panel.replaceChildren(...alternatives(message, index, (token) => {
+  panel.replaceChildren(...alternatives(view, index, (token) => {
     closeAlternatives();
-    onTake(message, index, token);
+    view.onTake(view.message, index, token);
   }));
   panel.hidden = false;
-  place(panel, button.getBoundingClientRect());
+  anchorOf()?.removeAttribute("aria-expanded");
+  button.setAttribute("aria-expanded", "true");
+  placeAlternatives();
 }
 
-function alternatives(message, index, onTake) {
+/** Return the token whose alternatives are shown. */
+function anchorOf() {
+  return document.querySelector('.token[aria-expanded="true"]');
+}
+
+function alternatives({ message, isBusy }, index, onTake) {
   const [id, text, logprob, forced, top] = message.tokens[index];
   const facts = forced ? "forced by the calculator: nothing was drawn here"
     : logprob === null ? "no log-probability was asked for" : `${percent(logprob)} · logprob ${logprob.toFixed(3)}`;
   const head = el("p", {}, el("strong", {}, JSON.stringify(text)), ` token ${id} at ${index} · ${facts}`);
   if (forced || !top.length) return [head];
-  const canTake = message.finish !== null;
-  const rows = top.map((one) => alternative(one, one[0] === id, canTake, onTake));
+  const canTake = message.finish !== null && !isBusy();
+  const rows = top.filter(Array.isArray).map((one) => alternative(one, one[0] === id, canTake, onTake));
   const hint = canTake
     ? "Take another one, and the answer goes on from there."
     : "Others can be taken when the answer has ended.";
@@ -134,28 +149,36 @@ function alternative(token, isOwn, canTake, onTake) {
   const bar = el("meter", { min: 0, max: 1, "aria-hidden": "true" });
   bar.value = probability(logprob);
   const button = el("button", {
-    type: "button", disabled: isOwn || !canTake,
+    type: "button", disabled: isOwn || !canTake || logprob < IMPOSSIBLE,
     "aria-label": `Go on with ${JSON.stringify(text)}, ${percent(logprob)}`,
     on: { click: () => onTake(token) },
   }, el("code", {}, visible(text, id)));
   return el("li", {}, button, bar, el("span", {}, percent(logprob)), el("span", { class: "soft" }, logprob.toFixed(3)));
 }
 
-/** Close the panel of alternatives; return whether it was open. */
+/** Close the panel of alternatives; return whether it was open. The focus goes back to its token. */
 export function closeAlternatives() {
   const panel = byId("alternatives");
   const wasOpen = !panel.hidden;
+  const anchor = anchorOf();
+  if (panel.contains(document.activeElement)) anchor?.focus();
+  anchor?.removeAttribute("aria-expanded");
   panel.hidden = true;
   panel.dataset.pinned = "false";
   return wasOpen;
 }
 
-/** Put the panel below a token, or above it where there is no room. */
-function place(panel, anchor) {
+/** Put the panel below its token, or above it where there is no room; close it when the token is out of sight. */
+export function placeAlternatives() {
+  const panel = byId("alternatives");
+  if (panel.hidden) return;
+  const at = anchorOf()?.getBoundingClientRect();
+  if (!at || at.bottom < 0 || at.top > innerHeight) {
+    closeAlternatives();
+    return;
+  }
   const { width, height } = panel.getBoundingClientRect();
-  const left = Math.max(8, Math.min(anchor.left, innerWidth - width - 8));
-  const below = anchor.bottom + 6;
-  const top = below + height < innerHeight ? below : Math.max(8, anchor.top - height - 6);
-  panel.style.left = `${left}px`;
-  panel.style.top = `${top}px`;
+  const below = at.bottom + 6;
+  panel.style.left = `${Math.max(8, Math.min(at.left, innerWidth - width - 8))}px`;
+  panel.style.top = `${below + height < innerHeight ? below : Math.max(8, at.top - height - 6)}px`;
 }

@@ -29,9 +29,12 @@ export function newMessage(conversation, parent, role, text = "") {
   };
 }
 
+function oldestFirst(a, b) {
+  return a.created - b.created || (a.id < b.id ? -1 : 1);
+}
+
 /** Return the children of a message (null: the first messages), oldest first. */
 export function childrenOf(messages, parent) {
-  const oldestFirst = (a, b) => a.created - b.created || (a.id < b.id ? -1 : 1);
   return messages.filter((one) => one.parent === parent).sort(oldestFirst);
 }
 
@@ -48,9 +51,9 @@ export function choose(conversation, message) {
 /** Return the messages that are shown, first to last. */
 export function shownPath(conversation, messages) {
   const path = [];
-  const byParent = Map.groupBy ? Map.groupBy(messages, (one) => one.parent) : groupByParent(messages);
+  const byParent = groupByParent(messages);
   for (let parent = null; byParent.has(parent);) {
-    const children = childrenOf(byParent.get(parent), parent);
+    const children = byParent.get(parent);
     const next = children.find((one) => one.id === conversation.chosen[parent ?? ROOT]) ?? children.at(-1);
     path.push(next);
     parent = next.id;
@@ -58,9 +61,15 @@ export function shownPath(conversation, messages) {
   return path;
 }
 
+/** Return messages by their parent, oldest first. One whose parent is gone counts as a first one: nothing is hidden. */
 function groupByParent(messages) {
+  const ids = new Set(messages.map((one) => one.id));
   const groups = new Map();
-  for (const one of messages) groups.set(one.parent, [...(groups.get(one.parent) ?? []), one]);
+  for (const one of [...messages].sort(oldestFirst)) {
+    const parent = ids.has(one.parent) ? one.parent : null;
+    if (!groups.has(parent)) groups.set(parent, []);
+    groups.get(parent).push(one);
+  }
   return groups;
 }
 

@@ -1,5 +1,7 @@
 /** Requests to the server that this page came from: its address, the key, what its errors say. */
 
+import { readKept, writeKept } from "./keep.js";
+
 const KEY = "nano-inference.key";
 
 /** What the server refused, or what did not reach it (status 0). */
@@ -19,13 +21,12 @@ export function address(path) {
 
 /** Return the API key of this tab, null without one. */
 export function apiKey() {
-  return sessionStorage.getItem(KEY);
+  return readKept(KEY, true);
 }
 
 /** Keep a key for this tab only; null forgets it. */
 export function setApiKey(key) {
-  if (key === null) sessionStorage.removeItem(KEY);
-  else sessionStorage.setItem(KEY, key);
+  writeKept(KEY, key, true);
 }
 
 /** GET a path, or POST a body as JSON; return the response. Throws `ServerError`, and `AbortError` when stopped. */

@@ -1,5 +1,7 @@
 /** Light and dark: the system's choice until somebody makes one. */
 
+import { readKept, writeKept } from "./keep.js";
+
 const THEME_KEY = "nano-inference.theme";
 
 function systemTheme() {
@@ -8,7 +10,7 @@ function systemTheme() {
 
 /** Return the theme that was chosen here, or the system's. */
 export function currentTheme() {
-  return localStorage.getItem(THEME_KEY) ?? systemTheme();
+  return readKept(THEME_KEY) ?? systemTheme();
 }
 
 /** Show the current theme, and follow the system while nobody has chosen. */
@@ -21,8 +23,7 @@ export function startTheme() {
 /** Change to the other theme and remember that; return it. */
 export function toggleTheme() {
   const next = currentTheme() === "dark" ? "light" : "dark";
-  if (next === systemTheme()) localStorage.removeItem(THEME_KEY);
-  else localStorage.setItem(THEME_KEY, next);
+  writeKept(THEME_KEY, next === systemTheme() ? null : next);
   document.documentElement.dataset.theme = next;
   return next;
 }
