@@ -3,7 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test browser test-clients lint fast bench size clean
+.PHONY: demo test browser test-clients lint fast bench docs clean
 
 demo: .venv/ready
 	$(BIN)/python examples/demo.py
@@ -34,6 +34,11 @@ fast: .venv/ready-dev
 
 bench: .venv/ready-dev
 	$(BIN)/python benchmarks/compare.py
+
+# The documentation as web pages, in site/; `.venv/bin/python -m zensical serve` shows them while they are written.
+docs: .venv/ready
+	$(BIN)/python -m pip install --quiet -e '.[docs]'
+	$(BIN)/python -m zensical build --strict --clean
 
 .venv/torch:
 	$(PYTHON) -m venv .venv
@@ -71,4 +76,4 @@ bench: .venv/ready-dev
 	touch $@
 
 clean:
-	rm -rf .venv .venv-clients build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .venv-clients build dist site .cache src/*.egg-info .pytest_cache .mypy_cache .ruff_cache
