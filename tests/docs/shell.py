@@ -15,7 +15,7 @@ import sys
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stderr, redirect_stdout
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +23,15 @@ import httpx2
 import pytest
 
 from nano_inference.cli import main
+from tests.cli.screen import terminal
 from tests.docs.pages import ROOT, Block
 from tests.docs.scripts import parse_only
 
 SHOWN_URL = "http://127.0.0.1:8000"
 """Where the pages say that a server listens."""
-OWN_MODEL = ("-m", "--model", "--nanochat", "-i")
+OWN_MODEL = ("-m", "--model", "--nanochat", "-i", "--server")
+JSON_TOOL = ("python", "-m", "json.tool")
+WIDE = 120
 ANSWERING = ("chat", "generate", "tokenize", "models info")
 
 
@@ -42,10 +45,12 @@ class Command:
     """The command that its output goes to."""
     target: str | None = None
     """The file that its output goes to."""
-    typed: str = ""
-    """What is typed while it runs, in a session."""
+    fed: str = "Hello\n"
+    """What its standard input has: what `echo` says, or a line for whoever reads one."""
+    typed: tuple[str, ...] = ()
+    """What is typed while it runs, in a session: the lines behind `> `."""
     output: str | None = None
-    """What the page shows of its output; None in a block that shows none."""
+    """What the page shows of it, typed lines among it; None in a block that shows none."""
 
     def begins(self, *words: str) -> bool:
         """Whether these are its first words."""
@@ -92,22 +97,14 @@ def commands_of(block: Block) -> list[Command]:
 
 
 def _session(part: str) -> Command:
-    """Return a command with what is typed into it (lines behind `> `) and what it shows."""
+    """Return a command with what is typed into it and what it shows."""
     end = re.search(r"(?<!\\)\n", part)
     assert end is not None
     command = command_of(re.sub(r"\\\n\s*", " ", part[: end.start()]))
     assert command is not None
-    lines = part[end.end() :].splitlines(keepends=True)
-    typed = "".join(line.removeprefix("> ") for line in lines if line.startswith("> "))
-    shown = "".join(line for line in lines if not line.startswith("> "))
-    return Command(
-        words=command.words,
-        environment=command.environment,
-        pipe=command.pipe,
-        target=command.target,
-        typed=typed,
-        output=shown,
-    )
+    shown = part[end.end() :]
+    typed = tuple(line.removeprefix("> ") for line in shown.splitlines() if line.startswith("> "))
+    return replace(command, typed=typed, output=shown)
 
 
 def command_of(line: str) -> Command | None:
@@ -128,10 +125,13 @@ def command_of(line: str) -> Command | None:
     if "|" in words:
         at = words.index("|")
         words, pipe = words[:at], tuple(words[at + 1 :])
-    assert pipe in ((), ("python", "-m", "json.tool")), f"{line}: this test knows no pipe into {' '.join(pipe)}"
     rest = {word for word in (*words, *pipe) if set(word) <= set("|>&;()<") or word.startswith("$")}
     assert not rest, f"{line}: this test knows no {' '.join(sorted(rest))}"
-    return Command(words=tuple(words), environment=environment, pipe=pipe, target=target)
+    command = Command(words=tuple(words), environment=environment, pipe=pipe, target=target)
+    if words[0] == "echo" and len(words) == 2 and pipe:
+        return replace(command, words=pipe, pipe=(), fed=f"{words[1]}\n")
+    assert pipe in ((), JSON_TOOL), f"{line}: this test knows no pipe into {' '.join(pipe)}"
+    return command
 
 
 def differs(shown: str, seen: str) -> str | None:
@@ -167,8 +167,9 @@ def run_main(command: Command, place: Place) -> str:
             patch.setenv("NANO_INFERENCE_MAX_TOKENS", "16")
         for name, value in command.environment.items():
             patch.setenv(name, value)
-        patch.setattr(sys, "stdin", io.StringIO(command.typed or "Hello\n"))
+        patch.setattr(sys, "stdin", io.StringIO(command.fed))
         words = [str(place.directory / word[2:]) if word.startswith("~/") else word for word in command.words[1:]]
+        words = [place.url(False) if word == SHOWN_URL else word for word in words]
         with redirect_stdout(out), redirect_stderr(stream):
             code = main(words)
     is_refusal = command.output is not None and command.output.startswith("nano-inference: ")
@@ -178,15 +179,20 @@ def run_main(command: Command, place: Place) -> str:
     return stream.getvalue()
 
 
+def type_along(command: Command, place: Place) -> str:
+    """Run a command in a terminal, type each line at its prompt, leave with Ctrl-D; return what the screen shows."""
+    with terminal(*command.words[1:], rows=50, columns=WIDE, **command.environment) as screen:
+        for line in command.typed:
+            screen.ask(line)
+        screen.prompt()
+        screen.send("\x04")
+        assert screen.leave() == 0, screen.text()
+        return screen.text().rstrip(">")
+
+
 def with_words(command: Command, *more: str) -> Command:
     """Return a command with further words."""
-    return Command(
-        words=(*command.words, *more),
-        environment=command.environment,
-        target=command.target,
-        typed=command.typed,
-        output=command.output,
-    )
+    return replace(command, words=(*command.words, *more))
 
 
 def print_config(command: Command, place: Place) -> str:
@@ -197,14 +203,14 @@ def print_config(command: Command, place: Place) -> str:
 def start_server(command: Command, place: Place) -> str:
     """Start a server at a free port, read what it says until it is ready, stop it as Ctrl-C does."""
     words = [sys.executable, "-m", "nano_inference", *command.words[1:], "--port", "0"]
-    popen = subprocess.Popen(words, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
-    assert popen.stderr is not None
     lines: list[str] = []
-    for line in popen.stderr:
-        lines.append(line)
-        if line.startswith("  curl"):
-            popen.send_signal(signal.SIGINT)
-    assert popen.wait(60) == 0, lines
+    with subprocess.Popen(words, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) as popen:
+        assert popen.stderr is not None
+        for line in popen.stderr:
+            lines.append(line)
+            if line.startswith("  curl"):
+                popen.send_signal(signal.SIGINT)
+    assert popen.returncode == 0, lines
     return re.sub(r"127\.0\.0\.1:\d+", "127.0.0.1:8000", "".join(lines))
 
 
@@ -317,8 +323,14 @@ RULES: Sequence[Rule] = (
         run=lambda command, place: run_main(with_words(command, "--shell", "bash"), place),
     ),
     Rule(
+        name="a chat, in a session",
+        reason="the command runs as it stands, in a terminal, where the page's lines are typed at its prompt",
+        fits=lambda command: command.begins("nano-inference") and bool(command.typed),
+        run=type_along,
+    ),
+    Rule(
         name="nano-inference",
-        reason="the command runs as it stands; what a chat without a prompt reads is one line, Hello",
+        reason="the command runs as it stands, its server another; a chat without a prompt reads one line, Hello",
         fits=ours(),
         run=run_main,
     ),

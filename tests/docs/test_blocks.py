@@ -219,7 +219,11 @@ def test_a_session_is_read_as_it_stands() -> None:
     (block,) = blocks_in(f"x\n```console\n{text}```\n", "docs/index.md")
     first, second = commands_of(block)
     assert block.line == 3 and first == Command(
-        words=("nano-inference", "chat", "-t", "0"), environment={"A": "1"}, target="f", typed="Hello\n", output="Hi.\n"
+        words=("nano-inference", "chat", "-t", "0"),
+        environment={"A": "1"},
+        target="f",
+        typed=("Hello",),
+        output="> Hello\nHi.\n",
     )
     assert second.pipe == ("python", "-m", "json.tool") and second.output == ""
 
