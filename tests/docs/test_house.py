@@ -58,5 +58,5 @@ def test_files_that_are_named_are_there(page: Path) -> None:
 
 
 def test_the_check_sees_a_file_that_is_gone() -> None:
-    text = "`cli/app.py` and `cli/gone.py` \u00b7 `run`, `tests/no.py`, `python benchmarks/none.py --x`, `rl.md`, `my.toml`"
+    text = "`cli/app.py` and `cli/gone.py`, `tests/no.py`, `python benchmarks/none.py --x`, `rl.md`, `my.toml`"
     assert missing(text) == ["benchmarks/none.py", "cli/gone.py", "tests/no.py"]
