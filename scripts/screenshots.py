@@ -54,8 +54,10 @@ def serving(model: str) -> Iterator[str]:
             url = found[1] if found else url
             if line.startswith("ready:"):
                 break
-        yield url
-        process.terminate()
+        try:
+            yield url
+        finally:
+            process.terminate()
 
 
 def opened(browser: Browser, url: str, *, dark: bool = False, phone: bool = False, settings: str = "{}") -> Page:
@@ -136,7 +138,7 @@ def take_dashboard(browser: Browser, url: str) -> None:
     context = browser.new_context(viewport={"width": WIDTH, "height": 1000})
     page = context.new_page()
     page.goto(f"{url}/dashboard")
-    page.get_by_text("1 min", exact=True).click()
+    page.get_by_label("1 min", exact=True).check(force=True)
     for turn in range(2):
         for talker in talkers:
             talker.fill("#draft", f"Tell me a long story, part {turn}.")

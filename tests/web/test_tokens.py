@@ -28,10 +28,11 @@ def server(tiny_directory: Path) -> Iterator[Running]:
 
 @pytest.fixture
 def real(context: BrowserContext, server: Running) -> Desk:
-    """The page in front of the tiny model, which writes twenty tokens of nonsense."""
+    """The page in front of the tiny model, which writes twenty tokens of nonsense, the same ones each time."""
     desk = Desk(context, server.url)
     settings = {"temperature": "1", "max_tokens": "20"}
     desk.press("Settings")
+    desk.page.fill("#seed", "4")
     for name, value in settings.items():
         desk.page.fill(f"#set-{name}", value)
     desk.press("Done")
@@ -85,7 +86,9 @@ def test_every_token_shows_its_probability_and_alternatives(real: Desk, server: 
     top = told["logprobs"]["content"][3]["top_logprobs"]
     expect(panel.locator("li")).to_have_count(len(top))
     for index, one in enumerate(top):
-        expect(panel.locator("li").nth(index)).to_contain_text(f"{one['logprob']:.3f}")
+        expect(panel.locator("li").nth(index)).to_contain_text(f"{100 * math.exp(one['logprob']):.1f} %")
+        shown = panel.locator("li span").nth(2 * index + 1).inner_text()
+        assert float(shown) == pytest.approx(one["logprob"], abs=6e-4)
     real.watch.assert_clean()
 
 
@@ -131,7 +134,7 @@ def test_alternatives_are_reached_with_the_keyboard(real: Desk) -> None:
 def test_an_answer_can_be_told_to_end_early(context: BrowserContext, server: Running) -> None:
     """The end token among the alternatives ends the answer there; nothing is drawn behind it."""
     desk = Desk(context, server.url)
-    desk.set(system="")
+    desk.set(seed="4")
     ask(desk)
     end = server.client.get("/info").json()["end_token_ids"][0]
     desk.page.evaluate("() => 0")

@@ -364,5 +364,11 @@ class ChatPage {
   }
 }
 
+function startPage() {
+  openStore().then((store) => new ChatPage(store).start());
+}
+
 startTheme();
-openStore().then((store) => new ChatPage(store).start());
+// Something is to be seen before anything is done; a tab behind others paints nothing.
+if (document.hidden) startPage();
+else requestAnimationFrame(() => setTimeout(startPage));

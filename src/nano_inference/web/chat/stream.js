@@ -115,7 +115,7 @@ function tokenOf(id, isDrawn, entry) {
 }
 
 function rounded(value) {
-  return value === null ? null : Number(value.toFixed(4));
+  return value === null ? null : Number(value.toFixed(6));
 }
 
 /** Return parts with those of one kind that meet in one. */
