@@ -50,6 +50,8 @@ from nano_inference.weights.member import GroupBackend
 from nano_inference.weights.staging import NamedWeights, UpdateRules
 from nano_inference.weights.sync import WeightSyncManager
 
+_LAST_PIECE_S = 2.0
+"""How long `shutdown` waits for a thread that gathers weights: a process that ends while one copies is aborted."""
 Progress = Callable[[StepResult], None]
 
 _log = logging.getLogger(__name__)
@@ -584,7 +586,7 @@ class InferenceEngine:
         self.abort_all()
         self._error = self._error or EngineDead("the engine was shut down")
         if self.parts.weights is not None:
-            self.parts.weights.cancel()
+            self.parts.weights.cancel(wait=_LAST_PIECE_S)
         if self._group is not None:
             self._group.close()
         self.parts = replace(self.parts, runner=ClosedRunner(), weights=None)

@@ -276,3 +276,34 @@ def test_trainers_may_change_their_tensors_after_a_blocking_update(untied: Pair,
     for tensor in sent.values():
         tensor.zero_()
     assert agrees(engine, untied.new)
+
+
+def test_shutdown_waits_for_the_piece_that_is_copied(
+    untied: Pair, open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise a process that ends then is aborted, from within torch's copy."""
+    engine = open_engine(untied)
+    weights = engine.parts.weights
+    assert weights is not None
+    entered, copy = threading.Event(), torch.aminmax
+
+    def slow(tensor: torch.Tensor) -> object:
+        entered.set()
+        job.is_cancelled.wait(10)
+        threading.Event().wait(0.1)  # a piece takes its time; nobody else waits for this
+        return copy(tensor)
+
+    monkeypatch.setattr("nano_inference.weights.staging.torch.aminmax", slow)
+    started = threading.Event()
+
+    def named() -> Iterator[tuple[str, torch.Tensor]]:
+        started.wait(10)
+        yield from untied.named().items()
+
+    engine.update_weights(named(), blocking=False)
+    job = weights._job
+    assert job is not None and job.thread is not None
+    started.set()
+    assert entered.wait(10)
+    engine.shutdown()
+    assert not job.thread.is_alive()

@@ -156,11 +156,17 @@ class WeightSyncManager:
             job.thread.join(job.time_left(timeout))
         return self.state
 
-    def cancel(self) -> bool:
-        """Forget an update that is not installed yet; whether there was one. Its thread ends by itself."""
+    def cancel(self, wait: float = 0.0) -> bool:
+        """Forget an update that is not installed yet; whether there was one.
+
+        Its thread ends by itself, before its next piece or when its source gives the next tensor; `wait` for that so
+        many seconds at most.
+        """
         job, self._job = self._job, None
         if job is not None:
             job.is_cancelled.set()
+            if job.thread is not None and wait:
+                job.thread.join(wait)
         return job is not None
 
     @property
