@@ -230,7 +230,15 @@ def test_a_chat_s_chunks(include_usage: bool) -> None:
         chunks += delta_chunks(call, drafts[1], written, TOKENIZER, 5)
     rest = [c["choices"][0] for c in chunks[4:]]
     assert rest == [
-        {"index": 1, "delta": {"content": "a"}, "logprobs": None, "finish_reason": None, "token_ids": [A], "mask": [1]},
+        {
+            "index": 1,
+            "delta": {"content": "a"},
+            "logprobs": None,
+            "finish_reason": None,
+            "token_ids": [A],
+            "mask": [1],
+            "token_versions": [0],
+        },
         {
             "index": 1,
             "delta": {"content": ""},
@@ -238,6 +246,7 @@ def test_a_chat_s_chunks(include_usage: bool) -> None:
             "finish_reason": None,
             "token_ids": [END],
             "mask": [1],
+            "token_versions": [0],
         },
         {
             "index": 1,

@@ -20,7 +20,7 @@ _ARGUMENTS = (
 )
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # while it is there an event loop runs in this thread, which other tests need
 def browser() -> Iterator[Browser]:
     """Chromium without a window; tests are skipped, saying so, where there is none (`make browser` installs it)."""
     path = next((found for name in _NAMES if (found := shutil.which(name))), None)
