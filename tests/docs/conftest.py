@@ -42,7 +42,7 @@ def directory_of(tmp_path_factory: pytest.TempPathFactory, tiny_directory: Path)
     return directory
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # its engine is not to be there in others' tests
 def tiny_server(tiny_directory: Path) -> Iterator[Running]:
     """A server of the tiny model, under the default model's name."""
     config = ServerConfig(port=0, log_requests=False, served_model_name=(SERVED,))
@@ -50,7 +50,7 @@ def tiny_server(tiny_directory: Path) -> Iterator[Running]:
         yield server
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # its engine is not to be there in others' tests
 def trained_server(tiny_directory: Path) -> Iterator[Running]:
     """The same with the trainers' routes."""
     config = ServerConfig(port=0, log_requests=False, enable_rl=True, weight_timeout=20.0, served_model_name=(SERVED,))
@@ -58,7 +58,7 @@ def trained_server(tiny_directory: Path) -> Iterator[Running]:
         yield server
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # its engine is not to be there in others' tests
 def default_server(default_model_path: Path) -> Iterator[Running]:
     """A server of the default model, for replies that a page shows."""
 

@@ -47,7 +47,7 @@ def tiny_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny(tmp_path_factory.mktemp("tiny_paged"))
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def server_url(tiny_directory: Path) -> Iterator[str]:
     """The address of a real server with the tiny model."""
     with running(tiny_directory) as server:
