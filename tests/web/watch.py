@@ -18,7 +18,6 @@ class Watch:
         self.origin = origin
         self.errors: list[str] = []
         self.foreign: list[str] = []
-        self.dialogs: list[str] = []
         page.on("console", self._on_console)
         page.on("pageerror", lambda error: self.errors.append(str(error)))
         page.on("request", self._on_request)

@@ -29,12 +29,13 @@ from nano_inference.server.structured import FIELDS, Structure, structure_of
 from nano_inference.server.ticket import Ask
 from nano_inference.server.tools import ToolUse, requested_tools
 from nano_inference.server.unsupported import refuse_unsupported
-from nano_inference.server.writing import begun_data, begun_text
+from nano_inference.server.writing import begun_text
 from nano_inference.text.bad_words import bad_words_matcher, both
+from nano_inference.text.dialogue import shown
 from nano_inference.text.stops import stop_matcher
 from nano_inference.text.tool_format import ToolFormat, calls_grammar
 from nano_inference.text.tools import PythonTool, behind, special_tokens
-from nano_inference.types import BadRequest, Beginning, SamplingParams, TokenProgram
+from nano_inference.types import FROM_THE_PROMPT, BadRequest, Beginning, SamplingParams, TokenProgram
 
 _DEFAULT_COMPLETION_TOKENS = 16
 _SAMPLING_FIELDS = (
@@ -102,9 +103,8 @@ def chat_call(body: ChatBody, model: ServedModel, config: ServerConfig, salt: st
         special = special_tokens(model.tokenizer)
         shape = replace(shape, functions=use, markers=_markers(use.format, special))
         structure = _structure(structure, use, special)
-    asks = _asks(body, model, prompts, params, shape, structure, salt, program)
-    beginning = Beginning(min(len(shape.begun_ids), len(asks[0].prompt)), body.sample_index or 0)
-    asks = tuple(replace(ask, beginning=beginning) for ask in asks)
+    beginning = Beginning(min(len(shape.begun_ids), len(prompts[0].ids)), body.sample_index or 0)
+    asks = _asks(body, model, prompts, params, shape, structure, salt, program, beginning)
     return _call(body, model, "chat", name, asks, shape)
 
 
@@ -138,7 +138,7 @@ def _begun(
         with refusals_told(field):
             program, missing = behind(shape.tool, ids)
         ids += missing
-    data = begun_data(ids, shape.tool, model.tokenizer, skip_special=shape.skip_special)
+    data = shown(model.tokenizer, shape.tool, ids, skip_special=shape.skip_special)
     shape = replace(shape, begun=data, begun_ids=ids)
     text = begun_text(shape)
     prompt = Prompt(fitting([*prompt.ids, *ids], body, model, max_tokens), text)
@@ -246,6 +246,7 @@ def _asks(
     structure: Structure | None,
     salt: str,
     program: TokenProgram | None,
+    beginning: Beginning = FROM_THE_PROMPT,
 ) -> tuple[Ask, ...]:
     """Return what the engine is asked for, one for each prompt."""
     with refusals_told():
@@ -259,6 +260,7 @@ def _asks(
             make_matcher=matcher,
             structure=structure,
             program=program,
+            beginning=beginning,
         )
         for prompt in prompts
     )

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from nano_inference.door import MatcherFactory
 from nano_inference.server.errors import ApiError
 from nano_inference.server.structured import Structure
-from nano_inference.types import Beginning, Delta, SamplingParams, TokenProgram
+from nano_inference.types import FROM_THE_PROMPT, Beginning, Delta, SamplingParams, TokenProgram
 
 MAX_UNREAD = 4096
 """Deltas of one sample that may wait for a client that does not read."""
@@ -33,7 +33,7 @@ class Ask:
     structure: Structure | None = None
     """What the answer must be; its matcher takes time to make, and is not in `make_matcher` before that is done."""
     program: TokenProgram | None = None
-    beginning: Beginning = Beginning()
+    beginning: Beginning = FROM_THE_PROMPT
 
 
 class Piece(NamedTuple):

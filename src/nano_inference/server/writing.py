@@ -15,7 +15,6 @@ from nano_inference.text.dialogue import Part, PartKind, mark_of, parts_of, spel
 from nano_inference.text.stream import StreamState
 from nano_inference.text.tokenizer import Tokenizer
 from nano_inference.text.tool_calls import Event
-from nano_inference.text.tools import PythonTool
 from nano_inference.types import Delta, FinishReason, StopReason, TokenLogprob, TopLogprobs
 
 _NEVER = "\ud800"
@@ -90,17 +89,6 @@ def begun_parts(shape: ReplyShape) -> tuple[tuple[Part, ...], PartKind]:
 
 def _begun(shape: ReplyShape) -> str:
     return stream.push(stream.start(drop_space=shape.drop_space), shape.begun)[1]
-
-
-def begun_data(
-    tokens: Sequence[int], tool: PythonTool | None, tokenizer: Tokenizer, *, skip_special: bool = True
-) -> bytes:
-    """Return what a reader sees of the tokens that an answer begins with."""
-    pieces = []
-    for index, token in enumerate(tokens):
-        mark = None if tool is None else mark_of(tool, tokens, index, is_cut=False)
-        pieces.append(seen_bytes(token, tokenizer, skip_special) if mark is None else mark.encode())
-    return b"".join(pieces)
 
 
 def write(pen: Pen, delta: Delta, shape: ReplyShape, tokenizer: Tokenizer) -> tuple[Pen, Written]:

@@ -175,8 +175,17 @@ def load_dialogue(source: TokenizerSource, tokenizer: Tokenizer) -> Dialogue | N
     return None if template is None else TemplateDialogue(template, tokenizer)
 
 
-def shown(tokenizer: Tokenizer, tool: PythonTool | None, tokens: Sequence[int], *, is_cut: bool = False) -> bytes:
-    """Return what a reader sees of tokens that came together: no special ones, a call between marks for `spelled`.
+def shown(
+    tokenizer: Tokenizer,
+    tool: PythonTool | None,
+    tokens: Sequence[int],
+    *,
+    is_cut: bool = False,
+    skip_special: bool = True,
+) -> bytes:
+    """Return what a reader sees of tokens that came together: no special ones (unless asked for), a call between marks.
+
+    The marks are for `spelled`.
 
     The tokens that a call forces come in one piece with its end, so what follows an end is always here, unless the
     answer was cut off there (`is_cut`).
@@ -186,7 +195,7 @@ def shown(tokenizer: Tokenizer, tool: PythonTool | None, tokens: Sequence[int], 
         mark = None if tool is None else mark_of(tool, tokens, index, is_cut)
         if mark is not None:
             pieces.append(mark.encode())
-        elif token not in tokenizer.special_ids and token < tokenizer.vocab_size:
+        elif token < tokenizer.vocab_size and not (skip_special and token in tokenizer.special_ids):
             pieces.append(tokenizer.token_bytes(token))
     return b"".join(pieces)
 
@@ -204,22 +213,21 @@ def told_apart(text: str, inside: PartKind = "text") -> tuple[tuple[Part, ...], 
 
     The brackets and arrows around a call are text.
     """
-    parts: list[Part] = []
-    for piece in _MARK.split(text):
-        if piece in _ENDS_IN:
-            inside = _ENDS_IN[piece]
-            parts.append(Part("text", spelled(piece)))
-        elif piece:
-            parts.append(Part(inside, piece))
-    return tuple(parts), inside
+    return _parts(text, inside, with_marks=True)
 
 
 def parts_of(text: str, inside: PartKind = "text") -> tuple[tuple[Part, ...], PartKind]:
     """Return the parts of a text with marks that begins inside one, and what it ends in."""
+    return _parts(text, inside, with_marks=False)
+
+
+def _parts(text: str, inside: PartKind, *, with_marks: bool) -> tuple[tuple[Part, ...], PartKind]:
     parts: list[Part] = []
     for piece in _MARK.split(text):
         if piece in _ENDS_IN:
             inside = _ENDS_IN[piece]
+            if with_marks:
+                parts.append(Part("text", spelled(piece)))
         elif piece:
             parts.append(Part(inside, piece))
     return tuple(parts), inside

@@ -189,8 +189,12 @@ class ChatPage {
   }
 
   async #remove(conversation) {
-    const restore = await this.chat.remove(conversation);
-    toast(`Deleted “${conversation.title}”.`, { action: { label: "Undo", run: restore } });
+    try {
+      const restore = await this.chat.remove(conversation);
+      toast(`Deleted “${conversation.title}”.`, { action: { label: "Undo", run: restore } });
+    } catch (error) {
+      this.#showLost(error);
+    }
   }
 
   #send() {

@@ -6,11 +6,10 @@ const KEY = "nano-inference.key";
 
 /** What the server refused, or what did not reach it (status 0). */
 export class ServerError extends Error {
-  constructor(status, message, { code = null, retryAfter = null } = {}) {
+  constructor(status, message, { code = null } = {}) {
     super(message);
     this.status = status;
     this.code = code;
-    this.retryAfter = retryAfter;
   }
 }
 
@@ -48,9 +47,8 @@ export async function ask(path, { body = null, signal = null } = {}) {
 
 /** Return the error that a response tells of. */
 async function refusal(response) {
-  const retryAfter = Number(response.headers.get("retry-after")) || null;
   const told = await response.json().catch(() => ({}));
   const error = told.error ?? {};
   return new ServerError(response.status, error.message ?? told.status ?? `the server says ${response.status}`,
-    { code: error.code ?? null, retryAfter });
+    { code: error.code ?? null });
 }
