@@ -18,6 +18,7 @@ from nano_inference.kv.store import KVStore
 from nano_inference.models.kernel import KernelModel
 from nano_inference.runner import ModelRunner
 from nano_inference.sampling import draw
+from tests.kernels.steps import threads_here
 from tests.models.families import gap, make_model
 
 IDS = [5, 9, 30, 2, 44, 17, 80, 3, *range(20, 60)]
@@ -184,18 +185,16 @@ def test_a_cpu_without_wide_vectors_gets_the_code_that_every_one_has(monkeypatch
     assert library is not None and library.isa == "generic"
 
 
-def num_threads_here() -> int:
-    return len(list(Path("/proc/self/task").iterdir()))
-
-
 @pytest.mark.parametrize("num_threads", [1, 2])
 def test_the_kernels_have_as_many_threads_as_asked_for(num_threads: int) -> None:
     library = assemble.pick_kernels(config(num_threads=num_threads), CPU)
     assert library is not None
-    before = num_threads_here()
-    assert library.pool and num_threads_here() - before == num_threads - 1  # the caller is one of them
+    before = threads_here()
+    assert library.pool
+    begun = threads_here() - before
+    assert len(begun) == num_threads - 1  # the caller is one of them
     library.close()
-    assert num_threads_here() == before
+    assert not begun & threads_here()
 
 
 def scores(tiny: tuple[Path, Any], **options: Any) -> tuple[list[float], InferenceEngine]:

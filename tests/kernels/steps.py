@@ -8,6 +8,7 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -288,3 +289,8 @@ def in_child(check: Callable[[], bool]) -> int:
         finally:
             os._exit(0 if held else 1)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def threads_here() -> set[str]:
+    """This process's threads, those of C included. Compare sets: an earlier test's threads may still be ending."""
+    return {task.name for task in Path("/proc/self/task").iterdir()}

@@ -14,7 +14,7 @@ from nano_inference.kernels import library as kernels
 from nano_inference.kernels import native
 from nano_inference.kernels.compile import CannotCompile, best_isa, compile_library, cpu_flags, find_compiler, options
 from nano_inference.kernels.library import Library
-from tests.kernels.steps import in_child
+from tests.kernels.steps import in_child, threads_here
 
 AVX2 = frozenset({"avx2", "fma", "f16c"})
 AVX512 = AVX2 | {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
@@ -139,20 +139,16 @@ def test_a_closed_library_can_be_used_again(library: Library) -> None:
     assert native.draw(library, logits_BV, [0.0] * 3, [0.0] * 3, [True] * 3) == before
 
 
-def num_threads() -> int:
-    """How many threads this process has, those of C included."""
-    return len(list(Path("/proc/self/task").iterdir()))
-
-
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="the system does not list a process's threads")
 def test_the_threads_end_with_the_library(library: Library) -> None:
-    before = num_threads()
+    before = threads_here()
     own = Library(Path(library.code._name), 5)
     native.draw(own, torch.randn(3, 100), [0.0] * 3, [0.0] * 3, [True] * 3)
-    assert num_threads() == before + 4
+    begun = threads_here() - before
+    assert len(begun) == 4
     del own
     gc.collect()
-    assert num_threads() == before
+    assert not begun & threads_here()
 
 
 def test_two_threads_take_turns_with_one_library(library: Library) -> None:
