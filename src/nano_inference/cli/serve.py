@@ -104,8 +104,8 @@ def served_name(asked: str, path: Path) -> str:
 
 def tool_lines(opened: Opened) -> list[str]:
     """Return what a user of a model with a tool should know."""
-    has_tool = opened.model.dialogue is not None and opened.model.dialogue.tool is not None
-    return ['  the model\'s calculator answers in requests with "calculator": true'] if has_tool else []
+    told = '  the model\'s calculator answers in requests with "calculator": true'
+    return [told] if opened.model.calculates else []
 
 
 def rl_lines(config: ServerConfig) -> list[str]:
@@ -124,9 +124,8 @@ def banner(opened: Opened, config: ServerConfig, url: str) -> str:
     context = f"{limits.max_model_len} tokens" + ("" if is_whole else f" of the model's {model.max_positions}")
     has_key = bool(config.api_key or config.api_key_file)
     key = ' -H "authorization: Bearer $KEY"' if has_key else ""
-    calculates = model.dialogue is not None and model.dialogue.tool is not None
     talk = '"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 64, "stream": true'
-    talk += ', "calculator": true' if calculates else ""
+    talk += ', "calculator": true' if model.calculates else ""
     path = "chat/completions" if model.dialogue is not None else "completions"
     body = talk if model.dialogue is not None else '"prompt": "Once upon a time", "stream": true'
     return "\n".join(

@@ -44,6 +44,11 @@ class ServedModel:
         """Its own name."""
         return self.names[0]
 
+    @property
+    def calculates(self) -> bool:
+        """Whether the model calls a calculator where a request lets it."""
+        return self.dialogue is not None and self.dialogue.tool is not None
+
     def name_for(self, asked: str | None) -> str:
         """Return the name to answer under. Raises `ApiError` 404 for a name that it does not have."""
         if asked is None or asked == "":
@@ -66,4 +71,5 @@ class ServedModel:
             "parent": None if name == self.name else self.name,
             "max_model_len": self.limits.max_model_len,
             "permission": [],
+            "calculator": self.calculates,
         }

@@ -62,7 +62,7 @@ def web_call(body: WebBody, model: ServedModel, config: ServerConfig, salt: str)
     fields = given(body)
     fields["messages"] = [{"role": one.role, "content": one.content} for one in body.messages]
     fields["stream"] = True
-    if model.dialogue is not None and model.dialogue.tool is not None:
+    if model.calculates:
         fields["calculator"] = True
     call = chat_call(as_body(fields, ChatBody), model, config, salt)
     name = f"web-{uuid.uuid4().hex}"
