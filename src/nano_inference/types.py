@@ -151,6 +151,10 @@ def from_known(cls: type[Any], data: Mapping[str, Any]) -> Any:
     return cls(**data)
 
 
+MODELS_OWN = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+"""Sampling fields for which a model's files may name the default (`generation_config.json`), as vLLM reads them."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How to draw the tokens of one request. Raises `ValueError` naming the field when a value makes no sense.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -360,6 +361,54 @@ def test_bench(tiny: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> 
     assert seen == [0, 1, 2] and len(result["values"]) == 2, "the first run is not counted"
     assert result["min"] <= result["median"] <= result["max"] and result["unit"] == "tok/s"
     assert "A few tokens." in out
+
+
+# ---- the model's own sampling
+
+
+@pytest.fixture(scope="module")
+def opinionated(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model; whoever does not say how it is drawn gets the likeliest token."""
+    directory = shutil.copytree(tiny, tmp_path_factory.mktemp("opinionated") / "model")
+    (directory / "generation_config.json").write_text('{"top_k": 1, "temperature": 1.5, "do_sample": true}')
+    return directory
+
+
+def test_the_models_own_sampling_is_that_of_whoever_does_not_say(
+    tiny: Path, opinionated: Path, capsys: Capture
+) -> None:
+    """Who types what is built in has said it."""
+    argv = ("hello", "--seed", "5", "--max-tokens", "12", "--ignore-eos")
+    likeliest, err = run(capsys, "generate", *argv, "-m", str(opinionated))
+    assert "[temperature 1.5, top_k 1: the model's own (generation_config.json)]" in err
+    assert likeliest == run(capsys, "generate", *argv, "-m", str(tiny), "--temperature", "0")[0]
+    drawn, err = run(capsys, "generate", *argv, "-m", str(opinionated), "--top-k", "0", "--temperature", "1")
+    assert "generation_config" not in err and drawn != likeliest
+    assert drawn == run(capsys, "generate", *argv, "-m", str(tiny))[0]
+    assert run(capsys, "generate", *argv, "-m", str(opinionated), "--quiet")[1] == ""
+
+
+def test_the_models_own_sampling_in_a_chat(
+    opinionated: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is nobody's wish, so a saved conversation does not carry it to another model."""
+    file = tmp_path / "saved.json"
+    lines = f"/set top_k\n/set top_k 4\n/set top_k default\n/show\nhello\n/save {file}\n"
+    _, err = talk(capsys, monkeypatch, lines, "-m", str(opinionated), "--max-tokens", "3", "--min-p", "0")
+    assert err.count("top_k = 1 (default)") == 2 and "top_k = 4\n" in err
+    assert "sampling: max_tokens = 3, min_p = 0.0 (/set lists all)" in err
+    assert json.loads(file.read_text())["sampling"] == {"max_tokens": 3, "min_p": 0.0}
+    _, err = talk(capsys, monkeypatch, f"/load {file}\n/show\n/save! {file}\n", "-m", str(opinionated))
+    assert "sampling: max_tokens = 3, min_p = 0.0 (/set lists all)" in err
+    assert json.loads(file.read_text())["sampling"] == {"max_tokens": 3, "min_p": 0.0}
+
+
+def test_a_models_own_sampling_that_makes_no_sense(tiny: Path, tmp_path: Path, capsys: Capture) -> None:
+    directory = shutil.copytree(tiny, tmp_path / "model")
+    (directory / "generation_config.json").write_text('{"top_p": 3}')
+    for command in (("generate", "x"), ("chat", "-p", "x")):
+        _, err = run(capsys, *command, "-m", str(directory), code=2)
+        assert err.startswith(f"nano-inference: {directory}: generation_config.json: top_p") and err.count("\n") == 1
 
 
 # ---- chat

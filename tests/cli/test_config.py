@@ -16,6 +16,7 @@ from nano_inference.cli import main
 from nano_inference.cli.app import build_app
 from nano_inference.cli.arguments import kind_of, options_of, takes_list, twin_of, walk_commands
 from nano_inference.cli.config_file import NOT_IN_FILES, default_file, line_of
+from nano_inference.cli.origins import UNLESS
 
 Capture = pytest.CaptureFixture[str]
 NEEDED = {"models pull": ("x",), "models rm": ("x",), "models export": ("x", "y")}
@@ -146,7 +147,7 @@ def test_who_wins(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPat
     assert found["top-k"] == (3, f"file {named}") and found["min-tokens"] == (3, f"file {named}")
     assert found["block-size"] == (2, f"file {own}")
     assert found["temperature"] == (0.0, "the model's own default")
-    assert found["top-p"] == (1.0, "built-in")
+    assert found["top-p"] == (None, UNLESS)
     write(tmp_path / "named.toml", "temperature = 0.5\n")
     assert settings(capsys, "chat", "--config", named, "-m", "calculator")["temperature"] == (0.5, f"file {named}")
 
@@ -265,7 +266,16 @@ def test_what_is_printed_is_a_file_that_says_the_same(path: tuple[str, ...], tmp
     assert {key: value for key, (value, _) in after.items()} == {key: value for key, (value, _) in before.items()}
     after.pop("device-type", None)  # of a mode that is off, what a file says is not looked at
     assert {origin for value, origin in after.values() if value is not None} == {f"file {file}"}
-    assert {origin for _, origin in before.values()} == {"built-in"}
+    assert {origin for _, origin in before.values()} <= {"built-in", UNLESS}
+
+
+def test_what_the_model_may_say_is_no_setting(capsys: Capture) -> None:
+    """Read as a file, it would win over the model."""
+    page, _ = run(capsys, "generate", "x", "--top-k", "0", "--print-config")
+    found = tomllib.loads(page)["generate"]
+    assert found["top-k"] == 0 and not {"temperature", "top-p", "min-p", "repetition-penalty"} & set(found)
+    assert parse(page)["top-p"] == (None, UNLESS) and "\n# top-p = 1.0 " in page
+    assert settings(capsys, "chat", "-m", "calculator")["temperature"] == (0.0, "the model's own default")
 
 
 def test_awkward_values_come_back_as_they_were(tmp_path: Path, capsys: Capture) -> None:

@@ -17,6 +17,7 @@ from nano_inference.catalog import BUILTINS
 from nano_inference.cli import chat, local, main
 from nano_inference.cli.answer import Answer
 from nano_inference.cli.options import Common
+from nano_inference.cli.talk import Sampling
 from nano_inference.cli.session import Session
 from nano_inference.config import EngineConfig
 from nano_inference.loader.nanochat_rules import GENERATIONS
@@ -83,8 +84,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
     """Every chat that is started from here on; none of them runs."""
     seen: list[Call] = []
 
-    def note(wishes: chat.Wishes, config: EngineConfig, params: SamplingParams, common: Common) -> int:
-        seen.append(Call(wishes, config, params))
+    def note(wishes: chat.Wishes, config: EngineConfig, sampling: Sampling, common: Common) -> int:
+        seen.append(Call(wishes, config, sampling.params))
         return 0
 
     monkeypatch.setattr(local, "run", note)

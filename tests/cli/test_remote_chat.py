@@ -133,12 +133,14 @@ def test_the_key_and_the_name(calculating: Running, capsys: Capture) -> None:
     assert out and "3 generated" in err and "[cut off" in err
 
 
-def test_a_model_without_a_calculator_is_asked_once(tmp_path: Path, capsys: Capture) -> None:
+def test_a_model_without_a_calculator_is_not_asked_to_calculate(tmp_path: Path, capsys: Capture) -> None:
     with running(make_tiny(tmp_path)) as one:
+        assert one.client.get("/v1/models").json()["data"][0]["calculator"] is False
         argv = ("--max-tokens", "8", "--ignore-eos")
         first = talk(capsys, one.url, *argv, "--seed", "4")
         assert first[0] == talk(capsys, one.url, *argv, "--seed", "4")[0] and "8 generated" in first[1]
         assert first[0] != talk(capsys, one.url, *argv, "--seed", "5")[0]
+        assert 'status="4' not in one.client.get("/metrics").text, "a request was refused"
 
 
 def test_serve_as_a_process_and_ctrl_c(tmp_path: Path) -> None:
@@ -231,6 +233,18 @@ def test_what_is_sent(server: Scripted, capsys: Capture) -> None:
         "max_tokens": 256,
         "top_p": 0.5,
     }
+
+
+def test_what_is_built_in_is_sent_when_it_was_asked_for(
+    server: Scripted, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server may have another default. What only our own fields are by themselves is not sent all the same."""
+    monkeypatch.setenv("NANO_INFERENCE_TOP_P", "1")
+    server.answer("hi")
+    talk(capsys, server.url, "--temperature", "1.0", "--no-ignore-eos", "--no-raw-logprobs")
+    sent = server.post()
+    assert (sent["temperature"], sent["top_p"]) == (1.0, 1.0)
+    assert set(sent) == {"model", "messages", "stream", "stream_options", "max_tokens", "temperature", "top_p"}
 
 
 @pytest.mark.parametrize(

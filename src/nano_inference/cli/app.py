@@ -76,11 +76,12 @@ def run(argv: list[str]) -> object:
         print(page(apps[-1], words, str(apps[-1].usage), view or ""))
         return 0
     try:
-        command, bound, _ = app.parse_args(plain)
+        command, bound, unparsed = app.parse_args(plain)
     except (ValueError, CycloptsError) as error:
         raise BadRequest(_with_origin(error, seen)) from error
     if not seen.wants_print:
-        return command(*bound.args, **bound.kwargs)
+        wants_given = {"given": seen.given} if "given" in unparsed else {}
+        return command(*bound.args, **bound.kwargs, **wants_given)
     bound.apply_defaults()
     settings = settings_of(seen.arguments, bound.arguments)
     print(as_json(settings) if bound.arguments.get("as_json") else as_toml(seen.commands, settings))

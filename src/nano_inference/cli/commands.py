@@ -19,6 +19,7 @@ from nano_inference.cli.options import (
     ChatFlags,
     CommonFlags,
     EngineFlags,
+    GivenFields,
     JsonFlag,
     ModelFlag,
     NanochatFlags,
@@ -49,6 +50,7 @@ def chat(
     engine: EngineFlags,
     sampling: SamplingFlags = PLAIN,
     common: CommonFlags = COMMON,
+    given: GivenFields,
 ) -> int:
     """Talk with a model in the terminal; piped input is taken line by line.
 
@@ -57,20 +59,22 @@ def chat(
     With --nanochat the options are those of nanochat's chat_cli, with its defaults: -i -g -s -p -t -k -d.
     """
     from nano_inference.cli.chat import Wishes
+    from nano_inference.cli.talk import asked_for
 
     wishes = Wishes(system, prompt, nanochat.nanochat, talk.plain)
+    asked = asked_for(sampling, given)
     if talk.server is not None:
         if nanochat.nanochat:
             raise BadRequest("--server and --nanochat exclude each other")
         from nano_inference.cli import remote
 
-        return remote.run(wishes, talk, engine.model_path, sampling, common)
+        return remote.run(wishes, talk, engine.model_path, asked, common)
     from nano_inference.cli import local
     from nano_inference.cli.place import nanochat_engine
 
     if nanochat.nanochat:
         engine = nanochat_engine(engine, nanochat)
-    return local.run(wishes, engine, sampling, common)
+    return local.run(wishes, engine, asked, common)
 
 
 def generate(
@@ -97,6 +101,7 @@ def generate(
     engine: EngineFlags,
     sampling: SamplingFlags = PLAIN,
     common: CommonFlags = COMMON,
+    given: GivenFields,
 ) -> int:
     """Answer a prompt, or continue it with --raw. One sample is written as it comes; more run as one batch.
 
@@ -104,9 +109,10 @@ def generate(
     """
     from nano_inference.cli import generate as work
     from nano_inference.cli.prompts import read_prompts
+    from nano_inference.cli.talk import asked_for
 
     prompts = read_prompts(prompt, file)
-    return work.run(prompts, work.Wishes(n, raw, system, as_json), engine, sampling, common)
+    return work.run(prompts, work.Wishes(n, raw, system, as_json), engine, asked_for(sampling, given), common)
 
 
 def serve(*, server: ServerFlags = SERVER, engine: ServedEngineFlags, common: CommonFlags = COMMON) -> int:

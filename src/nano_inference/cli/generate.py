@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 from nano_inference.cli.answer import statistics, stream_answer, text_of
 from nano_inference.cli.options import Common
 from nano_inference.cli.prompts import Prompt
-from nano_inference.cli.session import Session, encode, open_session
+from nano_inference.cli.session import Session, encode, open_session, with_models_own
+from nano_inference.cli.talk import Sampling
 from nano_inference.cli.terminal import Interrupts, bar, note
 from nano_inference.config import EngineConfig
 from nano_inference.text.dialogue import spelled
@@ -28,11 +29,12 @@ class Wishes(NamedTuple):
     as_json: bool
 
 
-def run(prompts: list[Prompt], wishes: Wishes, config: EngineConfig, params: SamplingParams, common: Common) -> int:
+def run(prompts: list[Prompt], wishes: Wishes, config: EngineConfig, sampling: Sampling, common: Common) -> int:
     """Generate for all prompts and print; return the exit code."""
     if wishes.num_samples < 1:
         raise BadRequest(f"--n must be >= 1, got {wishes.num_samples}")
     with open_session(config, common) as session:
+        params = with_models_own(session, sampling, common.quiet).params
         encoded = [encode(session, prompt, system=wishes.system, raw=wishes.raw) for prompt in prompts]
         with Interrupts() as interrupts:
             if len(encoded) == wishes.num_samples == 1 and not wishes.as_json:

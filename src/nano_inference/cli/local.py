@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from nano_inference.cli import chat
 from nano_inference.cli.answer import Answer, stream_answer, took
 from nano_inference.cli.options import Common
-from nano_inference.cli.session import Session, encode, open_session
-from nano_inference.cli.talk import NUM_ALTERNATIVES, Ask, Piece, Reply, Sampling, ShownToken, Write, named_fields
+from nano_inference.cli.session import Session, encode, open_session, with_models_own
+from nano_inference.cli.talk import NUM_ALTERNATIVES, Ask, Piece, Reply, Sampling, ShownToken, Write
 from nano_inference.cli.terminal import Interrupts, note
 from nano_inference.config import EngineConfig
 from nano_inference.text import stream
@@ -21,12 +21,12 @@ _RESERVE = 512
 """Tokens kept free for an answer, when the model is long enough."""
 
 
-def run(wishes: chat.Wishes, config: EngineConfig, params: SamplingParams, common: Common) -> int:
+def run(wishes: chat.Wishes, config: EngineConfig, sampling: Sampling, common: Common) -> int:
     """Open the model and talk with it; return the exit code."""
     with open_session(config, common) as session:
         require(session.dialogue)
         answerer = LocalAnswerer(session, config.model_path, common.quiet)
-        return chat.run(wishes, answerer, Sampling(params, named_fields(params)), common)
+        return chat.run(wishes, answerer, with_models_own(session, sampling, common.quiet), common)
 
 
 @dataclass(frozen=True, slots=True)

@@ -118,6 +118,8 @@ ChatFlags = Annotated[ChatWishes, flags(Group("Chat", sort_key=0))]
 NanochatFlags = Annotated[NanochatWishes, flags(Group("nanochat", sort_key=1))]
 CommonFlags = Annotated[Common, flags(_COMMON_GROUP)]
 SettingsFlags = Annotated[Settings, flags(_COMMON_GROUP)]
+GivenFields = Annotated[frozenset[str], Parameter(parse=False)]
+"""Not a flag: `app.run` fills in the names of the fields that somebody gave a value, wherever."""
 ModelFlag = Annotated[
     str, Parameter(name=("--model", "-m"), completer=cached_names, help=help_of(EngineConfig, "model_path"))
 ]

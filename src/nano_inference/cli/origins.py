@@ -13,8 +13,10 @@ from cyclopts import App, Argument, ArgumentCollection, Token
 
 from nano_inference.cli.arguments import heading_of, is_secret, key_of, options_of
 from nano_inference.cli.config_file import NOT_IN_FILES
+from nano_inference.types import MODELS_OWN
 
 BUILT_IN = "built-in"
+UNLESS = "built-in, unless the model has its own"
 _SAID = {"cli": "command line"}
 _WIDEST_VALUE = 48
 
@@ -39,6 +41,11 @@ class Seen:
         """Whether --print-config was given."""
         asked = next((a for a in options_of(self.arguments) if key_of(a) == "print-config"), None)
         return asked is not None and bool(asked.tokens) and asked.convert() is True
+
+    @property
+    def given(self) -> frozenset[str]:
+        """The names of the fields that have a value from somewhere else than the package."""
+        return frozenset(a.field_info.name for a in options_of(self.arguments) if origin_of(a) != BUILT_IN)
 
     def origin_of(self, name: str) -> str:
         """Return where the value of a field comes from."""
@@ -73,7 +80,9 @@ def settings_of(arguments: ArgumentCollection, bound: Mapping[str, Any]) -> list
         parent = owner.get(id(option))
         value = bound[name] if parent is None else getattr(bound[parent], name)
         if key_of(option) not in NOT_IN_FILES:
-            settings.append(Setting(key_of(option), heading_of(option), value, origin_of(option), is_secret(option)))
+            origin = origin_of(option)
+            origin = UNLESS if origin == BUILT_IN and name in MODELS_OWN else origin
+            settings.append(Setting(key_of(option), heading_of(option), value, origin, is_secret(option)))
     return settings
 
 
@@ -107,7 +116,8 @@ def _assignment(setting: Setting) -> str:
         return f'{setting.key} = "none"'
     if setting.value is None:
         return f"# {setting.key} is not set"
-    return f"{setting.key} = {toml_value(_plain(setting.value))}"
+    told = f"{setting.key} = {toml_value(_plain(setting.value))}"
+    return f"# {told}" if setting.origin == UNLESS else told  # as a file's, it would win over the model's
 
 
 def toml_value(value: Any) -> str:

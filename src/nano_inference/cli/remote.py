@@ -22,13 +22,12 @@ from nano_inference.cli.talk import (
     ShownToken,
     Took,
     Write,
-    named_fields,
     plain_value,
 )
 from nano_inference.cli.terminal import Interrupts, note
 from nano_inference.cli.wire import Address, CutOff, Refused, error_of, get_json, read_address, stream_json
 from nano_inference.text.chat import Message
-from nano_inference.types import BadRequest, SamplingParams
+from nano_inference.types import BadRequest
 
 _FAILED = 1
 _NOT_SENT = ("logprobs_mode", "pooling", "prompt_logprobs", "raw_logprobs", "sampling_mask")
@@ -40,7 +39,7 @@ _OWNER = "nano-inference"
 """Who owns the models of our own server, which takes fields that others may refuse."""
 
 
-def run(wishes: chat.Wishes, where: ChatWishes, model: str, params: SamplingParams, common: Common) -> int:
+def run(wishes: chat.Wishes, where: ChatWishes, model: str, sampling: Sampling, common: Common) -> int:
     """Find the server's model and talk with it; return the exit code."""
     address = read_address(where.server or "", where.api_key)
     try:
@@ -48,7 +47,7 @@ def run(wishes: chat.Wishes, where: ChatWishes, model: str, params: SamplingPara
         if address.tells_key:
             note(f"[the key goes to {address.host} unencrypted: the address is no https://]")
         note(f"[{answerer.model} at {address.url}]", common.quiet)
-        return chat.run(wishes, answerer, Sampling(params, named_fields(params)), common)
+        return chat.run(wishes, answerer, sampling, common)
     except ServerError as error:
         note(f"nano-inference: {error}")
         return _FAILED
@@ -66,7 +65,8 @@ def open_server(address: Address, wanted: str | None) -> RemoteAnswerer:
     card = next((card for card in cards if card.get("id") == wanted), {})
     length = card.get("max_model_len")
     is_ours = card.get("owned_by") == _OWNER
-    return RemoteAnswerer(address, wanted, length if isinstance(length, int) else None, is_ours, calculator=is_ours)
+    calculates = is_ours and card.get("calculator") is True
+    return RemoteAnswerer(address, wanted, length if isinstance(length, int) else None, is_ours, calculates)
 
 
 def _cards(address: Address, *, is_needed: bool) -> list[dict[str, Any]]:
@@ -93,7 +93,7 @@ class RemoteAnswerer:
     is_ours: bool = False
     """It is this package's own server, so masks and weight versions can be had."""
     calculator: bool = False
-    """Let a nanochat model's calculator answer; false once the server said that there is none."""
+    """The model has a calculator, which shall answer."""
     num_tokens: int | None = None
     """Tokens of the conversation after the last answer."""
     tokens_per_char: float = 0.0
@@ -119,8 +119,6 @@ class RemoteAnswerer:
                 if error.code == "context_length_exceeded" and len(turns) > 2:
                     turns = turns[2:]
                     note(_DROPPED.format(2))
-                elif error.param == "calculator" and self.calculator:
-                    self.calculator = False
                 else:
                     raise
 

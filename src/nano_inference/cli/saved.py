@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from nano_inference.cli.talk import Sampling, Talk, named_fields, plain_value, sampling_fields
+from nano_inference.cli.talk import Sampling, Talk, plain_value, sampling_fields
 from nano_inference.text.chat import Message
 from nano_inference.types import BadRequest, SamplingParams
 
@@ -108,7 +108,7 @@ def _sampling(given: object, first: Sampling) -> Sampling:
     if unknown := sorted(set(given) - set(sampling_fields())):
         raise BadRequest(f"sampling has no field {unknown[0]!r}")
     params = SamplingParams(**{**first.params.to_dict(), **given})
-    return Sampling(params, first.named | named_fields(params) | frozenset(given))
+    return Sampling(params, first.named | frozenset(given))
 
 
 def _unusable(path: Path, error: Exception) -> BadRequest:

@@ -10,10 +10,11 @@ from nano_inference.assemble import assemble
 from nano_inference.cli.options import Common
 from nano_inference.cli.place import fetch
 from nano_inference.cli.prompts import Prompt
+from nano_inference.cli.talk import Sampling
 from nano_inference.cli.terminal import bar, note
 from nano_inference.config import EngineConfig
 from nano_inference.engine import InferenceEngine
-from nano_inference.loader.opened import Checkpoint
+from nano_inference.loader.opened import Checkpoint, sampling_defaults
 from nano_inference.text.chat import Message
 from nano_inference.text.dialogue import Dialogue, load_dialogue
 from nano_inference.text.tokenizer import Tokenizer, load_tokenizer
@@ -49,6 +50,20 @@ def open_session(config: EngineConfig, common: Common) -> Iterator[Session]:
     tell_inferred(parts.checkpoint, common.quiet)
     with InferenceEngine(config, parts=parts) as engine:
         yield Session(engine=engine, tokenizer=tokenizer, dialogue=dialogue)
+
+
+def with_models_own(session: Session, sampling: Sampling, quiet: bool) -> Sampling:
+    """Return how to draw, with the model's own defaults for what nobody asked for, and say them.
+
+    Raises `ModelError` for defaults that make no sense.
+    """
+    checkpoint = session.engine.parts.checkpoint
+    assert checkpoint is not None, "assemble opens a checkpoint"
+    own = {name: value for name, value in sampling_defaults(checkpoint).items() if name not in sampling.named}
+    if own:
+        told = ", ".join(f"{name} {value}" for name, value in own.items())
+        note(f"[{told}: the model's own (generation_config.json)]", quiet)
+    return sampling._replace(params=replace(sampling.params, **own))
 
 
 def tell_inferred(checkpoint: Checkpoint, quiet: bool) -> None:

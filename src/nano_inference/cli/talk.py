@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 from nano_inference.cli.options import NOT_TYPED_BY_HAND
 from nano_inference.cli.terminal import Interrupts
 from nano_inference.text.chat import Message
-from nano_inference.types import FinishReason, SamplingParams
+from nano_inference.types import MODELS_OWN, FinishReason, SamplingParams
 
 NUM_ALTERNATIVES = 5
 """How many of the likeliest tokens /tokens shows at a position."""
@@ -145,9 +145,13 @@ def sampling_fields() -> tuple[str, ...]:
     return tuple(f.name for f in fields(SamplingParams) if f.name not in NOT_TYPED_BY_HAND)
 
 
-def named_fields(params: SamplingParams) -> frozenset[str]:
-    """Return the fields that differ from what everybody gets."""
-    return frozenset(name for name in sampling_fields() if getattr(params, name) != getattr(_PLAIN, name))
+def asked_for(params: SamplingParams, given: frozenset[str]) -> Sampling:
+    """Return how to draw, and what of it somebody asked for, who gave the fields in `given`.
+
+    What everybody gets was asked for where models and servers have defaults of their own, and by nobody elsewhere.
+    """
+    differing = {name for name in sampling_fields() if getattr(params, name) != getattr(_PLAIN, name)}
+    return Sampling(params, frozenset(differing | (given & set(MODELS_OWN))))
 
 
 def plain_value(params: SamplingParams, name: str) -> Any:

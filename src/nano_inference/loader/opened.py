@@ -11,7 +11,7 @@ from typing import Any
 from nano_inference.loader.door import WeightSource
 from nano_inference.loader.nanochat_rules import Inferred
 from nano_inference.models.config import ModelConfig
-from nano_inference.types import ModelError, TokenizerSource
+from nano_inference.types import MODELS_OWN, ModelError, SamplingParams, TokenizerSource
 
 _SPARE = 1 << 23
 """Values, 32 MB: a small model that does not fit its configuration is told so by its weights' names, when loaded."""
@@ -53,6 +53,20 @@ class Checkpoint:
     def tensors(self) -> Iterator[tuple[str, WeightSource]]:
         """Return a fresh iterator over the weights, for `load_into`."""
         return iter(self.sources.items())
+
+
+def sampling_defaults(checkpoint: Checkpoint) -> Mapping[str, Any]:
+    """Return what the model's own files set for whoever does not say.
+
+    To be asked at the start, not with every request, whose client could not help it: raises `ModelError` for what makes
+    no sense.
+    """
+    chosen = {name: checkpoint.generation[name] for name in MODELS_OWN if checkpoint.generation.get(name) is not None}
+    try:
+        SamplingParams(**chosen)
+    except ValueError as error:
+        raise ModelError(f"{checkpoint.path}: generation_config.json: {error}") from None
+    return chosen
 
 
 def fewest_values(config: ModelConfig) -> int:

@@ -6,15 +6,14 @@ import nano_inference
 from nano_inference.config import ServerConfig
 from nano_inference.server.call import JSON
 from nano_inference.server.model import ServedModel
-from nano_inference.types import SamplingParams
+from nano_inference.types import MODELS_OWN, SamplingParams
 
-_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _PLAIN = SamplingParams()
 
 
 def info(model: ServedModel, config: ServerConfig, max_running: int) -> JSON:
     """Return what there is, as plain JSON values; nothing of where the model lies or who asks."""
-    limits, dialogue = model.limits, model.dialogue
+    limits = model.limits
     return {
         "server": f"nano-inference {nano_inference.__version__}",
         "model": model.name,
@@ -27,8 +26,8 @@ def info(model: ServedModel, config: ServerConfig, max_running: int) -> JSON:
         "max_n": config.max_n,
         "max_logprobs": config.max_logprobs,
         "logprobs_mode": config.logprobs_mode,
-        "chats": dialogue is not None,
-        "calculator": dialogue is not None and dialogue.tool is not None,
+        "chats": model.dialogue is not None,
+        "calculator": model.calculates,
         "sampling_defaults": sampling_defaults(model),
         **model.facts,
     }
@@ -36,4 +35,4 @@ def info(model: ServedModel, config: ServerConfig, max_running: int) -> JSON:
 
 def sampling_defaults(model: ServedModel) -> JSON:
     """Return what a request samples with that says nothing: the model's own settings, else the engine's."""
-    return {name: model.generation.get(name, getattr(_PLAIN, name)) for name in _SAMPLING}
+    return {name: model.generation.get(name, getattr(_PLAIN, name)) for name in MODELS_OWN}

@@ -11,14 +11,13 @@ from typing import Any
 from nano_inference.assemble import EngineParts, LoadProgress, assemble, pick_device
 from nano_inference.config import EngineConfig, ServerConfig
 from nano_inference.engine import InferenceEngine
-from nano_inference.loader.opened import Checkpoint
+from nano_inference.loader.opened import sampling_defaults
 from nano_inference.server.metrics import Metrics
 from nano_inference.server.model import ServedModel
 from nano_inference.server.served import Opened
 from nano_inference.text.dialogue import load_dialogue
 from nano_inference.text.grammar import Grammars
 from nano_inference.text.tokenizer import load_tokenizer
-from nano_inference.types import ModelError, SamplingParams
 
 CPU_STEP_TOKENS = 256
 """Tokens of a step on a CPU unless somebody says how many: while a step of 2048 computes a prompt, which takes seconds
@@ -62,20 +61,6 @@ def open_model(
         cache_config=cache_facts(engine_config, parts),
     )
     return Opened(engine=engine, observer=metrics, model=model)
-
-
-def sampling_defaults(checkpoint: Checkpoint) -> Mapping[str, Any]:
-    """Return what the model's own files set for requests that do not say. Raises `ModelError` for what makes no sense.
-
-    At the start, and not with every request, whose client could not help it.
-    """
-    known = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-    chosen = {name: checkpoint.generation[name] for name in known if checkpoint.generation.get(name) is not None}
-    try:
-        SamplingParams(**chosen)
-    except ValueError as error:
-        raise ModelError(f"{checkpoint.path}: generation_config.json: {error}") from None
-    return chosen
 
 
 def for_serving(config: EngineConfig, max_tokens_per_batch: int | None) -> EngineConfig:
