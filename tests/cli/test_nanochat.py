@@ -17,8 +17,8 @@ from nano_inference.catalog import BUILTINS
 from nano_inference.cli import chat, local, main
 from nano_inference.cli.answer import Answer
 from nano_inference.cli.options import Common
-from nano_inference.cli.talk import Sampling
 from nano_inference.cli.session import Session
+from nano_inference.cli.talk import Sampling
 from nano_inference.config import EngineConfig
 from nano_inference.loader.nanochat_rules import GENERATIONS
 from nano_inference.types import SamplingParams

@@ -990,6 +990,10 @@ class Gated:
             assert self.gate.wait(60), "the test opens the gate"
         return self._engine.tick()
 
+    @property
+    def is_halted(self) -> bool:
+        return self._engine.is_halted
+
     def shutdown(self) -> None:
         self._engine.shutdown()
 

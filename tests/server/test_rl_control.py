@@ -17,6 +17,7 @@ from tests.server.tiny import Running
 from tests.server.trainer import LONG, PROMPT, SHORT, Hold, Stream, held, ok, refused, serving, until
 
 WRONG = {"tags": 1, "mode": 1, "is_checkpoint_format": 1}
+HALTED = 'nano_inference_engine_halted{engine="0",model_name="tiny"} '
 """Wrong types, so that a command that takes these fields does nothing."""
 
 
@@ -321,6 +322,7 @@ def test_sleeping_and_waking(server: Running, level: int, mode: str) -> None:
     assert ok(server.client.get("/is_sleeping"))["is_sleeping"] is True
     engine = server.opened.engine
     assert server.on_engine(lambda: (engine.is_asleep, engine.is_paused)) == (level == 1, level == 0)
+    assert server.comes_to_show(HALTED + "1.0")
     late = Stream(server, params=SHORT)
     if level:
         assert ok(server.client.post("/wake_up?tags=weights"))["status"] == "sleeping"
@@ -329,7 +331,7 @@ def test_sleeping_and_waking(server: Running, level: int, mode: str) -> None:
     else:
         reply = ok(server.client.post("/wake_up"))
     assert reply["status"] == "awake"
-    assert ok(server.client.get("/is_sleeping"))["is_sleeping"] is False
+    assert ok(server.client.get("/is_sleeping"))["is_sleeping"] is False and server.comes_to_show(HALTED + "0.0")
     assert late.result().finish_reason == "length"
     tokens = stream.result().completion_tokens
     assert tokens == expected[: len(tokens)] and (len(tokens) == 200) == (mode != "abort")

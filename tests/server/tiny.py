@@ -97,6 +97,10 @@ class Running:
             text = b"".join(response.iter_bytes()).decode()
         return events_in(text)
 
+    def comes_to_show(self, line: str) -> bool:
+        """Whether /metrics comes to have a line: a turn of the engine is counted after its commands were answered."""
+        return any(line in self.client.get("/metrics").text.splitlines() for _ in range(1000))
+
     def on_loop(self, work: Any) -> Any:
         """Run something on the server's event loop and return its result."""
 

@@ -339,11 +339,31 @@ def test_a_failed_engine_and_a_stopping_server_are_told(
     board.page.route("**/health", lambda route: route.fulfill(body='{"status": "draining"}'))
     board.look()
     board.shows("Stopping")
+    metrics.halted(True)
+    board.look(metrics.render())
+    board.shows("Stopping")
     metrics.engine_died()
     board.look(metrics.render())
     board.shows("Engine failed")
     assert board.tile("running") == 0
     board.watch.assert_clean()
+
+
+def test_an_engine_that_a_trainer_holds_is_told(context: BrowserContext, tiny_directory: Path) -> None:
+    halted = 'nano_inference_engine_halted{engine="0",model_name="tiny"} '
+    with running(tiny_directory, ServerConfig(port=0, log_requests=False, enable_rl=True)) as one:
+        board = Board(context, one)
+        board.shows("Live")
+        assert one.post("/pause", {}).status_code == 200
+        assert one.comes_to_show(halted + "1.0")
+        board.page.clock.fast_forward(LOOK * 1000)
+        board.shows("Held")
+        expect(board.page.locator("#state-text")).to_contain_text("requests wait")
+        assert one.post("/resume", {}).status_code == 200
+        assert one.comes_to_show(halted + "0.0")
+        board.page.clock.fast_forward(LOOK * 1000)
+        board.shows("Live")
+        board.watch.assert_clean()
 
 
 def test_a_server_with_a_key_is_asked_with_it(context: BrowserContext, tiny_directory: Path) -> None:

@@ -253,7 +253,7 @@ class Bridge:
             if delta.request_id in self._tickets:
                 self._deliver(*self._tickets[delta.request_id], delta, now)
 
-    def _on_step(self, result: StepResult, began: float, ended: float) -> None:
+    def _on_step(self, result: StepResult, began: float, ended: float, is_halted: bool) -> None:
         """Hand out what a step gave, and count it."""
         self.last_stats = result.stats
         for request_id, sample_index in result.started:
@@ -264,6 +264,7 @@ class Bridge:
         self._hand_out(result.deltas, ended)
         if self._observer is not None:
             self._observer.step(result.stats)
+            self._observer.halted(is_halted)
 
     def _deliver(self, ticket: Ticket, prompt_index: int, delta: Delta, now: float) -> None:
         clock = ticket.clocks[prompt_index][delta.sample_index]
@@ -334,7 +335,8 @@ class Bridge:
         began = time.monotonic()
         result = self._engine.tick()
         ended = time.monotonic()
-        self._tell(lambda: self._on_step(result, began, ended))
+        is_halted = self._engine.is_halted
+        self._tell(lambda: self._on_step(result, began, ended, is_halted))
         self._run_end_stranded()
         self._run_watches()
 

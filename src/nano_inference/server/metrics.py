@@ -132,6 +132,10 @@ class Metrics:
             self._step_tokens.observe(stats.num_computed - num_wrong + self._first_tokens)
         self._first_tokens = 0
 
+    def halted(self, is_halted: bool) -> None:
+        """Note whether a trainer holds the engine."""
+        self._halted.set(is_halted)
+
     def first_token(self, seconds: float) -> None:
         """Take the time from a sample's arrival to its first token."""
         self._first_token.observe(max(0.0, seconds))
@@ -251,6 +255,8 @@ class Metrics:
         self._kv_usage = make.gauge("vllm:kv_cache_usage_perc", "Part of the KV cache that is held; 1 is all of it.")
         self._up = make.gauge("nano_inference_engine_up", "1 while the engine takes work, 0 once it has failed.")
         self._up.set(1)
+        text = "1 while a trainer holds the engine: paused, asleep or without weights."
+        self._halted = make.gauge("nano_inference_engine_halted", text)
         text = "Number of the weights in force: 0 as loaded, one more with each update."
         self._weight_version = make.gauge("nano_inference_weight_version", text)
         self._preemptions = make.counter("vllm:num_preemptions", "Samples put back into the queue for want of room.")

@@ -146,6 +146,9 @@ class Observer(Protocol):
     def step(self, stats: StepStats) -> None:
         """A step was run."""
 
+    def halted(self, is_halted: bool) -> None:
+        """Whether a trainer holds the engine after a step."""
+
     def first_token(self, seconds: float) -> None:
         """A sample's first token came so long after its request."""
 

@@ -27,7 +27,7 @@ export async function readFacts(path, signal) {
 }
 
 /**
- * Return what there is now: `state` ("live", "loading", "draining", "dead", "locked", "unreachable", "refused"), the
+ * Return what there is now: `state` ("live", "loading", "held", "draining", "dead", "locked", "unreachable", "refused"), the
  * server's `message` where it refuses, and while it has a model the `scrape`, and the answer of /load or null. Throws
  * `AbortError` when stopped.
  */
@@ -38,7 +38,8 @@ export async function lookAt(signal) {
     if (scrape.model === null) return { state: "loading", scrape };
     if (scrape.gauges.up === 0) return { state: "dead", scrape };
     const [load, health] = await Promise.all([readFacts("/load", signal), readFacts("/health", signal)]);
-    return { state: health?.status === "draining" ? "draining" : "live", scrape, load };
+    const running = scrape.gauges.halted === 1 ? "held" : "live";
+    return { state: health?.status === "draining" ? "draining" : running, scrape, load };
   } catch (error) {
     if (!(error instanceof ServerError)) throw error;
     return { state: stateOf(error), message: error.message };

@@ -17,6 +17,7 @@ const STATES = {
   connecting: ["Connecting", "soft", ""],
   live: ["Live", "good", ""],
   loading: ["Loading", "warn", "The model is being loaded; this page goes on by itself."],
+  held: ["Held", "warn", "A trainer has paused the engine; requests wait until it goes on."],
   draining: ["Stopping", "warn", "The server takes no more requests and ends those that it has."],
   dead: ["Engine failed", "bad", "The engine has failed and takes no requests until the server is restarted."],
   locked: ["Key needed", "warn", "The server wants an API key."],

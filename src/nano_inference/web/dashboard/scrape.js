@@ -1,12 +1,13 @@
 import { histogramOf, parseMetrics, total } from "./prometheus.js";
 
-/** What this page takes from /metrics, and under which names: vLLM's, and two of our own. */
+/** What this page takes from /metrics, and under which names: vLLM's, and three of our own. */
 
 const GAUGES = {
   running: "vllm:num_requests_running",
   waiting: "vllm:num_requests_waiting",
   kv: "vllm:kv_cache_usage_perc",
   up: "nano_inference_engine_up",
+  halted: "nano_inference_engine_halted",
   weights: "nano_inference_weight_version",
   started: "process_start_time_seconds",
   memory: "process_resident_memory_bytes",
