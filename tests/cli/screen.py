@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -43,6 +44,7 @@ class Terminal:
             env={**clean, "TERM": "xterm-256color", **env},
             dimensions=(rows, columns),
             timeout=PATIENCE_S,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # tests in the background ignore Ctrl-C
         )
         self.child.delaybeforesend = None
         self.screen = Emulator(columns, rows, history=100_000, ratio=0.5)
