@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from playwright.sync_api import Browser, BrowserContext, expect
+from playwright.sync_api import Error as PlaywrightError
 
 from tests.web.desk import Desk, told
 from tests.web.fake import PATIENCE_S, FakeServer
@@ -119,6 +120,25 @@ def test_another_tab_shows_what_this_one_does(context: BrowserContext, fake: Fak
     expect(one.page.locator(NAMES)).to_have_count(0)
     expect(one.answers()).to_have_count(0)
     one.watch.assert_clean()
+    two.watch.assert_clean()
+
+
+def test_a_tab_that_crashes_while_it_writes_holds_nobody_up(context: BrowserContext, fake: FakeServer) -> None:
+    one = Desk(context, fake.url)
+    told(one, fake, "Hello", "Yes")
+    two = Desk(context, fake.url)
+    one.type("More")
+    answer = fake.answer()
+    answer.say("Half")
+    expect(two.page.locator("#stop")).to_be_visible()
+    one.page.on("crash", lambda _: None)
+    with pytest.raises(PlaywrightError, match="crash"):
+        one.page.goto("chrome://crash")
+    expect(two.page.locator("#stop")).to_be_hidden()
+    expect(two.last()).to_contain_text("interrupted")
+    assert answer.gone.wait(PATIENCE_S)
+    told(two, fake, "Again", "Whole")
+    expect(two.last().locator(".body")).to_have_text("Whole")
     two.watch.assert_clean()
 
 

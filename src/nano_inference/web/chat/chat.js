@@ -95,6 +95,7 @@ export class Chat {
   #writtenElsewhere(id) {
     if (this.elsewhere.has(id)) return;
     this.elsewhere.add(id);
+    this.tabs.whenGone(id, () => { if (this.elsewhere.has(id)) this.#endedElsewhere(id); });
     if (this.current.id === id && !this.running.has(id)) this.open(this.current);
   }
 
@@ -188,7 +189,7 @@ export class Chat {
     const work = { conversation: this.current, messages: this.messages, control, answers: [] };
     this.running.set(id, work);
     this.view.busy(true);
-    this.tabs.tell("writing", id);
+    this.tabs.begin(id);
     try {
       await run(work);
     } catch (error) {
@@ -197,7 +198,7 @@ export class Chat {
       this.running.delete(id);
       for (const answer of work.answers) answer.finish ??= "interrupted";
       if (!work.isGone) await this.saver.save(work.conversation, work.answers);
-      this.tabs.tell("ended", id);
+      this.tabs.end(id);
       if (this.current === work.conversation) this.#changed();
       else this.view.list();
     }
