@@ -28,7 +28,7 @@ export async function readFacts(path, signal) {
 
 /**
  * Return what there is now: `state` ("live", "loading", "held", "draining", "dead", "locked", "unreachable" or
- * "refused"), the server's `message` where it refuses, and while it has a model the `scrape`, and the answer of /load or
+ * "refused"), the server's `message` where it refuses, and while it has a model the `scrape`, and /load's answer or
  * null. Throws `AbortError` when stopped.
  */
 export async function lookAt(signal) {
