@@ -19,6 +19,7 @@ LEVELS = (
     "types memory",
     "kernels",
     "config hub",
+    "wheels",
     "speculate",
     "kv text catalog sequence scheduling sampling door",
     "attention ledger",
@@ -42,6 +43,7 @@ TORCH_FREE = (
     *(
         "catalog.py",
         "hub.py",
+        "wheels.py",
         "kv/__init__.py",
         "kv/hashing.py",
         "kv/paged.py",

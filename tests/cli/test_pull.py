@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 
 from nano_inference import catalog, hub
-from nano_inference.catalog import WheelModel, resolve
+from nano_inference.catalog import resolve
 from nano_inference.cli import main
+from nano_inference.wheels import WheelModel
 
 Capture = pytest.CaptureFixture[str]
 COMMIT = "c0ffee" + "0" * 34

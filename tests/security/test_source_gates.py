@@ -143,8 +143,8 @@ def test_nothing_is_unpickled(trees: dict[str, ast.Module]) -> None:
 
 def test_nothing_is_evaluated_and_two_programs_are_run(trees: dict[str, ast.Module]) -> None:
     found = {use for use in run_uses(trees) if not use[0].startswith("server/")}
-    assert found == {("catalog.py", "subprocess.Popen"), ("kernels/compile.py", "subprocess.run")}
-    assert importers(trees, {"subprocess", "pty", "cffi"}) == {"catalog.py", "kernels/compile.py"}
+    assert found == {("wheels.py", "subprocess.Popen"), ("kernels/compile.py", "subprocess.run")}
+    assert importers(trees, {"subprocess", "pty", "cffi"}) == {"wheels.py", "kernels/compile.py"}
     assert importers(trees, {"ctypes"}) == {"kernels/library.py", "kernels/native.py"}
 
 
@@ -159,10 +159,10 @@ def test_the_server_runs_no_program_and_evaluates_nothing(trees: dict[str, ast.M
 
 
 def test_the_other_program_is_pip_and_without_a_shell(trees: dict[str, ast.Module]) -> None:
-    (node,) = (node for before, _, node in calls(trees["catalog.py"]) if before == "subprocess")
+    (node,) = (node for before, _, node in calls(trees["wheels.py"]) if before == "subprocess")
     words = {word.arg for word in node.keywords}
     assert "shell" not in words and "executable" not in words and None not in words
-    texts = {n.value for n in ast.walk(trees["catalog.py"]) if isinstance(n, ast.Constant) and isinstance(n.value, str)}
+    texts = {n.value for n in ast.walk(trees["wheels.py"]) if isinstance(n, ast.Constant) and isinstance(n.value, str)}
     assert "download" in texts and any("run_module('pip'" in text for text in texts)
 
 

