@@ -18,7 +18,7 @@ from nano_inference.kv.store import KVStore
 from nano_inference.models.kernel import KernelModel
 from nano_inference.runner import ModelRunner
 from nano_inference.sampling import draw
-from tests.kernels.steps import threads_here
+from tests.kernels.steps import have_ended, threads_here
 from tests.models.families import gap, make_model
 
 IDS = [5, 9, 30, 2, 44, 17, 80, 3, *range(20, 60)]
@@ -194,7 +194,7 @@ def test_the_kernels_have_as_many_threads_as_asked_for(num_threads: int) -> None
     begun = threads_here() - before
     assert len(begun) == num_threads - 1  # the caller is one of them
     library.close()
-    assert not begun & threads_here()
+    assert have_ended(begun)
 
 
 def scores(tiny: tuple[Path, Any], **options: Any) -> tuple[list[float], InferenceEngine]:

@@ -409,6 +409,7 @@ def test_a_models_own_sampling_that_makes_no_sense(tiny: Path, tmp_path: Path, c
     for command in (("generate", "x"), ("chat", "-p", "x")):
         _, err = run(capsys, *command, "-m", str(directory), code=2)
         assert err.startswith(f"nano-inference: {directory}: generation_config.json: top_p") and err.count("\n") == 1
+        run(capsys, *command, "-m", str(directory), "--top-p", "0.9", "--max-tokens", "2")
 
 
 # ---- chat

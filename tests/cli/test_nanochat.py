@@ -21,7 +21,7 @@ from nano_inference.cli.session import Session
 from nano_inference.cli.talk import Sampling
 from nano_inference.config import EngineConfig
 from nano_inference.loader.nanochat_rules import GENERATIONS
-from nano_inference.types import SamplingParams
+from nano_inference.types import MODELS_OWN, SamplingParams
 from tests.nanochat.tiny import SPECIAL_IDS, base_meta, state_dict, write_checkpoint, write_tokenizer
 from tests.nanochat.tiny import model_config as tiny_config
 
@@ -77,6 +77,7 @@ class Call(NamedTuple):
     wishes: chat.Wishes
     config: EngineConfig
     params: SamplingParams
+    named: frozenset[str]
 
 
 @pytest.fixture
@@ -85,7 +86,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
     seen: list[Call] = []
 
     def note(wishes: chat.Wishes, config: EngineConfig, sampling: Sampling, common: Common) -> int:
-        seen.append(Call(wishes, config, sampling.params))
+        seen.append(Call(wishes, config, sampling.params, sampling.named))
         return 0
 
     monkeypatch.setattr(local, "run", note)
@@ -166,6 +167,8 @@ def test_defaults_are_nanochats_own(home: Path, capsys: Capture, calls: list[Cal
     run(capsys, "chat", "--model", "calculator")
     own, other = calls
     assert own.params == SamplingParams(temperature=0.6, top_k=50, max_tokens=256, seed=42)
+    assert own.named >= set(MODELS_OWN), "the model's own files change nothing"
+    assert "top_p" not in other.named
     assert own.wishes == chat.Wishes(system=None, prompt=None, has_bare_words=True)
     assert other.params == SamplingParams(temperature=0.0) and not other.wishes.has_bare_words
 

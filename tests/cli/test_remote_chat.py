@@ -247,6 +247,19 @@ def test_what_is_built_in_is_sent_when_it_was_asked_for(
     assert set(sent) == {"model", "messages", "stream", "stream_options", "max_tokens", "temperature", "top_p"}
 
 
+def test_a_server_that_lost_its_calculator_is_asked_without(server: Scripted, capsys: Capture) -> None:
+    """It was started again with another model, which has the old one's name."""
+    server.models = {"data": [{"id": "a", "owned_by": "nano-inference", "calculator": True}]}
+    head, server.head = server.head, ""
+    refusal = {"error": {"message": "the model has no calculator", "param": "calculator"}}
+    server.raw(b"HTTP/1.1 400 Bad Request\r\n\r\n" + json.dumps(refusal).encode())
+    server.cut()
+    server.raw(head.encode())
+    server.answer("hi")
+    assert talk(capsys, server.url)[0] == "hi\n"
+    assert server.post()["calculator"] is True and "calculator" not in server.post()
+
+
 @pytest.mark.parametrize(
     ("models", "said", "code"),
     [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -294,3 +295,12 @@ def in_child(check: Callable[[], bool]) -> int:
 def threads_here() -> set[str]:
     """This process's threads, those of C included. Compare sets: an earlier test's threads may still be ending."""
     return {task.name for task in Path("/proc/self/task").iterdir()}
+
+
+def have_ended(threads: set[str]) -> bool:
+    """Whether threads are gone; one that was joined may be listed for a moment more."""
+    deadline = time.monotonic() + 10
+    while threads & threads_here():
+        if time.monotonic() > deadline:
+            return False
+    return True

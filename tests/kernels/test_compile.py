@@ -14,7 +14,7 @@ from nano_inference.kernels import library as kernels
 from nano_inference.kernels import native
 from nano_inference.kernels.compile import CannotCompile, best_isa, compile_library, cpu_flags, find_compiler, options
 from nano_inference.kernels.library import Library
-from tests.kernels.steps import in_child, threads_here
+from tests.kernels.steps import have_ended, in_child, threads_here
 
 AVX2 = frozenset({"avx2", "fma", "f16c"})
 AVX512 = AVX2 | {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
@@ -148,7 +148,7 @@ def test_the_threads_end_with_the_library(library: Library) -> None:
     assert len(begun) == 4
     del own
     gc.collect()
-    assert not begun & threads_here()
+    assert have_ended(begun)
 
 
 def test_two_threads_take_turns_with_one_library(library: Library) -> None:

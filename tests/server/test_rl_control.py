@@ -17,8 +17,9 @@ from tests.server.tiny import Running
 from tests.server.trainer import LONG, PROMPT, SHORT, Hold, Stream, held, ok, refused, serving, until
 
 WRONG = {"tags": 1, "mode": 1, "is_checkpoint_format": 1}
-HALTED = 'nano_inference_engine_halted{engine="0",model_name="tiny"} '
 """Wrong types, so that a command that takes these fields does nothing."""
+HALTED = 'nano_inference_engine_halted{engine="0",model_name="tiny"} '
+"""Begins a line of /metrics."""
 
 
 @pytest.fixture(scope="module")

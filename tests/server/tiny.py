@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -99,7 +100,11 @@ class Running:
 
     def comes_to_show(self, line: str) -> bool:
         """Whether /metrics comes to have a line: a turn of the engine is counted after its commands were answered."""
-        return any(line in self.client.get("/metrics").text.splitlines() for _ in range(1000))
+        deadline = time.monotonic() + 60
+        while line not in self.client.get("/metrics").text.splitlines():
+            if time.monotonic() > deadline:
+                return False
+        return True
 
     def on_loop(self, work: Any) -> Any:
         """Run something on the server's event loop and return its result."""

@@ -359,6 +359,10 @@ def test_an_engine_that_a_trainer_holds_is_told(context: BrowserContext, tiny_di
         board.page.clock.fast_forward(LOOK * 1000)
         board.shows("Held")
         expect(board.page.locator("#state-text")).to_contain_text("requests wait")
+        late = Board(context, one)
+        late.shows("Held")
+        expect(late.page.locator("#facts")).to_contain_text("LlamaForCausalLM")
+        late.page.close()
         assert one.post("/resume", {}).status_code == 200
         assert one.comes_to_show(halted + "0.0")
         board.page.clock.fast_forward(LOOK * 1000)

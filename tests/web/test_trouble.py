@@ -142,6 +142,37 @@ def test_a_tab_that_crashes_while_it_writes_holds_nobody_up(context: BrowserCont
     two.watch.assert_clean()
 
 
+_SLOW_SAVES = """
+const { set } = Object.getOwnPropertyDescriptor(IDBTransaction.prototype, "oncomplete");
+window.held = [];
+Object.defineProperty(IDBTransaction.prototype, "oncomplete", {
+  set(then) { set.call(this, (event) => (window.isSlow ? held.push(() => then(event)) : then(event))); },
+});
+"""
+
+
+def test_nothing_begins_before_what_ended_is_saved(context: BrowserContext, fake: FakeServer) -> None:
+    """What began then would never have let go of its lock."""
+    context.add_init_script(_SLOW_SAVES)
+    desk = Desk(context, fake.url)
+    desk.type("Hello")
+    answer = fake.answer()
+    answer.say("Half")
+    expect(desk.last().locator(".body")).to_have_text("Half")
+    desk.page.evaluate("window.isSlow = true")
+    answer.end()
+    expect(desk.last()).to_have_attribute("aria-busy", "false")
+    desk.page.wait_for_function("held.length > 0")
+    desk.type("Too early")
+    expect(desk.page.locator("#draft")).to_have_value("Too early")
+    desk.page.evaluate("() => { window.isSlow = false; for (const one of held) one(); }")
+    desk.wait_until_idle()
+    told(desk, fake, "Again", "Yes")
+    expect(desk.last().locator(".body")).to_have_text("Yes")
+    desk.page.wait_for_function("navigator.locks.query().then(({ held, pending }) => !held.length && !pending.length)")
+    desk.watch.assert_clean()
+
+
 def test_what_a_tab_left_behind_does_not_undo_what_came_later(context: BrowserContext, fake: FakeServer) -> None:
     desk = Desk(context, fake.url)
     desk.type("Hello")

@@ -28,7 +28,7 @@ NOT_TYPED_BY_HAND = ("logit_bias", "allowed_token_ids")
 """Sampling fields without a flag."""
 
 _ENGINE_GROUP = Group("Engine", help=f'Without --model, the model named "{DEFAULT}" is taken.', sort_key=3)
-_SAMPLING_GROUP = Group("Sampling", sort_key=2)
+_SAMPLING_GROUP = Group("Sampling", help="Where nobody says, a model's generation_config.json may.", sort_key=2)
 _COMMON_GROUP = Group("Common", sort_key=4)
 
 CONFIG_HELP = "TOML file with options, read before the user's own (~/.config/nano-inference/config.toml)"

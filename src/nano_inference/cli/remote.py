@@ -119,6 +119,8 @@ class RemoteAnswerer:
                 if error.code == "context_length_exceeded" and len(turns) > 2:
                     turns = turns[2:]
                     note(_DROPPED.format(2))
+                elif error.param == "calculator" and self.calculator:
+                    self.calculator = False  # the server was started again, with another model
                 else:
                     raise
 

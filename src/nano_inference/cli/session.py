@@ -59,7 +59,7 @@ def with_models_own(session: Session, sampling: Sampling, quiet: bool) -> Sampli
     """
     checkpoint = session.engine.parts.checkpoint
     assert checkpoint is not None, "assemble opens a checkpoint"
-    own = {name: value for name, value in sampling_defaults(checkpoint).items() if name not in sampling.named}
+    own = sampling_defaults(checkpoint, without=sampling.named)
     if own:
         told = ", ".join(f"{name} {value}" for name, value in own.items())
         note(f"[{told}: the model's own (generation_config.json)]", quiet)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,13 +55,14 @@ class Checkpoint:
         return iter(self.sources.items())
 
 
-def sampling_defaults(checkpoint: Checkpoint) -> Mapping[str, Any]:
-    """Return what the model's own files set for whoever does not say.
+def sampling_defaults(checkpoint: Checkpoint, without: Collection[str] = ()) -> Mapping[str, Any]:
+    """Return what the model's own files set for whoever does not say; fields in `without` somebody has said.
 
     To be asked at the start, not with every request, whose client could not help it: raises `ModelError` for what makes
     no sense.
     """
-    chosen = {name: checkpoint.generation[name] for name in MODELS_OWN if checkpoint.generation.get(name) is not None}
+    told = {name: checkpoint.generation.get(name) for name in MODELS_OWN if name not in without}
+    chosen = {name: value for name, value in told.items() if value is not None}
     try:
         SamplingParams(**chosen)
     except ValueError as error:

@@ -195,9 +195,9 @@ export class Chat {
     } catch (error) {
       this.#ended(work, error);
     } finally {
-      this.running.delete(id);
       for (const answer of work.answers) answer.finish ??= "interrupted";
       if (!work.isGone) await this.saver.save(work.conversation, work.answers);
+      this.running.delete(id); // not before: what begins now must find the lock let go
       this.tabs.end(id);
       if (this.current === work.conversation) this.#changed();
       else this.view.list();

@@ -22,9 +22,10 @@ export class Tabs {
 
   /** Tell the others from here on that this tab writes there. */
   begin(id) {
+    const tell = () => { if (this.letGo.has(id)) this.tell("writing", id); };
     this.letGo.set(id, () => {});
-    if (!navigator.locks) this.tell("writing", id);
-    else navigator.locks.request(lockOf(id), () => this.#hold(id)).catch(() => this.tell("writing", id));
+    if (!navigator.locks) tell();
+    else navigator.locks.request(lockOf(id), () => this.#hold(id)).catch(tell);
   }
 
   /** The lock is ours: nobody who hears of it now can take it before. */

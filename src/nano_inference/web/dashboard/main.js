@@ -17,7 +17,7 @@ const STATES = {
   connecting: ["Connecting", "soft", ""],
   live: ["Live", "good", ""],
   loading: ["Loading", "warn", "The model is being loaded; this page goes on by itself."],
-  held: ["Held", "warn", "A trainer has paused the engine; requests wait until it goes on."],
+  held: ["Held", "warn", "A trainer holds the engine; requests wait until it goes on."],
   draining: ["Stopping", "warn", "The server takes no more requests and ends those that it has."],
   dead: ["Engine failed", "bad", "The engine has failed and takes no requests until the server is restarted."],
   locked: ["Key needed", "warn", "The server wants an API key."],
@@ -46,7 +46,7 @@ function makeTile(spec) {
 async function look(signal) {
   try {
     const seen = await lookAt(signal);
-    if (seen.state === "live") await updateInfo(seen.scrape, signal);
+    if (["live", "held"].includes(seen.state)) await updateInfo(seen.scrape, signal);
     if (!signal.aborted) take(seen);
   } catch (error) {
     if (error.name !== "AbortError") throw error;
