@@ -6,7 +6,7 @@ from typing import Any
 
 from playwright.sync_api import BrowserContext, Locator, Page, expect
 
-from tests.web.fake import FakeServer
+from tests.web.fake import Answer, FakeServer
 from tests.web.watch import Watch
 
 
@@ -55,6 +55,15 @@ class Desk:
         for name, value in values.items():
             self.page.fill(f"#{name}", str(value))
         self.press("Done")
+
+
+def begun(desk: Desk, server: FakeServer, question: str, *words: str) -> Answer:
+    """Ask, and have the fake server say the first words; return its answer, which is under way."""
+    desk.type(question)
+    answer = server.answer()
+    answer.say(*words)
+    expect(desk.last().locator(".body")).to_have_text("".join(words))
+    return answer
 
 
 def told(desk: Desk, server: FakeServer, question: str, *words: str) -> None:

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from playwright.sync_api import expect
 
-from tests.web.desk import Desk, told
+from tests.web.desk import Desk, begun, told
 from tests.web.fake import PATIENCE_S, FakeServer
 
 
 def test_1_text_comes_while_it_is_written(desk: Desk, fake: FakeServer) -> None:
-    desk.type("Hello")
-    answer = fake.answer()
-    answer.say("One", " two")
-    expect(desk.last().locator(".body")).to_have_text("One two")
+    answer = begun(desk, fake, "Hello", "One", " two")
     assert desk.page.locator("#stop").is_visible()
     answer.say(" three")
     expect(desk.last().locator(".body")).to_have_text("One two three")
@@ -25,10 +22,7 @@ def test_1_text_comes_while_it_is_written(desk: Desk, fake: FakeServer) -> None:
 
 def test_2_stop_and_escape_end_the_request_and_keep_the_text(desk: Desk, fake: FakeServer) -> None:
     for stop in (lambda: desk.press("Stop"), lambda: desk.page.keyboard.press("Escape")):
-        desk.type("Hello")
-        answer = fake.answer()
-        answer.say("Half")
-        expect(desk.last().locator(".body")).to_have_text("Half")
+        answer = begun(desk, fake, "Hello", "Half")
         stop()
         assert answer.gone.wait(PATIENCE_S), "the server was not told"
         desk.wait_until_idle()
@@ -69,10 +63,7 @@ def test_4_and_5_an_edited_message_is_a_version_with_its_own_answers(desk: Desk,
 
 
 def test_6_a_stopped_answer_goes_on_from_its_very_tokens(desk: Desk, fake: FakeServer) -> None:
-    desk.type("Hello")
-    answer = fake.answer()
-    answer.say("Half", " an")
-    expect(desk.last().locator(".body")).to_have_text("Half an")
+    answer = begun(desk, fake, "Hello", "Half", " an")
     desk.press("Stop")
     desk.wait_until_idle()
     desk.press("Continue")

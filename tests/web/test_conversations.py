@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import expect
 
-from tests.web.desk import Desk, told
+from tests.web.desk import Desk, begun, told
 from tests.web.fake import FakeServer
 
 NAMES = ".chat-name"
@@ -123,10 +123,7 @@ def test_18_a_file_that_is_none_is_refused(desk: Desk, tmp_path: Path, text: str
 
 def test_19_a_reload_keeps_everything_also_half_an_answer(desk: Desk, fake: FakeServer) -> None:
     told(desk, fake, "Hello", "Whole")
-    desk.type("More")
-    answer = fake.answer()
-    answer.say("Half", " an")
-    expect(desk.last().locator(".body")).to_have_text("Half an")
+    begun(desk, fake, "More", "Half", " an")
     desk.page.reload()
     desk.wait_until_ready()
     expect(desk.answers()).to_have_count(2)
@@ -142,10 +139,7 @@ def test_19_a_reload_keeps_everything_also_half_an_answer(desk: Desk, fake: Fake
 
 
 def test_an_answer_goes_on_in_a_conversation_that_is_not_open(desk: Desk, fake: FakeServer) -> None:
-    desk.type("Slow")
-    answer = fake.answer()
-    answer.say("One")
-    expect(desk.last().locator(".body")).to_have_text("One")
+    answer = begun(desk, fake, "Slow", "One")
     desk.press("New chat")
     told(desk, fake, "Quick", "Done")
     answer.tell(" two")

@@ -7,7 +7,7 @@ import re
 import pytest
 from playwright.sync_api import Browser, BrowserContext, Locator, expect
 
-from tests.web.desk import Desk, told
+from tests.web.desk import Desk, begun, told
 from tests.web.fake import FakeServer
 from tests.web.watch import axe_violations
 
@@ -163,10 +163,7 @@ def test_27_the_order_of_the_focus(desk: Desk, fake: FakeServer) -> None:
 def test_27_sentences_are_read_out_not_tokens(desk: Desk, fake: FakeServer) -> None:
     page = desk.page
     assert page.get_attribute("#messages", "role") == "log" and page.get_attribute("#spoken", "aria-live") == "polite"
-    desk.type("Hello")
-    answer = fake.answer()
-    answer.say("Pi is", " 3.14")
-    expect(desk.last().locator(".body")).to_have_text("Pi is 3.14")
+    answer = begun(desk, fake, "Hello", "Pi is", " 3.14")
     assert page.locator("#spoken p").count() == 0
     answer.say(". Well", " then")
     expect(page.locator("#spoken p")).to_have_text(["Pi is 3.14."])

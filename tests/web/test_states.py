@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from playwright.sync_api import BrowserContext, expect
 
-from tests.web.desk import Desk, told
+from tests.web.desk import Desk, begun, told
 from tests.web.fake import FakeServer, serving
 
 FAILED = "Failed to load resource"
@@ -125,10 +125,7 @@ def test_48_a_server_that_breaks_off_and_comes_back(context: BrowserContext) -> 
 
 
 def test_48_offline_in_mid_stream_and_online_again(desk: Desk, fake: FakeServer) -> None:
-    desk.type("Hello")
-    answer = fake.answer()
-    answer.say("Half")
-    expect(desk.last().locator(".body")).to_have_text("Half")
+    answer = begun(desk, fake, "Hello", "Half")
     desk.page.context.set_offline(True)
     answer.raw(None)
     expect(desk.last()).to_contain_text("This answer broke off: the connection was lost")

@@ -11,7 +11,7 @@ import pytest
 from playwright.sync_api import Browser, BrowserContext, expect
 from playwright.sync_api import Error as PlaywrightError
 
-from tests.web.desk import Desk, told
+from tests.web.desk import Desk, begun, told
 from tests.web.fake import PATIENCE_S, FakeServer
 
 TOAST, NAMES = ".toast.bad", ".chat-name"
@@ -155,10 +155,7 @@ def test_nothing_begins_before_what_ended_is_saved(context: BrowserContext, fake
     """What began then would never have let go of its lock."""
     context.add_init_script(_SLOW_SAVES)
     desk = Desk(context, fake.url)
-    desk.type("Hello")
-    answer = fake.answer()
-    answer.say("Half")
-    expect(desk.last().locator(".body")).to_have_text("Half")
+    answer = begun(desk, fake, "Hello", "Half")
     desk.page.evaluate("window.isSlow = true")
     answer.end()
     expect(desk.last()).to_have_attribute("aria-busy", "false")
@@ -175,10 +172,7 @@ def test_nothing_begins_before_what_ended_is_saved(context: BrowserContext, fake
 
 def test_what_a_tab_left_behind_does_not_undo_what_came_later(context: BrowserContext, fake: FakeServer) -> None:
     desk = Desk(context, fake.url)
-    desk.type("Hello")
-    answer = fake.answer()
-    answer.say("Half")
-    expect(desk.last().locator(".body")).to_have_text("Half")
+    begun(desk, fake, "Hello", "Half")
     desk.page.reload()
     desk.wait_until_ready()
     expect(desk.last().locator(".body")).to_have_text("Half")
@@ -216,10 +210,7 @@ def test_nothing_is_asked_for_before_the_server_is_known(context: BrowserContext
 def test_one_conversation_has_one_answer_under_way(desk: Desk, fake: FakeServer) -> None:
     told(desk, fake, "Hello", "One", " two")
     desk.press("Tokens")
-    desk.type("More")
-    answer = fake.answer()
-    answer.say("Slow")
-    expect(desk.last().locator(".body")).to_have_text("Slow")
+    answer = begun(desk, fake, "More", "Slow")
     desk.page.locator(".tokens .token").first.click()
     expect(desk.page.get_by_role("button", name='Go on with "A"')).to_be_disabled()
     expect(desk.page.locator("#alternatives")).to_contain_text("when the answer has ended")
@@ -266,10 +257,7 @@ def test_try_again_goes_back_to_where_it_failed(desk: Desk, fake: FakeServer) ->
 
 
 def test_a_deleted_conversation_does_not_come_back_with_its_answer(desk: Desk, fake: FakeServer) -> None:
-    desk.type("Hello")
-    answer = fake.answer()
-    answer.say("Half")
-    expect(desk.last().locator(".body")).to_have_text("Half")
+    answer = begun(desk, fake, "Hello", "Half")
     desk.press("Delete Hello")
     assert answer.gone.wait(PATIENCE_S)
     expect(desk.page.locator(NAMES)).to_have_count(0)
@@ -279,10 +267,7 @@ def test_a_deleted_conversation_does_not_come_back_with_its_answer(desk: Desk, f
 
 
 def test_a_name_is_not_taken_before_it_is_written(desk: Desk, fake: FakeServer) -> None:
-    desk.type("Hello")
-    answer = fake.answer()
-    answer.say("Half")
-    expect(desk.last().locator(".body")).to_have_text("Half")
+    answer = begun(desk, fake, "Hello", "Half")
     desk.press("Rename Hello")
     field = desk.page.get_by_label("Name of the conversation")
     field.fill("Ha")
@@ -388,10 +373,7 @@ def test_the_focus_stays_where_it_was_of_use(desk: Desk, fake: FakeServer) -> No
 
 
 def test_escape_ends_a_search_and_not_the_answer(desk: Desk, fake: FakeServer) -> None:
-    desk.type("Hello")
-    answer = fake.answer()
-    answer.say("Slow")
-    expect(desk.last().locator(".body")).to_have_text("Slow")
+    answer = begun(desk, fake, "Hello", "Slow")
     desk.page.fill("#search", "nothing")
     desk.page.keyboard.press("Escape")
     assert desk.page.input_value("#search") == "" and not answer.gone.is_set()
