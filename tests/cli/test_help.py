@@ -11,6 +11,7 @@ from nano_inference.cli import main
 from nano_inference.cli.app import build_app
 from nano_inference.cli.arguments import heading_of, options_of, twin_of, walk_commands
 from nano_inference.cli.help_texts import EXAMPLES, MAIN, SAMPLING, VALUES
+from nano_inference.types import MODELS_OWN
 
 Capture = pytest.CaptureFixture[str]
 COMMANDS = [path for path, _ in walk_commands(build_app())]
@@ -73,6 +74,13 @@ def test_every_option_says_what_it_does() -> None:
             is_told = heading_of(option) == "Sampling" and option.field_info.name in SAMPLING
             assert is_told or option.parameter.help, (path, option.name)
     assert set(SAMPLING) < {field.name for field in fields(SamplingParams)}
+
+
+def test_a_default_that_the_model_may_set_says_so(capsys: Capture) -> None:
+    for command in ("chat", "generate"):
+        words = " ".join(page(capsys, command, "--help=sampling").split())
+        assert "takes the likeliest token (default: the model's, else 1)" in words
+        assert words.count("(default: the model's, else ") == len(MODELS_OWN)
 
 
 def test_what_the_texts_name_exists() -> None:

@@ -29,7 +29,7 @@ from nano_inference.cli.options import (
     ServerFlags,
     SettingsFlags,
 )
-from nano_inference.types import MODELS_OWN, BadRequest
+from nano_inference.types import BadRequest
 
 CachedName = Annotated[str, Parameter(completer=cached_names, help="a model, as for --model")]
 RemovableName = Annotated[str, Parameter(completer=removable_names, help="a model in the caches")]
@@ -62,7 +62,7 @@ def chat(
     from nano_inference.cli.talk import asked_for
 
     wishes = Wishes(system, prompt, nanochat.nanochat, talk.plain)
-    asked = asked_for(sampling, frozenset(MODELS_OWN) if nanochat.nanochat else given)
+    asked = asked_for(sampling, given)
     if talk.server is not None:
         if nanochat.nanochat:
             raise BadRequest("--server and --nanochat exclude each other")

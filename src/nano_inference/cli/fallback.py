@@ -21,8 +21,9 @@ _NANOCHATS = ("source", "model_tag", "step", "device_type")
 
 NANOCHATS_OWN: Mapping[str, str] = MappingProxyType(
     {"temperature": "0.6", "top_k": "50", "max_tokens": "256", "seed": "42"}
+    | {"top_p": "1", "min_p": "0", "repetition_penalty": "1"}
 )
-"""How nanochat's chat draws when nothing is said: the same answer to the same words."""
+"""How nanochat's chat draws when nothing is said: the same answer to the same words, whatever a model's files say."""
 
 
 def name_model(_app: App, _commands: tuple[str, ...], arguments: ArgumentCollection) -> None:

@@ -17,7 +17,7 @@ from nano_inference.cli.arguments import heading_of, key_of, kind_of, options_of
 from nano_inference.cli.config_file import NOT_IN_FILES
 from nano_inference.cli.fallback import DEFAULT
 from nano_inference.cli.help_texts import EXAMPLES, KINDS, LONG, MAIN, SAMPLING, VALUES
-from nano_inference.types import BadRequest
+from nano_inference.types import MODELS_OWN, BadRequest
 
 LEFT = 30
 """Columns of the names."""
@@ -149,7 +149,8 @@ def _default(option: Argument, said: str) -> str:
         return f" (default: {' '.join(map(str, default))})" if default else ""
     if default is True:
         return " (on by default)"
-    return f" (default: {default:g})" if isinstance(default, float) else f" (default: {default})"
+    whose = "the model's, else " if option.field_info.name in MODELS_OWN else ""
+    return f" (default: {whose}{default:g})" if isinstance(default, float) else f" (default: {whose}{default})"
 
 
 def _twins(sections: dict[str, list[Argument]], width: int) -> Lines:

@@ -14,7 +14,6 @@ from typing import Annotated, Any, Literal
 from cyclopts import Group, Parameter
 
 from nano_inference.cli.completing import cached_names
-from nano_inference.cli.fallback import DEFAULT
 from nano_inference.config import EngineConfig, ServerConfig, helped
 from nano_inference.types import BadRequest, SamplingParams
 
@@ -27,9 +26,9 @@ _BOTH_HAVE = ("seed", "logprobs_mode")
 NOT_TYPED_BY_HAND = ("logit_bias", "allowed_token_ids")
 """Sampling fields without a flag."""
 
-_ENGINE_GROUP = Group("Engine", help=f'Without --model, the model named "{DEFAULT}" is taken.', sort_key=3)
-_SAMPLING_GROUP = Group("Sampling", help="Where nobody says, a model's generation_config.json may.", sort_key=2)
-_COMMON_GROUP = Group("Common", sort_key=4)
+_ENGINE_GROUP = Group("Engine")
+_SAMPLING_GROUP = Group("Sampling")
+_COMMON_GROUP = Group("Common")
 
 CONFIG_HELP = "TOML file with options, read before the user's own (~/.config/nano-inference/config.toml)"
 PRINT_HELP = "show every option's value and where it comes from, as such a file, and leave"
@@ -112,10 +111,10 @@ class ChatWishes:
 
 EngineFlags = Annotated[EngineConfig, flags(_ENGINE_GROUP, _BOTH_HAVE)]
 ServedEngineFlags = Annotated[EngineConfig, flags(_ENGINE_GROUP, ("logprobs_mode", "max_tokens_per_batch"))]
-ServerFlags = Annotated[ServerConfig, flags(Group("Server", sort_key=1))]
+ServerFlags = Annotated[ServerConfig, flags(Group("Server"))]
 SamplingFlags = Annotated[SamplingParams, flags(_SAMPLING_GROUP, NOT_TYPED_BY_HAND)]
-ChatFlags = Annotated[ChatWishes, flags(Group("Chat", sort_key=0))]
-NanochatFlags = Annotated[NanochatWishes, flags(Group("nanochat", sort_key=1))]
+ChatFlags = Annotated[ChatWishes, flags(Group("Chat"))]
+NanochatFlags = Annotated[NanochatWishes, flags(Group("nanochat"))]
 CommonFlags = Annotated[Common, flags(_COMMON_GROUP)]
 SettingsFlags = Annotated[Settings, flags(_COMMON_GROUP)]
 GivenFields = Annotated[frozenset[str], Parameter(parse=False)]
