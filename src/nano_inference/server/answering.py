@@ -25,6 +25,8 @@ from nano_inference.server.writing import Written
 
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+Tell = Callable[[Draft, Written], bytes]
+"""What a client is sent of a delta."""
 
 _SMALL_REPLY = 4000
 """Tokens and alternatives of a reply that is put together on the event loop; a larger one is in a thread."""
@@ -81,7 +83,7 @@ async def _whole(
     send: Send,
     drafts: list[Draft],
 ) -> None:
-    async for _ in _written(call, ticket, model, timing, drafts):
+    async for _ in _written(call, ticket, model, timing, drafts, lambda draft, got: b""):
         pass
 
     def compose() -> bytes:
@@ -100,12 +102,15 @@ async def _stream(
     call: Call, reply: Reply, ticket: Ticket, model: ServedModel, timing: Timing, send: Send, drafts: list[Draft]
 ) -> ApiError | None:
     """Send events as they come. What fails on the way is told in an event: the status has long been sent."""
+
+    def tell(draft: Draft, got: Written) -> bytes:
+        return reply.added(draft, got, drafts)
+
     await send({"type": "http.response.start", "status": 200, "headers": _EVENT_HEADERS})
     await _send_some(send, reply.opening(drafts))
     try:
-        async for news in _written(call, ticket, model, timing, drafts):
-            added = b"".join(reply.added(draft, got, drafts) for draft, got in news)
-            await _send_some(send, added if news else _STILL_HERE)
+        async for added in _written(call, ticket, model, timing, drafts, tell):
+            await _send_some(send, added)
         closing = reply.closing(drafts)
     except ClientGone:
         raise
@@ -123,10 +128,11 @@ async def _send_some(send: Send, body: bytes) -> None:
 
 
 async def _written(
-    call: Call, ticket: Ticket, model: ServedModel, timing: Timing, drafts: list[Draft]
-) -> AsyncIterator[list[tuple[Draft, Written]]]:
-    """Yield what comes, as it is written down; nothing at all after each stretch of silence.
+    call: Call, ticket: Ticket, model: ServedModel, timing: Timing, drafts: list[Draft], tell: Tell
+) -> AsyncIterator[bytes]:
+    """Write down what comes, and yield what `tell` makes of it; after each stretch of silence a sign of life.
 
+    Each delta is told before the next is written down: what is told counts nothing that the client has yet to get.
     When the deadline passes, what has begun ends as "length" with what it has; raises `ApiError` when nothing has, and
     for a sample that the engine gave up. One that somebody aborted ends as "abort" with what it has.
     """
@@ -135,26 +141,28 @@ async def _written(
         left = timing.deadline - time.monotonic()
         if left <= 0:
             ticket.end_reason = "length"
-            yield _cut_short(call, drafts)
+            yield _cut_short(call, drafts, tell)
             return
         pieces = await ticket.take(min(silence, left))
-        news: list[tuple[Draft, Written]] = []
+        told: list[bytes] = []
         for prompt_index, delta in pieces:
             draft = drafts[prompt_index * call.num_samples + delta.sample_index]
-            news.append((draft, draft.take(delta, call.shape, model.tokenizer, keep=not call.stream)))
+            got = draft.take(delta, call.shape, model.tokenizer, keep=not call.stream)
             if draft.finish_reason == "abort" and draft.stop_reason is not None:
                 raise _given_up(call, draft)
+            told.append(tell(draft, got))
         if pieces or left > silence:
-            yield news
+            yield b"".join(told) if pieces else _STILL_HERE
 
 
-def _cut_short(call: Call, drafts: Sequence[Draft]) -> list[tuple[Draft, Written]]:
+def _cut_short(call: Call, drafts: Sequence[Draft], tell: Tell) -> bytes:
     """End everything that is open, because the time is up."""
     if not any(draft.token_ids for draft in drafts):
         raise ApiError(
             503, "the request's time was up before its turn came", code="timeout", headers={"x-should-retry": "false"}
         )
-    return [(draft, draft.cut_short(call.shape, "timeout")) for draft in drafts if draft.finish_reason is None]
+    still_open = [draft for draft in drafts if draft.finish_reason is None]
+    return b"".join(tell(draft, draft.cut_short(call.shape, "timeout")) for draft in still_open)
 
 
 def _unexpected(error: Exception) -> ApiError:

@@ -1,0 +1,56 @@
+"""Answering without an engine: what a stream tells when several deltas came at once."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import MutableMapping
+from types import SimpleNamespace
+from typing import Any
+
+from nano_inference.server.answering import Timing, answer
+from nano_inference.server.call import drafts_of
+from nano_inference.server.ticket import Ticket
+from nano_inference.server.workshop import Workshop
+from tests.server.test_replies import A, B, call_of, delta
+from tests.server.test_writing import TOKENIZER, sample_of
+
+
+def streamed(ticket: Ticket) -> list[Any]:
+    """Answer what a ticket has with a stream that tells its usage in every chunk; return the chunks."""
+    call = call_of("chat", n=2, stream=True, include_usage=True, continuous_usage=True, token_ids=True)
+    sent: list[bytes] = []
+
+    async def receive() -> MutableMapping[str, Any]:
+        return await asyncio.Future()
+
+    async def send(message: MutableMapping[str, Any]) -> None:
+        sent.append(message.get("body", b""))
+
+    async def main() -> None:
+        timing = Timing(deadline=time.monotonic() + 3600, silence=0.0)
+        model: Any = SimpleNamespace(tokenizer=TOKENIZER)
+        assert await answer(call, ticket, model, timing, Workshop("none", 1), receive, send, drafts_of(call)) is None
+
+    asyncio.run(main())
+    events = b"".join(sent).decode().split("\n\n")
+    return [json.loads(event.removeprefix("data: ")) for event in events[:-2]]
+
+
+def ids_of(chunk: Any) -> list[int]:
+    """Return the tokens that a chunk brought."""
+    return [token for choice in chunk["choices"] for token in choice.get("token_ids") or ()]
+
+
+def test_usage_counts_nothing_that_has_yet_to_come() -> None:
+    call = call_of(n=2)
+    ticket = Ticket(call.asks)
+    for sample in (0, 1, 0, 1):
+        ticket.put(0, delta((A, B, A), at=sample))
+    for sample in (0, 1):
+        ticket.put(0, delta((B,), sample=sample_of((A, B, A) * 2 + (B,), "length", None), at=sample))
+    told = [(len(ids_of(chunk)), chunk["usage"]["completion_tokens"]) for chunk in streamed(ticket)]
+    counts = [(brought, count) for brought, count in told if brought]
+    assert counts == [(3, 3), (3, 6), (3, 9), (3, 12), (1, 13), (1, 14)]
+    assert told[0] == (0, 0) and told[-1] == (0, 14)
