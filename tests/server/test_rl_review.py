@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -261,31 +262,42 @@ def test_the_query_and_the_body_are_one(server: Running) -> None:
 # ---- directories ----------------------------------------------------------------------------------------------------
 
 
+class Silence(NamedTuple):
+    """A file system that was asked, and answers when it is told to: that it failed."""
+
+    asked: threading.Event
+    answer: threading.Event
+
+
 @pytest.fixture
-def stuck(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """Let the file system be silent while the test runs; the event says that it was asked."""
-    asked, answer = threading.Event(), threading.Event()
+def silence(monkeypatch: pytest.MonkeyPatch) -> Iterator[Silence]:
+    """Let the file system be silent while the test runs."""
+    one = Silence(threading.Event(), threading.Event())
 
     def place_of(*_: object) -> None:
-        asked.set()
-        answer.wait(60)
+        one.asked.set()
+        one.answer.wait(60)
+        raise OSError(errno.ESTALE, "Stale file handle")
 
     monkeypatch.setattr(desk, "place_of", place_of)
-    yield asked
-    answer.set()
+    yield one
+    one.answer.set()
 
 
 def test_a_silent_file_system_holds_nobody_up(
-    server: Running, stuck: threading.Event, monkeypatch: pytest.MonkeyPatch
+    server: Running, silence: Silence, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(desk, "_PLACE_S", 60.0)
     with ThreadPoolExecutor() as pool:
         waiting = pool.submit(server.post, "/update_weights_from_disk", {"model_path": "one"})
-        assert stuck.wait(60)
+        assert silence.asked.wait(60)
         assert server.client.get("/health").status_code == 200
         assert Stream(server, params=SHORT).result().finish_reason == "length"
         assert not waiting.done()
         monkeypatch.setattr(desk, "_PLACE_S", 0.01)
         refused(server.post("/update_weights_from_disk", {"model_path": "one"}), 503, "model_path", "did not answer")
+        silence.answer.set()
+        refused(waiting.result(60), 400, "Stale file handle")
 
 
 # ---- groups ---------------------------------------------------------------------------------------------------------
