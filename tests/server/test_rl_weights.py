@@ -92,7 +92,10 @@ def test_thirty_two_streams_change_at_one_boundary(
 ) -> None:
     prompts = [(i, 2 * i + 1, 7) for i in range(32)]
     before = [Stream(server, prompt).result().completion_tokens for prompt in prompts[:4]]
-    streams = [Stream(server, prompt).begun() for prompt in prompts]
+    with held(server):
+        streams = [Stream(server, prompt) for prompt in prompts]
+        assert all(stream.is_submitted.wait(60) for stream in streams)
+    assert all(stream.begun() for stream in streams)
     if pause is not None:
         ok(server.client.post(f"/pause?mode={pause}"))
     reply = ok(server.post("/update_weights_from_disk", {"model_path": "one", "weight_version": 5}))

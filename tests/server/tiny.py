@@ -72,6 +72,47 @@ def opened(directory: Path, config: ServerConfig, **options: Any) -> Opened:
     return open_model(EngineConfig(model_path=str(directory), **options), config, name=NAME, path=directory)
 
 
+class Brake:
+    """Holds an engine in mid-answer, for a test to command it there: who wins a race says nothing.
+
+    While it is on, the engine makes a few steps after each request that comes, then one step for each command, unless
+    a pause waits for what runs.
+    """
+
+    FREE_STEPS = 20
+
+    def __init__(self, engine: Any, bridge: Any) -> None:
+        self._engine, self._commands = engine, bridge._commands
+        self._add, self._end_turn = engine.add_request, bridge._run_watches
+        self._num_free = 0
+        self._is_off = threading.Event()
+        self._is_off.set()
+        engine.add_request, bridge._run_watches = self.add_request, self.end_turn
+
+    def put_on(self) -> None:
+        """Hold the engine from the next request on."""
+        self._num_free = self.FREE_STEPS
+        self._is_off.clear()
+
+    def take_off(self) -> None:
+        """Let the engine go on."""
+        self._is_off.set()
+
+    def add_request(self, *given: Any, **named: Any) -> Any:
+        """Take a request, and allow it its first tokens."""
+        self._num_free = self.FREE_STEPS
+        return self._add(*given, **named)
+
+    def end_turn(self) -> None:
+        """End a turn, and stay there when there is nothing that lets the next one begin."""
+        self._end_turn()
+        self._num_free -= 1
+        engine = self._engine
+        while self._num_free <= 0 and engine.has_pending() and not engine.is_pausing and self._commands.empty():
+            if self._is_off.wait(0.001):
+                break
+
+
 @dataclass
 class Running:
     """A server on a real socket, in a thread of its own."""
@@ -83,8 +124,10 @@ class Running:
     opened: Opened
     listener: Listener
     client: httpx2.Client = field(init=False)
+    brake: Brake = field(init=False)
 
     def __post_init__(self) -> None:
+        self.brake = Brake(self.opened.engine, self.bridge)
         self.client = httpx2.Client(base_url=self.url, timeout=60)
 
     def post(self, path: str, body: Any, **headers: str) -> httpx2.Response:

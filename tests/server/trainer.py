@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -59,7 +60,7 @@ def weights_of(directory: Path) -> dict[str, torch.Tensor]:
 
 @dataclass
 class Stream:
-    """One request of one sample, read as it comes."""
+    """One request of one sample, read as it comes; a long one goes on when its end is waited for, not before."""
 
     server: Running
     prompt: Sequence[int] = PROMPT
@@ -70,6 +71,8 @@ class Stream:
     is_submitted: threading.Event = field(default_factory=threading.Event)
 
     def __post_init__(self) -> None:
+        if self.params.max_tokens == LONG.max_tokens:
+            self.server.brake.put_on()
         self.reading = asyncio.run_coroutine_threadsafe(self._read(), self.server.loop)
 
     async def _read(self) -> TrainingSample:
@@ -90,7 +93,8 @@ class Stream:
         return self
 
     def result(self) -> TrainingSample:
-        """Wait for the end."""
+        """Let the engine go on, and wait for the end."""
+        self.server.brake.take_off()
         return self.reading.result(60)
 
     @property
@@ -131,10 +135,9 @@ def held(server: Running) -> Iterator[None]:
 
 def until(server: Running, condition: Callable[[], object]) -> None:
     """Let the event loop turn until something holds there."""
-    for _ in range(100_000):
-        if server.on_loop(condition):
-            return
-    raise AssertionError("it never came about")
+    deadline = time.monotonic() + 60
+    while not server.on_loop(condition):
+        assert time.monotonic() < deadline, "it never came about"
 
 
 def ok(response: Any) -> dict[str, Any]:
