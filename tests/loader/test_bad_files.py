@@ -81,9 +81,9 @@ def survive(path: Path, data: bytes, last: int, read: Callable[[Path], Any]) -> 
     try:
         for mutant in mutants(data, last):
             path.write_bytes(mutant)
-            start = time.perf_counter()
+            start = time.thread_time()
             count += refused(path, read)
-            assert time.perf_counter() - start < SECONDS_EACH
+            assert time.thread_time() - start < SECONDS_EACH
         assert tracemalloc.get_traced_memory()[1] < PEAK_BYTES
     finally:
         tracemalloc.stop()

@@ -17,7 +17,7 @@ from tests.server.test_replies import A, B, call_of, delta
 from tests.server.test_writing import TOKENIZER, sample_of
 
 
-def streamed(ticket: Ticket) -> list[Any]:
+def streamed(ticket: Ticket, seconds_left: float = 3600.0) -> list[Any]:
     """Answer what a ticket has with a stream that tells its usage in every chunk; return the chunks."""
     call = call_of("chat", n=2, stream=True, include_usage=True, continuous_usage=True, token_ids=True)
     sent: list[bytes] = []
@@ -29,7 +29,7 @@ def streamed(ticket: Ticket) -> list[Any]:
         sent.append(message.get("body", b""))
 
     async def main() -> None:
-        timing = Timing(deadline=time.monotonic() + 3600, silence=0.0)
+        timing = Timing(deadline=time.monotonic() + seconds_left, silence=0.0)
         model: Any = SimpleNamespace(tokenizer=TOKENIZER)
         assert await answer(call, ticket, model, timing, Workshop("none", 1), receive, send, drafts_of(call)) is None
 
@@ -54,3 +54,14 @@ def test_usage_counts_nothing_that_has_yet_to_come() -> None:
     counts = [(brought, count) for brought, count in told if brought]
     assert counts == [(3, 3), (3, 6), (3, 9), (3, 12), (1, 13), (1, 14)]
     assert told[0] == (0, 0) and told[-1] == (0, 14)
+
+
+def test_what_came_in_time_is_told_when_the_time_is_up() -> None:
+    call = call_of(n=2)
+    ticket = Ticket(call.asks)
+    ticket.put(0, delta((A, B)))
+    ticket.put(0, delta((A,), sample=sample_of((A,), "length", None), at=1))
+    chunks = streamed(ticket, seconds_left=-1.0)
+    assert [ids_of(chunk) for chunk in chunks if ids_of(chunk)] == [[A, B], [A]]
+    ends = [(one["index"], one["stop_reason"]) for chunk in chunks for one in chunk["choices"] if one["finish_reason"]]
+    assert ends == [(1, None), (0, "timeout")] and ticket.end_reason == "length"

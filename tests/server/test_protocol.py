@@ -22,6 +22,7 @@ from starlette.types import Message, Receive, Scope, Send
 from uvicorn.server import ServerState
 
 from nano_inference.config import ServerConfig
+from nano_inference.server import guard
 from nano_inference.server.errors import ApiError
 from nano_inference.server.guard import Guard, guard_policy, read_body
 from nano_inference.server.keys import KeyRing, load_keys
@@ -593,7 +594,8 @@ def test_a_large_body_is_refused_and_its_client_sees_why(server: Running) -> Non
     assert "/smuggled" not in server.app.paths
 
 
-def test_a_client_that_sends_all_before_it_looks_sees_why(server: Running) -> None:
+def test_a_client_that_sends_all_before_it_looks_sees_why(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guard, "LINGER_SECONDS", PATIENCE)
     with wire(server) as client:
         assert client.send(post(b"Content-Length: %d" % (8 << 20)), b"x" * (8 << 20)), "closed on bytes in flight"
         check_error(client.reply(), 413)

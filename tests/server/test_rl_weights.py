@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -443,10 +444,12 @@ def test_a_bad_part_gives_all_of_it_up(server: Running, halves: tuple[str, str],
 
 
 def test_an_update_that_is_left_open_is_given_up(tiny_directory: Path, shelf: Path, halves: tuple[str, str]) -> None:
-    with serving(tiny_directory, shelf, weight_timeout=0.5) as one:
+    with serving(tiny_directory, shelf, weight_timeout=60) as one:
         ok(one.post("/start_weight_update", {}))
         ok(one.post("/update_weights", part_of(halves[0])))
+        one.on_engine(lambda: setattr(one.opened.engine.parts.weights._job, "_deadline", time.monotonic() - 1))
         until(one, lambda: not staging(one))
+        one.on_engine(lambda: None)  # by now the update's end has been told
         refused(one.post("/update_weights", part_of(halves[1])), 400, "no update is open", "did not come within")
         assert ok(one.client.get("/weight_info"))["version"] == 0
         assert Stream(one, params=SHORT).result().token_versions == (0,) * 8

@@ -33,6 +33,7 @@ def obey(orders: Connection, path: Path) -> None:
     """The process: do what is ordered, one after the other; answer when it is done."""
     torch.set_num_threads(1)
     named: Named = torch.load(path)
+    orders.send("up")
     group = None
     while True:
         order, *words = orders.recv()
@@ -86,7 +87,9 @@ def trainer_process(named: Named, folder: Path) -> Iterator[Trainer]:
     process.start()
     theirs.close()
     try:
-        yield Trainer(ours, process)
+        trainer = Trainer(ours, process)
+        trainer.wait()  # it is up: limits that tests set begin now
+        yield trainer
     finally:
         process.kill()
         process.join()

@@ -80,12 +80,12 @@ def test_a_trainer_that_ends_half_way_is_noticed(end: str, untied: Pair, tmp_pat
     names = list(sent)
     with trainer_process(sent, tmp_path) as trainer:
         group = meet(trainer)
-        group._timeout = type(group._timeout)(seconds=2)  # to meet may take long here, to receive may not
         trainer.send(names[:3])
         pairs = group.receive(specs_of(sent, names))
         for _ in range(3):
             next(pairs)
         trainer.wait()
+        group._timeout = type(group._timeout)(seconds=2)  # what has come may take long here, what does not come may not
         if end == "dies":
             trainer.die()
         with pytest.raises(WeightError, match="the broadcast failed, the group is closed"):

@@ -294,6 +294,7 @@ def test_shutdown_waits_for_the_piece_that_is_copied(
         return copy(tensor)
 
     monkeypatch.setattr("nano_inference.weights.staging.torch.aminmax", slow)
+    monkeypatch.setattr("nano_inference.engine._LAST_PIECE_S", 60.0)
     started = threading.Event()
 
     def named() -> Iterator[tuple[str, torch.Tensor]]:

@@ -139,11 +139,7 @@ async def _written(
     silence = timing.silence or float("inf")
     while not ticket.is_done:
         left = timing.deadline - time.monotonic()
-        if left <= 0:
-            ticket.end_reason = "length"
-            yield _cut_short(call, drafts, tell)
-            return
-        pieces = await ticket.take(min(silence, left))
+        pieces = await ticket.take(max(0.0, min(silence, left)))
         told: list[bytes] = []
         for prompt_index, delta in pieces:
             draft = drafts[prompt_index * call.num_samples + delta.sample_index]
@@ -153,6 +149,10 @@ async def _written(
             told.append(tell(draft, got))
         if pieces or left > silence:
             yield b"".join(told) if pieces else _STILL_HERE
+        if left <= 0 and not ticket.is_done:
+            ticket.end_reason = "length"
+            yield _cut_short(call, drafts, tell)
+            return
 
 
 def _cut_short(call: Call, drafts: Sequence[Draft], tell: Tell) -> bytes:

@@ -36,7 +36,7 @@ def _states(desk: Desk) -> dict[str, Do]:
 
     async def loads(request: Request) -> JSON:
         """SGLang's loads, of the one engine there is."""
-        await desk.bridge.call(lambda: None)
+        await (await desk.bridge.watch(lambda: True))  # after the turn, which has what came before this
         stats, limits = desk.bridge.last_stats, desk.opened().model.limits
         running, waiting = (stats.num_running, stats.num_waiting) if stats else (0, 0)
         num_slots = limits.num_blocks * limits.block_size
