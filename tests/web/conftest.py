@@ -7,17 +7,19 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Browser, BrowserContext, sync_playwright
+from playwright.sync_api import Browser, BrowserContext, expect, sync_playwright
 
 from tests.server.tiny import make_tiny, running
 from tests.web.desk import Desk
-from tests.web.fake import FakeServer, serving
+from tests.web.fake import PATIENCE_S, FakeServer, serving
 
 _NAMES = ("chromium", "chromium-browser", "google-chrome")
 _ARGUMENTS = (
     *("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"),
     *("--disable-component-update", "--disable-sync", "--disable-dev-shm-usage"),
 )
+
+expect.set_options(timeout=1000 * PATIENCE_S)
 
 
 @pytest.fixture(scope="module")  # while it is there an event loop runs in this thread, which other tests need
@@ -36,7 +38,7 @@ def browser() -> Iterator[Browser]:
 def context(browser: Browser) -> Iterator[BrowserContext]:
     """A fresh profile: nothing stored, no other test's pages."""
     context = browser.new_context(viewport={"width": 1280, "height": 800})
-    context.set_default_timeout(15000)
+    context.set_default_timeout(1000 * PATIENCE_S)
     yield context
     context.close()
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from playwright.sync_api import BrowserContext, Locator, Page, expect
 
-from tests.web.fake import Answer, FakeServer
+from tests.web.fake import PATIENCE_S, Answer, FakeServer
 from tests.web.watch import Watch
 
 
@@ -48,6 +49,13 @@ class Desk:
     def wait_until_idle(self) -> None:
         """Wait until no answer is under way."""
         expect(self.page.locator("#stop")).to_be_hidden()
+
+    def until(self, expression: str) -> None:
+        """Ask the page again and again until something holds there; its policy lets no script of ours wait in it."""
+        deadline = time.monotonic() + PATIENCE_S
+        while not self.page.evaluate(expression):
+            assert time.monotonic() < deadline, f"it never came about: {expression}"
+            self.page.wait_for_timeout(10)
 
     def set(self, **values: Any) -> None:
         """Fill in the settings and close them."""

@@ -19,7 +19,7 @@ from starlette.routing import Mount, Route
 
 from nano_inference.server.pages import load_page, page_response
 
-PATIENCE_S = 15
+PATIENCE_S = 60
 INFO: dict[str, Any] = {
     "server": "nano-inference test",
     "model": "fake",

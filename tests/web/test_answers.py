@@ -81,10 +81,11 @@ def test_7_and_8_messages_and_code_are_copied(desk: Desk, fake: FakeServer) -> N
     desk.page.context.grant_permissions(["clipboard-read", "clipboard-write"])
     told(desk, fake, "Hello", "Look:\n\n```python\n", "x = 1\n", "```\n")
     desk.press("Copy code")
-    expect(desk.page.locator(".toast").last).to_contain_text("Copied.")
+    expect(desk.page.locator(".toast")).to_contain_text("Copied.")
     assert desk.page.evaluate("navigator.clipboard.readText()") == "x = 1"
+    desk.press("Close", desk.page.locator(".toast"))
     desk.press("Copy", desk.last())
-    expect(desk.page.locator(".toast")).to_have_count(2)
+    expect(desk.page.locator(".toast")).to_contain_text("Copied.")
     assert desk.page.evaluate("navigator.clipboard.readText()") == "Look:\n\n```python\nx = 1\n```\n"
 
 
@@ -215,9 +216,8 @@ def test_13_settings_reach_the_server_and_can_be_reset(desk: Desk, fake: FakeSer
 
 
 def test_14_and_20_figures_and_facts(desk: Desk, fake: FakeServer) -> None:
-    desk.type("Hello")
-    answer = fake.answer()
-    answer.say("One", " two")
+    answer = begun(desk, fake, "Hello", "One")
+    answer.say(" two")
     answer.finish(version="step-7", count=2)
     answer.end(None, prompt=23, cached=16)
     desk.wait_until_idle()

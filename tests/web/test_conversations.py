@@ -47,6 +47,7 @@ def test_16_conversations_are_named_renamed_deleted_and_brought_back(desk: Desk,
     expect(page.locator(NAMES)).to_have_count(2)
     expect(desk.last().locator(".body")).to_have_text("Red")
     desk.press("Delete Fruit")
+    expect(page.locator(NAMES)).to_have_text(["About pears"])
     page.reload()
     desk.wait_until_ready()
     expect(page.locator(NAMES)).to_have_text(["About pears"])
@@ -88,6 +89,7 @@ def test_18_a_conversation_leaves_as_json_or_markdown_and_comes_back(
     assert [one["text"] for one in chat["messages"]] == ["Hello", "First", "Second"]
     assert json.loads(downloaded(desk, "Export all"))["chats"][0]["conversation"]["title"] == "Hello"
     desk.press("Delete Hello")
+    expect(desk.page.locator(NAMES)).to_have_count(0)
     path = tmp_path / "chat.json"
     path.write_text(text)
     desk.page.set_input_files("#file", path)

@@ -18,6 +18,7 @@ from nano_inference.server.metrics import Metrics, not_loaded
 from nano_inference.server.pages import load_page
 from tests.server.test_metrics import RECORD, STEP
 from tests.server.tiny import Running, running
+from tests.web.fake import PATIENCE_S
 from tests.web.watch import Watch, axe_violations
 
 START = 1_800_000_000
@@ -505,7 +506,7 @@ def test_it_is_accessible_and_nothing_jumps(
     width: int, scheme: str, browser: Browser, server: Running, metrics: Metrics
 ) -> None:
     context = browser.new_context(viewport={"width": width, "height": 800}, color_scheme=scheme)  # type: ignore[arg-type]
-    context.set_default_timeout(15000)
+    context.set_default_timeout(1000 * PATIENCE_S)
     board = Board(context, server, told(metrics)).hold()
     places = """() => [...document.querySelectorAll(".tile, figure, #pause, #windows")].map((node) => {
         const { x, y, width, height } = node.getBoundingClientRect(); return [node.id, x, y, width, height]; })"""

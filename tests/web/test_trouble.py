@@ -105,9 +105,7 @@ def test_another_tab_shows_what_this_one_does(context: BrowserContext, fake: Fak
     told(one, fake, "Hello", "Yes")
     two = Desk(context, fake.url)
     expect(two.last().locator(".body")).to_have_text("Yes")
-    one.type("More")
-    answer = fake.answer()
-    answer.say("Half")
+    answer = begun(one, fake, "More", "Half")
     expect(two.answers()).to_have_count(2)
     expect(two.page.locator("#stop")).to_be_visible()
     assert two.page.get_by_text("interrupted").count() == 0
@@ -159,15 +157,84 @@ def test_nothing_begins_before_what_ended_is_saved(context: BrowserContext, fake
     desk.page.evaluate("window.isSlow = true")
     answer.end()
     expect(desk.last()).to_have_attribute("aria-busy", "false")
-    desk.page.wait_for_function("held.length > 0")
+    desk.until("held.length > 0")
     desk.type("Too early")
     expect(desk.page.locator("#draft")).to_have_value("Too early")
     desk.page.evaluate("() => { window.isSlow = false; for (const one of held) one(); }")
     desk.wait_until_idle()
     told(desk, fake, "Again", "Yes")
     expect(desk.last().locator(".body")).to_have_text("Yes")
-    desk.page.wait_for_function("navigator.locks.query().then(({ held, pending }) => !held.length && !pending.length)")
+    desk.until("navigator.locks.query().then(({ held, pending }) => !held.length && !pending.length)")
     desk.watch.assert_clean()
+
+
+def test_who_tries_again_at_once_is_heard(context: BrowserContext, fake: FakeServer) -> None:
+    """An answer that failed is under way until it is saved, so that is when a press of its button comes to nothing."""
+    context.add_init_script(_SLOW_SAVES)
+    desk = Desk(context, fake.url)
+    answer = begun(desk, fake, "Hello", "Half")
+    desk.page.evaluate("window.isSlow = true")
+    answer.raw(None)
+    expect(desk.last()).to_have_attribute("aria-busy", "false")
+    desk.until("held.length > 0")
+    assert desk.page.locator(TOAST).count() == 0
+    desk.page.evaluate("() => { window.isSlow = false; for (const one of held) one(); }")
+    desk.press("Try again", desk.page.locator(TOAST))
+    fake.answer().tell(" and half")
+    expect(desk.last().locator(".body")).to_have_text("Half and half")
+
+
+def test_who_leaves_while_it_is_saved_loses_nothing(context: BrowserContext, fake: FakeServer) -> None:
+    context.add_init_script(
+        """const { put } = IDBObjectStore.prototype;
+        IDBObjectStore.prototype.put = function (...given) {
+          window.isAsked = true;
+          if (!window.isBroken) return put.apply(this, given);
+          queueMicrotask(() => this.transaction.abort());
+          return put.apply(this, given); };
+        for (const name of ["onabort", "onerror"]) {
+          const { set } = Object.getOwnPropertyDescriptor(IDBTransaction.prototype, name);
+          Object.defineProperty(IDBTransaction.prototype, name, {
+            set(then) { set.call(this, (event) => window.isBroken || then(event)); } }); }"""
+    )
+    desk = Desk(context, fake.url)
+    desk.type("Hello")
+    answer = fake.answer()
+    desk.page.evaluate("() => { window.isBroken = true; window.isAsked = false; }")  # as when the page goes before it
+    answer.say("Half")
+    desk.until("isAsked")
+    desk.page.reload()
+    desk.wait_until_ready()
+    expect(desk.last().locator(".body")).to_have_text("Half")
+
+
+def test_settings_hold_for_what_is_sent_at_once(desk: Desk, fake: FakeServer) -> None:
+    desk.press("Settings")
+    desk.page.fill("#seed", "5")
+    desk.page.fill("#system", "Rhyme.")
+    desk.page.evaluate(
+        """() => {  // the dialog tells of its closing a frame later, which may be late
+          document.addEventListener("close", (event) => event.stopPropagation(), true);
+          document.querySelector("#settings button[value=save]").click();
+          document.getElementById("draft").value = "Hello";
+          document.getElementById("send").click(); }"""
+    )
+    body = fake.answer().body
+    assert body["seed"] == 5 and body["messages"][0] == {"role": "system", "content": "Rhyme."}
+
+
+def test_an_answers_end_leaves_the_list_of_conversations_alone(desk: Desk, fake: FakeServer) -> None:
+    told(desk, fake, "Other", "Yes")
+    desk.press("New chat")
+    told(desk, fake, "Hello", "Yes")
+    answer = begun(desk, fake, "More", "Half")
+    desk.page.evaluate("() => { window.rows = [...document.querySelectorAll('#chats li')]; }")
+    other = desk.page.locator(NAMES, has_text="Other")
+    other.focus()
+    answer.tell(" and half")
+    desk.wait_until_idle()
+    expect(other).to_be_focused()
+    assert desk.page.evaluate("rows.every((row, i) => row === document.querySelectorAll('#chats li')[i])")
 
 
 def test_what_a_tab_left_behind_does_not_undo_what_came_later(context: BrowserContext, fake: FakeServer) -> None:
@@ -342,7 +409,7 @@ def test_searching_hides_nothing_on_a_desktop(desk: Desk, fake: FakeServer) -> N
     told(desk, fake, "Hello", "Yes")
     desk.page.keyboard.press("Control+k")
     desk.page.fill("#search", "hello")
-    desk.page.locator(NAMES).click(timeout=5000)
+    desk.page.locator(NAMES).click()
     expect(desk.page.locator("#veil")).to_be_hidden()
 
 

@@ -190,10 +190,11 @@ export class Chat {
     this.running.set(id, work);
     this.view.busy(true);
     this.tabs.begin(id);
+    let failure = null;
     try {
       await run(work);
     } catch (error) {
-      this.#ended(work, error);
+      failure = this.#ended(work, error);
     } finally {
       for (const answer of work.answers) answer.finish ??= "interrupted";
       if (!work.isGone) await this.saver.save(work.conversation, work.answers);
@@ -202,6 +203,7 @@ export class Chat {
       if (this.current === work.conversation) this.#changed();
       else this.view.list();
     }
+    if (failure) this.view.failed(...failure); // only now: who tries again at once must not find it busy
   }
 
   async #write(work, answers, wishes) {
@@ -228,7 +230,7 @@ export class Chat {
     if (this.current === conversation) this.view.message(message);
   }
 
-  /** Note on the answers that are not whole why they ended. */
+  /** Note on the answers that are not whole why they ended; return what the user is to be told, or null. */
   #ended({ conversation, answers, control }, error) {
     const isStopped = control.signal.aborted;
     const open = answers.filter((one) => one.finish === null);
@@ -236,7 +238,7 @@ export class Chat {
       answer.finish = isStopped ? "stopped" : "error";
       answer.error = isStopped ? null : error.message;
     }
-    if (!isStopped && (open.length || !answers.length)) this.view.failed(error, open[0] ?? null, conversation);
+    return !isStopped && (open.length || !answers.length) ? [error, open[0] ?? null, conversation] : null;
   }
 
   /** Stop the answers under way; what they have stays. */

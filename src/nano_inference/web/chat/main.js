@@ -261,7 +261,7 @@ class ChatPage {
     on("model", "click", () => this.#showFacts());
     on("settings-open", "click", () => this.#openSettings());
     on("reset", "click", () => this.#resetSettings());
-    on("settings", "close", () => this.#closeSettings());
+    on("settings", "submit", (event) => this.#takeSettings(event.submitter));
     on("export", "click", () => { byId("export-choice").returnValue = ""; byId("export-choice").showModal(); });
     on("export-choice", "close", () => this.#export(byId("export-choice").returnValue));
     on("export-all", "click", () => this.#exportAll());
@@ -325,12 +325,12 @@ class ChatPage {
 
   #openSettings() {
     showSettings(this.settings, this.chat.info, this.chat.current);
-    byId("settings").returnValue = "";
     byId("settings").showModal();
   }
 
-  #closeSettings() {
-    if (byId("settings").returnValue !== "save") return; // Escape takes nothing over
+  /** Take settings over as soon as they are sent off: the dialog tells of its closing only a frame later. */
+  #takeSettings(button) {
+    if (button?.value !== "save") return;
     this.chat.setSystem(readSettings(this.settings));
     this.meter.update(byId("draft").value);
   }

@@ -20,8 +20,9 @@ export class Saver {
 
   /** Save now. What cannot be kept is told of, and stays on the page. */
   async save(conversation, messages = []) {
-    for (const one of messages) this.waiting.delete(one.id);
+    const waiting = messages.map((one) => [one.id, this.waiting.get(one.id)]);
     await this.#write([conversation], messages);
+    this.#saved(waiting);
   }
 
   /** Save a message that has grown a little later, with others that grow meanwhile. */
@@ -38,12 +39,17 @@ export class Saver {
   async #flush() {
     clearTimeout(this.timer);
     this.timer = null;
-    const waiting = [...this.waiting.values()];
-    this.waiting.clear();
+    const waiting = [...this.waiting];
     if (!waiting.length) return;
-    const began = performance.now();
-    await this.#write([...new Set(waiting.map((one) => one.conversation))], waiting.map((one) => one.message));
+    const [began, all] = [performance.now(), waiting.map(([, one]) => one)];
+    await this.#write([...new Set(all.map((one) => one.conversation))], all.map((one) => one.message));
+    this.#saved(waiting);
     this.pause = Math.max(SOON_MS, SAVE_SHARE * (performance.now() - began));
+  }
+
+  /** What was written waits no longer, unless it has grown since; until then a page that goes takes it along. */
+  #saved(waiting) {
+    for (const [id, one] of waiting) if (this.waiting.get(id) === one) this.waiting.delete(id);
   }
 
   async #write(conversations, messages) {

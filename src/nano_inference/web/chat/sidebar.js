@@ -11,6 +11,7 @@ export class Sidebar {
     this.actions = actions;
     this.timer = null;
     this.texts = new Map();
+    this.rows = new Map();
     byId("search").addEventListener("input", () => this.#searchSoon());
     byId("search").addEventListener("keydown", (event) => this.#onKey(event));
   }
@@ -36,7 +37,7 @@ export class Sidebar {
     const all = this.chat.conversations;
     const found = wanted ? await this.#found(wanted, all) : all;
     if (wanted !== byId("search").value.trim().toLowerCase()) return;
-    byId("chats").replaceChildren(...found.map((one) => this.#row(one)));
+    arrange(byId("chats"), found.map((one) => this.#rowOf(one)));
     byId("no-chats").hidden = found.length > 0;
     byId("no-chats").textContent = wanted ? "Nothing found." : "No conversations yet.";
   }
@@ -53,8 +54,18 @@ export class Sidebar {
     return this.texts.get(key);
   }
 
-  #row(conversation) {
+  /** Return a conversation's row; the one that is there as long as it is right: who is about to press it can. */
+  #rowOf(conversation) {
     const isOpen = conversation === this.chat.current;
+    const { id, title } = conversation;
+    const there = this.rows.get(id);
+    if (there?.conversation === conversation && there.title === title && there.isOpen === isOpen) return there.row;
+    const row = this.#row(conversation, isOpen);
+    this.rows.set(id, { conversation, title, isOpen, row });
+    return row;
+  }
+
+  #row(conversation, isOpen) {
     const open = el("button", {
       type: "button", class: "chat-name", "aria-current": isOpen ? "true" : null,
       on: { click: () => this.actions.open(conversation) },
@@ -85,7 +96,17 @@ export class Sidebar {
       if (event.key === "Escape") { event.stopPropagation(); end(null); }
     });
     field.addEventListener("blur", () => end(field.value.trim()));
+    this.rows.delete(conversation.id);
     row.replaceChildren(field);
     field.select();
   }
+}
+
+/** Have a list contain these rows, in this order; those that are in their places are not touched. */
+function arrange(list, rows) {
+  const wanted = new Set(rows);
+  for (const row of [...list.children]) if (!wanted.has(row)) row.remove();
+  rows.forEach((row, index) => {
+    if (list.children[index] !== row) list.insertBefore(row, list.children[index] ?? null);
+  });
 }
