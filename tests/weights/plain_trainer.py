@@ -16,6 +16,9 @@ from torch.distributed import distributed_c10d as c10d
 
 Named = dict[str, torch.Tensor]
 PATIENCE = timedelta(seconds=60)
+PROCESSES = multiprocessing.get_context("forkserver")
+"""Begins trainers as forks of a process that has imported what takes long, and done nothing else."""
+PROCESSES.set_forkserver_preload(["torch.distributed", "transformers", "nano_inference"])
 
 
 def join(port: int, name: str, world_size: int) -> Any:
@@ -83,7 +86,7 @@ def trainer_process(named: Named, folder: Path) -> Iterator[Trainer]:
     path = folder / "trainers.pt"
     torch.save(named, path)
     ours, theirs = multiprocessing.Pipe()
-    process = multiprocessing.get_context("spawn").Process(target=obey, args=(theirs, path), daemon=True)
+    process = PROCESSES.Process(target=obey, args=(theirs, path), daemon=True)
     process.start()
     theirs.close()
     try:

@@ -14,6 +14,7 @@ import torch
 from nano_inference import SamplingParams, WeightError, WeightGroup, weights_checksum
 from nano_inference.weights.group import TensorSpec, plan_buckets
 from tests.weights.pairs import OpenEngine, Pair
+from tests.weights.plain_trainer import PROCESSES
 
 Named = dict[str, torch.Tensor]
 Trainer = Callable[[WeightGroup, Named], None]
@@ -36,9 +37,7 @@ def trainer_process(trainer: Trainer, named: Named, path: Path, timeout: float =
     """Run a trainer beside this process; give the port at which it waits."""
     port = free_port()
     torch.save(named, path / "sent.pt")
-    process = multiprocessing.get_context("spawn").Process(
-        target=train, args=(trainer, port, path / "sent.pt", timeout), daemon=True
-    )
+    process = PROCESSES.Process(target=train, args=(trainer, port, path / "sent.pt", timeout), daemon=True)
     process.start()
     try:
         yield port
