@@ -9,7 +9,7 @@ demo: .venv/ready
 	$(BIN)/python examples/demo.py
 
 test: .venv/ready-dev lint browser
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
 # The pages are tested in Debian's Chromium; without it those tests are skipped, which pytest says at its end.
 browser:

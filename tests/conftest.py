@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import HealthCheck, settings
 
 from nano_inference.catalog import default_cache, resolve
@@ -22,5 +23,8 @@ settings.register_profile(
     "steady", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow], database=None
 )
 settings.load_profile("steady")
+
+# Tiny models gain nothing from more, and two processes of tests would wait for each other's threads.
+torch.set_num_threads(1)
 
 pytest_plugins = ["tests.weights.pairs"]

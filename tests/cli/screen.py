@@ -7,6 +7,7 @@ import signal
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 
 import pexpect
 import pyte
@@ -54,6 +55,12 @@ class Terminal:
     def send(self, text: str) -> None:
         """Type."""
         self.child.send(text)
+
+    def interrupt(self) -> None:
+        """Press Ctrl-C once the command waits for keys: readline forgets one that comes just before it does."""
+        while _state_of(self.child.pid) != "S":
+            os.sched_yield()
+        self.send("\x03")
 
     def wait(self, text: str, count: int = 1) -> None:
         """Wait until a text stands on the screen or above it that many times."""
@@ -106,6 +113,11 @@ class Terminal:
             self.stream.feed(data)
         self.child.close()
         return -1 if self.child.exitstatus is None else int(self.child.exitstatus)
+
+
+def _state_of(process: int) -> str:
+    """Return what a process's main thread does: "S" sleeps, "R" runs (proc_pid_stat(5))."""
+    return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
 
 
 def shown_on(screen: Emulator) -> str:

@@ -43,10 +43,10 @@ def test_ctrl_c_stops_an_answer_and_twice_at_the_prompt_quits(tiny: Path) -> Non
         screen.wait("[stopped]")
         screen.ask("/show")
         screen.wait("conversation: 2 messages")
-        screen.send("\x03")
+        screen.interrupt()
         screen.wait("press Ctrl-C again")
         screen.prompt()
-        screen.send("\x03")
+        screen.interrupt()
         assert screen.leave() == 130 and "Traceback" not in screen.text()
 
 

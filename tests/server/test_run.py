@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import threading
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import pytest
 
 from nano_inference.config import ServerConfig
@@ -27,6 +29,35 @@ def test_a_port_belongs_to_one_server() -> None:
 def test_answers_are_sent_at_once() -> None:
     with bind(CONFIG) as listening:
         assert listening.proto == 6, "asyncio sets TCP_NODELAY only where the protocol is named"
+
+
+def test_the_port_is_open_before_the_model_is_there(tiny_directory: Path) -> None:
+    may_load = threading.Event()
+
+    def slowly() -> Opened:
+        assert may_load.wait(60)
+        return opened(tiny_directory, CONFIG)
+
+    async def look(url: str, ready: asyncio.Event) -> list[tuple[int, str]]:
+        async with httpx2.AsyncClient(base_url=url, timeout=60) as client:
+            before = await client.get("/health")
+            may_load.set()
+            await ready.wait()
+            after = await client.get("/health")
+        return [(reply.status_code, reply.json()["status"]) for reply in (before, after)]
+
+    async def main() -> None:
+        listens, ready = asyncio.Event(), asyncio.Event()
+        with bind(CONFIG) as listening:
+            hooks: Any = {"on_listening": listens.set, "on_ready": lambda _: ready.set()}
+            serving = asyncio.create_task(serve(CONFIG, listening, slowly, max_running=4, **hooks))
+            await listens.wait()
+            url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+            assert await look(url, ready) == [(503, "loading"), (200, "ok")]
+            signal.raise_signal(signal.SIGTERM)
+            assert await serving == 0
+
+    asyncio.run(main())
 
 
 @pytest.mark.parametrize("when", ["at once", "later"])

@@ -93,6 +93,7 @@ def test_25_a_phone_and_its_keyboard(browser: Browser, fake: FakeServer) -> None
     desk.wait_until_idle()
     assert page.evaluate("document.documentElement.scrollWidth") == 360, "nothing sticks out"
     page.set_viewport_size({"width": 360, "height": 320})  # the keyboard has come up
+    desk.until("innerHeight === 320")
     for selector in ("#draft", "#send", "#settings-open"):
         assert inside(page.locator(selector), 360, 320), selector
     assert page.evaluate("getComputedStyle(document.getElementById('draft')).fontSize") == "16px", "iOS zooms below it"
@@ -172,8 +173,10 @@ def test_27_sentences_are_read_out_not_tokens(desk: Desk, fake: FakeServer) -> N
 
 
 def test_27_whoever_wants_less_motion_gets_none(context: BrowserContext, fake: FakeServer) -> None:
-    page = Desk(context, fake.url).page
+    desk = Desk(context, fake.url)
+    page = desk.page
     page.set_viewport_size({"width": 360, "height": 640})
+    desk.until("innerWidth === 360")
     moving = "getComputedStyle(document.getElementById('sidebar')).transitionDuration"
     assert page.evaluate(moving) == "0.15s"
     page.emulate_media(reduced_motion="reduce")
