@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import time
 from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -157,6 +159,25 @@ def test_a_stuck_step_is_noticed_and_told(capfd: pytest.CaptureFixture[str]) -> 
 
     with_bridge(work, engine, step_timeout=0.2)
     assert "tests/server/test_bridge.py" in capfd.readouterr().err, "the stacks are not dumped"
+
+
+def test_a_process_that_was_frozen_in_a_step_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    hours = [0]
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + hours[0] * 3600)
+    monkeypatch.setattr("nano_inference.server.bridge.time", clock)
+    monkeypatch.setattr("nano_inference.server.bridge._WATCH_S", 0.01)
+    engine = Stuck()
+
+    async def work(bridge: Bridge) -> None:
+        with bridge.submit([ask()]) as ticket:
+            assert await asyncio.to_thread(engine.is_stuck.wait, 60)
+            hours[0] = 1
+            await asyncio.sleep(0.1)  # looks of the watchdog
+            assert bridge.state == "ready"
+            engine.go_on.set()
+            assert tokens_of(await to_end(ticket)) == reference((5, 9, 30), LONG, 0)[0]
+
+    with_bridge(work, engine, step_timeout=60)
 
 
 def test_an_idle_engine_is_not_stuck() -> None:

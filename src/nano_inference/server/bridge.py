@@ -291,14 +291,19 @@ class Bridge:
             self._observer.engine_died()
 
     async def _watch(self) -> None:
-        """Notice an engine that has stopped stepping, and say where it stands."""
+        """Notice an engine that has stopped stepping, and say where it stands.
+
+        Looks are counted, not the clock: in a process that was frozen (`docker pause`) neither could go on.
+        """
+        since, waited = None, 0.0
         while self.state not in ("stopped", "dead"):
-            await asyncio.sleep(min(_WATCH_S, self._step_timeout / 2))
-            since = self._busy_since
-            is_gone = self._thread is not None and not self._thread.is_alive()
-            if is_gone:
+            pause = min(_WATCH_S, self._step_timeout / 2)
+            await asyncio.sleep(pause)
+            is_same = since is not None and since == self._busy_since
+            since, waited = self._busy_since, waited + pause if is_same else 0.0
+            if self._thread is not None and not self._thread.is_alive():
                 self._die(RuntimeError("the engine's thread has ended"))
-            elif since is not None and time.monotonic() - since > self._step_timeout:
+            elif waited >= self._step_timeout:
                 faulthandler.dump_traceback(file=sys.__stderr__ or sys.stderr, all_threads=True)
                 self._die(TimeoutError(f"a step has not ended after {self._step_timeout:g} seconds"))
 
