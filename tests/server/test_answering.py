@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections.abc import MutableMapping
 from types import SimpleNamespace
@@ -15,6 +14,7 @@ from nano_inference.server.ticket import Ticket
 from nano_inference.server.workshop import Workshop
 from tests.server.test_replies import A, B, call_of, delta
 from tests.server.test_writing import TOKENIZER, sample_of
+from tests.server.tiny import events_in
 
 
 def streamed(ticket: Ticket, seconds_left: float = 3600.0) -> list[Any]:
@@ -31,11 +31,10 @@ def streamed(ticket: Ticket, seconds_left: float = 3600.0) -> list[Any]:
     async def main() -> None:
         timing = Timing(deadline=time.monotonic() + seconds_left, silence=0.0)
         model: Any = SimpleNamespace(tokenizer=TOKENIZER)
-        assert await answer(call, ticket, model, timing, Workshop("none", 1), receive, send, drafts_of(call)) is None
+        await answer(call, ticket, model, timing, Workshop("none", 1), receive, send, drafts_of(call))
 
     asyncio.run(main())
-    events = b"".join(sent).decode().split("\n\n")
-    return [json.loads(event.removeprefix("data: ")) for event in events[:-2]]
+    return [one for one in events_in(b"".join(sent).decode()) if one != "[DONE]"]
 
 
 def ids_of(chunk: Any) -> list[int]:
@@ -65,3 +64,13 @@ def test_what_came_in_time_is_told_when_the_time_is_up() -> None:
     assert [ids_of(chunk) for chunk in chunks if ids_of(chunk)] == [[A, B], [A]]
     ends = [(one["index"], one["stop_reason"]) for chunk in chunks for one in chunk["choices"] if one["finish_reason"]]
     assert ends == [(1, None), (0, "timeout")] and ticket.end_reason == "length"
+
+
+def test_what_came_before_a_sample_was_given_up_is_told() -> None:
+    call = call_of(n=2)
+    ticket = Ticket(call.asks)
+    ticket.put(0, delta((A, B)))
+    ticket.put(0, delta((), sample=sample_of((A, B), "abort", "out of memory: 1 of 2 blocks")))
+    *chunks, last = streamed(ticket)
+    assert [ids_of(chunk) for chunk in chunks if ids_of(chunk)] == [[A, B]]
+    assert last["error"]["code"] == "out_of_memory"

@@ -145,6 +145,7 @@ async def _written(
             draft = drafts[prompt_index * call.num_samples + delta.sample_index]
             got = draft.take(delta, call.shape, model.tokenizer, keep=not call.stream)
             if draft.finish_reason == "abort" and draft.stop_reason is not None:
+                yield b"".join(told)
                 raise _given_up(call, draft)
             told.append(tell(draft, got))
         if pieces or left > silence:
