@@ -28,3 +28,12 @@ settings.load_profile("steady")
 torch.set_num_threads(1)
 
 pytest_plugins = ["tests.weights.pairs"]
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say loudly that the pages were not tested: a few more skipped tests are nothing that anybody would see."""
+    skipped = terminalreporter.stats.get("skipped", [])
+    count = sum("NO BROWSER" in str(report.longrepr) for report in skipped)
+    if count:
+        terminalreporter.section("THE WEB PAGES WERE NOT TESTED", red=True)
+        terminalreporter.line(f"{count} tests need Chromium, which is not on this machine: `make browser`")
