@@ -2,15 +2,16 @@
 # otherwise pip takes a build with several gigabytes of CUDA libraries.
 PYTHON ?= python3
 BIN := .venv/bin
+# Two processes; files go out in their order, because the longest have few tests and would otherwise come last.
+PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 .PHONY: demo test browser test-clients lint fast bench docs clean
 
 demo: .venv/ready
 	$(BIN)/python examples/demo.py
 
-# Two processes; files go out in their order, because the longest have few tests and would otherwise come last.
 test: .venv/ready-dev lint browser
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+	$(PYTEST)
 
 # The pages are tested in Debian's Chromium; without it those tests are skipped, which pytest says at its end.
 browser:
@@ -31,7 +32,7 @@ lint: .venv/ready-dev
 
 # The tests without the default model and without a download.
 fast: .venv/ready-dev
-	$(BIN)/python -m pytest -m "not model"
+	$(PYTEST) -m "not model"
 
 bench: .venv/ready-dev
 	$(BIN)/python benchmarks/compare.py
@@ -65,7 +66,7 @@ docs: .venv/ready
 	touch $@
 
 .venv-clients/ready: .venv-clients/torch pyproject.toml
-	.venv-clients/bin/python -m pip install --quiet -e '.[grammar]' 'pytest>=8.3,<10' 'openai>=3,<4' \
+	.venv-clients/bin/python -m pip install --quiet -e '.[grammar]' 'pytest>=8.3,<10' 'hypothesis>=6.100,<7' 'openai>=3,<4' \
 		'transformers>=5,<6' 'accelerate>=1,<2' \
 		langchain-core==1.7.2 langchain-openai==1.7.3 llm==0.36 'lm-eval[api]==0.4.13' guidellm==0.8.1 \
 		anthropic==2.12.0 'pydantic-ai-slim[openai,anthropic]==2.68.0' openai-agents==0.24.0 smolagents==1.26.0 \

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -58,7 +59,9 @@ class Terminal:
 
     def interrupt(self) -> None:
         """Press Ctrl-C once the command waits for keys: readline forgets one that comes just before it does."""
-        while _state_of(self.child.pid) != "S":
+        deadline = time.monotonic() + PATIENCE_S
+        while (state := _state_of(self.child.pid)) != "S":
+            assert state != "Z" and time.monotonic() < deadline, f"it does not wait for keys\n{self.text()}"
             os.sched_yield()
         self.send("\x03")
 
@@ -116,7 +119,7 @@ class Terminal:
 
 
 def _state_of(process: int) -> str:
-    """Return what a process's main thread does: "S" sleeps, "R" runs (proc_pid_stat(5))."""
+    """Return what a process's main thread does: "S" sleeps, "R" runs, "Z" has ended (proc_pid_stat(5))."""
     return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
 
 

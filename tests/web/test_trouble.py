@@ -215,7 +215,7 @@ def test_settings_hold_for_what_is_sent_at_once(desk: Desk, fake: FakeServer) ->
     desk.page.evaluate(
         """() => {  // the dialog tells of its closing a frame later, which may be late
           document.addEventListener("close", (event) => event.stopPropagation(), true);
-          document.querySelector("#settings button[value=save]").click();
+          document.querySelector("#settings button.primary").click();
           document.getElementById("draft").value = "Hello";
           document.getElementById("send").click(); }"""
     )

@@ -261,7 +261,7 @@ class ChatPage {
     on("model", "click", () => this.#showFacts());
     on("settings-open", "click", () => this.#openSettings());
     on("reset", "click", () => this.#resetSettings());
-    on("settings", "submit", (event) => this.#takeSettings(event.submitter));
+    on("settings", "submit", () => this.#takeSettings());
     on("export", "click", () => { byId("export-choice").returnValue = ""; byId("export-choice").showModal(); });
     on("export-choice", "close", () => this.#export(byId("export-choice").returnValue));
     on("export-all", "click", () => this.#exportAll());
@@ -329,8 +329,7 @@ class ChatPage {
   }
 
   /** Take settings over as soon as they are sent off: the dialog tells of its closing only a frame later. */
-  #takeSettings(button) {
-    if (button?.value !== "save") return;
+  #takeSettings() {
     this.chat.setSystem(readSettings(this.settings));
     this.meter.update(byId("draft").value);
   }
