@@ -164,6 +164,7 @@ def work(name: str, run: int, indices: range, directory: str, pipe: Connection) 
 
 def outcomes(name: str, run: int, indices: range) -> Iterator[Outcome]:
     """Yield every mutant's outcome; a process that dies or hangs is started again, mutant by mutant, to find it."""
+    os.environ["PYTHONSAFEPATH"] = "1"  # a spawned Python would look for modules in the current directory first
     context = multiprocessing.get_context("spawn")
     while indices:
         with tempfile.TemporaryDirectory() as directory:

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
+from nano_inference.files import exists, path_of
 from nano_inference.hub import TIMEOUT_S, Progress, bytes_in, sha256_of
 from nano_inference.hub import download as download_from_hub
 from nano_inference.types import ModelError
@@ -94,7 +95,7 @@ def default_cache(environ: Mapping[str, str], *, platform: str = sys.platform) -
     """Return the directory of our cache: `NANO_INFERENCE_CACHE`, else the place that the platform has for caches."""
     named = environ.get("NANO_INFERENCE_CACHE")
     if named:
-        return Path(named).expanduser()
+        return path_of(named, "NANO_INFERENCE_CACHE")
     home = Path(environ.get("HOME") or environ.get("USERPROFILE") or Path.home())
     if platform == "win32":
         base = Path(environ["LOCALAPPDATA"]) if environ.get("LOCALAPPDATA") else home / "AppData" / "Local"
@@ -111,27 +112,43 @@ def default_cache(environ: Mapping[str, str], *, platform: str = sys.platform) -
 def resolve(name: str, cache: Path, *, progress: Progress | None = None) -> Path:
     """Return the path of a model, fetching it when it is not here: a directory with safetensors or a .gguf file.
 
-    `name` is a local path, the name or an alias of the default model, or a hub id with an optional `@revision` and
-    `:file.gguf`. Raises `ModelError`, one line that says what was tried.
+    `name` is the name or an alias of a known model, a local path, or a hub id with an optional `@revision` and
+    `:file.gguf`. Known names come first, and a directory needs a separator (`./name`): what happens to lie in the
+    current directory is not opened in place of a known model. `org/name` is a path if that exists, else a hub id.
+    Raises `ModelError`, one line that says what was tried, and `BadRequest` for a path too long.
     """
-    local = Path(name).expanduser()
-    if local.exists():
-        return _checked_local(local)
     builtin = find_builtin(name)
     if builtin is not None:
         return builtin.directory
     wheel = find_wheel(name)
     if wheel is not None:
         return fetch_wheel(wheel, cache, progress=progress)
+    local = path_of(name, "model")
+    is_there = exists(local)
+    if is_there and names_path(name):
+        return _checked_local(local)
     hub = parse_hub_id(name)
     if hub is None or _looks_local(name):
-        raise ModelError(f"{name}: no such file or directory, and not the name of a model (try {DEFAULT_MODEL})")
+        hint = f"./{name} is a path" if is_there else f"try {DEFAULT_MODEL}"
+        missing = "" if is_there else "no such file or directory, and "
+        raise ModelError(f"{name}: {missing}not the name of a model ({hint})")
     return _from_hub(hub, name, progress)
+
+
+def names_path(name: str) -> bool:
+    """Whether a model's name can be a path: it has a separator, or is a file's (`x.gguf`, `model_000123.pt`).
+
+    Known names must be looked up first.
+    """
+    separators = {os.sep, os.altsep or os.sep}
+    is_file = name.lower().endswith(".gguf") or _NANOCHAT_FILE.fullmatch(name) is not None
+    return is_file or name in (".", "..") or name[:1] == "~" or any(one in name for one in separators)
 
 
 def pull(name: str, cache: Path, progress: Progress | None = None) -> Path:
     """Fetch a model into the caches and return its path. A local path is a `ModelError`: it is here already."""
-    if find_wheel(name) is None and find_builtin(name) is None and Path(name).expanduser().exists():
+    is_known = find_wheel(name) is not None or find_builtin(name) is not None
+    if not is_known and names_path(name) and exists(path_of(name, "model")):
         raise ModelError(f"{name}: is a local path; only named models and hub ids can be pulled")
     return resolve(name, cache, progress=progress)
 
@@ -192,7 +209,7 @@ def find_builtin(name: str) -> BuiltinModel | None:
 def nanochat_home(environ: Mapping[str, str]) -> Path:
     """Return nanochat's base directory: `NANOCHAT_BASE_DIR`, else ~/.cache/nanochat."""
     named = environ.get("NANOCHAT_BASE_DIR")
-    return Path(named).expanduser() if named else Path.home() / ".cache" / "nanochat"
+    return path_of(named, "NANOCHAT_BASE_DIR") if named else Path.home() / ".cache" / "nanochat"
 
 
 def find_wheel(name: str) -> WheelModel | None:
@@ -213,7 +230,7 @@ def parse_hub_id(name: str) -> HubName | None:
 def _checked_local(path: Path) -> Path:
     if path.is_dir():
         return path
-    if path.suffix.lower() == ".gguf" or _NANOCHAT_FILE.fullmatch(path.name):
+    if path.is_file() and (path.suffix.lower() == ".gguf" or _NANOCHAT_FILE.fullmatch(path.name)):
         return path
     raise ModelError(f"{path}: a model is a directory, a .gguf file or nanochat's model_*.pt")
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from nano_inference.files import open_buffered
 from nano_inference.types import ModelError
 
 Progress = Callable[[int, int | None], None]
@@ -96,7 +97,7 @@ def verify(snapshot: Path, names: Mapping[str, int | None]) -> None:
         if known is None:
             continue
         blob = (snapshot / name).resolve()
-        with blob.open("rb") as file:
+        with open_buffered(blob) as file:
             found = hashlib.file_digest(file, "sha256").hexdigest()
         if found != known:
             discard(snapshot, names)

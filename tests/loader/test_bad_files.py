@@ -19,7 +19,7 @@ from tiny_models import gguf_bytes, make_model, save
 from nano_inference.loader.checkpoint import Checkpoint, open_checkpoint
 from nano_inference.loader.gguf_file import read_gguf
 from nano_inference.loader.safetensors_file import read_header
-from nano_inference.types import ModelError
+from nano_inference.types import BadRequest, ModelError
 
 MUTANTS = 2500
 PEAK_BYTES = 16 * 2**20
@@ -286,8 +286,10 @@ def test_strings_longer_than_a_chunk_are_read_whole(tmp_path: Path) -> None:
 
 
 def test_a_path_that_is_no_model_is_refused(tmp_path: Path) -> None:
-    for path in (tmp_path / "absent", tmp_path / ("x" * 5000), "a\0b"):
-        with pytest.raises(ModelError, match="no such file or directory"):
+    with pytest.raises(ModelError, match="no such file or directory"):
+        open_checkpoint(tmp_path / "absent")
+    for path, why in ((tmp_path / ("x" * 5000), "limit 4095"), ("a\0b", "zero byte")):
+        with pytest.raises(BadRequest, match=f"^model: a path .*{why}"):
             open_checkpoint(path)
     with pytest.raises(ModelError, match="the directory is empty"):
         open_checkpoint(tmp_path)

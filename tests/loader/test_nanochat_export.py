@@ -191,14 +191,23 @@ def test_token_bytes_count_each_tokens_bytes(tmp_path: Path) -> None:
     assert not sizes[-9:].any()
 
 
+def rounded_to_bfloat16(_module: object, _inputs: object, tables: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    """Round Transformers' cos and sin as G0 did."""
+    return tuple(table.bfloat16().float() for table in tables)
+
+
+@pytest.mark.parametrize("rope_dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("num_kv_heads", [4, 2, 1])
-def test_transformers_computes_the_same_logits(tmp_path: Path, num_kv_heads: int) -> None:
+def test_transformers_computes_the_same_logits(tmp_path: Path, num_kv_heads: int, rope_dtype: str) -> None:
+    """G0's own tables are bfloat16; Transformers rounds them only where it computes in bfloat16."""
     source = write(tmp_path / "a", "G0", n_kv_head=num_kv_heads)
-    checkpoint = open_checkpoint(source)
+    checkpoint = open_checkpoint(source, () if rope_dtype == "bfloat16" else ("rope_dtype=float32",))
     out = export_hf(checkpoint, source, tmp_path / "b")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(out, attn_implementation="eager")
     assert type(theirs).__name__ == "NanoChatForCausalLM" and theirs.dtype == torch.float32
     ids = some_ids(checkpoint.config.vocab_size)
+    if rope_dtype == "bfloat16":
+        theirs.model.rotary_emb.register_forward_hook(rounded_to_bfloat16)
     with torch.inference_mode():
         wanted = theirs(torch.tensor([ids])).logits[0]
     ours = logits_of(checkpoint, ids)
@@ -436,10 +445,35 @@ def test_constants_that_a_form_cannot_say_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"cannot be exported so: logits_softcap 20\.0 would be read as 15\.0"):
         export_nanochat(open_checkpoint(source, ("softcap=20",)), source, tmp_path / "b")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a"]
-    other = open_checkpoint(source, ("softcap=20", "rope_base=500"))
+    with pytest.raises(ModelError, match="cannot be exported so: ropes"):
+        export_nanochat(open_checkpoint(source, ("rope_dtype=float32",)), source, tmp_path / "c")
+    with pytest.raises(ModelError, match="Transformers has no has_full_decode"):
+        export_hf(open_checkpoint(source, ("decode_window=full",)), source, tmp_path / "c")
+    other = open_checkpoint(source, ("softcap=20", "rope_base=500", "rope_dtype=float32"))
     for export in (export_hf, export_safetensors):
         again = open_checkpoint(export(other, source, tmp_path / export.__name__)).config
         assert again.logits_softcap == 20.0 and again.ropes[0].theta == 500.0
+        assert again.ropes[0].table_dtype == "float32"
+
+
+def test_rounded_tables_and_full_decode_survive_safetensors(tmp_path: Path) -> None:
+    source = write(tmp_path / "a", "G2")
+    checkpoint = open_checkpoint(source, ("decode_window=full",))
+    again = open_checkpoint(export_safetensors(checkpoint, source, tmp_path / "b"))
+    assert again.config == checkpoint.config and again.inferred is not None
+    assert (again.inferred.constants.rope_dtype, again.inferred.constants.decode_window) == ("bfloat16", "full")
+    assert again.inferred.notes == ("rope_dtype=bfloat16 (config.json)", "decode_window=full (config.json)")
+
+
+@pytest.mark.parametrize("value", ["float16", 1, ["bfloat16"]])
+def test_a_port_with_an_unknown_precision_of_tables_is_refused(tmp_path: Path, value: object) -> None:
+    source = write(tmp_path / "a", "G0")
+    out = export_hf(open_checkpoint(source), source, tmp_path / "b")
+    config = json.loads((out / "config.json").read_text())
+    assert config["nanochat_rope_dtype"] == "bfloat16"
+    (out / "config.json").write_text(json.dumps(config | {"nanochat_rope_dtype": value}))
+    with pytest.raises(ModelError, match="nanochat_rope_dtype must be"):
+        open_checkpoint(out)
 
 
 def test_a_model_of_another_family_is_refused(tmp_path: Path) -> None:

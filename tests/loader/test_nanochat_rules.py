@@ -72,10 +72,16 @@ TABLE = {
 """rope base, scale of q and k, soft cap, scale of the value gates."""
 
 
+ROPE_DTYPES = dict.fromkeys(("G0", "G1", "G2", "G2e"), "bfloat16") | dict.fromkeys(("G2s", "G3", "G4"), "float32")
+"""Upstream rounded cos and sin until its commit 1076f97 of 2026-03-04."""
+
+
 @pytest.mark.parametrize("generation", GENERATIONS)
 def test_a_generation_is_recognised_with_its_constants(generation: str) -> None:
     found = of(generation)
     constants = found.constants
+    assert constants.rope_dtype == ROPE_DTYPES[generation]
+    assert constants.decode_window == "short"
     assert constants.generation == generation
     assert (constants.rope_base, constants.qk_scale, constants.softcap, constants.gate_scale) == TABLE[generation]
     assert constants.norm_eps == pytest.approx(2**-23, rel=1e-7)
@@ -103,6 +109,8 @@ def test_every_constant_comes_with_its_reason(generation: str) -> None:
     assert all(reasons.values())
     assert SIGNS[generation] in reasons["generation"]
     assert generation in reasons["softcap"]
+    assert generation in reasons["rope_dtype"] and "2026-03-04" in reasons["rope_dtype"]
+    assert "2026-01-16" in reasons["decode_window"] or generation == "G0"
     assert reasons["sequence_len"] == "model_config"
     assert reasons["window_pattern"] == ("G0 has none" if generation == "G0" else "model_config")
 
@@ -313,6 +321,8 @@ def test_a_length_that_is_missing_or_no_number() -> None:
         ("window_pattern", "", ""),
         ("short_window", "77", 77),
         ("norm_eps", "1e-6", 1e-6),
+        ("rope_dtype", "bfloat16", "bfloat16"),
+        ("decode_window", "full", "full"),
     ],
 )
 def test_each_constant_can_be_set(name: str, text: str, value: object) -> None:
@@ -321,7 +331,7 @@ def test_each_constant_can_be_set(name: str, text: str, value: object) -> None:
     assert found.reasons[name] == "set by hand"
     changed = {key for key, old in asdict(plain.constants).items() if getattr(found.constants, key) != old}
     assert changed == ({name, "short_window"} if name == "sequence_len" else {name})
-    follows = {"short_window"} if text == "" else set()
+    follows = {"short_window", "decode_window"} if text == "" else set()
     assert {key for key, why in found.reasons.items() if why != plain.reasons[key]} == {name} | follows
 
 
@@ -332,13 +342,16 @@ def test_a_generation_set_by_hand_brings_its_constants(generation: str) -> None:
         constants = found.constants
         assert constants.generation == generation
         assert (constants.rope_base, constants.qk_scale, constants.softcap, constants.gate_scale) == TABLE[generation]
+        assert constants.rope_dtype == ROPE_DTYPES[generation]
         assert constants.short_window == {"G3": 768, "G4": 512}.get(generation, 1024)
         assert found.reasons["generation"] == "set by hand"
 
 
 def test_all_constants_are_there_to_be_set_and_later_ones_win() -> None:
     names = ("generation", "sequence_len", "rope_base", "qk_scale", "softcap", "gate_scale", "window_pattern")
-    assert {*names, "short_window", "norm_eps"} == {field.name for field in fields(Constants)}
+    assert {*names, "short_window", "norm_eps", "rope_dtype", "decode_window"} == {
+        field.name for field in fields(Constants)
+    }
     assert of("G4", "softcap=20", "softcap=30").constants.softcap == 30
     both = of("G4", "generation=G3", "qk_scale=1.4").constants
     assert (both.rope_base, both.gate_scale, both.qk_scale) == (100_000, 3, 1.4)
@@ -361,6 +374,8 @@ BAD_VALUES = (
       for value in ("", "0", "-1", "2.5", "1e3", "two", "9999999999", "٣", "²")),
     *(f"generation={value}" for value in ("", "g4", "G5", "4", "G2S")),
     *(f"window_pattern={value}" for value in ("X", "SSXL", "S L", "S,L")),
+    *(f"rope_dtype={value}" for value in ("", "float16", "bf16", "BFLOAT16", " float32")),
+    *(f"decode_window={value}" for value in ("", "long", "FULL", "1")),
 )  # fmt: skip
 
 
@@ -382,3 +397,11 @@ def test_a_pattern_set_by_hand_is_neither_warned_of_nor_said_to_be_unused() -> N
     by_hand = inferred(shapes, config, "window_pattern=sssl")
     assert by_hand.constants.window_pattern == "SSSL" and not by_hand.warnings
     assert "no layer" not in by_hand.reasons["short_window"]
+
+
+@pytest.mark.parametrize("generation", GENERATIONS)
+def test_notes_name_rounded_tables_and_what_was_set_by_hand(generation: str) -> None:
+    rounded = f"rope_dtype=bfloat16 ({generation}'s, rounded by upstream until 2026-03-04)"
+    assert of(generation).notes == ((rounded,) if ROPE_DTYPES[generation] == "bfloat16" else ())
+    by_hand = of(generation, "rope_dtype=float32", "decode_window=full")
+    assert by_hand.notes == ("rope_dtype=float32 (set by hand)", "decode_window=full (set by hand)")

@@ -154,7 +154,7 @@ def with_tokenizer(directory: Path, change: Callable[[dict[str, Any]], None]) ->
     return TokenizerSource(str(directory))
 
 
-@pytest.mark.parametrize("pattern", ["(a+)+$", "(a|aa)+$", "(a|a?)+$", "(.*a){25}$", "([a-z]+)*!$"])
+@pytest.mark.parametrize("pattern", ["(a|aa)+$", "(a|a?)+$", ".*.*.*.*=!$"])
 def test_a_pattern_that_backtracks_without_end_is_a_refusal(pattern: str, tmp_path: Path) -> None:
     """The library gives up after ten million steps, with a panic; or it finds an answer before."""
 

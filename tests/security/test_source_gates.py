@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 from collections.abc import Iterator
+from itertools import zip_longest
 from pathlib import Path
 from typing import Literal
 
@@ -17,8 +19,16 @@ HOME = Path(nano_inference.__file__).parent
 PICKLE_NAMES = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal", "joblib", "_codecs"}
 SENDERS = {"recv_pyobj", "send_pyobj", "read_pickle", "to_pickle"}
 RUNNERS = {"eval", "exec", "compile", "__import__", "execfile"}
-SHELLS = {"system", "popen", "spawnl", "spawnv", "spawnvp", "execv", "execve", "execvp", "posix_spawn", "fork"}
+SHELLS = {
+    *("system", "popen", "fork", "forkpty", "posix_spawn", "posix_spawnp", "startfile"),
+    *(f"{how}{which}" for how in ("spawn", "exec") for which in ("l", "le", "lp", "lpe", "v", "ve", "vp", "vpe")),
+}
 SERVERS = {"socketserver", "http", "xmlrpc", "zmq", "multiprocessing", "asyncio", "uvicorn", "starlette"}
+
+STARTERS = {"subprocess", "pty", "cffi", "multiprocessing", "pexpect", "sh", "plumbum"}
+"""Modules that start processes."""
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPTS = sorted(path for folder in ("benchmarks", "examples", "scripts") for path in (ROOT / folder).rglob("*.py"))
 
 Finding = tuple[str, str]
 """A file and what it does."""
@@ -106,6 +116,23 @@ def run_uses(trees: dict[str, ast.Module]) -> set[Finding]:
     return found
 
 
+def open_pythons(tree: ast.AST) -> list[str]:
+    """Commands by which this Python looks for modules in the current directory first: no -I, no -P, no script.
+
+    A script by its path puts its own directory first. A command handed over whole, behind the program, is not seen.
+    """
+    found = []
+    for node in ast.walk(tree):
+        parts = node.args if isinstance(node, ast.Call) else getattr(node, "elts", [])
+        for part, following in zip_longest(parts, parts[1:]):
+            if ast.unparse(part) not in ("sys.executable", "str(sys.executable)"):
+                continue
+            is_named = following is not None and {"HERE", "__file__"} & set(re.findall(r"\w+", ast.unparse(following)))
+            if not is_named and not (isinstance(following, ast.Constant) and following.value in ("-I", "-P")):
+                found.append(ast.unparse(node))
+    return found
+
+
 def unsafe_loads(trees: dict[str, ast.Module]) -> set[Finding]:
     """Calls that read arrays or tensors without the word that keeps code out."""
     found = set()
@@ -141,29 +168,41 @@ def test_nothing_is_unpickled(trees: dict[str, ast.Module]) -> None:
     assert pickle_uses(trees) <= WRITES
 
 
-def test_nothing_is_evaluated_and_two_programs_are_run(trees: dict[str, ast.Module]) -> None:
-    found = {use for use in run_uses(trees) if not use[0].startswith("server/")}
-    assert found == {("wheels.py", "subprocess.Popen"), ("kernels/compile.py", "subprocess.run")}
-    assert importers(trees, {"subprocess", "pty", "cffi"}) == {"wheels.py", "kernels/compile.py"}
+def test_nothing_is_evaluated_and_one_room_starts_programs(trees: dict[str, ast.Module]) -> None:
+    assert run_uses(trees) == {("children.py", "subprocess.Popen"), ("children.py", "subprocess.run")}
+    assert importers(trees, STARTERS) == {"children.py"}
     assert importers(trees, {"ctypes"}) == {"kernels/library.py", "kernels/native.py"}
+    callers = {path for path, tree in trees.items() if "nano_inference.children" in set(imports(tree))}
+    assert callers == {"wheels.py", "kernels/compile.py", "text/template_process.py"}
 
 
-def test_the_compiler_is_run_without_a_shell_and_within_a_time(trees: dict[str, ast.Module]) -> None:
-    (node,) = (node for before, _, node in calls(trees["kernels/compile.py"]) if before == "subprocess")
-    words = {word.arg for word in node.keywords}
-    assert "timeout" in words and "shell" not in words and "executable" not in words and None not in words
+def test_programs_are_run_without_a_shell_in_a_named_directory(trees: dict[str, ast.Module]) -> None:
+    nodes = [(name, node) for before, name, node in calls(trees["children.py"]) if before == "subprocess"]
+    assert sorted(name for name, _ in nodes) == ["Popen", "Popen", "run"]
+    for name, node in nodes:
+        words = {word.arg: ast.unparse(word.value) for word in node.keywords}
+        assert words["cwd"] == "cwd" and words["env"].startswith("environment(") and "stdin" in words
+        assert not {"shell", "executable", "preexec_fn", None} & words.keys()
+        assert name != "run" or "timeout" in words
 
 
-def test_the_server_runs_no_program_and_evaluates_nothing(trees: dict[str, ast.Module]) -> None:
-    assert not {use for use in run_uses(trees) if use[0].startswith("server/")}
-
-
-def test_the_other_program_is_pip_and_without_a_shell(trees: dict[str, ast.Module]) -> None:
-    (node,) = (node for before, _, node in calls(trees["wheels.py"]) if before == "subprocess")
-    words = {word.arg for word in node.keywords}
-    assert "shell" not in words and "executable" not in words and None not in words
+def test_pip_only_downloads(trees: dict[str, ast.Module]) -> None:
     texts = {n.value for n in ast.walk(trees["wheels.py"]) if isinstance(n, ast.Constant) and isinstance(n.value, str)}
     assert "download" in texts and any("run_module('pip'" in text for text in texts)
+
+
+def test_the_template_worker_is_a_python_without_site_packages(trees: dict[str, ast.Module]) -> None:
+    (node,) = (node for before, name, node in calls(trees["text/template_process.py"]) if name == "start_worker")
+    assert "-S" in {n.value for n in ast.walk(node.args[0]) if isinstance(n, ast.Constant)}
+    assert "PYTHON" in {n.id for n in ast.walk(node.args[0]) if isinstance(n, ast.Name)}
+
+
+def test_scripts_start_python_without_the_current_directory() -> None:
+    """Benchmarks, examples and scripts are no part of the package; they name the option themselves."""
+    texts = {path: path.read_text() for path in SCRIPTS}
+    found = {str(path): problem for path, text in texts.items() if (problem := open_pythons(ast.parse(text)))}
+    assert not found
+    assert all("PYTHONSAFEPATH" in text for text in texts.values() if "import multiprocessing" in text)
 
 
 def test_tensors_are_loaded_as_tensors_only(trees: dict[str, ast.Module]) -> None:
@@ -174,6 +213,7 @@ def test_tensors_are_loaded_as_tensors_only(trees: dict[str, ast.Module]) -> Non
 
 def test_only_the_server_listens(trees: dict[str, ast.Module]) -> None:
     calling = {"weights/member.py", "cli/wire.py"}  # ask whether a trainer is there; talk with a server
+    calling |= {"async_engine.py", "engine_thread.py"}  # asyncio without a socket
     for path in calling:
         assert not {name for _, name, _ in calls(trees[path])} & {"bind", "listen", "create_server"}
     allowed = {path for path in server_uses(trees) if path.startswith("server/") or path == "cli/serve.py"}
@@ -226,6 +266,10 @@ def test_the_gates_see_what_they_look_for() -> None:
     )
     assert {"eval", "exec", "os.system", "compile"} == {what for path, what in run_uses(trees) if path == "c.py"}
     assert {"subprocess.Popen", "__import__"} == {what for path, what in run_uses(trees) if path == "d.py"}
+    assert not open_pythons(ast.parse("run([sys.executable, '-I', 'x.py'])\nrun(sys.executable, '-P', *more)"))
+    assert (
+        len(open_pythons(ast.parse("[sys.executable, *more]\nrun(sys.executable)\n(sys.executable, '-m', 'x')"))) == 3
+    )
     words = ("torch.load", "numpy.load", "trust_remote_code", "yaml.load")
     assert unsafe_loads(trees) == {("e.py", what) for what in words} | {("j.py", "torch.load")}
     assert server_uses(trees) == {"f.py", "g.py", "h.py"}

@@ -70,7 +70,13 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 
 def template_of(source: str, tokenizer: Tokenizer) -> ChatTemplate:
-    return chat_template(source, where="m.gguf", named=tokenizer.named)
+    """Return one template for each source, so that its worker process starts once."""
+    return made_template(source, tuple(tokenizer.named.items()))
+
+
+@cache
+def made_template(source: str, named: tuple[tuple[str, str], ...]) -> ChatTemplate:
+    return chat_template(source, where="m.gguf", named=dict(named))
 
 
 def id_of(tokenizer: Tokenizer, text: str) -> int:

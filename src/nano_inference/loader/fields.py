@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nano_inference.files import read_file
 from nano_inference.types import ModelError
 
 MAX_INT = 2**31 - 1
@@ -122,14 +123,7 @@ def shown(value: object) -> str:
 
 def read_json(path: Path) -> Fields:
     """Return the JSON object in a file of at most 64 MiB; `ModelError` when it is none or cannot be read."""
-    try:
-        size = path.stat().st_size
-        if size > _MAX_JSON_BYTES:
-            raise ModelError(f"{path}: {size} bytes are too many for a JSON file (limit {_MAX_JSON_BYTES})")
-        data = path.read_bytes()
-    except OSError as error:
-        raise ModelError(f"{path}: cannot be read: {error.strerror}") from error
-    return Fields(str(path), parse_json(str(path), data))
+    return Fields(str(path), parse_json(str(path), read_file(path, _MAX_JSON_BYTES, "a JSON file")))
 
 
 def parse_json(origin: str, data: bytes) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from nano_inference.files import open_buffered
 from nano_inference.loader.fields import Fields, shown
 from nano_inference.loader.gguf_file import GgufFile, GgufTensor
 from nano_inference.loader.hf_config import MAX_LAYERS, stretched
@@ -260,7 +261,7 @@ def _with_factors(file: GgufFile, rope: RopeConfig) -> RopeConfig:
 def _floats(file: GgufFile, tensor: GgufTensor) -> tuple[float, ...]:
     """Return the values of a small F32 tensor."""
     try:
-        with file.path.open("rb") as data:
+        with open_buffered(file.path) as data:
             data.seek(tensor.offset)
             raw = data.read(tensor.num_bytes)
     except OSError as error:

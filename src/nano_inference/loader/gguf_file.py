@@ -19,6 +19,7 @@ from typing import Any, BinaryIO
 
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
+from nano_inference.files import open_regular
 from nano_inference.loader.fields import shown
 from nano_inference.types import ModelError
 
@@ -159,7 +160,7 @@ def read_gguf(path: str | Path) -> GgufFile:
     """Read everything but the tensors' bytes; `ModelError` naming the file when anything in it is not so."""
     path = Path(path)
     try:
-        with path.open("rb", buffering=0) as file:
+        with open_regular(path) as file:
             return _read(_Cursor(path, file))
     except OSError as error:
         raise ModelError(f"{path}: cannot be read: {error.strerror}") from error

@@ -11,15 +11,24 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from nano_inference.files import is_present
 from nano_inference.loader.fields import Fields, read_json
 from nano_inference.loader.nanochat_rules import Constants, Shapes
-from nano_inference.models.config import LayerConfig, ModelConfig, NanochatTerms, RopeConfig
+from nano_inference.models.config import (
+    ROPE_DTYPES,
+    LayerConfig,
+    ModelConfig,
+    NanochatTerms,
+    RopeConfig,
+)
 from nano_inference.types import ModelError
 
 HF_TYPE = "nanochat"
 """`model_type` of Transformers' port, which has G0 only."""
 OWN_TYPE = "nanochat_"
 """How `model_type` begins in directories of ours that hold any generation: nanochat_g4."""
+HF_ROPE_DTYPE = "nanochat_rope_dtype"
+"""Field of the port's config.json that `models export` writes for rounded rotary tables; Transformers ignores it."""
 MAX_LAYERS = 10_000
 _SIZES = ("sequence_len", "vocab_size", "n_layer", "n_head", "n_kv_head", "n_embd", "window_pattern")
 
@@ -39,7 +48,9 @@ def nanochat_config(origin: str, shapes: Shapes, config: Fields, constants: Cons
     _check_tables(origin, shapes, vocab_size, hidden)
     _check_rows(origin, shapes, "transformer.h.0.attn.c_k.weight", num_kv_heads * head_dim, "n_kv_head and n_embd")
     try:
-        rope = RopeConfig(theta=constants.rope_base, rotary_dim=head_dim, reverse=True)
+        rope = RopeConfig(
+            theta=constants.rope_base, rotary_dim=head_dim, reverse=True, table_dtype=constants.rope_dtype
+        )
         return ModelConfig(
             architecture=f"nanochat {constants.generation}",
             family="nanochat",
@@ -116,6 +127,7 @@ def _terms(shapes: Shapes, constants: Constants) -> NanochatTerms:
         smear_columns=smear[-1] if smear else 0,
         has_backout="backout_lambda" in shapes,
         bigram_rows=bigrams[0] if bigrams else 0,
+        has_full_decode=constants.decode_window == "full",
     )
 
 
@@ -159,13 +171,15 @@ def constants_of(config: ModelConfig) -> Constants:
         window_pattern=str(model_config_of(config).get("window_pattern", "")),
         short_window=windows[0] - 1 if windows else 0,
         norm_eps=config.norm_eps,
+        rope_dtype=config.ropes[0].table_dtype,
+        decode_window="full" if terms.has_full_decode else "short",
     )
 
 
 def is_exported(directory: Path) -> bool:
     """Whether a directory holds a nanochat model in another format: Transformers' port, or safetensors of ours."""
     path = directory / "config.json"
-    if not path.is_file():
+    if not is_present(path):
         return False
     kind = read_json(path).get("model_type")
     return isinstance(kind, str) and (kind == HF_TYPE or kind.startswith(OWN_TYPE))
@@ -201,7 +215,7 @@ def hf_nanochat_config(config: Fields, generation: Fields | None = None) -> Mode
             num_kv_heads=config.integer("num_key_value_heads", num_heads),
             head_dim=head_dim,
             layers=(LayerConfig(),) * num_layers,
-            ropes=(RopeConfig(theta=_hf_theta(config), rotary_dim=head_dim, reverse=True),),
+            ropes=(_hf_rope(config, head_dim),),
             max_positions=config.integer("max_position_embeddings", 2048),
             norm_eps=config.number("rms_norm_eps", 1e-6, high=1.0),
             logits_softcap=config.number("final_logit_softcapping", 15.0),
@@ -224,10 +238,17 @@ def _ids(fields: Fields) -> list[int]:
     return [] if value is None else ids
 
 
-def _hf_theta(config: Fields) -> float:
-    """Return the rotary base, from `rope_parameters` or the older `rope_theta`; other scalings are refused."""
+def _hf_rope(config: Fields, head_dim: int) -> RopeConfig:
+    """Return the rotary embedding, from `rope_parameters` or the older `rope_theta`; other scalings are refused.
+
+    The tables are float32, as the port computes them, unless the field that our export writes says otherwise.
+    """
     parameters = config.within("rope_parameters")
     kind = parameters.text("rope_type", "default")
     if kind != "default" or config.get("rope_scaling"):
         raise ModelError(f"{config.origin}: rope type {kind!r} is not supported for nanochat")
-    return parameters.number("rope_theta", config.number("rope_theta", 10000.0))
+    table_dtype = config.text(HF_ROPE_DTYPE, "float32")
+    if table_dtype not in ROPE_DTYPES:
+        raise config.bad(HF_ROPE_DTYPE, f"one of {', '.join(ROPE_DTYPES)}")
+    theta = parameters.number("rope_theta", config.number("rope_theta", 10000.0))
+    return RopeConfig(theta=theta, rotary_dim=head_dim, reverse=True, table_dtype=table_dtype)

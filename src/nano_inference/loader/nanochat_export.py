@@ -21,11 +21,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nano_inference.files import exists, path_of
 from nano_inference.loader.door import HARMLESS_SUFFIX, TensorSource, WeightSource
 from nano_inference.loader.fields import read_json
 from nano_inference.loader.nanochat import open_hf_nanochat, open_nanochat, open_own
-from nano_inference.loader.nanochat_config import HF_TYPE, model_config_of, own_config
+from nano_inference.loader.nanochat_config import HF_ROPE_DTYPE, HF_TYPE, model_config_of, own_config
 from nano_inference.loader.nanochat_files import TOKENIZER_FILES, find_files
+from nano_inference.loader.nanochat_rules import GENERATIONS
 from nano_inference.loader.opened import Checkpoint
 from nano_inference.loader.pieces import DTYPES, PIECE_BYTES, FileRange
 from nano_inference.loader.safetensors_file import SINGLE_NAME
@@ -88,10 +90,13 @@ def export_nanochat(checkpoint: Checkpoint, tokenizer_dir: Path | None, out_dir:
     """Write a flat directory of nanochat's own files: step 0's model and meta, tokenizer.pkl and token_bytes.pt.
 
     The whole model passes through memory. Raises `ModelError` as `export_hf` does, also when the file would be read
-    with other constants than the checkpoint has, since it carries none. Of those, the norm's epsilon may change:
-    nanochat has always float32's, the port a default of its own.
+    with other constants than the checkpoint has, since it carries none. Of those, the norm's epsilon and, from
+    Transformers' form, the rounding of rotary tables may change: the port has defaults of its own.
     """
     config = _own_form(checkpoint)
+    if _terms(checkpoint).has_hf_names:
+        rounded = GENERATIONS[_terms(checkpoint).generation].rope_dtype
+        config = replace(config, ropes=tuple(replace(rope, table_dtype=rounded) for rope in config.ropes))
     with _appearing(out_dir) as hidden:
         torch.save(
             {name: _tensor(name, source) for name, source in _own_names(checkpoint).items()}, hidden / "model_000000.pt"
@@ -109,7 +114,7 @@ def export_nanochat(checkpoint: Checkpoint, tokenizer_dir: Path | None, out_dir:
 @contextmanager
 def _appearing(target: Path) -> Iterator[Path]:
     """Give a hidden directory that takes the name `target` at the end, or vanishes on an error."""
-    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+    if exists(path_of(target, "directory")) and not (target.is_dir() and not any(target.iterdir())):
         raise ModelError(f"{target}: is there already and not an empty directory")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -210,6 +215,7 @@ def _hf_config(config: ModelConfig, sources: Mapping[str, WeightSource]) -> dict
         "hidden_act": "relu2",
         "rms_norm_eps": config.norm_eps,
         "rope_parameters": {"rope_type": "default", "rope_theta": config.ropes[0].theta},
+        HF_ROPE_DTYPE: config.ropes[0].table_dtype,
         "final_logit_softcapping": config.logits_softcap,
         "attention_bias": False,
         "attention_dropout": 0.0,

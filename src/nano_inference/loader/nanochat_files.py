@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
+from nano_inference.files import is_present
 from nano_inference.loader.fields import read_json, shown
 from nano_inference.types import ModelError
 
@@ -103,7 +104,7 @@ def _files(source: str | None, weights: Path) -> NanochatFiles:
     directory = weights.parent
     digits = weights.name.removeprefix("model_").removesuffix(".pt")
     meta = directory / f"meta_{digits}.json"
-    if not _is_file(meta):
+    if not is_present(meta):
         raise ModelError(f"{weights}: the file {meta.name} that belongs to it is missing")
     return NanochatFiles(
         weights=weights,
@@ -245,7 +246,7 @@ def _steps(directory: Path) -> dict[int, Path]:
     found: dict[int, Path] = {}
     for path in _entries(directory):
         match = _MODEL.fullmatch(path.name)
-        if match and _is_file(path):
+        if match and not path.is_dir() and is_present(path):
             found.setdefault(int(match[1]), path)
     return found
 

@@ -9,16 +9,20 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from nano_inference.loader.fields import Fields, shown
+from nano_inference.models.config import ROPE_DTYPES, RopeDtype
 from nano_inference.types import BadRequest, ModelError
 
 Shapes = Mapping[str, tuple[int, ...]]
 """Name of a weight -> its shape."""
+DecodeWindow = Literal["short", "full"]
+DECODE_WINDOWS: tuple[DecodeWindow, ...] = ("short", "full")
 
 FLOAT32_EPS = 1.1920929e-07
 """What torch's rms_norm adds when nobody says: float32's epsilon, whatever the input's precision."""
@@ -26,6 +30,11 @@ _MANY_TOKENS = 41_943_040
 """`eval_tokens` of base runs from 2026-03-04 on."""
 _SHOWN = 5
 _SMEAR_SHAPE = (1, 24)
+_BY_HAND = "set by hand"
+_ROPE_REASONS: Mapping[RopeDtype, str] = MappingProxyType(
+    {"bfloat16": "rounded by upstream until 2026-03-04", "float32": "the computation's since 2026-03-04"}
+)
+_WITH_WINDOWS = "as trained; upstream's fallback of 2026-01-16 to 30 had full"
 _SOFTCAP_WARNING = (
     "soft cap 15 is assumed; runs of 2026-03-02 to 09 had 20 (override softcap=20). Greedy output is the same"
 )
@@ -50,19 +59,23 @@ class Rules(NamedTuple):
     """A short window is this part of the sequence length …"""
     rounds: bool
     """… rounded up to a multiple of 128, or else down to a whole number."""
+    rope_dtype: RopeDtype
+    """Precision of the cos and sin tables; float32 is that of the computation."""
     signs: str
     """How to recognise it."""
 
 
 GENERATIONS: Mapping[str, Rules] = MappingProxyType(
     {
-        "G0": Rules(10_000.0, 1.0, 15.0, 2.0, 2, False, "no resid_lambdas"),
-        "G1": Rules(10_000.0, 1.0, 15.0, 2.0, 2, False, "resid_lambdas, no value embeddings"),
-        "G2": Rules(10_000.0, 1.0, 15.0, 2.0, 2, False, "value gates of 32 columns"),
-        "G2e": Rules(10_000.0, 1.0, 15.0, 2.0, 2, False, "bigram_embed"),
-        "G2s": Rules(10_000.0, 1.0, 20.0, 2.0, 2, False, "value gates of 32 columns, trained 2026-03-02 to 09"),
-        "G3": Rules(100_000.0, 1.15, 15.0, 3.0, 3, True, "value gates of 12 columns, no smear_gate"),
-        "G4": Rules(100_000.0, 1.2, 15.0, 3.0, 4, True, "smear_gate"),
+        "G0": Rules(10_000.0, 1.0, 15.0, 2.0, 2, False, "bfloat16", "no resid_lambdas"),
+        "G1": Rules(10_000.0, 1.0, 15.0, 2.0, 2, False, "bfloat16", "resid_lambdas, no value embeddings"),
+        "G2": Rules(10_000.0, 1.0, 15.0, 2.0, 2, False, "bfloat16", "value gates of 32 columns"),
+        "G2e": Rules(10_000.0, 1.0, 15.0, 2.0, 2, False, "bfloat16", "bigram_embed"),
+        "G2s": Rules(
+            10_000.0, 1.0, 20.0, 2.0, 2, False, "float32", "value gates of 32 columns, trained 2026-03-02 to 09"
+        ),
+        "G3": Rules(100_000.0, 1.15, 15.0, 3.0, 3, True, "float32", "value gates of 12 columns, no smear_gate"),
+        "G4": Rules(100_000.0, 1.2, 15.0, 3.0, 4, True, "float32", "smear_gate"),
     }
 )
 
@@ -82,6 +95,11 @@ class Constants:
     short_window: int
     """Tokens that an S layer sees before each token."""
     norm_eps: float
+    rope_dtype: RopeDtype
+    """bfloat16: cos and sin are rounded to it, as upstream did until its commit 1076f97 (2026-03-04)."""
+    decode_window: DecodeWindow = "short"
+    """full: windows cut the prompt's queries only, as in upstream's fallback for devices without FlashAttention 3
+    between 2026-01-16 (b62a5bc) and 2026-01-30 (3ba42e8)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +114,17 @@ class Inferred:
     def headline(self) -> str:
         """The generation and what it was recognised by, in a few words."""
         return f"nanochat {self.constants.generation} ({self.reasons['generation']})"
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What changes the numbers of older generations or was set by hand, each with its reason; shown at load."""
+        constants, reasons = self.constants, self.reasons
+        usual = {"rope_dtype": "float32", "decode_window": "short"}
+        return tuple(
+            f"{name}={getattr(constants, name)} ({reasons[name]})"
+            for name, value in usual.items()
+            if getattr(constants, name) != value or reasons[name] == _BY_HAND
+        )
 
 
 def infer(
@@ -118,18 +147,18 @@ def infer(
     _refuse_halves(origin, shapes)
     columns = _gate_columns(origin, shapes)
     by_hand = override_values(overrides)
-    generation, why = by_hand.get("generation"), "set by hand"
+    generation, why = by_hand.get("generation"), _BY_HAND
     if generation is None:
         generation, why = _generation(origin, shapes, columns, user_config, is_zero, warnings)
     if generation == "G2" and not {"generation", "softcap"} & set(overrides):
         warnings.append(_SOFTCAP_WARNING)
     sequence_len = by_hand.get("sequence_len") or config.integer("sequence_len")
-    pattern, pattern_why = by_hand.get("window_pattern"), "set by hand"
+    pattern, pattern_why = by_hand.get("window_pattern"), _BY_HAND
     if pattern is None:
         pattern, pattern_why = _window_pattern(origin, shapes, config, warnings)
     constants = _hard_coded(generation, sequence_len, pattern)
     reasons = _reasons(generation, has_short="S" in pattern, has_gates=bool(columns))
-    reasons |= {"generation": why, "window_pattern": pattern_why} | dict.fromkeys(by_hand, "set by hand")
+    reasons |= {"generation": why, "window_pattern": pattern_why} | dict.fromkeys(by_hand, _BY_HAND)
     return Inferred(
         constants=replace(constants, **by_hand), reasons=MappingProxyType(reasons), warnings=tuple(warnings)
     )
@@ -148,6 +177,7 @@ def _hard_coded(generation: str, sequence_len: int, pattern: str) -> Constants:
         window_pattern=pattern,
         short_window=short_window(sequence_len, rules),
         norm_eps=FLOAT32_EPS,
+        rope_dtype=rules.rope_dtype,
     )
 
 
@@ -162,6 +192,8 @@ def _reasons(generation: str, *, has_short: bool, has_gates: bool) -> dict[str, 
         "gate_scale": own if has_gates else f"{own}, but there are no value embeddings",
         "short_window": own if has_short else f"{own}, but no layer has one",
         "norm_eps": "float32's epsilon",
+        "rope_dtype": f"{own}, {_ROPE_REASONS[GENERATIONS[generation].rope_dtype]}",
+        "decode_window": _WITH_WINDOWS if has_short else f"{own}, but no layer has a short window",
     }
 
 
@@ -284,24 +316,26 @@ def _window_pattern(origin: str, shapes: Shapes, config: Fields, warnings: list[
 def override_values(overrides: Mapping[str, str]) -> dict[str, Any]:
     """Return the values that the texts of overrides spell. Raises `BadRequest` naming the first that is none."""
     readers: dict[str, Callable[[str, str], Any]] = {
-        "generation": _known_generation,
+        "generation": partial(_override_choice, tuple(GENERATIONS)),
         "window_pattern": _override_pattern,
         "sequence_len": _override_int,
         "short_window": _override_int,
+        "rope_dtype": partial(_override_choice, ROPE_DTYPES),
+        "decode_window": partial(_override_choice, DECODE_WINDOWS),
     }
     return {name: readers.get(name, _override_number)(name, text) for name, text in overrides.items()}
-
-
-def _known_generation(name: str, text: str) -> str:
-    if text not in GENERATIONS:
-        raise BadRequest(f"overrides: {name} must be one of {', '.join(GENERATIONS)}, got {shown(text)}")
-    return text
 
 
 def _override_pattern(name: str, text: str) -> str:
     if set(text.upper()) - {"S", "L"}:
         raise BadRequest(f"overrides: {name} must be made of S and L, got {shown(text)}")
     return text.upper()
+
+
+def _override_choice(choices: Sequence[str], name: str, text: str) -> str:
+    if text not in choices:
+        raise BadRequest(f"overrides: {name} must be one of {', '.join(choices)}, got {shown(text)}")
+    return text
 
 
 def _override_int(name: str, text: str) -> int:

@@ -15,6 +15,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
+from nano_inference.files import open_regular
 from nano_inference.types import ModelError
 
 PIECE_BYTES = 8 * 2**20
@@ -60,7 +61,7 @@ class FileRange:
 def open_at(path: Path, offset: int) -> FileIO:
     """Open a file unbuffered at a byte; `ModelError` when it cannot be opened."""
     try:
-        file = path.open("rb", buffering=0)
+        file = open_regular(path)
     except OSError as error:
         raise ModelError(f"{path}: cannot be read: {error.strerror}") from error
     file.seek(offset)

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from nano_inference.files import open_buffered
 from nano_inference.loader.fields import Fields, read_json, shown
 from nano_inference.types import ModelError
 
@@ -61,7 +62,7 @@ def _check_container(path: Path) -> int:
     torch before 1.6 wrote bare pickles, in which a dozen bytes can ask for gigabytes.
     """
     try:
-        with path.open("rb") as file:
+        with open_buffered(path) as file:
             start = file.read(len(_ZIP))
             if not start:
                 raise ModelError(f"{path}: the file is empty")

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from nano_inference.files import is_present, open_buffered
 from nano_inference.loader.fields import parse_json, read_json, shown
 from nano_inference.loader.listing import pickle_note
 from nano_inference.loader.pieces import DTYPES, FileRange
@@ -31,7 +32,7 @@ _ENTRY_FIELDS = frozenset({"dtype", "shape", "data_offsets"})
 def read_header(path: Path) -> dict[str, FileRange]:
     """Return where each tensor of one file lies, in the order of the bytes; `ModelError` when the file is damaged."""
     try:
-        with path.open("rb") as file:
+        with open_buffered(path) as file:
             num_file_bytes = file.seek(0, 2)
             file.seek(0)
             length = int.from_bytes(file.read(8), "little")
@@ -96,9 +97,9 @@ def _check_cover(path: Path, ordered: Mapping[str, FileRange], data_offset: int,
 
 def open_weights(directory: Path) -> dict[str, FileRange]:
     """Return every tensor of a directory's `model.safetensors`, or of the shards that its index names."""
-    if (directory / SINGLE_NAME).is_file():
+    if is_present(directory / SINGLE_NAME):
         return read_header(directory / SINGLE_NAME)
-    if not (directory / INDEX_NAME).is_file():
+    if not is_present(directory / INDEX_NAME):
         raise ModelError(f"{directory}: has neither {SINGLE_NAME} nor {INDEX_NAME}{pickle_note(directory)}")
     index = read_json(directory / INDEX_NAME)
     shard_of = index.mapping("weight_map")

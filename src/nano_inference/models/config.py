@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from nano_inference.types import check_int, check_number
 
 Activation = Literal["silu", "gelu_tanh"]
 Family = Literal["dense", "gemma", "nanochat"]
+RopeDtype = Literal["float32", "bfloat16"]
+ROPE_DTYPES: tuple[RopeDtype, ...] = ("float32", "bfloat16")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +43,9 @@ class RopeConfig:
     factors: tuple[float, ...] = ()
     reverse: bool = False
     """Turn the other way, by minus the angle (nanochat)."""
+    table_dtype: RopeDtype = "float32"
+    """Cos and sin are computed in float32; bfloat16 rounds them before they are used in whatever precision (nanochat's
+    G0 to G2e)."""
 
     def __post_init__(self) -> None:
         check_number("rope theta", self.theta, 0, 1e12, open_low=True)
@@ -89,6 +94,8 @@ class NanochatTerms:
     """Rows of the table of hashed token pairs; 0 is no such table (G2e)."""
     has_hf_names: bool = False
     """The weights have the names of Transformers' port, not nanochat's own."""
+    has_full_decode: bool = False
+    """Windows cut the prompt's queries only: queries of answer tokens see all keys before them (decode_window=full)."""
 
     def __post_init__(self) -> None:
         check_int("padded_vocab_size", self.padded_vocab_size, 1, 2**31 - 1)
@@ -154,6 +161,11 @@ class ModelConfig:
                 check_int("window", layer.window, 1)
             if layer.rope is not None:
                 check_int("rope", layer.rope, 0, len(self.ropes) - 1)
+
+    @property
+    def without_windows(self) -> ModelConfig:
+        """The same model with layers that see all keys."""
+        return replace(self, layers=tuple(replace(layer, window=None) for layer in self.layers))
 
     @property
     def num_layers(self) -> int:

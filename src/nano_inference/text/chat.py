@@ -2,13 +2,12 @@
 
 Templates are code from a model's files. They run in MiniJinja, which has no way to Python's objects, under a limit of
 steps and of text (`template_guard`), with what transformers gives its templates: the special tokens' texts,
-`raise_exception`, `strftime_now`, a `tojson` that escapes nothing, break and continue.
+`raise_exception`, `strftime_now`, a `tojson` that escapes nothing, break and continue. Steps do not count iteration
+inside filters and tests, so a template that is not known (`template_digests`) runs in a worker process.
 """
 
 from __future__ import annotations
 
-import datetime
-import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,9 +17,14 @@ from typing import Any
 
 import minijinja
 
+from nano_inference.files import is_present, read_file
 from nano_inference.text import template_guard
-from nano_inference.text.hf import read_json
-from nano_inference.text.json_view import unview, view
+from nano_inference.text.hf import MAX_FILE, read_json
+from nano_inference.text.json_view import view
+from nano_inference.text.literals import literal_pattern
+from nano_inference.text.rendering import Templates, compile_templates, run, size_of
+from nano_inference.text.template_digests import is_known
+from nano_inference.text.template_process import TemplateWorkers
 from nano_inference.text.tokenizer import Tokenizer
 from nano_inference.types import BadRequest, ModelError, TokenizerSource
 
@@ -28,8 +32,8 @@ Message = Mapping[str, Any]
 
 FUEL = 5_000_000
 """MiniJinja's steps in one rendering: well under a second; a message takes some hundreds."""
-MAX_STRING = 1 << 24
-"""Characters that one `replace`, `join` or `indent` may make."""
+MAX_IN_PROCESS = 1 << 18
+"""Characters of messages that a known template renders in this process; more go to a worker, as unknown ones do."""
 RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now"})
 """Names that `extra` cannot take."""
 
@@ -48,7 +52,15 @@ class ChatTemplate:
     """Variables of every rendering: `bos_token`, `eos_token`, … as far as the tokenizer has them."""
     tool_source: str | None
     """The template named "tool_use", which takes over when there are tools."""
-    compiled: minijinja.Environment = field(repr=False, compare=False)
+    templates: Templates = field(repr=False, compare=False)
+    compiled: minijinja.Environment | None = field(repr=False, compare=False)
+    """What renders in this process; None for a template that is not known."""
+    workers: TemplateWorkers = field(repr=False, compare=False)
+    """What renders in processes of their own."""
+
+    def close(self) -> None:
+        """End the worker processes; without a call they end with this object or the process."""
+        self.workers.close()
 
 
 def load_chat_template(source: TokenizerSource, tokenizer: Tokenizer) -> ChatTemplate | None:
@@ -66,6 +78,7 @@ def load_chat_template(source: TokenizerSource, tokenizer: Tokenizer) -> ChatTem
     chosen = {name: text for name, text in templates.items() if isinstance(text, str) and text}
     if "default" not in chosen:
         return None
+    _special_pattern(tokenizer)  # compiled now: thousands of tokens take a second
     return chat_template(
         chosen["default"], where=source.path, named=tokenizer.named, tool_source=chosen.get("tool_use")
     )
@@ -75,21 +88,17 @@ def chat_template(
     source: str, *, where: str, named: Mapping[str, str] = _NOTHING, tool_source: str | None = None
 ) -> ChatTemplate:
     """Compile a chat template from its text. Raises `ModelError` naming `where` and the line that is wrong."""
-    environment = minijinja.Environment(
-        trim_blocks=True,
-        lstrip_blocks=True,
-        auto_escape_callback=lambda name: False,
-        fuel=FUEL,
-        filters={"tojson": to_json, "replace": _replace, "join": _join, "indent": _indent},
-    )
-    for hole in ("format", "attr", "pprint", "batch", "slice"):
-        environment.remove_filter(hole)
-    environment.remove_global("debug")
-    for name, text in (("default", source), ("tool_use", tool_source)):
-        if text is not None:
-            _compile(environment, name, text, where)
+    sources = {"default": source} if tool_source is None else {"default": source, "tool_use": tool_source}
+    templates = Templates(where, sources, FUEL)
+    environment = compile_templates(templates)
     return ChatTemplate(
-        source=source, where=where, named=MappingProxyType(dict(named)), tool_source=tool_source, compiled=environment
+        source=source,
+        where=where,
+        named=MappingProxyType(dict(named)),
+        tool_source=tool_source,
+        templates=templates,
+        compiled=environment if is_known(sources.values()) else None,
+        workers=TemplateWorkers(templates),
     )
 
 
@@ -106,7 +115,7 @@ def render(
 
     With `continue_final` it ends where the last message's content does, so that the model goes on with that message.
     `extra` are further variables of the template (`enable_thinking`). Raises `BadRequest` for messages of a wrong
-    shape or that the template refuses, `ModelError` for a template that runs or writes without end.
+    shape or that the template refuses, `ModelError` for a template that exceeds a limit of time, memory or text.
     """
     check_messages(messages)
     if continue_final:
@@ -122,7 +131,10 @@ def render(
         "documents": None,
         "add_generation_prompt": add_generation_prompt,
     }
-    return _run(template, data, "tool_use" if tools and template.tool_source is not None else "default")
+    name = "tool_use" if tools and template.tool_source is not None else "default"
+    if template.compiled is not None and size_of(data, MAX_IN_PROCESS) <= MAX_IN_PROCESS:
+        return run(template.compiled, template.templates, name, data)
+    return template.workers.render(name, data)
 
 
 def encode_chat(
@@ -204,28 +216,12 @@ def check_messages(messages: object) -> None:
             raise BadRequest(f"messages[{index}].content must be a string, not {type(content).__name__}")
 
 
-def to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: Sequence[str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """The `tojson` of transformers' templates: plain JSON, without the HTML escapes of Jinja's own."""
-    pair = None if separators is None else (separators[0], separators[1])
-    if indent is not None and not 0 <= indent <= 16:
-        raise ModelError(f"the chat template asks for JSON with an indent of {indent}")
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=pair, sort_keys=sort_keys, default=unview
-    )
-
-
 def _templates_of(directory: Path) -> dict[str, Any]:
     jinja = directory / "chat_template.jinja"
-    if jinja.is_file():
+    if is_present(jinja):
         try:
-            return {"default": jinja.read_text(encoding="utf-8")}
-        except (OSError, UnicodeDecodeError) as error:
+            return {"default": read_file(jinja, MAX_FILE, "a chat template").decode("utf-8")}
+        except UnicodeDecodeError as error:
             raise ModelError(f"{jinja}: cannot be read: {error}") from None
     value: Any = None
     for name in ("chat_template.json", "tokenizer_config.json"):
@@ -234,123 +230,6 @@ def _templates_of(directory: Path) -> dict[str, Any]:
         entries = [entry for entry in value if isinstance(entry, dict)]
         return {str(entry.get("name")): entry.get("template") for entry in entries}
     return {"default": value}
-
-
-def _compile(environment: minijinja.Environment, name: str, text: str, where: str) -> None:
-    try:
-        environment.add_template(name, template_guard.guarded(text, where))
-    except minijinja.TemplateError as error:
-        raise ModelError(f"{where}: the chat template does not compile: {error.message}") from None
-
-
-def _run(template: ChatTemplate, data: dict[str, Any], name: str) -> str:
-    turns = len(data["messages"])
-    size = _size(data, 1 << 30)
-    written = max(len(template.source), len(template.tool_source or ""))
-    counter = _Counter((1 << 20) + 32 * size + 4 * turns * written)
-    helpers = {
-        "raise_exception": _Helper(_refuse),
-        "strftime_now": _Helper(_now),
-        template_guard.SPEND: _Helper(counter.spend),
-        template_guard.TURN: _Helper(lambda value: counter.spend(value, written // 16)),
-        template_guard.REPLACE: _Helper(_replace),
-        template_guard.JOIN: _Helper(_join_method),
-    }
-    try:
-        return template.compiled.render_template(name, **data, **helpers)
-    except ModelError as error:
-        raise ModelError(f"{template.where}: {error}") from None
-    except minijinja.TemplateError as error:
-        if error.kind == "OutOfFuel":
-            raise ModelError(f"{template.where}: the chat template takes too many steps") from None
-        raise BadRequest(f"the chat template cannot render these messages: {error.message}") from None
-    except BadRequest:
-        raise
-    except Exception as error:  # of our helpers or of a view, with values they were not made for
-        raise BadRequest(f"the chat template cannot render these messages: {error}") from None
-
-
-class _Helper:
-    """A function that a template may call; printed, it has no address in memory as a function has."""
-
-    __slots__ = ("_function",)
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self._function = function
-
-    def __call__(self, *arguments: Any) -> Any:
-        return self._function(*arguments)
-
-    def __repr__(self) -> str:
-        return "helper"
-
-
-class _Counter:
-    """The text that one rendering may still write or keep."""
-
-    def __init__(self, budget: int) -> None:
-        self._left = budget
-
-    def spend(self, value: Any, more: int = 0) -> bool:
-        """Count a value; raise `ModelError` when the rendering has written too much."""
-        self._left -= more + _size(value, self._left)
-        if self._left < 0:
-            raise ModelError("the chat template writes too much text")
-        return False
-
-
-def _size(value: Any, limit: int) -> int:
-    """Return about how many characters a value would print; stop counting beyond `limit`."""
-    total, rest = 0, [value]
-    while rest and total <= limit:
-        item = rest.pop()
-        total += len(item) if isinstance(item, str) else 8
-        if isinstance(item, Mapping):
-            rest += [*item.keys(), *item.values()]
-        elif isinstance(item, Sequence) and not isinstance(item, str):
-            rest += item
-    return total
-
-
-def _refuse(message: object) -> None:
-    raise BadRequest(f"the chat template refuses these messages: {message}")
-
-
-def _now(pattern: str) -> str:
-    if len(pattern) > 256:
-        raise ModelError("the chat template asks for a date in a format of more than 256 characters")
-    return datetime.datetime.now().strftime(pattern)
-
-
-def _replace(text: Any, old: str, new: str, count: int | None = None) -> str:
-    times = min(str(text).count(old), len(str(text)) + 1 if count is None or count < 0 else count)
-    _check_size(len(str(text)) + times * len(new))
-    return str(text).replace(old, new, times)
-
-
-def _join(values: Iterable[Any], separator: str = "", attribute: str | None = None) -> str:
-    items = [str(value if attribute is None else value[attribute]) for value in values]
-    _check_size(sum(map(len, items)) + len(items) * len(separator))
-    return separator.join(items)
-
-
-def _join_method(separator: str, values: Iterable[Any]) -> str:
-    return _join(values, separator)
-
-
-def _indent(text: str, width: int | str = 4, first: bool = False, blank: bool = False) -> str:
-    """Jinja's `indent`: every line but the first, and not the empty ones, unless asked."""
-    lines = (str(text) + "\n").splitlines()
-    step = len(width) if isinstance(width, str) else width
-    _check_size(len(str(text)) + len(lines) * step)
-    space = width if isinstance(width, str) else " " * width
-    rest = [space + line if line or blank else line for line in lines[1:]]
-    return (space if first else "") + "\n".join([lines[0], *rest])
-
-
-def _check_size(size: int) -> None:
-    if size > MAX_STRING:
-        raise ModelError(f"the chat template makes a string of {size} characters")
 
 
 def _strings(value: Any) -> Iterable[str]:
@@ -376,9 +255,8 @@ def _map_strings(value: Any, change: Callable[[str], str]) -> Any:
 
 
 def _special_pattern(tokenizer: Tokenizer) -> re.Pattern[str] | None:
-    """Return a pattern for the texts of the special tokens, the longest first; None when there are none."""
-    texts = sorted({tokenizer.token_text(token) for token in tokenizer.special_ids} - {""}, key=lambda t: (-len(t), t))
-    return re.compile("|".join(map(re.escape, texts))) if texts else None
+    """Return a pattern for the texts of the special tokens; None when there are none."""
+    return literal_pattern(frozenset(tokenizer.token_text(token) for token in tokenizer.special_ids))
 
 
 def _unused_character(values: Any) -> str:

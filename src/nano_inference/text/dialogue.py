@@ -83,6 +83,9 @@ class Dialogue(Protocol):
     def answer(self, tokens: Sequence[int], text: str) -> Message:
         """Return the message that the model's tokens make, for the next turn; `text` is what was shown of it."""
 
+    def close(self) -> None:
+        """End the processes that render, if there are any."""
+
 
 @dataclass(frozen=True, slots=True)
 class TemplateDialogue:
@@ -128,6 +131,10 @@ class TemplateDialogue:
         """Return the text as a message."""
         return {"role": "assistant", "content": text}
 
+    def close(self) -> None:
+        """End the processes that render."""
+        self.template.close()
+
 
 @dataclass(frozen=True, slots=True)
 class NanochatDialogue:
@@ -165,6 +172,9 @@ class NanochatDialogue:
     def answer(self, tokens: Sequence[int], text: str) -> Message:
         """Return the answer's text, or its parts when the calculator was called."""
         return answer_message(self.tokenizer, tokens)
+
+    def close(self) -> None:
+        """There are no processes."""
 
 
 def load_dialogue(source: TokenizerSource, tokenizer: Tokenizer) -> Dialogue | None:

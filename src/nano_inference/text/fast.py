@@ -16,6 +16,7 @@ from typing import Any, Literal
 import tokenizers
 from tokenizers import AddedToken
 
+from nano_inference.text.tokenizer_limits import longest_text
 from nano_inference.types import BadRequest, ModelError
 
 Spelling = Literal["byte_level", "sentencepiece"]
@@ -64,15 +65,18 @@ class FastTokenizer:
     """Tokens matched as they stand, before the text is cut up; their bytes are their text's."""
     doubles: Mapping[int, str]
     """Ids whose piece also belongs to another id; the library knows only one of them."""
+    growth: int = 1
+    """Bytes that normalizer and pre-tokenizer make of one byte at most (`tokenizer_limits`)."""
 
     def encode(self, text: str, *, add_special: bool = True, parse_special: bool = True) -> list[int]:
         """Return the ids of a text. `add_special`: with what the model wants before and after (BOS, EOS).
 
         With `parse_special=False` the text of a special token is spelled out like any other text, so that it cannot
-        forge a turn. Raises `BadRequest` for a text that is no Unicode (a lone surrogate).
+        forge a turn. Raises `BadRequest` for a text that is no Unicode (a lone surrogate) or that may grow too large.
         """
         core = self.core if parse_special else self.literal
         check_unicode(text)
+        check_text_size(text, self.growth)
         with no_panic(f"a text of {len(text)} characters"):
             # A batch of one: the library holds Python's lock while it encodes a single text, seconds for a long one.
             return core.encode_batch_fast([text], add_special_tokens=add_special)[0].ids
@@ -164,6 +168,13 @@ def check_unicode(text: str) -> None:
         raise BadRequest(f"the text is not valid Unicode: a lone surrogate at character {error.start}") from None
 
 
+def check_text_size(text: str, growth: int) -> None:
+    """Raise `BadRequest` when a tokenizer of this growth may make too many bytes of a text."""
+    longest = longest_text(growth)
+    if longest is not None and len(text) * 4 > longest and len(text.encode()) > longest:
+        raise BadRequest(f"the text has {len(text.encode())} bytes; this model's tokenizer takes {longest} at most")
+
+
 def fast_tokenizer(
     core: tokenizers.Tokenizer,
     *,
@@ -173,6 +184,7 @@ def fast_tokenizer(
     named: Mapping[str, str],
     eos_ids: Iterable[int] = (),
     doubles: Mapping[int, str] = MappingProxyType({}),
+    growth: int = 1,
 ) -> FastTokenizer:
     """Finish a tokenizer: collect its special tokens and build the twin that does not parse them.
 
@@ -195,6 +207,7 @@ def fast_tokenizer(
         named=MappingProxyType(dict(named)),
         added=MappingProxyType({token: entry.content for token, entry in added.items()}),
         doubles=MappingProxyType(dict(doubles)),
+        growth=growth,
     )
 
 

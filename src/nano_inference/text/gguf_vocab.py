@@ -22,6 +22,7 @@ from nano_inference.text.fast import (
     set_bos_eos,
     shown,
 )
+from nano_inference.text.tokenizer_limits import check_pieces
 from nano_inference.types import ModelError
 
 UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 2, 3, 4, 5, 6
@@ -73,6 +74,7 @@ def gguf_tokenizer(metadata: Mapping[str, Any], where: str) -> FastTokenizer:
     if model not in ("gpt2", "llama"):
         raise ModelError(f"{where}: tokenizer.ggml.model {shown(model)} is not supported; known: gpt2, llama")
     pieces = _strings(metadata, "tokens", where)
+    check_pieces(pieces, where)
     types = _types(metadata, len(pieces), where)
     vocab, doubles = _vocabulary(pieces)
     if model == "gpt2":

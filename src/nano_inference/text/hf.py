@@ -11,7 +11,9 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken
 
+from nano_inference.files import is_present, read_file
 from nano_inference.text.fast import FastTokenizer, Spelling, fast_tokenizer, part_json, refused_files, shown
+from nano_inference.text.tokenizer_limits import check_added, checked_growth
 from nano_inference.types import ModelError
 
 MAX_FILE = 64 << 20
@@ -29,7 +31,7 @@ def hf_tokenizer(directory: Path) -> FastTokenizer:
     `add_bos_token` and `add_eos_token` of tokenizer_config.json beside it.
     """
     path = directory / "tokenizer.json"
-    core = _read_core(path)
+    core, growth = _read_core(path)
     config = read_json(directory / "tokenizer_config.json")
     named = named_tokens(config, read_json(directory / "special_tokens_map.json"))
     with refused_files(str(path), "the tokenizer cannot be built"):
@@ -42,34 +44,24 @@ def hf_tokenizer(directory: Path) -> FastTokenizer:
             drops_space=drops_space,
             named=named,
             eos_ids=end_ids(directory),
+            growth=growth,
         )
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """Return a JSON object from a file, empty when there is none. Raises `ModelError` for anything else."""
-    if not path.is_file():
+    if not is_present(path):
         return {}
-    check_size(path)
+    text = read_file(path, MAX_FILE, "a tokenizer's file")
     try:
-        text = path.read_bytes()
         data = json.loads(text.decode("utf-8"))
         if _SURROGATE.search(text):
             json.dumps(data, ensure_ascii=False).encode()
-    except (OSError, ValueError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise ModelError(f"{path}: cannot be read as JSON: {shown(error)}") from None
     if not isinstance(data, dict):
         raise ModelError(f"{path}: a JSON object was expected, not {type(data).__name__}")
     return data
-
-
-def check_size(path: Path) -> None:
-    """Raise `ModelError` for a file of more than `MAX_FILE` bytes, or none that can be read."""
-    try:
-        size = path.stat().st_size
-    except OSError as error:
-        raise ModelError(f"{path}: cannot be read: {error.strerror}") from None
-    if size > MAX_FILE:
-        raise ModelError(f"{path}: {size} bytes are too many for a tokenizer's file (limit {MAX_FILE})")
 
 
 def named_tokens(config: Mapping[str, Any], special_map: Mapping[str, Any]) -> dict[str, str]:
@@ -98,18 +90,21 @@ def _content(token: object) -> str | None:
     return value if isinstance(value, str) else None
 
 
-def _read_core(path: Path) -> tokenizers.Tokenizer:
-    check_size(path)
+def _read_core(path: Path) -> tuple[tokenizers.Tokenizer, int]:
+    """Return the tokenizer of a tokenizer.json, and how many bytes at most it makes of one byte."""
+    data = read_file(path, MAX_FILE, "a tokenizer's file")
     with refused_files(str(path), "not a tokenizer.json that can be read"):
-        if _PREFIX.search(path.read_bytes()):
+        if _PREFIX.search(data):
             raise ModelError(f"{path}: continuing_subword_prefix is not supported (ByteLevel, SentencePiece)")
-        return tokenizers.Tokenizer.from_file(str(path))
+        growth = checked_growth(data, str(path))
+        return tokenizers.Tokenizer.from_buffer(data), growth
 
 
 def _add_missing(core: tokenizers.Tokenizer, config: Mapping[str, Any], named: Mapping[str, str], path: Path) -> None:
     """Add what only tokenizer_config.json knows: added tokens, and roles that tokenizer.json does not mark special."""
     listed = config.get("added_tokens_decoder")
     entries = [(token_number(key), value) for key, value in listed.items()] if isinstance(listed, dict) else []
+    check_added([text for _, entry in entries if (text := _content(entry)) is not None], str(path))
     for token, entry in sorted(entries, key=lambda pair: -1 if pair[0] is None else pair[0]):
         if token is None or not isinstance(entry, dict):
             raise ModelError(f"{path}: added_tokens_decoder of tokenizer_config.json must map ids to objects")

@@ -19,6 +19,7 @@ from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 from nano_inference.text.fast import BYTE_OF_CHAR, CHAR_OF_BYTE, set_bos_eos
 from nano_inference.text.nanochat_file import BOS_TOKENS
 from nano_inference.text.nanochat_pickle import PickledEncoding, encoding_of
+from nano_inference.text.tokenizer_limits import checked_growth
 from nano_inference.types import ModelError
 
 ENCODING_NAME = "rustbpe"
@@ -68,7 +69,11 @@ def from_hf(path: Path) -> PickledEncoding:
     ids that are merge ranks, special tokens after them, and the same ids for every sample.
     """
     try:
-        core = tokenizers.Tokenizer.from_file(str(path))
+        data = path.read_bytes()
+        checked_growth(data, str(path))
+        core = tokenizers.Tokenizer.from_buffer(data)
+    except ModelError:
+        raise
     except Exception as error:  # the library raises bare Exception for every damaged file
         raise ModelError(f"{path}: not a tokenizer.json that can be read: {error}") from None
     special = _special(core, path)

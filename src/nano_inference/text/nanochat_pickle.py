@@ -7,9 +7,9 @@ Protocol 2 also spells bytes as a call of `_codecs.encode` on Latin-1 text. Any 
 
 from __future__ import annotations
 
+import os
 import pickle
 import re
-import stat
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -19,7 +19,9 @@ from typing import Any, BinaryIO
 
 import tiktoken
 
+from nano_inference.files import open_buffered
 from nano_inference.text.tiktoken_file import no_panic
+from nano_inference.text.tokenizer_limits import check_added, check_pattern, check_pieces
 from nano_inference.types import ModelError
 
 MAX_FILE = 1 << 23
@@ -240,6 +242,9 @@ class PickledEncoding:
 def read_encoding(path: Path) -> tiktoken.Encoding:
     """Return the encoding that a tokenizer.pkl describes. Raises `ModelError` naming the file and what is wrong."""
     fields = read_fields(path)
+    check_pattern(fields.pat_str, str(path))
+    check_pieces(fields.mergeable_ranks, str(path))
+    check_added(list(fields.special_tokens), str(path))
     try:
         encoding = encoding_of(fields)
     except (ValueError, TypeError, OverflowError) as error:
@@ -281,11 +286,11 @@ def _check_cuts(path: Path, encoding: tiktoken.Encoding) -> None:
 def read_fields(path: Path) -> PickledEncoding:
     """Return the checked fields of a tokenizer.pkl. Raises `ModelError` naming the file and what is wrong."""
     try:
-        info = path.stat()
-        if not stat.S_ISREG(info.st_mode) or info.st_size > MAX_FILE:
-            raise _Refused(f"a file of at most {MAX_FILE} bytes was expected")
-        with path.open("rb") as file:
-            return _checked(_walk(file, info.st_size))
+        with open_buffered(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size > MAX_FILE:
+                raise _Refused(f"a file of at most {MAX_FILE} bytes was expected")
+            return _checked(_walk(file, size))
     except OSError as error:
         raise ModelError(f"{path}: cannot be read: {error.strerror}") from None
     except _Refused as error:

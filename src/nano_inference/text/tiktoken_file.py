@@ -15,10 +15,12 @@ from typing import Any
 
 import tiktoken
 
+from nano_inference.files import is_present, open_buffered
 from nano_inference.text.fast import check_unicode, refused_files, shown
 from nano_inference.text.fast import no_panic as no_panic  # also found here
 from nano_inference.text.gguf_vocab import LLAMA3_WORDS
 from nano_inference.text.hf import end_ids, named_tokens, read_json, token_number
+from nano_inference.text.tokenizer_limits import check_added, check_pattern, check_pieces
 from nano_inference.types import BadRequest, ModelError
 
 LLAMA3_SPECIALS: Mapping[int, str] = MappingProxyType(
@@ -81,9 +83,9 @@ def find_ranks(directory: Path) -> Path | None:
     for path in sorted(directory.glob("*.tiktoken")):
         return path
     path = directory / "tokenizer.model"
-    if not path.is_file():
+    if not is_present(path):
         return None
-    with path.open("rb") as file:
+    with open_buffered(path) as file:
         first = file.readline(4096)
     return path if _rank(first) is not None else None
 
@@ -99,6 +101,9 @@ def tiktoken_tokenizer(directory: Path, path: Path) -> TiktokenTokenizer:
     pattern = config.get("pat_str", LLAMA3_WORDS)
     if not isinstance(pattern, str):
         raise ModelError(f"{path}: pat_str of tokenizer_config.json must be a string, got {shown(pattern)}")
+    check_pattern(pattern, str(path))
+    check_pieces(ranks, str(path))
+    check_added(list(special), str(path))
     with refused_files(str(path), "tiktoken refuses it"):
         core = tiktoken.Encoding(path.stem, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
     named = named_tokens(config, read_json(directory / "special_tokens_map.json")) or _llama3_roles(special)
@@ -121,7 +126,9 @@ def _llama3_roles(special: Mapping[str, int]) -> dict[str, str]:
 
 def _read_ranks(path: Path) -> dict[bytes, int]:
     ranks: dict[bytes, int] = {}
-    with path.open("rb") as file:
+    if not is_present(path):
+        raise ModelError(f"{path}: no such file")
+    with open_buffered(path) as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
                 continue

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Protocol
 
+from nano_inference.files import is_present, path_of
 from nano_inference.text.gguf_vocab import gguf_tokenizer
 from nano_inference.text.hf import hf_tokenizer
 from nano_inference.text.nanochat_file import FILE_NAME, nanochat_tokenizer
@@ -61,12 +62,12 @@ def load_tokenizer(source: TokenizerSource) -> Tokenizer:
     """Load the tokenizer that a source describes. Raises `ModelError` naming the file that cannot be used."""
     if source.gguf is not None:
         return gguf_tokenizer(source.gguf, source.path)
-    directory = Path(source.path)
+    directory = path_of(source.path, "tokenizer")
     if not directory.is_dir():
         raise ModelError(f"{source.path}: no such directory")
-    if (directory / FILE_NAME).is_file():  # before a tokenizer.json beside it, as nanochat itself does
+    if is_present(directory / FILE_NAME):  # before a tokenizer.json beside it, as nanochat itself does
         return nanochat_tokenizer(directory)
-    if (directory / "tokenizer.json").is_file():
+    if is_present(directory / "tokenizer.json"):
         return hf_tokenizer(directory)
     ranks = find_ranks(directory)
     if ranks is not None:

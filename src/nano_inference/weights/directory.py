@@ -11,6 +11,7 @@ from pathlib import Path
 from safetensors.torch import save_file
 from torch import Tensor
 
+from nano_inference.files import exists, is_present, path_of
 from nano_inference.loader.pieces import FileRange
 from nano_inference.loader.safetensors_file import SINGLE_NAME, open_weights
 from nano_inference.types import WeightError
@@ -25,8 +26,8 @@ def save_weights(named: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]], dir
     A tensor that is there under two names (a tied head) is written once. Raises `WeightError` when the directory exists
     already: each version has its own.
     """
-    target = Path(directory)
-    if target.exists():
+    target = path_of(directory, "directory")
+    if exists(target):
         raise WeightError(f"{target}: exists already; give every version a directory of its own")
     target.parent.mkdir(parents=True, exist_ok=True)
     hidden = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
@@ -61,10 +62,10 @@ def weights_in(directory: str | Path, marker: str | None = MARKER) -> Iterator[t
     finished directory into place as `save_weights` does. Files that change while they are read are noticed. Raises
     `WeightError` or `ModelError` naming the file.
     """
-    path = Path(directory)
+    path = path_of(directory, "weights")
     if not path.is_dir():
         raise WeightError(f"{path}: no such directory")
-    if marker is not None and not (path / marker).is_file():
+    if marker is not None and not is_present(path / marker):
         raise WeightError(f"{path}: has no file {marker}, so it is not finished (marker=None reads it nevertheless)")
     before = _signature(path)
     yield from open_weights(path).items()

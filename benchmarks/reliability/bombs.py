@@ -1,0 +1,157 @@
+"""Checks of models that mean harm: chat templates and tokenizers that take time or memory without end."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import json
+import signal
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from harness import JSON, Check, Finding, Lab, Reply, Server, milliseconds, polled, quantile
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+CHATS = "/v1/chat/completions"
+BOMBS = {
+    "slow": "{% set l = range(99999)|list %}{% for i in range(9999) %}{% if l|tojson|first %}{% endif %}{% endfor %}",
+    "filter": "{% for i in range(99999) %}{{ (range(99999)|reverse)|first }}{% endfor %}",
+    "membership": "{% for i in range(99999) %}{% if 'x' in range(9999)|list %}{% endif %}{% endfor %}",
+    "sort": "{% set l = range(99999)|list %}{% for i in range(99999) %}{% if l|sort|first %}{% endif %}{% endfor %}",
+}
+HONEST = "{% for m in messages %}{{ m.role ~ ': ' ~ m.content ~ '\n' }}{% endfor %}"
+NUM_RENDERINGS = 200
+
+
+def fused() -> str:
+    """Return a template that is a bomb for a message with a bomb's name."""
+    branches = "".join(
+        f"{{% if messages[-1].content == '{name}' %}}{bomb}{{% endif %}}" for name, bomb in BOMBS.items()
+    )
+    return branches + HONEST
+
+
+def model(lab: Lab, name: str, template: str) -> Path:
+    """Write a small random model with this chat template."""
+    directory: Path = lab.scratch / name
+    directory.mkdir(exist_ok=True)
+    importlib.import_module("tests.server.tiny").make_tiny(directory, template=template)
+    return directory
+
+
+def chat(content: str) -> JSON:
+    """Return the body of a chat with one message."""
+    return {"messages": [{"role": "user", "content": content}], "max_tokens": 2}
+
+
+async def while_bombs_run(server: Server, num_bombs: int) -> tuple[list[Reply], list[float]]:
+    """Send bombs and, until all are refused, completions; return the refusals and the seconds of each completion."""
+    names = [*BOMBS] * num_bombs
+    bombs = asyncio.gather(*(server.ask(CHATS, chat(name)) for name in names))
+    seconds = []
+    while not bombs.done():
+        reply = await server.ask("/v1/completions", {"prompt": "hello", "max_tokens": 2})
+        seconds.append(reply.seconds if reply.status == 200 else float("inf"))
+    return await bombs, seconds
+
+
+async def t34(lab: Lab) -> Finding:
+    """Template bombs beside /health, completions and honest chats; SIGTERM amid a bomb."""
+    options = {"--kv-cache-bytes": str(8 << 20), "--max-model-len": "", "--num-threads": "1"}
+    async with lab.server(options, model=str(model(lab, "bomb", fused()))) as server:
+        await server.ask(CHATS, chat("hello"))
+        files = server.num_files
+        async with polled(server, "/health") as health:
+            refused, completions = await while_bombs_run(server, lab.size(2, 10))
+        honest = await server.ask(CHATS, chat("hello"))
+        leaked = server.num_files - files
+        last = asyncio.ensure_future(server.ask(CHATS, chat("slow")))
+        await asyncio.sleep(0.5)  # it is being rendered
+        server.signal(signal.SIGTERM)
+        began = time.monotonic()
+        code = await server.exit()
+        seconds = time.monotonic() - began
+        await asyncio.gather(last, return_exceptions=True)
+    messages = {reply.json["error"]["message"] for reply in refused}
+    figures = {
+        "bombs refused with 400": f"{sum(reply.status == 400 for reply in refused)} of {len(refused)}",
+        "/health p99 ms": milliseconds(quantile(health, 0.99)),
+        "/health worst ms": milliseconds(max(health)),
+        "completion p99 ms": milliseconds(quantile(completions, 0.99)),
+        "honest chat": honest.status,
+        "files more": leaked,
+        "s from SIGTERM to the end": round(seconds, 2),
+        "exit code": code,
+    }
+    names = ("CPU time", "too many steps")  # MiniJinja counts native iteration as steps from 3.1 on
+    is_named = all(any(name in text for name in names) for text in messages)
+    is_refused = all(reply.status == 400 for reply in refused) and is_named
+    is_ok = is_refused and quantile(health, 0.99) <= 0.1 and honest.status == 200 and code == 0 and seconds <= 5
+    return Finding(figures=figures, is_ok=is_ok and leaked <= 8)
+
+
+async def t35(lab: Lab) -> Finding:
+    """Tokenizers that expand: one line, exit code 2, no abort."""
+    seeds: Any = importlib.import_module("tests.security.test_tokenizer_bombs")
+    codes, lines, seconds = [], [], []
+    for number, normalizer in enumerate(seeds.NORMALIZERS.values()):
+        directory = model(lab, f"tokenizer{number}", HONEST)
+        path = directory / "tokenizer.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"normalizer": normalizer}))
+        began = time.monotonic()
+        options = {"--kv-cache-bytes": str(8 << 20), "--max-model-len": ""}
+        async with lab.server(options, model=str(directory), waits=False) as server:
+            codes.append(await server.exit())
+            lines.append([line for line in server.lines if not line.startswith("listening")])
+        seconds.append(time.monotonic() - began)
+    is_named = all(len(one) == 1 and "tokenizer.json: normalizer" in one[0] for one in lines)
+    figures = {"tokenizers": len(codes), "exit codes": sorted(set(codes)), "one line each": str(is_named)}
+    figures["longest s"] = round(max(seconds), 1)
+    return Finding(figures=figures, is_ok=is_named and set(codes) == {2})
+
+
+async def t36(lab: Lab) -> Finding:
+    """What a worker costs: renderings of an honest template in this process and in a worker."""
+    return await asyncio.to_thread(render_times)
+
+
+def render_times() -> Finding:
+    """Time both ways on one message and on forty."""
+    chats: Any = importlib.import_module("nano_inference.text.chat")
+    rendering: Any = importlib.import_module("nano_inference.text.rendering")
+    template = chats.chat_template(HONEST, where="honest")
+    environment = rendering.compile_templates(template.templates)
+    figures: dict[str, object] = {}
+    worst = 0.0
+    for num_messages in (1, 40):
+        messages = [{"role": "user", "content": "word " * 50}] * num_messages
+        data = {"messages": messages, "tools": None, "add_generation_prompt": True}
+        chats.render(template, messages)
+        here = [timed(rendering.run, environment, template.templates, "default", data) for _ in range(NUM_RENDERINGS)]
+        there = [timed(chats.render, template, messages) for _ in range(NUM_RENDERINGS)]
+        for name, times in (("here", here), ("worker", there)):
+            figures[f"{num_messages} messages, {name}: p50 ms"] = round(statistics.median(times) * 1e3, 2)
+            figures[f"{num_messages} messages, {name}: p99 ms"] = round(quantile(times, 0.99) * 1e3, 2)
+        worst = max(worst, statistics.median(there))
+    fresh = chats.chat_template(HONEST, where="honest")
+    figures["first rendering ms"] = milliseconds(timed(chats.render, fresh, messages))
+    template.close()
+    fresh.close()
+    return Finding(figures=figures, is_ok=worst <= 0.01)
+
+
+def timed(work: Any, *arguments: Any) -> float:
+    """Return how long a call takes, in seconds."""
+    began = time.perf_counter()
+    work(*arguments)
+    return time.perf_counter() - began
+
+
+CHECKS = (
+    Check("T34", "chat templates that never end", "400 each; /health p99 ≤ 100 ms; SIGTERM ends it ≤ 5 s", t34),
+    Check("T35", "tokenizers that expand a text", "one line, exit code 2", t35),
+    Check("T36", "an unknown template's rendering", "median in a worker ≤ 10 ms", t36),
+)

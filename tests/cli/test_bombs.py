@@ -1,0 +1,71 @@
+"""Template bombs against whole processes: `serve` still answers and ends at SIGTERM, `generate` and `chat` say why."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx2
+import pytest
+
+from tests.cli.test_serve import Process, command
+from tests.server.tiny import make_tiny
+
+GUARD_S = 120
+"""Seconds until a process counts as frozen."""
+BOMB = (
+    "{% if messages[-1].content == 'bomb' %}"
+    "{% set l = range(99999)|list %}{% for i in range(9999) %}{% if l|tojson|first %}{% endif %}{% endfor %}"
+    "{% endif %}{% for m in messages %}{{ m.role ~ m.content }}{% endfor %}"
+)
+SAYS = "the chat template takes more than 2 s of CPU time to render these messages"
+
+
+@pytest.fixture(scope="module")
+def bombed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny(tmp_path_factory.mktemp("bombed"), template=BOMB)
+
+
+def chat(url: str, content: str) -> httpx2.Response:
+    body = {"messages": [{"role": "user", "content": content}], "max_tokens": 2}
+    return httpx2.post(f"{url}/v1/chat/completions", json=body, timeout=GUARD_S)
+
+
+def test_a_bomb_costs_its_own_request_only_and_sigterm_ends_the_server_amid_one(bombed: Path) -> None:
+    process = Process(command(bombed))
+    try:
+        process.wait_for("^ready: ")
+        url = process.url
+        with ThreadPoolExecutor(4) as threads:
+            bombs = [threads.submit(chat, url, "bomb") for _ in range(2)]
+            body = {"prompt": "hello", "max_tokens": 2}
+            while not all(bomb.done() for bomb in bombs):
+                assert httpx2.get(f"{url}/health", timeout=GUARD_S).status_code == 200
+                assert httpx2.post(f"{url}/v1/completions", json=body, timeout=GUARD_S).status_code == 200
+            refused = [bomb.result() for bomb in bombs]
+            assert [one.status_code for one in refused] == [400, 400]
+            error = refused[0].json()["error"]
+            assert (error["message"], error["param"]) == (f"messages: {SAYS}", "messages")
+            assert chat(url, "hello").status_code == 200
+            last = threads.submit(chat, url, "bomb")
+            httpx2.get(f"{url}/health", timeout=GUARD_S)
+            process.popen.send_signal(signal.SIGTERM)
+            assert process.popen.wait(GUARD_S) == 0
+            assert last.exception() is not None or last.result().status_code >= 400
+    finally:
+        process.popen.kill()
+        process.end()
+
+
+def test_generate_and_chat_say_in_one_line_what_took_too_long(bombed: Path) -> None:
+    start = [sys.executable, "-m", "nano_inference"]
+    options = ["--model", str(bombed), "--max-tokens", "2"]
+    done = subprocess.run([*start, "generate", "bomb", *options], capture_output=True, text=True, timeout=GUARD_S)
+    assert done.returncode == 2 and done.stderr.splitlines()[-1] == f"nano-inference: {bombed}: {SAYS}"
+    talk = "bomb\nhello\n"
+    done = subprocess.run([*start, "chat", *options], input=talk, capture_output=True, text=True, timeout=GUARD_S)
+    assert f"nano-inference: {bombed}: {SAYS}\n" in done.stderr
+    assert done.returncode == 0 and done.stdout

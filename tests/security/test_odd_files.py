@@ -1,0 +1,220 @@
+"""Files that are no files, folders with the name of a model, and paths that cannot be: one clear line, and no wait."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nano_inference import EngineConfig, InferenceEngine, save_weights, weights_in
+from nano_inference.catalog import DEFAULT_MODEL, default_cache, find_builtin, nanochat_home, pull, resolve
+from nano_inference.cli import main
+from nano_inference.cli.serve import served_name
+from nano_inference.config import ServerConfig
+from nano_inference.loader.checkpoint import open_checkpoint
+from nano_inference.server.errors import ApiError
+from nano_inference.server.keys import load_admin_keys, load_keys
+from nano_inference.server.rl.places import place_of, weights_root
+from nano_inference.text.tokenizer import load_tokenizer
+from nano_inference.types import ModelError, TokenizerSource
+from tests.security.model_seeds import configs, hf_files, nanochat_files, own_nanochat, sharded_files, tiktoken_file
+from tests.security.mutants import seeds
+from tests.security.opening import open_model, use_tokenizer
+
+Make = Callable[[Path], object]
+
+
+def make_socket(path: Path) -> None:
+    """A socket's name has at most 108 bytes, so it is made beside and moved."""
+    here = Path.cwd()
+    os.chdir(path.parent)
+    try:
+        with socket.socket(socket.AF_UNIX) as made:
+            made.bind(path.name)
+    finally:
+        os.chdir(here)
+
+
+KINDS: Mapping[str, Make] = {
+    "FIFO": os.mkfifo,
+    "socket": make_socket,
+    "device": lambda path: path.symlink_to("/dev/zero"),
+    "directory": Path.mkdir,
+}
+HF = hf_files(configs()[0])
+DIRECTORIES: Mapping[str, Mapping[str, bytes]] = {
+    "hf": {**HF, "chat_template.jinja": b"{{ messages }}", "special_tokens_map.json": b"{}"},
+    "template in JSON": {**HF, "chat_template.json": b'{"chat_template": "{{ messages }}"}'},
+    "sharded": sharded_files(),
+    "nanochat": nanochat_files("G4"),
+    "own nanochat": own_nanochat(),
+    "GGUF": {"model.gguf": seeds()["GGUF"].files["model.gguf"]},
+}
+FILES = [(name, file) for name, files in DIRECTORIES.items() for file in files]
+
+
+@pytest.fixture(autouse=True)
+def no_waiting() -> Iterator[None]:
+    """Opening a FIFO would wait for ever; an alarm ends that."""
+
+    def give_up(*_: object) -> None:
+        raise AssertionError("it waits")
+
+    before = signal.signal(signal.SIGALRM, give_up)
+    signal.alarm(120)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def write(directory: Path, files: Mapping[str, bytes]) -> Path:
+    directory.mkdir()
+    for name, data in files.items():
+        (directory / name).write_bytes(data)
+    return directory
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("model", "file"), FILES)
+def test_what_is_no_file_is_refused_by_name(tmp_path: Path, model: str, file: str, kind: str) -> None:
+    directory = write(tmp_path / "model", DIRECTORIES[model])
+    (directory / file).unlink()
+    KINDS[kind](directory / file)
+    with pytest.raises(ModelError) as caught:
+        open_model(directory)
+    message = str(caught.value)
+    is_named = f"{directory / file}: cannot be read: is a" in message
+    is_absent = "no config.json and no .gguf file" in message  # a directory called model_000650.pt may hold anything
+    assert "\n" not in message and (is_named or (kind == "directory" and is_absent))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["tokens.tiktoken", "tokenizer.model", "tokenizer.pkl", "tokenizer.json"])
+def test_a_tokenizer_that_is_no_file_is_refused(tmp_path: Path, name: str, kind: str) -> None:
+    assert tiktoken_file()
+    KINDS[kind](tmp_path / name)
+    with pytest.raises(ModelError, match=r"cannot be read: is a"):
+        use_tokenizer(TokenizerSource(str(tmp_path)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_model_that_is_no_file_is_refused(tmp_path: Path, kind: str) -> None:
+    for name in ("model.gguf", "model_000001.pt"):
+        KINDS[kind](tmp_path / name)
+        if kind != "directory":
+            with pytest.raises(ModelError):
+                open_checkpoint(tmp_path / name)
+            with pytest.raises(ModelError):
+                resolve(str(tmp_path / name), tmp_path)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_of_an_update_that_are_no_file_are_refused(tmp_path: Path, kind: str) -> None:
+    directory = write(tmp_path / "model", {**sharded_files(), "READY": b""})
+    file = directory / "model-00001-of-00002.safetensors"
+    file.unlink()
+    KINDS[kind](file)
+    with pytest.raises(ModelError, match="cannot be read: is a"):
+        list(weights_in(directory, marker=None))
+
+
+# ---- names ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["default", DEFAULT_MODEL, "SmolLM2-135M-Instruct", "calculator", "Calculator"])
+def test_a_folder_does_not_take_the_place_of_a_known_model(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, default_model_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / name, HF)
+    builtin = find_builtin(name)
+    wanted = builtin.directory if builtin else default_model_path
+    assert resolve(name, default_cache(os.environ)) == wanted
+    assert resolve(f"./{name}", tmp_path) == Path(name), "a path is asked for by a separator"
+    with pytest.raises(ModelError, match="is a local path"):
+        pull(f"./{name}", tmp_path)
+
+
+def test_a_folder_needs_a_separator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "mine", HF)
+    (tmp_path / "x.gguf").write_bytes(b"")
+    (tmp_path / "model_000005.pt").write_bytes(b"")
+    with pytest.raises(ModelError, match=r"^mine: not the name of a model \(\./mine is a path\)$"):
+        resolve("mine", tmp_path)
+    assert resolve("./mine", tmp_path) == Path("mine") and resolve(f"{tmp_path}/mine", tmp_path) == tmp_path / "mine"
+    assert resolve("x.gguf", tmp_path) == Path("x.gguf"), "no known name ends so"
+    assert resolve("model_000005.pt", tmp_path) == Path("model_000005.pt")
+    assert served_name("./mine", Path("mine")) == "mine"
+
+
+def test_what_has_a_separator_and_exists_is_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a hub id is spelled the same."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "org").mkdir()
+    write(tmp_path / "org" / "name", HF)
+    assert resolve("org/name", tmp_path) == Path("org/name")
+
+
+# ---- paths ----------------------------------------------------------------------------------------------------------
+
+LONG, NUL, HOME = "x/" * 2500, "a\0b", "~unknown-user-name/x"
+PART = "/tmp/" + "y" * 300
+BAD = {LONG: "4095", PART: "255", NUL: "zero byte", HOME: "home directory"}
+RL: dict[str, Any] = {"enable_rl": True, "admin_key": ("k" * 40,)}
+TAKING: Mapping[str, Callable[[str], object]] = {
+    "model (engine)": lambda path: InferenceEngine(EngineConfig(model_path=path, device="cpu")),
+    "model (checkpoint)": open_checkpoint,
+    "model (catalog)": lambda path: resolve(path, Path("/nothing")),
+    "tokenizer": lambda path: load_tokenizer(TokenizerSource(path)),
+    "weights": lambda path: list(weights_in(path)),
+    "directory": lambda path: save_weights({}, path),
+    "weights_dir": weights_root,
+    "api_key_file": lambda path: load_keys(ServerConfig(api_key_file=path)),
+    "admin_key_file": lambda path: load_admin_keys(ServerConfig(admin_key_file=path, enable_rl=True)),
+    "NANO_INFERENCE_CACHE": lambda path: default_cache({"NANO_INFERENCE_CACHE": path}),
+    "NANOCHAT_BASE_DIR": lambda path: nanochat_home({"NANOCHAT_BASE_DIR": path}),
+}
+
+
+@pytest.mark.parametrize("name", TAKING)
+@pytest.mark.parametrize("path", BAD, ids=["long", "long part", "zero byte", "unknown home"])
+def test_a_path_that_cannot_be_is_one_line_with_the_limit(name: str, path: str) -> None:
+    with pytest.raises(ValueError, match=f"^{name.partition(' ')[0]}: .*{BAD[path]}") as caught:
+        TAKING[name](path)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 1000
+
+
+@pytest.mark.parametrize("path", [LONG, PART])
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (("generate", "a", "--quiet", "--model"), "model: "),
+        (("tokenize", "a", "--model"), "model: "),
+        (("models", "info"), "model: "),
+        (("models", "export", "calculator"), "directory: "),
+        (("chat", "--nanochat", "--model"), "model: "),
+        (("generate", "--model", "calculator", "--file"), "--file: "),
+        (("doctor", "--config"), "--config: "),
+        (("models", "list", "--cache"), "--cache: "),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_a_command_names_the_flag_of_a_path_too_long(
+    words: tuple[str, ...], named: str, path: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*words, path]) == 2
+    message = capsys.readouterr().err
+    assert named in message and "limit" in message and message.count("\n") == 1 and len(message) < 1000
+
+
+def test_a_client_learns_of_a_path_too_long(tmp_path: Path) -> None:
+    for path in (LONG, "y" * 300, NUL):
+        with pytest.raises(ApiError) as caught:
+            place_of(tmp_path, path, "weight_dir")
+        assert caught.value.status == 400 and len(str(caught.value)) < 1000
