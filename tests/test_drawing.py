@@ -16,6 +16,7 @@ from nano_inference.assemble import pick_kernels
 from nano_inference.config import EngineConfig
 from nano_inference.drawing import KernelSampler, is_plain, merged
 from nano_inference.kernels.library import Library
+from nano_inference.logprobs import Normalise, kernel_normalise
 from nano_inference.sampling import Draw, draw, uniform
 from nano_inference.types import DrawExtras, LogprobsMode, Row, SamplingParams, TokenLogprob
 
@@ -79,9 +80,9 @@ def test_who_is_special(name: str, sampler: KernelSampler, monkeypatch: pytest.M
     """Every wish that the kernels do not know of goes to `sampling.draw`, and no other row does."""
     asked = []
 
-    def noted(logits_BV: Tensor, rows: list[Row]) -> Draw:
+    def noted(logits_BV: Tensor, rows: list[Row], normalise: Normalise) -> Draw:
         asked.extend(rows)
-        return draw(logits_BV, rows)
+        return draw(logits_BV, rows, normalise)
 
     monkeypatch.setattr(drawing, "draw", noted)
     one = row(1, **ALL[name])
@@ -89,7 +90,7 @@ def test_who_is_special(name: str, sampler: KernelSampler, monkeypatch: pytest.M
     found = sampler(randn(1, 513), [one])
     assert asked == ([] if name in PLAIN else [one])
     if name in SPECIAL:
-        assert repr(found) == repr(draw(randn(1, 513), [one]))
+        assert repr(found) == repr(draw(randn(1, 513), [one], kernel_normalise(the_library())))
 
 
 @pytest.mark.parametrize("vocab_size", [40, 513, 1300])

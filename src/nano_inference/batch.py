@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -25,6 +26,36 @@ def lay(rows: tuple[Row, ...]) -> Laid:
         tokens += row.tokens
         previous += (row.prev_token, *row.tokens[:-1])
     return Laid(tokens, previous, tuple(spans))
+
+
+class Part(NamedTuple):
+    """Some of a step's tokens, laid like a step of their own."""
+
+    laid: Laid
+    places: tuple[int, ...]
+    """Where each of its tokens is among the step's T."""
+
+
+def split_at_answers(rows: tuple[Row, ...], laid: Laid) -> tuple[Part, Part]:
+    """Split a step into the tokens of prompts and those of answers; computed in this order they are the whole step."""
+    prompts: list[tuple[Row, int]] = []
+    answers: list[tuple[Row, int]] = []
+    for row, span in zip(rows, laid.spans, strict=True):
+        size = min(max(0, row.num_prompt - row.start), len(row.tokens))
+        if size:
+            prompts.append((replace(row, tokens=row.tokens[:size]), span.offset))
+        if size < len(row.tokens):
+            previous = row.tokens[size - 1] if size else row.prev_token
+            rest = replace(row, tokens=row.tokens[size:], start=row.start + size, prev_token=previous)
+            answers.append((rest, span.offset + size))
+    return _part(prompts), _part(answers)
+
+
+def _part(found: list[tuple[Row, int]]) -> Part:
+    """Lay rows that begin at these places of a step."""
+    ordered = sorted(found, key=lambda one: _step_order(one[0]))
+    places = [range(offset, offset + len(row.tokens)) for row, offset in ordered]
+    return Part(lay(tuple(row for row, _ in ordered)), tuple(chain.from_iterable(places)))
 
 
 def build(rows: tuple[Row, ...], block_size: int, device: torch.device) -> ForwardInput:
@@ -47,7 +78,11 @@ def as_tensors(laid: Laid, block_size: int, device: torch.device) -> ForwardInpu
 
 def in_step_order(rows: tuple[Row, ...]) -> tuple[Row, ...]:
     """Put rows of one token first, shortest sequence first, so that those of about one length stand together."""
-    return tuple(sorted(rows, key=lambda row: (len(row.tokens) > 1, row.start + len(row.tokens))))
+    return tuple(sorted(rows, key=_step_order))
+
+
+def _step_order(row: Row) -> tuple[bool, int]:
+    return len(row.tokens) > 1, row.start + len(row.tokens)
 
 
 class Sampled(NamedTuple):

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from nano_inference.kernels import native
 from nano_inference.kernels.library import Library
+from nano_inference.logprobs import kernel_normalise
 from nano_inference.sampling import Draw, draw, truncation_of, uniform
 from nano_inference.types import DrawExtras, Row, TopLogprobs
 
@@ -22,6 +23,7 @@ class KernelSampler:
 
     def __init__(self, library: Library) -> None:
         self._library = library
+        self._normalise = kernel_normalise(library)
 
     def __call__(self, logits_BV: Tensor, rows: Sequence[Row]) -> Draw:
         """Draw one token a row; the logits may be overwritten."""
@@ -29,7 +31,7 @@ class KernelSampler:
         if len(plain) == len(rows):
             return self._draw_plain(logits_BV, rows)
         special = [i for i, row in enumerate(rows) if not is_plain(row)]
-        parts = [(special, draw(logits_BV[special], [rows[i] for i in special]))]
+        parts = [(special, draw(logits_BV[special], [rows[i] for i in special], self._normalise))]
         if plain:
             parts.append((plain, self._draw_plain(logits_BV[plain], [rows[i] for i in plain])))
         return merged(parts, len(rows))

@@ -17,15 +17,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nano_inference.types import DrawExtras, Row, SamplingMask, TokenLogprob, TopLogprobs
+from nano_inference.logprobs import COLDEST, Normalise, Normaliser, at, floor_logprobs, normalise, top_logprobs
+from nano_inference.types import DrawExtras, Row, SamplingMask, TopLogprobs
 
 _MASK64 = 2**64 - 1
 _CDF_BLOCK = 512
-_COLDEST = 1e-30
-"""A temperature below this is this one: both leave only the best token, and 1e-50 is 0 in float32."""
-_IMPOSSIBLE = -9999.0
-"""Stands for -inf where the model's own logits are -inf: JSON has no infinity, and one would spoil a trainer's sums.
-SkyRL has the same number."""
 _TOP_P_WIDTH = 1024
 """Best tokens looked at first for top-p; when they hold too little mass the whole row is sorted."""
 
@@ -66,35 +62,38 @@ class Draw:
     """One for each row; empty when no row asked for any."""
 
 
-def draw(logits_BV: Tensor, rows: Sequence[Row]) -> Draw:
+def draw(logits_BV: Tensor, rows: Sequence[Row], normalise: Normalise = normalise) -> Draw:
     """Draw one token a row; `logits_BV` is float32 and is overwritten.
 
     The uniform of a row is that of (seed, sample index, position after its last token).
     """
-    model = _keep(logits_BV, [row.params.raw_logprobs for row in rows])
-    raw = _keep(logits_BV, [_needs_raw(row) for row in rows])
+    temperatures, ones = [row.params.temperature for row in rows], [1.0] * len(rows)
+    model = _keep(logits_BV, [row.params.raw_logprobs for row in rows], ones, normalise)
+    raw = _keep(logits_BV, [_needs_raw(row) for row in rows], ones, normalise)
     for index, row in enumerate(rows):
         adjust_logits(logits_BV[index], row)
     argmax_B = logits_BV.argmax(dim=-1) if any(row.params.temperature == 0 for row in rows) else None
-    scale_temperatures(logits_BV, [row.params.temperature for row in rows])
-    tempered = _keep(logits_BV, [_needs_tempered(row) for row in rows])
-    truncate(logits_BV, rows)
-    masks = sampling_masks(logits_BV, rows)
-    logp_BV = torch.log_softmax(logits_BV, dim=-1)
-    token_B = _choose(logp_BV, argmax_B, rows)
-    drawn_B = _at(logp_BV, token_B)
+    tempered = _keep(logits_BV, [_needs_tempered(row) for row in rows], temperatures, normalise)
+    scaled_BV = scaled(logits_BV, temperatures)
+    truncate(logits_BV, scaled_BV, [truncation_of(row) for row in rows])
+    masks = sampling_masks(scaled_BV, rows)
+    token_B = _choose(scaled_BV, argmax_B, rows)
+    normaliser = normalise(logits_BV, temperatures)
+    drawn_B = normaliser.logprobs(at(logits_BV, token_B)).squeeze(-1)
     for kept in (raw, tempered):
         if kept is not None:
-            logp_BV[kept.rows] = kept.logp_RV
-    logprob_B = _at(logp_BV, token_B) if raw is None else floor_logprobs(_at(logp_BV, token_B))
+            logits_BV[kept.rows] = kept.logits_RV
+            normaliser = normaliser.with_rows(kept.rows, kept.normaliser)
+    logprob_B = normaliser.logprobs(at(logits_BV, token_B)).squeeze(-1)
+    logprob_B = logprob_B if raw is None else floor_logprobs(logprob_B)
     logprob_B = torch.where(drawn_B.isfinite(), logprob_B, drawn_B)  # where nothing can be drawn, every mode says so
     if model is not None:  # so it does where the model's own logits are no numbers, though forbidding hid them
-        raw_R = _at(model.logp_RV, token_B[model.rows])
+        raw_R = model.logprobs(token_B)
         logprob_B[model.rows] = torch.where(raw_R.isnan(), raw_R, logprob_B[model.rows])
     return Draw(
         tokens=tuple(token_B.tolist()),
         logprobs=tuple(logprob_B.tolist()),
-        top_logprobs=top_logprobs(logp_BV, [row.params.logprobs or 0 for row in rows]),
+        top_logprobs=top_logprobs(logits_BV, normaliser, [row.params.logprobs or 0 for row in rows]),
         extras=_extras(rows, masks, model, token_B),
     )
 
@@ -107,42 +106,42 @@ def _extras(
         return ()
     raw_logprobs: dict[int, float] = {}
     if model is not None:
-        raw_R = floor_logprobs(_at(model.logp_RV, token_B[model.rows]))
+        raw_R = floor_logprobs(model.logprobs(token_B))
         raw_logprobs = dict(zip(model.rows, raw_R.tolist(), strict=True))
     return tuple(DrawExtras(raw_logprobs.get(i), mask) for i, mask in enumerate(masks))
 
 
 class _Kept(NamedTuple):
-    """Log-probabilities of some rows, from before their logits changed."""
+    """Logits of some rows from before they changed."""
 
     rows: list[int]
-    logp_RV: Tensor
+    logits_RV: Tensor
+    normaliser: Normaliser
+
+    def logprobs(self, token_B: Tensor) -> Tensor:
+        """Return these rows' log-probabilities [R] of one token for each of all rows."""
+        return self.normaliser.logprobs(at(self.logits_RV, token_B[self.rows])).squeeze(-1)
 
 
-def _keep(logits_BV: Tensor, is_wanted: Iterable[bool]) -> _Kept | None:
-    """Return the log-softmax of the wanted rows; None, and nothing computed, when there are none."""
+def _keep(
+    logits_BV: Tensor, is_wanted: Iterable[bool], temperatures: Sequence[float], normalise: Normalise
+) -> _Kept | None:
+    """Copy the wanted rows; None, and nothing computed, when there are none."""
     rows = [i for i, wanted in enumerate(is_wanted) if wanted]
-    return _Kept(rows, torch.log_softmax(logits_BV[rows], dim=-1)) if rows else None
+    if not rows:
+        return None
+    logits_RV = logits_BV[rows]
+    return _Kept(rows, logits_RV, normalise(logits_RV, [temperatures[i] for i in rows]))
 
 
-def _choose(logp_BV: Tensor, argmax_B: Tensor | None, rows: Sequence[Row]) -> Tensor:
+def _choose(scaled_BV: Tensor, argmax_B: Tensor | None, rows: Sequence[Row]) -> Tensor:
     """Return each row's token: the one at its uniform, or, at temperature 0, the best."""
     uniforms = [uniform(row.seed, row.sample_index, row.start + len(row.tokens)) for row in rows]
-    token_B = invert_cdf(logp_BV, torch.tensor(uniforms, dtype=torch.float64, device=logp_BV.device))
+    token_B = invert_cdf(scaled_BV, torch.tensor(uniforms, dtype=torch.float64, device=scaled_BV.device))
     if argmax_B is None:
         return token_B
-    is_greedy_B = torch.tensor([row.params.temperature == 0 for row in rows], device=logp_BV.device)
+    is_greedy_B = torch.tensor([row.params.temperature == 0 for row in rows], device=scaled_BV.device)
     return torch.where(is_greedy_B, argmax_B, token_B)
-
-
-def _at(logp_BV: Tensor, token_B: Tensor) -> Tensor:
-    """Return one entry of each row."""
-    return logp_BV.gather(-1, token_B.unsqueeze(-1)).squeeze(-1)
-
-
-def floor_logprobs(logprob_B: Tensor) -> Tensor:
-    """Return the log-probabilities with a finite number in the place of -inf."""
-    return torch.where(logprob_B == -torch.inf, _IMPOSSIBLE, logprob_B)
 
 
 def sample_with_logprobs(
@@ -172,20 +171,20 @@ def sample_with_logprobs(
         raise ValueError(f"temperatures must be finite and >= 0, got {temperatures}")
     logits_BV = logits_BV.to(torch.float32, copy=True)
     argmax_B = logits_BV.argmax(dim=-1)
-    scale_temperatures(logits_BV, temperatures)
-    for index in range(num_rows):
-        cut = Truncation(
+    scaled_BV = scaled(logits_BV, temperatures)
+    cuts = [
+        Truncation(
             0 if top_ks is None else max(0, int(top_ks[index])),
             1.0 if top_ps is None else float(top_ps[index]),
             0.0 if min_ps is None else float(min_ps[index]),
         )
-        if cut.is_active and temperatures[index]:
-            truncate_row(logits_BV[index], cut)
-    logp_BV = torch.log_softmax(logits_BV, dim=-1)
+        for index in range(num_rows)
+    ]
+    truncate(logits_BV, scaled_BV, [cut if t else _NO_TRUNCATION for cut, t in zip(cuts, temperatures, strict=True)])
     if uniforms_B is None:
         uniforms_B = torch.rand(num_rows, dtype=torch.float64, device=logits_BV.device)
-    token_B = torch.where(temperatures_B == 0, argmax_B, invert_cdf(logp_BV, uniforms_B.double()))
-    return token_B, _at(logp_BV, token_B)
+    token_B = torch.where(temperatures_B == 0, argmax_B, invert_cdf(scaled_BV, uniforms_B.double()))
+    return token_B, normalise(logits_BV, temperatures).logprobs(at(logits_BV, token_B)).squeeze(-1)
 
 
 def _needs_raw(row: Row) -> bool:
@@ -246,18 +245,20 @@ def unpack_mask(mask: bytes, vocab_size: int) -> Tensor:
     return bits.flatten()[:vocab_size].nonzero().squeeze(-1)
 
 
-def scale_temperatures(logits_BV: Tensor, temperatures: Sequence[float]) -> None:
-    """Divide each row by its temperature, in place; rows of temperature 0 and 1 keep their bits.
+def scaled(logits_BV: Tensor, temperatures: Sequence[float]) -> Tensor:
+    """Return each row divided by its temperature; rows of temperature 0 and 1 keep their bits.
 
-    The largest logit of a row is taken off first, so that no temperature is too small for float32.
+    Returns the logits themselves, no copy, when all rows do. The largest logit of a row is subtracted first, so that no
+    temperature is too small for float32.
     """
     if all(t in (0, 1) for t in temperatures):
-        return
+        return logits_BV
     is_scaled_B1 = torch.tensor([t not in (0, 1) for t in temperatures], device=logits_BV.device).unsqueeze(-1)
     best_B1 = logits_BV.amax(-1, keepdim=True)
-    logits_BV -= torch.where(is_scaled_B1 & best_B1.isfinite(), best_B1, 0.0)
-    divisors = [max(t, _COLDEST) if t else 1.0 for t in temperatures]
-    logits_BV /= torch.tensor(divisors, device=logits_BV.device).unsqueeze(-1)
+    scaled_BV = logits_BV - torch.where(is_scaled_B1 & best_B1.isfinite(), best_B1, 0.0)
+    divisors = [max(t, COLDEST) if t else 1.0 for t in temperatures]
+    scaled_BV /= torch.tensor(divisors, device=logits_BV.device).unsqueeze(-1)
+    return scaled_BV
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,19 +275,23 @@ class Truncation:
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
 
+_NO_TRUNCATION = Truncation(0, 1.0, 0.0)
+
+
 def truncation_of(row: Row) -> Truncation:
     """Return a row's truncation; a greedy row has none."""
     if row.params.temperature == 0:
-        return Truncation(0, 1.0, 0.0)
+        return _NO_TRUNCATION
     return Truncation(row.params.top_k, row.params.top_p, row.params.min_p)
 
 
-def truncate(logits_BV: Tensor, rows: Sequence[Row]) -> None:
-    """Forbid what each row's truncation cuts, in place."""
-    for index, row in enumerate(rows):
-        cut = truncation_of(row)
+def truncate(logits_BV: Tensor, scaled_BV: Tensor, cuts: Sequence[Truncation]) -> None:
+    """Forbid what each row's truncation cuts from the scaled logits, in place, in both tensors."""
+    for index, cut in enumerate(cuts):
         if cut.is_active:
-            truncate_row(logits_BV[index], cut)
+            truncate_row(scaled_BV[index], cut)
+            if scaled_BV is not logits_BV:
+                logits_BV[index].masked_fill_(scaled_BV[index] == -torch.inf, -torch.inf)
 
 
 def truncate_row(logits_V: Tensor, cut: Truncation) -> None:
@@ -349,14 +354,14 @@ def keep_best(logits_V: Tensor, best_K: Tensor) -> None:
     logits_V.masked_fill_(~((logits_V > last) | equal_V), -torch.inf)
 
 
-def invert_cdf(logp_BV: Tensor, uniform_B: Tensor) -> Tensor:
+def invert_cdf(logits_BV: Tensor, uniform_B: Tensor) -> Tensor:
     """Return, for each row, the first token by id at which the cumulated probability exceeds its uniform.
 
     Blocks of the vocabulary are summed first, so that no cumulative sum over all of it is needed.
     """
-    num_rows, vocab_size = logp_BV.shape
+    num_rows, vocab_size = logits_BV.shape
     num_blocks = -(-vocab_size // _CDF_BLOCK)
-    p_BV = torch.nn.functional.pad(torch.softmax(logp_BV, dim=-1), (0, num_blocks * _CDF_BLOCK - vocab_size))
+    p_BV = torch.nn.functional.pad(_weights(logits_BV), (0, num_blocks * _CDF_BLOCK - vocab_size))
     p_BNC = p_BV.view(num_rows, num_blocks, _CDF_BLOCK)
     mass_BN = p_BNC.sum(-1).double()
     cdf_BN = mass_BN.cumsum(-1)
@@ -368,30 +373,17 @@ def invert_cdf(logp_BV: Tensor, uniform_B: Tensor) -> Tensor:
     return (block_B1 * _CDF_BLOCK + inside_B1).squeeze(-1)
 
 
+def _weights(logits_BV: Tensor) -> Tensor:
+    """Return the weights of a draw: softmax in float32, from which no log-probability is computed.
+
+    Their bits decide tokens, and seeded streams are fixed: `log_softmax` first, as in the first release.
+    """
+    return torch.softmax(torch.log_softmax(logits_BV, dim=-1), dim=-1)
+
+
 def _first_above(cdf_BN: Tensor, target_B1: Tensor, mass_BN: Tensor) -> Tensor:
     """Return the first index with cdf > target, or, when rounding hides it, the last index that has any mass."""
     index_B1 = (cdf_BN <= target_B1).sum(-1, keepdim=True)
     rank_N = torch.arange(1, mass_BN.size(-1) + 1, device=mass_BN.device)
     last_B1 = ((mass_BN > 0) * rank_N).amax(-1, keepdim=True) - 1
     return index_B1.minimum(last_B1).clamp_(min=0)
-
-
-def top_logprobs(logp_BV: Tensor, counts: Sequence[int]) -> tuple[TopLogprobs, ...]:
-    """Return each row's likeliest tokens, as many as it asks for, lowest id first among equals.
-
-    What cannot be drawn is left out.
-    """
-    vocab_size = logp_BV.size(-1)
-    width = min(max(counts, default=0), vocab_size)
-    if not width:
-        return ((),) * len(counts)
-    count_B1 = torch.tensor([min(count, vocab_size) for count in counts], device=logp_BV.device).unsqueeze(-1)
-    last_B1 = logp_BV.topk(width, dim=-1).values.gather(-1, (count_B1 - 1).clamp_(min=0))
-    above_BV, equal_BV = logp_BV > last_B1, logp_BV == last_B1
-    equal_BV &= equal_BV.cumsum(-1, dtype=torch.int32) <= count_B1 - above_BV.sum(-1, keepdim=True)
-    kept_BV = (above_BV | equal_BV) & (logp_BV > -torch.inf)
-    places, values = kept_BV.nonzero().tolist(), logp_BV[kept_BV].tolist()
-    tops: list[list[TokenLogprob]] = [[] for _ in counts]
-    for (row, token), value in zip(places, values, strict=True):
-        tops[row].append(TokenLogprob(token, value))
-    return tuple(tuple(sorted(top, key=lambda one: -one.logprob)) for top in tops)

@@ -13,6 +13,7 @@ from nano_inference.kernels.library import Library
 from nano_inference.sampling import sample_with_logprobs
 from tests.kernels.conftest import Team
 from tests.kernels.steps import random
+from tests.logit_shapes import SHAPES, shaped
 
 VOCABS = (1, 7, 8, 16, 511, 512, 513, 1025, 49152)
 TEMPERATURES = (0.0, 1e-9, 0.01, 0.5, 1.0, 1.7, 100.0)
@@ -38,6 +39,18 @@ def exact(logit_V: Tensor, temperature: float) -> Tensor:
     return ((logit_V.double() - logit_V.double().max()) / (temperature or 1.0)).softmax(dim=-1)
 
 
+def exact_logprob(logit_V: Tensor, temperature: float, token: int) -> float:
+    """A token's log-probability in float64; the temperature is a float32."""
+    divisor = torch.tensor(temperature or 1.0).double()
+    below_V = (logit_V.double() - logit_V.double().max()) / divisor
+    return float(below_V[token] - below_V.exp().sum().log())
+
+
+def allowed(logprob: float) -> float:
+    """How far a float32 log-probability may be from the exact one: 1e-6, or an ulp where that is more."""
+    return max(1e-6, math.ulp(logprob) * 2**29)
+
+
 def is_right(logit_V: Tensor, temperature: float, uniform: float, token: int) -> bool:
     """Whether the uniform lies within the token's part of the distribution, or within 1e-6 of it."""
     if temperature == 0:
@@ -54,10 +67,38 @@ def test_tokens_and_logprobs_are_right(team: Team, vocab_size: int) -> None:
     tokens, logprobs = native.draw(team[2], logits_BV, temperatures, uniforms, is_raw)
     for row, (token, logprob) in enumerate(zip(tokens, logprobs, strict=True)):
         assert is_right(logits_BV[row], temperatures[row], uniforms[row], token), row
-        expected = float(exact(logits_BV[row], 1.0 if is_raw[row] else temperatures[row])[token].log())
-        assert abs(logprob - expected) <= 1e-5 * max(1.0, abs(expected)), row
+        expected = exact_logprob(logits_BV[row], 1.0 if is_raw[row] else temperatures[row], token)
+        assert abs(logprob - expected) <= allowed(expected), row
     for threads in (1, 3):
         assert native.draw(team[threads], logits_BV, temperatures, uniforms, is_raw) == (tokens, logprobs)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("name", SHAPES)
+def test_log_sum_exp_is_unbiased(team: Team, name: str, temperature: float) -> None:
+    """Against float64, for any vocabulary: within 2e-7 before the result is rounded to float32, and without a sign."""
+    for vocab_size, num_rows in ((1000, 64), (262_144, 6), (524_288, 3)):
+        logits_BV = shaped(name, num_rows, vocab_size)
+        best_B, log_mass_B = native.normalise(team[2], logits_BV, [temperature] * num_rows)
+        exact_BV = (logits_BV.double() - best_B.double().unsqueeze(-1)) / torch.tensor(temperature).double()
+        error_B = log_mass_B - exact_BV.exp().sum(dim=-1).log()
+        assert torch.equal(best_B, logits_BV.amax(dim=-1))
+        assert float(error_B.abs().max()) <= 2e-7, vocab_size
+        assert abs(float(error_B.mean())) <= 3e-8, vocab_size
+        for threads in (1, 3):
+            alone = [native.normalise(team[threads], row_V[None], [temperature])[1] for row_V in logits_BV[:2]]
+            assert torch.equal(torch.cat(alone), log_mass_B[:2])
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_logprobs_are_right_over_large_vocabularies(library: Library, name: str) -> None:
+    logits_BV = shaped(name, 8, 262_144)
+    for temperature, is_raw in ((1.0, False), (0.7, False), (0.7, True), (0.0, False)):
+        uniforms = torch.rand(8, dtype=torch.float64, generator=random(9)).tolist()
+        drawn = native.draw(library, logits_BV, [temperature] * 8, uniforms, [is_raw] * 8)
+        for row_V, token, logprob in zip(logits_BV, *drawn, strict=True):
+            expected = exact_logprob(row_V, 1.0 if is_raw else temperature, token)
+            assert abs(logprob - expected) <= allowed(expected)
 
 
 @pytest.mark.parametrize("vocab_size", VOCABS)
@@ -72,7 +113,7 @@ def test_the_twin_and_the_torch_sampler_draw_the_same(library: Library, vocab_si
     for other_tokens, other_logprobs in others:
         for row, (mine, theirs) in enumerate(zip(tokens, other_tokens, strict=True)):
             if mine == theirs:
-                assert abs(logprobs[row] - other_logprobs[row]) <= 1e-5 * max(1.0, abs(logprobs[row]))
+                assert abs(logprobs[row] - other_logprobs[row]) <= allowed(logprobs[row])
             else:
                 assert is_right(logits_BV[row], temperatures[row], uniforms[row], mine)
                 assert is_right(logits_BV[row], temperatures[row], uniforms[row], theirs)

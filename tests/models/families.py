@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -115,11 +116,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def make_model(name: str, directory: Path) -> transformers.PreTrainedModel:
-    """Write a tiny random model of the family into `directory` and return Transformers' own, in float32."""
+def make_model(name: str, directory: Path, more: Mapping[str, Any] | None = None) -> transformers.PreTrainedModel:
+    """Write a tiny random model of the family into `directory` and return Transformers' own, in float32.
+
+    `more` are fields of the configuration that differ from the family's.
+    """
     kind, options = FAMILIES[name]
     config_class = getattr(transformers, f"{kind}TextConfig" if kind == "Gemma3" else f"{kind}Config")
-    config = config_class(**(_COMMON | options))
+    config = config_class(**(_COMMON | options | dict(more or {})))
     torch.manual_seed(7)
     model = getattr(transformers, f"{kind}ForCausalLM")(config).eval().float()
     with torch.no_grad():
@@ -136,10 +140,10 @@ def _is_plain_norm(kind: str, name: str) -> bool:
 
 
 def reference_logprobs(model: transformers.PreTrainedModel, token_ids: list[int]) -> torch.Tensor:
-    """Transformers' own teacher-forced log-probabilities, [tokens - 1, V] float32."""
+    """Transformers' own teacher-forced log-probabilities, [tokens - 1, V] float32, normalised in float64."""
     with torch.inference_mode():
         logits = model(torch.tensor([token_ids])).logits[0].float()
-    return torch.log_softmax(logits[:-1], dim=-1)
+    return torch.log_softmax(logits[:-1].double(), dim=-1).float()
 
 
 def gap(model: transformers.PreTrainedModel, token_ids: list[int], logprobs: list[float]) -> float:

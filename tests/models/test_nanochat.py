@@ -130,6 +130,11 @@ def transformers_g0() -> transformers.PreTrainedModel:
     return model
 
 
+def rounded_to_bfloat16(_module: object, _inputs: object, tables: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+    """Round cos and sin as nanochat did until 2026-03-04; Transformers' own are float32."""
+    return tuple(table.bfloat16().float() for table in tables)
+
+
 def says(model: transformers.PreTrainedModel) -> Callable[[Sequence[int]], Tensor]:
     def logits(ids: Sequence[int]) -> Tensor:
         with torch.inference_mode():
@@ -143,6 +148,8 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     directory = tmp_path_factory.mktemp("nanochat")
     generation = request.param[:2] if "Transformers" in request.param else request.param
     model = transformers_g0() if generation == "G0" else None
+    if model is not None and request.param == "G0":
+        model.model.rotary_emb.register_forward_hook(rounded_to_bfloat16)
     if model is not None and request.param != "G0":
         model.save_pretrained(directory)
     else:
@@ -293,7 +300,7 @@ def test_windows_of_odd_sizes_in_every_pattern() -> None:
 
 # ---- every generation is G0 when its terms are off ------------------------------------------------------------------
 
-NEUTRAL = ("rope_base=10000", "qk_scale=1", "softcap=15", "window_pattern=L")
+NEUTRAL = ("rope_base=10000", "qk_scale=1", "softcap=15", "window_pattern=L", "rope_dtype=bfloat16")
 
 
 def neutral(generation: str, config: dict[str, Any], pad: int = 64) -> dict[str, Tensor]:
@@ -338,6 +345,11 @@ def test_no_term_is_idle(generation: str) -> None:
 
 
 # ---- each term alone, its numbers worked out here -------------------------------------------------------------------
+
+
+def exact(state: dict[str, Tensor], config: dict[str, Any], *overrides: str) -> GPT:
+    """A model with float32 rotary tables, as far as nothing else is asked for: what is worked out here is unrounded."""
+    return load(state, config, "rope_dtype=float32", *overrides)
 
 
 def unit(v: Tensor) -> Tensor:
@@ -398,7 +410,7 @@ def test_keys_turn_by_minus_the_angle_with_halves_paired(base: int) -> None:
     state["transformer.wte.weight"][1] = torch.tensor([1.0, 1, 1, 1])
     weight = state["transformer.h.0.attn.c_k.weight"]
     weight[0, 0] = weight[1, 0] = 1.0  # k = (1, 1, 0, 0): the pairs are (0, 2) and (1, 3)
-    gpt = load(state, config, f"rope_base={base}")
+    gpt = exact(state, config, f"rope_base={base}")
     slow = base**-0.5
     for keys, _ in keys_and_values(gpt, [1] * 6):
         for p in range(6):
@@ -413,7 +425,7 @@ def test_keys_are_normed_head_by_head() -> None:
     state["transformer.wte.weight"][1] = torch.tensor([1.0, 1, 1, 1])
     weight = state["transformer.h.0.attn.c_k.weight"]
     weight[0, 0], weight[3, 0] = 30.0, 0.2
-    for keys, _ in keys_and_values(load(state, config), [1, 1]):
+    for keys, _ in keys_and_values(exact(state, config), [1, 1]):
         assert keys[0, 0].flatten().tolist() == pytest.approx([math.sqrt(2), 0, 0, math.sqrt(2)], abs=1e-5)
         c, s = math.sqrt(2) * math.cos(1), math.sqrt(2) * math.sin(1)
         assert keys[0, 1].flatten().tolist() == pytest.approx([c, -s, s, c], abs=1e-5)
@@ -426,7 +438,7 @@ SCALES = {"G0": 1.0, "G1": 1.0, "G2": 1.0, "G2e": 1.0, "G2s": 1.0, "G3": 1.15, "
 def test_every_generation_s_logit_scale(generation: str) -> None:
     """1.44 / sqrt(d) in G4: the plain model scales q and k, the paged one their product."""
     config = model_config(generation)
-    gpt = load(state_dict(generation, config), config, *told(generation))
+    gpt = exact(state_dict(generation, config), config, *told(generation))
     assert gpt.terms.generation == generation
     scale = SCALES[generation]
     for layer in gpt.model.transformer["h"]:
@@ -455,7 +467,7 @@ def test_attention_of_two_tokens(scale: float) -> None:
     values = [v.double() @ row for row in a]
     mixed = (scores[0] * values[0] + scores[1] * values[1]) / sum(scores)
     wanted = torch.stack((head_of(state, x[0] + values[0], 15.0), head_of(state, x[1] + mixed, 15.0)))
-    expect(load(state, config, f"qk_scale={scale}"), [1, 2], wanted)
+    expect(exact(state, config, f"qk_scale={scale}"), [1, 2], wanted)
 
 
 def test_soft_cap_of_15_and_of_20() -> None:
@@ -465,7 +477,7 @@ def test_soft_cap_of_15_and_of_20() -> None:
     raw = [30.0, 3.0, 0.0, -30.0, 2.0]
     for overrides, cap in (((), 15.0), (("softcap=20",), 20.0)):
         wanted = torch.tensor([[cap * math.tanh(z / cap) for z in raw]]).double()
-        expect(load(state, config, *overrides), [1], wanted)
+        expect(exact(state, config, *overrides), [1], wanted)
     assert 15 * math.tanh(2) == pytest.approx(14.4604, abs=1e-4)
     assert 20 * math.tanh(1.5) == pytest.approx(18.1030, abs=1e-4)
 
@@ -476,7 +488,7 @@ def test_mlp_is_the_square_of_relu() -> None:
     inner, out = state["transformer.h.0.mlp.c_fc.weight"], state["transformer.h.0.mlp.c_proj.weight"]
     inner[0], inner[1] = torch.tensor([1.0, 0.5]), torch.tensor([-1.0, -0.5])
     out[0, 0], out[1, 1] = 1.0, 1.0  # 1.5 squared onto the first; -1.5 is cut off
-    expect(load(state, config), [1], head_of(state, torch.tensor([1.0 + 2.25, 1.0]), 15.0)[None])
+    expect(exact(state, config), [1], head_of(state, torch.tensor([1.0 + 2.25, 1.0]), 15.0)[None])
 
 
 def test_epsilon_is_that_of_float32() -> None:
@@ -489,8 +501,8 @@ def test_epsilon_is_that_of_float32() -> None:
     x = torch.tensor([3e-4 / root, 1e-4 / root]).double()
     x = x + torch.tensor([0.0, float(unit(x)[0]) ** 2])
     wanted = head_of(state, x, 15.0)[None]
-    expect(load(state, config), [1], wanted)
-    assert (plain(load(state, config, "norm_eps=1e-6"), [1]) - wanted).abs().max() > 1e-2
+    expect(exact(state, config), [1], wanted)
+    assert (plain(exact(state, config, "norm_eps=1e-6"), [1]) - wanted).abs().max() > 1e-2
 
 
 @pytest.mark.parametrize(("generation", "columns", "factor"), [("G2", 32, 2.0), ("G3", 12, 3.0), ("G4", 12, 3.0)])
@@ -507,7 +519,7 @@ def test_value_embeddings_and_their_gates(generation: str, columns: int, factor:
     state["transformer.h.0.attn.c_v.weight"] = value
     if generation == "G4":
         state["backout_lambda"] = torch.tensor([0.5])
-    gpt = load(state, config)
+    gpt = exact(state, config)
     ids = [3, 1, 1, 4]
     for _, values in keys_and_values(gpt, ids):
         for t, token in enumerate(ids):
@@ -526,7 +538,7 @@ def test_every_other_layer_has_a_value_embedding_the_last_among_them(
 ) -> None:
     config = model_config(generation, n_layer=num_layers)
     state = state_dict(generation, config)
-    gpt = load(state, config)
+    gpt = exact(state, config)
     tables = [name for name in gpt.weights if name.startswith("value_embeds.")]
     assert sorted(tables) == [f"value_embeds.{i}.weight" for i in having]
     assert sorted(name for name in gpt.weights if "ve_gate" in name) == [
@@ -534,7 +546,7 @@ def test_every_other_layer_has_a_value_embedding_the_last_among_them(
     ]
     doubled = state | {name: state[name] * 2 for name in tables}
     for (_, before), (_, after) in zip(
-        keys_and_values(gpt, [7]), keys_and_values(load(doubled, config), [7]), strict=True
+        keys_and_values(gpt, [7]), keys_and_values(exact(doubled, config), [7]), strict=True
     ):
         first = next(i for i in range(num_layers) if not torch.equal(before[i], after[i]))
         assert first == having[0]
@@ -550,7 +562,7 @@ def test_lambdas_of_the_residual_and_of_the_embedding() -> None:
     x = torch.tensor([0.9 + 0.2 + 4.0, 0.9 + 0.2])
     x = 1.3 * x - 0.4 * torch.tensor([1.0, 1.0])
     assert x.tolist() == pytest.approx([6.23, 1.03])
-    expect(load(state, config), [1, 1], head_of(state, x, 15.0).expand(2, -1))
+    expect(exact(state, config), [1, 1], head_of(state, x, 15.0).expand(2, -1))
 
 
 def smearing() -> tuple[dict[str, Tensor], dict[str, Any], list[int], list[Tensor]]:
@@ -572,20 +584,20 @@ def test_smear_with_the_token_before_but_for_the_first() -> None:
     state, config, ids, x = smearing()
     wanted = torch.stack([head_of(state, row, 15.0) for row in x])
     assert (wanted[2] - wanted[1]).abs().max() > 1e-2  # the same token behind another one
-    expect(load(state, config), ids, wanted)
+    expect(exact(state, config), ids, wanted)
 
 
 def test_the_embedding_that_lambdas_weigh_is_the_smeared_one() -> None:
     """x0 comes after the smear; the predecessor that is mixed in comes before it."""
     state, config, ids, x = smearing()
     state["resid_lambdas"], state["x0_lambdas"] = torch.tensor([0.0]), torch.tensor([1.0])
-    expect(load(state, config), ids, torch.stack([head_of(state, row, 15.0) for row in x]))
+    expect(exact(state, config), ids, torch.stack([head_of(state, row, 15.0) for row in x]))
 
 
 def test_a_chunk_smears_with_the_id_it_is_told() -> None:
     """The second chunk's first token, told another predecessor, smears with that one."""
     state, config, ids, _ = smearing()
-    gpt = load(state, config)
+    gpt = exact(state, config)
     store = core_cached(gpt, ids, ())[1]
     e = [unit(row) for row in state["transformer.wte.weight"]]
     for told in (0, 3, -1):
@@ -615,7 +627,7 @@ def test_backout_takes_the_output_of_the_middle_layer(num_layers: int) -> None:
         x = x + added
         outputs.append(x)
     taken = outputs[{1: 0, 2: 1, 3: 1, 4: 2, 5: 2, 6: 3}[num_layers]]
-    expect(load(state, config), [1, 1, 1], head_of(state, x - 0.3 * taken, 15.0).expand(3, -1))
+    expect(exact(state, config), [1, 1, 1], head_of(state, x - 0.3 * taken, 15.0).expand(3, -1))
 
 
 def test_hashed_pairs() -> None:
@@ -634,7 +646,7 @@ def test_hashed_pairs() -> None:
         pair = table[row].double()
         x = 0.5 * (unit(state["transformer.wte.weight"][token]) + 0.5 * pair) - 0.2 * pair
         wanted.append(head_of(state, x, 15.0))
-    expect(load(state, config), ids, torch.stack(wanted))
+    expect(exact(state, config), ids, torch.stack(wanted))
 
 
 def differs(gpt: GPT, ids: list[int], place: int) -> tuple[bool, bool]:
@@ -665,7 +677,7 @@ def listening(num_layers: int, pattern: str, **sizes: Any) -> tuple[dict[str, Te
 @pytest.mark.parametrize("window", [1, 8, 15, 16, 17])
 def test_a_window_of_n_is_n_keys_and_the_query_s_own(window: int) -> None:
     state, config = listening(2, "SL")
-    gpt = load(state, config, f"short_window={window}")
+    gpt = exact(state, config, f"short_window={window}")
     ids = text(70, 60, 50)
     last = len(ids) - 1
     assert differs(gpt, ids, last - window) == (True, True)
@@ -683,7 +695,7 @@ def test_the_short_windows_that_are_inferred(generation: str, sequence_len: int,
     state["transformer.h.1.attn.c_proj.weight"].zero_()
     if generation == "G4":
         state["smear_lambda"].zero_()
-    gpt = load(state, config)
+    gpt = exact(state, config)
     ids = text(71, window + 40, 50)
     last = len(ids) - 1
     assert differs(gpt, ids, last - window) == (True, True)
@@ -692,7 +704,7 @@ def test_the_short_windows_that_are_inferred(generation: str, sequence_len: int,
 
 def test_a_long_layer_sees_the_trained_length_before_each_token() -> None:
     state, config = listening(1, "L", sequence_len=20)
-    gpt = load(state, config)
+    gpt = exact(state, config)
     ids = text(72, 50, 50)
     assert differs(gpt, ids, 49 - 20) == (True, True)
     assert differs(gpt, ids, 49 - 21) == (False, False)
@@ -700,16 +712,16 @@ def test_a_long_layer_sees_the_trained_length_before_each_token() -> None:
 
 def test_g0_has_no_window_at_all() -> None:
     config = model_config("G0", n_layer=1, vocab_size=50, sequence_len=20)
-    gpt = load(state_dict("G0", config, pad=1), config)
+    gpt = exact(state_dict("G0", config, pad=1), config)
     assert differs(gpt, text(73, 60, 50), 0) == (True, True)
 
 
 def test_the_last_layer_is_long_whatever_the_pattern_says() -> None:
     state, config = listening(1, "S", sequence_len=200)
-    gpt = load(state, config, "short_window=3")
+    gpt = exact(state, config, "short_window=3")
     assert differs(gpt, text(74, 60, 50), 0) == (True, True)
     config = model_config("G1", window_pattern="S")
-    windows = [layer.window for layer in load(state_dict("G1", config), config, "short_window=3").model.config.layers]
+    windows = [layer.window for layer in exact(state_dict("G1", config), config, "short_window=3").model.config.layers]
     assert windows == [4, 4, 4, 257]
 
 
@@ -718,7 +730,7 @@ def test_the_last_layer_is_long_whatever_the_pattern_says() -> None:
 )
 def test_the_pattern_is_tiled(pattern: str, wanted: str) -> None:
     config = model_config("G1", n_layer=7, window_pattern=pattern)
-    gpt = load(state_dict("G1", config), config)
+    gpt = exact(state_dict("G1", config), config)
     assert "".join("L" if layer.window == 257 else "S" for layer in gpt.model.config.layers) == wanted
     assert {layer.window for layer in gpt.model.config.layers} == {129, 257}
 
@@ -729,12 +741,12 @@ def test_the_vocabulary_s_padding_never_reaches_the_logits(generation: str) -> N
     state = state_dict(generation, config)
     assert state["lm_head.weight"].size(0) == 320
     ids = text(80, 40)
-    gpt = load(state, config)
+    gpt = exact(state, config)
     wanted = plain(gpt, ids)
     assert wanted.shape == (40, VOCAB)
     for name in ("transformer.wte.weight", "lm_head.weight", *(n for n in state if n.startswith("value_embeds."))):
         state[name][VOCAB:] = math.nan
-    spoiled = load(state, config)
+    spoiled = exact(state, config)
     assert torch.equal(plain(spoiled, ids), wanted)
     assert torch.equal(core(spoiled, ids), core(gpt, ids))
     assert core(spoiled, ids).shape == (40, VOCAB)

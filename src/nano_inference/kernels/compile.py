@@ -1,18 +1,24 @@
-"""Compiles the C sources with the machine's own compiler, once for each source, compiler and instruction set."""
+"""Compiles the C sources with the machine's own compiler, once for each source, compiler and instruction set.
+
+A library in the cache is loaded as code, so its directory must be this user's alone, and its contents are verified.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import platform
-import shutil
-import subprocess
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from importlib.resources import files
 from pathlib import Path
 from types import MappingProxyType
 from typing import Literal
+
+from nano_inference.children import find_program, run
+from nano_inference.files import digest_of, move_into, open_regular, untrusted_part, why_untrusted_file
 
 Isa = Literal["avx512", "avx2", "generic"]
 
@@ -20,6 +26,7 @@ ISAS: tuple[Isa, ...] = ("avx512", "avx2", "generic")
 """From the fastest to the one that every machine has."""
 
 _TIMEOUT_S = 300
+_log = logging.getLogger("nano_inference")
 _ARITHMETIC = ("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
 """A product and a sum are rounded once only where the source says so."""
 _FLAGS = ("-O3", "-std=gnu11", *_ARITHMETIC, "-fPIC", "-shared", "-pthread")
@@ -43,6 +50,10 @@ _USEFUL: Mapping[Isa, Mapping[str, str]] = MappingProxyType(
 
 class CannotCompile(Exception):
     """There is no compiler, or it failed; the message says why in one line."""
+
+
+class CannotKeep(CannotCompile):
+    """The cache cannot be written, or others than this user could write to it."""
 
 
 def cpu_flags() -> frozenset[str]:
@@ -75,51 +86,96 @@ def options(isa: Isa, flags: frozenset[str]) -> tuple[str, ...]:
 
 
 def find_compiler(environ: Mapping[str, str]) -> str:
-    """Return the C compiler: $CC, else cc, gcc or clang. Raises `CannotCompile` when there is none."""
+    """Return the C compiler's absolute path: $CC, else cc, gcc or clang. Raises `CannotCompile` when there is none."""
     named = environ.get("CC")
     for name in (named,) if named else ("cc", "gcc", "clang"):
-        found = shutil.which(name)
+        found = find_program(name, environ)
         if found:
             return found
     raise CannotCompile(f"no C compiler ({named or 'cc, gcc, clang'}) was found")
 
 
 def compile_library(isa: Isa, cache: Path, environ: Mapping[str, str], extra: tuple[str, ...] = ()) -> Path:
-    """Return the compiled library, made in `cache` (or, where that cannot be written, in a temporary folder) if absent.
+    """Return the compiled library in `cache`, compiled if it is absent or damaged.
 
-    Raises `CannotCompile` when there is no compiler or it fails.
+    Its file's name ends in the SHA-256 of its contents, which is verified here. Raises `CannotKeep` if the cache cannot
+    be written or others could write to it, `CannotCompile` if there is no compiler or it fails.
     """
     compiler = find_compiler(environ)
     flags = (*options(isa, cpu_flags()), *extra)
-    name = f"kernels-{isa}-{_digest(compiler, flags)}.so"
-    for folder in (cache / "kernels", None):
+    folder = cache.absolute() / "kernels"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        reason = untrusted_part(folder)
+        if reason is not None:
+            raise CannotKeep(f"{folder} is not used for compiled code: {reason}")
+        stem = f"kernels-{isa}-{_digest(compiler, flags)}"
+        return _find_whole(folder, stem) or _compile_in(folder, stem, compiler, flags, environ)
+    except OSError as error:
+        raise CannotKeep(f"{folder} cannot hold compiled code: {error.strerror or error}") from error
+
+
+@contextmanager
+def compiled_library(isa: Isa, cache: Path, environ: Mapping[str, str], extra: tuple[str, ...] = ()) -> Iterator[Path]:
+    """Yield a library to load in the block: `compile_library`'s, or one that is compiled for this process alone.
+
+    The latter is deleted at the end; what has been loaded stays usable. Raises `CannotCompile`.
+    """
+    try:
+        kept = compile_library(isa, cache, environ, extra)
+    except CannotKeep as error:
+        _log.warning("the kernels are compiled at each start: %s", error)
+    else:
+        yield kept
+        return
+    with ExitStack() as stack:
         try:
-            return _compile_in(folder, name, compiler, flags)
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="nano-inference-"))).absolute()
+            compiler = find_compiler(environ)
+            made = _compile_in(folder, f"kernels-{isa}", compiler, (*options(isa, cpu_flags()), *extra), environ)
         except OSError as error:
-            reason = error
-    raise CannotCompile(f"the kernels cannot be written: {reason}")
+            raise CannotCompile(f"the kernels cannot be written: {error}") from error
+        yield made
 
 
-def _compile_in(folder: Path | None, name: str, compiler: str, flags: tuple[str, ...]) -> Path:
-    """Compile into a folder of the user's alone; a finished library appears there whole or not at all."""
-    folder = folder or Path(tempfile.mkdtemp(prefix="nano-inference-"))
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    target = folder / name
-    if target.is_file():
-        return target
-    with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        made = Path(scratch) / name
-        _call(compiler, [*flags, "-o", str(made), str(_sources() / "program.c"), "-lm"])
-        made.replace(target)
+def _find_whole(folder: Path, stem: str) -> Path | None:
+    """Return the library of that name whose contents are what its name says; delete those that are damaged."""
+    for path in sorted(folder.glob(f"{stem}-*.so")):
+        with open_regular(path) as file:
+            reason = why_untrusted_file(os.fstat(file.fileno()))
+            if reason is None and digest_of(file) != path.stem.removeprefix(f"{stem}-"):
+                reason = "is damaged"
+        if reason is None:
+            return path
+        _log.warning("%s %s; the kernels are compiled again", path, reason)
+        path.unlink(missing_ok=True)
+    return None
+
+
+def _compile_in(folder: Path, stem: str, compiler: str, flags: tuple[str, ...], environ: Mapping[str, str]) -> Path:
+    """Compile into a folder that only this user writes to; a finished library appears there whole or not at all.
+
+    The compiler runs in an empty directory, where relative paths lead to nothing.
+    """
+    with tempfile.TemporaryDirectory(dir=folder) as scratch, tempfile.TemporaryDirectory(dir=folder) as empty:
+        made = Path(scratch) / "library"
+        arguments = [*flags, "-o", str(made), str(_sources() / "program.c"), "-lm"]
+        _call([compiler, *arguments], Path(empty), environ)
+        with open_regular(made) as file:
+            digest = digest_of(file)
+            if not file.tell():
+                raise CannotCompile(f"{compiler} made an empty file")
+        made.chmod(0o700)
+        target = folder / f"{stem}-{digest}.so"
+        move_into(made, target)
     return target
 
 
-def _call(compiler: str, arguments: list[str]) -> None:
+def _call(command: list[str], cwd: Path, environ: Mapping[str, str]) -> None:
+    compiler = command[0]
     try:
-        done = subprocess.run(
-            [compiler, *arguments], capture_output=True, text=True, errors="replace", timeout=_TIMEOUT_S, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
+        done = run(command, cwd=cwd, environ=environ, timeout=_TIMEOUT_S)
+    except OSError as error:
         raise CannotCompile(f"{compiler} could not be run: {error}") from error
     if done.returncode:
         said = done.stderr.splitlines() or ["it gave no reason"]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import threading
 import weakref
 from ctypes import POINTER, c_char_p, c_float, c_int, c_int32, c_int64, c_long, c_void_p
 from pathlib import Path
@@ -102,20 +101,30 @@ class DrawsStruct(ctypes.Structure):
     )
 
 
-_STRUCTS = (OpStruct, ProgramStruct, StepStruct, MatrixStruct, RopeStruct, DrawsStruct, TokensStruct)
+class SumsStruct(ctypes.Structure):
+    """Rows of logits whose log-sum-exp is wanted."""
+
+    _fields_ = (
+        ("logits", c_void_p),
+        ("stride", c_int64),
+        ("vocab_size", c_int64),
+        *((name, c_void_p) for name in ("temperature", "best", "log_mass")),
+    )
+
+
+_STRUCTS = (OpStruct, ProgramStruct, StepStruct, MatrixStruct, RopeStruct, DrawsStruct, TokensStruct, SumsStruct)
 
 
 class Library:
-    """Owns the loaded code and the threads it works with, which end with it. `turn` is held while they work.
+    """Owns the loaded code and the threads it works with, which end with it.
 
+    Two engines may share the threads (a twin, from another thread): the C side lets one work at a time.
     After a fork the threads are gone: the child makes its own when it first asks for them.
     """
 
     def __init__(self, path: Path, num_threads: int) -> None:
         self.code = ctypes.CDLL(str(path))
         self.num_threads = num_threads
-        self.turn = threading.Lock()
-        """Two engines may share the threads (a twin, from another thread), not at the same time."""
         self._pool: int | None = None
         self._owner = 0
         self._ending: weakref.finalize[..., Library] | None = None
@@ -179,6 +188,7 @@ def _declare(code: ctypes.CDLL) -> None:
         "nano_run": (c_int, (c_void_p, *program, *program)),
         "nano_populate": (c_int, (c_void_p, c_int64)),
         "nano_draw": (c_int, (c_void_p, POINTER(DrawsStruct), c_int64)),
+        "nano_normalise": (None, (c_void_p, POINTER(SumsStruct), c_int64)),
     }
     for name, (result, arguments) in signatures.items():
         function = getattr(code, name)

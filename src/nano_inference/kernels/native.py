@@ -25,6 +25,7 @@ from nano_inference.kernels.library import (
     ProgramStruct,
     RopeStruct,
     StepStruct,
+    SumsStruct,
 )
 from nano_inference.kernels.matrix import Matrix
 from nano_inference.kernels.program import (
@@ -174,8 +175,7 @@ class NativeProgram:
 
     def _go(self, then: NativeProgram | None = None) -> None:
         more = (None, None) if then is None else (then._struct, then._step)
-        with self._library.turn:
-            failed = self._library.code.nano_run(self._library.pool, self._struct, self._step, *more)
+        failed = self._library.code.nano_run(self._library.pool, self._struct, self._step, *more)
         if failed:
             raise MemoryError("a step needs more memory than there is")
 
@@ -184,12 +184,13 @@ class NativeProgram:
         if num_rows <= self._capacity:
             return
         capacity = max(16, 1 << (num_rows - 1).bit_length())
+        self._capacity = 0  # an interruption before the end must not leave pointers to memory that was given back
         self._bytes = torch.empty(capacity * self._byte_stride, dtype=torch.uint8)
         self._arena = torch.from_numpy(np.empty(capacity * sum(self._strides.values()), np.float32))
-        self._capacity = capacity
         self._step.bytes, self._step.byte_stride = self._bytes.data_ptr(), self._byte_stride
         for index, name in enumerate(self._names):
-            self._pointers[index] = self._place(name)
+            self._pointers[index] = self._arena.data_ptr() + 4 * self._starts[name] * capacity
+        self._capacity = capacity
 
     def _plan(self, layout: Layout, block_size: int) -> tuple[object, ...]:
         """Say where each token stands and who reads the cache together; return the memory that this takes."""
@@ -310,8 +311,29 @@ def draw(
     token_B, logprob_B = array("i", bytes(4 * num_rows)), array("f", bytes(4 * num_rows))
     arrays: tuple[array[Any], ...] = (temperature_B, uniform_B, raw_B, token_B, logprob_B)
     draws = DrawsStruct(logits_BV.data_ptr(), logits_BV.stride(0), vocab_size, *map(_address, arrays))
-    with library.turn:
-        failed = library.code.nano_draw(library.pool, ctypes.byref(draws), num_rows)
+    failed = library.code.nano_draw(library.pool, ctypes.byref(draws), num_rows)
     if failed:
         raise MemoryError("a step needs more memory than there is")
     return token_B.tolist(), logprob_B.tolist()
+
+
+def normalise(library: Library, logits_BV: Tensor, temperatures: Sequence[float]) -> tuple[Tensor, Tensor]:
+    """Return each row's largest logit, float32 [B], and log of the sum of e^((logit - largest) / temperature), float64.
+
+    The logits are float32, contiguous within a row. Temperature 0 counts as 1. The second is NaN where the first or any
+    logit is not a number or +inf, or all are -inf.
+    """
+    assert logits_BV.dtype == torch.float32 and logits_BV.stride(1) == 1
+    num_rows, vocab_size = logits_BV.shape
+    temperature_B = array("f", temperatures)
+    best_B, log_mass_B = torch.empty(num_rows), torch.empty(num_rows, dtype=torch.float64)
+    sums = SumsStruct(
+        logits_BV.data_ptr(),
+        logits_BV.stride(0),
+        vocab_size,
+        _address(temperature_B),
+        best_B.data_ptr(),
+        log_mass_B.data_ptr(),
+    )
+    library.code.nano_normalise(library.pool, ctypes.byref(sums), num_rows)
+    return best_B, log_mass_B

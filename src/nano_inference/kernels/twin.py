@@ -525,24 +525,23 @@ def _draw_row(logit_V: Tensor, temperature: float, uniform: float, is_raw: bool)
     below_V = logit_V - logit_V.max()
     temperature = float(torch.tensor(temperature))
     coldness = 1.0 if temperature == 0 else max(temperature, _COLDEST)
-    mass_V = _mass(below_V, coldness)
-    total = float(mass_V.sum())
+    weight_V = _weights(below_V, coldness)
+    total = float(weight_V.sum())
     if not 0 < total < float("inf"):
         return 0, float("nan")
-    token = int((below_V == 0).nonzero()[0]) if temperature == 0 else _token_at(mass_V, uniform * total)
-    if is_raw:
-        total, coldness = float(_mass(below_V, 1.0).sum()), 1.0
-    return token, float(below_V[token]) / coldness - float(torch.tensor(total, dtype=torch.float64).log())
+    token = int((below_V == 0).nonzero()[0]) if temperature == 0 else _token_at(weight_V, uniform * total)
+    exact_V = (logit_V.double() - logit_V.double().max()) / (1.0 if is_raw else coldness)
+    return token, float((exact_V[token] - exact_V.exp().sum().log()).float())
 
 
-def _mass(below_V: Tensor, temperature: float) -> Tensor:
+def _weights(below_V: Tensor, temperature: float) -> Tensor:
     """Exponentials in float32, as float64; what would be subnormal is nothing."""
     exponent_V = below_V / temperature
     return torch.where(exponent_V < _SMALLEST_EXPONENT, 0.0, exponent_V.exp()).double()
 
 
-def _token_at(mass_V: Tensor, target: float) -> int:
-    """The first token whose cumulated mass passes the target; the last of any mass where rounding hides it."""
-    possible = (mass_V > 0).nonzero().squeeze(-1)
-    passed = (mass_V.cumsum(dim=0)[possible] > target).nonzero()
+def _token_at(weight_V: Tensor, target: float) -> int:
+    """The first token whose cumulated weight passes the target; the last of any weight where rounding hides it."""
+    possible = (weight_V > 0).nonzero().squeeze(-1)
+    passed = (weight_V.cumsum(dim=0)[possible] > target).nonzero()
     return int(possible[passed[0, 0]] if passed.numel() else possible[-1])

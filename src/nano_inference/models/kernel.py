@@ -30,6 +30,8 @@ class _Parts(NamedTuple):
     """A model's programs, ready to run."""
 
     body: NativeProgram
+    full_body: NativeProgram | None
+    """The same without windows, for the answers of models with `has_full_decode`; None for all others."""
     final: NativeProgram
     head: NativeProgram
 
@@ -59,8 +61,12 @@ class KernelModel:
         if ropes is None:
             ropes = rope_tables([RotaryTable(rope, torch.device("cpu")) for rope in config.ropes], max_len)
         self._ropes = ropes
+        full_body = None
+        if config.nanochat is not None and config.nanochat.has_full_decode:
+            full_body = NativeProgram(library, programs_of(config.without_windows, weights).body, ropes)
         self._parts: _Parts | None = _Parts(
             body=NativeProgram(library, programs.body, ropes),
+            full_body=full_body,
             final=NativeProgram(library, programs.final),
             head=NativeProgram(library, programs.head),
         )
@@ -74,24 +80,24 @@ class KernelModel:
         self.weights = Weights({}, {})
         self._parts = None
 
-    def run(self, step: Laid, kept: Sequence[int], cache: Cache) -> Tensor:
+    def run(self, step: Laid, kept: Sequence[int], cache: Cache, *, windows: bool = True) -> Tensor:
         """Return the hidden states [K, E] of the tokens `kept`, ascending, before the last norm.
 
         They lie in memory that the next step overwrites. Keys and values of all tokens are in the cache afterwards.
+        Without `windows` every token sees all keys before it; only a model with `has_full_decode` is asked for that.
         """
-        return self._run(step, kept, cache).body.buffer("x", len(kept))
+        assert self._parts is not None
+        body = self._parts.body if windows else self._parts.full_body
+        assert body is not None and max(span.end for span in step.spans) <= self.max_len
+        body.run(layout_of(step, kept), cache)
+        return body.buffer("x", len(kept))
 
     def run_to_logits(self, step: Laid, kept: Sequence[int], cache: Cache) -> Tensor:
         """Do the same as `run` and then `head`, at once: return float32 logits [K, V]."""
-        head = self._run(step, kept, cache, to_logits=True).head
-        return head.buffer("logits", len(kept), self.config.vocab_size)
-
-    def _run(self, step: Laid, kept: Sequence[int], cache: Cache, *, to_logits: bool = False) -> _Parts:
-        """Go through the body, and the head where that is wanted; return all parts."""
         assert self._parts is not None and max(span.end for span in step.spans) <= self.max_len
-        then = Continuation(self._parts.head, "h", "x") if to_logits else None
-        self._parts.body.run(layout_of(step, kept), cache, then)
-        return self._parts
+        head = self._parts.head
+        self._parts.body.run(layout_of(step, kept), cache, Continuation(head, "h", "x"))
+        return head.buffer("logits", len(kept), self.config.vocab_size)
 
     def forward(self, step: ForwardInput, cache: Cache) -> Tensor:
         """Return the hidden states [T, E] of a step as torch's models take it."""

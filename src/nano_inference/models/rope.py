@@ -19,11 +19,12 @@ class RotaryTable:
     def __init__(self, config: RopeConfig, device: torch.device) -> None:
         frequency_R, self.scale = frequencies(config)
         self.frequency_R = (-frequency_R if config.reverse else frequency_R).to(device)
+        self.table_dtype = torch.bfloat16 if config.table_dtype == "bfloat16" else torch.float32
 
     def at(self, position_T: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return cos and sin [T, 1, R] of the positions; the sine's first half carries the rotation's minus sign."""
         angle_TR = torch.outer(position_T.float(), self.frequency_R)
-        cos_TR, sin_TR = angle_TR.cos() * self.scale, angle_TR.sin() * self.scale
+        cos_TR, sin_TR = ((x_TR * self.scale).to(self.table_dtype) for x_TR in (angle_TR.cos(), angle_TR.sin()))
         cos_T1R = torch.cat((cos_TR, cos_TR), dim=-1).to(dtype).unsqueeze(1)
         return cos_T1R, torch.cat((-sin_TR, sin_TR), dim=-1).to(dtype).unsqueeze(1)
 

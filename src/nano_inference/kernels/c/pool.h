@@ -31,6 +31,7 @@ struct Pool {
     int is_ending;
     Worker workers[MAX_THREADS];
     pthread_t threads[MAX_THREADS];
+    pthread_mutex_t turn;    /* held during a run: callers from several threads come one after another */
     pthread_mutex_t mutex;
     pthread_cond_t wake;
     int num_sleeping;
@@ -134,6 +135,7 @@ static void pool_announce(Pool *p) {
 
 /* Run `body` in every thread and return when all have left it; at most `num_jobs` jobs are begun in it. */
 static void pool_run(Pool *p, int num_jobs, Body body, void *argument) {
+    pthread_mutex_lock(&p->turn);
     for (int i = 0; i < num_jobs; i++) {
         atomic_store_explicit(&p->jobs[i].next, 0, memory_order_relaxed);
         atomic_store_explicit(&p->jobs[i].done, 0, memory_order_relaxed);
@@ -146,6 +148,7 @@ static void pool_run(Pool *p, int num_jobs, Body body, void *argument) {
     body(&p->workers[0], argument);
     atomic_store(&p->is_open, 0);
     WAIT_UNTIL(atomic_load(&p->num_inside) == 0)
+    pthread_mutex_unlock(&p->turn);
 }
 
 void nano_pool_free(Pool *p) {
@@ -154,6 +157,7 @@ void nano_pool_free(Pool *p) {
     if (p->num_threads > 1) pool_announce(p);
     for (int i = 1; i < p->num_threads; i++) pthread_join(p->threads[i], NULL);
     for (int i = 0; i < p->num_threads; i++) free(p->workers[i].scratch);
+    pthread_mutex_destroy(&p->turn);
     pthread_mutex_destroy(&p->mutex);
     pthread_cond_destroy(&p->wake);
     free(p);
@@ -164,6 +168,7 @@ Pool *nano_pool_new(int num_threads, long spin_ns) {
     Pool *p = aligned_alloc(64, (sizeof(Pool) + 63) / 64 * 64);
     if (!p) return NULL;
     memset(p, 0, sizeof *p);
+    pthread_mutex_init(&p->turn, NULL);
     pthread_mutex_init(&p->mutex, NULL);
     pthread_cond_init(&p->wake, NULL);
     p->spin_ns = spin_ns;

@@ -404,9 +404,9 @@ typedef struct { const Draws *draws; int64_t num_rows; _Atomic int failed; } Dra
 static void draw_body(Worker *w, void *argument) {
     DrawRun *r = argument;
     begin_job(w);
-    double *mass = scratch_of(w, 8 * (size_t)((r->draws->vocab_size + BLOCK - 1) / BLOCK));
+    double *weights = scratch_of(w, 8 * (size_t)((r->draws->vocab_size + BLOCK - 1) / BLOCK));
     FOR_PIECES(w, row, r->num_rows) {
-        if (mass) sample_row(r->draws, row, mass);
+        if (weights) sample_row(r->draws, row, weights);
         else atomic_store(&r->failed, 1);
     }
     finish_job(w, r->num_rows);
@@ -416,6 +416,20 @@ int nano_draw(Pool *pool, const Draws *draws, int64_t num_rows) {
     DrawRun run = {draws, num_rows, 0};
     pool_run(pool, 1, draw_body, &run);
     return run.failed ? -1 : 0;
+}
+
+typedef struct { const Sums *sums; int64_t num_rows; } SumRun;
+
+static void sum_body(Worker *w, void *argument) {
+    const SumRun *r = argument;
+    begin_job(w);
+    FOR_PIECES(w, row, r->num_rows) sum_row(r->sums, row);
+    finish_job(w, r->num_rows);
+}
+
+void nano_normalise(Pool *pool, const Sums *sums, int64_t num_rows) {
+    SumRun run = {sums, num_rows};
+    pool_run(pool, 1, sum_body, &run);
 }
 
 /* ---- planning --------------------------------------------------------------------------------------------------- */
@@ -541,6 +555,7 @@ int64_t nano_sizes(int which) {          /* for the Python side to check its own
     case 4: return sizeof(Rope);
     case 5: return sizeof(Draws);
     case 6: return sizeof(Tokens);
+    case 7: return sizeof(Sums);
     default: return -1;
     }
 }

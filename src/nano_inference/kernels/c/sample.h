@@ -1,6 +1,9 @@
 /* One token a row from its logits: the likeliest, or the one at which the cumulated probability passes the row's number
  * in [0, 1), tokens in the order of their ids; and its log-probability. The distribution is softmax((x - max x) / t).
- * Blocks of the vocabulary are summed first (in float64 from float32 exponentials), so that only one is gone through. */
+ * Blocks of the vocabulary are summed first, so that only one is searched.
+ *
+ * There are two sums of a row: the weights that decide the token, whose bits are fixed, and the mass that normalises
+ * log-probabilities, which is accurate. */
 #ifndef NANO_SAMPLE_H
 #define NANO_SAMPLE_H
 
@@ -24,17 +27,51 @@ static int32_t place_of_best(const float *x, long n, float top) {
     return 0;
 }
 
-/* The sum of e^((x - top) / t) over at most BLOCK values. */
-static double block_mass(const float *x, long n, float top, float t) {
-    float lanes[16] = {0};
+/* The sum of e (1 + (x - top) / t - v) in float64, in an order that does not depend on the vector width. Where v is so low
+ * that e is 0, or is not finite, nothing is corrected. */
+static double corrected_sum(const float *x, const float *v, const float *e, long n, float top, float t) {
+    const double coldness = 1.0 / t;
+    double lanes[16] = {0};
+    long i = 0;
+    for (; i + 16 <= n; i += 16)
+        for (int u = 0; u < 16; u += DOUBLES) {
+            const vd near = widened(v + i + u);
+            const vd rest = (widened(x + i + u) - all_d(top)) * all_d(coldness) - near;
+            const vd kept = (vd)((near > all_d(-88)) & (vl)rest), weight = widened(e + i + u);
+            store_d(lanes + u, load_d(lanes + u) + (weight + weight * kept));
+        }
+    for (int u = 0; i < n; i++, u++) {
+        const double rest = v[i] > -88 ? ((double)x[i] - top) * coldness - v[i] : 0;
+        lanes[u] += (double)e[i] + (double)e[i] * rest;
+    }
+    double sum = 0;
+    for (int u = 0; u < 16; u++) sum += lanes[u];
+    return sum;
+}
+
+/* Two sums of e^((x - top) / t) over at most BLOCK values.
+ *
+ * Returned: float32 exponentials of float32 arguments, added in float32. These are the weights of a draw.
+ * Added to `mass`: the same exponentials e^v, each times 1 + (u - v), where v is the argument as rounded to float32 and
+ * u as computed in float64, added in float64. What remains is the rounding of `vexp` itself, at most an ulp of a term
+ * and without a sign; the rounding of v alone would be 5e-7 in a flat row with one peak, the same for every term. */
+static double block_mass(const float *x, long n, float top, float t, double *mass) {
+    float v[BLOCK], e[BLOCK], lanes[16] = {0};
     long i = 0;
     for (; i + 16 <= n; i += 16)
         for (int u = 0; u < 16; u += LANES) {
-            vf v = load_f(x + i + u) - all_f(top);
-            if (t != 1) v = v / all_f(t);
-            store_f(lanes + u, load_f(lanes + u) + vexp(v));
+            vf below = load_f(x + i + u) - all_f(top);
+            if (t != 1) below = below / all_f(t);
+            const vf weight = vexp(below);
+            store_f(v + i + u, below);
+            store_f(e + i + u, weight);
+            store_f(lanes + u, load_f(lanes + u) + weight);
         }
-    for (int u = 0; i < n; i++, u++) lanes[u] += vexp(all_f((x[i] - top) / t))[0];
+    for (int u = 0; i < n; i++, u++) {
+        v[i] = (x[i] - top) / t;
+        lanes[u] += e[i] = vexp(all_f(v[i]))[0];
+    }
+    *mass += corrected_sum(x, v, e, n, top, t);
     double sum = 0;
     for (int u = 0; u < 16; u++) sum += lanes[u];
     return sum;
@@ -66,31 +103,56 @@ typedef struct {
     float *logprob;                          /* [B]: not a number where the logits are none */
 } Draws;
 
-static void sample_row(const Draws *d, long row, double *mass) {
+/* A row's largest logit, and the logarithm of the sum of e^((x - best) / t) over it: unbiased, within 2e-7. */
+typedef struct {
+    const float *logits;
+    int64_t stride;
+    int64_t vocab_size;
+    const float *temperature;                /* [B], 0 as 1 */
+    float *best;                             /* [B] */
+    double *log_mass;                        /* [B]: not a number where the logits are none */
+} Sums;
+
+static float divisor_of(float temperature) {
+    return temperature == 0 ? 1.0f : temperature > 1e-30f ? temperature : 1e-30f;
+}
+
+static long block_size(long n, long block) { return n - block * BLOCK < BLOCK ? n - block * BLOCK : BLOCK; }
+
+static double log_of(double mass) { return mass > 0 && !isinf(mass) ? log(mass) : NAN; }
+
+static void sum_row(const Sums *s, long row) {
+    const float *x = s->logits + row * s->stride;
+    const long n = s->vocab_size;
+    const float top = best_of(x, n), t = divisor_of(s->temperature[row]);
+    double mass = 0;
+    for (long b = 0; b * BLOCK < n; b++) block_mass(x + b * BLOCK, block_size(n, b), top, t, &mass);
+    s->best[row] = top;
+    s->log_mass[row] = log_of(mass);
+}
+
+static void sample_row(const Draws *d, long row, double *weights) {
     const float *x = d->logits + row * d->stride;
     const long n = d->vocab_size, num_blocks = (n + BLOCK - 1) / BLOCK;
-    const int is_greedy = d->temperature[row] == 0;
-    const float t = is_greedy ? 1.0f : d->temperature[row] > 1e-30f ? d->temperature[row] : 1e-30f;
-    const float top = best_of(x, n);
-    double total = 0;
+    const float top = best_of(x, n), t = divisor_of(d->temperature[row]);
+    double total = 0, mass = 0;
     for (long b = 0; b < num_blocks; b++)
-        total += mass[b] = block_mass(x + b * BLOCK, n - b * BLOCK < BLOCK ? n - b * BLOCK : BLOCK, top, t);
+        total += weights[b] = block_mass(x + b * BLOCK, block_size(n, b), top, t, &mass);
     if (!(total > 0) || isinf(total)) {
         d->token[row] = 0;
         d->logprob[row] = NAN;
         return;
     }
-    const int32_t token = is_greedy ? place_of_best(x, n, top)
-                                    : (int32_t)find_token(x, n, top, t, mass, d->uniform[row] * total);
+    const int32_t token = d->temperature[row] == 0 ? place_of_best(x, n, top)
+                                    : (int32_t)find_token(x, n, top, t, weights, d->uniform[row] * total);
     double divisor = t;
     if (d->is_raw[row] && t != 1) {
-        total = 0;
+        mass = 0;
         divisor = 1;
-        for (long b = 0; b < num_blocks; b++)
-            total += block_mass(x + b * BLOCK, n - b * BLOCK < BLOCK ? n - b * BLOCK : BLOCK, top, 1);
+        for (long b = 0; b < num_blocks; b++) block_mass(x + b * BLOCK, block_size(n, b), top, 1, &mass);
     }
     d->token[row] = token;
-    d->logprob[row] = (float)((double)(x[token] - top) / divisor - log(total));
+    d->logprob[row] = (float)(((double)x[token] - top) / divisor - log_of(mass));
 }
 
 #endif

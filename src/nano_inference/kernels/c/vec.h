@@ -33,10 +33,20 @@ typedef uint16_t vh __attribute__((vector_size(2 * LANES)));
 typedef int8_t vb __attribute__((vector_size(LANES)));
 typedef uint8_t vub __attribute__((vector_size(LANES)));
 
+/* float64: half as many lanes, which one half of a vector of float32 fills. */
+#define DOUBLES (LANES / 2)
+typedef double vd __attribute__((vector_size(4 * LANES)));
+typedef int64_t vl __attribute__((vector_size(4 * LANES)));
+typedef float vf_half __attribute__((vector_size(2 * LANES)));
+
 INLINE vf load_f(const float *p) { vf v; memcpy(&v, p, sizeof v); return v; }
 INLINE void store_f(float *p, vf v) { memcpy(p, &v, sizeof v); }
 INLINE vu load_u(const void *p) { vu v; memcpy(&v, p, sizeof v); return v; }
 INLINE vf all_f(float x) { return x - (vf){0}; }
+INLINE vd load_d(const double *p) { vd v; memcpy(&v, p, sizeof v); return v; }
+INLINE void store_d(double *p, vd v) { memcpy(p, &v, sizeof v); }
+INLINE vd all_d(double x) { return x - (vd){0}; }
+INLINE vd widened(const float *p) { vf_half v; memcpy(&v, p, sizeof v); return __builtin_convertvector(v, vd); }
 
 INLINE vf vfma(vf a, vf b, vf c) {
 #if LANES == 16

@@ -1,0 +1,129 @@
+"""Log-probabilities of logits: the only place of torch code that computes a log-sum-exp.
+
+Sums of exponentials are float64: torch's float32 sums on a CPU are biased, by 2.7e-5 over 262,144 logits. A
+log-probability is rounded to float32 once, from float64. Its error is at most half an ulp, or 1e-6 with the CPU kernels
+(kernels/c/sample.h), for any vocabulary.
+
+Shapes: B rows, V vocabulary, K entries of each row, R a subset of the rows, N blocks of a vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from nano_inference.kernels import native
+from nano_inference.kernels.library import Library
+from nano_inference.types import TokenLogprob, TopLogprobs
+
+COLDEST = 1e-30
+"""A lower temperature counts as this one: both leave only the best token, and 1e-50 is 0 in float32."""
+_IMPOSSIBLE = -9999.0
+"""Stands for -inf where the model's own logits are -inf: JSON has no infinity, and one would spoil a trainer's sums.
+SkyRL has the same number."""
+_BLOCK = 512
+_CPU_ELEMENTS, _DEVICE_ELEMENTS = 1 << 17, 1 << 24
+"""Logits that are copied to float64 at once; on a CPU the copy fits the cache."""
+
+
+class Normaliser(NamedTuple):
+    """What turns a row's logits into log-probabilities of softmax(logits / temperature); float64 [B, 1] each."""
+
+    best: Tensor
+    """The largest logit."""
+    temperature: Tensor
+    log_mass: Tensor
+    """log of the sum of e^((logit - best) / temperature); NaN if the logits contain NaN, +inf or nothing above -inf."""
+
+    def logprobs(self, logits_BK: Tensor) -> Tensor:
+        """Return the log-probabilities of some of each row's logits, float32 [B, K]."""
+        return (((logits_BK.double() - self.best) / self.temperature) - self.log_mass).float()
+
+    def rows(self, index_R: Tensor | Sequence[int]) -> Normaliser:
+        """Return the normaliser of some rows."""
+        return Normaliser(*(part[index_R] for part in self))
+
+    def with_rows(self, index_R: Sequence[int], other: Normaliser) -> Normaliser:
+        """Return a normaliser in which these rows are another's."""
+        index = torch.tensor(index_R, device=self.best.device)
+        return Normaliser(*(part.index_copy(0, index, own) for part, own in zip(self, other, strict=True)))
+
+
+Normalise = Callable[[Tensor, Sequence[float]], Normaliser]
+"""Computes the normaliser of float32 logits [B, V], one temperature a row; temperature 0 counts as 1."""
+
+
+def normalise(logits_BV: Tensor, temperatures: Sequence[float]) -> Normaliser:
+    """Compute the normaliser in torch. A row's result does not depend on the other rows."""
+    best_B1 = logits_BV.amax(-1, keepdim=True).double()
+    divisor_B1 = _divisors(temperatures).to(logits_BV.device)
+    mass_B1 = torch.empty_like(best_B1)
+    elements = _CPU_ELEMENTS if logits_BV.device.type == "cpu" else _DEVICE_ELEMENTS
+    num_rows = max(1, elements // logits_BV.size(-1))
+    for start in range(0, logits_BV.size(0), num_rows):
+        piece = slice(start, start + num_rows)
+        weight_RV = logits_BV[piece].double().sub_(best_B1[piece]).div_(divisor_B1[piece]).exp_()
+        mass_B1[piece] = _row_sums(weight_RV)
+    return Normaliser(best_B1, divisor_B1, mass_B1.log_())
+
+
+def _divisors(temperatures: Sequence[float]) -> Tensor:
+    """Return temperatures as divisors [B, 1]: as float32 has them, none 0."""
+    divisors = [max(temperature, COLDEST) if temperature else 1.0 for temperature in temperatures]
+    return torch.tensor(divisors, dtype=torch.float32).double().unsqueeze(-1)
+
+
+def _row_sums(weight_RV: Tensor) -> Tensor:
+    """Sum each row [R, 1], block by block: torch's sum of one long row depends on the number of threads."""
+    num_rows, vocab_size = weight_RV.shape
+    num_blocks = vocab_size // _BLOCK
+    whole_RNC = weight_RV[:, : num_blocks * _BLOCK].view(num_rows, num_blocks, _BLOCK)
+    rest_RC = weight_RV[:, num_blocks * _BLOCK :]
+    return whole_RNC.sum(-1).sum(-1, keepdim=True) + rest_RC.sum(-1, keepdim=True)
+
+
+def kernel_normalise(library: Library) -> Normalise:
+    """Return the function that computes the normaliser by the CPU kernels."""
+    return partial(_normalise_by_kernels, library)
+
+
+def _normalise_by_kernels(library: Library, logits_BV: Tensor, temperatures: Sequence[float]) -> Normaliser:
+    best_B, log_mass_B = native.normalise(library, logits_BV, temperatures)
+    return Normaliser(best_B.double().unsqueeze(-1), _divisors(temperatures), log_mass_B.unsqueeze(-1))
+
+
+def at(values_BV: Tensor, token_B: Tensor) -> Tensor:
+    """Return one entry of each row, [B, 1]."""
+    return values_BV.gather(-1, token_B.unsqueeze(-1))
+
+
+def floor_logprobs(logprob_B: Tensor) -> Tensor:
+    """Return the log-probabilities with a finite number in the place of -inf."""
+    return torch.where(logprob_B == -torch.inf, _IMPOSSIBLE, logprob_B)
+
+
+def top_logprobs(logits_BV: Tensor, normaliser: Normaliser, counts: Sequence[int]) -> tuple[TopLogprobs, ...]:
+    """Return each row's likeliest tokens, as many as it asks for, lowest id first among equal logits.
+
+    Left out is what cannot be drawn, and all of a row whose logits are not numbers.
+    """
+    vocab_size = logits_BV.size(-1)
+    width = min(max(counts, default=0), vocab_size)
+    if not width:
+        return ((),) * len(counts)
+    count_B1 = torch.tensor([min(count, vocab_size) for count in counts], device=logits_BV.device).unsqueeze(-1)
+    last_B1 = logits_BV.topk(width, dim=-1).values.gather(-1, (count_B1 - 1).clamp_(min=0))
+    above_BV, equal_BV = logits_BV > last_B1, logits_BV == last_B1
+    equal_BV &= equal_BV.cumsum(-1, dtype=torch.int32) <= count_B1 - above_BV.sum(-1, keepdim=True)
+    place_K2 = ((above_BV | equal_BV) & normaliser.log_mass.isfinite()).nonzero()
+    logit_K = logits_BV[place_K2[:, 0], place_K2[:, 1]]
+    value_K = normaliser.rows(place_K2[:, 0]).logprobs(logit_K.unsqueeze(-1)).squeeze(-1)
+    tops: list[list[tuple[float, TokenLogprob]]] = [[] for _ in counts]
+    for (row, token), logit, value in zip(place_K2.tolist(), logit_K.tolist(), value_K.tolist(), strict=True):
+        if value > -torch.inf:
+            tops[row].append((logit, TokenLogprob(token, value)))
+    return tuple(tuple(one for _, one in sorted(top, key=lambda pair: -pair[0])) for top in tops)

@@ -1,0 +1,157 @@
+"""The cache of compiled code: what is damaged is compiled again, and what others could have written is not loaded."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from nano_inference.catalog import default_cache
+from nano_inference.kernels.compile import (
+    CannotCompile,
+    CannotKeep,
+    best_isa,
+    compile_library,
+    compiled_library,
+    cpu_flags,
+)
+from tests.kernels.test_compile import fake_compiler, num_compiles
+
+Damage = Callable[[Path], object]
+DAMAGES: dict[str, Damage] = {
+    "empty": lambda path: path.write_bytes(b""),
+    "truncated": lambda path: os.truncate(path, path.stat().st_size // 2),
+    "one bit": lambda path: path.write_bytes(bytes([path.read_bytes()[0] ^ 1]) + path.read_bytes()[1:]),
+    "longer": lambda path: path.write_bytes(path.read_bytes() + b"\0"),
+    "writable by others": lambda path: path.chmod(0o666),
+}
+
+
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty temporary folder."""
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(folder))
+    return folder
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_a_damaged_library_is_compiled_again(tmp_path: Path, name: str) -> None:
+    environ = fake_compiler(tmp_path, "echo made > $out")
+    path = compile_library("generic", tmp_path / "cache", environ)
+    DAMAGES[name](path)
+    again = compile_library("generic", tmp_path / "cache", environ)
+    assert again == path and again.read_text() == "made\n" and num_compiles(tmp_path) == 2
+    assert again.stat().st_mode & 0o022 == 0 and list(path.parent.iterdir()) == [path]
+    assert compile_library("generic", tmp_path / "cache", environ) == path and num_compiles(tmp_path) == 2
+
+
+def test_a_process_survives_a_damaged_library(tmp_path: Path) -> None:
+    """Loading an empty library raises; loading a truncated one ends a process by SIGBUS."""
+    good = compile_library(best_isa(cpu_flags()), default_cache(os.environ), os.environ)
+    script = fake_compiler(tmp_path, f"cp {good} $out")["CC"]
+    environ = {**os.environ, "NANO_INFERENCE_CACHE": str(tmp_path), "CC": script}
+    code = "from nano_inference.assemble import kernels_here; print(kernels_here()['code'])"
+    for size in (None, 0, 8192):
+        for path in (tmp_path / "kernels").glob("*.so"):
+            os.truncate(path, size or 0)
+        command = [sys.executable, "-I", "-c", code]
+        done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=300, check=False)
+        assert (done.returncode, done.stdout.strip()) == (0, best_isa(cpu_flags())), done.stderr
+
+
+def test_a_library_is_named_by_its_contents(tmp_path: Path) -> None:
+    path = compile_library("generic", tmp_path, fake_compiler(tmp_path, "echo made > $out"))
+    assert path.stem.rpartition("-")[2] == hashlib.sha256(b"made\n").hexdigest()
+
+
+def test_an_empty_file_of_the_compiler_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(CannotCompile, match="made an empty file"):
+        compile_library("generic", tmp_path / "cache", fake_compiler(tmp_path, ": > $out"))
+    assert list((tmp_path / "cache" / "kernels").iterdir()) == []
+
+
+@pytest.mark.parametrize("level", ["kernels", "cache", "above"])
+@pytest.mark.parametrize("how", ["world", "group", "owner"])
+def test_a_cache_that_others_can_write_is_not_used(tmp_path: Path, temporary: Path, level: str, how: str) -> None:
+    environ = fake_compiler(tmp_path, "echo made > $out")
+    above = tmp_path / "above"
+    planted = compile_library("generic", above / "cache", environ)
+    folder = {"kernels": planted.parent, "cache": above / "cache", "above": above}[level]
+    if how == "owner":
+        if os.getuid() != 0:
+            pytest.skip("only root can give a directory away")
+        os.chown(folder, 12345, 12345)
+    else:
+        os.chown(folder, -1, 1 if os.getuid() == 0 else -1)  # not the private group of the user
+        folder.chmod(0o777 if how == "world" else 0o775)
+    if how == "group" and folder.stat().st_gid == os.getgid():
+        pytest.skip("the only group here is this user's private one")
+    with pytest.raises(CannotKeep, match=f"not used for compiled code: {folder} "):
+        compile_library("generic", above / "cache", environ)
+    with compiled_library("generic", above / "cache", environ) as path:
+        assert path.read_text() == "made\n" and path.is_relative_to(temporary)
+    assert list(temporary.iterdir()) == [] and planted.exists()
+
+
+def test_a_sticky_directory_may_lie_above(tmp_path: Path) -> None:
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o1777)
+    environ = fake_compiler(tmp_path, "echo made > $out")
+    (shared / "cache").mkdir()
+    assert compile_library("generic", shared / "cache", environ).is_relative_to(shared)
+    (shared / "kernels").mkdir()
+    (shared / "kernels").chmod(0o1777)
+    with pytest.raises(CannotKeep, match="is writable by others"):
+        compile_library("generic", shared, environ)
+
+
+def test_a_link_into_an_open_directory_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open" / "real").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    (tmp_path / "cache").symlink_to("open/real")
+    with pytest.raises(CannotKeep, match=f"{tmp_path / 'open'} is writable by others"):
+        compile_library("generic", tmp_path / "cache", fake_compiler(tmp_path, "echo made > $out"))
+
+
+def test_a_cache_that_cannot_be_written_leaves_nothing_behind(tmp_path: Path, temporary: Path) -> None:
+    environ = fake_compiler(tmp_path, "echo made > $out")
+    (tmp_path / "file").write_text("")
+    for _ in range(3):
+        with compiled_library("generic", tmp_path / "file", environ) as made:
+            assert made.read_text() == "made\n" and made.is_relative_to(temporary)
+        assert list(temporary.iterdir()) == []
+    with (
+        pytest.raises(CannotCompile, match="failed"),
+        compiled_library("generic", tmp_path / "file", fake_compiler(tmp_path, "exit 1")),
+    ):
+        pass
+    assert list(temporary.iterdir()) == []
+
+
+def test_no_folder_to_compile_in_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    environ = fake_compiler(tmp_path, "echo made > $out")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "file"))
+    with (
+        pytest.raises(CannotCompile, match=r"^the kernels cannot be written: .*$"),
+        compiled_library("generic", tmp_path / "file", environ),
+    ):
+        pass
+
+
+def test_starts_at_once_do_not_disturb_each_other(tmp_path: Path) -> None:
+    environ = fake_compiler(tmp_path, "echo made > $out")
+    with ThreadPoolExecutor(8) as threads:
+        found = set(threads.map(lambda _: compile_library("generic", tmp_path / "cache", environ), range(16)))
+    (path,) = found
+    assert path.read_text() == "made\n" and list(path.parent.iterdir()) == [path]
