@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -50,3 +51,26 @@ def test_a_slab_goes_with_the_last_of_its_pieces(monkeypatch: pytest.MonkeyPatch
     del second
     gc.collect()
     assert arrays[0]() is None
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").is_file(), reason="the system does not list memory")
+def test_a_large_piece_goes_back_to_the_system_whatever_malloc_has_free() -> None:
+    size = 16 << 20
+    np.empty(size, np.uint8)  # once such a piece was freed, malloc serves others of its size from its heap
+    parts = [np.empty(size, np.uint8) for _ in range(6)]
+    pin = np.empty(1 << 18, np.uint8)  # behind them, so that the heap cannot shrink
+    parts.clear()
+
+    before = virtual_bytes()
+    piece = memory.lazy_zeros((4 * size,), torch.uint8, torch.device("cpu"))
+    assert virtual_bytes() - before >= 4 * size, "it came out of the heap"
+    part = piece[5:6]
+    del piece
+    assert not part.any() and virtual_bytes() - before >= 4 * size
+    del part
+    assert virtual_bytes() - before < size
+    assert pin.nbytes
+
+
+def virtual_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[0]) * 4096

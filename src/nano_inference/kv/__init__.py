@@ -56,6 +56,9 @@ class KVManager(KVCacheManager, Protocol):
     num_blocks: int
     block_size: int
 
+    def reset(self) -> None:
+        """Make every block blank and forget every prefix and holder. Can be interrupted and called again."""
+
     def num_private(self, blocks: Sequence[int]) -> int:
         """How many of these nobody else holds."""
 

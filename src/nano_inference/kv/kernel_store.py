@@ -43,6 +43,7 @@ class KernelStore:
         self._dtype = dtype
         self._is_eager = eager
         self._populator: Populator | None = None
+        self._closing: weakref.finalize[..., KernelStore] | None = None
         self.block_size = block_size
         self.num_blocks = num_blocks
         self._shape = (num_layers, num_kv_heads, head_dim, block_size)
@@ -55,6 +56,11 @@ class KernelStore:
     def free(self) -> None:
         """Give the memory back; nothing can be written or read before `restore`."""
         self._make(0)
+
+    def recover(self) -> None:
+        """Undo what an interruption of the calling thread left behind."""
+        if self._populator is not None:
+            self._populator.recover()
 
     @property
     def num_bytes(self) -> int:
@@ -84,10 +90,10 @@ class KernelStore:
             for cache in (k, v):
                 code.nano_populate(cache.data_ptr() + start, stop - start)
 
-        if self._populator is not None:
-            self._populator.close()
+        if self._closing is not None:
+            self._closing()  # also drops the finalizer, which refers to the previous memory through its populator
         self._populator = Populator(num_bytes, num_bytes if self._is_eager else _AHEAD_BYTES, populate)
-        weakref.finalize(self, self._populator.close)
+        self._closing = weakref.finalize(self, self._populator.close)
         if self._is_eager and num_bytes:
             self._populator.reach(0)
 

@@ -17,7 +17,11 @@ class PagedKVCache:
         check_int("block_size", block_size, 1)
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self._pool = BlockPool(num_blocks)
+        self.reset()
+
+    def reset(self) -> None:
+        """Make every block blank and forget every prefix and holder. Can be interrupted and called again."""
+        self._pool = BlockPool(self.num_blocks)
         self._book = AllocationBook()
         self._block_of: dict[int, int] = {}
         """Chain hash -> the block that is found by it."""

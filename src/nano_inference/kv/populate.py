@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 
 _PIECE_BYTES = 4 << 20
 
@@ -18,7 +19,8 @@ class Populator:
         self._num_bytes = num_bytes
         self._ahead = ahead
         self._populate = populate
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._wanted = 0
         self._done = 0
         self._brought_in = 0
@@ -32,7 +34,7 @@ class Populator:
             return
         with self._changed:
             self._wanted = wanted
-            if self._thread is None and not self._is_closed:
+            if not self._is_running() and not self._is_closed:
                 self._thread = threading.Thread(target=self._run, name="kv-pages", daemon=True)
                 self._thread.start()
             self._changed.notify_all()
@@ -47,8 +49,18 @@ class Populator:
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
-        if self._thread is not None and self._thread is not threading.current_thread():
+        if self._thread is not None and self._is_running() and self._thread is not threading.current_thread():
             self._thread.join()
+
+    def recover(self) -> None:
+        """Release the lock if an exception kept this thread from releasing it."""
+        with suppress(RuntimeError):  # raised once this thread does not hold it
+            while True:
+                self._lock.release()
+
+    def _is_running(self) -> bool:
+        """Whether the thread was started and has not ended; an interruption may have kept it from its start."""
+        return self._thread is not None and self._thread.is_alive()
 
     def _run(self) -> None:
         while (piece := self._next()) is not None:

@@ -45,6 +45,9 @@ class KVStore:
         num_layers, _, block_elements = self._shape
         self._make((num_layers, 0, block_elements))
 
+    def recover(self) -> None:
+        """There is nothing to undo after an interruption."""
+
     @property
     def num_bytes(self) -> int:
         """Bytes of keys and values that it has room for."""
