@@ -84,8 +84,9 @@ def test_warnings_and_the_commit_are_said(tmp_path: Path, capsys: Capture) -> No
     (experiment / "meta.json").write_text(json.dumps({"name": "first", "git_commit": "0aaca56"}))
     write_checkpoint(experiment / "d2" / "base", "G2", meta=base_meta("G2"))
     load_model("base", "cpu", "eval", base_dir=tmp_path)
-    first, second, third = capsys.readouterr().err.splitlines()
+    first, tables, second, third = capsys.readouterr().err.splitlines()
     assert first.startswith("nanochat G2 (value gates of 32 columns): ")
+    assert tables == "rope_dtype=bfloat16 (G2's, rounded by upstream until 2026-03-04)"
     assert second == "trained with nanochat's commit 0aaca56"
     assert third.startswith("warning: soft cap 15 is assumed")
 

@@ -79,14 +79,18 @@ class KVCache:
             new[:, :, : old.size(2)] = old
             setattr(self, name, new)
 
+    def take_dtype(self, dtype: torch.dtype) -> None:
+        """Take the precision of the keys that come next, while the cache is empty; later ones are converted."""
+        if self.get_pos() == 0 and dtype != self.k_cache.dtype:
+            self.k_cache, self.v_cache = self.k_cache.to(dtype), self.v_cache.to(dtype)
+
     def insert_kv(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Append keys and values (B, H, T, D) of one layer; return all of the layer's so far, in the same order.
 
         The position moves on after the last layer. The cache takes the precision of the first keys it is given.
         """
         num_tokens, pos = k.size(2), self.get_pos()
-        if pos == 0 and k.dtype != self.k_cache.dtype:
-            self.k_cache, self.v_cache = self.k_cache.to(k.dtype), self.v_cache.to(v.dtype)
+        self.take_dtype(k.dtype)
         self.grow(num_tokens)
         end = pos + num_tokens
         for cache, new in ((self.k_cache, k), (self.v_cache, v)):

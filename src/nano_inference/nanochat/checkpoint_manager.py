@@ -55,6 +55,7 @@ def describe(checkpoint: Checkpoint, files: NanochatFiles | None = None) -> list
     if checkpoint.inferred is None:
         return []
     lines = [f"{checkpoint.inferred.headline}: {checkpoint.path}"]
+    lines += checkpoint.inferred.notes
     if files is not None and files.git_commit:
         lines.append(f"trained with nanochat's commit {files.git_commit}")
     return lines + [f"warning: {warning}" for warning in checkpoint.inferred.warnings]

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from nano_inference.logprobs import at, normalise
 from nano_inference.sampling import Draw, draw
 from nano_inference.types import Row
 
@@ -89,14 +90,18 @@ class Columns:
         """Draw for some rows, each at its column; return tokens [S] and their log-probabilities [S]."""
         if self.temperature == 0.0:
             token_S1 = logits_SV.argmax(dim=-1, keepdim=True)
-            return token_S1[:, 0], torch.log_softmax(logits_SV, dim=-1).gather(-1, token_S1)[:, 0]
+            normaliser = normalise(logits_SV, [1.0] * len(rows))
+            return token_S1[:, 0], normaliser.logprobs(at(logits_SV, token_S1[:, 0]))[:, 0]
         p_SK, ids_SK = candidates(logits_SV, self.temperature, self.top_k, self.top_p)
         q_SK = torch.empty_like(p_SK)
         for column in dict.fromkeys(columns):
             places = [place for place, other in enumerate(columns) if other == column]
             q_SK[places] = self._column(column, p_SK)[[rows[place] for place in places]]
         choice_S1 = (p_SK / q_SK).argmax(dim=-1, keepdim=True)
-        logprob_S = (p_SK.gather(-1, choice_S1)[:, 0] / p_SK.sum(-1)).log()
+        logit_SK = logits_SV if ids_SK is None else logits_SV.gather(-1, ids_SK)
+        logit_SK = logit_SK.masked_fill(p_SK == 0, -torch.inf)  # those that top-p cut, or that can never be drawn
+        normaliser = normalise(logit_SK, [self.temperature] * len(rows))
+        logprob_S = normaliser.logprobs(logit_SK.gather(-1, choice_S1))[:, 0]
         token_S1 = choice_S1 if ids_SK is None else ids_SK.gather(-1, choice_S1)
         for row, column in zip(rows, columns, strict=True):
             self._next[row] = column  # not the one after it: a step that is interrupted asks again

@@ -252,13 +252,14 @@ class GPT:
         return x_BTE + self.weights["bigram_lambdas"][index] * pair_BTE
 
     def _rotation(self, start: int, num_tokens: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """cos and sin (1, T, 1, D/2) of position · base^(-2j/D)."""
-        head_dim, base = self.model.config.head_dim, self.model.config.ropes[0].theta
+        """cos and sin (1, T, 1, D/2) of position · base^(-2j/D), in float32, rounded where the generation's were."""
+        head_dim, rope = self.model.config.head_dim, self.model.config.ropes[0]
         device = self.get_device()
-        theta_D = base ** (-torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim)
+        theta_D = 1.0 / rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim)
         position_T = torch.arange(start, start + num_tokens, dtype=torch.float32, device=device)
         angle_TD = torch.outer(position_T, theta_D)[None, :, None]
-        return angle_TD.cos().to(dtype), angle_TD.sin().to(dtype)
+        rounded = torch.bfloat16 if rope.table_dtype == "bfloat16" else torch.float32
+        return angle_TD.cos().to(rounded).to(dtype), angle_TD.sin().to(rounded).to(dtype)
 
     def _attend(
         self,
@@ -281,7 +282,8 @@ class GPT:
         if kv_cache is not None:
             start = kv_cache.get_pos()
             k_BTKD, v_BTKD = _cached(kv_cache, index, k_BTKD, v_BTKD)
-        out_BTHD = _attention(q_BTHD, k_BTKD, v_BTKD, start, layer.window)
+        window = None if start and self.terms.has_full_decode else layer.window
+        out_BTHD = _attention(q_BTHD, k_BTKD, v_BTKD, start, window)
         return out_BTHD.flatten(2) @ self.weights[f"transformer.h.{index}.attn.c_proj.weight"].T
 
     def _heads(self, a_BTE: Tensor, index: int, part: str) -> Tensor:
@@ -322,6 +324,7 @@ def _rotated(x_BTHD: Tensor, cos_1T1D: Tensor, sin_1T1D: Tensor) -> Tensor:
 def _cached(kv_cache: KVCache, index: int, k_BTKD: Tensor, v_BTKD: Tensor) -> tuple[Tensor, Tensor]:
     """Write a layer's new keys and values behind the cached ones; return all of them."""
     num_tokens, start = k_BTKD.size(1), kv_cache.get_pos()
+    kv_cache.take_dtype(k_BTKD.dtype)
     kv_cache.grow(num_tokens)
     k_cache, v_cache = kv_cache.get_layer_cache(index)
     end = start + num_tokens

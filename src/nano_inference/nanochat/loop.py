@@ -8,13 +8,14 @@ Shapes: B rows, V vocabulary.
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from nano_inference.nanochat.cache import KVCache
 from nano_inference.nanochat.columns import sample_next_token
@@ -109,7 +110,7 @@ def plain_columns(model: Any, specials: Specials, call: Call, dtype: torch.dtype
     """Yield the columns of nanochat's loop on any model with `config`, `get_device` and `forward(ids, kv_cache=…)`.
 
     Rows that are done go on being sampled and computed until all are, as upstream's do: look at a row only up to its
-    first terminal token. `dtype` is the cache's; by default that of the model's first parameter.
+    first terminal token. `dtype` is the cache's; by default the precision that the model computes in.
     """
     device = torch.device(model.get_device())
     rng = torch.Generator(device=device).manual_seed(call.seed)
@@ -146,9 +147,30 @@ def _prefill(model: Any, call: Call, device: torch.device, dtype: torch.dtype | 
 
 
 def _dtype_of(model: Any, device: torch.device) -> torch.dtype:
-    """Return the precision of a model's embedding, which is that of nanochat's activations; else upstream's default."""
-    weights = iter(model.parameters()) if hasattr(model, "parameters") else iter(())
-    first = next(weights, None)
+    """Return the precision that a model computes in: its COMPUTE_DTYPE, its embedding's, or its first parameter's.
+
+    Upstream's weights may have another one (NANOCHAT_DTYPE). A model without any of these has upstream's old default.
+    """
+    computed = _compute_dtype(model)
+    if computed is not None:
+        return computed
+    modules = model.modules() if isinstance(model, nn.Module) else iter(())
+    table = next((part.weight for part in modules if isinstance(part, nn.Embedding)), None)
+    first = next(iter(model.parameters()), None) if table is None and hasattr(model, "parameters") else table
     if isinstance(first, Tensor):
         return first.dtype
     return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
+def _compute_dtype(model: Any) -> torch.dtype | None:
+    """Return COMPUTE_DTYPE of a model, of a part of it, or of a Python module that defines one of their classes.
+
+    Upstream's nanochat/gpt.py has it as a global; parts are searched for models inside a wrapper (torch.compile).
+    """
+    for part in model.modules() if isinstance(model, nn.Module) else (model,):
+        homes = (sys.modules.get(owner.__module__) for owner in type(part).__mro__)
+        for place in (part, *homes):
+            found = getattr(place, "COMPUTE_DTYPE", None)
+            if isinstance(found, torch.dtype):
+                return found
+    return None
