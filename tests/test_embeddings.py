@@ -114,6 +114,7 @@ def test_nanochat_g0_is_that_of_transformers(tmp_path: Path) -> None:
     model = transformers.NanoChatForCausalLM(config).eval().float()
     weights = state_dict("G0", model_config("G0"), pad=1)
     model.load_state_dict({hf_name(name): weight for name, weight in weights.items()})
+    model.model.rotary_emb.register_forward_hook(lambda *call: tuple(t.bfloat16().float() for t in call[-1]))  # G0's
     with engine(tmp_path, max_tokens_per_batch=37, block_size=7) as ours:
         for pooling in POOLINGS:
             ids = text(1, 150, VOCAB)
@@ -184,8 +185,8 @@ def test_preempted_beside_rows_that_decode(tiny: Witness, cache_type: str, pooli
 def test_an_update_in_the_middle(
     tiny: Witness, newer: transformers.PreTrainedModel, cache_type: str, pooling: Pooling, on_running: Any
 ) -> None:
-    ours = engine(tiny[0], cache_type=cache_type, max_tokens_per_batch=32, block_size=4)
-    texts = [text(seed, length) for seed, length in enumerate((150, 70, 150, 40))]
+    ours = engine(tiny[0], cache_type=cache_type, max_tokens_per_batch=32, block_size=4, max_batch_size=3)
+    texts = [text(seed, length) for seed, length in enumerate((150, 120, 150, 40))]
     ids = [ours.add_request(one, asking(pooling)) for one in texts]
     found = {sample.request_id: sample for _ in range(3) for sample in ours.step()}
     assert not found, "all are under way or wait"

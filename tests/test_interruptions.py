@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from nano_inference import BadRequest, EngineDead, EnginePaused, InferenceEngine, SamplingParams, WeightError
+from nano_inference import BadRequest, EnginePaused, InferenceEngine, SamplingParams, WeightError
 from nano_inference.weights.gate import StepGate
 from tests.sim.fakes import Failing, fake_config, fake_parts
 from tests.sim.versioned import new_weights, versioned_engine
@@ -22,36 +22,6 @@ def versioned(max_batch_size: int = 8) -> InferenceEngine:
 
 def interrupt(*_: object, **__: object) -> None:
     raise KeyboardInterrupt
-
-
-def test_an_install_that_is_interrupted_closes_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = versioned()
-    engine.generate([PROMPT], LONG)
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr("nano_inference.core.Core.install", interrupt)
-        engine.update_weights(new_weights(), blocking=True)
-    with pytest.raises(EngineDead, match="interrupted half-way"):
-        engine.generate([PROMPT], LONG)
-
-
-@pytest.mark.parametrize("change", ["abort_all", "pause_abort", "clear_cache", "sleep"])
-def test_a_change_of_the_books_that_is_interrupted_closes_the_engine(
-    change: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = versioned()
-    engine.add_request(PROMPT, LONG, 3)
-    engine.step()
-    monkeypatch.setattr("nano_inference.core.Core._release", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        {
-            "abort_all": engine.abort_all,
-            "pause_abort": lambda: engine.pause("abort"),
-            "clear_cache": lambda: engine.pause(clear_cache=True),
-            "sleep": engine.sleep,
-        }[change]()
-    with pytest.raises(EngineDead):
-        engine.generate([PROMPT], LONG)
-    assert engine.abort_all() == ()
 
 
 def test_a_drain_that_is_interrupted_takes_its_update_with_it(monkeypatch: pytest.MonkeyPatch) -> None:

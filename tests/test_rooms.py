@@ -16,21 +16,25 @@ import nano_inference
 HOME = Path(nano_inference.__file__).parent
 FILES = sorted(HOME.rglob("*.py"))
 LEVELS = (
-    "types memory",
+    "frozen",
+    "types memory exclusive children",
+    "files",
     "kernels",
     "config hub",
     "wheels",
-    "speculate",
+    "speculate logprobs",
     "kv text catalog sequence scheduling sampling door",
-    "attention ledger",
+    "attention ledger recovery delta_stream",
     "models",
     "loader",
     "batch weights",
     "runner",
     "core drawing",
+    "books",
     "assemble",
     "engine",
-    "workloads rollout reference nanochat",
+    "workloads rollout reference nanochat engine_thread",
+    "async_engine",
     "server",
     "cli",
     "__main__",
@@ -39,11 +43,15 @@ LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms.spl
 LEVEL["__init__"] = -1  # the package itself: the version, which everybody may read
 TORCH_FREE = (
     *("__init__.py", "types.py", "config.py", "sequence.py", "scheduling.py", "door.py", "core.py", "engine.py"),
+    *("frozen.py", "exclusive.py", "recovery.py", "ledger.py", "books.py", "engine_thread.py", "async_engine.py"),
+    "delta_stream.py",
     *("rollout.py", "speculate.py"),
     *(
         "catalog.py",
         "hub.py",
         "wheels.py",
+        "children.py",
+        "files.py",
         "kv/__init__.py",
         "kv/hashing.py",
         "kv/paged.py",
@@ -177,7 +185,7 @@ def test_rooms_without_torch_do_not_import_it(trees: dict[str, ast.Module]) -> N
 
 def test_the_environment_is_read_by_the_command_line_and_by_assemble(trees: dict[str, ast.Module]) -> None:
     readers = {path for path, tree in trees.items() if reads_environment(tree)}
-    assert {path for path in readers if not path.startswith("cli/")} <= {"assemble.py", "__main__.py"}
+    assert {path for path in readers if not path.startswith("cli/")} <= {"assemble.py", "__main__.py", "children.py"}
 
 
 def test_the_checks_above_see_what_they_look_for() -> None:

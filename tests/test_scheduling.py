@@ -51,7 +51,7 @@ def random_state(rng: random.Random) -> State:
         num_blocks = num_computed // cfg.block_size
         more = {"idle_hit": rng.randrange(num_blocks + 1), "next_key": rng.choice([None, None, 1, 2, 3])}
         waiting.append(view(id, num_tokens, num_computed, num_blocks, max_new=rng.randrange(6), **more))
-    return waiting, running, rng.randrange(12), cfg
+    return waiting, running, rng.randrange(14), cfg
 
 
 def states() -> Iterator[tuple[State, SchedulerOutput]]:
@@ -253,5 +253,6 @@ def test_a_guess_takes_a_block_only_beside_those_that_others_may_need() -> None:
     ]  # fmt: skip
     last = [rows[0]._replace(max_new=1), rows[1]._replace(max_new=2)]
     assert [w.num_drafts for w in schedule([], last, 9, cfg).work] == [0, 1], "no further than it may go"
-    busy = [view(0, 60), *(row._replace(id=row.id + 1) for row in rows)]
-    assert [w.num_drafts for w in schedule([], busy, 99, cfg).work] == [0, 1, 1], "62 of 64 tokens are spoken for"
+    busy = [view(0, 60), *(row._replace(id=row.id + 1) for row in rows), view(3, 60), view(4, 12)]
+    plan = schedule([], busy, 99, cfg)
+    assert [(w.num_tokens, w.num_drafts) for w in plan.work] == [(24, 0), (1, 1), (1, 1), (24, 0), (12, 0)], "62 of 64"

@@ -231,7 +231,7 @@ def test_raw_logprobs_are_the_models_own(mode: LogprobsMode, temperature: float,
     history = {"history": (1, 2, 3, 2), "num_prompt": 2} if "presence_penalty" in params else {}
     one = row(mode=mode, temperature=temperature, raw_logprobs=True, more=history, **params)
     drawn = draw_one(logits_V, one)
-    raw_V = torch.log_softmax(logits_V, -1)
+    raw_V = torch.log_softmax(logits_V.double(), -1).float()
     assert drawn.extras == (DrawExtras(float(raw_V[drawn.tokens[0]]), None),)
     without = draw_one(logits_V, dataclasses.replace(one, params=dataclasses.replace(one.params, raw_logprobs=False)))
     assert (without.tokens, without.logprobs) == (drawn.tokens, drawn.logprobs) and not without.extras
@@ -434,7 +434,7 @@ def check_scored(scores: Scores, one: Any, known: Scored, runner: ModelRunner, h
     temperature = 1.0 if one.logprobs_mode == "raw" else one.params.temperature or 1.0
     with torch.inference_mode():
         logits_SV = runner.model.head(hidden_TE[known.indices.start : known.indices.stop])
-    logp_SV = torch.log_softmax(logits_SV / temperature, -1)
+    logp_SV = torch.log_softmax(logits_SV.double() / temperature, -1)
     expected = [float(logp_SV[i, target]) for i, target in enumerate(known.targets)]
     assert scores.logprobs == pytest.approx(expected, abs=1e-6 * max(1, 1 / temperature))
     for top, logp_V in zip(scores.tops, logp_SV, strict=True):

@@ -80,6 +80,7 @@ WRONG_CONFIG: dict[str, tuple[Any, ...]] = {
     "logprobs_mode": ("", "cooked", None, 1),
     "deterministic": (1, "no", None),
     "num_threads": (*NO_INTEGER, 0, -1),
+    "lineage": ("", 5, b"x", True, "x" * 129),
     "overrides": ["softcap=20", (1,)],
 }
 

@@ -7,14 +7,18 @@ The public names, each with the file it lives in. They are imported when first a
 from __future__ import annotations
 
 import importlib
+import sys
 
 _HOMES = {
+    "AsyncEngine": "async_engine",
     "BadRequest": "types",
     "CacheAllocation": "types",
     "CacheFull": "types",
     "Delta": "types",
     "EngineConfig": "config",
+    "EngineBusy": "types",
     "EngineDead": "types",
+    "EngineRequest": "engine_thread",
     "EnginePaused": "types",
     "FlexAttentionBackend": "attention",
     "ForwardInput": "attention",
@@ -54,6 +58,22 @@ _HOMES = {
 
 __all__ = sorted([*_HOMES, "__version__"])
 __version__ = "0.1.0"
+
+
+def _leave_current_directory() -> None:
+    """Take the current directory off `sys.path` if `python -m nano_inference…` put it there.
+
+    Python calls argv[0] "-m" until it has found the module to run. The script `nano-inference` is started without it.
+    """
+    words = sys.orig_argv
+    names = [words[i + 1] for i, word in enumerate(words[:-1]) if word[:1] == "-" and word[-1:] == "m"]
+    names += [word[2:] for word in words if word[:2] == "-m"]
+    is_ours = sys.argv[:1] == ["-m"] and any(name.partition(".")[0] == __name__ for name in names)
+    if is_ours and not sys.flags.safe_path:
+        del sys.path[0]
+
+
+_leave_current_directory()
 
 
 def __getattr__(name: str) -> object:

@@ -1,5 +1,6 @@
 """What type checkers see of the package: the same names as `__init__.py`, held equal by a test."""
 
+from nano_inference.async_engine import AsyncEngine as AsyncEngine
 from nano_inference.attention import FlexAttentionBackend as FlexAttentionBackend
 from nano_inference.attention import ForwardInput as ForwardInput
 from nano_inference.attention import Span as Span
@@ -8,6 +9,7 @@ from nano_inference.attention import create_sliding_window_causal_mask as create
 from nano_inference.config import EngineConfig as EngineConfig
 from nano_inference.config import SchedulerConfig as SchedulerConfig
 from nano_inference.engine import InferenceEngine as InferenceEngine
+from nano_inference.engine_thread import EngineRequest as EngineRequest
 from nano_inference.kv import KVCacheManager as KVCacheManager
 from nano_inference.kv import PagedKVCache as PagedKVCache
 from nano_inference.kv import RadixKVCache as RadixKVCache
@@ -25,6 +27,7 @@ from nano_inference.types import BadRequest as BadRequest
 from nano_inference.types import CacheAllocation as CacheAllocation
 from nano_inference.types import CacheFull as CacheFull
 from nano_inference.types import Delta as Delta
+from nano_inference.types import EngineBusy as EngineBusy
 from nano_inference.types import EngineDead as EngineDead
 from nano_inference.types import EnginePaused as EnginePaused
 from nano_inference.types import ModelError as ModelError

@@ -21,7 +21,7 @@ from nano_inference.kernels.compile import (
     CannotCompile,
     Isa,
     best_isa,
-    compile_library,
+    compiled_library,
     cpu_flags,
     cpu_has,
     find_compiler,
@@ -37,7 +37,7 @@ from nano_inference.models.build import Model, build, model_dtype, weight_slots
 from nano_inference.models.config import ModelConfig
 from nano_inference.models.kernel import Keep, KernelModel
 from nano_inference.models.packed import AnyModel, copied
-from nano_inference.runner import ModelRunner, Runner, Sampler
+from nano_inference.runner import ModelRunner, Runner, Sampler, has_full_decode
 from nano_inference.sampling import draw
 from nano_inference.text.stops import stop_matcher
 from nano_inference.text.tokenizer import Tokenizer, load_tokenizer
@@ -81,6 +81,8 @@ class EngineParts:
     weights: WeightSyncManager | None = None
     """Replaces the weights; None where there are none to replace."""
     is_on_cuda: bool = False
+    caches_by_prompt: bool = False
+    """Whether K/V depends on where the prompt ends, see `Limits`."""
     code: str = "torch"
     """What computes: torch, or the instruction set of the CPU kernels."""
 
@@ -128,6 +130,7 @@ def parts_of(model: AnyModel, config: EngineConfig, device: torch.device, sample
         eos_token_ids=frozenset(model.config.eos_token_ids),
         weights=WeightSyncManager(model, runner.install),
         is_on_cuda=device.type == "cuda",
+        caches_by_prompt=has_full_decode(model.config),
     )
 
 
@@ -221,7 +224,11 @@ def kernels_here() -> dict[str, str | bool]:
 
 def _library(isa: Isa, num_threads: int) -> Library:
     """Load the kernels, compiled when that was not done before. Raises `CannotCompile`."""
-    return Library(compile_library(isa, default_cache(os.environ), os.environ), num_threads)
+    with compiled_library(isa, default_cache(os.environ), os.environ) as path:
+        try:
+            return Library(path, num_threads)
+        except OSError as error:
+            raise CannotCompile(f"{path} cannot be loaded: {error}") from error
 
 
 def _why_no_kernels(config: EngineConfig, device: torch.device) -> str | None:

@@ -26,11 +26,17 @@ KV_DTYPES: tuple[KvDtype, ...] = ("auto", "bfloat16")
 KERNELS: tuple[KernelsName, ...] = ("auto", "avx512", "avx2", "generic", "off")
 ATTENTIONS: tuple[AttentionName, ...] = ("auto", "sdpa", "flex")
 SPECULATIONS: tuple[Speculation, ...] = ("off", "ngram")
+MAX_THREADS = 256
+"""Most threads that the CPU kernels take (MAX_THREADS of kernels/c/pool.h)."""
 
 
 def helped(default: Any, text: str) -> Any:
     """Return a dataclass field with a default and the help text that the command line shows."""
     return field(default=default, metadata={"help": text})
+
+
+MAX_LINEAGE = 128
+"""Characters of a lineage."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +82,11 @@ class EngineConfig:
         False, "insist on rows that are bit-identical in any batch, as the CPU kernels give them"
     )
     num_threads: int | None = helped(None, "CPU threads; the default is torch's")
+    lineage: str | None = helped(
+        None,
+        "name shared by engines that install the same weights in the same order, so that one may resume samples of "
+        "another; the default is a random one for each engine",
+    )
     overrides: tuple[str, ...] = helped((), "name=value: set what a nanochat checkpoint leaves open (models info)")
 
     def __post_init__(self) -> None:
@@ -96,7 +107,9 @@ class EngineConfig:
         if self.seed is not None:
             check_int("seed", self.seed, -(2**63), 2**64 - 1)
         if self.num_threads is not None:
-            check_int("num_threads", self.num_threads, 1, 4096)
+            check_int("num_threads", self.num_threads, 1, MAX_THREADS)
+        if self.lineage is not None and not (isinstance(self.lineage, str) and 0 < len(self.lineage) <= MAX_LINEAGE):
+            raise ValueError(f"lineage must be a string of 1 to {MAX_LINEAGE} characters, got {self.lineage!r}")
         if isinstance(self.overrides, str) or not all(isinstance(text, str) for text in self.overrides):
             raise ValueError(f"overrides must be a list of name=value texts, got {self.overrides!r}")
         object.__setattr__(self, "overrides", tuple(self.overrides))
@@ -178,6 +191,10 @@ DEFAULTS: Mapping[str, tuple[Any, Any]] = MappingProxyType(
 large batches; strangers are many with small ones."""
 
 
+DEFAULT_SHARE = 0.75
+"""`client_share` where there may be several clients: a second one finds a quarter of the seats free."""
+
+
 def resolved(name: str, text: str) -> Any:
     """Return a field of `DEFAULTS`: None until the configuration is built, never afterwards."""
     default, with_rl = DEFAULTS[name]
@@ -218,6 +235,14 @@ class ServerConfig:
 
     max_queued_requests: int = resolved("max_queued_requests", "most samples that wait; more are refused with 503")
     max_admitted_tokens: int = resolved("max_admitted_tokens", "most prompt and answer tokens of admitted requests")
+    client_share: float | None = helped(
+        None,
+        "part of all places (samples, tokens, connections) that one client may hold, of what others leave; 1: all "
+        f"(default: {DEFAULT_SHARE}; 1 with a single key, and on loopback without keys)",
+    )
+    trusted_proxy: tuple[str, ...] = helped(
+        (), "address or range of a proxy whose X-Forwarded-For names the client; may be repeated"
+    )
     max_n: int = resolved("max_n", "most samples of one prompt")
     max_logprobs: int = resolved("max_logprobs", "most alternatives of a token")
     max_body_bytes: int = resolved("max_body_bytes", "largest request body")
@@ -258,7 +283,7 @@ class ServerConfig:
             "log_requests",
         ):
             check_bool(name, getattr(self, name))
-        for name in ("served_model_name", "api_key", "admin_key", "allowed_host", "cors_origin"):
+        for name in ("served_model_name", "api_key", "admin_key", "allowed_host", "cors_origin", "trusted_proxy"):
             object.__setattr__(self, name, checked_texts(name, getattr(self, name)))
         self._check_rl()
         if self.logprobs_mode not in LOGPROBS_MODES:
@@ -291,6 +316,8 @@ class ServerConfig:
             check_number(name, getattr(self, name), 0, 1e6)
         for name in ("request_timeout", "header_timeout", "keep_alive_timeout", "write_timeout", "step_timeout"):
             check_number(name, getattr(self, name), 0, 1e6, open_low=True)
+        if self.client_share is not None:
+            check_number("client_share", self.client_share, 0, 1, open_low=True)
         check_number("weight_timeout", self.weight_timeout, 0, 86400, open_low=True)
 
     def to_dict(self) -> dict[str, Any]:

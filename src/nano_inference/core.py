@@ -10,14 +10,23 @@ from bisect import insort
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
-from contextlib import contextmanager
 from dataclasses import replace
 
 from nano_inference.config import SchedulerConfig
 from nano_inference.kv import Hit, KVManager
+from nano_inference.recovery import Checkpoint, checkpoint, restart, roll_back
 from nano_inference.runner import Runner
 from nano_inference.scheduling import schedule
-from nano_inference.sequence import NO_EXTRAS, Sequence, add_pooled, advance, finish, forget_found, to_delta
+from nano_inference.sequence import (
+    NO_EXTRAS,
+    Sequence,
+    add_pooled,
+    advance,
+    finish,
+    follow_again,
+    forget_found,
+    to_delta,
+)
 from nano_inference.speculate import Drafter
 from nano_inference.types import (
     BlockCopy,
@@ -53,19 +62,23 @@ class Core:
         self.labels: dict[int, WeightLabel] = {}
         """What the trainer calls a version, where it said so."""
         self.is_torn = False
-        """Whether a step was left half done: then nothing here can be trusted any more."""
+        """Whether a change was left half done: then `recover` comes before anything else."""
         self._vocab_size = vocab_size
         self._runner = runner
         self._kv = kv
         self._limits = limits
         self._waiting: OrderedDict[int, Sequence] = OrderedDict()
         self._running: list[Sequence] = []
-        self._drafter = Drafter(limits.max_draft_tokens) if limits.max_draft_tokens else None
+        self._drafter = self._new_drafter()
         """Guesses next tokens; None when nobody asked for that."""
         self._open: Counter[int] = Counter()
         """For each request, its sequences that have not ended."""
         self._begun: set[int] = set()
         """Those of them of which a sequence was ever started."""
+        self._undo: tuple[Checkpoint, ...] = ()
+        """The sequences that the step under way adds to, as they were before; empty between two steps."""
+        self._has_dropped_matchers = False
+        """Whether a rollback may have left sequences without their matchers."""
 
     def has_work(self) -> bool:
         """Whether any sequence waits or runs."""
@@ -80,15 +93,15 @@ class Core:
         for seq in sequences:
             self._open[seq.request.id] += 1
             self._waiting[seq.id] = seq
-            if self._drafter is not None and seq.may_draft:
-                self._drafter.open(seq.id, seq.request.id, seq.tokens, seq.num_prompt)
+            self._open_drafts(seq)
 
-    @contextmanager
-    def changing(self) -> Iterator[None]:
-        """Whatever interrupts what is done inside (Ctrl-C, a bug) leaves the books torn, and they say so."""
-        self.is_torn = True
-        yield
-        self.is_torn = False
+    def _new_drafter(self) -> Drafter | None:
+        return Drafter(self._limits.max_draft_tokens) if self._limits.max_draft_tokens else None
+
+    def _open_drafts(self, seq: Sequence) -> None:
+        """Let the drafter follow a sequence whose tokens can be drawn several at a time."""
+        if self._drafter is not None and seq.may_draft:
+            self._drafter.open(seq.id, seq.request.id, seq.tokens, seq.num_prompt)
 
     def abort(self, seq: Sequence) -> Delta:
         """End a sequence that waits or runs; return its last delta. Its blocks are free at once."""
@@ -126,12 +139,40 @@ class Core:
             self._preempt(seq)
         forget_found(seq)
 
-    def step(self, *, admit_new: bool = True) -> StepResult:
-        """Run one step. An interruption (Ctrl-C) while the model computes harms nothing: it is computed again.
+    def recover(self, live: Iterable[Sequence]) -> None:
+        """Rebuild queues and block books from the sequences that have not ended, after an interrupted change.
 
-        Without `admit_new`, only requests that have begun go on.
+        All K/V is forgotten, cached prefixes included. What the interrupted step added to a sequence is taken back: its
+        tokens are drawn again, the same ones, because a draw depends on seed, sample index and position alone. Can be
+        interrupted itself, at any point, and called again.
         """
-        self.is_torn = True
+        self._has_dropped_matchers = True
+        for mark in self._undo:
+            roll_back(mark)
+        self._kv.reset()
+        sequences = sorted(live, key=lambda seq: seq.id)
+        for seq in sequences:
+            restart(seq)
+        self._running = []
+        self._waiting = OrderedDict((seq.id, seq) for seq in sequences)
+        self._open = Counter(seq.request.id for seq in sequences)
+        self._begun = self._begun & self._open.keys()
+        self._drafter = self._new_drafter()
+        for seq in sequences:
+            self._open_drafts(seq)
+        self._undo = ()
+
+    def settle(self) -> None:
+        """Forget how to take the last step back: its results have been delivered."""
+        self._undo = ()
+
+    def step(self, *, admit_new: bool = True) -> StepResult:
+        """Run one step. When the runner is interrupted (Ctrl-C) or fails, its rows are computed again by the next step.
+
+        Any other exception leaves a step half done, to be taken back by `recover`. Without `admit_new`, only requests
+        that have begun go on.
+        """
+        ended = self._restore_matchers() if self._has_dropped_matchers else []
         hits: dict[int, Hit] = {}
         admitted = None if admit_new else self.begun_requests()
         waiting = self._waiting_views(hits, admitted)
@@ -151,8 +192,20 @@ class Core:
                 result = self._give_up_youngest(rows, error)
         else:
             result = self._commit(plan, rows, batch, results)
-        self.is_torn = False
-        return replace(result, started=started) if started else result
+        return (replace(result, started=started) if started else result).after(ended)
+
+    def _restore_matchers(self) -> list[Delta]:
+        """Give sequences that were rolled back their matchers again; a matcher that fails ends its own sample."""
+        ended: list[Delta] = []
+        for seq in (*self._running, *self._waiting.values()):
+            try:
+                follow_again(seq)
+            except Exception as error:
+                finish(seq, "abort", f"{type(error).__name__}: {error}")
+                self._leave(seq)
+                ended.append(to_delta(seq, 0, self.version, self.labels))
+        self._has_dropped_matchers = False
+        return ended
 
     # ---- plan -------------------------------------------------------------------------------------------------------
 
@@ -257,8 +310,8 @@ class Core:
         seq.num_published = len(hit.blocks)
         seq.num_computed = len(hit.blocks) * self._kv.block_size + hit.partial_tokens
         seq.version = self.version
-        if seq.num_cached is None:
-            seq.num_cached = seq.num_computed
+        if seq.num_cached is None:  # a resumed sample's own tokens may be cached too, and are not the prompt's
+            seq.num_cached = min(seq.num_computed, seq.num_prompt)
 
     def _preempt(self, seq: Sequence) -> None:
         """Take a sequence's blocks and put it back at the head of the queue."""
@@ -327,22 +380,25 @@ class Core:
         return _result((), self._stats(num_preempted=len(rows)))
 
     def _run(self, rows: Seq[Sequence], batch: ScheduledBatch) -> Mapping[int, RowResult]:
-        """Let the runner compute; when it is interrupted, its rows are computed again from the cache."""
+        """Let the runner compute; when it fails or is interrupted, its rows are computed again from the cache."""
         if not batch.rows:
             return {}
         try:
             return self._runner.run(batch)
-        except BaseException as error:
-            if not isinstance(error, Exception):
-                for seq in sorted(rows, key=lambda seq: -seq.id):
-                    self._preempt(seq)
-                self.is_torn = False
+        except MemoryError:
+            raise
+        except BaseException:
+            self._runner.recover()
+            for seq in sorted(rows, key=lambda seq: -seq.id):
+                self._preempt(seq)
+            self.is_torn = False
             raise
 
     def _commit(
         self, plan: SchedulerOutput, rows: Seq[Sequence], batch: ScheduledBatch, results: Mapping[int, RowResult]
     ) -> StepResult:
         """Append what was drawn, publish what was computed, release what ended, tell the callers."""
+        self._undo = tuple(map(checkpoint, rows))
         deltas: list[Delta] = []
         num_sampled = num_accepted = 0
         for seq, row in zip(rows, batch.rows, strict=True):

@@ -39,6 +39,12 @@ class Limits:
     block_size: int
     hidden_size: int = 0
     """Numbers in an embedding; 0 when that is not known."""
+    eos_token_ids: frozenset[int] = frozenset()
+    """The model's own end tokens, which stop a request unless it ignores them."""
+    caches_by_prompt: bool = False
+    """Whether K/V depends on where the prompt ends, so that only prompts of one length share cached prefixes."""
+    lineage: str | None = None
+    """Whose weight versions the engine counts."""
 
 
 def admit(
@@ -67,9 +73,11 @@ def admit(
         if params.pooling is not None and num_samples != 1:
             raise ValueError(f"num_samples must be 1 with pooling, got {num_samples}")
         check_vocabulary(params, limits.vocab_size)
+        check_min_tokens(params, limits.eos_token_ids)
         max_new = room_for(len(ids), params, limits)
         if partial is not None:
             check_partial(partial, ids, params, num_samples, max_new, limits.vocab_size)
+            check_lineage(partial, limits.lineage)
     except ValueError as error:
         raise BadRequest(str(error)) from None
     if params.stop and make_matcher is None:
@@ -81,12 +89,26 @@ def admit(
         num_samples=num_samples,
         max_new_tokens=max_new,
         seed=seed,
-        salt=salt,
+        salt=f"{salt}\n{len(ids) - beginning.num_tokens}" if limits.caches_by_prompt else salt,
         score_start=score_start if params.prompt_logprobs is not None else None,
         make_matcher=make_matcher,
         program=program,
         partial=partial,
+        lineage=limits.lineage,
         beginning=beginning,
+    )
+
+
+def check_lineage(partial: TrainingSample, lineage: str | None) -> None:
+    """Refuse a sample whose versions another engine counted: merged, equal numbers would mean different weights.
+
+    A sample without tokens has no versions, one without a lineage is the caller's to vouch for.
+    """
+    if partial.lineage is None or partial.lineage == lineage or not partial.completion_tokens:
+        return
+    raise ValueError(
+        f"partial: its lineage is {partial.lineage!r}, this engine's is {lineage!r}, and their weight versions are "
+        "unrelated; resume it where it was drawn, or make all engines of a pool with the same EngineConfig.lineage"
     )
 
 
@@ -145,12 +167,19 @@ def check_vocabulary(params: SamplingParams, vocab_size: int) -> None:
         for token in ids:
             if token >= vocab_size:
                 raise ValueError(f"{name}: token id {token} is outside the vocabulary of {vocab_size}")
-    allowed = params.allowed_token_ids
-    if params.min_tokens and allowed and set(allowed) <= set(params.stop_token_ids):
-        raise ValueError("min_tokens: every one of allowed_token_ids is a stop token, so nothing could be drawn")
     for name, count in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
         if count is not None:
             check_int(name, count, 0, vocab_size)
+
+
+def check_min_tokens(params: SamplingParams, eos_token_ids: frozenset[int]) -> None:
+    """Refuse `min_tokens`, which bans the stop tokens at first, where nothing else is allowed."""
+    stops = set(params.stop_token_ids) | (set() if params.ignore_eos else eos_token_ids)
+    if params.min_tokens and params.allowed_token_ids and set(params.allowed_token_ids) <= stops:
+        raise ValueError(
+            "min_tokens: every one of allowed_token_ids is a stop token or an end token of the model, "
+            "so nothing could be drawn"
+        )
 
 
 def room_for(num_prompt: int, params: SamplingParams, limits: Limits) -> int:

@@ -7,16 +7,21 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Container, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import replace
+from functools import partial, wraps
 from pathlib import Path
-from typing import NamedTuple, Self, cast
+from typing import Concatenate, NamedTuple, ParamSpec, Self, TypeVar
 
 from nano_inference.assemble import EngineParts, assemble, twin_parts
+from nano_inference.books import Books
 from nano_inference.config import EngineConfig, SchedulerConfig
 from nano_inference.core import Core
+from nano_inference.delta_stream import DeltaStream
 from nano_inference.door import Limits, MatcherFactory, admit, check_update, params_for_each, score_starts, texts_of
+from nano_inference.exclusive import Exclusive
 from nano_inference.ledger import Ledger
 from nano_inference.runner import ClosedRunner
 from nano_inference.sampling import derive_seed
@@ -28,6 +33,7 @@ from nano_inference.types import (
     BadRequest,
     Beginning,
     Delta,
+    EngineBusy,
     EngineDead,
     EnginePaused,
     OnRunning,
@@ -54,7 +60,22 @@ _LAST_PIECE_S = 2.0
 """How long `shutdown` waits for a thread that gathers weights: a process that ends while one copies is aborted."""
 Progress = Callable[[StepResult], None]
 
+Result = TypeVar("Result")
+Given = ParamSpec("Given")
+
 _log = logging.getLogger(__name__)
+
+
+def _exclusive(
+    method: Callable[Concatenate[InferenceEngine, Given], Result],
+) -> Callable[Concatenate[InferenceEngine, Given], Result]:
+    """Make a method of the engine refuse a second thread while another call runs."""
+
+    @wraps(method)
+    def call(self: InferenceEngine, /, *args: Given.args, **kwargs: Given.kwargs) -> Result:
+        return self.exclusively(lambda: method(self, *args, **kwargs))
+
+    return call
 
 
 class _Pausing(NamedTuple):
@@ -64,35 +85,63 @@ class _Pausing(NamedTuple):
 
 
 class InferenceEngine:
-    """Runs requests on one model. Not thread-safe: one thread drives it. A context manager."""
+    """Runs requests on one model. A context manager.
+
+    One thread drives it at a time. A call from another thread meanwhile, or from inside a step (a token program, a
+    matcher), raises `EngineBusy` and changes nothing; `AsyncEngine` serves several callers. An exception, Ctrl-C
+    included, leaves an engine that works: what `generate` and its like were asked is aborted, other requests continue.
+    """
 
     def __init__(self, config: EngineConfig, *, parts: EngineParts | None = None) -> None:
         self.config = config
         self.parts = assemble(config) if parts is None else parts
         """What was built from the configuration; tests bring their own."""
-        self._core = self._new_core()
+        self._calls = Exclusive(_in_use)
+        self._books = self._new_books()
         self._door = Limits(
             vocab_size=self.parts.vocab_size,
             max_model_len=self.parts.max_model_len,
             num_blocks=self.parts.kv.num_blocks,
             block_size=self.parts.kv.block_size,
             hidden_size=self.parts.checkpoint.config.hidden_size if self.parts.checkpoint else 0,
+            eos_token_ids=self.parts.eos_token_ids,
+            caches_by_prompt=self.parts.caches_by_prompt,
+            lineage=config.lineage or secrets.token_hex(8),
         )
-        self._ledger = Ledger()
+        self._owned: set[int] = set()
+        """Requests of the call that runs, such as `generate`: they end with it."""
+        self._streams: dict[weakref.ref[DeltaStream], int] = {}
+        """What `deltas` gave out -> its request, until it is garbage collected."""
+        self._dead_streams: set[weakref.ref[DeltaStream]] = set()
+        self._dropped: set[int] = set()
+        """Requests of streams that were closed while they could not be aborted, such as inside a step."""
         self._next_request = 0
         self._next_sequence = 0
         self._error: BaseException | None = None
         self._is_paused = False
         self._pausing: _Pausing | None = None
         self._is_asleep = False
+        self._is_memory_torn = False
+        """Whether `sleep` or `wake` was left half done."""
+        self._installing: int | None = None
+        """The version that is being installed; None between two installations."""
         self._on_running: OnRunning = "keep"
         """What the update under way does to requests that have begun."""
         self._failed_update: WeightError | None = None
         """What went wrong with an update that nobody waited for yet."""
         self._group: WeightGroup | None = None
 
+    @property
+    def _core(self) -> Core:
+        return self._books.core
+
+    @property
+    def _ledger(self) -> Ledger:
+        return self._books.ledger
+
     # ---- asking -----------------------------------------------------------------------------------------------------
 
+    @_exclusive
     def generate(
         self,
         prompts: Seq[Seq[int]],
@@ -117,6 +166,7 @@ class InferenceEngine:
         ]
         return self._finish_all(requests, progress)
 
+    @_exclusive
     def complete(
         self,
         samples: Seq[TrainingSample],
@@ -146,24 +196,27 @@ class InferenceEngine:
 
     def stream(
         self, prompt: Seq[int], sampling_params: SamplingParams | None = None, num_samples_per_prompt: int = 1
-    ) -> Iterator[Delta]:
+    ) -> DeltaStream:
         """Yield what each step adds to the samples of one prompt; closing the iterator aborts them.
 
         The request is checked and queued at the call, not at the first `next`.
         """
         return self.deltas(self.add_request(prompt, sampling_params, num_samples_per_prompt, claim=True))
 
-    def deltas(self, request_id: int) -> Iterator[Delta]:
+    def deltas(self, request_id: int) -> DeltaStream:
         """Yield what each step adds to a request that was added with `claim`; closing the iterator aborts it.
 
-        Raises `BadRequest` for a request that was not claimed, or was collected.
+        A `next` that raises `EngineBusy` changes nothing; any other exception ends the request. Raises `BadRequest` for
+        a request that was not claimed, or was collected.
         """
         if not self._ledger.is_claimed(request_id):
             raise BadRequest(f"request_id: {request_id} was not added with claim, or was collected")
-        deltas = self._deltas(request_id)
-        next(deltas)  # enters its `try`: from now on closing it aborts, read or not
-        return cast(Iterator[Delta], deltas)
+        take = partial(self.exclusively, partial(self._next_delta, request_id))
+        stream = DeltaStream(take, partial(self._drop, request_id))
+        self._streams[weakref.ref(stream, self._dead_streams.add)] = request_id
+        return stream
 
+    @_exclusive
     def add_request(
         self,
         prompt: Seq[int],
@@ -176,13 +229,15 @@ class InferenceEngine:
         partial: TrainingSample | None = None,
         beginning: Beginning = FROM_THE_PROMPT,
         claim: bool = False,
+        for_call: bool = False,
     ) -> int:
         """Queue a request and return its id; its samples come back from `step`. Raises `BadRequest`.
 
         `partial` is an unfinished sample of this prompt ("abort" or "length"): the new one goes on where it ended, with
         its seed and sample index, exactly as if it had never been interrupted, and comes back whole; `max_tokens` and
         the rest count from the prompt. With `beginning` the prompt ends with an answer's first tokens. With `claim` the
-        samples wait for `collect`, whoever drives the engine.
+        samples wait for `collect`, whatever runs the steps; with `for_call` they also end with the call that runs now
+        (see `exclusively`), however that ends.
         """
         request = self._admit(
             prompt,
@@ -194,9 +249,10 @@ class InferenceEngine:
             partial=partial,
             beginning=beginning,
         )
-        self._enqueue(request, claimed=claim)
+        self._enqueue(request, claimed=claim or for_call, is_owned=for_call)
         return request.id
 
+    @_exclusive
     def wait_for_any(self, request_ids: Iterable[int], progress: Progress | None = None) -> list[int]:
         """Run steps until one of these requests has ended; return all that have. Raises `EnginePaused`."""
         ids = list(request_ids)
@@ -211,11 +267,23 @@ class InferenceEngine:
                 ended = self._ledger.ended_among(ids)
         return ended
 
+    @_exclusive
     def collect(self, request_id: int) -> list[TrainingSample]:
         """Return a claimed request's samples, in order, and forget it; what has not ended is aborted."""
-        self.abort(request_id)
-        return self._ledger.close(request_id)
 
+        def close() -> list[TrainingSample]:
+            self._end((request_id,))
+            self._owned.discard(request_id)
+            return self._ledger.close(request_id)
+
+        return self._books.change(close)
+
+    @_exclusive
+    def take_deltas(self, request_ids: Container[int]) -> list[Delta]:
+        """Return what came for these claimed requests since the last time, those of one request in order."""
+        return self._books.change(lambda: self._ledger.take_deltas(request_ids))
+
+    @_exclusive
     def score(
         self, token_ids: Seq[int] | Seq[Seq[int]], start: int | Seq[int] = 0, *, temperature: float = 1.0
     ) -> list[float] | list[list[float]]:
@@ -236,6 +304,7 @@ class InferenceEngine:
         scores = [list(sample.prompt_logprobs or ()) for sample in samples]
         return scores[0] if single else scores
 
+    @_exclusive
     def embed(
         self, token_ids: Seq[int] | Seq[Seq[int]], pooling: Pooling = "mean", *, normalize: bool = False
     ) -> list[float] | list[list[float]]:
@@ -263,47 +332,95 @@ class InferenceEngine:
         deltas = self.end_requests((request_ids,) if isinstance(request_ids, int) else request_ids)
         return tuple(delta.sample for delta in deltas if delta.sample is not None)
 
+    @_exclusive
     def end_requests(self, request_ids: Iterable[int] | None = None) -> tuple[Delta, ...]:
         """End requests as `abort` does, all of them unless named; return their last deltas: no token, the sample."""
-        if self._core.is_torn:
-            return ()
-        ids = self._ledger.live_requests() if request_ids is None else tuple(request_ids)
-        with self._core.changing():
-            deltas = tuple(self._core.abort(seq) for one in ids for seq in self._ledger.sequences_of(one))
-            self._ledger.deliver(deltas, keep_samples=False)
-        return deltas
+        return self._books.change(lambda: self._end(request_ids))
 
     def abort_all(self) -> tuple[TrainingSample, ...]:
         """End every request now, as `abort` does."""
-        return self.abort(self._ledger.live_requests())
+        return tuple(delta.sample for delta in self.end_requests() if delta.sample is not None)
 
     # ---- driving ----------------------------------------------------------------------------------------------------
 
     def has_pending(self) -> bool:
         """Whether `step` has anything to do or to give; a paused engine has nothing to do."""
+        if self._books.is_torn and not self._books.is_changing:
+            self.exclusively(lambda: self._books.change(_nothing))
         return self._ledger.has_finished or (self._core.has_work() and not self._is_halted())
 
+    @_exclusive
     def step(self) -> list[TrainingSample]:
         """Run one step; return the samples of `add_request`s that ended."""
         if self._core.has_work() or not self._ledger.has_finished:
             self.tick()
         return self._ledger.take_finished()
 
+    @_exclusive
     def tick(self) -> StepResult:
         """Run one step and return all it did: what `step`, `stream` and `generate` are made of.
 
-        New weights that are ready are installed first; a paused engine does no more than that. A failure inside kills
-        the engine: this call raises its cause, later ones `EngineDead`. An interruption (Ctrl-C) while the model
-        computes harms nothing: those rows are computed again.
+        New weights that are ready are installed first; a paused engine does no more than that. A step that fails or is
+        interrupted (Ctrl-C) raises, and leaves every request where it was before: the next step computes it again.
         """
         self._require_alive()
+        self._end_dropped()
         ended = self._install_staged()
         self._pause_when_drained()
         if self._is_halted():
             return self._core.idle_result(ended)
         result = self._core_step(ended, admit_new=not self._is_draining())
         self._pause_when_drained()
+        self._end_dropped()
         return result
+
+    def exclusively(self, work: Callable[[], Result]) -> Result:
+        """Return `work()`, run as one call: until it returns, calls from other threads raise `EngineBusy`.
+
+        `work` may call the engine. Requests that it added with `for_call` are aborted and forgotten at its end.
+        """
+        if self._calls.is_running_here():
+            return work()
+        return self._calls.run(lambda: self._as_outermost(work))
+
+    def _as_outermost(self, work: Callable[[], Result]) -> Result:
+        """Run a call that no other contains. What an earlier one owned is ended first: its end was interrupted."""
+        self._end_owned()
+        try:
+            return work()
+        finally:
+            self._end_owned()
+
+    def _end_owned(self) -> None:
+        """Abort and forget the requests of a call that is over, and of closed streams."""
+        for request_id in tuple(self._owned):
+            self.collect(request_id)
+        self._end_dropped()
+
+    def _end_dropped(self) -> None:
+        """Abort and forget the requests of streams that were closed or garbage collected."""
+        for stream in tuple(self._dead_streams):
+            request_id = self._streams.get(stream)
+            if request_id is not None:
+                self._dropped.add(request_id)
+            self._streams.pop(stream, None)
+            self._dead_streams.discard(stream)
+        for request_id in tuple(self._dropped):
+            self.collect(request_id)
+            self._dropped.discard(request_id)
+
+    def _drop(self, request_id: int) -> None:
+        """End a stream's request: now, or at the next step boundary while a step or another thread's call runs.
+
+        A stream may be closed anywhere, by the garbage collector in any thread.
+        """
+        self._dropped.add(request_id)
+        if self._books.is_changing:
+            return
+        try:
+            self.exclusively(self._end_dropped)
+        except EngineBusy:
+            _log.debug("request %d is aborted at the end of the step that runs", request_id)
 
     def _core_step(self, ended: Seq[Delta], *, admit_new: bool) -> StepResult:
         """Let the core run a step, and deliver what it gave; `ended` goes before it in the result."""
@@ -311,23 +428,25 @@ class InferenceEngine:
         try:
             if sync is not None:
                 sync.begin_step()
-            result = self._core.step(admit_new=admit_new)
-        except BaseException as error:
-            if isinstance(error, Exception) or self._core.is_torn:
-                self._error = error
-            raise
+            result = self._books.change(lambda: self._run_step(admit_new))
         finally:
             if sync is not None:
                 sync.end_step()
-        self._ledger.deliver(result.deltas)
         return result.after(ended)
 
+    def _run_step(self, admit_new: bool) -> StepResult:
+        result = self._core.step(admit_new=admit_new)
+        self._books.deliver(result.deltas)
+        return result
+
+    @_exclusive
     def flush_cache(self) -> int:
         """Forget all cached prefixes; idle blocks are free at once, held ones when released. Returns how many."""
-        return self.parts.kv.flush()
+        return self._books.change(self.parts.kv.flush)
 
     # ---- control ----------------------------------------------------------------------------------------------------
 
+    @_exclusive
     def pause(self, mode: PauseMode = "keep", *, clear_cache: bool = False, blocking: bool = True) -> None:
         """Stop running steps. Requests can still be added; they wait. Pausing a paused engine again is allowed.
 
@@ -354,11 +473,13 @@ class InferenceEngine:
         if clear_cache:
             self._forget_kv()
 
+    @_exclusive
     def cancel_pause(self) -> bool:
         """Call off a `pause("wait", blocking=False)` that still waits; whether there was one."""
         was_pausing, self._pausing = self._pausing is not None, None
         return was_pausing
 
+    @_exclusive
     def resume(self) -> None:
         """Go on after `pause`, or call it off. Resuming an engine that runs is allowed."""
         self._require_alive()
@@ -371,9 +492,14 @@ class InferenceEngine:
         return self._door
 
     @property
+    def lineage(self) -> str:
+        """Whose weight versions this engine counts: `EngineConfig.lineage`, or a random name of its own."""
+        return self._door.lineage or ""
+
+    @property
     def is_alive(self) -> bool:
-        """Whether it takes work: no step has failed, and it was not shut down."""
-        return self._error is None and not self._core.is_torn
+        """Whether it takes work: it was not shut down. The same in every thread, also while a step runs."""
+        return self._error is None
 
     @property
     def is_paused(self) -> bool:
@@ -405,6 +531,7 @@ class InferenceEngine:
         """Whether there are weights to compute with; `sleep(discard_weights=True)` leaves none."""
         return self._has_weights()
 
+    @_exclusive
     def sleep(self, *, discard_weights: bool = False) -> None:
         """Give the memory of the KV cache back; requests stay and compute their K/V again after `wake`.
 
@@ -416,22 +543,36 @@ class InferenceEngine:
         if self._pausing is not None:
             raise EnginePaused("the engine is pausing, and a sleeping one would never end what has begun")
         self._forget_kv()
-        self._is_asleep = True
-        self.parts.runner.free_cache()
-        if self.parts.weights is not None:
-            self.parts.weights.sleep(discard=discard_weights)
+        self._books.change(lambda: self._free_memory(discard_weights))
 
+    @_exclusive
     def wake(self) -> None:
         """Take the memory that `sleep` gave back. Waking an engine that is awake is allowed."""
         self._require_alive()
         if self._is_asleep:
-            self.parts.runner.restore_cache()
-            if self.parts.weights is not None:
-                self.parts.weights.wake()
+            self._books.change(self._take_memory)
+
+    def _free_memory(self, discard_weights: bool) -> None:
+        """Give the memory of the cache, and perhaps of the weights, back. Interrupted, it is taken again."""
+        self._is_memory_torn = True
+        self.parts.runner.free_cache()
+        if self.parts.weights is not None:
+            self.parts.weights.sleep(discard=discard_weights)
+        self._is_asleep = True
+        self._is_memory_torn = False
+
+    def _take_memory(self) -> None:
+        """Take the memory back that `_free_memory` gave. Can be repeated after an interruption."""
+        self._is_memory_torn = True
+        self.parts.runner.restore_cache()
+        if self.parts.weights is not None:
+            self.parts.weights.wake()
         self._is_asleep = False
+        self._is_memory_torn = False
 
     # ---- weights ----------------------------------------------------------------------------------------------------
 
+    @_exclusive
     def update_weights(
         self,
         weights: NamedWeights | str | Path,
@@ -482,6 +623,7 @@ class InferenceEngine:
             sync.cancel()  # what was interrupted here must not be installed later
             raise
 
+    @_exclusive
     def finish_update(self, timeout: float | None = None) -> int:
         """Wait until the update under way is gathered, install it, and return the version in force.
 
@@ -495,14 +637,18 @@ class InferenceEngine:
             self._drain()
         self._install_staged()
         if self._failed_update is not None:
-            failure, self._failed_update = self._failed_update, None
-            raise failure
+            try:
+                raise self._failed_update
+            finally:
+                self._failed_update = None  # and no local variable: its traceback would refer to itself
         return self._core.version
 
+    @_exclusive
     def cancel_update(self) -> bool:
         """Forget an update that is not installed yet; whether there was one."""
         return self._sync().cancel()
 
+    @_exclusive
     def label_weights(self, label: WeightLabel, *, are_next: bool = False) -> None:
         """Give the weights in force a trainer's name, or, with `are_next`, those of the update under way.
 
@@ -518,6 +664,7 @@ class InferenceEngine:
         elif not sync.label_next(label):
             raise BadRequest("no update is under way that could be named")
 
+    @_exclusive
     def expect_checksum(self, checksum: str) -> None:
         """Say what `weights_checksum` must give for the update under way, before its source has ended.
 
@@ -545,10 +692,12 @@ class InferenceEngine:
         """Return the precision that the weights in force are kept in, such as float32."""
         return self._sync().dtype
 
+    @_exclusive
     def weights_checksum(self) -> str:
         """Return `weights_checksum` of the weights in force: a trainer's own tells whether they arrived whole."""
         return self._sync().checksum()
 
+    @_exclusive
     def init_weights_update_group(
         self,
         address: str,
@@ -571,26 +720,54 @@ class InferenceEngine:
         self._group = WeightGroup(address, port, rank=rank, world_size=world_size, backend=backend, timeout=timeout)
         return self._group
 
+    @_exclusive
     def twin(self, *, kv_cache_bytes: int | None = None) -> InferenceEngine:
         """Return a second engine with a copy of the weights in force: a reference model, or the next policy's tester.
 
-        It has queues, versions and a KV cache of its own (an eighth of this one's, but room for one longest sequence,
-        unless `kv_cache_bytes` says otherwise). Raises `BadRequest` for an engine without a model of its own.
+        It has queues, versions, a random lineage and a KV cache of its own (an eighth of this one's, but room for one
+        longest sequence, unless `kv_cache_bytes` says otherwise). Raises `BadRequest` for an engine without a model of
+        its own.
         """
         self._require_alive()
         self._require_weights()
-        return InferenceEngine(self.config, parts=twin_parts(self.parts, self.config, kv_cache_bytes))
+        parts = twin_parts(self.parts, self.config, kv_cache_bytes)
+        return InferenceEngine(replace(self.config, lineage=None), parts=parts)
 
+    @_exclusive
     def shutdown(self) -> None:
         """Abort everything and let go of model and cache; later calls raise `EngineDead`. May be called twice."""
-        self.abort_all()
+        self.end_requests()
         self._error = self._error or EngineDead("the engine was shut down")
         if self.parts.weights is not None:
             self.parts.weights.cancel(wait=_LAST_PIECE_S)
         if self._group is not None:
             self._group.close()
         self.parts = replace(self.parts, runner=ClosedRunner(), weights=None)
-        self._core = self._new_core()
+        self._books = self._new_books()
+
+    def _new_books(self) -> Books:
+        """Return empty queues and mailboxes over the parts."""
+        repair = weakref.WeakMethod(self._repair)  # a dropped engine's memory is free without a collection
+
+        def repair_rest() -> None:
+            method = repair()
+            assert method is not None, "the engine's own calls keep it"
+            method()
+
+        return Books(self._new_core(), repair_rest)
+
+    def _repair(self) -> None:
+        """Repair what an interrupted section may have left besides queues and mailboxes. Can be repeated."""
+        self.parts.runner.recover()
+        sync = self.parts.weights
+        if sync is not None:
+            sync.recover()
+        if self._is_memory_torn:
+            self._take_memory()
+        if sync is not None and self._installing is not None:
+            if sync.version == self._installing:
+                self._books.deliver(self._core.install(sync.version, sync.label, self._on_running))
+            self._installing = None
 
     def _new_core(self) -> Core:
         """Return empty queues over the parts."""
@@ -672,30 +849,43 @@ class InferenceEngine:
 
     def _forget_kv(self) -> None:
         """Take back all blocks, and forget what they hold."""
-        with self._core.changing():
+
+        def forget() -> None:
             self._core.preempt_all()
-            self.flush_cache()
+            self.parts.kv.flush()
+
+        self._books.change(forget)
 
     def _abort_for_step(self) -> None:
         """End all requests; their samples go to whoever waits for them, or to `step`."""
-        live = [seq for one in self._ledger.live_requests() for seq in self._ledger.sequences_of(one)]
-        with self._core.changing():
-            self._ledger.deliver([self._core.abort(seq) for seq in live])
+        self._books.change(lambda: self._end(None, keep_samples=True))
+
+    def _end(self, request_ids: Iterable[int] | None, *, keep_samples: bool = False) -> tuple[Delta, ...]:
+        """End requests, all of them for None; return their last deltas. Called inside a section."""
+        ids = self._ledger.live_requests() if request_ids is None else tuple(request_ids)
+        deltas = tuple(self._core.abort(seq) for one in ids for seq in self._ledger.sequences_of(one))
+        self._books.deliver(deltas, keep_samples=keep_samples)
+        return deltas
 
     def _install_staged(self) -> list[Delta]:
         """Install an update that is ready; return the last deltas of the requests that it ended."""
         sync = self.parts.weights
         if sync is None or sync.state in ("idle", "staging") or self._must_wait(sync):
             return []
-        with self._core.changing():
-            try:
-                sync.maybe_finish_sync()
-            except WeightError as error:
-                _log.error("an update was refused, version %d serves on: %s", self._core.version, error)
-                self._failed_update = error
-                return []
-            ended = self._core.install(sync.version, sync.label, self._on_running)
-            self._ledger.deliver(ended)
+        return self._books.change(lambda: self._install(sync))
+
+    def _install(self, sync: WeightSyncManager) -> list[Delta]:
+        """Install what is staged, in the weights and in the core. Called inside a section."""
+        self._installing = sync.version + 1
+        try:
+            sync.maybe_finish_sync()
+        except WeightError as error:
+            _log.error("an update was refused, version %d serves on: %s", self._core.version, error)
+            self._failed_update, self._installing = error, None
+            return []
+        ended = self._core.install(sync.version, sync.label, self._on_running)
+        self._books.deliver(ended)
+        self._installing = None
         return ended
 
     def _must_wait(self, sync: WeightSyncManager) -> bool:
@@ -760,19 +950,30 @@ class InferenceEngine:
             return derive_seed(self.config.seed, request_id)
         return secrets.randbits(64)
 
-    def _enqueue(self, request: Request, *, claimed: bool) -> None:
-        """Put a request's sequences at the end of the queue."""
-        sequences = start_sequences(request, self._next_sequence, self.parts.eos_token_ids, self.config.logprobs_mode)
-        self._next_request = request.id + 1
-        self._next_sequence += len(sequences)
-        self._core.enqueue(sequences)
-        self._ledger.open(request.id, sequences, claimed=claimed)
+    def _enqueue(self, request: Request, *, claimed: bool, is_owned: bool) -> None:
+        """Put a request's sequences at the end of the queue; an owned one ends with the call that runs."""
+        try:
+            sequences = start_sequences(
+                request, self._next_sequence, self.parts.eos_token_ids, self.config.logprobs_mode
+            )
+        except ValueError as error:
+            raise error if isinstance(error, BadRequest) else BadRequest(str(error)) from error
+
+        def enqueue() -> None:
+            self._next_request = request.id + 1
+            self._next_sequence += len(sequences)
+            if is_owned:
+                self._owned.add(request.id)
+            self._ledger.open(request.id, sequences, claimed=claimed)
+            self._core.enqueue(sequences)
+
+        self._books.change(enqueue)
 
     def _finish_all(self, requests: Seq[Request], progress: Progress | None) -> list[TrainingSample]:
         """Queue requests, run until all have ended, return their samples in order."""
         try:
             for request in requests:
-                self._enqueue(request, claimed=True)
+                self._enqueue(request, claimed=True, is_owned=True)
             for request in requests:  # one after another: the work of a step does not grow with those that wait
                 self.wait_for_any((request.id,), progress)
         finally:
@@ -787,22 +988,25 @@ class InferenceEngine:
                 raise ValueError(f"token_ids[{index}]: {sample.stop_reason or 'the request was aborted'}")
         return samples
 
-    def _deltas(self, request_id: int) -> Iterator[Delta | None]:
-        """Yield None once, then a claimed request's deltas as they come."""
-        mailbox = self._ledger.mailbox(request_id)
-        try:
-            yield None
-            while self._ledger.is_live(request_id) or mailbox:
-                if not mailbox:
-                    self._require_running()
-                    self.tick()
-                while mailbox:
-                    yield mailbox.popleft()
-        finally:
-            self.collect(request_id)
+    def _next_delta(self, request_id: int) -> Delta | None:
+        """Return a claimed request's next delta, after as many steps as that takes; None when it has ended."""
+        while True:
+            delta = self._books.change(lambda: self._ledger.take_delta(request_id))
+            if delta is not None or not self._ledger.is_live(request_id):
+                return delta
+            self._require_running()
+            self.tick()
 
     def _require_alive(self) -> None:
-        if self._core.is_torn and self._error is None:
-            self._error = EngineDead("a change of its books was interrupted half-way")
         if self._error is not None:
             raise EngineDead(f"the engine takes no more work: {self._error}") from self._error
+
+
+def _in_use() -> EngineBusy:
+    return EngineBusy(
+        "another thread is using the engine: one thread drives it at a time; AsyncEngine serves several callers"
+    )
+
+
+def _nothing() -> None:
+    """Change nothing: entering a section repairs what was interrupted before."""

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
-from collections.abc import Sequence as Seq
+from collections.abc import Container, Iterable
 
 from nano_inference.sequence import Sequence
 from nano_inference.types import Delta, TrainingSample
@@ -18,12 +17,12 @@ class Ledger:
         """Request id -> its sequences that have not ended."""
         self._mailboxes: dict[int, deque[Delta]] = {}
         """Deltas of the requests that `generate` and `stream` wait for."""
-        self._closed: set[int] = set()
-        """Requests that nobody waits for any more, and that have not ended yet."""
+        self._unread: set[int] = set()
+        """Claimed requests whose mailboxes got something since the last `take_deltas`."""
         self._finished: list[TrainingSample] = []
         """Samples of other requests, for `step`."""
         self.num_ended = 0
-        """Requests that have ended since the start: unchanged, a look for ended ones would find no more."""
+        """Rises with every request that ends: unchanged, a search for ended ones would find no more."""
 
     @property
     def has_finished(self) -> bool:
@@ -32,9 +31,13 @@ class Ledger:
 
     def open(self, request_id: int, sequences: list[Sequence], *, claimed: bool) -> None:
         """Note a request; when it is claimed, its deltas are kept for whoever claims them."""
-        self._live[request_id] = sequences
         if claimed:
             self._mailboxes[request_id] = deque()
+        self._live[request_id] = sequences
+
+    def sequences(self) -> list[Sequence]:
+        """All sequences that have not ended."""
+        return [seq for group in tuple(self._live.values()) for seq in group]
 
     def is_live(self, request_id: int) -> bool:
         """Whether any of a request's samples has not ended."""
@@ -56,32 +59,48 @@ class Ledger:
         """The sequences of a request that have not ended; none when it is not known."""
         return tuple(self._live.get(request_id, ()))
 
-    def mailbox(self, request_id: int) -> deque[Delta]:
-        """The deltas that came for a claimed request and were not yet taken."""
-        return self._mailboxes[request_id]
+    def take_delta(self, request_id: int) -> Delta | None:
+        """Return the oldest delta of a claimed request that was not yet taken; None when there is none."""
+        mailbox = self._mailboxes.get(request_id)
+        return mailbox.popleft() if mailbox else None
+
+    def take_deltas(self, request_ids: Container[int]) -> list[Delta]:
+        """Return all deltas of these claimed requests that were not yet taken, those of one request in order."""
+        found: list[Delta] = []
+        for one in [one for one in self._unread if one in request_ids]:
+            mailbox = self._mailboxes.get(one, ())
+            found += mailbox
+            if mailbox:
+                self._mailboxes[one] = deque()
+            self._unread.discard(one)
+        return found
 
     def close(self, request_id: int) -> list[TrainingSample]:
-        """Close a claimed request's mailbox; return the samples that came, in order. What still comes is dropped."""
-        if request_id in self._mailboxes and request_id in self._live:
-            self._closed.add(request_id)
+        """Close a claimed request's mailbox, its samples having ended; return those that came, in order."""
         samples = [delta.sample for delta in self._mailboxes.pop(request_id, ()) if delta.sample is not None]
+        self._unread.discard(request_id)
         return sorted(samples, key=lambda sample: sample.sample_index)
 
-    def deliver(self, deltas: Iterable[Delta], *, keep_samples: bool = True) -> None:
-        """Put deltas into the mailboxes that wait for them, and other requests' samples aside for `step`.
+    def deliver(self, deltas: Iterable[Delta], *, keep_samples: bool = True, is_repeated: bool = False) -> None:
+        """Put deltas into the mailboxes of claimed requests, and other requests' samples aside for `step`.
 
-        Without `keep_samples` the latter are dropped: whoever ended them has them in hand.
+        Without `keep_samples` the latter are dropped: the caller that ended them has them in hand. `is_repeated`
+        completes a delivery that was interrupted: what was delivered before is left alone.
         """
         for delta in deltas:
-            is_closed = delta.request_id in self._closed
+            mailbox = self._mailboxes.get(delta.request_id)
+            if mailbox is not None:
+                if not is_repeated or all(delta is not other for other in mailbox):
+                    mailbox.append(delta)
+                self._unread.add(delta.request_id)
+            elif (
+                delta.sample is not None
+                and keep_samples
+                and (not is_repeated or all(delta.sample is not other for other in self._finished))
+            ):
+                self._finished.append(delta.sample)
             if delta.sample is not None:
                 self._forget(delta)
-            if is_closed:
-                continue
-            if delta.request_id in self._mailboxes:
-                self._mailboxes[delta.request_id].append(delta)
-            elif delta.sample is not None and keep_samples:
-                self._finished.append(delta.sample)
 
     def take_finished(self) -> list[TrainingSample]:
         """Return the samples put aside, and forget them."""
@@ -90,10 +109,10 @@ class Ledger:
 
     def _forget(self, delta: Delta) -> None:
         """Take an ended sample off the list of the living."""
-        left: Seq[Sequence] = [s for s in self._live[delta.request_id] if s.sample_index != delta.sample_index]
+        group = self._live.get(delta.request_id, ())
+        left = [seq for seq in group if seq.sample_index != delta.sample_index]
         if left:
-            self._live[delta.request_id] = list(left)
-        else:
-            del self._live[delta.request_id]
+            self._live[delta.request_id] = left
+        elif group:
             self.num_ended += 1
-            self._closed.discard(delta.request_id)
+            del self._live[delta.request_id]

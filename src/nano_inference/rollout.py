@@ -63,6 +63,20 @@ class Rollout:
     sample_index: int = 0
     """Which of the prompt's rollouts it is."""
 
+    def __post_init__(self) -> None:
+        """Raise `ValueError` for turns of engines whose weight versions are unrelated."""
+        names = list(dict.fromkeys(turn.sample.lineage for turn in self.turns if turn.sample.lineage is not None))
+        if len(names) > 1:
+            raise ValueError(
+                f"turns: their samples have the lineages {names[0]!r} and {names[1]!r}, whose weight versions are "
+                "unrelated; draw all turns of a rollout with one engine, or with engines of one EngineConfig.lineage"
+            )
+
+    @property
+    def lineage(self) -> str | None:
+        """Whose versions `token_versions` counts; None without a turn that says so."""
+        return next((turn.sample.lineage for turn in self.turns if turn.sample.lineage is not None), None)
+
     @property
     def tokens(self) -> tuple[int, ...]:
         """All ids from the first of the prompt on: the prompt of the next turn."""
@@ -219,21 +233,26 @@ def run_rollouts(
     """
     rules = _rules(engine, sampling_params or SamplingParams(), max_turns, max_tokens_total, program)
     rollouts = _starts(prompts, num_samples_per_prompt, rules.max_tokens)
-    pending: dict[int, int] = {}
+    return engine.exclusively(lambda: _take_turns(engine, rollouts, environment, rules, progress))
+
+
+def _take_turns(
+    engine: InferenceEngine,
+    rollouts: list[Rollout],
+    environment: Environment,
+    rules: _Rules,
+    progress: Progress | None,
+) -> list[Rollout]:
+    """Run all rollouts to their ends, as one call of the engine: what it asks for ends with it."""
+    pending = {_ask(engine, rollout, rules): place for place, rollout in enumerate(rollouts)}
     """Request id -> which of the rollouts."""
-    try:
-        for place, rollout in enumerate(rollouts):
-            pending[_ask(engine, rollout, rules)] = place
-        while pending:
-            for request_id in engine.wait_for_any(pending, progress):
-                place = pending.pop(request_id)
-                (sample,) = engine.collect(request_id)
-                rollout = rollouts[place] = _take_turn(extend(rollouts[place], sample), environment, rules)
-                if rollout.finish_reason is None:
-                    pending[_ask(engine, rollout, rules)] = place
-    finally:
-        for request_id in pending:
-            engine.collect(request_id)
+    while pending:
+        for request_id in engine.wait_for_any(pending, progress):
+            place = pending.pop(request_id)
+            (sample,) = engine.collect(request_id)
+            rollout = rollouts[place] = _take_turn(extend(rollouts[place], sample), environment, rules)
+            if rollout.finish_reason is None:
+                pending[_ask(engine, rollout, rules)] = place
     return rollouts
 
 
@@ -320,5 +339,5 @@ def _written(sample: TrainingSample) -> Iterator[Segment]:
 
 
 def _ask(engine: InferenceEngine, rollout: Rollout, rules: _Rules) -> int:
-    """Queue a rollout's next turn; its sample waits for us, whoever else drives the engine."""
-    return engine.add_request(rollout.tokens, _turn_params(rollout, rules), program=rules.program, claim=True)
+    """Queue a rollout's next turn; its sample waits for us, and it ends with the call that runs the rollouts."""
+    return engine.add_request(rollout.tokens, _turn_params(rollout, rules), program=rules.program, for_call=True)

@@ -7,21 +7,34 @@ scored at once, E hidden size, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 
 from nano_inference.attention import Backend, ForwardInput, Laid, SdpaBackend, StepContext
-from nano_inference.batch import Pooled, Sampled, Scored, Wanted, as_tensors, in_step_order, lay, wanted
+from nano_inference.batch import (
+    Pooled,
+    Sampled,
+    Scored,
+    Wanted,
+    as_tensors,
+    in_step_order,
+    lay,
+    split_at_answers,
+    wanted,
+)
 from nano_inference.kernels.native import Cache
 from nano_inference.kv.kernel_store import KernelStore
 from nano_inference.kv.store import KVStore
+from nano_inference.logprobs import Normalise, at, floor_logprobs, kernel_normalise, normalise, top_logprobs
 from nano_inference.models.build import Model
+from nano_inference.models.config import ModelConfig
 from nano_inference.models.kernel import KernelModel
 from nano_inference.models.nanochat import norm
 from nano_inference.models.packed import AnyModel
-from nano_inference.sampling import Draw, draw, floor_logprobs, scale_temperatures, top_logprobs
+from nano_inference.sampling import Draw, draw
 from nano_inference.types import EngineDead, Row, RowResult, ScheduledBatch, TopLogprobs
 
 _SCORE_ELEMENTS = 1 << 24
@@ -44,6 +57,9 @@ class Runner(Protocol):
     def restore_cache(self) -> None:
         """Take it again, empty."""
 
+    def recover(self) -> None:
+        """Undo what an interrupted `run` left behind in this thread. Can be interrupted and called again."""
+
 
 class ModelRunner:
     """Owns the model, the bytes of the KV cache and the attention backend."""
@@ -62,6 +78,8 @@ class ModelRunner:
         self.backend = backend
         self.device = device
         self.sampler = sampler
+        self._mode: torch.inference_mode | None = None
+        self._normalise = normalise_of(model)
 
     def install(self, model: AnyModel) -> None:
         """Compute with that model from the next step on."""
@@ -74,6 +92,14 @@ class ModelRunner:
     def restore_cache(self) -> None:
         """Take it again, empty."""
         self.store.restore()
+
+    def recover(self) -> None:
+        """Leave inference mode, which an exception on the way out of its `with` block leaves switched on."""
+        self.store.recover()
+        if self._mode is not None:
+            with suppress(AttributeError):  # it was never entered
+                self._mode.__exit__(None, None, None)
+            self._mode = None
 
     def run(self, batch: ScheduledBatch) -> dict[int, RowResult]:
         """Copy blocks, compute the rows, score what is asked for, draw. Raises `MemoryError` when there is too little.
@@ -91,7 +117,8 @@ class ModelRunner:
         rows = in_step_order(batch.rows)
         laid = lay(rows)
         asked = wanted(rows, laid.spans)
-        with torch.inference_mode():
+        self._mode = torch.inference_mode()
+        with self._mode:
             self.store.prepare(batch.fresh, batch.copies)
             found = self._find(rows, laid, asked)
         last = {one.row: place for place, one in enumerate(asked.sampled)}
@@ -100,19 +127,36 @@ class ModelRunner:
     def _find(self, rows: Sequence[Row], laid: Laid, asked: Wanted) -> _Found:
         """Compute the step; draw, score and pool what is asked for."""
         model = self.model
-        if isinstance(model, KernelModel) and asked.sampled and not asked.scored and not asked.pooled:
+        if has_full_decode(model.config):
+            hidden_KE = self._compute_in_parts(rows, laid, asked.kept)
+        elif isinstance(model, KernelModel) and asked.sampled and not asked.scored and not asked.pooled:
             logits_BV = model.run_to_logits(laid, asked.kept, _kernel_cache(self.store))
             return _Found(self.sampler(logits_BV, [one.seen for one in asked.sampled]), {}, {})
-        hidden_KE = self._compute(laid, asked.kept)
+        else:
+            hidden_KE = self._compute(laid, asked.kept)
         scores, sums = self._score(rows, asked.scored, hidden_KE), self._pool(asked.pooled, hidden_KE)
         return _Found(self._draw(asked.sampled, hidden_KE), scores, sums)
 
-    def _compute(self, laid: Laid, kept: Sequence[int]) -> Tensor:
+    def _compute_in_parts(self, rows: Sequence[Row], laid: Laid, kept: Sequence[int]) -> Tensor:
+        """Return the hidden states [K, E] of the kept tokens where windows cut the prompts' queries only."""
+        found: list[Tensor] = []
+        order: list[int] = []
+        wanted_places = frozenset(kept)
+        for part, windows in zip(split_at_answers(tuple(rows), laid), (True, False), strict=True):
+            if not part.places:
+                continue
+            own = [index for index, place in enumerate(part.places) if place in wanted_places]
+            found.append(self._compute(part.laid, own, windows=windows).clone())  # the next part overwrites it
+            order += (part.places[index] for index in own)
+        by_place = torch.tensor(sorted(range(len(order)), key=order.__getitem__), dtype=torch.long, device=self.device)
+        return torch.cat(found)[by_place]
+
+    def _compute(self, laid: Laid, kept: Sequence[int], *, windows: bool = True) -> Tensor:
         """Return the hidden states [K, E] of the tokens that are kept."""
         if isinstance(self.model, KernelModel):
-            return self.model.run(laid, kept, _kernel_cache(self.store))
+            return self.model.run(laid, kept, _kernel_cache(self.store), windows=windows)
         step = as_tensors(laid, self.store.block_size, self.device)
-        hidden_TE = forward(self.model, step, self.store, self.backend)
+        hidden_TE = forward(self.model, step, self.store, self.backend, windows=windows)
         are_all = len(kept) == hidden_TE.size(0)
         return hidden_TE if are_all else hidden_TE[torch.tensor(kept, dtype=torch.long, device=self.device)]
 
@@ -149,12 +193,11 @@ class ModelRunner:
             piece = slice(start, start + width)
             index_S, target_S = torch.tensor([targets.indices[piece], targets.tokens[piece]], device=self.device)
             logits_SV = self.model.head(hidden_KE[index_S])
-            scale_temperatures(logits_SV, targets.temperatures[piece])
-            logp_SV = torch.log_softmax(logits_SV, dim=-1)
-            own_S1 = logp_SV.gather(-1, target_S.unsqueeze(-1))
-            logprobs += floor_logprobs(own_S1.squeeze(-1)).tolist()
-            ranks += (logp_SV > own_S1).sum(dim=-1).add_(1).tolist()
-            tops += top_logprobs(logp_SV, targets.num_tops[piece])
+            normaliser = self._normalise(logits_SV, targets.temperatures[piece])
+            own_S1 = at(logits_SV, target_S)
+            logprobs += floor_logprobs(normaliser.logprobs(own_S1).squeeze(-1)).tolist()
+            ranks += (logits_SV > own_S1).sum(dim=-1).add_(1).tolist()
+            tops += top_logprobs(logits_SV, normaliser, targets.num_tops[piece])
         scores: dict[int, Scores] = {}
         start = 0
         for known in found:
@@ -176,6 +219,9 @@ class ClosedRunner:
 
     def restore_cache(self) -> None:
         """There is none."""
+
+    def recover(self) -> None:
+        """There is nothing to undo."""
 
 
 class _Targets(NamedTuple):
@@ -246,6 +292,11 @@ def _kernel_cache(store: KVStore | KernelStore) -> Cache:
     return store.cache
 
 
+def normalise_of(model: AnyModel) -> Normalise:
+    """Return what computes log-sum-exps beside a model: the kernels where it has them, else torch."""
+    return kernel_normalise(model.library) if isinstance(model, KernelModel) else normalise
+
+
 def final_hidden(model: AnyModel, hidden_SE: Tensor) -> Tensor:
     """Return hidden states [S, E] after the model's last norm, as its head reads them; nanochat's has no weights."""
     if isinstance(model, KernelModel):
@@ -256,8 +307,18 @@ def final_hidden(model: AnyModel, hidden_SE: Tensor) -> Tensor:
     return final
 
 
-def forward(model: AnyModel, step: ForwardInput, store: KVStore | KernelStore, backend: Backend) -> Tensor:
-    """Return the hidden states [T, E] of a step; its K/V is in the store afterwards."""
+def has_full_decode(config: ModelConfig) -> bool:
+    """Whether windows cut the prompts' queries only, so that K/V depends on where a prompt ends."""
+    return config.nanochat is not None and config.nanochat.has_full_decode
+
+
+def forward(
+    model: AnyModel, step: ForwardInput, store: KVStore | KernelStore, backend: Backend, *, windows: bool = True
+) -> Tensor:
+    """Return the hidden states [T, E] of a step; its K/V is in the store afterwards.
+
+    Without `windows` (torch models only) every token sees all keys before it.
+    """
     if isinstance(model, KernelModel):
         return model.forward(step, _kernel_cache(store))
     assert isinstance(store, KVStore)
@@ -265,17 +326,19 @@ def forward(model: AnyModel, step: ForwardInput, store: KVStore | KernelStore, b
         step=step,
         store=store,
         backend=backend,
-        plans=_plans(model, step, store.block_size, backend),
+        plans=_plans(model, step, store.block_size, backend, windows=windows),
         ropes=tuple(table.at(step.position_T, store.k_LSKD.dtype) for table in model.ropes),
     )
     return model(step.token_T, context)
 
 
-def _plans(model: Model, step: ForwardInput, block_size: int, backend: Backend) -> dict[int | None, Any]:
+def _plans(
+    model: Model, step: ForwardInput, block_size: int, backend: Backend, *, windows: bool
+) -> dict[int | None, Any]:
     """Return the backend's plan for each of the model's windows; one that nothing in the step exceeds is none."""
     longest = max(span.end for span in step.spans)
-    windows = {layer.window for layer in model.config.layers}
-    cutting = {window: window if window is not None and window < longest else None for window in windows}
+    sizes = {layer.window for layer in model.config.layers}
+    cutting = {size: size if windows and size is not None and size < longest else None for size in sizes}
     plans = {window: backend.plan(step, block_size, window) for window in set(cutting.values())}
     return {window: plans[effective] for window, effective in cutting.items()}
 

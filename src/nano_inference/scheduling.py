@@ -2,15 +2,53 @@
 
 There is no prefill phase and no decode phase: a sequence is behind by `num_tokens - num_computed`, and the token budget
 of the step lets it catch up. Guesses (`speculate`) get what all that leaves.
+
+Fair share. Ids ascend in order of arrival, so the smallest id is the oldest. A prompt is a sequence that is behind by
+more than one token, or that waits. In each step:
+
+1. Every decoding row gets its token.
+2. The oldest prompt gets up to `share` tokens, then the others do, shortest first, while the budget lasts.
+3. If no row decodes and no prompt ends in this step, no client waits for the end of the step: the rest of the budget
+   goes to the prompts too, oldest first. So a prompt that is alone gets the whole budget.
+
+`seats` leaves room for `reserve` tokens beside the decoding rows, so the oldest prompt computes at least that many in
+each step, and a prompt whose older prompts are n_1 … n_k tokens long draws its first token at the latest
+Σ ceil(n_i / reserve), itself included, steps after it arrived, as long as there are seats and blocks for it. While it
+lacks those, at most `OVERTAKERS` younger sequences are started before it. tests/sim/test_fair_share.py holds both.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from nano_inference.config import SchedulerConfig
 from nano_inference.speculate import Offer, choose_drafts
 from nano_inference.types import SchedulerOutput, SeqView, Work
+
+OVERTAKERS = 256
+"""Most younger sequences that are started while an older one waits for blocks or for budget."""
+LOOKAHEAD = 32
+"""Most views of the queue that are read in one step behind the first one that cannot be served whole."""
+
+
+def share(config: SchedulerConfig) -> int:
+    """Return the tokens of a step that one prompt gets while others wait or decode.
+
+    A quarter of the budget, because the duration of a step on a CPU is proportional to its tokens; but enough that
+    reading the weights is at most a fifth of the step, and at most half of the budget.
+    """
+    budget = config.max_tokens_per_batch
+    return max(1, min(budget // 2, max(budget // 4, 4 * config.weight_tokens)))
+
+
+def reserve(config: SchedulerConfig) -> int:
+    """Return the tokens of a step that decoding rows leave to the oldest prompt."""
+    return min(share(config), max(1, config.max_tokens_per_batch // 8))
+
+
+def seats(config: SchedulerConfig) -> int:
+    """Return the most sequences that run at once."""
+    return min(config.max_batch_size, max(1, config.max_tokens_per_batch - reserve(config)))
 
 
 class _Plan:
@@ -21,6 +59,7 @@ class _Plan:
         self.live = list(running)
         self.free = num_free_blocks
         self.budget = config.max_tokens_per_batch
+        self.num_decoding = sum(_behind(view) <= 1 for view in running)
         self.work: list[Work] = []
         self.preempted: list[int] = []
 
@@ -45,14 +84,18 @@ def schedule(
     """Plan one step. Pure: the same views give the same plan.
 
     `running` comes oldest first; when blocks run out, victims are taken from its young end. `waiting` comes in order of
-    admission and may be lazy: it is read only as far as there is room. A waiting sequence whose next block somebody is
-    about to compute (`next_key`) waits for it instead of computing it again.
+    admission and may be lazy: it is read only as far as there is room. A waiting sequence whose next block another one
+    is about to compute (`next_key`) waits for it instead of computing it again.
     """
     plan = _Plan(running, num_free_blocks, config)
-    _continue_running(plan)
+    newcomers, urgent = _read_queue(plan, waiting)
+    prompts = [view for view in plan.live if _behind(view) > 1] + newcomers
+    shares = _share_budget(plan, prompts, urgent)
+    _continue_running(plan, shares)
     if not plan.preempted:
-        _admit_waiting(plan, waiting)
-        _add_guesses(plan)
+        num_running = len(plan.work)
+        _start_newcomers(plan, newcomers, shares)
+        _add_guesses(plan, num_running)
     is_decode = [work.num_tokens == 1 and work.num_sampled > 0 for work in plan.work]
     return SchedulerOutput(
         prefill_seqs=tuple(w.id for w, decode in zip(plan.work, is_decode, strict=True) if not decode),
@@ -62,22 +105,92 @@ def schedule(
     )
 
 
-def _continue_running(plan: _Plan) -> None:
-    """Give every running sequence its part, oldest first, keeping one token of budget for each that decodes."""
-    num_decoding = sum(_behind(view) == 1 for view in plan.live)
+def _read_queue(plan: _Plan, waiting: Iterable[SeqView]) -> tuple[list[SeqView], dict[object, int]]:
+    """Return the waiting sequences that could start now, and how many tokens the shortest follower of a key is behind.
+
+    One that starts has blocks for all of its prompt, beside those that the running ones need for theirs and one more
+    for each: several prompts that grow at once would otherwise preempt each other. One that does not find them lets
+    shorter ones overtake it. A follower, and one that finds no blocks, keeps its seat.
+    """
+    found: list[SeqView] = []
+    urgent: dict[object, int] = {}
+    taken = {view.next_key for view in plan.live if view.next_key is not None and _behind(view) > 1}
+    num_seats = seats(plan.config) - len(plan.live)
+    budget = plan.budget - plan.num_decoding
+    if budget <= 0 or num_seats <= 0:
+        return found, urgent
+    room = plan.free - sum(plan.work_for(view, _behind(view)).num_blocks + 1 for view in plan.live)
+    if room < 0:
+        return found, urgent
+    part, last_id, num_left = share(plan.config), None, LOOKAHEAD
+    for view in waiting:
+        num_seats -= 1
+        if last_id is not None and view.id > last_id:
+            break
+        if view.next_key is not None and view.next_key in taken:
+            urgent[view.next_key] = min(_behind(view), urgent.get(view.next_key, _behind(view)))
+        else:
+            need = plan.work_for(view, _behind(view)).num_blocks + view.idle_hit
+            is_roomy = need <= room
+            taken.add(view.next_key)
+            if is_roomy:
+                found.append(view)
+                room -= need + 1
+            if is_roomy and _behind(view) <= part:
+                budget -= _behind(view)
+            else:
+                last_id = view.id + OVERTAKERS if last_id is None else min(last_id, view.id + OVERTAKERS)
+            if not is_roomy and room <= 0:
+                break
+        num_left -= last_id is not None
+        if budget <= 0 or num_seats <= 0 or num_left <= 0:
+            break
+    return found, urgent
+
+
+def _share_budget(plan: _Plan, prompts: Sequence[SeqView], urgent: Mapping[object, int]) -> dict[int, int]:
+    """Return how many tokens each prompt computes in this step; those that are not named compute none.
+
+    A prompt counts as short as the shortest sequence that waits for its next block.
+    """
+    if not prompts:
+        return {}
+    oldest = min(prompts, key=lambda view: view.id)
+    others = [view for view in prompts if view is not oldest]
+    others.sort(key=lambda view: (min(_behind(view), urgent.get(view.next_key, _behind(view))), view.id))
+    part, left = share(plan.config), max(1, plan.budget - plan.num_decoding)
+    shares: dict[int, int] = {}
+    for view in (oldest, *others):
+        if left <= 0:
+            break
+        shares[view.id] = min(_behind(view), part, left)
+        left -= shares[view.id]
+    if plan.num_decoding or any(shares.get(view.id) == _behind(view) for view in prompts):
+        return shares
+    for view in sorted(prompts, key=lambda view: view.id):
+        more = min(_behind(view) - shares.get(view.id, 0), left)
+        if more > 0:
+            shares[view.id] = shares.get(view.id, 0) + more
+            left -= more
+    return shares
+
+
+def _continue_running(plan: _Plan, shares: Mapping[int, int]) -> None:
+    """Give every running sequence its part, oldest first: one token, or its share when it is behind by more."""
     index = 0
     while index < len(plan.live) and plan.budget > 0:
         view = plan.live[index]
-        num_decoding -= _behind(view) == 1
-        work = plan.work_for(view, min(_behind(view), max(1, plan.budget - num_decoding)))
-        if not _make_room(plan, index, work):
-            return
-        plan.promise(view, work)
+        num_tokens = min(shares.get(view.id, 0), plan.budget) if _behind(view) > 1 else _behind(view)
+        if num_tokens:
+            work = plan.work_for(view, num_tokens)
+            if not _make_room(plan, index, work):
+                return
+            plan.promise(view, work)
         index += 1
 
 
 def _make_room(plan: _Plan, index: int, work: Work) -> bool:
-    """Preempt from the young end until the work fits; the sequence itself when nobody younger is left."""
+    """Preempt from the young end until the work fits; the sequence itself when no younger one is left."""
     while work.num_blocks > plan.free:
         victim = plan.live.pop()
         plan.preempted.append(victim.id)
@@ -87,36 +200,25 @@ def _make_room(plan: _Plan, index: int, work: Work) -> bool:
     return True
 
 
-def _admit_waiting(plan: _Plan, waiting: Iterable[SeqView]) -> None:
-    """Start waiting sequences in order while budget, seats and blocks last. A follower keeps its seat."""
-    taken = {view.next_key for view in plan.live if view.next_key is not None and _behind(view) > 1}
-    num_seats = plan.config.max_batch_size - len(plan.live)
-    if plan.budget <= 0 or num_seats <= 0:
-        return
-    spare = len(plan.live)  # a block for each that runs: admitting into the last ones would only preempt again
-    for view in waiting:
-        num_seats -= 1
-        if view.next_key is None or view.next_key not in taken:
-            work = plan.work_for(view, min(_behind(view), plan.budget))
-            if work.num_blocks + view.idle_hit + spare > plan.free:
-                return
-            plan.promise(view, work)
-            taken.add(view.next_key)
-            spare += 1
-        if plan.budget <= 0 or num_seats <= 0:
-            return
+def _start_newcomers(plan: _Plan, newcomers: Iterable[SeqView], shares: Mapping[int, int]) -> None:
+    """Start the waiting sequences that have a share, in order of admission. Their blocks were counted before."""
+    for view in newcomers:
+        if view.id in shares:
+            plan.promise(view, plan.work_for(view, shares[view.id]))
 
 
-def _add_guesses(plan: _Plan) -> None:
+def _add_guesses(plan: _Plan, num_running: int) -> None:
     """Let rows that only draw compute guessed tokens too, where that pays, out of what is left of the budget.
 
-    A block for them comes from those that are free beside one for each that runs; it is given back after the step
-    unless the guesses were right, so nobody lacks it in the next one.
+    The first `num_running` rows of the plan are those of running sequences. A block for guesses comes from those that
+    are free beside one for each that runs; it is given back after the step unless the guesses were right, so no row
+    lacks it in the next one.
     """
     config = plan.config
     if not config.max_draft_tokens or plan.budget <= 0:
         return
-    running = tuple(zip(plan.live, plan.work, strict=False))  # the admitted stand behind them
+    views = {view.id: view for view in plan.live}
+    running = tuple((views[work.id], work) for work in plan.work[:num_running])
     offers = [
         Offer(min(view.num_drafts, view.max_new - 1) if _behind(view) == 1 else 0, view.draft_chance)
         for view, _ in running
@@ -125,6 +227,8 @@ def _add_guesses(plan: _Plan) -> None:
     counts = choose_drafts(offers, num_tokens, plan.budget, config.weight_tokens)
     spare = plan.free - len(plan.work)
     for index, ((view, work), count) in enumerate(zip(running, counts, strict=True)):
+        if not count:
+            continue
         held = view.num_blocks + work.num_blocks
         more = max(0, -(-(view.num_tokens + count) // config.block_size) - held)
         if more > spare:

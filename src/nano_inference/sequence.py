@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import operator
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
+from typing import SupportsIndex
 
+from nano_inference.frozen import FrozenDict
 from nano_inference.types import (
     BadRequest,
     Delta,
@@ -25,7 +27,7 @@ from nano_inference.types import (
     float32,
 )
 
-NO_LABELS: Mapping[int, WeightLabel] = MappingProxyType({})
+NO_LABELS: Mapping[int, WeightLabel] = FrozenDict()
 NO_EXTRAS = DrawExtras()
 _FORCED = DrawExtras(raw_logprob=0.0, sampling_mask=())
 
@@ -147,7 +149,8 @@ def start_sequences(
 ) -> list[Sequence]:
     """Make the n sequences of a request; they share its prompt, and the first scores it for all.
 
-    `logprobs_mode` is the engine's, for a request that names none.
+    `logprobs_mode` is the engine's, for a request that names none. Raises what the request's matcher or program raises
+    at its start, and `ValueError` for a mask that is not one.
     """
     params = request.params
     stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_token_ids)
@@ -165,7 +168,7 @@ def start_sequences(
                 matcher=matcher,
                 program_state=request.program.start() if request.program else None,
                 logprobs_mode=params.logprobs_mode or logprobs_mode,
-                token_mask=matcher.mask() if matcher else None,
+                token_mask=mask_of(matcher) if matcher else None,
             )
         )
     if request.partial is not None:
@@ -186,22 +189,38 @@ def _go_on(seq: Sequence, partial: TrainingSample) -> None:
     seq.top_logprobs += partial.top_logprobs or ((),) * len(partial.completion_tokens)
     seq.raw_logprobs += partial.raw_logprobs or ()
     seq.sampling_masks += partial.sampling_masks or ()
-    without_choice = _follow(seq, seq.matcher, partial) if seq.matcher else frozenset()
+    without_choice: frozenset[int] = frozenset()
+    if seq.matcher is not None:
+        try:
+            without_choice = _follow(seq, seq.matcher, partial)
+        except ValueError as error:
+            raise BadRequest(f"partial: {error}") from error
     if seq.request.program is not None:
         seq.program_state = _replayed(seq.request.program, partial, without_choice)
+
+
+def follow_again(seq: Sequence) -> None:
+    """Give a sequence a new matcher that has seen its tokens. Raises what the matcher raises.
+
+    The old one may have seen a token that was taken back. `seq.matcher` is assigned last: until then it is None.
+    """
+    if seq.request.make_matcher is None or seq.matcher is not None:
+        return
+    matcher = seq.request.make_matcher()
+    for token in seq.tokens[seq.num_prompt :]:
+        verdict_of(matcher, token)
+    seq.token_mask = mask_of(matcher)
+    seq.matcher = matcher
 
 
 def _follow(seq: Sequence, matcher: Matcher, partial: TrainingSample) -> frozenset[int]:
     """Let the matcher see a sample's tokens; return where it left no choice, which only a program must know."""
     without_choice: set[int] = set()
-    try:
-        for place, token in enumerate(partial.completion_tokens):
-            if seq.request.program is not None and _leaves_one(matcher.mask()):
-                without_choice.add(place)
-            matcher.advance(token)
-        seq.token_mask = matcher.mask()
-    except ValueError as error:
-        raise BadRequest(f"partial: {error}") from error
+    for place, token in enumerate(partial.completion_tokens):
+        if seq.request.program is not None and _leaves_one(mask_of(matcher)):
+            without_choice.add(place)
+        verdict_of(matcher, token)
+    seq.token_mask = mask_of(matcher)
     return frozenset(without_choice)
 
 
@@ -217,7 +236,7 @@ def _replayed(program: TokenProgram, partial: TrainingSample, without_choice: fr
         if is_seen == bool(due) or (due and due.pop(0) != token):
             raise BadRequest("partial: its tokens are not those that the program forces")
         if is_seen:
-            state, forced = program.step(state, token)
+            state, forced = step_program(program, state, token, None)
             due = list(forced)
     if due:
         raise BadRequest("partial: ends inside tokens that the program forces")
@@ -249,19 +268,58 @@ def advance(
         finish(seq, "stop", token if named else None)
     program = seq.request.program
     if program is not None and seq.finish_reason is None:
-        seq.program_state, forced = program.step(seq.program_state, token)
-        _check_forced(forced, vocab_size)
+        seq.program_state, forced = step_program(program, seq.program_state, token, vocab_size)
         for forced_token in forced:
             if seq.finish_reason is None:
                 _append(seq, forced_token, 0.0, (), version, _FORCED, sampled=False)
     return seq.num_new - before
 
 
-def _check_forced(forced: tuple[int, ...], vocab_size: int | None) -> None:
-    """Refuse forced tokens that the model does not have."""
-    outside = next((t for t in forced if vocab_size is not None and not 0 <= t < vocab_size), None)
+def step_program(
+    program: TokenProgram, state: object, token: int, vocab_size: int | None
+) -> tuple[object, tuple[int, ...]]:
+    """Return a program's next state and the tokens it forces, as plain integers.
+
+    Raises `ValueError` when it returns anything else, or a token outside the vocabulary.
+    """
+    answer: object = program.step(state, token)
+    if not isinstance(answer, tuple) or len(answer) != 2:
+        raise ValueError(f"the token program's step must return (state, tokens), got {answer!r}")
+    state, forced = answer
+    if isinstance(forced, str | bytes) or not isinstance(forced, Iterable):
+        raise ValueError(f"the token program must force a tuple of token ids, got {forced!r}")
+    ids = tuple(_plain_int("the token program forced", one) for one in forced)
+    outside = next((one for one in ids if one < 0 or (vocab_size is not None and one >= vocab_size)), None)
     if outside is not None:
-        raise ValueError(f"the token program forced {outside}, outside the vocabulary of {vocab_size}")
+        limit = "" if vocab_size is None else f" of {vocab_size}"
+        raise ValueError(f"the token program forced {outside}, outside the vocabulary{limit}")
+    return state, ids
+
+
+def mask_of(matcher: Matcher) -> bytes | None:
+    """Return a matcher's mask. Raises `ValueError` for what is neither None nor bytes, and for no bytes."""
+    mask: object = matcher.mask()
+    if mask is None or (type(mask) is bytes and mask):
+        return mask
+    raise ValueError(f"the matcher's mask must be None or bytes, at least one, got {mask!r:.80}")
+
+
+def verdict_of(matcher: Matcher, token: int) -> StopReason | None:
+    """Let a matcher see a token; return why it stops the sample, or None. Raises `ValueError` for another verdict."""
+    verdict: object = matcher.advance(token)
+    if verdict is None or isinstance(verdict, str):
+        return verdict
+    return _plain_int("the matcher's verdict is", verdict)
+
+
+def _plain_int(what: str, value: object) -> int:
+    """Return an integer of any library as Python's own. Raises `ValueError` for what is none, and for a bool."""
+    try:
+        if not isinstance(value, bool) and isinstance(value, SupportsIndex):
+            return operator.index(value)
+    except TypeError:  # an array of several numbers
+        pass
+    raise ValueError(f"{what} {value!r}, which is not an integer")
 
 
 def _append(
@@ -277,13 +335,13 @@ def _append(
     seq.logprobs.append(logprob)
     seq.versions.append(version)
     seq.top_logprobs.append(top)
-    verdict = None
     if seq.matcher is not None:
-        verdict = seq.matcher.advance(token)
-        seq.token_mask = None if verdict is not None else seq.matcher.mask()
-    if verdict is not None and (isinstance(verdict, int) or seq.num_new > seq.request.params.min_tokens):
-        finish(seq, "stop", verdict)
-    elif seq.max_new <= 0:
+        verdict = verdict_of(seq.matcher, token)
+        if verdict is not None and (isinstance(verdict, int) or seq.num_new > seq.request.params.min_tokens):
+            finish(seq, "stop", verdict)
+            return
+        seq.token_mask = mask_of(seq.matcher)
+    if seq.max_new <= 0:
         finish(seq, "length", None)
 
 
@@ -375,6 +433,7 @@ def to_sample(seq: Sequence, version: int, labels: Mapping[int, WeightLabel] = N
         mask=tuple(seq.mask),
         token_versions=tuple(seq.versions),
         weight_version=min(seq.versions, default=version),
+        lineage=seq.request.lineage,
         finish_reason=seq.finish_reason if flaw is None else "abort",
         stop_reason=seq.stop_reason if flaw is None else flaw,
         seed=seq.request.seed,

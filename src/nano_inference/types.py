@@ -12,8 +12,9 @@ from array import array
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import groupby
-from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, Protocol
+
+from nano_inference.frozen import FrozenDict
 
 FinishReason = Literal["stop", "length", "abort"]
 LogprobsMode = Literal["raw", "tempered", "processed"]
@@ -40,8 +41,15 @@ class BadRequest(ValueError):
     """The request asks for what cannot be done. The only error that is a client's fault; it names the field."""
 
 
+class EngineBusy(RuntimeError):
+    """The call was refused because another thread uses the engine, or because it came from inside a step.
+
+    Nothing was changed, and the call that runs is unaffected.
+    """
+
+
 class EngineDead(RuntimeError):
-    """The engine failed in the middle of a step and takes no more work; the cause is chained."""
+    """The engine was shut down, or the thread that drove it failed, and it takes no more work; the cause is chained."""
 
 
 class EnginePaused(RuntimeError):
@@ -213,7 +221,7 @@ class SamplingParams:
         put = object.__setattr__
         put(self, "top_k", max(0, self.top_k))
         put(self, "stop_token_ids", frozenset(token_ids("stop_token_ids", self.stop_token_ids)))
-        put(self, "logit_bias", MappingProxyType(checked_bias(self.logit_bias)))
+        put(self, "logit_bias", FrozenDict(checked_bias(self.logit_bias)))
         put(self, "stop", checked_stops(self.stop))
         if self.allowed_token_ids is not None:
             allowed = frozenset(token_ids("allowed_token_ids", self.allowed_token_ids))
@@ -369,6 +377,10 @@ class TrainingSample:
     """The weights each token was drawn with: how many installations there had been."""
     weight_version: int
     """The oldest of `token_versions`; the weights in force at the end when there are none."""
+    lineage: str | None = field(default=None, compare=False)
+    """Whose versions `token_versions` counts: equal numbers mean equal weights only within one lineage. An engine has
+    one of its own, or `EngineConfig.lineage`; None in samples of earlier releases, or when the caller vouches. Not
+    compared: samples of two engines with the same contents are equal."""
     finish_reason: FinishReason
     stop_reason: StopReason | None = None
     """The token id or the string that stopped it; None for the model's own end token or a length."""
@@ -406,11 +418,13 @@ class TrainingSample:
             values = getattr(self, name)
             if values is not None and len(values) != size:
                 raise ValueError(f"{name} must hold one entry for each of {size} completion tokens, got {len(values)}")
+        if self.lineage is not None and not isinstance(self.lineage, str):
+            raise ValueError(f"lineage must be a string or None, got {self.lineage!r}")
         given = self.version_labels
         labels = {version: given[version] for version in sorted(set(self.token_versions)) if version in given}
         for version, label in labels.items():
             check_label(f"version_labels[{version}]", label)
-        object.__setattr__(self, "version_labels", MappingProxyType(labels))
+        object.__setattr__(self, "version_labels", FrozenDict(labels))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return TrainingSample.from_dict, (self.to_dict(),)
@@ -530,6 +544,8 @@ class Request:
     program: TokenProgram | None = None
     partial: TrainingSample | None = None
     """An unfinished sample to go on with."""
+    lineage: str | None = None
+    """The engine's, for the request's samples."""
     beginning: Beginning = FROM_THE_PROMPT
 
 

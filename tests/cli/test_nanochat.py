@@ -426,6 +426,8 @@ def test_info_tells_every_constant_and_why(generation: str, tmp_path: Path, caps
         "window_pattern": "" if generation == "G0" else "SSSL",
         "short_window": 128,
         "norm_eps": pytest.approx(2**-23),
+        "rope_dtype": "bfloat16" if generation in ("G0", "G1", "G2", "G2e") else "float32",
+        "decode_window": "short",
     }
     assert constants["generation"]["reason"] == rules.signs and constants["softcap"]["reason"] == f"{generation}'s"
     page, _ = run(capsys, "models", "info", str(tmp_path))

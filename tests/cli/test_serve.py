@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+import resource
 import signal
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -43,8 +44,10 @@ def command(directory: Path | str, *options: str) -> list[str]:
 class Process:
     """A server of its own; its stderr is read as it comes."""
 
-    def __init__(self, arguments: list[str]) -> None:
-        self.popen = subprocess.Popen(arguments, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+    def __init__(self, arguments: list[str], before: Callable[[], object] | None = None) -> None:
+        self.popen = subprocess.Popen(
+            arguments, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, preexec_fn=before
+        )
         self.lines: list[str] = []
         self._news = threading.Condition()
         self._reader = threading.Thread(target=self._read)
@@ -83,9 +86,9 @@ class Process:
 
 
 @contextmanager
-def process(directory: Path, *options: str) -> Iterator[Process]:
-    """A server that is gone when the block ends."""
-    one = Process(command(directory, *options))
+def process(directory: Path, *options: str, before: Callable[[], object] | None = None) -> Iterator[Process]:
+    """A server that is gone when the block ends; `before` is run in its process first."""
+    one = Process(command(directory, *options), before)
     try:
         yield one
     finally:
@@ -136,6 +139,55 @@ def test_after_a_term_open_requests_finish(directory: Path) -> None:
         assert events[-1] == "[DONE]" and events[-2]["choices"][0]["finish_reason"] == "length"
         assert server.end() == 0
         assert not any("Traceback" in line for line in server.lines)
+
+
+def test_after_a_hangup_open_requests_finish(directory: Path) -> None:
+    def heed() -> None:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup, under which tests may run, has it ignored
+
+    with process(directory, before=heed) as server, httpx2.Client(base_url=server.url, timeout=60) as client:
+        server.wait_for("ready: ")
+        with client.stream("POST", "/v1/completions", json=LONG) as stream:
+            parts = stream.iter_text()
+            text = next(parts)
+            for _ in range(3):  # a terminal that goes sends it, and its shell does
+                server.popen.send_signal(signal.SIGHUP)
+                while client.get("/ready").status_code == 200:
+                    pass
+            text += "".join(parts)
+        events = events_in(text)
+        assert events[-1] == "[DONE]" and events[-2]["choices"][0]["finish_reason"] == "length"
+        assert server.end() == 0
+
+
+def test_a_hangup_that_is_ignored_stays_ignored(directory: Path) -> None:
+    with process(directory, before=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN)) as server:
+        server.wait_for("ready: ")
+        server.popen.send_signal(signal.SIGHUP)
+        with httpx2.Client(base_url=server.url, timeout=60) as client:
+            for _ in range(3):
+                assert client.get("/ready").status_code == 200
+
+
+def test_connections_beyond_the_process_s_descriptors_leave_no_trace(directory: Path) -> None:
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128))
+
+    with process(directory, before=limit) as server:
+        server.wait_for("ready: ")
+        port = int(server.url.rpartition(":")[2])
+        for _ in range(3):
+            server.popen.send_signal(signal.SIGSTOP)  # all of them are there when it looks
+            crowd = [socket.create_connection(("127.0.0.1", port)) for _ in range(250)]
+            server.popen.send_signal(signal.SIGCONT)
+            refused = sum(b" 503 " in one.recv(64) for one in crowd[-10:])
+            for one in crowd:
+                one.close()
+            with httpx2.Client(base_url=server.url, timeout=60) as client:
+                assert client.get("/health").status_code == 200
+            assert refused == 10
+        assert not any("Traceback" in line or "accept" in line for line in server.lines), server.lines[:3]
+        assert len(server.lines) < 100
 
 
 @pytest.mark.parametrize("how", ["twice", "no time"])

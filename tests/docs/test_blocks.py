@@ -183,7 +183,7 @@ def test_a_command_within_a_sentence_has_these_options(text: str, place_of: Plac
         ("bash", "python examples/demo.py --no-such", "reads no options"),
         ("bash", "python -m nano_inference.no_such", "No module named"),
         ("console", "nano-inference models list", "a session begins with a command"),
-        ("console", "$ nano-inference tokenize Hi --model checkpoint\n72 105\n", "the page shows"),
+        ("console", "$ nano-inference tokenize Hi --model ./checkpoint\n72 105\n", "the page shows"),
         ("toml", "[serve]\nprot = 1\n", "did you mean port"),
         ("toml", "[serve]\nport = 'none'\n", "exit code 2"),
         ("toml", "[kitchen]\nport = 1\n", "kitchen"),

@@ -29,7 +29,7 @@ from nano_inference.config import ServerConfig
 from nano_inference.door import MatcherFactory
 from nano_inference.server.served import Opened, ServedEngine
 from nano_inference.text.fast import BYTE_OF_CHAR
-from nano_inference.types import FROM_THE_PROMPT, Beginning, StepResult, TokenProgram, TrainingSample
+from nano_inference.types import FROM_THE_PROMPT, Beginning, Delta, StepResult, TokenProgram, TrainingSample
 from tests.server.tiny import Running, opened, running
 
 COMPLETE = "/v1/completions"
@@ -248,7 +248,6 @@ def test_bad_words_are_never_written(server: Running) -> None:
 NOTHING_LEFT: list[JSON] = [
     {"allowed_token_ids": ids("a"), "bad_words": ["a"]},
     {"allowed_token_ids": ids("a"), "bad_words": ["aaa"]},
-    {"allowed_token_ids": [END_TOKEN], "min_tokens": 2},
 ]
 
 
@@ -260,6 +259,13 @@ def test_a_request_that_forbids_every_token_is_the_client_s_fault(server: Runnin
     assert "no token can be drawn" in reply.json()["error"]["message"]
     events = server.events(COMPLETE, {**body, "stream": True})
     assert (events[-2]["error"]["type"], events[-1]) == ("invalid_request_error", "[DONE]")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_min_tokens_without_any_token_to_draw_is_refused_at_admission(server: Running, stream: bool) -> None:
+    body = {"prompt": "hello", "max_tokens": 5, "allowed_token_ids": [END_TOKEN], "min_tokens": 2, "stream": stream}
+    reply = server.post(COMPLETE, body)
+    assert reply.status_code == 400 and reply.json()["error"]["message"].startswith("min_tokens: every one of")
     assert complete(server)["usage"]["completion_tokens"] > 0
 
 
@@ -962,6 +968,7 @@ class Gated:
         salt: str = "",
         make_matcher: MatcherFactory | None = None,
         program: TokenProgram | None = None,
+        partial: TrainingSample | None = None,
         beginning: Beginning = FROM_THE_PROMPT,
         claim: bool = False,
     ) -> int:
@@ -972,9 +979,13 @@ class Gated:
             salt=salt,
             make_matcher=make_matcher,
             program=program,
+            partial=partial,
             beginning=beginning,
             claim=claim,
         )
+
+    def take_deltas(self, request_ids: Any) -> list[Delta]:
+        return self._engine.take_deltas(request_ids)
 
     def collect(self, request_id: int) -> list[TrainingSample]:
         return self._engine.collect(request_id)
@@ -1170,7 +1181,7 @@ def test_a_silent_stream_says_that_it_is_still_there(tiny_directory: Path) -> No
 
 def test_a_reply_of_many_alternatives_is_put_together_in_a_thread(server: Running) -> None:
     threads: set[str] = set()
-    workshop: Any = server.app._workshop
+    workshop: Any = server.app._readers.large
     run = workshop.run
 
     async def noted(work: Any, *, seconds: float) -> Any:
@@ -1188,13 +1199,13 @@ def test_a_reply_of_many_alternatives_is_put_together_in_a_thread(server: Runnin
     finally:
         workshop.run = run
     assert len(choice["logprobs"]["tokens"]) == 300
-    assert len(threads) == 1 and threads.pop().startswith("text")
+    assert len(threads) == 1 and threads.pop().startswith("workshop-text")
 
 
 def test_too_many_large_bodies_are_refused(tiny_directory: Path) -> None:
     with running(tiny_directory) as server:
         go_on, begun = threading.Event(), threading.Event()
-        workshop: Any = server.app._workshop
+        workshop: Any = server.app._readers.large
 
         def wait() -> None:
             begun.set()
@@ -1207,10 +1218,11 @@ def test_too_many_large_bodies_are_refused(tiny_directory: Path) -> None:
         asyncio.run_coroutine_threadsafe(fill(), server.loop).result(30)
         begun.wait(30)
         large = {"prompt": "x" * 20_000, "max_tokens": 1}
-        refused = server.post("/tokenize", large)
+        refused = server.post("/v1/completions", large)
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "queue_full")
         assert refused.headers["retry-after"] == "1"
-        assert server.post("/tokenize", {"prompt": "x"}).status_code == 200
+        assert server.post("/v1/completions", {"prompt": "x", "max_tokens": 1}).status_code == 200
+        assert server.post("/tokenize", {"prompt": "x" * 20_000}).status_code == 200
         go_on.set()
 
 

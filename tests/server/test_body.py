@@ -149,6 +149,7 @@ CHAT_RANGES: dict[str, list[Any]] = {
     "top_logprobs": [-1, True, 1001],
     "continue_final_message": [1],
     "sample_index": [-1, "1", 1.5],
+    "lineage": ["", 1, ["x"], "x" * 129],
     "answer_token_ids": [[], [-1], [True], ["1"], [1.5], "1", {}],
     "add_generation_prompt": ["x"],
     "chat_template_kwargs": ["x", []],

@@ -164,8 +164,8 @@ def test_a_stuck_step_is_noticed_and_told(capfd: pytest.CaptureFixture[str]) -> 
 def test_a_process_that_was_frozen_in_a_step_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     hours = [0]
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + hours[0] * 3600)
-    monkeypatch.setattr("nano_inference.server.bridge.time", clock)
-    monkeypatch.setattr("nano_inference.server.bridge._WATCH_S", 0.01)
+    monkeypatch.setattr("nano_inference.engine_thread.time", clock)
+    monkeypatch.setattr("nano_inference.async_engine._WATCH_S", 0.01)
     engine = Stuck()
 
     async def work(bridge: Bridge) -> None:
@@ -185,7 +185,7 @@ def test_an_idle_engine_is_not_stuck() -> None:
         for _ in range(3):
             await asyncio.sleep(0.1)  # several looks of the watchdog, whose limit is shorter than this test
             assert bridge.state == "ready"
-        bridge._step_timeout = 60  # what follows may take long on a machine that is busy
+        bridge.engine.step_timeout = 60  # what follows may take long on a machine that is busy
         with bridge.submit([ask()]) as ticket:
             assert tokens_of(await to_end(ticket)) == reference((5, 9, 30), LONG, 0)[0]
 
@@ -408,7 +408,7 @@ def test_a_watch_is_answered_after_the_turn_that_brought_it() -> None:
         assert not found_thing.done()
         bridge.wake()
         assert await found_thing == 5
-        assert await bridge.call(lambda: len(bridge._watches)) == 0
+        assert await bridge.call(lambda: bridge.engine.thread.num_watches) == 0
 
     with_bridge(work, engine)
 
@@ -421,12 +421,12 @@ def test_a_watch_that_is_cancelled_or_fails_leaves_nothing() -> None:
         found = await bridge.watch(lambda: None)
         found.cancel()
         await asyncio.sleep(0)
-        assert await bridge.call(lambda: len(bridge._watches)) == 0
+        assert await bridge.call(lambda: bridge.engine.thread.num_watches) == 0
         with pytest.raises(ValueError, match="cannot be seen"):
             await (await bridge.watch(fail))
         with pytest.raises(ValueError, match="cannot be seen"):
             await bridge.watch(lambda: 1, first=fail)
-        assert await bridge.call(lambda: len(bridge._watches)) == 0 and not bridge._asked
+        assert await bridge.call(lambda: bridge.engine.thread.num_watches) == 0 and not bridge.engine.num_unanswered
 
     with_bridge(work)
 
@@ -442,7 +442,7 @@ def test_the_end_answers_whoever_still_asks(end: str) -> None:
             late = asyncio.create_task(bridge.call(lambda: None))
             await asyncio.sleep(0)
             if end == "death":
-                bridge._die(RuntimeError("the engine broke"))
+                bridge.engine.on_failure(RuntimeError("the engine broke"))
             else:
                 await bridge.stop(0.05)
             for one in (found, late):

@@ -526,7 +526,11 @@ def test_a_model_without_a_dialogue(model: ServedModel) -> None:
     [
         ("{{ raise_exception('only one') }}", "the chat template refuses these messages: only one", "messages"),
         ("{{ messages[0].content + 1 }}", "the chat template cannot render these messages", "messages"),
-        ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "cannot render", "messages"),
+        (
+            "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+            "writes too much",
+            "messages",
+        ),
     ],
 )
 def test_what_a_template_refuses(model: ServedModel, source: str, message: str, param: str | None) -> None:

@@ -93,6 +93,7 @@ def test_a_whole_reply_has_vllm_s_shape(server: Running, engine: InferenceEngine
                 "finish_reason": "length",
                 "stop_reason": None,
                 "weight_versions": [{"version": "0", "start": 0, "end": 2, "number": 0}],
+                "lineage": server.opened.model.limits.lineage,
                 "routed_experts": None,
                 "sampling_mask": None,
             }

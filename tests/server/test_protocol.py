@@ -10,6 +10,7 @@ import queue
 import resource
 import socket
 import struct
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -133,8 +134,8 @@ class Running:
 
 
 @contextlib.contextmanager
-def running(*, is_guarded: bool = True, **fields: Any) -> Iterator[Running]:
-    """Run a server in a thread of its own."""
+def running(*, is_guarded: bool = True, is_shared: bool = False, **fields: Any) -> Iterator[Running]:
+    """Run a server in a thread of its own; `is_shared` gives each address its share of the connections."""
     config = ServerConfig(max_body_bytes=LIMIT, **fields)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         made = Running(listener.getsockname()[1], App(), TimedLoop())
@@ -142,8 +143,10 @@ def running(*, is_guarded: bool = True, **fields: Any) -> Iterator[Running]:
         def note(scope: Scope, status: int | None, seconds: float, error: Exception | None) -> None:
             made.noted.put((scope["path"], status, error))
 
-        guard = Guard(made.app, guard_policy(config, KeyRing.of(load_keys(config))), note)
-        server = uvicorn.Server(uvicorn_config(guard if is_guarded else made.app, config))
+        policy = guard_policy(config, KeyRing.of(load_keys(config)))
+        guard = Guard(made.app, policy, note)
+        app = guard if is_guarded else made.app
+        server = uvicorn.Server(uvicorn_config(app, config, policy if is_shared else None))
 
         def run() -> None:
             with asyncio.Runner(loop_factory=lambda: made.loop) as runner:
@@ -711,6 +714,27 @@ def test_more_connections_than_allowed_are_refused() -> None:
         second.close()
         replies = (ask(server, get("/again")).status for _ in range(1000))
         assert 200 in replies
+
+
+def status_from(server: Running, address: str, stack: contextlib.ExitStack) -> int:
+    """Connect from a local address, ask, and stay connected; return the reply's status."""
+    client = stack.enter_context(socket.create_connection(("127.0.0.1", server.port), 60, (address, 0)))
+    client.sendall(get("/in"))
+    return int(client.recv(1 << 16).split()[1])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere 127.0.0.2 is not this machine")
+def test_one_address_holds_its_share_of_the_connections_only() -> None:
+    with running(max_connections=6, client_share=0.5, is_shared=True) as server, contextlib.ExitStack() as stack:
+        assert [status_from(server, "127.0.0.1", stack) for _ in range(4)] == [200, 200, 200, 503]
+        assert [status_from(server, "127.0.0.2", stack) for _ in range(2)] == [200, 200]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere 127.0.0.2 is not this machine")
+def test_a_trusted_proxy_has_no_share_of_the_connections() -> None:
+    trusted = {"client_share": 0.5, "trusted_proxy": ("127.0.0.2",)}
+    with running(max_connections=6, is_shared=True, **trusted) as server, contextlib.ExitStack() as stack:
+        assert [status_from(server, "127.0.0.2", stack) for _ in range(5)] == [200] * 5
 
 
 @pytest.mark.parametrize(

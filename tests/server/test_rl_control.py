@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -144,8 +145,8 @@ def test_resuming_ends_a_pause_that_still_waits(server: Running) -> None:
         assert stream.is_submitted.wait(60)
         bridge = server.bridge
         waiting = pool.submit(server.client.post, "/pause?mode=wait")
-        until(server, lambda: bridge._commands.qsize() >= 2)
-        server.on_loop(lambda: bridge._commands.put(server.opened.engine.resume))
+        until(server, lambda: bridge.engine.thread.num_commands >= 2)
+        server.on_loop(lambda: asyncio.ensure_future(bridge.call(server.opened.engine.resume)))
         # The thread finds all three commands: it queues, would pause, resumes.
     refused(waiting.result(60), 409, "resumed before it was paused")
     assert len(stream.result().completion_tokens) == 200
@@ -159,7 +160,7 @@ def test_a_pause_that_waits_is_told_that_it_was_overtaken(server: Running, overt
             replies = []
             for number, path in enumerate(["/pause?mode=wait&clear_cache=false", *overtaking], start=1):
                 replies.append(pool.submit(server.client.post, path))
-                until(server, lambda number=number: server.bridge._commands.qsize() >= number)
+                until(server, lambda number=number: server.bridge.engine.thread.num_commands >= number)
         first, *others = [reply.result(60) for reply in replies]
     assert refused(first, 409, "overtaken")["code"] == "overtaken"
     assert all(ok(one) for one in others) and is_paused(server)
@@ -196,19 +197,19 @@ def test_a_client_that_leaves_takes_its_pause_back(server: Running, was_paused: 
         before = Hold(server)
         assert before.has_come.wait(60)
         leaving = ask_raw(server, "/pause?mode=wait&clear_cache=false")
-        until(server, lambda: bridge._commands.qsize() >= 1)
+        until(server, lambda: bridge.engine.thread.num_commands >= 1)
         others = [pool.submit(server.client.post, "/pause?mode=wait&clear_cache=false")] if another else []
-        until(server, lambda: bridge._commands.qsize() >= 1 + another)
+        until(server, lambda: bridge.engine.thread.num_commands >= 1 + another)
         after = Hold(server)
         before.let_go()
         assert after.has_come.wait(60)
         assert engine.is_pausing
         leaving.close()
-        until(server, lambda: bridge._commands.qsize() >= (1 if another else 2))
+        until(server, lambda: bridge.engine.thread.num_commands >= (1 if another else 2))
         after.let_go()
         assert all(ok(one.result(60)) for one in others)
     assert server.on_engine(lambda: (engine.is_pausing, engine.is_paused)) == (False, another or was_paused)
-    assert server.on_engine(lambda: len(bridge._watches)) == 0
+    assert server.on_engine(lambda: bridge.engine.thread.num_watches) == 0
     ok(server.client.post("/resume"))
     assert len(stream.result().completion_tokens) == 200
     assert Stream(server, params=SHORT).result().finish_reason == "length"

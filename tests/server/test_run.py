@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import socket
 import threading
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import httpx2
 import pytest
 
 from nano_inference.config import ServerConfig
-from nano_inference.server.run import Listener, bind, serve
+from nano_inference.server.run import SEND_BUFFER, Listener, bind, serve
 from nano_inference.server.served import Opened
 from tests.server.tiny import opened
 
@@ -29,6 +30,11 @@ def test_a_port_belongs_to_one_server() -> None:
 def test_answers_are_sent_at_once() -> None:
     with bind(CONFIG) as listening:
         assert listening.proto == 6, "asyncio sets TCP_NODELAY only where the protocol is named"
+
+
+def test_the_kernel_keeps_little_for_a_client_that_does_not_read() -> None:
+    with bind(CONFIG) as listening, socket.create_connection(listening.getsockname()), listening.accept()[0] as taken:
+        assert taken.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) <= 2 * SEND_BUFFER
 
 
 def test_the_port_is_open_before_the_model_is_there(tiny_directory: Path) -> None:

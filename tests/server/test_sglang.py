@@ -95,6 +95,7 @@ def test_a_whole_reply_has_sglang_s_shape(server: Running, engine: InferenceEngi
             "num_retractions": 0,
             "weight_version": "0",
             "weight_versions": [{"version": "0", "start": 0, "end": 2, "number": 0}],
+            "lineage": server.opened.model.limits.lineage,
             "mask": [1, 1],
             "output_token_logprobs": triples(zip(sample.completion_tokens, sample.logprobs, strict=True)),
             "output_top_logprobs": [triples(top) for top in sample.top_logprobs],

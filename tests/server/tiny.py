@@ -82,12 +82,12 @@ class Brake:
     FREE_STEPS = 20
 
     def __init__(self, engine: Any, bridge: Any) -> None:
-        self._engine, self._commands = engine, bridge._commands
-        self._add, self._end_turn = engine.add_request, bridge._run_watches
+        self._engine, self._driver = engine, bridge.engine.thread
+        self._add, self._end_turn = engine.add_request, self._driver._run_watches
         self._num_free = 0
         self._is_off = threading.Event()
         self._is_off.set()
-        engine.add_request, bridge._run_watches = self.add_request, self.end_turn
+        engine.add_request, self._driver._run_watches = self.add_request, self.end_turn
 
     def put_on(self) -> None:
         """Hold the engine from the next request on."""
@@ -108,7 +108,7 @@ class Brake:
         self._end_turn()
         self._num_free -= 1
         engine = self._engine
-        while self._num_free <= 0 and engine.has_pending() and not engine.is_pausing and self._commands.empty():
+        while self._num_free <= 0 and engine.has_pending() and not engine.is_pausing and not self._driver.num_commands:
             if self._is_off.wait(0.001):
                 break
 

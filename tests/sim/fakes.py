@@ -56,6 +56,9 @@ class FakeRunner:
     def free_cache(self) -> None:
         self.slots = []
 
+    def recover(self) -> None:
+        pass
+
     def restore_cache(self) -> None:
         self.slots = [None] * (self.num_blocks * self.block_size)
 
@@ -183,7 +186,10 @@ def fake_parts(
 
 
 def fake_config(
-    max_batch_size: int = 8, max_tokens_per_batch: int = 64, speculation: Speculation = "off"
+    max_batch_size: int = 8,
+    max_tokens_per_batch: int = 64,
+    speculation: Speculation = "off",
+    lineage: str | None = None,
 ) -> EngineConfig:
     """A configuration that names no model."""
     return EngineConfig(
@@ -192,6 +198,7 @@ def fake_config(
         max_tokens_per_batch=max_tokens_per_batch,
         seed=3,
         speculation=speculation,
+        lineage=lineage,
     )
 
 

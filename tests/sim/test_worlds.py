@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from nano_inference.engine import InferenceEngine
-from nano_inference.types import EngineDead, SamplingParams, TrainingSample
+from nano_inference.types import SamplingParams, TrainingSample
 from tests.sim.fakes import (
     Calculator,
     Failing,
@@ -248,17 +248,3 @@ def test_a_failing_matcher_or_program_ends_its_own_sample_only() -> None:
     assert list(samples[good].completion_tokens) == reference([1, 2, 3], params, 0)[0]
     assert samples[broken].finish_reason == "abort" and "the matcher broke" in str(samples[broken].stop_reason)
     assert samples[forcing].finish_reason == "abort" and "vocabulary" in str(samples[forcing].stop_reason)
-
-
-def test_an_interruption_in_the_books_closes_the_engine_without_a_second_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = InferenceEngine(fake_config(), parts=fake_parts("radix", 100, 4))
-
-    def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("nano_inference.core.to_delta", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        engine.generate([[1, 2, 3], [4, 5]], SamplingParams(max_tokens=3, seed=1))
-    with pytest.raises(EngineDead):
-        engine.generate([[1]])
-    engine.shutdown()

@@ -63,6 +63,7 @@ class VersionedRunner:
         self.num_drafted = 0
         self.num_blocks = num_blocks
         self.version = 0
+        self._model: Model | None = None
         self.oldest = 0
         self.num_mixed_reads = 0
         self._ends: dict[int, range] = {}
@@ -70,11 +71,15 @@ class VersionedRunner:
         self.restore_cache()
 
     def install(self, model: Model) -> None:
-        """The weights themselves do not matter here, their number does."""
-        self.version += 1
+        """The weights themselves do not matter here, their number does. An interrupted exchange installs twice."""
+        self.version += model is not self._model
+        self._model = model
 
     def free_cache(self) -> None:
         self.slots: list[Slot | None] = []
+
+    def recover(self) -> None:
+        pass
 
     def restore_cache(self) -> None:
         self.slots = [None] * (self.num_blocks * self.block_size)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import suppress
 
 _LONGEST_WAIT = 0.5
 """Share of the last step's time after which the next begins, whatever the thread does."""
@@ -21,7 +22,8 @@ class StepGate:
 
     def __init__(self, share: int) -> None:
         self._share = share
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._is_stepping = False
         self._is_asking = True
         """Whether the thread waits for its source."""
@@ -54,6 +56,13 @@ class StepGate:
                 self._step_seconds = time.monotonic() - self._begun_at
             self._is_stepping = False
             self._changed.notify_all()
+
+    def recover(self) -> None:
+        """Release the lock if an exception kept this thread from releasing it, and open the gate."""
+        with suppress(RuntimeError):  # raised once this thread does not hold it
+            while True:
+                self._lock.release()
+        self.end_step()
 
     def pass_bytes(self, num_bytes: int) -> None:
         """Called by the thread before it copies so many bytes: returns when it may."""

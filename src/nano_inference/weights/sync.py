@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+import traceback
 from collections.abc import Callable, Generator, Iterator, Mapping
 from types import MappingProxyType
 
@@ -98,18 +99,35 @@ class WeightSyncManager:
         state = self.state
         if job is None or state == "staging":
             return False
-        self._job = None
         if state == "failed":
-            raise job.failure()
-        assert job.staged is not None and job.gathered is not None
-        self._install(job.staged)
-        replaced = left_over(self._model, job.gathered)
-        self._spare = replaced if self._device.type == "cpu" and self._has_weights else None
-        self._model = job.staged
-        self._has_weights = True
-        self.version += 1
-        self.label = job.label
+            self._job = None
+            raise job.take_failure()
+        job.installs_as = self.version + 1
+        self._exchange(job)
         return True
+
+    def recover(self) -> None:
+        """Complete what an interruption left half done in the engine's thread. Can be repeated.
+
+        A gathering thread that waits for the step to end continues, and an exchange that was under way is completed.
+        """
+        job = self._job
+        if job is not None:
+            job.gate.recover()
+            if job.installs_as is not None:
+                self._exchange(job)
+
+    def _exchange(self, job: _Job) -> None:
+        """Put the staged weights in the place of those in force. Can be interrupted at any point and repeated."""
+        assert job.staged is not None and job.gathered is not None and job.installs_as is not None
+        self._install(job.staged)
+        if self._model is not job.staged:
+            replaced = left_over(self._model, job.gathered)
+            self._spare = replaced if self._device.type == "cpu" and self._has_weights else None
+            self._model = job.staged
+        self._has_weights = True
+        self.version, self.label = job.installs_as, job.label
+        self._job = None
 
     def sync_blocking(
         self, named: NamedWeights, *, rules: UpdateRules | None = None, label: WeightLabel | None = None
@@ -125,7 +143,7 @@ class WeightSyncManager:
         job.run()
         if job.error is not None:
             self._job = None
-            raise job.failure()
+            raise job.take_failure()
 
     def label_next(self, label: WeightLabel) -> bool:
         """Name the weights of the update under way; whether there is one."""
@@ -208,7 +226,9 @@ class WeightSyncManager:
     ) -> _Job:
         """Take the one place there is for an update."""
         if self.state == "failed" and self._job is not None:
-            _log.error("an update failed that nobody waited for: %s", self._job.failure())
+            _log.error("an update failed, and no call waited for it: %s", self._job.take_failure())
+            self._job = None
+        if self._job is not None and self._job.is_abandoned():
             self._job = None
         if self._job is not None:
             raise UpdateBusy(f"an update is {self._job.state()}; finish or cancel it first")
@@ -251,6 +271,8 @@ class _Job:
         self.error: BaseException | None = None
         self.thread: threading.Thread | None = None
         self.on_end: Callable[[], None] | None = None
+        self.installs_as: int | None = None
+        """The version that it becomes, once its exchange has started."""
         self.is_cancelled = threading.Event()
         self._timeout = timeout
         self.gate = StepGate(max(_SMALLEST_SHARE, num_weight_bytes(model) // _STEPS))
@@ -262,6 +284,7 @@ class _Job:
             self.staged = self._gather()
         except BaseException as error:
             self.error = self.error or error
+            traceback.clear_frames(error.__traceback__)  # their locals hold the memory that was being filled
         finally:
             self.gate.finish()
             del self._named
@@ -307,14 +330,24 @@ class _Job:
             return "failed"
         return "staged" if self.staged is not None else "staging"
 
-    def failure(self) -> BaseException:
-        """What went wrong; anything unforeseen as the cause of a `WeightError`."""
-        assert self.error is not None
-        is_callers_own = self.thread is None and not isinstance(self.error, Exception)
-        if isinstance(self.error, WeightError) or is_callers_own:
-            return self.error
-        failure = WeightError(f"the update failed: {type(self.error).__name__}: {self.error}")
-        failure.__cause__ = self.error
+    def is_abandoned(self) -> bool:
+        """Return True for a gathering that an interruption ended without a trace: it has no thread that runs."""
+        is_running = self.thread is not None and self.thread.is_alive()
+        return self.staged is None and self.error is None and not is_running
+
+    def take_failure(self) -> BaseException:
+        """Return what went wrong, once; anything unforeseen as the cause of a `WeightError`.
+
+        The job keeps no reference: its error's traceback refers to the job, and the cycle would hold the caller's
+        weights until a collection.
+        """
+        error, self.error = self.error, None
+        assert error is not None
+        is_callers_own = self.thread is None and not isinstance(error, Exception)
+        if isinstance(error, WeightError) or is_callers_own:
+            return error
+        failure = WeightError(f"the update failed: {type(error).__name__}: {error}")
+        failure.__cause__ = error
         return failure
 
     def time_left(self, timeout: float | None) -> float | None:

@@ -1,0 +1,71 @@
+"""Commands whose stdin, stdout or stderr is closed, full or has lost its reader."""
+
+from __future__ import annotations
+
+import contextlib
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx2
+import pytest
+
+from tests.cli.test_serve import command
+from tests.server.tiny import make_tiny
+
+UNWRITABLE = ("2>/dev/full", "2>&-", "2> >(exit 0)", "<&- >&- 2>&-", ">/dev/full")
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny(tmp_path_factory.mktemp("unheard"))
+
+
+def python(text: str, redirection: str) -> subprocess.CompletedProcess[str]:
+    words = shlex.join([sys.executable, "-c", text])
+    return subprocess.run(["bash", "-c", f"exec {words} {redirection}"], capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.parametrize("redirection", UNWRITABLE)
+def test_the_server_starts_and_ends_though_it_can_write_to_nobody(directory: Path, redirection: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    words = shlex.join(command(directory, "--port", str(port)))
+    process = subprocess.Popen(["bash", "-c", f"exec {words} {redirection}"])
+    try:
+        reply = None
+        while reply is None or reply.status_code == 503:
+            assert process.poll() is None, "the server has ended"
+            with contextlib.suppress(httpx2.TransportError):
+                reply = httpx2.post(f"http://127.0.0.1:{port}/v1/completions", json={"prompt": "a", "max_tokens": 1})
+        assert reply.status_code == 200
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize("redirection", ["2>&-", "<&-", ">&-", "<&- >&- 2>&-"])
+def test_a_closed_stream_s_number_is_not_given_to_the_next_file(redirection: str) -> None:
+    text = (
+        "import os, sys\n"
+        "from nano_inference.cli.streams import prepare\n"
+        "prepare()\n"
+        "opened = os.open(os.devnull, os.O_RDONLY)\n"
+        "print('hello', file=sys.stderr); print('hello'); sys.stdin.read()\n"
+        "sys.exit(7 if opened > 2 and all(os.get_inheritable(one) for one in range(3)) else 8)\n"
+    )
+    assert python(text, redirection).returncode == 7
+
+
+def test_messages_are_dropped_and_answers_are_not() -> None:
+    prepared = "import sys; from nano_inference.cli.streams import prepare; prepare();"
+    lost = python(f"{prepared} print('x' * 100_000, file=sys.stderr, flush=True); print('whole')", "2>/dev/full")
+    assert (lost.returncode, lost.stdout) == (0, "whole\n")
+    kept = python(f"{prepared} print('caf\\u00e9 \\udcff', file=sys.stderr)", "")
+    assert kept.stderr == "café \\udcff\n"
+    assert python(f"{prepared} print('x', flush=True)", ">/dev/full").returncode != 0

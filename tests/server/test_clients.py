@@ -1,0 +1,262 @@
+"""Whose request it is, and what one client leaves to the others: on a real socket."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import httpx2
+import pytest
+
+from nano_inference.config import DEFAULT_SHARE, ServerConfig
+from nano_inference.server.clients import IPV6_PREFIX, address_of, networks
+from nano_inference.server.guard import guard_policy
+from nano_inference.server.keys import KeyRing, load_keys
+from nano_inference.server.paths import GENERATING
+from tests.server.mounted import ids
+from tests.server.tiny import Running, make_tiny, running
+
+GREEDY, OTHER, ADMIN = "key-of-the-greedy", "key-of-the-other", "key-of-an-admin"
+KEYS = {"api_key": (GREEDY, OTHER)}
+COMPLETE = "/v1/completions"
+ENDLESS = {"prompt": "go on", "max_tokens": 8000, "ignore_eos": True, "seed": 1, "stream": True}
+HELLO = [{"role": "user", "content": "a"}]
+BODIES: Mapping[str, dict[str, Any]] = MappingProxyType(
+    {
+        COMPLETE: {"prompt": "a", "max_tokens": 1},
+        "/v1/chat/completions": {"messages": HELLO, "max_tokens": 1},
+        "/v1/responses": {"input": "a", "max_output_tokens": 1},
+        "/v1/messages": {"messages": HELLO, "max_tokens": 1},
+        "/inference/v1/generate": {"token_ids": ids("a"), "sampling_params": {"max_tokens": 1}},
+        "/generate": {"text": "a", "sampling_params": {"max_new_tokens": 1}},
+        "/completion": {"prompt": "a", "n_predict": 1},
+        "/chat/completions": {"messages": HELLO, "max_tokens": 1},
+        "/v1/embeddings": {"input": "a"},
+    }
+)
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
+
+
+def config(**fields: Any) -> ServerConfig:
+    return ServerConfig(port=0, log_requests=False, **fields)
+
+
+@pytest.fixture(scope="module")
+def patient(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose answers outlast any test."""
+    return make_tiny(tmp_path_factory.mktemp("patient"), positions=32768)
+
+
+@contextmanager
+def serving(directory: Path, **fields: Any) -> Iterator[Running]:
+    """Four seats, no queue unless asked for; the engine makes a few steps after each request that it gets."""
+    fields = {"max_queued_requests": 0, "max_admitted_tokens": 1 << 30} | fields
+    with running(directory, config(**fields), max_batch_size=4, kv_cache_bytes=64 << 20) as server:
+        server.brake.put_on()
+        try:
+            yield server
+        finally:
+            server.brake.take_off()
+
+
+@contextmanager
+def streams(server: Running, count: int, headers: dict[str, str]) -> Iterator[list[Iterator[str]]]:
+    """Endless streams, each of which has begun to come."""
+    with ExitStack() as stack, httpx2.Client(base_url=server.url, timeout=60) as client:
+        found = []
+        for _ in range(count):
+            stream = stack.enter_context(client.stream("POST", COMPLETE, json=ENDLESS, headers=headers))
+            assert stream.status_code == 200, stream.read()
+            texts = stream.iter_text()
+            assert next(texts)
+            found.append(texts)
+        yield found
+
+
+def test_a_client_that_takes_all_it_may_leaves_a_seat_to_another(patient: Path) -> None:
+    with (
+        serving(patient, **KEYS, max_queued_requests=60) as server,
+        ThreadPoolExecutor(8) as pool,
+        streams(server, 3, bearer(GREEDY)),
+    ):
+        body = {**ENDLESS, "stream": False}
+        greedy = [pool.submit(server.post, COMPLETE, body, **bearer(GREEDY)) for _ in range(8)]
+        while server.on_loop(lambda: server.bridge.num_open) < 11:
+            pass
+        reply = server.post(COMPLETE, {"prompt": "a", "max_tokens": 3}, **bearer(OTHER))
+        assert reply.status_code == 200
+        assert not any(one.done() for one in greedy), "it waited for the end of another client's request"
+        server.on_loop(server.bridge.abort_all)
+        assert {one.result().status_code for one in greedy} == {503}
+
+
+def refusal(path: str, body: Any) -> tuple[str, str | int]:
+    """Return the text and the kind of an error, in the shape of its dialect."""
+    error = body["error"]
+    if path == "/v1/messages":
+        assert body["type"] == "error"
+    if path == "/chat/completions":
+        assert body["detail"] == error["message"]
+    if path == "/completion":
+        return error["message"], error["code"]
+    return error["message"], error["type"]
+
+
+def test_what_is_over_a_client_s_quota_is_refused_in_every_dialect(patient: Path) -> None:
+    assert {one.path for one in GENERATING} - {"/completions"} <= set(BODIES), "a new path needs a body here"
+    with serving(patient, **KEYS) as server, streams(server, 3, bearer(GREEDY)):
+        for path, body in BODIES.items():
+            reply = server.post(path, body, **bearer(GREEDY))
+            assert (reply.status_code, reply.headers["retry-after"]) == (429, "1"), (path, reply.text)
+            text, kind = refusal(path, reply.json())
+            assert kind in ("rate_limit_error", 429), (path, reply.text)
+            assert "hold 3 samples" in text and "3 of 4" in text and "--client-share" in text, text
+        assert server.post(COMPLETE, BODIES[COMPLETE], **bearer(OTHER)).status_code == 200
+        text = server.client.get("/metrics", headers=bearer(OTHER)).text
+        rejections = [line for line in text.splitlines() if 'reason="client_quota"' in line and "_total" in line]
+        assert [line.rpartition(" ")[2] for line in rejections] == [f"{len(BODIES)}.0"]
+        assert "\nnano_inference_clients" in text and "\nnano_inference_largest_client_samples" in text
+        assert GREEDY not in text and "key 0" not in text
+
+
+def test_a_call_that_no_client_may_hold_is_refused_for_good(patient: Path) -> None:
+    with serving(patient, **KEYS) as server:
+        reply = server.post(COMPLETE, {"prompt": "a", "n": 4, "max_tokens": 1}, **bearer(GREEDY))
+        assert (reply.status_code, reply.json()["error"]["param"]) == (400, "n")
+        assert "3 of one client" in reply.json()["error"]["message"]
+
+
+def test_tokens_are_shared_out_as_samples_are(patient: Path) -> None:
+    with (
+        serving(patient, **KEYS, max_queued_requests=60, max_admitted_tokens=30_000) as server,
+        streams(server, 2, bearer(GREEDY)),
+    ):
+        refused = server.post(COMPLETE, {**ENDLESS, "stream": False}, **bearer(GREEDY))
+        assert refused.status_code == 429, refused.text[:200]
+        assert refused.json()["error"]["code"] == "quota_exceeded"
+        assert "tokens" in refused.json()["error"]["message"]
+        assert server.post(COMPLETE, BODIES[COMPLETE], **bearer(OTHER)).status_code == 200
+
+
+@pytest.mark.parametrize("fields", [{}, {"api_key": (GREEDY,)}, {**KEYS, "client_share": 1.0}])
+def test_where_there_is_one_client_it_may_take_everything(patient: Path, fields: dict[str, Any]) -> None:
+    with serving(patient, **fields) as server, streams(server, 4, bearer(GREEDY)):
+        reply = server.post(COMPLETE, BODIES[COMPLETE], **bearer(GREEDY))
+        assert (reply.status_code, reply.json()["error"]["code"]) == (503, "queue_full")
+
+
+def test_no_quota_applies_to_an_admin_key(patient: Path) -> None:
+    fields = {**KEYS, "enable_rl": True, "admin_key": (ADMIN,), "max_queued_requests": 0}
+    with serving(patient, **fields) as server, streams(server, 4, bearer(ADMIN)):
+        reply = server.post(COMPLETE, BODIES[COMPLETE], **bearer(OTHER))
+        assert (reply.status_code, reply.json()["error"]["code"]) == (503, "queue_full")
+
+
+def forwarded(*hops: str) -> dict[str, str]:
+    return {"x-forwarded-for": ", ".join(hops)}
+
+
+def test_a_trusted_proxy_names_the_client(patient: Path) -> None:
+    with (
+        serving(patient, trusted_proxy=("127.0.0.0/8", "::1")) as server,
+        streams(server, 3, forwarded("198.51.100.1")),
+    ):
+        for hops, status in (
+            (("198.51.100.1",), 429),
+            (("203.0.113.9", "198.51.100.1"), 429),  # what a client itself sends does not count
+            (("198.51.100.2",), 200),
+            (("198.51.100.1", "203.0.113.9", "127.0.0.2"), 200),
+        ):
+            reply = server.post(COMPLETE, BODIES[COMPLETE], **forwarded(*hops))
+            assert reply.status_code == status, (hops, reply.text)
+
+
+def test_a_forwarded_address_is_not_believed_from_others(patient: Path) -> None:
+    with serving(patient, trusted_proxy=("192.0.2.1",)) as server, streams(server, 3, forwarded("198.51.100.1")):
+        reply = server.post(COMPLETE, BODIES[COMPLETE], **forwarded("198.51.100.2"))
+        assert reply.status_code == 429
+
+
+def test_a_request_that_waits_for_its_turn_is_aborted_with_the_others(patient: Path) -> None:
+    with serving(patient, max_queued_requests=60) as server, ThreadPoolExecutor(16) as pool:
+        body = {**ENDLESS, "stream": False}
+        asked = [pool.submit(server.post, COMPLETE, body) for _ in range(12)]
+        assert server.comes_to_show('vllm:num_requests_waiting{engine="0",model_name="tiny"} 8.0')
+        assert server.client.get("/load").json() == {"server_load": 12, "running": 4, "waiting": 8}
+
+        async def end() -> int:
+            return await server.bridge.end_requests()
+
+        assert asyncio.run_coroutine_threadsafe(end(), server.loop).result(60) == 12
+        choices = [one.result(60).json()["choices"][0] for one in asked]
+        assert {one["finish_reason"] for one in choices} == {"abort"}
+
+
+# ---- addresses ------------------------------------------------------------------------------------------------------
+
+
+def named(peer: str | None, *headers: str, trusted: tuple[str, ...] = ()) -> str:
+    scope: dict[str, Any] = {
+        "client": None if peer is None else (peer, 5),
+        "headers": [(b"x-forwarded-for", value.encode()) for value in headers],
+    }
+    return address_of(scope, networks(trusted, "trusted_proxy")).removeprefix("address ")
+
+
+def test_address_of_reads_forwarded_addresses_from_the_end() -> None:
+    proxies = ("10.0.0.0/8", "fd00::/8")
+    assert named("192.0.2.1") == "192.0.2.1"
+    assert named("192.0.2.1", "198.51.100.1", trusted=proxies) == "192.0.2.1"
+    assert named("10.0.0.1", trusted=proxies) == "10.0.0.1"
+    assert named("10.0.0.1", "1.1.1.1, 198.51.100.1", trusted=proxies) == "198.51.100.1"
+    assert named("10.0.0.1", "1.1.1.1", "198.51.100.1, 10.0.0.2", trusted=proxies) == "198.51.100.1"
+    assert named("fd00::1", "198.51.100.1:4711", trusted=proxies) == "198.51.100.1"
+    assert named("10.0.0.1", "rubbish, 10.0.0.2", trusted=proxies) == "10.0.0.2"
+    assert named("10.0.0.1", "", trusted=proxies) == "10.0.0.1"
+    assert named("10.0.0.1", ",".join(["10.0.0.2"] * 10_000), trusted=proxies) == "10.0.0.2"
+    assert named("::ffff:10.0.0.1", "::ffff:198.51.100.1", trusted=proxies) == "198.51.100.1"
+    assert named(None, "198.51.100.1", trusted=("0.0.0.0/0",)) == "unknown"
+
+
+def test_addresses_of_one_ipv6_network_are_one_client() -> None:
+    assert IPV6_PREFIX == 64
+    assert named("2001:db8:0:1::5") == named("2001:db8:0:1:ffff::9") == "2001:db8:0:1::/64"
+    assert named("2001:db8:0:2::5") != named("2001:db8:0:1::5")
+    assert named("::1", "[2001:db8:0:1::7]:443", trusted=("::1",)) == "2001:db8:0:1::/64"
+    assert ipaddress.ip_network(named("fe80::1%eth0")).prefixlen == 64
+
+
+@pytest.mark.parametrize(
+    ("fields", "share"),
+    [
+        ({}, 1.0),
+        ({"trusted_proxy": ("127.0.0.1",)}, DEFAULT_SHARE),
+        ({"host": "0.0.0.0", "insecure": True}, DEFAULT_SHARE),
+        ({"api_key": (GREEDY,)}, 1.0),
+        (KEYS, DEFAULT_SHARE),
+        ({"api_key": (GREEDY,), "enable_rl": True, "admin_key": (ADMIN,)}, DEFAULT_SHARE),
+        ({**KEYS, "enable_rl": True}, 1.0),
+        ({"client_share": 0.5}, 0.5),
+    ],
+)
+def test_default_share(fields: dict[str, Any], share: float) -> None:
+    one = config(**fields)
+    assert guard_policy(one, KeyRing.of(load_keys(one))).client_share == share
+
+
+def test_settings_that_make_no_sense_are_refused_by_name() -> None:
+    for share in (0.0, -1.0, 1.5, float("nan")):
+        with pytest.raises(ValueError, match="client_share"):
+            config(client_share=share)
+    for proxy in ("proxy.example", "10.0.0.0/33"):
+        with pytest.raises(ValueError, match=f"trusted_proxy .*{proxy}"):
+            guard_policy(config(trusted_proxy=(proxy,)), KeyRing.of(()))

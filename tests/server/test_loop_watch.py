@@ -1,0 +1,105 @@
+"""The watchdog of the event loop: a loop that stops ends the process, one that was frozen does not.
+
+Each case is a process of its own with a limit: what is watched for is a process that never ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import subprocess
+import sys
+import threading
+
+from nano_inference.server.loop_watch import LoopWatchdog
+
+GUARD_S = 120
+"""Seconds until a process counts as frozen."""
+START = """
+import asyncio, signal, sys, time
+from nano_inference.server.loop_watch import LoopWatchdog
+async def main():
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGTERM, loop.stop)
+    watchdog = LoopWatchdog(loop, limit_s={limit}).start()
+    await asyncio.sleep(0.1)
+    print("ready", flush=True)
+{body}
+    watchdog.close()
+    print("closed", flush=True)
+asyncio.run(main())
+"""
+FUEL = 2**62
+NATIVE = f"""
+    import minijinja
+    source = "{{% for i in range(99999) %}}{{{{ (range(99999)|reverse)|first }}}}{{% endfor %}}"
+    environment = minijinja.Environment(fuel={FUEL})
+    environment.render_str(source)
+"""
+"""Native code that holds Python's lock, on the loop."""
+
+
+def process(body: str, limit: float = 1.0) -> subprocess.Popen[str]:
+    """A process whose loop does this."""
+    code = START.format(body=body, limit=limit)
+    pipe = subprocess.PIPE
+    return subprocess.Popen([sys.executable, "-c", code], stdout=pipe, stderr=pipe, stdin=pipe, text=True)
+
+
+def ended(body: str, limit: float = 1.0) -> tuple[int, str, str]:
+    """The exit code, stdout and stderr of a process that ends by itself."""
+    with process(body, limit) as one:
+        try:
+            out, errors = one.communicate(timeout=GUARD_S)
+        finally:
+            one.kill()
+    return one.returncode, out, errors
+
+
+def test_a_callback_that_never_returns_ends_the_process_with_one_line_and_its_stacks() -> None:
+    code, out, errors = ended("    while True: pass")
+    assert (code, out) == (1, "ready\n")
+    assert errors.count("the event loop has not run for 1 seconds; the process ends") == 1
+    assert "Thread 0x" in errors and "in main" in errors
+
+
+def test_native_code_that_holds_the_lock_ends_the_process_with_its_stacks() -> None:
+    code, out, errors = ended(NATIVE)
+    assert (code, out) == (-signal.SIGPROF, "ready\n")
+    assert "Thread 0x" in errors and "in render_str" in errors
+
+
+def test_a_loop_that_stops_ends_where_sigterm_cannot() -> None:
+    with process("    sys.stdin.readline()", limit=5.0) as one:
+        assert one.stdout is not None and one.stdout.readline() == "ready\n"
+        one.send_signal(signal.SIGTERM)
+        try:
+            assert one.wait(GUARD_S) == 1
+        finally:
+            one.kill()
+
+
+def test_a_loop_that_runs_is_left_alone_and_its_watchdog_ends_with_it() -> None:
+    threads = set(threading.enumerate())
+
+    async def watched() -> None:
+        watchdog = LoopWatchdog(asyncio.get_running_loop(), limit_s=60).start()
+        await asyncio.sleep(0.5)
+        assert signal.getitimer(signal.ITIMER_PROF)[0] > 0
+        watchdog.close()
+
+    asyncio.run(watched())
+    assert set(threading.enumerate()) == threads and signal.getitimer(signal.ITIMER_PROF)[0] == 0
+
+
+def test_a_process_that_was_frozen_for_longer_than_the_limit_resumes() -> None:
+    limit = 3.0
+    with process("    await loop.run_in_executor(None, sys.stdin.readline)", limit) as one:
+        assert one.stdout is not None and one.stdin is not None and one.stdout.readline() == "ready\n"
+        one.send_signal(signal.SIGSTOP)
+        threading.Event().wait(limit * 1.5)  # the case itself: the clock advances by more than the limit
+        one.send_signal(signal.SIGCONT)
+        threading.Event().wait(limit / 2)
+        assert one.poll() is None
+        out, errors = one.communicate("\n", timeout=GUARD_S)
+    assert (one.returncode, out, errors) == (0, "closed\n", "")

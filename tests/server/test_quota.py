@@ -1,0 +1,294 @@
+"""What one client may hold, whose turn it is, and which requests the engine gets: without an engine."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import Counter
+
+import pytest
+
+from nano_inference.server.clients import Client
+from nano_inference.server.dispatch import Capacity, Dispatcher
+from nano_inference.server.quota import MAX_TAGS, FairQueue, quota
+from nano_inference.server.ticket import Ask, Ticket
+from nano_inference.types import SamplingParams, StepStats
+
+GREEDY, OTHER, THIRD = Client("key 0"), Client("key 1"), Client("key 2")
+ADMIN = Client("admin 0", is_exempt=True)
+CAPACITY = Capacity(num_seats=16, num_blocks=1000, block_size=16, step_tokens=256)
+
+
+@pytest.mark.parametrize("num_clients", [1, 2, 3, 10])
+def test_quota_leaves_room_however_many_clients_take_all_they_may(num_clients: int) -> None:
+    held = [0] * num_clients
+    while True:
+        grown = [count + (count < quota(0.75, 1000, sum(held) - count)) * (sum(held) < 1000) for count in held]
+        for index, count in enumerate(grown):
+            held[index] += (count > held[index]) and held[index] < quota(0.75, 1000, sum(held) - held[index])
+        if all(count >= quota(0.75, 1000, sum(held) - count) for count in held):
+            break
+    expected = 1000 * 0.75 / (1 + (num_clients - 1) * 0.75)
+    assert max(held) - min(held) <= 2 and abs(held[0] - expected) <= 2
+    assert sum(held) < 1000
+
+
+def test_quota_of_a_sole_client_is_its_share_and_of_anyone_at_least_one() -> None:
+    assert [quota(0.75, capacity, 0) for capacity in (1, 2, 4, 512)] == [1, 1, 3, 384]
+    assert quota(0.75, 4, 4) == 1
+    assert quota(1.0, 512, 100) == 412
+
+
+def served(queue: FairQueue[str], count: int) -> str:
+    items = [queue.pop(lambda _: True) for _ in range(count)]
+    return "".join(item[0] for item in items if item is not None)
+
+
+def test_clients_are_served_in_turns_and_each_in_its_order() -> None:
+    queue: FairQueue[str] = FairQueue()
+    for number in range(4):
+        queue.push("a", 1, f"a{number}")
+    for number in range(2):
+        queue.push("b", 1, f"b{number}")
+    assert served(queue, 6) == "ababaa"
+    assert queue.pop(lambda _: True) is None and not queue
+
+
+def test_turns_are_weighted_by_cost() -> None:
+    queue: FairQueue[str] = FairQueue()
+    for number in range(4):
+        queue.push("a", 4, f"a{number}")
+    for number in range(16):
+        queue.push("b", 1, f"b{number}")
+    assert served(queue, 10) == "abbbbabbbb"
+
+
+def test_a_newcomer_is_neither_behind_nor_ahead_for_what_came_before() -> None:
+    queue: FairQueue[str] = FairQueue()
+    for number in range(100):
+        queue.push("a", 1, f"a{number}")
+    assert served(queue, 50) == "a" * 50
+    for number in range(4):
+        queue.push("b", 1, f"b{number}")
+    order = served(queue, 8)
+    assert order.count("b") == 4 and "b" in order[:2]
+    assert queue.pop(lambda _: True) == "a54"
+
+
+def test_a_client_that_comes_back_at_once_has_no_extra_turn() -> None:
+    queue: FairQueue[str] = FairQueue()
+    for number in range(20):
+        queue.push("a", 1, f"a{number}")
+    order = ""
+    for number in range(10):  # b never has more than one item in the queue
+        queue.push("b", 1, f"b{number}")
+        order += served(queue, 1)
+        if order[-1] != "b":
+            order += served(queue, 1)
+    assert order.count("b") == 10 and order.count("a") >= 9
+
+
+def test_one_that_may_not_run_keeps_its_place_and_gains_none() -> None:
+    queue: FairQueue[str] = FairQueue()
+    for number in range(20):
+        queue.push("a", 1, f"a{number}")
+        queue.push("b", 1, f"b{number}")
+    for _ in range(10):
+        assert (queue.pop(lambda item: item[0] == "b") or "")[0] == "b"
+    assert served(queue, 6).count("a") in (3, 4), "turns that it could not take are not owed to it"
+    queue.remove("a", "a10")
+    assert "a10" not in [queue.pop(lambda _: True) for _ in range(len(queue))]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_two_clients_that_wait_get_the_same_but_for_one_cost(seed: int) -> None:
+    chance = random.Random(seed)
+    queue: FairQueue[tuple[str, int]] = FairQueue()
+    pending: Counter[str] = Counter()
+    got: Counter[str] = Counter()
+    number = 0
+    for client in "ab":
+        for _ in range(5):
+            queue.push(client, 1, (client, number := number + 1))
+            pending[client] += 1
+    for _ in range(500):
+        item = queue.pop(lambda _: True)
+        assert item is not None
+        got[item[0]] += 1
+        assert abs(got["a"] - got["b"]) <= 1
+        queue.push(item[0], 1, (item[0], number := number + 1))
+        for _ in range(chance.randrange(2)):
+            queue.push("a", 1, ("a", number := number + 1))
+
+
+def test_past_clients_do_not_fill_the_memory() -> None:
+    queue: FairQueue[str] = FairQueue()
+    for number in range(3):
+        queue.push("always there", 1, f"x{number}")
+    for number in range(5000):
+        queue.push(f"address {number}", 1, f"y{number}")
+        queue.pop(lambda item: item.startswith("y"))
+    assert len(queue._finish) <= MAX_TAGS
+
+
+# ---- the engine's part ----------------------------------------------------------------------------------------------
+
+
+class World:
+    """A dispatcher, and what it gave to an engine that starts everything at once."""
+
+    def __init__(self, share: float = 0.75, capacity: Capacity = CAPACITY) -> None:
+        self.dispatcher = Dispatcher(capacity, share=share)
+        self.capacity = capacity
+        self.entered: list[tuple[Ticket, int]] = []
+        self.holds: list[object] = []
+
+    def ask(self, client: Client, *sizes: int, prompt: int = 10, max_tokens: int = 100) -> Ticket:
+        """Open a call with so many samples of each prompt."""
+        params = SamplingParams(max_tokens=max_tokens)
+        ticket = Ticket([Ask(prompt=(1,) * prompt, params=params, num_samples=size) for size in sizes or (1,)])
+        hold = self.dispatcher.turns_for(client)
+        hold.__enter__()(ticket, lambda one, indices: self.entered.extend((one, index) for index in indices))
+        self.holds.append((ticket, hold))
+        return ticket
+
+    def leave(self, ticket: Ticket) -> None:
+        """Close a call."""
+        for one, hold in self.holds:  # type: ignore[misc]
+            if one is ticket:
+                hold.__exit__(None, None, None)  # type: ignore[has-type]
+
+    def step(self, num_free_blocks: int | None = None, *, starts: bool = True) -> StepStats:
+        """Run a step in which everything starts that was entered."""
+        if starts:
+            for ticket, index in self.entered:
+                for clock in ticket.clocks[index]:
+                    clock.started = clock.started or time.monotonic()
+        free = self.capacity.num_blocks if num_free_blocks is None else num_free_blocks
+        counts = dict.fromkeys(("num_rows", "num_computed", "num_sampled", "num_preempted"), 0)
+        stats = StepStats(**counts, num_running=0, num_waiting=0, num_free_blocks=free, weight_version=0)
+        return self.dispatcher.after_step(stats)
+
+    def end(self, ticket: Ticket) -> None:
+        """End all samples of a ticket."""
+        for row in ticket.clocks:
+            for clock in row:
+                clock.ended = time.monotonic()
+
+    def has(self, ticket: Ticket) -> bool:
+        """Whether the engine got it all."""
+        return len([one for one, _ in self.entered if one is ticket]) == len(ticket.asks)
+
+    def count(self, tickets: list[Ticket]) -> int:
+        """How many of the tickets the engine got."""
+        return sum(self.has(ticket) for ticket in tickets)
+
+
+def test_one_client_gets_its_share_of_the_seats_and_another_a_free_one() -> None:
+    world = World()
+    greedy = [world.ask(GREEDY) for _ in range(64)]
+    for _ in range(20):
+        world.step()
+    assert world.count(greedy) == 12
+    assert world.has(world.ask(OTHER))
+
+
+def test_a_client_without_a_quota_may_take_every_seat() -> None:
+    for world, client in ((World(share=1.0), GREEDY), (World(), ADMIN)):
+        tickets = [world.ask(client) for _ in range(64)]
+        for _ in range(20):
+            world.step()
+        assert world.count(tickets) == CAPACITY.num_seats + CAPACITY.num_ahead
+
+
+def test_seats_that_come_free_are_given_in_turns() -> None:
+    world = World(share=1.0)
+    greedy = [world.ask(GREEDY) for _ in range(64)]
+    for _ in range(20):
+        world.step()
+    others = [world.ask(OTHER) for _ in range(8)] + [world.ask(THIRD) for _ in range(8)]
+    before = world.count(greedy)
+    for ticket in greedy[:before]:
+        world.end(ticket)
+        world.step()
+        world.step()
+    entered = [ticket for ticket, _ in world.entered[before:]]
+    assert sum(ticket in others for ticket in entered[:3]) == 2, "those who came late are not behind 47"
+    counts = Counter("greedy" if ticket in greedy else "others" for ticket in entered[:12])
+    assert counts == {"greedy": 4, "others": 8}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "step_tokens", "ahead"),
+    [(9, 256, 52), (300, 256, 4), (9, 2048, 272), (300, 2048, 32)],  # 2 steps of tokens, or a few long prompts
+)
+def test_the_engine_s_own_queue_stays_short(prompt: int, step_tokens: int, ahead: int) -> None:
+    world = World(share=1.0, capacity=Capacity(num_seats=256, num_blocks=9999, block_size=16, step_tokens=step_tokens))
+    tickets = [world.ask(GREEDY, prompt=prompt) for _ in range(600)]
+    assert world.count(tickets) == ahead, "nothing has started yet"
+    world.step(starts=False)
+    assert world.count(tickets) == ahead
+    world.step()
+    assert world.count(tickets) == min(2 * ahead, 272)
+    for _ in range(80):
+        world.step()
+    assert world.count(tickets) == 256 + 16
+    assert world.step().num_waiting == 600 - 272
+
+
+def test_a_full_cache_gets_one_request_at_a_time() -> None:
+    world = World(share=1.0)
+    world.step(num_free_blocks=10)
+    tickets = [world.ask(GREEDY) for _ in range(8)]
+    assert world.count(tickets) == 1
+    world.step(num_free_blocks=10)
+    assert world.count(tickets) == 2
+
+
+def test_a_client_s_part_of_the_cache_counts_what_its_samples_will_soon_have() -> None:
+    world = World(capacity=Capacity(num_seats=16, num_blocks=100, block_size=16, step_tokens=256))
+    tickets = [world.ask(GREEDY, prompt=44, max_tokens=1000) for _ in range(8)]
+    world.step()
+    world.step()
+    assert world.count(tickets) == 4, "1200 of 1600 tokens, 300 each"
+    assert world.has(world.ask(OTHER, prompt=44, max_tokens=1000))
+    long = World(capacity=Capacity(num_seats=16, num_blocks=100, block_size=16, step_tokens=256))
+    assert long.has(long.ask(GREEDY, prompt=1500, max_tokens=90)), "what is more than its share runs alone"
+
+
+def test_the_prompts_of_a_call_are_entered_one_by_one() -> None:
+    world = World()
+    call = world.ask(GREEDY, *([4] * 8))
+    for _ in range(10):
+        world.step()
+    assert [index for _, index in world.entered] == [0, 1, 2] and not world.has(call)
+    assert world.has(world.ask(OTHER, 2))
+
+
+def test_whoever_leaves_gives_back_seats_and_turns() -> None:
+    world = World(share=1.0)
+    running = [world.ask(GREEDY) for _ in range(17)]
+    for _ in range(5):
+        world.step()
+    waiting = [world.ask(GREEDY) for _ in range(5)]
+    assert world.count(running) == 17 and world.count(waiting) == 0
+    assert world.dispatcher.num_waiting == 5
+    world.leave(waiting[0])
+    assert world.dispatcher.num_waiting == 4
+    world.end(running[0])
+    world.leave(running[0])
+    world.step()
+    assert not world.has(waiting[0]) and world.has(waiting[1])
+    for ticket in [*running[1:], *waiting[1:]]:
+        world.leave(ticket)
+    assert world.dispatcher.num_waiting == 0 and world.step().num_waiting == 0
+
+
+def test_what_is_about_to_be_ended_is_entered_at_once() -> None:
+    world = World(share=1.0)
+    tickets = [world.ask(GREEDY) for _ in range(40)]
+    for ticket in tickets:
+        ticket.hurry()
+        ticket.hurry()
+    assert world.count(tickets) == 40 and len(world.entered) == 40
+    assert world.dispatcher.num_waiting == 0

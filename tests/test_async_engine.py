@@ -1,0 +1,168 @@
+"""`AsyncEngine`: many callers on one event loop, each with what it would get alone."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from nano_inference import AsyncEngine, BadRequest, EngineDead, InferenceEngine, SamplingParams
+from nano_inference.types import RowResult, ScheduledBatch
+from tests.sim.fakes import Calculator, FakeRunner, fake_config, fake_parts
+from tests.test_strikes import content
+from tests.weights.pairs import OpenEngine, Pair
+
+PROMPT = [5, 9, 30, 2, 44]
+PARAMS = SamplingParams(max_tokens=8, seed=4, ignore_eos=True)
+LONG = SamplingParams(max_tokens=100_000 - 100, seed=4, ignore_eos=True)
+
+Work = Callable[[AsyncEngine[InferenceEngine]], Awaitable[None]]
+
+
+def fake_engine(num_blocks: int = 100, runner: FakeRunner | None = None) -> InferenceEngine:
+    parts = fake_parts("radix", num_blocks, 4)
+    return InferenceEngine(fake_config(), parts=parts if runner is None else replace(parts, runner=runner))
+
+
+def run(work: Work, engine: InferenceEngine | None = None) -> None:
+    async def main() -> None:
+        async with AsyncEngine(lambda: engine or fake_engine()) as running:
+            await work(running)
+
+    asyncio.run(main())
+
+
+def test_many_generates_at_once_give_what_each_gives_alone() -> None:
+    prompts = [[1, 2, 3, n] for n in range(20)]
+    expected = [content(fake_engine().generate([prompt, PROMPT], PARAMS, 2)) for prompt in prompts]
+
+    async def work(engine: AsyncEngine[InferenceEngine]) -> None:
+        found = await asyncio.gather(*(engine.generate([prompt, PROMPT], PARAMS, 2) for prompt in prompts))
+        assert [content(samples) for samples in found] == expected
+
+    run(work)
+
+
+def test_a_stream_yields_every_token_and_the_sample_last() -> None:
+    (expected,) = fake_engine().generate([PROMPT], PARAMS, program=Calculator())
+
+    async def work(engine: AsyncEngine[InferenceEngine]) -> None:
+        deltas = [delta async for delta in engine.stream(PROMPT, PARAMS, program=Calculator())]
+        assert tuple(token for delta in deltas for token in delta.token_ids) == expected.completion_tokens
+        assert [delta.sample is not None for delta in deltas] == [False] * (len(deltas) - 1) + [True]
+
+    run(work)
+
+
+@pytest.mark.parametrize("how", ["cancel a generate", "break a stream", "cancel a stream"])
+def test_a_caller_that_leaves_aborts_its_requests(how: str) -> None:
+    inner = fake_engine(num_blocks=30_000)
+
+    async def leave(engine: AsyncEngine[InferenceEngine]) -> None:
+        if how == "cancel a generate":
+            task = asyncio.create_task(engine.generate([PROMPT], LONG, 2))
+            async for _ in engine.stream(PROMPT, PARAMS):  # the task's requests run by now
+                pass
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            return
+        stream = engine.stream(PROMPT, LONG)
+        await anext(stream)
+        if how == "break a stream":
+            await stream.aclose()  # type: ignore[attr-defined]
+            return
+        waiting = asyncio.ensure_future(anext(stream))
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+
+    async def work(engine: AsyncEngine[InferenceEngine]) -> None:
+        await leave(engine)
+        await engine.call(lambda _: None)  # after the commands before it
+        state = await engine.call(lambda inner: (inner.has_pending(), inner.parts.kv.num_free_blocks()))
+        assert state == (False, 30_000)
+        assert content(await engine.generate([PROMPT], PARAMS)) == content(fake_engine().generate([PROMPT], PARAMS))
+
+    run(work, inner)
+
+
+def test_a_refused_request_raises_and_others_are_unaffected() -> None:
+    async def work(engine: AsyncEngine[InferenceEngine]) -> None:
+        good = asyncio.create_task(engine.generate([PROMPT], PARAMS))
+        for prompts, count in (([PROMPT, [10_000]], 1), ([[]], 1), ([PROMPT], 0), ([PROMPT], True)):
+            with pytest.raises(BadRequest):
+                await engine.generate(prompts, PARAMS, count)
+        assert await engine.generate([], PARAMS) == []
+        assert content(await good) == content(fake_engine().generate([PROMPT], PARAMS))
+
+    run(work)
+
+
+def test_scores_are_those_of_the_engine(tied: Pair, open_engine: OpenEngine) -> None:
+    inner = open_engine(tied)
+    text = [1, 2, 3, 4, 5, 6, 7]
+    expected = [inner.score(text, start, temperature=0.5) for start in (0, 1, 4)]
+
+    async def work(engine: AsyncEngine[InferenceEngine]) -> None:
+        found = await asyncio.gather(*(engine.score(text, start, temperature=0.5) for start in (0, 1, 4)))
+        assert list(found) == expected
+
+    run(work, inner)
+
+
+def test_work_that_runs_steps_loses_no_delta_of_others() -> None:
+    async def work(engine: AsyncEngine[InferenceEngine]) -> None:
+        task = asyncio.create_task(engine.generate([PROMPT], PARAMS))
+        await asyncio.sleep(0)
+        await engine.call(lambda inner: inner.generate([[7, 8]], replace(PARAMS, max_tokens=40)))
+        assert content(await task) == content(fake_engine().generate([PROMPT], PARAMS))
+
+    run(work)
+
+
+def test_a_failing_step_reaches_every_waiter_with_its_cause() -> None:
+    class Broken(FakeRunner):
+        def run(self, batch: ScheduledBatch) -> dict[int, RowResult]:
+            raise RuntimeError("the model broke")
+
+    async def work(engine: AsyncEngine[InferenceEngine]) -> None:
+        found: list[Any] = await asyncio.gather(
+            *(engine.generate([PROMPT], PARAMS) for _ in range(3)), return_exceptions=True
+        )
+        for error in found:
+            assert isinstance(error, EngineDead) and "the model broke" in str(error)
+            assert isinstance(error.__cause__, RuntimeError)
+        with pytest.raises(EngineDead, match="the model broke"):
+            await engine.generate([PROMPT], PARAMS)
+
+    run(work, fake_engine(runner=Broken(100, 4)))
+
+
+def test_stopping_answers_whoever_still_waits() -> None:
+    async def main() -> None:
+        engine = AsyncEngine(lambda: fake_engine(num_blocks=30_000))
+        await engine.start()
+        task = asyncio.create_task(engine.generate([PROMPT], LONG))
+        await asyncio.sleep(0)
+        await engine.stop()
+        with pytest.raises(EngineDead, match="stopped"):
+            await task
+        with pytest.raises(EngineDead, match="stopped"):
+            await engine.generate([PROMPT], PARAMS)
+
+    asyncio.run(main())
+
+
+def test_an_engine_that_cannot_be_opened_raises_at_the_start() -> None:
+    def open_engine() -> InferenceEngine:
+        raise ValueError("no such model")
+
+    async def main() -> None:
+        with pytest.raises(ValueError, match="no such model"):
+            await AsyncEngine(open_engine).start()
+
+    asyncio.run(main())

@@ -1,0 +1,364 @@
+"""Calls from a second thread or from inside a step are refused; faulty programs and matchers end their own sample."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, replace
+
+import numpy as np
+import pytest
+
+from nano_inference import BadRequest, EngineBusy, EngineConfig, InferenceEngine, SamplingParams, TrainingSample
+from nano_inference.types import RowResult, ScheduledBatch
+from tests.sim.fakes import EOS, VOCAB_SIZE, FakeRunner, fake_config, fake_parts
+from tests.test_strikes import content, run_to_end
+from tests.weights.pairs import OpenEngine, Pair
+
+PROMPT = [5, 9, 30, 2, 44]
+PARAMS = SamplingParams(max_tokens=8, seed=4, ignore_eos=True)
+ALL_BITS = b"\xff" * -(-VOCAB_SIZE // 8)
+
+
+def fake_engine(runner: FakeRunner | None = None) -> InferenceEngine:
+    parts = fake_parts("radix", 100, 4)
+    return InferenceEngine(fake_config(), parts=parts if runner is None else replace(parts, runner=runner))
+
+
+def holds_nothing(engine: InferenceEngine) -> bool:
+    engine.parts.kv.check()
+    return not engine.has_pending() and engine.parts.kv.num_free_blocks() == engine.parts.kv.num_blocks
+
+
+class HeldRunner(FakeRunner):
+    """Waits inside its first step until released."""
+
+    def __init__(self) -> None:
+        super().__init__(100, 4)
+        self.is_inside, self.may_leave = threading.Event(), threading.Event()
+
+    def run(self, batch: ScheduledBatch) -> dict[int, RowResult]:
+        self.is_inside.set()
+        self.may_leave.wait()
+        return super().run(batch)
+
+
+def test_calls_from_other_threads_are_refused_and_the_running_one_is_unaffected() -> None:
+    expected = content(fake_engine().generate([PROMPT], PARAMS))
+    runner = HeldRunner()
+    engine = fake_engine(runner)
+    calls: list[Callable[[], object]] = [
+        lambda: engine.generate([PROMPT], PARAMS),
+        lambda: engine.score(PROMPT),
+        lambda: engine.add_request(PROMPT, PARAMS),
+        lambda: engine.abort_all(),
+        engine.step,
+        engine.flush_cache,
+        engine.pause,
+        engine.sleep,
+        engine.shutdown,
+    ]
+    with ThreadPoolExecutor(len(calls) + 1) as threads:
+        running = threads.submit(engine.generate, [PROMPT], PARAMS)
+        runner.is_inside.wait()
+        for call in calls:
+            with pytest.raises(EngineBusy, match="another thread"):
+                threads.submit(call).result()
+        assert engine.is_alive and engine.get_weight_version() == 0 and engine.has_pending()
+        runner.may_leave.set()
+        assert content(running.result()) == expected
+    assert content(engine.generate([PROMPT], PARAMS)) == expected and holds_nothing(engine)
+
+
+def test_four_threads_at_once_lose_no_engine() -> None:
+    engine = fake_engine()
+    expected = content(engine.generate([PROMPT], PARAMS))
+    ready = threading.Barrier(4)
+
+    def ask() -> list[tuple[object, ...]] | None:
+        ready.wait()
+        try:
+            return content(engine.generate([PROMPT], PARAMS))
+        except EngineBusy:
+            return None
+
+    with ThreadPoolExecutor(4) as threads:
+        for _ in range(50):
+            found = [one.result() for one in [threads.submit(ask) for _ in range(4)]]
+            assert any(found) and all(one in (None, expected) for one in found)
+    assert holds_nothing(engine)
+
+
+class Calling:
+    """A program, and a matcher, that calls the engine from inside a step."""
+
+    def __init__(self, call: Callable[[], object]) -> None:
+        self.call = call
+
+    def start(self) -> object:
+        return 0
+
+    def step(self, state: object, token: int) -> tuple[object, tuple[int, ...]]:
+        assert isinstance(state, int)
+        if state == 2:
+            self.call()
+        return state + 1, ()
+
+    def advance(self, token: int) -> None:
+        self.call()
+
+    def mask(self) -> None:
+        return None
+
+
+@pytest.mark.parametrize("name", ["score", "generate", "abort_all", "step", "flush_cache", "sleep", "shutdown"])
+def test_a_program_that_calls_the_engine_ends_its_own_sample(name: str) -> None:
+    expected = content(fake_engine().generate([PROMPT], PARAMS))
+    engine = fake_engine()
+    calls: dict[str, Callable[[], object]] = {
+        "score": lambda: engine.score(PROMPT),
+        "generate": lambda: engine.generate([PROMPT], PARAMS),
+    }
+    calling = Calling(calls.get(name) or getattr(engine, name))
+    good = engine.add_request(PROMPT, PARAMS)
+    bad = engine.add_request(PROMPT, PARAMS, program=calling)
+    worse = engine.add_request(PROMPT, PARAMS, make_matcher=lambda: calling)
+    samples = run_to_end(engine)
+    assert content([samples[good]]) == expected
+    for request in (bad, worse):
+        assert samples[request].finish_reason == "abort"
+        assert "EngineBusy: the engine was called from inside" in str(samples[request].stop_reason)
+    assert engine.is_alive and holds_nothing(engine)
+
+
+class Program:
+    """Forces what it is given after the third token."""
+
+    def __init__(self, answer: object) -> None:
+        self.answer = answer
+
+    def start(self) -> object:
+        return 0
+
+    def step(self, state: int, token: int) -> object:
+        return (state + 1, self.answer) if state == 2 else (state + 1, ())
+
+
+class Whole(Program):
+    """Returns what it is given."""
+
+    def step(self, state: int, token: int) -> object:
+        return self.answer
+
+
+@pytest.mark.parametrize(
+    ("program", "message"),
+    [
+        (Program((5.0,)), "the token program forced 5.0, which is not an integer"),
+        (Program((True,)), "the token program forced True, which is not an integer"),
+        (Program((np.True_,)), "which is not an integer"),
+        (Program(("7",)), "the token program forced '7', which is not an integer"),
+        (Program((None,)), "the token program forced None"),
+        (Program(np.array([[1, 2], [3, 4]])), "which is not an integer"),
+        (Program((VOCAB_SIZE,)), "forced 50, outside the vocabulary of 50"),
+        (Program((-1,)), "forced -1, outside the vocabulary"),
+        (Program("78"), "must force a tuple of token ids, got '78'"),
+        (Program(b"78"), "must force a tuple of token ids"),
+        (Program(7), "must force a tuple of token ids, got 7"),
+        (Whole(None), "must return (state, tokens), got None"),
+        (Whole((1, (), 3)), "must return (state, tokens)"),
+    ],
+)
+def test_a_program_that_returns_nonsense_ends_its_own_sample(program: Program, message: str) -> None:
+    expected = content(fake_engine().generate([PROMPT], PARAMS))
+    engine = fake_engine()
+    good = engine.add_request(PROMPT, PARAMS)
+    bad = engine.add_request(PROMPT, PARAMS, program=program)  # type: ignore[arg-type]
+    samples = run_to_end(engine)
+    assert samples[bad].finish_reason == "abort" and message in str(samples[bad].stop_reason)
+    assert content([samples[good]]) == expected and holds_nothing(engine)
+
+
+def test_integers_of_other_libraries_become_plain_ones() -> None:
+    program = Program([np.int64(3), np.uint8(4)])
+    (sample,) = fake_engine().generate([PROMPT], PARAMS, program=program)  # type: ignore[arg-type]
+    assert sample.completion_tokens[3:5] == (3, 4) and all(type(token) is int for token in sample.completion_tokens)
+
+
+class Matcher:
+    """Returns what it is given, from the second token on."""
+
+    def __init__(self, mask: object, verdict: object) -> None:
+        self.answers = (mask, verdict)
+        self.num_seen = 0
+
+    def advance(self, token: int) -> object:
+        self.num_seen += 1
+        return self.answers[1] if self.num_seen > 1 else None
+
+    def mask(self) -> object:
+        return self.answers[0] if self.num_seen > 1 else ALL_BITS
+
+
+@pytest.mark.parametrize(
+    ("mask", "verdict", "message"),
+    [
+        (b"", None, "the matcher's mask must be None or bytes, at least one, got b''"),
+        ("text", None, "the matcher's mask must be None or bytes, at least one, got 'text'"),
+        (bytearray(7), None, "the matcher's mask must be None or bytes"),
+        (np.ones(7, np.uint8), None, "the matcher's mask must be None or bytes"),
+        (7, None, "the matcher's mask must be None or bytes"),
+        (b"\x00" * 7, None, "no token can be drawn"),
+        (None, True, "the matcher's verdict is True, which is not an integer"),
+        (None, 1.5, "the matcher's verdict is 1.5, which is not an integer"),
+        (None, (1,), "the matcher's verdict is (1,), which is not an integer"),
+    ],
+)
+def test_a_matcher_that_returns_nonsense_ends_its_own_sample(
+    mask: object, verdict: object, message: str, tied: Pair, open_engine: OpenEngine
+) -> None:
+    engine = open_engine(tied)
+    expected = content(engine.generate([PROMPT], PARAMS))
+    good = engine.add_request(PROMPT, PARAMS)
+    bad = engine.add_request(PROMPT, PARAMS, make_matcher=lambda: Matcher(mask, verdict))
+    samples = run_to_end(engine)
+    assert samples[bad].finish_reason == "abort" and message in str(samples[bad].stop_reason)
+    assert content([samples[good]]) == expected and holds_nothing(engine)
+
+
+class Insisting:
+    """Asks to stop after every token, and allows two tokens."""
+
+    def advance(self, token: int) -> str:
+        return "verdict"
+
+    def mask(self) -> bytes:
+        return (1 << 40 | 1 << 41).to_bytes(8, "little")
+
+
+def test_a_verdict_that_min_tokens_overrules_keeps_the_mask(tied: Pair, open_engine: OpenEngine) -> None:
+    engine = open_engine(tied)
+    params = SamplingParams(max_tokens=8, min_tokens=8, seed=1, ignore_eos=True)
+    engine.add_request(PROMPT, params, make_matcher=Insisting)
+    (sample,) = run_to_end(engine).values()
+    assert len(sample.completion_tokens) == 8 and set(sample.completion_tokens) <= {40, 41}
+
+
+def test_a_matcher_whose_first_mask_is_nonsense_is_refused_at_once() -> None:
+    class Text(Matcher):
+        def mask(self) -> object:
+            return "text"
+
+    engine = fake_engine()
+    with pytest.raises(BadRequest, match="the matcher's mask must be None or bytes"):
+        engine.add_request(PROMPT, PARAMS, make_matcher=lambda: Text(None, None))
+    assert holds_nothing(engine)
+
+
+@pytest.mark.parametrize("how", ["dropped", "closed"])
+def test_a_stream_that_ends_inside_a_step_is_aborted(how: str) -> None:
+    class Dropping(FakeRunner):
+        """Lets go of a stream in the midst of a step."""
+
+        streams: list[object] = []  # noqa: RUF012
+
+        def run(self, batch: ScheduledBatch) -> dict[int, RowResult]:
+            if self.streams:
+                stream = self.streams.pop()
+                if how == "closed":
+                    stream.close()  # type: ignore[attr-defined]
+                del stream
+                gc.collect()
+            return super().run(batch)
+
+    runner = Dropping(100, 4)
+    engine = fake_engine(runner)
+    long = replace(PARAMS, max_tokens=300)
+    for _ in range(30):
+        stream = engine.stream(PROMPT, long)
+        next(stream)
+        runner.streams.append(stream)
+        del stream
+        before = runner.num_computed
+        engine.generate([PROMPT], PARAMS)
+        assert holds_nothing(engine)
+        assert runner.num_computed - before < 60
+
+
+def test_a_stream_dropped_in_another_thread_is_aborted() -> None:
+    runner = HeldRunner()
+    engine = fake_engine(runner)
+    runner.may_leave.set()
+    streams = [engine.stream(PROMPT, replace(PARAMS, max_tokens=300))]
+    next(streams[0])
+    runner.may_leave.clear()
+    runner.is_inside.clear()
+    with ThreadPoolExecutor(2) as threads:
+        running = threads.submit(engine.generate, [PROMPT], PARAMS)
+        runner.is_inside.wait()
+        threads.submit(streams.clear).result()
+        runner.may_leave.set()
+        assert len(running.result()) == 1
+    assert holds_nothing(engine)
+
+
+def test_a_refused_next_leaves_the_stream_as_it_was() -> None:
+    runner = HeldRunner()
+    engine = fake_engine(runner)
+    runner.may_leave.set()
+    params = replace(PARAMS, max_tokens=40)
+    expected = engine.generate([PROMPT], params)[0].completion_tokens
+    stream = engine.stream(PROMPT, params)
+    tokens = list(next(stream).token_ids)
+    runner.may_leave.clear()
+    runner.is_inside.clear()
+    with ThreadPoolExecutor(1) as threads:
+        running = threads.submit(engine.generate, [PROMPT], params)
+        runner.is_inside.wait()
+        try:
+            for _ in range(3):
+                with pytest.raises(EngineBusy):
+                    next(stream)
+        finally:
+            runner.may_leave.set()
+        running.result()
+    tokens += [token for delta in stream for token in delta.token_ids]
+    assert tuple(tokens) == expected
+    assert list(stream) == [] and holds_nothing(engine)
+
+
+def test_cached_tokens_of_a_resumed_sample_are_the_prompts_only() -> None:
+    engine = fake_engine()
+    request = engine.add_request(PROMPT, replace(PARAMS, max_tokens=40))
+    for _ in range(30):
+        engine.step()
+    (part,) = engine.abort(request)
+    (whole,) = engine.complete([part], replace(PARAMS, max_tokens=40))
+    assert whole.num_cached_tokens <= len(PROMPT) and len(whole.completion_tokens) == 40
+
+
+def test_records_with_mappings_can_be_hashed_copied_and_taken_apart() -> None:
+    params = SamplingParams(logit_bias={3: 1.5}, allowed_token_ids=[1, 3], stop_token_ids=[2])
+    assert hash(params) == hash(SamplingParams.from_dict(params.to_dict())) and len({params, replace(params)}) == 1
+    assert asdict(params)["logit_bias"] == {3: 1.5}
+    (sample,) = fake_engine().generate([PROMPT], PARAMS)
+    assert asdict(sample)["completion_tokens"] == sample.completion_tokens
+    assert hash(sample) == hash(TrainingSample.from_dict(sample.to_dict()))
+    with pytest.raises(TypeError, match="cannot change"):
+        params.logit_bias[3] = 2.0  # type: ignore[index]
+
+
+@pytest.mark.parametrize("num_threads", [257, 4096])
+def test_more_threads_than_the_kernels_take_are_refused(num_threads: int) -> None:
+    with pytest.raises(ValueError, match=r"num_threads must be in \[1, 256\]"):
+        EngineConfig(model_path="x", num_threads=num_threads)
+
+
+def test_min_tokens_without_any_token_to_draw_is_refused_at_admission() -> None:
+    engine = fake_engine()
+    with pytest.raises(BadRequest, match="min_tokens: every one of allowed_token_ids is a stop token or an end token"):
+        engine.add_request(PROMPT, SamplingParams(allowed_token_ids=[EOS], min_tokens=2))
+    ended = engine.generate([PROMPT], SamplingParams(allowed_token_ids=[EOS], min_tokens=2, ignore_eos=True))
+    assert ended[0].finish_reason == "length"
