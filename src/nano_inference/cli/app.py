@@ -16,6 +16,7 @@ from nano_inference.cli.config_file import take_files
 from nano_inference.cli.fallback import ENV_PREFIX, name_model
 from nano_inference.cli.help_page import page
 from nano_inference.cli.origins import BUILT_IN, Seen, as_json, as_toml, settings_of
+from nano_inference.cli.streams import prepare
 from nano_inference.types import BadRequest
 
 BAD_USAGE, ENGINE_FAILED, INTERRUPTED, BROKEN_PIPE = 2, 1, 130, 141
@@ -44,6 +45,7 @@ _MODELS_COMMANDS = (
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line (this process's own by default) and return its exit code."""
+    prepare()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that is not UTF-8 must not end an answer

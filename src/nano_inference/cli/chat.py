@@ -11,6 +11,7 @@ from nano_inference.cli.talk import Answerer, Sampling, ServerError, Talk
 from nano_inference.cli.talk_commands import COMMANDS, obey
 from nano_inference.cli.terminal import note
 from nano_inference.cli.turns import Chat, answer_turn
+from nano_inference.text.rendering import TemplateLimit
 from nano_inference.types import BadRequest
 
 _BARE_WORDS = ("quit", "exit", "clear")
@@ -54,6 +55,6 @@ def take_line(chat: Chat, talk: Talk, entered: Entered) -> Talk:
         if line.startswith("/") and not entered.is_message:
             return obey(chat, talk, line)
         return answer_turn(chat, talk, line)
-    except (BadRequest, ServerError) as error:
+    except (BadRequest, ServerError, TemplateLimit) as error:
         note(f"nano-inference: {error}")
         return replace(talk, has_failed=isinstance(error, ServerError))

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Any, Protocol
 
 from cyclopts import Argument
 
 from nano_inference.catalog import BUILTINS, WHEELS, default_cache, list_models
+from nano_inference.files import path_of
 
 _NAMING = ("model_path", "model", "name")
 """Fields that name a model. Those of a configuration share one completer."""
@@ -32,7 +32,7 @@ def cached_names(context: Asked) -> list[tuple[str, str]]:
     if context.argument.field_info.name not in _NAMING:
         return [(choice, "") for choice in context.argument.get_choices(force=True) or ()]
     cache = context.get("--cache")
-    place = Path(cache.raw).expanduser() if cache is not None and cache.raw else default_cache(os.environ)
+    place = path_of(cache.raw, "--cache") if cache is not None and cache.raw else default_cache(os.environ)
     return [(entry.name, entry.source) for entry in list_models(place)]
 
 

@@ -28,6 +28,7 @@ from nano_inference.cli.arguments import (
     takes_none,
     walk_commands,
 )
+from nano_inference.files import exists, path_of
 from nano_inference.types import BadRequest
 
 MAX_BYTES = 1 << 20
@@ -85,9 +86,9 @@ def take_files(root: App, _app: App, commands: Table, arguments: ArgumentCollect
     named = next((a for a in options_of(arguments) if key_of(a) == "config"), None)
     if named is None:
         return
-    paths = [Path(str(named.tokens[-1].value)).expanduser()] if named.tokens else []
+    paths = [path_of(str(named.tokens[-1].value), "--config")] if named.tokens else []
     standard = default_file(os.environ)
-    if standard.exists() and standard not in paths:
+    if exists(standard) and standard not in paths:
         paths.append(standard)
     if not paths:
         return

@@ -13,7 +13,7 @@ from nano_inference.cli.models import human_bytes
 from nano_inference.cli.options import Common
 from nano_inference.cli.place import fetch
 from nano_inference.loader.checkpoint import Checkpoint, open_checkpoint
-from nano_inference.models.config import ModelConfig
+from nano_inference.models.config import ModelConfig, RopeConfig
 from nano_inference.text.dialogue import load_dialogue
 from nano_inference.text.tokenizer import load_tokenizer
 
@@ -48,7 +48,7 @@ def describe(checkpoint: Checkpoint) -> dict[str, Any]:
         "vocab_size": config.vocab_size,
         "context_length": config.max_positions,
         "windows": _windows(config),
-        "ropes": [f"{rope.kind}, theta {rope.theta:g}, {rope.rotary_dim} dimensions" for rope in config.ropes],
+        "ropes": [_rope(rope) for rope in config.ropes],
         "tied_embeddings": config.tie_embeddings,
         "file_precision": checkpoint.dtype,
         "file_bytes": file_bytes(checkpoint.path),
@@ -81,6 +81,12 @@ def _windows(config: ModelConfig) -> dict[str, int]:
     """Return how many layers have which attention window."""
     counts = Counter("full" if layer.window is None else str(layer.window) for layer in config.layers)
     return dict(counts)
+
+
+def _rope(rope: RopeConfig) -> str:
+    """Return one rotary embedding in a few words; a rounded table is named."""
+    rounded = "" if rope.table_dtype == "float32" else f", tables in {rope.table_dtype}"
+    return f"{rope.kind}, theta {rope.theta:g}, {rope.rotary_dim} dimensions{rounded}"
 
 
 def _tokenizer_kind(checkpoint: Checkpoint) -> str:

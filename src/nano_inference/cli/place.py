@@ -11,6 +11,7 @@ from nano_inference.cli.fallback import NANOCHAT
 from nano_inference.cli.options import Common, NanochatWishes
 from nano_inference.cli.terminal import bar
 from nano_inference.config import EngineConfig
+from nano_inference.files import exists, is_present, path_of
 from nano_inference.loader.gguf_file import read_gguf
 from nano_inference.loader.listing import only_gguf
 from nano_inference.loader.nanochat_config import is_exported
@@ -20,7 +21,7 @@ from nano_inference.types import ModelError, TokenizerSource
 
 def cache_of(common: Common) -> Path:
     """Return the directory of fetched models."""
-    return common.cache or default_cache(os.environ)
+    return path_of(common.cache, "--cache") if common.cache else default_cache(os.environ)
 
 
 def fetch(name: str, common: Common) -> Path:
@@ -32,9 +33,9 @@ def fetch(name: str, common: Common) -> Path:
 def nanochat_engine(config: EngineConfig, wishes: NanochatWishes) -> EngineConfig:
     """Return the configuration of nanochat's chat: the checkpoint that was asked for, on the device it names."""
     builtin = find_builtin(config.model_path)
-    named = Path(config.model_path).expanduser() if builtin is None else builtin.directory
+    named = path_of(config.model_path, "model") if builtin is None else builtin.directory
     base = nanochat_home(os.environ) if config.model_path == NANOCHAT else named
-    if not base.exists():
+    if not exists(base):
         raise ModelError(f"{base}: no such directory; NANOCHAT_BASE_DIR or --model names nanochat's base directory")
     files = find_files(base, source=wishes.source, model_tag=wishes.model_tag, step=wishes.step)
     is_named = any(value is not None for value in (wishes.source, wishes.model_tag, wishes.step))
@@ -46,7 +47,7 @@ def nanochat_engine(config: EngineConfig, wishes: NanochatWishes) -> EngineConfi
 
 def tokenizer_source(path: Path) -> TokenizerSource:
     """Return a model's tokenizer files: beside its config.json, of nanochat, or a GGUF file's metadata."""
-    if path.is_dir() and (path / "config.json").is_file():
+    if path.is_dir() and is_present(path / "config.json"):
         return TokenizerSource(str(path))
     files = find_files(path)
     if files is not None:

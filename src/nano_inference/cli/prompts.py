@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import re
 import sys
-from pathlib import Path
 from typing import Any
 
+from nano_inference.files import path_of
 from nano_inference.types import BadRequest, token_ids
 
 Prompt = str | list[Any] | tuple[int, ...]
@@ -39,7 +39,7 @@ def read_text(name: str) -> str:
     if name == "-":
         return sys.stdin.read()
     try:
-        return Path(name).read_text(encoding="utf-8")
+        return path_of(name, "--file").read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise BadRequest(f"{name}: is not UTF-8: {error}") from None
 

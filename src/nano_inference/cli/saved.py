@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from nano_inference.cli.talk import Sampling, Talk, plain_value, sampling_fields
+from nano_inference.files import open_buffered
 from nano_inference.text.chat import Message
 from nano_inference.types import BadRequest, SamplingParams
 
@@ -62,9 +63,9 @@ def load(path: Path, talk: Talk) -> Talk:
 
 def _read(path: Path) -> Mapping[str, Any]:
     try:
-        with path.open("rb") as file:
+        with open_buffered(path) as file:
             text = file.read(_MAX_BYTES + 1)
-    except (OSError, ValueError) as error:
+    except OSError as error:
         raise _unusable(path, error) from None
     if len(text) > _MAX_BYTES:
         raise BadRequest(f"{path}: has more than {_MAX_BYTES >> 20} MiB")

@@ -11,17 +11,19 @@ import sys
 import threading
 from pathlib import Path
 
-from nano_inference.catalog import find_builtin, find_wheel
+from nano_inference.catalog import find_builtin, find_wheel, names_path
 from nano_inference.cli.collection import no_collection
 from nano_inference.cli.options import Common
 from nano_inference.cli.place import fetch
 from nano_inference.cli.terminal import note
 from nano_inference.config import EngineConfig, ServerConfig
+from nano_inference.files import exists, path_of
 from nano_inference.server.hosts import is_loopback_name
 from nano_inference.server.log import set_up_logs
 from nano_inference.server.rl.threads import JOINING
 from nano_inference.server.run import bind, serve
 from nano_inference.server.served import Opened
+from nano_inference.server.workshop import has_stuck_threads
 
 
 def run(engine: EngineConfig, config: ServerConfig, common: Common) -> int:
@@ -61,9 +63,9 @@ def run(engine: EngineConfig, config: ServerConfig, common: Common) -> int:
 def leave(code: int) -> int:
     """Return the exit code; when the engine's thread still runs (a load, a stuck step) the process ends here.
 
-    A daemon thread inside native code must not see the interpreter go.
+    A daemon thread inside native code must not see the interpreter go, and a stuck one must not delay its end.
     """
-    if engine_runs():
+    if engine_runs() or has_stuck_threads():
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
@@ -99,7 +101,8 @@ def served_name(asked: str, path: Path) -> str:
     known = find_wheel(asked) or find_builtin(asked)
     if known is not None:
         return known.name
-    return path.stem if path.is_file() else (path.name if Path(asked).expanduser().exists() else asked)
+    is_local = names_path(asked) and exists(path_of(asked, "model"))
+    return path.stem if path.is_file() else (path.name if is_local else asked)
 
 
 def tool_lines(opened: Opened) -> list[str]:

@@ -49,7 +49,11 @@ def open_session(config: EngineConfig, common: Common) -> Iterator[Session]:
     dialogue = load_dialogue(parts.checkpoint.tokenizer, tokenizer)
     tell_inferred(parts.checkpoint, common.quiet)
     with InferenceEngine(config, parts=parts) as engine:
-        yield Session(engine=engine, tokenizer=tokenizer, dialogue=dialogue)
+        try:
+            yield Session(engine=engine, tokenizer=tokenizer, dialogue=dialogue)
+        finally:
+            if dialogue is not None:
+                dialogue.close()
 
 
 def with_models_own(session: Session, sampling: Sampling, quiet: bool) -> Sampling:
@@ -72,6 +76,8 @@ def tell_inferred(checkpoint: Checkpoint, quiet: bool) -> None:
     if inferred is None:
         return
     note(f"[{inferred.headline}: {checkpoint.path}]", quiet)
+    for text in inferred.notes:
+        note(f"[{text}]", quiet)
     for warning in inferred.warnings:
         note(f"[{warning}]")
 

@@ -16,6 +16,7 @@ from nano_inference.cli.talk import Sampling, Talk, plain_value, sampling_fields
 from nano_inference.cli.terminal import note
 from nano_inference.cli.token_view import show_tokens, table
 from nano_inference.cli.turns import Chat, answer_turns
+from nano_inference.files import path_of
 from nano_inference.types import BadRequest
 
 _MORE_HELP = '''
@@ -142,10 +143,7 @@ def _load(chat: Chat, talk: Talk, rest: str) -> Talk:
 def _path(command: str, text: str) -> Path:
     if not text:
         raise BadRequest(f"{command} needs the name of a file")
-    try:
-        return Path(text).expanduser()
-    except RuntimeError as error:
-        raise BadRequest(f"{command}: {error}") from None
+    return path_of(text, command)
 
 
 def _tokens(chat: Chat, talk: Talk, rest: str) -> Talk:

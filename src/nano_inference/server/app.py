@@ -24,7 +24,9 @@ from nano_inference.server.answering import Timing, answer
 from nano_inference.server.body import parse
 from nano_inference.server.bridge import Bridge
 from nano_inference.server.call import Call, Draft, drafts_of, usage
+from nano_inference.server.clients import Client
 from nano_inference.server.compiling import Compilers
+from nano_inference.server.dispatch import Capacity, Dispatcher
 from nano_inference.server.errors import ApiError
 from nano_inference.server.guard import Guard, GuardPolicy, read_body
 from nano_inference.server.info import info
@@ -49,16 +51,15 @@ from nano_inference.server.served import Observer, Opened
 from nano_inference.server.sglang import health_generate_call
 from nano_inference.server.ticket import Ticket
 from nano_inference.server.unsupported import unknown_fields
-from nano_inference.server.workshop import Workshop
+from nano_inference.server.workshop import Readers, Workshop
 
-_SMALL_BODY = 16 << 10
-"""Bytes of a body that are read, checked and tokenised on the event loop; a larger one goes to a thread."""
 _MAX_NOTED_FIELDS = 1000
 _HEALTH_SECONDS = 20.0
 """In which /health_generate must have drawn a token; SGLang's figure."""
 _REJECTIONS = {
     "queue_full": "max_num_queued_reqs",
     "too_many_tokens": "max_num_queued_tokens",
+    "quota_exceeded": "client_quota",
     "shutting_down": "draining",
     "engine_dead": "dead",
 }
@@ -66,7 +67,6 @@ _REJECTIONS = {
 
 _log = logging.getLogger("nano_inference.server")
 _B = TypeVar("_B", bound=Body)
-_T = TypeVar("_T")
 Endpoint = Callable[[Request], Awaitable[Response]]
 
 
@@ -76,6 +76,7 @@ class Serving:
 
     opened: Opened
     admission: Admission
+    dispatcher: Dispatcher
 
     @property
     def model(self) -> ServedModel:
@@ -96,7 +97,7 @@ class App:
         self.bridge = bridge
         self.serving: Serving | None = None
         self._policy = policy
-        self._workshop = Workshop("text", 2)
+        self._readers = Readers()
         self._compilers = Compilers()
         self._noted: set[str] = set()
         """Unknown fields that were told of already."""
@@ -113,15 +114,28 @@ class App:
     def serve(self, opened: Opened, max_running: int) -> None:
         """Take a loaded model, of which so many samples may run at once, and open the doors."""
         self._max_running = max_running
+        share, limits = self._policy.client_share, opened.model.limits
         admission = Admission(
-            max_samples=max_running + self.config.max_queued_requests, max_tokens=self.config.max_admitted_tokens
+            max_samples=max_running + self.config.max_queued_requests,
+            max_tokens=self.config.max_admitted_tokens,
+            share=share,
         )
-        self.serving = Serving(opened=opened, admission=admission)
+        capacity = Capacity(
+            num_seats=max_running,
+            num_blocks=limits.num_blocks,
+            block_size=limits.block_size,
+            step_tokens=opened.step_tokens,
+        )
+        dispatcher = Dispatcher(capacity, share=share)
+        self.serving = Serving(opened=opened, admission=admission, dispatcher=dispatcher)
+        self.bridge.after_step = dispatcher.after_step
         self.bridge.open_doors()
 
     def close(self) -> None:
-        """End the threads."""
-        self._workshop.close()
+        """End the threads, and the processes that render."""
+        if self.serving is not None and self.serving.model.dialogue is not None:
+            self.serving.model.dialogue.close()
+        self._readers.close()
         self._compilers.close()
 
     def _routes(self) -> list[Route]:
@@ -178,11 +192,11 @@ class App:
         """Return the endpoint of a path below which the engine writes."""
 
         async def endpoint(request: Request) -> Response:
-            return await self._generate(request, dialect.body, dialect.to_call)
+            return await self._generate(request, dialect.body, dialect.to_call, renders=dialect.renders)
 
         return endpoint
 
-    async def _generate(self, request: Request, kind: type[_B], to_call: ToCall) -> Response:
+    async def _generate(self, request: Request, kind: type[_B], to_call: ToCall, *, renders: bool) -> Response:
         arrived = time.monotonic()
         serving = self._require_serving()
         data = await self._read(request)
@@ -192,13 +206,15 @@ class App:
             salt = self._salt(request, getattr(body, "cache_salt", None))
             return body, to_call(body, serving.model, self.config, salt)
 
-        body, call = await self._off_loop(len(data), understand)
+        body, call = await self._readers.run(
+            len(data), understand, renders=renders, seconds=self.config.request_timeout
+        )
         self._note_unknown(body)
         left = arrived + self.config.request_timeout - time.monotonic()
         call = await self._compilers.hold(call, serving.model.grammars, left)
         call = replace(call, names=call.names | {call.id, request.scope["state"]["request_id"]})
         timing = Timing(deadline=arrived + self.config.request_timeout, silence=self.config.sse_keep_alive)
-        return CallResponse(self, serving, call, timing, self._workshop)
+        return CallResponse(self, serving, call, timing, self._readers.large)
 
     # ---- text -------------------------------------------------------------------------------------------------------
 
@@ -206,11 +222,11 @@ class App:
         """Return the endpoint of a path where texts are turned into tokens, or back."""
 
         async def endpoint(request: Request) -> Response:
-            return await self._convert(request, dialect.body, dialect.work)
+            return await self._convert(request, dialect.body, dialect.work, renders=dialect.renders)
 
         return endpoint
 
-    async def _convert(self, request: Request, kind: type[_B], work: Work) -> Response:
+    async def _convert(self, request: Request, kind: type[_B], work: Work, *, renders: bool) -> Response:
         serving = self._require_serving()
         data = await self._read(request)
 
@@ -218,7 +234,7 @@ class App:
             body = parse(data, kind)
             return body, to_json(work(body, serving.model))
 
-        body, reply = await self._off_loop(len(data), convert)
+        body, reply = await self._readers.run(len(data), convert, renders=renders, seconds=self.config.request_timeout)
         self._note_unknown(body)
         return _json(reply)
 
@@ -248,7 +264,7 @@ class App:
         """GET /openapi.json: written in a thread, for whoever asks first and all who ask meanwhile and later."""
         if self._document is None:
             self._document = asyncio.create_task(
-                self._workshop.run(self._describe, seconds=self.config.request_timeout)
+                self._readers.large.run(self._describe, seconds=self.config.request_timeout)
             )
             self._document.add_done_callback(self._end_document)
         return _json(await asyncio.shield(self._document))
@@ -290,7 +306,7 @@ class App:
         call = health_generate_call(serving.model, self.config)
         seconds = min(_HEALTH_SECONDS, self.config.request_timeout)  # a paused engine draws none before it goes on
         timing = Timing(deadline=time.monotonic() + seconds, silence=0)
-        return CallResponse(self, serving, call, timing, self._workshop)
+        return CallResponse(self, serving, call, timing, self._readers.large)
 
     async def props(self, request: Request) -> Response:
         """GET /props, llama.cpp's: the model, and what requests are completed with."""
@@ -325,7 +341,14 @@ class App:
 
     async def metrics(self, request: Request) -> Response:
         """GET /metrics."""
-        text = not_loaded() if self.serving is None else self.serving.observer.render()
+        if self.serving is None:
+            text = not_loaded()
+        else:
+            admission = self.serving.admission
+            self.serving.observer.clients(
+                admission.num_clients, admission.largest_part, self.serving.dispatcher.num_waiting
+            )
+            text = self.serving.observer.render()
         return Response(text, headers={"content-type": CONTENT_TYPE})
 
     # ---- parts ------------------------------------------------------------------------------------------------------
@@ -338,12 +361,6 @@ class App:
 
     async def _read(self, request: Request) -> bytes:
         return await read_body(request.receive, self._policy.max_body_bytes, self._policy.body_timeout)
-
-    async def _off_loop(self, size: int, work: Callable[[], _T]) -> _T:
-        """Run what a body asks for: at once when it is small, else in a thread, so that others are served meanwhile."""
-        if size <= _SMALL_BODY:
-            return work()
-        return await self._workshop.run(work, seconds=self.config.request_timeout)
 
     def _salt(self, request: Request, asked: str | None) -> str:
         return self._policy.keys.cache_salt(request.scope["state"].get("key_index"), asked)
@@ -421,9 +438,15 @@ class CallResponse(Response):
         drafts: list[Draft] = []
         ticket: Ticket | None = None
         error: ApiError | None = None
+        client: Client = scope["state"]["client"]
+        serving = self._serving
         app._num_answering += 1
         try:
-            with self._serving.admission.place_for(call), app.bridge.submit(call.asks, call.names) as ticket:
+            with (
+                serving.admission.place_for(call, client),
+                serving.dispatcher.turns_for(client) as gate,
+                app.bridge.submit(call.asks, call.names, gate) as ticket,
+            ):
                 drafts += drafts_of(call)  # which may be many: not before they are let in
                 error = await answer(
                     call, ticket, self._serving.model, self._timing, self._workshop, receive, send, drafts

@@ -57,6 +57,7 @@ def completion_call(body: CompletionBody, model: ServedModel, config: ServerConf
         raise ApiError(400, "best_of is not supported by this server; n gives all samples", param="best_of")
     if body.echo and body.logprobs is not None and body.stream:
         raise ApiError(400, "echo with logprobs needs stream=false", param="echo")
+    _check_lineage(body.lineage, model)
     max_tokens = _DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
     prompts = completion_prompts(body, model, max_tokens)
     echo = tuple(prompt.echo for prompt in prompts) if body.echo else ()
@@ -79,6 +80,7 @@ def chat_call(body: ChatBody, model: ServedModel, config: ServerConfig, salt: st
         raise ApiError(400, "top_logprobs needs logprobs to be true", param="top_logprobs")
     if body.add_special_tokens:
         raise ApiError(400, "add_special_tokens: a chat has those of its template", param="add_special_tokens")
+    _check_lineage(body.lineage, model)
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     if max_tokens == 0:
         raise ApiError(400, "max_tokens must be at least 1 in a chat", param="max_tokens")
@@ -106,6 +108,17 @@ def chat_call(body: ChatBody, model: ServedModel, config: ServerConfig, salt: st
     beginning = Beginning(min(len(shape.begun_ids), len(prompts[0].ids)), body.sample_index or 0)
     asks = _asks(body, model, prompts, params, shape, structure, salt, program, beginning)
     return _call(body, model, "chat", name, asks, shape)
+
+
+def _check_lineage(lineage: str | None, model: ServedModel) -> None:
+    """Refuse to continue tokens whose weight versions another engine counted. Raises `ApiError`."""
+    if lineage not in (None, model.limits.lineage):
+        raise ApiError(
+            400,
+            f"lineage: the tokens are of {lineage!r}, this server's lineage is {model.limits.lineage!r}, and their "
+            "weight versions are unrelated; ask the server that drew them, or serve all of a pool with one --lineage",
+            param="lineage",
+        )
 
 
 class _Begun(NamedTuple):

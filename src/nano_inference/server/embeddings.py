@@ -110,6 +110,7 @@ class EmbeddingReply:
         reply = embedding_reply(self._body, self._call.model, samples)
         if self._call.shape.versions:
             reply["weight_versions"] = [sample.weight_version for sample in samples]
+            reply["lineage"] = next((sample.lineage for sample in samples), None)
         return reply
 
     def opening(self, drafts: Sequence[Draft]) -> bytes:

@@ -22,6 +22,7 @@ _TYPES = {
     409: "conflict_error",
     413: "request_too_large",
     415: "unsupported_media_type",
+    429: "rate_limit_error",
     431: "request_too_large",
     500: "server_error",
     501: "not_supported_error",
@@ -102,6 +103,11 @@ def shortened(message: str) -> str:
 def queue_full(message: str, *, code: str = "queue_full") -> ApiError:
     """Return the refusal of a request that would be welcome later."""
     return ApiError(503, message, code=code, headers={"retry-after": "1"})
+
+
+def quota_exceeded(message: str) -> ApiError:
+    """Return the refusal of a request whose client holds as much as one client may."""
+    return ApiError(429, message, code="quota_exceeded", headers={"retry-after": "1"})
 
 
 def internal_error() -> ApiError:

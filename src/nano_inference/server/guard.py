@@ -22,7 +22,8 @@ from typing import Literal
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from nano_inference.config import ServerConfig
+from nano_inference.config import DEFAULT_SHARE, ServerConfig
+from nano_inference.server.clients import Client, Network, address_of, networks
 from nano_inference.server.errors import ApiError, ErrorBody, internal_error
 from nano_inference.server.hosts import Host, hosts_to_allow, is_loopback_name, parse_host
 from nano_inference.server.keys import KeyRing, load_admin_keys
@@ -79,6 +80,10 @@ class GuardPolicy:
     cors_origins: frozenset[str] = frozenset()
     max_body_bytes: int
     body_timeout: float
+    client_share: float = 1.0
+    """Part of what the others leave that one client may hold; 1 is no quota."""
+    trusted_proxies: tuple[Network, ...] = ()
+    """Whose X-Forwarded-For is believed."""
 
 
 def guard_policy(config: ServerConfig, keys: KeyRing) -> GuardPolicy:
@@ -103,7 +108,26 @@ def guard_policy(config: ServerConfig, keys: KeyRing) -> GuardPolicy:
         cors_origins=frozenset(config.cors_origin),
         max_body_bytes=config.max_body_bytes,
         body_timeout=config.header_timeout,
+        client_share=client_share(config, keys, admins),
+        trusted_proxies=networks(config.trusted_proxy, "trusted_proxy"),
     )
+
+
+def client_share(config: ServerConfig, keys: KeyRing, admins: KeyRing) -> float:
+    """Return the part of the places that one client may hold; 1, no quota, where there is but one client.
+
+    That is a server with a single key, or without keys on loopback behind no proxy, and one whose every client may
+    command it as a trainer does.
+    """
+    if config.client_share is not None:
+        return config.client_share
+    if config.enable_rl and admins.is_empty:
+        return 1.0
+    if keys.is_empty:
+        is_alone = is_loopback_name(config.host) and not config.trusted_proxy
+    else:
+        is_alone = keys.num_keys + admins.num_keys == 1
+    return 1.0 if is_alone else DEFAULT_SHARE
 
 
 class Guard:
@@ -267,6 +291,7 @@ def check_admission(scope: Scope, policy: GuardPolicy) -> Literal["request", "pr
     if scope["path"] in policy.admin_paths:
         check_admin(scope, policy.admins)
     scope["state"]["key_index"] = check_key(scope, policy.keys)
+    scope["state"].update(client=client_of(scope, policy))
     check_path(scope["path"])
     if scope["method"] in _BODY_METHODS and not is_bare_command(scope, policy):
         check_content(headers, policy.max_body_bytes)
@@ -364,6 +389,15 @@ def check_key(scope: Scope, keys: KeyRing) -> int | None:
         text = "this API key is not known" if presented else "an API key is needed: Authorization: Bearer KEY"
         raise ApiError(401, text, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
     return found
+
+
+def client_of(scope: Scope, policy: GuardPolicy) -> Client:
+    """Return whose request it is, once its key was checked."""
+    admin = None if policy.admins.is_empty else policy.admins.identify(presented_key(scope["headers"]))
+    if admin is not None:
+        return Client(f"admin {admin}", is_exempt=True)
+    index = scope["state"]["key_index"]
+    return Client(address_of(scope, policy.trusted_proxies) if index is None else f"key {index}")
 
 
 def check_admin(scope: Scope, admins: KeyRing) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from nano_inference.config import ServerConfig
+from nano_inference.files import path_of
 
 MIN_KEY = 8
 """Characters of the shortest key that is accepted."""
@@ -33,6 +34,11 @@ class KeyRing:
     def is_empty(self) -> bool:
         """Whether there are no keys, so that nobody needs one."""
         return not self.digests
+
+    @property
+    def num_keys(self) -> int:
+        """Return how many keys there are."""
+        return len(self.digests)
 
     @classmethod
     def of(cls, keys: Sequence[str], *, is_shared: bool = False, secret: bytes | None = None) -> KeyRing:
@@ -74,7 +80,7 @@ def load_keys(config: ServerConfig) -> tuple[str, ...]:
     """Return the keys of `api_key` and `api_key_file`, each once; raise `ValueError` naming field and rule, not key."""
     named = [(f"api_key: key {i}", key) for i, key in enumerate(config.api_key, 1)]
     if config.api_key_file is not None:
-        named += keys_in_file(Path(config.api_key_file))
+        named += keys_in_file(path_of(config.api_key_file, "api_key_file"))
     return checked_keys(named)
 
 
@@ -82,7 +88,7 @@ def load_admin_keys(config: ServerConfig) -> tuple[str, ...]:
     """Return the keys of `admin_key` and `admin_key_file`, as `load_keys` does."""
     named = [(f"admin_key: key {i}", key) for i, key in enumerate(config.admin_key, 1)]
     if config.admin_key_file is not None:
-        named += keys_in_file(Path(config.admin_key_file), "admin_key_file")
+        named += keys_in_file(path_of(config.admin_key_file, "admin_key_file"), "admin_key_file")
     return checked_keys(named)
 
 

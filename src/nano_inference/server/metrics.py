@@ -21,7 +21,7 @@ from nano_inference.types import StepStats
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 """Of what `Metrics.render` and `not_loaded` return."""
 END_REASONS = ("stop", "length", "abort", "error")
-REJECTIONS = ("max_num_queued_reqs", "max_num_queued_tokens", "draining", "paused", "dead", "other")
+REJECTIONS = ("max_num_queued_reqs", "max_num_queued_tokens", "client_quota", "draining", "paused", "dead", "other")
 """Why a request was not admitted; the first two are vLLM's words for a full queue and too many admitted tokens."""
 MAX_ROUTES = 40
 """Routes told apart; what comes after them is counted as "other", so that a mistake cannot fill the memory."""
@@ -163,6 +163,15 @@ class Metrics:
         """Count a request that was not admitted, for one of `REJECTIONS` (else "other")."""
         self._rejections.get(reason, self._rejections["other"]).inc()
 
+    def clients(self, num_clients: int, largest_part: int, num_waiting: int) -> None:
+        """Show how many clients hold places, how many samples the largest holds, and how many wait for their turn.
+
+        No series has a client's name: clients must not decide how many series there are.
+        """
+        self._clients.set(num_clients)
+        self._largest_client.set(largest_part)
+        self._undispatched.set(num_waiting)
+
     def responded(self, method: str, route: str, status: int, seconds: float) -> None:
         """Count an HTTP response. `route` is a template such as `/v1/models/{id}`, never the path a client sent."""
         method = method if method in _METHODS else "other"
@@ -262,6 +271,12 @@ class Metrics:
         self._preemptions = make.counter("vllm:num_preemptions", "Samples put back into the queue for want of room.")
         text = "Requests refused at admission."
         self._rejections = make.counters("vllm:admission_rejections", text, "reason", REJECTIONS)
+
+        self._clients = make.gauge("nano_inference_clients", "Keys, or addresses, that hold places.")
+        text = "Most samples, running or waiting, that one client holds."
+        self._largest_client = make.gauge("nano_inference_largest_client_samples", text)
+        text = "Samples among the waiting ones that the engine does not have yet: their client's turn has not come."
+        self._undispatched = make.gauge("nano_inference_samples_not_dispatched", text)
 
     def _make_tokens(self, make: _Maker) -> None:
         """Make what counts tokens."""

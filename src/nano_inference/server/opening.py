@@ -60,7 +60,7 @@ def open_model(
         block_size=parts.kv.block_size,
         cache_config=cache_facts(engine_config, parts),
     )
-    return Opened(engine=engine, observer=metrics, model=model)
+    return Opened(engine=engine, observer=metrics, model=model, step_tokens=engine_config.max_tokens_per_batch)
 
 
 def for_serving(config: EngineConfig, max_tokens_per_batch: int | None) -> EngineConfig:

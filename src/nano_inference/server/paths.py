@@ -47,6 +47,8 @@ class Generating:
     to_call: ToCall
     summary: str
     streams: bool = True
+    renders: bool = False
+    """Whether messages go through the model's chat template, which may take seconds and has threads of its own."""
     error_body: ErrorBody | None = None
     """How this dialect tells of errors; None is OpenAI's way."""
 
@@ -59,6 +61,8 @@ class Converting:
     body: type[Body]
     work: Work
     summary: str
+    renders: bool = False
+    """As in `Generating`."""
     error_body: ErrorBody | None = None
 
 
@@ -69,18 +73,20 @@ GENERATING: tuple[Generating, ...] = (
         to_call=completion_call,
         summary="Continue a text or token ids.",
     ),
-    Generating(path="/v1/chat/completions", body=ChatBody, to_call=chat_call, summary="Answer messages."),
+    Generating(path="/v1/chat/completions", body=ChatBody, to_call=chat_call, summary="Answer messages.", renders=True),
     Generating(
         path="/v1/responses",
         body=ResponsesBody,
         to_call=responses_call,
         summary="Answer items, as OpenAI's Responses API has them.",
+        renders=True,
     ),
     Generating(
         path="/v1/messages",
         body=MessagesBody,
         to_call=messages_call,
         summary="Answer messages, as Anthropic's API has them.",
+        renders=True,
         error_body=messages_error,
     ),
     Generating(
@@ -104,6 +110,7 @@ GENERATING: tuple[Generating, ...] = (
         body=WebBody,
         to_call=web_call,
         summary="Answer messages in the events of nanochat's web chat.",
+        renders=True,
         error_body=nanochat_error,
     ),
     Generating(
@@ -120,10 +127,15 @@ CONVERTING: tuple[Converting, ...] = (
         body=CountTokensBody,
         work=count_tokens,
         summary="Count the tokens of messages, as Anthropic's API has them.",
+        renders=True,
         error_body=messages_error,
     ),
     Converting(
-        path="/tokenize", body=TokenizeBody, work=tokens.tokenize, summary="Turn a text or messages into token ids."
+        path="/tokenize",
+        body=TokenizeBody,
+        work=tokens.tokenize,
+        summary="Turn a text or messages into token ids.",
+        renders=True,
     ),
     Converting(path="/detokenize", body=DetokenizeBody, work=tokens.detokenize, summary="Turn token ids into text."),
     Converting(
@@ -131,6 +143,7 @@ CONVERTING: tuple[Converting, ...] = (
         body=ApplyTemplateBody,
         work=tokens.apply_template,
         summary="Show what the model reads for messages.",
+        renders=True,
     ),
 )
 

@@ -12,6 +12,7 @@ import math
 import re
 import resource
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from http import HTTPStatus
@@ -24,8 +25,10 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
 from nano_inference.config import ServerConfig
+from nano_inference.server.clients import Network, is_trusted, parse_address, prefix_of
 from nano_inference.server.errors import ApiError
-from nano_inference.server.guard import LINGER_SECONDS, MAX_HEADERS
+from nano_inference.server.guard import LINGER_SECONDS, MAX_HEADERS, GuardPolicy
+from nano_inference.server.quota import quota
 
 MAX_HEAD_BYTES = 1 << 16
 """Bytes of a request line and its headers."""
@@ -51,6 +54,9 @@ class ConnectionLimits:
     """What bounds a connection."""
 
     max_connections: int
+    max_per_address: int
+    """Connections of one client's address; those of `trusted_proxies` are not bounded, they carry many clients'."""
+    trusted_proxies: tuple[Network, ...] = ()
     header_timeout: float
     write_timeout: float
 
@@ -118,14 +124,28 @@ class LimitedProtocol(H11Protocol):
         super().connection_made(transport)
         # Every byte that the kernel does not take counts as unread; otherwise 64 KiB could wait for ever.
         transport.set_write_buffer_limits(high=0)
-        if len(self.connections) > self.limits.max_connections:
-            error = ApiError(
-                503, "too many open connections", code="too_many_connections", headers={"retry-after": "1"}
-            )
-            self._send_error(error)
+        refusal = self._refusal()
+        if refusal:
+            self._send_error(ApiError(503, refusal, code="too_many_connections", headers={"retry-after": "1"}))
             transport.close()
         else:
             self._watch_reading()
+
+    def _refusal(self) -> str:
+        """Return why there are too many connections; nothing when there are not."""
+        limits, count = self.limits, len(self.connections)
+        if count > limits.max_connections:
+            return "too many open connections"
+        if count <= limits.max_per_address:
+            return ""
+        address = client_address(self.client, limits.trusted_proxies)
+        if address is None:
+            return ""
+        peers = [one.client for one in self.connections if isinstance(one, LimitedProtocol)]
+        same = sum(client_address(peer, limits.trusted_proxies) == address for peer in peers)
+        if same <= limits.max_per_address:
+            return ""
+        return f"too many open connections of one address: {limits.max_per_address} are allowed (--client-share)"
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Forget the connection and its timers."""
@@ -232,6 +252,12 @@ def error_events(error: ApiError, *, with_body: bool) -> list[h11.Response | h11
     return [start, h11.Data(data=body if with_body else b""), h11.EndOfMessage()]
 
 
+def client_address(peer: tuple[str, int] | None, trusted: Sequence[Network]) -> str | None:
+    """Return what counts as a peer's address; None for a trusted proxy's, and where there is none."""
+    address = parse_address(peer[0]) if peer else None
+    return None if address is None or is_trusted(address, trusted) else prefix_of(address)
+
+
 def connection_limit(config: ServerConfig) -> int:
     """Return how many connections to take: as many as asked for, unless the process may not open so many files."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -240,10 +266,13 @@ def connection_limit(config: ServerConfig) -> int:
     return min(config.max_connections, max(soft - SPARE_FILES, MIN_CONNECTIONS))
 
 
-def uvicorn_config(app: ASGIApp, config: ServerConfig) -> uvicorn.Config:
-    """Return the configuration of the uvicorn server that runs this application."""
+def uvicorn_config(app: ASGIApp, config: ServerConfig, policy: GuardPolicy | None = None) -> uvicorn.Config:
+    """Return the configuration of the uvicorn server that runs this application; without a policy, for one client."""
+    max_connections = connection_limit(config)
     limits = ConnectionLimits(
-        max_connections=connection_limit(config),
+        max_connections=max_connections,
+        max_per_address=quota(policy.client_share if policy else 1.0, max_connections, 0),
+        trusted_proxies=policy.trusted_proxies if policy else (),
         header_timeout=config.header_timeout,
         write_timeout=config.write_timeout,
     )

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 from nano_inference.server.errors import ApiError
 from nano_inference.server.schema import ChatBody, CompletionBody
+from nano_inference.text.rendering import TemplateLimit
 from nano_inference.types import BadRequest, ModelError
 
 _FIELD = re.compile(r"(?P<name>[a-z_]+)(?:\[\d+\])?(?:\.[a-z_]+)*(?=[ :]|$)")
@@ -28,6 +29,8 @@ def refusals_told(param: str | None = None) -> Iterator[None]:
 
 def client_error(error: ValueError, param: str | None = None) -> ApiError:
     """Return what a client is told of a refusal: its text, and the field that it begins with or else `param`."""
+    if isinstance(error, TemplateLimit):
+        return ApiError(400, f"messages: {error.reason}", param="messages")
     if isinstance(error, ModelError):  # names a file: of the server, not of the client
         return ApiError(400, "the model's chat template cannot render these messages", param="messages")
     found = _FIELD.match(str(error))

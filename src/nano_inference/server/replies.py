@@ -168,11 +168,13 @@ def version_facts(draft: Draft, shape: ReplyShape) -> JSON:
     """Return the spans of a sample's tokens that were drawn with the same weights, as vLLM has them.
 
     A version is its trainer's label, or else how many installations there had been, which is always there as `number`.
+    `lineage` says whose numbers these are; it comes with the whole sample.
     """
     if not (shape.versions or shape.token_ids):
         return {}
     labels = draft.sample.version_labels if draft.sample is not None else {}
-    return {
+    lineage = draft.sample.lineage if draft.sample is not None else None
+    return ({} if lineage is None else {"lineage": lineage}) | {
         "weight_versions": [
             {"version": str(number if label is None else label), "start": start, "end": end, "number": number}
             for number, start, end, label in spans_of(draft.versions, labels)

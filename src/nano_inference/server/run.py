@@ -1,7 +1,7 @@
 """The process of `serve`: a socket that listens at once, a model that is loaded behind it, signals, and the end.
 
 The first SIGTERM or SIGINT lets open requests finish, within `shutdown_timeout`, and refuses new ones; the second one
-aborts what is open.
+aborts what is open. SIGHUP, which a terminal sends more than once when it goes, counts as the first only.
 """
 
 from __future__ import annotations
@@ -13,26 +13,58 @@ import signal
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import uvicorn
 
 from nano_inference.config import ServerConfig
+from nano_inference.server.accepting import Acceptor
 from nano_inference.server.app import App
 from nano_inference.server.bridge import Bridge
 from nano_inference.server.guard import guard_policy
 from nano_inference.server.keys import KeyRing, load_keys
+from nano_inference.server.loop_watch import LoopWatchdog
 from nano_inference.server.protocol import uvicorn_config
 from nano_inference.server.served import Opened
 
 Open = Callable[[], Opened]
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
+SEND_BUFFER = 128 << 10
+"""Bytes of a reply that the kernel keeps for a client that does not read; Linux doubles them, and would take 4 MB."""
 _POLL_S = 0.05
 _CLOSING_S = 1.0
 _log = logging.getLogger("nano_inference.server")
 
 
 class Listener(uvicorn.Server):
-    """uvicorn's server, which leaves the signals to `serve`."""
+    """uvicorn's server, which leaves the signals to `serve` and the taking of connections to `Acceptor`."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.acceptors: list[Acceptor] = []
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begin to take connections from sockets that listen."""
+        self.servers = []
+        loop = asyncio.get_running_loop()
+        for one in sockets or []:
+            acceptor = Acceptor(loop, one, self._make_protocol)
+            acceptor.start()
+            self.acceptors.append(acceptor)
+        self.started = True
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Take no more connections, and close those that there are."""
+        for acceptor in self.acceptors:
+            await acceptor.close()
+        await super().shutdown(sockets)
+
+    def _make_protocol(self) -> asyncio.Protocol:
+        protocol: Any = self.config.http_protocol_class
+        made: asyncio.Protocol = protocol(
+            config=self.config, server_state=self.server_state, app_state=self.lifespan.state
+        )
+        return made
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -51,6 +83,10 @@ class Shutdown:
         """Ask for the end; asked again, urge it."""
         (self.urged if self.asked.is_set() else self.asked).set()
 
+    def on_hangup(self) -> None:
+        """Ask for the end; a terminal that goes sends the signal itself, and its shell once more."""
+        self.asked.set()
+
 
 def bind(config: ServerConfig) -> socket.socket:
     """Return the listening socket. Raises `OSError` naming the address."""
@@ -59,6 +95,7 @@ def bind(config: ServerConfig) -> socket.socket:
     listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)  # connections inherit it
         listening.bind((config.host, config.port))
         listening.listen()  # two sockets may be bound to one port, but only one may listen
     except OSError as error:
@@ -83,12 +120,16 @@ async def serve(
     """
     bridge = Bridge(step_timeout=config.step_timeout)
     keys = KeyRing.of(load_keys(config), is_shared=config.share_prefix_cache)
-    app = App(config, guard_policy(config, keys), bridge)
-    listener = Listener(uvicorn_config(app.asgi, config))
+    policy = guard_policy(config, keys)
+    app = App(config, policy, bridge)
+    listener = Listener(uvicorn_config(app.asgi, config, policy))
     shutdown = Shutdown()
     loop = asyncio.get_running_loop()
+    watchdog = LoopWatchdog(loop).start()
     for number in _SIGNALS:
         loop.add_signal_handler(number, shutdown.on_signal)
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup means it
+        loop.add_signal_handler(signal.SIGHUP, shutdown.on_hangup)
     serving = loop.create_task(listener.serve(sockets=[listening]))
     serving.add_done_callback(lambda _: shutdown.asked.set())  # without its listener the process has no use
     try:
@@ -107,6 +148,7 @@ async def serve(
         finally:
             await bridge.stop(timeout=10.0 if is_orderly else 0.5)
             app.close()
+            watchdog.close()
     return 1 if bridge.state == "dead" else 0
 
 

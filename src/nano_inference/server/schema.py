@@ -11,6 +11,8 @@ from typing import Annotated, Any, ClassVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
+from nano_inference.config import MAX_LINEAGE
+
 MAX_MESSAGES = 2048
 MAX_TOOLS = 128
 MAX_PROMPTS = 1024
@@ -36,6 +38,7 @@ Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 Alternatives = Annotated[int, Field(ge=0, le=1000)]
 Name = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[\w.:-]+$")]
 Salt = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[^@/\\\x00]+$")]
+Lineage = Annotated[str, Field(min_length=1, max_length=MAX_LINEAGE)]
 TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 """Read up to the first that is wrong: a list of a million has a million errors."""
 
@@ -201,6 +204,8 @@ class CompletionBody(Sampling):
     echo: bool | None = None
     logprobs: Alternatives | None = None
     best_of: Count | None = None
+    lineage: Lineage | None = None
+    """Ours: as in a chat, for a prompt that ends with a completion's tokens."""
 
 
 class TextPart(Body):
@@ -236,6 +241,8 @@ class ChatBody(Sampling, ToolFields):
     """Ours: ids that the answer begins with; the reply tells what comes behind them (all of it with `echo`)."""
     sample_index: Count | None = None
     """Ours: draw as the sample of that number would be drawn among several of one request."""
+    lineage: Lineage | None = None
+    """Ours: the lineage of the tokens to continue; refused unless it is this server's."""
     chat_template_kwargs: dict[str, Any] | None = None
 
 

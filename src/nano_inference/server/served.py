@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from nano_inference.door import MatcherFactory
+from nano_inference.engine_thread import DrivenEngine
 from nano_inference.server.metrics import SampleRecord
 from nano_inference.server.model import ServedModel
 from nano_inference.types import (
-    FROM_THE_PROMPT,
-    Beginning,
-    Delta,
     OnRunning,
     PauseMode,
-    SamplingParams,
-    StepResult,
     StepStats,
-    TokenProgram,
-    TrainingSample,
     WeightInfo,
     WeightLabel,
 )
@@ -28,37 +21,8 @@ NamedWeights = Iterable[tuple[str, Any]]
 """Hugging Face names, and tensors or ranges of files: this room knows no torch."""
 
 
-class ServedEngine(Protocol):
-    """What bridge and routes need of an engine; `InferenceEngine` is one."""
-
-    def add_request(
-        self,
-        prompt: Sequence[int],
-        sampling_params: SamplingParams | None = None,
-        num_samples: int = 1,
-        *,
-        salt: str = "",
-        make_matcher: MatcherFactory | None = None,
-        program: TokenProgram | None = None,
-        beginning: Beginning = FROM_THE_PROMPT,
-        claim: bool = False,
-    ) -> int:
-        """Queue a request and return its id."""
-
-    def collect(self, request_id: int) -> list[TrainingSample]:
-        """Forget a request; what has not ended is aborted."""
-
-    def end_requests(self, request_ids: Iterable[int] | None = None) -> tuple[Delta, ...]:
-        """End requests now; return their last deltas."""
-
-    def has_pending(self) -> bool:
-        """Whether `tick` has anything to do."""
-
-    def tick(self) -> StepResult:
-        """Run one step."""
-
-    def shutdown(self) -> None:
-        """Let go of everything."""
+class ServedEngine(DrivenEngine, Protocol):
+    """What the server's routes need of an engine besides being driven; `InferenceEngine` is one."""
 
     @property
     def is_paused(self) -> bool:
@@ -71,10 +35,6 @@ class ServedEngine(Protocol):
     @property
     def is_asleep(self) -> bool:
         """Whether `sleep` holds it."""
-
-    @property
-    def is_halted(self) -> bool:
-        """Whether no step may run before it is resumed or woken, or gets weights."""
 
     @property
     def has_weights(self) -> bool:
@@ -164,6 +124,9 @@ class Observer(Protocol):
     def rejected(self, reason: str) -> None:
         """A request was not let in."""
 
+    def clients(self, num_clients: int, largest_part: int, num_waiting: int) -> None:
+        """So many clients hold places, the largest so many, and so many samples wait for their client's turn."""
+
     def responded(self, method: str, route: str, status: int, seconds: float) -> None:
         """An HTTP request was answered."""
 
@@ -178,3 +141,5 @@ class Opened:
     engine: ServedEngine
     observer: Observer
     model: ServedModel
+    step_tokens: int = 256
+    """Most tokens that one step computes."""

@@ -7,18 +7,17 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from nano_inference.door import MatcherFactory
+from nano_inference.server.backlog import Backlog, Piece
 from nano_inference.server.errors import ApiError
 from nano_inference.server.structured import Structure
 from nano_inference.types import FROM_THE_PROMPT, Beginning, Delta, SamplingParams, TokenProgram
 
 MAX_UNREAD = 4096
-"""Deltas of one sample that may wait for a client that does not read."""
+"""Tokens of one sample that may wait for a client that does not read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,13 +33,6 @@ class Ask:
     """What the answer must be; its matcher takes time to make, and is not in `make_matcher` before that is done."""
     program: TokenProgram | None = None
     beginning: Beginning = FROM_THE_PROMPT
-
-
-class Piece(NamedTuple):
-    """One delta, and which of the ticket's prompts it belongs to."""
-
-    prompt_index: int
-    delta: Delta
 
 
 @dataclass(slots=True)
@@ -60,6 +52,10 @@ def bare_name(name: str) -> str:
     return name.removeprefix("chatcmpl-").removeprefix("cmpl-")
 
 
+def _do_nothing() -> None:
+    """Nothing of a new ticket waits."""
+
+
 class Ticket:
     """The event loop's end of one call: a bounded queue of deltas."""
 
@@ -70,15 +66,13 @@ class Ticket:
         self.arrived = time.monotonic()
         self.clocks = [[SampleClock(self.arrived) for _ in range(ask.num_samples)] for ask in self.asks]
         """One for each prompt and sample."""
-        self.request_ids: tuple[int, ...] | None = None
-        """The engine's names of the requests, once it has them."""
-        self.queued_ids: tuple[int, ...] = ()
-        """The same, as the engine's thread knows them: only there is it read and written."""
+        self.hurry: Callable[[], None] = _do_nothing
+        """Gives the engine what waits for its client's turn."""
         self.is_closed = False
         """Nobody waits any more."""
         self.end_reason = "abort"
         """What those samples are counted as that have not ended when it is closed."""
-        self._unread: deque[Piece] = deque()
+        self._unread = Backlog()
         self._most_unread = MAX_UNREAD * sum(ask.num_samples for ask in self.asks)
         self._num_open = sum(ask.num_samples for ask in self.asks)
         self._failure: Exception | None = None
@@ -91,10 +85,10 @@ class Ticket:
 
     def put(self, prompt_index: int, delta: Delta) -> None:
         """Add what a step gave. A client that leaves too much unread loses the rest."""
-        if len(self._unread) >= self._most_unread:
+        if self._unread.num_tokens >= self._most_unread:
             self.fail(ApiError(503, "the client reads too slowly"))
             return
-        self._unread.append(Piece(prompt_index, delta))
+        self._unread.put(prompt_index, delta)
         self._num_open -= delta.sample is not None
         self._news.set()
 
@@ -104,7 +98,7 @@ class Ticket:
         self._news.set()
 
     async def take(self, timeout: float) -> list[Piece]:
-        """Return what came since the last time; wait for it, `timeout` seconds at most, then return nothing.
+        """Return what came first since the last time; wait `timeout` seconds at most, then return nothing.
 
         Raises what the ticket failed with.
         """
@@ -113,9 +107,7 @@ class Ticket:
         self._news.clear()
         if self._failure is not None:
             raise self._failure
-        pieces = list(self._unread)
-        self._unread.clear()
-        return pieces
+        return self._unread.take()
 
     async def _wait(self, timeout: float) -> None:
         try:

@@ -1,8 +1,9 @@
-"""Threads for what takes too long on the event loop: large bodies, large replies, grammars to compile."""
+"""Threads for what does not belong on the event loop: bodies, large replies, grammars to compile."""
 
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
@@ -12,14 +13,21 @@ from nano_inference.server.errors import ApiError, queue_full
 _T = TypeVar("_T")
 
 _MAX_JOBS = 32
-"""Jobs that run or wait; each holds a body in memory."""
+"""Jobs that run or wait, unless the owner sets another number; each holds a body in memory."""
+_SMALL_BODY = 16 << 10
+"""Bytes of a body that does not wait behind larger ones."""
+_MAX_SMALL_JOBS = 1024
+"""Small bodies of one kind that are read or wait to be read."""
+_NAME = "workshop-"
+_ENDING_S = 1.0
 
 
 class Workshop:
     """Owns the threads, and how many jobs may wait for them."""
 
-    def __init__(self, name: str, num_threads: int) -> None:
-        self._threads = ThreadPoolExecutor(max_workers=num_threads, thread_name_prefix=name)
+    def __init__(self, name: str, num_threads: int, *, max_jobs: int = _MAX_JOBS) -> None:
+        self._threads = ThreadPoolExecutor(max_workers=num_threads, thread_name_prefix=f"{_NAME}{name}")
+        self._max_jobs = max_jobs
         self._num_jobs = 0
 
     async def run(self, work: Callable[[], _T], *, seconds: float) -> _T:
@@ -27,8 +35,8 @@ class Workshop:
 
         Raises `ApiError` 503 when too many jobs wait, and when the time is up.
         """
-        if self._num_jobs >= _MAX_JOBS:
-            raise queue_full("too many large bodies and grammars are being read; try again shortly")
+        if self._num_jobs >= self._max_jobs:
+            raise queue_full("too many bodies and grammars are being read; try again shortly")
         loop = asyncio.get_running_loop()
         self._num_jobs += 1
         job = self._threads.submit(work)
@@ -47,3 +55,38 @@ class Workshop:
 
     def _end_job(self) -> None:
         self._num_jobs -= 1
+
+
+class Readers:
+    """Owns the threads that read bodies: one kind that is slow to read, such as long chats, delays no other."""
+
+    def __init__(self) -> None:
+        self.large = Workshop("text", 2)
+        """Also for large replies."""
+        self._others = {
+            (False, True): Workshop("large-chat", 2),
+            (True, False): Workshop("small-text", 2, max_jobs=_MAX_SMALL_JOBS),
+            (True, True): Workshop("small-chat", 2, max_jobs=_MAX_SMALL_JOBS),
+        }
+        """(body is small, messages are rendered) -> threads."""
+
+    async def run(self, size: int, work: Callable[[], _T], *, renders: bool, seconds: float) -> _T:
+        """Run what a body of `size` bytes asks for in a thread, as `Workshop.run` does."""
+        workshop = self._others.get((size <= _SMALL_BODY, renders), self.large)
+        return await workshop.run(work, seconds=seconds)
+
+    def close(self) -> None:
+        """End the threads once they are done with what they do."""
+        for workshop in (self.large, *self._others.values()):
+            workshop.close()
+
+
+def has_stuck_threads() -> bool:
+    """Return True if a thread of a closed workshop still runs after a second: a text that takes minutes to encode.
+
+    The interpreter would wait for it at its end.
+    """
+    threads = [thread for thread in threading.enumerate() if thread.name.startswith(_NAME)]
+    for thread in threads:
+        thread.join(_ENDING_S / len(threads))
+    return any(thread.is_alive() for thread in threads)

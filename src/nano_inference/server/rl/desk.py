@@ -92,7 +92,8 @@ class Desk:
         """
         engine = self.engine
         found, has_weights = await self.bridge.call(lambda: (info or engine.weight_info(), engine.has_weights))
-        return {"weights": "present" if has_weights else "discarded", **version_facts(found)}
+        lineage = self.opened().model.limits.lineage
+        return {"weights": "present" if has_weights else "discarded", **version_facts(found), "lineage": lineage}
 
     async def wake(self, what: Iterable[str] | None) -> JSON:
         """Wake what is named, or all; return what `facts` does, with a hint for who forgot the weights."""

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from nano_inference.files import path_of
 from nano_inference.server.errors import ApiError
 
 
@@ -13,7 +14,7 @@ def weights_root(weights_dir: str | None) -> Path | None:
     """Return the directory below which weights may be named. Raises `ValueError` when there is none of that name."""
     if weights_dir is None:
         return None
-    root = Path(weights_dir).expanduser().resolve()
+    root = path_of(weights_dir, "weights_dir").resolve()
     if not root.is_dir():
         raise ValueError(f"weights_dir is not a directory: {weights_dir}")
     return root
