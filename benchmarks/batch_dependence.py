@@ -20,6 +20,7 @@ from nano_inference.batch import build
 from nano_inference.catalog import default_cache, resolve
 from nano_inference.kv.store import KVStore
 from nano_inference.loader.checkpoint import open_checkpoint
+from nano_inference.logprobs import normalise
 from nano_inference.models.build import Model
 from nano_inference.models.layers import linear
 from nano_inference.runner import model_forward
@@ -52,9 +53,9 @@ def operators() -> dict[str, Callable[[Tensor], Tensor]]:
         "vector_norm (RMSNorm)": lambda x: torch.linalg.vector_norm(x, dim=-1, keepdim=True),
         "scaled_dot_product_attention": attend,
         "silu": functional.silu,
-        "log_softmax over 49152": lambda x: torch.log_softmax(x.repeat(1, 86)[:, :VOCAB], dim=-1),
+        "log-sum-exp over 49152": lambda x: normalise(x.repeat(1, 86)[:, :VOCAB], [1.0] * x.size(0)).log_mass,
         "invert_cdf (the draw)": lambda x: invert_cdf(
-            torch.log_softmax(x.repeat(1, 86)[:, :VOCAB], dim=-1), torch.full((x.size(0),), 0.37, dtype=torch.float64)
+            x.repeat(1, 86)[:, :VOCAB], torch.full((x.size(0),), 0.37, dtype=torch.float64)
         ).double(),
     }
 

@@ -21,7 +21,7 @@ COMMANDS = (
 
 def seconds(words: list[str]) -> float:
     """Return the seconds that one help page takes, from start to exit."""
-    argv = [sys.executable, "-m", "nano_inference", *words, "--help"]
+    argv = [sys.executable, "-P", "-m", "nano_inference", *words, "--help"]
     start = time.perf_counter()
     subprocess.run(argv, check=True, stdout=subprocess.DEVNULL)
     return time.perf_counter() - start

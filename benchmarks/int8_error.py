@@ -40,7 +40,7 @@ def texts_of(engine: InferenceEngine, count: int, size: int) -> list[list[int]]:
 
 def compare(exact: Tensor, rounded: Tensor, ids: list[int]) -> tuple[Tensor, Tensor, Tensor]:
     """Return, for every position but the last, the token's difference, the divergence, and whether the best agrees."""
-    own, other = exact[:-1].log_softmax(-1), rounded[:-1].log_softmax(-1)
+    own, other = exact[:-1].double().log_softmax(-1), rounded[:-1].double().log_softmax(-1)
     target = torch.tensor(ids[1:]).unsqueeze(-1)
     gap = (own.gather(-1, target) - other.gather(-1, target)).squeeze(-1)
     return gap, (own.exp() * (own - other)).sum(-1), own.argmax(-1) == other.argmax(-1)

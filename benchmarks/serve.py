@@ -103,7 +103,18 @@ async def over_http(port: int, prompts: list[list[int]], num_tokens: int) -> tup
 def start_server(model: str, options: list[str]) -> tuple[subprocess.Popen[str], int, float]:
     """Start `serve`; return it, its port, and the seconds until it took requests."""
     begun = time.perf_counter()
-    arguments = [sys.executable, "-m", "nano_inference", "serve", "--model", model, "--port", "0", "--no-log-requests"]
+    arguments = [
+        sys.executable,
+        "-P",
+        "-m",
+        "nano_inference",
+        "serve",
+        "--model",
+        model,
+        "--port",
+        "0",
+        "--no-log-requests",
+    ]
     process = subprocess.Popen([*arguments, *options], stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
     port = 0

@@ -63,6 +63,9 @@ class IdleRunner:
     def free_cache(self) -> None:
         """There is none."""
 
+    def recover(self) -> None:
+        pass
+
     def restore_cache(self) -> None:
         """There is none."""
 

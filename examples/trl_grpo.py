@@ -80,6 +80,7 @@ def served(model: str, weights: str, seed: int) -> Iterator[str]:
         port = free.getsockname()[1]
     command = [
         sys.executable,
+        "-P",
         "-m",
         "nano_inference",
         "serve",

@@ -45,7 +45,18 @@ def main() -> None:
 @contextmanager
 def serving(model: str) -> Iterator[str]:
     """Serve a model while the block runs; its address."""
-    command = [sys.executable, "-m", "nano_inference", "serve", "--model", model, "--port", "0", "--no-log-requests"]
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "nano_inference",
+        "serve",
+        "--model",
+        model,
+        "--port",
+        "0",
+        "--no-log-requests",
+    ]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         url = ""
@@ -158,8 +169,20 @@ def take_terminal(browser: Browser) -> None:
     """The chat in a terminal of 92 by 20, drawn as text."""
     screen = pyte.Screen(92, 20)
     stream = pyte.Stream(screen)
-    command = ["-m", "nano_inference", "chat", "--seed", "7", "--max-tokens", "70", "--temperature", "0.7"]
-    child = pexpect.spawn(sys.executable, command, dimensions=(20, 92), encoding="utf-8", timeout=120)
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "nano_inference",
+        "chat",
+        "--seed",
+        "7",
+        "--max-tokens",
+        "70",
+        "--temperature",
+        "0.7",
+    ]
+    child = pexpect.spawn(command[0], command[1:], dimensions=(20, 92), encoding="utf-8", timeout=120)
     child.logfile_read = Feeder(stream)
     child.expect("> ")
     child.sendline(QUESTION)

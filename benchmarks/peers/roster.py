@@ -111,7 +111,7 @@ def _ours(row: str, directory: str, threads: str) -> Plan:
     return Plan(
         name=f"nano-inference {label}",
         worker=(sys.executable, str(HERE / "nano.py"), model, threads, dtype),
-        server=(sys.executable, "-m", "nano_inference", "serve", "--port", "{port}", *options),
+        server=(sys.executable, "-P", "-m", "nano_inference", "serve", "--port", "{port}", *options),
         precision=QUANTISED if dtype == "int8" else FLOAT,
         is_ours=True,
     )

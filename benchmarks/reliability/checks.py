@@ -1,4 +1,4 @@
-"""Is a server reliable? Checks R1–R50 and some of T1–T33 of this project's list of incidents, on real processes.
+"""Is a server reliable? Checks R1–R57, Q1–Q5 and some of T1–T36 of this project's list of incidents, on real processes.
 
     python benchmarks/reliability/checks.py [--only R2,R3] [--slow] [--minutes 30]
 
@@ -22,10 +22,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import answers
+import bombs
 import failures
+import fairness
+import files
 import hostile
 import lifecycle
 import queueing
+import quotas
 import soak
 from harness import Check, Finding, Lab, say
 
@@ -35,7 +39,11 @@ CHECKS: tuple[Check, ...] = (
     *hostile.CHECKS,
     *answers.CHECKS,
     *failures.CHECKS,
+    *fairness.CHECKS,
+    *files.CHECKS,
     *soak.CHECKS,
+    *bombs.CHECKS,
+    *quotas.CHECKS,
 )
 ELSEWHERE = {
     "R13": "elsewhere: tests/test_kv.py, tests/sim",
@@ -44,9 +52,9 @@ ELSEWHERE = {
     "R19": "elsewhere: R45",
     "R36": "elsewhere: tests/server/test_writing.py",
     "R37": "elsewhere: tests/server/test_app.py",
-    "R42": "not yet: there are no grammars",
+    "R42": "elsewhere: benchmarks/reliability/grammars.py, tests/text/test_grammar.py",
     "R46": "not applicable: no older flag or file exists",
-    "R48": "not yet: there is no page",
+    "R48": "elsewhere: tests/web/test_trouble.py",
     "T30": "not applicable: clients share the cache's room, and nothing else is claimed",
 }
 """What is checked in another place, or cannot be."""
@@ -93,7 +101,9 @@ def elsewhere() -> list[Row]:
     root = Path(__file__).resolve().parents[2]
     rows = []
     for name, where in ELSEWHERE.items():
-        paths = where.removeprefix("elsewhere: ").split(", ") if "elsewhere: tests" in where else []
+        paths = (
+            where.removeprefix("elsewhere: ").split(", ") if where.startswith("elsewhere: ") and "/" in where else []
+        )
         is_there = all((root / path).exists() for path in paths)
         verdict, _, told = (where if is_there else f"not yet: {', '.join(paths)}").partition(": ")
         rows.append(Row(name, told, Finding(figures={}, is_ok=None), "", verdict))

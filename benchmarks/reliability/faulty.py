@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from importlib.abc import MetaPathFinder
 from typing import Any
 
 MARK = 77
@@ -59,31 +60,42 @@ def install_in_runner(kind: str) -> None:
     from nano_inference.runner import ModelRunner
 
     fault = Fault(kind)
-    run, draw = ModelRunner.run, ModelRunner._draw
+    run = ModelRunner.run
 
     def faulty_run(self: ModelRunner, batch: Any) -> Any:
-        if fault.strikes(batch.rows) is not None:
-            fail(kind)
-        return run(self, batch)
-
-    def faulty_draw(self: ModelRunner, rows: Any, spans: Any, hidden: Any) -> Any:
-        victim = fault.strikes(rows)
-        if victim is not None:
-            hidden[spans[victim].offset + spans[victim].num_tokens - 1] = float("nan")
-        return draw(self, rows, spans, hidden)
+        victim = fault.strikes(batch.rows)
+        if victim is None or kind != "nan":
+            if victim is not None:
+                fail(kind)
+            return run(self, batch)
+        sampler, victim_id = self.sampler, batch.rows[victim].id
+        self.sampler = without_numbers(sampler, victim_id)
+        try:
+            return run(self, batch)
+        finally:
+            self.sampler = sampler
 
     patched: Any = ModelRunner
-    if kind == "nan":
-        patched._draw = faulty_draw
-    else:
-        patched.run = faulty_run
+    patched.run = faulty_run
 
 
-def install_in_writing() -> None:
+def without_numbers(sampler: Any, victim_id: object) -> Any:
+    """Return a sampler before which one row's logits are NaN."""
+
+    def draw(logits: Any, rows: Sequence[Any]) -> Any:
+        for index, row in enumerate(rows):
+            if row.id == victim_id:
+                logits[index] = float("nan")
+        return sampler(logits, rows)
+
+    return draw
+
+
+def spoil_writing() -> None:
     """Let writing the marked sample's text fail: it is the one whose stop string is the mark."""
-    from nano_inference.server import replies
+    from nano_inference.server import writing
 
-    patched: Any = replies
+    patched: Any = writing
     write = patched.write
 
     def faulty_write(pen: Any, delta: Any, shape: Any, tokenizer: Any) -> Any:
@@ -92,6 +104,16 @@ def install_in_writing() -> None:
         return write(pen, delta, shape, tokenizer)
 
     patched.write = faulty_write
+
+
+class InstallInWriting(MetaPathFinder):
+    """Spoils `writing` just before `call` takes its function. Imported earlier, pydantic would change the options."""
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
+        """Find nothing."""
+        if name == "nano_inference.server.call":
+            sys.meta_path.remove(self)
+            spoil_writing()
 
 
 def install_clock() -> None:
@@ -106,7 +128,7 @@ def main() -> int:
     """Put the fault in and run the command line."""
     kind = sys.argv[1]
     if kind == "detok":
-        install_in_writing()
+        sys.meta_path.insert(0, InstallInWriting())
     elif kind == "clock":
         install_clock()
     else:

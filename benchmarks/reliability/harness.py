@@ -326,6 +326,11 @@ class Server:
         return self._status("VmRSS")
 
     @property
+    def virtual(self) -> int:
+        """Bytes of address space."""
+        return self._status("VmSize")
+
+    @property
     def peak_rss(self) -> int:
         """Most bytes of resident memory since `forget_peak`."""
         return self._status("VmHWM")
@@ -482,6 +487,7 @@ async def launch(
     began = time.monotonic()
     process = await asyncio.create_subprocess_exec(
         sys.executable,
+        "-P",
         *arguments,
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.DEVNULL,
@@ -553,7 +559,7 @@ def say(text: str) -> None:
 @asynccontextmanager
 async def polled(server: Server, path: str) -> AsyncIterator[list[float]]:
     """Ask every 10 ms while the block runs; when it has ended, the list holds how late each answer was, in seconds."""
-    arguments = (sys.executable, str(POLLER), str(server.port), path)
+    arguments = (sys.executable, "-P", str(POLLER), str(server.port), path)
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(*arguments, stdin=pipe, stdout=pipe, limit=1 << 24)
     late: list[float] = []

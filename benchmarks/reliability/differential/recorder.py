@@ -1,0 +1,112 @@
+"""Which weights computed which slot of the KV cache, written down beside a runner.
+
+With `on_running="keep"` a token's log-probability depends on the versions that computed the K/V before it. Those are
+decided by the steps (preemption, prefix hits), so they are recorded here and not guessed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from nano_inference.runner import Runner
+from nano_inference.types import Row, RowResult, ScheduledBatch
+
+
+@dataclass(eq=False, slots=True)
+class Node:
+    """One computed position: its token, its weights and the positions before it. Equal histories share a node."""
+
+    parent: Node | None
+    token: int
+    version: int
+    depth: int
+    children: dict[tuple[int, int], Node] = field(default_factory=dict)
+
+    def child(self, token: int, version: int) -> Node:
+        """Return the position after this one, computed from `token` with the weights `version`."""
+        key = token, version
+        if key not in self.children:
+            self.children[key] = Node(self, token, version, self.depth + 1)
+        return self.children[key]
+
+    def path(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the tokens and the versions of all positions up to this one."""
+        tokens: list[int] = []
+        versions: list[int] = []
+        node = self
+        while node.parent is not None:
+            tokens.append(node.token)
+            versions.append(node.version)
+            node = node.parent
+        return tuple(reversed(tokens)), tuple(reversed(versions))
+
+
+class Recorder:
+    """A runner that passes every step on and records it. Raises `AssertionError` for a read of a wrong slot."""
+
+    def __init__(self, inner: Runner, num_blocks: int, block_size: int) -> None:
+        self._inner = inner
+        self._block_size = block_size
+        self._num_slots = num_blocks * block_size
+        self._slots: list[Node | None] = [None] * self._num_slots
+        self._root = Node(None, -1, -1, 0)
+        self.version: Callable[[], int] = lambda: 0
+        """The weights in force; the engine's own once there is one."""
+        self.draws: dict[tuple[int, int], dict[int, list[Node]]] = {}
+        """(Request, sample index) -> position -> the nodes from whose logits a token was drawn for it."""
+        self.num_drafts = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def free_cache(self) -> None:
+        """Give the memory of the KV cache back."""
+        self._slots = []
+        self._inner.free_cache()
+
+    def restore_cache(self) -> None:
+        """Take it again, empty."""
+        self._slots = [None] * self._num_slots
+        self._inner.restore_cache()
+
+    def run(self, batch: ScheduledBatch) -> Mapping[int, RowResult]:
+        """Run the step; record what each row read, wrote and drew."""
+        self._move(batch)
+        starts = [self._read(row) for row in batch.rows]
+        results = self._inner.run(batch)
+        for row, node in zip(batch.rows, starts, strict=True):
+            self._write(row, node)
+        return results
+
+    def _move(self, batch: ScheduledBatch) -> None:
+        size = self._block_size
+        copied = [(c, self._slots[c.source * size : c.source * size + c.num_tokens]) for c in batch.copies]
+        for block in batch.fresh:
+            self._slots[block * size : (block + 1) * size] = [None] * size
+        for copy, nodes in copied:
+            self._slots[copy.target * size : copy.target * size + copy.num_tokens] = nodes
+
+    def _slot(self, row: Row, position: int) -> int:
+        return row.blocks[position // self._block_size] * self._block_size + position % self._block_size
+
+    def _read(self, row: Row) -> Node:
+        node = self._root
+        for position in range(row.start):
+            found = self._slots[self._slot(row, position)]
+            assert found is not None, f"request {row.request_id} read position {position}, which no row wrote"
+            assert found.parent is node, f"request {row.request_id} read another text's K/V at position {position}"
+            node = found
+        return node
+
+    def _write(self, row: Row, node: Node) -> None:
+        version = self.version()
+        first_draw = len(row.tokens) - row.num_drafts - 1
+        drawn = self.draws.setdefault((row.request_id, row.sample_index), {})
+        for place, token in enumerate(row.tokens):
+            node = node.child(token, version)
+            self._slots[self._slot(row, row.start + place)] = node
+            if row.num_sampled and place >= first_draw:
+                drawn.setdefault(node.depth, []).append(node)
+        self.num_drafts += row.num_drafts

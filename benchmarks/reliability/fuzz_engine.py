@@ -1,0 +1,220 @@
+"""Differential fuzz of the engine: random histories, every number checked against Transformers in float32.
+
+    python benchmarks/reliability/fuzz_engine.py [--minutes 30] [--seed N] [--family NAME] [--path c|torch|both]
+                                                 [--vocab 262144] [--replay SEED]
+
+A world is a tiny random model of a random family, a random configuration (cache small enough to preempt) and a random
+history over the public API: requests with every sampling parameter, matchers, token programs, streams, aborts,
+resumed samples, score, embed, pause, sleep, flush, updates of every kind, refused updates. Checked: each token's
+log-probability (raw, tempered, processed, alternatives, prompt) within 1e-4 of Transformers under the weight version
+that the token claims; K/V of several versions (`on_running="keep"`) is computed piece by piece; the token is the best
+one or the one at its uniform; masks, forced tokens, finish reasons, versions, block books; samples of one version
+equal a run alone on a fresh engine (bit for bit on the C path). The last line is one JSON object; exit status 1 on any
+difference. A difference is printed with the command that repeats its world.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import random
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import FrameType
+
+import torch
+import transformers
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from differential.history import release, run_world
+from differential.judge import Differences, Judge, Verdict
+from differential.worlds import ComputePath, World, make_world
+
+from nano_inference.runner import Runner
+from tests.models.families import FAMILIES
+
+PATHS: tuple[ComputePath, ...] = ("c", "torch")
+MAX_FAILURES = 20
+"""Worlds with differences after which the run ends."""
+REPORT_S = 60.0
+WORLD_S = 600.0
+"""Longest a world may take."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What decides a world."""
+
+    seed: int
+    family: str
+    path: ComputePath
+    vocab_size: int | None = None
+
+    @property
+    def command(self) -> str:
+        """The command line that repeats it."""
+        vocab = "" if self.vocab_size is None else f" --vocab {self.vocab_size}"
+        where = "python benchmarks/reliability/fuzz_engine.py"
+        return f"{where} --replay {self.seed} --family {self.family} --path {self.path}{vocab}"
+
+
+@dataclass
+class Totals:
+    """What all worlds came to."""
+
+    worlds: int = 0
+    counts: Counter[str] = field(default_factory=Counter)
+    differences: dict[str, Differences] = field(default_factory=dict)
+    failures: list[dict[str, object]] = field(default_factory=list)
+
+    def add(self, plan: Plan, verdict: Verdict) -> None:
+        """Add one world."""
+        self.worlds += 1
+        self.counts += verdict.counts
+        self.counts[f"worlds {plan.path}"] += 1
+        for kind, found in verdict.differences.items():
+            total = self.differences.setdefault(kind, Differences())
+            total.count += found.count
+            total.total += found.total
+            total.worst = max(total.worst, found.worst)
+        if verdict.faults:
+            self.failures.append({"command": plan.command, "faults": verdict.faults})
+
+    @property
+    def worst(self) -> float:
+        """The largest difference of a log-probability."""
+        return max((one.worst for kind, one in self.differences.items() if "embedding" not in kind), default=0.0)
+
+    @property
+    def mean_signed(self) -> float:
+        """The mean signed difference of the log-probabilities: a bias shows here."""
+        found = [one for kind, one in self.differences.items() if "embedding" not in kind]
+        return sum(one.total for one in found) / max(1, sum(one.count for one in found))
+
+
+def try_world(plan: Plan, wrap: Callable[[Runner], Runner] | None = None) -> Verdict:
+    """Run and judge one world; whatever is raised is a fault of it. `wrap` may put something before the runner."""
+    torch.manual_seed(plan.seed)  # initial values that Transformers draws before they are replaced
+    verdict = Verdict()
+    with tempfile.TemporaryDirectory(prefix="fuzz-engine-") as directory:
+        world: World | None = None
+        try:
+            world = make_world(plan.seed, plan.family, plan.path, Path(directory), plan.vocab_size, wrap)
+            run_world(world)
+            verdict = Judge(world).run()
+        except (Exception, TimeoutError) as error:
+            frames = traceback.extract_tb(error.__traceback__)[-3:]
+            places = " < ".join(f"{Path(one.filename).name}:{one.lineno}" for one in reversed(frames))
+            verdict.fault(f"{type(error).__name__}: {error} ({places})")
+        finally:
+            if world is not None:
+                verdict.counts += world.counts
+                release(world)
+    return verdict
+
+
+def plans(given: argparse.Namespace) -> list[Plan]:
+    """Return the worlds of one round: each path of a family that the seed chooses."""
+    paths = PATHS if given.path == "both" else (given.path,)
+    seed = given.seed if given.replay is None else given.replay
+    family = given.family or random.Random(f"family {seed}").choice(sorted(FAMILIES))
+    return [Plan(seed, family, path, given.vocab) for path in paths]
+
+
+def report(totals: Totals, seconds: float) -> None:
+    """Print a summary that people read."""
+    counts = totals.counts
+    names = (
+        "requests",
+        "samples",
+        "tokens",
+        "preemptions",
+        "updates",
+        "refused updates",
+        "aborts",
+        "resumed",
+        "faults",
+    )
+    shown = ", ".join(f"{counts[name]:,} {name}" for name in names)
+    print(f"{seconds:.0f} s: {totals.worlds} worlds, {shown}", flush=True)
+    for kind, found in sorted(totals.differences.items()):
+        mean = found.total / max(1, found.count)
+        print(f"  {kind:22} {found.count:9,} compared, max {found.worst:.2e}, mean signed {mean:+.1e}", flush=True)
+
+
+def fuzz(given: argparse.Namespace) -> Totals:
+    """Run worlds until the time is over or too many failed."""
+    totals = Totals()
+    began = reported = time.monotonic()
+    while True:
+        for plan in plans(given):
+            signal.setitimer(signal.ITIMER_REAL, WORLD_S)
+            verdict = try_world(plan)
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            totals.add(plan, verdict)
+            for what in verdict.faults:
+                print(f"DIFFERENCE {what}\n  {plan.command}", flush=True)
+        now = time.monotonic()
+        if now - reported > REPORT_S:
+            reported = now
+            report(totals, now - began)
+        is_over = given.replay is not None or now - began > 60 * given.minutes
+        if is_over or len(totals.failures) >= MAX_FAILURES:
+            report(totals, now - began)
+            return totals
+        given.seed += 1
+
+
+def stop_world(number: int, frame: FrameType | None) -> None:
+    """End a world that takes too long."""
+    raise TimeoutError(f"the world took over {WORLD_S:.0f} seconds")
+
+
+def arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--minutes", type=float, default=30.0)
+    parser.add_argument("--seed", type=int, default=0, help="of the first world; the next ones count up")
+    parser.add_argument("--family", choices=sorted(FAMILIES), help="one family (default: chosen by the seed)")
+    parser.add_argument("--path", choices=[*PATHS, "both"], default="both", help="CPU kernels, torch, or both in turn")
+    parser.add_argument("--vocab", type=int, help="vocabulary of the models (default: random, 64 to 319)")
+    parser.add_argument("--replay", type=int, metavar="SEED", help="run the world of this seed only")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line."""
+    given = arguments(argv)
+    torch.set_num_threads(1)
+    transformers.utils.logging.disable_progress_bar()
+    logging.getLogger("nano_inference").setLevel(logging.CRITICAL)  # each refused update is an error there
+    signal.signal(signal.SIGALRM, stop_world)
+    totals = fuzz(given)
+    print(
+        json.dumps(
+            {
+                "passed": not totals.failures,
+                "worlds": totals.worlds,
+                "max_difference": totals.worst,
+                "mean_signed_difference": totals.mean_signed,
+                "vocab": given.vocab,
+                "counts": dict(sorted(totals.counts.items())),
+                "differences": {kind: asdict(found) for kind, found in sorted(totals.differences.items())},
+                "failures": totals.failures,
+            }
+        )
+    )
+    return 1 if totals.failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
