@@ -20,7 +20,7 @@ LEVELS = (
     "types memory exclusive children",
     "files",
     "kernels",
-    "config hub",
+    "config hub chat_defaults",
     "wheels",
     "speculate logprobs",
     "kv text catalog sequence scheduling sampling door",
@@ -48,6 +48,7 @@ TORCH_FREE = (
     *("rollout.py", "speculate.py"),
     *(
         "catalog.py",
+        "chat_defaults.py",
         "hub.py",
         "wheels.py",
         "children.py",

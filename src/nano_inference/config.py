@@ -19,6 +19,7 @@ KvDtype = Literal["auto", "bfloat16"]
 KernelsName = Literal["auto", "avx512", "avx2", "generic", "off"]
 AttentionName = Literal["auto", "sdpa", "flex"]
 Speculation = Literal["off", "ngram"]
+GenerationConfig = Literal["auto", "none"]
 
 CACHE_TYPES: tuple[CacheType, ...] = ("paged", "radix")
 DTYPES: tuple[Dtype, ...] = ("auto", "float32", "bfloat16", "float16", "int8")
@@ -179,6 +180,7 @@ class SchedulerConfig:
 DEFAULTS: Mapping[str, tuple[Any, Any]] = MappingProxyType(
     {
         "logprobs_mode": ("raw", "processed"),
+        "generation_config": ("auto", "none"),
         "max_queued_requests": (256, 65536),
         "max_admitted_tokens": (1 << 22, 1 << 30),
         "max_n": (16, 1024),
@@ -212,6 +214,11 @@ class ServerConfig:
     any_model: bool = helped(False, "answer requests for any model name (clients that hard-code gpt-…)")
     strict: bool = helped(False, "refuse fields that are not known instead of leaving them out")
     logprobs_mode: LogprobsMode = resolved("logprobs_mode", "distribution that log-probabilities speak of")
+    generation_config: GenerationConfig = resolved(
+        "generation_config",
+        "sampling of requests that name none: auto is the model's generation_config.json, none temperature 1 without "
+        "truncation",
+    )
     enable_rl: bool = helped(False, "open the routes of RL trainers: pause, abort, weights, versions")
 
     api_key: tuple[str, ...] = field(
@@ -292,6 +299,12 @@ class ServerConfig:
             raise ValueError(f"root_path must begin with a slash and not end with one, got {self.root_path!r}")
 
     def _check_rl(self) -> None:
+        if self.generation_config not in ("auto", "none"):
+            raise ValueError(f"generation_config must be auto or none, got {self.generation_config!r}")
+        if self.enable_rl and self.generation_config != "none":
+            raise ValueError(
+                "generation_config must be none with enable_rl: the model's own defaults would skew rollouts"
+            )
         if self.weights_dir is not None and not (isinstance(self.weights_dir, str) and self.weights_dir):
             raise ValueError(f"weights_dir must be a non-empty string, got {self.weights_dir!r}")
         if self.weights_dir is not None and not self.enable_rl:

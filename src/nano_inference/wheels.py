@@ -10,10 +10,11 @@ import os
 import re
 import tempfile
 import zipfile
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 
 from nano_inference.children import PYTHON, start
 from nano_inference.hub import Progress, counted
@@ -41,6 +42,8 @@ class WheelModel:
     """The model's path in the wheel."""
     file_sha256: str
     file_bytes: int
+    chat: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
+    """Sampling fields for chats, measured with `benchmarks/simple_questions.py`."""
 
     @property
     def file_name(self) -> str:

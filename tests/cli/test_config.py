@@ -16,7 +16,7 @@ from nano_inference.cli import main
 from nano_inference.cli.app import build_app
 from nano_inference.cli.arguments import kind_of, options_of, takes_list, twin_of, walk_commands
 from nano_inference.cli.config_file import NOT_IN_FILES, default_file, line_of
-from nano_inference.cli.origins import UNLESS
+from nano_inference.cli.origins import OF_CHAT, UNLESS
 
 Capture = pytest.CaptureFixture[str]
 NEEDED = {"models pull": ("x",), "models rm": ("x",), "models export": ("x", "y")}
@@ -266,7 +266,15 @@ def test_what_is_printed_is_a_file_that_says_the_same(path: tuple[str, ...], tmp
     assert {key: value for key, (value, _) in after.items()} == {key: value for key, (value, _) in before.items()}
     after.pop("device-type", None)  # of a mode that is off, what a file says is not looked at
     assert {origin for value, origin in after.values() if value is not None} == {f"file {file}"}
-    assert {origin for _, origin in before.values()} <= {"built-in", UNLESS}
+    assert {origin for _, origin in before.values()} <= {"built-in", UNLESS, OF_CHAT}
+
+
+def test_a_chats_defaults_are_no_settings(capsys: Capture) -> None:
+    """Read as a file, they would replace those of another model."""
+    page, _ = run(capsys, "chat", "--top-k", "0", "--print-config")
+    found = tomllib.loads(page)["chat"]
+    assert found["top-k"] == 0 and not {"temperature", "top-p", "min-p", "max-tokens"} & set(found)
+    assert "# max-tokens depends on the model" in page
 
 
 def test_what_the_model_may_say_is_no_setting(capsys: Capture) -> None:

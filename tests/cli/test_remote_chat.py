@@ -230,7 +230,7 @@ def test_what_is_sent(server: Scripted, capsys: Capture) -> None:
         "messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "hello"}],
         "stream": True,
         "stream_options": {"include_usage": True},
-        "max_tokens": 256,
+        "max_tokens": 1024,
         "top_p": 0.5,
     }
 
@@ -245,6 +245,27 @@ def test_what_is_built_in_is_sent_when_it_was_asked_for(
     sent = server.post()
     assert (sent["temperature"], sent["top_p"]) == (1.0, 1.0)
     assert set(sent) == {"model", "messages", "stream", "stream_options", "max_tokens", "temperature", "top_p"}
+
+
+def test_our_own_servers_chat_defaults_are_sent(server: Scripted, capsys: Capture) -> None:
+    """Explicitly, because a request that names nothing is sampled with temperature 1; the user's values come first."""
+    defaults = {"temperature": 0.2, "top_p": 0.9, "min_p": 0.0, "max_tokens": 77, "unknown_field": 3}
+    server.models = {"data": [{"id": "a", "owned_by": "nano-inference", "chat_defaults": defaults}]}
+    for _ in range(2):
+        server.answer("hi")
+    _, err = talk(capsys, server.url)
+    assert "[chat defaults: temperature 0.2, top_p 0.9, max_tokens 77 (the server's); /set changes them]" in err
+    sent = server.post()
+    assert {name: sent.get(name) for name in defaults} == {**defaults, "unknown_field": None}
+    talk(capsys, server.url, "--top-p", "1", "--max-tokens", "256")
+    sent = server.post()
+    assert (sent["temperature"], sent["top_p"], sent["max_tokens"]) == (0.2, 1.0, 256)
+
+
+def test_invalid_chat_defaults_of_a_server_are_one_line(server: Scripted, capsys: Capture) -> None:
+    server.models = {"data": [{"id": "a", "owned_by": "nano-inference", "chat_defaults": {"top_p": "all"}}]}
+    _, err = talk(capsys, server.url, code=1)
+    assert err == "nano-inference: the server's chat_defaults are invalid: top_p must be a number, got 'all'\n"
 
 
 def test_a_server_that_lost_its_calculator_is_asked_without(server: Scripted, capsys: Capture) -> None:

@@ -185,5 +185,15 @@ def test_info_tells_what_a_page_must_know(server: Running, calculator: Running) 
     assert (told["context"], told["vocabulary"], told["end_token_ids"]) == (512, 260, [257])
     assert told["chats"] and not told["calculator"] and told["parameters"] > 10_000
     assert told["sampling_defaults"]["temperature"] == 1.0 and told["architecture"] == "LlamaForCausalLM"
+    assert told["generation_config"] == "auto" and told["chat_defaults_source"] == "default for chats"
+    assert told["chat_defaults"] == {
+        "temperature": 0.7,
+        "top_p": 0.95,
+        "top_k": 0,
+        "min_p": 0.05,
+        "repetition_penalty": 1.0,
+        "max_tokens": 1024,
+    }
+    assert server.client.get("/v1/models").json()["data"][0]["chat_defaults"] == told["chat_defaults"]
     assert calculator.client.get("/info").json()["calculator"] is True
     assert "/" not in str({key: value for key, value in told.items() if key != "server"}), "no paths"

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import tokenizers
 
+from nano_inference.chat_defaults import chat_defaults
 from nano_inference.config import ServerConfig
 from nano_inference.door import Limits
 from nano_inference.server.body import parse
@@ -54,6 +55,7 @@ def model(tiny_directory: Path, tokenizer: Tokenizer) -> ServedModel:
         grammars=Grammars(tokenizer, 260, (257,)),
         limits=LIMITS,
         generation=MappingProxyType({"temperature": 0.3, "top_k": 7}),
+        chat_defaults=chat_defaults({}, {}),
         longest_token=12,
         max_positions=LIMITS.max_model_len,
     )

@@ -19,6 +19,7 @@ from openai import OpenAI
 from openai.types import CreateEmbeddingResponse
 
 from nano_inference import EngineConfig, InferenceEngine, TrainingSample
+from nano_inference.chat_defaults import chat_defaults
 from nano_inference.config import ServerConfig
 from nano_inference.door import Limits
 from nano_inference.server.body import parse
@@ -47,6 +48,7 @@ def model(tiny_directory: Path) -> ServedModel:
         grammars=Grammars(load_tokenizer(TokenizerSource(str(tiny_directory))), 260, (257,)),
         limits=LIMITS,
         generation=MappingProxyType({"temperature": 0.3}),
+        chat_defaults=chat_defaults({}, {}),
         longest_token=12,
         max_positions=LIMITS.max_model_len,
     )

@@ -85,7 +85,7 @@ def run(argv: list[str]) -> object:
         wants_given = {"given": seen.given} if "given" in unparsed else {}
         return command(*bound.args, **bound.kwargs, **wants_given)
     bound.apply_defaults()
-    settings = settings_of(seen.arguments, bound.arguments)
+    settings = settings_of(seen.commands, seen.arguments, bound.arguments)
     print(as_json(settings) if bound.arguments.get("as_json") else as_toml(seen.commands, settings))
     return 0
 

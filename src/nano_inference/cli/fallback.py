@@ -44,7 +44,8 @@ def name_model(_app: App, _commands: tuple[str, ...], arguments: ArgumentCollect
     if is_served:
         return  # it has defaults of its own
     builtin = find_builtin(str(model.tokens[0].value))
-    wanted = NANOCHATS_OWN if is_nanochat else builtin.sampling if builtin is not None else {}
+    own = {} if builtin is None else {name: f"{value:g}" for name, value in builtin.sampling.items()}
+    wanted = NANOCHATS_OWN if is_nanochat else own
     for name, value in wanted.items():
         argument = by_name.get(name)
         if argument is not None and not argument.tokens:

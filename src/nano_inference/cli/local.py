@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from nano_inference.cli import chat
 from nano_inference.cli.answer import Answer, stream_answer, took
 from nano_inference.cli.options import Common
-from nano_inference.cli.session import Session, encode, open_session, with_models_own
+from nano_inference.cli.session import Session, encode, open_session, with_chat_defaults
 from nano_inference.cli.talk import NUM_ALTERNATIVES, Ask, Piece, Reply, Sampling, ShownToken, Write
 from nano_inference.cli.terminal import Interrupts, note
 from nano_inference.config import EngineConfig
@@ -26,7 +26,8 @@ def run(wishes: chat.Wishes, config: EngineConfig, sampling: Sampling, common: C
     with open_session(config, common) as session:
         require(session.dialogue)
         answerer = LocalAnswerer(session, config.model_path, common.quiet)
-        return chat.run(wishes, answerer, with_models_own(session, sampling, common.quiet), common)
+        sampling = with_chat_defaults(session, config.model_path, sampling, common.quiet)
+        return chat.run(wishes, answerer, sampling, common)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,12 +11,14 @@ from typing import Any, NamedTuple
 
 from cyclopts import App, Argument, ArgumentCollection, Token
 
+from nano_inference.chat_defaults import CHAT_FIELDS
 from nano_inference.cli.arguments import heading_of, is_secret, key_of, options_of
 from nano_inference.cli.config_file import NOT_IN_FILES
 from nano_inference.types import MODELS_OWN
 
 BUILT_IN = "built-in"
 UNLESS = "built-in, unless the model has its own"
+OF_CHAT = "the model's default for chats, else that of all chats"
 _SAID = {"cli": "command line"}
 _WIDEST_VALUE = 48
 
@@ -71,8 +73,9 @@ def origin_of(option: Argument) -> str:
     return f"environment {token.keyword}" if token.source == "env" else _SAID.get(token.source, token.source)
 
 
-def settings_of(arguments: ArgumentCollection, bound: Mapping[str, Any]) -> list[Setting]:
+def settings_of(commands: tuple[str, ...], arguments: ArgumentCollection, bound: Mapping[str, Any]) -> list[Setting]:
     """Return every option with the value that the command would get."""
+    open_origin, open_names = (OF_CHAT, CHAT_FIELDS) if commands == ("chat",) else (UNLESS, MODELS_OWN)
     owner = {id(child): parent.field_info.name for parent in arguments for child in parent.children}
     settings = []
     for option in options_of(arguments):
@@ -81,7 +84,7 @@ def settings_of(arguments: ArgumentCollection, bound: Mapping[str, Any]) -> list
         value = bound[name] if parent is None else getattr(bound[parent], name)
         if key_of(option) not in NOT_IN_FILES:
             origin = origin_of(option)
-            origin = UNLESS if origin == BUILT_IN and name in MODELS_OWN else origin
+            origin = open_origin if origin == BUILT_IN and name in open_names else origin
             settings.append(Setting(key_of(option), heading_of(option), value, origin, is_secret(option)))
     return settings
 
@@ -116,6 +119,8 @@ def _assignment(setting: Setting) -> str:
         return f'{setting.key} = "none"'
     if setting.value is None:
         return f"# {setting.key} is not set"
+    if setting.origin == OF_CHAT:
+        return f"# {setting.key} depends on the model"
     told = f"{setting.key} = {toml_value(_plain(setting.value))}"
     return f"# {told}" if setting.origin == UNLESS else told  # as a file's, it would win over the model's
 

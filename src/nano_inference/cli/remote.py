@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
+from nano_inference.chat_defaults import CHAT_FIELDS, CHAT_MAX_TOKENS
 from nano_inference.cli import chat
 from nano_inference.cli.fallback import SERVED
 from nano_inference.cli.options import ChatWishes, Common
@@ -23,11 +24,13 @@ from nano_inference.cli.talk import (
     Took,
     Write,
     plain_value,
+    tell_defaults,
+    with_defaults,
 )
 from nano_inference.cli.terminal import Interrupts, note
 from nano_inference.cli.wire import Address, CutOff, Refused, error_of, get_json, read_address, stream_json
 from nano_inference.text.chat import Message
-from nano_inference.types import BadRequest
+from nano_inference.types import BadRequest, SamplingParams
 
 _FAILED = 1
 _NOT_SENT = ("logprobs_mode", "pooling", "prompt_logprobs", "raw_logprobs", "sampling_mask")
@@ -47,7 +50,9 @@ def run(wishes: chat.Wishes, where: ChatWishes, model: str, sampling: Sampling, 
         if address.tells_key:
             note(f"[the key goes to {address.host} unencrypted: the address is no https://]")
         note(f"[{answerer.model} at {address.url}]", common.quiet)
-        return chat.run(wishes, answerer, sampling, common)
+        if answerer.is_ours:
+            tell_defaults(sampling, answerer.defaults, "the server's", common.quiet)
+        return chat.run(wishes, answerer, with_defaults(sampling, answerer.defaults), common)
     except ServerError as error:
         note(f"nano-inference: {error}")
         return _FAILED
@@ -66,7 +71,19 @@ def open_server(address: Address, wanted: str | None) -> RemoteAnswerer:
     length = card.get("max_model_len")
     is_ours = card.get("owned_by") == _OWNER
     calculates = is_ours and card.get("calculator") is True
-    return RemoteAnswerer(address, wanted, length if isinstance(length, int) else None, is_ours, calculates)
+    defaults = _defaults(card.get("chat_defaults")) if is_ours else {"max_tokens": CHAT_MAX_TOKENS}
+    context = length if isinstance(length, int) else None
+    return RemoteAnswerer(address, wanted, defaults, context, is_ours, calculates)
+
+
+def _defaults(sent: Any) -> Mapping[str, Any]:
+    """Return the chat defaults that our own server sent. Raises `ServerError` if they are no sampling parameters."""
+    defaults = {name: value for name, value in _mapping(sent).items() if name in CHAT_FIELDS}
+    try:
+        SamplingParams(**defaults)
+    except ValueError as error:
+        raise ServerError(f"the server's chat_defaults are invalid: {one_line(str(error))}") from None
+    return defaults
 
 
 def _cards(address: Address, *, is_needed: bool) -> list[dict[str, Any]]:
@@ -89,6 +106,8 @@ class RemoteAnswerer:
 
     address: Address
     model: str
+    defaults: Mapping[str, Any]
+    """Sampling fields that are sent if the user names none: all that our own server lists, else a length limit."""
     context: int | None = None
     is_ours: bool = False
     """It is this package's own server, so masks and weight versions can be had."""
@@ -171,7 +190,7 @@ class RemoteAnswerer:
         return reply
 
     def _body(self, ask: Ask, turns: tuple[Message, ...]) -> dict[str, Any]:
-        """Return the request. Only what somebody asked for is sent of the sampling, and how long it may become."""
+        """Return the request. Of the sampling it has what the user named and the defaults for chats."""
         params, named = ask.sampling
         if wrong := sorted(named.intersection(_NOT_SENT)):
             raise BadRequest(f"{wrong[0]} cannot be asked of a server in a chat")
@@ -180,7 +199,8 @@ class RemoteAnswerer:
         body["stream_options"] = {"include_usage": True}
         if params.max_tokens is not None:
             body["max_tokens"] = params.max_tokens
-        body |= {name: plain_value(params, name) for name in sorted(named - {"max_tokens", "logprobs"})}
+        sent = (named | self.defaults.keys()) - {"max_tokens", "logprobs"}
+        body |= {name: plain_value(params, name) for name in sorted(sent)}
         if ask.has_tokens:
             body |= {"logprobs": True, "top_logprobs": max(NUM_ALTERNATIVES, params.logprobs or 0)}
         if self.is_ours:

@@ -12,6 +12,7 @@ import threading
 from pathlib import Path
 
 from nano_inference.catalog import find_builtin, find_wheel, names_path
+from nano_inference.chat_defaults import differing
 from nano_inference.cli.collection import no_collection
 from nano_inference.cli.options import Common
 from nano_inference.cli.place import fetch
@@ -129,6 +130,9 @@ def banner(opened: Opened, config: ServerConfig, url: str) -> str:
     key = ' -H "authorization: Bearer $KEY"' if has_key else ""
     talk = '"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 64, "stream": true'
     talk += ', "calculator": true' if model.calculates else ""
+    origin = (
+        "the model's generation_config.json" if model.generation else f"--generation-config {config.generation_config}"
+    )
     path = "chat/completions" if model.dialogue is not None else "completions"
     body = talk if model.dialogue is not None else '"prompt": "Once upon a time", "stream": true'
     return "\n".join(
@@ -136,8 +140,8 @@ def banner(opened: Opened, config: ServerConfig, url: str) -> str:
             f"ready: {', '.join(model.names)}",
             f"  chat page {url}/, dashboard {url}/dashboard",
             f"  context {context}, KV cache {num_slots} tokens, {'an API key is needed' if has_key else 'no API key'}",
-            f"  sampling defaults: {dict(model.generation) or 'temperature 1.0'}"
-            + (" (from the model's generation_config.json)" if model.generation else ""),
+            f"  sampling of requests that name none: {differing(model.generation)} ({origin})",
+            f"  sampling of the chat page: {differing(model.chat_defaults.sampling)} ({model.chat_defaults.source})",
             *tool_lines(opened),
             *rl_lines(config),
             f"  curl -N {url}/v1/{path}{key} -H 'content-type: application/json' -d '{{{body}}}'",

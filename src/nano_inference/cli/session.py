@@ -7,10 +7,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from nano_inference.assemble import assemble
+from nano_inference.catalog import catalog_sampling
+from nano_inference.chat_defaults import chat_defaults
 from nano_inference.cli.options import Common
 from nano_inference.cli.place import fetch
 from nano_inference.cli.prompts import Prompt
-from nano_inference.cli.talk import Sampling
+from nano_inference.cli.talk import Sampling, tell_defaults, with_defaults
 from nano_inference.cli.terminal import bar, note
 from nano_inference.config import EngineConfig
 from nano_inference.engine import InferenceEngine
@@ -68,6 +70,18 @@ def with_models_own(session: Session, sampling: Sampling, quiet: bool) -> Sampli
         told = ", ".join(f"{name} {value}" for name, value in own.items())
         note(f"[{told}: the model's own (generation_config.json)]", quiet)
     return sampling._replace(params=replace(sampling.params, **own))
+
+
+def with_chat_defaults(session: Session, model: str, sampling: Sampling, quiet: bool) -> Sampling:
+    """Return the sampling of a chat with the defaults for what the user did not name, and print them.
+
+    `model` is the name that the user gave. Raises `ModelError` if the model's own defaults are invalid.
+    """
+    checkpoint = session.engine.parts.checkpoint
+    assert checkpoint is not None, "assemble opens a checkpoint"
+    found = chat_defaults(sampling_defaults(checkpoint, without=sampling.named), catalog_sampling(model))
+    tell_defaults(sampling, found.sampling, found.source, quiet)
+    return with_defaults(sampling, found.sampling)
 
 
 def tell_inferred(checkpoint: Checkpoint, quiet: bool) -> None:

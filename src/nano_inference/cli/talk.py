@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple, Protocol
 
+from nano_inference.chat_defaults import CHAT_FIELDS, differing
 from nano_inference.cli.options import NOT_TYPED_BY_HAND
-from nano_inference.cli.terminal import Interrupts
+from nano_inference.cli.terminal import Interrupts, note
 from nano_inference.text.chat import Message
-from nano_inference.types import MODELS_OWN, FinishReason, SamplingParams
+from nano_inference.types import FinishReason, SamplingParams
 
 NUM_ALTERNATIVES = 5
 """How many of the likeliest tokens /tokens shows at a position."""
@@ -151,7 +152,21 @@ def asked_for(params: SamplingParams, given: frozenset[str]) -> Sampling:
     What everybody gets was asked for where models and servers have defaults of their own, and by nobody elsewhere.
     """
     differing = {name for name in sampling_fields() if getattr(params, name) != getattr(_PLAIN, name)}
-    return Sampling(params, frozenset(differing | (given & set(MODELS_OWN))))
+    return Sampling(params, frozenset(differing | (given & set(CHAT_FIELDS))))
+
+
+def with_defaults(sampling: Sampling, defaults: Mapping[str, Any]) -> Sampling:
+    """Return the sampling with defaults for the fields that the user did not name. Raises `ValueError` for bad ones."""
+    unnamed = {name: value for name, value in defaults.items() if name not in sampling.named}
+    return sampling._replace(params=replace(sampling.params, **unnamed))
+
+
+def tell_defaults(sampling: Sampling, defaults: Mapping[str, Any], source: str, quiet: bool) -> None:
+    """Print the defaults of a chat that are in force: those of fields that the user did not name."""
+    unnamed = defaults.keys() - sampling.named
+    if unnamed:
+        found = {**defaults, **{name: getattr(sampling.params, name) for name in sampling.named & defaults.keys()}}
+        note(f"[chat defaults: {differing(found, unnamed)} ({source}); /set changes them]", quiet)
 
 
 def plain_value(params: SamplingParams, name: str) -> Any:

@@ -29,6 +29,9 @@ def info(model: ServedModel, config: ServerConfig, max_running: int) -> JSON:
         "chats": model.dialogue is not None,
         "calculator": model.calculates,
         "sampling_defaults": sampling_defaults(model),
+        "generation_config": config.generation_config,
+        "chat_defaults": dict(model.chat_defaults.sampling),
+        "chat_defaults_source": model.chat_defaults.source,
         **model.facts,
     }
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
+from nano_inference.chat_defaults import ChatDefaults
 from nano_inference.door import Limits
 from nano_inference.server.errors import ApiError
 from nano_inference.text.dialogue import Dialogue
@@ -31,7 +32,9 @@ class ServedModel:
     """What holds answers to a structure."""
     limits: Limits
     generation: Mapping[str, Any]
-    """Sampling defaults that the model's own files name."""
+    """Sampling fields for requests that name none: those of the model's generation_config.json, or nothing."""
+    chat_defaults: ChatDefaults
+    """Fields that the page sends if its user names none."""
     max_positions: int
     """The longest context that the model was made for."""
     facts: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
@@ -72,4 +75,5 @@ class ServedModel:
             "max_model_len": self.limits.max_model_len,
             "permission": [],
             "calculator": self.calculates,
+            "chat_defaults": dict(self.chat_defaults.sampling),
         }

@@ -6,9 +6,12 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from nano_inference.assemble import EngineParts, LoadProgress, assemble, pick_device
+from nano_inference.catalog import catalog_sampling
+from nano_inference.chat_defaults import chat_defaults
 from nano_inference.config import EngineConfig, ServerConfig
 from nano_inference.engine import InferenceEngine
 from nano_inference.loader.opened import sampling_defaults
@@ -39,6 +42,7 @@ def open_model(
     engine_config = for_serving(replace(engine_config, model_path=str(path)), config.max_tokens_per_batch)
     parts = assemble(engine_config, progress)
     assert parts.checkpoint is not None, "assemble opens a checkpoint"
+    own = sampling_defaults(parts.checkpoint)
     tokenizer = load_tokenizer(parts.checkpoint.tokenizer)
     engine = InferenceEngine(engine_config, parts=parts)
     model = ServedModel(
@@ -50,7 +54,8 @@ def open_model(
         grammars=Grammars(tokenizer, engine.limits.vocab_size, parts.eos_token_ids),
         limits=engine.limits,
         max_positions=parts.checkpoint.config.max_positions,
-        generation=sampling_defaults(parts.checkpoint),
+        generation=own if config.generation_config == "auto" else MappingProxyType({}),
+        chat_defaults=chat_defaults(own, catalog_sampling(name)),
         facts=model_facts(engine_config, parts),
         longest_token=max(len(tokenizer.token_bytes(token)) for token in range(tokenizer.vocab_size)),
     )

@@ -1,0 +1,65 @@
+"""The model's generation_config.json over HTTP: used by default, not with `--generation-config none` or a trainer."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nano_inference.cli.serve import banner
+from nano_inference.config import ServerConfig
+from tests.server.tiny import opened, running
+
+BODY = {"model": "tiny", "prompt": "hello", "max_tokens": 12, "seed": 5, "ignore_eos": True}
+OWN = {"top_k": 1, "temperature": 1.5}
+
+
+@pytest.fixture(scope="module")
+def opinionated(tiny_directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose generation_config.json makes sampling greedy."""
+    directory = shutil.copytree(tiny_directory, tmp_path_factory.mktemp("opinionated") / "model")
+    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": 257, **OWN}))
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("fields", "is_used"), [({}, True), ({"generation_config": "none"}, False), ({"enable_rl": True}, False)]
+)
+def test_requests_that_name_no_sampling(opinionated: Path, fields: dict[str, Any], is_used: bool) -> None:
+    with running(opinionated, ServerConfig(port=0, log_requests=False, **fields)) as server:
+        told = server.client.get("/info").json()
+        texts = [
+            server.post("/v1/completions", {**BODY, **more}).json()["choices"][0]["text"]
+            for more in ({}, {"temperature": 0}, {"temperature": 1, "top_k": 0})
+        ]
+    unnamed, likeliest, plain = texts
+    assert likeliest != plain and unnamed == (likeliest if is_used else plain)
+    assert told["generation_config"] == ("auto" if is_used else "none")
+    wanted = OWN if is_used else {"top_k": 0, "temperature": 1.0}
+    assert {name: told["sampling_defaults"][name] for name in OWN} == wanted
+    assert {name: told["chat_defaults"][name] for name in OWN} == OWN, "chats use the model's own in any case"
+
+
+def test_startup_prints_both_defaults(opinionated: Path) -> None:
+    config = ServerConfig(port=0)
+    found = opened(opinionated, config)
+    text = banner(found, config, "http://127.0.0.1:1")
+    found.engine.shutdown()
+    own = "the model's generation_config.json"
+    assert f"  sampling of requests that name none: temperature 1.5, top_k 1 ({own})\n" in text
+    assert f"  sampling of the chat page: temperature 1.5, top_k 1, max_tokens 1024 ({own})\n" in text
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"generation_config": "vllm"}, r"^generation_config must be auto or none, got 'vllm'"),
+        ({"generation_config": "auto", "enable_rl": True}, "^generation_config must be none with enable_rl: "),
+    ],
+)
+def test_invalid_settings_are_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ServerConfig(**fields)
