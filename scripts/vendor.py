@@ -7,6 +7,7 @@ those of the registry's archives: what was reviewed is what is shipped.
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 import subprocess
 import tarfile
@@ -17,6 +18,8 @@ from typing import NamedTuple
 VENDOR = Path(__file__).parents[1] / "src" / "nano_inference" / "web" / "vendor"
 _LANGUAGES = ("bash", "cpp", "diff", "go", "javascript", "json", "python", "rust", "sql", "xml", "yaml")
 _SOURCE_MAP = re.compile(r"\n?//# sourceMappingURL=\S+\s*$")
+_FONT_FACE = re.compile(r"@font-face\s*\{[^}]*\}")
+_COMMENT = re.compile(r"/\*.*?\*/", re.DOTALL)
 _EXPORTS = re.compile(r"export\s*\{\s*(\w+) as default[^}]*\};?\s*$")
 
 
@@ -39,15 +42,18 @@ HIGHLIGHT = Archive(
     "@highlightjs/cdn-assets", "11.12.0", "b8a006d30f45afe783072569f3d69c5b60c0e7b9ca28cd474e12f2584e2a3bd9"
 )
 
+TEMML = Archive("temml", "0.13.5", "bca5b76dd26d1d6c81f8d817f6cc8bf0f0a1a7787512e281d5c22b986f8ae582")
+
 
 def main() -> None:
     """Fetch, check and write everything."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        marked, purify, highlight = (unpacked(one, folder) for one in (MARKED, PURIFY, HIGHLIGHT))
+        marked, purify, highlight, temml = (unpacked(one, folder) for one in (MARKED, PURIFY, HIGHLIGHT, TEMML))
         write("marked.js", (marked / "lib/marked.umd.js").read_text(), marked / "LICENSE")
         write("purify.js", (purify / "dist/purify.min.js").read_text(), purify / "LICENSE")
         write("highlight.js", highlighter(highlight), highlight / "LICENSE")
+        write("temml.js", formula_renderer(temml), temml / "LICENSE")
 
 
 def unpacked(archive: Archive, folder: Path) -> Path:
@@ -71,6 +77,21 @@ def highlighter(package: Path) -> str:
         raise SystemExit("highlight.js: its core does not export as it used to")
     head = f"const hljs = (() => {{\n{core[: found.start()]}\nreturn {found[1]};\n}})();\n"
     return head + "\n".join((package / f"languages/{name}.min.js").read_text() for name in _LANGUAGES)
+
+
+def formula_renderer(package: Path) -> str:
+    """Return Temml with its rules of style as one script that defines `temml`.
+
+    The rules are adopted as a constructed sheet, which the page's policy allows; the font that they name is not shipped.
+    """
+    script = (package / "dist/temml.min.js").read_text().rstrip()
+    rules = _COMMENT.sub("", _FONT_FACE.sub("", (package / "dist/Temml-Local.css").read_text()))
+    packed = re.sub(r"\s+", " ", rules).strip()
+    return (
+        f"/*! Temml {TEMML.version}, MIT licence, https://temml.org */\n{script}\n"
+        f"{{ const sheet = new CSSStyleSheet(); sheet.replaceSync({json.dumps(packed)}); "
+        "document.adoptedStyleSheets.push(sheet); }"
+    )
 
 
 def write(name: str, text: str, licence: Path) -> None:

@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Mount, Route
 
-from nano_inference.server.pages import load_page, page_response
+from nano_inference.server.pages import LATER, load_page, page_response
 
 PATIENCE_S = 60
 INFO: dict[str, Any] = {
@@ -108,8 +108,12 @@ class FakeServer:
         self.tokens_per_word = 1
         self.url = ""
         self.paths: list[str] = []
+        self.later: list[str] = []
+        """Requests for files that the page loads only when it needs them."""
+        self.refuse_later: Response | None = None
         self._answers: queue.Queue[Answer] = queue.Queue()
         names = {"/ready": self._ready, "/info": self._info, "/": self._page, "/dashboard": self._dashboard}
+        names |= {f"/{name}": self._later for name in LATER}
         routes: list[Route | Mount] = [Route(path, endpoint) for path, endpoint in names.items()]
         routes += [
             Route("/v1/chat/completions", self._chat, methods=["POST"]),
@@ -126,6 +130,10 @@ class FakeServer:
 
     async def _dashboard(self, request: Request) -> Response:
         return page_response(load_page("dashboard"), request)
+
+    async def _later(self, request: Request) -> Response:
+        self.later.append(request.url.path)
+        return self.refuse_later or page_response(load_page(request.url.path.rpartition("/")[2]), request)
 
     async def _ready(self, request: Request) -> Response:
         status, text = self.ready

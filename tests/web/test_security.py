@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
+from base64 import b64encode
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
@@ -162,6 +165,20 @@ def test_28_the_policy_holds_when_every_other_wall_has_fallen(
     assert desk.page.url == f"{server_url}/"
 
 
+def test_28_the_policy_names_the_file_that_is_loaded_later(server_url: str, context: BrowserContext) -> None:
+    page = context.new_page()
+    response = page.goto(server_url)
+    assert response is not None
+    (integrity,) = re.findall(r'<script src="formulas.js" integrity="([^"]+)">', response.text())
+    assert f" '{integrity}';" in response.headers["content-security-policy"]
+    script = page.request.get(f"{server_url}/formulas.js")
+    assert integrity == f"sha256-{b64encode(sha256(script.body()).digest()).decode()}"
+    assert script.headers["content-type"].startswith("text/javascript")
+    assert (
+        page.request.get(f"{server_url}/formulas.js", headers={"if-none-match": script.headers["etag"]}).status == 304
+    )
+
+
 def test_28_headers_of_both_pages(server_url: str, context: BrowserContext) -> None:
     page = context.new_page()
     for path in ("/", "/dashboard"):
@@ -171,7 +188,8 @@ def test_28_headers_of_both_pages(server_url: str, context: BrowserContext) -> N
         parts = dict(part.strip().partition(" ")[::2] for part in policy.split(";"))
         assert parts["default-src"] == parts["base-uri"] == parts["form-action"] == parts["frame-ancestors"] == "'none'"
         assert parts["connect-src"] == "'self'" and parts["img-src"] == "data:"
-        assert parts["script-src"].startswith("'self' 'sha256-") and "unsafe" not in policy
+        assert parts["script-src"].startswith("'sha256-") and "unsafe" not in policy
+        assert "'self'" not in parts["script-src"], "what else is served here is no script of the page"
         assert parts["style-src"].startswith("'self' 'sha256-")
         assert parts["require-trusted-types-for"] == "'script'" and parts["trusted-types"] == "dompurify"
         assert response.headers["x-content-type-options"] == "nosniff"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import nano_inference
-from nano_inference.server.pages import joined_modules
+from nano_inference.server.pages import module_paths
 
 WEB = Path(nano_inference.__file__).parent / "web"
 MODULES = sorted(path for path in WEB.rglob("*.js") if "vendor" not in path.parts)
@@ -30,11 +30,14 @@ def test_a_module(path: Path) -> None:
             r"^export (?:async )?(?:function\*?|const|class) (\w+)", (path.parent / source).read_text(), re.M
         )
         assert {name.strip() for name in names.split(",") if name.strip()} <= set(exported), source
+    code = re.sub(r"^\s*(?:/\*\*|\*|//).*$", "", text, flags=re.MULTILINE)
+    assert not [line for line in code.splitlines() if line.count("`") % 2], "the indentation of lines is taken away"
     for sink in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "new Function"):
         assert sink not in text, "only DOMPurify makes elements of texts"
 
 
-@pytest.mark.parametrize("page", ["chat", "dashboard"])
+@pytest.mark.parametrize("page", ["chat", "dashboard", "formulas"])
 def test_joined_modules_have_each_name_once(page: str) -> None:
-    counts = Counter(NAME.findall(joined_modules(f"{page}/main.js")))
+    sources = [(WEB / path).read_text() for path in module_paths(f"{page}/main.js")]
+    counts = Counter(name for text in sources for name in NAME.findall(text))
     assert [name for name, count in counts.items() if count > 1] == []

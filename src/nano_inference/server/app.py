@@ -35,7 +35,7 @@ from nano_inference.server.log import AccessRecord, log_access
 from nano_inference.server.metrics import CONTENT_TYPE, not_loaded
 from nano_inference.server.model import ServedModel
 from nano_inference.server.openapi import openapi
-from nano_inference.server.pages import Page, load_page, page_response
+from nano_inference.server.pages import LATER, Page, load_page, page_response
 from nano_inference.server.paths import (
     CONVERTING,
     GENERATING,
@@ -158,6 +158,7 @@ class App:
             "/info": self.info,
             "/": self.page("chat"),
             "/dashboard": self.page("dashboard"),
+            **{f"/{name}": self.page(name) for name in LATER},
         }
         return [
             *(Route(path, endpoint, methods=["POST"]) for path, endpoint in posts.items()),
@@ -278,7 +279,7 @@ class App:
             self._document = None
 
     def page(self, name: str) -> Endpoint:
-        """Return the endpoint of a web page; it is put together when it is first asked for."""
+        """Return the endpoint of a page, or of a file that one loads later; it is put together at the first request."""
 
         async def endpoint(request: Request) -> Response:
             if name not in self._pages:

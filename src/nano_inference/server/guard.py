@@ -33,7 +33,7 @@ OnResponse = Callable[[Scope, int | None, float, Exception | None], None]
 """Told of each request once: its scope, the status (None: the client went away), the seconds, and what went wrong."""
 Headers = Sequence[tuple[bytes, bytes]]
 
-OPEN_PATHS = frozenset({"/health", "/ready", "/ping", "/", "/dashboard"})
+OPEN_PATHS = frozenset({"/health", "/ready", "/ping", "/", "/dashboard", "/formulas.js"})
 """What may be read without a key: how the server is, and pages that know nothing before they are given one.
 
 Everything else needs one, whether it exists or not.

@@ -28,6 +28,7 @@ _GETS: tuple[tuple[str, str, bool], ...] = (
     ("/info", "Describe the model, its limits and its defaults.", False),
     ("/", "The chat page.", True),
     ("/dashboard", "The page of metrics.", True),
+    ("/formulas.js", "What the chat page renders formulas with.", True),
 )
 _REFUSALS: Mapping[str, str] = {
     "400": "The request is wrong; the error names the field.",

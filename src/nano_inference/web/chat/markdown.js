@@ -5,11 +5,12 @@
  */
 
 import { el } from "../shared/dom.js";
+import { formulaExtensions, showFormulas } from "./math.js";
 
 const TAGS = ["p", "br", "strong", "em", "del", "code", "pre", "span", "h2", "h3", "h4", "h5", "h6", "ul", "ol", "li",
   "blockquote", "table", "thead", "tbody", "tr", "th", "td", "hr", "a"];
 const CLEAN = {
-  ALLOWED_TAGS: TAGS, ALLOWED_ATTR: ["href", "class", "start"], ALLOW_DATA_ATTR: false, ALLOW_ARIA_ATTR: false,
+  ALLOWED_TAGS: TAGS, ALLOWED_ATTR: ["href", "class", "start", "align"], ALLOW_DATA_ATTR: false, ALLOW_ARIA_ATTR: false,
   ALLOWED_URI_REGEXP: /^(?:https?|mailto):/i, RETURN_DOM_FRAGMENT: true,
 };
 
@@ -23,7 +24,7 @@ function highlighted(code, language) {
 }
 
 /** Return a parser whose headings begin below the page's own and never skip a level. */
-function makeParser() {
+function makeParser(isGrowing) {
   let level = 1;
   const renderer = {
     html: ({ text }) => escaped(text),
@@ -38,7 +39,8 @@ function makeParser() {
       return `<h${level}>${this.parser.parseInline(tokens)}</h${level}>`;
     },
   };
-  return new marked.Marked({ gfm: true, renderer });
+  const formula = (source, tag, kind) => `<${tag} class="${kind}">${escaped(source)}</${tag}>`;
+  return new marked.Marked({ gfm: true, renderer, extensions: formulaExtensions(isGrowing, formula) });
 }
 
 function finishLinks(fragment) {
@@ -75,13 +77,14 @@ export class MarkdownView {
   constructor(onCopy) {
     this.node = el("div", { class: "markdown" });
     this.onCopy = onCopy;
+    this.isWhole = false;
     this.#begin();
   }
 
   #begin() {
     this.text = "";
     this.kept = 0;
-    this.parser = makeParser();
+    this.parser = makeParser(() => !this.isWhole);
     this.tail = el("div", { class: "block" });
     this.node.replaceChildren(this.tail);
   }
@@ -97,6 +100,7 @@ export class MarkdownView {
   }
 
   #show(text, isWhole) {
+    this.isWhole = isWhole;
     if (this.text === null || !text.startsWith(this.text) || isWhole) this.#begin();
     this.text = text;
     const tokens = this.parser.lexer(text.slice(this.kept));
@@ -129,6 +133,7 @@ export class MarkdownView {
     finishLinks(fragment);
     finishCode(fragment, this.onCopy);
     finishTables(fragment);
+    showFormulas(fragment);
     block.append(fragment);
     return block;
   }

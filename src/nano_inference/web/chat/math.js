@@ -1,0 +1,87 @@
+/** Formulas in Markdown. What renders them, `web/formulas`, is a file of its own, loaded when the first one comes. */
+
+import { byId } from "../shared/dom.js";
+
+const AGAIN_MS = 30000;
+const OPENS_BLOCK = /^ {0,3}(\\\[|\$\$)/;
+/** The length is bounded: ten thousand delimiters without their other halves would each be searched to the end. */
+const BLOCK = /^ {0,3}(?:\\\[[^]{1,3000}?\\\]|\$\$[^]{1,3000}?\$\$)[ \t]*(?:\n|$)/;
+const BLOCK_START = /(?<=\n {0,3})(?:\\\[|\$\$)/;
+const INLINE = /^(?:\\\([^]{1,3000}?\\\)|\\\[[^]{1,3000}?\\\]|\$\$[^$]{1,3000}?\$\$)/;
+const INLINE_START = /\\[([]|\$/;
+const DOLLARS = /^\$(?!\s)([^$\n]*[^$\s\\])\$(?![\w$])/;
+/** Marked asks at every word where the next formula starts. */
+const LOOK_AHEAD = 1000;
+
+/** Whether what stands between two dollars is a formula and no sum of money, nor the name of a variable. */
+function isFormula(text) {
+  if (/^[a-z]'*$/i.test(text)) return true;
+  return /[a-z\d]/i.test(text) && (/^\d/.test(text) ? /[\\^_=]/ : /[\\^_{}=<>+]/).test(text);
+}
+
+function inlineFormula(src, before) {
+  const found = INLINE.exec(src);
+  if (found) return found[0];
+  if (/[\w$\\]$/.test(before?.raw ?? "")) return null;
+  const dollars = DOLLARS.exec(src);
+  return dollars && isFormula(dollars[1]) ? dollars[0] : null;
+}
+
+function startOf(src, pattern, end) {
+  const at = src.slice(0, end).search(pattern);
+  return at >= 0 ? at : end < src.length ? end : undefined;
+}
+
+/**
+ * Return marked's extensions for formulas. While a text grows (`isGrowing()`), a block that has no end yet takes all
+ * that follows. `render(source, tag, kind)` returns its HTML.
+ */
+export function formulaExtensions(isGrowing, render) {
+  const block = {
+    name: "formulaBlock", level: "block",
+    start: (src) => startOf(src, BLOCK_START, src.search(/\n\s*\n/) + 1 || src.length),
+    tokenizer(src) {
+      const opener = OPENS_BLOCK.exec(src)?.[1];
+      if (!opener) return undefined;
+      const found = BLOCK.exec(src);
+      if (found) return { type: "formulaBlock", raw: found[0], kind: "math display" };
+      const isOpen = isGrowing() && !src.includes(opener === "$$" ? "$$" : "\\]", src.indexOf(opener) + 2);
+      return isOpen ? { type: "formulaBlock", raw: src, kind: "math-open" } : undefined;
+    },
+    renderer: ({ raw, kind }) => render(raw.trim(), "p", kind),
+  };
+  const inline = {
+    name: "formula", level: "inline",
+    start: (src) => startOf(src, INLINE_START, LOOK_AHEAD),
+    tokenizer(src, tokens) {
+      const raw = inlineFormula(src, tokens.at(-1));
+      // A delimiter whose other half is missing is no escape: its backslash stays.
+      const [opener] = /^\\[([]/.exec(src) ?? [];
+      if (raw === null) return opener && { type: "text", raw: opener, text: opener };
+      return { type: "formula", raw, kind: /^(?:\\\[|\$\$)/.test(raw) ? "math display" : "math" };
+    },
+    renderer: ({ raw, kind }) => render(raw, "span", kind),
+  };
+  return [block, inline];
+}
+
+let loading = null;
+
+function loadRenderer() {
+  loading ??= new Promise((resolve, reject) => {
+    const script = document.importNode(byId("formulas").content, true).querySelector("script");
+    script.addEventListener("load", resolve);
+    script.addEventListener("error", reject);
+    document.head.append(script);
+  });
+  loading.catch(() => setTimeout(() => { loading = null; }, AGAIN_MS));
+  return loading;
+}
+
+/** Render the formulas in a fragment, now or once the renderer is there; until then they show their source. */
+export function showFormulas(fragment) {
+  for (const node of fragment.querySelectorAll(".math")) {
+    if (window.showFormula) window.showFormula(node);
+    else loadRenderer().then(() => window.showFormula(node), () => {});
+  }
+}
