@@ -11,7 +11,7 @@ const TAGS = ["p", "br", "strong", "em", "del", "code", "pre", "span", "h2", "h3
   "blockquote", "table", "thead", "tbody", "tr", "th", "td", "hr", "a"];
 const CLEAN = {
   ALLOWED_TAGS: TAGS, ALLOWED_ATTR: ["href", "class", "start", "align"], ALLOW_DATA_ATTR: false, ALLOW_ARIA_ATTR: false,
-  ALLOWED_URI_REGEXP: /^(?:https?|mailto):/i, RETURN_DOM_FRAGMENT: true,
+  ADD_URI_SAFE_ATTR: ["start", "align"], ALLOWED_URI_REGEXP: /^(?:https?|mailto):/i, RETURN_DOM_FRAGMENT: true,
 };
 
 function escaped(text) {
