@@ -1,7 +1,7 @@
 """Fetch the pinned libraries of the web pages from the npm registry and write them to `web/vendor/`.
 
 Run it after a version below was raised: `python scripts/vendor.py`. It needs npm; nothing else does. The digests are
-those of the registry's archives: what was reviewed is what is shipped.
+those of the registry's archives. What is part of the page itself is packed a second time, by terser: 1.2 kB of 80.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 VENDOR = Path(__file__).parents[1] / "src" / "nano_inference" / "web" / "vendor"
 _LANGUAGES = ("bash", "cpp", "diff", "go", "javascript", "json", "python", "rust", "sql", "xml", "yaml")
+_TERSER = "terser@5.51.2"
 _SOURCE_MAP = re.compile(r"\n?//# sourceMappingURL=\S+\s*$")
 _FONT_FACE = re.compile(r"@font-face\s*\{[^}]*\}")
 _COMMENT = re.compile(r"/\*.*?\*/", re.DOTALL)
@@ -50,9 +51,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         marked, purify, highlight, temml = (unpacked(one, folder) for one in (MARKED, PURIFY, HIGHLIGHT, TEMML))
-        write("marked.js", (marked / "lib/marked.umd.js").read_text(), marked / "LICENSE")
-        write("purify.js", (purify / "dist/purify.min.js").read_text(), purify / "LICENSE")
-        write("highlight.js", highlighter(highlight), highlight / "LICENSE")
+        write("marked.js", packed((marked / "lib/marked.umd.js").read_text()), marked / "LICENSE")
+        write("purify.js", packed((purify / "dist/purify.min.js").read_text()), purify / "LICENSE")
+        write("highlight.js", packed(highlighter(highlight)), highlight / "LICENSE")
         write("temml.js", formula_renderer(temml), temml / "LICENSE")
 
 
@@ -69,6 +70,14 @@ def unpacked(archive: Archive, folder: Path) -> Path:
     return target / "package"
 
 
+def packed(script: str) -> str:
+    """Return a script packed again; comments that name a licence stay."""
+    command = ["npm", "exec", "--yes", f"--package={_TERSER}", "--", "terser", "--ecma", "2020", "--mangle"]
+    options = ["--compress", "passes=3,ecma=2020", "--comments", "/licen|copyright|\\(c\\)/i"]
+    script = _SOURCE_MAP.sub("", script)
+    return subprocess.run([*command, *options], input=script, check=True, capture_output=True, text=True).stdout
+
+
 def highlighter(package: Path) -> str:
     """Return highlight.js with a few languages as one script that defines `hljs`."""
     core = (package / "es/core.min.js").read_text()
@@ -82,14 +91,14 @@ def highlighter(package: Path) -> str:
 def formula_renderer(package: Path) -> str:
     """Return Temml with its rules of style as one script that defines `temml`.
 
-    The rules are adopted as a constructed sheet, which the page's policy allows; the font that they name is not shipped.
+    The rules are adopted as a constructed sheet, which the page's policy allows; the font they name is not shipped.
     """
     script = (package / "dist/temml.min.js").read_text().rstrip()
     rules = _COMMENT.sub("", _FONT_FACE.sub("", (package / "dist/Temml-Local.css").read_text()))
-    packed = re.sub(r"\s+", " ", rules).strip()
+    rules = re.sub(r"\s+", " ", rules).strip()
     return (
         f"/*! Temml {TEMML.version}, MIT licence, https://temml.org */\n{script}\n"
-        f"{{ const sheet = new CSSStyleSheet(); sheet.replaceSync({json.dumps(packed)}); "
+        f"{{ const sheet = new CSSStyleSheet(); sheet.replaceSync({json.dumps(rules)}); "
         "document.adoptedStyleSheets.push(sheet); }"
     )
 

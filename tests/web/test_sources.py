@@ -31,6 +31,7 @@ def test_a_module(path: Path) -> None:
         )
         assert {name.strip() for name in names.split(",") if name.strip()} <= set(exported), source
     code = re.sub(r"^\s*(?:/\*\*|\*|//).*$", "", text, flags=re.MULTILINE)
+    code = re.sub(r'"(?:[^"\\\n]|\\.)*"|/[^/\s]+/[a-z]*', "", code)
     assert not [line for line in code.splitlines() if line.count("`") % 2], "the indentation of lines is taken away"
     for sink in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "new Function"):
         assert sink not in text, "only DOMPurify makes elements of texts"

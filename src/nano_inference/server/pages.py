@@ -28,6 +28,7 @@ _IMPORT = re.compile(r'^import [^;]*?from "([^"]+)";\n', re.MULTILINE)
 _EXPORT = re.compile(r"^export ", re.MULTILINE)
 _COMMENT = re.compile(r"^[ ]*(?:/\*\*?.*?\*/|//[^\n]*)\n", re.MULTILINE | re.DOTALL)
 """A comment on lines of its own, in what this project wrote; libraries keep theirs, which name their licences."""
+_REMARK = re.compile(r"(?<=[;,{}()\]]) // [^\n]*$", re.MULTILINE)
 _INDENT = re.compile(r"^[ ]+", re.MULTILINE)
 _INLINE_SCRIPT = re.compile(r"<script>(.*?)</script>", re.DOTALL)
 _INTEGRITY = re.compile(r'<script src="[^"]+" integrity="([^"]+)">')
@@ -143,7 +144,7 @@ def page_response(page: Page, request: Request) -> Response:
 
 def _bare(text: str) -> str:
     """Return a source without comments and indentation, which no text in it depends on (tests/web holds that)."""
-    return _INDENT.sub("", _COMMENT.sub("", text))
+    return _INDENT.sub("", _REMARK.sub("", _COMMENT.sub("", text)))
 
 
 def _read(path: str) -> str:
