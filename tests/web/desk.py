@@ -46,6 +46,10 @@ class Desk:
         """Press a button by its name."""
         (within or self.page).get_by_role("button", name=name, exact=True).click()
 
+    def fact(self, name: str, within: Locator | None = None) -> Locator:
+        """What an answer's details say under a name."""
+        return (within or self.last()).locator(f"dt:text-is('{name}') + dd")
+
     def wait_until_idle(self) -> None:
         """Wait until no answer is under way."""
         expect(self.page.locator("#stop")).to_be_hidden()

@@ -66,6 +66,20 @@ class Answer:
             entry = {**own, "top_logprobs": [own, *top]}
             self.choice({"content": word}, index, token_ids=[7], mask=[1], logprobs={"content": [entry]})
 
+    def write(self, *words: str) -> None:
+        """Send words of a completion, each as one token whose alternatives are " A" and " B"."""
+        for word in words:
+            top = {word: -0.1, " A": -1.0, " B": -2.0}
+            lists = {"tokens": [word], "token_logprobs": [-0.1], "top_logprobs": [top], "text_offset": [0]}
+            facts = {"token_ids": [7], "mask": [1], "token_versions": [0], "logprobs": lists}
+            self.event({"choices": [{"index": 0, "text": word, "finish_reason": None, **facts}]})
+
+    def end_text(self, reason: str = "length") -> None:
+        """End the stream of a completion well."""
+        self.event({"choices": [{"index": 0, "text": "", "finish_reason": reason, "logprobs": None}]})
+        self.event("[DONE]")
+        self.raw(b"")
+
     def finish(self, reason: str = "stop", index: int = 0, version: str = "0", count: int = 1) -> None:
         """Say why a sample ended."""
         spans = [{"version": version, "start": 0, "end": count, "number": 0}]
@@ -117,6 +131,7 @@ class FakeServer:
         routes: list[Route | Mount] = [Route(path, endpoint) for path, endpoint in names.items()]
         routes += [
             Route("/v1/chat/completions", self._chat, methods=["POST"]),
+            Route("/v1/completions", self._chat, methods=["POST"]),
             Route("/tokenize", self._tokenize, methods=["POST"]),
         ]
         self.app = Starlette(routes=[Mount(root, routes=routes)] if root else routes)

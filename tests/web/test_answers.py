@@ -225,9 +225,9 @@ def test_14_and_20_figures_and_facts(desk: Desk, fake: FakeServer) -> None:
     expect(figures).to_contain_text("2 tokens")
     expect(figures).to_contain_text("tokens/s")
     expect(figures).to_contain_text("first after")
-    expect(figures).to_contain_text("prompt 23 (16 cached)")
-    expect(figures).to_contain_text("weights step-7")
-    expect(figures).to_contain_text(f"seed {answer.body['seed']}")
+    expect(desk.fact("Prompt")).to_have_text("23 tokens, 16 of them cached")
+    expect(desk.fact("Weights")).to_have_text("step-7")
+    expect(desk.fact("Seed")).to_have_text(str(answer.body["seed"]))
     desk.press("fake")
     facts = desk.page.locator("#facts")
     for text in ("fake", "1,000", "auto", "nano-inference test"):

@@ -12,9 +12,11 @@ from tests.web.fake import FakeServer
 from tests.web.watch import axe_violations
 
 PHONE = {"width": 360, "height": 640}
-RICH = (
-    "# A\n\ntext `code` [link](https://example.org)\n\n```python\nx = 'a'  # b\n```\n\n| a |\n|---|\n| 1 |\n\n> quote"
+BLOCKS = (
+    *("# A", "text `code` [link](https://example.org)", "```python\nx = 'a'  # b\n```"),
+    *("| a | b |\n|---|--:|\n| 1 | 2 |", "> quote", "\\[\\frac{a}{b}\\]", "and $x^2$"),
 )
+RICH = "\n\n".join(BLOCKS)
 
 
 def full(desk: Desk, fake: FakeServer) -> None:
@@ -42,6 +44,12 @@ def test_27_axe_finds_nothing(browser: Browser, fake: FakeServer, theme: str, si
     found = {"empty": axe_violations(page)}
     full(desk, fake)
     found["answers"] = axe_violations(page)
+    expect(page.locator("math")).to_have_count(2)
+    desk.answers().first.locator("summary", has_text="Details").click()
+    page.set_input_files("#attach-file", {"name": "a.txt", "mimeType": "", "buffer": b"one\ntwo\n"})
+    page.locator("#attached summary").click()
+    found["details and a file"] = axe_violations(page)
+    desk.press("Remove a.txt")
     desk.press("Tokens", desk.answers().first)
     page.locator(".tokens .token").first.click()
     found["tokens"] = axe_violations(page)
@@ -55,9 +63,25 @@ def test_27_axe_finds_nothing(browser: Browser, fake: FakeServer, theme: str, si
         page.click(selector)
         found[name] = axe_violations(page)
         page.keyboard.press("Escape")
+    page.click("#settings-open")
+    page.select_option("#preset", label="Brief")
+    found["preset"] = axe_violations(page)
+    page.keyboard.press("Escape")
     if size == PHONE:
         page.click("#open-sidebar")
         found["sidebar"] = axe_violations(page)
+    else:
+        page.locator(".chat-name").hover()
+        found["a conversation's buttons"] = axe_violations(page)
+    desk.press("Continue a text")
+    page.fill("#text-field", "Once")
+    desk.press("Continue")
+    answer = fake.answer()
+    answer.write(" upon", " a", " time")
+    answer.end_text()
+    desk.press("Tokens", page.locator("#text"))
+    page.locator("#text-tokens .tokens .token").first.click()
+    found["text"] = axe_violations(page)
     context.close()
     assert {name: wrong for name, wrong in found.items() if wrong} == {}
 

@@ -149,9 +149,13 @@ def test_29_everything_works_below_a_path(context: BrowserContext) -> None:
         expect(desk.page).to_have_url(f"{server.url}/llm/chat/dashboard")
 
 
-def test_a_model_without_a_template_is_refused_by_name(context: BrowserContext, fake: FakeServer) -> None:
+def test_a_conversation_with_a_model_that_cannot_chat_says_so(context: BrowserContext, fake: FakeServer) -> None:
+    told(Desk(context, fake.url), fake, "Hello", "Yes")
     fake.info["chats"] = False
     desk = Desk(context, fake.url, ready=False)
+    expect(desk.page.locator("#text")).to_be_visible()
+    desk.page.locator(".chat-name").click()
+    expect(desk.last().locator(".body")).to_have_text("Yes")
     expect(desk.page.locator(BANNER)).to_contain_text("no chat template")
     expect(desk.page.locator(SEND)).to_be_disabled()
 

@@ -161,7 +161,8 @@ def test_an_answer_can_be_told_to_end_early(context: BrowserContext, server: Run
 
 def test_a_seed_draws_an_answer_again(real: Desk) -> None:
     ask(real)
-    real.page.get_by_role("button", name=re.compile("^seed ")).click()
+    real.last().locator("summary", has_text="Details").click()
+    real.fact("Seed").get_by_role("button").click()
     real.press("Regenerate")
     expect(real.last()).to_contain_text("2/2")
     real.wait_until_idle()
@@ -200,7 +201,7 @@ def test_samples_stand_side_by_side_and_one_is_kept(real: Desk) -> None:
     columns = real.page.locator(".column")
     expect(columns).to_have_count(3)
     for index in range(3):
-        expect(columns.nth(index)).to_contain_text(f"sample {index + 1} of 3")
+        expect(real.fact("Sample", columns.nth(index))).to_have_text(f"{index + 1} of 3")
         expect(columns.nth(index)).to_contain_text("Regenerate")
     real.wait_until_idle()
     assert len({tuple(ids(one)) for one in answers(real)}) == 3
@@ -219,11 +220,11 @@ def test_samples_stand_side_by_side_and_one_is_kept(real: Desk) -> None:
 
 def test_an_answer_says_which_weights_drew_it(real: Desk, server: Running, tiny_directory: Path) -> None:
     ask(real)
-    expect(real.last()).to_contain_text("weights 0")
+    expect(real.fact("Weights")).to_have_text("0")
     named = safetensors.torch.load_file(tiny_directory / "model.safetensors")
     server.on_engine(lambda: server.opened.engine.update_weights(named, blocking=True))
     real.press("Regenerate")
-    expect(real.last()).to_contain_text("weights 1")
+    expect(real.fact("Weights")).to_have_text("1")
 
 
 @pytest.fixture(scope="module")

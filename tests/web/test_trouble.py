@@ -402,7 +402,7 @@ def test_a_stopped_answer_says_which_weights_drew_it(desk: Desk, fake: FakeServe
     answer.choice({"content": "b"}, token_ids=[3], mask=[1], token_versions=[4])
     expect(desk.last().locator(".body")).to_have_text("ab")
     desk.press("Stop")
-    expect(desk.last()).to_contain_text("weights 3 → 4")
+    expect(desk.fact("Weights")).to_have_text("3 → 4")
 
 
 def test_searching_hides_nothing_on_a_desktop(desk: Desk, fake: FakeServer) -> None:

@@ -1,7 +1,7 @@
 /** What can be done with conversations: owns those that are kept, the one that is open, and answers under way. */
 
 import { Saver } from "./saver.js";
-import { requestBody, writeAnswers } from "./stream.js";
+import { chatDefaults, requestBody, writeAnswers } from "./stream.js";
 import { Tabs } from "./tabs.js";
 import { asRequest, choose, newConversation, newMessage, pathTo, shownPath, siblingsOf, titleOf } from "./tree.js";
 
@@ -141,10 +141,11 @@ export class Chat {
   async #answer(work, message) {
     const samples = Math.min(this.settings.samples, this.info.max_n);
     const seed = this.settings.seed ?? freshSeed();
+    const sampling = { ...chatDefaults(this.info), ...this.settings.sampling };
     const answers = Array.from({ length: samples }, (_, index) => {
       const answer = newMessage(work.conversation, message.id, "assistant");
       answer.created += index;
-      return Object.assign(answer, { seed, sample: { index, of: samples }, sampling: this.settings.sampling });
+      return Object.assign(answer, { seed, sample: { index, of: samples }, sampling });
     });
     work.conversation.compared = samples > 1 ? message.id : null;
     await this.#write(work, answers, { seed, samples });

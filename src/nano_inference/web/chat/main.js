@@ -4,33 +4,31 @@ import { byId, el } from "../shared/dom.js";
 import { readKept, writeKept } from "../shared/keep.js";
 import { ServerError, apiKey, setApiKey } from "../shared/server.js";
 import { startTheme, toggleTheme } from "../shared/theme.js";
+import { Attachments } from "./attach.js";
 import { Chat } from "./chat.js";
 import { copyText } from "./clipboard.js";
 import { asJson, asMarkdown, download, fileName, fromJson } from "./files.js";
+import { sentences } from "./facts.js";
+import { drawIcons } from "./icons.js";
 import { reachServer } from "./link.js";
-import { MessageList } from "./messages.js";
+import { MessageList, figures } from "./messages.js";
 import { ContextMeter } from "./meter.js";
+import { listenToPresets } from "./presets.js";
 import { Settings, readSettings, resetSettings, showSettings } from "./settings.js";
 import { Sidebar } from "./sidebar.js";
 import { Speech } from "./speech.js";
 import { openStore } from "./store.js";
+import { TextPane } from "./text.js";
 import { toast } from "./toast.js";
 import { closeAlternatives, placeAlternatives } from "./tokens.js";
 
 const OPEN_KEY = "nano-inference.open";
 const NEAR_END = 60;
 const KEY_FORM = /^[\x21-\x7e]+$/;
-const NO_TEMPLATE = "This model has no chat template: it continues texts (/v1/completions) and cannot chat.";
+const NO_TEMPLATE = "This model has no chat template: it continues texts and cannot chat.";
 const WANTS_KEY = "This server needs a key. It is kept for this tab only.";
-
-/** Return a fact as people read it. */
-function factText(value) {
-  if (typeof value === "number") return value.toLocaleString("en");
-  if (typeof value === "boolean") return value ? "yes" : "no";
-  if (Array.isArray(value)) return value.join(", ");
-  if (typeof value !== "object") return String(value);
-  return Object.entries(value).map(([name, one]) => `${name.replaceAll("_", "-")} ${one}`).join(", ");
-}
+/** Where there is no room for the list there is no keyboard to find it with, either. */
+const HAS_KEYS = "(hover: hover) and (min-width: 721px)";
 
 /** Owns the page. */
 class ChatPage {
@@ -40,6 +38,9 @@ class ChatPage {
     this.meter = new ContextMeter(this.chat);
     this.sidebar = new Sidebar(this.chat, this.#sidebarActions());
     this.list = new MessageList(byId("messages"), this.#messageActions());
+    this.attachments = new Attachments(() => { this.#countDraft(); this.#follow(); });
+    this.text = new TextPane(this.#textActions());
+    this.failures = [];
     this.isReady = false;
     this.isFollowing = true;
     this.speeches = new Map();
@@ -58,9 +59,20 @@ class ChatPage {
     };
   }
 
+  #textActions() {
+    return {
+      info: () => (this.isReady ? this.chat.info : null),
+      settings: this.settings,
+      figures,
+      started: () => this.#closeFailures(),
+      failed: (error) => this.#showFailure(error, null),
+    };
+  }
+
   #sidebarActions() {
     return {
       open: async (conversation) => {
+        this.#showText(false);
         await this.chat.open(conversation);
         this.#closeSidebar();
         byId("draft").focus();
@@ -102,8 +114,9 @@ class ChatPage {
   async connect() {
     this.isReady = false;
     this.#showBusy(this.chat.isBusy);
+    let hasWaited = false;
     try {
-      this.chat.info = await reachServer((text) => this.#showBanner(text));
+      this.chat.info = await reachServer((text) => { hasWaited = true; this.#showBanner(text); });
     } catch (error) {
       if (error.status === 401) return this.#askForKey(error);
       this.#showBanner(error.message);
@@ -112,7 +125,8 @@ class ChatPage {
     this.isReady = true;
     byId("enter-key").hidden = true;
     byId("model").textContent = this.chat.info.model;
-    this.#showBanner(this.chat.info.chats ? null : NO_TEMPLATE);
+    if (hasWaited) this.#closeFailures();
+    this.#showText(this.text.isShown || !this.chat.info.chats);
     this.#showPath();
     this.#showBusy(this.chat.isBusy);
     return undefined;
@@ -124,6 +138,12 @@ class ChatPage {
     this.#showBanner("This server needs an API key.");
     byId("enter-key").hidden = false;
     if (!byId("key").open) byId("key").showModal();
+  }
+
+  /** Show the text that is continued, or the conversation; a model that cannot chat says so there. */
+  #showText(isShown) {
+    this.text.show(isShown);
+    if (this.isReady) this.#showBanner(isShown || this.chat.info.chats ? null : NO_TEMPLATE);
   }
 
   #showBanner(text) {
@@ -139,7 +159,7 @@ class ChatPage {
     document.title = `${chat.current.title} · nano-inference`;
     byId("empty").hidden = path.length > 0;
     this.list.show(path, chat.messages, chat.current.compared ?? null);
-    this.meter.update(byId("draft").value);
+    this.#countDraft();
     this.#follow();
   }
 
@@ -153,8 +173,13 @@ class ChatPage {
   #showFailure(error, message, conversation) {
     const retry = () => this.chat.tryAgain(message, conversation);
     if (error instanceof ServerError && error.status === 401) this.#askForKey(error);
-    toast(error.message, { isError: true, action: message && { label: "Try again", run: retry } });
+    this.failures.push(toast(error.message, { isError: true, action: message && { label: "Try again", run: retry } }));
     if (error.status === 0 || error.status === 503) this.connect();
+  }
+
+  /** What failed is over: the server is back, or the answer is being written again. */
+  #closeFailures() {
+    for (const close of this.failures.splice(0)) close();
   }
 
   #showLost(error) {
@@ -165,6 +190,8 @@ class ChatPage {
   }
 
   #showBusy(isBusy) {
+    if (isBusy) this.#closeFailures();
+    this.text.update();
     byId("stop").hidden = !isBusy;
     byId("send").hidden = isBusy;
     byId("send").disabled = !this.isReady || this.chat.info?.chats === false;
@@ -198,9 +225,10 @@ class ChatPage {
   }
 
   #send() {
-    const text = byId("draft").value.trim();
+    const text = this.attachments.withFiles(byId("draft").value.trim());
     if (!text || byId("send").disabled || this.chat.isBusy) return;
     byId("draft").value = "";
+    this.attachments.clear();
     this.#fitDraft();
     this.isFollowing = true;
     this.chat.send(text);
@@ -216,13 +244,18 @@ class ChatPage {
     const draft = byId("draft");
     draft.style.height = "auto";
     draft.style.height = `${Math.min(draft.scrollHeight + 2, innerHeight * 0.4)}px`;
-    this.meter.update(draft.value);
+    this.#countDraft();
+  }
+
+  #countDraft() {
+    this.meter.update(this.attachments.withFiles(byId("draft").value));
   }
 
   #newChat() {
     this.chat.create();
     this.#closeSidebar();
-    byId("draft").focus();
+    this.#showText(this.chat.info?.chats === false);
+    if (!this.text.isShown) byId("draft").focus();
   }
 
   #openSidebar() {
@@ -247,10 +280,15 @@ class ChatPage {
     on("veil", "click", () => this.#closeSidebar());
     on("enter-key", "click", () => byId("key").showModal());
     on("theme", "click", () => toggleTheme());
+    on("text-open", "click", () => { this.#closeSidebar(); this.#showText(!this.text.isShown); });
     on("help-open", "click", () => byId("help").showModal());
     on("to-end", "click", () => { this.isFollowing = true; this.#follow(); });
     on("scroll", "scroll", () => this.#onScroll());
     this.#listenToDialogs(on);
+    listenToPresets();
+    const showKeys = ({ matches }) => { byId("search").placeholder = matches ? "Search (Ctrl+K)" : "Search"; };
+    matchMedia(HAS_KEYS).addEventListener("change", showKeys);
+    showKeys(matchMedia(HAS_KEYS));
     addEventListener("keydown", (event) => this.#onKey(event));
     addEventListener("pointerdown", (event) => {
       if (!event.target.closest("#alternatives, .token")) closeAlternatives();
@@ -304,7 +342,7 @@ class ChatPage {
   #escape() {
     if (closeAlternatives()) return;
     if (document.body.classList.contains("side-open")) this.#closeSidebar();
-    else this.chat.stop();
+    else (this.text.isShown ? this.text : this.chat).stop();
   }
 
   #useKey(text) {
@@ -331,13 +369,11 @@ class ChatPage {
   /** Take settings over as soon as they are sent off: the dialog tells of its closing only a frame later. */
   #takeSettings() {
     this.chat.setSystem(readSettings(this.settings));
-    this.meter.update(byId("draft").value);
+    this.#countDraft();
   }
 
   #showFacts() {
-    const facts = Object.entries(this.chat.info ?? { server: "not reached" }).filter(([, value]) => value !== null);
-    byId("facts").replaceChildren(...facts.flatMap(([name, value]) => [
-      el("dt", {}, name.replaceAll("_", " ")), el("dd", {}, factText(value))]));
+    byId("facts").replaceChildren(...sentences(this.chat.info).map((one) => el("li", {}, one)));
     byId("about").showModal();
   }
 
@@ -372,6 +408,7 @@ function startPage() {
 }
 
 startTheme();
+drawIcons();
 // Something is to be seen before anything is done; a tab behind others paints nothing.
 if (document.hidden) startPage();
 else requestAnimationFrame(() => setTimeout(startPage));

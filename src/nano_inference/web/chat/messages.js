@@ -2,6 +2,7 @@
 
 import { el } from "../shared/dom.js";
 import { AnswerBody } from "./body.js";
+import { icon, iconButton } from "./icons.js";
 import { TokenView, closeAlternatives } from "./tokens.js";
 import { siblingsOf } from "./tree.js";
 
@@ -27,23 +28,40 @@ function focusNamed(within, name, other) {
   (buttons.find((one) => nameOf(one, within) === name) ?? other).focus({ preventScroll: true });
 }
 
+const ICONS = {
+  Copy: "copy", Edit: "edit", Regenerate: "redo", "Try again": "redo", Continue: "play", Tokens: "tokens",
+  Compare: "compare",
+};
+
 function button(label, listener, attributes = {}) {
-  return el("button", { type: "button", class: "quiet", on: { click: listener }, ...attributes }, label);
+  const drawn = label in ICONS ? icon(ICONS[label]) : null;
+  return el("button", { type: "button", class: "quiet", on: { click: listener }, ...attributes }, drawn, label);
 }
 
-function figures({ stats, sample, versions, tokens }) {
-  const parts = [];
-  if (stats) {
-    parts.push(`${tokens.length} tokens`);
-    if (stats.speed !== null) parts.push(`${stats.speed.toFixed(1)} tokens/s`);
-    if (stats.first !== null) parts.push(`first after ${stats.first.toFixed(2)} s`);
-    if (stats.prompt !== null) parts.push(`prompt ${stats.prompt}${stats.cached ? ` (${stats.cached} cached)` : ""}`);
-  }
-  if (sample?.of > 1) parts.push(`sample ${sample.index + 1} of ${sample.of}`);
-  const numbers = [...new Set(versions.map((one) => one.version))];
-  if (numbers.length) parts.push(`weights ${numbers.join(" → ")}`);
-  return parts.map((part) => `${part} · `).join("");
+/** Return an answer's figures in one line. */
+export function figures({ stats, tokens }) {
+  if (!stats) return "";
+  const parts = [`${tokens.length} tokens`];
+  if (stats.speed !== null) parts.push(`${stats.speed.toFixed(1)} tokens/s`);
+  if (stats.first !== null) parts.push(`first after ${stats.first.toFixed(2)} s`);
+  return parts.join(" · ");
 }
+
+/** Return what else is known of an answer: pairs of a name and a text. */
+function detailsOf({ stats, sample, versions, sampling }) {
+  const numbers = [...new Set(versions.map((one) => one.version))];
+  const set = Object.entries(sampling ?? {}).map(([name, value]) => `${name.replaceAll("_", "-")} ${value}`);
+  return [
+    ["Prompt", stats && stats.prompt !== null && `${stats.prompt} tokens, ${stats.cached ?? 0} of them cached`],
+    ["Sample", sample?.of > 1 && `${sample.index + 1} of ${sample.of}`],
+    ["Settings", set.join(", ")],
+    ["Weights", numbers.join(" → ")],
+  ].filter(([, text]) => text);
+}
+
+const SEED = {
+  class: "link", title: "Use this seed for the next answers: with the same settings it draws this one again",
+};
 
 /** One message. `actions` are what its buttons do. */
 class MessageView {
@@ -75,6 +93,7 @@ class MessageView {
     if (key !== this.key) {
       const buttons = message.role === "user" ? this.#userButtons() : this.#answerButtons();
       this.figures = el("span", {});
+      this.facts = el("dl", {});
       const lines = message.role === "user" ? [] : [this.#ending(), this.#figuresLine()];
       const actionLine = el("div", { class: "actions" }, ...this.#stepper(), ...buttons);
       const name = nameOf(document.activeElement, this.foot);
@@ -82,16 +101,26 @@ class MessageView {
       focusNamed(this.foot, name, this.node);
       this.key = key;
     }
-    this.figures.textContent = message.role === "user" ? "" : figures(message);
+    if (message.role !== "user") this.#showFigures();
     this.node.setAttribute("aria-busy", String(message.finish === null));
   }
 
-  #figuresLine() {
+  #showFigures() {
+    this.figures.textContent = figures(this.message);
+    const facts = detailsOf(this.message);
     const { seed } = this.message;
-    const pin = button(`seed ${seed}`, () => this.actions.pinSeed(seed), {
-      class: "link", title: "Use this seed for the next answers: with the same settings it draws this one again",
-    });
-    return el("p", { class: "figures" }, this.figures, seed === null ? null : pin);
+    if (seed !== null) facts.push(["Seed", button(String(seed), () => this.actions.pinSeed(seed), SEED)]);
+    const key = JSON.stringify(facts.map((one) => one.map(String)));
+    if (this.facts.dataset.key === key) return;
+    this.facts.dataset.key = key;
+    this.facts.replaceChildren(...facts.flatMap(([name, value]) => [el("dt", {}, name), el("dd", {}, value)]));
+  }
+
+  #figuresLine() {
+    const remember = ({ target }) => { this.isDetailed = target.open; };
+    const more = el("details", { open: this.isDetailed, on: { toggle: remember } },
+      el("summary", {}, "Details"), this.facts);
+    return el("div", { class: "figures" }, this.figures, " ", more);
   }
 
   #ending() {
@@ -110,8 +139,8 @@ class MessageView {
     if (count < 2) return [];
     const step = (by) => () => this.actions.step(this.message, by);
     return [el("span", { class: "stepper", role: "group", "aria-label": "Versions" },
-      button("‹", step(-1), { "aria-label": "Previous version" }), el("span", {}, `${at}/${count}`),
-      button("›", step(1), { "aria-label": "Next version" }))];
+      iconButton("left", "Previous version", step(-1)), el("span", {}, `${at}/${count}`),
+      iconButton("right", "Next version", step(1)))];
   }
 
   #userButtons() {

@@ -2,6 +2,8 @@
 
 import { byId, el } from "../shared/dom.js";
 import { readKept, writeKept } from "../shared/keep.js";
+import { showPresets } from "./presets.js";
+import { chatDefaults } from "./stream.js";
 
 const SETTINGS_KEY = "nano-inference.settings";
 
@@ -73,10 +75,13 @@ function numberField(name, label, low, high, step, hint, value, fallback) {
 
 /** Fill the form with what is set, and with the server's defaults as placeholders. */
 export function showSettings(settings, info, conversation) {
-  const fallbacks = { ...OWN_DEFAULTS, ...info?.sampling_defaults };
+  const fallbacks = { ...OWN_DEFAULTS, ...info?.sampling_defaults, ...chatDefaults(info) };
   byId("sampling").replaceChildren(...FIELDS.map(([name, label, low, high, step, hint]) =>
     numberField(name, label, low, high, step, hint, settings.sampling[name], fallbacks[name])));
+  const source = info?.chat_defaults_source;
+  byId("defaults-source").textContent = source ? `A field left empty has the value shown in grey: ${source}.` : "";
   byId("system").value = conversation.system;
+  showPresets();
   byId("seed").value = settings.seed ?? "";
   byId("samples").value = settings.samples;
   byId("samples").max = Math.min(MOST_SAMPLES, info?.max_n ?? MOST_SAMPLES);

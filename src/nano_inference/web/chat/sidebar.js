@@ -1,8 +1,20 @@
 /** The list of conversations: open, search, rename, delete. */
 
 import { byId, el } from "../shared/dom.js";
+import { iconButton } from "./icons.js";
 
 const SEARCH_MS = 120;
+const DAY_MS = 86400000;
+
+/** Return what the time since a conversation's last message is called. */
+function groupOf(time) {
+  const days = Math.ceil((new Date().setHours(0, 0, 0, 0) - time) / DAY_MS);
+  if (days < 1) return "Today";
+  if (days < 2) return "Yesterday";
+  if (days < 8) return "Previous 7 days";
+  if (days < 31) return "Previous 30 days";
+  return new Date(time).toLocaleDateString("en", { month: "long", year: "numeric" });
+}
 
 /** Owns the list. `actions`: open, rename, remove, textOf (a promise of all that a conversation says). */
 export class Sidebar {
@@ -12,6 +24,7 @@ export class Sidebar {
     this.timer = null;
     this.texts = new Map();
     this.rows = new Map();
+    this.headings = new Map();
     byId("search").addEventListener("input", () => this.#searchSoon());
     byId("search").addEventListener("keydown", (event) => this.#onKey(event));
   }
@@ -37,9 +50,19 @@ export class Sidebar {
     const all = this.chat.conversations;
     const found = wanted ? await this.#found(wanted, all) : all;
     if (wanted !== byId("search").value.trim().toLowerCase()) return;
-    arrange(byId("chats"), found.map((one) => this.#rowOf(one)));
+    arrange(byId("chats"), this.#grouped(found));
     byId("no-chats").hidden = found.length > 0;
     byId("no-chats").textContent = wanted ? "Nothing found." : "No conversations yet.";
+  }
+
+  /** Return the conversations' rows, with a heading before the first one of each time. */
+  #grouped(conversations) {
+    const latestFirst = conversations.toSorted((a, b) => b.updated - a.updated);
+    const groups = Map.groupBy(latestFirst, (one) => groupOf(one.updated));
+    return [...groups].flatMap(([name, group]) => {
+      if (!this.headings.has(name)) this.headings.set(name, el("li", {}, el("h2", {}, name)));
+      return [this.headings.get(name), ...group.map((one) => this.#rowOf(one))];
+    });
   }
 
   async #found(wanted, all) {
@@ -67,16 +90,14 @@ export class Sidebar {
 
   #row(conversation, isOpen) {
     const open = el("button", {
-      type: "button", class: "chat-name", "aria-current": isOpen ? "true" : null,
+      type: "button", class: "chat-name", title: conversation.title, "aria-current": isOpen ? "true" : null,
       on: { click: () => this.actions.open(conversation) },
     }, conversation.title);
-    const small = (label, text, listener) => el("button", {
-      type: "button", class: "quiet small", "aria-label": `${label} ${conversation.title}`, title: label,
-      on: { click: listener },
-    }, text);
-    const row = el("li", { class: isOpen ? "open" : "" }, open,
-      small("Rename", "✎", () => this.#rename(conversation, row)),
-      small("Delete", "✕", () => this.actions.remove(conversation)));
+    const small = (name, label, listener) =>
+      iconButton(name, `${label} ${conversation.title}`, listener, { title: label });
+    const row = el("li", { class: isOpen ? "open" : "" }, open, el("span", { class: "row-actions" },
+      small("edit", "Rename", () => this.#rename(conversation, row)),
+      small("trash", "Delete", () => this.actions.remove(conversation))));
     return row;
   }
 

@@ -3,6 +3,10 @@
 import { ServerError, ask } from "../shared/server.js";
 
 const ALTERNATIVES = 5;
+/** Tokens that came in one piece say nothing of how fast they were drawn. */
+const SHORTEST_S = 0.02;
+/** Tokens that a text is continued by at a time, unless the settings say otherwise. */
+const CONTINUATION = 200;
 const ENDS = { stop: "stop", length: "length", abort: "abort" };
 
 /** Yield the data of a response's server-sent events; throws `ServerError` when the connection breaks. */
@@ -44,15 +48,31 @@ function dataOf(block) {
  */
 export function requestBody(info, messages, sampling, wishes) {
   const { seed, samples = 1, sample = 0, begun = null, echo = false, details = true } = wishes;
-  const top = Math.min(ALTERNATIVES, info.max_logprobs);
   return {
-    model: info.model, messages, ...sampling, seed, stream: true, stream_options: { include_usage: true },
-    return_token_ids: true,
-    ...(details ? { logprobs: true, top_logprobs: top } : {}),
+    ...streamed(info), messages, ...chatDefaults(info), ...sampling, seed,
+    ...(details ? { logprobs: true, top_logprobs: Math.min(ALTERNATIVES, info.max_logprobs) } : {}),
     ...(samples > 1 ? { n: samples } : {}),
     ...(sample > 0 ? { sample_index: sample } : {}),
     ...(info.calculator ? { calculator: true } : {}),
     ...(begun ? { answer_token_ids: begun, echo } : {}),
+  };
+}
+
+function streamed({ model }) {
+  return { model, stream: true, stream_options: { include_usage: true }, return_token_ids: true };
+}
+
+/** Return what a chat samples with where the user has set nothing; an older server names nothing. */
+export function chatDefaults(info) {
+  return Object.fromEntries(Object.entries(info?.chat_defaults ?? {}).filter(([, value]) => value !== null));
+}
+
+/** Return the body of a request that continues a text. */
+export function completionBody(info, prompt, { sampling, seed, details }) {
+  return {
+    ...streamed(info), prompt, max_tokens: CONTINUATION, ...sampling,
+    ...(seed === null ? {} : { seed }),
+    ...(details ? { logprobs: Math.min(ALTERNATIVES, info.max_logprobs) } : {}),
   };
 }
 
@@ -63,8 +83,9 @@ export function requestBody(info, messages, sampling, wishes) {
  * `ServerError` for what went wrong; the messages then have what came before.
  */
 export async function writeAnswers(body, messages, signal, onNews, onlyBeginning = false) {
-  const clock = { asked: performance.now(), first: null, last: null };
-  const response = await ask("/v1/chat/completions", { body, signal });
+  const asked = performance.now();
+  const clocks = messages.map(() => ({ asked, first: null, last: null }));
+  const response = await ask("prompt" in body ? "/v1/completions" : "/v1/chat/completions", { body, signal });
   let usage = null;
   for await (const data of eventsOf(response)) {
     if (data === "[DONE]") break;
@@ -73,17 +94,20 @@ export async function writeAnswers(body, messages, signal, onNews, onlyBeginning
     usage = event.usage ?? usage;
     for (const choice of event.choices ?? []) {
       const message = messages[choice.index];
-      if (addChoice(message, choice)) clock.first ??= performance.now();
-      clock.last = performance.now();
+      const clock = clocks[choice.index];
+      if (addChoice(message, choice)) {
+        clock.last = performance.now();
+        clock.first ??= clock.last;
+      }
       message.stats = statsOf(message, clock, usage);
       onNews(message);
       if (onlyBeginning && choice.answer_token_ids) return;
     }
   }
-  for (const message of messages) {
-    message.stats = statsOf(message, clock, usage);
+  messages.forEach((message, index) => {
+    message.stats = statsOf(message, clocks[index], usage);
     onNews(message);
-  }
+  });
   if (messages.some((one) => one.finish === null)) throw new ServerError(0, "the connection was lost");
 }
 
@@ -91,15 +115,24 @@ export async function writeAnswers(body, messages, signal, onNews, onlyBeginning
 function addChoice(message, choice) {
   const { delta = {} } = choice;
   if (choice.answer_token_ids) beginAgain(message, choice.answer_token_ids);
-  message.text += delta.content ?? "";
+  message.text += choice.text ?? delta.content ?? "";
   if (delta.parts) message.parts = joinedParts(message.parts ?? [], delta.parts);
   const ids = choice.token_ids ?? [];
-  const entries = choice.logprobs?.content ?? [];
+  const entries = choice.logprobs?.content ?? entriesOf(choice.logprobs);
   ids.forEach((id, index) => message.tokens.push(tokenOf(id, choice.mask[index], entries[index])));
   for (const number of choice.token_versions ?? []) addVersion(message, number);
   if (choice.weight_versions) labelVersions(message, choice.weight_versions, message.begun ?? 0);
   if (choice.finish_reason) message.finish = ENDS[choice.finish_reason] ?? "length";
   return ids.length > 0;
+}
+
+/** Return a completion's log-probabilities in a chat's form; its alternatives have texts and no ids. */
+function entriesOf(logprobs) {
+  return (logprobs?.tokens ?? []).map((token, index) => ({
+    token, logprob: logprobs.token_logprobs[index],
+    top_logprobs: Object.entries(logprobs.top_logprobs?.[index] ?? {})
+      .map(([text, logprob]) => ({ token: text, token_id: null, logprob })),
+  }));
 }
 
 /** Let the server say how an answer begins: its text, and tokens that a calculator forced behind the given ones. */
@@ -151,7 +184,7 @@ function statsOf(message, clock, usage) {
   return {
     tokens: message.tokens.length,
     first: clock.first === null ? null : (clock.first - clock.asked) / 1000,
-    speed: drawn > 1 && seconds > 0 ? (drawn - 1) / seconds : null,
+    speed: drawn > 1 && seconds > SHORTEST_S ? (drawn - 1) / seconds : null,
     prompt: usage?.prompt_tokens ?? message.stats?.prompt ?? null,
     cached: usage?.prompt_tokens_details?.cached_tokens ?? message.stats?.cached ?? null,
   };

@@ -23,6 +23,11 @@ function visible(text, id) {
   return text.replaceAll("\n", "⏎\n").replaceAll("\t", "⇥\t");
 }
 
+/** Whether a token that is known by its text alone can be put in another's place. */
+function isText(text) {
+  return text !== "" && !text.includes("\ufffd");
+}
+
 function classOf([, , logprob, forced, , taken]) {
   if (forced) return "token forced";
   const chance = probability(logprob);
@@ -137,7 +142,8 @@ function alternatives({ message, isBusy }, index, onTake) {
   const head = el("p", {}, el("strong", {}, JSON.stringify(text)), ` token ${id} at ${index} · ${facts}`);
   if (forced || !top.length) return [head];
   const canTake = message.finish !== null && !isBusy();
-  const rows = top.filter(Array.isArray).map((one) => alternative(one, one[0] === id, canTake, onTake));
+  const isOwn = (one) => (one[0] === null ? one[1] === text : one[0] === id);
+  const rows = top.filter(Array.isArray).map((one) => alternative(one, isOwn(one), canTake, onTake));
   const hint = canTake
     ? "Take another one, and the answer goes on from there."
     : "Others can be taken when the answer has ended.";
@@ -149,7 +155,7 @@ function alternative(token, isOwn, canTake, onTake) {
   const bar = el("meter", { min: 0, max: 1, "aria-hidden": "true" });
   bar.value = probability(logprob);
   const button = el("button", {
-    type: "button", disabled: isOwn || !canTake || logprob < IMPOSSIBLE,
+    type: "button", disabled: isOwn || !canTake || logprob < IMPOSSIBLE || (id === null && !isText(text)),
     "aria-label": `Go on with ${JSON.stringify(text)}, ${percent(logprob)}`,
     on: { click: () => onTake(token) },
   }, el("code", {}, visible(text, id)));

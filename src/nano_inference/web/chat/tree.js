@@ -84,7 +84,7 @@ export function pathTo(messages, message) {
 /** Return a conversation's name made of its first words. */
 export function titleOf(text) {
   const line = text.trim().split("\n")[0];
-  return line.length > 60 ? `${line.slice(0, 59)}…` : line || "New chat";
+  return line.length > 100 ? `${line.slice(0, 99)}…` : line || "New chat";
 }
 
 /** Return messages as the server takes them. The parts of an answer have the calculator's calls as they were. */

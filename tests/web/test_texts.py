@@ -1,0 +1,135 @@
+"""Texts continued without a chat: a base model's page, with tokens and alternatives; a chat model's too."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import BrowserContext, expect
+
+from tests.server.tiny import running
+from tests.web.desk import Desk
+from tests.web.fake import PATIENCE_S, FakeServer
+
+FIELD = "#text-field"
+
+
+@pytest.fixture
+def base(context: BrowserContext, fake: FakeServer) -> Desk:
+    """The page in front of a model that has no chat template."""
+    fake.info["chats"] = False
+    desk = Desk(context, fake.url, ready=False)
+    expect(desk.page.locator("#text")).to_be_visible()
+    return desk
+
+
+def test_a_base_model_continues_a_text(base: Desk, fake: FakeServer) -> None:
+    page = base.page
+    assert page.locator("#composer").is_hidden() and page.locator("#banner").is_hidden()
+    expect(page.locator("#text-go")).to_be_disabled()
+    page.fill(FIELD, "Once upon")
+    base.press("Continue")
+    answer = fake.answer()
+    assert answer.body["prompt"] == "Once upon" and answer.body["stream"] and answer.body["max_tokens"] == 200
+    assert "messages" not in answer.body
+    answer.write(" a", " time")
+    expect(page.locator(FIELD)).to_have_value("Once upon a time")
+    expect(page.locator(FIELD)).not_to_be_editable()
+    answer.end_text()
+    expect(page.locator("#text-go")).to_be_visible()
+    expect(page.locator("#text-figures")).to_contain_text("2 tokens")
+    base.press("Continue")
+    assert fake.answer().body["prompt"] == "Once upon a time"
+    base.watch.assert_clean()
+
+
+def test_it_can_be_stopped_and_taken_back(base: Desk, fake: FakeServer) -> None:
+    page = base.page
+    for stop in (lambda: base.press("Stop"), lambda: page.keyboard.press("Escape")):
+        page.fill(FIELD, "Once")
+        base.press("Continue")
+        answer = fake.answer()
+        answer.write(" more")
+        expect(page.locator(FIELD)).to_have_value("Once more")
+        stop()
+        assert answer.gone.wait(PATIENCE_S), "the server was not told"
+        expect(page.locator(FIELD)).to_be_editable()
+        base.press("Take back")
+        expect(page.locator(FIELD)).to_have_value("Once")
+
+
+def test_its_tokens_and_alternatives_are_shown_and_taken(base: Desk, fake: FakeServer) -> None:
+    page = base.page
+    page.fill(FIELD, "Once")
+    base.press("Continue")
+    answer = fake.answer()
+    assert answer.body["logprobs"] == 5
+    answer.write(" upon", " a", " time")
+    answer.end_text()
+    base.press("Tokens")
+    tokens = page.locator("#text-tokens .tokens .token")
+    expect(tokens).to_have_text([" upon", " a", " time"])
+    expect(tokens.first).to_have_class("token p0")
+    tokens.nth(1).click()
+    panel = page.locator("#alternatives")
+    expect(panel).to_contain_text("90.5 %")
+    page.get_by_role("button", name='Go on with " B"').click()
+    other = fake.answer()
+    assert other.body["prompt"] == "Once upon B"
+    other.write(" side")
+    other.end_text()
+    expect(page.locator(FIELD)).to_have_value("Once upon B side")
+    base.watch.assert_clean()
+
+
+def test_a_failure_is_told_and_the_text_stays(base: Desk, fake: FakeServer) -> None:
+    fake.refusals = [(400, {"message": "the prompt has 1203 tokens"})]
+    base.page.fill(FIELD, "Once")
+    base.press("Continue")
+    expect(base.page.locator(".toast.bad")).to_contain_text("the prompt has 1203 tokens")
+    expect(base.page.locator(FIELD)).to_have_value("Once")
+    base.press("Continue")
+    fake.answer().write(" more")
+    expect(base.page.locator(".toast.bad")).to_have_count(0)
+
+
+def test_the_text_outlives_a_reload(base: Desk) -> None:
+    base.page.fill(FIELD, "Once upon")
+    base.page.reload()
+    expect(base.page.locator(FIELD)).to_have_value("Once upon")
+
+
+def test_a_chat_model_continues_texts_from_the_list(desk: Desk, fake: FakeServer) -> None:
+    page = desk.page
+    desk.press("Continue a text")
+    page.fill(FIELD, "Once")
+    desk.press("Continue")
+    assert fake.answer().body["prompt"] == "Once"
+    desk.press("Stop")
+    desk.press("New chat")
+    expect(page.locator("#text")).to_be_hidden()
+    expect(page.locator("#draft")).to_be_visible()
+
+
+def test_a_real_server_continues_a_text(context: BrowserContext, tiny_directory: Path) -> None:
+    with running(tiny_directory) as server:
+        desk = Desk(context, server.url)
+        page = desk.page
+        desk.press("Settings")
+        page.fill("#seed", "4")
+        for name, value in {"temperature": "1", "max_tokens": "12"}.items():
+            page.fill(f"#set-{name}", value)
+        desk.press("Done")
+        desk.press("Continue a text")
+        page.fill(FIELD, "Tell me")
+        desk.press("Continue")
+        expect(page.locator("#text-go")).to_be_visible()
+        body = {"prompt": "Tell me", "seed": 4, "temperature": 1, "max_tokens": 12, "logprobs": 5}
+        told = server.post("/v1/completions", body).json()["choices"][0]
+        expect(page.locator(FIELD)).to_have_value("Tell me" + told["text"])
+        desk.press("Tokens")
+        tokens = page.locator("#text-tokens .tokens .token")
+        expect(tokens).to_have_count(len(told["logprobs"]["tokens"]))
+        tokens.nth(2).click()
+        expect(page.locator("#alternatives li")).to_have_count(len(told["logprobs"]["top_logprobs"][2]))
+        desk.watch.assert_clean()
