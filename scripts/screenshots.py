@@ -2,14 +2,20 @@
 
 `python scripts/screenshots.py` serves the default model and the calculator, and writes to `docs/images/`. Seeds are
 fixed, so that a picture changes only with what it shows. Needs the `dev` extra and Chromium.
+
+`python scripts/screenshots.py --looks DIRECTORY --before HEAD~1` writes the chat page's states instead, at 1280 and 390
+pixels, light and dark, of this tree and of an earlier revision: `DIRECTORY/after` and `DIRECTORY/before`.
 """
 
 from __future__ import annotations
 
+import argparse
+import os
 import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,7 +24,8 @@ import pexpect
 import pyte
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
-IMAGES = Path(__file__).parents[1] / "docs" / "images"
+ROOT = Path(__file__).parents[1]
+IMAGES = ROOT / "docs" / "images"
 QUESTION = "What is the capital of France, and what is it known for?"
 WIDTH, HEIGHT = 1280, 800
 PHONE = {"width": 360, "height": 640}
@@ -27,7 +34,14 @@ _COLOURS = {"default": "#e7eaf0", "brown": "#f0bd6a"}
 
 
 def main() -> None:
-    """Take all pictures."""
+    """Take all pictures, or those that compare two revisions."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--looks", type=Path, help="write the chat page's states into this directory, and nothing else")
+    parser.add_argument("--before", help="revision whose states are written beside them")
+    options = parser.parse_args()
+    if options.looks is not None:
+        take_looks(options.looks, options.before)
+        return
     path = shutil.which("chromium")
     if path is None:
         raise SystemExit("chromium is not installed (`make browser`)")
@@ -40,6 +54,26 @@ def main() -> None:
         take_dashboard(browser, chat)
         take_terminal(browser)
         browser.close()
+
+
+def take_looks(out: Path, before: str | None) -> None:
+    """Take the chat page's states in this tree, and in an earlier revision's."""
+    run_looks(ROOT, out / "after")
+    if before is not None:
+        with tempfile.TemporaryDirectory() as folder:
+            archive = subprocess.run(
+                ["git", "archive", before, "src", "tests"], cwd=ROOT, check=True, capture_output=True
+            )
+            subprocess.run(["tar", "-x", "-C", folder], input=archive.stdout, check=True)
+            run_looks(Path(folder), out / "before")
+
+
+def run_looks(tree: Path, out: Path) -> None:
+    """Run `looks.py` with the package and the tests of a tree."""
+    environment = {**os.environ, "PYTHONPATH": f"{tree / 'src'}{os.pathsep}{tree}"}
+    command = [sys.executable, str(ROOT / "scripts" / "looks.py"), str(out.resolve())]
+    subprocess.run(command, cwd=tree, env=environment, check=True)
+    print(out)
 
 
 @contextmanager
