@@ -270,6 +270,21 @@ def test_a_lying_gguf_header_is_refused(data: bytes, message: str, tmp_path: Pat
         read_gguf(tmp_path / "x.gguf")
 
 
+def test_a_gguf_file_cut_anywhere_is_called_an_incomplete_download(tmp_path: Path) -> None:
+    keys = (key(b"a", ARRAY, struct.pack("<IQ", STRING, 3) + text(b"one") * 3), key(b"b", U32, bytes(4)))
+    whole = gguf_file(keys, infos=(info(b"t", (16,)), info(b"u", (48,), offset=64)))
+    path = tmp_path / "x.gguf"
+    path.write_bytes(whole)
+    tensors = read_gguf(path).tensors.values()
+    end = max(tensor.offset + tensor.num_bytes for tensor in tensors)
+    for size in range(4, end):
+        path.write_bytes(whole[:size])
+        with pytest.raises(ModelError, match=rf"incomplete download\? expected .*\d+ bytes, found {size};"):
+            read_gguf(path)
+    with pytest.raises(ModelError, match=rf"x\.gguf: incomplete download\? expected {end} bytes, found {size};"):
+        read_gguf(path)
+
+
 def test_text_that_is_not_utf_8_does_not_break_anything(tmp_path: Path) -> None:
     strings = struct.pack("<IQ", STRING, 2) + text(b"\xff") + text(b"ok")
     (tmp_path / "x.gguf").write_bytes(gguf_file((key(b"a", ARRAY, strings),)))

@@ -124,7 +124,7 @@ def test_no_number_of_a_gguf_file_is_trusted(number: int, gguf_path: Path) -> No
         ((2**64 - 1,), 0, 0, "ends at byte"),
         ((256, 2**58), 2, 0, "ends at byte"),
         ((8,), 0, 2**64 - 32, "ends at byte"),
-        ((8,), 0, 64, "ends at byte"),
+        ((8,), 0, 64, "incomplete download? expected"),
         ((8, 0), 0, 0, "not blocks"),
         ((0,), 0, 0, "not blocks"),
         ((8,), 4, 0, "unknown type 4"),

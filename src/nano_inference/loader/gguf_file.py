@@ -31,6 +31,9 @@ MAX_KEYS = 2**16
 MAX_ITEMS = 2**22
 """In all arrays together: each takes up to 60 bytes in memory. A vocabulary of 262,144 has less than a million."""
 
+MAX_FILE_BYTES = 2**44
+"""16 TiB: a header that announces more is broken, and not one of an incomplete download."""
+
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _CHUNK_BYTES = 2**20
@@ -104,6 +107,9 @@ class _Cursor:
         if self.at + num_bytes <= len(self.buffer):
             return
         if num_bytes > self.left():
+            end = self.position + num_bytes
+            if end <= MAX_HEADER_BYTES:
+                raise cut_short(self.path, f"at least {end}", self.file_bytes)
             raise self.bad(f"{num_bytes} bytes are announced where {self.left()} can follow")
         missing = self.at + num_bytes - len(self.buffer)
         more = self.file.read(min(max(missing, _CHUNK_BYTES), self.file_bytes - self.loaded))
@@ -136,6 +142,9 @@ class _Cursor:
         """Return the next 64-bit count of things that take at least `min_bytes` each."""
         number = self.u64()
         if number > self.left() // min_bytes:
+            end = self.position + number * min_bytes
+            if number <= limit and end <= MAX_HEADER_BYTES:
+                raise cut_short(self.path, f"at least {end}", self.file_bytes)
             raise self.bad(f"{number} {what} are announced where {self.left()} bytes can follow")
         if number > limit:
             raise self.bad(f"{number} {what} are announced, the limit is {limit}")
@@ -154,6 +163,13 @@ class _Cursor:
         value = self.buffer[self.at : self.at + length].decode("utf-8", "replace")
         self.at += length
         return value
+
+
+def cut_short(path: Path, expected: str, found: int) -> ModelError:
+    """Return the error of a file that ends before its contents do."""
+    return ModelError(
+        f"{path}: incomplete download? expected {expected} bytes, found {found}; delete the file and fetch it again"
+    )
 
 
 def read_gguf(path: str | Path) -> GgufFile:
@@ -287,18 +303,25 @@ def _packing(cursor: _Cursor, name: str, code: int) -> tuple[str, int, int]:
     return kind.name, block, block_bytes
 
 
+def _check_end(cursor: _Cursor, table: list[GgufTensor], data_offset: int) -> None:
+    """Raise `ModelError` unless every tensor ends within the file."""
+    last = max(table, key=lambda entry: entry.offset + entry.num_bytes, default=None)
+    end = 0 if last is None else data_offset + last.offset + last.num_bytes
+    if last is None or end <= cursor.file_bytes:
+        return
+    if end > MAX_FILE_BYTES:
+        raise ModelError(f"{cursor.path}: tensor {shown(last.name)} ends at byte {end}, the file at {cursor.file_bytes}")
+    raise cut_short(cursor.path, str(end), cursor.file_bytes)
+
+
 def _placed(cursor: _Cursor, table: list[GgufTensor], data_offset: int) -> dict[str, GgufTensor]:
     """Return the tensors with offsets in the file; each lies within it and on no other."""
     tensors: dict[str, GgufTensor] = {}
+    _check_end(cursor, table, data_offset)
     for entry in table:
         if entry.name in tensors:
             raise ModelError(f"{cursor.path}: the tensor {shown(entry.name)} is there twice")
         offset = data_offset + entry.offset
-        if offset + entry.num_bytes > cursor.file_bytes:
-            raise ModelError(
-                f"{cursor.path}: tensor {shown(entry.name)} ends at byte {offset + entry.num_bytes}, "
-                f"the file at {cursor.file_bytes}"
-            )
         tensors[entry.name] = GgufTensor(
             entry.name, entry.shape, entry.type_name, offset, entry.num_bytes, entry.row_bytes
         )
