@@ -87,8 +87,12 @@ class EngineParts:
     """What computes: torch, or the instruction set of the CPU kernels."""
 
 
-def assemble(config: EngineConfig, progress: LoadProgress | None = None) -> EngineParts:
-    """Build everything that `config` asks for.
+def assemble(
+    config: EngineConfig,
+    progress: LoadProgress | None = None,
+    on_open: Callable[[Checkpoint], None] = lambda checkpoint: None,
+) -> EngineParts:
+    """Build everything that `config` asks for. `on_open` is called before the weights are loaded, and may refuse.
 
     Raises `ModelError` when the model's files cannot be used, `ValueError` when the device cannot, or when the cache
     has no room for a single block.
@@ -99,7 +103,9 @@ def assemble(config: EngineConfig, progress: LoadProgress | None = None) -> Engi
     library = pick_kernels(config, device)
     if config.deterministic and library is None:
         raise ValueError("deterministic: only the CPU kernels are (docs/batch-dependence.md)")
+    check_cache_fits(config.kv_cache_bytes, device)
     checkpoint = open_checkpoint(locate(config.model_path), config.overrides)
+    on_open(checkpoint)
     max_model_len = min(config.max_model_len, checkpoint.config.max_positions)
     model: AnyModel
     if library is None:
@@ -291,13 +297,29 @@ def _with_length(config: ModelConfig, max_model_len: int) -> ModelConfig:
 def count_blocks(
     config: EngineConfig, model: ModelConfig, device: torch.device, dtype: torch.dtype, max_model_len: int
 ) -> int:
-    """Return how many KV blocks to make: what the memory gives, but no more than a full batch could ever use."""
+    """Return how many KV blocks to make: what the memory gives, but no more than a full batch could ever use.
+
+    Raises `ValueError` for a cache larger than the memory that loading the weights has left.
+    """
+    check_cache_fits(config.kv_cache_bytes, device)
     block_bytes = model.kv_bytes_per_token(dtype.itemsize) * config.block_size
     num_bytes = config.kv_cache_bytes or free_bytes(device, config.gpu_memory_utilization)
     num_blocks = min(num_bytes // block_bytes, config.max_batch_size * -(-max_model_len // config.block_size))
     if num_blocks < 1:
         raise ValueError(f"kv_cache_bytes: {num_bytes} bytes do not hold one block of {block_bytes} bytes")
     return num_blocks
+
+
+def check_cache_fits(num_bytes: int | None, device: torch.device) -> None:
+    """Raise `ValueError` for a KV cache that is larger than the device's available memory."""
+    if num_bytes is None:
+        return
+    available = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory()
+    if num_bytes > available:
+        raise ValueError(
+            f"kv_cache_bytes: {num_bytes} bytes ({num_bytes / 2**30:.1f} GiB) are more than the available memory, "
+            f"{available} bytes ({available / 2**30:.1f} GiB); give a smaller size"
+        )
 
 
 def free_bytes(device: torch.device, gpu_memory_utilization: float) -> int:

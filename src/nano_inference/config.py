@@ -36,6 +36,14 @@ def helped(default: Any, text: str) -> Any:
     return field(default=default, metadata={"help": text})
 
 
+class SettingError(ValueError):
+    """A value that cannot be used. `fields`: the names in its text, in order, which the command line shows as flags."""
+
+    def __init__(self, text: str, *fields: str) -> None:
+        super().__init__(text)
+        self.fields = fields
+
+
 MAX_LINEAGE = 128
 """Characters of a lineage."""
 
@@ -53,8 +61,8 @@ class EngineConfig:
     gpu_memory_utilization: float = helped(0.9, "share of a GPU's memory that weights and KV cache may take")
     kv_cache_bytes: int | None = helped(
         None,
-        "bytes of KV cache, taken at the start (CPU default: as many as are used, "
-        "up to a quarter of free memory and 4 GiB)",
+        "size of the KV cache in bytes, or as 2GiB on the command line; taken at the start (CPU default: as much as is "
+        "used, up to a quarter of free memory and 4 GiB)",
     )
     device: Device = helped("auto", "cpu, cuda, cuda:1, …; auto takes CUDA when it is there")
     dtype: Dtype = helped(
@@ -252,7 +260,7 @@ class ServerConfig:
     )
     max_n: int = resolved("max_n", "most samples of one prompt")
     max_logprobs: int = resolved("max_logprobs", "most alternatives of a token")
-    max_body_bytes: int = resolved("max_body_bytes", "largest request body")
+    max_body_bytes: int = resolved("max_body_bytes", "largest request body, in bytes or as 8MiB")
     max_connections: int = helped(1000, "most open connections; fewer when the process may open fewer files")
 
     max_tokens_per_batch: int | None = helped(

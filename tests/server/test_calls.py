@@ -262,14 +262,14 @@ def test_messages_become_plain() -> None:
                 "name": "x",
             },
             {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]},
-            {"role": "critic", "content": []},
+            {"role": "tool", "content": []},
         ]
     )
     assert plain_messages(body.messages) == [
         {"role": "system", "content": "be kind"},
         {"role": "user", "content": "a\nb", "name": "x"},
         {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]},
-        {"role": "critic", "content": ""},
+        {"role": "tool", "content": ""},
     ]
 
 

@@ -88,6 +88,18 @@ def text_of(session: Session, sample: TrainingSample, params: SamplingParams, *,
     return spelled(text + stream.finish(state)[1])
 
 
+def cut_by(session: Session, sample: TrainingSample) -> str | None:
+    """Return which length ended a sample, None when none did."""
+    if sample.finish_reason != "length":
+        return None
+    limits = session.engine.limits
+    num_slots = limits.num_blocks * limits.block_size
+    if len(sample.prompt_tokens) + len(sample.completion_tokens) < min(limits.max_model_len, num_slots):
+        return f"--max-tokens {len(sample.completion_tokens)} is reached"
+    what = "context" if limits.max_model_len <= num_slots else "KV cache"
+    return f"prompt and answer fill the {what} of {min(limits.max_model_len, num_slots)} tokens"
+
+
 def statistics(answer: Answer) -> str:
     """Say in one line what an answer took."""
     return took(answer).line()

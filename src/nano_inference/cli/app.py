@@ -15,7 +15,9 @@ import nano_inference
 from nano_inference.cli.config_file import take_files
 from nano_inference.cli.fallback import ENV_PREFIX, name_model
 from nano_inference.cli.help_page import page
-from nano_inference.cli.origins import BUILT_IN, Seen, as_json, as_toml, settings_of
+from nano_inference.cli.origins import Seen, as_json, as_toml, settings_of
+from nano_inference.cli.sizes import take_sizes
+from nano_inference.cli.spelling import names_of, spell, spelling
 from nano_inference.cli.streams import prepare
 from nano_inference.types import BadRequest
 
@@ -80,10 +82,14 @@ def run(argv: list[str]) -> object:
     try:
         command, bound, unparsed = app.parse_args(plain)
     except (ValueError, CycloptsError) as error:
-        raise BadRequest(_with_origin(error, seen)) from error
+        raise BadRequest(spell(error, names_of(seen))) from error
     if not seen.wants_print:
         wants_given = {"given": seen.given} if "given" in unparsed else {}
-        return command(*bound.args, **bound.kwargs, **wants_given)
+        try:
+            with spelling(seen):
+                return command(*bound.args, **bound.kwargs, **wants_given)
+        except ValueError as error:
+            raise BadRequest(spell(error, names_of(seen))) from error
     bound.apply_defaults()
     settings = settings_of(seen.commands, seen.arguments, bound.arguments)
     print(as_json(settings) if bound.arguments.get("as_json") else as_toml(seen.commands, settings))
@@ -95,13 +101,6 @@ def _help_asked(argv: list[str]) -> str | None:
     before = argv[: argv.index("--")] if "--" in argv else argv
     asked = next((word for word in before if word.partition("=")[0] in _HELP), None)
     return None if asked is None else asked.partition("=")[2]
-
-
-def _with_origin(error: Exception, seen: Seen) -> str:
-    """Return what is wrong with a value, and where it came from when that was not the command line."""
-    text = " ".join(str(error).split())
-    origin = seen.origin_of(text.partition(" ")[0])
-    return text if origin in (BUILT_IN, "command line") else f"{text} ({origin})"
 
 
 def build_app(seen: Seen | None = None) -> App:
@@ -126,7 +125,8 @@ def build_app(seen: Seen | None = None) -> App:
         usage = f"Usage: nano-inference models {name} [OPTIONS]{arguments}"
         models.command(f"{_HERE}:models_{name}", name=name, help=text, usage=usage)
     app.command(models)
-    app.config = (Env(ENV_PREFIX, command=False, show=False), partial(take_files, app), name_model, seen or Seen())
+    sources = (Env(ENV_PREFIX, command=False, show=False), partial(take_files, app), take_sizes, name_model)
+    app.config = (*sources, seen or Seen())
     return app
 
 

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from nano_inference.cli.lines import Entered, open_reader
 from nano_inference.cli.options import Common
+from nano_inference.cli.spelling import spell
 from nano_inference.cli.talk import Answerer, Sampling, ServerError, Talk
 from nano_inference.cli.talk_commands import COMMANDS, obey
 from nano_inference.cli.terminal import note
@@ -56,5 +57,5 @@ def take_line(chat: Chat, talk: Talk, entered: Entered) -> Talk:
             return obey(chat, talk, line)
         return answer_turn(chat, talk, line)
     except (BadRequest, ServerError, TemplateLimit) as error:
-        note(f"nano-inference: {error}")
+        note(f"nano-inference: {spell(error)}")
         return replace(talk, has_failed=isinstance(error, ServerError))

@@ -28,6 +28,7 @@ from nano_inference.cli.arguments import (
     takes_none,
     walk_commands,
 )
+from nano_inference.cli.sizes import is_size
 from nano_inference.files import exists, path_of
 from nano_inference.types import BadRequest
 
@@ -172,6 +173,8 @@ def _check_value(file: ConfigFile, table: Table, key: str, value: Any, option: A
         check_private(file.path, file.status, f"{file.path}: {key}")
     kind, is_list = kind_of(option.hint), takes_list(option.hint)
     types, name = _TYPES[kind]
+    if is_size(option):
+        types, name = (int, str), "a whole number, or a text such as '2GiB'"
     for one in value if is_list and isinstance(value, list) else [value]:
         is_none = one == "none" and takes_none(option.hint)
         if not is_none and (not isinstance(one, types) or (isinstance(one, bool) and kind != "boolean")):

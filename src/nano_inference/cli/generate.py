@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections import Counter
 from typing import Any, NamedTuple
 
-from nano_inference.cli.answer import statistics, stream_answer, text_of
+from nano_inference.cli.answer import cut_by, statistics, stream_answer, text_of
 from nano_inference.cli.options import Common
 from nano_inference.cli.prompts import Prompt
 from nano_inference.cli.session import Session, encode, open_session, with_models_own
@@ -50,8 +51,15 @@ def _stream_one(
 ) -> int:
     answer = stream_answer(session, prompt, params, interrupts, write_text, raw=wishes.raw, quiet=common.quiet)
     print()
+    tell_lengths(session, [answer.sample], common.quiet)
     note(statistics(answer), common.quiet)
     return _INTERRUPTED if interrupts.pressed else 0
+
+
+def tell_lengths(session: Session, samples: list[TrainingSample], quiet: bool) -> None:
+    """Say on stderr which lengths ended samples, and how many of them."""
+    for reason, count in Counter(filter(None, (cut_by(session, sample) for sample in samples))).items():
+        note(f"[cut off: {reason}]" if len(samples) == 1 else f"[{count} cut off: {reason}]", quiet)
 
 
 def write_text(text: str) -> None:
@@ -89,6 +97,7 @@ def _run_batch(
             raise
         except Exception as error:
             raise EngineDead(f"the engine failed: {type(error).__name__}: {error}") from error
+    tell_lengths(session, samples, common.quiet)
     note(_batch_statistics(samples, time.perf_counter() - start), common.quiet)
     return samples
 

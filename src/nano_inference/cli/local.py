@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from nano_inference.cli import chat
-from nano_inference.cli.answer import Answer, stream_answer, took
+from nano_inference.cli.answer import Answer, cut_by, stream_answer, took
+from nano_inference.cli.fallback import DEFAULT
 from nano_inference.cli.options import Common
 from nano_inference.cli.session import Session, encode, open_session, with_chat_defaults
 from nano_inference.cli.talk import NUM_ALTERNATIVES, Ask, Piece, Reply, Sampling, ShownToken, Write
@@ -14,8 +16,8 @@ from nano_inference.cli.terminal import Interrupts, note
 from nano_inference.config import EngineConfig
 from nano_inference.text import stream
 from nano_inference.text.chat import Message
-from nano_inference.text.dialogue import PartKind, require, told_apart
-from nano_inference.types import SamplingParams, TrainingSample
+from nano_inference.text.dialogue import Dialogue, PartKind, require, told_apart
+from nano_inference.types import BadRequest, SamplingParams, TrainingSample
 
 _RESERVE = 512
 """Tokens kept free for an answer, when the model is long enough."""
@@ -23,11 +25,20 @@ _RESERVE = 512
 
 def run(wishes: chat.Wishes, config: EngineConfig, sampling: Sampling, common: Common) -> int:
     """Open the model and talk with it; return the exit code."""
-    with open_session(config, common) as session:
-        require(session.dialogue)
+    with open_session(config, common, check=lambda dialogue: require_chat(dialogue, config.model_path)) as session:
         answerer = LocalAnswerer(session, config.model_path, common.quiet)
         sampling = with_chat_defaults(session, config.model_path, sampling, common.quiet)
         return chat.run(wishes, answerer, sampling, common)
+
+
+def require_chat(dialogue: Dialogue | None, name: str) -> None:
+    """Raise `BadRequest` for a model that only continues texts."""
+    if dialogue is None:
+        model = "" if name == DEFAULT else f" --model {shlex.quote(name)}"
+        raise BadRequest(
+            f"{name} is a base model: it has no chat template and only continues texts; "
+            f"nano-inference generate{model} 'Once upon a time' does that"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +91,7 @@ class LocalAnswerer:
             message=require(self.session.dialogue).answer(sample.completion_tokens, answer.text),
             kept=kept,
             finish_reason=sample.finish_reason,
+            cut_by=cut_by(self.session, sample),
             took=cost if ask.sampling.params.temperature else cost._replace(seed=None),  # which then decides nothing
             tokens=shown_tokens(self.session, sample) if ask.has_tokens else (),
         )

@@ -16,6 +16,7 @@ from nano_inference.chat_defaults import differing
 from nano_inference.cli.collection import no_collection
 from nano_inference.cli.options import Common
 from nano_inference.cli.place import fetch
+from nano_inference.cli.spelling import spell
 from nano_inference.cli.terminal import note
 from nano_inference.config import EngineConfig, ServerConfig
 from nano_inference.files import exists, path_of
@@ -31,7 +32,12 @@ def run(engine: EngineConfig, config: ServerConfig, common: Common) -> int:
     """Serve until a signal; return the exit code."""
     set_up_logs(log_requests=config.log_requests, as_json=config.log_requests, level=logging.WARNING)
     warn(config)
-    listening = bind(config)
+    with bind(config) as listening:
+        return listen(engine, config, common, listening)
+
+
+def listen(engine: EngineConfig, config: ServerConfig, common: Common, listening: socket.socket) -> int:
+    """Serve on a socket that listens; return the exit code."""
     url = url_of(config, listening)
 
     def open_model() -> Opened:
@@ -46,7 +52,7 @@ def run(engine: EngineConfig, config: ServerConfig, common: Common) -> int:
         note(f"listening on {url}, loading {engine.model_path}", common.quiet)
 
     def on_ready(opened: Opened) -> None:
-        note(banner(opened, config, url), common.quiet)
+        note(banner(opened, config, url, engine.max_model_len), common.quiet)
 
     max_running = engine.max_batch_size
     serving = serve(
@@ -56,7 +62,7 @@ def run(engine: EngineConfig, config: ServerConfig, common: Common) -> int:
         return leave(asyncio.run(serving))
     except Exception as error:
         if engine_runs():
-            note(f"nano-inference: {' '.join(str(error).split())}")
+            note(f"nano-inference: {spell(error)}")
             leave(1)
         raise
 
@@ -120,12 +126,27 @@ def rl_lines(config: ServerConfig) -> list[str]:
     return [f"  trainers' routes are open; weights come from {source}; logprobs are {config.logprobs_mode}"]
 
 
-def banner(opened: Opened, config: ServerConfig, url: str) -> str:
+def context_of(opened: Opened, wanted: int) -> str:
+    """Return the context's length, and by what it was cut when it is not the wanted one, nor the model's."""
+    length, models_own = opened.model.limits.max_model_len, opened.model.max_positions
+    if wanted > models_own:
+        return f"{length} tokens, the model's limit (--max-model-len {wanted} is more)"
+    return f"{length} tokens" + ("" if length == models_own else f" of the model's {models_own}")
+
+
+def narrow_lines(opened: Opened) -> list[str]:
+    """Return what limits a request when the KV cache is smaller than the context."""
+    limits = opened.model.limits
+    num_slots = limits.num_blocks * limits.block_size
+    if num_slots >= limits.max_model_len:
+        return []
+    return [f"  a request has at most {num_slots} tokens: the KV cache is full then (--kv-cache-bytes sets its size)"]
+
+
+def banner(opened: Opened, config: ServerConfig, url: str, wanted_context: int) -> str:
     """Return what is said once requests are taken."""
     model, limits = opened.model, opened.model.limits
     num_slots = limits.num_blocks * limits.block_size
-    is_whole = limits.max_model_len == model.max_positions
-    context = f"{limits.max_model_len} tokens" + ("" if is_whole else f" of the model's {model.max_positions}")
     has_key = bool(config.api_key or config.api_key_file)
     key = ' -H "authorization: Bearer $KEY"' if has_key else ""
     talk = '"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 64, "stream": true'
@@ -139,9 +160,11 @@ def banner(opened: Opened, config: ServerConfig, url: str) -> str:
         [
             f"ready: {', '.join(model.names)}",
             f"  chat page {url}/, dashboard {url}/dashboard",
-            f"  context {context}, KV cache {num_slots} tokens, {'an API key is needed' if has_key else 'no API key'}",
+            f"  context {context_of(opened, wanted_context)}, KV cache {num_slots} tokens, "
+            + ("an API key is needed" if has_key else "no API key"),
             f"  sampling of requests that name none: {differing(model.generation)} ({origin})",
             f"  sampling of the chat page: {differing(model.chat_defaults.sampling)} ({model.chat_defaults.source})",
+            *narrow_lines(opened),
             *tool_lines(opened),
             *rl_lines(config),
             f"  curl -N {url}/v1/{path}{key} -H 'content-type: application/json' -d '{{{body}}}'",

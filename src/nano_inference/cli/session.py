@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
-from nano_inference.assemble import assemble
+from nano_inference.assemble import EngineParts, assemble
 from nano_inference.catalog import catalog_sampling
 from nano_inference.chat_defaults import chat_defaults
 from nano_inference.cli.options import Common
@@ -22,6 +22,8 @@ from nano_inference.text.dialogue import Dialogue, load_dialogue
 from nano_inference.text.tokenizer import Tokenizer, load_tokenizer
 from nano_inference.text.tools import PythonTool
 from nano_inference.types import BadRequest, EngineDead, StepResult
+
+_BUILT_IN_CONTEXT = next(field.default for field in fields(EngineConfig) if field.name == "max_model_len")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,16 +42,28 @@ class Session:
 
 
 @contextmanager
-def open_session(config: EngineConfig, common: Common) -> Iterator[Session]:
-    """Fetch and load the model of a configuration; the engine is shut down when the block ends."""
+def open_session(
+    config: EngineConfig, common: Common, *, check: Callable[[Dialogue | None], None] = lambda dialogue: None
+) -> Iterator[Session]:
+    """Fetch and load the model of a configuration; the engine is shut down when the block ends.
+
+    `check` is called before the weights are loaded, and may raise `BadRequest`.
+    """
     path = fetch(config.model_path, common)
     config = replace(config, model_path=str(path))
+    text_sides: list[tuple[Tokenizer, Dialogue | None]] = []
+
+    def on_open(checkpoint: Checkpoint) -> None:
+        tokenizer = load_tokenizer(checkpoint.tokenizer)
+        text_sides.append((tokenizer, load_dialogue(checkpoint.tokenizer, tokenizer)))
+        check(text_sides[0][1])
+
     with bar("loading", is_bytes=True, quiet=common.quiet) as tell:
-        parts = assemble(config, progress=tell)
+        parts = assemble(config, progress=tell, on_open=on_open)
     assert parts.checkpoint is not None, "assemble opens a checkpoint"
-    tokenizer = load_tokenizer(parts.checkpoint.tokenizer)
-    dialogue = load_dialogue(parts.checkpoint.tokenizer, tokenizer)
+    tokenizer, dialogue = text_sides[0]
     tell_inferred(parts.checkpoint, common.quiet)
+    tell_context(config.max_model_len, parts, common.quiet)
     with InferenceEngine(config, parts=parts) as engine:
         try:
             yield Session(engine=engine, tokenizer=tokenizer, dialogue=dialogue)
@@ -82,6 +96,15 @@ def with_chat_defaults(session: Session, model: str, sampling: Sampling, quiet: 
     found = chat_defaults(sampling_defaults(checkpoint, without=sampling.named), catalog_sampling(model))
     tell_defaults(sampling, found.sampling, found.source, quiet)
     return with_defaults(sampling, found.sampling)
+
+
+def tell_context(wanted: int, parts: EngineParts, quiet: bool) -> None:
+    """Say what cuts the context: the model, when another length than the built-in one is wanted, or the KV cache."""
+    num_slots = parts.kv.num_blocks * parts.kv.block_size
+    if wanted > parts.max_model_len and wanted != _BUILT_IN_CONTEXT:
+        note(f"[context {parts.max_model_len} tokens, the model's limit: --max-model-len {wanted} is more]", quiet)
+    if num_slots < parts.max_model_len:
+        note(f"[a request has at most {num_slots} tokens: the KV cache is full then (--kv-cache-bytes)]", quiet)
 
 
 def tell_inferred(checkpoint: Checkpoint, quiet: bool) -> None:

@@ -102,6 +102,8 @@ class Reply:
     finish_reason: FinishReason | str | None
     took: Took
     tokens: tuple[ShownToken, ...] = ()
+    cut_by: str | None = None
+    """What ended it, when that was a length and is known."""
     failure: str | None = None
     """Why it did not come to its end: one printable line."""
 

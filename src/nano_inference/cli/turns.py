@@ -11,6 +11,8 @@ from nano_inference.cli.terminal import Interrupts, no_echo, note
 from nano_inference.cli.token_view import show_tokens
 from nano_inference.text.chat import Message
 
+_SOME_LENGTH = "--max-tokens or the model's length is reached"
+
 
 class Chat(NamedTuple):
     """What stays the same from turn to turn."""
@@ -45,7 +47,7 @@ def _tell(reply: Reply, was_stopped: bool, shows_tokens: bool, quiet: bool) -> N
     elif was_stopped:
         note("[stopped]")
     elif reply.finish_reason == "length":
-        note("[cut off: --max-tokens or the model's length is reached]", quiet)
+        note(f"[cut off: {reply.cut_by or _SOME_LENGTH}]", quiet)
     if shows_tokens:
         show_tokens(reply.tokens)
     note(reply.took.line(), quiet)

@@ -310,7 +310,9 @@ def _check_end(cursor: _Cursor, table: list[GgufTensor], data_offset: int) -> No
     if last is None or end <= cursor.file_bytes:
         return
     if end > MAX_FILE_BYTES:
-        raise ModelError(f"{cursor.path}: tensor {shown(last.name)} ends at byte {end}, the file at {cursor.file_bytes}")
+        raise ModelError(
+            f"{cursor.path}: tensor {shown(last.name)} ends at byte {end}, the file at {cursor.file_bytes}"
+        )
     raise cut_short(cursor.path, str(end), cursor.file_bytes)
 
 

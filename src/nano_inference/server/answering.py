@@ -93,9 +93,14 @@ async def _whole(
         body = compose()
     else:
         body = await workshop.run(compose, seconds=_WRITING_S)
-    headers = [*_JSON_HEADERS, (b"content-length", str(len(body)).encode())]
+    headers = [*_JSON_HEADERS, (b"content-length", str(len(body)).encode()), *_room_header(call)]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     await send({"type": "http.response.body", "body": body})
+
+
+def _room_header(call: Call) -> list[tuple[bytes, bytes]]:
+    """Return the header that announces a shorter answer than `max_tokens` asks for; none where there is room."""
+    return [] if call.most_new is None else [(b"x-max-tokens", str(call.most_new).encode())]
 
 
 async def _stream(
@@ -106,7 +111,7 @@ async def _stream(
     def tell(draft: Draft, got: Written) -> bytes:
         return reply.added(draft, got, drafts)
 
-    await send({"type": "http.response.start", "status": 200, "headers": _EVENT_HEADERS})
+    await send({"type": "http.response.start", "status": 200, "headers": [*_EVENT_HEADERS, *_room_header(call)]})
     await _send_some(send, reply.opening(drafts))
     try:
         async for added in _written(call, ticket, model, timing, drafts, tell):

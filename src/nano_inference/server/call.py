@@ -154,6 +154,8 @@ class Call:
     """What its client calls it, for whoever wants to abort it."""
     forbids_tokens: bool = False
     """The client forbade tokens, perhaps all of them."""
+    most_new: int | None = None
+    """Most tokens of a sample, where the context has room for fewer than `max_tokens`; else None."""
 
     @property
     def total_samples(self) -> int:

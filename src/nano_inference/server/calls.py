@@ -290,13 +290,16 @@ def _call(
     """Put a call together and check it against the engine's limits."""
     options = body.stream_options
     prefix = "chatcmpl" if kind == "chat" else "cmpl"
+    rooms = [_room(ask, model, kind) for ask in asks]
+    cut = [room for ask, room in zip(asks, rooms, strict=True) if room < (ask.params.max_tokens or 0)]
     return Call(
         kind=kind,
         id=f"{prefix}-{body.request_id or uuid.uuid4().hex}",
         model=name,
         asks=asks,
         num_samples=body.n or 1,
-        num_tokens=sum(_most_tokens(ask, model, kind) for ask in asks),
+        num_tokens=sum(len(ask.prompt) + ask.num_samples * room for ask, room in zip(asks, rooms, strict=True)),
+        most_new=min(cut, default=None),
         shape=shape,
         dialect=OpenAIReply,
         stream=bool(body.stream),
@@ -306,8 +309,8 @@ def _call(
     )
 
 
-def _most_tokens(ask: Ask, model: ServedModel, kind: Kind) -> int:
-    """Return how many tokens an ask may come to. Raises `ApiError` when the engine would refuse it."""
+def _room(ask: Ask, model: ServedModel, kind: Kind) -> int:
+    """Return how many tokens a sample may have. Raises `ApiError` when the engine would refuse it."""
     try:
         request = admit(0, ask.prompt, ask.params, model.limits, seed=0)
     except BadRequest as error:
@@ -318,7 +321,7 @@ def _most_tokens(ask: Ask, model: ServedModel, kind: Kind) -> int:
         elif kind == "chat" and param == "prompt":  # which a client of a chat does not know
             param = "messages"
         raise ApiError(400, told.message, param=param) from None
-    return len(ask.prompt) + ask.num_samples * request.max_new_tokens
+    return request.max_new_tokens
 
 
 def _sampling_params(

@@ -22,7 +22,7 @@ from typing import Literal
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from nano_inference.config import DEFAULT_SHARE, ServerConfig
+from nano_inference.config import DEFAULT_SHARE, ServerConfig, SettingError
 from nano_inference.server.clients import Client, Network, address_of, networks
 from nano_inference.server.errors import ApiError, ErrorBody, internal_error
 from nano_inference.server.hosts import Host, hosts_to_allow, is_loopback_name, parse_host
@@ -91,11 +91,11 @@ def guard_policy(config: ServerConfig, keys: KeyRing) -> GuardPolicy:
     is_loopback = is_loopback_name(config.host)
     admins = KeyRing.of(load_admin_keys(config))
     if not (is_loopback or not keys.is_empty or config.insecure):
-        raise ValueError(f"host {config.host} can be reached from elsewhere: set api_key or api_key_file, or insecure")
+        text = f"host {config.host} can be reached from other machines: set api_key_file or api_key, or insecure"
+        raise SettingError(text, "host", "insecure")
     if config.enable_rl and not (is_loopback or not admins.is_empty or config.insecure):
-        raise ValueError(
-            f"enable_rl: host {config.host} can be reached from elsewhere: set admin_key or admin_key_file, or insecure"
-        )
+        text = f"enable_rl: host {config.host} can be reached from other machines: set admin_key_file or admin_key"
+        raise SettingError(f"{text}, or insecure", "host", "insecure")
     for origin in config.cors_origin:
         if origin != "*" and not _ORIGIN.fullmatch(origin):
             raise ValueError(f"cors_origin must be * or like https://example.org, without a path, got {origin!r}")
@@ -374,7 +374,7 @@ def cors_headers(scope: Scope, policy: GuardPolicy) -> list[tuple[bytes, bytes]]
     origin = granted_origin(scope["headers"], policy)
     if origin is None:
         return [vary]
-    exposed = (b"access-control-expose-headers", b"x-request-id, retry-after")
+    exposed = (b"access-control-expose-headers", b"x-request-id, x-max-tokens, retry-after")
     return [vary, (b"access-control-allow-origin", origin.encode("latin-1")), exposed]
 
 

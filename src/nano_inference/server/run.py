@@ -7,6 +7,7 @@ aborts what is open. SIGHUP, which a terminal sends more than once when it goes,
 from __future__ import annotations
 
 import asyncio
+import errno
 import gc
 import logging
 import signal
@@ -17,7 +18,7 @@ from typing import Any
 
 import uvicorn
 
-from nano_inference.config import ServerConfig
+from nano_inference.config import ServerConfig, SettingError
 from nano_inference.server.accepting import Acceptor
 from nano_inference.server.app import App
 from nano_inference.server.bridge import Bridge
@@ -89,7 +90,7 @@ class Shutdown:
 
 
 def bind(config: ServerConfig) -> socket.socket:
-    """Return the listening socket. Raises `OSError` naming the address."""
+    """Return the listening socket. Raises `SettingError` for an address that cannot be used."""
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     # With the protocol named, asyncio turns Nagle's algorithm off, which would keep an answer's end for 40 ms.
     listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
@@ -100,8 +101,20 @@ def bind(config: ServerConfig) -> socket.socket:
         listening.listen()  # two sockets may be bound to one port, but only one may listen
     except OSError as error:
         listening.close()
-        raise OSError(error.errno, error.strerror or str(error), f"{config.host}:{config.port}") from None
+        raise _unusable(config, error) from None
     return listening
+
+
+def _unusable(config: ServerConfig, error: OSError) -> SettingError:
+    """Return what is wrong with an address, and what to do."""
+    address = f"[{config.host}]:{config.port}" if ":" in config.host else f"{config.host}:{config.port}"
+    if error.errno == errno.EADDRINUSE:
+        text = f"port {config.port}: another program listens on {address}; set port to another one, or 0 for a free one"
+        return SettingError(text, "port", "port")
+    if error.errno == errno.EACCES:
+        text = f"port {config.port}: this user may not listen on {address}; set port to 1024 or more"
+        return SettingError(text, "port", "port")
+    return SettingError(f"host {config.host} cannot be listened on: {error.strerror or error}", "host")
 
 
 async def serve(

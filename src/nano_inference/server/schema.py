@@ -6,7 +6,7 @@ known but not done here is in `unsupported`; what nobody knows is left in `model
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
@@ -218,7 +218,7 @@ class TextPart(Body):
 class Message(Body):
     """One message of a chat; further fields (name, tool_calls, tool_call_id) reach the model's template."""
 
-    role: Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[\w.-]+$")]
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | Annotated[list[TextPart], Field(max_length=MAX_MESSAGES, fail_fast=True)] | None = None
 
 

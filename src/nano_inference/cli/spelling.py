@@ -1,0 +1,82 @@
+"""Messages in the user's words: a field's name becomes the flag or the variable that its value came from."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from types import MappingProxyType
+from typing import NamedTuple
+
+from nano_inference.cli.arguments import key_of, options_of, twin_of
+from nano_inference.cli.config_file import FROM_FILE
+from nano_inference.cli.origins import Seen, origin_of
+from nano_inference.config import SettingError
+
+
+class Given(NamedTuple):
+    """How the user gave a field's value."""
+
+    name: str
+    """`--port`, `NANO_INFERENCE_PORT`, or `port` in a file."""
+    file: str = ""
+    """`file PATH` when it came from one."""
+
+
+_NO_NAMES: Mapping[str, Given] = MappingProxyType({})
+_names: ContextVar[Mapping[str, Given]] = ContextVar("names", default=_NO_NAMES)
+
+
+@contextmanager
+def spelling(seen: Seen) -> Iterator[None]:
+    """Make `spell` use the options of a command while the block runs."""
+    token = _names.set(names_of(seen))
+    try:
+        yield
+    finally:
+        _names.reset(token)
+
+
+def names_of(seen: Seen) -> Mapping[str, Given]:
+    """Return how each field of the command's configurations was given.
+
+    A parameter of the command itself is left out: its name (`prompt`) may mean something else in a message.
+    """
+    own = {child.field_info.name for parent in seen.arguments for child in parent.children}
+    names = {}
+    for option in options_of(seen.arguments):
+        origin = origin_of(option)
+        given = Given(option.name)
+        if origin.startswith(FROM_FILE):
+            given = Given(key_of(option), origin)
+        elif option.tokens and option.tokens[-1].source == "env":
+            given = Given(twin_of(option))
+        if option.field_info.name in own:
+            names[option.field_info.name] = given
+    return names
+
+
+def spell(error: Exception, names: Mapping[str, Given] | None = None) -> str:
+    """Return an error's text on one line, its fields named as the user gave them.
+
+    Replaced are the first word, names with an underscore, and the fields that a `SettingError` lists.
+    """
+    known = _names.get() if names is None else names
+    text = " ".join(str(error).split())
+    left = list(error.fields) if isinstance(error, SettingError) else []
+    file = ""
+
+    def replace(match: re.Match[str]) -> str:
+        nonlocal file
+        word = match[0]
+        if "_" not in word and word not in left and match.start():
+            return word
+        if word in left:
+            left.remove(word)  # further on, the word may be a value
+        file = file or known[word].file
+        return known[word].name
+
+    names_here = "|".join(known) or "(?!)"
+    text = re.sub(rf"(?<![\w/.\-'\"])(?:{names_here})(?![\w/.\-'\"])", replace, text)
+    return f"{text} ({file})" if file else text

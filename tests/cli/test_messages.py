@@ -1,0 +1,250 @@
+"""What a user reads when something is wrong: one line with the name that they typed, the limit, and what to do."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+
+from nano_inference import EngineConfig, InferenceEngine
+from nano_inference.assemble import available_memory
+from nano_inference.cli import main
+from nano_inference.cli.sizes import size_of
+from nano_inference.config import ServerConfig
+from nano_inference.server.guard import guard_policy
+from nano_inference.server.keys import KeyRing, load_keys
+from tests.cli.test_serve import Process, command, process
+
+Capture = pytest.CaptureFixture[str]
+TOO_MUCH = "100TiB"
+
+
+@pytest.fixture(autouse=True)
+def no_pydantic(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that nothing has imported pydantic into: with it cyclopts checks values once more."""
+    monkeypatch.delitem(sys.modules, "pydantic", raising=False)
+
+
+@pytest.fixture
+def base_model(tiny: Path, tmp_path: Path) -> Path:
+    """The tiny model without its chat template."""
+    directory = tmp_path / "base"
+    shutil.copytree(tiny, directory)
+    (directory / "chat_template.jinja").unlink(missing_ok=True)
+    config = directory / "tokenizer_config.json"
+    config.write_text(config.read_text().replace('"chat_template"', '"no_template"'))
+    return directory
+
+
+def refusal(capsys: Capture, *argv: str) -> str:
+    """Run a command that must refuse; return its one line."""
+    assert main(argv) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("nano-inference: ") and err.count("\n") == 1 and "Traceback" not in err
+    return err.removeprefix("nano-inference: ").rstrip()
+
+
+def given(place: str, key: str, value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
+    """Give an option on the command line, in the environment or in a file; return the words for the command line."""
+    if place == "flag":
+        return (f"--{key}", value)
+    if place == "environment":
+        monkeypatch.setenv(f"NANO_INFERENCE_{key.replace('-', '_').upper()}", value)
+        return ()
+    (tmp_path / "c.toml").write_text(f'{key} = "{value}"\n')
+    return ("--config", str(tmp_path / "c.toml"))
+
+
+PLACES = ("flag", "environment", "file")
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("4096", 4096),
+        ("1B", 1),
+        ("2KB", 2000),
+        ("2KiB", 2048),
+        ("3 MB", 3_000_000),
+        ("3MiB", 3 << 20),
+        ("1.5GB", 1_500_000_000),
+        ("1.5gib", 3 << 29),
+        ("100GiB", 100 << 30),
+        ("1TiB", 1 << 40),
+        *((text, None) for text in ("", "GiB", "1.5", "0.3B", "-1KiB", "1GiBs", "1e9", "one", "1.GiB", "٣GiB")),
+    ],
+)
+def test_sizes_have_units(text: str, size: int | None) -> None:
+    assert size_of(text) == size
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_kv_cache_bytes_takes_a_unit(
+    place: str, capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = given(place, "kv-cache-bytes", "1.5GiB", tmp_path, monkeypatch)
+    assert main(["serve", *words, "--print-config"]) == 0
+    assert f"\nkv-cache-bytes = {3 << 29} " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("place", "name"),
+    [
+        ("flag", "--kv-cache-bytes"),
+        ("environment", "NANO_INFERENCE_KV_CACHE_BYTES"),
+        ("file", "--kv-cache-bytes"),
+    ],
+)
+def test_kv_cache_bytes_without_sense_names_what_was_typed(
+    place: str, name: str, capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    line = refusal(capsys, "serve", *given(place, "kv-cache-bytes", "plenty", tmp_path, monkeypatch))
+    assert line.startswith(f"{name} must be bytes, or a size such as 512MiB or 2GB, got 'plenty'")
+    assert ("c.toml" in line) == (place == "file")
+
+
+@pytest.mark.parametrize(
+    ("place", "name"),
+    [("flag", "--kv-cache-bytes"), ("environment", "NANO_INFERENCE_KV_CACHE_BYTES"), ("file", "kv-cache-bytes")],
+)
+def test_a_cache_larger_than_the_memory_is_refused_before_loading(
+    place: str, name: str, tiny: Path, capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nano_inference.assemble.load_kernel_model", None)  # calling it would be a TypeError
+    words = given(place, "kv-cache-bytes", TOO_MUCH, tmp_path, monkeypatch)
+    line = refusal(capsys, "generate", "hello", "--model", str(tiny), "--device", "cpu", *words)
+    assert line.startswith(f"{name}: {100 << 40} bytes (102400.0 GiB) are more than the available memory, ")
+    assert "give a smaller size" in line and ("c.toml" in line) == (place == "file")
+
+
+def test_a_cache_larger_than_the_memory_is_refused_with_the_fields_name_in_python(tiny: Path) -> None:
+    config = EngineConfig(model_path=str(tiny), kv_cache_bytes=2 * available_memory() + (64 << 30), device="cpu")
+    with pytest.raises(ValueError, match=r"^kv_cache_bytes: \d+ bytes .* more than the available memory, \d+ bytes"):
+        InferenceEngine(config)
+
+
+@pytest.mark.parametrize(
+    ("place", "name"), [("flag", "--host"), ("environment", "NANO_INFERENCE_HOST"), ("file", "host")]
+)
+def test_an_open_address_without_a_key_names_the_flags(
+    place: str, name: str, capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    line = refusal(capsys, "serve", "--port", "0", *given(place, "host", "0.0.0.0", tmp_path, monkeypatch))
+    expected = f"{name} 0.0.0.0 can be reached from other machines: set --api-key-file or --api-key, or --insecure"
+    assert line.startswith(expected) and ("c.toml" in line) == (place == "file")
+
+
+def test_an_open_address_without_a_key_names_the_fields_in_python() -> None:
+    config = ServerConfig(host="0.0.0.0")
+    with pytest.raises(ValueError, match=r"^host 0\.0\.0\.0 can .*: set api_key_file or api_key, or insecure$"):
+        guard_policy(config, KeyRing.of(load_keys(config)))
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (("serve", "--max-n", "0"), "--max-n must be in [1, 65536], got 0"),
+        (("serve", "--root-path", "llm"), "--root-path must begin with a slash"),
+        (("serve", "--port", "70000"), "--port must be in [0, 65535], got 70000"),
+        (("serve", "--port", "0", "--api-key", "short"), "--api-key: key 1 is shorter than 8 characters"),
+        (("serve", "--weights-dir", "x"), "--weights-dir is for a trainer: it needs --enable-rl"),
+        (("generate", "a", "--max-tokens", "-1"), "--max-tokens must be"),
+        (("generate", "a", "--device", "tpu"), "--device must be auto, cpu, cuda or cuda:N, got 'tpu'"),
+        (("generate", "a", "--kernels", "off", "--dtype", "int8"), "--dtype=int8: the kernels are off"),
+        (("generate", "a b " * 40, "--max-model-len", "16"), "prompt has "),
+    ],
+)
+def test_a_refusal_names_the_flag(words: tuple[str, ...], expected: str, tiny: Path, capsys: Capture) -> None:
+    model = ("--model", str(tiny)) if words[0] == "generate" else ()
+    line = refusal(capsys, *words, *model)
+    assert line.startswith(expected) and "max_model_len" not in line
+
+
+def test_a_value_that_reads_like_a_field_stays(capsys: Capture) -> None:
+    line = refusal(capsys, "serve", "--port", "0", "--host", "insecure")
+    assert line.startswith("--host insecure can be reached from other machines: ") or "insecure cannot be" in line
+
+
+@pytest.mark.parametrize(
+    ("place", "name"), [("flag", "--port"), ("environment", "NANO_INFERENCE_PORT"), ("file", "port")]
+)
+def test_a_port_in_use_suggests_another(
+    place: str, name: str, capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        words = given(place, "port", port, tmp_path, monkeypatch)
+        if place == "file":
+            (tmp_path / "c.toml").write_text(f"port = {port}\n")
+        line = refusal(capsys, "serve", *words)
+    expected = f"{name} {port}: another program listens on 127.0.0.1:{port}; set {name} to another one, or 0 for a free"
+    assert line.startswith(expected)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="the superuser may listen on every port")
+def test_a_port_of_the_system_suggests_another(capsys: Capture) -> None:
+    assert "set --port to 1024 or more" in refusal(capsys, "serve", "--port", "80")
+
+
+def test_an_address_of_another_machine_is_named(capsys: Capture) -> None:
+    line = refusal(capsys, "serve", "--host", "192.0.2.1", "--port", "0", "--api-key", "long-enough-key")
+    assert line.startswith("--host 192.0.2.1 cannot be listened on: ")
+
+
+def test_a_base_model_is_refused_before_loading(
+    base_model: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nano_inference.assemble.load_kernel_model", None)  # calling it would be a TypeError
+    line = refusal(capsys, "chat", "--model", str(base_model), "-p", "hello")
+    assert "is a base model: it has no chat template" in line
+    monkeypatch.undo()
+    command = line[line.index("nano-inference generate") :].split(" 'Once")[0].split()
+    assert main([*command[1:], "Once upon a time", "--max-tokens", "2"]) == 0
+
+
+def test_a_context_longer_than_the_models_is_announced(tiny: Path, capsys: Capture) -> None:
+    words = ("generate", "hello", "--model", str(tiny), "--max-tokens", "2", "--kv-cache-bytes", "64MiB")
+    assert main([*words, "--max-model-len", "100000"]) == 0
+    assert "[context 32768 tokens, the model's limit: --max-model-len 100000 is more]" in capsys.readouterr().err
+    assert main(words) == 0
+    assert "the model's limit" not in capsys.readouterr().err
+
+
+def test_a_cache_smaller_than_the_context_is_announced(tiny: Path, capsys: Capture) -> None:
+    assert main(["generate", "hello", "--model", str(tiny), "--max-tokens", "2", "--kv-cache-bytes", "16KiB"]) == 0
+    assert "tokens: the KV cache is full then (--kv-cache-bytes)]" in capsys.readouterr().err
+
+
+def test_serve_announces_what_cuts_the_context(tiny: Path) -> None:
+    with process(tiny, "--max-model-len", "100000") as server:
+        server.wait_for(r"context 32768 tokens, the model's limit \(--max-model-len 100000 is more\)")
+    with process(tiny, "--max-model-len", "100") as server:
+        server.wait_for(r"context 100 tokens of the model's 32768")
+    words = [word if word != str(8 << 20) else "16KiB" for word in command(tiny)]
+    server = Process(words)
+    try:
+        server.wait_for(r"a request has at most \d+ tokens: the KV cache is full then")
+    finally:
+        server.popen.kill()
+        server.end()
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (("--max-tokens", "3"), "--max-tokens 3 is reached"),
+        (("--max-tokens", "500", "--max-model-len", "40"), "prompt and answer fill the context of 40 tokens"),
+    ],
+)
+@pytest.mark.parametrize("command", ["chat", "generate", "batch"])
+def test_an_answer_says_what_cut_it_off(
+    command: str, words: tuple[str, ...], expected: str, tiny: Path, capsys: Capture
+) -> None:
+    chosen = {"chat": ("chat", "-p", "hi"), "generate": ("generate", "hi"), "batch": ("generate", "hi", "--n", "2")}
+    assert main([*chosen[command], "--model", str(tiny), "--ignore-eos", *words]) == 0
+    count = "2 " if command == "batch" else ""
+    assert f"[{count}cut off: {expected}]" in capsys.readouterr().err
