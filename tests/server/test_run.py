@@ -12,7 +12,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from nano_inference.config import ServerConfig
+from nano_inference.config import ServerConfig, SettingError
 from nano_inference.server.run import SEND_BUFFER, Listener, bind, serve
 from nano_inference.server.served import Opened
 from tests.server.tiny import opened
@@ -23,7 +23,9 @@ CONFIG = ServerConfig(port=0, log_requests=False)
 def test_a_port_belongs_to_one_server() -> None:
     with bind(CONFIG) as first:
         port = first.getsockname()[1]
-        with pytest.raises(OSError, match=f"127.0.0.1:{port}"):
+        with pytest.raises(
+            SettingError, match=rf"^port {port}: another program listens on 127\.0\.0\.1:{port}; set port"
+        ):
             bind(ServerConfig(port=port))
 
 
