@@ -56,7 +56,7 @@ def a_policy() -> Mapping[str, Any]:
 NAMES: Mapping[str, Callable[[], Mapping[str, Any]]] = {"README.md": a_policy}
 """Names that a page's Python finds: a function for each page that has any. Every other page begins with none."""
 
-DEFAULT_MODEL = frozenset({"README.md", "docs/getting-started.md"})
+DEFAULT_MODEL = frozenset({"README.md", "docs/getting-started.md", "docs/index.md"})
 """Pages whose Python opens the default model."""
 
 TRAINED = frozenset({"docs/rl.md"})

@@ -246,14 +246,19 @@ def plan_target(command: Command, place: Place) -> str:
 
 
 def check_requirement(command: Command, place: Place) -> str:
-    """Hold what pip is asked to install to what pyproject.toml and the Makefile name."""
+    """Hold what pip or uv is asked to install to what pyproject.toml and scripts/install_torch.py name."""
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    for word in command.words[2:]:
+    script = (ROOT / "scripts" / "install_torch.py").read_text()
+    options = {"--index-url", f"{re.search(r'CPU_INDEX = .(.*).', script)[1]}", "--torch-backend=cpu"}  # type: ignore[index]
+    for word in command.words[3 if command.begins("uv") else 2 :]:
+        if word in options:
+            continue
         here = re.fullmatch(r"(?:\.|nano-inference)(?:\[(.+)\])?", word)
         if here is not None:
             assert set((here[1] or "").split(",")) - {""} <= set(extras), word
         else:
-            assert f" {word}\n" in (ROOT / "Makefile").read_text(), f"the Makefile installs another {word}"
+            version = re.search(r'^VERSION = "(.*)"', script, re.MULTILINE)
+            assert version is not None and word == f"torch=={version[1]}", f"make installs another {word}"
     return ""
 
 
@@ -348,8 +353,8 @@ RULES: Sequence[Rule] = (
     ),
     Rule(
         name="pip install",
-        reason="it downloads: what it names is held to pyproject.toml and the Makefile",
-        fits=lambda command: command.begins("pip", "install") and len(command.words) > 2,
+        reason="it downloads: what it names is held to pyproject.toml and scripts/install_torch.py",
+        fits=lambda command: command.begins("pip", "install") or command.begins("uv", "pip", "install"),
         run=check_requirement,
     ),
     Rule(
