@@ -51,7 +51,7 @@ docs: .venv/ready
 
 # pip compiles what it copies, not what stays where it is: a start without bytecode takes a tenth longer.
 .venv/ready: .venv/torch pyproject.toml
-	@echo "downloading the packages that nano-inference needs: about 70 MB"
+	@echo "downloading the packages that nano-inference needs: about 60 MB"
 	@$(BIN)/python -m pip install -e '.[grammar]'
 	@$(BIN)/python -m compileall -q src
 	@touch $@

@@ -116,8 +116,8 @@ def script(user: User) -> None:
     """pip into an environment of one's own, then the documentation's Python."""
     user.do("git clone", user.get_clone)
     venv = user.home / "venv"
-    user.do("install_torch.py", lambda: last_line(user.run(PYTHON, "scripts/install_torch.py", str(venv))))
-    user.do("pip install '.[grammar]'", lambda: last_line(user.run(f"{venv}/bin/pip", "install", ".[grammar]")))
+    user.do("install_torch.py", lambda: installed(user.run(PYTHON, "scripts/install_torch.py", str(venv))))
+    user.do("pip install '.[grammar]'", lambda: installed(user.run(f"{venv}/bin/pip", "install", ".[grammar]")))
     code = user.home / "first.py"
     code.write_text(first_rollout((user.clone / "docs" / "getting-started.md").read_text(encoding="utf-8")))
     user.do("the first rollout", lambda: last_line(user.run(f"{venv}/bin/python", str(code), where=user.home)))
@@ -126,7 +126,7 @@ def script(user: User) -> None:
 def page(user: User) -> None:
     """A server until it is ready, and what the chat page loads; then one streamed answer."""
     user.do("git clone", user.get_clone)
-    user.do("make .venv/ready", lambda: last_line(user.run("make", ".venv/ready", f"PYTHON={PYTHON}")))
+    user.do("make .venv/ready", lambda: installed(user.run("make", ".venv/ready", f"PYTHON={PYTHON}")))
     with server(user) as url:
         user.do("nano-inference serve, until /ready", lambda: wait_until_ready(url))
         user.do("GET / and /info", lambda: load_page(url))
@@ -221,6 +221,12 @@ def fetch(url: str) -> tuple[int, bytes]:
 def last_line(text: str) -> str:
     """Return the last line that says something."""
     return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "")
+
+
+def installed(text: str) -> str:
+    """Return how many packages pip says that it installed."""
+    lines = [line for line in text.splitlines() if line.startswith("Successfully installed ")]
+    return f"{sum(len(line.split()) - 2 for line in lines)} packages installed"
 
 
 def summary(text: str) -> str:

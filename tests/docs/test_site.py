@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 import pytest
 from playwright.sync_api import BrowserContext
 
-from tests.docs.pages import DOCS, ROOT
+from tests.docs.pages import DOCS, ROOT, blocks_of
 
 CONFIG = tomllib.loads((ROOT / "zensical.toml").read_text(encoding="utf-8"))["project"]
 FETCHING = {"src", "srcset", "poster", "data", "background", "action"}
@@ -129,25 +129,51 @@ class Quiet(SimpleHTTPRequestHandler):
         """Say nothing."""
 
 
-def test_a_browser_that_reads_every_page_asks_no_other_host(site: Path, context: BrowserContext) -> None:
+@pytest.fixture(scope="module")
+def own_host(site: Path) -> Iterator[str]:
+    """Host and port of a server of the site."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(site)))
     threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-    own = f"127.0.0.1:{server.server_address[1]}"
+    yield f"127.0.0.1:{server.server_address[1]}"
+    server.shutdown()
+    server.server_close()
+
+
+def url_of(own_host: str, path: Path) -> str:
+    """Return a page's address."""
+    return f"http://{own_host}/{path.relative_to(ROOT / 'docs').with_suffix('.html').as_posix()}"
+
+
+CUT_OFF = """() => [...document.querySelectorAll("pre, pre > code")]
+    .filter(one => one.scrollWidth > one.clientWidth + 1)
+    .map(one => one.innerText.slice(0, 80))"""
+"""The beginnings of code blocks that are wider than their place."""
+
+
+@pytest.mark.parametrize("width", [1280, 800, 390])
+def test_no_code_block_is_cut_off(width: int, own_host: str, context: BrowserContext) -> None:
+    page = context.new_page()
+    page.set_viewport_size({"width": width, "height": 800})
+    for path in DOCS:
+        page.goto(url_of(own_host, path))
+        blocks = page.locator("pre > code").count()
+        assert blocks == len(blocks_of(path)), path
+        assert page.evaluate(CUT_OFF) == [], path
+
+
+def test_a_browser_that_reads_every_page_asks_no_other_host(own_host: str, context: BrowserContext) -> None:
+    own = own_host
     asked: list[str] = []
     refused: list[str] = []
-    try:
-        context.on("request", lambda one: asked.append(one.url))
-        context.on("response", lambda one: refused.append(one.url) if one.status >= 400 else None)
-        page = context.new_page()
-        for path in DOCS:
-            page.goto(f"http://{own}/{path.relative_to(ROOT / 'docs').with_suffix('.html').as_posix()}")
-            assert page.locator("h1").count() == 1, path
-        page.locator("button.md-search__button").click()
-        page.locator("dialog[aria-label='Search'] input").fill("processed")
-        page.locator("a[href*='rl.html?h=processed']").first.wait_for(state="attached")
-        page.wait_for_load_state("networkidle")
-    finally:
-        server.shutdown()
-        server.server_close()
+    context.on("request", lambda one: asked.append(one.url))
+    context.on("response", lambda one: refused.append(one.url) if one.status >= 400 else None)
+    page = context.new_page()
+    for path in DOCS:
+        page.goto(url_of(own, path))
+        assert page.locator("h1").count() == 1, path
+    page.locator("button.md-search__button").click()
+    page.locator("dialog[aria-label='Search'] input").fill("processed")
+    page.locator("a[href*='rl.html?h=processed']").first.wait_for(state="attached")
+    page.wait_for_load_state("networkidle")
     assert len(asked) > len(DOCS) and not refused
     assert {urlsplit(url).netloc for url in asked if not url.startswith(("data:", "blob:"))} == {own}
