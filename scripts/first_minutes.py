@@ -22,7 +22,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PYTHON = str(getattr(sys, "_base_executable", sys.executable))
+PYTHON = str(Path(sys.base_prefix) / "bin" / "python3")
+"""The Python that `.venv` is made with, not that of an environment this script runs in."""
 KEPT = ("PATH", "LANG", "TERM", "SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE")
 """Variables that a new user has; and besides them those of proxies and of pip's sources, which the network demands."""
 KEPT_BEGINNINGS = ("PIP_", "HTTP_", "HTTPS_", "NO_PROXY", "http_", "https_", "no_proxy")

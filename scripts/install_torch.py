@@ -50,14 +50,14 @@ def main() -> int:
         return refuse(problem)
     python = Path(options.directory) / "bin" / "python"
     is_missing = not options.dry_run and not python.exists()
-    if is_missing and subprocess.call([sys.executable, "-m", "venv", options.directory]):
+    if is_missing and subprocess.call([sys.executable, "-P", "-m", "venv", options.directory]):
         return refuse("no virtual environment could be made: see above (Debian: apt install python3-venv)")
     if has_torch(python):
         print(f"PyTorch {VERSION} is there already")
         return 0
-    plan = make_plan(python if python.exists() else Path(sys.executable), options.source)
+    plan = make_plan(str(python) if python.exists() else sys.executable, options.source)
     print(plan.told, flush=True)
-    command = [str(python), "-m", "pip", "install", *plan.options, plan.requirement]
+    command = [str(python), "-P", "-m", "pip", "install", *plan.options, plan.requirement]
     if options.dry_run:
         print(" ".join(command))
         return 0
@@ -85,10 +85,10 @@ def has_torch(python: Path) -> bool:
     """Return True if the environment has this version of PyTorch."""
     code = f"import importlib.metadata as m, sys; sys.exit(m.version('torch').split('+')[0] != '{VERSION}')"
     quiet = subprocess.DEVNULL
-    return python.exists() and subprocess.call([str(python), "-c", code], stdout=quiet, stderr=quiet) == 0
+    return python.exists() and subprocess.call([str(python), "-P", "-c", code], stdout=quiet, stderr=quiet) == 0
 
 
-def make_plan(python: Path, source: str) -> Plan:
+def make_plan(python: str, source: str) -> Plan:
     """Return what to install on this machine."""
     plain = f"torch=={VERSION}"
     if platform.system() != "Linux":
@@ -151,9 +151,9 @@ def trust() -> ssl.SSLContext:
     return ssl.create_default_context(cafile=next((path for path in named if path and Path(path).is_file()), None))
 
 
-def pip_offers(python: Path, requirement: str) -> bool:
+def pip_offers(python: str, requirement: str) -> bool:
     """Return True if pip, as it is configured here, finds a requirement."""
-    command = [str(python), "-m", "pip", "install", "--dry-run", "--no-deps", "--ignore-installed", "--quiet"]
+    command = [python, "-P", "-m", "pip", "install", "--dry-run", "--no-deps", "--ignore-installed", "--quiet"]
     quiet = subprocess.DEVNULL
     return subprocess.call([*command, requirement], stdout=quiet, stderr=quiet) == 0
 

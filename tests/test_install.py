@@ -133,7 +133,7 @@ def test_the_script_is_plain_enough_for_python_3_6() -> None:
 def test_an_index_that_answers_is_taken_by_name(index: str, tmp_path: Path) -> None:
     told, command = plan(tmp_path, "--source", index)
     assert told == f"no NVIDIA GPU: downloading PyTorch {VERSION}, CPU build, from {index}: about 190 MB"
-    assert command.endswith(f"-m pip install --extra-index-url {index} torch=={VERSION}+cpu")
+    assert command.endswith(f"-P -m pip install --extra-index-url {index} torch=={VERSION}+cpu")
 
 
 @needs_linux_without_gpu
@@ -146,7 +146,7 @@ def test_an_index_that_does_not_answer_is_given_up_within_seconds(is_open: bool,
         assert time.perf_counter() - start < 10, "the probe has 3 s; pip's look into its own sources is in this, too"
     assert told.startswith(f"no NVIDIA GPU, but {source} does not answer (")
     assert f"PyTorch {VERSION} with CUDA libraries from the package index: about 4.6 GB" in told
-    assert command.endswith(f"-m pip install torch=={VERSION}")
+    assert command.endswith(f"-P -m pip install torch=={VERSION}")
 
 
 @needs_linux_without_gpu
@@ -162,7 +162,7 @@ def test_a_wheel_that_pip_is_configured_to_find_is_taken(tmp_path: Path) -> None
     changes = {"PIP_FIND_LINKS": str(tmp_path / "wheels"), "PIP_NO_INDEX": "1"}
     told, command = plan(tmp_path, "--source", "http://127.0.0.1:9", **changes)
     assert told == f"no NVIDIA GPU: installing PyTorch {VERSION}, CPU build, which pip finds: about 190 MB"
-    assert command.endswith(f"-m pip install torch=={VERSION}+cpu")
+    assert command.endswith(f"-P -m pip install torch=={VERSION}+cpu")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="CUDA is Linux's here")
@@ -172,7 +172,7 @@ def test_an_nvidia_gpu_gets_cuda_from_the_package_index(index: str, tmp_path: Pa
     assert (
         told == f"an NVIDIA GPU is here: downloading PyTorch {VERSION} with CUDA from the package index: about 4.6 GB"
     )
-    assert command.endswith(f"-m pip install torch=={VERSION}")
+    assert command.endswith(f"-P -m pip install torch=={VERSION}")
 
 
 @needs_linux_without_gpu

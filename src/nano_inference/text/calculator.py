@@ -19,7 +19,8 @@ from typing import Any
 MAX_EXPRESSION = 256
 """Characters of an expression."""
 MAX_DEPTH = 64
-"""Parentheses inside one another. Python's parser recurses: 80 end the process in a thread with 128 KiB of stack."""
+"""Parentheses inside one another. Python's parser recurses: 80 end the process in a thread with 128 KiB of stack;
+Python 3.12 needs 256 KiB for these 64."""
 MAX_BITS = 4096
 """Bits of an integer, tested before a product is computed."""
 MAX_RESULT = 256
