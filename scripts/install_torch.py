@@ -34,8 +34,8 @@ class Plan(NamedTuple):
     requirement: str
     options: List[str]
     """Further arguments of pip."""
-    told: str
-    """What is said before the download."""
+    notice: str
+    """Printed before the download."""
 
 
 def main() -> int:
@@ -56,7 +56,7 @@ def main() -> int:
         print(f"PyTorch {VERSION} is there already")
         return 0
     plan = make_plan(str(python) if python.exists() else sys.executable, options.source)
-    print(plan.told, flush=True)
+    print(plan.notice, flush=True)
     command = [str(python), "-P", "-m", "pip", "install", *plan.options, plan.requirement]
     if options.dry_run:
         print(" ".join(command))
@@ -95,13 +95,13 @@ def make_plan(python: str, source: str) -> Plan:
         size = MACOS_SIZE if platform.system() == "Darwin" else "about 120 MB"
         return Plan(plain, [], f"downloading PyTorch {VERSION} from the package index: {size}")
     if has_nvidia_gpu():
-        told = f"an NVIDIA GPU is here: downloading PyTorch {VERSION} with CUDA from the package index: {CUDA_SIZE}"
-        return Plan(plain, [], told)
+        notice = f"an NVIDIA GPU is here: downloading PyTorch {VERSION} with CUDA from the package index: {CUDA_SIZE}"
+        return Plan(plain, [], notice)
     cpu = f"{plain}+cpu"
     reason = why_silent(source)
     if reason is None:
-        told = f"no NVIDIA GPU: downloading PyTorch {VERSION}, CPU build, from {source}: {CPU_SIZE}"
-        return Plan(cpu, ["--extra-index-url", source], told)
+        notice = f"no NVIDIA GPU: downloading PyTorch {VERSION}, CPU build, from {source}: {CPU_SIZE}"
+        return Plan(cpu, ["--extra-index-url", source], notice)
     if pip_offers(python, cpu):
         return Plan(cpu, [], f"no NVIDIA GPU: installing PyTorch {VERSION}, CPU build, which pip finds: {CPU_SIZE}")
     return Plan(

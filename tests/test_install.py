@@ -131,8 +131,8 @@ def test_the_script_is_plain_enough_for_python_3_6() -> None:
 
 @needs_linux_without_gpu
 def test_an_index_that_answers_is_taken_by_name(index: str, tmp_path: Path) -> None:
-    told, command = plan(tmp_path, "--source", index)
-    assert told == f"no NVIDIA GPU: downloading PyTorch {VERSION}, CPU build, from {index}: about 190 MB"
+    notice, command = plan(tmp_path, "--source", index)
+    assert notice == f"no NVIDIA GPU: downloading PyTorch {VERSION}, CPU build, from {index}: about 190 MB"
     assert command.endswith(f"-P -m pip install --extra-index-url {index} torch=={VERSION}+cpu")
 
 
@@ -142,35 +142,35 @@ def test_an_index_that_does_not_answer_is_given_up_within_seconds(is_open: bool,
     with create_server(("127.0.0.1", 0)) as silent:  # it takes connections and says nothing
         source = f"http://127.0.0.1:{silent.getsockname()[1]}" if is_open else "http://127.0.0.1:9"
         start = time.perf_counter()
-        told, command = plan(tmp_path, "--source", source)
+        notice, command = plan(tmp_path, "--source", source)
         assert time.perf_counter() - start < 10, "the probe has 3 s; pip's look into its own sources is in this, too"
-    assert told.startswith(f"no NVIDIA GPU, but {source} does not answer (")
-    assert f"PyTorch {VERSION} with CUDA libraries from the package index: about 4.6 GB" in told
+    assert notice.startswith(f"no NVIDIA GPU, but {source} does not answer (")
+    assert f"PyTorch {VERSION} with CUDA libraries from the package index: about 4.6 GB" in notice
     assert command.endswith(f"-P -m pip install torch=={VERSION}")
 
 
 @needs_linux_without_gpu
 def test_an_index_without_this_version_is_not_taken(index: str, tmp_path: Path) -> None:
     (tmp_path / "index" / "torch" / "index.html").write_text("torch-1.0.0")
-    told, command = plan(tmp_path, "--source", index)
-    assert f"it has no PyTorch {VERSION}" in told and command.endswith(f"install torch=={VERSION}")
+    notice, command = plan(tmp_path, "--source", index)
+    assert f"it has no PyTorch {VERSION}" in notice and command.endswith(f"install torch=={VERSION}")
 
 
 @needs_linux_without_gpu
 def test_a_wheel_that_pip_is_configured_to_find_is_taken(tmp_path: Path) -> None:
     write_wheel(tmp_path / "wheels" / f"torch-{VERSION}+cpu-py3-none-any.whl")
     changes = {"PIP_FIND_LINKS": str(tmp_path / "wheels"), "PIP_NO_INDEX": "1"}
-    told, command = plan(tmp_path, "--source", "http://127.0.0.1:9", **changes)
-    assert told == f"no NVIDIA GPU: installing PyTorch {VERSION}, CPU build, which pip finds: about 190 MB"
+    notice, command = plan(tmp_path, "--source", "http://127.0.0.1:9", **changes)
+    assert notice == f"no NVIDIA GPU: installing PyTorch {VERSION}, CPU build, which pip finds: about 190 MB"
     assert command.endswith(f"-P -m pip install torch=={VERSION}+cpu")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="CUDA is Linux's here")
 def test_an_nvidia_gpu_gets_cuda_from_the_package_index(index: str, tmp_path: Path) -> None:
     path = tools(tmp_path / "bin", "nvidia-smi", 'test "$1" = -L && echo "GPU 0: NVIDIA H200 (UUID: GPU-1)"')
-    told, command = plan(tmp_path, "--source", index, PATH=path)
+    notice, command = plan(tmp_path, "--source", index, PATH=path)
     assert (
-        told == f"an NVIDIA GPU is here: downloading PyTorch {VERSION} with CUDA from the package index: about 4.6 GB"
+        notice == f"an NVIDIA GPU is here: downloading PyTorch {VERSION} with CUDA from the package index: about 4.6 GB"
     )
     assert command.endswith(f"-P -m pip install torch=={VERSION}")
 
@@ -201,8 +201,8 @@ def test_what_pip_cannot_install_ends_in_one_line_of_ours(tmp_path: Path) -> Non
 
 def test_make_takes_the_script_before_anything_else(tmp_path: Path) -> None:
     command = ["make", "--dry-run", "--always-make", ".venv/ready", "PYTHON=python3.x", "TORCH_INDEX=http://mirror"]
-    told = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    lines = [line for line in told.splitlines() if "python" in line]
+    notice = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    lines = [line for line in notice.splitlines() if "python" in line]
     assert lines[0].endswith("python3.x scripts/install_torch.py --source http://mirror .venv")
     done = subprocess.run([*command[:1], "-B", *command[3:]], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 2 and "python3.x is not here: install Python 3.11 or newer" in done.stdout
