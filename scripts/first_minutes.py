@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[1]
 PYTHON = str(Path(sys.base_prefix) / "bin" / "python3")
 """The Python that `.venv` is made with, not that of an environment this script runs in."""
 KEPT = ("PATH", "LANG", "TERM", "SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE")
-"""Variables that a new user has; those of proxies and of pip's sources are kept, too, because the network demands them."""
+"""Variables that a new user has. Those of proxies and of pip's sources are kept as well: the network demands them."""
 KEPT_BEGINNINGS = ("PIP_", "HTTP_", "HTTPS_", "NO_PROXY", "http_", "https_", "no_proxy")
 QUESTION = "What is the capital of France?"
 MAX_STEP_S = 3600.0
