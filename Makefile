@@ -57,7 +57,7 @@ docs: .venv/ready
 	@touch $@
 
 .venv/ready-dev: .venv/ready
-	@echo "downloading the packages of the tests: about 200 MB"
+	@echo "downloading the packages of the tests"
 	@$(BIN)/python -m pip install --quiet -e '.[dev]'
 	@touch $@
 
