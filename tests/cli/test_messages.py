@@ -19,6 +19,8 @@ from nano_inference.server.guard import guard_policy
 from nano_inference.server.keys import KeyRing, load_keys
 from tests.cli.test_serve import Process, command, process
 
+pytestmark = pytest.mark.usefixtures("restored_logging")  # `serve` configures it in this process
+
 Capture = pytest.CaptureFixture[str]
 TOO_MUCH = "100TiB"
 

@@ -8,7 +8,6 @@ import logging
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,7 +16,6 @@ from hypothesis import strategies as st
 
 from nano_inference.server import log
 from nano_inference.server.log import (
-    ACCESS_LOGGER,
     AccessRecord,
     JsonFormatter,
     access_line,
@@ -51,19 +49,6 @@ HOSTILE = st.text(st.characters(exclude_categories=()), max_size=400) | st.sampl
     ["\r\n{}", '"}\n{"level":"error"', "\x1b[2J", "\u2028\u2029\x85", "\ud800\udfff\ud800", "\u202eabc", "\x00" * 9]
 )
 NUMBERS = st.none() | st.floats()
-
-
-@pytest.fixture
-def restored() -> Iterator[None]:
-    """Put the process's logging back as it was."""
-    loggers = [logging.getLogger(), logging.getLogger(ACCESS_LOGGER)]
-    state = [(one, one.level, one.propagate, list(one.handlers)) for one in loggers]
-    yield
-    logging.captureWarnings(False)
-    for one, level, propagate, handlers in state:
-        one.setLevel(level)
-        one.propagate = propagate
-        one.handlers[:] = handlers
 
 
 def parsed(line: str) -> dict[str, Any]:
@@ -166,7 +151,7 @@ def test_a_time_is_utc_in_milliseconds() -> None:
     assert timestamp(float("inf")) is None
 
 
-@pytest.mark.usefixtures("restored")
+@pytest.mark.usefixtures("restored_logging")
 def test_requests_are_written_to_the_stream_once() -> None:
     stream, other = io.StringIO(), io.StringIO()
     root = logging.StreamHandler(other)
@@ -181,7 +166,7 @@ def test_requests_are_written_to_the_stream_once() -> None:
     assert not other.getvalue()
 
 
-@pytest.mark.usefixtures("restored")
+@pytest.mark.usefixtures("restored_logging")
 def test_requests_can_be_left_out() -> None:
     stream = io.StringIO()
     set_up_logs(stream, log_requests=False)
@@ -189,7 +174,7 @@ def test_requests_can_be_left_out() -> None:
     assert not stream.getvalue()
 
 
-@pytest.mark.usefixtures("restored")
+@pytest.mark.usefixtures("restored_logging")
 def test_a_percent_sign_in_a_path_is_no_format() -> None:
     stream = io.StringIO()
     set_up_logs(stream)
@@ -197,7 +182,7 @@ def test_a_percent_sign_in_a_path_is_no_format() -> None:
     assert parsed(stream.getvalue()[:-1])["path"] == "/%s%d"
 
 
-@pytest.mark.usefixtures("restored")
+@pytest.mark.usefixtures("restored_logging")
 def test_everything_is_json_when_asked() -> None:
     stream, other = io.StringIO(), io.StringIO()
     logging.getLogger().addHandler(logging.StreamHandler(other))
