@@ -17,7 +17,7 @@ from rich.table import Table
 
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams, TrainingSample
 from nano_inference.catalog import catalog_sampling, default_cache, find_wheel
-from nano_inference.chat_defaults import chat_defaults, differing
+from nano_inference.chat_defaults import chat_defaults, described
 from nano_inference.cli.options import Common
 from nano_inference.cli.place import fetch
 from nano_inference.loader.checkpoint import open_checkpoint
@@ -47,7 +47,7 @@ def main() -> None:
     defaults = chat_defaults(sampling_defaults(checkpoint), catalog_sampling("default"))
     sampling = {**defaults.sampling, "max_tokens": 64}
     params = SamplingParams(**sampling, seed=SEED)
-    print(f"sampling: {differing(sampling)} ({defaults.source})\n")
+    print(f"sampling: {described(sampling, defaults.source)}\n")
     with InferenceEngine(EngineConfig(model_path=str(path))) as engine:
         ask(engine, tokenizer, template, params)
         roll_out(engine, tokenizer, template, params)

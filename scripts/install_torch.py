@@ -6,6 +6,7 @@ libraries. Standard library only. Python 3.6 must be able to parse this file: ol
 # ruff: noqa: UP006, UP035, UP045
 
 import argparse
+import http.client
 import os
 import platform
 import shutil
@@ -22,7 +23,9 @@ OLDEST, NEWEST = (3, 11), (3, 14)
 """Versions of Python that both this package and PyTorch's wheels support."""
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 PROBE_S = 3.0
-"""Seconds in which the CPU index must answer."""
+"""Seconds in which the CPU index must begin to answer."""
+READ_S = 30.0
+"""Further seconds for the rest of its answer: a slow link is no reason to download gigabytes."""
 MAX_PAGE = 4 << 20
 """Bytes of the index's page that are read."""
 CPU_SIZE, MACOS_SIZE, CUDA_SIZE = "about 190 MB", "about 110 MB", "about 4.6 GB"
@@ -49,7 +52,7 @@ def main() -> int:
     if problem is not None:
         return refuse(problem)
     python = Path(options.directory) / "bin" / "python"
-    is_missing = not options.dry_run and not python.exists()
+    is_missing = not options.dry_run and not has_pip(python)
     if is_missing and subprocess.call([sys.executable, "-P", "-m", "venv", options.directory]):
         return refuse("no virtual environment could be made: see above (Debian: apt install python3-venv)")
     if has_torch(python):
@@ -81,6 +84,12 @@ def python_problem(version: "tuple[int, ...]") -> Optional[str]:
     return f"Python {wanted} is needed, and {sys.executable} is {here}; name another one: make demo PYTHON=python3.12"
 
 
+def has_pip(python: Path) -> bool:
+    """Return True if the environment is whole; one whose making was interrupted has a Python without pip."""
+    quiet = subprocess.DEVNULL
+    return python.exists() and subprocess.call([str(python), "-P", "-m", "pip", "--version"], stdout=quiet) == 0
+
+
 def has_torch(python: Path) -> bool:
     """Return True if the environment has this version of PyTorch."""
     code = f"import importlib.metadata as m, sys; sys.exit(m.version('torch').split('+')[0] != '{VERSION}')"
@@ -99,11 +108,12 @@ def make_plan(python: str, source: str) -> Plan:
         return Plan(plain, [], notice)
     cpu = f"{plain}+cpu"
     reason = why_silent(source)
-    if reason is None:
+    if reason is not None and pip_offers(python):
+        return Plan(cpu, [], f"no NVIDIA GPU: installing PyTorch {VERSION}, CPU build, which pip finds: {CPU_SIZE}")
+    # pip may be configured with a proxy that the probe does not know.
+    if reason is None or pip_offers(python, "--extra-index-url", source):
         notice = f"no NVIDIA GPU: downloading PyTorch {VERSION}, CPU build, from {source}: {CPU_SIZE}"
         return Plan(cpu, ["--extra-index-url", source], notice)
-    if pip_offers(python, cpu):
-        return Plan(cpu, [], f"no NVIDIA GPU: installing PyTorch {VERSION}, CPU build, which pip finds: {CPU_SIZE}")
     return Plan(
         plain,
         [],
@@ -127,21 +137,28 @@ def has_nvidia_gpu() -> bool:
 
 
 def why_silent(source: str) -> Optional[str]:
-    """Return why an index does not offer this version of PyTorch; None when it does. Takes `PROBE_S` at most."""
+    """Return why an index does not offer this version of PyTorch; None when it does.
+
+    Takes `PROBE_S` seconds at most, and `READ_S` more once the index answers.
+    """
     found = [f"no answer in {PROBE_S:g} s"]
+    answers = threading.Event()
 
     def probe() -> None:
         try:
             with urllib.request.urlopen(f"{source.rstrip('/')}/torch/", timeout=PROBE_S, context=trust()) as page:
+                answers.set()
                 is_there = f"torch-{VERSION}".encode() in page.read(MAX_PAGE)
             found[0] = "" if is_there else f"it has no PyTorch {VERSION}"
-        except (OSError, ValueError) as error:
-            found[0] = str(getattr(error, "reason", error))
+        except (OSError, ValueError, http.client.HTTPException) as error:
+            found[0] = " ".join(str(getattr(error, "reason", error)).split()) or type(error).__name__
 
     # A thread, because `timeout` bounds neither the look-up of the name nor a page that comes byte by byte.
     thread = threading.Thread(target=probe, daemon=True)
     thread.start()
     thread.join(PROBE_S)
+    if answers.is_set():
+        thread.join(READ_S)
     return found[0] or None
 
 
@@ -151,11 +168,14 @@ def trust() -> ssl.SSLContext:
     return ssl.create_default_context(cafile=next((path for path in named if path and Path(path).is_file()), None))
 
 
-def pip_offers(python: str, requirement: str) -> bool:
-    """Return True if pip, as it is configured here, finds a requirement."""
-    command = [python, "-P", "-m", "pip", "install", "--dry-run", "--no-deps", "--ignore-installed", "--quiet"]
-    quiet = subprocess.DEVNULL
-    return subprocess.call([*command, requirement], stdout=quiet, stderr=quiet) == 0
+def pip_offers(python: str, *options: str) -> bool:
+    """Return True if pip, as it is configured here, lists the CPU build. Downloads nothing but lists."""
+    command = [python, "-P", "-m", "pip", "index", "versions", "torch", "--timeout", "3", "--retries", "0", *options]
+    try:
+        listed = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=READ_S)
+    except subprocess.TimeoutExpired:
+        return False
+    return f"{VERSION}+cpu".encode() in listed.stdout.replace(b",", b" ").split()
 
 
 if __name__ == "__main__":

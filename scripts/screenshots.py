@@ -71,7 +71,7 @@ def take_looks(out: Path, before: str | None) -> None:
 def run_looks(tree: Path, out: Path) -> None:
     """Run `looks.py` with the package and the tests of a tree."""
     environment = {**os.environ, "PYTHONPATH": f"{tree / 'src'}{os.pathsep}{tree}"}
-    command = [sys.executable, str(ROOT / "scripts" / "looks.py"), str(out.resolve())]
+    command = [sys.executable, "-P", str(ROOT / "scripts" / "looks.py"), str(out.resolve())]
     subprocess.run(command, cwd=tree, env=environment, check=True)
     print(out)
 

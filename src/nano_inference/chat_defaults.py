@@ -53,8 +53,16 @@ def chat_defaults(generation: Mapping[str, Any], catalog: Mapping[str, Any]) -> 
 
 
 def differing(sampling: Mapping[str, Any], names: Collection[str] = CHAT_FIELDS) -> str:
-    """Return those of the named fields that change how tokens are drawn, as `name value, …`."""
+    """Return those of the named fields that differ from plain sampling, as `name value, …`."""
     inert = _TRUNCATION if sampling.get("temperature") == 0 else ()
     shown = [name for name in CHAT_FIELDS if name in names and name in sampling and name not in inert]
-    named = [f"{name} {sampling[name]}" for name in shown if sampling[name] != getattr(_NEUTRAL, name)]
-    return ", ".join(named) or "temperature 1.0"
+    return ", ".join(f"{name} {sampling[name]}" for name in shown if sampling[name] != getattr(_NEUTRAL, name))
+
+
+def described(sampling: Mapping[str, Any], source: str, names: Collection[str] = CHAT_FIELDS) -> str:
+    """Return the named fields in words. The source is that of temperature and truncation, not of the limit."""
+    drawn = differing(sampling, set(names) - {"max_tokens"}) or ("temperature 1.0" if "temperature" in names else "")
+    parts = [f"{drawn} ({source})"] if drawn else []
+    if "max_tokens" in names and sampling.get("max_tokens") is not None:
+        parts.append(f"at most {sampling['max_tokens']} tokens")
+    return ", ".join(parts) or "none"

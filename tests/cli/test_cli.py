@@ -392,18 +392,23 @@ def test_a_chats_defaults_are_printed_and_used(
     tiny: Path, opinionated: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, err = talk(capsys, monkeypatch, "/set\n", "-m", str(tiny))
-    common = "temperature 0.7, top_p 0.95, min_p 0.05, max_tokens 1024"
-    assert f"[chat defaults: {common} (default for chats); /set changes them]" in err
+    drawn = "temperature 0.7, top_p 0.95, min_p 0.05 (default for chats)"
+    assert f"[chat defaults: {drawn}, at most 1024 tokens; /set changes them]" in err
     for line in ("temperature = 0.7", "top_p = 0.95", "min_p = 0.05", "max_tokens = 1024"):
         assert f"{line} (default)" in err
     _, err = talk(capsys, monkeypatch, "/set\n", "-m", str(tiny), "--temperature", "1", "--max-tokens", "256")
     assert "[chat defaults: top_p 0.95, min_p 0.05 (default for chats); /set changes them]" in err
     assert "temperature = 1.0\n" in err and "max_tokens = 256\n" in err
     _, err = talk(capsys, monkeypatch, "/set\n", "-m", str(opinionated))
-    assert "[chat defaults: temperature 1.5, top_k 1, max_tokens 1024 (the model's generation_config.json); /set" in err
+    assert (
+        "[chat defaults: temperature 1.5, top_k 1 (the model's generation_config.json), at most 1024 tokens; /set"
+        in err
+    )
     assert "min_p = 0.0 (default)" in err
+    _, err = talk(capsys, monkeypatch, "/set\n", "-m", str(opinionated), "-t", "1.2", "-k", "3")
+    assert "top_p = 1.0 (default)" in err, "the source does not depend on what the user names"
     _, err = talk(capsys, monkeypatch, "/set\n", "-m", str(tiny), "-t", "0")
-    assert "[chat defaults: max_tokens 1024 (default for chats); /set changes them]" in err
+    assert "[chat defaults: at most 1024 tokens; /set changes them]" in err
 
 
 def test_the_models_own_sampling_in_a_chat(

@@ -13,6 +13,7 @@ import pytest
 from nano_inference.cli import commands
 from nano_inference.cli import serve as serve_command
 from nano_inference.cli.collection import no_collection
+from nano_inference.cli.spelling import Typed
 from nano_inference.config import EngineConfig, ServerConfig
 from nano_inference.server import opening
 
@@ -70,7 +71,7 @@ def test_a_model_is_loaded_without_it_and_fetched_with_it(monkeypatch: pytest.Mo
     monkeypatch.setattr(serve_command, "serve", fake)
     monkeypatch.setattr(serve_command, "fetch", fetch)
     monkeypatch.setattr(opening, "open_model", load)
-    assert commands.serve(server=ServerConfig(port=0), engine=EngineConfig(model_path="none")) == 0
+    assert commands.serve(server=ServerConfig(port=0), engine=EngineConfig(model_path="none"), typed=Typed()) == 0
     assert seen == {"fetch": True, "load": False, "ready": True}
 
 
@@ -87,5 +88,5 @@ def test_a_model_that_cannot_be_loaded_gives_it_back(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(serve_command, "fetch", lambda *_: Path("none"))
     monkeypatch.setattr(opening, "open_model", refuse)
     with pytest.raises(OSError, match="damaged"):
-        commands.serve(server=ServerConfig(port=0), engine=EngineConfig(model_path="none"))
+        commands.serve(server=ServerConfig(port=0), engine=EngineConfig(model_path="none"), typed=Typed())
     assert gc.isenabled()

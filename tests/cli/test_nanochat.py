@@ -18,6 +18,7 @@ from nano_inference.cli import chat, local, main
 from nano_inference.cli.answer import Answer
 from nano_inference.cli.options import Common
 from nano_inference.cli.session import Session
+from nano_inference.cli.spelling import Typed
 from nano_inference.cli.talk import Sampling
 from nano_inference.config import EngineConfig
 from nano_inference.loader.nanochat_rules import GENERATIONS
@@ -85,7 +86,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
     """Every chat that is started from here on; none of them runs."""
     seen: list[Call] = []
 
-    def note(wishes: chat.Wishes, config: EngineConfig, sampling: Sampling, common: Common) -> int:
+    def note(wishes: chat.Wishes, config: EngineConfig, sampling: Sampling, common: Common, typed: Typed) -> int:
         seen.append(Call(wishes, config, sampling.params, sampling.named))
         return 0
 
@@ -307,7 +308,7 @@ def test_an_answer_that_is_cut_off_has_its_end_in_the_next_turn(
 
 def test_a_prompt_that_is_too_long_is_one_line(home: Path, capsys: Capture) -> None:
     _, err = run(capsys, "chat", "--nanochat", "-p", "x" * 300, code=2)
-    assert "prompt has 304 tokens; max_model_len is 256" in err.splitlines()[-1]
+    assert "prompt has 304 tokens; --max-model-len is 256" in err.splitlines()[-1]
 
 
 # ---- the calculator model

@@ -254,7 +254,7 @@ def test_our_own_servers_chat_defaults_are_sent(server: Scripted, capsys: Captur
     for _ in range(2):
         server.answer("hi")
     _, err = talk(capsys, server.url)
-    assert "[chat defaults: temperature 0.2, top_p 0.9, max_tokens 77 (the server's); /set changes them]" in err
+    assert "[chat defaults: temperature 0.2, top_p 0.9 (the server's), at most 77 tokens; /set changes them]" in err
     sent = server.post()
     assert {name: sent.get(name) for name in defaults} == {**defaults, "unknown_field": None}
     talk(capsys, server.url, "--top-p", "1", "--max-tokens", "256")

@@ -255,8 +255,8 @@ def test_what_is_not_safe_is_refused_before_loading(directory: Path, tmp_path: P
         (("--host", "0.0.0.0"), "insecure"),
         (("--api-key", "short"), "8 characters"),
         (("--api-key-file", str(keys)), "chmod 600"),
-        (("--max-n", "0"), "max_n"),
-        (("--root-path", "llm"), "root_path"),
+        (("--max-n", "0"), "--max-n"),
+        (("--root-path", "llm"), "--root-path"),
     ):
         code, lines = refusal(*options, directory=directory)
         assert (code, len(lines)) == (2, 1) and expected in lines[0], (options, lines)

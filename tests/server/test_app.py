@@ -1150,7 +1150,7 @@ def test_time_is_up_for_one_sample_and_not_for_another(
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_what_has_not_begun_is_refused_when_its_time_is_up(tiny_directory: Path, stream: bool) -> None:
-    config = ServerConfig(port=0, log_requests=False, request_timeout=0.001)
+    config = ServerConfig(port=0, log_requests=False, request_timeout=0.3)
     with running(tiny_directory, config, gated) as server:
         body = {"prompt": "hello", "stream": stream}
         if stream:

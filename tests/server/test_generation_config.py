@@ -11,6 +11,7 @@ import pytest
 
 from nano_inference.cli.serve import banner
 from nano_inference.config import ServerConfig
+from nano_inference.types import ModelError
 from tests.server.tiny import opened, running
 
 BODY = {"model": "tiny", "prompt": "hello", "max_tokens": 12, "seed": 5, "ignore_eos": True}
@@ -43,6 +44,16 @@ def test_requests_that_name_no_sampling(opinionated: Path, fields: dict[str, Any
     assert {name: told["chat_defaults"][name] for name in OWN} == OWN, "chats use the model's own in any case"
 
 
+def test_an_invalid_file_that_is_not_used_is_no_obstacle(tiny_directory: Path, tmp_path: Path) -> None:
+    directory = shutil.copytree(tiny_directory, tmp_path / "model")
+    (directory / "generation_config.json").write_text('{"top_p": 3, "eos_token_id": 257}')
+    with pytest.raises(ModelError, match="top_p"):
+        opened(directory, ServerConfig(port=0))
+    found = opened(directory, ServerConfig(port=0, generation_config="none"))
+    found.engine.shutdown()
+    assert found.model.chat_defaults.source == "default for chats"
+
+
 def test_startup_prints_both_defaults(opinionated: Path) -> None:
     config = ServerConfig(port=0)
     found = opened(opinionated, config)
@@ -50,7 +61,7 @@ def test_startup_prints_both_defaults(opinionated: Path) -> None:
     found.engine.shutdown()
     own = "the model's generation_config.json"
     assert f"  sampling of requests that name none: temperature 1.5, top_k 1 ({own})\n" in text
-    assert f"  sampling of the chat page: temperature 1.5, top_k 1, max_tokens 1024 ({own})\n" in text
+    assert f"  sampling of the chat page: temperature 1.5, top_k 1 ({own}), at most 1024 tokens\n" in text
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from nano_inference.chat_defaults import chat_defaults
 from nano_inference.config import ServerConfig
 from nano_inference.door import Limits
 from nano_inference.server import app as app_module
@@ -54,6 +55,7 @@ def model(tiny_directory: Path) -> ServedModel:
         grammars=Grammars(tokenizer, 260, (257,)),
         limits=Limits(vocab_size=260, max_model_len=512, num_blocks=100, block_size=16),
         generation=MappingProxyType({}),
+        chat_defaults=chat_defaults({}, {}),
         longest_token=12,
         max_positions=512,
     )

@@ -100,7 +100,7 @@ PUBLIC: dict[str, Any] = {"host": "0.0.0.0", "api_key": (KEY,)}
 @pytest.mark.parametrize("more", [{"admin_key": (ADMIN,)}, {"insecure": True}, {"host": "127.0.0.1"}, {"host": "::1"}])
 def test_a_server_that_others_reach_needs_an_admin_key(more: dict[str, Any]) -> None:
     ring = KeyRing.of((KEY,))
-    with pytest.raises(ValueError, match=r"^enable_rl: host 0\.0\.0\.0 .*set admin_key or admin_key_file, or insecure"):
+    with pytest.raises(ValueError, match=r"^enable_rl: host 0\.0\.0\.0 .*set admin_key_file or admin_key, or insecure"):
         guard_policy(ServerConfig(enable_rl=True, **PUBLIC), ring)
     policy = guard_policy(ServerConfig(enable_rl=True, **{**PUBLIC, **more}), ring)
     assert policy.admin_paths == ADMIN_PATHS

@@ -68,13 +68,18 @@ def tokens_of(desk: Desk) -> Locator:
     return desk.page.locator(".tokens .token")
 
 
+def chat_defaults(server: Running) -> dict[str, Any]:
+    """What the page sends: the defaults, but for what its settings name."""
+    return {**server.client.get("/info").json()["chat_defaults"], "temperature": 1, "max_tokens": 20}
+
+
 def test_every_token_shows_its_probability_and_alternatives(real: Desk, server: Running) -> None:
     ask(real)
     (answer,) = answers(real)
     tokens = tokens_of(real)
     expect(tokens).to_have_count(len(answer["tokens"]))
     seed = answer["seed"]
-    body = {"messages": [{"role": "user", "content": QUESTION}], "seed": seed, "temperature": 1, "max_tokens": 20}
+    body = {"messages": [{"role": "user", "content": QUESTION}], "seed": seed, **chat_defaults(server)}
     told = server.post("/v1/chat/completions", {**body, "logprobs": True, "top_logprobs": 5}).json()["choices"][0]
     for index, entry in enumerate(told["logprobs"]["content"]):
         assert answer["tokens"][index][2] == pytest.approx(entry["logprob"], abs=1e-4)
@@ -102,7 +107,7 @@ def test_taking_an_alternative_goes_on_from_there(real: Desk, server: Running) -
     taken = next(one[0] for one in before["tokens"][4][4] if one[0] != before["tokens"][4][0])
     assert ids(after)[:5] == [*ids(before)[:4], taken]
     prompt = server.post("/tokenize", {"messages": [{"role": "user", "content": QUESTION}]}).json()["tokens"]
-    body = {"prompt": [*prompt, *ids(after)[:5]], "seed": before["seed"], "temperature": 1, "max_tokens": 20}
+    body = {"prompt": [*prompt, *ids(after)[:5]], "seed": before["seed"], **chat_defaults(server)}
     told = server.post("/v1/completions", {**body, "return_token_ids": True}).json()["choices"][0]
     assert ids(after)[5:] == told["token_ids"], "the engine's own continuation of those very ids"
     whole = server.post("/detokenize", {"model": "tiny", "tokens": ids(after)}).json()["prompt"]

@@ -17,9 +17,9 @@ from nano_inference.cli.fallback import ENV_PREFIX, name_model
 from nano_inference.cli.help_page import page
 from nano_inference.cli.origins import Seen, as_json, as_toml, settings_of
 from nano_inference.cli.sizes import take_sizes
-from nano_inference.cli.spelling import names_of, spell, spelling
+from nano_inference.cli.spelling import names_of, spell, typed_in
 from nano_inference.cli.streams import prepare
-from nano_inference.types import BadRequest
+from nano_inference.types import BadRequest, ModelError
 
 BAD_USAGE, ENGINE_FAILED, INTERRUPTED, BROKEN_PIPE = 2, 1, 130, 141
 
@@ -84,10 +84,11 @@ def run(argv: list[str]) -> object:
     except (ValueError, CycloptsError) as error:
         raise BadRequest(spell(error, names_of(seen))) from error
     if not seen.wants_print:
-        wants_given = {"given": seen.given} if "given" in unparsed else {}
+        wants_typed = {"typed": typed_in(seen)} if "typed" in unparsed else {}
         try:
-            with spelling(seen):
-                return command(*bound.args, **bound.kwargs, **wants_given)
+            return command(*bound.args, **bound.kwargs, **wants_typed)
+        except ModelError:
+            raise  # its fields are those of the model's files
         except ValueError as error:
             raise BadRequest(spell(error, names_of(seen))) from error
     bound.apply_defaults()

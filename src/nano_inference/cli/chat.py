@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 from nano_inference.cli.lines import Entered, open_reader
 from nano_inference.cli.options import Common
-from nano_inference.cli.spelling import spell
 from nano_inference.cli.talk import Answerer, Sampling, ServerError, Talk
 from nano_inference.cli.talk_commands import COMMANDS, obey
 from nano_inference.cli.terminal import note
@@ -52,10 +51,9 @@ def take_line(chat: Chat, talk: Talk, entered: Entered) -> Talk:
         return talk
     if talk.has_bare_words and line.lower() in _BARE_WORDS:
         line = f"/{line.lower()}"
+    is_command = line.startswith("/") and not entered.is_message
     try:
-        if line.startswith("/") and not entered.is_message:
-            return obey(chat, talk, line)
-        return answer_turn(chat, talk, line)
+        return obey(chat, talk, line) if is_command else answer_turn(chat, talk, line)
     except (BadRequest, ServerError, TemplateLimit) as error:
-        note(f"nano-inference: {spell(error)}")
+        note(f"nano-inference: {' '.join(str(error).split())}")  # by their fields, as /set names them
         return replace(talk, has_failed=isinstance(error, ServerError))

@@ -19,7 +19,6 @@ from nano_inference.cli.options import (
     ChatFlags,
     CommonFlags,
     EngineFlags,
-    GivenFields,
     JsonFlag,
     ModelFlag,
     NanochatFlags,
@@ -28,6 +27,7 @@ from nano_inference.cli.options import (
     ServedEngineFlags,
     ServerFlags,
     SettingsFlags,
+    TypedFields,
 )
 from nano_inference.types import BadRequest
 
@@ -50,7 +50,7 @@ def chat(
     engine: EngineFlags,
     sampling: SamplingFlags = PLAIN,
     common: CommonFlags = COMMON,
-    given: GivenFields,
+    typed: TypedFields,
 ) -> int:
     """Talk with a model in the terminal; piped input is taken line by line.
 
@@ -62,7 +62,7 @@ def chat(
     from nano_inference.cli.talk import asked_for
 
     wishes = Wishes(system, prompt, nanochat.nanochat, talk.plain)
-    asked = asked_for(sampling, given)
+    asked = asked_for(sampling, typed.fields)
     if talk.server is not None:
         if nanochat.nanochat:
             raise BadRequest("--server and --nanochat exclude each other")
@@ -74,7 +74,7 @@ def chat(
 
     if nanochat.nanochat:
         engine = nanochat_engine(engine, nanochat)
-    return local.run(wishes, engine, asked, common)
+    return local.run(wishes, engine, asked, common, typed)
 
 
 def generate(
@@ -101,7 +101,7 @@ def generate(
     engine: EngineFlags,
     sampling: SamplingFlags = PLAIN,
     common: CommonFlags = COMMON,
-    given: GivenFields,
+    typed: TypedFields,
 ) -> int:
     """Answer a prompt, or continue it with --raw. One sample is written as it comes; more run as one batch.
 
@@ -112,10 +112,14 @@ def generate(
     from nano_inference.cli.talk import asked_for
 
     prompts = read_prompts(prompt, file)
-    return work.run(prompts, work.Wishes(n, raw, system, as_json), engine, asked_for(sampling, given), common)
+    return work.run(
+        prompts, work.Wishes(n, raw, system, as_json), engine, asked_for(sampling, typed.fields), common, typed
+    )
 
 
-def serve(*, server: ServerFlags = SERVER, engine: ServedEngineFlags, common: CommonFlags = COMMON) -> int:
+def serve(
+    *, server: ServerFlags = SERVER, engine: ServedEngineFlags, common: CommonFlags = COMMON, typed: TypedFields
+) -> int:
     """Serve a model behind an OpenAI-compatible URL, on this machine only unless --host says otherwise.
 
     The first Ctrl-C or SIGTERM lets open requests finish, the second aborts them.
@@ -125,7 +129,7 @@ def serve(*, server: ServerFlags = SERVER, engine: ServedEngineFlags, common: Co
     with no_collection():
         from nano_inference.cli import serve as work
 
-    return work.run(engine, server, common)
+    return work.run(engine, server, common, typed)
 
 
 def bench(

@@ -12,6 +12,7 @@ from nano_inference.cli.answer import cut_by, statistics, stream_answer, text_of
 from nano_inference.cli.options import Common
 from nano_inference.cli.prompts import Prompt
 from nano_inference.cli.session import Session, encode, open_session, with_models_own
+from nano_inference.cli.spelling import Typed
 from nano_inference.cli.talk import Sampling
 from nano_inference.cli.terminal import Interrupts, bar, note
 from nano_inference.config import EngineConfig
@@ -30,11 +31,13 @@ class Wishes(NamedTuple):
     as_json: bool
 
 
-def run(prompts: list[Prompt], wishes: Wishes, config: EngineConfig, sampling: Sampling, common: Common) -> int:
+def run(
+    prompts: list[Prompt], wishes: Wishes, config: EngineConfig, sampling: Sampling, common: Common, typed: Typed
+) -> int:
     """Generate for all prompts and print; return the exit code."""
     if wishes.num_samples < 1:
         raise BadRequest(f"--n must be >= 1, got {wishes.num_samples}")
-    with open_session(config, common) as session:
+    with open_session(config, common, typed) as session:
         params = with_models_own(session, sampling, common.quiet).params
         encoded = [encode(session, prompt, system=wishes.system, raw=wishes.raw) for prompt in prompts]
         with Interrupts() as interrupts:
@@ -51,13 +54,13 @@ def _stream_one(
 ) -> int:
     answer = stream_answer(session, prompt, params, interrupts, write_text, raw=wishes.raw, quiet=common.quiet)
     print()
-    tell_lengths(session, [answer.sample], common.quiet)
+    print_lengths(session, [answer.sample], common.quiet)
     note(statistics(answer), common.quiet)
     return _INTERRUPTED if interrupts.pressed else 0
 
 
-def tell_lengths(session: Session, samples: list[TrainingSample], quiet: bool) -> None:
-    """Say on stderr which lengths ended samples, and how many of them."""
+def print_lengths(session: Session, samples: list[TrainingSample], quiet: bool) -> None:
+    """Print to stderr which limits ended samples, and how many of them."""
     for reason, count in Counter(filter(None, (cut_by(session, sample) for sample in samples))).items():
         note(f"[cut off: {reason}]" if len(samples) == 1 else f"[{count} cut off: {reason}]", quiet)
 
@@ -97,7 +100,7 @@ def _run_batch(
             raise
         except Exception as error:
             raise EngineDead(f"the engine failed: {type(error).__name__}: {error}") from error
-    tell_lengths(session, samples, common.quiet)
+    print_lengths(session, samples, common.quiet)
     note(_batch_statistics(samples, time.perf_counter() - start), common.quiet)
     return samples
 

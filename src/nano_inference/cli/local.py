@@ -11,6 +11,7 @@ from nano_inference.cli.answer import Answer, cut_by, stream_answer, took
 from nano_inference.cli.fallback import DEFAULT
 from nano_inference.cli.options import Common
 from nano_inference.cli.session import Session, encode, open_session, with_chat_defaults
+from nano_inference.cli.spelling import Typed
 from nano_inference.cli.talk import NUM_ALTERNATIVES, Ask, Piece, Reply, Sampling, ShownToken, Write
 from nano_inference.cli.terminal import Interrupts, note
 from nano_inference.config import EngineConfig
@@ -23,9 +24,13 @@ _RESERVE = 512
 """Tokens kept free for an answer, when the model is long enough."""
 
 
-def run(wishes: chat.Wishes, config: EngineConfig, sampling: Sampling, common: Common) -> int:
+def run(wishes: chat.Wishes, config: EngineConfig, sampling: Sampling, common: Common, typed: Typed) -> int:
     """Open the model and talk with it; return the exit code."""
-    with open_session(config, common, check=lambda dialogue: require_chat(dialogue, config.model_path)) as session:
+
+    def check(dialogue: Dialogue | None) -> None:
+        require_chat(dialogue, config.model_path)
+
+    with open_session(config, common, typed, check=check) as session:
         answerer = LocalAnswerer(session, config.model_path, common.quiet)
         sampling = with_chat_defaults(session, config.model_path, sampling, common.quiet)
         return chat.run(wishes, answerer, sampling, common)

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 from cyclopts import Group, Parameter
 
 from nano_inference.cli.completing import cached_names
+from nano_inference.cli.spelling import Typed
 from nano_inference.config import EngineConfig, ServerConfig, helped
 from nano_inference.types import BadRequest, SamplingParams
 
@@ -117,8 +118,8 @@ ChatFlags = Annotated[ChatWishes, flags(Group("Chat"))]
 NanochatFlags = Annotated[NanochatWishes, flags(Group("nanochat"))]
 CommonFlags = Annotated[Common, flags(_COMMON_GROUP)]
 SettingsFlags = Annotated[Settings, flags(_COMMON_GROUP)]
-GivenFields = Annotated[frozenset[str], Parameter(parse=False)]
-"""Not a flag: `app.run` fills in the names of the fields that somebody gave a value, wherever."""
+TypedFields = Annotated[Typed, Parameter(parse=False)]
+"""Not a flag: `app.run` fills in what the user gave."""
 ModelFlag = Annotated[
     str, Parameter(name=("--model", "-m"), completer=cached_names, help=help_of(EngineConfig, "model_path"))
 ]

@@ -24,7 +24,7 @@ from nano_inference.cli.talk import (
     Took,
     Write,
     plain_value,
-    tell_defaults,
+    print_defaults,
     with_defaults,
 )
 from nano_inference.cli.terminal import Interrupts, note
@@ -51,7 +51,7 @@ def run(wishes: chat.Wishes, where: ChatWishes, model: str, sampling: Sampling, 
             note(f"[the key goes to {address.host} unencrypted: the address is no https://]")
         note(f"[{answerer.model} at {address.url}]", common.quiet)
         if answerer.is_ours:
-            tell_defaults(sampling, answerer.defaults, "the server's", common.quiet)
+            print_defaults(sampling, answerer.defaults, "the server's", common.quiet)
         return chat.run(wishes, answerer, with_defaults(sampling, answerer.defaults), common)
     except ServerError as error:
         note(f"nano-inference: {error}")

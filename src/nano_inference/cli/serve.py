@@ -12,11 +12,11 @@ import threading
 from pathlib import Path
 
 from nano_inference.catalog import find_builtin, find_wheel, names_path
-from nano_inference.chat_defaults import differing
+from nano_inference.chat_defaults import described, differing
 from nano_inference.cli.collection import no_collection
 from nano_inference.cli.options import Common
 from nano_inference.cli.place import fetch
-from nano_inference.cli.spelling import spell
+from nano_inference.cli.spelling import Typed, spell
 from nano_inference.cli.terminal import note
 from nano_inference.config import EngineConfig, ServerConfig
 from nano_inference.files import exists, path_of
@@ -27,16 +27,18 @@ from nano_inference.server.run import bind, serve
 from nano_inference.server.served import Opened
 from nano_inference.server.workshop import has_stuck_threads
 
+_NOTHING = Typed()
 
-def run(engine: EngineConfig, config: ServerConfig, common: Common) -> int:
+
+def run(engine: EngineConfig, config: ServerConfig, common: Common, typed: Typed = _NOTHING) -> int:
     """Serve until a signal; return the exit code."""
     set_up_logs(log_requests=config.log_requests, as_json=config.log_requests, level=logging.WARNING)
     warn(config)
     with bind(config) as listening:
-        return listen(engine, config, common, listening)
+        return listen(engine, config, common, typed, listening)
 
 
-def listen(engine: EngineConfig, config: ServerConfig, common: Common, listening: socket.socket) -> int:
+def listen(engine: EngineConfig, config: ServerConfig, common: Common, typed: Typed, listening: socket.socket) -> int:
     """Serve on a socket that listens; return the exit code."""
     url = url_of(config, listening)
 
@@ -52,8 +54,9 @@ def listen(engine: EngineConfig, config: ServerConfig, common: Common, listening
         note(f"listening on {url}, loading {engine.model_path}", common.quiet)
 
     def on_ready(opened: Opened) -> None:
-        note(banner(opened, config, url, engine.max_model_len), common.quiet)
+        note(banner(opened, config, url, wanted), common.quiet)
 
+    wanted = engine.max_model_len if "max_model_len" in typed.fields else 0
     max_running = engine.max_batch_size
     serving = serve(
         config, listening, open_model, max_running=max_running, on_listening=on_listening, on_ready=on_ready
@@ -62,7 +65,7 @@ def listen(engine: EngineConfig, config: ServerConfig, common: Common, listening
         return leave(asyncio.run(serving))
     except Exception as error:
         if engine_runs():
-            note(f"nano-inference: {spell(error)}")
+            note(f"nano-inference: {spell(error, typed.names)}")
             leave(1)
         raise
 
@@ -127,7 +130,7 @@ def rl_lines(config: ServerConfig) -> list[str]:
 
 
 def context_of(opened: Opened, wanted: int) -> str:
-    """Return the context's length, and by what it was cut when it is not the wanted one, nor the model's."""
+    """Return the context's length and the limit that cuts it; `wanted` is the length that the user named, or 0."""
     length, models_own = opened.model.limits.max_model_len, opened.model.max_positions
     if wanted > models_own:
         return f"{length} tokens, the model's limit (--max-model-len {wanted} is more)"
@@ -143,7 +146,7 @@ def narrow_lines(opened: Opened) -> list[str]:
     return [f"  a request has at most {num_slots} tokens: the KV cache is full then (--kv-cache-bytes sets its size)"]
 
 
-def banner(opened: Opened, config: ServerConfig, url: str, wanted_context: int) -> str:
+def banner(opened: Opened, config: ServerConfig, url: str, wanted_context: int = 0) -> str:
     """Return what is said once requests are taken."""
     model, limits = opened.model, opened.model.limits
     num_slots = limits.num_blocks * limits.block_size
@@ -162,8 +165,8 @@ def banner(opened: Opened, config: ServerConfig, url: str, wanted_context: int) 
             f"  chat page {url}/, dashboard {url}/dashboard",
             f"  context {context_of(opened, wanted_context)}, KV cache {num_slots} tokens, "
             + ("an API key is needed" if has_key else "no API key"),
-            f"  sampling of requests that name none: {differing(model.generation)} ({origin})",
-            f"  sampling of the chat page: {differing(model.chat_defaults.sampling)} ({model.chat_defaults.source})",
+            f"  sampling of requests that name none: {differing(model.generation) or 'temperature 1.0'} ({origin})",
+            f"  sampling of the chat page: {described(*model.chat_defaults)}",
             *narrow_lines(opened),
             *tool_lines(opened),
             *rl_lines(config),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 from nano_inference.assemble import EngineParts, assemble
 from nano_inference.catalog import catalog_sampling
@@ -12,18 +12,19 @@ from nano_inference.chat_defaults import chat_defaults
 from nano_inference.cli.options import Common
 from nano_inference.cli.place import fetch
 from nano_inference.cli.prompts import Prompt
-from nano_inference.cli.talk import Sampling, tell_defaults, with_defaults
+from nano_inference.cli.spelling import Typed
+from nano_inference.cli.talk import Sampling, print_defaults, with_defaults
 from nano_inference.cli.terminal import bar, note
 from nano_inference.config import EngineConfig
 from nano_inference.engine import InferenceEngine
-from nano_inference.loader.opened import Checkpoint, sampling_defaults
+from nano_inference.loader.opened import Checkpoint, generation_fields, sampling_defaults
 from nano_inference.text.chat import Message
 from nano_inference.text.dialogue import Dialogue, load_dialogue
 from nano_inference.text.tokenizer import Tokenizer, load_tokenizer
 from nano_inference.text.tools import PythonTool
 from nano_inference.types import BadRequest, EngineDead, StepResult
 
-_BUILT_IN_CONTEXT = next(field.default for field in fields(EngineConfig) if field.name == "max_model_len")
+_NOTHING = Typed()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +44,11 @@ class Session:
 
 @contextmanager
 def open_session(
-    config: EngineConfig, common: Common, *, check: Callable[[Dialogue | None], None] = lambda dialogue: None
+    config: EngineConfig,
+    common: Common,
+    typed: Typed = _NOTHING,
+    *,
+    check: Callable[[Dialogue | None], None] = lambda dialogue: None,
 ) -> Iterator[Session]:
     """Fetch and load the model of a configuration; the engine is shut down when the block ends.
 
@@ -63,7 +68,7 @@ def open_session(
     assert parts.checkpoint is not None, "assemble opens a checkpoint"
     tokenizer, dialogue = text_sides[0]
     tell_inferred(parts.checkpoint, common.quiet)
-    tell_context(config.max_model_len, parts, common.quiet)
+    print_context(config.max_model_len if "max_model_len" in typed.fields else 0, parts, common.quiet)
     with InferenceEngine(config, parts=parts) as engine:
         try:
             yield Session(engine=engine, tokenizer=tokenizer, dialogue=dialogue)
@@ -93,15 +98,16 @@ def with_chat_defaults(session: Session, model: str, sampling: Sampling, quiet: 
     """
     checkpoint = session.engine.parts.checkpoint
     assert checkpoint is not None, "assemble opens a checkpoint"
-    found = chat_defaults(sampling_defaults(checkpoint, without=sampling.named), catalog_sampling(model))
-    tell_defaults(sampling, found.sampling, found.source, quiet)
+    sampling_defaults(checkpoint, without=sampling.named)  # refuses invalid values of fields that are used
+    found = chat_defaults(generation_fields(checkpoint), catalog_sampling(model))
+    print_defaults(sampling, found.sampling, found.source, quiet)
     return with_defaults(sampling, found.sampling)
 
 
-def tell_context(wanted: int, parts: EngineParts, quiet: bool) -> None:
-    """Say what cuts the context: the model, when another length than the built-in one is wanted, or the KV cache."""
+def print_context(wanted: int, parts: EngineParts, quiet: bool) -> None:
+    """Print the limit that cuts the context: the model's or the KV cache's. `wanted` is the user's length, or 0."""
     num_slots = parts.kv.num_blocks * parts.kv.block_size
-    if wanted > parts.max_model_len and wanted != _BUILT_IN_CONTEXT:
+    if wanted > parts.max_model_len:
         note(f"[context {parts.max_model_len} tokens, the model's limit: --max-model-len {wanted} is more]", quiet)
     if num_slots < parts.max_model_len:
         note(f"[a request has at most {num_slots} tokens: the KV cache is full then (--kv-cache-bytes)]", quiet)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -24,18 +22,18 @@ class Given(NamedTuple):
     """`file PATH` when it came from one."""
 
 
-_NO_NAMES: Mapping[str, Given] = MappingProxyType({})
-_names: ContextVar[Mapping[str, Given]] = ContextVar("names", default=_NO_NAMES)
+class Typed(NamedTuple):
+    """What the user gave a command."""
+
+    fields: frozenset[str] = frozenset()
+    """Fields that have a value from somewhere else than the package."""
+    names: Mapping[str, Given] = MappingProxyType({})
+    """How each field was given, or would be."""
 
 
-@contextmanager
-def spelling(seen: Seen) -> Iterator[None]:
-    """Make `spell` use the options of a command while the block runs."""
-    token = _names.set(names_of(seen))
-    try:
-        yield
-    finally:
-        _names.reset(token)
+def typed_in(seen: Seen) -> Typed:
+    """Return what the user gave the command that was parsed last."""
+    return Typed(seen.given, names_of(seen))
 
 
 def names_of(seen: Seen) -> Mapping[str, Given]:
@@ -57,12 +55,11 @@ def names_of(seen: Seen) -> Mapping[str, Given]:
     return names
 
 
-def spell(error: Exception, names: Mapping[str, Given] | None = None) -> str:
+def spell(error: Exception, known: Mapping[str, Given]) -> str:
     """Return an error's text on one line, its fields named as the user gave them.
 
     Replaced are the first word, names with an underscore, and the fields that a `SettingError` lists.
     """
-    known = _names.get() if names is None else names
     text = " ".join(str(error).split())
     left = list(error.fields) if isinstance(error, SettingError) else []
     file = ""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple, Protocol
 
-from nano_inference.chat_defaults import CHAT_FIELDS, differing
+from nano_inference.chat_defaults import CHAT_FIELDS, described
 from nano_inference.cli.options import NOT_TYPED_BY_HAND
 from nano_inference.cli.terminal import Interrupts, note
 from nano_inference.text.chat import Message
@@ -163,12 +163,12 @@ def with_defaults(sampling: Sampling, defaults: Mapping[str, Any]) -> Sampling:
     return sampling._replace(params=replace(sampling.params, **unnamed))
 
 
-def tell_defaults(sampling: Sampling, defaults: Mapping[str, Any], source: str, quiet: bool) -> None:
+def print_defaults(sampling: Sampling, defaults: Mapping[str, Any], source: str, quiet: bool) -> None:
     """Print the defaults of a chat that are in force: those of fields that the user did not name."""
     unnamed = defaults.keys() - sampling.named
     if unnamed:
-        found = {**defaults, **{name: getattr(sampling.params, name) for name in sampling.named & defaults.keys()}}
-        note(f"[chat defaults: {differing(found, unnamed)} ({source}); /set changes them]", quiet)
+        named = {name: getattr(sampling.params, name) for name in sampling.named & defaults.keys()}
+        note(f"[chat defaults: {described({**defaults, **named}, source, unnamed)}; /set changes them]", quiet)
 
 
 def plain_value(params: SamplingParams, name: str) -> Any:

@@ -55,14 +55,19 @@ class Checkpoint:
         return iter(self.sources.items())
 
 
+def generation_fields(checkpoint: Checkpoint) -> Mapping[str, Any]:
+    """Return the sampling fields that the model's generation_config.json names, unchecked."""
+    named = {name: checkpoint.generation.get(name) for name in MODELS_OWN}
+    return {name: value for name, value in named.items() if value is not None}
+
+
 def sampling_defaults(checkpoint: Checkpoint, without: Collection[str] = ()) -> Mapping[str, Any]:
     """Return what the model's own files set for whoever does not say; fields in `without` somebody has said.
 
     To be asked at the start, not with every request, whose client could not help it: raises `ModelError` for what makes
     no sense.
     """
-    told = {name: checkpoint.generation.get(name) for name in MODELS_OWN if name not in without}
-    chosen = {name: value for name, value in told.items() if value is not None}
+    chosen = {name: value for name, value in generation_fields(checkpoint).items() if name not in without}
     try:
         SamplingParams(**chosen)
     except ValueError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -14,13 +15,16 @@ from nano_inference.catalog import catalog_sampling
 from nano_inference.chat_defaults import chat_defaults
 from nano_inference.config import EngineConfig, ServerConfig
 from nano_inference.engine import InferenceEngine
-from nano_inference.loader.opened import sampling_defaults
+from nano_inference.loader.opened import Checkpoint, sampling_defaults
 from nano_inference.server.metrics import Metrics
 from nano_inference.server.model import ServedModel
 from nano_inference.server.served import Opened
 from nano_inference.text.dialogue import load_dialogue
 from nano_inference.text.grammar import Grammars
 from nano_inference.text.tokenizer import load_tokenizer
+from nano_inference.types import ModelError
+
+_LOGGER = logging.getLogger(__name__)
 
 CPU_STEP_TOKENS = 256
 """Tokens of a step on a CPU unless somebody says how many: while a step of 2048 computes a prompt, which takes seconds
@@ -40,9 +44,15 @@ def open_model(
     Raises `ModelError` and `ValueError` as `assemble` does.
     """
     engine_config = for_serving(replace(engine_config, model_path=str(path)), config.max_tokens_per_batch)
-    parts = assemble(engine_config, progress)
+    is_used = config.generation_config == "auto"
+
+    def check(checkpoint: Checkpoint) -> None:
+        if is_used:
+            sampling_defaults(checkpoint)
+
+    parts = assemble(engine_config, progress, on_open=check)
     assert parts.checkpoint is not None, "assemble opens a checkpoint"
-    own = sampling_defaults(parts.checkpoint)
+    own = sampling_defaults(parts.checkpoint) if is_used else valid_defaults(parts.checkpoint)
     tokenizer = load_tokenizer(parts.checkpoint.tokenizer)
     engine = InferenceEngine(engine_config, parts=parts)
     model = ServedModel(
@@ -54,7 +64,7 @@ def open_model(
         grammars=Grammars(tokenizer, engine.limits.vocab_size, parts.eos_token_ids),
         limits=engine.limits,
         max_positions=parts.checkpoint.config.max_positions,
-        generation=own if config.generation_config == "auto" else MappingProxyType({}),
+        generation=own if is_used else MappingProxyType({}),
         chat_defaults=chat_defaults(own, catalog_sampling(name)),
         facts=model_facts(engine_config, parts),
         longest_token=max(len(tokenizer.token_bytes(token)) for token in range(tokenizer.vocab_size)),
@@ -66,6 +76,15 @@ def open_model(
         cache_config=cache_facts(engine_config, parts),
     )
     return Opened(engine=engine, observer=metrics, model=model, step_tokens=engine_config.max_tokens_per_batch)
+
+
+def valid_defaults(checkpoint: Checkpoint) -> Mapping[str, Any]:
+    """Return the model's own sampling defaults for chats; none, and a warning, if they are invalid."""
+    try:
+        return sampling_defaults(checkpoint)
+    except ModelError as error:
+        _LOGGER.warning("chats do not use the model's sampling defaults: %s", error)
+        return {}
 
 
 def for_serving(config: EngineConfig, max_tokens_per_batch: int | None) -> EngineConfig:
