@@ -35,7 +35,7 @@ export class AnswerBody {
     if (state === this.state) return;
     this.state = state;
     const began = performance.now();
-    const isWhole = this.message.finish !== null;
+    const isWhole = finish !== null;
     const segments = segmentsOf(this.message);
     segments.forEach((segment, index) => this.#show(segment, index, isWhole || index < segments.length - 1));
     for (const view of this.views.splice(segments.length)) view.node.remove();

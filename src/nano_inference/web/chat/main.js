@@ -118,9 +118,9 @@ class ChatPage {
     try {
       this.chat.info = await reachServer((text) => { hasWaited = true; this.#showBanner(text); });
     } catch (error) {
-      if (error.status === 401) return this.#askForKey(error);
-      this.#showBanner(error.message);
-      return undefined;
+      if (error.status === 401) this.#askForKey(error);
+      else this.#showBanner(error.message);
+      return;
     }
     this.isReady = true;
     byId("enter-key").hidden = true;
@@ -129,7 +129,6 @@ class ChatPage {
     this.#showText(this.text.isShown || !this.chat.info.chats);
     this.#showPath();
     this.#showBusy(this.chat.isBusy);
-    return undefined;
   }
 
   #askForKey(error) {

@@ -189,9 +189,8 @@ class MessageView {
       this.foot.querySelectorAll("button")[1]?.focus();
     };
     field.addEventListener("keydown", (event) => {
-      if (event.key === "Escape") leave();
+      if (event.key === "Escape") { event.stopPropagation(); leave(); }
       if (event.key === "Enter" && !event.shiftKey && !event.isComposing) { event.preventDefault(); send(); }
-      if (event.key === "Escape") event.stopPropagation();
     });
     this.content.replaceChildren(field, el("div", { class: "actions" },
       button("Send", send, { class: "primary" }), button("Cancel", leave)));

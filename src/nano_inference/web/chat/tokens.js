@@ -152,7 +152,7 @@ function alternatives({ message, isBusy }, index, onTake) {
 
 function alternative(token, isOwn, canTake, onTake) {
   const [id, text, logprob] = token;
-  const bar = el("meter", { min: 0, max: 1, "aria-hidden": "true" });
+  const bar = el("meter", { "aria-hidden": "true" });
   bar.value = probability(logprob);
   const button = el("button", {
     type: "button", disabled: isOwn || !canTake || logprob < IMPOSSIBLE || (id === null && !isText(text)),
