@@ -120,6 +120,8 @@ class FakeServer:
         self.key: str | None = None
         self.refusals: list[tuple[int, dict[str, Any]]] = []
         self.tokens_per_word = 1
+        self.answer_headers: dict[str, str] = {}
+        """Headers of each answer."""
         self.url = ""
         self.paths: list[str] = []
         self.later: list[str] = []
@@ -179,7 +181,7 @@ class FakeServer:
             return JSONResponse({"error": error}, status)
         answer = Answer(body, dict(request.headers), asyncio.get_running_loop())
         self._answers.put(answer)
-        return StreamingResponse(answer.pieces(), media_type="text/event-stream")
+        return StreamingResponse(answer.pieces(), headers=self.answer_headers, media_type="text/event-stream")
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from playwright.sync_api import expect
 
 from tests.web.desk import Desk, begun, told
@@ -75,6 +76,28 @@ def test_6_a_stopped_answer_goes_on_from_its_very_tokens(desk: Desk, fake: FakeS
     expect(desk.last().locator(".body")).to_have_text("Half an answer")
     expect(desk.answers()).to_have_count(1)
     expect(desk.last()).to_contain_text("3 tokens")
+
+
+@pytest.mark.parametrize(
+    ("headers", "text"),
+    [({}, "The longest answer is reached."), ({"x-max-tokens": "2"}, "The model's context is full.")],
+)
+def test_an_answers_end_names_the_limit_that_it_reached(
+    desk: Desk, fake: FakeServer, headers: dict[str, str], text: str
+) -> None:
+    fake.answer_headers = headers
+    answer = begun(desk, fake, "Hello", "Half", " an")
+    answer.end("length")
+    expect(desk.last().locator(".ending")).to_have_text(text)
+    desk.wait_until_idle()
+    desk.page.reload()
+    desk.wait_until_ready()
+    expect(desk.last().locator(".ending")).to_have_text(text)
+    fake.answer_headers = {"x-max-tokens": "5"}
+    desk.press("Regenerate")
+    fake.answer().tell("Whole")
+    desk.wait_until_idle()
+    expect(desk.last().locator(".ending")).to_have_count(0)
 
 
 def test_7_and_8_messages_and_code_are_copied(desk: Desk, fake: FakeServer) -> None:

@@ -9,6 +9,7 @@ import { siblingsOf } from "./tree.js";
 const PAUSE_MS = 50;
 const ENDINGS = {
   length: "The longest answer is reached.",
+  context: "The model's context is full.",
   stopped: "Stopped.",
   interrupted: "This answer was interrupted.",
   abort: "The server ended this answer.",

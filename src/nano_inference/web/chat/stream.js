@@ -7,7 +7,7 @@ const ALTERNATIVES = 5;
 const SHORTEST_S = 0.02;
 /** Tokens that a text is continued by at a time, unless the settings say otherwise. */
 const CONTINUATION = 200;
-const ENDS = { stop: "stop", length: "length", abort: "abort" };
+const ENDS = ["stop", "abort"];
 
 /** Yield the data of a response's server-sent events; throws `ServerError` when the connection breaks. */
 async function* eventsOf(response) {
@@ -86,6 +86,8 @@ export async function writeAnswers(body, messages, signal, onNews, onlyBeginning
   const asked = performance.now();
   const clocks = messages.map(() => ({ asked, first: null, last: null }));
   const response = await ask("prompt" in body ? "/v1/completions" : "/v1/chat/completions", { body, signal });
+  // The server sends this header when the context leaves less room than max_tokens asks for.
+  const limit = response.headers.has("x-max-tokens") ? "context" : "length";
   let usage = null;
   for await (const data of eventsOf(response)) {
     if (data === "[DONE]") break;
@@ -95,7 +97,7 @@ export async function writeAnswers(body, messages, signal, onNews, onlyBeginning
     for (const choice of event.choices ?? []) {
       const message = messages[choice.index];
       const clock = clocks[choice.index];
-      if (addChoice(message, choice)) {
+      if (addChoice(message, choice, limit)) {
         clock.last = performance.now();
         clock.first ??= clock.last;
       }
@@ -111,8 +113,8 @@ export async function writeAnswers(body, messages, signal, onNews, onlyBeginning
   if (messages.some((one) => one.finish === null)) throw new ServerError(0, "the connection was lost");
 }
 
-/** Add what a choice of an event brought; return whether it brought tokens. */
-function addChoice(message, choice) {
+/** Add what a choice of an event brought; return whether it brought tokens. `limit`: the `finish` of a cut answer. */
+function addChoice(message, choice, limit) {
   const { delta = {} } = choice;
   if (choice.answer_token_ids) beginAgain(message, choice.answer_token_ids);
   message.text += choice.text ?? delta.content ?? "";
@@ -122,7 +124,7 @@ function addChoice(message, choice) {
   ids.forEach((id, index) => message.tokens.push(tokenOf(id, choice.mask[index], entries[index])));
   for (const number of choice.token_versions ?? []) addVersion(message, number);
   if (choice.weight_versions) labelVersions(message, choice.weight_versions, message.begun ?? 0);
-  if (choice.finish_reason) message.finish = ENDS[choice.finish_reason] ?? "length";
+  if (choice.finish_reason) message.finish = ENDS.includes(choice.finish_reason) ? choice.finish_reason : limit;
   return ids.length > 0;
 }
 

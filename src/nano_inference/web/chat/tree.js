@@ -5,7 +5,8 @@
  * A conversation: {id, title, named, created, updated, system, chosen: {parent: child}}.
  * A message: {id, conversation, parent, role, text, parts, tokens, versions, stats, seed, sample, finish, error,
  * created}. A token is [id, text, logprob, forced, alternatives], an alternative [id, text, logprob].
- * `finish`: null while it is written, then "stop", "length", "stopped", "interrupted" or "error".
+ * `finish`: null while it is written, then "stop", "length" (max_tokens), "context" (full), "stopped",
+ * "interrupted", "abort" or "error".
  */
 
 const ROOT = "root";
