@@ -215,6 +215,17 @@ def test_no_error_stays_after_continue(desk: Desk, fake: FakeServer) -> None:
     expect(desk.page.locator(TOAST)).to_have_count(0)
 
 
+def test_no_error_stays_after_a_key_is_entered(desk: Desk, fake: FakeServer) -> None:
+    fake.key = "secret-key"
+    desk.type("Hello")
+    expect(desk.page.locator(TOAST)).to_contain_text("an API key is needed")
+    desk.page.fill("#key-field", "secret-key")
+    desk.press("Use this key")
+    desk.wait_until_ready()
+    expect(desk.page.locator(TOAST)).to_have_count(0)
+    desk.watch.assert_clean([FAILED])
+
+
 def speed_of(desk: Desk, index: int) -> float:
     found = re.search(r"([\d.]+) tokens/s", desk.answers().nth(index).locator(".figures").inner_text())
     assert found is not None

@@ -352,6 +352,7 @@ class ChatPage {
       return;
     }
     setApiKey(key);
+    this.#closeFailures();
     this.connect();
   }
 
