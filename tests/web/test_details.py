@@ -369,11 +369,47 @@ def test_files_together_have_the_limit(desk: Desk) -> None:
     expect(desk.page.locator("#attached li")).to_have_count(1)
 
 
-def test_a_file_can_be_dropped(desk: Desk) -> None:
+def drop(desk: Desk, *files: tuple[str, str]) -> None:
+    """Drop files of a name and a content onto the page, each on its own, none waiting for the one before."""
     desk.page.evaluate(
-        """() => { const dataTransfer = new DataTransfer();
-            dataTransfer.items.add(new File(["dropped"], "drop.txt"));
-            for (const kind of ["dragover", "drop"]) document.querySelector("#messages").dispatchEvent(
-                new DragEvent(kind, { dataTransfer, bubbles: true, cancelable: true })); }"""
+        """(files) => { for (const [name, text] of files) {
+            const dataTransfer = new DataTransfer();
+            dataTransfer.items.add(new File([text], name));
+            for (const kind of ["dragover", "drop"]) document.querySelector("main").dispatchEvent(
+                new DragEvent(kind, { dataTransfer, bubbles: true, cancelable: true })); } }""",
+        files,
     )
+
+
+def test_a_file_can_be_dropped(desk: Desk) -> None:
+    drop(desk, ("drop.txt", "dropped"))
     expect(desk.page.locator("#attached summary")).to_have_text("drop.txt, 7 bytes")
+
+
+def test_files_dropped_in_quick_succession_have_the_limit_together(desk: Desk) -> None:
+    drop(desk, ("one.txt", "x" * 40_000), ("two.txt", "x" * 40_000))
+    expect(desk.page.locator(TOAST)).to_contain_text("“two.txt” is too large: at most 64 kB")
+    expect(desk.page.locator("#attached summary")).to_have_text("one.txt, 39.1 kB")
+
+
+def test_a_file_dropped_on_a_text_is_inserted_at_the_cursor(desk: Desk, fake: FakeServer) -> None:
+    page = desk.page
+    desk.press("Continue a text")
+    page.fill("#text-field", "Once  upon")
+    page.evaluate("document.querySelector('#text-field').setSelectionRange(5, 5)")
+    drop(desk, ("drop.txt", "dropped"))
+    expect(page.locator("#text-field")).to_have_value("Once dropped upon")
+    drop(desk, ("big.txt", "x" * (64 * 1024 + 1)))
+    expect(page.locator(TOAST)).to_contain_text("“big.txt” is too large")
+    desk.press("Continue")
+    answer = fake.answer()
+    assert answer.body["prompt"] == "Once dropped upon"
+    drop(desk, ("late.txt", "late"))
+    page.wait_for_timeout(200)
+    answer.write(" a")
+    answer.end_text()
+    expect(page.locator("#text-go")).to_be_visible()
+    expect(page.locator("#text-field")).to_have_value("Once dropped upon a")
+    desk.press("New chat")
+    expect(page.locator("#attached")).to_be_hidden()
+    desk.watch.assert_clean()

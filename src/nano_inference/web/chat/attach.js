@@ -32,14 +32,16 @@ function sizeText(bytes) {
   return bytes < 1024 ? `${bytes} bytes` : `${(bytes / 1024).toFixed(1)} kB`;
 }
 
-/** Owns the files; `onChange` is called when there are others. */
+/** Owns the files; `onChange` is called when there are others. While the text pane is shown, it gets dropped files. */
 export class Attachments {
-  constructor(onChange) {
+  constructor(onChange, textPane) {
     this.files = [];
     this.onChange = onChange;
+    this.textPane = textPane;
+    this.reading = Promise.resolve();
     byId("attach").addEventListener("click", () => byId("attach-file").click());
     byId("attach-file").addEventListener("change", () => {
-      this.#add([...byId("attach-file").files]);
+      this.#read([...byId("attach-file").files]);
       byId("attach-file").value = "";
     });
     this.#listenToDrops(document.body);
@@ -57,17 +59,24 @@ export class Attachments {
       area.classList.remove("dropping");
       if (!hasFiles(event)) return;
       event.preventDefault();
-      this.#add([...event.dataTransfer.files]);
+      this.#read([...event.dataTransfer.files]);
     });
+  }
+
+  /** Add files after those that are being read, so that the limit holds for all of them together. */
+  #read(files) {
+    this.reading = this.reading.then(() => this.#add(files));
   }
 
   async #add(files) {
     for (const file of files) {
       try {
-        const used = this.files.reduce((sum, one) => sum + one.size, 0);
+        const isForText = this.textPane.isShown;
+        const used = isForText ? 0 : this.files.reduce((sum, one) => sum + one.size, 0);
         const text = await textOfFile(file, MOST_KB - used / 1024);
         const name = file.name.replace(/[\n`]/g, " ");
-        this.files.push({ name, size: file.size, text: fenced(name, text) });
+        if (isForText) this.textPane.insert(text);
+        else this.files.push({ name, size: file.size, text: fenced(name, text) });
       } catch (error) {
         toast(`${error.message}.`, { isError: true });
       }

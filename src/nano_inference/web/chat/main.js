@@ -38,8 +38,8 @@ class ChatPage {
     this.meter = new ContextMeter(this.chat);
     this.sidebar = new Sidebar(this.chat, this.#sidebarActions());
     this.list = new MessageList(byId("messages"), this.#messageActions());
-    this.attachments = new Attachments(() => { this.#countDraft(); this.#follow(); });
     this.text = new TextPane(this.#textActions());
+    this.attachments = new Attachments(() => { this.#countDraft(); this.#follow(); }, this.text);
     this.failures = [];
     this.isReady = false;
     this.isFollowing = true;

@@ -64,6 +64,13 @@ export class TextPane {
     this.control?.abort();
   }
 
+  /** Insert a text in place of the selection, unless a continuation is under way. */
+  insert(text) {
+    if (this.control) return;
+    this.field.setRangeText(text);
+    this.#forget();
+  }
+
   /** What the user changes has no tokens that are known. */
   #forget() {
     this.message = null;
