@@ -184,6 +184,28 @@ def test_chat_defaults_are_sent_where_the_user_has_set_nothing(desk: Desk, fake:
     expect(desk.fact("Settings")).to_contain_text("temperature 0.1, top-p 0.95")
 
 
+def test_details_name_the_settings_of_the_latest_request(desk: Desk, fake: FakeServer) -> None:
+    fake.info["chat_defaults"] = DEFAULTS
+    desk.page.reload()
+    desk.wait_until_ready()
+    desk.set(**{"set-temperature": 0.1})
+    begun(desk, fake, "Hello", "Half").end("length")
+    expect(desk.fact("Settings")).to_contain_text("temperature 0.1, top-p 0.95")
+    desk.set(**{"set-temperature": 0.9})
+    desk.press("Continue")
+    rest = fake.answer()
+    assert rest.body["temperature"] == 0.9
+    rest.tell(" whole")
+    expect(desk.fact("Settings")).to_contain_text("temperature 0.9, top-p 0.95")
+    desk.set(**{"set-temperature": 0.4})
+    desk.press("Tokens")
+    desk.page.locator(".tokens .token").first.click()
+    desk.page.get_by_role("button", name='Go on with "A"').click()
+    fake.answer().tell(" else")
+    expect(desk.last()).to_contain_text("2/2")
+    expect(desk.fact("Settings")).to_contain_text("temperature 0.4, top-p 0.95")
+
+
 def test_an_older_server_is_sent_no_defaults(desk: Desk, fake: FakeServer) -> None:
     desk.press("Settings")
     assert desk.page.locator("#defaults-source").inner_text() == ""

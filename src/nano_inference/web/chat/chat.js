@@ -141,11 +141,10 @@ export class Chat {
   async #answer(work, message) {
     const samples = Math.min(this.settings.samples, this.info.max_n);
     const seed = this.settings.seed ?? freshSeed();
-    const sampling = { ...chatDefaults(this.info), ...this.settings.sampling };
     const answers = Array.from({ length: samples }, (_, index) => {
       const answer = newMessage(work.conversation, message.id, "assistant");
       answer.created += index;
-      return Object.assign(answer, { seed, sample: { index, of: samples }, sampling });
+      return Object.assign(answer, { seed, sample: { index, of: samples } });
     });
     work.conversation.compared = samples > 1 ? message.id : null;
     await this.#write(work, answers, { seed, samples });
@@ -210,14 +209,18 @@ export class Chat {
   async #write(work, answers, wishes) {
     const { conversation, messages, control } = work;
     work.answers = answers;
-    for (const one of answers) if (!messages.includes(one)) messages.push(one);
+    const sampling = { ...chatDefaults(this.info), ...this.settings.sampling };
+    for (const one of answers) {
+      one.sampling = sampling;
+      if (!messages.includes(one)) messages.push(one);
+    }
     choose(conversation, answers[0]);
     conversation.updated = Date.now();
     if (this.current === conversation) this.#changed();
     await this.saver.save(conversation, answers);
     this.tabs.tell("changed", conversation.id);
     const path = pathTo(messages, messages.find((one) => one.id === answers[0].parent));
-    const { sampling, details } = this.settings;
+    const { details } = this.settings;
     const body = requestBody(this.info, asRequest(conversation.system, path), sampling, { ...wishes, details });
     const onNews = (message) => this.#grown(conversation, message);
     if (!wishes.isOver || wishes.begun.length) {

@@ -43,13 +43,13 @@ function dataOf(block) {
 /**
  * Return the body of a request for answers.
  *
- * `sampling`: what the user has set. Of `wishes`, `begun` are ids that the answer begins with, or null, and `sample` is
- * the number under which it is drawn.
+ * `sampling`: what the user has set, and the server's defaults for the rest. Of `wishes`, `begun` are ids that the
+ * answer begins with, or null, and `sample` is the number under which it is drawn.
  */
 export function requestBody(info, messages, sampling, wishes) {
   const { seed, samples = 1, sample = 0, begun = null, echo = false, details = true } = wishes;
   return {
-    ...streamed(info), messages, ...chatDefaults(info), ...sampling, seed,
+    ...streamed(info), messages, ...sampling, seed,
     ...(details ? { logprobs: true, top_logprobs: Math.min(ALTERNATIVES, info.max_logprobs) } : {}),
     ...(samples > 1 ? { n: samples } : {}),
     ...(sample > 0 ? { sample_index: sample } : {}),
