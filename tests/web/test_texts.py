@@ -93,6 +93,22 @@ def test_a_failure_is_told_and_the_text_stays(base: Desk, fake: FakeServer) -> N
     expect(base.page.locator(".toast.bad")).to_have_count(0)
 
 
+def test_reconnecting_leaves_the_focus_where_it_is(base: Desk, fake: FakeServer) -> None:
+    page = base.page
+    page.fill(FIELD, "Once")
+    fake.refusals = [(503, {"message": "loading"})]
+    fake.ready = (503, "loading")
+    base.press("Continue")
+    expect(page.locator("#banner")).to_be_visible()
+    page.focus("#search")
+    fake.ready = (200, "ready")
+    expect(page.locator("#banner")).to_be_hidden()
+    expect(page.locator("#text-go")).to_be_enabled()
+    expect(page.locator("#search")).to_be_focused()
+    base.press("New chat")
+    expect(page.locator(FIELD)).to_be_focused()
+
+
 def test_the_text_outlives_a_reload(base: Desk) -> None:
     base.page.fill(FIELD, "Once upon")
     base.page.reload()
@@ -102,13 +118,14 @@ def test_the_text_outlives_a_reload(base: Desk) -> None:
 def test_a_chat_model_continues_texts_from_the_list(desk: Desk, fake: FakeServer) -> None:
     page = desk.page
     desk.press("Continue a text")
+    expect(page.locator(FIELD)).to_be_focused()
     page.fill(FIELD, "Once")
     desk.press("Continue")
     assert fake.answer().body["prompt"] == "Once"
     desk.press("Stop")
     desk.press("New chat")
     expect(page.locator("#text")).to_be_hidden()
-    expect(page.locator("#draft")).to_be_visible()
+    expect(page.locator("#draft")).to_be_focused()
 
 
 def test_a_real_server_continues_a_text(context: BrowserContext, tiny_directory: Path) -> None:

@@ -254,7 +254,7 @@ class ChatPage {
     this.chat.create();
     this.#closeSidebar();
     this.#showText(this.chat.info?.chats === false);
-    if (!this.text.isShown) byId("draft").focus();
+    byId(this.text.isShown ? "text-field" : "draft").focus();
   }
 
   #openSidebar() {
@@ -279,7 +279,11 @@ class ChatPage {
     on("veil", "click", () => this.#closeSidebar());
     on("enter-key", "click", () => byId("key").showModal());
     on("theme", "click", () => toggleTheme());
-    on("text-open", "click", () => { this.#closeSidebar(); this.#showText(!this.text.isShown); });
+    on("text-open", "click", () => {
+      this.#closeSidebar();
+      this.#showText(!this.text.isShown);
+      byId("text-field").focus(); // does nothing while it is hidden
+    });
     on("help-open", "click", () => byId("help").showModal());
     on("to-end", "click", () => { this.isFollowing = true; this.#follow(); });
     on("scroll", "scroll", () => this.#onScroll());

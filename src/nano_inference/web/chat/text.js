@@ -42,7 +42,6 @@ export class TextPane {
     byId("text").hidden = !isShown;
     byId("text-open").setAttribute("aria-pressed", String(isShown));
     this.update();
-    if (isShown) this.field.focus();
   }
 
   /** Show what can be done now. */
