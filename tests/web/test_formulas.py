@@ -71,6 +71,20 @@ def test_without_the_renderer_the_source_stays(desk: Desk, fake: FakeServer) -> 
     desk.watch.assert_clean([FAILED])
 
 
+def test_a_failed_load_is_tried_again_once_in_thirty_seconds(desk: Desk, fake: FakeServer) -> None:
+    fake.refuse_later = Response("no", 500)
+    desk.page.clock.install()
+    for wait_s, loads in ((0, 1), (20, 1), (11, 2), (20, 2), (11, 3)):
+        desk.page.clock.fast_forward(1000 * wait_s)
+        told(desk, fake, "Hello", r"\(a^2\) and \(b\)")
+        desk.page.wait_for_timeout(200)
+        assert len(fake.later) == loads, f"{wait_s} s after the formula before"
+    fake.refuse_later = None
+    desk.page.clock.fast_forward(31_000)
+    told(desk, fake, "Hello", r"\(a^2\)")
+    expect(desk.last().locator("math")).to_have_count(1)
+
+
 def test_a_renderer_that_was_changed_on_its_way_is_not_run(context: BrowserContext, fake: FakeServer) -> None:
     trap(context)
     fake.refuse_later = Response("pwned()", media_type="text/javascript")

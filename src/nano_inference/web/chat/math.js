@@ -13,7 +13,7 @@ const DOLLARS = /^\$(?!\s)([^$\n]*[^$\s\\])\$(?![\w$])/;
 /** Marked asks at every word where the next formula starts. */
 const LOOK_AHEAD = 1000;
 
-/** Whether what stands between two dollars is a formula and no sum of money, nor the name of a variable. */
+/** Return true if the text between two dollars is a formula, not an amount of money or the name of a variable. */
 function isFormula(text) {
   if (/^[a-z]'*$/i.test(text)) return true;
   return /[a-z\d]/i.test(text) && (/^\d/.test(text) ? /[\\^_=]/ : /[\\^_{}=<>+]/).test(text);
@@ -65,23 +65,29 @@ export function formulaExtensions(isGrowing, render) {
   return [block, inline];
 }
 
-let loading = null;
-
-function loadRenderer() {
-  loading ??= new Promise((resolve, reject) => {
-    const script = document.importNode(byId("formulas").content, true).querySelector("script");
-    script.addEventListener("load", resolve);
-    script.addEventListener("error", reject);
-    document.head.append(script);
-  });
-  loading.catch(() => setTimeout(() => { loading = null; }, AGAIN_MS));
-  return loading;
+/** Owns the load of the renderer; one that failed can be repeated after `AGAIN_MS`. */
+class RendererLoad {
+  /** Return a promise of the renderer. */
+  get done() {
+    if (!this.promise) {
+      this.promise = new Promise((resolve, reject) => {
+        const script = document.importNode(byId("formulas").content, true).querySelector("script");
+        script.addEventListener("load", resolve);
+        script.addEventListener("error", reject);
+        document.head.append(script);
+      });
+      this.promise.catch(() => setTimeout(() => { this.promise = null; }, AGAIN_MS));
+    }
+    return this.promise;
+  }
 }
+
+const rendererLoad = new RendererLoad();
 
 /** Render the formulas in a fragment, now or once the renderer is there; until then they show their source. */
 export function showFormulas(fragment) {
   for (const node of fragment.querySelectorAll(".math")) {
     if (window.showFormula) window.showFormula(node);
-    else loadRenderer().then(() => window.showFormula(node), () => {});
+    else rendererLoad.done.then(() => window.showFormula(node), () => {});
   }
 }
