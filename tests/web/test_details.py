@@ -291,7 +291,9 @@ def test_phones_read_nothing_of_keys_that_they_lack(browser: Browser, fake: Fake
     context.close()
 
 
-def test_a_keyboards_owner_reads_of_it(desk: Desk) -> None:
+@pytest.mark.parametrize("width", [1280, 390])
+def test_a_keyboards_owner_reads_of_it(desk: Desk, width: int) -> None:
+    desk.page.set_viewport_size({"width": width, "height": 800})
     assert desk.page.get_attribute("#search", "placeholder") == "Search (Ctrl+K)"
     desk.press("Help")
     expect(desk.page.locator("#help")).to_contain_text("Ctrl/Cmd+K")

@@ -27,8 +27,8 @@ const NEAR_END = 60;
 const KEY_FORM = /^[\x21-\x7e]+$/;
 const NO_TEMPLATE = "This model has no chat template: it continues texts and cannot chat.";
 const WANTS_KEY = "This server needs a key. It is kept for this tab only.";
-/** Where there is no room for the list there is no keyboard to find it with, either. */
-const HAS_KEYS = "(hover: hover) and (min-width: 721px)";
+/** Touch screens: some phones report that their pointer can hover, so `hover` does not find them. */
+const TOUCH = matchMedia("(pointer: coarse)");
 
 /** Owns the page. */
 class ChatPage {
@@ -236,7 +236,7 @@ class ChatPage {
 
   /** The button that was pressed is gone; on a touch screen the keyboard would come up. */
   #backToDraft() {
-    if (!matchMedia("(pointer: coarse)").matches) byId("draft").focus();
+    if (!TOUCH.matches) byId("draft").focus();
   }
 
   #fitDraft() {
@@ -289,9 +289,9 @@ class ChatPage {
     on("scroll", "scroll", () => this.#onScroll());
     this.#listenToDialogs(on);
     listenToPresets();
-    const showKeys = ({ matches }) => { byId("search").placeholder = matches ? "Search (Ctrl+K)" : "Search"; };
-    matchMedia(HAS_KEYS).addEventListener("change", showKeys);
-    showKeys(matchMedia(HAS_KEYS));
+    const showKeys = () => { byId("search").placeholder = TOUCH.matches ? "Search" : "Search (Ctrl+K)"; };
+    TOUCH.addEventListener("change", showKeys);
+    showKeys();
     addEventListener("keydown", (event) => this.#onKey(event));
     addEventListener("pointerdown", (event) => {
       if (!event.target.closest("#alternatives, .token")) closeAlternatives();
@@ -319,8 +319,7 @@ class ChatPage {
   }
 
   #onDraftKey(event) {
-    const isTouch = matchMedia("(pointer: coarse)").matches;
-    if (event.key === "Enter" && !event.shiftKey && !event.isComposing && !isTouch) {
+    if (event.key === "Enter" && !event.shiftKey && !event.isComposing && !TOUCH.matches) {
       event.preventDefault();
       this.#send();
     }
