@@ -159,7 +159,7 @@ def test_info_is_told_in_words(desk: Desk, fake: FakeServer) -> None:
     text = "\n".join(lines)
     assert "Prompt and answer together can have 1,000 tokens." in text
     assert "a LlamaForCausalLM with 30 layers and 134.5 million parameters." in text
-    assert "temperature 0.6" in text and "(measured for this model)" in text
+    assert "temperature 0.6" in text and "max-tokens 512; temperature and truncation: measured for this model." in text
     for raw in ("max_n", "_", "null", "undefined", "[object", "true", "false"):
         assert raw not in text
 
@@ -174,7 +174,9 @@ def test_chat_defaults_are_sent_where_the_user_has_set_nothing(desk: Desk, fake:
     desk.press("Settings")
     for name, value in DEFAULTS.items():
         assert desk.page.get_attribute(f"#set-{name}", "placeholder") == str(value)
-    expect(desk.page.locator("#defaults-source")).to_contain_text("default for chats")
+    expect(desk.page.locator("#defaults-source")).to_have_text(
+        "A field left empty has the value shown in grey. Temperature, top-p, top-k and min-p: default for chats."
+    )
     desk.page.fill("#set-temperature", "0.1")
     desk.press("Done")
     desk.type("Hello")

@@ -30,7 +30,8 @@ export function sentences(info) {
     info.max_running && `Up to ${number(info.max_running)} answers are written at once.`,
     info.kv_tokens && `Their cache holds ${number(info.kv_tokens)} tokens.`,
     `One request gets at most ${info.max_n} samples, and ${info.max_logprobs} alternatives for each token.`,
-    info.chat_defaults && `Chats here use ${listed(info.chat_defaults)} (${info.chat_defaults_source}).`,
+    info.chat_defaults
+      && `Chats here use ${listed(info.chat_defaults)}; temperature and truncation: ${info.chat_defaults_source}.`,
     info.sampling_defaults && `A request that sets nothing gets ${listed(info.sampling_defaults)}.`,
   ].filter(Boolean);
 }

@@ -79,7 +79,8 @@ export function showSettings(settings, info, conversation) {
   byId("sampling").replaceChildren(...FIELDS.map(([name, label, low, high, step, hint]) =>
     numberField(name, label, low, high, step, hint, settings.sampling[name], fallbacks[name])));
   const source = info?.chat_defaults_source;
-  byId("defaults-source").textContent = source ? `A field left empty has the value shown in grey: ${source}.` : "";
+  byId("defaults-source").textContent = source
+    ? `A field left empty has the value shown in grey. Temperature, top-p, top-k and min-p: ${source}.` : "";
   byId("system").value = conversation.system;
   showPresets();
   byId("seed").value = settings.seed ?? "";
