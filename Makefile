@@ -42,7 +42,7 @@ bench: .venv/ready-dev
 
 # The documentation as web pages, in site/; `.venv/bin/python -m zensical serve` shows them while they are written.
 docs: .venv/ready
-	$(BIN)/python -m pip install --quiet -e '.[docs]'
+	$(BIN)/python -m pip install -e '.[docs]'
 	$(BIN)/python -m zensical build --strict --clean
 
 .venv/torch:
@@ -58,7 +58,7 @@ docs: .venv/ready
 
 .venv/ready-dev: .venv/ready
 	@echo "downloading the packages of the tests"
-	@$(BIN)/python -m pip install --quiet -e '.[dev]'
+	@$(BIN)/python -m pip install -e '.[dev]'
 	@touch $@
 
 # Versions that are known to go together: without them pip searches for long. litellm needs an older openai than the
@@ -69,15 +69,15 @@ docs: .venv/ready
 	touch $@
 
 .venv-clients/ready: .venv-clients/torch pyproject.toml
-	.venv-clients/bin/python -m pip install --quiet -e '.[grammar]' 'pytest>=8.3,<10' 'hypothesis>=6.100,<7' 'openai>=3,<4' \
+	.venv-clients/bin/python -m pip install -e '.[grammar]' 'pytest>=8.3,<10' 'hypothesis>=6.100,<7' 'openai>=3,<4' \
 		'transformers>=5,<6' 'accelerate>=1,<2' \
 		langchain-core==1.7.2 langchain-openai==1.7.3 llm==0.36 'lm-eval[api]==0.4.13' guidellm==0.8.1 \
 		anthropic==2.12.0 'pydantic-ai-slim[openai,anthropic]==2.68.0' openai-agents==0.24.0 smolagents==1.26.0 \
 		renderers==0.1.12
 	$(PYTHON) -m venv .venv-clients/litellm
-	.venv-clients/litellm/bin/python -m pip install --quiet litellm==1.106.2
+	.venv-clients/litellm/bin/python -m pip install litellm==1.106.2
 	$(PYTHON) -m venv .venv-clients/instructor
-	.venv-clients/instructor/bin/python -m pip install --quiet 'instructor[anthropic]==1.17.0'
+	.venv-clients/instructor/bin/python -m pip install 'instructor[anthropic]==1.17.0'
 	touch $@
 
 clean:

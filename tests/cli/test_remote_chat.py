@@ -133,6 +133,11 @@ def test_the_key_and_the_name(calculating: Running, capsys: Capture) -> None:
     assert out and "3 generated" in err and "[cut off" in err
 
 
+def test_an_answer_that_the_context_cuts_off(calculating: Running, capsys: Capture) -> None:
+    _, err = talk(capsys, calculating.url, "--api-key", KEY, "--max-tokens", "1000", "--ignore-eos")
+    assert re.search(r"\[cut off: the model's context is full after \d+ tokens\]", err)
+
+
 def test_a_model_without_a_calculator_is_not_asked_to_calculate(tmp_path: Path, capsys: Capture) -> None:
     with running(make_tiny(tmp_path)) as one:
         assert one.client.get("/v1/models").json()["data"][0]["calculator"] is False

@@ -53,7 +53,7 @@ def options() -> Iterator[str]:
     for path, command in walk_commands(build_app()):
         yield " ".join(path)
         for argument in command.assemble_argument_collection():
-            if argument.names != ("*",):
+            if argument.parse and argument.names != ("*",):
                 yield f"    {' '.join(argument.names)}: {argument.hint} = {argument.field_info.default}"
 
 

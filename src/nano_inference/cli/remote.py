@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from email.message import Message as Headers
 from itertools import groupby
 from typing import Any
 
@@ -172,7 +173,7 @@ class RemoteAnswerer:
                 end()
 
         try:
-            for event in stream_json(self.address, "/chat/completions", body, on_connect):
+            for event in stream_json(self.address, "/chat/completions", body, on_connect, taken.take_headers):
                 pieces = taken.take(event)
                 if pieces:
                     write(pieces)
@@ -222,11 +223,18 @@ class Taken:
     finish_reason: str | None = None
     usage: Mapping[str, Any] = field(default_factory=dict)
     version: str | None = None
+    most_new: int | None = None
+    """Tokens that the context has room for, if they are fewer than were asked for."""
 
     @property
     def text(self) -> str:
         """The answer's text."""
         return "".join(self.texts)
+
+    def take_headers(self, headers: Headers) -> None:
+        """Take the length that our own server names where the context leaves less room than was asked for."""
+        most = headers.get("x-max-tokens", "")
+        self.most_new = int(most) if most.isascii() and most.isdecimal() and len(most) < 10 else None
 
     def take(self, event: Any) -> list[Piece]:
         """Take an event in; return what it adds to the text. Raises `ServerError` for an error among the events."""
@@ -287,6 +295,7 @@ class Taken:
             message=message,
             kept=turns,
             finish_reason=self.finish_reason,
+            cut_by=None if self.most_new is None else f"the model's context is full after {self.most_new} tokens",
             took=took,
             tokens=tuple(self.tokens),
             failure=failure,

@@ -13,6 +13,7 @@ import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from email.message import Message
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection, IncompleteRead
 from typing import Any
 from urllib.parse import urlsplit
@@ -32,6 +33,7 @@ _READ_BYTES = 1 << 16
 
 OnConnect = Callable[[Callable[[], None]], None]
 """Takes what ends the connection at once."""
+OnHeaders = Callable[[Message], None]
 
 
 class Refused(ServerError):
@@ -102,12 +104,19 @@ def get_json(address: Address, path: str) -> Any:
         return parsed(_read(response, _MAX_BODY_BYTES))
 
 
-def stream_json(address: Address, path: str, body: dict[str, Any], on_connect: OnConnect) -> Iterator[Any]:
+def stream_json(
+    address: Address,
+    path: str,
+    body: dict[str, Any],
+    on_connect: OnConnect,
+    on_headers: OnHeaders = lambda headers: None,
+) -> Iterator[Any]:
     """POST JSON and yield the JSON of every event until [DONE] or the end of the reply. Raises `ServerError`.
 
     A server that does not stream sends its whole reply, which then is the only event.
     """
     with _response(address, "POST", path, json.dumps(body).encode(), on_connect) as response:
+        on_headers(response.headers)
         if not response.headers.get_content_type().endswith("event-stream"):
             yield parsed(_read(response, _MAX_BODY_BYTES))
             return
