@@ -14,7 +14,7 @@ import torch
 import transformers
 from gguf import GGMLQuantizationType as Kind
 from safetensors.torch import save_file
-from tiny_models import converted, finish, read_all, write_metadata
+from tiny_models import converted, finish, random_blocks, read_all, write_metadata
 
 from nano_inference.config import EngineConfig
 from nano_inference.engine import InferenceEngine
@@ -165,27 +165,7 @@ SIZES: dict[str, Any] = {
 }
 KEPT = {"Q4_0": Kind.Q4_0, "Q4_1": Kind.Q4_1, "Q8_0": Kind.Q8_0, "Q4_K": Kind.Q4_K, "Q6_K": Kind.Q6_K}
 WIDENED = {kind.name: kind for kind in (Kind.Q5_0, Kind.Q5_1, Kind.Q5_K, Kind.Q3_K, Kind.F32)}
-HALVES: dict[Kind, tuple[int, ...]] = {
-    **{Kind.Q4_0: (0,), Kind.Q4_1: (0, 1), Kind.Q8_0: (0,), Kind.Q4_K: (0, 1), Kind.Q6_K: (104,)},
-    **{Kind.Q5_0: (0,), Kind.Q5_1: (0, 1), Kind.Q5_K: (0, 1), Kind.Q3_K: (54,)},
-}
-"""Where a block's scales in half precision lie, counted in halves."""
 GGUF_IDS = [one % 64 for one in IDS]
-
-
-def random_blocks(rows: int, columns: int, kind: Kind, rng: np.random.Generator) -> np.ndarray:
-    """Blocks of any bits with scales of any sign, small enough for a model to compute with."""
-    block, size = gguf.GGML_QUANT_SIZES[kind]
-    if kind == Kind.F32:
-        return rng.standard_normal((rows, columns), dtype=np.float32) * np.float32(0.06)
-    data = rng.integers(0, 256, (rows, columns // block, size), dtype=np.uint8)
-    halves = data.view(np.float16)
-    for place in HALVES[kind]:
-        halves[..., place] = 1.0
-    unit = gguf.quants.dequantize(data.reshape(rows, -1), kind).std()
-    for place in HALVES[kind]:
-        halves[..., place] = rng.choice([-1, 1], data.shape[:2]) * rng.uniform(0.02, 0.1, data.shape[:2]) / unit
-    return data.reshape(rows, -1)
 
 
 def write_blocks(path: Path, kind: Kind) -> transformers.PreTrainedModel:

@@ -10,6 +10,7 @@ import gguf
 import numpy as np
 import torch
 import transformers
+from gguf import GGMLQuantizationType as Kind
 
 from nano_inference.loader.checkpoint import Checkpoint
 
@@ -50,6 +51,11 @@ GGUF_ARCHITECTURES: Mapping[str, gguf.MODEL_ARCH] = {
     "gemma2": gguf.MODEL_ARCH.GEMMA2,
     "gemma3": gguf.MODEL_ARCH.GEMMA3,
 }
+HALVES: dict[Kind, tuple[int, ...]] = {
+    **{Kind.Q4_0: (0,), Kind.Q4_1: (0, 1), Kind.Q8_0: (0,), Kind.Q4_K: (0, 1), Kind.Q6_K: (104,)},
+    **{Kind.Q5_0: (0,), Kind.Q5_1: (0, 1), Kind.Q5_K: (0, 1), Kind.Q3_K: (54,)},
+}
+"""Where a block's scales in half precision lie, counted in halves."""
 
 
 def make_config(family: str, **changes: Any) -> Any:
@@ -148,6 +154,21 @@ def write_gguf(
         writer.add_tensor(name, gguf.quants.quantize(values, matrix_kind), raw_dtype=matrix_kind)
     finish(writer)
     return path
+
+
+def random_blocks(rows: int, columns: int, kind: Kind, rng: np.random.Generator) -> np.ndarray:
+    """Blocks of any bits with scales of any sign, small enough for a model to compute with."""
+    block, size = gguf.GGML_QUANT_SIZES[kind]
+    if kind == Kind.F32:
+        return rng.standard_normal((rows, columns), dtype=np.float32) * np.float32(0.06)
+    data = rng.integers(0, 256, (rows, columns // block, size), dtype=np.uint8)
+    halves = data.view(np.float16)
+    for place in HALVES[kind]:
+        halves[..., place] = 1.0
+    unit = gguf.quants.dequantize(data.reshape(rows, -1), kind).std()
+    for place in HALVES[kind]:
+        halves[..., place] = rng.choice([-1, 1], data.shape[:2]) * rng.uniform(0.02, 0.1, data.shape[:2]) / unit
+    return data.reshape(rows, -1)
 
 
 def finish(writer: gguf.GGUFWriter) -> None:

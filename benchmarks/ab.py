@@ -1,0 +1,238 @@
+"""Compares this tree with another commit, token by token, on this machine and in this run.
+
+    python benchmarks/ab.py [--against REV] [--only llama,nanochat-G4] [--kernels avx2]
+    python benchmarks/ab.py --golden     # this tree against benchmarks/golden, without another commit
+    python benchmarks/ab.py --record     # writes the entries that --golden compares with
+
+REV (default: HEAD~1 in a clean tree, else HEAD) is checked out into a temporary worktree. The same recording program
+runs in both trees, each in a process of its own, on the same random checkpoints: every family, every generation of
+nanochat, every kind of quantised block, and the default model where the cache has it. Requests are ragged, share
+prefixes, use every sampling parameter; engines prefill in chunks, preempt, speculate.
+
+C path: tokens and all numbers have the same bits. Torch path: the same bits in the scenario "all rows", within 1e-5 (of
+the list's largest number, at least 1) in "mixed", which is run in float32 only: one rounding in half precision is more.
+In "all rows" every request asks for the log-probabilities of its prompt, its row is sampled afterwards and nothing is
+preempted or read from the cache, so that something is asked of every row of a step: `Keep`, which leaves out the rows
+of the last layer that nothing is asked of, has nothing to leave out. No setting switches it off.
+
+The exit status is 1 if anything differs, 2 if nothing could be compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from itertools import groupby
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT / "src"), str(ROOT), str(ROOT / "benchmarks")]
+
+from recording import checkpoints, golden  # noqa: E402
+from recording.cases import BITWISE, Case, cases_of  # noqa: E402
+from recording.streams import Recording, first_difference, worst_difference  # noqa: E402
+
+from nano_inference.config import KERNELS  # noqa: E402
+
+DIFFERENT, IMPOSSIBLE = 1, 2
+
+
+class CannotCompare(Exception):
+    """There is no other tree, or the recording program failed; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One case in both trees."""
+
+    case: Case
+    here: Recording
+    difference: str | None
+    worst: float = 0.0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Compare, print, return the exit status."""
+    options = parse(arguments)
+    start = time.perf_counter()
+    try:
+        with tempfile.TemporaryDirectory(prefix="nano-inference-ab-") as folder:
+            outcomes = run(options, Path(folder))
+    except (CannotCompare, ValueError) as error:
+        print(error, file=sys.stderr)
+        return IMPOSSIBLE
+    report(outcomes)
+    different = [one for one in outcomes if one.difference is not None]
+    total = f"{len(outcomes)} cases, {len(different)} different, {time.perf_counter() - start:.0f} s"
+    print(f"\n{total}")
+    return DIFFERENT if different else 0
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--against", metavar="REV", help="commit to compare with")
+    parser.add_argument("--only", default="", help="names of models, or how they begin, separated by commas")
+    parser.add_argument("--kernels", default="auto", choices=[name for name in KERNELS if name != "off"])
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--golden", action="store_true", help="compare the C path with this machine's golden file")
+    what.add_argument("--record", action="store_true", help="write this machine's golden file")
+    return parser.parse_args(arguments)
+
+
+def run(options: argparse.Namespace, folder: Path) -> list[Outcome]:
+    """Write the checkpoints, record, compare."""
+    chosen = checkpoints.names([one for one in options.only.split(",") if one])
+    against = None if options.golden or options.record else options.against or default_revision(ROOT)
+    files = {name: checkpoints.write(name, folder) for name in chosen}
+    cases = [case for name in chosen for case in cases_of(name)]
+    if against is None:
+        cases = [case for case in cases if case.path == "c"]
+        key = golden.machine_key(options.kernels)
+        (recorded,) = record([ROOT], cases, files, options.kernels, folder)
+        digests = {name: checkpoints.digest(path) for name, path in files.items()}
+        return against_golden(cases, recorded, digests, key, write=options.record)
+    with worktree(ROOT, against, folder / "worktree") as other:
+        print(f"this tree against {against}", flush=True)
+        here, there = record([ROOT, other], cases, files, options.kernels, folder)
+    return [outcome(*three) for three in zip(cases, here, there, strict=True)]
+
+
+def outcome(case: Case, here: Recording, there: Recording) -> Outcome:
+    """Compare one case."""
+    found = first_difference(here, there, case.tolerance)
+    return Outcome(case, here, found, 0.0 if found else worst_difference(here, there))
+
+
+def against_golden(
+    cases: Sequence[Case], recorded: Sequence[Recording], digests: Mapping[str, str], key: str, *, write: bool
+) -> list[Outcome]:
+    """Compare with this machine's golden file, or write it. Raises `CannotCompare` where there is none."""
+    entries = {case.name: golden.entry_of(one, digests[case.model]) for case, one in zip(cases, recorded, strict=True)}
+    if write:
+        print(f"wrote {golden.write(key, entries).relative_to(ROOT)}")
+    known = golden.read(key)
+    if known is None:
+        there = ", ".join(sorted(path.stem for path in golden.FOLDER.glob("*.json"))) or "none"
+        raise CannotCompare(f"no golden file for {key}; --record writes it (there are: {there})")
+    print(f"this tree against {key}")
+    return [
+        Outcome(case, one, golden.difference(entries[case.name], known.get(case.name)))
+        for case, one in zip(cases, recorded, strict=True)
+    ]
+
+
+# ---- two trees ------------------------------------------------------------------------------------------------------
+
+
+def git(root: Path, *arguments: str) -> str:
+    """Return git's output. Raises `CannotCompare` with its last line where it fails or is absent."""
+    try:
+        done = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True, check=False)
+    except OSError as error:
+        raise CannotCompare(f"git could not be run: {error}") from error
+    if done.returncode:
+        raise CannotCompare(f"git {' '.join(arguments)}: {(done.stderr.splitlines() or ['failed'])[-1]}")
+    return done.stdout
+
+
+def default_revision(root: Path) -> str:
+    """Return the parent of a clean tree's commit, or the commit that a changed tree comes from."""
+    return "HEAD" if git(root, "status", "--porcelain").strip() else "HEAD~1"
+
+
+@contextmanager
+def worktree(root: Path, revision: str, path: Path) -> Iterator[Path]:
+    """Yield a worktree of a commit, which is removed afterwards. Raises `CannotCompare` outside a repository's root."""
+    top = Path(git(root, "rev-parse", "--show-toplevel").strip())
+    if top.resolve() != root:
+        raise CannotCompare(f"{root} is not the root of a git repository ({top} is)")
+    git(root, "worktree", "add", "--detach", "--force", str(path), revision)
+    try:
+        yield path
+    finally:
+        git(root, "worktree", "remove", "--force", str(path))
+
+
+def record(
+    trees: Sequence[Path], cases: Sequence[Case], files: Mapping[str, Path], kernels: str, folder: Path
+) -> list[list[Recording]]:
+    """Run the recording program in all trees at once; return the recordings of each."""
+    plan = folder / "plan.json"
+    entries = [{"case": asdict(case), "files": str(files[case.model]), "kernels": kernels} for case in cases]
+    plan.write_text(json.dumps(entries))
+    children = [start_recording(tree, plan, folder / f"tree-{i}") for i, tree in enumerate(trees)]
+    try:
+        codes = [child.wait() for child in children]
+    finally:
+        for child in children:
+            child.kill()
+            child.wait()
+    return [read_recordings(tree, folder / f"tree-{i}", codes[i]) for i, tree in enumerate(trees)]
+
+
+def start_recording(tree: Path, plan: Path, out: Path) -> subprocess.Popen[bytes]:
+    """Start the recording program, which is this tree's, with the package of `tree`."""
+    path = os.pathsep.join((str(tree / "src"), str(ROOT / "benchmarks")))
+    environ = {**os.environ, "PYTHONPATH": path, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "recording.record", str(tree), str(plan), str(out)]
+    with out.with_suffix(".log").open("wb") as log:
+        return subprocess.Popen(command, cwd=out.parent, env=environ, stdout=log, stderr=log)
+
+
+def read_recordings(tree: Path, out: Path, code: int) -> list[Recording]:
+    """Return what one tree's process recorded. Raises `CannotCompare` with the end of its log if it failed."""
+    if code:
+        log = out.with_suffix(".log").read_text(errors="replace").splitlines()
+        tail = "\n".join(f"  {line}" for line in log[-12:])
+        raise CannotCompare(f"the recording in {tree} ended with status {code}; the end of its log:\n{tail}")
+    return [Recording.from_dict(json.loads(line)) for line in out.read_text().splitlines()]
+
+
+# ---- the table ------------------------------------------------------------------------------------------------------
+
+
+def report(outcomes: Sequence[Outcome]) -> None:
+    """Print a line for each model, precision, path and bound, and below it what differs."""
+    print(f"{'model':28} {'dtype':9} {'path':13} {'streams':>7} {'tokens':>7}  result")
+    for (model, dtype, _, tolerance), group in groupby(outcomes, key=key_of):
+        found = list(group)
+        streams = sum(len(one.here.streams) for one in found)
+        tokens = sum(one.here.num_tokens for one in found)
+        path = next((one.here.code for one in found if one.here.code), "-")
+        print(f"{model:28} {dtype:9} {path:13} {streams:7} {tokens:7}  {result_of(found, tolerance)}")
+        for one in found:
+            if one.difference is not None:
+                print(f"    {one.case.scenario}: {one.difference}")
+            if one.case.scenario == "preempted" and not one.here.error and not one.here.num_preemptions:
+                print("    preempted: NOTHING WAS PREEMPTED, the cache is too large")
+
+
+def key_of(one: Outcome) -> tuple[str, str, str, float]:
+    """Return what a line of the table stands for."""
+    return one.case.model, one.case.dtype, one.case.path, one.case.tolerance
+
+
+def result_of(found: Sequence[Outcome], tolerance: float) -> str:
+    """Return the last column."""
+    different = sum(one.difference is not None for one in found)
+    if different:
+        return f"{different} of {len(found)} DIFFERENT"
+    refused = [one.here.error for one in found if one.here.error]
+    if refused:
+        return f"refused: {refused[0]}"
+    if tolerance == BITWISE:
+        return "same bits"
+    return f"within {tolerance:g}, worst {max(one.worst for one in found):.1e}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

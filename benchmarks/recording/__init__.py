@@ -1,0 +1,1 @@
+"""What ab.py compares: checkpoints, requests, the recording program, streams of tokens, golden files."""

@@ -1,0 +1,91 @@
+"""Golden files: what the C path gave on one instruction set, with one compiler and one torch.
+
+Torch computes the rotary tables, the draws that the kernels do not have, and the random weights, so its version is part
+of the key, and a case whose weights differ from the recorded ones is not compared.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nano_inference.config import KernelsName
+from nano_inference.kernels.compile import Isa, best_isa, cpu_flags, find_compiler, options
+from recording.streams import Recording
+
+FOLDER = Path(__file__).parents[1] / "golden"
+_NUM_FIRST = 6
+"""Tokens of the first sample that an entry shows."""
+
+
+def machine_key(kernels: KernelsName) -> str:
+    """Return this machine's instruction set, compiler and torch as a file's name. Raises `CannotCompile`."""
+    isa: Isa = best_isa(cpu_flags()) if kernels in ("auto", "off") else kernels  # type: ignore[assignment]
+    has_vnni = any(option.endswith("vnni") for option in options(isa, cpu_flags()))
+    version = re.sub(r"\+.*", "", torch.__version__)
+    return f"{isa}{'-vnni' if has_vnni else ''}_{compiler_version(find_compiler(os.environ))}_torch-{version}"
+
+
+def compiler_version(compiler: str) -> str:
+    """Return name and version of a C compiler, such as gcc-12.2.0, as its own macros say."""
+    command = [compiler, "-dM", "-E", "-x", "c", os.devnull]
+    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    macros = dict(re.findall(r"^#define (\w+) (.*)$", text, re.MULTILINE))
+    if "__clang__" in macros:
+        name, parts = "clang", ("__clang_major__", "__clang_minor__", "__clang_patchlevel__")
+    else:
+        name, parts = "gcc", ("__GNUC__", "__GNUC_MINOR__", "__GNUC_PATCHLEVEL__")
+    return f"{name}-{'.'.join(macros.get(part, '?') for part in parts)}"
+
+
+def entry_of(recording: Recording, weights: str) -> dict[str, Any]:
+    """Return what a golden file holds of one case: digests of weights and streams, the first tokens."""
+    whole = hashlib.sha256((recording.error or "").encode())
+    for one in recording.streams:
+        floats = {name: _hexes(values) for name, values in {**one.floats, "logprobs": one.logprobs}.items()}
+        ids = {name: list(values) for name, values in {**one.ids, "tokens": one.tokens}.items()}
+        whole.update(json.dumps([one.label, ids, floats, one.finish], sort_keys=True).encode())
+    first = list(recording.streams[0].tokens[:_NUM_FIRST]) if recording.streams else []
+    return {"weights": weights[:16], "sha256": whole.hexdigest(), "first": first}
+
+
+def _hexes(values: Sequence[float]) -> list[str]:
+    return [value.hex() for value in values]
+
+
+def read(key: str, folder: Path = FOLDER) -> dict[str, dict[str, Any]] | None:
+    """Return the entries of a key, or None where nothing was recorded for it."""
+    path = folder / f"{key}.json"
+    if not path.is_file():
+        return None
+    entries: dict[str, dict[str, Any]] = json.loads(path.read_text())
+    return entries
+
+
+def write(key: str, entries: Mapping[str, Mapping[str, Any]], folder: Path = FOLDER) -> Path:
+    """Write the entries of a key, a line for each case; entries of cases that were not run stay."""
+    folder.mkdir(exist_ok=True)
+    path = folder / f"{key}.json"
+    whole = {**(read(key, folder) or {}), **entries}
+    lines = [f"{json.dumps(name)}: {json.dumps(whole[name])}" for name in sorted(whole)]
+    path.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+    return path
+
+
+def difference(entry: Mapping[str, Any], recorded: Mapping[str, Any] | None) -> str | None:
+    """Return how a case differs from its golden entry, or None."""
+    if recorded is None:
+        return "no golden entry: run with --record"
+    if entry["weights"] != recorded["weights"]:
+        return "the weights differ from the recorded ones: this torch draws other random numbers"
+    if entry["sha256"] == recorded["sha256"]:
+        return None
+    return f"first tokens {entry['first']}, recorded {recorded['first']}"
