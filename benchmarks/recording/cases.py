@@ -100,15 +100,16 @@ _KINDS: Sequence[Mapping[str, Any]] = (
     {"logprobs": 3, "prompt_logprobs": 2},
     {"temperature": 1.4, "logprobs_mode": "raw"},
     {"top_k": 20, "top_p": 0.9, "min_p": 0.02, "temperature": 0.9},
-    {"temperature": 0.05},
+    {"allowed_token_ids": [3, 4], "temperature": 0.3},
 )
 _LENGTHS = (1, 2, 15, 90, 16, 17, 33, 5, 64, 47, 8, 80)
+"""Of the prompts that neither share a prefix nor repeat themselves."""
 
 
 def requests(vocab_size: int, *, ask_all_rows: bool = False) -> list[Request]:
     """Return ragged requests of every kind: prompts of 1 to 90 tokens, some on shared prefixes, some that repeat."""
     rng = random.Random(11)
-    shared = _tokens(rng, 41, vocab_size)
+    shared, lengths = _tokens(rng, 41, vocab_size), iter(_LENGTHS)
     made: list[Request] = []
     for i in range(24):
         options: dict[str, Any] = {"seed": i, "max_tokens": rng.randrange(8, 30), "ignore_eos": True}
@@ -120,17 +121,14 @@ def requests(vocab_size: int, *, ask_all_rows: bool = False) -> list[Request]:
         if ask_all_rows:
             options["prompt_logprobs"] = i % 3
         num_samples = 2 if i % 7 == 3 and not ask_all_rows else 1
-        made.append(Request(_prompt(rng, i, shared, vocab_size), options, num_samples))
+        if i % 3 == 1:
+            prompt = shared[: rng.randrange(17, 42)] + _tokens(rng, rng.randrange(1, 30), vocab_size)
+        elif i % 6 == 0:  # repeats itself, for ngram
+            prompt = _tokens(rng, 1 + i // 2, vocab_size) * 4
+        else:
+            prompt = _tokens(rng, next(lengths), vocab_size)
+        made.append(Request(prompt, options, num_samples))
     return made
-
-
-def _prompt(rng: random.Random, i: int, shared: list[int], vocab_size: int) -> list[int]:
-    """Return the i-th prompt: on the shared prefix, repeating itself (for ngram), or of its own."""
-    if i % 3 == 1:
-        return shared[: rng.randrange(17, 42)] + _tokens(rng, rng.randrange(1, 30), vocab_size)
-    if i % 6 == 0:
-        return _tokens(rng, 1 + i // 2, vocab_size) * 4
-    return _tokens(rng, _LENGTHS[i // 2], vocab_size)
 
 
 def _tokens(rng: random.Random, count: int, vocab_size: int) -> list[int]:

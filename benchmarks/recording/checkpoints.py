@@ -65,11 +65,11 @@ def write(name: str, folder: Path) -> Path:
 
 def _write_family(name: str, directory: Path) -> None:
     """Write a family's model, without a progress bar for each file."""
-    from transformers.utils.logging import disable_progress_bar
+    from transformers.utils import logging
 
     from tests.models.families import make_model
 
-    disable_progress_bar()
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     make_model(name, directory)
 
 
@@ -88,7 +88,9 @@ def _write_blocks(path: Path, kind_name: str) -> Path:
     writer.add_rope_freq_base(10000.0)
     for name, values in tiny_models.converted("llama", model).items():
         if values.ndim > 1:
-            writer.add_tensor(name, tiny_models.random_blocks(*values.shape, kind, rng), raw_dtype=kind)
+            writer.add_tensor(
+                name, tiny_models.random_blocks(values.shape[0], values.shape[1], kind, rng), raw_dtype=kind
+            )
         else:
             writer.add_tensor(name, values)
     tiny_models.finish(writer)
