@@ -107,12 +107,12 @@ def test_golden_without_a_file_names_the_key(tmp_path: Path, monkeypatch: pytest
 
 
 def test_requests_are_ragged_and_the_same_each_time() -> None:
-    made = requests(160)
-    assert made == requests(160)
+    made = requests(160, 330)
+    assert made == requests(160, 330)
     lengths = {len(one.prompt) for one in made}
-    assert min(lengths) == 1 and max(lengths) >= 85 and len(lengths) > 12
+    assert min(lengths) == 1 and max(lengths) == 300 and len(lengths) > 12
     assert any(one.num_samples > 1 for one in made)
-    assert all("prompt_logprobs" in one.params for one in requests(160, ask_all_rows=True))
+    assert all("prompt_logprobs" in one.params for one in requests(160, 330, ask_all_rows=True))
     used = {case.scenario for name in ("llama", "gguf-Q4_0") for case in cases_of(name)}
     assert used == set(SCENARIOS)
 

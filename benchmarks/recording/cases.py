@@ -1,6 +1,6 @@
 """Which models are recorded with which settings, and what each of them is asked.
 
-Every request is a function of the vocabulary's size alone, so that two trees are asked the same.
+A request is a function of the vocabulary's size and the longest sequence alone: two trees are asked the same.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class Scenario:
 
     options: Mapping[str, Any] = field(default_factory=dict)
     """Fields of `EngineConfig`."""
-    num_blocks: int | None = None
-    """Blocks of the KV cache; None gives more than are used."""
+    spare_blocks: int | None = None
+    """Blocks of the KV cache beyond those of the longest request; None gives more than are used."""
     asks_all_rows: bool = False
     """Every request asks for the log-probabilities of its whole prompt, so that no row of any step is left out."""
     staggered: bool = False
@@ -45,11 +45,15 @@ class Scenario:
     """Requests that are asked again at the end, on cached prefixes."""
 
 
+MAX_LEN = 330
+"""Longest sequence, where the model has as many positions."""
+NUM_REQUESTS, MAX_TOKENS = 24, 30
+
 SCENARIOS: Mapping[str, Scenario] = {
     "mixed": Scenario(num_repeated=5),
     "chunks": Scenario(options={"max_tokens_per_batch": 37, "block_size": 4, "cache_type": "paged"}, staggered=True),
-    "preempted": Scenario(options={"block_size": 4, "max_tokens_per_batch": 64}, num_blocks=40),
-    "ngram": Scenario(options={"speculation": "ngram", "max_draft_tokens": 4}),
+    "preempted": Scenario(options={"block_size": 4, "max_tokens_per_batch": 64}, spare_blocks=12),
+    "ngram": Scenario(options={"speculation": "ngram", "max_draft_tokens": 4, "max_batch_size": 3}),
     "cache in bfloat16": Scenario(options={"kv_cache_dtype": "bfloat16"}),
     "all rows": Scenario(options={"max_tokens_per_batch": 64}, asks_all_rows=True),
 }
@@ -106,13 +110,17 @@ _LENGTHS = (1, 2, 15, 90, 16, 17, 33, 5, 64, 47, 8, 80)
 """Of the prompts that neither share a prefix nor repeat themselves."""
 
 
-def requests(vocab_size: int, *, ask_all_rows: bool = False) -> list[Request]:
-    """Return ragged requests of every kind: prompts of 1 to 90 tokens, some on shared prefixes, some that repeat."""
+def requests(vocab_size: int, max_len: int, *, ask_all_rows: bool = False) -> list[Request]:
+    """Return ragged requests of every kind: prompts of 1 to 90 tokens, some on shared prefixes, some that repeat.
+
+    The last prompt is longer than nanochat's short windows (129 keys), and, with `max_len` above 288, than the 256 keys
+    that the kernels read at a time.
+    """
     rng = random.Random(11)
     shared, lengths = _tokens(rng, 41, vocab_size), iter(_LENGTHS)
     made: list[Request] = []
-    for i in range(24):
-        options: dict[str, Any] = {"seed": i, "max_tokens": rng.randrange(8, 30), "ignore_eos": True}
+    for i in range(NUM_REQUESTS):
+        options: dict[str, Any] = {"seed": i, "max_tokens": rng.randrange(8, MAX_TOKENS), "ignore_eos": True}
         options |= _KINDS[i % len(_KINDS)]
         if i % 6 == 4:
             options["logit_bias"] = {token: rng.uniform(-3, 4) for token in _tokens(rng, 4, vocab_size)}
@@ -127,6 +135,8 @@ def requests(vocab_size: int, *, ask_all_rows: bool = False) -> list[Request]:
             prompt = _tokens(rng, 1 + i // 2, vocab_size) * 4
         else:
             prompt = _tokens(rng, next(lengths), vocab_size)
+        if i == NUM_REQUESTS - 1:
+            prompt += _tokens(rng, max_len - MAX_TOKENS - len(prompt), vocab_size)
         made.append(Request(prompt, options, num_samples))
     return made
 

@@ -17,12 +17,11 @@ from typing import Any
 
 import nano_inference
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams, TrainingSample
-from recording.cases import SCENARIOS, Case, Request, Scenario, requests
+from recording.cases import MAX_LEN, SCENARIOS, Case, Request, Scenario, requests
 from recording.streams import Recording, Stream
 
 ROOMY_BYTES, DEFAULT_MODEL_BYTES = 16 << 20, 64 << 20
 """KV caches in which everything finds room."""
-MAX_LEN = 256
 SHORT = 7
 """Requests that the default model is asked, which takes 1,000 times as long as a tiny one."""
 
@@ -53,8 +52,8 @@ def record(case: Case, files: str, kernels: str) -> Recording:
     }
     options |= scenario.options
     try:
-        if scenario.num_blocks is not None:
-            options["kv_cache_bytes"] = scenario.num_blocks * block_bytes(options)
+        if scenario.spare_blocks is not None:
+            options["kv_cache_bytes"] = tight_cache(options, scenario.spare_blocks)
         with InferenceEngine(EngineConfig(**options)) as engine:
             if case.path == "c" and engine.parts.code == "torch":
                 raise ValueError("the C kernels could not be compiled")
@@ -74,14 +73,20 @@ def record(case: Case, files: str, kernels: str) -> Recording:
 
 def asked(engine: InferenceEngine, case: Case) -> list[Request]:
     """Return the case's requests."""
-    found = requests(engine.limits.vocab_size, ask_all_rows=SCENARIOS[case.scenario].asks_all_rows)
+    limits = engine.limits
+    found = requests(limits.vocab_size, limits.max_model_len, ask_all_rows=SCENARIOS[case.scenario].asks_all_rows)
     return found[:SHORT] if case.model == "default" else found
 
 
-def block_bytes(options: dict[str, Any]) -> int:
-    """Return the bytes of a KV block, from the number of blocks that an engine makes of many bytes."""
+def tight_cache(options: dict[str, Any], spare_blocks: int) -> int:
+    """Return the bytes of a KV cache of the longest request and a few blocks.
+
+    What a block takes follows from the number of blocks that an engine makes of many bytes.
+    """
     with InferenceEngine(EngineConfig(**options | {"max_batch_size": 65536})) as engine:
-        return int(options["kv_cache_bytes"]) // engine.limits.num_blocks
+        limits = engine.limits
+    num_blocks = -(-limits.max_model_len // limits.block_size) + spare_blocks
+    return num_blocks * (int(options["kv_cache_bytes"]) // limits.num_blocks)
 
 
 def drawn(engine: InferenceEngine, scenario: Scenario, wanted: Sequence[Request]) -> Iterator[TrainingSample]:
