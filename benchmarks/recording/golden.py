@@ -1,7 +1,7 @@
 """Golden files: what the C path gave on one instruction set, with one compiler and one torch.
 
-Torch computes the rotary tables, the draws that the kernels do not have, and the random weights, so its version is part
-of the key, and a case whose weights differ from the recorded ones is not compared.
+Torch computes the rotary tables, the draws that the kernels do not have, and the random weights, so its version and its
+vector instructions are part of the key, and a case whose weights differ from the recorded ones is not compared.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ def machine_key(kernels: KernelsName) -> str:
     """Return this machine's instruction set, compiler and torch as a file's name. Raises `CannotCompile`."""
     isa: Isa = best_isa(cpu_flags()) if kernels in ("auto", "off") else kernels  # type: ignore[assignment]
     has_vnni = any(option.endswith("vnni") for option in options(isa, cpu_flags()))
-    version = re.sub(r"\+.*", "", torch.__version__)
-    return f"{isa}{'-vnni' if has_vnni else ''}_{compiler_version(find_compiler(os.environ))}_torch-{version}"
+    version, vectors = re.sub(r"\+.*", "", torch.__version__), torch.backends.cpu.get_cpu_capability().lower()
+    compiler = compiler_version(find_compiler(os.environ))
+    return f"{isa}{'-vnni' if has_vnni else ''}_{compiler}_torch-{version}-{vectors}"
 
 
 def compiler_version(compiler: str) -> str:
