@@ -155,7 +155,7 @@ def worktree(root: Path, revision: str, path: Path) -> Iterator[Path]:
     top = Path(git(root, "rev-parse", "--show-toplevel").strip())
     if top.resolve() != root:
         raise CannotCompare(f"{root} is not the root of a git repository ({top} is)")
-    git(root, "worktree", "add", "--detach", "--force", str(path), revision)
+    git(root, "worktree", "add", "--detach", str(path), revision)
     try:
         yield path
     finally:

@@ -13,7 +13,7 @@ import re
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -22,13 +22,13 @@ from nano_inference.kernels.compile import Isa, best_isa, cpu_flags, find_compil
 from recording.streams import Recording
 
 FOLDER = Path(__file__).parents[1] / "golden"
-_NUM_FIRST = 6
-"""Tokens of the first sample that an entry shows."""
+_NUM_FIRST = 4
+"""Samples of which an entry holds the first token and its log-probability."""
 
 
 def machine_key(kernels: KernelsName) -> str:
     """Return this machine's instruction set, compiler and torch as a file's name. Raises `CannotCompile`."""
-    isa: Isa = best_isa(cpu_flags()) if kernels in ("auto", "off") else kernels  # type: ignore[assignment]
+    isa = best_isa(cpu_flags()) if kernels == "auto" else cast(Isa, kernels)
     has_vnni = any(option.endswith("vnni") for option in options(isa, cpu_flags()))
     version, vectors = re.sub(r"\+.*", "", torch.__version__), torch.backends.cpu.get_cpu_capability().lower()
     compiler = compiler_version(find_compiler(os.environ))
@@ -48,13 +48,14 @@ def compiler_version(compiler: str) -> str:
 
 
 def entry_of(recording: Recording, weights: str) -> dict[str, Any]:
-    """Return what a golden file holds of one case: digests of weights and streams, the first tokens."""
+    """Return what a golden file holds of one case: digests of weights and streams, some first tokens."""
     whole = hashlib.sha256((recording.error or "").encode())
     for one in recording.streams:
         floats = {name: _hexes(values) for name, values in {**one.floats, "logprobs": one.logprobs}.items()}
         ids = {name: list(values) for name, values in {**one.ids, "tokens": one.tokens}.items()}
         whole.update(json.dumps([one.label, ids, floats, one.finish], sort_keys=True).encode())
-    first = list(recording.streams[0].tokens[:_NUM_FIRST]) if recording.streams else []
+    drawn = [one for one in recording.streams if one.tokens][:_NUM_FIRST]
+    first = [f"{one.tokens[0]} {one.logprobs[0].hex()}" for one in drawn]
     return {"weights": weights[:16], "sha256": whole.hexdigest(), "first": first}
 
 
@@ -89,4 +90,8 @@ def difference(entry: Mapping[str, Any], recorded: Mapping[str, Any] | None) -> 
         return "the weights differ from the recorded ones: this torch draws other random numbers"
     if entry["sha256"] == recorded["sha256"]:
         return None
-    return f"first tokens {entry['first']}, recorded {recorded['first']}"
+    pairs = zip(entry["first"], recorded["first"], strict=False)
+    for index, (mine, other) in enumerate(pairs):
+        if mine != other:
+            return f"sample {index}: token 0: {mine} here, {other} recorded"
+    return "the digest differs; the first tokens of the first samples are the same"
