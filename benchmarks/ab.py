@@ -217,7 +217,7 @@ def report(outcomes: Sequence[Outcome]) -> None:
 
 
 def key_of(one: Outcome) -> tuple[str, str, str, float]:
-    """Return what a line of the table stands for."""
+    """Return the model, dtype, path and bound of a line of the table."""
     return one.case.model, one.case.dtype, one.case.path, one.case.tolerance
 
 
