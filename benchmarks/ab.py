@@ -183,7 +183,7 @@ def start_recording(tree: Path, plan: Path, out: Path) -> subprocess.Popen[bytes
     """Start the recording program, which is this tree's, with the package of `tree`."""
     path = os.pathsep.join((str(tree / "src"), str(ROOT / "benchmarks")))
     environ = {**os.environ, "PYTHONPATH": path, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "recording.record", str(tree), str(plan), str(out)]
+    command = [sys.executable, "-P", "-m", "recording.record", str(tree), str(plan), str(out)]
     with out.with_suffix(".log").open("wb") as log:
         return subprocess.Popen(command, cwd=out.parent, env=environ, stdout=log, stderr=log)
 
