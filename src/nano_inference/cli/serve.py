@@ -27,10 +27,8 @@ from nano_inference.server.run import bind, serve
 from nano_inference.server.served import Opened
 from nano_inference.server.workshop import has_stuck_threads
 
-_NOTHING = Typed()
 
-
-def run(engine: EngineConfig, config: ServerConfig, common: Common, typed: Typed = _NOTHING) -> int:
+def run(engine: EngineConfig, config: ServerConfig, common: Common, typed: Typed) -> int:
     """Serve until a signal; return the exit code."""
     set_up_logs(log_requests=config.log_requests, as_json=config.log_requests, level=logging.WARNING)
     warn(config)
