@@ -18,7 +18,7 @@ FILES = sorted(HOME.rglob("*.py"))
 LEVELS = (
     "frozen",
     "types memory exclusive children",
-    "files",
+    "files packages",
     "kernels",
     "config hub chat_defaults",
     "wheels",
@@ -53,6 +53,7 @@ TORCH_FREE = (
         "wheels.py",
         "children.py",
         "files.py",
+        "packages.py",
         "kv/__init__.py",
         "kv/hashing.py",
         "kv/paged.py",

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from nano_inference.assemble import nanochat_base
+from nano_inference.packages import MissingPackage
 from nano_inference.text.nanochat_chat import Conversation, OutOfTurn, render_conversation, render_for_completion
 from nano_inference.text.nanochat_file import FILE_NAME, from_encoding, nanochat_tokenizer
 from nano_inference.text.nanochat_pickle import PickledEncoding, encoding_of, read_fields, token_sizes
@@ -34,10 +35,6 @@ SPLIT_PATTERN = (
 """How training cuts texts into words: GPT-4's pattern with two digits at most."""
 
 _RED, _GREEN, _GREY, _PLAIN = "\033[91m", "\033[92m", "\033[90m", "\033[0m"
-
-
-class MissingPackage(ImportError, ValueError):
-    """A package is not installed that only this needs."""
 
 
 class RustBPETokenizer:
