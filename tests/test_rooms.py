@@ -61,7 +61,8 @@ TORCH_FREE = (
         "kv/radix.py",
         "models/config.py",
     ),
-    *("loader/hf_config.py", "loader/gguf_file.py", "loader/gguf_config.py", "loader/fields.py"),
+    *("loader/hf_config.py", "loader/gguf_file.py", "loader/gguf_config.py", "loader/ggml.py"),
+    "loader/fields.py",
     *("loader/nanochat_rules.py", "loader/nanochat_config.py", "loader/nanochat_files.py"),
 )
 MUTATORS = {

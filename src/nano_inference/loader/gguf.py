@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
-import gguf
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -82,7 +80,6 @@ class PackedTensor:
 
     def read_into(self, target: Tensor) -> None:
         """Fill a contiguous tensor of the same shape, of any float dtype, on any device, a few heads at a time."""
-        kind = gguf.GGMLQuantizationType[self.tensor.type_name]
         flat = target.view(-1)
         num_rows = self.tensor.num_bytes // self.tensor.row_bytes
         row_values = flat.numel() // num_rows
@@ -93,7 +90,7 @@ class PackedTensor:
             for start in range(0, num_rows, step):
                 part = packed[: num_rows - start]
                 fill(file, self.path, part.view(-1))
-                self._place(unpack(part, kind), flat[start * row_values : (start + step) * row_values])
+                self._place(unpack(part, self.tensor.type_name), flat[start * row_values : (start + step) * row_values])
 
     def read_blocks(self) -> tuple[Tensor, Tensor | None]:
         """Return the rows as they lie in the file, uint8 [rows, bytes], and which of them is each row of the weight.
@@ -121,12 +118,11 @@ class PackedTensor:
         piece.view(-1, 2, half, num_columns).copy_(values.view(-1, half, 2, num_columns).transpose(1, 2))
 
 
-def unpack(packed: Tensor, kind: gguf.GGMLQuantizationType) -> Tensor:
+def unpack(packed: Tensor, type_name: str) -> Tensor:
     """Return the float32 values of rows of bytes, flat."""
-    # Damaged blocks may hold infinite scales; numpy's warnings about those are of no use to anybody here.
-    with np.errstate(all="ignore"):
-        values: np.ndarray = gguf.quants.dequantize(packed.numpy(), kind)
-    return torch.from_numpy(values).view(-1)
+    from nano_inference.loader.ggml import dequantize  # `read_gguf` has checked that `gguf` is installed
+
+    return torch.from_numpy(dequantize(packed.numpy(), type_name)).view(-1)
 
 
 def gguf_sources(file: GgufFile, config: ModelConfig) -> dict[str, WeightSource]:
@@ -175,13 +171,12 @@ def _source(file: GgufFile, tensor: GgufTensor, head_rows: int, shift: float) ->
 
 
 def _check_types(file: GgufFile) -> None:
-    """Refuse by name the types that the `gguf` package cannot unpack: it has no list of them, so each is tried."""
+    """Raise `ModelError` naming a type that the `gguf` package cannot unpack."""
+    from nano_inference.loader.ggml import can_dequantize
+
     for name in sorted({tensor.type_name for tensor in file.tensors.values()} - PLAIN.keys()):
-        kind = gguf.GGMLQuantizationType[name]
-        try:
-            unpack(torch.zeros(1, gguf.GGML_QUANT_SIZES[kind][1], dtype=torch.uint8), kind)
-        except NotImplementedError as error:
-            raise ModelError(f"{file.path}: tensors of type {name} cannot be unpacked") from error
+        if not can_dequantize(name):
+            raise ModelError(f"{file.path}: tensors of type {name} cannot be unpacked")
 
 
 def main_type(file: GgufFile) -> str:

@@ -1,8 +1,7 @@
 """The header, metadata and tensor table of a GGUF file (v2 and v3, little endian), every length checked. No torch.
 
 Format: ggml-org/ggml, docs/gguf.md. The `gguf` package has a reader too, but it takes seconds for a vocabulary of 49
-thousand tokens and maps the file without checking bounds; that package gives the sizes of the types here, and does
-the dequantisation in `loader.gguf`.
+thousand tokens and maps the file without checking bounds. It gives the sizes of the types, by `loader.ggml`.
 """
 
 from __future__ import annotations
@@ -17,10 +16,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, BinaryIO
 
-from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
-
 from nano_inference.files import open_regular
 from nano_inference.loader.fields import shown
+from nano_inference.packages import needed
 from nano_inference.types import ModelError
 
 MAX_HEADER_BYTES = 64 * 2**20
@@ -295,12 +293,12 @@ def _table_entry(cursor: _Cursor, alignment: int) -> GgufTensor:
 
 def _packing(cursor: _Cursor, name: str, code: int) -> tuple[str, int, int]:
     """Return a quantisation's name, the values in a block and the bytes of a block."""
+    with needed(f"{cursor.path}: a GGUF file"):
+        from nano_inference.loader.ggml import type_layout
     try:
-        kind = GGMLQuantizationType(code)
+        return type_layout(code)
     except ValueError as error:
         raise cursor.bad(f"tensor {shown(name)} has the unknown type {code}") from error
-    block, block_bytes = GGML_QUANT_SIZES[kind]
-    return kind.name, block, block_bytes
 
 
 def _check_end(cursor: _Cursor, table: list[GgufTensor], data_offset: int) -> None:
