@@ -20,7 +20,7 @@ from nano_inference.loader.opened import Checkpoint, main_dtype
 from nano_inference.loader.pt_file import COMPILED_PREFIX, read_meta, read_pt
 from nano_inference.loader.safetensors_file import open_weights
 from nano_inference.models.config import ModelConfig
-from nano_inference.text.nanochat_file import ASSISTANT_END, BOS_TOKENS
+from nano_inference.text.nanochat_names import ASSISTANT_END, BOS_TOKENS
 from nano_inference.text.tokenizer import load_tokenizer
 from nano_inference.text.tools import special_tokens
 from nano_inference.types import ModelError, TokenizerSource

@@ -35,7 +35,8 @@ from nano_inference.models.config import ModelConfig, NanochatTerms
 from nano_inference.models.nanochat import hf_name
 from nano_inference.text.nanochat_chat import CHAT_TEMPLATE
 from nano_inference.text.nanochat_convert import from_hf, to_hf
-from nano_inference.text.nanochat_file import ASSISTANT_END, FILE_NAME, nanochat_tokenizer
+from nano_inference.text.nanochat_file import nanochat_tokenizer
+from nano_inference.text.nanochat_names import ASSISTANT_END, FILE_NAME
 from nano_inference.text.nanochat_pickle import encoding_of, read_fields, token_sizes
 from nano_inference.text.tokenizer import load_tokenizer
 from nano_inference.types import ModelError, TokenizerSource

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from nano_inference.nanochat.cache import KVCache
 from nano_inference.nanochat.columns import sample_next_token
-from nano_inference.text.nanochat_file import ASSISTANT_END
+from nano_inference.text.nanochat_names import ASSISTANT_END
 from nano_inference.text.tools import OUTPUT_END, OUTPUT_START, PYTHON_END, PYTHON_START, PythonTool
 
 Column = tuple[list[int], list[int]]

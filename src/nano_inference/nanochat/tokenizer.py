@@ -20,7 +20,8 @@ from torch import Tensor
 from nano_inference.assemble import nanochat_base
 from nano_inference.packages import MissingPackage
 from nano_inference.text.nanochat_chat import Conversation, OutOfTurn, render_conversation, render_for_completion
-from nano_inference.text.nanochat_file import FILE_NAME, from_encoding, nanochat_tokenizer
+from nano_inference.text.nanochat_file import from_encoding, nanochat_tokenizer
+from nano_inference.text.nanochat_names import FILE_NAME
 from nano_inference.text.nanochat_pickle import PickledEncoding, encoding_of, read_fields, token_sizes
 from nano_inference.text.tiktoken_file import TiktokenTokenizer, no_panic
 

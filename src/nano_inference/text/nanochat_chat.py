@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from nano_inference.text.chat import Message
-from nano_inference.text.nanochat_file import ASSISTANT_END
+from nano_inference.text.nanochat_names import ASSISTANT_END
 from nano_inference.text.tokenizer import Tokenizer
 from nano_inference.text.tools import OUTPUT_END, OUTPUT_START, PYTHON_END, PYTHON_START, special_tokens
 from nano_inference.types import BadRequest

@@ -17,7 +17,7 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 
 from nano_inference.text.fast import BYTE_OF_CHAR, CHAR_OF_BYTE, set_bos_eos
-from nano_inference.text.nanochat_file import BOS_TOKENS
+from nano_inference.text.nanochat_names import BOS_TOKENS
 from nano_inference.text.nanochat_pickle import PickledEncoding, encoding_of
 from nano_inference.text.tokenizer_limits import checked_growth
 from nano_inference.types import ModelError

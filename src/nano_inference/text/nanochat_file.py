@@ -7,14 +7,10 @@ from types import MappingProxyType
 
 import tiktoken
 
+from nano_inference.text.nanochat_names import ASSISTANT_END, BOS_TOKENS, FILE_NAME
 from nano_inference.text.nanochat_pickle import read_encoding
 from nano_inference.text.tiktoken_file import TiktokenTokenizer
 from nano_inference.types import ModelError
-
-FILE_NAME = "tokenizer.pkl"
-BOS_TOKENS = ("<|bos|>", "<|endoftext|>")
-"""nanochat's own, and that of OpenAI's encodings, which it can take instead."""
-ASSISTANT_END = "<|assistant_end|>"
 
 
 def nanochat_tokenizer(directory: Path) -> TiktokenTokenizer:

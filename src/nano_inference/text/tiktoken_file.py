@@ -1,12 +1,7 @@
-"""Directories with tiktoken's text format: one line a token, its bytes in base64, a space, its rank.
-
-Llama 3's original `tokenizer.model` and Qwen 1's `qwen.tiktoken` are such files (openai/tiktoken, load.py).
-"""
+"""`TiktokenTokenizer`, which nanochat's tokenizers also are, and its loader for directories with tiktoken's ranks."""
 
 from __future__ import annotations
 
-import base64
-import binascii
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,11 +10,11 @@ from typing import Any
 
 import tiktoken
 
-from nano_inference.files import is_present, open_buffered
 from nano_inference.text.fast import check_unicode, refused_files, shown
 from nano_inference.text.fast import no_panic as no_panic  # also found here
 from nano_inference.text.gguf_vocab import LLAMA3_WORDS
 from nano_inference.text.hf import end_ids, named_tokens, read_json, token_number
+from nano_inference.text.tiktoken_ranks import read_ranks
 from nano_inference.text.tokenizer_limits import check_added, check_pattern, check_pieces
 from nano_inference.types import BadRequest, ModelError
 
@@ -78,24 +73,12 @@ class TiktokenTokenizer:
         return self.token_bytes(token).decode("utf-8", "replace")
 
 
-def find_ranks(directory: Path) -> Path | None:
-    """Return the directory's tiktoken file: a `*.tiktoken`, or a `tokenizer.model` that is text in that format."""
-    for path in sorted(directory.glob("*.tiktoken")):
-        return path
-    path = directory / "tokenizer.model"
-    if not is_present(path):
-        return None
-    with open_buffered(path) as file:
-        first = file.readline(4096)
-    return path if _rank(first) is not None else None
-
-
 def tiktoken_tokenizer(directory: Path, path: Path) -> TiktokenTokenizer:
     """Load tiktoken's ranks with the special tokens and the pattern of tokenizer_config.json, else those of Llama 3.
 
     Raises `ModelError` naming the file when it is damaged or its ids collide.
     """
-    ranks = _read_ranks(path)
+    ranks = read_ranks(path)
     config = read_json(directory / "tokenizer_config.json")
     special = _special_tokens(config, len(ranks), path)
     pattern = config.get("pat_str", LLAMA3_WORDS)
@@ -122,36 +105,6 @@ def tiktoken_tokenizer(directory: Path, path: Path) -> TiktokenTokenizer:
 def _llama3_roles(special: Mapping[str, int]) -> dict[str, str]:
     roles = {"bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>"}
     return {role: text for role, text in roles.items() if text in special}
-
-
-def _read_ranks(path: Path) -> dict[bytes, int]:
-    ranks: dict[bytes, int] = {}
-    if not is_present(path):
-        raise ModelError(f"{path}: no such file")
-    with open_buffered(path) as file:
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            entry = _rank(line)
-            if entry is None:
-                raise ModelError(f"{path}: line {number} is not a token in base64 and its rank")
-            ranks[entry[0]] = entry[1]
-    if sorted(ranks.values()) != list(range(len(ranks))):
-        raise ModelError(f"{path}: the ranks are not 0 to {len(ranks) - 1}, each once")
-    lacking = [byte for byte in range(256) if bytes([byte]) not in ranks]
-    if lacking:
-        raise ModelError(f"{path}: the byte {lacking[0]:#04x} has no token")
-    return ranks
-
-
-def _rank(line: bytes) -> tuple[bytes, int] | None:
-    fields = line.split()
-    if len(fields) != 2 or not fields[1].isdigit():
-        return None
-    try:
-        return base64.b64decode(fields[0], validate=True), int(fields[1])
-    except (binascii.Error, ValueError):
-        return None
 
 
 def _special_tokens(config: Mapping[str, Any], first: int, path: Path) -> dict[str, int]:

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Protocol
 
 from nano_inference.files import is_present, path_of
+from nano_inference.packages import needed
 from nano_inference.text.gguf_vocab import gguf_tokenizer
 from nano_inference.text.hf import hf_tokenizer
-from nano_inference.text.nanochat_file import FILE_NAME, nanochat_tokenizer
-from nano_inference.text.tiktoken_file import find_ranks, tiktoken_tokenizer
+from nano_inference.text.nanochat_names import FILE_NAME
+from nano_inference.text.tiktoken_ranks import find_ranks
 from nano_inference.types import ModelError, TokenizerSource
 
 
@@ -59,18 +60,25 @@ class Tokenizer(Protocol):
 
 
 def load_tokenizer(source: TokenizerSource) -> Tokenizer:
-    """Load the tokenizer that a source describes. Raises `ModelError` naming the file that cannot be used."""
+    """Load the tokenizer that a source describes. Raises `ModelError` naming the file that cannot be used.
+
+    tokenizer.pkl and tiktoken's files raise `MissingPackage`, a `ModelError`, without tiktoken.
+    """
     if source.gguf is not None:
         return gguf_tokenizer(source.gguf, source.path)
     directory = path_of(source.path, "tokenizer")
     if not directory.is_dir():
         raise ModelError(f"{source.path}: no such directory")
     if is_present(directory / FILE_NAME):  # before a tokenizer.json beside it, as nanochat itself does
+        with needed(f"{directory / FILE_NAME}: nanochat's tokenizer"):
+            from nano_inference.text.nanochat_file import nanochat_tokenizer
         return nanochat_tokenizer(directory)
     if is_present(directory / "tokenizer.json"):
         return hf_tokenizer(directory)
     ranks = find_ranks(directory)
     if ranks is not None:
+        with needed(f"{ranks}: tiktoken's file"):
+            from nano_inference.text.tiktoken_file import tiktoken_tokenizer
         return tiktoken_tokenizer(directory, ranks)
     raise ModelError(_why_none(directory))
 
