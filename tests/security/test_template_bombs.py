@@ -18,8 +18,8 @@ from pathlib import Path
 import pytest
 
 from nano_inference.text.chat import ChatTemplate, chat_template, render
-from nano_inference.text.rendering import TemplateLimit
 from nano_inference.text.template_worker import BASE_CPU_S, max_cpu_s
+from nano_inference.text.templates import TemplateLimit
 from nano_inference.types import ModelError
 
 GUARD_S = 120
@@ -229,7 +229,8 @@ os.chdir({str(tmp_path)!r})
 {f"os.environ['PYTHONPATH'] = {str(tmp_path)!r}" if has_path else ""}
 print(render(chat_template("{{{{ messages[0].content }}}}", where="m"), [{{"role": "user", "content": "hello"}}]))
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=GUARD_S)
+    # -P: else this process, whose imports are late, would look in the current directory. Workers do not inherit it.
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=GUARD_S)
     assert done.stdout == "hello\n", done.stderr
     assert not (tmp_path / "marker").exists()
 

@@ -11,7 +11,7 @@ from nano_inference.cli.talk import Answerer, Sampling, ServerError, Talk
 from nano_inference.cli.talk_commands import COMMANDS, obey
 from nano_inference.cli.terminal import note
 from nano_inference.cli.turns import Chat, answer_turn
-from nano_inference.text.rendering import TemplateLimit
+from nano_inference.text.templates import TemplateLimit
 from nano_inference.types import BadRequest
 
 _BARE_WORDS = ("quit", "exit", "clear")

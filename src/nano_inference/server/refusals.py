@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from nano_inference.server.errors import ApiError
 from nano_inference.server.schema import ChatBody, CompletionBody
-from nano_inference.text.rendering import TemplateLimit
+from nano_inference.text.templates import TemplateLimit
 from nano_inference.types import BadRequest, ModelError
 
 _FIELD = re.compile(r"(?P<name>[a-z_]+)(?:\[\d+\])?(?:\.[a-z_]+)*(?=[ :]|$)")

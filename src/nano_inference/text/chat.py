@@ -11,20 +11,19 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import minijinja
-
 from nano_inference.files import is_present, read_file
+from nano_inference.packages import needed
 from nano_inference.text import template_guard
 from nano_inference.text.hf import MAX_FILE, read_json
 from nano_inference.text.json_view import view
 from nano_inference.text.literals import literal_pattern
-from nano_inference.text.rendering import Templates, compile_templates, run, size_of
 from nano_inference.text.template_digests import is_known
-from nano_inference.text.template_process import TemplateWorkers
+from nano_inference.text.templates import Renderer, Templates, size_of
 from nano_inference.text.tokenizer import Tokenizer
 from nano_inference.types import BadRequest, ModelError, TokenizerSource
 
@@ -53,9 +52,9 @@ class ChatTemplate:
     tool_source: str | None
     """The template named "tool_use", which takes over when there are tools."""
     templates: Templates = field(repr=False, compare=False)
-    compiled: minijinja.Environment | None = field(repr=False, compare=False)
-    """What renders in this process; None for a template that is not known."""
-    workers: TemplateWorkers = field(repr=False, compare=False)
+    render_here: Callable[[str, Mapping[str, Any]], str] | None = field(repr=False, compare=False)
+    """Renders in this process; None for a template that is not known."""
+    workers: Renderer = field(repr=False, compare=False)
     """What renders in processes of their own."""
 
     def close(self) -> None:
@@ -87,7 +86,13 @@ def load_chat_template(source: TokenizerSource, tokenizer: Tokenizer) -> ChatTem
 def chat_template(
     source: str, *, where: str, named: Mapping[str, str] = _NOTHING, tool_source: str | None = None
 ) -> ChatTemplate:
-    """Compile a chat template from its text. Raises `ModelError` naming `where` and the line that is wrong."""
+    """Compile a chat template from its text. Raises `ModelError` naming `where` and the line that is wrong.
+
+    Raises `MissingPackage`, a `ModelError`, without MiniJinja.
+    """
+    with needed(f"{where}: the chat template"):
+        from nano_inference.text.rendering import compile_templates, run
+        from nano_inference.text.template_process import TemplateWorkers
     sources = {"default": source} if tool_source is None else {"default": source, "tool_use": tool_source}
     templates = Templates(where, sources, FUEL)
     environment = compile_templates(templates)
@@ -97,7 +102,7 @@ def chat_template(
         named=MappingProxyType(dict(named)),
         tool_source=tool_source,
         templates=templates,
-        compiled=environment if is_known(sources.values()) else None,
+        render_here=partial(run, environment, templates) if is_known(sources.values()) else None,
         workers=TemplateWorkers(templates),
     )
 
@@ -132,8 +137,8 @@ def render(
         "add_generation_prompt": add_generation_prompt,
     }
     name = "tool_use" if tools and template.tool_source is not None else "default"
-    if template.compiled is not None and size_of(data, MAX_IN_PROCESS) <= MAX_IN_PROCESS:
-        return run(template.compiled, template.templates, name, data)
+    if template.render_here is not None and size_of(data, MAX_IN_PROCESS) <= MAX_IN_PROCESS:
+        return template.render_here(name, data)
     return template.workers.render(name, data)
 
 

@@ -8,35 +8,17 @@ from __future__ import annotations
 import datetime
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import minijinja
 
 from nano_inference.text import template_guard
 from nano_inference.text.json_view import unview, view
+from nano_inference.text.templates import TemplateLimit, Templates, size_of
 from nano_inference.types import BadRequest, ModelError
 
 MAX_STRING = 1 << 24
 """Characters that one `replace`, `join` or `indent` may make."""
-
-
-class TemplateLimit(ModelError):
-    """A rendering exceeded a limit of time, memory or text; `reason` says which, without the file's name."""
-
-    def __init__(self, where: str, reason: str) -> None:
-        super().__init__(f"{where}: {reason}")
-        self.reason = reason
-
-
-class Templates(NamedTuple):
-    """The templates of one model, as they are sent to a worker process."""
-
-    where: str
-    """The file they are from, for error messages."""
-    sources: Mapping[str, str]
-    """"default", and "tool_use" if the model has one."""
-    fuel: int
-    """MiniJinja's steps in one rendering."""
 
 
 def compile_templates(templates: Templates) -> minijinja.Environment:
@@ -89,19 +71,6 @@ def run(environment: minijinja.Environment, templates: Templates, name: str, dat
         raise
     except Exception as error:  # of our helpers or of a view, with values they were not made for
         raise BadRequest(f"the chat template cannot render these messages: {error}") from None
-
-
-def size_of(value: Any, limit: int) -> int:
-    """Return about how many characters a value would print; stop counting beyond `limit`."""
-    total, rest = 0, [value]
-    while rest and total <= limit:
-        item = rest.pop()
-        total += len(item) if isinstance(item, str) else 8
-        if isinstance(item, Mapping):
-            rest += [*item.keys(), *item.values()]
-        elif isinstance(item, Sequence) and not isinstance(item, str):
-            rest += item
-    return total
 
 
 def to_json(

@@ -17,8 +17,8 @@ import minijinja
 import nano_inference
 from nano_inference.children import PYTHON, start_worker
 from nano_inference.text.json_view import unview
-from nano_inference.text.rendering import TemplateLimit, Templates
 from nano_inference.text.template_worker import HEADER, LIMIT, MAX_MEMORY, MEMORY, REFUSED, max_cpu_s
+from nano_inference.text.templates import TemplateLimit, Templates
 from nano_inference.types import BadRequest
 
 MAX_WORKERS = 4

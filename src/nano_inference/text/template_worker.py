@@ -16,7 +16,8 @@ from typing import BinaryIO
 
 import minijinja
 
-from nano_inference.text.rendering import TemplateLimit, Templates, compile_templates, run
+from nano_inference.text.rendering import compile_templates, run
+from nano_inference.text.templates import TemplateLimit, Templates
 from nano_inference.types import BadRequest
 
 BASE_CPU_S = 2.0
