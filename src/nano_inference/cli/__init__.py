@@ -6,6 +6,20 @@ until one runs), every other file is what a command does. Text goes to stdout; a
 
 from __future__ import annotations
 
-from nano_inference.cli.app import main
+import sys
+from collections.abc import Sequence
+
+from nano_inference.packages import MissingPackage, needed
 
 __all__ = ["main"]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command line (this process's own by default) and return its exit code; see `app.main`."""
+    try:
+        with needed("the command line"):
+            from nano_inference.cli import app
+    except MissingPackage as error:
+        print(f"nano-inference: {error}", file=sys.stderr)
+        return 2
+    return app.main(argv)

@@ -19,6 +19,7 @@ from nano_inference.cli.origins import Seen, as_json, as_toml, settings_of
 from nano_inference.cli.sizes import take_sizes
 from nano_inference.cli.spelling import names_of, spell, typed_in
 from nano_inference.cli.streams import prepare
+from nano_inference.packages import needed
 from nano_inference.types import BadRequest, ModelError
 
 BAD_USAGE, ENGINE_FAILED, INTERRUPTED, BROKEN_PIPE = 2, 1, 130, 141
@@ -52,7 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that is not UTF-8 must not end an answer
     try:
-        code = run(list(sys.argv[1:] if argv is None else argv))
+        with needed("this command"):
+            code = run(list(sys.argv[1:] if argv is None else argv))
         sys.stdout.flush()
     except KeyboardInterrupt:
         return INTERRUPTED
