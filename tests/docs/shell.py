@@ -247,11 +247,13 @@ def plan_target(command: Command, place: Place) -> str:
 
 def check_requirement(command: Command, place: Place) -> str:
     """Hold what pip or uv is asked to install to what pyproject.toml and scripts/install_torch.py name."""
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    unpinned = {one.partition(">=")[0] for one in project["dependencies"]} - {"torch"}
     script = (ROOT / "scripts" / "install_torch.py").read_text()
-    options = {"--index-url", f"{re.search(r'CPU_INDEX = .(.*).', script)[1]}", "--torch-backend=cpu"}  # type: ignore[index]
+    options = {"--index-url", f"{re.search(r'CPU_INDEX = .(.*).', script)[1]}", "--torch-backend=cpu", "--no-deps"}  # type: ignore[index]
     for word in command.words[3 if command.begins("uv") else 2 :]:
-        if word in options:
+        if word in options | unpinned:
             continue
         here = re.fullmatch(r"(?:\.|nano-inference)(?:\[(.+)\])?", word)
         if here is not None:

@@ -1,0 +1,189 @@
+"""The engine runs with torch, numpy, safetensors and tokenizers alone, and a missing package is named in one line."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Collection, Iterator, Mapping
+from importlib.metadata import PackageNotFoundError, packages_distributions, requires
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+import nano_inference
+from nano_inference.catalog import find_builtin
+from nano_inference.packages import PACKAGES, MissingPackage, needed
+from nano_inference.types import ModelError
+from tests.bare import exercise
+from tests.loader.tiny_models import make_model, write_gguf
+from tests.server.tiny import make_tiny
+
+ROOT = Path(__file__).parents[1]
+ESSENTIAL = ("torch", "numpy", "safetensors", "tokenizers")
+TIMEOUT_S = 120
+RUN_COMMAND = "from nano_inference.cli import main; sys.exit(main(sys.argv[1:]))"
+COMMANDS: Mapping[str, str] = MappingProxyType(
+    {
+        "cyclopts": "doctor",
+        "gguf": "tokenize hello --model {gguf}",
+        "h11": "serve --model {tiny}",
+        "huggingface-hub": "models list",
+        "minijinja": "generate hello --model {tiny}",
+        "prometheus-client": "serve --model {tiny}",
+        "pydantic": "serve --model {tiny}",
+        "rich": "generate hello --model {tiny}",
+        "starlette": "serve --model {tiny}",
+        "tiktoken": "tokenize hello --model calculator",
+        "uvicorn": "serve --model {tiny}",
+    }
+)
+"""A command that needs each package."""
+
+
+def with_dependencies(package: str) -> set[str]:
+    """Return a package and what it requires without extras, at any depth, as far as it is installed."""
+    found: set[str] = set()
+    open_names = [package]
+    while open_names:
+        name = canonicalize_name(open_names.pop())
+        if name in found:
+            continue
+        found.add(name)
+        try:
+            wanted = [Requirement(text) for text in requires(name) or ()]
+        except PackageNotFoundError:
+            continue
+        open_names += [one.name for one in wanted if one.marker is None or one.marker.evaluate({"extra": ""})]
+    return found
+
+
+@pytest.fixture(scope="module")
+def others() -> list[str]:
+    """Every installed top-level module but those of the essential packages and of what they import.
+
+    tokenizers requires huggingface-hub only to fetch files, so it is among the others.
+    """
+    kept = {"tokenizers", "nano-inference"}.union(*map(with_dependencies, ("torch", "numpy", "safetensors")))
+    owners = {module: {canonicalize_name(name) for name in names} for module, names in packages_distributions().items()}
+    return sorted(module for module, names in owners.items() if not names & kept and module.isidentifier())
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny(tmp_path_factory.mktemp("tiny_packages"))
+
+
+@pytest.fixture(scope="module")
+def gguf_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("gguf_packages") / "tiny.gguf"
+    return write_gguf(path, "llama", make_model("llama", num_hidden_layers=1))
+
+
+def modules_of(*packages: str) -> list[str]:
+    """Return the top-level modules of these packages."""
+    return [module for module, package in PACKAGES.items() if package in packages]
+
+
+def run_without(hidden: Collection[str], code: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    """Run code in a process that has not installed the hidden modules; `arguments` are its `sys.argv[1:]`."""
+    start = "import json, sys; from tests.hiding import hide; hide(json.loads(sys.argv.pop(1))); "
+    command = [sys.executable, "-c", start + code, json.dumps(sorted(hidden)), *map(str, arguments)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+
+
+def result_without(hidden: Collection[str], function: str, *arguments: object) -> Any:
+    """Return what a function of `tests.bare` returns in such a process."""
+    code = f"from tests import bare; print(json.dumps(bare.{function}(*sys.argv[1:])))"
+    done = run_without(hidden, code, *arguments)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("kernels", ["auto", "off"])
+def test_engine_runs_with_the_essential_packages_alone(kernels: str, tiny: Path, others: list[str]) -> None:
+    assert set(PACKAGES) <= set(others)
+    found, here = result_without(others, "exercise", tiny, kernels), exercise(str(tiny), kernels)
+    assert found.pop("scores") == pytest.approx(here.pop("scores"), abs=1e-4)
+    assert found == here
+    stopped, reason, stop = found["stopped"]
+    assert (reason, stop) == ("stop", found["stop"]) and len(stopped) < len(found["tokens"])
+    assert found["streamed"] == found["tokens"] and (kernels == "auto" or found["code"] == "torch")
+
+
+def test_every_public_name_imports_with_the_essential_packages_alone(others: list[str]) -> None:
+    code = "import nano_inference as n; print(len([getattr(n, name) for name in n.__all__]))"
+    done = run_without(others, code)
+    assert done.stdout.strip() == str(len(nano_inference.__all__)), done.stderr
+
+
+def test_each_feature_names_the_package_it_lacks(
+    tiny: Path, gguf_file: Path, others: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "qwen.tiktoken").write_text("IQ== 0\n")
+    found = result_without(others, "refusals", tiny, gguf_file, tmp_path)
+    builtin = find_builtin("calculator")
+    assert builtin is not None
+    grammar = found.pop("grammar")
+    lines = {
+        "gguf": f"{gguf_file}: a GGUF file needs the package gguf: pip install gguf",
+        "nanochat": f"{builtin.directory}/tokenizer.pkl: nanochat's tokenizer needs the package tiktoken: "
+        "pip install tiktoken",
+        "tiktoken": f"{tmp_path}/qwen.tiktoken: tiktoken's file needs the package tiktoken: pip install tiktoken",
+        "template": f"{tiny}: the chat template needs the package minijinja: pip install minijinja",
+        "hub": "Hugging Face's hub needs the package huggingface-hub: pip install huggingface-hub",
+    }
+    assert found == {name: ["MissingPackage", line] for name, line in lines.items()}
+    assert grammar[0] == "BadRequest" and "pip install 'nano-inference[grammar]'" in grammar[1]
+
+
+@pytest.mark.parametrize("package", COMMANDS)
+def test_a_command_names_the_package_it_lacks(package: str, tiny: Path, gguf_file: Path) -> None:
+    words = [word.format(tiny=tiny, gguf=gguf_file) for word in COMMANDS[package].split()]
+    done = run_without(modules_of(package), RUN_COMMAND, *words)
+    wanted = rf"nano-inference: .*\bneeds the package {package}: pip install {package}\n"
+    assert done.returncode == 2 and re.fullmatch(wanted, done.stderr), done.stderr
+    assert done.stdout == ""
+
+
+def test_generate_runs_without_what_it_does_not_use(tiny: Path) -> None:
+    used = {"cyclopts", "rich", "minijinja"}
+    hidden = modules_of(*set(PACKAGES.values()) - used)
+    words = ("generate", "hello", "--model", tiny, "--max-tokens", "4", "--temperature", "0", "--quiet")
+    done = run_without(hidden, RUN_COMMAND, *words)
+    assert done.returncode == 0 and done.stdout, done.stderr
+
+
+def test_needed_passes_on_what_it_does_not_know() -> None:
+    with pytest.raises(ModuleNotFoundError, match="no_such_module"), needed("a feature"):
+        __import__("no_such_module")
+    with pytest.raises(ZeroDivisionError), needed("a feature"):
+        _ = 1 / 0
+    with pytest.raises(MissingPackage) as caught, needed("a feature"):
+        raise ModuleNotFoundError("No module named 'pydantic_core.core_schema'", name="pydantic_core.core_schema")
+    assert str(caught.value) == "a feature needs the package pydantic: pip install pydantic"
+    assert isinstance(caught.value, ImportError) and isinstance(caught.value, ModelError)
+
+
+def imported_packages() -> Iterator[str]:
+    """Yield the top-level name of every module that the package imports, at any depth."""
+    for path in Path(nano_inference.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                yield from (alias.name.partition(".")[0] for alias in node.names)
+            elif isinstance(node, ast.ImportFrom):
+                yield str(node.module).partition(".")[0]
+
+
+def test_packages_lists_every_import_and_every_dependency() -> None:
+    imported = set(imported_packages()) - sys.stdlib_module_names - {"nano_inference"}
+    assert imported == {*ESSENTIAL, *PACKAGES, "llguidance"}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert {Requirement(text).name for text in project["dependencies"]} == {*ESSENTIAL, *PACKAGES.values()}
