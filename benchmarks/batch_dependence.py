@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from nano_inference.assemble import load_model
-from nano_inference.batch import build
+from nano_inference.executors.batch import build
 from nano_inference.catalog import default_cache, resolve
-from nano_inference.kv.store import KVStore
+from nano_inference.executors.torch.store import KVStore
 from nano_inference.loader.checkpoint import open_checkpoint
 from nano_inference.logprobs import normalise
 from nano_inference.models.build import Model

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams
-from nano_inference.attention import ForwardInput, Span
+from nano_inference.executors.torch.attention import ForwardInput, Span
 from nano_inference.runner import ModelRunner, model_forward
 
 

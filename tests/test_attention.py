@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nano_inference.attention import (
+from nano_inference.executors.torch.attention import (
     AttentionSpec,
     Backend,
     FlexAttentionBackend,
@@ -20,8 +20,8 @@ from nano_inference.attention import (
     pick,
     sdpa,
 )
-from nano_inference.batch import build, in_step_order
-from nano_inference.kv.store import KVStore
+from nano_inference.executors.batch import build, in_step_order
+from nano_inference.executors.torch.store import KVStore
 from nano_inference.types import BlockCopy, Row, SamplingParams
 
 CPU = torch.device("cpu")

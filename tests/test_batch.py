@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nano_inference.batch import lay, wanted
+from nano_inference.executors.batch import lay, wanted
 from nano_inference.types import Row, SamplingParams
 
 

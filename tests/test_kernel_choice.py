@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams, assemble
-from nano_inference.drawing import KernelSampler
+from nano_inference.executors.cpu.drawing import KernelSampler
 from nano_inference.kernels.compile import best_isa, cpu_flags, cpu_has
-from nano_inference.kv.kernel_store import KernelStore
-from nano_inference.kv.store import KVStore
+from nano_inference.executors.cpu.store import KernelStore
+from nano_inference.executors.torch.store import KVStore
 from nano_inference.models.kernel import KernelModel
 from nano_inference.runner import ModelRunner
 from nano_inference.sampling import draw

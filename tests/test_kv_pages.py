@@ -15,8 +15,8 @@ from nano_inference.assemble import pick_kernels
 from nano_inference.config import EngineConfig
 from nano_inference.kernels.library import Library
 from nano_inference.kv import populate
-from nano_inference.kv.kernel_store import KernelStore
-from nano_inference.kv.populate import Populator
+from nano_inference.executors.cpu.store import KernelStore
+from nano_inference.executors.cpu.populate import Populator
 from nano_inference.types import BlockCopy
 
 PIECE = 1000
@@ -170,7 +170,7 @@ def test_an_eager_store_is_brought_in_whole_from_the_start(library: Library) -> 
 
 
 def test_others_as_their_blocks_are_taken(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nano_inference.kv.kernel_store._AHEAD_BYTES", 700)
+    monkeypatch.setattr("nano_inference.executors.cpu.store._AHEAD_BYTES", 700)
     store, notes = spied(library)
     store.prepare([], [])
     assert not notes.pieces

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams, WeightError
-from nano_inference.kv.kernel_store import KernelStore
+from nano_inference.executors.cpu.store import KernelStore
 from nano_inference.models.packed import weight_values
 from nano_inference.runner import ModelRunner
 

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams, TrainingSample
 from nano_inference import runner as runner_module
-from nano_inference.batch import Scored
+from nano_inference.executors.batch import Scored
 from nano_inference.runner import ModelRunner, Scores
 from nano_inference.sampling import draw
 from nano_inference.sequence import Sequence, advance, finish, start_sequences, to_delta, to_sample

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from nano_inference import InferenceEngine
-from nano_inference.kv.kernel_store import KernelStore
+from nano_inference.executors.cpu.store import KernelStore
 
 _LIMIT_S = 60
 

@@ -1,26 +1,28 @@
 """What type checkers see of the package: the same names as `__init__.py`, held equal by a test."""
 
 from nano_inference.async_engine import AsyncEngine as AsyncEngine
-from nano_inference.attention import FlexAttentionBackend as FlexAttentionBackend
-from nano_inference.attention import ForwardInput as ForwardInput
-from nano_inference.attention import Span as Span
-from nano_inference.attention import create_attention_mask as create_attention_mask
-from nano_inference.attention import create_sliding_window_causal_mask as create_sliding_window_causal_mask
 from nano_inference.config import EngineConfig as EngineConfig
 from nano_inference.config import SchedulerConfig as SchedulerConfig
 from nano_inference.engine import InferenceEngine as InferenceEngine
 from nano_inference.engine_thread import EngineRequest as EngineRequest
+from nano_inference.executors.forward import model_forward as model_forward
+from nano_inference.executors.step_input import ForwardInput as ForwardInput
+from nano_inference.executors.step_input import Span as Span
+from nano_inference.executors.torch.attention import FlexAttentionBackend as FlexAttentionBackend
+from nano_inference.executors.torch.attention import create_attention_mask as create_attention_mask
+from nano_inference.executors.torch.attention import (
+    create_sliding_window_causal_mask as create_sliding_window_causal_mask,
+)
+from nano_inference.executors.torch.store import KVStore as KVStore
 from nano_inference.kv import KVCacheManager as KVCacheManager
 from nano_inference.kv import PagedKVCache as PagedKVCache
 from nano_inference.kv import RadixKVCache as RadixKVCache
 from nano_inference.kv import compute_block_hash as compute_block_hash
-from nano_inference.kv.store import KVStore as KVStore
 from nano_inference.reference import with_ref_logprobs as with_ref_logprobs
 from nano_inference.rollout import Rollout as Rollout
 from nano_inference.rollout import Segment as Segment
 from nano_inference.rollout import Turn as Turn
 from nano_inference.rollout import run_rollouts as run_rollouts
-from nano_inference.runner import model_forward as model_forward
 from nano_inference.sampling import sample_with_logprobs as sample_with_logprobs
 from nano_inference.scheduling import schedule as schedule
 from nano_inference.types import BadRequest as BadRequest

@@ -13,10 +13,15 @@ from typing import cast
 
 import torch
 
-from nano_inference.attention import pick
 from nano_inference.catalog import default_cache, nanochat_home, resolve
-from nano_inference.config import Dtype, EngineConfig, KvDtype
-from nano_inference.drawing import KernelSampler
+from nano_inference.config import AttentionName, Dtype, EngineConfig
+from nano_inference.executors.cpu.executor import CpuExecutor
+from nano_inference.executors.cpu.weights import Rounding
+from nano_inference.executors.loading import LoadProgress, load_weights
+from nano_inference.executors.protocol import CacheSize, Executor
+from nano_inference.executors.step import Sampler
+from nano_inference.executors.torch.attention import pick
+from nano_inference.executors.torch.executor import TorchExecutor
 from nano_inference.kernels.compile import (
     CannotCompile,
     Isa,
@@ -28,16 +33,10 @@ from nano_inference.kernels.compile import (
 )
 from nano_inference.kernels.library import Library
 from nano_inference.kv import KVManager, make_kv
-from nano_inference.kv.kernel_store import KernelStore
-from nano_inference.kv.store import KVStore
 from nano_inference.loader.checkpoint import Checkpoint, open_checkpoint
-from nano_inference.loader.door import load_into
-from nano_inference.loader.packing import load_packed
-from nano_inference.models.build import Model, build, model_dtype, weight_slots
 from nano_inference.models.config import ModelConfig
-from nano_inference.models.kernel import Keep, KernelModel
-from nano_inference.models.packed import AnyModel, copied
-from nano_inference.runner import ModelRunner, Runner, Sampler, has_full_decode
+from nano_inference.models.families import program_of
+from nano_inference.runner import Runner
 from nano_inference.sampling import draw
 from nano_inference.text.stops import stop_matcher
 from nano_inference.text.tokenizer import Tokenizer, load_tokenizer
@@ -49,7 +48,7 @@ _DTYPES: dict[Dtype, torch.dtype] = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
-KEEPS: Mapping[Dtype, Keep] = MappingProxyType(
+ROUNDINGS: Mapping[Dtype, Rounding] = MappingProxyType(
     {"auto": "own", "float32": "own", "bfloat16": "bfloat16", "int8": "int8"}
 )
 """How the kernels keep weights: "auto" and "float32" mean the same values, in as few bytes as they need."""
@@ -60,8 +59,6 @@ _TWIN_SHARE = 8
 _log = logging.getLogger("nano_inference")
 
 StopMatcher = Callable[[tuple[str, ...]], Callable[[], Matcher]]
-LoadProgress = Callable[[int, int], None]
-"""Told the bytes of weights written so far, and of all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,8 +80,13 @@ class EngineParts:
     is_on_cuda: bool = False
     caches_by_prompt: bool = False
     """Whether K/V depends on where the prompt ends, see `Limits`."""
-    code: str = "torch"
-    """What computes: torch, or the instruction set of the CPU kernels."""
+    executor: Executor | None = None
+    """The runner where it computes a model; None for the runners that tests bring."""
+
+    @property
+    def code(self) -> str:
+        """What computes: torch, or the instruction set of the CPU kernels."""
+        return "torch" if self.executor is None else self.executor.code
 
 
 def assemble(
@@ -107,57 +109,58 @@ def assemble(
     checkpoint = open_checkpoint(locate(config.model_path), config.overrides)
     on_open(checkpoint)
     max_model_len = min(config.max_model_len, checkpoint.config.max_positions)
-    model: AnyModel
+    executor: Executor
     if library is None:
-        model = load_model(checkpoint, device, pick_dtype(config.dtype, device), max_model_len, progress)
+        dtype = pick_dtype(config.dtype, device)
+        executor = load_model(checkpoint, device, dtype, max_model_len, progress, attention=config.attention)
     else:
-        model = load_kernel_model(checkpoint, library, KEEPS[config.dtype], max_model_len, progress)
-    parts = parts_of(model, config, device, draw if library is None else KernelSampler(library))
+        executor = load_kernel_model(checkpoint, library, ROUNDINGS[config.dtype], max_model_len, progress)
+    parts = parts_of(executor, config)
+    return replace(parts, stop_matcher=matcher_maker(checkpoint.tokenizer), checkpoint=checkpoint)
+
+
+def parts_of(executor: Executor, config: EngineConfig) -> EngineParts:
+    """Build what an engine runs with around an executor that has its weights: no tokenizer, no checkpoint."""
+    max_model_len = min(config.max_model_len, executor.config.max_positions)
+    num_blocks = count_blocks(config, executor, max_model_len)
+    parts = _with_cache(executor, config, num_blocks, eager=config.kv_cache_bytes is not None)
     return replace(
         parts,
-        stop_matcher=matcher_maker(checkpoint.tokenizer),
-        checkpoint=checkpoint,
-        code="torch" if library is None else library.isa,
+        max_model_len=max_model_len,
+        eos_token_ids=frozenset(executor.config.eos_token_ids),
+        is_on_cuda=executor.device.type == "cuda",
+        caches_by_prompt=executor.program.has_full_decode,
     )
 
 
-def parts_of(model: AnyModel, config: EngineConfig, device: torch.device, sampler: Sampler = draw) -> EngineParts:
-    """Build what an engine runs with around a loaded model: cache, attention, sampler; no tokenizer, no checkpoint."""
-    max_model_len = min(config.max_model_len, model.config.max_positions)
-    dtype = cache_dtype(model, config.kv_cache_dtype)
-    num_blocks = count_blocks(config, model.config, device, dtype, max_model_len)
-    store = make_store(model, num_blocks, config.block_size, device, dtype, eager=config.kv_cache_bytes is not None)
-    runner = ModelRunner(model, store, pick(config.attention, device), device, sampler)
+def _with_cache(executor: Executor, config: EngineConfig, num_blocks: int, *, eager: bool = False) -> EngineParts:
+    """Give an executor a cache; return the parts that follow from both."""
+    executor.new_cache(
+        CacheSize(num_blocks=num_blocks, block_size=config.block_size, dtype=config.kv_cache_dtype, eager=eager)
+    )
     return EngineParts(
-        runner=runner,
+        runner=executor,
         kv=make_kv(config.cache_type, num_blocks, config.block_size),
-        vocab_size=model.config.vocab_size,
-        max_model_len=max_model_len,
-        eos_token_ids=frozenset(model.config.eos_token_ids),
-        weights=WeightSyncManager(model, runner.install),
-        is_on_cuda=device.type == "cuda",
-        caches_by_prompt=has_full_decode(model.config),
+        vocab_size=executor.program.vocab_size,
+        max_model_len=executor.config.max_positions,
+        weights=WeightSyncManager(executor),
+        executor=executor,
     )
 
 
 def twin_parts(parts: EngineParts, config: EngineConfig, kv_cache_bytes: int | None) -> EngineParts:
     """Build a second engine's parts around a copy of the weights in force; see `InferenceEngine.twin`."""
-    runner = parts.runner
-    if not isinstance(runner, ModelRunner):
+    if parts.executor is None:
         raise BadRequest("this engine was made without a model that could be copied")
-    model = copied(runner.model, runner.device)
-    dtype = cache_dtype(model, config.kv_cache_dtype)
-    block_bytes = model.config.kv_bytes_per_token(dtype.itemsize) * config.block_size
+    block_bytes = parts.executor.block_bytes(config.block_size, config.kv_cache_dtype)
     fewest = -(-parts.max_model_len // config.block_size)
     num_blocks = max(parts.kv.num_blocks // _TWIN_SHARE, min(fewest, parts.kv.num_blocks))
     if kv_cache_bytes is not None:
         num_blocks = kv_cache_bytes // block_bytes
     if num_blocks < 1:
         raise BadRequest(f"kv_cache_bytes: {kv_cache_bytes} bytes do not hold one block of {block_bytes} bytes")
-    store = make_store(model, num_blocks, config.block_size, runner.device, dtype)
-    twin = ModelRunner(model, store, runner.backend, runner.device, runner.sampler)
-    kv = make_kv(config.cache_type, num_blocks, config.block_size)
-    return replace(parts, runner=twin, kv=kv, weights=WeightSyncManager(model, twin.install))
+    twin = _with_cache(parts.executor.copy(), config, num_blocks)
+    return replace(parts, runner=twin.runner, executor=twin.executor, kv=twin.kv, weights=twin.weights)
 
 
 def locate(name: str) -> Path:
@@ -255,13 +258,18 @@ def _why_no_kernels(config: EngineConfig, device: torch.device) -> str | None:
 def load_kernel_model(
     checkpoint: Checkpoint,
     library: Library,
-    keep: Keep,
+    rounding: Rounding,
     max_model_len: int,
     progress: LoadProgress | None = None,
-) -> KernelModel:
-    """Pack a checkpoint's weights for the kernels. A dynamic rope's base is fixed from `max_model_len`."""
+) -> CpuExecutor:
+    """Pack a checkpoint's weights for the kernels. A dynamic rope's base is fixed from `max_model_len`.
+
+    Raises `ModelError` if the files do not have the model's weights.
+    """
     config = _with_length(checkpoint.config, max_model_len)
-    return KernelModel(config, load_packed(checkpoint, library, keep, progress), library, max_model_len, keep)
+    executor = CpuExecutor(config, program_of(config), library, max_model_len, rounding)
+    load_weights(executor, checkpoint.sources, progress)
+    return executor
 
 
 def load_model(
@@ -270,40 +278,33 @@ def load_model(
     dtype: torch.dtype,
     max_model_len: int,
     progress: LoadProgress | None = None,
-) -> Model:
-    """Build the model and stream its weights in. A dynamic rope's base is fixed from `max_model_len`."""
+    *,
+    attention: AttentionName = "auto",
+    sampler: Sampler = draw,
+) -> TorchExecutor:
+    """Load a checkpoint's weights for torch. A dynamic rope's base is fixed from `max_model_len`.
+
+    Raises `ModelError` if the files do not have the model's weights.
+    """
     config = _with_length(checkpoint.config, max_model_len)
-    model = build(config, device, dtype)
-    slots = weight_slots(model)
-    total = sum(slot.numel() * slot.element_size() for slot in slots.values())
-    done = 0
-
-    def tell(num_bytes: int) -> None:
-        nonlocal done
-        done += num_bytes
-        if progress is not None:
-            progress(done, total)
-
-    ignore = ("lm_head.weight",) if config.tie_embeddings else ()
-    load_into(slots, checkpoint.tensors(), ignore=ignore, progress=tell)
-    return model
+    executor = TorchExecutor(config, program_of(config), device, dtype, pick(attention, device), sampler)
+    load_weights(executor, checkpoint.sources, progress)
+    return executor
 
 
 def _with_length(config: ModelConfig, max_model_len: int) -> ModelConfig:
-    """Tell the ropes the longest text: a dynamic one's base follows from it."""
+    """Set the ropes' longest text: a dynamic one's base follows from it."""
     return replace(config, ropes=tuple(replace(rope, max_positions=max_model_len) for rope in config.ropes))
 
 
-def count_blocks(
-    config: EngineConfig, model: ModelConfig, device: torch.device, dtype: torch.dtype, max_model_len: int
-) -> int:
+def count_blocks(config: EngineConfig, executor: Executor, max_model_len: int) -> int:
     """Return how many KV blocks to make: what the memory gives, but no more than a full batch could ever use.
 
     Raises `ValueError` for a cache larger than the memory that loading the weights has left.
     """
-    check_cache_fits(config.kv_cache_bytes, device)
-    block_bytes = model.kv_bytes_per_token(dtype.itemsize) * config.block_size
-    num_bytes = config.kv_cache_bytes or free_bytes(device, config.gpu_memory_utilization)
+    check_cache_fits(config.kv_cache_bytes, executor.device)
+    block_bytes = executor.block_bytes(config.block_size, config.kv_cache_dtype)
+    num_bytes = config.kv_cache_bytes or free_bytes(executor.device, config.gpu_memory_utilization)
     num_blocks = min(num_bytes // block_bytes, config.max_batch_size * -(-max_model_len // config.block_size))
     if num_blocks < 1:
         raise ValueError(f"kv_cache_bytes: {num_bytes} bytes do not hold one block of {block_bytes} bytes")
@@ -341,26 +342,6 @@ def available_memory() -> int:
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, ValueError, OSError):
         return 4 << 30
-
-
-def make_store(
-    model: AnyModel, num_blocks: int, block_size: int, device: torch.device, dtype: torch.dtype, *, eager: bool = False
-) -> KVStore | KernelStore:
-    """Return the bytes of a KV cache for that model; `eager` has the kernels' brought in from the start."""
-    config = model.config
-    sizes = (config.num_layers, num_blocks, block_size, config.num_kv_heads, config.head_dim)
-    if isinstance(model, KernelModel):
-        return KernelStore(*sizes, model.library, dtype=dtype, eager=eager)
-    return KVStore(*sizes, dtype, device)
-
-
-def cache_dtype(model: AnyModel, wanted: KvDtype = "auto") -> torch.dtype:
-    """Return the precision of a model's KV cache. Raises `ValueError` for one that its code does not have."""
-    if isinstance(model, KernelModel):
-        return torch.bfloat16 if wanted == "bfloat16" else torch.float32
-    if wanted == "bfloat16" and model_dtype(model) != torch.bfloat16:
-        raise ValueError("kv_cache_dtype=bfloat16: beside other weights only the CPU kernels have it")
-    return model_dtype(model)
 
 
 def matcher_maker(source: TokenizerSource) -> StopMatcher:

@@ -10,14 +10,11 @@ Shapes: B rows, V vocabulary, K entries of each row, R a subset of the rows, N b
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from nano_inference.kernels import native
-from nano_inference.kernels.library import Library
 from nano_inference.types import TokenLogprob, TopLogprobs
 
 COLDEST = 1e-30
@@ -60,7 +57,7 @@ Normalise = Callable[[Tensor, Sequence[float]], Normaliser]
 def normalise(logits_BV: Tensor, temperatures: Sequence[float]) -> Normaliser:
     """Compute the normaliser in torch. A row's result does not depend on the other rows."""
     best_B1 = logits_BV.amax(-1, keepdim=True).double()
-    divisor_B1 = _divisors(temperatures).to(logits_BV.device)
+    divisor_B1 = divisors_of(temperatures).to(logits_BV.device)
     mass_B1 = torch.empty_like(best_B1)
     elements = _CPU_ELEMENTS if logits_BV.device.type == "cpu" else _DEVICE_ELEMENTS
     num_rows = max(1, elements // logits_BV.size(-1))
@@ -71,7 +68,7 @@ def normalise(logits_BV: Tensor, temperatures: Sequence[float]) -> Normaliser:
     return Normaliser(best_B1, divisor_B1, mass_B1.log_())
 
 
-def _divisors(temperatures: Sequence[float]) -> Tensor:
+def divisors_of(temperatures: Sequence[float]) -> Tensor:
     """Return temperatures as divisors [B, 1]: as float32 has them, none 0."""
     divisors = [max(temperature, COLDEST) if temperature else 1.0 for temperature in temperatures]
     return torch.tensor(divisors, dtype=torch.float32).double().unsqueeze(-1)
@@ -84,16 +81,6 @@ def _row_sums(weight_RV: Tensor) -> Tensor:
     whole_RNC = weight_RV[:, : num_blocks * _BLOCK].view(num_rows, num_blocks, _BLOCK)
     rest_RC = weight_RV[:, num_blocks * _BLOCK :]
     return whole_RNC.sum(-1).sum(-1, keepdim=True) + rest_RC.sum(-1, keepdim=True)
-
-
-def kernel_normalise(library: Library) -> Normalise:
-    """Return the function that computes the normaliser by the CPU kernels."""
-    return partial(_normalise_by_kernels, library)
-
-
-def _normalise_by_kernels(library: Library, logits_BV: Tensor, temperatures: Sequence[float]) -> Normaliser:
-    best_B, log_mass_B = native.normalise(library, logits_BV, temperatures)
-    return Normaliser(best_B.double().unsqueeze(-1), _divisors(temperatures), log_mass_B.unsqueeze(-1))
 
 
 def at(values_BV: Tensor, token_B: Tensor) -> Tensor:

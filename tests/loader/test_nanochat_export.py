@@ -21,7 +21,7 @@ from safetensors import safe_open
 from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 
 from nano_inference.assemble import load_model, make_store
-from nano_inference.attention import ForwardInput, Span
+from nano_inference.executors.torch.attention import ForwardInput, Span
 from nano_inference.loader import nanochat_export
 from nano_inference.loader.checkpoint import Checkpoint, open_checkpoint
 from nano_inference.loader.nanochat_export import export_hf, export_nanochat, export_safetensors

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from nano_inference.assemble import cache_dtype, load_kernel_model, load_model, make_store, pick_kernels
-from nano_inference.attention import ForwardInput, Laid, SdpaBackend, Span
-from nano_inference.batch import build, in_step_order
+from nano_inference.executors.torch.attention import ForwardInput, Laid, SdpaBackend, Span
+from nano_inference.executors.batch import build, in_step_order
 from nano_inference.config import EngineConfig
 from nano_inference.kernels.library import Library
-from nano_inference.kv.kernel_store import KernelStore
+from nano_inference.executors.cpu.store import KernelStore
 from nano_inference.loader.checkpoint import Checkpoint, open_checkpoint
 from nano_inference.models.packed import AnyModel
 from nano_inference.runner import final_hidden, forward

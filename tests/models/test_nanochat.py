@@ -16,10 +16,10 @@ import transformers
 from torch import Tensor
 
 from nano_inference import runner
-from nano_inference.batch import build, in_step_order
+from nano_inference.executors.batch import build, in_step_order
 from nano_inference.config import EngineConfig
 from nano_inference.engine import InferenceEngine
-from nano_inference.kv.store import KVStore
+from nano_inference.executors.torch.store import KVStore
 from nano_inference.models.nanochat import hf_name
 from nano_inference.nanochat.cache import KVCache
 from nano_inference.nanochat.gpt import GPT

@@ -12,9 +12,6 @@ from nano_inference.cli import machine
 from nano_inference.config import Dtype, EngineConfig
 from nano_inference.engine import InferenceEngine
 from nano_inference.models.config import ModelConfig
-from nano_inference.models.kernel import KernelModel
-from nano_inference.models.packed import num_weight_bytes
-from nano_inference.runner import ModelRunner
 from nano_inference.types import SamplingParams
 
 _PREFILL_TOKENS = 2048
@@ -42,15 +39,14 @@ def _shares(name: str, dtype: Dtype, bandwidth: float, rate: float) -> dict[str,
     """Measure one engine."""
     config = EngineConfig(model_path=str(locate(name)), device="cpu", dtype=dtype, max_model_len=4096)
     with InferenceEngine(config) as engine:
-        runner = engine.parts.runner
-        assert isinstance(runner, ModelRunner)
-        model = runner.model
-        weight_bytes = num_weight_bytes(model)
-        flops = prefill_flops(model.config, _PREFILL_TOKENS)
+        executor = engine.parts.executor
+        assert executor is not None
+        weight_bytes = executor.weight_bytes
+        flops = prefill_flops(executor.config, _PREFILL_TOKENS)
         decode = statistics.median(_decode_rate(engine, index) for index in range(_REPEAT))
         prefill = statistics.median(_prefill_seconds(engine, index) for index in range(_REPEAT))
     return {
-        "code": model.library.isa if isinstance(model, KernelModel) else "torch",
+        "code": executor.code,
         "weight_bytes": weight_bytes,
         "decode_tokens_per_s": decode,
         "decode_bytes_per_s": decode * weight_bytes,

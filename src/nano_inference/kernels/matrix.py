@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ GGML: Mapping[str, int] = MappingProxyType({"Q4_0": Q4_0, "Q4_1": Q4_1, "Q8_0": 
 NAMES: Mapping[int, str] = MappingProxyType(
     {F32: "float32", BF16: "bfloat16", F16: "float16", INT8: "int8"} | {kind: name for name, kind in GGML.items()}
 )
-_PLAIN: Mapping[torch.dtype, int] = MappingProxyType({torch.float32: F32, torch.bfloat16: BF16, torch.float16: F16})
+PLAIN: Mapping[torch.dtype, int] = MappingProxyType({torch.float32: F32, torch.bfloat16: BF16, torch.float16: F16})
 _NIBBLES = ("Q4_0", "Q4_1", "Q4_K")
 _BLOCK_INPUTS: Mapping[int, int] = MappingProxyType({Q4_0: 32, Q4_1: 32, Q8_0: 32, Q4_K: 256, Q6_K: 256})
 
@@ -50,7 +51,8 @@ def can_keep(type_name: str, num_in: int) -> bool:
 
 def pack(library: Library, weight_NK: Tensor, slabs: Slabs) -> Matrix:
     """Pack float32, bfloat16 or half weights, exactly; float32 that fits into bfloat16 is kept as that."""
-    packer = Packer(library, weight_NK.contiguous(), slabs)
+    weight_NK = weight_NK.contiguous()
+    packer = Packer(library, weight_NK, slabs, format_of(library, weight_NK))
     packer.put(0, weight_NK.size(0))
     return packer.matrix
 
@@ -81,7 +83,7 @@ def pack_blocks(
 
 def pack_int8(library: Library, weight_NK: Tensor, slabs: Slabs) -> Matrix:
     """Round float weights to eight bits, with a scale for each output."""
-    packer = Packer(library, weight_NK.contiguous(), slabs, rounds=True)
+    packer = Packer(library, weight_NK.contiguous(), slabs, INT8)
     packer.put(0, weight_NK.size(0))
     return packer.matrix
 
@@ -113,29 +115,45 @@ def int8_parts(matrix: Matrix) -> tuple[Tensor, Tensor]:
 
 
 class Packer:
-    """Owns a matrix in the making: packed a few rows at a time, exactly, or rounded to eight bits."""
+    """Owns a matrix while it is packed from plain values, a few rows at a time."""
 
-    def __init__(self, library: Library, weight_NK: Tensor, slabs: Slabs, *, rounds: bool = False) -> None:
-        assert weight_NK.is_contiguous()
-        is_short = weight_NK.dtype == torch.float32 and not rounds and fits_bfloat16(library, weight_NK)
-        self._source_NK = weight_NK.bfloat16() if is_short else weight_NK
-        kind = INT8 if rounds else _PLAIN[self._source_NK.dtype]
-        num_out, num_in = weight_NK.shape
+    def __init__(self, library: Library, weight_NK: Tensor, slabs: Slabs, kind: int) -> None:
+        """`kind` is that of the values, BF16 of float32 values that fit into it, or INT8, which rounds them."""
+        assert weight_NK.is_contiguous() and weight_NK.dtype in PLAIN
         self._library = library
+        self._source_NK = weight_NK
+        num_out, num_in = weight_NK.shape
         packed = slabs.take(library.code.nano_packed_bytes(kind, num_out, num_in))
-        self.matrix = Matrix(kind, num_out, num_in, packed, rounds)
+        self.matrix = Matrix(kind, num_out, num_in, packed, rounds=kind == INT8)
 
     def put(self, start: int, stop: int) -> None:
         """Pack rows [start, stop)."""
         m, code, count = self.matrix, self._library.code, stop - start
+        rows, target = self._source_NK[start:stop], m.packed.data_ptr()
         if m.format == INT8:
-            rows = self._source_NK[start:stop].float().data_ptr()
-            code.nano_pack_int8(rows, start, count, m.num_out, m.num_in, m.packed.data_ptr())
+            code.nano_pack_int8(rows.float().data_ptr(), start, count, m.num_out, m.num_in, target)
+        elif m.format == BF16 and rows.dtype == torch.float32:
+            code.nano_pack_short(rows.data_ptr(), start, count, m.num_in, target)
         else:
-            rows = self._source_NK[start:stop].data_ptr()
-            code.nano_pack(m.format, rows, None, start, count, m.num_in, m.packed.data_ptr())
+            code.nano_pack(m.format, rows.data_ptr(), None, start, count, m.num_in, target)
 
 
-def fits_bfloat16(library: Library, weight: Tensor) -> bool:
-    """Whether contiguous float32 values have nothing in the 16 bits that bfloat16 has not."""
-    return bool(library.code.nano_fits_bfloat16(weight.data_ptr(), weight.numel()))
+class Scan(NamedTuple):
+    """What `scan` found."""
+
+    is_finite: bool
+    fits_bfloat16: bool
+    """Whether float32 values have nothing in the 16 bits that bfloat16 has not; True of narrower values."""
+
+
+def scan(library: Library, values: Tensor) -> Scan:
+    """Look through contiguous float32, bfloat16 or half values once."""
+    assert values.is_contiguous()
+    found = library.code.nano_scan(PLAIN[values.dtype], values.data_ptr(), values.numel())
+    return Scan(is_finite=not found & 1, fits_bfloat16=not found & 2)
+
+
+def format_of(library: Library, weight: Tensor) -> int:
+    """Return the narrowest plain format that holds contiguous values exactly."""
+    kind = PLAIN[weight.dtype]
+    return BF16 if kind == F32 and scan(library, weight).fits_bfloat16 else kind

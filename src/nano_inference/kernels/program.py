@@ -56,6 +56,7 @@ class Heads:
 
     x: str
     layer: int
+    """-1 leaves the cache as it is."""
     rope: int | None
     norm: Literal["none", "before", "after"] = "none"
     q_weight: Tensor | None = None
@@ -127,9 +128,9 @@ class Smear:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Keep:
-    """From here on only the step's `keep_K` rows are gone on with, at the front of up to three buffers.
+    """From here on only the step's `keep_K` rows remain, moved to the front of up to three buffers.
 
-    There is one at most, and nothing behind it asks for the tokens themselves (`Embed`, `Smear`).
+    Further buffers have a `Keep` of their own directly behind. Nothing after it reads the tokens (`Embed`, `Smear`).
     """
 
     buffers: tuple[str, ...]
@@ -153,5 +154,5 @@ class Program:
 
     def __post_init__(self) -> None:
         kept = [index for index, op in enumerate(self.ops) if isinstance(op, Keep)]
-        assert len(kept) <= 1
+        assert kept == list(range(kept[0], kept[0] + len(kept))) if kept else True
         assert not kept or not any(isinstance(op, Embed | Smear) for op in self.ops[kept[0] :])

@@ -422,8 +422,8 @@ def _heads(op: Heads, step: _Step) -> Tensor:
     row_TYD = step.buffers[op.x].view(step.position_T.numel(), -1, dim)
     q_THD, k_TJD, v_TJD = torch.split(row_TYD, [num_heads, num_kv, num_kv], dim=1)
     q_THD, k_TJD = _turn(op, step, q_THD, op.q_weight), _turn(op, step, k_TJD, op.k_weight)
-    k_NJDZ, v_NJZD = _layer(cache, op.layer, num_kv, dim)
-    for t, position in enumerate(step.position_T.tolist()):
+    k_NJDZ, v_NJZD = _layer(cache, max(0, op.layer), num_kv, dim)
+    for t, position in enumerate(step.position_T.tolist() if op.layer >= 0 else ()):
         block, slot = step.tables[t][position // cache.block_size], position % cache.block_size
         k_NJDZ[block, :, :, slot] = k_TJD[t].to(k_NJDZ.dtype)
         v_NJZD[block, :, slot] = v_TJD[t].to(v_NJZD.dtype)

@@ -87,15 +87,14 @@ def load_into(
     _refuse_missing([name for name in slots if name not in taken])
 
 
-def check_names(slots: Mapping[str, Tensor], named: Mapping[str, WeightSource]) -> None:
-    """Raise `ModelError` as `load_into` would, before anything is written."""
+def check_names(shapes: Mapping[str, tuple[int, ...]], named: Mapping[str, WeightSource]) -> None:
+    """Raise `ModelError` as `load_into` would, before anything is written; `shapes` are those of the model."""
     for name, source in named.items():
-        if name not in slots:
+        if name not in shapes:
             raise ModelError(f"the checkpoint has {name}, which the model has not")
-        if tuple(slots[name].shape) != source.shape:
-            shapes = f"the shape {source.shape}, the model {tuple(slots[name].shape)}"
-            raise ModelError(f"{name}: the checkpoint has {shapes}")
-    _refuse_missing([name for name in slots if name not in named])
+        if shapes[name] != source.shape:
+            raise ModelError(f"{name}: the checkpoint has the shape {source.shape}, the model {shapes[name]}")
+    _refuse_missing([name for name in shapes if name not in named])
 
 
 def _refuse_missing(names: list[str]) -> None:

@@ -174,10 +174,12 @@ class Engine:
         assert isinstance(self.model, GPT), "a model that is not ours runs in nanochat's own loop"
         if self._core is None or not self._core.is_alive:
             config = self._config or _config_for(self.model)
-            parts = parts_of(self.model.model, config, self.model.get_device(), self._sampler)
+            parts = parts_of(self.model.executor(config, self._sampler), config)
             self._core, self._version = InferenceEngine(config, parts=parts), self.model.version
         if self._version != self.model.version:
             self._core.pause(clear_cache=True)  # what runs computes its K/V again
+            assert self._core.parts.executor is not None
+            self.model.refresh(self._core.parts.executor)
             self._core.resume()
             self._version = self.model.version
         return self._core

@@ -2,7 +2,7 @@
 
 The forward pass here is the slow, obvious one: dense, one tensor after the other, with or without a `KVCache`. It is
 what `Engine` is compared with, and what a caller of nanochat's model gets; `Engine` itself runs the paged model of
-`models/nanochat.py` on the same weights.
+`models/nanochat.py` on the same weights, in torch or in the CPU kernels.
 
 Shapes: B rows, T tokens, S keys, E embedding size, H heads, K kv heads, D head size, V vocabulary.
 """
@@ -19,15 +19,20 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from nano_inference.assemble import load_model, pick_device, pick_dtype
-from nano_inference.config import Dtype
+from nano_inference.assemble import ROUNDINGS, load_model, pick_device, pick_dtype, pick_kernels
+from nano_inference.config import Dtype, EngineConfig
+from nano_inference.executors.cpu.executor import CpuExecutor
+from nano_inference.executors.loading import load_weights
+from nano_inference.executors.protocol import Executor
+from nano_inference.executors.step import Sampler
+from nano_inference.executors.torch.executor import TorchExecutor
 from nano_inference.loader.checkpoint import open_checkpoint
-from nano_inference.loader.door import check_names, load_into
+from nano_inference.loader.door import TensorSource, check_names, load_into
 from nano_inference.loader.nanochat import named_sources, open_tensors
 from nano_inference.loader.nanochat_config import model_config_of
 from nano_inference.loader.opened import Checkpoint
-from nano_inference.models.build import Model, module_slots, parameters
 from nano_inference.models.config import LayerConfig, ModelConfig, NanochatTerms
+from nano_inference.models.families import program_of
 from nano_inference.nanochat.cache import KVCache
 from nano_inference.nanochat.columns import sample_next_token
 from nano_inference.types import ModelError
@@ -52,14 +57,14 @@ class GPTConfig:
 class GPT:
     """Owns a model's weights. For inference only: it has no gradients."""
 
-    def __init__(self, model: Model, config: ModelConfig) -> None:
+    def __init__(self, model: TorchExecutor, config: ModelConfig) -> None:
         """Wrap a loaded model; `config` is the checkpoint's, whose length was not stretched."""
         terms = model.config.nanochat
         assert terms is not None, "not a nanochat model"
         self.model = model
         self.terms: NanochatTerms = terms
         self.config = GPTConfig(**model_config_of(config))
-        self.weights: Mapping[str, Tensor] = MappingProxyType(module_slots(model))
+        self.weights: Mapping[str, Tensor] = MappingProxyType(own_names(model))
         """nanochat's name -> the tensor, in the model's own memory."""
         self.version = 0
         """How often new weights were loaded; engines forget their caches when it moves."""
@@ -108,7 +113,7 @@ class GPT:
 
     def parameters(self) -> Iterator[Tensor]:
         """Return the weights, projections of one input fused into one."""
-        return parameters(self.model)
+        return iter(self.model.model.weights.stacks.values())
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Return the weights under nanochat's names."""
@@ -127,9 +132,33 @@ class GPT:
         if not strict:
             raise ValueError("strict=False: a model with only some of its weights new is not supported")
         named = named_sources(weights)
-        check_names(self.weights, named)
+        check_names({name: tuple(weight.shape) for name, weight in self.weights.items()}, named)
         load_into(self.weights, named.items())
         self.version += 1
+
+    def executor(self, config: EngineConfig, sampler: Sampler) -> Executor:
+        """Return what an engine computes this model with: the CPU kernels where `config` picks them, else torch.
+
+        Torch computes with this model's own memory. The kernels have a packed copy; see `refresh`. Raises `ValueError`
+        as `pick_kernels` does.
+        """
+        library = pick_kernels(config, self.get_device()) if self._can_pack(config) else None
+        if library is None:
+            return self.model.on_same_weights(sampler)
+        model, rounding = self.model.config, ROUNDINGS[config.dtype]
+        packed = CpuExecutor(model, self.model.program, library, model.max_positions, rounding, sampler)
+        self.refresh(packed)
+        return packed
+
+    def _can_pack(self, config: EngineConfig) -> bool:
+        """Whether kernels compute as this model does: its precision is theirs, or they are asked for by name."""
+        is_asked = config.kernels not in ("auto", "off") or config.dtype != "auto"
+        return is_asked or self.model.dtype == torch.float32
+
+    def refresh(self, executor: Executor) -> None:
+        """Give an executor of this model the values that its weights have now."""
+        if executor.code != self.model.code:
+            load_weights(executor, {name: TensorSource(value) for name, value in self.model.weight_values()})
 
     def eval(self) -> Self:
         """Do nothing: the model is always in this mode."""
@@ -295,6 +324,15 @@ class GPT:
         """W2 · relu(W1 · a)²."""
         inner = functional.relu(a_BTE @ self.weights[f"transformer.h.{index}.mlp.c_fc.weight"].T).square()
         return inner @ self.weights[f"transformer.h.{index}.mlp.c_proj.weight"].T
+
+
+def own_names(model: TorchExecutor) -> dict[str, Tensor]:
+    """Return a model's weights under nanochat's names, whatever its checkpoint calls them."""
+    terms = model.config.nanochat
+    assert terms is not None
+    own = program_of(replace(model.config, nanochat=replace(terms, has_hf_names=False)))
+    tensors = dict(model.weight_values())
+    return {one.name: tensors[spec.name] for one, spec in zip(own.weights, model.program.weights, strict=True)}
 
 
 def _fields_of(config: object) -> dict[str, Any]:

@@ -1,19 +1,21 @@
-"""A second memory of the model's shape, filled tensor by tensor and checked before anybody computes with it."""
+"""Checks an update tensor by tensor while an executor packs it beside the weights in force."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Generator, Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from nano_inference.executors.protocol import Staged
+from nano_inference.executors.staging import NotFinite, dtype_name
 from nano_inference.loader.door import HARMLESS_SUFFIX, TensorSource, WeightSource
 from nano_inference.loader.pieces import FileRange
-from nano_inference.models.build import Model, weight_slots
-from nano_inference.models.packed import AnyModel, Pace, pieces_of, weight_values
+from nano_inference.models.ops import WeightSpec
+from nano_inference.models.program import Program
 from nano_inference.types import WeightError, check_bool
-from nano_inference.weights.checksum import digest
 
 _SHOWN_NAMES = 5
 
@@ -40,87 +42,56 @@ class UpdateRules:
 
 
 class Staging:
-    """Owns the next weights while they are gathered. `spare` is a model's worth of memory that nobody computes with."""
+    """Owns the next weights of a program while they are gathered."""
 
-    def __init__(self, spare: Model, rules: UpdateRules, pace: Pace | None = None) -> None:
-        self._spare = spare
+    def __init__(self, program: Program, staged: Staged, rules: UpdateRules) -> None:
+        self._staged = staged
         self._rules = rules
-        self._pace = pace
-        self._slots = weight_slots(spare)
-        self._aliases = tied_names(spare)
+        self._specs = {spec.name: spec for spec in program.weights}
+        self._aliases = program.tied_names
         self._taken: dict[str, str] = {}
-        """Slot -> the name under which it came."""
-
-    @property
-    def taken(self) -> Collection[str]:
-        """The weights that came, under their checkpoint's names."""
-        return self._taken.keys()
+        """Weight -> the name under which it came."""
 
     @torch.no_grad()
     def put(self, name: object, value: object) -> None:
-        """Check one named tensor and copy it in; `WeightError` names what is wrong with it."""
+        """Check one named tensor and pack it; `WeightError` names what is wrong with it."""
         if not isinstance(name, str):
             raise WeightError(f"a weight's name must be a string, got {name!r}")
         if name.endswith(HARMLESS_SUFFIX):
             return
         known = self._aliases.get(name, name)
-        slot = self._slots.get(known)
-        if slot is None:
+        spec = self._specs.get(known)
+        if spec is None:
             raise WeightError(f"{name}: the model has no such tensor")
         source = _as_source(name, value)
-        if tuple(source.shape) != tuple(slot.shape):
-            raise WeightError(f"{name}: the update has the shape {tuple(source.shape)}, the model {tuple(slot.shape)}")
+        if tuple(source.shape) != spec.shape:
+            raise WeightError(f"{name}: the update has the shape {tuple(source.shape)}, the model {spec.shape}")
         if known in self._taken:
-            self._check_again(name, known, source)
+            self._check_again(name, spec, source)
             return
-        for part, piece in self._pieces(source, slot):
-            part.read_into(piece)
-            if not self._rules.allow_nonfinite and not is_finite(piece):
-                raise WeightError(f"{name}: holds NaN or infinity (in the engine's {dtype_name(slot)})")
+        try:
+            self._staged.put(spec, source)
+        except NotFinite as error:
+            raise WeightError(f"{name}: holds NaN or infinity (in the engine's {error})") from None
         self._taken[known] = name
 
     @torch.no_grad()
-    def complete(self, live: AnyModel, checksum: str | None = None) -> Model:
-        """Fill in what a partial update left out, check that nothing is missing, return what was gathered.
-
-        `checksum` is what `weights_checksum` must give for the whole.
-        """
-        missing = [name for name in self._slots if name not in self._taken]
+    def complete(self) -> Any:
+        """Check that nothing is missing; return what the executor commits."""
+        missing = [name for name in self._specs if name not in self._taken]
         if missing and not self._rules.partial:
             rest = f" and {len(missing) - _SHOWN_NAMES} more" if len(missing) > _SHOWN_NAMES else ""
             raise WeightError(f"the update lacks {len(missing)} tensors: {', '.join(missing[:_SHOWN_NAMES])}{rest}")
         if not self._taken:
             raise WeightError("the update is empty")
-        if missing:
-            for name, old in weight_values(live, missing):
-                for part, piece in self._pieces(TensorSource(old), self._slots[name]):
-                    part.read_into(piece)
-        found = digest(self._slots.items()) if checksum is not None else None
-        if found != checksum:
-            raise WeightError(f"checksum: the update has {found}, {checksum} was expected")
-        return self._spare
+        return self._staged.finish()
 
-    def _pieces(self, source: WeightSource, slot: Tensor) -> Iterator[tuple[WeightSource, Tensor]]:
-        """Yield the whole tensor, or, at a pace, a few rows after the other."""
-        if self._pace is None or not slot.numel() or not slot.dim():
-            yield source, slot
-            return
-        for piece in pieces_of(slot, self._pace):
-            yield rows_of(source, piece.start, piece.stop), slot[piece]
-
-    def _check_again(self, name: str, known: str, source: WeightSource) -> None:
+    def _check_again(self, name: str, spec: WeightSpec, source: WeightSource) -> None:
         """A tied tensor may come under both its names, with the same values; nothing else may come twice."""
-        if name == self._taken[known]:
+        if name == self._taken[spec.name]:
             raise WeightError(f"{name}: is there twice")
-        again = torch.empty_like(self._slots[known])
-        source.read_into(again)
-        if not torch.equal(again, self._slots[known]):
-            raise WeightError(f"{name}: differs from {self._taken[known]}, to which this model ties it")
-
-
-def tied_names(model: AnyModel) -> dict[str, str]:
-    """Return the names that a trainer may send for a tensor that has another name already."""
-    return {"lm_head.weight": "model.embed_tokens.weight"} if model.config.tie_embeddings else {}
+        if not self._staged.has_same(spec, source):
+            raise WeightError(f"{name}: differs from {self._taken[spec.name]}, to which this model ties it")
 
 
 def pairs(named: NamedWeights) -> Generator[tuple[object, object]]:
@@ -138,14 +109,6 @@ def pairs(named: NamedWeights) -> Generator[tuple[object, object]]:
             items.close()  # now, not when it is collected: a process group then takes in what is still on its way
 
 
-def rows_of(source: WeightSource, start: int, stop: int) -> WeightSource:
-    """Return some rows of a source, where it can be cut."""
-    if isinstance(source, TensorSource):
-        return TensorSource(source.tensor[start:stop])
-    assert isinstance(source, FileRange)
-    return source.rows(start, stop)
-
-
 def _as_source(name: str, value: object) -> TensorSource | FileRange:
     """Return a tensor, or a range of a file, as something to read; `WeightError` when it is neither, or no floats."""
     if isinstance(value, FileRange):
@@ -159,15 +122,3 @@ def _as_source(name: str, value: object) -> TensorSource | FileRange:
     if value.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
         raise WeightError(f"{name}: has the dtype {dtype_name(value)}; known: float64, float32, float16, bfloat16")
     return TensorSource(value.detach())
-
-
-def is_finite(tensor: Tensor) -> bool:
-    """Whether no value is NaN or infinite. NaN passes through a minimum, so one pass over the bytes is enough."""
-    if not tensor.numel():
-        return True
-    low, high = torch.aminmax(tensor)
-    return float(low) > -torch.inf and float(high) < torch.inf
-
-
-def dtype_name(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")

@@ -8,27 +8,15 @@ import time
 import traceback
 from collections.abc import Callable, Generator, Iterator, Mapping
 from types import MappingProxyType
+from typing import Any
 
 import torch
 
-from nano_inference.models.build import Model
-from nano_inference.models.packed import (
-    AnyModel,
-    discard_weights,
-    finished,
-    left_over,
-    move_weights,
-    num_weight_bytes,
-    staging_model,
-    weight_device,
-    weight_dtype,
-    weight_shapes,
-    weight_values,
-)
+from nano_inference.executors.protocol import Executor
 from nano_inference.types import ModelError, UpdateBusy, UpdateState, WeightError, WeightLabel
 from nano_inference.weights.checksum import digest
 from nano_inference.weights.gate import StepGate
-from nano_inference.weights.staging import NamedWeights, Staging, UpdateRules, pairs, tied_names
+from nano_inference.weights.staging import NamedWeights, Staging, UpdateRules, pairs
 
 _STEPS = 8
 """Steps over which a gathering is spread while the engine is busy: each then reads and writes an eighth of the weights
@@ -39,31 +27,23 @@ _log = logging.getLogger(__name__)
 
 
 class WeightSyncManager:
-    """Owns the weights in force, the memory in which the next are gathered, and the thread that gathers them.
+    """Owns the update of an executor's weights under way, and the thread that gathers it.
 
-    Two phases: everything is read and checked into a second memory, then the two are exchanged as a whole, which the
-    owner does between two steps. A failure before that leaves the old weights untouched.
-
-    From the first update on there are two models' worth of memory: on a CPU the replaced weights stay as the place for
-    the next, because filling fresh memory takes several times as long (docs/log.md). `sleep` gives it back.
+    Two phases: everything is read, checked and packed beside the weights in force, then the two are exchanged as a
+    whole, which the owner does between two steps. A failure before that leaves the old weights untouched.
     """
 
-    def __init__(self, model: AnyModel, install: Callable[[AnyModel], None]) -> None:
+    def __init__(self, executor: Executor) -> None:
         self.version = 0
         """How many times weights were installed."""
         self.label: WeightLabel | None = None
         """What the trainer calls the weights in force."""
-        self._model = model
-        self._install = install
-        shapes = weight_shapes(model)
-        self.shapes: Mapping[str, tuple[int, ...]] = MappingProxyType(
-            shapes | {other: shapes[name] for other, name in tied_names(model).items()}
-        )
+        self._executor = executor
+        shapes = {spec.name: spec.shape for spec in executor.program.weights}
+        tied = {other: shapes[name] for other, name in executor.program.tied_names.items()}
+        self.shapes: Mapping[str, tuple[int, ...]] = MappingProxyType(shapes | tied)
         """The names under which weights may come, and their shapes."""
-        self._device = weight_device(model)
         self._has_weights = True
-        self._spare: Model | None = None
-        """Memory that nobody computes with, for the next update."""
         self._job: _Job | None = None
 
     @property
@@ -119,12 +99,8 @@ class WeightSyncManager:
 
     def _exchange(self, job: _Job) -> None:
         """Put the staged weights in the place of those in force. Can be interrupted at any point and repeated."""
-        assert job.staged is not None and job.gathered is not None and job.installs_as is not None
-        self._install(job.staged)
-        if self._model is not job.staged:
-            replaced = left_over(self._model, job.gathered)
-            self._spare = replaced if self._device.type == "cpu" and self._has_weights else None
-            self._model = job.staged
+        assert job.staged is not None and job.installs_as is not None
+        self._executor.commit(job.staged)
         self._has_weights = True
         self.version, self.label = job.installs_as, job.label
         self._job = None
@@ -195,31 +171,26 @@ class WeightSyncManager:
     @property
     def dtype(self) -> str:
         """The precision that the weights are kept in."""
-        return weight_dtype(self._model)
+        return self._executor.weight_dtype
 
     def sleep(self, *, discard: bool) -> None:
         """Move the weights from a GPU to main memory, or drop them; on a CPU they stay unless dropped."""
         self._has_weights = self._has_weights and not discard
-        self._spare = None
+        self._executor.drop_spare()
         if discard:
-            discard_weights(self._model)
+            self._executor.discard_weights()
         else:
-            move_weights(self._model, torch.device("cpu"))
+            self._executor.move_weights(torch.device("cpu"))
 
     def wake(self) -> None:
         """Move the weights back to where they are computed with."""
-        move_weights(self._model, self._device)
+        self._executor.move_weights(self._executor.device)
 
     def checksum(self) -> str:
         """Return `weights_checksum` of the weights in force. Raises `WeightError` when they were discarded."""
         if not self._has_weights:
             raise WeightError("the weights were discarded")
-        return digest(weight_values(self._model))
-
-    def _take_spare(self) -> Model:
-        """Return memory for the next weights; whoever has it fills it or drops it."""
-        spare, self._spare = self._spare, None
-        return spare or staging_model(self._model, self._device)
+        return digest(self._executor.weight_values())
 
     def _new_job(
         self, named: NamedWeights, rules: UpdateRules | None, label: WeightLabel | None, timeout: float | None
@@ -234,7 +205,7 @@ class WeightSyncManager:
             raise UpdateBusy(f"an update is {self._job.state()}; finish or cancel it first")
         if rules is not None and rules.partial and not self._has_weights:
             raise WeightError("partial: the weights were discarded, so all of them must come")
-        self._job = _Job(self._model, self._take_spare, named, rules or UpdateRules(), label, timeout)
+        self._job = _Job(self._executor, named, rules or UpdateRules(), label, timeout)
         return self._job
 
 
@@ -251,23 +222,19 @@ class _Job:
 
     def __init__(
         self,
-        model: AnyModel,
-        take_spare: Callable[[], Model],
+        executor: Executor,
         named: NamedWeights,
         rules: UpdateRules,
         label: WeightLabel | None,
         timeout: float | None,
     ) -> None:
-        self._model = model
-        self._take_spare = take_spare
+        self._executor = executor
         self._named = named
         self._rules = rules
         self.checksum = rules.checksum
         self.label = label
-        self.staged: AnyModel | None = None
-        """What is to be installed."""
-        self.gathered: Model | None = None
-        """The memory that the weights were gathered in; the same, unless they are packed."""
+        self.staged: Any = None
+        """What the executor is to commit."""
         self.error: BaseException | None = None
         self.thread: threading.Thread | None = None
         self.on_end: Callable[[], None] | None = None
@@ -275,7 +242,7 @@ class _Job:
         """The version that it becomes, once its exchange has started."""
         self.is_cancelled = threading.Event()
         self._timeout = timeout
-        self.gate = StepGate(max(_SMALLEST_SHARE, num_weight_bytes(model) // _STEPS))
+        self.gate = StepGate(max(_SMALLEST_SHARE, executor.weight_bytes // _STEPS))
         self._deadline = None if timeout is None else time.monotonic() + timeout
 
     def run(self) -> None:
@@ -291,8 +258,11 @@ class _Job:
             if self.on_end is not None:
                 self.on_end()
 
-    def _gather(self) -> AnyModel:
-        staging = Staging(self._take_spare(), self._rules, self._pace if self.thread else None)
+    def _gather(self) -> Any:
+        executor, rules = self._executor, self._rules
+        pace = self._pace if self.thread else None
+        staged = executor.stage(pace=pace, check_finite=not rules.allow_nonfinite)
+        staging = Staging(executor.program, staged, rules)
         source = pairs(self._named)
         try:
             while (item := self._next(source)) is not None:
@@ -300,8 +270,11 @@ class _Job:
         except BaseException as error:
             _close_after(error, source)
             raise
-        self.gathered = staging.complete(self._model, self.checksum)
-        return finished(self._model, self.gathered, staging.taken, self._pace if self.thread else None)
+        complete = staging.complete()
+        found = None if self.checksum is None else digest(executor.staged_values(complete))
+        if found != self.checksum:
+            raise WeightError(f"checksum: the update has {found}, {self.checksum} was expected")
+        return complete
 
     def _next(self, source: Iterator[tuple[object, object]]) -> tuple[object, object] | None:
         """Ask the source; what it raises becomes a `WeightError` with its cause."""

@@ -120,6 +120,23 @@ static void pack_plain(int format, const uint8_t *rows, long count, long num_in,
     else { PACK_PLAIN(uint16_t, k * 128 + 2 * (lane + n)) }
 }
 
+/* The same of float32 values of which only the upper halves are kept: those that fit into bfloat16. */
+static void pack_short(const uint32_t *rows, long count, long num_in, char *panel, long lane) {
+    for (long start = 0; start < num_in; start += 16)
+        for (long n = 0; n < count; n++)
+            for (long k = start; k < start + 16 && k < num_in; k++)
+                put16(panel + k / 2 * 256 + 4 * (lane + n) + k % 2 * 2, 0, (uint16_t)(rows[n * num_in + k] >> 16));
+}
+
+void nano_pack_short(const uint32_t *source, long first, long count, long num_in, char *packed) {
+    const long bytes = panel_bytes(BF16, num_in);
+    for (long n = first, step; n < first + count; n += step) {
+        const long in_panel = PANEL - n % PANEL, left = first + count - n;
+        step = in_panel < left ? in_panel : left;
+        pack_short(source + (n - first) * num_in, step, num_in, packed + n / PANEL * bytes, n % PANEL);
+    }
+}
+
 /* Pack outputs [first, first + count) of a matrix. The whole memory must be zero before: that is the padding. `rows` is
  * for ggml's blocks only. */
 void nano_pack(int format, const void *source, const int32_t *rows, long first, long count, long num_in, char *packed) {
@@ -134,15 +151,28 @@ void nano_pack(int format, const void *source, const int32_t *rows, long first, 
     }
 }
 
-/* Whether float32 values have nothing in the 16 bits that bfloat16 has not. */
-int nano_fits_bfloat16(const uint32_t *bits, int64_t count) {
-    for (int64_t start = 0; start < count; start += 4096) {
-        const int64_t stop = start + 4096 < count ? start + 4096 : count;
-        uint32_t any = 0;
-        for (int64_t i = start; i < stop; i++) any |= bits[i];
-        if (any & 0xffff) return 0;
+enum { NOT_FINITE = 1, NOT_SHORT = 2 };
+
+/* Look through plain values once. NOT_FINITE: there is NaN or infinity. NOT_SHORT: a float32 has bits that bfloat16 has
+ * not. */
+int nano_scan(int format, const void *values, int64_t count) {
+    if (format == F32) {
+        const uint32_t *bits = values;
+        uint32_t any = 0, top = 0;
+        for (int64_t i = 0; i < count; i++) {
+            const uint32_t magnitude = bits[i] & 0x7fffffffu;
+            any |= bits[i];
+            top = magnitude > top ? magnitude : top;
+        }
+        return (top >= 0x7f800000u ? NOT_FINITE : 0) | (any & 0xffff ? NOT_SHORT : 0);
     }
-    return 1;
+    const uint16_t *bits = values, limit = format == BF16 ? 0x7f80 : 0x7c00;
+    uint16_t top = 0;
+    for (int64_t i = 0; i < count; i++) {
+        const uint16_t magnitude = bits[i] & 0x7fff;
+        top = magnitude > top ? magnitude : top;
+    }
+    return top >= limit ? NOT_FINITE : 0;
 }
 
 /* One value of a nibble format or of a plain one, as widening gives it. */

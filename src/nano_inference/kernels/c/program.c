@@ -113,7 +113,8 @@ static void write_kv(const Run *r, long layer, long head, long t, const float *k
     }
 }
 
-/* Queries, keys and values of one token, side by side in a buffer: norms and rotation in place, then into the cache. */
+/* Queries, keys and values of one token, side by side in a buffer: norms and rotation in place, then into the cache
+ * of a layer (-1: of none). */
 static void do_heads(const Run *r, const Op *op, long t) {
     const Program *p = r->program;
     const Tokens *tokens = &r->rows->tokens;
@@ -131,7 +132,7 @@ static void do_heads(const Run *r, const Op *op, long t) {
         }
         if (op->flags & NORM_LAST) norm_row(x, dim, weight, op->offset, op->eps, x, 0);
     }
-    for (long h = 0; h < p->num_kv_heads; h++)
+    for (long h = 0; op->layer >= 0 && h < p->num_kv_heads; h++)
         write_kv(r, op->layer, h, t, row + (p->num_heads + h) * dim, row + (num_qk + h) * dim);
 }
 

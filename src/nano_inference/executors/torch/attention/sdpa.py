@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from nano_inference.attention.context import AttentionSpec, ForwardInput, Span
-from nano_inference.attention.masks import create_attention_mask
-from nano_inference.kv.store import KVStore
+from nano_inference.executors.step_input import ForwardInput, Span
+from nano_inference.executors.torch.attention.context import AttentionSpec
+from nano_inference.executors.torch.attention.masks import create_attention_mask
+from nano_inference.executors.torch.store import KVStore
 
 _GROUP_ROWS = 16
 _GROUP_SLACK = 1.25

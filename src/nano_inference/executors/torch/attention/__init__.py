@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import torch
 
-from nano_inference.attention.context import AttentionSpec, Backend, ForwardInput, Laid, Span, StepContext
-from nano_inference.attention.flex import FlexAttentionBackend
-from nano_inference.attention.masks import create_attention_mask, create_sliding_window_causal_mask
-from nano_inference.attention.sdpa import SdpaBackend
 from nano_inference.config import AttentionName
+from nano_inference.executors.torch.attention.context import AttentionSpec, Backend, StepContext
+from nano_inference.executors.torch.attention.flex import FlexAttentionBackend
+from nano_inference.executors.torch.attention.masks import create_attention_mask, create_sliding_window_causal_mask
+from nano_inference.executors.torch.attention.sdpa import SdpaBackend
 
 __all__ = [
     "AttentionSpec",
     "Backend",
     "FlexAttentionBackend",
-    "ForwardInput",
-    "Laid",
     "SdpaBackend",
-    "Span",
     "StepContext",
     "create_attention_mask",
     "create_sliding_window_causal_mask",

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from nano_inference.attention import ForwardInput, Laid, Span
+from nano_inference.executors.step_input import ForwardInput, Laid, Span
 from nano_inference.types import Row
 
 

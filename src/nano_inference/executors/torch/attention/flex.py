@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-from nano_inference.attention.context import AttentionSpec, ForwardInput
-from nano_inference.kv.store import KVStore
+from nano_inference.executors.step_input import ForwardInput
+from nano_inference.executors.torch.attention.context import AttentionSpec
+from nano_inference.executors.torch.store import KVStore
 
 
 @dataclass(frozen=True, slots=True)

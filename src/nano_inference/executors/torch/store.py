@@ -49,6 +49,11 @@ class KVStore:
         """There is nothing to undo after an interruption."""
 
     @property
+    def dtype(self) -> torch.dtype:
+        """Precision of keys and values."""
+        return self._dtype
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of keys and values that it has room for."""
         return self.k_LSKD.nbytes + self.v_LSKD.nbytes

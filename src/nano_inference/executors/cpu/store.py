@@ -11,9 +11,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from nano_inference.executors.cpu.populate import Populator
 from nano_inference.kernels.library import Library
 from nano_inference.kernels.native import Cache
-from nano_inference.kv.populate import Populator
 from nano_inference.memory import lazy_zeros
 from nano_inference.types import BlockCopy
 

@@ -8,18 +8,19 @@ Shapes: B rows, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from torch import Tensor
 
 from nano_inference.kernels import native
 from nano_inference.kernels.library import Library
-from nano_inference.logprobs import kernel_normalise
+from nano_inference.logprobs import Normalise, Normaliser, divisors_of
 from nano_inference.sampling import Draw, draw, truncation_of, uniform
 from nano_inference.types import DrawExtras, Row, TopLogprobs
 
 
 class KernelSampler:
-    """A `runner.Sampler` that has the compiled code."""
+    """An `executors.step.Sampler` that has the compiled code."""
 
     def __init__(self, library: Library) -> None:
         self._library = library
@@ -66,3 +67,13 @@ def merged(parts: Sequence[tuple[Sequence[int], Draw]], num_rows: int) -> Draw:
         )
     tokens, logprobs, tops, extras = zip(*(drawn[i] for i in range(num_rows)), strict=True)
     return Draw(tokens, logprobs, tops, extras if has_extras else ())
+
+
+def kernel_normalise(library: Library) -> Normalise:
+    """Return the function that computes the normaliser by the CPU kernels."""
+    return partial(_normalise_by_kernels, library)
+
+
+def _normalise_by_kernels(library: Library, logits_BV: Tensor, temperatures: Sequence[float]) -> Normaliser:
+    best_B, log_mass_B = native.normalise(library, logits_BV, temperatures)
+    return Normaliser(best_B.double().unsqueeze(-1), divisors_of(temperatures), log_mass_B.unsqueeze(-1))

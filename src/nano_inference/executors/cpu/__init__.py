@@ -1,0 +1,1 @@
+"""The compiled C kernels: programs lowered to their operations, weights packed for them."""

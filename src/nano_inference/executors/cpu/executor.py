@@ -1,0 +1,280 @@
+"""`CpuExecutor`: runs a program in compiled C, one call a step.
+
+Shapes: T tokens of a step, K those that are kept, S rows, E hidden size, V vocabulary, P positions, R rotary size.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, chain
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nano_inference.config import KvDtype
+from nano_inference.executors.cpu.drawing import KernelSampler, kernel_normalise
+from nano_inference.executors.cpu.lower import CpuWeights, head_sizes, lowered
+from nano_inference.executors.cpu.store import KernelStore
+from nano_inference.executors.cpu.weights import CpuStaged, Rounding, values_of
+from nano_inference.executors.protocol import CacheSize
+from nano_inference.executors.staging import Pace
+from nano_inference.executors.step import InferenceMode, Sampler, run_step
+from nano_inference.executors.step_input import ForwardInput, Laid
+from nano_inference.kernels.library import Library
+from nano_inference.kernels.native import Cache, Continuation, Layout, NativeProgram
+from nano_inference.models.config import ModelConfig
+from nano_inference.models.program import Program
+from nano_inference.models.rope import RotaryTable
+from nano_inference.types import RowResult, ScheduledBatch
+
+Ropes = tuple[tuple[Tensor, Tensor], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CpuModel:
+    """A program over packed weights, in C's form; it owns the memory of one step's buffers."""
+
+    weights: CpuWeights
+    body: NativeProgram
+    full_body: NativeProgram | None
+    """The same without windows, for the answers of programs with `has_full_decode`; None for all others."""
+    final: NativeProgram
+    logits: NativeProgram
+    """Last norm and head."""
+
+
+class CpuExecutor:
+    """Owns packed weights, the memory of the KV cache and of one step; satisfies `executors.Executor`."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        program: Program,
+        library: Library,
+        max_len: int,
+        rounding: Rounding = "own",
+        sampler: Sampler | None = None,
+    ) -> None:
+        """It has no weights and no cache yet. `max_len` positions can be computed: the rotary tables are made for them.
+
+        Raises `ValueError` naming the operation if the kernels cannot compute the program.
+        """
+        head_sizes(program)
+        self.config = config
+        self.program = program
+        self.device = torch.device("cpu")
+        self.library = library
+        self._max_len = max_len
+        self._rounding: Rounding = rounding
+        self._sampler = KernelSampler(library) if sampler is None else sampler
+        self._normalise = kernel_normalise(library)
+        self._ropes = rope_tables(program, max_len)
+        self._mode = InferenceMode()
+        self._model: CpuModel | None = None
+        self._store: KernelStore | None = None
+
+    @property
+    def code(self) -> str:
+        """The instruction set that the kernels were compiled for."""
+        return self.library.isa
+
+    # ---- steps ----
+
+    def run(self, batch: ScheduledBatch) -> Mapping[int, RowResult]:
+        """Compute the rows; see `Executor.run`."""
+        return self._mode.run(lambda: self._run(batch))
+
+    def _run(self, batch: ScheduledBatch) -> Mapping[int, RowResult]:
+        self.store.prepare(batch.fresh, batch.copies)
+        return run_step(self, batch, self._sampler, self._normalise)
+
+    def recover(self) -> None:
+        """Undo what an interrupted `run` left behind in this thread."""
+        if self._store is not None:
+            self._store.recover()
+        self._mode.recover()
+
+    def hidden(self, laid: Laid, kept: Sequence[int], *, windows: bool = True) -> Tensor:
+        """Return the residual [K, E], in memory that the next step overwrites; see `Forward.hidden`."""
+        return self._hidden(laid, kept, self.store.cache, windows=windows)
+
+    def step_logits(self, laid: Laid, kept: Sequence[int]) -> Tensor:
+        """Return float32 logits [K, V] by one call, in memory that the next step overwrites."""
+        self._check_length(laid)
+        head = self.model.logits
+        self.model.body.run(layout_of(laid, kept), self.store.cache, Continuation(head, "x", "x"))
+        return head.buffer("logits", len(kept), self.program.vocab_size)
+
+    def final(self, hidden_SE: Tensor) -> Tensor:
+        """Return the residual behind the last norm [S, E], in memory that the next call overwrites."""
+        self.model.final.run_rows({"x": hidden_SE})
+        return self.model.final.buffer("h", hidden_SE.size(0))
+
+    def logits(self, hidden_SE: Tensor) -> Tensor:
+        """Return float32 logits [S, V], in memory that the next call overwrites."""
+        self.model.logits.run_rows({"x": hidden_SE})
+        return self.model.logits.buffer("logits", hidden_SE.size(0), self.program.vocab_size)
+
+    def forward(self, inputs: ForwardInput, cache: Any) -> Tensor:
+        """Return float32 logits [T, V] of every token, over a `KernelStore` of the caller's."""
+        assert isinstance(cache, KernelStore)
+        laid = Laid(inputs.token_T.tolist(), inputs.prev_T.tolist(), inputs.spans)
+        return self._mode.run(lambda: self.logits(self._hidden(laid, range(len(laid.tokens)), cache.cache)))
+
+    def _hidden(self, laid: Laid, kept: Sequence[int], cache: Cache, *, windows: bool = True) -> Tensor:
+        self._check_length(laid)
+        body = self.model.body if windows else self.model.full_body
+        assert body is not None
+        body.run(layout_of(laid, kept), cache)
+        return body.buffer("x", len(kept))
+
+    def _check_length(self, laid: Laid) -> None:
+        assert max(span.end for span in laid.spans) <= self._max_len
+
+    @property
+    def model(self) -> CpuModel:
+        """The program over the weights in force."""
+        assert self._model is not None, "there are no weights"
+        return self._model
+
+    # ---- cache ----
+
+    @property
+    def store(self) -> KernelStore:
+        """The KV cache's memory."""
+        assert self._store is not None, "there is no cache"
+        return self._store
+
+    def cache_dtype(self, wanted: KvDtype) -> torch.dtype:
+        """Return float32, or bfloat16 where that is wanted."""
+        return torch.bfloat16 if wanted == "bfloat16" else torch.float32
+
+    def block_bytes(self, block_size: int, dtype: KvDtype = "auto") -> int:
+        """Return the bytes of a block in all layers."""
+        return self.program.kv_bytes_per_token(self.cache_dtype(dtype).itemsize) * block_size
+
+    def new_cache(self, size: CacheSize) -> None:
+        """Take memory for a cache."""
+        self._store = new_store(
+            self.program,
+            size.num_blocks,
+            size.block_size,
+            self.library,
+            self.cache_dtype(size.dtype),
+            eager=size.eager,
+        )
+
+    def free_cache(self) -> None:
+        """Give the cache's memory back."""
+        self.store.free()
+
+    def restore_cache(self) -> None:
+        """Take it again, empty."""
+        self.store.restore()
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of keys and values that there is room for."""
+        return 0 if self._store is None else self._store.num_bytes
+
+    # ---- weights ----
+
+    def stage(self, *, pace: Pace | None = None, check_finite: bool = False) -> CpuStaged:
+        """Start the next weights, in fresh memory: packed weights are never written twice, as copies share them."""
+        live = None if self._model is None else self._model.weights
+        return CpuStaged(self.library, self._rounding, live, self._bound, pace, check_finite=check_finite)
+
+    def _bound(self, weights: CpuWeights) -> CpuModel:
+        """Lower the program onto packed weights."""
+        program, x = self.program, {"x": self.program.hidden_size}
+
+        def native(of: Program, part: str, given: Mapping[str, int], result: str) -> NativeProgram:
+            ops = {"body": of.body, "final": of.final, "logits": (*of.final, *of.head)}[part]
+            ropes = self._ropes if part == "body" else ()
+            return NativeProgram(self.library, lowered(of, ops, weights, given, result), ropes)
+
+        full = program.without_windows() if program.has_full_decode else None
+        return CpuModel(
+            weights=weights,
+            body=native(program, "body", {}, "x"),
+            full_body=None if full is None else native(full, "body", {}, "x"),
+            final=native(program, "final", x, "h"),
+            logits=native(program, "logits", x, "logits"),
+        )
+
+    def commit(self, staged: CpuModel) -> None:
+        """Compute with these weights from the next step on."""
+        self._model = staged
+
+    def drop_spare(self) -> None:
+        """There is none."""
+
+    def discard_weights(self) -> None:
+        """Give the memory of the weights back, unless a copy shares it."""
+        self._model = None
+
+    def move_weights(self, device: torch.device) -> None:
+        """Stay in main memory."""
+
+    def weight_values(self, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Yield weights under their names, widened one after another."""
+        yield from self._values(self.model.weights, names)
+
+    def staged_values(self, staged: CpuModel) -> Iterator[tuple[str, Tensor]]:
+        """Yield weights that were staged, widened one after another."""
+        yield from self._values(staged.weights, None)
+
+    def _values(self, weights: CpuWeights, names: Collection[str] | None) -> Iterator[tuple[str, Tensor]]:
+        for spec in self.program.weights:
+            if names is None or spec.name in names:
+                yield spec.name, values_of(self.library, weights, spec, self._rounding)
+
+    @property
+    def weight_dtype(self) -> str:
+        """The precision that updates are kept in."""
+        return "float32" if self._rounding == "own" else self._rounding
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the packed weights in force."""
+        return 0 if self._model is None else self._model.weights.num_bytes
+
+    def copy(self) -> CpuExecutor:
+        """Return a second executor on the same packed weights, which are never written."""
+        other = CpuExecutor(self.config, self.program, self.library, self._max_len, self._rounding, self._sampler)
+        other.commit(other._bound(self.model.weights))
+        return other
+
+
+def new_store(
+    program: Program, num_blocks: int, block_size: int, library: Library, dtype: torch.dtype, *, eager: bool = False
+) -> KernelStore:
+    """Return memory for keys and values; `eager` has all of its pages brought in from the start."""
+    _, num_kv_heads, head_dim = head_sizes(program)
+    num_layers = len(program.caches)
+    return KernelStore(num_layers, num_blocks, block_size, num_kv_heads, head_dim, library, dtype=dtype, eager=eager)
+
+
+def rope_tables(program: Program, max_len: int) -> Ropes:
+    """Return cosines and signed sines [P, R] of every position, a pair for each rotary embedding."""
+    position_P = torch.arange(max_len)
+    tables = (RotaryTable(rope, torch.device("cpu")) for rope in program.ropes)
+    pairs = (table.at(position_P, torch.float32) for table in tables)
+    return tuple((cos_P1R.squeeze(1).contiguous(), sin_P1R.squeeze(1).contiguous()) for cos_P1R, sin_P1R in pairs)
+
+
+def layout_of(step: Laid, kept: Sequence[int]) -> Layout:
+    """Return a step as the kernels want it."""
+    lengths = [len(span.blocks) for span in step.spans]
+    return Layout(
+        token_T=array("i", step.tokens),
+        previous_T=array("i", step.previous),
+        num_tokens_S=array("i", [span.num_tokens for span in step.spans]),
+        start_S=array("i", [span.start for span in step.spans]),
+        table_begin_S=array("i", accumulate(lengths[:-1], initial=0)),
+        tables=array("i", chain.from_iterable(span.blocks for span in step.spans)),
+        keep_K=array("i", kept),
+    )

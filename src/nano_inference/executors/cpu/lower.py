@@ -1,0 +1,291 @@
+"""From a decoder's program to the C kernels' operations, which do more at once and work in place.
+
+Fused are `Linear` or `Norm` with the `Add` behind it, and `HeadNorm`, `Rotate` and `Store` of one layer's queries, keys
+and values. `Keep` moves in front of the last `Attend`, so that only the queries of kept rows attend.
+
+A buffer of a program becomes a range of columns of one of the kernels' buffers: the outputs of one `Linear` share one.
+Raises `ValueError` naming the operation if the kernels cannot compute a program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from nano_inference.kernels import program as kernel
+from nano_inference.kernels.matrix import Matrix
+from nano_inference.models import ops
+from nano_inference.models.ops import Number, Op, WeightSpec
+from nano_inference.models.program import Program, last_uses
+
+
+@dataclass(frozen=True, slots=True)
+class CpuWeights:
+    """Packed matrices, and float32 vectors and numbers, under the names of their specs."""
+
+    matrices: Mapping[str, Matrix]
+    vectors: Mapping[str, Tensor]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all of them."""
+        matrices = sum(matrix.num_bytes for matrix in self.matrices.values())
+        return matrices + sum(vector.nbytes for vector in self.vectors.values())
+
+    def vector(self, specs: Sequence[WeightSpec]) -> Tensor | None:
+        """Return vectors one after another; None for none."""
+        found = [self.vectors[spec.name] for spec in specs]
+        return torch.cat(found) if len(found) > 1 else found[0] if found else None
+
+
+class _Place(NamedTuple):
+    """Where a buffer of the program is: columns [start, start + width) of a kernels' buffer."""
+
+    buffer: str
+    start: int
+    width: int
+
+
+@dataclass
+class _Lowering:
+    """What is known while operations are lowered, in order."""
+
+    program: Program
+    weights: CpuWeights
+    places: dict[str, _Place] = field(default_factory=dict)
+    widths: dict[str, int] = field(default_factory=dict)
+    ops: list[kernel.Op] = field(default_factory=list)
+
+    def bind(self, names: Sequence[str], widths: Sequence[int], *, other_than: str = "") -> str:
+        """Place buffers side by side in one of the kernels' buffers; return its name."""
+        buffer = "+".join(names)
+        while buffer == other_than or self.widths.get(buffer, sum(widths)) != sum(widths):
+            buffer += "'"
+        self.widths[buffer] = sum(widths)
+        start = 0
+        for name, width in zip(names, widths, strict=True):
+            self.places[name] = _Place(buffer, start, width)
+            start += width
+        return buffer
+
+    def first(self, op: Op, name: str) -> str:
+        """Return the kernels' buffer that a buffer begins. Raises `ValueError` if it lies behind another."""
+        place = self.places[name]
+        if place.start:
+            raise ValueError(f"{type(op).__name__} of {name}: the CPU kernels read it only where it comes first")
+        return place.buffer
+
+    def whole(self, op: Op, name: str) -> str:
+        """Return the kernels' buffer that a buffer is. Raises `ValueError` if it shares it with others."""
+        place = self.places[name]
+        if place != _Place(place.buffer, 0, self.widths[place.buffer]):
+            raise ValueError(f"{type(op).__name__} of {name}: the CPU kernels compute it only of a whole Linear")
+        return place.buffer
+
+    def number(self, number: Number | None) -> Tensor | None:
+        """Return one number, [1]."""
+        if number is None:
+            return None
+        return self.weights.vectors[number.weight.name][number.index : number.index + 1]
+
+
+def lowered(
+    program: Program, part: Sequence[Op], weights: CpuWeights, given: Mapping[str, int], result: str
+) -> kernel.Program:
+    """Return one part of a program for the kernels; `given` are the buffers that a run brings, with their widths.
+
+    Its result is in the kernels' buffer of the same name.
+    """
+    state = _Lowering(program, weights)
+    for name, width in given.items():
+        state.bind([name], [width])
+    part = tuple(part)
+    dead = list(last_uses(part, result))
+    index = 0
+    while index < len(part):
+        index += _lower(state, part, dead, index, result)
+    if state.places[result] != _Place(result, 0, state.widths[result]):
+        raise ValueError(f"{result} must be written as a whole")
+    num_heads, num_kv_heads, head_dim = head_sizes(program)
+    return kernel.Program(
+        ops=tuple(state.ops), widths=state.widths, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim
+    )
+
+
+def head_sizes(program: Program) -> tuple[int, int, int]:
+    """Return query heads, kv heads and head size. Raises `ValueError` for layers that differ in them."""
+    sizes = {(op.num_heads, op.num_kv_heads, op.head_dim) for op in program.body if isinstance(op, ops.Attend)}
+    if len(sizes) != 1:
+        raise ValueError(f"Attend: the CPU kernels need layers with the same heads, not {sorted(sizes)}")
+    return sizes.pop()
+
+
+def _lower(state: _Lowering, part: tuple[Op, ...], dead: list[tuple[str, ...]], index: int, result: str) -> int:
+    """Lower the operation at an index; return how many operations were lowered with it."""
+    op = part[index]
+    after = part[index + 1] if index + 1 < len(part) else None
+    onto = _residual(op, after, dead[index : index + 2])
+    if isinstance(op, ops.Linear | ops.Norm) and onto is not None:
+        _linear_or_norm(state, op, onto)
+        return 2
+    if isinstance(op, ops.HeadNorm | ops.Rotate | ops.Store):
+        return _heads(state, part, index)
+    if isinstance(op, ops.Attend) and isinstance(after, ops.Keep):
+        _keep(state, _live_after(part, index + 1, result) - {op.out} | {op.q})
+        _attend(state, op)
+        return 2
+    if isinstance(op, ops.Keep):
+        _keep(state, _live_after(part, index, result))
+    elif isinstance(op, ops.Linear | ops.Norm):
+        _linear_or_norm(state, op, None)
+    elif isinstance(op, ops.Attend):
+        _attend(state, op)
+    else:
+        _small(state, op)
+    return 1
+
+
+def _residual(op: Op, add: Op | None, dead: Sequence[tuple[str, ...]]) -> str | None:
+    """Return the buffer that an operation's result is only added to by the next; None if there is none such."""
+    if not isinstance(add, ops.Add) or len(op.writes) != 1:
+        return None
+    is_only_added = add.y == op.writes[0] and add.x == add.out != add.y and add.y in dead[1]
+    return add.x if is_only_added else None
+
+
+def _live_after(part: tuple[Op, ...], index: int, result: str) -> set[str]:
+    """Return the buffers that are read behind an index."""
+    live = {result}
+    for op in reversed(part[index + 1 :]):
+        live = (live - set(op.writes)) | set(op.reads)
+    return live
+
+
+def _linear_or_norm(state: _Lowering, op: ops.Linear | ops.Norm, onto: str | None) -> None:
+    """Lower a projection or a norm; `onto` names the buffer that its result is added to."""
+    weights, is_added = state.weights, onto is not None
+    if isinstance(op, ops.Norm):
+        x = state.whole(op, op.x)
+        out = state.whole(op, onto) if onto else state.bind([op.out], [state.places[op.x].width])
+        weight = None if op.weight is None else weights.vectors[op.weight.name]
+        state.ops.append(kernel.Norm(x=x, out=out, weight=weight, eps=op.eps, offset=op.offset, add=is_added))
+        return
+    x = state.first(op, op.x)
+    widths = [spec.shape[0] for spec in op.matrices]  # with the padding that `num_rows` leaves out
+    out = state.whole(op, onto) if onto else state.bind(op.out, widths, other_than=x)
+    matrices = tuple(weights.matrices[spec.name] for spec in op.matrices)
+    state.ops.append(kernel.Product(x=x, out=out, matrices=matrices, bias=weights.vector(op.biases), add=is_added))
+
+
+def _heads(state: _Lowering, part: tuple[Op, ...], index: int) -> int:
+    """Lower head norms, a rotation and the store that follow one another; return how many."""
+    taken: list[ops.HeadNorm | ops.Rotate | ops.Store] = []
+    order = {ops.HeadNorm: 0, ops.Rotate: 1, ops.Store: 3}
+    rank = -1
+    for op in part[index:]:
+        if not isinstance(op, ops.HeadNorm | ops.Rotate | ops.Store):
+            break
+        own = 2 if isinstance(op, ops.HeadNorm) and rank == 1 else order[type(op)]
+        if own <= rank or (own == 2 and any(isinstance(one, ops.HeadNorm) for one in taken)):
+            break
+        taken.append(op)
+        rank = own
+    norm = next((op for op in taken if isinstance(op, ops.HeadNorm)), None)
+    rotate = next((op for op in taken if isinstance(op, ops.Rotate)), None)
+    store = next((op for op in taken if isinstance(op, ops.Store)), None)
+    is_before = norm is not None and (rotate is None or taken.index(norm) < taken.index(rotate))
+    weights = [state.weights.vectors[spec.name] for spec in norm.norms] if norm else []
+    state.ops.append(
+        kernel.Heads(
+            x=_qkv(state, taken),
+            layer=-1 if store is None else store.layer,
+            rope=None if rotate is None else rotate.rope,
+            norm="none" if norm is None else "before" if is_before else "after",
+            q_weight=weights[0] if weights else None,
+            k_weight=weights[1] if weights else None,
+            eps=norm.eps if norm else 0.0,
+            offset=norm.offset if norm else 0.0,
+        )
+    )
+    return len(taken)
+
+
+def _qkv(state: _Lowering, taken: Sequence[ops.HeadNorm | ops.Rotate | ops.Store]) -> str:
+    """Return the buffer of queries, keys and values. Raises `ValueError` if they do not lie there side by side."""
+    num_heads, num_kv, dim = head_sizes(state.program)
+    buffer = state.places[taken[0].reads[0]].buffer
+    ends = {0: num_heads * dim, num_heads * dim: num_kv * dim, (num_heads + num_kv) * dim: num_kv * dim}
+    for op in taken:
+        found = [state.places[name] for name in op.reads]
+        starts = list(ends)[1:] if isinstance(op, ops.Store) else list(ends)[:2]
+        if [place.start for place in found] != starts or any(
+            place.buffer != buffer or place.width != ends[place.start] for place in found
+        ):
+            raise ValueError(f"{type(op).__name__}: the CPU kernels need queries, keys and values of one Linear")
+    return buffer
+
+
+def _attend(state: _Lowering, op: ops.Attend) -> None:
+    x = state.first(op, op.q)
+    out = state.bind([op.out], [op.num_heads * op.head_dim], other_than=x)
+    state.ops.append(kernel.Attend(x=x, out=out, layer=op.layer, scale=op.scale, window=op.window, softcap=op.softcap))
+
+
+def _keep(state: _Lowering, names: set[str]) -> None:
+    """Move the kept rows of some buffers to the front, three of the kernels' buffers at a time."""
+    buffers = sorted({state.places[name].buffer for name in names if name in state.places})
+    for start in range(0, len(buffers), 3):
+        state.ops.append(kernel.Keep(buffers=tuple(buffers[start : start + 3])))
+
+
+def _small(state: _Lowering, op: Op) -> None:
+    """Lower what treats each value of a row by itself."""
+    if isinstance(op, ops.Embed):
+        out = state.bind([op.out], [op.table.shape[1]])
+        scale = float(torch.tensor(op.scale, dtype=torch.float32))
+        table = state.weights.matrices[op.table.name]
+        state.ops.append(kernel.Embed(out=out, table=table, rows=op.rows, scale=scale))
+    elif isinstance(op, ops.Copy | ops.Add | ops.Mix):
+        _mix(state, op)
+    elif isinstance(op, ops.Activate):
+        _activate(state, op)
+    elif isinstance(op, ops.Widen):
+        if op.out != op.x:
+            _mix(state, ops.Copy(x=op.x, out=op.out))
+    elif isinstance(op, ops.Softcap):
+        state.ops.append(kernel.Softcap(x=state.whole(op, op.x), cap=op.cap))
+    elif isinstance(op, ops.GateValues):
+        num_heads, num_kv, dim = head_sizes(state.program)
+        if state.places[op.v].start != (num_heads + num_kv) * dim:
+            raise ValueError("GateValues: the CPU kernels need queries, keys and values of one Linear")
+        gate, more = state.first(op, op.gate), state.first(op, op.more)
+        state.ops.append(kernel.GateValues(x=state.places[op.v].buffer, gate=gate, more=more, scale=op.scale))
+    elif isinstance(op, ops.Smear):
+        x, gate, before = state.whole(op, op.x), state.first(op, op.gate), state.first(op, op.before)
+        share = state.number(op.share)
+        assert share is not None
+        state.ops.append(kernel.Smear(x=x, gate=gate, before=before, weight=share))
+    else:
+        raise ValueError(f"{type(op).__name__}: the CPU kernels have no such operation")
+
+
+def _mix(state: _Lowering, op: ops.Copy | ops.Add | ops.Mix) -> None:
+    x = state.first(op, op.x)
+    y = x if isinstance(op, ops.Copy) else state.first(op, op.y)
+    out = state.bind([op.out], [state.places[op.x].width])
+    a, b, scale = None, None, 0.0 if isinstance(op, ops.Copy) else 1.0
+    if isinstance(op, ops.Mix):
+        a, b, scale = state.number(op.a), state.number(op.b), float(op.sign)
+    state.ops.append(kernel.Mix(x=x, y=y, out=out, a=a, b=b, scale=scale))
+
+
+def _activate(state: _Lowering, op: ops.Activate) -> None:
+    x, width = state.first(op, op.gate), state.places[op.gate].width
+    if op.up is not None and state.places[op.up] != (x, width, width):
+        raise ValueError("Activate: the CPU kernels need gate and up side by side, from one Linear")
+    out = state.bind([op.out], [width], other_than=x)
+    state.ops.append(kernel.Activate(x=x, out=out, kind=op.kind))

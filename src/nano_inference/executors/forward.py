@@ -1,0 +1,18 @@
+"""`model_forward`: the slow, whole form of what an executor does in a step."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from nano_inference.executors.cpu.store import KernelStore
+from nano_inference.executors.protocol import Executor
+from nano_inference.executors.step_input import ForwardInput
+from nano_inference.executors.torch.store import KVStore
+
+
+def model_forward(model: Executor, inputs: ForwardInput, cache: KVStore | KernelStore) -> Tensor:
+    """Return float32 logits [T, V] of every token of a step; its K/V is in the cache afterwards.
+
+    The cache is of the executor's own kind: a `KVStore` for torch, a `KernelStore` for the CPU kernels.
+    """
+    return model.forward(inputs, cache)

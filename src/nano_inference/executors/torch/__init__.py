@@ -1,0 +1,1 @@
+"""Torch: any program on any device; the reference for all other executors."""

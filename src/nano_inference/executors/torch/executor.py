@@ -1,0 +1,260 @@
+"""`TorchExecutor`: runs any program on any device torch has; what all other executors are compared with.
+
+Shapes: T tokens of a step, K those that are kept, S rows, E hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nano_inference.config import KvDtype
+from nano_inference.executors.batch import as_tensors
+from nano_inference.executors.protocol import CacheSize
+from nano_inference.executors.staging import Pace
+from nano_inference.executors.step import InferenceMode, Sampler, run_step
+from nano_inference.executors.step_input import ForwardInput, Laid
+from nano_inference.executors.torch.attention import Backend, StepContext
+from nano_inference.executors.torch.compiled import CompiledPart
+from nano_inference.executors.torch.store import KVStore
+from nano_inference.executors.torch.weights import TorchStaged, TorchWeights, layout_of
+from nano_inference.logprobs import normalise
+from nano_inference.models.config import ModelConfig
+from nano_inference.models.program import Program
+from nano_inference.models.rope import RotaryTable
+from nano_inference.sampling import draw
+from nano_inference.types import RowResult, ScheduledBatch
+
+
+@dataclass(frozen=True, slots=True)
+class TorchModel:
+    """A program bound to weights."""
+
+    weights: TorchWeights
+    body: CompiledPart
+    final: CompiledPart
+    logits: CompiledPart
+    """Last norm and head."""
+
+
+def bound(program: Program, weights: TorchWeights) -> TorchModel:
+    """Bind a program to weights."""
+    x = {"x": program.hidden_size}
+    return TorchModel(
+        weights,
+        body=CompiledPart(program.body, weights, {}, "x"),
+        final=CompiledPart(program.final, weights, x, "h"),
+        logits=CompiledPart((*program.final, *program.head), weights, x, "logits"),
+    )
+
+
+class TorchExecutor:
+    """Owns a model's weights and the memory of its KV cache; satisfies `executors.Executor`."""
+
+    code = "torch"
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        program: Program,
+        device: torch.device,
+        dtype: torch.dtype,
+        backend: Backend,
+        sampler: Sampler = draw,
+    ) -> None:
+        """It has no weights and no cache yet. `dtype` is the precision P of the program (`models.ops`)."""
+        self.config = config
+        self.program = program
+        self.device = device
+        self.dtype = dtype
+        self._backend = backend
+        self._sampler = sampler
+        self._layout = layout_of(program)
+        self._ropes = tuple(RotaryTable(rope, device) for rope in program.ropes)
+        self._mode = InferenceMode()
+        self._model: TorchModel | None = None
+        self._spare: dict[str, Tensor] = {}
+        """Memory of replaced stacks, for the next update: filling fresh memory takes several times as long."""
+        self._store: KVStore | None = None
+
+    # ---- steps ----
+
+    def run(self, batch: ScheduledBatch) -> Mapping[int, RowResult]:
+        """Compute the rows; see `Executor.run`."""
+        return self._mode.run(lambda: self._run(batch))
+
+    def _run(self, batch: ScheduledBatch) -> Mapping[int, RowResult]:
+        self.store.prepare(batch.fresh, batch.copies)
+        return run_step(self, batch, self._sampler, normalise)
+
+    def recover(self) -> None:
+        """Leave inference mode, if an interruption left it on."""
+        self._mode.recover()
+
+    def hidden(self, laid: Laid, kept: Sequence[int], *, windows: bool = True) -> Tensor:
+        """Return the residual [K, E]; see `Forward.hidden`."""
+        step = as_tensors(laid, self.store.block_size, self.device)
+        return self._hidden(step, self.store, kept, windows=windows)
+
+    def step_logits(self, laid: Laid, kept: Sequence[int]) -> Tensor:
+        """Return float32 logits [K, V]."""
+        return self.logits(self.hidden(laid, kept))
+
+    def final(self, hidden_SE: Tensor) -> Tensor:
+        """Return the residual behind the last norm, [S, E]."""
+        return self.model.final.run([hidden_SE])
+
+    def logits(self, hidden_SE: Tensor) -> Tensor:
+        """Return float32 logits [S, V]."""
+        return self.model.logits.run([hidden_SE])
+
+    def forward(self, inputs: ForwardInput, cache: Any) -> Tensor:
+        """Return float32 logits [T, V] of every token, over a `KVStore` of the caller's."""
+        assert isinstance(cache, KVStore)
+        return self._mode.run(lambda: self.logits(self._hidden(inputs, cache, range(len(inputs.token_T)))))
+
+    def _hidden(self, step: ForwardInput, store: KVStore, kept: Sequence[int], *, windows: bool = True) -> Tensor:
+        context = StepContext(
+            step=step,
+            store=store,
+            backend=self._backend,
+            plans=self._plans(step, store.block_size, windows=windows),
+            ropes=tuple(table.at(step.position_T, store.dtype) for table in self._ropes),
+        )
+        are_all = len(kept) == len(step.token_T)
+        kept_K = None if are_all else torch.tensor(kept, dtype=torch.long, device=self.device)
+        return self.model.body.run([], context, kept_K)
+
+    def _plans(self, step: ForwardInput, block_size: int, *, windows: bool) -> dict[int | None, Any]:
+        """Return the backend's plan for each of the program's windows; one that nothing in the step exceeds is none."""
+        longest = max(span.end for span in step.spans)
+        sizes = self.program.windows
+        effective = {size: size if windows and size is not None and size < longest else None for size in sizes}
+        plans = {window: self._backend.plan(step, block_size, window) for window in set(effective.values())}
+        return {window: plans[found] for window, found in effective.items()}
+
+    @property
+    def model(self) -> TorchModel:
+        """The program over the weights in force."""
+        assert self._model is not None, "there are no weights"
+        return self._model
+
+    # ---- cache ----
+
+    @property
+    def store(self) -> KVStore:
+        """The KV cache's memory."""
+        assert self._store is not None, "there is no cache"
+        return self._store
+
+    def cache_dtype(self, wanted: KvDtype) -> torch.dtype:
+        """Return the program's own precision. Raises `ValueError` for another one."""
+        if wanted == "bfloat16" and self.dtype != torch.bfloat16:
+            raise ValueError("kv_cache_dtype=bfloat16: beside other weights only the CPU kernels have it")
+        return self.dtype
+
+    def block_bytes(self, block_size: int, dtype: KvDtype = "auto") -> int:
+        """Return the bytes of a block in all layers."""
+        return self.program.kv_bytes_per_token(self.cache_dtype(dtype).itemsize) * block_size
+
+    def new_cache(self, size: CacheSize) -> None:
+        """Take memory for a cache; page by page as it is written, whatever `eager` says."""
+        self._store = new_store(
+            self.program, size.num_blocks, size.block_size, self.cache_dtype(size.dtype), self.device
+        )
+
+    def free_cache(self) -> None:
+        """Give the cache's memory back."""
+        self.store.free()
+
+    def restore_cache(self) -> None:
+        """Take it again, empty."""
+        self.store.restore()
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of keys and values that there is room for."""
+        return 0 if self._store is None else self._store.num_bytes
+
+    # ---- weights ----
+
+    def stage(self, *, pace: Pace | None = None, check_finite: bool = False) -> TorchStaged:
+        """Start the next weights, in the memory of replaced ones as far as there is any."""
+        live = None if self._model is None else self._model.weights
+        spare, self._spare = self._spare, {}
+        finish = partial(bound, self.program)
+        return TorchStaged(self._layout, live, finish, spare, self.device, self.dtype, pace, check_finite=check_finite)
+
+    def commit(self, staged: TorchModel) -> None:
+        """Compute with these weights from the next step on."""
+        if self._model is staged:
+            return
+        if self._model is not None and self.device.type == "cpu":
+            old, new = self._model.weights.stacks, staged.weights.stacks
+            self._spare = {name: stack for name, stack in old.items() if stack is not new[name]}
+        self._model = staged
+
+    def drop_spare(self) -> None:
+        """Give back the memory kept for the next update."""
+        self._spare = {}
+
+    def discard_weights(self) -> None:
+        """Give the memory of the weights back."""
+        self._model, self._spare = None, {}
+
+    def move_weights(self, device: torch.device) -> None:
+        """Move the weights to a device, such as main memory while the engine sleeps."""
+        if self._model is not None and next(iter(self._model.weights.stacks.values())).device != device:
+            self._model = bound(self.program, self._model.weights.moved(device))
+
+    def weight_values(self, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Yield the weights' own memory under their names."""
+        return values_of(self.model, names)
+
+    def staged_values(self, staged: TorchModel) -> Iterator[tuple[str, Tensor]]:
+        """Yield the memory of weights that were staged."""
+        return values_of(staged, None)
+
+    @property
+    def weight_dtype(self) -> str:
+        """The program's precision."""
+        return str(self.dtype).removeprefix("torch.")
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the weights in force."""
+        return 0 if self._model is None else self._model.weights.num_bytes
+
+    def copy(self) -> TorchExecutor:
+        """Return a second executor whose weights are copies."""
+        other = TorchExecutor(self.config, self.program, self.device, self.dtype, self._backend, self._sampler)
+        other.commit(bound(self.program, self.model.weights.copied()))
+        return other
+
+    def on_same_weights(self, sampler: Sampler) -> TorchExecutor:
+        """Return a second executor that computes with the same memory and draws by another sampler.
+
+        What writes that memory changes both; an update of either would write memory that the other computes with.
+        """
+        other = TorchExecutor(self.config, self.program, self.device, self.dtype, self._backend, sampler)
+        other.commit(self.model)
+        return other
+
+
+def values_of(model: TorchModel, names: Collection[str] | None) -> Iterator[tuple[str, Tensor]]:
+    """Yield a model's weights under their names, all or those named."""
+    yield from ((name, t) for name, t in model.weights.tensors.items() if names is None or name in names)
+
+
+def new_store(program: Program, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device) -> KVStore:
+    """Return memory for keys and values. Raises `ValueError` for layers of different sizes, which it does not have."""
+    sizes = {(layer.num_kv_heads, layer.head_dim) for layer in program.caches}
+    if len(sizes) != 1:
+        raise ValueError(f"layers with different sizes of keys and values are not supported: {sorted(sizes)}")
+    ((num_kv_heads, head_dim),) = sizes
+    return KVStore(len(program.caches), num_blocks, block_size, num_kv_heads, head_dim, dtype, device)

@@ -1,0 +1,97 @@
+"""Each operation in torch, on any device: the reference that every other executor must equal.
+
+Shapes: T rows of the step (K of them behind `Keep`), W width of a buffer, N outputs and K inputs of a matrix, H query
+heads, J kv heads, Y heads of one or several buffers, D head size, R rotary size.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from nano_inference.models.ops import Activation, TableRows
+
+_SWAPPED_ROWS = range(3, 49)
+_PAIR_FACTORS = (36313, 27191)
+
+
+def linear(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
+    """Return x W^T + b, [T, N]; in column-major order where that is the faster product.
+
+    On a CPU, MKL's float32 product of a few dozen rows is about twice as fast when the weights stand on the left
+    (docs/log.md has the measurements); with one or two rows, and with many, the plain order is.
+    """
+    if x_TK.device.type != "cpu" or x_TK.size(0) not in _SWAPPED_ROWS:
+        return functional.linear(x_TK, weight_NK, bias_N)
+    out_NT = torch.mm(weight_NK, x_TK.t())
+    return out_NT.t() if bias_N is None else out_NT.add_(bias_N.unsqueeze(-1)).t()
+
+
+def embed(
+    table_NW: Tensor, token_T: Tensor, previous_T: Tensor, rows: TableRows = "token", scale: Tensor | None = None
+) -> Tensor:
+    """Return rows of a table, times a scale of the table's precision where there is one."""
+    row_T = token_T
+    if rows == "previous":
+        row_T = previous_T.clamp(min=0)
+    elif rows == "pair":
+        row_T = pair_rows(token_T, previous_T, table_NW.size(0))
+    x_TW = functional.embedding(row_T, table_NW)
+    return x_TW if scale is None else x_TW * scale
+
+
+def pair_rows(token_T: Tensor, previous_T: Tensor, num_rows: int) -> Tensor:
+    """Return each token's row in the table of hashed pairs, [T]; the last row is that of a text's first token."""
+    ours, theirs = _PAIR_FACTORS
+    row_T = torch.bitwise_xor(token_T * ours, previous_T * theirs) % max(1, num_rows - 1)
+    return torch.where(previous_T < 0, num_rows - 1, row_T)
+
+
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float, offset: float) -> Tensor:
+    """Return x / rms(x) · (offset + weight) over the last dimension, in x's dtype."""
+    x32 = x.float()
+    mean_square: Tensor = torch.linalg.vector_norm(x32, dim=-1, keepdim=True).square_().div_(x.size(-1))
+    x32 = x32 * mean_square.add_(eps).rsqrt_()
+    if weight is None:
+        return x32.to(x.dtype)
+    if offset:
+        return (x32 * (offset + weight.float())).to(x.dtype)
+    return x32.to(x.dtype) * weight
+
+
+def rotate(x_TYD: Tensor, cos_T1R: Tensor, signed_sin_T1R: Tensor) -> Tensor:
+    """Turn the first R of D dimensions by the position, halves paired (GPT-NeoX's layout, Hugging Face's files).
+
+    The sine of the first half comes with its minus sign, so that swapping the halves is all that is left to do.
+    """
+    rotary_dim = cos_T1R.size(-1)
+    x_TYR = x_TYD[..., :rotary_dim]
+    turned_TYR = torch.addcmul(x_TYR * cos_T1R, x_TYR.roll(rotary_dim // 2, dims=-1), signed_sin_T1R)
+    if rotary_dim == x_TYD.size(-1):
+        return turned_TYR
+    return torch.cat((turned_TYR, x_TYD[..., rotary_dim:]), dim=-1)
+
+
+def activate(kind: Activation, gate_TW: Tensor, up_TW: Tensor | None) -> Tensor:
+    """Return act(gate) · up; relu² has no up."""
+    if up_TW is None:
+        return functional.relu(gate_TW).square()
+    act_TW = functional.silu(gate_TW) if kind == "silu" else functional.gelu(gate_TW, approximate="tanh")
+    return act_TW * up_TW
+
+
+def gate_values(v_TJD: Tensor, gate_TJ: Tensor, more_TW: Tensor, scale: float) -> Tensor:
+    """Return v + scale · sigmoid(gate) · more."""
+    return v_TJD + (scale * torch.sigmoid(gate_TJ)).unsqueeze(-1) * more_TW.view(v_TJD.shape)
+
+
+def smear(x_TW: Tensor, gate_T1: Tensor, before_TW: Tensor, share: Tensor, previous_T: Tensor) -> Tensor:
+    """Return x + share · sigmoid(gate) · before; x where there is no previous token. `share` has no dimension."""
+    smeared_TW = x_TW + share * torch.sigmoid(gate_T1) * before_TW
+    return torch.where((previous_T < 0).unsqueeze(-1), x_TW, smeared_TW)
+
+
+def softcap(x: Tensor, cap: float) -> Tensor:
+    """Return cap · tanh(x / cap)."""
+    return torch.tanh(x / cap) * cap

@@ -1,0 +1,147 @@
+"""Weights in torch: a tensor for each, those that are multiplied with one input stacked in one piece of memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nano_inference.executors.staging import NotFinite, Pace, dtype_name, is_finite, pieces_of, rows_of
+from nano_inference.loader.door import WeightSource
+from nano_inference.memory import huge_empty
+from nano_inference.models.ops import Linear, WeightSpec
+from nano_inference.models.program import Program
+
+Layout = Mapping[str, tuple[WeightSpec, ...]]
+"""The weights of every stack, in order, under the name of its first."""
+
+
+def layout_of(program: Program) -> Layout:
+    """Return a stack for the matrices, and one for the biases, of every `Linear`; all other weights stand alone."""
+    stacks: dict[str, tuple[WeightSpec, ...]] = {}
+    for op in program.ops:
+        groups = (op.matrices, op.biases) if isinstance(op, Linear) else tuple((spec,) for spec in op.weights)
+        stacks |= {group[0].name: group for group in groups if group}
+    assert sum(map(len, stacks.values())) == len(program.weights), "a weight belongs to two stacks"
+    return MappingProxyType(stacks)
+
+
+@dataclass(frozen=True, slots=True)
+class TorchWeights:
+    """The weights of one version. Never written once a program computes with them."""
+
+    layout: Layout
+    stacks: Mapping[str, Tensor]
+    tensors: Mapping[str, Tensor] = field(init=False)
+    """A view for every weight, under its name."""
+
+    def __post_init__(self) -> None:
+        named: dict[str, Tensor] = {}
+        for name, stack in self.stacks.items():
+            named |= views_of(self.layout[name], stack)
+        object.__setattr__(self, "tensors", MappingProxyType(named))
+
+    def stacked(self, specs: Sequence[WeightSpec]) -> Tensor:
+        """Return the weights of one `Linear` as one tensor."""
+        return self.stacks[specs[0].name]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all of them."""
+        return sum(stack.nbytes for stack in self.stacks.values())
+
+    def moved(self, device: torch.device) -> TorchWeights:
+        """Return the same weights on a device."""
+        return TorchWeights(self.layout, {name: stack.to(device) for name, stack in self.stacks.items()})
+
+    def copied(self) -> TorchWeights:
+        """Return the same weights in memory of their own."""
+        copies = {name: huge_empty(tuple(s.shape), s.dtype, s.device).copy_(s) for name, s in self.stacks.items()}
+        return TorchWeights(self.layout, copies)
+
+
+def views_of(specs: Sequence[WeightSpec], stack: Tensor) -> dict[str, Tensor]:
+    """Return a view of a stack for each of its weights."""
+    parts = torch.split(stack, [spec.shape[0] for spec in specs])
+    return {spec.name: part for spec, part in zip(specs, parts, strict=True)}
+
+
+class TorchStaged:
+    """Owns the next weights while they are filled; a stack of which nothing comes is that of the weights in force."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        live: TorchWeights | None,
+        finish: Callable[[TorchWeights], Any],
+        spare: dict[str, Tensor],
+        device: torch.device,
+        dtype: torch.dtype,
+        pace: Pace | None,
+        *,
+        check_finite: bool,
+    ) -> None:
+        """`finish` makes what the executor commits of complete weights.
+
+        `spare` is memory of stacks that nothing computes with; it is used first.
+        """
+        self._layout, self._live, self._finish, self._spare = layout, live, finish, spare
+        self._device, self._dtype, self._pace, self._check_finite = device, dtype, pace, check_finite
+        self._home = {spec.name: name for name, specs in layout.items() for spec in specs}
+        self._fresh: dict[str, Tensor] = {}
+        self._views: dict[str, Tensor] = {}
+        self._taken: set[str] = set()
+
+    def put(self, spec: WeightSpec, source: WeightSource) -> int:
+        """Fill one weight; return its bytes. Raises `NotFinite` where values are checked."""
+        if spec.name not in self._views:
+            self._open(self._home[spec.name])
+        view = self._views[spec.name]
+        for part, piece in _pieces(source, view, self._pace):
+            part.read_into(piece)
+            if self._check_finite and not is_finite(piece):
+                raise NotFinite(dtype_name(view))
+        self._taken.add(spec.name)
+        return view.nbytes
+
+    def has_same(self, spec: WeightSpec, source: WeightSource) -> bool:
+        """Whether a weight that was put has the values of another source."""
+        again = torch.empty_like(self._views[spec.name])
+        source.read_into(again)
+        return torch.equal(again, self._views[spec.name])
+
+    def finish(self) -> Any:
+        """Return what came and what is in force for the rest, ready to compute with."""
+        for name, stack in self._fresh.items():
+            for spec in self._layout[name]:
+                if spec.name not in self._taken:
+                    assert self._live is not None
+                    old = self._live.tensors[spec.name]
+                    for piece in pieces_of(tuple(old.shape), old.element_size(), self._pace):
+                        self._views[spec.name][piece].copy_(old[piece])
+            self._taken.update(spec.name for spec in self._layout[name])
+            assert stack.device == self._device
+        live = {} if self._live is None else self._live.stacks
+        return self._finish(TorchWeights(self._layout, MappingProxyType({**live, **self._fresh})))
+
+    def _open(self, name: str) -> None:
+        """Take memory for a stack."""
+        specs = self._layout[name]
+        shape = (sum(spec.shape[0] for spec in specs), *specs[0].shape[1:])
+        dtype = torch.float32 if specs[0].kind == "number" else self._dtype
+        stack = self._spare.pop(name, None)
+        self._fresh[name] = huge_empty(shape, dtype, self._device) if stack is None else stack
+        self._views |= views_of(specs, self._fresh[name])
+
+
+def _pieces(source: WeightSource, view: Tensor, pace: Pace | None) -> Iterator[tuple[WeightSource, Tensor]]:
+    """Yield the whole tensor, or, at a pace, a few rows after the other."""
+    if pace is None or not view.numel():
+        yield source, view
+        return
+    for piece in pieces_of(tuple(view.shape), view.element_size(), pace):
+        yield rows_of(source, piece.start, piece.stop), view[piece]

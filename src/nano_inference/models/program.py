@@ -1,0 +1,107 @@
+"""`Program`: a decoder as lists of operations, with the weights and caches that follow from them. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from nano_inference.models.config import RopeConfig
+from nano_inference.models.ops import Attend, Embed, Keep, Op, Rotate, Smear, Store, WeightSpec
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCache:
+    """What one layer keeps of a token, and for how many tokens."""
+
+    num_kv_heads: int
+    head_dim: int
+    window: int | None
+    """Latest tokens that any query reads; None is all of them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """A decoder in three parts. Raises `ValueError` naming the buffer that is read before it is written."""
+
+    body: tuple[Op, ...]
+    """Tokens -> buffer x: the residual behind the last layer, of the rows that are kept."""
+    final: tuple[Op, ...]
+    """x -> h: the last norm."""
+    head: tuple[Op, ...]
+    """h -> logits, float32, `vocab_size` values a row."""
+    vocab_size: int
+    hidden_size: int
+    ropes: tuple[RopeConfig, ...]
+    """Rotary embeddings that `Rotate` refers to."""
+    has_full_decode: bool = False
+    """Windows restrict the queries of prompts only: an answer's tokens read all keys (nanochat, decode_window=full)."""
+
+    def __post_init__(self) -> None:
+        check_order(self.body, frozenset(), "x")
+        check_order(self.final, frozenset({"x"}), "h")
+        check_order(self.head, frozenset({"h"}), "logits")
+
+    @property
+    def ops(self) -> tuple[Op, ...]:
+        """All operations in order."""
+        return (*self.body, *self.final, *self.head)
+
+    @cached_property
+    def weights(self) -> tuple[WeightSpec, ...]:
+        """Every weight once, in the order of use."""
+        found = {spec.name: spec for op in self.ops for spec in op.weights}
+        assert all(found[spec.name] == spec for op in self.ops for spec in op.weights)
+        return tuple(found.values())
+
+    @cached_property
+    def tied_names(self) -> dict[str, str]:
+        """Other names of weights -> their names."""
+        return {other: spec.name for spec in self.weights for other in spec.tied}
+
+    @cached_property
+    def caches(self) -> tuple[LayerCache, ...]:
+        """What each layer keeps."""
+        attends = sorted((op for op in self.body if isinstance(op, Attend)), key=lambda op: op.layer)
+        return tuple(
+            LayerCache(op.num_kv_heads, op.head_dim, None if self.has_full_decode else op.window) for op in attends
+        )
+
+    @property
+    def windows(self) -> frozenset[int | None]:
+        """The windows of its layers."""
+        return frozenset(op.window for op in self.body if isinstance(op, Attend))
+
+    def without_windows(self) -> Program:
+        """Return the same program with layers that read all keys."""
+        body = tuple(replace(op, window=None) if isinstance(op, Attend) else op for op in self.body)
+        return replace(self, body=body)
+
+    def kv_bytes_per_token(self, bytes_per_value: int) -> int:
+        """Return the bytes of keys and values that one token takes over all layers."""
+        return bytes_per_value * sum(2 * layer.num_kv_heads * layer.head_dim for layer in self.caches)
+
+
+def check_order(part: tuple[Op, ...], given: frozenset[str], wanted: str) -> None:
+    """Raise `ValueError` if a buffer is read before it is written, or the part does not write its result."""
+    known = set(given)
+    kept = False
+    for op in part:
+        missing = [name for name in op.reads if name not in known]
+        if missing:
+            raise ValueError(f"{type(op).__name__} reads {missing[0]}, which no operation before it writes")
+        if kept and isinstance(op, Embed | Smear | Rotate | Store | Attend | Keep):
+            raise ValueError(f"{type(op).__name__} stands behind Keep, where the step's tokens are no longer all there")
+        kept |= isinstance(op, Keep)
+        known.update(op.writes)
+    if wanted not in known:
+        raise ValueError(f"no operation writes {wanted}")
+
+
+def last_uses(part: tuple[Op, ...], result: str) -> Iterator[tuple[str, ...]]:
+    """Yield for each operation the buffers that nothing reads after it."""
+    live, found = {result}, list[tuple[str, ...]]()
+    for op in reversed(part):
+        found.append(tuple(sorted({*op.reads, *op.writes} - live)))
+        live = (live - set(op.writes)) | set(op.reads)
+    yield from reversed(found)
