@@ -16,14 +16,14 @@ from torch import Tensor
 from torch.nn import functional
 
 from nano_inference.assemble import load_model
-from nano_inference.executors.batch import build
 from nano_inference.catalog import default_cache, resolve
+from nano_inference.executors.batch import build
+from nano_inference.executors.forward import model_forward
+from nano_inference.executors.torch.executor import TorchExecutor
+from nano_inference.executors.torch.ops import linear
 from nano_inference.executors.torch.store import KVStore
 from nano_inference.loader.checkpoint import open_checkpoint
 from nano_inference.logprobs import normalise
-from nano_inference.models.build import Model
-from nano_inference.models.layers import linear
-from nano_inference.runner import model_forward
 from nano_inference.sampling import invert_cdf
 from nano_inference.types import Row, SamplingParams
 
@@ -73,7 +73,7 @@ def print_table(title: str, rows: dict[str, list[float]]) -> None:
         print(f"{name:34}" + "".join(f"{'=' if gap == 0 else f'{gap:.0e}':>8}" for gap in gaps))
 
 
-def model_gaps(model: Model, store: KVStore) -> list[float]:
+def model_gaps(model: TorchExecutor, store: KVStore) -> list[float]:
     """The largest difference of one sequence's last logits alone and in batches of sequences, decoding."""
     prompts = [[(7 * row + 3 * i) % VOCAB for i in range(40)] for row in range(max(BATCHES))]
 

@@ -16,19 +16,20 @@ import torch
 from torch import Tensor
 
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams
-from nano_inference.executors.torch.attention import ForwardInput, Span
-from nano_inference.runner import ModelRunner, model_forward
+from nano_inference.executors.cpu.executor import CpuExecutor
+from nano_inference.executors.forward import model_forward
+from nano_inference.executors.step_input import ForwardInput, Span
 
 
 def logits_of(engine: InferenceEngine, ids: list[int]) -> Tensor:
     """Return float32 logits [T, V] of one text, computed in one step in the cache's first blocks."""
     runner = engine.parts.runner
-    assert isinstance(runner, ModelRunner)
+    assert isinstance(runner, CpuExecutor)
     tokens, positions = torch.tensor(ids), torch.arange(len(ids))
     span = Span(0, len(ids), 0, tuple(range(-(-len(ids) // runner.store.block_size))))
     previous = torch.cat([torch.tensor([-1]), tokens[:-1]])
     step = ForwardInput(token_T=tokens, prev_T=previous, position_T=positions, slot_T=positions, spans=(span,))
-    return model_forward(runner.model, step, runner.store).clone()
+    return model_forward(runner, step, runner.store).clone()
 
 
 def texts_of(engine: InferenceEngine, count: int, size: int) -> list[list[int]]:

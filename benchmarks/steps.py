@@ -29,9 +29,8 @@ from typing import Any, NoReturn
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams
 from nano_inference.assemble import EngineParts
 from nano_inference.config import CacheType
+from nano_inference.executors.cpu.executor import CpuExecutor
 from nano_inference.kv import KVManager, make_kv
-from nano_inference.models.kernel import KernelModel
-from nano_inference.runner import ModelRunner
 from nano_inference.types import RowResult, ScheduledBatch, StepResult
 
 CACHE_TYPES: tuple[CacheType, ...] = ("paged", "radix")
@@ -322,10 +321,10 @@ def time_model(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     )
     rows = []
     with InferenceEngine(config) as engine:
-        runner = engine.parts.runner
-        if not isinstance(runner, ModelRunner) or not isinstance(runner.model, KernelModel):
+        executor = engine.parts.executor
+        if not isinstance(executor, CpuExecutor):
             no_kernels()
-        library: Any = runner.model.library
+        library: Any = executor.library
         library.code = code = TimedCode(library.code)
         for batch in arguments.batch:
             rows.append({"batch": batch} | time_batch(engine, code, batch, arguments.steps))

@@ -24,7 +24,6 @@ from nano_inference import EngineConfig, InferenceEngine, SamplingParams
 from nano_inference.assemble import load_model, locate
 from nano_inference.config import KernelsName
 from nano_inference.loader.checkpoint import open_checkpoint
-from nano_inference.models.build import weight_slots
 
 PATHS: Mapping[str, KernelsName] = MappingProxyType({"torch": "off", "C kernels": "auto"})
 QUIET_STEPS = 20
@@ -64,7 +63,7 @@ def weights_of(name: str, threads: int | None) -> Named:
     if threads is not None:
         torch.set_num_threads(threads)
     model = load_model(open_checkpoint(locate(name)), torch.device("cpu"), torch.float32, 1024)
-    return {name: slot.clone() for name, slot in weight_slots(model).items()}
+    return {name: slot.clone() for name, slot in model.weight_values()}
 
 
 def steps_around_updates(

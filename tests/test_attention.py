@@ -9,18 +9,18 @@ import pytest
 import torch
 from torch import Tensor
 
+from nano_inference.executors.batch import build, in_step_order
+from nano_inference.executors.step_input import ForwardInput
 from nano_inference.executors.torch.attention import (
     AttentionSpec,
     Backend,
     FlexAttentionBackend,
-    ForwardInput,
     SdpaBackend,
     create_attention_mask,
     create_sliding_window_causal_mask,
     pick,
     sdpa,
 )
-from nano_inference.executors.batch import build, in_step_order
 from nano_inference.executors.torch.store import KVStore
 from nano_inference.types import BlockCopy, Row, SamplingParams
 

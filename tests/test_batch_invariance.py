@@ -19,7 +19,7 @@ import torch
 
 from nano_inference.config import EngineConfig
 from nano_inference.engine import InferenceEngine
-from nano_inference.models.kernel import KernelModel
+from nano_inference.executors.cpu.executor import CpuExecutor
 from nano_inference.types import SamplingParams, TrainingSample
 from tests.loader import tiny_models
 from tests.models.families import make_model
@@ -117,7 +117,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     path = write(tmp_path_factory.mktemp("invariance"))
     alone = []
     with ThreadsKept(), open_engine(path, **options) as ours:
-        assert isinstance(ours.parts.runner.model, KernelModel), "these tests need a C compiler"
+        assert isinstance(ours.parts.executor, CpuExecutor), "these tests need a C compiler"
         for prompt, params in REQUESTS:
             alone.append(bits(ours.generate([prompt], params)[0]))
             ours.flush_cache()

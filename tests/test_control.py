@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from nano_inference import BadRequest, EnginePaused, InferenceEngine, SamplingParams, TrainingSample
-from nano_inference.models.packed import num_weight_bytes
 from nano_inference.sequence import Sequence
 from tests.sim.fakes import fake_config, fake_parts, reference
 from tests.weights.pairs import OpenEngine, Pair
@@ -258,7 +257,7 @@ def test_sleep_keeps_the_requests_and_gives_the_cache_back(untied: Pair, open_en
     for _ in range(2):
         engine.sleep()
         assert engine.is_asleep and not engine.has_pending() and engine.step() == []
-    assert engine.parts.runner.store.num_bytes == 0
+    assert engine.parts.executor.cache_bytes == 0
     gc.collect()
     for _ in range(2):
         engine.wake()
@@ -272,7 +271,7 @@ def test_discarded_weights_must_come_again_before_anything_runs(untied: Pair, op
     engine = open_engine(untied)
     started(engine)
     engine.sleep(discard_weights=True)
-    assert num_weight_bytes(engine.parts.runner.model) == 0
+    assert engine.parts.executor.weight_bytes == 0
     with pytest.raises(ValueError, match="the weights were discarded, so all of them must come"):
         engine.update_weights({}, partial=True)
     with pytest.raises(ValueError, match="the weights were discarded"):

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from nano_inference import drawing
 from nano_inference.assemble import pick_kernels
 from nano_inference.config import EngineConfig
+from nano_inference.executors.cpu import drawing
 from nano_inference.executors.cpu.drawing import KernelSampler, is_plain, merged
 from nano_inference.kernels.library import Library
 from nano_inference.logprobs import Normalise, kernel_normalise

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from nano_inference import BadRequest, EngineConfig, InferenceEngine, SamplingParams, TrainingSample
-from nano_inference.models.packed import weight_values
 from tests.models.families import VOCAB_SIZE, gap, make_model
 from tests.sim.fakes import EOS, fake_config, fake_parts
 
@@ -272,7 +271,7 @@ def test_what_a_broken_sample_leaves_in_the_cache_harms_nobody(tmp_path: Path, k
     with InferenceEngine(config) as healthy:
         expected = healthy.generate([[1, 2, 3]], params)[0].completion_tokens
     with InferenceEngine(config) as engine:
-        torn = {name: weight.clone() for name, weight in weight_values(engine.parts.runner.model)}
+        torn = {name: weight.clone() for name, weight in engine.parts.executor.weight_values()}
         torn["model.embed_tokens.weight"][7] = float("nan")
         engine.update_weights(torn, allow_nonfinite=True, blocking=True)
         broken = engine.generate([[7] * 20], params)[0]

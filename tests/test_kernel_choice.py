@@ -12,11 +12,11 @@ import torch
 
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams, assemble
 from nano_inference.executors.cpu.drawing import KernelSampler
-from nano_inference.kernels.compile import best_isa, cpu_flags, cpu_has
+from nano_inference.executors.cpu.executor import CpuExecutor
 from nano_inference.executors.cpu.store import KernelStore
+from nano_inference.executors.torch.executor import TorchExecutor
 from nano_inference.executors.torch.store import KVStore
-from nano_inference.models.kernel import KernelModel
-from nano_inference.runner import ModelRunner
+from nano_inference.kernels.compile import best_isa, cpu_flags, cpu_has
 from nano_inference.sampling import draw
 from tests.kernels.steps import have_ended, threads_here
 from tests.models.families import gap, make_model
@@ -37,19 +37,17 @@ def config(tiny: tuple[Path, Any] | None = None, **options: Any) -> EngineConfig
     return EngineConfig(model_path=path, **({"device": "cpu", "kv_cache_bytes": 4 << 20} | options))
 
 
-def runner_of(engine: InferenceEngine) -> ModelRunner:
-    assert isinstance(engine.parts.runner, ModelRunner)
-    return engine.parts.runner
+def executor_of(engine: InferenceEngine) -> CpuExecutor | TorchExecutor:
+    assert isinstance(engine.parts.executor, CpuExecutor | TorchExecutor)
+    return engine.parts.executor
 
 
 def has_kernels(engine: InferenceEngine) -> bool:
-    """Whether model, cache and sampler are the kernels'; they go together or not at all."""
-    runner = runner_of(engine)
-    found = {isinstance(runner.model, KernelModel), isinstance(runner.store, KernelStore)}
-    found |= {isinstance(runner.sampler, KernelSampler)}
-    assert len(found) == 1
-    assert found == {True} or (runner.sampler is draw and isinstance(runner.store, KVStore))
-    return found.pop()
+    """Whether the kernels compute, store and draw; they do all of it or nothing."""
+    executor = executor_of(engine)
+    found = isinstance(executor, CpuExecutor)
+    assert isinstance(executor.sampler, KernelSampler) if found else executor.sampler is draw
+    return found
 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -94,7 +92,7 @@ def test_the_kernels_serve_where_they_can_be_had(
 ) -> None:
     with InferenceEngine(config(tiny, **options)) as engine:
         assert has_kernels(engine)
-        assert runner_of(engine).model.library.isa == best_isa(cpu_flags())  # type: ignore[union-attr]
+        assert executor_of(engine).code == best_isa(cpu_flags())
         assert len(engine.score(IDS)) == len(IDS) - 1
     assert warnings(caplog) == []
 
@@ -106,7 +104,7 @@ def test_an_instruction_set_by_name(tiny: tuple[Path, Any], isa: Any) -> None:
         return
     with InferenceEngine(config(tiny, kernels=isa, deterministic=True)) as engine:
         assert has_kernels(engine)
-        assert runner_of(engine).model.library.isa == isa  # type: ignore[union-attr]
+        assert executor_of(engine).code == isa
         assert gap(tiny[1], IDS, engine.score(IDS)) <= 1e-4  # type: ignore[arg-type]
 
 
@@ -208,7 +206,7 @@ def test_a_cache_in_bfloat16_takes_half_the_bytes_and_rounds_little(tiny: tuple[
     assert 1e-6 < max(abs(a - b) for a, b in zip(exact, rounded, strict=True)) < 2e-2
     assert short.parts.kv.num_blocks == 2 * plain.parts.kv.num_blocks
     with InferenceEngine(config(tiny, kv_cache_dtype="bfloat16")) as engine:
-        store = runner_of(engine).store
+        store = executor_of(engine).store
         assert isinstance(store, KernelStore) and store.cache.k.dtype == store.cache.v.dtype == torch.bfloat16
         assert store.num_bytes <= 4 << 20
 
@@ -219,5 +217,5 @@ def test_a_cache_in_bfloat16_needs_the_kernels_or_bfloat16(tiny: tuple[Path, Any
     ):
         InferenceEngine(config(tiny, kv_cache_dtype="bfloat16", kernels="off"))
     with InferenceEngine(config(tiny, kv_cache_dtype="bfloat16", kernels="off", dtype="bfloat16")) as engine:
-        store = runner_of(engine).store
+        store = executor_of(engine).store
         assert isinstance(store, KVStore) and store.k_LSKD.dtype == torch.bfloat16

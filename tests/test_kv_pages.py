@@ -13,10 +13,10 @@ import torch
 
 from nano_inference.assemble import pick_kernels
 from nano_inference.config import EngineConfig
-from nano_inference.kernels.library import Library
-from nano_inference.kv import populate
-from nano_inference.executors.cpu.store import KernelStore
+from nano_inference.executors.cpu import populate
 from nano_inference.executors.cpu.populate import Populator
+from nano_inference.executors.cpu.store import KernelStore
+from nano_inference.kernels.library import Library
 from nano_inference.types import BlockCopy
 
 PIECE = 1000

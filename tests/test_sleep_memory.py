@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams, WeightError
+from nano_inference.executors.cpu.executor import CpuExecutor
 from nano_inference.executors.cpu.store import KernelStore
-from nano_inference.models.packed import weight_values
-from nano_inference.runner import ModelRunner
+from nano_inference.executors.torch.executor import TorchExecutor
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/statm").is_file(), reason="the system does not list memory")
 
@@ -42,8 +42,8 @@ def make(kernels: Kernels) -> InferenceEngine:
 def use(engine: InferenceEngine) -> None:
     """Compute something, and touch every page of the cache."""
     engine.generate([[5, 6, 7]], SamplingParams(max_tokens=2, ignore_eos=True))
-    assert isinstance(engine.parts.runner, ModelRunner)
-    store = engine.parts.runner.store
+    assert isinstance(engine.parts.executor, CpuExecutor | TorchExecutor)
+    store = engine.parts.executor.store
     assert store.num_bytes > CACHE * 0.9, "the engine made a smaller cache than it was given"
     if isinstance(store, KernelStore):
         assert store.wait_for_pages(60)
@@ -152,12 +152,12 @@ def test_a_failed_update_frees_all_tensors_without_a_collection(
 ) -> None:
     """Sleeps between updates, so that no memory is kept for the next one."""
     caplog.set_level("CRITICAL", "nano_inference.engine")  # a captured record would refer to the error and its frames
-    assert isinstance(engine.parts.runner, ModelRunner)
-    model = engine.parts.runner.model
-    size = sum(value.nbytes for _, value in weight_values(model))
+    assert isinstance(engine.parts.executor, CpuExecutor | TorchExecutor)
+    executor = engine.parts.executor
+    size = sum(value.nbytes for _, value in executor.weight_values())
 
     def fail() -> None:
-        wrong = {name: value.clone() for name, value in weight_values(model)}
+        wrong = {name: value.clone() for name, value in executor.weight_values()}
         wrong["no.such.weight"] = torch.zeros(3)
         with pytest.raises(WeightError, match=r"no\.such\.weight"):
             engine.update_weights(wrong, blocking=blocking)

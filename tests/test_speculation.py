@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams, TrainingSample
-from nano_inference.models.packed import weight_values
 from nano_inference.speculate import Drafter, Guess
 from nano_inference.types import StepStats
 from tests.models.families import VOCAB_SIZE, make_model
@@ -131,7 +130,7 @@ def test_every_bit_is_the_same_in_a_tight_cache(tiny: Path) -> None:
     wanted = [(prompt, replace(params, max_tokens=25), count) for prompt, params, count in ASKS]
     with open_engine(tiny, block_size=4) as engine:
         expected, _ = run_all(engine, wanted)
-        block_bytes = engine.parts.runner.model.config.kv_bytes_per_token(4) * 4
+        block_bytes = engine.parts.executor.block_bytes(4)
     tight = {"block_size": 4, "kv_cache_bytes": 45 * block_bytes, "max_tokens_per_batch": 32}
     with open_engine(tiny, **tight, speculation="ngram") as engine:
         samples, stats = run_all(engine, wanted)
@@ -406,7 +405,7 @@ def test_a_guess_whose_numbers_are_not_finite_harms_nobody(
 ) -> None:
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     with open_engine(tiny, kernels=kernels, speculation="ngram", block_size=8) as engine:
-        torn = {name: weight.clone() for name, weight in weight_values(engine.parts.runner.model)}
+        torn = {name: weight.clone() for name, weight in engine.parts.executor.weight_values()}
         poison = next(token for token in range(VOCAB_SIZE) if token not in (1, 2, 3))
         torn["model.embed_tokens.weight"][poison] = float("nan")
         engine.update_weights(torn, allow_nonfinite=True, blocking=True)

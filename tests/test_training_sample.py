@@ -17,9 +17,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams, TrainingSample
-from nano_inference import runner as runner_module
+from nano_inference.executors import step as step_module
 from nano_inference.executors.batch import Scored
-from nano_inference.runner import ModelRunner, Scores
+from nano_inference.executors.cpu.drawing import kernel_normalise
+from nano_inference.executors.cpu.executor import CpuExecutor
+from nano_inference.executors.step import Scores, score_rows
 from nano_inference.sampling import draw
 from nano_inference.sequence import Sequence, advance, finish, start_sequences, to_delta, to_sample
 from nano_inference.types import DrawExtras, LogprobsMode, Request, TokenLogprob, VersionSpan, spans_of
@@ -405,13 +407,14 @@ def ours(tiny: tuple[Path, Any]) -> Iterator[InferenceEngine]:
         yield engine
 
 
-def runner_of(engine: InferenceEngine) -> ModelRunner:
-    assert isinstance(engine.parts.runner, ModelRunner)
-    return engine.parts.runner
+def executor_of(engine: InferenceEngine) -> CpuExecutor:
+    assert isinstance(engine.parts.executor, CpuExecutor)
+    return engine.parts.executor
 
 
 def test_packed_scores_are_those_of_each_row_alone(ours: InferenceEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    runner = runner_of(ours)
+    executor = executor_of(ours)
+    normalise = kernel_normalise(executor.library)
     hidden_TE = randn(120, 48)
     rows, found, start = [], [], 0
     for i, size in enumerate((3, 1, 40, 7, 2, 30, 1, 9)):
@@ -420,20 +423,20 @@ def test_packed_scores_are_those_of_each_row_alone(ours: InferenceEngine, monkey
         found.append(Scored(i, range(start, start + size), tuple((7 * j + i) % VOCAB_SIZE for j in range(size))))
         start += size + i % 2
     for width in (1, 2, 13, 64, 1000):
-        monkeypatch.setattr(runner_module, "_SCORE_ELEMENTS", width * VOCAB_SIZE)
+        monkeypatch.setattr(step_module, "_SCORE_ELEMENTS", width * VOCAB_SIZE)
         with torch.inference_mode():
-            scores = runner._score(rows, found, hidden_TE)
+            scores = score_rows(executor, rows, found, hidden_TE, normalise)
         assert list(scores) == list(range(8))
         for one, known in zip(rows, found, strict=True):
-            check_scored(scores[known.row], one, known, runner, hidden_TE)
-    assert runner._score(rows, [], hidden_TE) == {}
+            check_scored(scores[known.row], one, known, executor, hidden_TE)
+    assert score_rows(executor, rows, [], hidden_TE, normalise) == {}
 
 
-def check_scored(scores: Scores, one: Any, known: Scored, runner: ModelRunner, hidden_TE: Tensor) -> None:
+def check_scored(scores: Scores, one: Any, known: Scored, executor: CpuExecutor, hidden_TE: Tensor) -> None:
     """Compare with the row's own log-softmax, written out."""
     temperature = 1.0 if one.logprobs_mode == "raw" else one.params.temperature or 1.0
     with torch.inference_mode():
-        logits_SV = runner.model.head(hidden_TE[known.indices.start : known.indices.stop])
+        logits_SV = executor.logits(hidden_TE[known.indices.start : known.indices.stop])
     logp_SV = torch.log_softmax(logits_SV.double() / temperature, -1)
     expected = [float(logp_SV[i, target]) for i, target in enumerate(known.targets)]
     assert scores.logprobs == pytest.approx(expected, abs=1e-6 * max(1, 1 / temperature))
@@ -446,13 +449,16 @@ def check_scored(scores: Scores, one: Any, known: Scored, runner: ModelRunner, h
 def test_a_prompt_token_without_any_chance_has_a_finite_logprob(
     ours: InferenceEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = runner_of(ours).model.head
+    whole = executor_of(ours).logits
 
-    def head(hidden_SE: Tensor) -> Tensor:
+    def logits(hidden_SE: Tensor) -> Tensor:
         logits_SV: Tensor = whole(hidden_SE)
         return logits_SV.index_fill(-1, torch.tensor([9, 44]), -INF)
 
-    monkeypatch.setattr(runner_of(ours).model, "head", head)
+    monkeypatch.setattr(executor_of(ours), "logits", logits)
+    monkeypatch.setattr(
+        executor_of(ours), "step_logits", lambda laid, kept: logits(executor_of(ours).hidden(laid, kept))
+    )
     (one,) = ours.generate([PROMPT], SamplingParams(max_tokens=1, prompt_logprobs=VOCAB_SIZE, temperature=1e-30))
     assert one.prompt_logprobs is not None and one.prompt_top_logprobs is not None
     assert [x == -9999.0 for x in one.prompt_logprobs] == [True, False, False, True]
@@ -463,23 +469,23 @@ def test_a_prompt_token_without_any_chance_has_a_finite_logprob(
 def test_scoring_many_sequences_makes_nothing_large_and_calls_the_head_seldom(
     ours: InferenceEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runner, width, rng = runner_of(ours), 64, random.Random(2)
+    executor, width, rng = executor_of(ours), 64, random.Random(2)
     texts = [[rng.randrange(VOCAB_SIZE) for _ in range(rng.randrange(2, 8))] for _ in range(40)]
     texts.insert(17, [rng.randrange(VOCAB_SIZE) for _ in range(700)])
     expected = [ours.score(ids) for ids in texts]
-    monkeypatch.setattr(runner_module, "_SCORE_ELEMENTS", width * VOCAB_SIZE)
-    watch, calls, inner, whole = Watch(), [], runner._score, runner.model.head
+    monkeypatch.setattr(step_module, "_SCORE_ELEMENTS", width * VOCAB_SIZE)
+    watch, calls, whole = Watch(), [], executor.logits
 
-    def head(hidden_SE: Tensor) -> Tensor:
+    def logits(hidden_SE: Tensor) -> Tensor:
         calls.append(hidden_SE.size(0))
         return whole(hidden_SE)
 
     def score(*args: Any) -> dict[int, Scores]:
         with watch:
-            return inner(*args)
+            return score_rows(*args)
 
-    monkeypatch.setattr(runner.model, "head", head)
-    monkeypatch.setattr(runner, "_score", score)
+    monkeypatch.setattr(executor, "logits", logits)
+    monkeypatch.setattr(step_module, "score_rows", score)
     ours.flush_cache()
     found = ours.score(texts)
     total = sum(len(ids) - 1 for ids in texts)

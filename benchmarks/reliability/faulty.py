@@ -57,12 +57,19 @@ def fail(kind: str) -> None:
 
 def install_in_runner(kind: str) -> None:
     """Let steps fail, or logits be no numbers."""
-    from nano_inference.runner import ModelRunner
+    from nano_inference.executors.cpu.executor import CpuExecutor
+    from nano_inference.executors.torch.executor import TorchExecutor
 
     fault = Fault(kind)
-    run = ModelRunner.run
+    patched: Any
+    for patched in (CpuExecutor, TorchExecutor):
+        patched.run = faulty(patched.run, fault, kind)
 
-    def faulty_run(self: ModelRunner, batch: Any) -> Any:
+
+def faulty(run: Any, fault: Fault, kind: str) -> Any:
+    """Return an executor's `run` that fails, or before whose sampler logits are NaN, where the fault strikes."""
+
+    def faulty_run(self: Any, batch: Any) -> Any:
         victim = fault.strikes(batch.rows)
         if victim is None or kind != "nan":
             if victim is not None:
@@ -75,8 +82,7 @@ def install_in_runner(kind: str) -> None:
         finally:
             self.sampler = sampler
 
-    patched: Any = ModelRunner
-    patched.run = faulty_run
+    return faulty_run
 
 
 def without_numbers(sampler: Any, victim_id: object) -> Any:

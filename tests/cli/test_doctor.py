@@ -15,8 +15,6 @@ from nano_inference.catalog import BUILTINS, ModelEntry
 from nano_inference.cli import doctor, estimate, machine, main
 from nano_inference.config import Dtype
 from nano_inference.loader.checkpoint import open_checkpoint
-from nano_inference.models.packed import num_weight_bytes
-from nano_inference.runner import ModelRunner
 
 Capture = pytest.CaptureFixture[str]
 MACHINE = estimate.Machine(bytes_per_s=2e9, available=8_000_000_000, kv_budget=1_000_000_000, has_kernels=True)
@@ -34,9 +32,8 @@ def taken(path: Path, dtype: Dtype, kernels: str = "auto") -> int:
     """The bytes that the engine's weights take."""
     config = EngineConfig(model_path=str(path), dtype=dtype, kernels=kernels, device="cpu", num_threads=1)  # type: ignore[arg-type]
     with InferenceEngine(config) as engine:
-        runner = engine.parts.runner
-        assert isinstance(runner, ModelRunner)
-        return num_weight_bytes(runner.model)
+        assert engine.parts.executor is not None
+        return engine.parts.executor.weight_bytes
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,6 @@ from nano_inference.loader.checkpoint import Checkpoint, open_checkpoint
 from nano_inference.loader.nanochat import open_tensors
 from nano_inference.loader.nanochat_config import own_config
 from nano_inference.loader.nanochat_rules import Inferred
-from nano_inference.models.packed import weight_values
 from nano_inference.text.tokenizer import load_tokenizer
 from nano_inference.types import BadRequest, ModelError, SamplingParams
 from tests.nanochat.tiny import (
@@ -87,7 +86,7 @@ def test_each_generation_s_weights_arrive_and_it_runs(tmp_path: Path, generation
     write(tmp_path, generation)
     state = state_dict(generation, model_config(generation))
     with engine(tmp_path) as ours:
-        slots = dict(weight_values(ours.parts.runner.model))
+        slots = dict(ours.parts.executor.weight_values())
         assert set(slots) == set(state)
         for name, weight in state.items():
             assert torch.equal(slots[name], weight), name

@@ -20,14 +20,15 @@ import transformers
 from safetensors import safe_open
 from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 
-from nano_inference.assemble import load_model, make_store
-from nano_inference.executors.torch.attention import ForwardInput, Span
+from nano_inference.assemble import load_model
+from nano_inference.executors.forward import model_forward
+from nano_inference.executors.step_input import ForwardInput, Span
+from nano_inference.executors.torch.executor import new_store
 from nano_inference.loader import nanochat_export
 from nano_inference.loader.checkpoint import Checkpoint, open_checkpoint
 from nano_inference.loader.nanochat_export import export_hf, export_nanochat, export_safetensors
 from nano_inference.loader.pt_file import read_pt
 from nano_inference.loader.safetensors_file import read_header
-from nano_inference.runner import model_forward
 from nano_inference.text.chat import chat_template
 from nano_inference.text.nanochat_convert import SAMPLES, check_same, from_hf, to_hf
 from nano_inference.text.nanochat_file import nanochat_tokenizer
@@ -118,7 +119,7 @@ def logits_of(checkpoint: Checkpoint, ids: list[int]) -> torch.Tensor:
     """Our own float32 logits of every position."""
     cpu = torch.device("cpu")
     model = load_model(checkpoint, cpu, torch.float32, checkpoint.config.max_positions)
-    store = make_store(model, -(-len(ids) // 16), 16, cpu, torch.float32)
+    store = new_store(model.program, -(-len(ids) // 16), 16, torch.float32, cpu)
     tokens, positions = torch.tensor(ids), torch.arange(len(ids))
     span = Span(0, len(ids), 0, tuple(range(store.num_blocks)))
     previous = torch.cat([torch.tensor([-1]), tokens[:-1]])

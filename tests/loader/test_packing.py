@@ -16,13 +16,12 @@ from gguf import GGMLQuantizationType as Kind
 from safetensors.torch import save_file
 from tiny_models import converted, finish, random_blocks, read_all, write_metadata
 
+from nano_inference.assemble import load_kernel_model
 from nano_inference.config import EngineConfig
 from nano_inference.engine import InferenceEngine
+from nano_inference.executors.cpu.executor import CpuExecutor
 from nano_inference.kernels.matrix import NAMES
 from nano_inference.loader.checkpoint import open_checkpoint
-from nano_inference.loader.packing import load_packed
-from nano_inference.models.kernel import KernelModel
-from nano_inference.models.packed import num_weight_bytes
 from nano_inference.types import ModelError, SamplingParams
 from tests.models.families import FAMILIES, gap, make_model
 from tests.nanochat.tiny import GENERATIONS, base_meta, model_config, state_dict, write_checkpoint
@@ -38,18 +37,18 @@ def engine(path: Path, **options: Any) -> InferenceEngine:
     return InferenceEngine(EngineConfig(model_path=str(path), **options))
 
 
-def packed_model(ours: InferenceEngine) -> KernelModel:
-    model = ours.parts.runner.model
-    assert isinstance(model, KernelModel), "these tests need a C compiler"
+def packed_model(ours: InferenceEngine) -> CpuExecutor:
+    model = ours.parts.executor
+    assert isinstance(model, CpuExecutor), "these tests need a C compiler"
     return model
 
 
 def formats(ours: InferenceEngine) -> Counter[str]:
-    return Counter(NAMES[matrix.format] for matrix in packed_model(ours).weights.matrices.values())
+    return Counter(NAMES[matrix.format] for matrix in packed_model(ours).model.weights.matrices.values())
 
 
 def matrix_bytes(ours: InferenceEngine) -> int:
-    return sum(matrix.num_bytes for matrix in packed_model(ours).weights.matrices.values())
+    return sum(matrix.num_bytes for matrix in packed_model(ours).model.weights.matrices.values())
 
 
 def rounded(model: transformers.PreTrainedModel, dtype: torch.dtype = torch.bfloat16) -> transformers.PreTrainedModel:
@@ -79,7 +78,7 @@ def test_a_bfloat16_checkpoint_stays_as_it_is(family: str, tmp_path: Path) -> No
     model = make_model(family, tmp_path / "wide")
     with engine(tmp_path / "wide") as wide:
         assert set(formats(wide)) == {"float32"}
-        wide_bytes, wide_weights = matrix_bytes(wide), num_weight_bytes(packed_model(wide))
+        wide_bytes, wide_weights = matrix_bytes(wide), packed_model(wide).weight_bytes
     save_as(torch.bfloat16, model, tmp_path / "short")
     save_as(torch.float32, rounded(model), tmp_path / "fits")
     found = []
@@ -87,7 +86,7 @@ def test_a_bfloat16_checkpoint_stays_as_it_is(family: str, tmp_path: Path) -> No
         with engine(tmp_path / name) as ours:
             assert set(formats(ours)) == {"bfloat16"}, name
             assert 2 * matrix_bytes(ours) == wide_bytes
-            assert num_weight_bytes(packed_model(ours)) < 0.55 * wide_weights
+            assert packed_model(ours).weight_bytes < 0.55 * wide_weights
             found.append(ours.score(IDS))
     assert found[0] == found[1], "what fits is kept as that, wherever it came from"
     assert gap(model, IDS, found[0]) <= TOLERANCE
@@ -100,7 +99,7 @@ def test_what_does_not_fit_is_kept_whole_matrix_by_matrix(tmp_path: Path) -> Non
     model.save_pretrained(tmp_path)
     with engine(tmp_path) as ours:
         assert formats(ours)["float32"] == 1
-        assert NAMES[packed_model(ours).weights.matrices["layers.1.mlp.up_proj.weight"].format] == "float32"
+        assert NAMES[packed_model(ours).model.weights.matrices["model.layers.1.mlp.up_proj.weight"].format] == "float32"
         assert gap(model, IDS, ours.score(IDS)) <= TOLERANCE
 
 
@@ -126,7 +125,7 @@ def test_int8_is_near_and_a_quarter(family: str, tmp_path: Path) -> None:
     model = make_model(family, tmp_path)
     with engine(tmp_path, dtype="int8") as ours, engine(tmp_path) as wide:
         assert set(formats(ours)) == {"int8"}
-        assert num_weight_bytes(packed_model(ours)) < 0.45 * num_weight_bytes(packed_model(wide))
+        assert packed_model(ours).weight_bytes < 0.45 * packed_model(wide).weight_bytes
         scores = ours.score(IDS)
     assert TOLERANCE < gap(model, IDS, scores) < 0.5
 
@@ -214,7 +213,7 @@ def test_int8_rounds_no_weights_that_have_four_bits(name: str, tmp_path: Path) -
     model = write_blocks(tmp_path / "m.gguf", (KEPT | WIDENED)[name])
     with engine(tmp_path / "m.gguf", dtype="int8") as ours:
         assert set(formats(ours)) == {name if name in ("Q4_0", "Q4_1", "Q4_K") else "int8"}
-        assert all(matrix.rounds for matrix in packed_model(ours).weights.matrices.values())
+        assert all(matrix.rounds for matrix in packed_model(ours).model.weights.matrices.values())
         assert TOLERANCE < gap(model, GGUF_IDS, ours.score(GGUF_IDS)) < 0.5
 
 
@@ -226,8 +225,8 @@ def test_progress_is_told_to_the_end(tmp_path: Path) -> None:
     with engine(tmp_path) as ours:
         library = packed_model(ours).library
     told: list[tuple[int, int]] = []
-    weights = load_packed(open_checkpoint(tmp_path), library, "own", lambda *now: told.append(now))
-    assert len(told) == len(weights.matrices) + len(weights.vectors)
+    model = load_kernel_model(open_checkpoint(tmp_path), library, "own", 64, lambda *now: told.append(now))
+    assert len(told) == len(model.program.weights)
     assert [done for done, _ in told] == sorted({done for done, _ in told})
     assert {total for _, total in told} == {told[-1][0]}
 

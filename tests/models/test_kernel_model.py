@@ -1,4 +1,4 @@
-"""`KernelModel` against the torch module of the same weights: hidden states, last norm and logits of mixed steps."""
+"""`CpuExecutor` against `TorchExecutor` on the same weights: hidden states, last norm and logits of mixed steps."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from nano_inference.assemble import cache_dtype, load_kernel_model, load_model, make_store, pick_kernels
-from nano_inference.executors.torch.attention import ForwardInput, Laid, SdpaBackend, Span
-from nano_inference.executors.batch import build, in_step_order
+from nano_inference.assemble import load_kernel_model, load_model, pick_kernels
 from nano_inference.config import EngineConfig
+from nano_inference.executors.batch import build, in_step_order
+from nano_inference.executors.cpu.executor import CpuExecutor
+from nano_inference.executors.protocol import CacheSize
+from nano_inference.executors.step_input import ForwardInput, Laid, Span
+from nano_inference.executors.torch.executor import TorchExecutor
 from nano_inference.kernels.library import Library
-from nano_inference.executors.cpu.store import KernelStore
 from nano_inference.loader.checkpoint import Checkpoint, open_checkpoint
-from nano_inference.models.packed import AnyModel
-from nano_inference.runner import final_hidden, forward
 from nano_inference.types import Row, SamplingParams
 from tests.models.families import FAMILIES, make_model
 from tests.nanochat.tiny import GENERATIONS, base_meta, write_checkpoint
@@ -81,21 +81,29 @@ def steps(vocab_size: int) -> list[ForwardInput]:
     return made
 
 
-def computed(model: AnyModel, inputs: list[ForwardInput]) -> list[Found]:
-    store = make_store(model, len(LENGTHS[0]) * MAX_LEN // BLOCK_SIZE, BLOCK_SIZE, CPU, cache_dtype(model))
+CACHE = CacheSize(num_blocks=len(LENGTHS[0]) * MAX_LEN // BLOCK_SIZE, block_size=BLOCK_SIZE)
+
+
+def laid_of(step: ForwardInput) -> Laid:
+    return Laid(step.token_T.tolist(), step.prev_T.tolist(), step.spans)
+
+
+def computed(model: CpuExecutor | TorchExecutor, inputs: list[ForwardInput]) -> list[Found]:
+    model.new_cache(CACHE)
     found = []
     with torch.inference_mode():
         for step in inputs:
-            hidden_TE = forward(model, step, store, SdpaBackend())
+            laid = laid_of(step)
+            hidden_TE = model.hidden(laid, range(len(laid.tokens)))
             parts = [hidden_TE.double().clone()]
-            parts.append(final_hidden(model, hidden_TE).double().clone())
-            parts.append(model.head(hidden_TE).double().clone())
+            parts.append(model.final(hidden_TE).double().clone())
+            parts.append(model.logits(hidden_TE).double().clone())
             found.append(Found(*parts))
     return found
 
 
-def test_a_mixed_step_is_the_torch_modules(checkpoint: Checkpoint, library: Library) -> None:
-    """The bound is torch's own error, which its float64 module shows, and two last bits of the largest value."""
+def test_a_mixed_step_is_torchs(checkpoint: Checkpoint, library: Library) -> None:
+    """The bound is torch's own error, which float64 shows, and two last bits of the largest value."""
     inputs = steps(checkpoint.config.vocab_size)
     assert {span.num_tokens > 1 for span in inputs[1].spans} == {True, False}
     exact = computed(load_model(checkpoint, CPU, torch.float64, MAX_LEN), inputs)
@@ -114,21 +122,20 @@ def test_what_is_kept_has_the_bits_that_it_has_among_all(checkpoint: Checkpoint,
     inputs = steps(checkpoint.config.vocab_size)
     whole = computed(load_kernel_model(checkpoint, library, "own", MAX_LEN), inputs)
     model = load_kernel_model(checkpoint, library, "own", MAX_LEN)  # another, whose buffers have yet to grow
-    store = make_store(model, len(LENGTHS[0]) * MAX_LEN // BLOCK_SIZE, BLOCK_SIZE, CPU, cache_dtype(model))
-    assert isinstance(store, KernelStore)
+    model.new_cache(CACHE)
     single = Laid([5], [-1], (Span(0, 1, 0, (0,)),))
-    alone_KV = model.run_to_logits(single, [0], store.cache).clone()
+    alone_KV = model.step_logits(single, [0]).clone()
     for step, right in zip(inputs, whole, strict=True):
-        laid = Laid(step.token_T.tolist(), step.prev_T.tolist(), step.spans)
+        laid = laid_of(step)
         last = [span.offset + span.num_tokens - 1 for span in step.spans]
         for kept in ([], last, last[1:2], list(range(1, len(laid.tokens), 3)), list(range(len(laid.tokens)))):
-            hidden_KE = model.run(laid, kept, store.cache)
+            hidden_KE = model.hidden(laid, kept)
             assert torch.equal(hidden_KE.double(), right.hidden_TE[kept])
-            assert torch.equal(model.run_to_logits(laid, kept, store.cache).double(), right.logits_TV[kept])
+            assert torch.equal(model.step_logits(laid, kept).double(), right.logits_TV[kept])
             with torch.inference_mode():
-                logits_KV = model.head(right.hidden_TE[kept].float().flip(0))
+                logits_KV = model.logits(right.hidden_TE[kept].float().flip(0))
             assert torch.equal(logits_KV.double().flip(0), right.logits_TV[kept])
-    assert torch.equal(model.run_to_logits(single, [0], store.cache), alone_KV)
+    assert torch.equal(model.step_logits(single, [0]), alone_KV)
 
 
 def test_what_a_step_gives_does_not_depend_on_what_was_in_the_buffers(library: Library, tmp_path: Path) -> None:
@@ -146,9 +153,10 @@ def test_discarded_weights_are_gone_and_others_take_their_place(library: Library
     checkpoint = open_tiny("qwen3-ratio3-tied", tmp_path)
     inputs = steps(checkpoint.config.vocab_size)[:1]
     model = load_kernel_model(checkpoint, library, "own", MAX_LEN)
-    weights, first = model.weights, computed(model, inputs)
-    model.discard()
-    assert not model.weights.matrices and not model.weights.vectors
+    weights, first = model.model, computed(model, inputs)
+    model.discard_weights()
+    assert model.weight_bytes == 0
     with pytest.raises(AssertionError):
         computed(model, inputs)
-    assert torch.equal(computed(model.with_weights(weights), inputs)[0].logits_TV, first[0].logits_TV)
+    model.commit(weights)
+    assert torch.equal(computed(model, inputs)[0].logits_TV, first[0].logits_TV)

@@ -15,15 +15,16 @@ import torch
 import transformers
 from torch import Tensor
 
-from nano_inference import runner
-from nano_inference.executors.batch import build, in_step_order
 from nano_inference.config import EngineConfig
 from nano_inference.engine import InferenceEngine
+from nano_inference.executors import step
+from nano_inference.executors.batch import build, in_step_order
+from nano_inference.executors.forward import model_forward
 from nano_inference.executors.torch.store import KVStore
 from nano_inference.models.nanochat import hf_name
+from nano_inference.models.ops import Attend
 from nano_inference.nanochat.cache import KVCache
 from nano_inference.nanochat.gpt import GPT
-from nano_inference.runner import model_forward
 from nano_inference.types import Row, SamplingParams
 from tests.nanochat.tiny import GENERATIONS, VOCAB, base_meta, model_config, state_dict, write_checkpoint
 
@@ -231,7 +232,7 @@ def test_engine_on_a_prefix_hit(case: Case, cache_type: str, monkeypatch: pytest
         computed.extend(len(row.tokens) for row in rows)
         return in_step_order(rows)
 
-    monkeypatch.setattr(runner, "in_step_order", counting)
+    monkeypatch.setattr(step, "in_step_order", counting)
     with engine(case.directory, cache_type=cache_type) as ours:
         ids = text(6, 250)
         ours.generate([ids[:205]], SamplingParams(max_tokens=1, seed=1))
@@ -441,8 +442,8 @@ def test_every_generation_s_logit_scale(generation: str) -> None:
     gpt = exact(state_dict(generation, config), config, *told(generation))
     assert gpt.terms.generation == generation
     scale = SCALES[generation]
-    for layer in gpt.model.transformer["h"]:
-        assert layer.attn.spec.scale == pytest.approx(scale * scale / math.sqrt(16), rel=1e-12)
+    for op in gpt.model.program.body:
+        assert not isinstance(op, Attend) or op.scale == pytest.approx(scale * scale / math.sqrt(16), rel=1e-12)
     (keys, _), (core_keys, _) = keys_and_values(gpt, text(1, 5))
     assert keys.square().mean(-1).sqrt().flatten().tolist() == pytest.approx([scale] * 40, rel=1e-4)
     assert core_keys.square().mean(-1).sqrt().flatten().tolist() == pytest.approx([1.0] * 40, rel=1e-4)

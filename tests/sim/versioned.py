@@ -10,9 +10,12 @@ import torch
 from nano_inference.assemble import EngineParts
 from nano_inference.config import EngineConfig
 from nano_inference.engine import InferenceEngine
+from nano_inference.executors.torch.attention import SdpaBackend
+from nano_inference.executors.torch.executor import TorchExecutor, TorchModel
 from nano_inference.kv import make_kv
-from nano_inference.models.build import Model, build, weight_slots
+from nano_inference.loader.door import TensorSource
 from nano_inference.models.config import LayerConfig, ModelConfig, RopeConfig
+from nano_inference.models.families import program_of
 from nano_inference.types import DrawExtras, Row, RowResult, SamplingParams, ScheduledBatch
 from nano_inference.weights.sync import WeightSyncManager
 from tests.sim.fakes import EOS, VOCAB_SIZE, Calculator, StopAfter
@@ -63,17 +66,15 @@ class VersionedRunner:
         self.num_drafted = 0
         self.num_blocks = num_blocks
         self.version = 0
-        self._model: Model | None = None
         self.oldest = 0
         self.num_mixed_reads = 0
         self._ends: dict[int, range] = {}
         """Where a row may stand after its last step: behind its own tokens and those of its guesses that were right."""
         self.restore_cache()
 
-    def install(self, model: Model) -> None:
-        """The weights themselves do not matter here, their number does. An interrupted exchange installs twice."""
-        self.version += model is not self._model
-        self._model = model
+    def install(self) -> None:
+        """The weights themselves do not matter here, their number does."""
+        self.version += 1
 
     def free_cache(self) -> None:
         self.slots: list[Slot | None] = []
@@ -140,6 +141,26 @@ class VersionedRunner:
         )
 
 
+class CountedWeights(TorchExecutor):
+    """Real (tiny) weights that can be updated; a runner is told of each set. An interrupted exchange commits twice."""
+
+    def __init__(self, install: Callable[[], None]) -> None:
+        super().__init__(MODEL, program_of(MODEL), torch.device("cpu"), torch.float32, SdpaBackend())
+        staged = self.stage()
+        for spec in self.program.weights:
+            staged.put(spec, TensorSource(torch.zeros(spec.shape)))
+        super().commit(staged.finish())
+        self._install = install
+        self._counted: TorchModel | None = None
+
+    def commit(self, staged: TorchModel) -> None:
+        """Count weights that are not in force yet."""
+        if staged is not self._counted:
+            self._install()
+            self._counted = staged
+        super().commit(staged)
+
+
 def versioned_engine(
     cache_type: str, num_blocks: int, block_size: int, config: EngineConfig, drawing: Drawing = next_token
 ) -> InferenceEngine:
@@ -151,15 +172,14 @@ def versioned_engine(
         vocab_size=VOCAB_SIZE,
         max_model_len=100_000,
         eos_token_ids=frozenset([EOS]),
-        weights=WeightSyncManager(build(MODEL, torch.device("cpu"), torch.float32), runner.install),
+        weights=WeightSyncManager(CountedWeights(runner.install)),
     )
     return InferenceEngine(config, parts=parts)
 
 
 def new_weights() -> dict[str, torch.Tensor]:
     """A full set of weights for `MODEL`."""
-    model = build(MODEL, torch.device("cpu"), torch.float32)
-    return {name: torch.ones_like(slot) for name, slot in weight_slots(model).items()}
+    return {spec.name: torch.ones(spec.shape) for spec in program_of(MODEL).weights}
 
 
 def replay(

@@ -52,6 +52,11 @@ def untied(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 
 
 OpenEngine = Callable[..., InferenceEngine]
+PIECES = {
+    "off": "nano_inference.executors.torch.weights.is_finite",
+    "auto": "nano_inference.executors.cpu.weights.scan",
+}
+"""`kernels` -> the function that looks through each piece of an update as it is copied or packed."""
 
 
 @pytest.fixture

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import threading
+from pkgutil import resolve_name
 
 import pytest
-import torch
 
 from nano_inference import SamplingParams
 from nano_inference.weights.gate import StepGate
-from tests.weights.pairs import OpenEngine, Pair
+from tests.weights.pairs import PIECES, OpenEngine, Pair
 
 
 def test_the_thread_waits_while_a_step_runs_and_no_longer() -> None:
@@ -48,15 +48,16 @@ def test_a_step_lets_the_thread_copy_its_share_first() -> None:
     assert sum(copied) == 500
 
 
+@pytest.mark.parametrize(("kernels", "looked_through"), PIECES.items())
 def test_a_whole_update_is_copied_during_no_step(
-    untied: Pair, open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch
+    kernels: str, looked_through: str, untied: Pair, open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = open_engine(untied)
+    engine = open_engine(untied, kernels=kernels)
     runner = engine.parts.runner
     is_running = threading.Event()
     touched: dict[int, int] = {}
     num_steps, num_pieces = 0, 0
-    run, copy = runner.run, torch.aminmax
+    run, look = runner.run, resolve_name(looked_through)
 
     def running(batch: object) -> object:
         nonlocal num_steps
@@ -67,15 +68,15 @@ def test_a_whole_update_is_copied_during_no_step(
         finally:
             is_running.clear()
 
-    def watched(tensor: torch.Tensor) -> object:
+    def watched(*arguments: object) -> object:
         nonlocal num_pieces
         num_pieces += 1
         if is_running.is_set():
             touched[num_steps] = touched.get(num_steps, 0) + 1
-        return copy(tensor)
+        return look(*arguments)
 
     runner.run = running  # type: ignore[method-assign,assignment]
-    monkeypatch.setattr("nano_inference.weights.staging.torch.aminmax", watched)
+    monkeypatch.setattr(looked_through, watched)
     engine.add_request([1, 2, 3], SamplingParams(max_tokens=40, ignore_eos=True))
     engine.update_weights(untied.named())
     while engine.has_pending():

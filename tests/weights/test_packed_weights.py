@@ -13,9 +13,8 @@ import torch
 import transformers
 
 from nano_inference import InferenceEngine, SamplingParams, WeightError, weights_checksum
+from nano_inference.executors.cpu.executor import CpuExecutor
 from nano_inference.kernels.matrix import GGML
-from nano_inference.models.kernel import KernelModel
-from nano_inference.models.packed import num_weight_bytes, weight_values
 from tests.loader import tiny_models
 from tests.nanochat.tiny import base_meta, model_config, state_dict, write_checkpoint
 from tests.weights.pairs import OpenEngine, Pair
@@ -43,14 +42,14 @@ def renewed(tied: Pair, untied: Pair, tmp_path_factory: pytest.TempPathFactory) 
     return found
 
 
-def model_of(engine: InferenceEngine) -> KernelModel:
-    model = engine.parts.runner.model
-    assert isinstance(model, KernelModel), "these tests need a C compiler"
+def model_of(engine: InferenceEngine) -> CpuExecutor:
+    model = engine.parts.executor
+    assert isinstance(model, CpuExecutor), "these tests need a C compiler"
     return model
 
 
 def values(engine: InferenceEngine) -> Named:
-    return {name: tensor.clone() for name, tensor in weight_values(engine.parts.runner.model)}
+    return {name: tensor.clone() for name, tensor in engine.parts.executor.weight_values()}
 
 
 def scores(engine: InferenceEngine) -> list[float]:
@@ -84,7 +83,7 @@ def test_an_updated_engine_is_one_that_opened_the_new_weights(
         assert scores(engine) == scores(fresh) != before
         same(values(engine), values(fresh))
         assert engine.weights_checksum() == fresh.weights_checksum()
-        assert num_weight_bytes(model_of(engine)) == num_weight_bytes(model_of(fresh))
+        assert model_of(engine).weight_bytes == model_of(fresh).weight_bytes
         engine.update_weights(named(pair.old), blocking=blocking)
         engine.finish_update()
         assert scores(engine) == before
@@ -94,13 +93,13 @@ def test_an_updated_engine_is_one_that_opened_the_new_weights(
 def test_a_bfloat16_source(pair: Pair, open_engine: OpenEngine, is_short: bool) -> None:
     """Its values arrive whole; an engine that keeps what it is given keeps them in half the bytes."""
     engine = open_engine(pair, dtype="bfloat16" if is_short else "auto")
-    before = num_weight_bytes(model_of(engine))
+    before = model_of(engine).weight_bytes
     sent = named(pair.new, torch.bfloat16)
     engine.update_weights(sent, blocking=True)
     wide = {name: weight.float() for name, weight in sent.items()}
     same(values(engine), sent if is_short else wide)
     assert engine.weights_checksum() == weights_checksum(sent.items() if is_short else wide.items())
-    after = num_weight_bytes(model_of(engine))
+    after = model_of(engine).weight_bytes
     assert after == before if is_short else after < 0.55 * before
 
 
@@ -138,17 +137,16 @@ def test_blocks_that_a_partial_update_does_not_name_stay_blocks(
     source = tiny_models.make_model("llama", intermediate_size=64)
     path = tiny_models.write_gguf(tmp_path / "m.gguf", "llama", source, kind=gguf.GGMLQuantizationType.Q4_0)
     engine = open_engine(Pair(path, source, source), dtype=dtype)
-    before, packed = values(engine), model_of(engine).weights.matrices
+    before, packed = values(engine), model_of(engine).model.weights.matrices
     for _ in range(2):
         engine.update_weights({Q: 2 * before[Q]}, blocking=blocking, partial=True)
         engine.finish_update()
-        after, now = values(engine), model_of(engine).weights.matrices
+        after, now = values(engine), model_of(engine).model.weights.matrices
         assert not torch.equal(after.pop(Q), before[Q])
         same(after, {name: tensor for name, tensor in before.items() if name != Q})
-        own = Q.removeprefix("model.")
-        assert {now[name].format for name in now if name != own} == {GGML["Q4_0"]}
+        assert {now[name].format for name in now if name != Q} == {GGML["Q4_0"]}
         assert all(now[name].rounds == packed[name].rounds for name in now)
-        assert now[own].format != GGML["Q4_0"]
+        assert now[Q].format != GGML["Q4_0"]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -169,16 +167,16 @@ def test_nanochats_learnt_numbers_stay_as_they_are(
     old, new = state_dict(generation, config), state_dict(generation, config, seed=5)
     write_checkpoint(tmp_path, generation, state=old, meta=base_meta(generation))
     engine = open_engine(Pair(tmp_path, None, None), dtype=dtype)  # type: ignore[arg-type]
-    vectors = model_of(engine).weights.vectors
+    vectors = model_of(engine).model.weights.vectors
     learnt = [name for name in old if "lambda" in name]
     assert learnt and all(torch.equal(vectors[name], old[name]) for name in learnt)
     before = scores(engine)
     part = {"lm_head.weight": old["lm_head.weight"]}
     engine.update_weights(part, blocking=True, partial=True)
-    assert all(torch.equal(model_of(engine).weights.vectors[name], old[name]) for name in learnt)
+    assert all(torch.equal(model_of(engine).model.weights.vectors[name], old[name]) for name in learnt)
     assert scores(engine) == before
     engine.update_weights(new, blocking=True)
-    assert all(torch.equal(model_of(engine).weights.vectors[name], new[name]) for name in learnt)
+    assert all(torch.equal(model_of(engine).model.weights.vectors[name], new[name]) for name in learnt)
     plain = open_engine(Pair(tmp_path, None, None), dtype=dtype, kernels="off")  # type: ignore[arg-type]
     plain.update_weights(new, blocking=True)
     same(values(engine), values(plain))
@@ -275,7 +273,7 @@ def test_weights_come_back_after_they_were_discarded(
     engine = open_engine(pair, dtype=dtype)
     right = scores(open_engine(renewed[pair.directory], dtype=dtype))
     engine.sleep(discard_weights=True)
-    assert num_weight_bytes(model_of(engine)) == 0 and not engine.has_weights
+    assert model_of(engine).weight_bytes == 0 and not engine.has_weights
     for ask in (engine.weights_checksum, lambda: engine.update_weights({Q: pair.named()[Q]}, partial=True)):
         with pytest.raises(WeightError, match="discarded"):
             ask()
@@ -289,7 +287,7 @@ def test_a_twin_shares_the_weights_and_outlives_an_update(pair: Pair, open_engin
     engine = open_engine(pair, dtype=dtype)
     before = scores(engine)
     with engine.twin() as twin:
-        mine, its = model_of(engine).weights, model_of(twin).weights
+        mine, its = model_of(engine).model.weights, model_of(twin).model.weights
         assert all(its.matrices[name].packed.data_ptr() == m.packed.data_ptr() for name, m in mine.matrices.items())
         assert scores(twin) == before
         engine.update_weights(pair.named(), blocking=True)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from pkgutil import resolve_name
 
 import pytest
 import torch
 
 from nano_inference import BadRequest, InferenceEngine, SamplingParams, UpdateBusy, WeightError, weights_checksum
 from tests.models.families import FAMILIES, gap
-from tests.weights.pairs import OpenEngine, Pair, make_pair
+from tests.weights.pairs import PIECES, OpenEngine, Pair, make_pair
 
 PROMPT = [5, 9, 30, 2, 44, 17, 80, 3]
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
@@ -278,22 +279,23 @@ def test_trainers_may_change_their_tensors_after_a_blocking_update(untied: Pair,
     assert agrees(engine, untied.new)
 
 
+@pytest.mark.parametrize(("kernels", "looked_through"), PIECES.items())
 def test_shutdown_waits_for_the_piece_that_is_copied(
-    untied: Pair, open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch
+    kernels: str, looked_through: str, untied: Pair, open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise a process that ends then is aborted, from within torch's copy."""
-    engine = open_engine(untied)
+    engine = open_engine(untied, kernels=kernels)
     weights = engine.parts.weights
     assert weights is not None
-    entered, copy = threading.Event(), torch.aminmax
+    entered, look = threading.Event(), resolve_name(looked_through)
 
-    def slow(tensor: torch.Tensor) -> object:
+    def slow(*arguments: object) -> object:
         entered.set()
         job.is_cancelled.wait(10)
         threading.Event().wait(0.1)  # a piece takes its time; nobody else waits for this
-        return copy(tensor)
+        return look(*arguments)
 
-    monkeypatch.setattr("nano_inference.weights.staging.torch.aminmax", slow)
+    monkeypatch.setattr(looked_through, slow)
     monkeypatch.setattr("nano_inference.engine._LAST_PIECE_S", 60.0)
     started = threading.Event()
 

@@ -101,7 +101,7 @@ def _find(
         return _Found(sampler(logits_BV, [one.seen for one in asked.sampled]), {}, {})
     else:
         hidden_KE = forward.hidden(laid, asked.kept)
-    scores = _score(forward, rows, asked.scored, hidden_KE, normalise)
+    scores = score_rows(forward, rows, asked.scored, hidden_KE, normalise)
     sums = _pool(forward, asked.pooled, hidden_KE)
     return _Found(_draw(forward, asked.sampled, hidden_KE, sampler), scores, sums)
 
@@ -142,7 +142,7 @@ def _pool(forward: Forward, found: Sequence[Pooled], hidden_KE: Tensor) -> dict[
     return {one.row: tuple(total) for one, total in zip(found, sums, strict=True)}
 
 
-def _score(
+def score_rows(
     forward: Forward, rows: Sequence[Row], found: Sequence[Scored], hidden_KE: Tensor, normalise: Normalise
 ) -> dict[int, Scores]:
     """Return the log-probabilities of known tokens for each row that wants any.

@@ -69,7 +69,7 @@ class CpuExecutor:
         self.library = library
         self._max_len = max_len
         self._rounding: Rounding = rounding
-        self._sampler = KernelSampler(library) if sampler is None else sampler
+        self.sampler = KernelSampler(library) if sampler is None else sampler
         self._normalise = kernel_normalise(library)
         self._ropes = rope_tables(program, max_len)
         self._mode = InferenceMode()
@@ -89,7 +89,7 @@ class CpuExecutor:
 
     def _run(self, batch: ScheduledBatch) -> Mapping[int, RowResult]:
         self.store.prepare(batch.fresh, batch.copies)
-        return run_step(self, batch, self._sampler, self._normalise)
+        return run_step(self, batch, self.sampler, self._normalise)
 
     def recover(self) -> None:
         """Undo what an interrupted `run` left behind in this thread."""
@@ -244,7 +244,7 @@ class CpuExecutor:
 
     def copy(self) -> CpuExecutor:
         """Return a second executor on the same packed weights, which are never written."""
-        other = CpuExecutor(self.config, self.program, self.library, self._max_len, self._rounding, self._sampler)
+        other = CpuExecutor(self.config, self.program, self.library, self._max_len, self._rounding, self.sampler)
         other.commit(other._bound(self.model.weights))
         return other
 

@@ -12,7 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import NamedTuple
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,7 +41,7 @@ class Step:
         return self.context
 
 
-class _Columns(NamedTuple):
+class Columns(NamedTuple):
     """Where a buffer is: columns [start, start + width) of a value."""
 
     value: int
@@ -52,12 +53,20 @@ Read = Callable[[Step], Tensor]
 Run = Callable[[Step], None]
 
 
+class Value(NamedTuple):
+    """What an operation computes: a tensor of a row a token, in which buffers lie side by side."""
+
+    compute: Read
+    names: tuple[str, ...]
+    widths: tuple[int, ...]
+
+
 @dataclass
-class _Scope:
+class Scope:
     """What is known of buffers while operations are bound, in order."""
 
     weights: TorchWeights
-    places: dict[str, _Columns] = field(default_factory=dict)
+    places: dict[str, Columns] = field(default_factory=dict)
     widths: list[int] = field(default_factory=list)
     """Width of every value."""
 
@@ -66,11 +75,16 @@ class _Scope:
         number = len(self.widths)
         self.widths.append(sum(widths))
         for name, start, width in zip(names, accumulate(widths, initial=0), widths, strict=False):
-            self.places[name] = _Columns(number, start, width)
+            self.places[name] = Columns(number, start, width)
         return number
 
     def width(self, name: str) -> int:
+        """Return how many values a row of a buffer has."""
         return self.places[name].width
+
+    def like(self, x: str, out: str, compute: Read) -> Value:
+        """Return the value of an operation whose result `out` is as wide as buffer `x`."""
+        return Value(compute, (out,), (self.width(x),))
 
     def read(self, name: str) -> Read:
         """Return a function that gives a buffer, [T, W]."""
@@ -83,7 +97,7 @@ class _Scope:
         first = found[0]
         ends = accumulate((one.width for one in found), initial=first.start)
         if all(one.value == first.value and one.start == end for one, end in zip(found, ends, strict=False)):
-            whole = _Columns(first.value, first.start, sum(one.width for one in found))
+            whole = Columns(first.value, first.start, sum(one.width for one in found))
             return _heads_of(whole, self.widths[first.value], head_dim)
         parts = [_heads_of(one, self.widths[one.value], head_dim) for one in found]
         return lambda step: torch.cat([part(step) for part in parts], dim=1)
@@ -99,7 +113,7 @@ def _value_of(step: Step, number: int) -> Tensor:
     return value
 
 
-def _slice_of(at: _Columns, value_width: int) -> Read:
+def _slice_of(at: Columns, value_width: int) -> Read:
     if at.width == value_width:
         return lambda step: _flat(_value_of(step, at.value))
     end = at.start + at.width
@@ -110,7 +124,7 @@ def _flat(value: Tensor) -> Tensor:
     return value if value.dim() == 2 else value.flatten(1)
 
 
-def _heads_of(at: _Columns, value_width: int, head_dim: int) -> Read:
+def _heads_of(at: Columns, value_width: int, head_dim: int) -> Read:
     begin, end = at.start // head_dim, (at.start + at.width) // head_dim
     is_whole = at.width == value_width
 
@@ -122,19 +136,30 @@ def _heads_of(at: _Columns, value_width: int, head_dim: int) -> Read:
     return read
 
 
+Operations = Mapping[type[Any], Callable[[Any, Scope], Value]]
+"""Operation -> the function that binds it to a scope's weights and buffers."""
+
+
 class CompiledPart:
     """One part of a program over certain weights, ready to run on any device."""
 
-    def __init__(self, part: Sequence[Op], weights: TorchWeights, given: Mapping[str, int], result: str) -> None:
+    def __init__(
+        self,
+        part: Sequence[Op],
+        weights: TorchWeights,
+        given: Mapping[str, int],
+        result: str,
+        operations: Operations,
+    ) -> None:
         """`given` are the buffers that a run brings, with their widths; `result` is the one it returns."""
-        scope = _Scope(weights)
+        scope = Scope(weights)
         for name, width in given.items():
             scope.bind([name], [width])
         self._num_given = len(given)
         self._runs: list[Run] = []
         for op, dead in zip(part, last_uses(tuple(part), result), strict=True):
             ended = {scope.places[name].value for name in op.reads if name in scope.places}
-            self._runs.append(_bound(op, scope))
+            self._runs.append(_bound(op, scope, operations))
             for name in dead:
                 scope.places.pop(name, None)
             live = {place.value for place in scope.places.values()}
@@ -160,7 +185,7 @@ def _dropping(numbers: tuple[int, ...]) -> Run:
     return drop
 
 
-def _bound(op: Op, scope: _Scope) -> Run:
+def _bound(op: Op, scope: Scope, operations: Operations) -> Run:
     """Return an operation as a function of the step; the scope learns what it writes."""
     if isinstance(op, ops.Keep):
         return _keep
@@ -169,11 +194,11 @@ def _bound(op: Op, scope: _Scope) -> Run:
     if isinstance(op, ops.Copy):
         scope.places[op.out] = scope.places[op.x]
         return lambda step: None
-    compute_value, names, widths = _computed(op, scope)
-    number = scope.bind(names, widths)
+    value = operations[type(op)](op, scope)
+    number = scope.bind(value.names, value.widths)
 
     def run(step: Step) -> None:
-        step.values[number] = compute_value(step)
+        step.values[number] = value.compute(step)
 
     return run
 
@@ -184,7 +209,7 @@ def _keep(step: Step) -> None:
         step.values[:] = [None if value is None else value[kept_K] for value in step.values]
 
 
-def _store(op: ops.Store, scope: _Scope) -> Run:
+def _store(op: ops.Store, scope: Scope) -> Run:
     k_of, v_of = (scope.read_heads([name], op.head_dim) for name in (op.k, op.v))
 
     def run(step: Step) -> None:
@@ -194,48 +219,7 @@ def _store(op: ops.Store, scope: _Scope) -> Run:
     return run
 
 
-_Computed = tuple[Read, Sequence[str], Sequence[int]]
-"""What computes an operation's value, and the buffers in it with their widths."""
-
-
-def _computed(op: Op, scope: _Scope) -> _Computed:
-    """Bind an operation that writes a value of its own."""
-    if isinstance(op, ops.Embed):
-        return _embed(op, scope), [op.out], [op.table.shape[1]]
-    if isinstance(op, ops.Norm):
-        return _norm(op, scope), [op.out], [scope.width(op.x)]
-    if isinstance(op, ops.Linear):
-        return _linear(op, scope), op.out, op.widths
-    if isinstance(op, ops.HeadNorm | ops.Rotate):
-        read = _head_norm(op, scope) if isinstance(op, ops.HeadNorm) else _rotate(op, scope)
-        return read, op.x, [scope.width(name) for name in op.x]
-    if isinstance(op, ops.Attend):
-        return _attend(op, scope), [op.out], [op.num_heads * op.head_dim]
-    if isinstance(op, ops.GateValues):
-        return _gate_values(op, scope), [op.v], [scope.width(op.v)]
-    return _small(op, scope)
-
-
-def _small(op: Op, scope: _Scope) -> _Computed:
-    """Bind an operation that treats each value of a row by itself."""
-    if isinstance(op, ops.Add):
-        x, y = scope.read(op.x), scope.read(op.y)
-        return lambda step: x(step) + y(step), [op.out], [scope.width(op.x)]
-    if isinstance(op, ops.Mix):
-        return _mix(op, scope), [op.out], [scope.width(op.x)]
-    if isinstance(op, ops.Activate):
-        return _activate(op, scope), [op.out], [scope.width(op.gate)]
-    if isinstance(op, ops.Smear):
-        return _smear(op, scope), [op.x], [scope.width(op.x)]
-    if isinstance(op, ops.Widen):
-        x = scope.read(op.x)
-        return lambda step: x(step).float(), [op.out], [scope.width(op.x)]
-    assert isinstance(op, ops.Softcap), f"{type(op).__name__}: torch has no such operation"
-    x, cap = scope.read(op.x), op.cap
-    return lambda step: compute.softcap(x(step), cap), [op.x], [scope.width(op.x)]
-
-
-def _embed(op: ops.Embed, scope: _Scope) -> Read:
+def _embed(op: ops.Embed, scope: Scope) -> Value:
     table = scope.weights.tensors[op.table.name]
     scale = None if op.scale == 1.0 else torch.tensor(op.scale, dtype=table.dtype)
 
@@ -243,27 +227,28 @@ def _embed(op: ops.Embed, scope: _Scope) -> Read:
         tokens = step.tokens.step
         return compute.embed(table, tokens.token_T, tokens.prev_T, op.rows, scale)
 
-    return run
+    return Value(run, op.writes, (op.table.shape[1],))
 
 
-def _norm(op: ops.Norm, scope: _Scope) -> Read:
+def _norm(op: ops.Norm, scope: Scope) -> Value:
     x, weight = scope.read(op.x), None if op.weight is None else scope.weights.tensors[op.weight.name]
-    return lambda step: compute.rms_norm(x(step), weight, op.eps, op.offset)
+    return scope.like(op.x, op.out, lambda step: compute.rms_norm(x(step), weight, op.eps, op.offset))
 
 
-def _linear(op: ops.Linear, scope: _Scope) -> Read:
+def _linear(op: ops.Linear, scope: Scope) -> Value:
     x, num_in = scope.read(op.x), op.matrices[0].shape[1]
     weight = scope.weights.stacked(op.matrices)[: op.num_rows]
     bias = scope.weights.stacked(op.biases) if op.biases else None
     if num_in < scope.width(op.x):
-        return lambda step: compute.linear(x(step)[:, :num_in], weight, bias)
-    return lambda step: compute.linear(x(step), weight, bias)
+        return Value(lambda step: compute.linear(x(step)[:, :num_in], weight, bias), op.out, op.widths)
+    return Value(lambda step: compute.linear(x(step), weight, bias), op.out, op.widths)
 
 
-def _head_norm(op: ops.HeadNorm, scope: _Scope) -> Read:
+def _head_norm(op: ops.HeadNorm, scope: Scope) -> Value:
+    widths = tuple(scope.width(name) for name in op.x)
     if not op.norms:
         x = scope.read_heads(op.x, op.head_dim)
-        return lambda step: compute.rms_norm(x(step), None, op.eps, op.offset)
+        return Value(lambda step: compute.rms_norm(x(step), None, op.eps, op.offset), op.x, widths)
     weights = [scope.weights.tensors[norm.name] for norm in op.norms]
     each = [scope.read_heads([name], op.head_dim) for name in op.x]
 
@@ -271,15 +256,15 @@ def _head_norm(op: ops.HeadNorm, scope: _Scope) -> Read:
         normed = [compute.rms_norm(x(step), weight, op.eps, op.offset) for x, weight in zip(each, weights, strict=True)]
         return torch.cat(normed, dim=1) if len(normed) > 1 else normed[0]
 
-    return run
+    return Value(run, op.x, widths)
 
 
-def _rotate(op: ops.Rotate, scope: _Scope) -> Read:
-    x = scope.read_heads(op.x, op.head_dim)
-    return lambda step: compute.rotate(x(step), *step.tokens.ropes[op.rope])
+def _rotate(op: ops.Rotate, scope: Scope) -> Value:
+    x, widths = scope.read_heads(op.x, op.head_dim), tuple(scope.width(name) for name in op.x)
+    return Value(lambda step: compute.rotate(x(step), *step.tokens.ropes[op.rope]), op.x, widths)
 
 
-def _attend(op: ops.Attend, scope: _Scope) -> Read:
+def _attend(op: ops.Attend, scope: Scope) -> Value:
     q, k, v = (scope.read_heads([name], op.head_dim) for name in (op.q, op.k, op.v))
     spec = AttentionSpec(op.scale, op.window, op.softcap)
 
@@ -288,30 +273,73 @@ def _attend(op: ops.Attend, scope: _Scope) -> Read:
         plan = tokens.plans[op.window]
         return tokens.backend.attend(q(step), k(step), v(step), tokens.store, op.layer, spec, plan).flatten(1)
 
-    return run
+    return Value(run, op.writes, (op.num_heads * op.head_dim,))
 
 
-def _mix(op: ops.Mix, scope: _Scope) -> Read:
+def _mix(op: ops.Mix, scope: Scope) -> Value:
     x, y, a, b = scope.read(op.x), scope.read(op.y), scope.number(op.a), scope.number(op.b)
     assert b is not None
     factor = b if op.sign > 0 else -b
     if a is None:
-        return lambda step: x(step) + factor * y(step)
-    return lambda step: a * x(step) + factor * y(step)
+        return scope.like(op.x, op.out, lambda step: x(step) + factor * y(step))
+    return scope.like(op.x, op.out, lambda step: a * x(step) + factor * y(step))
 
 
-def _activate(op: ops.Activate, scope: _Scope) -> Read:
+def _activate(op: ops.Activate, scope: Scope) -> Value:
     gate = scope.read(op.gate)
     up = None if op.up is None else scope.read(op.up)
-    return lambda step: compute.activate(op.kind, gate(step), None if up is None else up(step))
+
+    def run(step: Step) -> Tensor:
+        return compute.activate(op.kind, gate(step), None if up is None else up(step))
+
+    return scope.like(op.gate, op.out, run)
 
 
-def _gate_values(op: ops.GateValues, scope: _Scope) -> Read:
+def _gate_values(op: ops.GateValues, scope: Scope) -> Value:
     v, gate, more = scope.read_heads([op.v], op.head_dim), scope.read(op.gate), scope.read(op.more)
-    return lambda step: compute.gate_values(v(step), gate(step), more(step), op.scale)
+    return scope.like(op.v, op.v, lambda step: compute.gate_values(v(step), gate(step), more(step), op.scale))
 
 
-def _smear(op: ops.Smear, scope: _Scope) -> Read:
+def _smear(op: ops.Smear, scope: Scope) -> Value:
     x, gate, before, share = scope.read(op.x), scope.read(op.gate), scope.read(op.before), scope.number(op.share)
     assert share is not None
-    return lambda step: compute.smear(x(step), gate(step), before(step), share, step.tokens.step.prev_T)
+
+    def run(step: Step) -> Tensor:
+        return compute.smear(x(step), gate(step), before(step), share, step.tokens.step.prev_T)
+
+    return scope.like(op.x, op.x, run)
+
+
+def _add(op: ops.Add, scope: Scope) -> Value:
+    x, y = scope.read(op.x), scope.read(op.y)
+    return scope.like(op.x, op.out, lambda step: x(step) + y(step))
+
+
+def _widen(op: ops.Widen, scope: Scope) -> Value:
+    x = scope.read(op.x)
+    return scope.like(op.x, op.out, lambda step: x(step).float())
+
+
+def _softcap(op: ops.Softcap, scope: Scope) -> Value:
+    x = scope.read(op.x)
+    return scope.like(op.x, op.x, lambda step: compute.softcap(x(step), op.cap))
+
+
+OPERATIONS: Operations = MappingProxyType(
+    {
+        ops.Embed: _embed,
+        ops.Norm: _norm,
+        ops.Linear: _linear,
+        ops.HeadNorm: _head_norm,
+        ops.Rotate: _rotate,
+        ops.Attend: _attend,
+        ops.Add: _add,
+        ops.Mix: _mix,
+        ops.Activate: _activate,
+        ops.GateValues: _gate_values,
+        ops.Smear: _smear,
+        ops.Widen: _widen,
+        ops.Softcap: _softcap,
+    }
+)
+"""How each operation is bound; `Store`, `Keep` and `Copy` have no value of their own."""

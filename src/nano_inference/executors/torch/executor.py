@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,11 +19,12 @@ from nano_inference.executors.staging import Pace
 from nano_inference.executors.step import InferenceMode, Sampler, run_step
 from nano_inference.executors.step_input import ForwardInput, Laid
 from nano_inference.executors.torch.attention import Backend, StepContext
-from nano_inference.executors.torch.compiled import CompiledPart
+from nano_inference.executors.torch.compiled import OPERATIONS, CompiledPart, Operations
 from nano_inference.executors.torch.store import KVStore
 from nano_inference.executors.torch.weights import TorchStaged, TorchWeights, layout_of
 from nano_inference.logprobs import normalise
 from nano_inference.models.config import ModelConfig
+from nano_inference.models.ops import Copy, Keep, Store
 from nano_inference.models.program import Program
 from nano_inference.models.rope import RotaryTable
 from nano_inference.sampling import draw
@@ -42,14 +42,14 @@ class TorchModel:
     """Last norm and head."""
 
 
-def bound(program: Program, weights: TorchWeights) -> TorchModel:
+def bound(program: Program, operations: Operations, weights: TorchWeights) -> TorchModel:
     """Bind a program to weights."""
     x = {"x": program.hidden_size}
     return TorchModel(
         weights,
-        body=CompiledPart(program.body, weights, {}, "x"),
-        final=CompiledPart(program.final, weights, x, "h"),
-        logits=CompiledPart((*program.final, *program.head), weights, x, "logits"),
+        body=CompiledPart(program.body, weights, {}, "x", operations),
+        final=CompiledPart(program.final, weights, x, "h", operations),
+        logits=CompiledPart((*program.final, *program.head), weights, x, "logits", operations),
     )
 
 
@@ -66,14 +66,24 @@ class TorchExecutor:
         dtype: torch.dtype,
         backend: Backend,
         sampler: Sampler = draw,
+        operations: Operations = OPERATIONS,
     ) -> None:
-        """It has no weights and no cache yet. `dtype` is the precision P of the program (`models.ops`)."""
+        """It has no weights and no cache yet. `dtype` is the precision P of the program (`models.ops`).
+
+        Raises `ValueError` naming an operation of the program that is not among the `operations`.
+        """
+        unknown = {type(op).__name__ for op in program.ops} - {
+            kind.__name__ for kind in (*operations, Store, Keep, Copy)
+        }
+        if unknown:
+            raise ValueError(f"torch has no operation {', '.join(sorted(unknown))}")
         self.config = config
         self.program = program
         self.device = device
         self.dtype = dtype
         self._backend = backend
-        self._sampler = sampler
+        self.sampler = sampler
+        self._operations = operations
         self._layout = layout_of(program)
         self._ropes = tuple(RotaryTable(rope, device) for rope in program.ropes)
         self._mode = InferenceMode()
@@ -90,7 +100,7 @@ class TorchExecutor:
 
     def _run(self, batch: ScheduledBatch) -> Mapping[int, RowResult]:
         self.store.prepare(batch.fresh, batch.copies)
-        return run_step(self, batch, self._sampler, normalise)
+        return run_step(self, batch, self.sampler, normalise)
 
     def recover(self) -> None:
         """Leave inference mode, if an interruption left it on."""
@@ -187,7 +197,7 @@ class TorchExecutor:
         """Start the next weights, in the memory of replaced ones as far as there is any."""
         live = None if self._model is None else self._model.weights
         spare, self._spare = self._spare, {}
-        finish = partial(bound, self.program)
+        finish = self._bound
         return TorchStaged(self._layout, live, finish, spare, self.device, self.dtype, pace, check_finite=check_finite)
 
     def commit(self, staged: TorchModel) -> None:
@@ -210,7 +220,7 @@ class TorchExecutor:
     def move_weights(self, device: torch.device) -> None:
         """Move the weights to a device, such as main memory while the engine sleeps."""
         if self._model is not None and next(iter(self._model.weights.stacks.values())).device != device:
-            self._model = bound(self.program, self._model.weights.moved(device))
+            self._model = self._bound(self._model.weights.moved(device))
 
     def weight_values(self, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
         """Yield the weights' own memory under their names."""
@@ -232,18 +242,33 @@ class TorchExecutor:
 
     def copy(self) -> TorchExecutor:
         """Return a second executor whose weights are copies."""
-        other = TorchExecutor(self.config, self.program, self.device, self.dtype, self._backend, self._sampler)
-        other.commit(bound(self.program, self.model.weights.copied()))
+        other = self._other(self.sampler)
+        other.commit(self._bound(self.model.weights.copied()))
         return other
+
+    def _other(self, sampler: Sampler) -> TorchExecutor:
+        return TorchExecutor(
+            self.config, self.program, self.device, self.dtype, self._backend, sampler, self._operations
+        )
+
+    def _bound(self, weights: TorchWeights) -> TorchModel:
+        return bound(self.program, self._operations, weights)
 
     def on_same_weights(self, sampler: Sampler) -> TorchExecutor:
         """Return a second executor that computes with the same memory and draws by another sampler.
 
         What writes that memory changes both; an update of either would write memory that the other computes with.
         """
-        other = TorchExecutor(self.config, self.program, self.device, self.dtype, self._backend, sampler)
+        other = self._other(sampler)
         other.commit(self.model)
         return other
+
+
+def check_operations(program: Program, operations: Operations) -> None:
+    """Raise `ValueError` naming the operations of a program that are not in a table."""
+    unknown = {type(op) for op in program.ops} - {*operations, Store, Keep, Copy}
+    if unknown:
+        raise ValueError(f"torch has no operation {', '.join(sorted(one.__name__ for one in unknown))}")
 
 
 def values_of(model: TorchModel, names: Collection[str] | None) -> Iterator[tuple[str, Tensor]]:

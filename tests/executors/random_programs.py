@@ -1,0 +1,228 @@
+"""Random decoders from the vocabulary of operations, in shapes that no family has, and random steps for them."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nano_inference.executors.batch import in_step_order, lay
+from nano_inference.executors.step_input import Laid
+from nano_inference.models.config import LayerConfig, ModelConfig, RopeConfig
+from nano_inference.models.ops import (
+    Activate,
+    Activation,
+    Add,
+    Attend,
+    Copy,
+    Embed,
+    GateValues,
+    HeadNorm,
+    Keep,
+    Linear,
+    Mix,
+    Norm,
+    Number,
+    Op,
+    Rotate,
+    Smear,
+    Softcap,
+    Store,
+    WeightSpec,
+    Widen,
+)
+from nano_inference.models.program import Program
+from nano_inference.types import Row, SamplingParams
+
+ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_tanh", "relu_squared")
+MAX_LEN = 96
+
+
+@dataclass
+class Writer:
+    """Writes a random decoder. Every operation that there is can occur; sizes are small and often odd."""
+
+    rng: random.Random
+
+    def __post_init__(self) -> None:
+        rng = self.rng
+        self.size = 2 * rng.randint(4, 20)
+        self.head_dim = 2 * rng.randint(2, 8)
+        self.num_kv = rng.choice((1, 2, 3))
+        self.num_heads = self.num_kv * rng.choice((1, 2, 3))
+        self.vocab_size = rng.randint(20, 70)
+        self.padded = self.vocab_size + rng.choice((0, 0, 5))
+        self.num_layers = rng.randint(1, 3)
+        self.ropes = tuple(
+            RopeConfig(
+                rotary_dim=rng.choice((self.head_dim, 2)), theta=rng.choice((50.0, 1e4)), reverse=rng.random() < 0.3
+            )
+            for _ in range(rng.randint(1, 2))
+        )
+        self.num_named = 0
+
+    def chance(self, share: float = 0.5) -> bool:
+        """Toss a coin."""
+        return self.rng.random() < share
+
+    def matrix(self, num_out: int, num_in: int) -> WeightSpec:
+        """A matrix of a new name."""
+        self.num_named += 1
+        return WeightSpec(f"m{self.num_named}", (num_out, num_in))
+
+    def vector(self, size: int) -> WeightSpec:
+        """A vector of a new name."""
+        self.num_named += 1
+        return WeightSpec(f"v{self.num_named}", (size,), "vector")
+
+    def number(self) -> Number:
+        """One of some learnt numbers."""
+        self.num_named += 1
+        count = self.rng.randint(1, 3)
+        return Number(WeightSpec(f"n{self.num_named}", (count,), "number"), self.rng.randrange(count))
+
+    def norm(self, x: str, out: str) -> Norm:
+        """A norm of any kind."""
+        weight = self.vector(self.size) if self.chance(0.7) else None
+        return Norm(x=x, out=out, weight=weight, eps=1e-5, offset=float(weight is not None and self.chance(0.3)))
+
+    def linear(self, x: str, num_in: int, outs: dict[str, int]) -> Linear:
+        """Projections, with biases or without."""
+        biases = tuple(self.vector(rows) for rows in outs.values()) if self.chance(0.3) else ()
+        return Linear(
+            x=x, out=tuple(outs), matrices=tuple(self.matrix(n, num_in) for n in outs.values()), biases=biases
+        )
+
+    def start(self) -> list[Op]:
+        """Embeddings, perhaps smeared, kept for later, or with a table of pairs."""
+        table = self.matrix(self.padded, self.size)
+        ops: list[Op] = [Embed(out="x", table=table, scale=self.rng.choice((1.0, 2.5)))]
+        if self.chance():
+            ops.append(self.norm("x", "x"))
+        if self.chance(0.4):
+            ops += [
+                Embed(out="before", table=table, rows="previous"),
+                self.linear("x", self.rng.randint(1, self.size), {"gate": 1}),
+                Smear(x="x", gate="gate", before="before", share=self.number()),
+            ]
+        ops.append(Copy(x="x", out="start"))
+        pairs = self.matrix(self.rng.randint(3, 40), self.size)
+        return [*ops, Embed(out="pair", table=pairs, rows="pair")]
+
+    def residual(self, part: str) -> list[Op]:
+        """Add a part to the residual, normalised first or not."""
+        return [*([self.norm(part, part)] if self.chance(0.3) else []), Add(x="x", y=part, out="x")]
+
+    def layer(self, index: int) -> list[Op]:
+        """Attention and an MLP, each with terms that come and go."""
+        ops: list[Op] = []
+        if self.chance(0.4):
+            ops.append(Mix(x="x", y=self.rng.choice(("start", "pair")), out="x", a=self.number(), b=self.number()))
+        if self.chance(0.3):
+            ops.append(Mix(x="x", y="start", out="x", a=None, b=self.number(), sign=-1))
+        ops += [self.norm("x", "n"), *self.attention(index)]
+        ops += [Keep()] if index == self.num_layers - 1 else []
+        width = self.num_heads * self.head_dim
+        ops += [self.linear("att", width, {"y": self.size}), *self.residual("y")]
+        return [*ops, self.norm("x", "n"), *self.mlp(), *self.residual("y")]
+
+    def attention(self, index: int) -> list[Op]:
+        """Heads normalised and rotated in any order, values gated or not."""
+        dim, num_kv = self.head_dim, self.num_kv * self.head_dim
+        ops: list[Op] = [self.linear("n", self.size, {"q": self.num_heads * dim, "k": num_kv, "v": num_kv})]
+        if self.chance(0.4):
+            table = self.matrix(self.padded, num_kv)
+            ops += [
+                self.linear("n", self.rng.randint(1, self.size), {"share": self.num_kv}),
+                Embed(out="values", table=table),
+                GateValues(v="v", gate="share", more="values", head_dim=dim, scale=1.5),
+            ]
+        steps: list[Op] = []
+        if self.chance(0.7):
+            steps.append(Rotate(x=("q", "k"), head_dim=dim, rope=self.rng.randrange(len(self.ropes))))
+        for _ in range(self.rng.choice((0, 1, 1, 2))):
+            norms = (self.vector(dim), self.vector(dim)) if self.chance() else ()
+            steps.append(HeadNorm(x=("q", "k"), norms=norms, head_dim=dim, eps=1e-6, offset=float(bool(norms))))
+        self.rng.shuffle(steps)
+        attend = Attend(
+            q="q", k="k", v="v", out="att", layer=index, num_heads=self.num_heads, num_kv_heads=self.num_kv,
+            head_dim=dim, scale=self.rng.choice((0.2, 1 / dim)), window=self.rng.choice((None, None, 1, 9)),
+            softcap=self.rng.choice((None, None, 3.0)),
+        )  # fmt: skip
+        return [*ops, *steps, Store(k="k", v="v", layer=index, head_dim=dim), attend]
+
+    def mlp(self) -> list[Op]:
+        """Gated or squared."""
+        kind, inner = self.rng.choice(ACTIVATIONS), self.rng.randint(3, 50)
+        is_gated = kind != "relu_squared"
+        outs = {"gate": inner, "up": inner} if is_gated else {"gate": inner}
+        return [
+            self.linear("n", self.size, outs),
+            Activate(gate="gate", up="up" if is_gated else None, out="act", kind=kind),
+            self.linear("act", inner, {"y": self.size}),
+        ]
+
+    def program(self) -> Program:
+        """The whole decoder."""
+        body = [*self.start(), *(op for index in range(self.num_layers) for op in self.layer(index))]
+        if self.chance(0.3):
+            body.append(Mix(x="x", y="start", out="x", a=None, b=self.number(), sign=-1))
+        head = Linear(x="h", out=("logits",), matrices=(self.matrix(self.padded, self.size),), num_rows=self.vocab_size)
+        cap: tuple[Op, ...] = (Softcap(x="logits", cap=5.0),) if self.chance() else ()
+        return Program(
+            body=tuple(body),
+            final=(self.norm("x", "h"),),
+            head=(head, Widen(x="logits", out="logits"), *cap),
+            vocab_size=self.vocab_size,
+            hidden_size=self.size,
+            ropes=self.ropes,
+        )
+
+    def config(self) -> ModelConfig:
+        """A configuration of these sizes; executors only pass it on."""
+        return ModelConfig(
+            architecture="Random", family="dense", vocab_size=self.vocab_size, hidden_size=self.size,
+            intermediate_size=8, num_heads=self.num_heads, num_kv_heads=self.num_kv, head_dim=self.head_dim,
+            layers=(LayerConfig(),) * self.num_layers, ropes=self.ropes, max_positions=MAX_LEN,
+        )  # fmt: skip
+
+
+def random_weights(program: Program, generator: torch.Generator) -> dict[str, Tensor]:
+    """Weights of about the size that keeps values near 1."""
+    found = {}
+    for spec in program.weights:
+        values = torch.randn(spec.shape, generator=generator)
+        found[spec.name] = values / spec.shape[-1] ** 0.5 if spec.kind == "matrix" else 0.5 + 0.2 * values
+    return found
+
+
+def random_steps(rng: random.Random, vocab_size: int, block_size: int) -> tuple[list[tuple[Laid, list[int]]], int]:
+    """Ragged steps of several sequences over blocks in any order, with the rows that are kept; and how many blocks."""
+    num_texts = rng.randint(1, 5)
+    texts = [[rng.randrange(vocab_size) for _ in range(MAX_LEN)] for _ in range(num_texts)]
+    per_text = -(-MAX_LEN // block_size)
+    blocks = list(range(num_texts * per_text))
+    rng.shuffle(blocks)
+    ends, steps = [0] * num_texts, []
+    for _ in range(rng.randint(2, 4)):
+        rows = []
+        for i in range(num_texts):
+            start, end = ends[i], min(MAX_LEN, ends[i] + rng.choice((0, 1, 1, 2, 7, 30)))
+            if start < end:
+                ends[i] = end
+                table = tuple(blocks[i * per_text : i * per_text + -(-end // block_size)])
+                rows.append(
+                    Row(
+                        id=i, tokens=tuple(texts[i][start:end]), prev_token=texts[i][start - 1] if start else -1,
+                        start=start, blocks=table, num_sampled=0, params=SamplingParams(), logprobs_mode="raw",
+                        seed=0, sample_index=0,
+                    )
+                )  # fmt: skip
+        if rows:
+            laid = lay(in_step_order(tuple(rows)))
+            places = range(len(laid.tokens))
+            kept = sorted(rng.sample(places, rng.randint(1, len(laid.tokens)))) if rng.random() < 0.7 else list(places)
+            steps.append((laid, kept))
+    return steps, len(blocks)

@@ -1,0 +1,66 @@
+"""Every executor computes the same: random decoders from all operations, random ragged steps, in float32."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+import torch
+from torch import Tensor
+
+from nano_inference.assemble import pick_kernels
+from nano_inference.config import EngineConfig
+from nano_inference.executors.cpu.executor import CpuExecutor
+from nano_inference.executors.loading import load_weights
+from nano_inference.executors.protocol import CacheSize
+from nano_inference.executors.torch.attention import SdpaBackend
+from nano_inference.executors.torch.executor import TorchExecutor
+from nano_inference.kernels.library import Library
+from nano_inference.loader.door import TensorSource
+from nano_inference.models import ops
+from tests.executors.random_programs import MAX_LEN, Writer, random_steps, random_weights
+
+NUM_PROGRAMS = 150
+BLOCK_SIZES = (1, 4, 16)
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def library() -> Library:
+    found = pick_kernels(EngineConfig(model_path="x", device="cpu"), CPU)
+    assert found is not None, "these tests need a C compiler"
+    return found
+
+
+def differs(mine: Tensor, right: Tensor) -> float:
+    """The largest difference, relative to the largest value, at least 1."""
+    return float((mine - right).abs().max()) / max(1.0, float(right.abs().max()))
+
+
+@pytest.mark.parametrize("seed", range(NUM_PROGRAMS))
+def test_executors_agree_on_random_programs(seed: int, library: Library) -> None:
+    writer = Writer(random.Random(seed))
+    program, config = writer.program(), writer.config()
+    weights = random_weights(program, torch.Generator().manual_seed(seed))
+    ours = CpuExecutor(config, program, library, MAX_LEN)
+    plain = TorchExecutor(config, program, CPU, torch.float32, SdpaBackend())
+    block_size = BLOCK_SIZES[seed % len(BLOCK_SIZES)]
+    steps, num_blocks = random_steps(random.Random(seed + 1000), program.vocab_size, block_size)
+    for executor in (ours, plain):
+        load_weights(executor, {name: TensorSource(weight) for name, weight in weights.items()})
+        executor.new_cache(CacheSize(num_blocks=num_blocks, block_size=block_size))
+    for laid, kept in steps:
+        with torch.inference_mode():
+            right = plain.hidden(laid, kept)
+            mine = ours.hidden(laid, kept).clone()
+            assert differs(mine, right) <= 1e-5
+            assert differs(ours.final(mine), plain.final(right)) <= 1e-5
+            logits = ours.step_logits(laid, kept).clone()
+            assert torch.equal(ours.logits(mine), logits)
+            assert differs(logits, plain.logits(right)) <= 1e-5
+
+
+def test_random_programs_have_every_operation() -> None:
+    found = Counter(type(op) for seed in range(NUM_PROGRAMS) for op in Writer(random.Random(seed)).program().ops)
+    assert set(found) == set(ops.Op.__args__) and min(found.values()) >= NUM_PROGRAMS // 4  # type: ignore[attr-defined]
