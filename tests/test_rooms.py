@@ -77,6 +77,7 @@ MUTATORS = {
     *("append", "extend", "insert", "remove", "pop", "popitem", "clear", "update", "setdefault", "add", "discard"),
     *("appendleft", "popleft", "extendleft", "sort", "reverse", "move_to_end", "__setitem__", "__delitem__"),
 }
+KINDS = {"KVStore", "KernelStore", "TorchExecutor", "CpuExecutor"}
 MAKERS = {"list", "dict", "set", "bytearray", "defaultdict", "deque", "OrderedDict", "Counter"}
 
 
@@ -197,6 +198,36 @@ def test_rooms_without_torch_do_not_import_it(trees: dict[str, ast.Module]) -> N
 def test_the_environment_is_read_by_the_command_line_and_by_assemble(trees: dict[str, ast.Module]) -> None:
     readers = {path for path, tree in trees.items() if reads_environment(tree)}
     assert {path for path in readers if not path.startswith("cli/")} <= {"assemble.py", "__main__.py", "children.py"}
+
+
+def kinds_asked(tree: ast.AST) -> list[str]:
+    """Executors, stores and families that the code asks for by `isinstance` or `.family`."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "isinstance":
+            found += [one.id for one in ast.walk(node.args[1]) if isinstance(one, ast.Name) and one.id in KINDS]
+        if isinstance(node, ast.Compare) and isinstance(node.left, ast.Attribute) and node.left.attr == "family":
+            found.append("family")
+    return found
+
+
+def test_only_executors_ask_what_kind_of_model_or_store_it_is(trees: dict[str, ast.Module]) -> None:
+    """Readers of configuration files, and the configuration itself, tell families apart."""
+    asked = {name: kinds_asked(tree) for name, tree in trees.items()}
+    outside = {name: kinds for name, kinds in asked.items() if kinds and not name.startswith("executors/")}
+    assert {name for name in outside if not name.startswith("loader/")} <= {"models/config.py"}
+    assert kinds_asked(ast.parse("isinstance(a.store, KVStore | int) or c.family == 'gemma'")) == ["KVStore", "family"]
+
+
+def test_no_model_is_a_torch_module(trees: dict[str, ast.Module]) -> None:
+    bases = [
+        base
+        for tree in trees.values()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef)
+        for base in node.bases
+    ]
+    assert not [base for base in bases if isinstance(base, ast.Attribute) and base.attr == "Module"]
 
 
 def test_the_checks_above_see_what_they_look_for() -> None:

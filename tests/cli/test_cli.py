@@ -23,6 +23,7 @@ from nano_inference.cli.prompts import parse_lines
 from nano_inference.cli.session import open_session
 from nano_inference.cli.terminal import Interrupts, bar
 from nano_inference.models.config import LayerConfig, ModelConfig
+from nano_inference.models.families import program_of
 from nano_inference.workloads import Workload
 
 Capture = pytest.CaptureFixture[str]
@@ -336,7 +337,7 @@ def test_a_prefill_s_operations_are_counted() -> None:
         ropes=(),
         max_positions=8,
     )
-    assert roofline.prefill_flops(config, 3) == 2 * 3 * (16 + 16 + 8 + 8 + 96 + 3 / 2 * 2 * 4)
+    assert roofline.prefill_flops(program_of(config), 3) == 2 * 3 * (16 + 16 + 8 + 8 + 96 + 3 / 2 * 2 * 4)
 
 
 def test_doctor_measures(monkeypatch: pytest.MonkeyPatch) -> None:

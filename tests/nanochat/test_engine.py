@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from nano_inference.config import EngineConfig
 from nano_inference.nanochat import GPT, Engine, KVCache, sample_next_token
 from nano_inference.nanochat.columns import Columns
 from tests.nanochat.talkative import CHARACTERS, CharacterTokenizer, Foreign, Uniform, talkative
@@ -277,6 +278,25 @@ def test_new_weights_are_used_and_old_prefixes_forgotten() -> None:
     text = [*prompt, 5]
     found, fresh = (one.core.score(text, start=len(text) - 1) for one in (engine, Engine(other, TOKENIZER)))
     assert found == pytest.approx(fresh, abs=1e-5)
+
+
+@pytest.mark.parametrize("generation", ["G0", "G2e", "G4"])
+def test_the_kernels_and_torch_give_the_same_columns(generation: str) -> None:
+    """Also after new weights, which the kernels have packed again."""
+    model, other = talkative(generation), talkative(generation, seed=1)
+    engines = {
+        kernels: Engine(model, TOKENIZER, config=EngineConfig(model_path="x", max_model_len=4096, kernels=kernels))
+        for kernels in ("auto", "off")
+    }
+    found = []
+    for _ in range(2):
+        columns = [list(e.generate([BOS, *[1, 2, 3] * 20], 3, max_tokens=30, seed=5)) for e in engines.values()]
+        assert columns[0] == columns[1]
+        found.append(columns[0])
+        model.load_state_dict(other.state_dict())
+    assert found[0] != found[1]
+    assert engines["off"].core.parts.code == "torch" != engines["auto"].core.parts.code
+    assert Engine(model, TOKENIZER).core.parts.code == engines["auto"].core.parts.code
 
 
 def test_a_step_that_fails_costs_its_own_call_alone() -> None:

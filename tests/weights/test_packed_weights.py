@@ -283,6 +283,20 @@ def test_weights_come_back_after_they_were_discarded(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_no_update_writes_what_a_twin_computes_with(pair: Pair, open_engine: OpenEngine, dtype: str) -> None:
+    """Replaced matrices are memory for the next update, but not those that a partial update left shared."""
+    engine, fresh = open_engine(pair, dtype=dtype), open_engine(pair, dtype=dtype)
+    before = scores(engine)
+    with engine.twin() as twin:
+        for _ in range(3):
+            engine.update_weights({Q: pair.named()[Q] * 2}, blocking=True, partial=True)
+            engine.update_weights(pair.named(), blocking=True)
+            assert scores(twin) == before
+        fresh.update_weights(pair.named(), blocking=True)
+        assert scores(engine) == scores(fresh)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_a_twin_shares_the_weights_and_outlives_an_update(pair: Pair, open_engine: OpenEngine, dtype: str) -> None:
     engine = open_engine(pair, dtype=dtype)
     before = scores(engine)

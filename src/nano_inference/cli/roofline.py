@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import statistics
 import time
@@ -11,7 +12,8 @@ from nano_inference.assemble import locate
 from nano_inference.cli import machine
 from nano_inference.config import Dtype, EngineConfig
 from nano_inference.engine import InferenceEngine
-from nano_inference.models.config import ModelConfig
+from nano_inference.models.ops import Attend, Linear
+from nano_inference.models.program import Program
 from nano_inference.types import SamplingParams
 
 _PREFILL_TOKENS = 2048
@@ -42,7 +44,7 @@ def _shares(name: str, dtype: Dtype, bandwidth: float, rate: float) -> dict[str,
         executor = engine.parts.executor
         assert executor is not None
         weight_bytes = executor.weight_bytes
-        flops = prefill_flops(executor.config, _PREFILL_TOKENS)
+        flops = prefill_flops(executor.program, _PREFILL_TOKENS)
         decode = statistics.median(_decode_rate(engine, index) for index in range(_REPEAT))
         prefill = statistics.median(_prefill_seconds(engine, index) for index in range(_REPEAT))
     return {
@@ -57,13 +59,11 @@ def _shares(name: str, dtype: Dtype, bandwidth: float, rate: float) -> dict[str,
     }
 
 
-def prefill_flops(config: ModelConfig, num_tokens: int) -> float:
+def prefill_flops(program: Program, num_tokens: int) -> float:
     """Return the operations of a prompt's forward pass: products of every layer, and causal attention."""
-    heads = config.num_heads + 2 * config.num_kv_heads
-    projections = config.hidden_size * (heads + config.num_heads) * config.head_dim
-    mlp = (3 if config.nanochat is None else 2) * config.hidden_size * config.intermediate_size
-    attention = num_tokens / 2 * 2 * config.num_heads * config.head_dim
-    return 2.0 * num_tokens * config.num_layers * (projections + mlp + attention)
+    products = sum(math.prod(spec.shape) for op in program.body if isinstance(op, Linear) for spec in op.matrices)
+    attention = sum(num_tokens / 2 * 2 * op.num_heads * op.head_dim for op in program.body if isinstance(op, Attend))
+    return 2.0 * num_tokens * (products + attention)
 
 
 def _prompt(size: int, index: int) -> list[int]:

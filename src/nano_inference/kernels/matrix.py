@@ -117,13 +117,21 @@ def int8_parts(matrix: Matrix) -> tuple[Tensor, Tensor]:
 class Packer:
     """Owns a matrix while it is packed from plain values, a few rows at a time."""
 
-    def __init__(self, library: Library, weight_NK: Tensor, slabs: Slabs, kind: int) -> None:
-        """`kind` is that of the values, BF16 of float32 values that fit into it, or INT8, which rounds them."""
+    def __init__(
+        self, library: Library, weight_NK: Tensor, slabs: Slabs, kind: int, spare: Matrix | None = None
+    ) -> None:
+        """`kind` is that of the values, BF16 of float32 values that fit into it, or INT8, which rounds them.
+
+        A `spare` matrix of the same form, which nothing computes with, is written over: its padding is zero already.
+        """
         assert weight_NK.is_contiguous() and weight_NK.dtype in PLAIN
         self._library = library
         self._source_NK = weight_NK
         num_out, num_in = weight_NK.shape
-        packed = slabs.take(library.code.nano_packed_bytes(kind, num_out, num_in))
+        if spare is not None and (spare.format, spare.num_out, spare.num_in) == (kind, num_out, num_in):
+            packed = spare.packed
+        else:
+            packed = slabs.take(library.code.nano_packed_bytes(kind, num_out, num_in))
         self.matrix = Matrix(kind, num_out, num_in, packed, rounds=kind == INT8)
 
     def put(self, start: int, stop: int) -> None:

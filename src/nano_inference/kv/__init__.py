@@ -1,4 +1,4 @@
-"""Which KV blocks hold what: integers only, the bytes are `kv.store`'s.
+"""Which KV blocks hold what: integers only, the bytes are the executors'.
 
 One contract, two managers. `paged` finds whole blocks by a cryptographic chain of their contents; `radix` keeps a tree
 of the tokens themselves, so that a hit may end inside a block. Rules that both keep, and `check()` verifies:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -98,10 +98,11 @@ def check_order(part: tuple[Op, ...], given: frozenset[str], wanted: str) -> Non
         raise ValueError(f"no operation writes {wanted}")
 
 
-def last_uses(part: tuple[Op, ...], result: str) -> Iterator[tuple[str, ...]]:
-    """Yield for each operation the buffers that nothing reads after it."""
-    live, found = {result}, list[tuple[str, ...]]()
+def live_after(part: Sequence[Op], result: str) -> list[frozenset[str]]:
+    """Return for each operation the buffers that operations behind it read, or that are the part's result."""
+    live = frozenset({result})
+    found: list[frozenset[str]] = []
     for op in reversed(part):
-        found.append(tuple(sorted({*op.reads, *op.writes} - live)))
-        live = (live - set(op.writes)) | set(op.reads)
-    yield from reversed(found)
+        found.append(live)
+        live = live.difference(op.writes).union(op.reads)
+    return found[::-1]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from nano_inference.config import KvDtype
 from nano_inference.executors.cpu.drawing import KernelSampler, kernel_normalise
-from nano_inference.executors.cpu.lower import CpuWeights, head_sizes, lowered
+from nano_inference.executors.cpu.lower import LOWERINGS, CpuWeights, Lowerings, check_operations, head_sizes, lowered
 from nano_inference.executors.cpu.store import KernelStore
 from nano_inference.executors.cpu.weights import CpuStaged, Rounding, values_of
 from nano_inference.executors.protocol import CacheSize
@@ -24,6 +24,7 @@ from nano_inference.executors.staging import Pace
 from nano_inference.executors.step import InferenceMode, Sampler, run_step
 from nano_inference.executors.step_input import ForwardInput, Laid
 from nano_inference.kernels.library import Library
+from nano_inference.kernels.matrix import Matrix
 from nano_inference.kernels.native import Cache, Continuation, Layout, NativeProgram
 from nano_inference.models.config import ModelConfig
 from nano_inference.models.program import Program
@@ -57,12 +58,13 @@ class CpuExecutor:
         max_len: int,
         rounding: Rounding = "own",
         sampler: Sampler | None = None,
+        lowerings: Lowerings = LOWERINGS,
     ) -> None:
         """It has no weights and no cache yet. `max_len` positions can be computed: the rotary tables are made for them.
 
         Raises `ValueError` naming the operation if the kernels cannot compute the program.
         """
-        head_sizes(program)
+        check_operations(program, lowerings)
         self.config = config
         self.program = program
         self.device = torch.device("cpu")
@@ -71,9 +73,14 @@ class CpuExecutor:
         self._rounding: Rounding = rounding
         self.sampler = KernelSampler(library) if sampler is None else sampler
         self._normalise = kernel_normalise(library)
+        self._lowerings = lowerings
         self._ropes = rope_tables(program, max_len)
         self._mode = InferenceMode()
         self._model: CpuModel | None = None
+        self._shared: frozenset[str] = frozenset()
+        """Matrices that a copy may compute with, too: their memory is never written again."""
+        self._spare: dict[str, Matrix] = {}
+        """Replaced matrices, whose memory the next update uses: fresh memory takes several times as long to fill."""
         self._store: KernelStore | None = None
 
     @property
@@ -183,9 +190,10 @@ class CpuExecutor:
     # ---- weights ----
 
     def stage(self, *, pace: Pace | None = None, check_finite: bool = False) -> CpuStaged:
-        """Start the next weights, in fresh memory: packed weights are never written twice, as copies share them."""
+        """Start the next weights, in the memory of replaced ones as far as there is any."""
         live = None if self._model is None else self._model.weights
-        return CpuStaged(self.library, self._rounding, live, self._bound, pace, check_finite=check_finite)
+        spare, self._spare = self._spare, {}
+        return CpuStaged(self.library, self._rounding, live, self._bound, spare, pace, check_finite=check_finite)
 
     def _bound(self, weights: CpuWeights) -> CpuModel:
         """Lower the program onto packed weights."""
@@ -194,7 +202,7 @@ class CpuExecutor:
         def native(of: Program, part: str, given: Mapping[str, int], result: str) -> NativeProgram:
             ops = {"body": of.body, "final": of.final, "logits": (*of.final, *of.head)}[part]
             ropes = self._ropes if part == "body" else ()
-            return NativeProgram(self.library, lowered(of, ops, weights, given, result), ropes)
+            return NativeProgram(self.library, lowered(of, ops, weights, given, result, self._lowerings), ropes)
 
         full = program.without_windows() if program.has_full_decode else None
         return CpuModel(
@@ -207,14 +215,21 @@ class CpuExecutor:
 
     def commit(self, staged: CpuModel) -> None:
         """Compute with these weights from the next step on."""
+        if self._model is staged:
+            return
+        old, new = {} if self._model is None else self._model.weights.matrices, staged.weights.matrices
+        replaced = {name: matrix for name, matrix in old.items() if matrix is not new[name]}
+        self._spare = {name: matrix for name, matrix in replaced.items() if name not in self._shared}
         self._model = staged
+        self._shared = self._shared - replaced.keys()  # last: an interruption must not make shared memory look free
 
     def drop_spare(self) -> None:
-        """There is none."""
+        """Give back the memory kept for the next update."""
+        self._spare = {}
 
     def discard_weights(self) -> None:
         """Give the memory of the weights back, unless a copy shares it."""
-        self._model = None
+        self._model, self._spare = None, {}
 
     def move_weights(self, device: torch.device) -> None:
         """Stay in main memory."""
@@ -243,9 +258,12 @@ class CpuExecutor:
         return 0 if self._model is None else self._model.weights.num_bytes
 
     def copy(self) -> CpuExecutor:
-        """Return a second executor on the same packed weights, which are never written."""
-        other = CpuExecutor(self.config, self.program, self.library, self._max_len, self._rounding, self.sampler)
+        """Return a second executor on the same packed weights."""
+        other = CpuExecutor(
+            self.config, self.program, self.library, self._max_len, self._rounding, self.sampler, self._lowerings
+        )
         other.commit(other._bound(self.model.weights))
+        self._shared = other._shared = frozenset(self.model.weights.matrices)
         return other
 
 

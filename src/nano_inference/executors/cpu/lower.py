@@ -9,9 +9,10 @@ Raises `ValueError` naming the operation if the kernels cannot compute a program
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from nano_inference.kernels import program as kernel
 from nano_inference.kernels.matrix import Matrix
 from nano_inference.models import ops
 from nano_inference.models.ops import Number, Op, WeightSpec
-from nano_inference.models.program import Program, last_uses
+from nano_inference.models.program import Program, live_after
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,7 @@ class CpuWeights:
         return torch.cat(found) if len(found) > 1 else found[0] if found else None
 
 
-class _Place(NamedTuple):
+class Place(NamedTuple):
     """Where a buffer of the program is: columns [start, start + width) of a kernels' buffer."""
 
     buffer: str
@@ -50,13 +51,21 @@ class _Place(NamedTuple):
     width: int
 
 
+Lowerings = Mapping[type[Any], Callable[[Any, Any], None]]
+"""Operation -> the function that appends what the kernels compute for it to a `Lowering`."""
+
+
 @dataclass
-class _Lowering:
+class Lowering:
     """What is known while operations are lowered, in order."""
 
     program: Program
+    part: tuple[Op, ...]
+    live: list[frozenset[str]]
+    """`live_after` of the part."""
     weights: CpuWeights
-    places: dict[str, _Place] = field(default_factory=dict)
+    lowerings: Lowerings
+    places: dict[str, Place] = field(default_factory=dict)
     widths: dict[str, int] = field(default_factory=dict)
     ops: list[kernel.Op] = field(default_factory=list)
 
@@ -68,7 +77,7 @@ class _Lowering:
         self.widths[buffer] = sum(widths)
         start = 0
         for name, width in zip(names, widths, strict=True):
-            self.places[name] = _Place(buffer, start, width)
+            self.places[name] = Place(buffer, start, width)
             start += width
         return buffer
 
@@ -82,7 +91,7 @@ class _Lowering:
     def whole(self, op: Op, name: str) -> str:
         """Return the kernels' buffer that a buffer is. Raises `ValueError` if it shares it with others."""
         place = self.places[name]
-        if place != _Place(place.buffer, 0, self.widths[place.buffer]):
+        if place != Place(place.buffer, 0, self.widths[place.buffer]):
             raise ValueError(f"{type(op).__name__} of {name}: the CPU kernels compute it only of a whole Linear")
         return place.buffer
 
@@ -94,21 +103,24 @@ class _Lowering:
 
 
 def lowered(
-    program: Program, part: Sequence[Op], weights: CpuWeights, given: Mapping[str, int], result: str
+    program: Program,
+    part: Sequence[Op],
+    weights: CpuWeights,
+    given: Mapping[str, int],
+    result: str,
+    lowerings: Lowerings,
 ) -> kernel.Program:
     """Return one part of a program for the kernels; `given` are the buffers that a run brings, with their widths.
 
     Its result is in the kernels' buffer of the same name.
     """
-    state = _Lowering(program, weights)
+    state = Lowering(program, tuple(part), live_after(part, result), weights, lowerings)
     for name, width in given.items():
         state.bind([name], [width])
-    part = tuple(part)
-    dead = list(last_uses(part, result))
     index = 0
     while index < len(part):
-        index += _lower(state, part, dead, index, result)
-    if state.places[result] != _Place(result, 0, state.widths[result]):
+        index += _lower(state, index)
+    if state.places[result] != Place(result, 0, state.widths[result]):
         raise ValueError(f"{result} must be written as a whole")
     num_heads, num_kv_heads, head_dim = head_sizes(program)
     return kernel.Program(
@@ -124,48 +136,37 @@ def head_sizes(program: Program) -> tuple[int, int, int]:
     return sizes.pop()
 
 
-def _lower(state: _Lowering, part: tuple[Op, ...], dead: list[tuple[str, ...]], index: int, result: str) -> int:
+def _lower(state: Lowering, index: int) -> int:
     """Lower the operation at an index; return how many operations were lowered with it."""
-    op = part[index]
-    after = part[index + 1] if index + 1 < len(part) else None
-    onto = _residual(op, after, dead[index : index + 2])
-    if isinstance(op, ops.Linear | ops.Norm) and onto is not None:
+    op, after = state.part[index], state.part[index + 1] if index + 1 < len(state.part) else None
+    onto = None if after is None else _residual(op, after, state.live[index + 1])
+    if isinstance(op, ops.Linear | ops.Norm):
         _linear_or_norm(state, op, onto)
-        return 2
+        return 1 if onto is None else 2
     if isinstance(op, ops.HeadNorm | ops.Rotate | ops.Store):
-        return _heads(state, part, index)
-    if isinstance(op, ops.Attend) and isinstance(after, ops.Keep):
-        _keep(state, _live_after(part, index + 1, result) - {op.out} | {op.q})
+        return _heads(state, state.part, index)
+    if isinstance(op, ops.Attend):
+        is_last = isinstance(after, ops.Keep)
+        if is_last:
+            _keep(state, state.live[index + 1] - {op.out} | {op.q})
         _attend(state, op)
-        return 2
+        return 2 if is_last else 1
     if isinstance(op, ops.Keep):
-        _keep(state, _live_after(part, index, result))
-    elif isinstance(op, ops.Linear | ops.Norm):
-        _linear_or_norm(state, op, None)
-    elif isinstance(op, ops.Attend):
-        _attend(state, op)
+        _keep(state, state.live[index])
     else:
-        _small(state, op)
+        state.lowerings[type(op)](state, op)
     return 1
 
 
-def _residual(op: Op, add: Op | None, dead: Sequence[tuple[str, ...]]) -> str | None:
+def _residual(op: Op, add: Op, live: frozenset[str]) -> str | None:
     """Return the buffer that an operation's result is only added to by the next; None if there is none such."""
     if not isinstance(add, ops.Add) or len(op.writes) != 1:
         return None
-    is_only_added = add.y == op.writes[0] and add.x == add.out != add.y and add.y in dead[1]
+    is_only_added = add.y == op.writes[0] and add.x == add.out != add.y and add.y not in live
     return add.x if is_only_added else None
 
 
-def _live_after(part: tuple[Op, ...], index: int, result: str) -> set[str]:
-    """Return the buffers that are read behind an index."""
-    live = {result}
-    for op in reversed(part[index + 1 :]):
-        live = (live - set(op.writes)) | set(op.reads)
-    return live
-
-
-def _linear_or_norm(state: _Lowering, op: ops.Linear | ops.Norm, onto: str | None) -> None:
+def _linear_or_norm(state: Lowering, op: ops.Linear | ops.Norm, onto: str | None) -> None:
     """Lower a projection or a norm; `onto` names the buffer that its result is added to."""
     weights, is_added = state.weights, onto is not None
     if isinstance(op, ops.Norm):
@@ -181,7 +182,7 @@ def _linear_or_norm(state: _Lowering, op: ops.Linear | ops.Norm, onto: str | Non
     state.ops.append(kernel.Product(x=x, out=out, matrices=matrices, bias=weights.vector(op.biases), add=is_added))
 
 
-def _heads(state: _Lowering, part: tuple[Op, ...], index: int) -> int:
+def _heads(state: Lowering, part: tuple[Op, ...], index: int) -> int:
     """Lower head norms, a rotation and the store that follow one another; return how many."""
     taken: list[ops.HeadNorm | ops.Rotate | ops.Store] = []
     order = {ops.HeadNorm: 0, ops.Rotate: 1, ops.Store: 3}
@@ -214,7 +215,7 @@ def _heads(state: _Lowering, part: tuple[Op, ...], index: int) -> int:
     return len(taken)
 
 
-def _qkv(state: _Lowering, taken: Sequence[ops.HeadNorm | ops.Rotate | ops.Store]) -> str:
+def _qkv(state: Lowering, taken: Sequence[ops.HeadNorm | ops.Rotate | ops.Store]) -> str:
     """Return the buffer of queries, keys and values. Raises `ValueError` if they do not lie there side by side."""
     num_heads, num_kv, dim = head_sizes(state.program)
     buffer = state.places[taken[0].reads[0]].buffer
@@ -229,51 +230,51 @@ def _qkv(state: _Lowering, taken: Sequence[ops.HeadNorm | ops.Rotate | ops.Store
     return buffer
 
 
-def _attend(state: _Lowering, op: ops.Attend) -> None:
+def _attend(state: Lowering, op: ops.Attend) -> None:
     x = state.first(op, op.q)
     out = state.bind([op.out], [op.num_heads * op.head_dim], other_than=x)
     state.ops.append(kernel.Attend(x=x, out=out, layer=op.layer, scale=op.scale, window=op.window, softcap=op.softcap))
 
 
-def _keep(state: _Lowering, names: set[str]) -> None:
+def _keep(state: Lowering, names: frozenset[str]) -> None:
     """Move the kept rows of some buffers to the front, three of the kernels' buffers at a time."""
     buffers = sorted({state.places[name].buffer for name in names if name in state.places})
     for start in range(0, len(buffers), 3):
         state.ops.append(kernel.Keep(buffers=tuple(buffers[start : start + 3])))
 
 
-def _small(state: _Lowering, op: Op) -> None:
-    """Lower what treats each value of a row by itself."""
-    if isinstance(op, ops.Embed):
-        out = state.bind([op.out], [op.table.shape[1]])
-        scale = float(torch.tensor(op.scale, dtype=torch.float32))
-        table = state.weights.matrices[op.table.name]
-        state.ops.append(kernel.Embed(out=out, table=table, rows=op.rows, scale=scale))
-    elif isinstance(op, ops.Copy | ops.Add | ops.Mix):
-        _mix(state, op)
-    elif isinstance(op, ops.Activate):
-        _activate(state, op)
-    elif isinstance(op, ops.Widen):
-        if op.out != op.x:
-            _mix(state, ops.Copy(x=op.x, out=op.out))
-    elif isinstance(op, ops.Softcap):
-        state.ops.append(kernel.Softcap(x=state.whole(op, op.x), cap=op.cap))
-    elif isinstance(op, ops.GateValues):
-        num_heads, num_kv, dim = head_sizes(state.program)
-        if state.places[op.v].start != (num_heads + num_kv) * dim:
-            raise ValueError("GateValues: the CPU kernels need queries, keys and values of one Linear")
-        gate, more = state.first(op, op.gate), state.first(op, op.more)
-        state.ops.append(kernel.GateValues(x=state.places[op.v].buffer, gate=gate, more=more, scale=op.scale))
-    elif isinstance(op, ops.Smear):
-        x, gate, before = state.whole(op, op.x), state.first(op, op.gate), state.first(op, op.before)
-        share = state.number(op.share)
-        assert share is not None
-        state.ops.append(kernel.Smear(x=x, gate=gate, before=before, weight=share))
-    else:
-        raise ValueError(f"{type(op).__name__}: the CPU kernels have no such operation")
+def _embed(state: Lowering, op: ops.Embed) -> None:
+    out = state.bind([op.out], [op.table.shape[1]])
+    scale = float(torch.tensor(op.scale, dtype=torch.float32))
+    table = state.weights.matrices[op.table.name]
+    state.ops.append(kernel.Embed(out=out, table=table, rows=op.rows, scale=scale))
 
 
-def _mix(state: _Lowering, op: ops.Copy | ops.Add | ops.Mix) -> None:
+def _widen(state: Lowering, op: ops.Widen) -> None:
+    if op.out != op.x:  # else nothing is to be done: all values are float32
+        _mix(state, ops.Copy(x=op.x, out=op.out))
+
+
+def _softcap(state: Lowering, op: ops.Softcap) -> None:
+    state.ops.append(kernel.Softcap(x=state.whole(op, op.x), cap=op.cap))
+
+
+def _gate_values(state: Lowering, op: ops.GateValues) -> None:
+    num_heads, num_kv, dim = head_sizes(state.program)
+    if state.places[op.v].start != (num_heads + num_kv) * dim:
+        raise ValueError("GateValues: the CPU kernels need queries, keys and values of one Linear")
+    gate, more = state.first(op, op.gate), state.first(op, op.more)
+    state.ops.append(kernel.GateValues(x=state.places[op.v].buffer, gate=gate, more=more, scale=op.scale))
+
+
+def _smear(state: Lowering, op: ops.Smear) -> None:
+    x, gate, before = state.whole(op, op.x), state.first(op, op.gate), state.first(op, op.before)
+    share = state.number(op.share)
+    assert share is not None
+    state.ops.append(kernel.Smear(x=x, gate=gate, before=before, weight=share))
+
+
+def _mix(state: Lowering, op: ops.Copy | ops.Add | ops.Mix) -> None:
     x = state.first(op, op.x)
     y = x if isinstance(op, ops.Copy) else state.first(op, op.y)
     out = state.bind([op.out], [state.places[op.x].width])
@@ -283,9 +284,35 @@ def _mix(state: _Lowering, op: ops.Copy | ops.Add | ops.Mix) -> None:
     state.ops.append(kernel.Mix(x=x, y=y, out=out, a=a, b=b, scale=scale))
 
 
-def _activate(state: _Lowering, op: ops.Activate) -> None:
+def _activate(state: Lowering, op: ops.Activate) -> None:
     x, width = state.first(op, op.gate), state.places[op.gate].width
     if op.up is not None and state.places[op.up] != (x, width, width):
         raise ValueError("Activate: the CPU kernels need gate and up side by side, from one Linear")
     out = state.bind([op.out], [width], other_than=x)
     state.ops.append(kernel.Activate(x=x, out=out, kind=op.kind))
+
+
+LOWERINGS: Lowerings = MappingProxyType(
+    {
+        ops.Embed: _embed,
+        ops.Copy: _mix,
+        ops.Add: _mix,
+        ops.Mix: _mix,
+        ops.Activate: _activate,
+        ops.GateValues: _gate_values,
+        ops.Smear: _smear,
+        ops.Widen: _widen,
+        ops.Softcap: _softcap,
+    }
+)
+"""How operations are lowered that are never fused with others; `_FUSED` are those that `lowered` looks at together."""
+_FUSED = (ops.Linear, ops.Norm, ops.HeadNorm, ops.Rotate, ops.Store, ops.Attend, ops.Keep)
+
+
+def check_operations(program: Program, lowerings: Lowerings) -> None:
+    """Raise `ValueError` naming the operations of a program that the kernels cannot compute."""
+    unknown = {type(op) for op in program.ops} - {*lowerings, *_FUSED}
+    if unknown:
+        names = ", ".join(sorted(one.__name__ for one in unknown))
+        raise ValueError(f"the CPU kernels have no operation {names}; kernels=off computes this model with torch")
+    head_sizes(program)

@@ -1,4 +1,4 @@
-"""The bytes of the KV cache as the CPU kernels read them; beside `kv.store`, which is torch's layout.
+"""The bytes of the KV cache as the CPU kernels read them; `executors.torch.store` has torch's layout.
 
 Shapes: L layers, N blocks, K kv heads, D head size, Z slots of a block.
 """

@@ -46,13 +46,17 @@ class CpuStaged:
         rounding: Rounding,
         live: CpuWeights | None,
         finish: Callable[[CpuWeights], Model],
+        spare: dict[str, Matrix],
         pace: Pace | None,
         *,
         check_finite: bool,
     ) -> None:
-        """`finish` makes what the executor commits of complete weights."""
+        """`finish` makes what the executor commits of complete weights.
+
+        `spare` are matrices that nothing computes with; their memory is used first.
+        """
         self._library, self._rounding, self._live = library, rounding, live
-        self._finish, self._pace, self._check_finite = finish, pace, check_finite
+        self._finish, self._spare, self._pace, self._check_finite = finish, spare, pace, check_finite
         self._matrices: dict[str, Matrix] = {}
         self._vectors: dict[str, Tensor] = {}
         self._slabs = Slabs()
@@ -60,7 +64,7 @@ class CpuStaged:
     def put(self, spec: WeightSpec, source: WeightSource) -> int:
         """Pack one weight; return the bytes kept. Raises `NotFinite` where values are checked."""
         if spec.kind == "matrix":
-            matrix = self._matrices[spec.name] = self._matrix(source, self._slabs)
+            matrix = self._matrices[spec.name] = self._matrix(source, self._slabs, self._spare.pop(spec.name, None))
             return matrix.num_bytes
         vector = self._vectors[spec.name] = self._vector(spec, source)
         return vector.nbytes
@@ -78,14 +82,14 @@ class CpuStaged:
         matrices = MappingProxyType({**live.matrices, **self._matrices})
         return self._finish(CpuWeights(matrices, MappingProxyType({**live.vectors, **self._vectors})))
 
-    def _matrix(self, source: WeightSource, slabs: Slabs) -> Matrix:
+    def _matrix(self, source: WeightSource, slabs: Slabs, spare: Matrix | None = None) -> Matrix:
         """Pack one matrix: ggml's blocks as they are where they can be, plain values, or rounded ones."""
         if isinstance(source, PackedTensor) and self._keeps_blocks(source):
             rows, order = source.read_blocks()
             name, num_in = source.tensor.type_name, source.shape[1]
             return pack_blocks(self._library, name, rows, num_in, slabs, order, rounds=self._rounding == "int8")
         weight_NK = self._values(source)
-        packer = Packer(self._library, weight_NK, slabs, self._format(weight_NK))
+        packer = Packer(self._library, weight_NK, slabs, self._format(weight_NK), spare)
         for piece in self._pieces(weight_NK):
             packer.put(piece.start, piece.stop)
         return packer.matrix

@@ -23,7 +23,7 @@ from nano_inference.executors.torch.attention import AttentionSpec, StepContext
 from nano_inference.executors.torch.weights import TorchWeights
 from nano_inference.models import ops
 from nano_inference.models.ops import Number, Op
-from nano_inference.models.program import last_uses
+from nano_inference.models.program import live_after
 
 
 @dataclass(slots=True)
@@ -157,14 +157,13 @@ class CompiledPart:
             scope.bind([name], [width])
         self._num_given = len(given)
         self._runs: list[Run] = []
-        for op, dead in zip(part, last_uses(tuple(part), result), strict=True):
-            ended = {scope.places[name].value for name in op.reads if name in scope.places}
+        for op, live in zip(part, live_after(part, result), strict=True):
+            read = {scope.places[name].value for name in op.reads}
             self._runs.append(_bound(op, scope, operations))
-            for name in dead:
-                scope.places.pop(name, None)
-            live = {place.value for place in scope.places.values()}
-            if ended - live:
-                self._runs.append(_dropping(tuple(ended - live)))
+            scope.places = {name: place for name, place in scope.places.items() if name in live}
+            dead = read - {place.value for place in scope.places.values()}
+            if dead:
+                self._runs.append(_dropping(tuple(dead)))
         self._result = scope.read(result)
         self._num_values = len(scope.widths)
 

@@ -105,35 +105,106 @@ static void pack_row(int format, const uint8_t *row, long num_in, char *panel, i
 
 /* Plain values: `count` rows from lane `lane` of one panel on, some inputs of all rows at a time, so that what is
  * written stays in the first cache. */
-#define PACK_PLAIN(type, place)                                                                                        \
-    for (long start = 0; start < num_in; start += 16)                                                                  \
+#define PACK_PLAIN(type, from_k, to_k, place)                                                                          \
+    for (long start = (from_k); start < (to_k); start += 16)                                                           \
         for (long n = 0; n < count; n++) {                                                                             \
-            const type *from = (const type *)(rows + n * num_in * (long)sizeof(type));                                 \
-            for (long k = start; k < start + 16 && k < num_in; k++) {                                                  \
+            const type *from = (const type *)(rows + n * row_bytes);                                                   \
+            for (long k = start; k < start + 16 && k < (to_k); k++) {                                                  \
                 const long at = (place);                                                                               \
                 memcpy(panel + at, from + k, sizeof(type));                                                            \
             }                                                                                                          \
         }
+
+#define TILE 8
+typedef uint32_t words __attribute__((vector_size(4 * TILE)));
+
+/* Eight words of each of eight rows, turned: word w of all rows goes to panel + 256 w. */
+#if defined(__has_builtin)
+#if __has_builtin(__builtin_shufflevector)
+#define TURNS_TILES 1
+#define SHUFFLE __builtin_shufflevector
+INLINE void put_turned(const words *r, char *panel) {
+    words a[TILE], b[TILE];
+    for (int i = 0; i < TILE; i += 2) {
+        a[i] = SHUFFLE(r[i], r[i + 1], 0, 8, 2, 10, 4, 12, 6, 14);
+        a[i + 1] = SHUFFLE(r[i], r[i + 1], 1, 9, 3, 11, 5, 13, 7, 15);
+    }
+    for (int i = 0; i < TILE; i += 4)
+        for (int j = 0; j < 2; j++) {
+            b[i + j] = SHUFFLE(a[i + j], a[i + j + 2], 0, 1, 8, 9, 4, 5, 12, 13);
+            b[i + j + 2] = SHUFFLE(a[i + j], a[i + j + 2], 2, 3, 10, 11, 6, 7, 14, 15);
+        }
+    for (int j = 0; j < 4; j++) {
+        const words low = SHUFFLE(b[j], b[j + 4], 0, 1, 2, 3, 8, 9, 10, 11);
+        const words high = SHUFFLE(b[j], b[j + 4], 4, 5, 6, 7, 12, 13, 14, 15);
+        memcpy(panel + 256 * j, &low, sizeof low);
+        memcpy(panel + 256 * (j + 4), &high, sizeof high);
+    }
+}
+
+/* The upper halves of sixteen floats as eight words. */
+INLINE words halves_of(const uint8_t *from) {
+    words a, b;
+    memcpy(&a, from, sizeof a);
+    memcpy(&b, from + sizeof a, sizeof b);
+    return SHUFFLE(a, b, 0, 2, 4, 6, 8, 10, 12, 14) >> 16 | (SHUFFLE(a, b, 1, 3, 5, 7, 9, 11, 13, 15) & 0xffff0000u);
+}
+#endif
+#endif
+
+/* Pack words of whole tiles; the words of `is_halved` rows are the upper halves of two floats each. Returns how many words
+ * of each row are done: none if rows are left over. */
+static long pack_tiles(const uint8_t *rows, long row_bytes, long count, long num_words, int is_halved, char *panel,
+                       long lane) {
+#ifdef TURNS_TILES
+    if (count % TILE) return 0;
+    const long done = num_words / TILE * TILE;
+    for (long word = 0; word < done; word += TILE)
+        for (long n = 0; n < count; n += TILE) {
+            words tile[TILE];
+            for (long i = 0; i < TILE; i++) {
+                const uint8_t *from = rows + (n + i) * row_bytes + word * (is_halved ? 8 : 4);
+                if (is_halved) tile[i] = halves_of(from);
+                else memcpy(&tile[i], from, sizeof tile[i]);
+            }
+            put_turned(tile, panel + 256 * word + 4 * (lane + n));
+        }
+    return done;
+#else
+    (void)rows; (void)row_bytes; (void)count; (void)num_words; (void)is_halved; (void)panel; (void)lane;
+    return 0;
+#endif
+}
+
 static void pack_plain(int format, const uint8_t *rows, long count, long num_in, char *panel, long lane) {
-    if (format == F32) { PACK_PLAIN(uint32_t, k * 256 + 4 * (lane + n)) }
-    else if (format == BF16) { PACK_PLAIN(uint16_t, k / 2 * 256 + 4 * (lane + n) + k % 2 * 2) }
-    else { PACK_PLAIN(uint16_t, k * 128 + 2 * (lane + n)) }
+    const long row_bytes = source_row_bytes(format, num_in);
+    if (format == F32) {
+        const long done = pack_tiles(rows, row_bytes, count, num_in, 0, panel, lane);
+        PACK_PLAIN(uint32_t, done, num_in, k * 256 + 4 * (lane + n))
+    } else if (format == BF16) {
+        const long done = 2 * pack_tiles(rows, row_bytes, count, num_in / 2, 0, panel, lane);
+        PACK_PLAIN(uint16_t, done, num_in, k / 2 * 256 + 4 * (lane + n) + k % 2 * 2)
+    } else {
+        PACK_PLAIN(uint16_t, 0, num_in, k * 128 + 2 * (lane + n))
+    }
 }
 
-/* The same of float32 values of which only the upper halves are kept: those that fit into bfloat16. */
-static void pack_short(const uint32_t *rows, long count, long num_in, char *panel, long lane) {
-    for (long start = 0; start < num_in; start += 16)
-        for (long n = 0; n < count; n++)
-            for (long k = start; k < start + 16 && k < num_in; k++)
-                put16(panel + k / 2 * 256 + 4 * (lane + n) + k % 2 * 2, 0, (uint16_t)(rows[n * num_in + k] >> 16));
+/* bfloat16 from float32 values of which only the upper halves are kept. */
+static void pack_short(const uint8_t *rows, long count, long num_in, char *panel, long lane) {
+    const long row_bytes = 4 * num_in, done = 2 * pack_tiles(rows, row_bytes, count, num_in / 2, 1, panel, lane);
+    for (long n = 0; n < count; n++)
+        for (long k = done; k < num_in; k++)
+            memcpy(panel + k / 2 * 256 + 4 * (lane + n) + k % 2 * 2, rows + n * row_bytes + 4 * k + 2, 2);
 }
 
-void nano_pack_short(const uint32_t *source, long first, long count, long num_in, char *packed) {
+/* Pack float32 outputs [first, first + count) that fit into bfloat16 as that. */
+void nano_pack_short(const void *source, long first, long count, long num_in, char *packed) {
     const long bytes = panel_bytes(BF16, num_in);
     for (long n = first, step; n < first + count; n += step) {
         const long in_panel = PANEL - n % PANEL, left = first + count - n;
         step = in_panel < left ? in_panel : left;
-        pack_short(source + (n - first) * num_in, step, num_in, packed + n / PANEL * bytes, n % PANEL);
+        const uint8_t *rows = (const uint8_t *)source + (n - first) * 4 * num_in;
+        pack_short(rows, step, num_in, packed + n / PANEL * bytes, n % PANEL);
     }
 }
 
