@@ -22,8 +22,15 @@ static float best_of(const float *x, long n) {
     return top;
 }
 
+/* The first place of the best. A block is compared whole: a loop that may end at any value is not vectorised. */
 static int32_t place_of_best(const float *x, long n, float top) {
-    for (long i = 0; i < n; i++) if (x[i] == top) return (int32_t)i;
+    for (long begin = 0; begin < n; begin += BLOCK) {
+        const long end = begin + BLOCK < n ? begin + BLOCK : n;
+        int is_here = 0;
+        for (long i = begin; i < end; i++) is_here |= x[i] == top;
+        if (!is_here) continue;
+        for (long i = begin; i < end; i++) if (x[i] == top) return (int32_t)i;
+    }
     return 0;
 }
 
@@ -52,9 +59,10 @@ static double corrected_sum(const float *x, const float *v, const float *e, long
 /* Two sums of e^((x - top) / t) over at most BLOCK values.
  *
  * Returned: float32 exponentials of float32 arguments, added in float32. These are the weights of a draw.
- * Added to `mass`: the same exponentials e^v, each times 1 + (u - v), where v is the argument as rounded to float32 and
- * u as computed in float64, added in float64. What remains is the rounding of `vexp` itself, at most an ulp of a term
- * and without a sign; the rounding of v alone would be 5e-7 in a flat row with one peak, the same for every term. */
+ * Added to `mass`, unless it is NULL: the same exponentials e^v, each times 1 + (u - v), where v is the argument as
+ * rounded to float32 and u as computed in float64, added in float64. What remains is the rounding of `vexp_down` itself,
+ * at most an ulp of a term and without a sign; the rounding of v alone would be 5e-7 in a flat row with one peak, the
+ * same for every term. No argument is above 0: `top` is the largest logit that is a number. */
 static double block_mass(const float *x, long n, float top, float t, double *mass) {
     float v[BLOCK], e[BLOCK], lanes[16] = {0};
     long i = 0;
@@ -62,16 +70,16 @@ static double block_mass(const float *x, long n, float top, float t, double *mas
         for (int u = 0; u < 16; u += LANES) {
             vf below = load_f(x + i + u) - all_f(top);
             if (t != 1) below = below / all_f(t);
-            const vf weight = vexp(below);
+            const vf weight = vexp_down(below);
             store_f(v + i + u, below);
             store_f(e + i + u, weight);
             store_f(lanes + u, load_f(lanes + u) + weight);
         }
     for (int u = 0; i < n; i++, u++) {
         v[i] = (x[i] - top) / t;
-        lanes[u] += e[i] = vexp(all_f(v[i]))[0];
+        lanes[u] += e[i] = vexp_down(all_f(v[i]))[0];
     }
-    *mass += corrected_sum(x, v, e, n, top, t);
+    if (mass) *mass += corrected_sum(x, v, e, n, top, t);
     double sum = 0;
     for (int u = 0; u < 16; u++) sum += lanes[u];
     return sum;
@@ -135,9 +143,10 @@ static void sample_row(const Draws *d, long row, double *weights) {
     const float *x = d->logits + row * d->stride;
     const long n = d->vocab_size, num_blocks = (n + BLOCK - 1) / BLOCK;
     const float top = best_of(x, n), t = divisor_of(d->temperature[row]);
+    const int is_untempered = d->is_raw[row] && t != 1;
     double total = 0, mass = 0;
     for (long b = 0; b < num_blocks; b++)
-        total += weights[b] = block_mass(x + b * BLOCK, block_size(n, b), top, t, &mass);
+        total += weights[b] = block_mass(x + b * BLOCK, block_size(n, b), top, t, is_untempered ? NULL : &mass);
     if (!(total > 0) || isinf(total)) {
         d->token[row] = 0;
         d->logprob[row] = NAN;
@@ -146,8 +155,7 @@ static void sample_row(const Draws *d, long row, double *weights) {
     const int32_t token = d->temperature[row] == 0 ? place_of_best(x, n, top)
                                     : (int32_t)find_token(x, n, top, t, weights, d->uniform[row] * total);
     double divisor = t;
-    if (d->is_raw[row] && t != 1) {
-        mass = 0;
+    if (is_untempered) {
         divisor = 1;
         for (long b = 0; b < num_blocks; b++) block_mass(x + b * BLOCK, block_size(n, b), top, 1, &mass);
     }

@@ -46,7 +46,17 @@ INLINE vf all_f(float x) { return x - (vf){0}; }
 INLINE vd load_d(const double *p) { vd v; memcpy(&v, p, sizeof v); return v; }
 INLINE void store_d(double *p, vd v) { memcpy(p, &v, sizeof v); }
 INLINE vd all_d(double x) { return x - (vd){0}; }
-INLINE vd widened(const float *p) { vf_half v; memcpy(&v, p, sizeof v); return __builtin_convertvector(v, vd); }
+/* By intrinsics: GCC 12 converts a quarter of a vector at a time. */
+INLINE vd widened(const float *p) {
+#if LANES == 16
+    return (vd)_mm512_cvtps_pd(_mm256_loadu_ps(p));
+#elif LANES == 8
+    return (vd)_mm256_cvtps_pd(_mm_loadu_ps(p));
+#else
+    vf_half v; memcpy(&v, p, sizeof v);
+    return __builtin_convertvector(v, vd);
+#endif
+}
 
 INLINE vf vfma(vf a, vf b, vf c) {
 #if LANES == 16
