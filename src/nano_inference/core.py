@@ -175,7 +175,7 @@ class Core:
         ended = self._restore_matchers() if self._has_dropped_matchers else []
         hits: dict[int, Hit] = {}
         admitted = None if admit_new else self.begun_requests()
-        waiting = self._waiting_views(hits, admitted)
+        waiting = self._waiting_views(hits, admitted) if self._waiting else ()
         running = self._running_views()
         if self._drafter is not None:
             running = self._with_guesses(running, self._drafter)

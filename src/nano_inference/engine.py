@@ -399,6 +399,8 @@ class InferenceEngine:
 
     def _end_dropped(self) -> None:
         """Abort and forget the requests of streams that were closed or garbage collected."""
+        if not (self._dead_streams or self._dropped):
+            return
         for stream in tuple(self._dead_streams):
             request_id = self._streams.get(stream)
             if request_id is not None:

@@ -84,13 +84,15 @@ def schedule(
     """Plan one step. Pure: the same views give the same plan.
 
     `running` comes oldest first; when blocks run out, victims are taken from its young end. `waiting` comes in order of
-    admission and may be lazy: it is read only as far as there is room. A waiting sequence whose next block another one
-    is about to compute (`next_key`) waits for it instead of computing it again.
+    admission and may be lazy: it is read only as far as there is room. For an empty tuple no room is computed. A
+    waiting sequence whose next block another one is about to compute (`next_key`) waits for it instead of computing it
+    again.
     """
     plan = _Plan(running, num_free_blocks, config)
     newcomers, urgent = _read_queue(plan, waiting)
-    prompts = [view for view in plan.live if _behind(view) > 1] + newcomers
-    shares = _share_budget(plan, prompts, urgent)
+    has_prompts = plan.num_decoding < len(plan.live)
+    prompts = [view for view in plan.live if _behind(view) > 1] if has_prompts else []
+    shares = _share_budget(plan, prompts + newcomers, urgent)
     _continue_running(plan, shares)
     if not plan.preempted:
         num_running = len(plan.work)
@@ -114,6 +116,8 @@ def _read_queue(plan: _Plan, waiting: Iterable[SeqView]) -> tuple[list[SeqView],
     """
     found: list[SeqView] = []
     urgent: dict[object, int] = {}
+    if waiting == ():
+        return found, urgent
     taken = {view.next_key for view in plan.live if view.next_key is not None and _behind(view) > 1}
     num_seats = seats(plan.config) - len(plan.live)
     budget = plan.budget - plan.num_decoding
