@@ -72,9 +72,9 @@ class VersionedRunner:
         """Where a row may stand after its last step: behind its own tokens and those of its guesses that were right."""
         self.restore_cache()
 
-    def install(self) -> None:
+    def install(self, version: int) -> None:
         """The weights themselves do not matter here, their number does."""
-        self.version += 1
+        self.version = version
 
     def free_cache(self) -> None:
         self.slots: list[Slot | None] = []
@@ -142,22 +142,24 @@ class VersionedRunner:
 
 
 class CountedWeights(TorchExecutor):
-    """Real (tiny) weights that can be updated; a runner is told of each set. An interrupted exchange commits twice."""
+    """Real (tiny) weights that can be updated; `install` gets the number of sets committed so far.
 
-    def __init__(self, install: Callable[[], None]) -> None:
+    An interrupted exchange commits a set twice: each counts once, wherever the interruption strikes.
+    """
+
+    def __init__(self, install: Callable[[int], None]) -> None:
         super().__init__(MODEL, program_of(MODEL), torch.device("cpu"), torch.float32, SdpaBackend())
         staged = self.stage()
         for spec in self.program.weights:
             staged.put(spec, TensorSource(torch.zeros(spec.shape)))
         super().commit(staged.finish())
         self._install = install
-        self._counted: TorchModel | None = None
+        self._counted: dict[int, TorchModel] = {}
 
     def commit(self, staged: TorchModel) -> None:
         """Count weights that are not in force yet."""
-        if staged is not self._counted:
-            self._install()
-            self._counted = staged
+        self._counted.setdefault(id(staged), staged)
+        self._install(len(self._counted))
         super().commit(staged)
 
 
