@@ -14,9 +14,9 @@ from torch import Tensor
 from nano_inference.assemble import pick_kernels
 from nano_inference.config import EngineConfig
 from nano_inference.executors.cpu import drawing
-from nano_inference.executors.cpu.drawing import KernelSampler, is_plain, merged
+from nano_inference.executors.cpu.drawing import KernelSampler, is_plain, kernel_normalise, merged
 from nano_inference.kernels.library import Library
-from nano_inference.logprobs import Normalise, kernel_normalise
+from nano_inference.logprobs import Normalise
 from nano_inference.sampling import Draw, draw, uniform
 from nano_inference.types import DrawExtras, LogprobsMode, Row, SamplingParams, TokenLogprob
 

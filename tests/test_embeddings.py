@@ -18,7 +18,8 @@ import transformers
 from torch import Tensor
 from torch.nn import functional
 
-from nano_inference import BadRequest, EngineConfig, InferenceEngine, SamplingParams, TrainingSample, runner
+from nano_inference import BadRequest, EngineConfig, InferenceEngine, SamplingParams, TrainingSample
+from nano_inference.executors.torch.executor import TorchExecutor
 from nano_inference.models.nanochat import hf_name
 from nano_inference.nanochat.gpt import GPT
 from nano_inference.types import Pooling, Row, RowResult, ScheduledBatch, float32, unit_vector
@@ -278,13 +279,13 @@ def test_normalized_vectors_have_length_one(tiny: Witness) -> None:
 def test_an_engine_of_another_precision_returns_float32(tiny: Witness, monkeypatch: pytest.MonkeyPatch) -> None:
     directory, model = tiny
     seen: list[Tensor] = []
-    final_hidden = runner.final_hidden
+    final = TorchExecutor.final
 
-    def watched(*args: Any) -> Tensor:
-        seen.append(final_hidden(*args))
+    def watched(executor: TorchExecutor, hidden_SE: Tensor) -> Tensor:
+        seen.append(final(executor, hidden_SE))
         return seen[-1]
 
-    monkeypatch.setattr(runner, "final_hidden", watched)
+    monkeypatch.setattr(TorchExecutor, "final", watched)
     with engine(directory, dtype="bfloat16", kernels="off") as ours:
         ids = text(3, 90)
         found = ours.embed(ids)

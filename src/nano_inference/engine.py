@@ -744,7 +744,7 @@ class InferenceEngine:
             self.parts.weights.cancel(wait=_LAST_PIECE_S)
         if self._group is not None:
             self._group.close()
-        self.parts = replace(self.parts, runner=ClosedRunner(), weights=None)
+        self.parts = replace(self.parts, runner=ClosedRunner(), executor=None, weights=None)
         self._books = self._new_books()
 
     def _new_books(self) -> Books:

@@ -69,7 +69,7 @@ class Lowering:
     widths: dict[str, int] = field(default_factory=dict)
     ops: list[kernel.Op] = field(default_factory=list)
 
-    def bind(self, names: Sequence[str], widths: Sequence[int], *, other_than: str = "") -> str:
+    def place(self, names: Sequence[str], widths: Sequence[int], *, other_than: str = "") -> str:
         """Place buffers side by side in one of the kernels' buffers; return its name."""
         buffer = "+".join(names)
         while buffer == other_than or self.widths.get(buffer, sum(widths)) != sum(widths):
@@ -116,7 +116,7 @@ def lowered(
     """
     state = Lowering(program, tuple(part), live_after(part, result), weights, lowerings)
     for name, width in given.items():
-        state.bind([name], [width])
+        state.place([name], [width])
     index = 0
     while index < len(part):
         index += _lower(state, index)
@@ -171,13 +171,13 @@ def _linear_or_norm(state: Lowering, op: ops.Linear | ops.Norm, onto: str | None
     weights, is_added = state.weights, onto is not None
     if isinstance(op, ops.Norm):
         x = state.whole(op, op.x)
-        out = state.whole(op, onto) if onto else state.bind([op.out], [state.places[op.x].width])
+        out = state.whole(op, onto) if onto else state.place([op.out], [state.places[op.x].width])
         weight = None if op.weight is None else weights.vectors[op.weight.name]
         state.ops.append(kernel.Norm(x=x, out=out, weight=weight, eps=op.eps, offset=op.offset, add=is_added))
         return
     x = state.first(op, op.x)
     widths = [spec.shape[0] for spec in op.matrices]  # with the padding that `num_rows` leaves out
-    out = state.whole(op, onto) if onto else state.bind(op.out, widths, other_than=x)
+    out = state.whole(op, onto) if onto else state.place(op.out, widths, other_than=x)
     matrices = tuple(weights.matrices[spec.name] for spec in op.matrices)
     state.ops.append(kernel.Product(x=x, out=out, matrices=matrices, bias=weights.vector(op.biases), add=is_added))
 
@@ -232,7 +232,7 @@ def _qkv(state: Lowering, taken: Sequence[ops.HeadNorm | ops.Rotate | ops.Store]
 
 def _attend(state: Lowering, op: ops.Attend) -> None:
     x = state.first(op, op.q)
-    out = state.bind([op.out], [op.num_heads * op.head_dim], other_than=x)
+    out = state.place([op.out], [op.num_heads * op.head_dim], other_than=x)
     state.ops.append(kernel.Attend(x=x, out=out, layer=op.layer, scale=op.scale, window=op.window, softcap=op.softcap))
 
 
@@ -244,7 +244,7 @@ def _keep(state: Lowering, names: frozenset[str]) -> None:
 
 
 def _embed(state: Lowering, op: ops.Embed) -> None:
-    out = state.bind([op.out], [op.table.shape[1]])
+    out = state.place([op.out], [op.table.shape[1]])
     scale = float(torch.tensor(op.scale, dtype=torch.float32))
     table = state.weights.matrices[op.table.name]
     state.ops.append(kernel.Embed(out=out, table=table, rows=op.rows, scale=scale))
@@ -277,7 +277,7 @@ def _smear(state: Lowering, op: ops.Smear) -> None:
 def _mix(state: Lowering, op: ops.Copy | ops.Add | ops.Mix) -> None:
     x = state.first(op, op.x)
     y = x if isinstance(op, ops.Copy) else state.first(op, op.y)
-    out = state.bind([op.out], [state.places[op.x].width])
+    out = state.place([op.out], [state.places[op.x].width])
     a, b, scale = None, None, 0.0 if isinstance(op, ops.Copy) else 1.0
     if isinstance(op, ops.Mix):
         a, b, scale = state.number(op.a), state.number(op.b), float(op.sign)
@@ -288,7 +288,7 @@ def _activate(state: Lowering, op: ops.Activate) -> None:
     x, width = state.first(op, op.gate), state.places[op.gate].width
     if op.up is not None and state.places[op.up] != (x, width, width):
         raise ValueError("Activate: the CPU kernels need gate and up side by side, from one Linear")
-    out = state.bind([op.out], [width], other_than=x)
+    out = state.place([op.out], [width], other_than=x)
     state.ops.append(kernel.Activate(x=x, out=out, kind=op.kind))
 
 

@@ -70,7 +70,7 @@ class Scope:
     widths: list[int] = field(default_factory=list)
     """Width of every value."""
 
-    def bind(self, names: Sequence[str], widths: Sequence[int]) -> int:
+    def place(self, names: Sequence[str], widths: Sequence[int]) -> int:
         """Make a value of buffers side by side; return its number."""
         number = len(self.widths)
         self.widths.append(sum(widths))
@@ -154,7 +154,7 @@ class CompiledPart:
         """`given` are the buffers that a run brings, with their widths; `result` is the one it returns."""
         scope = Scope(weights)
         for name, width in given.items():
-            scope.bind([name], [width])
+            scope.place([name], [width])
         self._num_given = len(given)
         self._runs: list[Run] = []
         for op, live in zip(part, live_after(part, result), strict=True):
@@ -194,7 +194,7 @@ def _bound(op: Op, scope: Scope, operations: Operations) -> Run:
         scope.places[op.out] = scope.places[op.x]
         return lambda step: None
     value = operations[type(op)](op, scope)
-    number = scope.bind(value.names, value.widths)
+    number = scope.place(value.names, value.widths)
 
     def run(step: Step) -> None:
         step.values[number] = value.compute(step)
