@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +17,8 @@ import pytest
 
 from nano_inference import InferenceEngine, SamplingParams
 from nano_inference.server.bridge import Bridge
+from nano_inference.server.clients import Client
+from nano_inference.server.dispatch import Capacity, Dispatcher
 from nano_inference.server.errors import ApiError
 from nano_inference.server.metrics import Metrics
 from nano_inference.server.served import Opened
@@ -94,6 +99,34 @@ def test_leaving_early_aborts_and_frees_everything() -> None:
             assert bridge.num_open == 0
 
     with_bridge(work, engine)
+
+
+@pytest.mark.parametrize("is_left", [False, True])
+def test_a_closed_ticket_is_freed_without_the_garbage_collector(is_left: bool) -> None:
+    dispatcher = Dispatcher(Capacity(num_seats=4, num_blocks=60, block_size=4, step_tokens=64))
+
+    async def one(bridge: Bridge) -> weakref.ref[Ticket]:
+        with dispatcher.turns_for(Client("key 0")) as gate, bridge.submit([ask()], gate=gate) as ticket:
+            if not is_left:
+                await to_end(ticket)
+                return weakref.ref(ticket)
+            ticket.fail(ApiError(503, "the client left"))
+            with suppress(ApiError):  # `pytest.raises` would keep the traceback, and with it the ticket
+                await ticket.take(30)
+            return weakref.ref(ticket)
+
+    async def work(bridge: Bridge) -> None:
+        gc.disable()
+        try:
+            closed = await one(bridge)
+            deadline = time.monotonic() + 10
+            while closed() is not None and time.monotonic() < deadline:  # the thread and the loop drop theirs in turns
+                await bridge.call(lambda: None)
+            assert closed() is None
+        finally:
+            gc.enable()
+
+    with_bridge(work)
 
 
 def test_the_engines_death_reaches_every_waiter(caplog: pytest.LogCaptureFixture) -> None:

@@ -113,7 +113,7 @@ class Bridge:
                     self.wake()  # what waits is counted after a turn
                 yield ticket
         finally:
-            ticket.is_closed = True
+            ticket.close()
             self._open.pop(ticket, None)
             receiver.count_aborted("error" if self.state == "dead" else ticket.end_reason)
 

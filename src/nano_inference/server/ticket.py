@@ -97,6 +97,15 @@ class Ticket:
         self._failure = self._failure or error
         self._news.set()
 
+    def close(self) -> None:
+        """Drop what refers back to the ticket, so that its prompts are freed without the cyclic garbage collector.
+
+        A failure that was raised refers to it through its traceback.
+        """
+        self.is_closed = True
+        self.hurry = _do_nothing
+        self._failure = None
+
     async def take(self, timeout: float) -> list[Piece]:
         """Return what came first since the last time; wait `timeout` seconds at most, then return nothing.
 
