@@ -7,7 +7,9 @@ import os
 import random
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from harness import JSON, Check, Closed, Finding, Lab, Server, greedy, megabytes, say
 from queueing import COMPLETIONS, impatient
@@ -25,7 +27,17 @@ TRAINER: tuple[tuple[tuple[str, JSON], tuple[str, JSON]], ...] = (
     (("/pause?mode=keep&clear_cache=true", {}), ("/resume", {})),
 )
 """What the trainer does in turns, and what ends it. Requests stay, and compute their K/V again."""
-ABORTS, INVALID = 0.10, 0.05
+Kind = Literal["left", "bad", "stream", "tokenize", "whole"]
+MIXTURE: dict[Kind, float] = {"left": 0.10, "bad": 0.05, "stream": 0.35, "tokenize": 0.10, "whole": 0.40}
+"""Part of the requests that is of each kind."""
+BATCH = 8
+"""Samples that the server runs at once."""
+MAX_PROMPT, MAX_NEW, MAX_WORDS = 60, 12, 2000
+"""Most tokens of a prompt and of an answer, and words of a text to tokenize."""
+LEFT_NEW = 400
+"""Tokens of an answer that its client does not wait for."""
+WARM_UP_NEW = 32
+"""Tokens of an answer in `warm_up`: enough for a whole batch to run at the same time."""
 BAD: tuple[JSON, ...] = (
     {"prompt": 5},
     {"prompt": "a", "temperature": 99},
@@ -54,26 +66,95 @@ class Diary:
         self.statuses[status] = self.statuses.get(status, 0) + 1
 
 
-async def visit(lab: Lab, server: Server, chance: random.Random, diary: Diary) -> None:
-    """Send one request of the mixture."""
-    kind = chance.random()
-    body = greedy(lab.prompt(chance.randint(1, 60)), chance.randint(1, 12))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Visit:
+    """One request of the mixture, and what its client does."""
+
+    kind: Kind
+    body: JSON
+    """Of a completion, of /tokenize, or of neither."""
+    patience_s: float = 0.5
+    """After which a client of kind "left" closes the connection."""
+
+
+def random_visit(lab: Lab, chance: random.Random) -> Visit:
+    """Return a request of the mixture, of random size."""
+    (kind,) = chance.choices(list(MIXTURE), list(MIXTURE.values()))
+    body = body_of(
+        kind,
+        prompt=lab.prompt(chance.randint(1, MAX_PROMPT)),
+        max_tokens=chance.randint(1, MAX_NEW),
+        num_words=chance.randint(1, MAX_WORDS),
+        num_samples=chance.choice((1, 1, 2)),
+        bad=chance.choice(BAD),
+    )
+    return Visit(kind=kind, body=body, patience_s=chance.uniform(0.01, 0.5))
+
+
+def largest_visits(lab: Lab, kind: Kind) -> list[Visit]:
+    """Return the largest requests of a kind, or every bad one, enough to fill the server's batch."""
+    return [
+        Visit(
+            kind=kind,
+            body=body_of(
+                kind,
+                prompt=lab.prompt(MAX_PROMPT),
+                max_tokens=WARM_UP_NEW,
+                num_words=MAX_WORDS,
+                num_samples=2,
+                bad=BAD[number % len(BAD)],
+            ),
+        )
+        for number in range(BATCH)
+    ]
+
+
+def body_of(kind: Kind, *, prompt: Sequence[int], max_tokens: int, num_words: int, num_samples: int, bad: JSON) -> JSON:
+    """Return the body of a request; each kind uses the arguments that concern it."""
+    if kind == "left":
+        return {**greedy(prompt, LEFT_NEW), "stream": True}
+    if kind == "bad":
+        return bad
+    if kind == "stream":
+        return {**greedy(prompt, max_tokens), "temperature": 1, "logprobs": 2}
+    if kind == "tokenize":
+        return {"prompt": "word " * num_words}
+    return {**greedy(prompt, max_tokens), "n": num_samples}
+
+
+async def send(server: Server, visit: Visit, diary: Diary) -> None:
+    """Send a request and count how it went."""
     try:
-        if kind < ABORTS:
-            await impatient(server, {**body, "max_tokens": 400, "stream": True}, chance.uniform(0.01, 0.5))
+        if visit.kind == "left":
+            await impatient(server, visit.body, visit.patience_s)
             diary.note("left")
-        elif kind < ABORTS + INVALID:
-            diary.note(str((await server.ask(COMPLETIONS, chance.choice(BAD))).status))
-        elif kind < 0.5:
-            stream = await server.stream({**body, "temperature": 1, "logprobs": 2})
+        elif visit.kind == "stream":
+            stream = await server.stream(visit.body)
             diary.note("stream" if stream.is_done and stream.error is None else "broken stream")
-        elif kind < 0.6:
-            text = "word " * chance.randint(1, 2000)
-            diary.note(str((await server.ask("/tokenize", {"prompt": text})).status))
         else:
-            diary.note(str((await server.ask(COMPLETIONS, {**body, "n": chance.choice((1, 1, 2))})).status))
+            path = "/tokenize" if visit.kind == "tokenize" else COMPLETIONS
+            diary.note(str((await server.ask(path, visit.body)).status))
     except (Closed, OSError, RuntimeError, TimeoutError) as error:
         diary.note(type(error).__name__)
+
+
+async def warm_up(lab: Lab, server: Server, diary: Diary) -> None:
+    """Bring the server's memory to its high-water mark: send whole batches of the largest requests of the mixture.
+
+    The engine keeps buffers for its largest step so far. glibc keeps what that step's temporaries took: when a large
+    block is freed it raises its thresholds for mmap and trim. Eight rows with `logprobs` need most, 7.9 MB in
+    `logprobs.top_logprobs`, which casts masks [rows, vocabulary] to int64. Under random load the largest step comes
+    late: without the warm-up RSS rose by 6.0 MB after 6 minutes, by 3.7 MB after 18, and was flat between. With it the
+    slope measures leaks only.
+    """
+    for kind in MIXTURE:
+        await asyncio.gather(*(send(server, visit, diary) for visit in largest_visits(lab, kind)))
+    for turn in range(len(TRAINER)):  # what runs computes its K/V again, in the largest steps
+        visits = [visit for kind in MIXTURE for visit in largest_visits(lab, kind)]
+        sent = asyncio.gather(*(send(server, visit, diary) for visit in visits))
+        await asyncio.sleep(ASLEEP_S)
+        await take_turn(server, diary, turn)
+        await sent
 
 
 async def train(server: Server, diary: Diary, ends_at: float) -> None:
@@ -81,20 +162,25 @@ async def train(server: Server, diary: Diary, ends_at: float) -> None:
     turn = 0
     while time.monotonic() + REST_S < ends_at:
         await asyncio.sleep(REST_S)
-        begin, end = TRAINER[turn % len(TRAINER)]
         diary.is_whole = False
-        for path, body in (begin, end):
-            reply = await server.ask(path, body)
-            if reply.status != 200:
-                diary.note(f"{path} {reply.status}")
-            if (path, body) == begin:
-                await asyncio.sleep(ASLEEP_S)
-                if "pause" not in path:
-                    diary.asleep.append((server.rss, server.virtual))
+        await take_turn(server, diary, turn)
         await asyncio.sleep(PAGES_S)
         diary.is_whole = True
         turn += 1
-        diary.note("2xx of the trainer")
+
+
+async def take_turn(server: Server, diary: Diary, turn: int) -> None:
+    """Free the memory, or pause, and take it again half a second later."""
+    begin, end = TRAINER[turn % len(TRAINER)]
+    for path, body in (begin, end):
+        reply = await server.ask(path, body)
+        if reply.status != 200:
+            diary.note(f"{path} {reply.status}")
+        if (path, body) == begin:
+            await asyncio.sleep(ASLEEP_S)
+            if "pause" not in path:
+                diary.asleep.append((server.rss, server.virtual))
+    diary.note("2xx of the trainer")
 
 
 def slope(points: list[tuple[float, int]]) -> float:
@@ -120,19 +206,22 @@ def middle(sizes: list[int]) -> float:
 
 
 async def r40(lab: Lab) -> Finding:
-    """Mixed load with clients that leave and requests that are none."""
+    """Mixed load with clients that leave and bad requests, measured after `warm_up`."""
     chance, diary = random.Random(40), Diary()
     seconds = lab.minutes * 60
     env = {**os.environ, "NANO_INFERENCE_ENABLE_RL": "true"}
-    async with lab.server({"--max-queued-requests": "64"}, env=env) as server:
+    options = {"--max-batch-size": str(BATCH), "--max-queued-requests": "64"}
+    async with lab.server(options, env=env) as server:
         files = server.num_files
+        await warm_up(lab, server, diary)
+        say(f"  R40 warm: {server.rss / 1e6:.0f} MB, {diary.statuses}")
         began = time.monotonic()
         trainer = asyncio.create_task(train(server, diary, began + seconds))
         visits: set[asyncio.Task[None]] = set()
         sent = 0
         while (now := time.monotonic() - began) < seconds:
             if len(visits) < 200:
-                visits.add(asyncio.create_task(visit(lab, server, chance, diary)))
+                visits.add(asyncio.create_task(send(server, random_visit(lab, chance), diary)))
             sent += 1
             visits = {task for task in visits if not task.done()}
             if sent % 20 == 0 and diary.is_whole:
