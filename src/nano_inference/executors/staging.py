@@ -14,7 +14,7 @@ from nano_inference.loader.pieces import FileRange
 Pace = Callable[[int], None]
 """Called with the bytes of the next piece; returns when it may be processed, raises when the update was cancelled."""
 
-_PIECE_ELEMENTS = 32768
+SMALL_PIECE = 32768
 """Elements copied or packed at once beside running steps: torch works on so few without a second thread."""
 
 
@@ -22,13 +22,13 @@ class NotFinite(Exception):
     """A weight holds NaN or infinity in the precision that the engine keeps, which is the exception's text."""
 
 
-def pieces_of(shape: tuple[int, ...], itemsize: int, pace: Pace | None) -> Iterator[slice]:
-    """Yield the rows of a tensor of at least one dimension: all, or, at a pace, a few after the other."""
+def pieces_of(shape: tuple[int, ...], itemsize: int, pace: Pace | None, elements: int = SMALL_PIECE) -> Iterator[slice]:
+    """Yield the rows of a tensor of at least one dimension: all, or, at a pace, about so many elements at a time."""
     rows, numel = shape[0], math.prod(shape)
     if pace is None or not numel:
         yield slice(0, rows)
         return
-    step = max(1, _PIECE_ELEMENTS * rows // numel)
+    step = max(1, elements * rows // numel)
     for start in range(0, rows, step):
         piece = slice(start, min(start + step, rows))
         pace((piece.stop - piece.start) * (numel // rows) * itemsize)

@@ -13,15 +13,14 @@ import torch
 from torch import Tensor
 
 from nano_inference.executors.cpu.lower import CpuWeights
-from nano_inference.executors.staging import NotFinite, Pace, pieces_of, rows_of
-from nano_inference.kernels.library import BF16, INT8, Library
+from nano_inference.executors.staging import SMALL_PIECE, NotFinite, Pace, pieces_of, rows_of
+from nano_inference.kernels.library import BF16, F32, INT8, Library
 from nano_inference.kernels.matrix import (
     PLAIN,
     Matrix,
     Packer,
     can_keep,
     can_round,
-    format_of,
     pack_blocks,
     scan,
     unpack,
@@ -31,6 +30,9 @@ from nano_inference.loader.gguf import PackedTensor
 from nano_inference.loader.pieces import DTYPES
 from nano_inference.memory import Slabs
 from nano_inference.models.ops import WeightSpec
+
+_LARGE_PIECE = 1 << 18
+"""Elements packed at once where nothing waits for the end of a piece: they fit the second-level cache."""
 
 Rounding = Literal["own", "bfloat16", "int8"]
 """How weights are kept: as they come, or rounded."""
@@ -89,27 +91,47 @@ class CpuStaged:
             name, num_in = source.tensor.type_name, source.shape[1]
             return pack_blocks(self._library, name, rows, num_in, slabs, order, rounds=self._rounding == "int8")
         weight_NK = self._values(source)
-        packer = Packer(self._library, weight_NK, slabs, self._format(weight_NK), spare)
+        kind = self._likely_format(weight_NK, spare)
+        packed = self._packed(weight_NK, kind, slabs, spare)
+        if packed is None:
+            other = BF16 if kind == F32 else F32
+            packed = self._packed(weight_NK, other, slabs, spare)
+        assert packed is not None
+        return packed
+
+    def _packed(self, weight_NK: Tensor, kind: int, slabs: Slabs, spare: Matrix | None) -> Matrix | None:
+        """Pack plain values in a format; None if it is not the narrowest that holds them.
+
+        Each piece is looked through just before it is packed, while it is in the processor's cache.
+        """
+        packer = Packer(self._library, weight_NK, slabs, kind, spare)
+        must_fit = self._rounding == "own" and weight_NK.dtype == torch.float32
+        fits = True
         for piece in self._pieces(weight_NK):
+            if self._check_finite or must_fit:
+                found = scan(self._library, weight_NK[piece])
+                if self._check_finite and not found.is_finite:
+                    raise NotFinite(self._name)
+                fits = fits and found.fits_bfloat16
+                if kind == BF16 and must_fit and not fits:
+                    return None
             packer.put(piece.start, piece.stop)
-        return packer.matrix
+        return None if kind == F32 and must_fit and fits else packer.matrix
+
+    def _likely_format(self, weight_NK: Tensor, spare: Matrix | None) -> int:
+        """Return the format that values probably have: float32 fits into bfloat16 where the matrix before did."""
+        if self._rounding == "int8":
+            return INT8
+        kind = PLAIN[weight_NK.dtype]
+        if kind != F32:
+            return kind
+        first = scan(self._library, weight_NK[:1])
+        return BF16 if first.fits_bfloat16 and (spare is None or spare.format != F32) else F32
 
     def _keeps_blocks(self, source: PackedTensor) -> bool:
         """Whether a tensor of ggml's blocks stays as the file has it."""
         can = {"own": can_keep, "int8": can_round}.get(self._rounding)
         return can is not None and not source.shift and can(source.tensor.type_name, source.shape[1])
-
-    def _format(self, weight_NK: Tensor) -> int:
-        """Return how plain values are packed, after looking through them as far as that is needed."""
-        if self._check_finite:
-            scans = [scan(self._library, weight_NK[piece]) for piece in self._pieces(weight_NK)]
-            if not all(found.is_finite for found in scans):
-                raise NotFinite(self._name)
-            if self._rounding == "own" and weight_NK.dtype == torch.float32 and all(s.fits_bfloat16 for s in scans):
-                return BF16
-        elif self._rounding == "own":
-            return format_of(self._library, weight_NK)
-        return INT8 if self._rounding == "int8" else PLAIN[weight_NK.dtype]
 
     def _vector(self, spec: WeightSpec, source: WeightSource) -> Tensor:
         """Read a norm, a bias or numbers as float32, rounded to bfloat16 first where weights are."""
@@ -136,11 +158,16 @@ class CpuStaged:
         return weight_NK
 
     def _pieces(self, weight_NK: Tensor) -> Iterator[slice]:
-        return pieces_of(tuple(weight_NK.shape), weight_NK.element_size(), self._pace)
+        pace, elements = (self._pace, SMALL_PIECE) if self._pace else (_at_once, _LARGE_PIECE)
+        return pieces_of(tuple(weight_NK.shape), weight_NK.element_size(), pace, elements)
 
     @property
     def _name(self) -> str:
         return "bfloat16" if self._rounding == "bfloat16" else "float32"
+
+
+def _at_once(num_bytes: int) -> None:
+    """Wait for nothing."""
 
 
 def own_dtype(source: WeightSource) -> torch.dtype:
