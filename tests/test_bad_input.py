@@ -134,8 +134,9 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("message", "options"),
     [
-        ("device must be auto, cpu, cuda or cuda:N, got 'tpu'", {"device": "tpu"}),
-        ("device must be auto, cpu, cuda or cuda:N, got 'meta'", {"device": "meta"}),
+        ("device must be auto, cpu, cuda, cuda:N or mps, got 'tpu'", {"device": "tpu"}),
+        ("device must be auto, cpu, cuda, cuda:N or mps, got 'meta'", {"device": "meta"}),
+        ("device 'mps': torch sees no Apple GPU", {"device": "mps"}),
         (
             r"device 'cuda(:9)?': torch sees \d+ CUDA devices",
             {"device": "cuda:9" if torch.cuda.is_available() else "cuda"},

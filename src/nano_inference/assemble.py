@@ -180,11 +180,13 @@ def pick_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise ValueError(f"device must be auto, cpu, cuda or cuda:N, got {name!r}") from None
-    if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"device must be auto, cpu, cuda or cuda:N, got {name!r}")
+        raise ValueError(f"device must be auto, cpu, cuda, cuda:N or mps, got {name!r}") from None
+    if device.type not in ("cpu", "cuda", "mps"):
+        raise ValueError(f"device must be auto, cpu, cuda, cuda:N or mps, got {name!r}")
     if device.type == "cuda" and (not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count()):
         raise ValueError(f"device {name!r}: torch sees {torch.cuda.device_count()} CUDA devices")
+    if device.type == "mps" and not torch.backends.mps.is_available():
+        raise ValueError(f"device {name!r}: torch sees no Apple GPU")
     return device
 
 

@@ -64,7 +64,7 @@ class EngineConfig:
         "size of the KV cache in bytes, or as 2GiB on the command line; taken at the start (CPU default: as much as is "
         "used, up to a quarter of free memory and 4 GiB)",
     )
-    device: Device = helped("auto", "cpu, cuda, cuda:1, …; auto takes CUDA when it is there")
+    device: Device = helped("auto", "cpu, cuda, cuda:1, …, mps (untested); auto takes CUDA when it is there")
     dtype: Dtype = helped(
         "auto",
         "precision of the weights; auto keeps the file's on a CPU, with float32 arithmetic, and is bfloat16 on CUDA; "

@@ -155,7 +155,7 @@ def test_an_open_address_without_a_key_names_the_fields_in_python() -> None:
         (("serve", "--port", "0", "--api-key", "short"), "--api-key: key 1 is shorter than 8 characters"),
         (("serve", "--weights-dir", "x"), "--weights-dir is for a trainer: it needs --enable-rl"),
         (("generate", "a", "--max-tokens", "-1"), "--max-tokens must be"),
-        (("generate", "a", "--device", "tpu"), "--device must be auto, cpu, cuda or cuda:N, got 'tpu'"),
+        (("generate", "a", "--device", "tpu"), "--device must be auto, cpu, cuda, cuda:N or mps, got 'tpu'"),
         (("generate", "a", "--kernels", "off", "--dtype", "int8"), "--dtype=int8: the kernels are off"),
         (("generate", "a b " * 40, "--max-model-len", "16"), "prompt has "),
     ],

@@ -90,7 +90,7 @@ def test_base_directory_source_tag_and_step(tmp_path: Path, capsys: Capture, mon
         (["/no/such/place"], "/no/such/place: holds no nanochat checkpoint"),
         (["--max-tokens", "0"], "--max-tokens must be in [1, "),
         (["--max-tokens", "100000"], "--max-tokens must be in [1, "),
-        (["--device", "mps"], "device must be auto, cpu, cuda or cuda:N"),
+        (["--device", "tpu"], "device must be auto, cpu, cuda, cuda:N or mps"),
         ([str(find_builtin("calculator").directory), "--step", "999999999"], "has no step 999999999"),
     ],
 )

@@ -49,7 +49,7 @@ class Forward(Protocol):
         """Return the residual behind the last norm, [S, E]."""
 
     def logits(self, hidden_SE: Tensor) -> Tensor:
-        """Return float32 logits [S, V] of a residual."""
+        """Return float32 logits [S, V] of a residual, on a device that has float64, as sampling needs it."""
 
 
 class InferenceMode:
@@ -159,7 +159,7 @@ def score_rows(
         index_S, target_S = torch.tensor([targets.indices[piece], targets.tokens[piece]], device=forward.device)
         logits_SV = forward.logits(hidden_KE[index_S])
         normaliser = normalise(logits_SV, targets.temperatures[piece])
-        own_S1 = at(logits_SV, target_S)
+        own_S1 = at(logits_SV, target_S.to(logits_SV.device))
         logprobs += floor_logprobs(normaliser.logprobs(own_S1).squeeze(-1)).tolist()
         ranks += (logits_SV > own_S1).sum(dim=-1).add_(1).tolist()
         tops += top_logprobs(logits_SV, normaliser, targets.num_tops[piece])

@@ -120,8 +120,9 @@ class TorchExecutor:
         return self.model.final.run([hidden_SE])
 
     def logits(self, hidden_SE: Tensor) -> Tensor:
-        """Return float32 logits [S, V]."""
-        return self.model.logits.run([hidden_SE])
+        """Return float32 logits [S, V]; of Apple's GPUs, which have no float64, in main memory."""
+        logits_SV = self.model.logits.run([hidden_SE])
+        return logits_SV.cpu() if self.device.type == "mps" else logits_SV
 
     def forward(self, inputs: ForwardInput, cache: Any) -> Tensor:
         """Return float32 logits [T, V] of every token, over a `KVStore` of the caller's."""
