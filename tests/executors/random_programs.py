@@ -112,8 +112,9 @@ class Writer:
         return [*ops, Embed(out="pair", table=pairs, rows="pair")]
 
     def residual(self, part: str) -> list[Op]:
-        """Add a part to the residual, normalised first or not."""
-        return [*([self.norm(part, part)] if self.chance(0.3) else []), Add(x="x", y=part, out="x")]
+        """Add a part to the residual, normalised first or not, once or twice."""
+        added = [Add(x="x", y=part, out="x")] * (2 if self.chance(0.2) else 1)
+        return [*([self.norm(part, part)] if self.chance(0.3) else []), *added]
 
     def layer(self, index: int) -> list[Op]:
         """Attention and an MLP, each with terms that come and go."""

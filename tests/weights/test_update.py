@@ -129,12 +129,19 @@ def test_nan_comes_in_when_it_is_allowed(untied: Pair, open_engine: OpenEngine) 
     assert engine.get_weight_version() == 1
 
 
-def test_a_partial_update_keeps_the_rest(untied: Pair, open_engine: OpenEngine) -> None:
-    engine = open_engine(untied)
-    engine.update_weights({Q: untied.named()[Q]}, blocking=True, partial=True)
+@pytest.mark.parametrize("kernels", PIECES)
+def test_a_partial_update_keeps_the_rest(kernels: str, untied: Pair, open_engine: OpenEngine) -> None:
+    """Also of a weight that is stacked with others, and in the memory of weights that were replaced."""
+    engine = open_engine(untied, kernels=kernels)
     mixed = type(untied.old)(untied.old.config).eval()
     mixed.load_state_dict({**untied.old.state_dict(), Q: untied.named()[Q]})
-    assert agrees(engine, mixed) and engine.weights_checksum() == weights_checksum(mixed.named_parameters())
+    for _ in range(3):
+        engine.update_weights({Q: untied.named()[Q]}, blocking=True, partial=True)
+        assert agrees(engine, mixed) and engine.weights_checksum() == weights_checksum(mixed.named_parameters())
+        engine.update_weights(untied.named(), blocking=True)
+        engine.update_weights(dict(untied.old.named_parameters()), blocking=True)
+    engine.update_weights({Q: untied.named()[Q]}, blocking=True, partial=True)
+    assert agrees(engine, mixed)
     with pytest.raises(WeightError, match="the update is empty"):
         engine.update_weights({}, blocking=True, partial=True)
 
