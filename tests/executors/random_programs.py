@@ -127,6 +127,8 @@ class Writer:
         ops += [Keep()] if index == self.num_layers - 1 else []
         width = self.num_heads * self.head_dim
         ops += [self.linear("att", width, {"y": self.size}), *self.residual("y")]
+        if self.chance(0.2):
+            ops += [self.linear("x", self.size, {"y": self.size}), Add(x="x", y="y", out="x")]
         return [*ops, self.norm("x", "n"), *self.mlp(), *self.residual("y")]
 
     def attention(self, index: int) -> list[Op]:

@@ -299,6 +299,38 @@ def test_the_kernels_and_torch_give_the_same_columns(generation: str) -> None:
     assert Engine(model, TOKENIZER).core.parts.code == engines["auto"].core.parts.code
 
 
+def scored(engine: Engine) -> list[float]:
+    return [float(one) for one in engine.core.score([BOS, 1, 2, 3, 4, 5, 1, 2])]
+
+
+@pytest.mark.parametrize("kernels", ["auto", "off"])
+def test_every_weight_is_read_again_after_new_ones_were_loaded(kernels: Any) -> None:
+    """Learnt numbers, too: they are single values, which a program could have copied."""
+    model = talkative("G4")
+    engine = Engine(model, TOKENIZER, config=EngineConfig(model_path="x", max_model_len=4096, kernels=kernels))
+    before = scored(engine)
+    for name in model.state_dict():
+        state = {other: value.clone() for other, value in model.state_dict().items()}
+        state[name] = state[name] * 1.5 if "lambda" in name else state[name] + 0.3 * torch.randn_like(state[name])
+        model.load_state_dict(state)
+    engine.core  # noqa: B018  (packs the weights again)
+    fresh = Engine(GPT.from_state_dict(model.state_dict(), model.config, device="cpu", dtype="float32"), TOKENIZER)
+    assert engine.generate_batch([BOS, 1], max_tokens=1)
+    assert scored(engine) == pytest.approx(scored(fresh), abs=1e-4) != before
+
+
+def test_updates_of_the_core_leave_the_models_own_weights_alone() -> None:
+    model = talkative("G2e")
+    engine = Engine(model, TOKENIZER, config=EngineConfig(model_path="x", max_model_len=4096, kernels="off"))
+    before, own = scored(engine), {name: value.clone() for name, value in model.state_dict().items()}
+    for seed in (1, 2, 3):
+        engine.core.update_weights(talkative("G2e", seed=seed).state_dict(), blocking=True)
+        assert scored(engine) != before
+    assert all(torch.equal(value, own[name]) for name, value in model.state_dict().items())
+    model.load_state_dict(own)
+    assert scored(engine) == before
+
+
 def test_a_step_that_fails_costs_its_own_call_alone() -> None:
     engine = Engine(talkative("G4"), TOKENIZER)
     expected = list(engine.generate([BOS, 1], 2, max_tokens=10))

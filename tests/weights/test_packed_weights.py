@@ -283,6 +283,20 @@ def test_weights_come_back_after_they_were_discarded(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_a_tied_head_may_come_in_another_precision_but_not_with_other_values(
+    tied: Pair, open_engine: OpenEngine, dtype: str
+) -> None:
+    engine, table = open_engine(tied, dtype=dtype), "model.embed_tokens.weight"
+    sent = tied.named() | {table: tied.named()[table].half().float()}
+    engine.update_weights([*sent.items(), ("lm_head.weight", sent[table].half())], blocking=True)
+    after = scores(engine)
+    for other in (sent[table] * 1.5, sent[table] * float("nan")):
+        with pytest.raises(WeightError, match=r"^lm_head\.weight: differs from model\.embed_tokens\.weight"):
+            engine.update_weights([*sent.items(), ("lm_head.weight", other)], blocking=True)
+        assert scores(engine) == after
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_no_update_writes_what_a_twin_computes_with(pair: Pair, open_engine: OpenEngine, dtype: str) -> None:
     """Replaced matrices are memory for the next update, but not those that a partial update left shared."""
     engine, fresh = open_engine(pair, dtype=dtype), open_engine(pair, dtype=dtype)

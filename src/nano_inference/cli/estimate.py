@@ -102,7 +102,7 @@ def of_model(name: str, checkpoint: Checkpoint, precision: str, machine: Machine
 
 
 def weight_bytes(source: WeightSource, precision: str) -> int:
-    """Return the bytes that one tensor takes in memory, as `loader.packing` keeps it."""
+    """Return the bytes that one tensor takes in memory, as `executors.cpu.weights` keeps it."""
     values = math.prod(source.shape)
     if len(source.shape) != 2 or precision == "float32":
         return FLOAT32 * values

@@ -59,12 +59,12 @@ def _part(found: list[tuple[Row, int]]) -> Part:
 
 
 def build(rows: tuple[Row, ...], block_size: int, device: torch.device) -> ForwardInput:
-    """Lay the rows' tokens one after another and say where each stands and where its K/V goes, as tensors."""
+    """Concatenate the rows' tokens; return them with their positions and cache slots, as tensors."""
     return as_tensors(lay(rows), block_size, device)
 
 
 def as_tensors(laid: Laid, block_size: int, device: torch.device) -> ForwardInput:
-    """Say where each token of a step stands and where its K/V goes, as tensors."""
+    """Return a step's tokens with their positions and cache slots, as tensors."""
     positions: list[int] = []
     slots: list[int] = []
     for span in laid.spans:
@@ -77,7 +77,7 @@ def as_tensors(laid: Laid, block_size: int, device: torch.device) -> ForwardInpu
 
 
 def in_step_order(rows: tuple[Row, ...]) -> tuple[Row, ...]:
-    """Put rows of one token first, shortest sequence first, so that those of about one length stand together."""
+    """Put rows of one token first, shortest sequence first, so that those of about one length are neighbours."""
     return tuple(sorted(rows, key=_step_order))
 
 
@@ -177,5 +177,5 @@ def wanted(rows: tuple[Row, ...], spans: tuple[Span, ...]) -> Wanted:
 
 
 def _ranks(indices: range, rank: Mapping[int, int]) -> range:
-    """Return where tokens that follow one another stand among those kept: as closely."""
+    """Return the places of consecutive tokens among those kept, where they are consecutive too."""
     return range(rank[indices[0]], rank[indices[-1]] + 1) if indices else indices

@@ -1,4 +1,4 @@
-"""`Executor`: what computes a model. The core, the weights' room, `assemble` and the command line know only this.
+"""`Executor`: what computes a model. The core, `weights`, `assemble` and the command line know only this.
 
 Shapes: K tokens that are kept, S rows, T tokens of a step, E hidden size, V vocabulary.
 """

@@ -91,7 +91,7 @@ def check_order(part: tuple[Op, ...], given: frozenset[str], wanted: str) -> Non
         if missing:
             raise ValueError(f"{type(op).__name__} reads {missing[0]}, which no operation before it writes")
         if kept and isinstance(op, Embed | Smear | Rotate | Store | Attend | Keep):
-            raise ValueError(f"{type(op).__name__} stands behind Keep, where the step's tokens are no longer all there")
+            raise ValueError(f"{type(op).__name__} comes after Keep, which has dropped some of the step's tokens")
         kept |= isinstance(op, Keep)
         known.update(op.writes)
     if wanted not in known:

@@ -66,9 +66,9 @@ class Engine:
 
     `model` is our `GPT`, or any object with `config`, `get_device()` and `forward(ids, kv_cache=…)`. With `exact`, a
     seed gives upstream's tokens (one `torch.multinomial` a column); without, tokens depend on (seed, row, position)
-    alone, whatever the other rows are. `config` sizes the core engine (its model_path is not read); `cache_dtype` is
-    the precision of another model's cache, by default the one that it computes in: upstream's COMPUTE_DTYPE, else that
-    of its embedding. Several threads may use one.
+    alone, whatever the other rows are. `config` sizes the core engine and picks what computes (its model_path is not
+    read). `cache_dtype` is the precision of another model's cache, by default the one that it computes in: upstream's
+    COMPUTE_DTYPE, else that of its embedding. Several threads may use one.
     """
 
     def __init__(

@@ -157,7 +157,9 @@ class GPT:
 
     def refresh(self, executor: Executor) -> None:
         """Give an executor of this model the values that its weights have now."""
-        if executor.code != self.model.code:
+        if executor.code == self.model.code:
+            self.model.lend_to(executor)
+        else:
             load_weights(executor, {name: TensorSource(value) for name, value in self.model.weight_values()})
 
     def eval(self) -> Self:

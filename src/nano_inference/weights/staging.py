@@ -69,11 +69,20 @@ class Staging:
         if known in self._taken:
             self._check_again(name, spec, source)
             return
+        if (precision := self._refused_in(spec, source)) is not None:
+            raise WeightError(f"{name}: holds NaN or infinity (in the engine's {precision})")
+        self._taken[known] = name
+
+    def _refused_in(self, spec: WeightSpec, source: WeightSource) -> str | None:
+        """Pack a tensor; return the precision in which it is not finite, None if it is.
+
+        The error must not become another's context: its frames hold the memory that was being filled.
+        """
         try:
             self._staged.put(spec, source)
         except NotFinite as error:
-            raise WeightError(f"{name}: holds NaN or infinity (in the engine's {error})") from None
-        self._taken[known] = name
+            return str(error)
+        return None
 
     @torch.no_grad()
     def complete(self) -> Any:

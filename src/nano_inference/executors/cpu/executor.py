@@ -219,9 +219,11 @@ class CpuExecutor:
             return
         old, new = {} if self._model is None else self._model.weights.matrices, staged.weights.matrices
         replaced = {name: matrix for name, matrix in old.items() if matrix is not new[name]}
-        self._spare = {name: matrix for name, matrix in replaced.items() if name not in self._shared}
+        spare = {name: matrix for name, matrix in replaced.items() if name not in self._shared}
+        # In this order, an interruption never makes memory look free that something computes with.
         self._model = staged
-        self._shared = self._shared - replaced.keys()  # last: an interruption must not make shared memory look free
+        self._spare = spare
+        self._shared = self._shared - replaced.keys()
 
     def drop_spare(self) -> None:
         """Give back the memory kept for the next update."""

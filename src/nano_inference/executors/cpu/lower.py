@@ -140,6 +140,8 @@ def _lower(state: Lowering, index: int) -> int:
     """Lower the operation at an index; return how many operations were lowered with it."""
     op, after = state.part[index], state.part[index + 1] if index + 1 < len(state.part) else None
     onto = None if after is None else _residual(op, after, state.live[index + 1])
+    if isinstance(op, ops.Linear) and onto is not None and state.places[onto].buffer == state.places[op.x].buffer:
+        onto = None  # a product cannot be added to the rows that it reads
     if isinstance(op, ops.Linear | ops.Norm):
         _linear_or_norm(state, op, onto)
         return 1 if onto is None else 2

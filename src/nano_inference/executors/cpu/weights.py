@@ -22,6 +22,7 @@ from nano_inference.kernels.matrix import (
     can_keep,
     can_round,
     pack_blocks,
+    pack_int8,
     scan,
     unpack,
 )
@@ -72,11 +73,15 @@ class CpuStaged:
         return vector.nbytes
 
     def has_same(self, spec: WeightSpec, source: WeightSource) -> bool:
-        """Whether a weight that was put is, as it is packed, that of another source."""
+        """Whether a weight that was put has, as it is kept, the values of another source."""
         if spec.kind != "matrix":
-            return torch.equal(self._vectors[spec.name], self._vector(spec, source))
-        first, again = self._matrices[spec.name], self._matrix(source, Slabs())
-        return first.format == again.format and torch.equal(first.packed, again.packed)
+            return torch.equal(self._vectors[spec.name], self._read_vector(spec, source).float())
+        first = self._matrices[spec.name]
+        values_NK = torch.empty(source.shape, dtype=torch.bfloat16 if self._rounding == "bfloat16" else torch.float32)
+        source.read_into(values_NK)
+        if first.format == INT8:
+            return torch.equal(first.packed, pack_int8(self._library, values_NK, Slabs()).packed)
+        return torch.equal(unpack(self._library, first), values_NK.float())
 
     def finish(self) -> object:
         """Return what came and what is in force for the rest, ready to compute with."""
@@ -135,12 +140,16 @@ class CpuStaged:
 
     def _vector(self, spec: WeightSpec, source: WeightSource) -> Tensor:
         """Read a norm, a bias or numbers as float32, rounded to bfloat16 first where weights are."""
-        rounds = self._rounding == "bfloat16" and spec.kind == "vector"
-        values = torch.empty(source.shape, dtype=torch.bfloat16 if rounds else torch.float32)
-        source.read_into(values)
+        values = self._read_vector(spec, source)
         if self._check_finite and not scan(self._library, values).is_finite:
             raise NotFinite(self._name)
         return values.float()
+
+    def _read_vector(self, spec: WeightSpec, source: WeightSource) -> Tensor:
+        rounds = self._rounding == "bfloat16" and spec.kind == "vector"
+        values = torch.empty(source.shape, dtype=torch.bfloat16 if rounds else torch.float32)
+        source.read_into(values)
+        return values
 
     def _values(self, source: WeightSource) -> Tensor:
         """Return a matrix as contiguous plain values: the source's own memory where that serves."""

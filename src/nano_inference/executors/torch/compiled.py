@@ -278,10 +278,12 @@ def _attend(op: ops.Attend, scope: Scope) -> Value:
 def _mix(op: ops.Mix, scope: Scope) -> Value:
     x, y, a, b = scope.read(op.x), scope.read(op.y), scope.number(op.a), scope.number(op.b)
     assert b is not None
-    factor = b if op.sign > 0 else -b
-    if a is None:
-        return scope.like(op.x, op.out, lambda step: x(step) + factor * y(step))
-    return scope.like(op.x, op.out, lambda step: a * x(step) + factor * y(step))
+
+    def run(step: Step) -> Tensor:
+        x_TW, y_TW = x(step) if a is None else a * x(step), b * y(step)
+        return x_TW + y_TW if op.sign > 0 else x_TW - y_TW
+
+    return scope.like(op.x, op.out, run)
 
 
 def _activate(op: ops.Activate, scope: Scope) -> Value:

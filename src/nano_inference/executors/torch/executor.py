@@ -14,7 +14,7 @@ from torch import Tensor
 
 from nano_inference.config import KvDtype
 from nano_inference.executors.batch import as_tensors
-from nano_inference.executors.protocol import CacheSize
+from nano_inference.executors.protocol import CacheSize, Executor
 from nano_inference.executors.staging import Pace
 from nano_inference.executors.step import InferenceMode, Sampler, run_step
 from nano_inference.executors.step_input import ForwardInput, Laid
@@ -72,14 +72,10 @@ class TorchExecutor:
 
         Raises `ValueError` naming an operation of the program that is not among the `operations`.
         """
-        unknown = {type(op).__name__ for op in program.ops} - {
-            kind.__name__ for kind in (*operations, Store, Keep, Copy)
-        }
-        if unknown:
-            raise ValueError(f"torch has no operation {', '.join(sorted(unknown))}")
+        check_operations(program, operations)
         self.config = config
         self.program = program
-        self.device = device
+        self.device = torch.empty(0, device=device).device  # with an index, as tensors have it
         self.dtype = dtype
         self._backend = backend
         self.sampler = sampler
@@ -88,6 +84,8 @@ class TorchExecutor:
         self._ropes = tuple(RotaryTable(rope, device) for rope in program.ropes)
         self._mode = InferenceMode()
         self._model: TorchModel | None = None
+        self._borrowed: frozenset[str] = frozenset()
+        """Stacks in another executor's memory, which no update writes."""
         self._spare: dict[str, Tensor] = {}
         """Memory of replaced stacks, for the next update: filling fresh memory takes several times as long."""
         self._store: KVStore | None = None
@@ -205,10 +203,14 @@ class TorchExecutor:
         """Compute with these weights from the next step on."""
         if self._model is staged:
             return
-        if self._model is not None and self.device.type == "cpu":
-            old, new = self._model.weights.stacks, staged.weights.stacks
-            self._spare = {name: stack for name, stack in old.items() if stack is not new[name]}
+        old, new = {} if self._model is None else self._model.weights.stacks, staged.weights.stacks
+        replaced = {name: stack for name, stack in old.items() if stack is not new[name]}
+        is_kept = self.device.type == "cpu"
+        spare = {name: stack for name, stack in replaced.items() if is_kept and name not in self._borrowed}
+        # In this order, an interruption never makes memory look free that something computes with.
         self._model = staged
+        self._spare = spare
+        self._borrowed = self._borrowed - replaced.keys()
 
     def drop_spare(self) -> None:
         """Give back the memory kept for the next update."""
@@ -220,7 +222,7 @@ class TorchExecutor:
 
     def move_weights(self, device: torch.device) -> None:
         """Move the weights to a device, such as main memory while the engine sleeps."""
-        if self._model is not None and next(iter(self._model.weights.stacks.values())).device != device:
+        if self._model is not None and any(s.device != device for s in self._model.weights.stacks.values()):
             self._model = self._bound(self._model.weights.moved(device))
 
     def weight_values(self, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
@@ -256,13 +258,20 @@ class TorchExecutor:
         return bound(self.program, self._operations, weights)
 
     def on_same_weights(self, sampler: Sampler) -> TorchExecutor:
-        """Return a second executor that computes with the same memory and draws by another sampler.
-
-        What writes that memory changes both; an update of either would write memory that the other computes with.
-        """
+        """Return a second executor that computes with the same memory and draws by another sampler; see `lend_to`."""
         other = self._other(sampler)
-        other.commit(self.model)
+        self.lend_to(other)
         return other
+
+    def lend_to(self, other: Executor) -> None:
+        """Let a second torch executor compute with this one's memory, between two of its steps.
+
+        What writes that memory changes both. Updates of the second go to memory of its own.
+        """
+        assert isinstance(other, TorchExecutor)
+        other._borrowed = frozenset(self._layout)
+        other.drop_spare()
+        other._model = self.model
 
 
 def check_operations(program: Program, operations: Operations) -> None:

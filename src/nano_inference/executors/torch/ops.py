@@ -19,7 +19,7 @@ _PAIR_FACTORS = (36313, 27191)
 def linear(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
     """Return x W^T + b, [T, N]; in column-major order where that is the faster product.
 
-    On a CPU, MKL's float32 product of a few dozen rows is about twice as fast when the weights stand on the left
+    On a CPU, MKL's float32 product of a few dozen rows is about twice as fast with the weights as its left factor
     (docs/log.md has the measurements); with one or two rows, and with many, the plain order is.
     """
     if x_TK.device.type != "cpu" or x_TK.size(0) not in _SWAPPED_ROWS:

@@ -45,9 +45,6 @@ class KVStore:
         num_layers, _, block_elements = self._shape
         self._make((num_layers, 0, block_elements))
 
-    def recover(self) -> None:
-        """There is nothing to undo after an interruption."""
-
     @property
     def dtype(self) -> torch.dtype:
         """Precision of keys and values."""

@@ -21,7 +21,7 @@ Layout = Mapping[str, tuple[WeightSpec, ...]]
 
 
 def layout_of(program: Program) -> Layout:
-    """Return a stack for the matrices, and one for the biases, of every `Linear`; all other weights stand alone."""
+    """Return a stack for the matrices, and one for the biases, of every `Linear`, and one for every other weight."""
     stacks: dict[str, tuple[WeightSpec, ...]] = {}
     for op in program.ops:
         groups = (op.matrices, op.biases) if isinstance(op, Linear) else tuple((spec,) for spec in op.weights)
@@ -116,7 +116,7 @@ class TorchStaged:
 
     def finish(self) -> Any:
         """Return what came and what is in force for the rest, ready to compute with."""
-        for name, stack in self._fresh.items():
+        for name in self._fresh:
             for spec in self._layout[name]:
                 if spec.name not in self._taken:
                     assert self._live is not None
@@ -124,7 +124,6 @@ class TorchStaged:
                     for piece in pieces_of(tuple(old.shape), old.element_size(), self._pace):
                         self._views[spec.name][piece].copy_(old[piece])
             self._taken.update(spec.name for spec in self._layout[name])
-            assert stack.device == self._device
         live = {} if self._live is None else self._live.stacks
         return self._finish(TorchWeights(self._layout, MappingProxyType({**live, **self._fresh})))
 

@@ -1,4 +1,4 @@
-"""How a query reads K/V. Backends stand behind one Protocol; `pick` chooses one by name."""
+"""Attention over paged K/V: backends of one Protocol, of which `pick` returns one by name."""
 
 from __future__ import annotations
 
