@@ -115,8 +115,8 @@ static void pack_row(int format, const uint8_t *row, long num_in, char *panel, i
             }                                                                                                          \
         }
 
-#define TILE 8
-typedef uint32_t words __attribute__((vector_size(4 * TILE)));
+#define TURN 8
+typedef uint32_t words __attribute__((vector_size(4 * TURN)));
 
 /* Store a tile's words past the caches where the machine can: packed weights are larger than these, and reading a line
  * only to write over it would take a third of the time. `flush_stores` ends it. */
@@ -137,12 +137,12 @@ static void flush_stores(void) {}
 #define TURNS_TILES 1
 #define SHUFFLE __builtin_shufflevector
 INLINE void put_turned(const words *r, char *panel) {
-    words a[TILE], b[TILE];
-    for (int i = 0; i < TILE; i += 2) {
+    words a[TURN], b[TURN];
+    for (int i = 0; i < TURN; i += 2) {
         a[i] = SHUFFLE(r[i], r[i + 1], 0, 8, 2, 10, 4, 12, 6, 14);
         a[i + 1] = SHUFFLE(r[i], r[i + 1], 1, 9, 3, 11, 5, 13, 7, 15);
     }
-    for (int i = 0; i < TILE; i += 4)
+    for (int i = 0; i < TURN; i += 4)
         for (int j = 0; j < 2; j++) {
             b[i + j] = SHUFFLE(a[i + j], a[i + j + 2], 0, 1, 8, 9, 4, 5, 12, 13);
             b[i + j + 2] = SHUFFLE(a[i + j], a[i + j + 2], 2, 3, 10, 11, 6, 7, 14, 15);
@@ -166,19 +166,19 @@ INLINE words halves_of(const uint8_t *from) {
 #endif
 
 /* As many of some rows as make whole tiles; all, where there is none. */
-INLINE long whole_tiles(long rows) { return rows > TILE ? rows - rows % TILE : rows; }
+INLINE long whole_tiles(long rows) { return rows > TURN ? rows - rows % TURN : rows; }
 
 /* Pack words of whole tiles; the words of `is_halved` rows are the upper halves of two floats each. Returns how many words
  * of each row are done: none if rows are left over. */
 static long pack_tiles(const uint8_t *rows, long row_bytes, long count, long num_words, int is_halved, char *panel,
                        long lane) {
 #ifdef TURNS_TILES
-    if (count % TILE) return 0;
-    const long done = num_words / TILE * TILE;
-    for (long word = 0; word < done; word += TILE)
-        for (long n = 0; n < count; n += TILE) {
-            words tile[TILE];
-            for (long i = 0; i < TILE; i++) {
+    if (count % TURN) return 0;
+    const long done = num_words / TURN * TURN;
+    for (long word = 0; word < done; word += TURN)
+        for (long n = 0; n < count; n += TURN) {
+            words tile[TURN];
+            for (long i = 0; i < TURN; i++) {
                 const uint8_t *from = rows + (n + i) * row_bytes + word * (is_halved ? 8 : 4);
                 if (is_halved) tile[i] = halves_of(from);
                 else memcpy(&tile[i], from, sizeof tile[i]);
