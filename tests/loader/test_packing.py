@@ -220,15 +220,15 @@ def test_int8_rounds_no_weights_that_have_four_bits(name: str, tmp_path: Path) -
 # ---- reading --------------------------------------------------------------------------------------------------------
 
 
-def test_progress_is_told_to_the_end(tmp_path: Path) -> None:
+def test_progress_is_reported_to_the_end(tmp_path: Path) -> None:
     make_model("qwen3-ratio3-tied", tmp_path)
     with engine(tmp_path) as ours:
         library = packed_model(ours).library
-    told: list[tuple[int, int]] = []
-    model = load_kernel_model(open_checkpoint(tmp_path), library, "own", 64, lambda *now: told.append(now))
-    assert len(told) == len(model.program.weights)
-    assert [done for done, _ in told] == sorted({done for done, _ in told})
-    assert {total for _, total in told} == {told[-1][0]}
+    reported: list[tuple[int, int]] = []
+    model = load_kernel_model(open_checkpoint(tmp_path), library, "own", 64, lambda *now: reported.append(now))
+    assert len(reported) == len(model.program.weights)
+    assert [done for done, _ in reported] == sorted({done for done, _ in reported})
+    assert {total for _, total in reported} == {reported[-1][0]}
 
 
 @pytest.mark.parametrize("family", ["qwen3-ratio3-tied", "llama-ratio1-untied"])
