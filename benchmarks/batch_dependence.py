@@ -24,8 +24,9 @@ from nano_inference.executors.torch.ops import linear
 from nano_inference.executors.torch.store import KVStore
 from nano_inference.loader.checkpoint import open_checkpoint
 from nano_inference.logprobs import normalise
+from nano_inference.runner import Row
 from nano_inference.sampling import invert_cdf
-from nano_inference.types import Row, SamplingParams
+from nano_inference.types import SamplingParams
 
 BATCHES = (1, 2, 3, 4, 8, 15, 16, 17, 32, 48, 49, 64, 96, 128)
 HIDDEN, INNER, VOCAB, HEADS, KV_HEADS, HEAD_DIM, KEYS = 576, 1536, 49152, 9, 3, 64, 200

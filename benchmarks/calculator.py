@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams
-from nano_inference.catalog import BUILTINS
+from nano_inference.nanochat.builtin import CALCULATOR
 from nano_inference.text.dialogue import load_dialogue, require
 from nano_inference.text.tokenizer import load_tokenizer
 
@@ -46,7 +46,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--questions", type=int, default=500)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--model", default=str(BUILTINS[0].directory))
+    parser.add_argument("--model", default=str(CALCULATOR.directory))
     wish = parser.parse_args()
     asked = held_out(wish.questions, wish.seed)
     rows = []

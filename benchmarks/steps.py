@@ -31,7 +31,8 @@ from nano_inference.assemble import EngineParts
 from nano_inference.config import CacheType
 from nano_inference.executors.cpu.executor import CpuExecutor
 from nano_inference.kv import KVManager, make_kv
-from nano_inference.types import RowResult, ScheduledBatch, StepResult
+from nano_inference.runner import BlockCopy, Row, RowResult
+from nano_inference.types import StepResult
 
 CACHE_TYPES: tuple[CacheType, ...] = ("paged", "radix")
 BLOCK, STEP_TOKENS, VOCAB_SIZE, MAX_LEN = 16, 2048, 50_000, 8192
@@ -49,12 +50,12 @@ class IdleRunner:
     def __init__(self) -> None:
         self.seconds = 0.0
 
-    def run(self, batch: ScheduledBatch) -> dict[int, RowResult]:
+    def run(self, rows: tuple[Row, ...], copies: tuple[BlockCopy, ...], fresh: tuple[int, ...]) -> dict[int, RowResult]:
         """Draw the same token for every row."""
         begun = time.thread_time()
         results = {
             row.id: RowResult(id=row.id, tokens=(DRAWN,) * row.num_sampled, logprobs=(-1.0,) * row.num_sampled)
-            for row in batch.rows
+            for row in rows
         }
         self.seconds += time.thread_time() - begun
         return results

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
-from nano_inference.text.calculator import calculate
+from nano_inference.nanochat.calculator import calculate
 
 
 def listed(text: str) -> tuple[str, ...]:

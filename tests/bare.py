@@ -11,8 +11,9 @@ from nano_inference.catalog import resolve
 from nano_inference.packages import MissingPackage
 from nano_inference.text.chat import load_chat_template
 from nano_inference.text.grammar import Grammar, Grammars
+from nano_inference.text.kinds import TokenizerSource
 from nano_inference.text.tokenizer import Tokenizer, load_tokenizer
-from nano_inference.types import BadRequest, TokenizerSource
+from nano_inference.types import BadRequest
 
 PROMPT = "What is 12 + 30?"
 

@@ -123,7 +123,7 @@ def test_a_changed_constant_is_found(tmp_path: Path) -> None:
     """A copy of the tree with another epsilon: each path differs, with the token where it starts."""
     tree = tmp_path / "tree"
     shutil.copytree(ab.ROOT / "src", tree / "src", ignore=shutil.ignore_patterns("__pycache__", "web", "*.egg-info"))
-    rules = tree / "src" / "nano_inference" / "loader" / "nanochat_rules.py"
+    rules = tree / "src" / "nano_inference" / "nanochat" / "rules.py"
     text = rules.read_text()
     assert "FLOAT32_EPS = 1.1920929e-07" in text
     rules.write_text(text.replace("FLOAT32_EPS = 1.1920929e-07", "FLOAT32_EPS = 1e-03"))

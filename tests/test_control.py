@@ -318,12 +318,12 @@ def test_a_draining_step_does_not_look_through_the_queue() -> None:
     engine = fake(max_batch_size=2)
     first = started(engine, steps=1)
     others = [engine.add_request(PROMPT, LONG) for _ in range(50)]
-    core = engine._core
+    core = engine._books.core
     queue = core._waiting = Watched(core._waiting)
     engine.pause("wait", blocking=False)
     while not engine.is_paused:
         engine.step()
-    assert queue.num_seen <= 2 and len(queue) == 50 and not engine._ledger.is_live(first)
+    assert queue.num_seen <= 2 and len(queue) == 50 and not engine._books.ledger.is_live(first)
     assert core.begun_requests() == frozenset()
     engine.resume()
     assert len(run_out(engine)) == len(others) and core.begun_requests() == frozenset()
@@ -335,15 +335,15 @@ def test_waiting_for_any_of_many_looks_them_through_only_when_one_has_ended(monk
     others = [engine.add_request(PROMPT, SamplingParams(max_tokens=length, ignore_eos=True)) for length in (3, 5)]
     ids = [engine.add_request(PROMPT, LONG, claim=True) for _ in range(50)]
     num_steps, looks = 0, []
-    look = engine._ledger.ended_among
+    look = engine._books.ledger.ended_among
 
     def count(_: object) -> None:
         nonlocal num_steps
         num_steps += 1
 
-    monkeypatch.setattr(engine._ledger, "ended_among", lambda ids: looks.append(num_steps) or look(ids))
+    monkeypatch.setattr(engine._books.ledger, "ended_among", lambda ids: looks.append(num_steps) or look(ids))
     ended = engine.wait_for_any(ids, progress=count)
     assert ended == [ids[0]] or ended == ids[:2]
-    assert not any(map(engine._ledger.is_live, others))
+    assert not any(map(engine._books.ledger.is_live, others))
     assert len(looks) == 1 + 3 and num_steps >= 20
     engine.abort_all()

@@ -11,14 +11,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from nano_inference import sampling
 from nano_inference.assemble import pick_kernels
 from nano_inference.config import EngineConfig
 from nano_inference.executors.cpu import drawing
-from nano_inference.executors.cpu.drawing import KernelSampler, is_plain, kernel_normalise, merged
+from nano_inference.executors.cpu.drawing import KernelSampler, is_plain, kernel_normalise
 from nano_inference.kernels.library import Library
 from nano_inference.logprobs import Normalise
-from nano_inference.sampling import Draw, draw, uniform
-from nano_inference.types import DrawExtras, LogprobsMode, Row, SamplingParams, TokenLogprob
+from nano_inference.runner import DrawExtras, Row, RowResult
+from nano_inference.sampling import uniform
+from nano_inference.types import LogprobsMode, SamplingParams
+from tests.draws import Draw, columns, draw
 
 SPECIAL: dict[str, dict[str, Any]] = {
     "top_k": {"top_k": 5},
@@ -69,6 +72,10 @@ def randn(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * 2.5
 
 
+def drawn(sampler: KernelSampler, logits_BV: Tensor, rows: list[Row]) -> Draw:
+    return columns(sampler(logits_BV, rows))
+
+
 def one_of(found: Draw, place: int) -> tuple[Any, ...]:
     """All that a draw says of one row."""
     extras = found.extras[place] if found.extras else DrawExtras()
@@ -80,14 +87,14 @@ def test_who_is_special(name: str, sampler: KernelSampler, monkeypatch: pytest.M
     """Every wish that the kernels do not know of goes to `sampling.draw`, and no other row does."""
     asked = []
 
-    def noted(logits_BV: Tensor, rows: list[Row], normalise: Normalise) -> Draw:
+    def noted(logits_BV: Tensor, rows: list[Row], normalise: Normalise) -> list[RowResult]:
         asked.extend(rows)
-        return draw(logits_BV, rows, normalise)
+        return sampling.draw(logits_BV, rows, normalise)
 
     monkeypatch.setattr(drawing, "draw", noted)
     one = row(1, **ALL[name])
     assert is_plain(one) == (name in PLAIN)
-    found = sampler(randn(1, 513), [one])
+    found = drawn(sampler, randn(1, 513), [one])
     assert asked == ([] if name in PLAIN else [one])
     if name in SPECIAL:
         assert repr(found) == repr(draw(randn(1, 513), [one], kernel_normalise(the_library())))
@@ -101,17 +108,17 @@ def test_a_row_gets_the_same_alone_and_among_any_mates(vocab_size: int, seed: in
     rows = [row(100 * seed + i, **ALL[name]) for i, name in enumerate(names)]
     logits_BV = randn(len(rows), vocab_size, seed=seed)
     logits_BV = logits_BV.round() if seed % 3 == 0 else logits_BV  # ties everywhere
-    together = sampler(logits_BV.clone(), rows)
+    together = drawn(sampler, logits_BV.clone(), rows)
     assert len(together.tokens) == len(together.logprobs) == len(together.top_logprobs) == len(rows)
     for i, one in enumerate(rows):
-        alone = sampler(logits_BV[i : i + 1].clone(), [one])
+        alone = drawn(sampler, logits_BV[i : i + 1].clone(), [one])
         assert repr(one_of(together, i)) == repr(one_of(alone, 0)), (names[i], names)
 
 
 def test_every_wish_is_met_beside_plain_rows(sampler: KernelSampler) -> None:
     names = [name for pair in zip(SPECIAL, [*PLAIN, *PLAIN], strict=False) for name in pair]
     rows = [row(i, **ALL[name]) for i, name in enumerate(names)]
-    found = sampler(randn(len(rows), 513), rows)
+    found = drawn(sampler, randn(len(rows), 513), rows)
     assert len(found.extras) == len(rows)
     for i, name in enumerate(names):
         token, logprob, tops, extras = one_of(found, i)
@@ -123,12 +130,12 @@ def test_every_wish_is_met_beside_plain_rows(sampler: KernelSampler) -> None:
         if name == "allowed":
             assert token in (1, 4, 9, 33)
         assert logprob <= 0
-    plain = sampler(randn(3, 513), [row(i, **PLAIN["warm"]) for i in range(3)])
+    plain = drawn(sampler, randn(3, 513), [row(i, **PLAIN["warm"]) for i in range(3)])
     assert plain.extras == () and plain.top_logprobs == ((), (), ())
 
 
 def test_extras_are_made_up_only_where_somebody_asked(sampler: KernelSampler) -> None:
-    found = sampler(randn(2, 40), [row(0), row(1, top_k=3)])
+    found = drawn(sampler, randn(2, 40), [row(0), row(1, top_k=3)])
     assert found.extras == ()
 
 
@@ -137,7 +144,7 @@ def test_the_kernels_tokens_are_the_torch_samplers(sampler: KernelSampler) -> No
     names = [name for name in PLAIN for _ in range(150)]
     rows = [row(i, **PLAIN[name]) for i, name in enumerate(names)]
     logits_BV = randn(len(rows), 700, seed=9)
-    mine, torchs = sampler(logits_BV.clone(), rows), draw(logits_BV.clone(), rows)
+    mine, torchs = drawn(sampler, logits_BV.clone(), rows), draw(logits_BV.clone(), rows)
     num_equal = 0
     for i, one in enumerate(rows):
         if mine.tokens[i] == torchs.tokens[i]:
@@ -145,28 +152,16 @@ def test_the_kernels_tokens_are_the_torch_samplers(sampler: KernelSampler) -> No
             assert abs(mine.logprobs[i] - torchs.logprobs[i]) <= 1e-5 * max(1.0, -mine.logprobs[i]), names[i]
         else:
             cdf_V = (logits_BV[i].double() / one.params.temperature).softmax(-1).cumsum(-1)
-            drawn = uniform(one.seed, one.sample_index, one.start + len(one.tokens))
-            assert float((cdf_V - drawn).abs().min()) < 1e-6
+            place = uniform(one.seed, one.sample_index, one.start + len(one.tokens))
+            assert float((cdf_V - place).abs().min()) < 1e-6
     assert num_equal >= len(rows) - 3
 
 
 def test_what_cannot_be_drawn_spoils_no_mate(sampler: KernelSampler) -> None:
     rows = [row(0), row(1, top_k=4), row(2), row(3, top_k=4)]
     logits_BV = randn(4, 300)
-    clean = sampler(logits_BV.clone(), rows)
+    clean = drawn(sampler, logits_BV.clone(), rows)
     logits_BV[:2] = math.nan
-    found = sampler(logits_BV, rows)
+    found = drawn(sampler, logits_BV, rows)
     assert math.isnan(found.logprobs[0]) and math.isnan(found.logprobs[1])
     assert [one_of(found, i) for i in (2, 3)] == [one_of(clean, i) for i in (2, 3)]
-
-
-def test_merging_puts_each_draw_in_its_place() -> None:
-    top = (TokenLogprob(5, -0.5),)
-    first = Draw((5, 6), (-0.5, -0.6), (top, ()), (DrawExtras(-0.7, None), DrawExtras(None, (1, 2))))
-    second = Draw((7,), (-0.1,), ((),))
-    found = merged([([2, 0], first), ([1], second)], 3)
-    assert found == Draw(
-        (6, 7, 5), (-0.6, -0.1, -0.5), ((), (), top), (DrawExtras(None, (1, 2)), DrawExtras(), DrawExtras(-0.7, None))
-    )
-    plain = Draw((5, 6), (-0.5, -0.6), (top, ()))
-    assert merged([([1, 0], plain), ([2], second)], 3) == Draw((6, 5, 7), (-0.6, -0.5, -0.1), ((), top, ()))

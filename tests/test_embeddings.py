@@ -8,7 +8,6 @@ import math
 import pickle
 import random
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +18,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from nano_inference import BadRequest, EngineConfig, InferenceEngine, SamplingParams, TrainingSample
+from nano_inference.checks import float32, unit_vector
 from nano_inference.executors.torch.executor import TorchExecutor
-from nano_inference.models.nanochat import hf_name
 from nano_inference.nanochat.gpt import GPT
-from nano_inference.types import Pooling, Row, RowResult, ScheduledBatch, float32, unit_vector
+from nano_inference.nanochat.program import hf_name
+from nano_inference.runner import BlockCopy, Row, RowResult
+from nano_inference.types import Pooling
 from tests.models.families import FAMILIES, VOCAB_SIZE, make_model
 from tests.nanochat.tiny import GENERATIONS, VOCAB, base_meta, model_config, state_dict, write_checkpoint
 from tests.sim import versioned
@@ -329,10 +330,10 @@ class PoolingRunner(VersionedRunner):
 
     failures: list[BaseException]
 
-    def run(self, batch: ScheduledBatch) -> dict[int, RowResult]:
+    def run(self, rows: tuple[Row, ...], copies: tuple[BlockCopy, ...], fresh: tuple[int, ...]) -> dict[int, RowResult]:
         if getattr(self, "failures", None):
             raise self.failures.pop()
-        return super().run(batch)
+        return super().run(rows, copies, fresh)
 
     def _result(self, row: Row) -> RowResult:
         result = super()._result(row)
@@ -340,7 +341,7 @@ class PoolingRunner(VersionedRunner):
             return result
         seen = list(self._read(row, row.start + len(row.tokens)))
         hidden = [fake_hidden(seen[: place + 1]) for place in range(row.pool_from, len(seen))]
-        return replace(result, pooled=tuple(sum(column) for column in zip(*hidden, strict=True)))
+        return result._replace(pooled=tuple(sum(column) for column in zip(*hidden, strict=True)))
 
 
 @pytest.fixture

@@ -289,10 +289,10 @@ def test_a_step_that_lacks_memory_costs_the_youngest_request(tiny: tuple[Path, A
         runner: Any = running.parts.runner
         inner, failures = runner._run, iter((RuntimeError("DefaultCPUAllocator: can't allocate memory"),))
 
-        def short(batch: Any) -> Any:
-            if len(batch.rows) == 3:
+        def short(rows: Any, copies: Any, fresh: Any) -> Any:
+            if len(rows) == 3:
                 raise next(failures)
-            return inner(batch)
+            return inner(rows, copies, fresh)
 
         runner._run = short
         samples = running.generate([PROMPT, [7, 7], [1, 2, 3]], LONG)
@@ -306,7 +306,7 @@ def test_other_runtime_errors_are_no_lack_of_memory(tiny: tuple[Path, Any]) -> N
     with engine(tiny) as running:
         runner: Any = running.parts.runner
 
-        def broken(batch: Any) -> Any:
+        def broken(rows: Any, copies: Any, fresh: Any) -> Any:
             raise RuntimeError("shapes do not fit")
 
         runner._run = broken

@@ -19,8 +19,8 @@ from differential.oracle import Distribution, DrawContext, uniform  # noqa: E402
 from fuzz_engine import Plan, Totals, try_world  # noqa: E402
 
 from nano_inference import sampling  # noqa: E402
-from nano_inference.runner import Runner  # noqa: E402
-from nano_inference.types import Row, RowResult, SamplingParams, ScheduledBatch  # noqa: E402
+from nano_inference.runner import BlockCopy, Row, RowResult, Runner  # noqa: E402
+from nano_inference.types import SamplingParams  # noqa: E402
 
 PLANS = (
     Plan(1001, "llama3-rope-ratio3-tied", "c"),
@@ -73,21 +73,23 @@ class Spoiled:
     def restore_cache(self) -> None:
         self._inner.restore_cache()
 
-    def run(self, batch: ScheduledBatch) -> Mapping[int, RowResult]:
-        rows = tuple(self._row(row) for row in batch.rows)
-        changed = replace(batch, rows=rows, copies=batch.copies if self._has_copies else ())
-        return {name: self._result(result) for name, result in self._inner.run(changed).items()}
+    def run(
+        self, rows: tuple[Row, ...], copies: tuple[BlockCopy, ...], fresh: tuple[int, ...]
+    ) -> Mapping[int, RowResult]:
+        rows = tuple(self._row(row) for row in rows)
+        copies = copies if self._has_copies else ()
+        return {name: self._result(result) for name, result in self._inner.run(rows, copies, fresh).items()}
 
 
 def shifted(result: RowResult) -> RowResult:
     """A log-probability is twice the tolerance too high."""
-    return replace(result, logprobs=tuple(value + 2e-4 for value in result.logprobs))
+    return result._replace(logprobs=tuple(value + 2e-4 for value in result.logprobs))
 
 
 SPOILS: dict[str, Callable[[Runner], Runner]] = {
     "log-probabilities off by 2e-4": lambda inner: Spoiled(inner, result=shifted),
     "scores off by 2e-4": lambda inner: Spoiled(
-        inner, result=lambda result: replace(result, scores=tuple(value - 2e-4 for value in result.scores))
+        inner, result=lambda result: result._replace(scores=tuple(value - 2e-4 for value in result.scores))
     ),
     "another seed": lambda inner: Spoiled(inner, lambda row: replace(row, seed=row.seed + 1)),
     "stop tokens not banned": lambda inner: Spoiled(inner, lambda row: replace(row, banned=())),
@@ -138,7 +140,7 @@ def test_the_oracle_draws_as_the_sampler_does(seed: int) -> None:
         history=history,
         num_prompt=2,
     )
-    found = sampling.draw(logits_BV.clone(), [row])
+    (found,) = sampling.draw(logits_BV.clone(), [row])
     (token,), (logprob,), (extra,) = found.tokens, found.logprobs, found.extras
     context = DrawContext(params=params, mode="processed", history=history, num_prompt=2, uniform=uniform(seed, 2, 6))
     distribution = Distribution(logits_BV[0], context)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from nano_inference import BadRequest, EnginePaused, InferenceEngine, SamplingParams, WeightError
+from nano_inference import BadRequest, EngineDead, EnginePaused, InferenceEngine, SamplingParams, WeightError
 from nano_inference.weights.gate import StepGate
 from tests.sim.fakes import Failing, fake_config, fake_parts
 from tests.sim.versioned import new_weights, versioned_engine
@@ -128,3 +129,24 @@ def test_a_resumed_sample_scores_its_prompt_and_no_more(untied: Pair, open_engin
     part = engine.abort(request)[0]
     whole = engine.complete([part], params)[0]
     assert len(whole.prompt_logprobs or ()) == len(whole.prompt_top_logprobs or ()) == len(PROMPT) - 1
+
+
+def test_an_interrupted_shutdown_leaves_no_engine_that_takes_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = versioned()
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(engine.parts.weights, "cancel", interrupt)
+        engine.shutdown()
+    assert not engine.is_alive
+    with pytest.raises(EngineDead):
+        engine.add_request(PROMPT, LONG)
+    engine.shutdown()
+
+
+@pytest.mark.parametrize("wrong", [{"on_running": ""}, {"timeout": -1}, {"blocking": 3}, {"checksum": 3}])
+def test_a_wrong_update_is_refused_and_a_dead_engine_says_that_it_is_dead(wrong: dict[str, Any]) -> None:
+    engine = versioned()
+    with pytest.raises(BadRequest):
+        engine.update_weights({}, **wrong)
+    engine.shutdown()
+    with pytest.raises(EngineDead):
+        engine.update_weights({}, **wrong)

@@ -17,7 +17,7 @@ from nano_inference.executors.cpu import populate
 from nano_inference.executors.cpu.populate import Populator
 from nano_inference.executors.cpu.store import KernelStore
 from nano_inference.kernels.library import Library
-from nano_inference.types import BlockCopy
+from nano_inference.runner import BlockCopy
 
 PIECE = 1000
 WAIT_S = 30

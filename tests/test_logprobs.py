@@ -16,8 +16,9 @@ from torch import Tensor
 import nano_inference
 from nano_inference import sample_with_logprobs
 from nano_inference.logprobs import Normaliser, normalise
-from nano_inference.sampling import draw
-from nano_inference.types import LogprobsMode, Row, SamplingParams
+from nano_inference.runner import Row
+from nano_inference.types import LogprobsMode, SamplingParams
+from tests.draws import draw
 from tests.logit_shapes import SHAPES, shaped
 
 HOME = Path(nano_inference.__file__).parent

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from nano_inference import BadRequest, EngineBusy, EngineConfig, InferenceEngine, SamplingParams, TrainingSample
-from nano_inference.types import RowResult, ScheduledBatch
+from nano_inference.runner import BlockCopy, Row, RowResult
 from tests.sim.fakes import EOS, VOCAB_SIZE, FakeRunner, fake_config, fake_parts
 from tests.test_strikes import content, run_to_end
 from tests.weights.pairs import OpenEngine, Pair
@@ -39,10 +39,10 @@ class HeldRunner(FakeRunner):
         super().__init__(100, 4)
         self.is_inside, self.may_leave = threading.Event(), threading.Event()
 
-    def run(self, batch: ScheduledBatch) -> dict[int, RowResult]:
+    def run(self, rows: tuple[Row, ...], copies: tuple[BlockCopy, ...], fresh: tuple[int, ...]) -> dict[int, RowResult]:
         self.is_inside.set()
         self.may_leave.wait()
-        return super().run(batch)
+        return super().run(rows, copies, fresh)
 
 
 def test_calls_from_other_threads_are_refused_and_the_running_one_is_unaffected() -> None:
@@ -264,14 +264,16 @@ def test_a_stream_that_ends_inside_a_step_is_aborted(how: str) -> None:
 
         streams: list[object] = []  # noqa: RUF012
 
-        def run(self, batch: ScheduledBatch) -> dict[int, RowResult]:
+        def run(
+            self, rows: tuple[Row, ...], copies: tuple[BlockCopy, ...], fresh: tuple[int, ...]
+        ) -> dict[int, RowResult]:
             if self.streams:
                 stream = self.streams.pop()
                 if how == "closed":
                     stream.close()  # type: ignore[attr-defined]
                 del stream
                 gc.collect()
-            return super().run(batch)
+            return super().run(rows, copies, fresh)
 
     runner = Dropping(100, 4)
     engine = fake_engine(runner)

@@ -21,8 +21,8 @@ import transformers
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams, TrainingSample, UpdateBusy, WeightError
 from nano_inference.assemble import assemble
 from nano_inference.kv import Hit, KVManager
-from nano_inference.runner import Runner
-from nano_inference.types import ON_RUNNING, OnRunning, Row, RowResult, ScheduledBatch
+from nano_inference.runner import BlockCopy, Row, RowResult, Runner
+from nano_inference.types import ON_RUNNING, OnRunning
 from nano_inference.weights.sync import WeightSyncManager
 from tests.sim.fakes import Calculator
 
@@ -136,15 +136,17 @@ class Recorder:
         self._make_slots()
         self.inner.restore_cache()
 
-    def run(self, batch: ScheduledBatch) -> Mapping[int, RowResult]:
+    def run(
+        self, rows: tuple[Row, ...], copies: tuple[BlockCopy, ...], fresh: tuple[int, ...]
+    ) -> Mapping[int, RowResult]:
         self.see_version()
-        self._move(batch)
-        before = [self._read(row) for row in batch.rows]  # all reads first: nothing of this step may be relied upon
-        elsewhere = sum(node is not self.tracks[row.id].last for row, node in zip(batch.rows, before, strict=True))
+        self._move(copies, fresh)
+        before = [self._read(row) for row in rows]  # all reads first: nothing of this step may be relied upon
+        elsewhere = sum(node is not self.tracks[row.id].last for row, node in zip(rows, before, strict=True))
         assert elsewhere <= self._num_begun, "a row does not go on where it ended"
         self._num_begun = 0
-        results = self.inner.run(batch)
-        for row, node in zip(batch.rows, before, strict=True):
+        results = self.inner.run(rows, copies, fresh)
+        for row, node in zip(rows, before, strict=True):
             self._write(row, node, results[row.id])
         return results
 
@@ -168,14 +170,14 @@ class Recorder:
             if self.plans[self.version] != "keep":
                 self.oldest = self.version
 
-    def _move(self, batch: ScheduledBatch) -> None:
+    def _move(self, copies: tuple[BlockCopy, ...], fresh: tuple[int, ...]) -> None:
         """Clear and copy as the store is told to: every source is read before anything is written."""
         size = self.block_size
-        copied = [(c, self.slots[c.source * size : c.source * size + c.num_tokens]) for c in batch.copies]
-        for block in batch.fresh:
+        copied = [(c, self.slots[c.source * size : c.source * size + c.num_tokens]) for c in copies]
+        for block in fresh:
             self.slots[block * size : (block + 1) * size] = [None] * size
         for copy, nodes in copied:
-            assert copy.target in batch.fresh
+            assert copy.target in fresh
             self.slots[copy.target * size : copy.target * size + copy.num_tokens] = nodes
             self.counts["copies"] += 1
 

@@ -25,9 +25,9 @@ def test_samples_of_new_weights_are_scored_by_the_old(untied: Pair, open_engine:
         samples[0] = replace(samples[0], mask=(0, *samples[0].mask[1:]))
         computed: list[int] = []
         run = reference.parts.runner.run
-        reference.parts.runner.run = lambda batch: (
-            computed.append(sum(len(r.tokens) for r in batch.rows)),
-            run(batch),
+        reference.parts.runner.run = lambda rows, copies, fresh: (
+            computed.append(sum(len(r.tokens) for r in rows)),
+            run(rows, copies, fresh),
         )[1]
         done = with_ref_logprobs(samples, reference)
         assert sum(computed) < sum(len(s.prompt_tokens) + 15 for s in samples) - 3 * 16, "prompts are scored once"

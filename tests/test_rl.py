@@ -22,9 +22,10 @@ import torch
 import transformers
 
 from nano_inference import InferenceEngine, SamplingParams, TrainingSample, WeightError, weights_checksum
+from nano_inference.runner import BlockCopy, Row
 from nano_inference.sampling import uniform
 from nano_inference.text.stops import stop_matcher
-from nano_inference.types import ScheduledBatch, StepResult
+from nano_inference.types import StepResult
 from tests.models.families import VOCAB_SIZE, gap, reference_logprobs
 from tests.sim.fakes import Calculator, fake_config, fake_parts, reference
 from tests.weights.pairs import OpenEngine, Pair
@@ -1068,10 +1069,10 @@ class OldestFirst:
         """Ids of the sequences that have not ended; they rise with age."""
         self.num_steps = 0
 
-    def run(self, batch: ScheduledBatch) -> Any:
-        assert min(self.live) in {row.id for row in batch.rows}, "the oldest was left waiting"
+    def run(self, rows: tuple[Row, ...], copies: tuple[BlockCopy, ...], fresh: tuple[int, ...]) -> Any:
+        assert min(self.live) in {row.id for row in rows}, "the oldest was left waiting"
         self.num_steps += 1
-        return self.inner.run(batch)
+        return self.inner.run(rows, copies, fresh)
 
 
 def pressed(engine: InferenceEngine, prompts: list[list[int]], params: list[SamplingParams]) -> list[TrainingSample]:

@@ -16,27 +16,31 @@ import nano_inference
 HOME = Path(nano_inference.__file__).parent
 FILES = sorted(HOME.rglob("*.py"))
 LEVELS = (
-    "frozen",
+    "frozen registry checks",
     "types memory exclusive children",
     "files packages",
     "kernels",
     "config hub chat_defaults",
     "wheels",
-    "speculate logprobs",
-    "kv text catalog sequence scheduling sampling door",
-    "ledger recovery delta_stream runner",
+    "speculate logprobs runner updates",
+    "kv text catalog sequence scheduling sampling",
+    "door ledger recovery delta_stream drafting",
     "models",
     "loader",
     "executors",
+    "kinds",
     "weights",
     "core",
     "books",
+    "calls",
+    "control",
     "assemble",
     "engine",
-    "workloads rollout reference nanochat engine_thread",
+    "workloads rollout reference engine_thread",
     "async_engine",
     "server",
     "cli",
+    "nanochat",
     "__main__",
 )
 LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms.split()}
@@ -45,6 +49,8 @@ TORCH_FREE = (
     *("__init__.py", "types.py", "config.py", "sequence.py", "scheduling.py", "door.py", "core.py", "engine.py"),
     *("frozen.py", "exclusive.py", "recovery.py", "ledger.py", "books.py", "engine_thread.py", "async_engine.py"),
     "delta_stream.py",
+    *("calls.py", "control.py", "updates.py"),
+    "drafting.py",
     "runner.py",
     *("rollout.py", "speculate.py"),
     *(
@@ -67,11 +73,13 @@ TORCH_FREE = (
         "models/families.py",
         "models/dense.py",
         "models/gemma.py",
-        "models/nanochat.py",
     ),
     *("loader/hf_config.py", "loader/gguf_file.py", "loader/gguf_config.py", "loader/ggml.py"),
     "loader/fields.py",
-    *("loader/nanochat_rules.py", "loader/nanochat_config.py", "loader/nanochat_files.py"),
+    *("loader/inferred.py", "nanochat/rules.py", "nanochat/configs.py", "nanochat/files.py"),
+    *("nanochat/names.py", "nanochat/rendering.py", "nanochat/tokenizer_file.py", "nanochat/pickled.py"),
+    *("nanochat/convert.py", "nanochat/calculator.py", "nanochat/tool.py", "nanochat/dialogue.py", "nanochat/kinds.py"),
+    *("nanochat/terms.py", "nanochat/program.py", "nanochat/builtin.py", "nanochat/cli.py"),
 )
 MUTATORS = {
     *("append", "extend", "insert", "remove", "pop", "popitem", "clear", "update", "setdefault", "add", "discard"),
@@ -152,6 +160,18 @@ def reads_environment(tree: ast.AST) -> bool:
     return bool(names & (attributes | imported))
 
 
+def names_in(tree: ast.AST) -> Iterator[str]:
+    """Yield every identifier, module name and string, docstrings left out."""
+    bodies = [node.body for node in ast.walk(tree) if isinstance(getattr(node, "body", None), list)]
+    docstrings = {id(one.value) for body in bodies for one in body if isinstance(one, ast.Expr)}
+    for node in ast.walk(tree):
+        if id(node) not in docstrings:
+            values = [
+                value for _, field in ast.iter_fields(node) for value in (field if isinstance(field, list) else [field])
+            ]
+            yield from (value for value in values if isinstance(value, str))
+
+
 def relative(path: Path) -> str:
     return path.relative_to(HOME).as_posix()
 
@@ -212,11 +232,73 @@ def kinds_asked(tree: ast.AST) -> list[str]:
 
 
 def test_only_executors_ask_what_kind_of_model_or_store_it_is(trees: dict[str, ast.Module]) -> None:
-    """Readers of configuration files, and the configuration itself, tell families apart."""
+    """Readers of configuration files tell families apart."""
     asked = {name: kinds_asked(tree) for name, tree in trees.items()}
     outside = {name: kinds for name, kinds in asked.items() if kinds and not name.startswith("executors/")}
-    assert {name for name in outside if not name.startswith("loader/")} <= {"models/config.py"}
+    assert not {name for name in outside if not name.startswith("loader/")}
     assert kinds_asked(ast.parse("isinstance(a.store, KVStore | int) or c.family == 'gemma'")) == ["KVStore", "family"]
+
+
+def test_nothing_outside_its_room_names_nanochat(trees: dict[str, ast.Module]) -> None:
+    """Formulas may cite it in docstrings and comments; pyproject.toml has the entry points that join it to the rest."""
+    outside = {path: tree for path, tree in trees.items() if not path.startswith("nanochat/")}
+    naming = {path for path, tree in outside.items() if any("nanochat" in name.lower() for name in names_in(tree))}
+    assert not naming
+    pages = [path for path in (HOME / "web").rglob("*") if path.suffix in (".js", ".html", ".css")]
+    assert len(pages) > 10 and not [path for path in pages if "nanochat" in path.read_text().lower()]
+
+
+SERVER_WIRING = {"wiring", "run"}
+"""Modules that join the core to the dialects and to the trainers' routes, and start the whole."""
+
+
+def part_of(module: str) -> str:
+    """The part of the server that a module belongs to: `core`, `wiring`, `rl`, or a dialect by its name."""
+    below = module.removeprefix("nano_inference.server").removeprefix(".").split(".")
+    if below[0] == "dialects" and below[1:]:
+        return f"dialect {below[1].partition('_')[0]}"
+    return "rl" if below[0] == "rl" else "wiring" if below[0] in SERVER_WIRING else "core"
+
+
+def modules_of(tree: ast.AST) -> Iterator[str]:
+    """Every module of the server that is imported; `from a.b import c` gives a.b.c when that is a module."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("nano_inference.server"):
+            for alias in node.names:
+                inner = HOME.joinpath(*f"{node.module}.{alias.name}".split(".")[1:])
+                is_module = inner.with_suffix(".py").is_file() or inner.is_dir()
+                yield f"{node.module}.{alias.name}" if is_module else str(node.module)
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name.startswith("nano_inference.server"))
+
+
+def wrong_parts(module: str, tree: ast.AST) -> list[str]:
+    """The imports of a server's module that go to a part it must not know: only the wiring knows every part."""
+    part = part_of(module)
+    return [name for name in modules_of(tree) if part != "wiring" and part_of(name) not in ("core", part)]
+
+
+def test_the_server_s_core_knows_no_dialect_and_dialects_not_one_another(trees: dict[str, ast.Module]) -> None:
+    names = {path: f"nano_inference.{path.removesuffix('.py').replace('/', '.')}" for path in trees}
+    served = {names[path]: tree for path, tree in trees.items() if path.startswith("server/")}
+    assert not {name: wrong for name, tree in served.items() if (wrong := wrong_parts(name, tree))}
+    parts = {part_of(name) for name in served}
+    assert {"core", "wiring", "rl", "dialect openai", "dialect messages"} <= parts
+
+
+def test_a_wrong_part_of_the_server_is_seen() -> None:
+    def wrong(module: str, line: str) -> list[str]:
+        return wrong_parts(f"nano_inference.server.{module}", ast.parse(line))
+
+    assert wrong("app", "from nano_inference.server.dialects import openai")
+    assert wrong("guard", "from nano_inference.server.rl.paths import ADMIN_PATHS")
+    assert wrong("app", "from nano_inference.server.wiring import make_app")
+    assert wrong("dialects.sglang", "from nano_inference.server.dialects.llamacpp import props")
+    assert wrong("dialects.sglang", "from nano_inference.server import wiring")
+    assert wrong("rl.vllm", "import nano_inference.server.dialects.generate")
+    assert not wrong("dialects.sglang", "from nano_inference.server.dialects.sglang_reply import SglangReply")
+    assert not wrong("dialects.sglang", "from nano_inference.server.calls import completion_call")
+    assert not wrong("wiring", "from nano_inference.server.dialects import openai")
 
 
 def test_no_model_is_a_torch_module(trees: dict[str, ast.Module]) -> None:
@@ -244,6 +326,15 @@ def test_the_checks_above_see_what_they_look_for() -> None:
     assert reads_environment(ast.parse("import os\nos.environ['A']"))
     assert reads_environment(ast.parse("from os import getenv"))
     assert not reads_environment(ast.parse("def f(environ):\n    return environ['A']"))
+
+
+def test_names_are_found_wherever_they_stand() -> None:
+    assert set(names_in(ast.parse("'''doc'''"))) == set()
+    found = "from a.b import c as d\ndef f(g=1, *h):\n    'doc'\n    global i\n    return j.k('l', m=f'n{o}')\n"
+    found += "class P: 'doc'\n"
+    assert set(names_in(ast.parse(found))) >= {"a.b", "c", "d", "f", "g", "h", "i", "j", "k", "l", "m", "n", "o", "P"}
+    assert "doc" not in set(names_in(ast.parse(found)))
+    assert "q" in set(names_in(ast.parse("match r:\n    case 'q': pass\n")))
 
 
 def test_every_public_name_imports_and_lives_where_the_face_says() -> None:

@@ -13,17 +13,17 @@ import torch
 from torch import Tensor
 
 from nano_inference import sample_with_logprobs
+from nano_inference.runner import Row
 from nano_inference.sampling import (
-    Draw,
     Truncation,
     adjust_logits,
     derive_seed,
-    draw,
     invert_cdf,
     truncate_row,
     uniform,
 )
-from nano_inference.types import LogprobsMode, Row, SamplingParams
+from nano_inference.types import LogprobsMode, SamplingParams
+from tests.draws import Draw, draw
 
 INF = math.inf
 

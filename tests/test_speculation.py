@@ -178,7 +178,7 @@ def test_a_sample_is_guessed_from_another_that_has_ended() -> None:
 
 def test_nothing_is_kept_of_requests_that_ended() -> None:
     engine = fake()
-    drafter: Drafter = engine._core._drafter  # type: ignore[assignment]
+    drafter: Drafter = engine._books.core._drafting.drafter  # type: ignore[attr-defined]
     params = SamplingParams(max_tokens=20, ignore_eos=True)
     ids = [engine.add_request([1, 2, 3], params, 3, make_matcher=matcher) for matcher in (None, StopAfter, None)]
     assert drafter.num_requests == 2
@@ -192,7 +192,7 @@ def test_nothing_is_kept_of_requests_that_ended() -> None:
 
 def test_without_being_asked_for_nothing_is_guessed(tiny: Path) -> None:
     with open_engine(tiny) as engine:
-        assert engine._core._drafter is None
+        assert drafted(run_all(engine, [(REPEATING, SamplingParams(max_tokens=20, seed=1), 1)])[1]) == (0, 0)
         assert EngineConfig(model_path="m").speculation == "off"
 
 
@@ -288,7 +288,7 @@ def test_wrong_guesses_hold_no_blocks() -> None:
         while engine.has_pending():
             engine.step()
             engine.parts.kv.check()
-            for seq in engine._core._running:
+            for seq in engine._books.core._running:
                 assert len(seq.blocks) == -(-seq.num_computed // size) and seq.num_computed < len(seq.tokens)
 
 
@@ -377,13 +377,13 @@ def test_a_step_with_guesses_that_fails_costs_nobody_anything(tiny: Path, error:
         inner, failures = runner._run, iter([error])
         num_failed = 0
 
-        def failing(batch: Any) -> Any:
+        def failing(rows: Any, copies: Any, fresh: Any) -> Any:
             nonlocal num_failed
-            if any(row.num_drafts for row in batch.rows):
+            if any(row.num_drafts for row in rows):
                 for failure in failures:
                     num_failed += 1
                     raise failure
-            return inner(batch)
+            return inner(rows, copies, fresh)
 
         runner._run = failing
         ids = [engine.add_request(prompt, params, claim=True) for prompt in prompts]

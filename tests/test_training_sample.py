@@ -21,10 +21,11 @@ from nano_inference.executors import step as step_module
 from nano_inference.executors.batch import Scored
 from nano_inference.executors.cpu.drawing import kernel_normalise
 from nano_inference.executors.cpu.executor import CpuExecutor
-from nano_inference.executors.step import Scores, score_rows
-from nano_inference.sampling import draw
+from nano_inference.executors.step import score_rows
+from nano_inference.runner import DrawExtras, RowResult
 from nano_inference.sequence import Sequence, advance, finish, start_sequences, to_delta, to_sample
-from nano_inference.types import DrawExtras, LogprobsMode, Request, TokenLogprob, VersionSpan, spans_of
+from nano_inference.types import EngineRequest, LogprobsMode, TokenLogprob, VersionSpan, spans_of
+from tests.draws import draw
 from tests.models.families import VOCAB_SIZE, make_model, reference_logprobs
 from tests.sim.fakes import Calculator, fake_config, fake_parts
 from tests.test_sampling import draw_one, naive_support, randn, row
@@ -162,9 +163,17 @@ def test_a_sample_whose_fields_disagree_is_refused_by_name() -> None:
 
 def sequence(**params: Any) -> Sequence:
     options: dict[str, Any] = {"max_tokens": 20, "seed": 1} | params
-    request = Request(id=4, prompt=(1, 2), params=SamplingParams(**options), num_samples=1, max_new_tokens=20, seed=1,
-                      program=Calculator())  # fmt: skip
-    return start_sequences(request, 0, frozenset([7]), "tempered")[0]
+    request = EngineRequest(prompt=(1, 2), params=SamplingParams(**options), program=Calculator())
+    (seq,) = start_sequences(
+        request,
+        request_id=4,
+        first_id=0,
+        seed=1,
+        max_new_tokens=20,
+        eos_token_ids=frozenset([7]),
+        logprobs_mode="tempered",
+    )
+    return seq
 
 
 def test_forced_tokens_have_raw_logprob_zero_and_an_empty_mask() -> None:
@@ -205,9 +214,9 @@ def test_a_request_s_mode_outranks_the_engine_s() -> None:
 
 
 def test_scores_that_are_no_numbers_end_the_sample() -> None:
-    request = Request(id=4, prompt=(1, 2, 3, 4), params=SamplingParams(max_tokens=0, prompt_logprobs=1), num_samples=2,
-                      max_new_tokens=0, seed=1, score_start=0)  # fmt: skip
-    leader, follower = start_sequences(request, 0, frozenset())
+    params = SamplingParams(max_tokens=0, prompt_logprobs=1)
+    request = EngineRequest(prompt=(1, 2, 3, 4), params=params, num_samples=2)
+    leader, follower = start_sequences(request, request_id=4, first_id=0, seed=1, max_new_tokens=0)
     leader.scores, leader.score_tops = [-1.0, NAN, -2.0], [(TokenLogprob(2, -1.0),), (), ()]
     for seq in (leader, follower):
         finish(seq, "length", None)
@@ -416,31 +425,31 @@ def test_packed_scores_are_those_of_each_row_alone(ours: InferenceEngine, monkey
     executor = executor_of(ours)
     normalise = kernel_normalise(executor.library)
     hidden_TE = randn(120, 48)
-    rows, found, start = [], [], 0
+    rows, found, start = [], {}, 0
     for i, size in enumerate((3, 1, 40, 7, 2, 30, 1, 9)):
         params = {"temperature": (0, 0.4, 1, 1.9)[i % 4], "prompt_logprobs": (0, 4, 1)[i % 3]}
         rows.append(row(i, mode=MODES[i % 3], **params))
-        found.append(Scored(i, range(start, start + size), tuple((7 * j + i) % VOCAB_SIZE for j in range(size))))
+        found[i] = Scored(range(start, start + size), tuple((7 * j + i) % VOCAB_SIZE for j in range(size)))
         start += size + i % 2
     for width in (1, 2, 13, 64, 1000):
         monkeypatch.setattr(step_module, "_SCORE_ELEMENTS", width * VOCAB_SIZE)
         with torch.inference_mode():
             scores = score_rows(executor, rows, found, hidden_TE, normalise)
         assert list(scores) == list(range(8))
-        for one, known in zip(rows, found, strict=True):
-            check_scored(scores[known.row], one, known, executor, hidden_TE)
-    assert score_rows(executor, rows, [], hidden_TE, normalise) == {}
+        for index, known in found.items():
+            check_scored(scores[index], rows[index], known, executor, hidden_TE)
+    assert score_rows(executor, rows, {}, hidden_TE, normalise) == {}
 
 
-def check_scored(scores: Scores, one: Any, known: Scored, executor: CpuExecutor, hidden_TE: Tensor) -> None:
+def check_scored(scores: RowResult, one: Any, known: Scored, executor: CpuExecutor, hidden_TE: Tensor) -> None:
     """Compare with the row's own log-softmax, written out."""
     temperature = 1.0 if one.logprobs_mode == "raw" else one.params.temperature or 1.0
     with torch.inference_mode():
         logits_SV = executor.logits(hidden_TE[known.indices.start : known.indices.stop])
     logp_SV = torch.log_softmax(logits_SV.double() / temperature, -1)
     expected = [float(logp_SV[i, target]) for i, target in enumerate(known.targets)]
-    assert scores.logprobs == pytest.approx(expected, abs=1e-6 * max(1, 1 / temperature))
-    for top, logp_V in zip(scores.tops, logp_SV, strict=True):
+    assert scores.scores == pytest.approx(expected, abs=1e-6 * max(1, 1 / temperature))
+    for top, logp_V in zip(scores.score_tops, logp_SV, strict=True):
         best = logp_V.topk(one.params.prompt_logprobs)
         assert [x.token for x in top] == best.indices.tolist()
         assert [x.logprob for x in top] == pytest.approx(best.values.tolist(), abs=1e-6 * max(1, 1 / temperature))
@@ -457,7 +466,7 @@ def test_a_prompt_token_without_any_chance_has_a_finite_logprob(
 
     monkeypatch.setattr(executor_of(ours), "logits", logits)
     monkeypatch.setattr(
-        executor_of(ours), "step_logits", lambda laid, kept: logits(executor_of(ours).hidden(laid, kept))
+        executor_of(ours), "step_logits", lambda rows, kept: logits(executor_of(ours).hidden(rows, kept))
     )
     (one,) = ours.generate([PROMPT], SamplingParams(max_tokens=1, prompt_logprobs=VOCAB_SIZE, temperature=1e-30))
     assert one.prompt_logprobs is not None and one.prompt_top_logprobs is not None
@@ -480,7 +489,7 @@ def test_scoring_many_sequences_makes_nothing_large_and_calls_the_head_seldom(
         calls.append(hidden_SE.size(0))
         return whole(hidden_SE)
 
-    def score(*args: Any) -> dict[int, Scores]:
+    def score(*args: Any) -> dict[int, RowResult]:
         with watch:
             return score_rows(*args)
 

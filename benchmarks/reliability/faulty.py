@@ -69,16 +69,16 @@ def install_in_runner(kind: str) -> None:
 def faulty(run: Any, fault: Fault, kind: str) -> Any:
     """Return an executor's `run` that fails, or before whose sampler logits are NaN, where the fault strikes."""
 
-    def faulty_run(self: Any, batch: Any) -> Any:
-        victim = fault.strikes(batch.rows)
+    def faulty_run(self: Any, rows: Any, copies: Any, fresh: Any) -> Any:
+        victim = fault.strikes(rows)
         if victim is None or kind != "nan":
             if victim is not None:
                 fail(kind)
-            return run(self, batch)
-        sampler, victim_id = self.sampler, batch.rows[victim].id
+            return run(self, rows, copies, fresh)
+        sampler, victim_id = self.sampler, rows[victim].id
         self.sampler = without_numbers(sampler, victim_id)
         try:
-            return run(self, batch)
+            return run(self, rows, copies, fresh)
         finally:
             self.sampler = sampler
 

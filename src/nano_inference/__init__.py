@@ -18,7 +18,7 @@ _HOMES = {
     "EngineConfig": "config",
     "EngineBusy": "types",
     "EngineDead": "types",
-    "EngineRequest": "engine_thread",
+    "EngineRequest": "types",
     "EnginePaused": "types",
     "FlexAttentionBackend": "executors.torch.attention",
     "ForwardInput": "executors.step_input",

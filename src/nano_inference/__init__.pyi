@@ -4,7 +4,6 @@ from nano_inference.async_engine import AsyncEngine as AsyncEngine
 from nano_inference.config import EngineConfig as EngineConfig
 from nano_inference.config import SchedulerConfig as SchedulerConfig
 from nano_inference.engine import InferenceEngine as InferenceEngine
-from nano_inference.engine_thread import EngineRequest as EngineRequest
 from nano_inference.executors.forward import model_forward as model_forward
 from nano_inference.executors.step_input import ForwardInput as ForwardInput
 from nano_inference.executors.step_input import Span as Span
@@ -32,6 +31,7 @@ from nano_inference.types import Delta as Delta
 from nano_inference.types import EngineBusy as EngineBusy
 from nano_inference.types import EngineDead as EngineDead
 from nano_inference.types import EnginePaused as EnginePaused
+from nano_inference.types import EngineRequest as EngineRequest
 from nano_inference.types import ModelError as ModelError
 from nano_inference.types import SamplingParams as SamplingParams
 from nano_inference.types import SchedulerOutput as SchedulerOutput

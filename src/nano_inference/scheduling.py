@@ -20,6 +20,7 @@ lacks those, at most `OVERTAKERS` younger sequences are started before it. tests
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from nano_inference.config import SchedulerConfig
 from nano_inference.speculate import Offer, choose_drafts
@@ -49,6 +50,15 @@ def reserve(config: SchedulerConfig) -> int:
 def seats(config: SchedulerConfig) -> int:
     """Return the most sequences that run at once."""
     return min(config.max_batch_size, max(1, config.max_tokens_per_batch - reserve(config)))
+
+
+class StepPlan(NamedTuple):
+    """What a step computes."""
+
+    work: tuple[Work, ...]
+    """Every scheduled sequence, oldest first."""
+    preempted: tuple[int, ...]
+    """Ids that give their blocks back, youngest first."""
 
 
 class _Plan:
@@ -81,6 +91,20 @@ class _Plan:
 def schedule(
     waiting: Iterable[SeqView], running: Sequence[SeqView], num_free_blocks: int, config: SchedulerConfig
 ) -> SchedulerOutput:
+    """Plan one step, as `plan_step` does, and say which sequences prefill and which decode."""
+    plan = plan_step(waiting, running, num_free_blocks, config)
+    is_decode = [work.num_tokens == 1 and work.num_sampled > 0 for work in plan.work]
+    return SchedulerOutput(
+        prefill_seqs=tuple(w.id for w, decode in zip(plan.work, is_decode, strict=True) if not decode),
+        decode_seqs=tuple(w.id for w, decode in zip(plan.work, is_decode, strict=True) if decode),
+        preempted_seqs=plan.preempted,
+        work=plan.work,
+    )
+
+
+def plan_step(
+    waiting: Iterable[SeqView], running: Sequence[SeqView], num_free_blocks: int, config: SchedulerConfig
+) -> StepPlan:
     """Plan one step. Pure: the same views give the same plan.
 
     `running` comes oldest first; when blocks run out, victims are taken from its young end. `waiting` comes in order of
@@ -98,13 +122,7 @@ def schedule(
         num_running = len(plan.work)
         _start_newcomers(plan, newcomers, shares)
         _add_guesses(plan, num_running)
-    is_decode = [work.num_tokens == 1 and work.num_sampled > 0 for work in plan.work]
-    return SchedulerOutput(
-        prefill_seqs=tuple(w.id for w, decode in zip(plan.work, is_decode, strict=True) if not decode),
-        decode_seqs=tuple(w.id for w, decode in zip(plan.work, is_decode, strict=True) if decode),
-        preempted_seqs=tuple(plan.preempted),
-        work=tuple(plan.work),
-    )
+    return StepPlan(tuple(plan.work), tuple(plan.preempted))
 
 
 def _read_queue(plan: _Plan, waiting: Iterable[SeqView]) -> tuple[list[SeqView], dict[object, int]]:

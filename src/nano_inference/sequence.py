@@ -8,15 +8,16 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import SupportsIndex
 
+from nano_inference.checks import float32
 from nano_inference.frozen import FrozenDict
+from nano_inference.runner import DrawExtras
 from nano_inference.types import (
     BadRequest,
     Delta,
-    DrawExtras,
+    EngineRequest,
     FinishReason,
     LogprobsMode,
     Matcher,
-    Request,
     SamplingMask,
     StopReason,
     TokenLogprob,
@@ -24,7 +25,6 @@ from nano_inference.types import (
     TopLogprobs,
     TrainingSample,
     WeightLabel,
-    float32,
 )
 
 NO_LABELS: Mapping[int, WeightLabel] = FrozenDict()
@@ -38,8 +38,16 @@ class Sequence:
 
     id: int
     """Rises with age of arrival: the youngest has the highest."""
-    request: Request
+    request: EngineRequest
+    """Checked; all samples of a request have the same one."""
+    request_id: int
     sample_index: int
+    seed: int
+    """What its draws depend on besides sample index and position."""
+    max_new_tokens: int
+    """`params.max_tokens` cut to the room there is."""
+    lineage: str | None
+    """Whose weight versions are counted."""
     stop_ids: frozenset[int]
     """The request's stop tokens and, unless it ignores them, the model's end tokens."""
     tokens: list[int]
@@ -93,7 +101,7 @@ class Sequence:
     @property
     def max_new(self) -> int:
         """Tokens it may still add."""
-        return self.request.max_new_tokens - self.num_new
+        return self.max_new_tokens - self.num_new
 
     @property
     def counts_history(self) -> bool:
@@ -118,10 +126,10 @@ class Sequence:
     @property
     def next_score(self) -> int | None:
         """The next prompt position to score; None when there is none left (or a leader scores for us)."""
-        start = self.request.score_start
-        if start is None or self.leader is not None:
+        request = self.request
+        if request.params.prompt_logprobs is None or self.leader is not None:
             return None
-        position = max(1, start) + len(self.scores)
+        position = max(1, request.score_start) + len(self.scores)
         return position if position < self.num_prompt else None
 
     @property
@@ -145,9 +153,17 @@ class Sequence:
 
 
 def start_sequences(
-    request: Request, first_id: int, eos_token_ids: frozenset[int], logprobs_mode: LogprobsMode = "processed"
+    request: EngineRequest,
+    *,
+    request_id: int,
+    first_id: int,
+    seed: int,
+    max_new_tokens: int,
+    eos_token_ids: frozenset[int] = frozenset(),
+    logprobs_mode: LogprobsMode = "processed",
+    lineage: str | None = None,
 ) -> list[Sequence]:
-    """Make the n sequences of a request; they share its prompt, and the first scores it for all.
+    """Make the n sequences of a checked request; they share its prompt, and the first scores it for all.
 
     `logprobs_mode` is the engine's, for a request that names none. Raises what the request's matcher or program raises
     at its start, and `ValueError` for a mask that is not one.
@@ -161,7 +177,11 @@ def start_sequences(
             Sequence(
                 id=first_id + index,
                 request=request,
+                request_id=request_id,
                 sample_index=index,
+                seed=seed,
+                max_new_tokens=max_new_tokens,
+                lineage=lineage,
                 stop_ids=stop_ids,
                 tokens=list(request.prompt),
                 leader=sequences[0] if sequences else None,
@@ -396,7 +416,7 @@ def to_delta(seq: Sequence, num_added: int, version: int, labels: Mapping[int, W
     start = seq.num_new - num_added
     params = seq.request.params
     return Delta(
-        request_id=seq.request.id,
+        request_id=seq.request_id,
         sample_index=seq.sample_index,
         token_ids=tuple(seq.tokens[seq.num_prompt + start :]),
         logprobs=tuple(seq.logprobs[start:]),
@@ -418,25 +438,25 @@ def to_sample(seq: Sequence, version: int, labels: Mapping[int, WeightLabel] = N
     assert seq.finish_reason is not None
     params, partial = seq.request.params, seq.request.partial
     scorer = seq.leader or seq
-    scored = seq.request.score_start is not None
+    scored = params.prompt_logprobs is not None
     num_scores = _num_before_nan(scorer.scores)
     embedding = _embedding(seq)
     flaw = (
         _flaw(seq, embedding) if num_scores == len(scorer.scores) else "the prompt's log-probabilities are not finite"
     )
     return TrainingSample(
-        request_id=seq.request.id,
+        request_id=seq.request_id,
         sample_index=seq.sample_index,
-        prompt_tokens=seq.request.prompt,
+        prompt_tokens=tuple(seq.request.prompt),
         completion_tokens=tuple(seq.tokens[seq.num_prompt :]),
         logprobs=tuple(seq.logprobs),
         mask=tuple(seq.mask),
         token_versions=tuple(seq.versions),
         weight_version=min(seq.versions, default=version),
-        lineage=seq.request.lineage,
+        lineage=seq.lineage,
         finish_reason=seq.finish_reason if flaw is None else "abort",
         stop_reason=seq.stop_reason if flaw is None else flaw,
-        seed=seq.request.seed,
+        seed=seq.seed,
         version_labels=labels if partial is None else {**partial.version_labels, **labels},
         logprobs_mode=seq.logprobs_mode,
         top_logprobs=tuple(seq.top_logprobs) if params.logprobs is not None else None,

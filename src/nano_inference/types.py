@@ -1,19 +1,26 @@
-"""Every record that crosses a room, frozen; no torch, no I/O, no decisions.
+"""Public records, all frozen, and errors; no torch, no I/O, no decisions.
 
-What travels one way: a `Request` comes in at the door, a `SeqView` tells the scheduler its counts, a `Row` tells the
-runner what to compute, `RowResult` brings back what was drawn, `Delta` and `TrainingSample` go out to the caller.
-The only mutable record of the house is `sequence.Sequence`.
+A caller passes an `EngineRequest` and gets `Delta`s and `TrainingSample`s. The records in between are internal:
+`sequence.Sequence`, the only mutable one, and the `Row` and `RowResult` of each step (`runner`).
 """
 
 from __future__ import annotations
 
-import math
-from array import array
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import groupby
 from typing import Any, Literal, NamedTuple, Protocol
 
+from nano_inference.checks import (
+    check_bool,
+    check_int,
+    check_label,
+    check_number,
+    checked_bias,
+    checked_stops,
+    from_known,
+    token_ids,
+)
 from nano_inference.frozen import FrozenDict
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -85,6 +92,9 @@ class Matcher(Protocol):
         """Return the tokens allowed next, one bit each, lowest id in the lowest bit; None allows all."""
 
 
+MatcherFactory = Callable[[], Matcher]
+
+
 class TokenProgram(Protocol):
     """Forces tokens into a sample (tools). Pure: the state travels with the sequence.
 
@@ -96,67 +106,6 @@ class TokenProgram(Protocol):
 
     def step(self, state: object, token: int) -> tuple[object, tuple[int, ...]]:
         """Take a sampled token; return the next state and the tokens to append after it, which are not sampled."""
-
-
-def check_number(name: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:
-    """Raise `ValueError` naming `name` unless `value` is a finite number in [low, high] (or (low, high])."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
-        raise ValueError(f"{name} must be a number, got {value!r}")
-    if not (low < value if open_low else low <= value) or not value <= high or math.isinf(value):
-        bracket = "(" if open_low else "["
-        raise ValueError(f"{name} must be in {bracket}{low:g}, {high:g}], got {value!r}")
-
-
-def check_int(name: str, value: object, low: int, high: int | None = None) -> None:
-    """Raise `ValueError` naming `name` unless `value` is an integer of at least `low` (and at most `high`)."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ValueError(f"{name} must be an integer, got {value!r}")
-    if value < low or (high is not None and value > high):
-        limit = f">= {low}" if high is None else f"in [{low}, {high}]"
-        raise ValueError(f"{name} must be {limit}, got {value}")
-
-
-def check_bool(name: str, value: object) -> None:
-    """Raise `ValueError` naming `name` unless `value` is True or False."""
-    if not isinstance(value, bool):
-        raise ValueError(f"{name} must be true or false, got {value!r}")
-
-
-def check_label(name: str, value: object) -> None:
-    """Raise `ValueError` naming `name` unless `value` can label an installation: an integer or a string."""
-    if isinstance(value, bool) or not isinstance(value, int | str):
-        raise ValueError(f"{name} must be an integer or a string, got {value!r}")
-
-
-def token_ids(name: str, values: object) -> tuple[int, ...]:
-    """Return `values` as a tuple of token ids, or raise `ValueError` naming `name` and the first that is none."""
-    if isinstance(values, str | bytes) or not isinstance(values, Collection):
-        raise ValueError(f"{name} must be a collection of token ids, got {type(values).__name__}")
-    ids = tuple(values)
-    for value in ids:
-        if type(value) is not int or value < 0:
-            check_int(f"{name}: a token id", value, 0)
-    return ids
-
-
-def float32(values: Iterable[float]) -> tuple[float, ...]:
-    """Return each number as the nearest that 32 bits can hold; what is too large for them becomes infinite."""
-    return tuple(array("f", values))
-
-
-def unit_vector(values: Sequence[float]) -> tuple[float, ...]:
-    """Return the vector of that direction and length 1, in float32; one of zeros stays as it is."""
-    length = math.hypot(*values)
-    return float32(value / length for value in values) if length else tuple(values)
-
-
-def from_known(cls: type[Any], data: Mapping[str, Any]) -> Any:
-    """Build the dataclass `cls` from a JSON object; an unknown field is a `ValueError` that names it."""
-    known = {f.name for f in fields(cls) if f.init}
-    for name in data:
-        if name not in known:
-            raise ValueError(f"{cls.__name__} has no field {name!r}; known: {', '.join(sorted(known))}")
-    return cls(**data)
 
 
 MODELS_OWN = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -284,29 +233,6 @@ class SamplingParams:
         """Build from `to_dict`'s form; an unknown field is a `ValueError`."""
         params: SamplingParams = from_known(cls, data)
         return params
-
-
-def checked_bias(bias: Mapping[Any, Any]) -> dict[int, float]:
-    """Return a logit bias with integer ids and finite values; JSON's string keys are taken as numbers."""
-    if not isinstance(bias, Mapping):
-        raise ValueError(f"logit_bias must map token ids to numbers, got {type(bias).__name__}")
-    out: dict[int, float] = {}
-    for key, value in bias.items():
-        token = int(key) if isinstance(key, str) and key.isascii() and key.isdigit() else key
-        check_int("logit_bias: a token id", token, 0)
-        check_number(f"logit_bias[{token}]", value, -1e6, 1e6)
-        out[token] = float(value)
-    return out
-
-
-def checked_stops(stop: object) -> tuple[str, ...]:
-    """Return stop strings as a tuple of non-empty strings."""
-    stops = (stop,) if isinstance(stop, str) else stop
-    if not isinstance(stops, list | tuple) or not all(isinstance(s, str) for s in stops):
-        raise ValueError(f"stop must be a string or a list of strings, got {stop!r}")
-    if "" in stops:
-        raise ValueError("stop must not hold an empty string")
-    return tuple(stops)
 
 
 class TokenLogprob(NamedTuple):
@@ -525,28 +451,22 @@ FROM_THE_PROMPT = Beginning()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
-    """What the door lets in: ids only, already checked and with every limit resolved."""
+class EngineRequest:
+    """What is asked of one prompt: ids only. It is checked when it is queued, and refused with `BadRequest` then."""
 
-    id: int
-    prompt: tuple[int, ...]
-    params: SamplingParams
-    num_samples: int
-    max_new_tokens: int
-    """`params.max_tokens` cut to the room there is."""
-    seed: int
-    """`params.seed`, or drawn from the operating system."""
+    prompt: Sequence[int]
+    params: SamplingParams = field(default_factory=SamplingParams)
+    num_samples: int = 1
     salt: str = ""
     """Cache namespace: requests share prefixes only within one."""
-    score_start: int | None = None
-    """First position whose prompt log-probability is wanted; None when none is."""
-    make_matcher: Callable[[], Matcher] | None = None
+    make_matcher: MatcherFactory | None = None
+    """Makes a matcher for each sample; not together with `params.stop`."""
     program: TokenProgram | None = None
     partial: TrainingSample | None = None
-    """An unfinished sample to go on with."""
-    lineage: str | None = None
-    """The engine's, for the request's samples."""
+    """An unfinished sample of this prompt ("abort" or "length") to continue; the result equals an uninterrupted run."""
     beginning: Beginning = FROM_THE_PROMPT
+    score_start: int = 0
+    """First position whose prompt log-probability is reported, when `params.prompt_logprobs` asks for any."""
 
 
 class SeqView(NamedTuple):
@@ -608,92 +528,6 @@ class CacheAllocation(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-    """One sequence's part in a forward pass, in plain integers; made by the engine, read by the runner."""
-
-    id: int
-    tokens: tuple[int, ...]
-    """The tokens to compute; the last `num_drafts` of them are guesses."""
-    prev_token: int
-    """The token before the first of them; -1 at the start of a sequence."""
-    start: int
-    """The position of the first of them."""
-    blocks: tuple[int, ...]
-    num_sampled: int
-    """Draw at most this many tokens after the last one; 0 draws none. With guesses it is 1: one token is drawn before
-    each of them, and one after the last."""
-    params: SamplingParams
-    logprobs_mode: LogprobsMode
-    seed: int
-    sample_index: int
-    request_id: int = 0
-    banned: tuple[int, ...] = ()
-    """Tokens that cannot be drawn now (end tokens before min_tokens)."""
-    mask: bytes | None = None
-    """The matcher's allowed tokens, one bit each."""
-    history: tuple[int, ...] = ()
-    """Prompt and output, when a penalty needs them."""
-    num_prompt: int = 0
-    """How many of `history` are the prompt's, without those with which the answer begins."""
-    score_from: int | None = None
-    """Report the log-probabilities of the tokens at this position and after, as far as this row computes them."""
-    score_end: int = 0
-    """The position after the last token to score."""
-    next_token: int = -1
-    """The known token after the last one (when scoring a prompt in chunks); -1 when there is none."""
-    pool_from: int | None = None
-    """Report the sum of the last hidden states at this position and after, as far as this row computes them."""
-    num_drafts: int = 0
-    """How many of `tokens` are guesses."""
-
-
-class BlockCopy(NamedTuple):
-    """Copy the first `num_tokens` slots of a block into another before the step (token-granular reuse)."""
-
-    source: int
-    target: int
-    num_tokens: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScheduledBatch:
-    """All rows of one step."""
-
-    rows: tuple[Row, ...]
-    copies: tuple[BlockCopy, ...] = ()
-    fresh: tuple[int, ...] = ()
-    """Blocks taken in this step: whatever an ended sequence left in them must be cleared before they are read."""
-
-
-class DrawExtras(NamedTuple):
-    """What a request may ask to know of a drawn token besides its log-probability."""
-
-    raw_logprob: float | None = None
-    """Under the model's own logits; None unless asked for."""
-    sampling_mask: SamplingMask = None
-    """The ids that could be drawn; None unless asked for, or when no token was forbidden."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RowResult:
-    """What the forward pass found for one row. Empty `tokens` when the row drew none."""
-
-    id: int
-    tokens: tuple[int, ...] = ()
-    logprobs: tuple[float, ...] = ()
-    top_logprobs: tuple[TopLogprobs, ...] = ()
-    extras: tuple[DrawExtras, ...] = ()
-    """One for each token; may be empty when the request asked for none."""
-    scores: tuple[float, ...] = ()
-    """Log-probabilities of the row's known tokens, from max(score_from, start + 1) on."""
-    score_tops: tuple[TopLogprobs, ...] = ()
-    score_ranks: tuple[int, ...] = ()
-    """One for each of `scores`; may be empty."""
-    pooled: tuple[float, ...] = ()
-    """The sum of the hidden states [E] that `pool_from` asks for, in float32 and after the model's final norm."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class StepStats:
     """Counts of one step, for metrics and progress bars."""
 
@@ -740,11 +574,3 @@ class WeightInfo(NamedTuple):
     """What the trainer called them."""
     update: UpdateState
     """Where the next update stands."""
-
-
-class TokenizerSource(NamedTuple):
-    """Where a tokenizer's files lie: a Hugging Face directory, or the metadata of a GGUF file."""
-
-    path: str
-    gguf: Mapping[str, Any] | None = None
-    """The GGUF file's metadata (`tokenizer.ggml.*`, `tokenizer.chat_template`); None for a directory."""

@@ -58,7 +58,7 @@ class Terminal:
         self.child.send(text)
 
     def interrupt(self) -> None:
-        """Press Ctrl-C once the command waits for keys: readline forgets one that comes just before it does."""
+        """Press Ctrl-C once the command waits for keys."""
         deadline = time.monotonic() + PATIENCE_S
         while (state := _state_of(self.child.pid)) != "S":
             assert state != "Z" and time.monotonic() < deadline, f"it does not wait for keys\n{self.text()}"
@@ -88,6 +88,12 @@ class Terminal:
         while text.encode() not in self.raw:
             self._read(repr(text))
 
+    def wait_below(self, text: str) -> None:
+        """Wait until something stands below the last occurrence of a text: the first words of an answer."""
+        self.wait(text)
+        while not self.text().rpartition(text)[2].strip():
+            self._read(f"answer to {text!r}")
+
     def _read(self, wanted: str) -> None:
         try:
             data = self.child.read_nonblocking(4096, PATIENCE_S)
@@ -97,7 +103,10 @@ class Terminal:
         self.stream.feed(data)
 
     def resize(self, rows: int, columns: int) -> None:
-        """Change the window's size; the command gets SIGWINCH."""
+        """Change the window's size; the command gets SIGWINCH.
+
+        Wait for its last output first: rows that it wrote for a wider window and that are read later are broken.
+        """
         self.screen.resize(rows, columns)
         self.child.setwinsize(rows, columns)
 
@@ -125,8 +134,8 @@ def _state_of(process: int) -> str:
 
 def shown_on(screen: Emulator) -> str:
     """What can be seen on a screen, what has scrolled away before it."""
-    above = ["".join(row[x].data for x in range(screen.columns)) for row in screen.history.top]
-    return "\n".join(line.rstrip() for line in [*above, *screen.display]).rstrip()
+    rows = [*screen.history.top, *(screen.buffer[y] for y in range(screen.lines))]
+    return "\n".join("".join(row[x].data for x in range(screen.columns)).rstrip() for row in rows).rstrip()
 
 
 @contextmanager

@@ -198,7 +198,7 @@ def test_a_command_runs_with_what_a_file_says(tiny: Path, tmp_path: Path, capsys
         ("max-n = 1\nmax_n = 2\n", "line 2: max_n is given twice"),
         ("config = 'x'\n", "config belongs on the command line or in the environment"),
         ("print-config = true\n", "print-config belongs on the command line"),
-        ("dtype = 'float8'\n", 'Invalid value "float8" for --dtype from file'),
+        ("dtype = 'float8'\n", 'Invalid value "float8" for [dtype] from file'),
         ("port = 99999\n", "port must be in [0, 65535], got 99999 (file "),
     ],
 )

@@ -11,10 +11,11 @@ from safetensors.torch import load_file, save_file
 
 from nano_inference import EngineConfig, InferenceEngine
 from nano_inference.assemble import kernels_here
-from nano_inference.catalog import BUILTINS, ModelEntry
+from nano_inference.catalog import ModelEntry
 from nano_inference.cli import doctor, estimate, machine, main
 from nano_inference.config import Dtype
 from nano_inference.loader.checkpoint import open_checkpoint
+from nano_inference.nanochat.builtin import CALCULATOR
 
 Capture = pytest.CaptureFixture[str]
 MACHINE = estimate.Machine(bytes_per_s=2e9, available=8_000_000_000, kv_budget=1_000_000_000, has_kernels=True)
@@ -51,7 +52,7 @@ def half(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.skipif(kernels_here()["code"] == "torch", reason="no CPU kernels on this machine")
 @pytest.mark.parametrize("precision", ["auto", "int8"])
 def test_weights_take_what_was_estimated(precision: Dtype) -> None:
-    path = BUILTINS[0].directory
+    path = CALCULATOR.directory
     row = estimate.of_model("calculator", open_checkpoint(path), precision, MACHINE)
     assert row["weight_bytes"] == pytest.approx(taken(path, precision), rel=0.03)
 

@@ -38,7 +38,7 @@ def test_ctrl_c_stops_an_answer_and_twice_at_the_prompt_quits(tiny: Path) -> Non
     with terminal("chat", "-m", str(tiny), *ENDLESS, columns=WIDE) as screen:
         screen.prompt()
         screen.send("hello\r")
-        screen.wait_raw("\x1b[J")  # it writes
+        screen.wait_below("> hello")
         screen.send("\x03")
         screen.wait("[stopped]")
         screen.ask("/show")
@@ -48,6 +48,22 @@ def test_ctrl_c_stops_an_answer_and_twice_at_the_prompt_quits(tiny: Path) -> Non
         screen.prompt()
         screen.interrupt()
         assert screen.leave() == 130 and "Traceback" not in screen.text()
+
+
+def test_model_names_what_runs_and_a_narrow_window_breaks_between_words(tiny: Path) -> None:
+    with terminal("chat", "-m", str(tiny), rows=60, columns=40) as screen:
+        screen.ask("/model")
+        names = [row.split(" ")[0] for row in screen.text().partition("> /model\n")[2].splitlines() if row[0] != " "]
+        assert [name for name in names if "/" not in name] == [
+            *("model", "parameters", "file", "precision", "context", "backend", ">")
+        ]  # fmt: skip
+        assert tiny.name in screen.text().replace("\n", "")
+        screen.ask("/help")
+        rows = screen.text().partition("> /help\n")[2].splitlines()
+        words = " ".join(row.strip() for row in rows).split()
+        assert {"conversation.", "conversation's", "replaces", "answers,", "backslash,"} <= set(words)
+        screen.send("\x04")
+        assert screen.leave() == 0
 
 
 def test_twice_in_an_answer_quits(
@@ -95,7 +111,7 @@ def test_a_seed_draws_the_same_answer_and_regen_another(
         return ["".join(texts) for texts in written.values()], re.findall(r"seed (\d+)\]", capsys.readouterr().err)
 
     answers, seeds = talk("hello", "/regen")
-    assert answers[0] != answers[1] and seeds[0] != seeds[1]
+    assert answers[0] != answers[1] and seeds[0] != seeds[1] and all(len(seed) <= 6 for seed in seeds)
     again, same = talk("hello", f"/regen {seeds[0]}", f"/seed {seeds[1]}", "/regen", "/regen")
     assert again[1:] == [answers[0], answers[1], answers[1]] and same[1:] == [seeds[0], seeds[1], seeds[1]]
 

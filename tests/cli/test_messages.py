@@ -15,8 +15,8 @@ from nano_inference.assemble import available_memory
 from nano_inference.cli import main
 from nano_inference.cli.sizes import size_of
 from nano_inference.config import ServerConfig
-from nano_inference.server.guard import guard_policy
 from nano_inference.server.keys import KeyRing, load_keys
+from nano_inference.server.wiring import guard_policy
 from tests.cli.test_serve import Process, command, process
 
 pytestmark = pytest.mark.usefixtures("restored_logging")  # `serve` configures it in this process

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from nano_inference.catalog import BUILTINS
 from nano_inference.cli import chat, local, main
 from nano_inference.cli.answer import Answer
 from nano_inference.cli.options import Common
@@ -21,7 +20,8 @@ from nano_inference.cli.session import Session
 from nano_inference.cli.spelling import Typed
 from nano_inference.cli.talk import Sampling
 from nano_inference.config import EngineConfig
-from nano_inference.loader.nanochat_rules import GENERATIONS
+from nano_inference.nanochat.builtin import CALCULATOR
+from nano_inference.nanochat.rules import GENERATIONS
 from nano_inference.types import MODELS_OWN, SamplingParams
 from tests.nanochat.tiny import SPECIAL_IDS, base_meta, state_dict, write_checkpoint, write_tokenizer
 from tests.nanochat.tiny import model_config as tiny_config
@@ -148,7 +148,7 @@ def test_model_names_the_base_directory(
     monkeypatch.setenv("NANO_INFERENCE_MODEL", str(base))
     run(capsys, "chat", "--nanochat")
     run(capsys, "chat", "--nanochat", "--model", "calculator")
-    assert Path(calls.pop().config.model_path).parent == BUILTINS[0].directory
+    assert Path(calls.pop().config.model_path).parent == CALCULATOR.directory
     assert {call.config.model_path for call in calls} == {str(base / "chatsft_checkpoints/d4/model_000030.pt")}
     monkeypatch.delenv("NANO_INFERENCE_MODEL")
     assert "/no/such/base: no such directory; NANOCHAT_BASE_DIR or --model" in refused(capsys, "chat", "--nanochat")
@@ -318,7 +318,7 @@ def test_a_call_is_shown_as_expression_and_result(capsys: Capture, turns: list[T
     out, err = run(capsys, "chat", "--model", "calculator", "-p", "What is 12+34?")
     call, _, reply = out.partition("] ")
     assert call == "[12+34 → 46" and "46" in reply and reply.endswith("\n") and "<|" not in out
-    assert "[nanochat G4 (" in err and f"{BUILTINS[0].directory}" in err
+    assert "[nanochat G4 (" in err and f"{CALCULATOR.directory}" in err
     assert turns[0].answer.text + "\n" == out
     out, _ = run(capsys, "chat", "--model", "Calculator", "-p", "How many r are in strawberry?")
     call, _, reply = out.partition("] ")
@@ -393,14 +393,14 @@ def test_models_of_the_package(tmp_path: Path, capsys: Capture) -> None:
     place = ("--cache", str(tmp_path))
     rows = json.loads(run(capsys, "models", "list", "--json", *place)[0])
     (row,) = [row for row in rows if row["name"] == "calculator"]
-    assert row["source"] == "package" and row["path"] == str(BUILTINS[0].directory) and 0 < row["bytes"] < 6_000_000
+    assert row["source"] == "package" and row["path"] == str(CALCULATOR.directory) and 0 < row["bytes"] < 6_000_000
     assert "package" in run(capsys, "models", "list", *place)[0]
-    before = sorted(path.name for path in BUILTINS[0].directory.iterdir())
+    before = sorted(path.name for path in CALCULATOR.directory.iterdir())
     assert "calculator: comes with the package and cannot be removed" in refused(
         capsys, "models", "rm", "calculator", *place
     )
-    assert run(capsys, "models", "pull", "calculator", *place)[0] == f"{BUILTINS[0].directory}\n"
-    assert sorted(path.name for path in BUILTINS[0].directory.iterdir()) == before and list(tmp_path.iterdir()) == []
+    assert run(capsys, "models", "pull", "calculator", *place)[0] == f"{CALCULATOR.directory}\n"
+    assert sorted(path.name for path in CALCULATOR.directory.iterdir()) == before and list(tmp_path.iterdir()) == []
 
 
 # ---- models info

@@ -13,6 +13,7 @@ from typing import TextIO
 
 import pyte
 import pytest
+from rich.markdown import Markdown
 
 from nano_inference.cli import render
 from nano_inference.cli.pane import Pane
@@ -114,6 +115,28 @@ def test_a_lower_window_in_the_middle_of_a_long_block(monkeypatch: pytest.Monkey
             device.update()
         page.finish()
         assert device.text().split() == [word.strip() for word in words]
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(20, 30), (6, 60)])
+def test_a_window_that_becomes_smaller_while_rows_are_rendered(
+    rows: int, columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows that were rendered for the larger window are not written."""
+    words = [f"word{i}" for i in range(60)]
+    markdown_of = render.markdown_of
+
+    def resizing(text: str) -> Markdown:
+        if (device.screen.lines, device.screen.columns) != (rows, columns):
+            device.resize(rows, columns)
+        return markdown_of(text)
+
+    with page_on(20, 60, monkeypatch) as (device, page):
+        monkeypatch.setattr(render, "markdown_of", resizing)
+        page.write([Piece(" ".join(words[:50]))])
+        device.update()
+        page.write([Piece(" " + " ".join(words[50:]))])
+        page.finish()
+        assert device.text().split() == words
 
 
 def test_only_rows_that_change_are_drawn_again(monkeypatch: pytest.MonkeyPatch) -> None:

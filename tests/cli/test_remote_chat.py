@@ -165,7 +165,7 @@ def test_serve_as_a_process_and_ctrl_c(tmp_path: Path) -> None:
         with terminal("chat", "--server", url, *argv, columns=WIDE) as screen:
             screen.prompt()
             screen.send("hello\r")
-            screen.wait_raw("\x1b[J")
+            screen.wait_below("> hello")
             screen.send("\x03")
             screen.wait("[stopped]")
             screen.prompt()

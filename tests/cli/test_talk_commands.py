@@ -13,7 +13,7 @@ import pytest
 
 from nano_inference import BadRequest, SamplingParams
 from nano_inference.cli import chat
-from nano_inference.cli.lines import History, candidates, history_path
+from nano_inference.cli.lines import Entered, HistoryFile, candidates, continued, entered, history_path
 from nano_inference.cli.options import Common
 from nano_inference.cli.talk import Ask, Piece, Reply, Sampling, ServerError, ShownToken, Took, Write, sampling_fields
 from nano_inference.cli.talk_commands import COMMANDS
@@ -166,6 +166,16 @@ def test_show(say: Say) -> None:
     ]  # fmt: skip
 
 
+def test_model_says_what_runs(say: Say) -> None:
+    assert say("/model")[1].splitlines() == ["model    parrot", "context  9 tokens", "backend  b"]
+
+
+def test_help_says_what_each_command_does_in_a_line(say: Say) -> None:
+    lines = [line for line in say("/help")[1].splitlines() if line.startswith("/")]
+    assert [line.split()[0] for line in lines] == [name for name in COMMANDS if name != "/save!"]
+    assert all(line[20].isupper() and line.endswith(".") for line in lines)
+
+
 def test_system_and_clear_start_anew(say: Say) -> None:
     _, _, parrot = say("a", "/system s", "b", "c", "/clear", "d", "/system", "e")
     assert [(ask.system, len(ask.turns)) for ask in parrot.asks] == [(None, 1), ("s", 1), ("s", 3), ("s", 1), (None, 1)]
@@ -256,17 +266,28 @@ def test_a_file_of_another_program_with_parts_is_fine(say: Say, tmp_path: Path) 
 
 
 def test_history_is_bounded_and_let_go_when_it_cannot_be(tmp_path: Path) -> None:
-    history = History(tmp_path / "a" / "history")
-    assert history.load() == []
+    history = HistoryFile(tmp_path / "a" / "history")
+    assert list(history.load_history_strings()) == []
     for i in range(2001):
-        history.add(f"line {i}\nmore é")
-    entries = History(tmp_path / "a" / "history").load()
-    assert len(entries) == 1000 and entries[-1] == "line 2000\nmore é"
+        history.store_string(f"line {i}\nmore é")
+    entries = list(HistoryFile(tmp_path / "a" / "history").load_history_strings())
+    assert len(entries) == 1000 and entries[0] == "line 2000\nmore é"
     lines = (tmp_path / "a" / "history").read_text().splitlines()
     assert len(lines) == 1000 and stat.S_IMODE((tmp_path / "a").stat().st_mode) == 0o700
     (tmp_path / "a" / "history").write_bytes(b'"good"\nbad\n3\n\xff\n')
-    assert history.load() == ["good"]
-    History(tmp_path / "a" / "history" / "below" / "a file").add("x")
+    assert list(history.load_history_strings()) == ["good"]
+    history.store_string("x" * 100_001)
+    assert list(history.load_history_strings()) == ["good"]
+    HistoryFile(tmp_path / "a" / "history" / "below" / "a file").store_string("x")
+    HistoryFile(None).store_string("x")
+
+
+def test_what_a_typed_text_is() -> None:
+    """Quotes make a message of what begins with a slash; the history keeps them, so that it comes back as one."""
+    assert entered("/set") == Entered("/set") and entered(' """/set\n""" more') == Entered("/set", is_message=True)
+    assert entered("/a\nb").is_message and not entered("/a\n").is_message
+    assert entered("caf\udce9") == Entered("caf\ufffd")
+    assert (continued("a"), continued("a\\"), continued('"""a'), continued('"""a"""')) == (None, "a\n", '"""a\n', None)
 
 
 def test_where_the_history_is(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -95,14 +95,14 @@ def test_a_long_answer_scrolls_and_nothing_is_lost_or_told_twice(server: Scripte
 @pytest.mark.parametrize("sizes", [((8, 60), (20, 40)), ((30, 90), (10, 35))])
 def test_a_window_that_changes_its_size(server: Scripted, sizes: tuple[tuple[int, int], ...]) -> None:
     """Twice in the middle of blocks: one of text, and a table; and nothing is lost or told twice."""
-    table = LONG.index("row3")
-    cuts = [0, LONG.index("paragraph 2") + 40, table, len(LONG)]
+    cuts = [0, LONG.index("paragraph 2") + 40, LONG.index("row3"), len(LONG)]
+    last_words = ["paragraph 2 word word word word word wor", "row2  4", "end"]
     with terminal("chat", "--server", server.url, rows=16, columns=70) as screen:
         screen.prompt()
         screen.send("question\r")
-        for (start, end), size in zip(pairwise(cuts), [*sizes, None], strict=True):
+        for (start, end), last, size in zip(pairwise(cuts), last_words, [*sizes, None], strict=True):
             server.say(LONG[start:end])
-            screen.wait("word word" if start == 0 else "row2" if end == table else "end")
+            screen.wait(last)
             if size is not None:
                 screen.resize(*size)
         server.end()
@@ -182,9 +182,22 @@ def test_what_is_typed_during_an_answer_is_read_afterwards_and_not_shown_in_it(s
         assert screen.leave() == 0
 
 
+def test_ctrl_d_during_an_answer_quits_after_it(server: Scripted) -> None:
+    with terminal("chat", "--server", server.url, columns=WIDE) as screen:
+        screen.prompt()
+        screen.send("question\r")
+        server.say("first ")
+        screen.wait("first")
+        screen.send("\x04")
+        server.answer("second")
+        screen.wait("first second")
+        assert screen.leave() == 0
+
+
 def test_messages_of_several_lines(server: Scripted) -> None:
     typed = {
         '"""one\r/two\r\rthree"""\r': "one\n/two\n\nthree",
+        '"""onethree\x1b[D\x1b[D\x1b[D\x1b[D\x1b[D\rtwo\r\x1b[F"""\r': "one\ntwo\nthree",
         "one\\\rtwo\r": "one\ntwo",
         "\x1b[200~/pasted\n  text\n\x1b[201~\r": "/pasted\n  text",
     }
@@ -196,6 +209,11 @@ def test_messages_of_several_lines(server: Scripted) -> None:
             assert server.post()["messages"][-1]["content"] == message
             server.answer("ok")
             screen.wait_raw("[first token")
+        screen.prompt()
+        long = "w" * (WIDE + 10)
+        screen.send(long)
+        screen.wait("\n  w")  # the row goes on: no mark of a new line
+        screen.interrupt()
         screen.prompt()
         screen.send('"""never sent')
         screen.wait("never sent")
@@ -302,7 +320,8 @@ def test_colours_are_for_those_who_want_them(
         assert any(code in raw for code in COLOUR_CODES) == is_coloured
         assert ("**" not in answer_of(screen)) == is_rendered and "bold" in answer_of(screen)
         if not is_rendered:
-            assert b"\x1b[" not in raw.replace(b"\x1b[?2004l", b"").replace(b"\x1b[?2004h", b"")
+            answer = raw.partition(b"**bold**")[2].partition(b"[first token")[0]
+            assert answer and b"\x1b[" not in answer, "only the line editor may draw"
         assert (b"\x1b" in raw) == (env.get("TERM") != "dumb")
         screen.send("\x04")
         assert screen.leave() == 0

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from nano_inference.cli.remote import Taken
 from nano_inference.cli.talk import Piece, ServerError
-from nano_inference.cli.wire import Address, CutOff, Events, Refused, get_json, read_address, stream_json
+from nano_inference.cli.wire import Address, CutOff, Refused, get_json, read_address, stream_json
 from nano_inference.types import BadRequest
 from tests.cli.scripted import chunk, scripted
 
@@ -62,26 +62,47 @@ def test_who_can_read_the_key() -> None:
     assert "secret" not in repr(read_address("http://h", "secret-key"))
 
 
-STREAM = "\ufeff: hello\r\ndata: one\r\n\r\ndata:two\r\ndata:  three\nid: 4\n\nevent: x\rdata: é😀\r\r"
-STREAM += "data\n\n\n\ndata: cut off"
+STREAM = '\ufeffdata: "one"\r\n\r\n: hello\r\ndata:["two",\r\ndata:  3]\nid: 4\n\nevent: x\rdata: "é😀"\r\r'
+STREAM += "data\n\nretry: 3\n\n\n\ndata: cut off"
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.lists(st.integers(1, 7), min_size=1, max_size=6))
 def test_events_however_they_are_cut(sizes: list[int]) -> None:
-    events, data, found, at, turn = Events(), STREAM.encode(), [], 0, 0
-    while at < len(data):
-        size = sizes[turn % len(sizes)]
-        found += events.push(data[at : at + size])
-        at, turn = at + size, turn + 1
-    assert found == ["one", "two\n three", "é😀", ""]
+    """Each piece is a chunk of the reply, so that the client reads it by itself."""
+    data, found, at, turn = STREAM.encode(), [], 0, 0
+    with scripted() as server:
+        server.head = "HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+        while at < len(data):
+            piece = data[at : at + sizes[turn % len(sizes)]]
+            server.raw(b"%x\r\n%s\r\n" % (len(piece), piece))
+            at, turn = at + len(piece), turn + 1
+        server.raw(b"0\r\n\r\n")
+        server.cut()
+        with pytest.raises(CutOff):
+            for event in stream_json(address(server.url), "/chat", {}, lambda end: None):
+                found.append(event)
+    assert found == ["one", ["two", 3], "é😀"]
 
 
 def test_an_event_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nano_inference.cli.wire._MAX_BODY_BYTES", 50)
     for line in (b"data: " + b"x" * 60, b"data: xxxxxxxxx\n" * 7):
-        with pytest.raises(ServerError, match="event of more than"):
-            Events().push(line)
+        with scripted() as server:
+            server.raw(line)
+            server.cut()
+            with pytest.raises(ServerError, match="event of more than"):
+                list(stream_json(address(server.url), "/chat", {}, lambda end: None))
+
+
+def test_a_reply_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nano_inference.cli.wire._MAX_BODY_BYTES", 50)
+    with scripted() as server:
+        server.head = "HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n\r\n"
+        server.raw(b"[" + b"1, " * 60)
+        server.cut()
+        with pytest.raises(ServerError, match="reply has more than"):
+            list(stream_json(address(server.url), "/chat", {}, lambda end: None))
 
 
 def address(url: str, key: str | None = None) -> Address:

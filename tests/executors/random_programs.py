@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nano_inference.executors.batch import in_step_order, lay
-from nano_inference.executors.step_input import Laid
+from nano_inference.executors.batch import in_step_order
 from nano_inference.models.config import LayerConfig, ModelConfig, RopeConfig
 from nano_inference.models.ops import (
     Activate,
@@ -34,7 +33,8 @@ from nano_inference.models.ops import (
     Widen,
 )
 from nano_inference.models.program import Program
-from nano_inference.types import Row, SamplingParams
+from nano_inference.runner import Row
+from nano_inference.types import SamplingParams
 
 ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_tanh", "relu_squared")
 MAX_LEN = 96
@@ -201,7 +201,9 @@ def random_weights(program: Program, generator: torch.Generator) -> dict[str, Te
     return found
 
 
-def random_steps(rng: random.Random, vocab_size: int, block_size: int) -> tuple[list[tuple[Laid, list[int]]], int]:
+def random_steps(
+    rng: random.Random, vocab_size: int, block_size: int
+) -> tuple[list[tuple[tuple[Row, ...], list[int]]], int]:
     """Ragged steps of several sequences over blocks in any order, with the rows that are kept; and how many blocks."""
     num_texts = rng.randint(1, 5)
     texts = [[rng.randrange(vocab_size) for _ in range(MAX_LEN)] for _ in range(num_texts)]
@@ -224,8 +226,8 @@ def random_steps(rng: random.Random, vocab_size: int, block_size: int) -> tuple[
                     )
                 )  # fmt: skip
         if rows:
-            laid = lay(in_step_order(tuple(rows)))
-            places = range(len(laid.tokens))
-            kept = sorted(rng.sample(places, rng.randint(1, len(laid.tokens)))) if rng.random() < 0.7 else list(places)
-            steps.append((laid, kept))
+            ordered = in_step_order(tuple(rows))
+            places = range(sum(len(row.tokens) for row in ordered))
+            kept = sorted(rng.sample(places, rng.randint(1, len(places)))) if rng.random() < 0.7 else list(places)
+            steps.append((ordered, kept))
     return steps, len(blocks)

@@ -50,13 +50,13 @@ def test_executors_agree_on_random_programs(seed: int, library: Library) -> None
     for executor in (ours, plain):
         load_weights(executor, {name: TensorSource(weight) for name, weight in weights.items()})
         executor.new_cache(CacheSize(num_blocks=num_blocks, block_size=block_size))
-    for laid, kept in steps:
+    for rows, kept in steps:
         with torch.inference_mode():
-            right = plain.hidden(laid, kept)
-            mine = ours.hidden(laid, kept).clone()
+            right = plain.hidden(rows, kept)
+            mine = ours.hidden(rows, kept).clone()
             assert differs(mine, right) <= 1e-5
             assert differs(ours.final(mine), plain.final(right)) <= 1e-5
-            logits = ours.step_logits(laid, kept).clone()
+            logits = ours.step_logits(rows, kept).clone()
             assert torch.equal(ours.logits(mine), logits)
             assert differs(logits, plain.logits(right)) <= 1e-5
 

@@ -16,9 +16,9 @@ from torch import Tensor
 from nano_inference.config import EngineConfig
 from nano_inference.engine import InferenceEngine
 from nano_inference.loader.checkpoint import Checkpoint, open_checkpoint
-from nano_inference.loader.nanochat import open_tensors
-from nano_inference.loader.nanochat_config import own_config
-from nano_inference.loader.nanochat_rules import Inferred
+from nano_inference.nanochat.configs import own_config
+from nano_inference.nanochat.opening import open_tensors
+from nano_inference.nanochat.rules import Inferred
 from nano_inference.text.tokenizer import load_tokenizer
 from nano_inference.types import BadRequest, ModelError, SamplingParams
 from tests.nanochat.tiny import (
@@ -98,7 +98,7 @@ def test_each_generation_s_weights_arrive_and_it_runs(tmp_path: Path, generation
 @pytest.mark.parametrize("generation", GENERATIONS)
 def test_the_terms_follow_from_the_weights(tmp_path: Path, generation: str) -> None:
     write(tmp_path, generation)
-    terms = open_checkpoint(tmp_path).config.nanochat
+    terms = open_checkpoint(tmp_path).config.terms
     assert terms is not None
     columns = {"G2": 32, "G2e": 32, "G2s": 32, "G3": 12, "G4": 12}
     assert terms.generation == generation
@@ -133,8 +133,8 @@ def test_padded_vocabularies(tmp_path: Path, generation: str, pad: int, rows: in
     config = model_config(generation)
     write(tmp_path, generation, config=config, state=state_dict(generation, config, pad=pad))
     checkpoint = open_checkpoint(tmp_path)
-    assert checkpoint.config.nanochat is not None
-    assert (checkpoint.config.vocab_size, checkpoint.config.nanochat.padded_vocab_size) == (VOCAB, rows)
+    assert checkpoint.config.terms is not None
+    assert (checkpoint.config.vocab_size, checkpoint.config.terms.padded_vocab_size) == (VOCAB, rows)
     with engine(tmp_path) as ours:
         assert len(ours.score(IDS)) == len(IDS) - 1
 
@@ -550,8 +550,8 @@ def ported(directory: Path, **changes: Any) -> Path:
 
 def test_transformers_port_is_read_as_its_config_says(tmp_path: Path) -> None:
     config = open_checkpoint(ported(tmp_path, rope_parameters={"rope_type": "default", "rope_theta": 5000.0})).config
-    assert config.nanochat is not None
-    assert (config.nanochat.generation, config.nanochat.has_hf_names) == ("G0", True)
+    assert config.terms is not None
+    assert (config.terms.generation, config.terms.has_hf_names) == ("G0", True)
     assert (config.intermediate_size, config.num_kv_heads, config.norm_eps) == (192, 2, 1e-5)
     assert (config.logits_softcap, config.max_positions, config.ropes[0].theta) == (12.0, 300, 5000.0)
     assert SPECIAL_IDS["assistant_end"] in config.eos_token_ids

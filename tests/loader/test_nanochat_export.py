@@ -24,17 +24,18 @@ from nano_inference.assemble import load_model
 from nano_inference.executors.forward import model_forward
 from nano_inference.executors.step_input import ForwardInput, Span
 from nano_inference.executors.torch.executor import new_store
-from nano_inference.loader import nanochat_export
 from nano_inference.loader.checkpoint import Checkpoint, open_checkpoint
-from nano_inference.loader.nanochat_export import export_hf, export_nanochat, export_safetensors
-from nano_inference.loader.pt_file import read_pt
 from nano_inference.loader.safetensors_file import read_header
+from nano_inference.nanochat import export as nanochat_export
+from nano_inference.nanochat.convert import SAMPLES, check_same, from_hf, to_hf
+from nano_inference.nanochat.export import export_hf, export_nanochat, export_safetensors
+from nano_inference.nanochat.pickled import PickledEncoding, read_fields
+from nano_inference.nanochat.pt_file import read_pt
+from nano_inference.nanochat.tokenizer_file import nanochat_tokenizer
 from nano_inference.text.chat import chat_template
-from nano_inference.text.nanochat_convert import SAMPLES, check_same, from_hf, to_hf
-from nano_inference.text.nanochat_file import nanochat_tokenizer
-from nano_inference.text.nanochat_pickle import PickledEncoding, read_fields
+from nano_inference.text.kinds import TokenizerSource
 from nano_inference.text.tokenizer import load_tokenizer
-from nano_inference.types import ModelError, TokenizerSource
+from nano_inference.types import ModelError
 from tests.nanochat.tiny import GENERATIONS, PATTERN, SPECIALS, model_config, state_dict, write_checkpoint
 
 TEXTS = (
@@ -142,8 +143,8 @@ def test_every_generation_keeps_its_bits_through_safetensors(
     checkpoint = open_checkpoint(source, overrides)
     out = export_safetensors(checkpoint, source, tmp_path / "b")
     again = open_checkpoint(out)
-    assert again.config == checkpoint.config and again.config.nanochat is not None
-    assert again.config.nanochat.generation == generation
+    assert again.config == checkpoint.config and again.config.terms is not None
+    assert again.config.terms.generation == generation
     assert_same_bits(weights_of(again), weights_of(checkpoint))
     assert (out / "tokenizer.pkl").read_bytes() == (source / "tokenizer.pkl").read_bytes()
     assert int.from_bytes((out / WEIGHTS).read_bytes()[:8], "little") % 8 == 0

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from nano_inference.loader.nanochat_files import NanochatFiles, find_files
+from nano_inference.nanochat.files import NanochatFiles, find_files
 from nano_inference.types import ModelError
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,14 +13,14 @@ from torch import Tensor
 
 from nano_inference.assemble import load_kernel_model, load_model, pick_kernels
 from nano_inference.config import EngineConfig
-from nano_inference.executors.batch import build, in_step_order
+from nano_inference.executors.batch import Rows, in_step_order
 from nano_inference.executors.cpu.executor import CpuExecutor
 from nano_inference.executors.protocol import CacheSize
-from nano_inference.executors.step_input import ForwardInput, Laid, Span
 from nano_inference.executors.torch.executor import TorchExecutor
 from nano_inference.kernels.library import Library
 from nano_inference.loader.checkpoint import Checkpoint, open_checkpoint
-from nano_inference.types import Row, SamplingParams
+from nano_inference.runner import Row
+from nano_inference.types import SamplingParams
 from tests.models.families import FAMILIES, make_model
 from tests.nanochat.tiny import GENERATIONS, base_meta, write_checkpoint
 
@@ -59,7 +61,7 @@ def open_tiny(name: str, directory: Path) -> Checkpoint:
     return open_checkpoint(directory)
 
 
-def steps(vocab_size: int) -> list[ForwardInput]:
+def steps(vocab_size: int) -> list[Rows]:
     """The steps of five sequences, whose blocks lie apart."""
     generator = torch.Generator().manual_seed(3)
     num_blocks = MAX_LEN // BLOCK_SIZE
@@ -77,24 +79,23 @@ def steps(vocab_size: int) -> list[ForwardInput]:
                         start=start, blocks=tuple(tables[i]), num_sampled=0, params=SamplingParams(),
                         logprobs_mode="raw", seed=0, sample_index=0)
                 )  # fmt: skip
-        made.append(build(in_step_order(tuple(rows)), BLOCK_SIZE, CPU))
+        made.append(in_step_order(tuple(rows)))
     return made
 
 
 CACHE = CacheSize(num_blocks=len(LENGTHS[0]) * MAX_LEN // BLOCK_SIZE, block_size=BLOCK_SIZE)
 
 
-def laid_of(step: ForwardInput) -> Laid:
-    return Laid(step.token_T.tolist(), step.prev_T.tolist(), step.spans)
+def size_of(step: Rows) -> int:
+    return sum(len(row.tokens) for row in step)
 
 
-def computed(model: CpuExecutor | TorchExecutor, inputs: list[ForwardInput]) -> list[Found]:
+def computed(model: CpuExecutor | TorchExecutor, inputs: list[Rows]) -> list[Found]:
     model.new_cache(CACHE)
     found = []
     with torch.inference_mode():
         for step in inputs:
-            laid = laid_of(step)
-            hidden_TE = model.hidden(laid, range(len(laid.tokens)))
+            hidden_TE = model.hidden(step, range(size_of(step)))
             parts = [hidden_TE.double().clone()]
             parts.append(model.final(hidden_TE).double().clone())
             parts.append(model.logits(hidden_TE).double().clone())
@@ -105,7 +106,7 @@ def computed(model: CpuExecutor | TorchExecutor, inputs: list[ForwardInput]) -> 
 def test_a_mixed_step_is_torchs(checkpoint: Checkpoint, library: Library) -> None:
     """The bound is torch's own error, which float64 shows, and two last bits of the largest value."""
     inputs = steps(checkpoint.config.vocab_size)
-    assert {span.num_tokens > 1 for span in inputs[1].spans} == {True, False}
+    assert {len(row.tokens) > 1 for row in inputs[1]} == {True, False}
     exact = computed(load_model(checkpoint, CPU, torch.float64, MAX_LEN), inputs)
     plain = computed(load_model(checkpoint, CPU, torch.float32, MAX_LEN), inputs)
     ours = computed(load_kernel_model(checkpoint, library, "own", MAX_LEN), inputs)
@@ -123,15 +124,14 @@ def test_what_is_kept_has_the_bits_that_it_has_among_all(checkpoint: Checkpoint,
     whole = computed(load_kernel_model(checkpoint, library, "own", MAX_LEN), inputs)
     model = load_kernel_model(checkpoint, library, "own", MAX_LEN)  # another, whose buffers have yet to grow
     model.new_cache(CACHE)
-    single = Laid([5], [-1], (Span(0, 1, 0, (0,)),))
+    single = (replace(inputs[0][0], tokens=(5,), prev_token=-1, start=0, blocks=(0,)),)
     alone_KV = model.step_logits(single, [0]).clone()
     for step, right in zip(inputs, whole, strict=True):
-        laid = laid_of(step)
-        last = [span.offset + span.num_tokens - 1 for span in step.spans]
-        for kept in ([], last, last[1:2], list(range(1, len(laid.tokens), 3)), list(range(len(laid.tokens)))):
-            hidden_KE = model.hidden(laid, kept)
+        size, last = size_of(step), [end - 1 for end in accumulate(len(row.tokens) for row in step)]
+        for kept in ([], last, last[1:2], list(range(1, size, 3)), list(range(size))):
+            hidden_KE = model.hidden(step, kept)
             assert torch.equal(hidden_KE.double(), right.hidden_TE[kept])
-            assert torch.equal(model.step_logits(laid, kept).double(), right.logits_TV[kept])
+            assert torch.equal(model.step_logits(step, kept).double(), right.logits_TV[kept])
             with torch.inference_mode():
                 logits_KV = model.logits(right.hidden_TE[kept].float().flip(0))
             assert torch.equal(logits_KV.double().flip(0), right.logits_TV[kept])

@@ -21,11 +21,12 @@ from nano_inference.executors import step
 from nano_inference.executors.batch import build, in_step_order
 from nano_inference.executors.forward import model_forward
 from nano_inference.executors.torch.store import KVStore
-from nano_inference.models.nanochat import hf_name
 from nano_inference.models.ops import Attend
 from nano_inference.nanochat.cache import KVCache
 from nano_inference.nanochat.gpt import GPT
-from nano_inference.types import Row, SamplingParams
+from nano_inference.nanochat.program import hf_name
+from nano_inference.runner import Row
+from nano_inference.types import SamplingParams
 from tests.nanochat.tiny import GENERATIONS, VOCAB, base_meta, model_config, state_dict, write_checkpoint
 
 TOLERANCE = 1e-5

@@ -10,16 +10,16 @@ from types import ModuleType
 import pytest
 
 from nano_inference import EngineConfig, SamplingParams
-from nano_inference.catalog import BUILTINS
 from nano_inference.cli.options import Common
 from nano_inference.cli.session import Session, open_session
-from nano_inference.loader.nanochat_files import find_files
 from nano_inference.nanochat import GPT, Engine, get_tokenizer
-from nano_inference.text.calculator import calculate, result_text
+from nano_inference.nanochat.builtin import CALCULATOR
+from nano_inference.nanochat.calculator import calculate, result_text
+from nano_inference.nanochat.files import find_files
 from nano_inference.types import TrainingSample
 from tests.nanochat.tiny import SPECIAL_IDS
 
-BUILTIN = BUILTINS[0]
+BUILTIN = CALCULATOR
 GREEDY = SamplingParams(temperature=0.0, max_tokens=120)
 ENDS = (SPECIAL_IDS["assistant_end"], SPECIAL_IDS["bos"])
 PYTHON_START, PYTHON_END, OUTPUT_START, OUTPUT_END = (

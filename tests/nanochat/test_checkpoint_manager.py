@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from nano_inference import ModelError
-from nano_inference.loader.nanochat_files import SOURCES
 from nano_inference.nanochat import load_model
 from nano_inference.nanochat.common import (
     autodetect_device_type,
@@ -19,6 +18,7 @@ from nano_inference.nanochat.common import (
     get_base_dir,
     print0,
 )
+from nano_inference.nanochat.files import SOURCES
 from tests.nanochat.tiny import (
     SPECIAL_IDS,
     base_meta,

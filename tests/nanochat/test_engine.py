@@ -337,7 +337,7 @@ def test_a_step_that_fails_costs_its_own_call_alone() -> None:
     runner = engine.core.parts.runner
     run = runner.run
 
-    def broken(batch: Any) -> Any:
+    def broken(*_: Any) -> Any:
         raise RuntimeError("out of memory")
 
     runner.run = broken  # type: ignore[method-assign]
@@ -356,8 +356,8 @@ def test_an_interrupted_step_is_run_again_with_the_same_numbers() -> None:
     runner = engine.core.parts.runner
     run = runner.run
 
-    def interrupted(batch: Any) -> Any:
-        run(batch)
+    def interrupted(*step: Any) -> Any:
+        run(*step)
         raise KeyboardInterrupt
 
     runner.run = interrupted  # type: ignore[method-assign]
@@ -432,9 +432,9 @@ def test_a_generator_collected_in_the_middle_of_a_step_leaves_no_samples() -> No
     next(lost)
     run = core.parts.runner.run
 
-    def collecting(batch: Any) -> Any:
+    def collecting(*step: Any) -> Any:
         lost.close()  # type: ignore[attr-defined]
-        return run(batch)
+        return run(*step)
 
     core.parts.runner.run = collecting  # type: ignore[method-assign]
     list(engine.generate([BOS, 2], 2, max_tokens=20))

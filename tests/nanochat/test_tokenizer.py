@@ -22,8 +22,9 @@ from nano_inference.nanochat.tokenizer import (
     get_token_bytes,
     get_tokenizer,
 )
+from nano_inference.text.kinds import TokenizerSource
 from nano_inference.text.tokenizer import Tokenizer, load_tokenizer
-from nano_inference.types import ModelError, TokenizerSource
+from nano_inference.types import ModelError
 
 WORDS = [bytes([byte]) for byte in range(256)] + [b"he", b"hel", b"hell", b"hello", " é".encode()]
 FIRST = len(WORDS)

@@ -9,8 +9,9 @@ import torch
 
 from nano_inference.loader.checkpoint import Checkpoint, open_checkpoint
 from nano_inference.text.chat import encode_chat, load_chat_template
+from nano_inference.text.kinds import TokenizerSource
 from nano_inference.text.tokenizer import load_tokenizer
-from nano_inference.types import BadRequest, ModelError, TokenizerSource
+from nano_inference.types import BadRequest, ModelError
 from tests.security.mutants import Seed
 
 MAX_MESSAGE = 1000

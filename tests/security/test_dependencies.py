@@ -12,7 +12,8 @@ REQUIREMENTS: list[str] = PROJECT["dependencies"]
 
 
 def test_there_are_few_direct_dependencies() -> None:
-    assert len(REQUIREMENTS) <= 15
+    """A new one raises this figure, and has its line in docs/dependencies.md."""
+    assert len(REQUIREMENTS) <= 17
 
 
 def test_every_one_has_a_lowest_and_a_highest_version() -> None:

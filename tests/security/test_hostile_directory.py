@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from nano_inference.catalog import BUILTINS, default_cache
+from nano_inference.catalog import default_cache, installed_builtins
 from nano_inference.children import PYTHON, environment, find_program, run
 from nano_inference.kernels.compile import compile_library, find_compiler
 from nano_inference.wheels import pip_download
@@ -72,6 +72,12 @@ def hostile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (place / name).chmod(0o755)
     for name in FILES:
         (place / name).write_text("#error from the current directory\n")
+    info = place / "hostile_package-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: hostile_package\nVersion: 1.0\n")
+    groups = ("formats", "families", "tokenizers", "models", "commands")
+    points = "".join(f"[nano_inference.{group}]\nhostile = random:ROW\n" for group in groups)
+    (info / "entry_points.txt").write_text(points)
     monkeypatch.chdir(place)
     return place
 
@@ -190,5 +196,5 @@ def test_the_environment_of_a_child_has_no_relative_search_paths() -> None:
 
 
 def test_the_built_in_model_and_the_caches_are_absolute() -> None:
-    assert all(one.directory.is_absolute() for one in BUILTINS)
+    assert {one.directory.is_absolute() for one in installed_builtins()} == {True}
     assert default_cache({"HOME": "/home/x", "XDG_CACHE_HOME": "relative"}) == Path("/home/x/.cache/nano-inference")

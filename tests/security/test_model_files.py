@@ -20,8 +20,9 @@ from nano_inference.assemble import load_model
 from nano_inference.loader.checkpoint import open_checkpoint
 from nano_inference.text import hf
 from nano_inference.text.chat import load_chat_template
+from nano_inference.text.kinds import TokenizerSource
 from nano_inference.text.tokenizer import load_tokenizer
-from nano_inference.types import BadRequest, ModelError, TokenizerSource
+from nano_inference.types import BadRequest, ModelError
 from tests.nanochat.tiny import state_dict
 from tests.security.model_seeds import (
     byte_level_vocabulary,

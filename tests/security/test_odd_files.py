@@ -12,16 +12,18 @@ from typing import Any
 import pytest
 
 from nano_inference import EngineConfig, InferenceEngine, save_weights, weights_in
-from nano_inference.catalog import DEFAULT_MODEL, default_cache, find_builtin, nanochat_home, pull, resolve
+from nano_inference.catalog import DEFAULT_MODEL, default_cache, find_builtin, pull, resolve
 from nano_inference.cli import main
 from nano_inference.cli.serve import served_name
 from nano_inference.config import ServerConfig
 from nano_inference.loader.checkpoint import open_checkpoint
+from nano_inference.nanochat.files import nanochat_home
 from nano_inference.server.errors import ApiError
 from nano_inference.server.keys import load_admin_keys, load_keys
 from nano_inference.server.rl.places import place_of, weights_root
+from nano_inference.text.kinds import TokenizerSource
 from nano_inference.text.tokenizer import load_tokenizer
-from nano_inference.types import ModelError, TokenizerSource
+from nano_inference.types import ModelError
 from tests.security.model_seeds import configs, hf_files, nanochat_files, own_nanochat, sharded_files, tiktoken_file
 from tests.security.mutants import seeds
 from tests.security.opening import open_model, use_tokenizer

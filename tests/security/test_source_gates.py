@@ -34,13 +34,13 @@ Finding = tuple[str, str]
 """A file and what it does."""
 
 PICKLES = {
-    "text/nanochat_pickle.py",  # the numbers of the opcodes, which it walks
-    "loader/pt_file.py",  # the name of an error, and pickletools
-    "loader/nanochat_export.py",  # writes one
+    "nanochat/pickled.py",  # the numbers of the opcodes, which it walks
+    "nanochat/pt_file.py",  # the name of an error, and pickletools
+    "nanochat/export.py",  # writes one
     "nanochat/tokenizer.py",  # writes one
 }
 """Who may import `pickle`, and never to read."""
-WRITES = {("loader/nanochat_export.py", "dumps"), ("nanochat/tokenizer.py", "dumps")}
+WRITES = {("nanochat/export.py", "dumps"), ("nanochat/tokenizer.py", "dumps")}
 
 
 @pytest.fixture(scope="module")
@@ -208,7 +208,7 @@ def test_scripts_start_python_without_the_current_directory() -> None:
 def test_tensors_are_loaded_as_tensors_only(trees: dict[str, ast.Module]) -> None:
     assert not unsafe_loads(trees)
     loads = {(path, before) for path, tree in trees.items() for before, name, _ in calls(tree) if name == "load"}
-    assert ("loader/pt_file.py", "torch") in loads
+    assert ("nanochat/pt_file.py", "torch") in loads
 
 
 def test_only_the_server_listens(trees: dict[str, ast.Module]) -> None:

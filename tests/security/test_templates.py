@@ -15,8 +15,9 @@ import pytest
 
 from nano_inference.text import chat, template_guard
 from nano_inference.text.chat import chat_template, load_chat_template, render
+from nano_inference.text.kinds import TokenizerSource
 from nano_inference.text.tokenizer import load_tokenizer
-from nano_inference.types import BadRequest, ModelError, TokenizerSource
+from nano_inference.types import BadRequest, ModelError
 from tests.security.model_seeds import SPECIALS, tokenizer_config, tokenizer_json
 
 SECRET = "the secret of a file"

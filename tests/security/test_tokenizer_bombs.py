@@ -17,9 +17,10 @@ from typing import Any
 import pytest
 
 from nano_inference.text import tokenizer_limits
+from nano_inference.text.kinds import TokenizerSource
 from nano_inference.text.tokenizer import Tokenizer, load_tokenizer
 from nano_inference.text.tokenizer_limits import check_pattern, checked_growth, longest_text
-from nano_inference.types import BadRequest, ModelError, TokenizerSource
+from nano_inference.types import BadRequest, ModelError
 from tests.security.model_seeds import sentencepiece_json, tokenizer_json
 
 GUARD_S = 120
@@ -27,7 +28,8 @@ GUARD_S = 120
 CHILD = """
 import resource, sys
 from nano_inference.text.tokenizer import load_tokenizer
-from nano_inference.types import BadRequest, ModelError, TokenizerSource
+from nano_inference.text.kinds import TokenizerSource
+from nano_inference.types import BadRequest, ModelError
 resource.setrlimit(resource.RLIMIT_AS, (2 << 30, 2 << 30))
 try:
     tokenizer = load_tokenizer(TokenizerSource(sys.argv[1]))

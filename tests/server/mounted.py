@@ -7,15 +7,14 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-import pytest
-
 from nano_inference import InferenceEngine, SamplingParams
 from nano_inference.config import ServerConfig
-from nano_inference.server import app, paths
-from nano_inference.server.paths import Generating
+from nano_inference.server.dialect import Converting, Dialect, Generating
+from nano_inference.server.wiring import installed_dialects
 from nano_inference.text.fast import BYTE_OF_CHAR
 from nano_inference.types import TrainingSample
 from tests.server.tiny import Running, running
@@ -25,6 +24,8 @@ T = TypeVar("T")
 END_TOKEN = 257
 BYTES = tuple(BYTE_OF_CHAR[char] for char in sorted(BYTE_OF_CHAR))
 """What the tiny model's first 256 tokens write."""
+GENERATING: tuple[Generating, ...] = tuple(one for row in installed_dialects().values() for one in row.generating)
+CONVERTING: tuple[Converting, ...] = tuple(one for row in installed_dialects().values() for one in row.converting)
 
 
 def ids(text: str) -> list[int]:
@@ -41,14 +42,16 @@ def written(tokens: Sequence[int]) -> str:
 def mounted(
     directory: Path, *routes: Generating, config: ServerConfig | None = None, **options: Any
 ) -> Iterator[Running]:
-    """Serve the tiny model with these paths among the others."""
-    own = {one.path for one in routes}
-    both = (*(one for one in paths.GENERATING if one.path not in own), *routes)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(app, "GENERATING", both)
-        patch.setattr(paths, "GENERATING", both)
-        with running(directory, config, **options) as server:
-            yield server
+    """Serve the tiny model with these paths among the others, in the place of those of the same path."""
+    given = {one.path: one for one in routes}
+    dialects = {
+        name: replace(dialect, generating=tuple(given.pop(one.path, one) for one in dialect.generating))
+        for name, dialect in installed_dialects().items()
+    }
+    with running(
+        directory, config, dialects={**dialects, "more": Dialect(generating=tuple(given.values()))}, **options
+    ) as server:
+        yield server
 
 
 def engine_sample(engine: InferenceEngine, prompt: Sequence[int], **fields: Any) -> TrainingSample:

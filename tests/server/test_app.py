@@ -26,10 +26,16 @@ import transformers
 import nano_inference
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams
 from nano_inference.config import ServerConfig
-from nano_inference.door import MatcherFactory
-from nano_inference.server.served import Opened, ServedEngine
+from nano_inference.control import Control
+from nano_inference.engine_thread import DrivenEngine
+from nano_inference.server.served import Opened
 from nano_inference.text.fast import BYTE_OF_CHAR
-from nano_inference.types import FROM_THE_PROMPT, Beginning, Delta, StepResult, TokenProgram, TrainingSample
+from nano_inference.types import (
+    Delta,
+    EngineRequest,
+    StepResult,
+    TrainingSample,
+)
 from tests.server.tiny import Running, opened, running
 
 COMPLETE = "/v1/completions"
@@ -951,7 +957,7 @@ def test_what_the_server_says_of_itself(server: Running) -> None:
 class Gated:
     """An engine that steps only while its gate is open."""
 
-    def __init__(self, engine: ServedEngine) -> None:
+    def __init__(self, engine: DrivenEngine) -> None:
         self._engine = engine
         self.gate = threading.Event()
         self.steps_left = 0
@@ -959,30 +965,12 @@ class Gated:
         self.is_shut_out = threading.Event()
         """Set when a step waits before the gate: what earlier steps gave is on its way."""
 
-    def add_request(
-        self,
-        prompt: Sequence[int],
-        sampling_params: SamplingParams | None = None,
-        num_samples: int = 1,
-        *,
-        salt: str = "",
-        make_matcher: MatcherFactory | None = None,
-        program: TokenProgram | None = None,
-        partial: TrainingSample | None = None,
-        beginning: Beginning = FROM_THE_PROMPT,
-        claim: bool = False,
-    ) -> int:
-        return self._engine.add_request(
-            prompt,
-            sampling_params,
-            num_samples,
-            salt=salt,
-            make_matcher=make_matcher,
-            program=program,
-            partial=partial,
-            beginning=beginning,
-            claim=claim,
-        )
+    @property
+    def control(self) -> Control:
+        return self._engine.control
+
+    def add(self, request: EngineRequest, *, claim: bool = False) -> int:
+        return self._engine.add(request, claim=claim)
 
     def take_deltas(self, request_ids: Any) -> list[Delta]:
         return self._engine.take_deltas(request_ids)
@@ -1000,10 +988,6 @@ class Gated:
             self.is_shut_out.set()
             assert self.gate.wait(60), "the test opens the gate"
         return self._engine.tick()
-
-    @property
-    def is_halted(self) -> bool:
-        return self._engine.is_halted
 
     def shutdown(self) -> None:
         self._engine.shutdown()

@@ -135,10 +135,10 @@ def test_the_engines_death_reaches_every_waiter(caplog: pytest.LogCaptureFixture
     assert isinstance(runner, FakeRunner)
     calls = iter(range(100))
 
-    def broken(batch: Any) -> Any:
+    def broken(rows: Any, copies: Any, fresh: Any) -> Any:
         if next(calls) == 5:
             raise RuntimeError("the model broke")
-        return FakeRunner.run(runner, batch)
+        return FakeRunner.run(runner, rows, copies, fresh)
 
     runner.run = broken  # type: ignore[method-assign]
 
@@ -261,10 +261,10 @@ def test_too_little_memory_costs_the_youngest_only() -> None:
     runner = engine.parts.runner
     assert isinstance(runner, FakeRunner)
 
-    def short_of_memory(batch: Any) -> Any:
-        if len(batch.rows) > 2:
+    def short_of_memory(rows: Any, copies: Any, fresh: Any) -> Any:
+        if len(rows) > 2:
             raise MemoryError("a step needs more memory than there is")
-        return FakeRunner.run(runner, batch)
+        return FakeRunner.run(runner, rows, copies, fresh)
 
     runner.run = short_of_memory  # type: ignore[method-assign]
 

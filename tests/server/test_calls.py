@@ -17,18 +17,18 @@ from nano_inference.door import Limits
 from nano_inference.server.body import parse
 from nano_inference.server.call import Call, drafts_of
 from nano_inference.server.calls import chat_call, completion_call
+from nano_inference.server.dialects.tokens import apply_template, tokenize
 from nano_inference.server.errors import ApiError
 from nano_inference.server.model import ServedModel
 from nano_inference.server.prompts import plain_messages
 from nano_inference.server.schema import ApplyTemplateBody, ChatBody, CompletionBody, TokenizeBody
-from nano_inference.server.tokens import apply_template, tokenize
 from nano_inference.text.chat import chat_template
 from nano_inference.text.dialogue import TemplateDialogue, load_dialogue
 from nano_inference.text.fast import FastTokenizer, set_bos_eos
 from nano_inference.text.grammar import Grammars
+from nano_inference.text.kinds import TokenizerSource
 from nano_inference.text.tokenizer import Tokenizer, load_tokenizer
 from nano_inference.text.tool_calls import CallStart, Content, Event
-from nano_inference.types import TokenizerSource
 from tests.server.mounted import END_TOKEN
 from tests.server.test_replies import delta
 from tests.server.test_writing import sample_of

@@ -16,10 +16,9 @@ import pytest
 
 from nano_inference.config import DEFAULT_SHARE, ServerConfig
 from nano_inference.server.clients import IPV6_PREFIX, address_of, networks
-from nano_inference.server.guard import guard_policy
 from nano_inference.server.keys import KeyRing, load_keys
-from nano_inference.server.paths import GENERATING
-from tests.server.mounted import ids
+from nano_inference.server.wiring import guard_policy
+from tests.server.mounted import GENERATING, ids
 from tests.server.tiny import Running, make_tiny, running
 
 GREEDY, OTHER, ADMIN = "key-of-the-greedy", "key-of-the-other", "key-of-an-admin"

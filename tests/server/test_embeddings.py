@@ -20,17 +20,18 @@ from openai.types import CreateEmbeddingResponse
 
 from nano_inference import EngineConfig, InferenceEngine, TrainingSample
 from nano_inference.chat_defaults import chat_defaults
+from nano_inference.checks import float32
 from nano_inference.config import ServerConfig
 from nano_inference.door import Limits
 from nano_inference.server.body import parse
-from nano_inference.server.embeddings import EmbeddingBody, embedding_asks, embedding_reply
+from nano_inference.server.dialects.embeddings import EmbeddingBody, embedding_asks, embedding_reply
 from nano_inference.server.errors import ApiError
 from nano_inference.server.model import ServedModel
 from nano_inference.server.schema import MAX_PROMPTS
 from nano_inference.server.ticket import Ask
 from nano_inference.text.grammar import Grammars
+from nano_inference.text.kinds import TokenizerSource
 from nano_inference.text.tokenizer import load_tokenizer
-from nano_inference.types import TokenizerSource, float32
 from tests.server.tiny import Running
 
 LIMITS = Limits(vocab_size=260, max_model_len=512, num_blocks=100, block_size=16, hidden_size=32)

@@ -20,11 +20,10 @@ import pytest
 import tokenizers
 
 import nano_inference
-from nano_inference.server import embeddings, generate, messages, responses, sglang
-from nano_inference.server.paths import CONVERTING, GENERATING
-from nano_inference.server.responses import LOGPROBS
+from nano_inference.server.dialects import embeddings, generate, messages, responses, sglang
+from nano_inference.server.dialects.responses import LOGPROBS
 from nano_inference.server.schema import Body
-from tests.server.mounted import ids
+from tests.server.mounted import CONVERTING, GENERATING, ids
 from tests.server.tiny import Running, make_tiny, running
 
 JSON = dict[str, Any]

@@ -11,12 +11,11 @@ from typing import Any
 
 import pytest
 
-from nano_inference.server import generate, llamacpp, messages, responses, sglang
-from nano_inference.server.paths import CONVERTING, GENERATING
+from nano_inference.server.dialects import generate, llamacpp, messages, responses, sglang
 from nano_inference.server.schema import ChatBody
 from nano_inference.server.unsupported import NEUTRAL
 from tests.server import test_generate, test_llamacpp, test_messages, test_responses, test_sglang, test_unsupported
-from tests.server.mounted import ids
+from tests.server.mounted import CONVERTING, GENERATING, ids
 from tests.server.test_unsupported import DECLARED, asking
 from tests.server.tiny import Running
 

@@ -28,10 +28,10 @@ from nano_inference.server.guard import (
     ClientGone,
     Guard,
     GuardPolicy,
-    guard_policy,
     read_body,
 )
 from nano_inference.server.keys import KeyRing
+from nano_inference.server.wiring import guard_policy
 
 KEY, OTHER_KEY = "first-key-1", "second-key-2"
 HOST = ("host", "localhost:8000")

@@ -13,18 +13,16 @@ import nano_inference
 from nano_inference import EngineConfig, InferenceEngine
 from nano_inference.config import ServerConfig
 from nano_inference.server.call import drafts_of
+from nano_inference.server.dialect import Generating
+from nano_inference.server.dialects.llamacpp import LlamaBody, llama_call, props
+from nano_inference.server.dialects.llamacpp_reply import error_body, selected, speeds
 from nano_inference.server.errors import ApiError
-from nano_inference.server.llamacpp import LlamaBody, llama_call, props
-from nano_inference.server.llamacpp_reply import error_body, selected, speeds
-from nano_inference.server.paths import Generating
 from nano_inference.server.writing import Written, alone
 from tests.server.mounted import BYTES, END_TOKEN, JSON, ended_after, engine_sample, ids, mounted, written
 from tests.server.tiny import TEMPLATE, Running, events_in
 
 PATH = "/completion"
-ROUTE = Generating(
-    path=PATH, body=LlamaBody, to_call=llama_call, summary="Continue as llama.cpp does.", error_body=error_body
-)
+ROUTE = Generating(path=PATH, body=LlamaBody, to_call=llama_call, summary="Continue as llama.cpp does.")
 HOT: JSON = {"temperature": 1.5, "seed": 3, "n_predict": 40, "ignore_eos": True, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
 GREEDY: JSON = {"temperature": 0, "n_predict": 12}
 LETTERS: JSON = {

@@ -14,22 +14,21 @@ import pytest
 from nano_inference.chat_defaults import chat_defaults
 from nano_inference.config import ServerConfig
 from nano_inference.door import Limits
-from nano_inference.server import app as app_module
 from nano_inference.server.body import parse
 from nano_inference.server.call import drafts_of
+from nano_inference.server.dialects.messages import chat_fields, count_tokens, in_own_names, messages_call
+from nano_inference.server.dialects.messages_body import CountTokensBody, MessagesBody
+from nano_inference.server.dialects.messages_reply import MessagesReply, arguments_of, error_body
 from nano_inference.server.errors import ApiError
-from nano_inference.server.messages import chat_fields, count_tokens, in_own_names, messages_call
-from nano_inference.server.messages_body import CountTokensBody, MessagesBody
-from nano_inference.server.messages_reply import MessagesReply, arguments_of, error_body
 from nano_inference.server.model import ServedModel
-from nano_inference.server.paths import CONVERTING, GENERATING, Converting, Generating
 from nano_inference.server.writing import Written
 from nano_inference.text.chat import chat_template
 from nano_inference.text.dialogue import TemplateDialogue, load_dialogue
 from nano_inference.text.grammar import Grammars
+from nano_inference.text.kinds import TokenizerSource
 from nano_inference.text.tokenizer import load_tokenizer
 from nano_inference.text.tool_calls import CallArguments, CallEnd, CallStart, Content, Event
-from nano_inference.types import FinishReason, TokenizerSource
+from nano_inference.types import FinishReason
 from tests.server.mounted import END_TOKEN
 from tests.server.test_replies import call_of, delta
 from tests.server.test_writing import TOKENIZER, sample_of
@@ -566,31 +565,10 @@ def test_more_than_the_context_can_be_counted(model: ServedModel) -> None:
 # ---- over HTTP
 
 
-def mounted(patch: pytest.MonkeyPatch) -> None:
-    """Put the routes where they are, unless the application has them."""
-    if any(one.path == "/v1/messages" for one in GENERATING):
-        return
-    made = Generating(
-        path="/v1/messages", body=MessagesBody, to_call=messages_call, summary="Answer.", error_body=error_body
-    )
-    counted = Converting(
-        path="/v1/messages/count_tokens",
-        body=CountTokensBody,
-        work=count_tokens,
-        summary="Count.",
-        error_body=error_body,
-    )
-    patch.setattr(app_module, "GENERATING", (*GENERATING, made))
-    patch.setattr(app_module, "CONVERTING", (*CONVERTING, counted))
-    patch.setattr(app_module, "error_bodies", lambda: {made.path: error_body, counted.path: error_body})
-
-
 @pytest.fixture(scope="module")
 def server(tiny_directory: Path) -> Iterator[Running]:
-    with pytest.MonkeyPatch.context() as patch:
-        mounted(patch)
-        with running(tiny_directory) as one:
-            yield one
+    with running(tiny_directory) as one:
+        yield one
 
 
 def ask(server: Running, **fields: Any) -> JSON:
@@ -660,12 +638,10 @@ def test_token_ids_come_when_they_are_asked_for(server: Running) -> None:
 
 
 def test_trainers_are_told_of_the_weights(tiny_directory: Path) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        mounted(patch)
-        with running(tiny_directory, ServerConfig(port=0, log_requests=False, enable_rl=True)) as one:
-            versions = [{"version": "0", "start": 0, "end": 12, "number": 0}]
-            assert ask(one)["weight_versions"] == versions
-            assert stream(one)[-2]["weight_versions"] == versions
+    with running(tiny_directory, ServerConfig(port=0, log_requests=False, enable_rl=True)) as one:
+        versions = [{"version": "0", "start": 0, "end": 12, "number": 0}]
+        assert ask(one)["weight_versions"] == versions
+        assert stream(one)[-2]["weight_versions"] == versions
 
 
 def test_errors_come_in_anthropic_s_form(server: Running) -> None:

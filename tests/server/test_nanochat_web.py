@@ -11,10 +11,10 @@ import pytest
 
 import nano_inference
 from nano_inference.config import ServerConfig
+from nano_inference.nanochat.web import WebBody, WebReply, health, stats, web_call
 from nano_inference.server.call import drafts_of
+from nano_inference.server.dialect import Generating
 from nano_inference.server.errors import ApiError
-from nano_inference.server.nanochat_web import WebBody, WebReply, error_body, health, stats, web_call
-from nano_inference.server.paths import Generating
 from nano_inference.server.writing import Written
 from nano_inference.text.tokenizer import Tokenizer
 from tests.server.mounted import JSON, mounted
@@ -22,7 +22,7 @@ from tests.server.tiny import Running, events_in
 
 CALCULATOR = Path(nano_inference.__file__).parent / "data" / "calculator"
 PATH = "/chat/completions"
-ROUTE = Generating(path=PATH, body=WebBody, to_call=web_call, summary="Talk as nanochat does.", error_body=error_body)
+ROUTE = Generating(path=PATH, body=WebBody, to_call=web_call, summary="Talk as nanochat does.")
 HELLO = [{"role": "user", "content": "hello"}]
 TALK = [*HELLO, {"role": "assistant", "content": "yes?"}, {"role": "user", "content": "again"}]
 

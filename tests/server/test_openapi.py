@@ -29,12 +29,13 @@ from nano_inference.server import app as app_module
 from nano_inference.server import schema as bodies
 from nano_inference.server.app import App
 from nano_inference.server.bridge import Bridge
-from nano_inference.server.guard import guard_policy
 from nano_inference.server.keys import KeyRing
 from nano_inference.server.openapi import openapi
 from nano_inference.server.rl.paths import ADMIN_PATHS, QUESTIONS
+from nano_inference.server.wiring import guard_policy, installed_dialects, make_app
 from tests.server.tiny import Running, running
 
+DIALECTS = installed_dialects()
 EXAMPLES = 25
 """Requests for each operation; the more thorough run takes 200."""
 MAX_LEN = 64
@@ -57,7 +58,7 @@ def small(tiny_directory: Path) -> Iterator[Running]:
 
 def test_the_document_is_valid_and_is_what_is_served(small: Running) -> None:
     document = small.client.get("/openapi.json").json()
-    assert document == openapi(needs_key=False)
+    assert document == openapi(DIALECTS, needs_key=False)
     assert document["openapi"].startswith("3.1")
     schemathesis.openapi.from_dict(document).validate()
 
@@ -66,7 +67,7 @@ def test_the_document_is_valid_and_is_what_is_served(small: Running) -> None:
 def unserved() -> Iterator[App]:
     """An application without a model."""
     config = ServerConfig(log_requests=False)
-    one = App(config, guard_policy(config, KeyRing.of(())), Bridge(step_timeout=60))
+    one = make_app(config, guard_policy(config, KeyRing.of(())), Bridge(step_timeout=60), DIALECTS)
     yield one
     one.close()
 
@@ -77,10 +78,10 @@ def test_the_document_is_written_in_a_thread_once_it_is_asked_for(
     written: list[str] = []
     going = threading.Event()
 
-    def slow(*, needs_key: bool) -> dict[str, Any]:
+    def slow(dialects: Any, *, needs_key: bool) -> dict[str, Any]:
         going.wait(60)
         written.append(threading.current_thread().name)
-        return openapi(needs_key=needs_key)
+        return openapi(DIALECTS, needs_key=needs_key)
 
     monkeypatch.setattr(app_module, "openapi", slow)
     nobody: Any = None
@@ -104,7 +105,7 @@ def test_the_document_is_written_in_a_thread_once_it_is_asked_for(
 def test_a_document_that_could_not_be_written_is_tried_again(unserved: App, monkeypatch: pytest.MonkeyPatch) -> None:
     nobody: Any = None
 
-    def broken(*, needs_key: bool) -> dict[str, Any]:
+    def broken(dialects: Any, *, needs_key: bool) -> dict[str, Any]:
         raise RuntimeError("not today")
 
     async def ask() -> None:
@@ -120,7 +121,7 @@ def test_a_document_that_could_not_be_written_is_tried_again(unserved: App, monk
 def test_every_route_is_described_and_nothing_else(small: Running) -> None:
     described = {
         (path.replace("{model}", "{model:path}"), method.upper())
-        for path, operations in openapi(needs_key=False)["paths"].items()
+        for path, operations in openapi(DIALECTS, needs_key=False)["paths"].items()
         for method in operations
     }
     routes = {
@@ -134,14 +135,14 @@ def test_every_route_is_described_and_nothing_else(small: Running) -> None:
 
 
 def test_references_lead_somewhere() -> None:
-    document = openapi(needs_key=True)
+    document = openapi(DIALECTS, needs_key=True)
     targets = set(re.findall(r"#/components/schemas/(\w+)", str(document)))
     assert targets <= document["components"]["schemas"].keys()
     assert {"CompletionBody", "ChatBody", "Error"} <= targets
 
 
 def test_the_limits_are_in_the_document() -> None:
-    fields = openapi(needs_key=False)["components"]["schemas"]["CompletionBody"]["properties"]
+    fields = openapi(DIALECTS, needs_key=False)["components"]["schemas"]["CompletionBody"]["properties"]
     (temperature,) = (one for one in fields["temperature"]["anyOf"] if one["type"] == "number")
     assert (temperature["minimum"], temperature["maximum"]) == (0, 2)
     (stops,) = (one for one in fields["stop"]["anyOf"] if one["type"] == "array")
@@ -151,7 +152,7 @@ def test_the_limits_are_in_the_document() -> None:
 
 
 def test_keys_are_described_where_they_are_needed() -> None:
-    free, guarded = openapi(needs_key=False), openapi(needs_key=True)
+    free, guarded = openapi(DIALECTS, needs_key=False), openapi(DIALECTS, needs_key=True)
     assert "security" not in free and "securitySchemes" not in free["components"]
     assert guarded["security"] == [{"key": []}]
     assert guarded["components"]["securitySchemes"]["key"]["scheme"] == "bearer"
@@ -188,7 +189,9 @@ def test_what_schemathesis_finds_out(small: Running) -> None:
     """No server error, and every answer is one of those described."""
     operations = operations_of(small)
     described = {
-        f"{method.upper()} {path}" for path, one in openapi(needs_key=False)["paths"].items() for method in one
+        f"{method.upper()} {path}"
+        for path, one in openapi(DIALECTS, needs_key=False)["paths"].items()
+        for method in one
     }
     assert {one.label for one in operations} == described - {"GET /openapi.json"}, "it leaves out what it was read from"
     seen = {f"{one.method} {one.path}": statuses(one, GenerationMode.POSITIVE) for one in operations}

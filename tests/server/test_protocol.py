@@ -25,7 +25,7 @@ from uvicorn.server import ServerState
 from nano_inference.config import ServerConfig
 from nano_inference.server import guard
 from nano_inference.server.errors import ApiError
-from nano_inference.server.guard import Guard, guard_policy, read_body
+from nano_inference.server.guard import Guard, read_body
 from nano_inference.server.keys import KeyRing, load_keys
 from nano_inference.server.protocol import (
     MAX_HEAD_BYTES,
@@ -33,6 +33,7 @@ from nano_inference.server.protocol import (
     connection_limit,
     uvicorn_config,
 )
+from nano_inference.server.wiring import guard_policy
 
 PATIENCE = 30.0
 """Seconds that no test waits unless something is broken."""

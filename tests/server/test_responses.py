@@ -19,13 +19,12 @@ import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 
 from nano_inference.config import ServerConfig
-from nano_inference.server import app, responses
 from nano_inference.server.body import parse
 from nano_inference.server.call import Call, Draft, drafts_of
+from nano_inference.server.dialects import responses
+from nano_inference.server.dialects.responses import LOGPROBS, ResponsesBody, responses_call
+from nano_inference.server.dialects.responses_stream import Asked, ResponsesReply
 from nano_inference.server.errors import ApiError
-from nano_inference.server.paths import GENERATING, Generating
-from nano_inference.server.responses import LOGPROBS, ResponsesBody, responses_call
-from nano_inference.server.responses_stream import Asked, ResponsesReply
 from nano_inference.server.schema import ChatBody
 from nano_inference.server.writing import Written
 from nano_inference.text.dialogue import Part
@@ -36,7 +35,6 @@ from tests.server.test_writing import TOKENIZER, sample_of
 from tests.server.tiny import Running, make_tiny, running
 
 PATH = "/v1/responses"
-ROUTE = Generating(path=PATH, body=ResponsesBody, to_call=responses_call, summary="Answer items.")
 EVENT: pydantic.TypeAdapter[Any] = pydantic.TypeAdapter(ResponseStreamEvent)
 WEATHER = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 TOOL: Mapping[str, Any] = MappingProxyType(
@@ -47,12 +45,9 @@ JSON = dict[str, Any]
 
 @contextmanager
 def mounted(directory: Path, **config: Any) -> Iterator[Running]:
-    """Serve the tiny model with the path, whether it is among the routes or not."""
-    others = tuple(one for one in GENERATING if one.path != PATH)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(app, "GENERATING", (*others, ROUTE))
-        with running(directory, ServerConfig(port=0, log_requests=False, **config)) as one:
-            yield one
+    """Serve the tiny model."""
+    with running(directory, ServerConfig(port=0, log_requests=False, **config)) as one:
+        yield one
 
 
 @pytest.fixture(scope="module")

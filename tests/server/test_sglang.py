@@ -13,11 +13,11 @@ import pytest
 from nano_inference import EngineConfig, InferenceEngine
 from nano_inference.config import ServerConfig
 from nano_inference.server.call import drafts_of
+from nano_inference.server.dialect import Generating
+from nano_inference.server.dialects.sglang import SglangBody, health_generate_call, sglang_call
+from nano_inference.server.dialects.sglang_reply import next_event
 from nano_inference.server.errors import ApiError
 from nano_inference.server.model import ServedModel
-from nano_inference.server.paths import Generating
-from nano_inference.server.sglang import SglangBody, health_generate_call, sglang_call
-from nano_inference.server.sglang_reply import next_event
 from nano_inference.server.writing import Written
 from tests.server.mounted import END_TOKEN, JSON, ended_after, engine_sample, ids, mounted, written
 from tests.server.tiny import Running

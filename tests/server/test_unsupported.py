@@ -12,8 +12,8 @@ import pytest
 
 from nano_inference.config import ServerConfig
 from nano_inference.server.errors import ApiError
-from nano_inference.server.paths import CONVERTING, GENERATING
 from nano_inference.server.unsupported import NEUTRAL, refuse_unsupported, unknown_fields
+from tests.server.mounted import CONVERTING, GENERATING
 from tests.server.tiny import Running, running
 
 CHAT = "/v1/chat/completions"

@@ -6,7 +6,7 @@ import asyncio
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,12 +21,13 @@ from nano_inference import EngineConfig
 from nano_inference.config import ServerConfig
 from nano_inference.server.app import App
 from nano_inference.server.bridge import Bridge
-from nano_inference.server.guard import guard_policy
+from nano_inference.server.dialect import Dialect
 from nano_inference.server.keys import KeyRing, load_keys
 from nano_inference.server.opening import open_model
 from nano_inference.server.protocol import uvicorn_config
 from nano_inference.server.run import Listener, bind
 from nano_inference.server.served import Opened
+from nano_inference.server.wiring import guard_policy, installed_dialects, make_app
 
 TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}"
@@ -83,11 +84,11 @@ class Brake:
 
     def __init__(self, engine: Any, bridge: Any) -> None:
         self._engine, self._driver = engine, bridge.engine.thread
-        self._add, self._end_turn = engine.add_request, self._driver._run_watches
+        self._add, self._end_turn = engine.add, self._driver._run_watches
         self._num_free = 0
         self._is_off = threading.Event()
         self._is_off.set()
-        engine.add_request, self._driver._run_watches = self.add_request, self.end_turn
+        engine.add, self._driver._run_watches = self.add, self.end_turn
 
     def put_on(self) -> None:
         """Hold the engine from the next request on."""
@@ -98,7 +99,7 @@ class Brake:
         """Let the engine go on."""
         self._is_off.set()
 
-    def add_request(self, *given: Any, **named: Any) -> Any:
+    def add(self, *given: Any, **named: Any) -> Any:
         """Take a request, and allow it its first tokens."""
         self._num_free = self.FREE_STEPS
         return self._add(*given, **named)
@@ -108,7 +109,12 @@ class Brake:
         self._end_turn()
         self._num_free -= 1
         engine = self._engine
-        while self._num_free <= 0 and engine.has_pending() and not engine.is_pausing and not self._driver.num_commands:
+        while (
+            self._num_free <= 0
+            and engine.has_pending()
+            and not engine.control.is_pausing
+            and not self._driver.num_commands
+        ):
             if self._is_off.wait(0.001):
                 break
 
@@ -170,9 +176,13 @@ def events_in(text: str) -> list[Any]:
 
 @contextmanager
 def running(
-    directory: Path, config: ServerConfig | None = None, make: Any = opened, **options: Any
+    directory: Path,
+    config: ServerConfig | None = None,
+    make: Any = opened,
+    dialects: Mapping[str, Dialect] | None = None,
+    **options: Any,
 ) -> Iterator[Running]:
-    """Serve the tiny model on 127.0.0.1 while the block runs; `make` opens it."""
+    """Serve the tiny model on 127.0.0.1 while the block runs; `make` opens it. The default is every dialect."""
     config = config or ServerConfig(port=0, log_requests=False)
     listening = bind(config)
     ready: list[Running] = []
@@ -182,7 +192,8 @@ def running(
     async def main() -> None:
         bridge = Bridge(step_timeout=config.step_timeout)
         keys = KeyRing.of(load_keys(config), is_shared=config.share_prefix_cache)
-        app = App(config, guard_policy(config, keys), bridge)
+        table = installed_dialects() if dialects is None else dialects
+        app = make_app(config, guard_policy(config, keys), bridge, table)
         listener = Listener(uvicorn_config(app.asgi, config))
         serving = asyncio.create_task(listener.serve(sockets=[listening]))
         loaded = await bridge.start(lambda: make(directory, config, **options))

@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 from nano_inference.assemble import EngineParts
 from nano_inference.config import EngineConfig, Speculation
 from nano_inference.kv import make_kv
-from nano_inference.types import DrawExtras, Row, RowResult, SamplingParams, ScheduledBatch
+from nano_inference.runner import BlockCopy, DrawExtras, Row, RowResult
+from nano_inference.types import SamplingParams
 
 VOCAB_SIZE = 50
 EOS = 7
@@ -62,19 +63,17 @@ class FakeRunner:
     def restore_cache(self) -> None:
         self.slots = [None] * (self.num_blocks * self.block_size)
 
-    def run(self, batch: ScheduledBatch) -> dict[int, RowResult]:
+    def run(self, rows: tuple[Row, ...], copies: tuple[BlockCopy, ...], fresh: tuple[int, ...]) -> dict[int, RowResult]:
         size = self.block_size
-        copied = [
-            (c.target * size + i, self.slots[c.source * size + i]) for c in batch.copies for i in range(c.num_tokens)
-        ]
-        for block in batch.fresh:  # what an ended sequence left must not be read again
+        copied = [(c.target * size + i, self.slots[c.source * size + i]) for c in copies for i in range(c.num_tokens)]
+        for block in fresh:  # what an ended sequence left must not be read again
             self.slots[block * size : (block + 1) * size] = [None] * size
         for slot, token in copied:
             self.slots[slot] = token
-        for row in batch.rows:
+        for row in rows:
             self._write(row, row.start, row.tokens)
             self.num_computed += len(row.tokens)
-        return {row.id: self._result(row) for row in batch.rows}
+        return {row.id: self._result(row) for row in rows}
 
     def _slot(self, row: Row, position: int) -> int:
         return row.blocks[position // self.block_size] * self.block_size + position % self.block_size

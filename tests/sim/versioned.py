@@ -16,7 +16,8 @@ from nano_inference.kv import make_kv
 from nano_inference.loader.door import TensorSource
 from nano_inference.models.config import LayerConfig, ModelConfig, RopeConfig
 from nano_inference.models.families import program_of
-from nano_inference.types import DrawExtras, Row, RowResult, SamplingParams, ScheduledBatch
+from nano_inference.runner import BlockCopy, DrawExtras, Row, RowResult
+from nano_inference.types import SamplingParams
 from nano_inference.weights.sync import WeightSyncManager
 from tests.sim.fakes import EOS, VOCAB_SIZE, Calculator, StopAfter
 
@@ -85,20 +86,18 @@ class VersionedRunner:
     def restore_cache(self) -> None:
         self.slots = [None] * (self.num_blocks * self.block_size)
 
-    def run(self, batch: ScheduledBatch) -> dict[int, RowResult]:
+    def run(self, rows: tuple[Row, ...], copies: tuple[BlockCopy, ...], fresh: tuple[int, ...]) -> dict[int, RowResult]:
         size = self.block_size
-        copied = [
-            (c.target * size + i, self.slots[c.source * size + i]) for c in batch.copies for i in range(c.num_tokens)
-        ]
-        for block in batch.fresh:
+        copied = [(c.target * size + i, self.slots[c.source * size + i]) for c in copies for i in range(c.num_tokens)]
+        for block in fresh:
             self.slots[block * size : (block + 1) * size] = [None] * size
         for slot, value in copied:
             self.slots[slot] = value
-        for row in batch.rows:
+        for row in rows:
             self._check_prefix(row)
             for i, token in enumerate(row.tokens):
                 self.slots[self._slot(row, row.start + i)] = (token, self.version)
-        return {row.id: self._result(row) for row in batch.rows}
+        return {row.id: self._result(row) for row in rows}
 
     def _check_prefix(self, row: Row) -> None:
         """Whoever begins reads K/V of the weights in force; whoever goes on may read older, but not too old."""

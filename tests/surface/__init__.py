@@ -19,6 +19,7 @@ import nano_inference
 from nano_inference.cli.app import build_app
 from nano_inference.cli.arguments import walk_commands
 from nano_inference.server.openapi import openapi
+from nano_inference.server.wiring import installed_dialects
 from tests.surface.metrics import metrics
 
 HERE = Path(__file__).parent
@@ -59,7 +60,7 @@ def options() -> Iterator[str]:
 
 def document() -> Iterator[str]:
     """Return a line of JSON for each operation and each schema of the OpenAPI document, without texts for people."""
-    bare = _bare(openapi(needs_key=False))
+    bare = _bare(openapi(installed_dialects(), needs_key=False))
     for path, operations in sorted(bare.pop("paths").items()):
         yield from (f"{method} {path} {_line(operation)}" for method, operation in sorted(operations.items()))
     for kind, entries in sorted(bare.pop("components").items()):

@@ -21,8 +21,9 @@ from nano_inference.loader.checkpoint import open_checkpoint
 from nano_inference.sampling import derive_seed
 from nano_inference.text.bridge import encode_bridge
 from nano_inference.text.chat import ChatTemplate, Message, chat_template, encode_chat, load_chat_template, render
+from nano_inference.text.kinds import TokenizerSource
 from nano_inference.text.tokenizer import Tokenizer, load_tokenizer
-from nano_inference.types import BadRequest, TokenizerSource
+from nano_inference.types import BadRequest
 from tests.sim.fakes import fake_config, fake_parts, reference
 
 # Each has what its family is known to do with the turns before the last.

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from nanochat_attacks import ESCAPE, EXPRESSIONS
 
 import nano_inference
-from nano_inference.text import calculator
-from nano_inference.text.calculator import MAX_BITS, Value, calculate, evaluate, result_text
+from nano_inference.nanochat import calculator
+from nano_inference.nanochat.calculator import MAX_BITS, Value, calculate, evaluate, result_text
 
 GOLDEN: dict[str, Value | None] = {
     **{"2+2": 4, "1,234*2": 2468, "2**3": None, "2* *3": None, "1/0": None, "10/2": 5.0, "10//3": 3, "7/2": 3.5},
@@ -65,7 +65,7 @@ def test_attacks_have_no_result(expression: str) -> None:
 
 
 def test_the_deepest_expression_fits_into_a_small_stack() -> None:
-    code = "import threading; from nano_inference.text.calculator import calculate; out = []"
+    code = "import threading; from nano_inference.nanochat.calculator import calculate; out = []"
     kibibytes = 256 if sys.version_info[:2] == (3, 12) else 128  # its parser takes more of the stack for each level
     code += f"\nthreading.stack_size({kibibytes} << 10)"
     code += "\nthread = threading.Thread(target=lambda: out.append(calculate('-(' * 64 + '5' + ')' * 64)))"
@@ -297,5 +297,5 @@ def test_nothing_in_the_room_of_texts_evaluates_or_sets_signals() -> None:
 
 
 def test_it_needs_no_torch() -> None:
-    code = "import sys, nano_inference.text.calculator; assert not {'torch', 'numpy'} & set(sys.modules)"
+    code = "import sys, nano_inference.nanochat.calculator; assert not {'torch', 'numpy'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

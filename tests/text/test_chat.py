@@ -13,8 +13,9 @@ import pytest
 from nano_inference.text import template_guard
 from nano_inference.text.chat import chat_template, encode_chat, load_chat_template, render
 from nano_inference.text.json_view import ListView, MapView
+from nano_inference.text.kinds import TokenizerSource
 from nano_inference.text.tokenizer import Tokenizer, load_tokenizer
-from nano_inference.types import BadRequest, ModelError, TokenizerSource
+from nano_inference.types import BadRequest, ModelError
 
 # Short templates of our own, each with what its family is known to use.
 CHATML = """{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}{{

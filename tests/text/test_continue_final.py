@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 from nanochat_samples import tokenizer as nanochat_tokenizer
 
+from nano_inference.nanochat.dialogue import NanochatDialogue
+from nano_inference.nanochat.tool import python_tool
 from nano_inference.text.chat import chat_template, encode_chat, render
-from nano_inference.text.dialogue import ANSWER, NanochatDialogue, Rendering, TemplateDialogue
+from nano_inference.text.dialogue import ANSWER, Rendering, TemplateDialogue
+from nano_inference.text.kinds import TokenizerSource
 from nano_inference.text.tokenizer import Tokenizer, load_tokenizer
-from nano_inference.text.tools import python_tool
-from nano_inference.types import BadRequest, TokenizerSource
+from nano_inference.types import BadRequest
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

@@ -10,14 +10,16 @@ from nanochat_samples import SPECIAL, encoding, tokenizer, write_pickle
 from tokenizer_samples import byte_level, save
 
 from nano_inference.loader.checkpoint import open_checkpoint
-from nano_inference.loader.nanochat_export import export_hf
+from nano_inference.nanochat.dialogue import NanochatDialogue
+from nano_inference.nanochat.export import export_hf
+from nano_inference.nanochat.rendering import render_for_completion
+from nano_inference.nanochat.tool import PythonTool, python_tool
 from nano_inference.text import stream
 from nano_inference.text.chat import Message
-from nano_inference.text.dialogue import NanochatDialogue, TemplateDialogue, load_dialogue, require, shown, spelled
-from nano_inference.text.nanochat_chat import render_for_completion
+from nano_inference.text.dialogue import TemplateDialogue, load_dialogue, require, shown, spelled
+from nano_inference.text.kinds import TokenizerSource
 from nano_inference.text.tokenizer import load_tokenizer
-from nano_inference.text.tools import PythonTool, python_tool
-from nano_inference.types import BadRequest, TokenizerSource
+from nano_inference.types import BadRequest
 from tests.nanochat.tiny import write_checkpoint, write_tokenizer
 
 TOKENIZER = tokenizer()

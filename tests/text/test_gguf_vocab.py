@@ -12,8 +12,9 @@ from tokenizer_samples import ODD, SPECIALS, byte_level, sentencepiece_like
 from tokenizers import Tokenizer as CoreTokenizer
 
 from nano_inference.text.gguf_vocab import PRE_TOKENIZERS, gguf_tokenizer
+from nano_inference.text.kinds import TokenizerSource
 from nano_inference.text.tokenizer import load_tokenizer
-from nano_inference.types import BadRequest, ModelError, TokenizerSource
+from nano_inference.types import BadRequest, ModelError
 
 
 def pieces_of(core: CoreTokenizer) -> tuple[str, ...]:

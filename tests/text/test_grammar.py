@@ -23,9 +23,10 @@ from nano_inference.text import grammar as grammar_module
 from nano_inference.text.bad_words import bad_words_matcher, both
 from nano_inference.text.grammar import ENDED, Grammar, Grammars
 from nano_inference.text.grammar_text import MAX_BYTES, MAX_CHOICES, MAX_NESTING, check_grammar, reason_of
+from nano_inference.text.kinds import TokenizerSource
 from nano_inference.text.stops import stop_matcher
 from nano_inference.text.tokenizer import Tokenizer, load_tokenizer
-from nano_inference.types import Matcher, TokenizerSource
+from nano_inference.types import Matcher
 from tests.server.tiny import make_tiny
 
 pytest.importorskip("llguidance")

@@ -13,10 +13,8 @@ from hypothesis import strategies as st
 from nanochat_samples import SPECIAL, tokenizer
 from tokenizer_samples import byte_level
 
-from nano_inference.text.calculator import calculate, result_text
-from nano_inference.text.chat import ChatTemplate, chat_template, encode_chat
-from nano_inference.text.fast import fast_tokenizer
-from nano_inference.text.nanochat_chat import (
+from nano_inference.nanochat.calculator import calculate, result_text
+from nano_inference.nanochat.rendering import (
     CHAT_TEMPLATE,
     OutOfTurn,
     answer_message,
@@ -24,6 +22,8 @@ from nano_inference.text.nanochat_chat import (
     render_for_completion,
     tool_calls,
 )
+from nano_inference.text.chat import ChatTemplate, chat_template, encode_chat
+from nano_inference.text.fast import fast_tokenizer
 from nano_inference.text.template_digests import is_known
 from nano_inference.types import BadRequest
 

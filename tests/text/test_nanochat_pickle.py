@@ -13,11 +13,12 @@ import tiktoken
 from nanochat_attacks import bombs, calls, state, with_state, wrong_states
 from nanochat_samples import PATTERN, RANKS, SPECIAL, encoding, write_pickle
 
-from nano_inference.text import nanochat_pickle
-from nano_inference.text.nanochat_pickle import read_encoding, read_fields
+from nano_inference.nanochat import pickled as nanochat_pickle
+from nano_inference.nanochat.pickled import read_encoding, read_fields
+from nano_inference.text.kinds import TokenizerSource
 from nano_inference.text.tiktoken_file import TiktokenTokenizer
 from nano_inference.text.tokenizer import load_tokenizer
-from nano_inference.types import ModelError, TokenizerSource
+from nano_inference.types import ModelError
 
 
 def load(directory: Path) -> TiktokenTokenizer:

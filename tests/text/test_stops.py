@@ -8,10 +8,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from nano_inference.text.kinds import TokenizerSource
 from nano_inference.text.stops import StopStrings, stop_matcher
 from nano_inference.text.stream import push, start
 from nano_inference.text.tokenizer import Tokenizer, load_tokenizer
-from nano_inference.types import Matcher, TokenizerSource
+from nano_inference.types import Matcher
 
 
 @pytest.fixture(scope="module")

@@ -14,9 +14,10 @@ from tokenizer_samples import ODD, SPECIALS, byte_level, save
 
 from nano_inference.text.fast import CHAR_OF_BYTE, FastTokenizer, byte_piece
 from nano_inference.text.hf import hf_tokenizer
+from nano_inference.text.kinds import TokenizerSource
 from nano_inference.text.tiktoken_file import LLAMA3_WORDS
 from nano_inference.text.tokenizer import Tokenizer, load_tokenizer
-from nano_inference.types import BadRequest, ModelError, TokenizerSource
+from nano_inference.types import BadRequest, ModelError
 
 transformers = pytest.importorskip("transformers")
 

@@ -8,12 +8,13 @@ from hypothesis import strategies as st
 from nanochat_samples import SPECIAL, tokenizer
 from tokenizer_samples import byte_level
 
+from nano_inference.nanochat import tool as tools
+from nano_inference.nanochat.calculator import calculate
+from nano_inference.nanochat.tool import PythonTool, python_tool
 from nano_inference.sequence import advance, start_sequences
-from nano_inference.text import tools
-from nano_inference.text.calculator import calculate
 from nano_inference.text.fast import fast_tokenizer
-from nano_inference.text.tools import PythonTool, python_tool, special_tokens
-from nano_inference.types import Request, SamplingParams, TokenProgram
+from nano_inference.text.tools import special_tokens
+from nano_inference.types import EngineRequest, SamplingParams, TokenProgram
 
 ID = {text.strip("<|>"): tokenizer().encode(text, add_special=False)[0] for text in SPECIAL}
 START, END = ID["python_start"], ID["python_end"]
@@ -136,10 +137,8 @@ def test_a_sequence_takes_the_forced_tokens_and_cuts_them_at_its_length() -> Non
     sampled = spell("<|python_start|>6*7<|python_end|>")
     room = len(sampled) + 2
     params = SamplingParams(max_tokens=room)
-    request = Request(
-        id=0, prompt=(ID["bos"],), params=params, seed=0, num_samples=1, max_new_tokens=room, program=tool()
-    )
-    (seq,) = start_sequences(request, 0, frozenset())
+    request = EngineRequest(prompt=(ID["bos"],), params=params, program=tool())
+    (seq,) = start_sequences(request, request_id=0, first_id=0, seed=0, max_new_tokens=room)
     for token in sampled:
         advance(seq, token, -1.0, (), 0)
     assert seq.tokens[1:] == [*sampled, OUT, plain("42")[0]]

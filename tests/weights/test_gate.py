@@ -59,12 +59,12 @@ def test_a_whole_update_is_copied_during_no_step(
     num_steps, num_pieces = 0, 0
     run, look = runner.run, resolve_name(looked_through)
 
-    def running(batch: object) -> object:
+    def running(*step: object) -> object:
         nonlocal num_steps
         num_steps += 1
         is_running.set()
         try:
-            return run(batch)  # type: ignore[arg-type]
+            return run(*step)  # type: ignore[arg-type]
         finally:
             is_running.clear()
 

@@ -10,8 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from nano_inference.runner import Runner
-from nano_inference.types import Row, RowResult, ScheduledBatch
+from nano_inference.runner import BlockCopy, Row, RowResult, Runner
 
 
 @dataclass(eq=False, slots=True)
@@ -71,19 +70,21 @@ class Recorder:
         self._slots = [None] * self._num_slots
         self._inner.restore_cache()
 
-    def run(self, batch: ScheduledBatch) -> Mapping[int, RowResult]:
+    def run(
+        self, rows: tuple[Row, ...], copies: tuple[BlockCopy, ...], fresh: tuple[int, ...]
+    ) -> Mapping[int, RowResult]:
         """Run the step; record what each row read, wrote and drew."""
-        self._move(batch)
-        starts = [self._read(row) for row in batch.rows]
-        results = self._inner.run(batch)
-        for row, node in zip(batch.rows, starts, strict=True):
+        self._move(copies, fresh)
+        starts = [self._read(row) for row in rows]
+        results = self._inner.run(rows, copies, fresh)
+        for row, node in zip(rows, starts, strict=True):
             self._write(row, node)
         return results
 
-    def _move(self, batch: ScheduledBatch) -> None:
+    def _move(self, copies: tuple[BlockCopy, ...], fresh: tuple[int, ...]) -> None:
         size = self._block_size
-        copied = [(c, self._slots[c.source * size : c.source * size + c.num_tokens]) for c in batch.copies]
-        for block in batch.fresh:
+        copied = [(c, self._slots[c.source * size : c.source * size + c.num_tokens]) for c in copies]
+        for block in fresh:
             self._slots[block * size : (block + 1) * size] = [None] * size
         for copy, nodes in copied:
             self._slots[copy.target * size : copy.target * size + copy.num_tokens] = nodes

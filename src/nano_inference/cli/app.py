@@ -12,6 +12,7 @@ from cyclopts import App, CycloptsError
 from cyclopts.config import Env
 
 import nano_inference
+from nano_inference.cli.command import Command, installed_commands
 from nano_inference.cli.config_file import take_files
 from nano_inference.cli.fallback import ENV_PREFIX, name_model
 from nano_inference.cli.help_page import page
@@ -27,23 +28,6 @@ BAD_USAGE, ENGINE_FAILED, INTERRUPTED, BROKEN_PIPE = 2, 1, 130, 141
 _ASKED = "__complete"
 """With this word a shell's completion script asks."""
 _HELP = ("--help", "-h")
-_HERE = "nano_inference.cli.commands"
-_COMMANDS = (
-    ("chat", "", "Talk with a model in the terminal."),
-    ("generate", " [PROMPT]", "Answer or continue one prompt, or many as one batch."),
-    ("serve", "", "Serve a model behind an OpenAI-compatible URL."),
-    ("bench", "", "Measure this engine on the benchmark workloads."),
-    ("tokenize", " [TEXT]", "Show a text's token ids, or the text of ids."),
-    ("doctor", "", "Show what this machine can run, and how fast."),
-    ("completion", "", "Install shell completion."),
-)
-_MODELS_COMMANDS = (
-    ("list", "", "List the models on this machine."),
-    ("pull", " NAME", "Fetch a model into the cache."),
-    ("info", " [NAME]", "Show what a model is made of."),
-    ("export", " NAME DIRECTORY", "Write a nanochat model in another format."),
-    ("rm", " NAME", "Delete a model from the cache."),
-)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -70,7 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(argv: list[str]) -> object:
     """Run a command, or show its help without parsing the rest first: that would take as long again."""
     seen = Seen()
-    app = build_app(seen)
+    rows = installed_commands()
+    app = build_app(seen, rows)
     if argv[:1] == [_ASKED]:
         app.config = ()  # what TAB offers does not depend on other options' values, which take time to find
         return app(argv)
@@ -79,7 +64,8 @@ def run(argv: list[str]) -> object:
     words, apps, rest = app.parse_commands(plain)
     is_group = apps[-1].default_command is None
     if (view is not None or is_group) and not (is_group and rest):
-        print(page(apps[-1], words, str(apps[-1].usage), view or ""))
+        headings = [heading for row in rows for heading in row.headings]
+        print(page(apps[-1], words, str(apps[-1].usage), view or "", headings))
         return 0
     try:
         command, bound, unparsed = app.parse_args(plain)
@@ -106,8 +92,11 @@ def _help_asked(argv: list[str]) -> str | None:
     return None if asked is None else asked.partition("=")[2]
 
 
-def build_app(seen: Seen | None = None) -> App:
-    """Return the application. Commands are named as strings: none is imported before it is called for."""
+def build_app(seen: Seen | None = None, rows: Sequence[Command] | None = None) -> App:
+    """Return the application with the given commands, by default the installed ones.
+
+    Commands are named as strings: none is imported before it is called for.
+    """
     app = App(
         name="nano-inference",
         usage="Usage: nano-inference COMMAND",
@@ -121,15 +110,15 @@ def build_app(seen: Seen | None = None) -> App:
     models = App(
         name="models", usage="Usage: nano-inference models COMMAND", help="List, fetch, look into and delete models."
     )
-    for name, arguments, text in _COMMANDS:
-        usage = f"Usage: nano-inference {name} [OPTIONS]{arguments}"
-        app.command(f"{_HERE}:{name}", name=name, help=text, usage=usage)
-    for name, arguments, text in _MODELS_COMMANDS:
-        usage = f"Usage: nano-inference models {name} [OPTIONS]{arguments}"
-        models.command(f"{_HERE}:models_{name}", name=name, help=text, usage=usage)
+    rows = installed_commands() if rows is None else rows
+    for row in rows:
+        *group, name = row.words.split()
+        usage = f"Usage: nano-inference {row.words} [OPTIONS]{row.arguments}"
+        (models if group else app).command(row.target, name=name, help=row.text, usage=usage)
     app.command(models)
-    sources = (Env(ENV_PREFIX, command=False, show=False), partial(take_files, app), take_sizes, name_model)
-    app.config = (*sources, seen or Seen())
+    sources = (Env(ENV_PREFIX, command=False, show=False), partial(take_files, app), take_sizes)
+    fills = tuple(row.fill for row in rows if row.fill is not None)
+    app.config = (*sources, *fills, name_model, seen or Seen())
     return app
 
 

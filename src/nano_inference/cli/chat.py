@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -9,7 +10,7 @@ from nano_inference.cli.lines import Entered, open_reader
 from nano_inference.cli.options import Common
 from nano_inference.cli.talk import Answerer, Sampling, ServerError, Talk
 from nano_inference.cli.talk_commands import COMMANDS, obey
-from nano_inference.cli.terminal import note
+from nano_inference.cli.terminal import no_echo, note
 from nano_inference.cli.turns import Chat, answer_turn
 from nano_inference.text.templates import TemplateLimit
 from nano_inference.types import BadRequest
@@ -36,12 +37,13 @@ def run(wishes: Wishes, answerer: Answerer, sampling: Sampling, common: Common) 
     if wishes.prompt is not None:
         talk = answer_turn(chat, talk, wishes.prompt)
         return _FAILED if talk.has_failed else 0
-    with open_reader(COMMANDS) as reader:
-        if reader.is_typed:
-            note("/help lists the commands; Ctrl-D quits", common.quiet)
+    reader = open_reader(COMMANDS)
+    if reader.is_typed:
+        note("/help lists the commands; Ctrl-D quits", common.quiet)
+    with no_echo() if reader.can_edit else nullcontext():  # the editor itself shows what is typed
         while not talk.is_over and (entered := reader.read()) is not None:
             talk = take_line(chat, talk, entered)
-        return _FAILED if talk.has_failed and not reader.is_typed else 0
+    return _FAILED if talk.has_failed and not reader.is_typed else 0
 
 
 def take_line(chat: Chat, talk: Talk, entered: Entered) -> Talk:

@@ -11,7 +11,6 @@ from nano_inference.cli.fallback import DEFAULT
 from nano_inference.cli.options import (
     CHAT,
     COMMON,
-    NOT_NANOCHAT,
     PLAIN,
     SERVER,
     SETTINGS,
@@ -21,7 +20,6 @@ from nano_inference.cli.options import (
     EngineFlags,
     JsonFlag,
     ModelFlag,
-    NanochatFlags,
     OverrideFlag,
     SamplingFlags,
     ServedEngineFlags,
@@ -29,12 +27,14 @@ from nano_inference.cli.options import (
     SettingsFlags,
     TypedFields,
 )
-from nano_inference.types import BadRequest
 
 CachedName = Annotated[str, Parameter(completer=cached_names, help="a model, as for --model")]
 RemovableName = Annotated[str, Parameter(completer=removable_names, help="a model in the caches")]
 KnownName = Annotated[
     str, Parameter(completer=known_names, help="a known name, or a hub id: org/name[@revision][:file.gguf]")
+]
+PromptFlag = Annotated[
+    str | None, Parameter(name=("--prompt", "-p"), allow_leading_hyphen=True, help="answer this one and leave")
 ]
 SystemFlag = Annotated[str | None, Parameter(help="the system message; the template's own when not given")]
 
@@ -42,11 +42,8 @@ SystemFlag = Annotated[str | None, Parameter(help="the system message; the templ
 def chat(
     *,
     system: SystemFlag = None,
-    prompt: Annotated[
-        str | None, Parameter(name=("--prompt", "-p"), allow_leading_hyphen=True, help="answer this one and leave")
-    ] = None,
+    prompt: PromptFlag = None,
     talk: ChatFlags = CHAT,
-    nanochat: NanochatFlags = NOT_NANOCHAT,
     engine: EngineFlags,
     sampling: SamplingFlags = PLAIN,
     common: CommonFlags = COMMON,
@@ -56,24 +53,18 @@ def chat(
 
     The first Ctrl-C stops an answer, the second quits; Ctrl-D quits. /help lists what can be typed besides messages.
     With --server, a running OpenAI-compatible server answers; --model then is one of its names, if it has several.
-    With --nanochat the options are those of nanochat's chat_cli, with its defaults: -i -g -s -p -t -k -d.
     """
     from nano_inference.cli.chat import Wishes
     from nano_inference.cli.talk import asked_for
 
-    wishes = Wishes(system, prompt, nanochat.nanochat, talk.plain)
+    wishes = Wishes(system, prompt, plain=talk.plain)
     asked = asked_for(sampling, typed.fields)
     if talk.server is not None:
-        if nanochat.nanochat:
-            raise BadRequest("--server and --nanochat exclude each other")
         from nano_inference.cli import remote
 
         return remote.run(wishes, talk, engine.model_path, asked, common)
     from nano_inference.cli import local
-    from nano_inference.cli.place import nanochat_engine
 
-    if nanochat.nanochat:
-        engine = nanochat_engine(engine, nanochat)
     return local.run(wishes, engine, asked, common, typed)
 
 
@@ -201,31 +192,11 @@ def models_info(
 ) -> int:
     """Show what a model is made of, and what it costs to run; fetches it when it is not here.
 
-    Of a nanochat checkpoint: its generation, and every constant that its files leave open, with the reason.
+    If the checkpoint's files leave constants open: each of them, with its value and the reason.
     """
     from nano_inference.cli import info as work
 
     return work.show_info(name, override, as_json, common)
-
-
-def models_export(
-    name: CachedName,
-    directory: Annotated[str, Parameter(help="a directory that is not there yet")],
-    /,
-    *,
-    to: Annotated[
-        Literal["hf", "safetensors", "nanochat"],
-        Parameter(
-            help="hf: a directory for Transformers (G0 only); safetensors: any generation; nanochat: its own .pt files"
-        ),
-    ] = "safetensors",
-    override: OverrideFlag = (),
-    common: CommonFlags = COMMON,
-) -> int:
-    """Write a nanochat model into a new directory, in another format."""
-    from nano_inference.cli import export as work
-
-    return work.export_model(name, directory, to, override, common)
 
 
 def models_rm(name: RemovableName, /, *, common: CommonFlags = COMMON) -> int:

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from cyclopts import Argument
 
-from nano_inference.catalog import BUILTINS, WHEELS, default_cache, list_models
+from nano_inference.catalog import WHEELS, default_cache, installed_builtins, list_models
 from nano_inference.files import path_of
 
 _NAMING = ("model_path", "model", "name")
@@ -44,4 +44,4 @@ def removable_names(context: Asked) -> list[tuple[str, str]]:
 def known_names(_context: Asked) -> list[tuple[str, str]]:
     """Return the models that can be fetched by name alone."""
     wheels = [(name, wheel.requirement) for wheel in WHEELS for name in (wheel.name, *wheel.aliases[:1])]
-    return wheels + [(one.name, "comes with the package") for one in BUILTINS]
+    return wheels + [(one.name, "comes with the package") for one in installed_builtins()]

@@ -10,13 +10,14 @@ import difflib
 import os
 import re
 import stat
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from cyclopts import App, Argument, ArgumentCollection, Token
+from cyclopts import App, Argument, ArgumentCollection
+from cyclopts.config import Dict
 
 from nano_inference.cli.arguments import (
     Kind,
@@ -82,7 +83,7 @@ def default_file(environ: Mapping[str, str]) -> Path:
     return base / "nano-inference" / "config.toml"
 
 
-def take_files(root: App, _app: App, commands: Table, arguments: ArgumentCollection) -> None:
+def take_files(root: App, app: App, commands: Table, arguments: ArgumentCollection) -> None:
     """Fill in what the command line and the environment leave out. A `BadRequest` names file, line and key."""
     named = next((a for a in options_of(arguments) if key_of(a) == "config"), None)
     if named is None:
@@ -93,11 +94,16 @@ def take_files(root: App, _app: App, commands: Table, arguments: ArgumentCollect
         paths.append(standard)
     if not paths:
         return
-    known = {path: options_of(app.assemble_argument_collection()) for path, app in walk_commands(root)}
+    known = {path: options_of(one.assemble_argument_collection()) for path, one in walk_commands(root)}
     for path in paths:
         file = read_file(path)
         check_table(file, known)
-        fill(file, commands, options_of(arguments))
+        for depth in range(len(commands), -1, -1):  # the command's own table comes first
+            table = _table(file, commands[:depth])
+            plain: dict[str, Any] = {key: value for key, value in table.items() if not isinstance(value, dict)}
+            for word in reversed(commands):  # all as if in that table: elsewhere cyclopts drops a command's name
+                plain = {word: plain}
+            Dict(plain, source=f"{FROM_FILE}{file.path}", allow_unknown=True)(app, commands, arguments)
 
 
 def read_file(path: Path) -> ConfigFile:
@@ -142,27 +148,6 @@ def check_table(file: ConfigFile, known: Mapping[Table, list[Argument]], table: 
         else:
             _check_value(file, table, written, value, options[key])
         seen.add(key)
-
-
-def fill(file: ConfigFile, commands: Table, options: list[Argument]) -> None:
-    """Give the options that have no value yet those of the file; the command's own table comes first."""
-    by_key = {key_of(option): option for option in options}
-    for depth in range(len(commands), -1, -1):
-        for written, value in _table(file, commands[:depth]).items():
-            option = by_key.get(written.replace("_", "-"))
-            if option is not None and not option.tokens and not isinstance(value, dict):
-                for token in tokens_of(value, option, f"{FROM_FILE}{file.path}"):
-                    option.append(token)
-
-
-def tokens_of(value: Any, option: Argument, source: str) -> Iterator[Token]:
-    """Return a file's value as cyclopts takes it from a command line."""
-    values = value if isinstance(value, list) else [value]
-    if not values:
-        yield Token(keyword=option.name, implicit_value=(), source=source)
-    for index, one in enumerate(values):
-        text = str(one).lower() if isinstance(one, bool) else str(one)
-        yield Token(keyword=option.name, value=text, source=source, index=index)
 
 
 def _check_value(file: ConfigFile, table: Table, key: str, value: Any, option: Argument) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import shutil
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -24,14 +24,18 @@ LEFT = 30
 _WIDEST = 110
 _NARROWEST = 60
 _OWN = "Options"
-_ORDER = (_OWN, "Server", "Engine", "Sampling", "nanochat", "Common")
+_ORDER = (_OWN, "Server", "Engine", "Sampling")
+_LAST = "Common"
 _VIEWS = ("all", "env")
 
 Lines = list[str]
 
 
-def page(app: App, commands: tuple[str, ...], usage: str, view: str) -> str:
-    """Return a command's help. `view` is "" for the main options, a heading, "all", or "env" for their twins."""
+def page(app: App, commands: tuple[str, ...], usage: str, view: str, headings: Sequence[str] = ()) -> str:
+    """Return a command's help. `view` is "" for the main options, a heading, "all", or "env" for their twins.
+
+    `headings` are those of other packages' commands.
+    """
     width = max(_NARROWEST, min(shutil.get_terminal_size().columns, _WIDEST))
     about = "\n".join(textwrap.wrap(app.help, width))
     parts = [[usage, "", about]]
@@ -39,7 +43,7 @@ def page(app: App, commands: tuple[str, ...], usage: str, view: str) -> str:
         version = [] if commands else entry_lines("--version", "print the version", width)
         parts += [[*_commands(app, width), *version], _wrapped(_NOTE if commands else _ROOT_NOTE, width)]
     else:
-        parts += _command(app, commands, view.lower(), width)
+        parts += _command(app, commands, view.lower(), width, (*_ORDER, *headings, _LAST))
     return "\n\n".join("\n".join(part) for part in parts if part)
 
 
@@ -67,10 +71,10 @@ def _commands(app: App, width: int) -> Lines:
     return lines
 
 
-def _command(app: App, commands: tuple[str, ...], view: str, width: int) -> list[Lines]:
+def _command(app: App, commands: tuple[str, ...], view: str, width: int, order: Sequence[str]) -> list[Lines]:
     """Return the parts of a page after its first lines."""
     arguments = app.assemble_argument_collection()
-    sections = _sections(options_of(arguments))
+    sections = _sections(options_of(arguments), order)
     wanted = {heading.lower() for heading in sections}
     if view and view not in (*_VIEWS, *wanted):
         raise BadRequest(f"--help={view}: there are --help={', --help='.join((*_VIEWS, *sorted(wanted)))}")
@@ -85,16 +89,16 @@ def _command(app: App, commands: tuple[str, ...], view: str, width: int) -> list
     return [*parts, examples, _wrapped(_footer(left_out, sections), width)]
 
 
-def _sections(options: Iterable[Argument]) -> dict[str, list[Argument]]:
-    """Return the options below their headings, in the order in which those matter."""
-    named = [(_heading(option), option) for option in options]
-    named.sort(key=lambda pair: _ORDER.index(pair[0]))
+def _sections(options: Iterable[Argument], order: Sequence[str]) -> dict[str, list[Argument]]:
+    """Return the options below their headings, in that order; those of an unknown heading come first."""
+    named = [(_heading(option, order), option) for option in options]
+    named.sort(key=lambda pair: order.index(pair[0]))
     return {heading: [pair[1] for pair in members] for heading, members in groupby(named, key=lambda pair: pair[0])}
 
 
-def _heading(option: Argument) -> str:
+def _heading(option: Argument, order: Sequence[str]) -> str:
     name = heading_of(option)
-    return name if name in _ORDER else _OWN
+    return name if name in order else _OWN
 
 
 def _main(options: list[Argument]) -> list[Argument]:

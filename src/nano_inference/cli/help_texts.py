@@ -10,7 +10,7 @@ MAIN = frozenset(
         *("model", "dtype", "device", "max-model-len", "num-threads"),
         *("temperature", "max-tokens", "top-k", "top-p", "stop", "seed"),
         *("host", "port", "served-model-name", "api-key-file", "cors-origin", "max-queued-requests", "request-timeout"),
-        *("nanochat", "enable-rl", "log-requests"),
+        *("enable-rl", "log-requests"),
     }
 )
 """Options of the long headings that `--help` shows; the short ones it shows whole."""

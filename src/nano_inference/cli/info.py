@@ -5,24 +5,25 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from nano_inference.cli.models import human_bytes
 from nano_inference.cli.options import Common
 from nano_inference.cli.place import fetch
+from nano_inference.kinds import ModelKinds, installed_kinds
 from nano_inference.loader.checkpoint import Checkpoint, open_checkpoint
 from nano_inference.models.config import ModelConfig, RopeConfig
 from nano_inference.text.dialogue import load_dialogue
-from nano_inference.text.tokenizer import load_tokenizer
+from nano_inference.text.tokenizer import kind_of, load_tokenizer
 
 _FLOAT32 = 4
 
 
 def show_info(name: str, overrides: Sequence[str], as_json: bool, common: Common) -> int:
     """Print what a model is made of."""
-    facts = describe(open_checkpoint(fetch(name, common), overrides))
+    kinds = installed_kinds()
+    facts = describe(open_checkpoint(fetch(name, common), overrides, kinds.formats), kinds)
     if as_json:
         print(json.dumps(facts))
         return 0
@@ -32,10 +33,10 @@ def show_info(name: str, overrides: Sequence[str], as_json: bool, common: Common
     return 0
 
 
-def describe(checkpoint: Checkpoint) -> dict[str, Any]:
+def describe(checkpoint: Checkpoint, kinds: ModelKinds) -> dict[str, Any]:
     """Return the facts of a model as plain JSON values."""
     config = checkpoint.config
-    tokenizer = load_tokenizer(checkpoint.tokenizer)
+    tokenizer = load_tokenizer(checkpoint.tokenizer, kinds.tokenizers)
     return {
         "path": str(checkpoint.path),
         "architecture": config.architecture,
@@ -55,20 +56,19 @@ def describe(checkpoint: Checkpoint) -> dict[str, Any]:
         "parameters": checkpoint.num_parameters,
         "float32_bytes": checkpoint.num_parameters * _FLOAT32,
         "kv_bytes_per_token": config.kv_bytes_per_token(_FLOAT32),
-        "tokenizer": _tokenizer_kind(checkpoint),
-        "chat_template": load_dialogue(checkpoint.tokenizer, tokenizer) is not None,
+        "tokenizer": _tokenizer_kind(checkpoint, kinds),
+        "chat_template": load_dialogue(checkpoint.tokenizer, tokenizer, kinds.tokenizers) is not None,
         "end_tokens": {token: tokenizer.token_text(token) for token in config.eos_token_ids},
         **_inferred(checkpoint),
     }
 
 
 def _inferred(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return what a nanochat checkpoint leaves open: each constant with its reason, and what to beware of."""
+    """Return what the checkpoint's files leave open: each constant with its reason, and the warnings."""
     inferred = checkpoint.inferred
     if inferred is None:
         return {}
-    values = asdict(inferred.constants)
-    constants = {name: {"value": value, "reason": inferred.reasons[name]} for name, value in values.items()}
+    constants = {name: {"value": one.value, "reason": one.reason} for name, one in inferred.values.items()}
     return {"constants": constants, "warnings": list(inferred.warnings)}
 
 
@@ -89,12 +89,12 @@ def _rope(rope: RopeConfig) -> str:
     return f"{rope.kind}, theta {rope.theta:g}, {rope.rotary_dim} dimensions{rounded}"
 
 
-def _tokenizer_kind(checkpoint: Checkpoint) -> str:
+def _tokenizer_kind(checkpoint: Checkpoint, kinds: ModelKinds) -> str:
     source = checkpoint.tokenizer
     if source.gguf is not None:
         return f"gguf ({source.gguf.get('tokenizer.ggml.model')})"
-    kinds = {"tokenizer.json": "tokenizer.json", "tokenizer.pkl": "tiktoken (nanochat)"}
-    return next((kind for name, kind in kinds.items() if (Path(source.path) / name).is_file()), "tiktoken")
+    kind = kind_of(Path(source.path), kinds.tokenizers)
+    return "none" if kind is None else kind.description
 
 
 def _shown(key: str, value: Any) -> str:

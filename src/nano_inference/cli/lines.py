@@ -1,19 +1,27 @@
-"""What the user types: lines of a pipe as they are, or in a terminal messages of several lines, with a history.
-
-Editing is the standard library's readline, where there is one; without it the terminal's own.
-"""
+"""What the user types: lines of a pipe as they are, or in a terminal messages of several lines, edited."""
 
 from __future__ import annotations
 
-import importlib
+import io
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from types import ModuleType
-from typing import NamedTuple, TextIO
+from typing import NamedTuple
+
+from prompt_toolkit import PromptSession
+from prompt_toolkit.completion import CompleteEvent, Completer, Completion
+from prompt_toolkit.document import Document
+from prompt_toolkit.enums import DEFAULT_BUFFER
+from prompt_toolkit.filters import has_focus
+from prompt_toolkit.history import History
+from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+from prompt_toolkit.key_binding.bindings.completion import display_completions_like_readline
+from prompt_toolkit.output import ColorDepth, create_output
+from prompt_toolkit.output.vt100 import Vt100_Output
+from prompt_toolkit.shortcuts import CompleteStyle
 
 from nano_inference.cli.terminal import note
 
@@ -21,10 +29,10 @@ _QUOTES = '"""'
 _PROMPT, _MORE = "> ", ". "
 _MAX_ENTRIES = 1000
 _MAX_ENTRY = 100_000
-"""Characters; longer messages are not kept."""
+"""Characters; longer messages are not kept in the history."""
 
 Complete = Callable[[str], Sequence[str]]
-"""Takes what stands behind a command and returns what the last word of it may become."""
+"""Takes the word behind a command and returns what it may become."""
 
 
 class Entered(NamedTuple):
@@ -32,91 +40,42 @@ class Entered(NamedTuple):
 
     text: str
     is_message: bool = False
-    """It is no command even when it begins with a slash: it has several lines."""
+    """It is no command even when it begins with a slash: it has several lines, or quotes."""
 
 
 class Reader:
-    """Reads messages. Owns readline's settings, if there is a terminal, and whether Ctrl-C was just pressed."""
+    """Reads messages. Owns the line editor, and whether Ctrl-C was just pressed."""
 
-    def __init__(self, readline: ModuleType | None, history: History | None, is_typed: bool) -> None:
-        self._readline = readline
-        self._history = history
+    def __init__(self, is_typed: bool, editor: PromptSession[str] | None) -> None:
+        self._editor = editor
         self.is_typed = is_typed
-        """Whether a person sits there."""
+        """True if stdin is a terminal."""
+        self.can_edit = editor is not None
         self._has_pressed = False
-        self._last = ""
 
     def read(self) -> Entered | None:
         """Return the next message or command, None at the end of the input.
 
-        Ctrl-C clears what is half typed; on an empty line it asks for a second one, which is a `KeyboardInterrupt`.
+        Ctrl-C discards what is half typed; pressed twice on an empty line it raises `KeyboardInterrupt`.
         """
         while self.is_typed:
             try:
-                entered = self._message()
+                text = _plain_lines() if self._editor is None else self._editor.prompt()
+            except EOFError:
+                return None
             except KeyboardInterrupt:
-                self._forget_line()
+                self._discard()
                 continue
             self._has_pressed = False
-            return entered
+            return entered(text)
         line = sys.stdin.readline()
         return Entered(line) if line else None
 
-    def _message(self) -> Entered | None:
-        """Read lines until they are a message."""
-        line = self._line(_PROMPT)
-        if line is None:
-            return None
-        start = line.lstrip()
-        if start.startswith(_QUOTES):
-            text = self._quoted(start.removeprefix(_QUOTES))
-        elif line.endswith("\\"):
-            text = self._continued(line)
-        else:
-            text = line
-        if text is not None:
-            self._remember(text)
-        is_message = text is not None and ("\n" in text.strip() or start.startswith(_QUOTES))
-        return None if text is None else Entered(text, is_message)
-
-    def _quoted(self, line: str) -> str | None:
-        """Read on until the quotes are closed; what stands behind them is left out."""
-        lines = []
-        while _QUOTES not in line:
-            lines.append(line)
-            more = self._line(_MORE)
-            if more is None:
-                return None
-            line = more
-        return "\n".join([*lines, line.partition(_QUOTES)[0]]).strip("\n")
-
-    def _continued(self, line: str) -> str | None:
-        """Read on while lines end with a backslash."""
-        lines = []
-        while line.endswith("\\"):
-            lines.append(line[:-1])
-            more = self._line(_MORE)
-            if more is None:
-                return None
-            line = more
-        return "\n".join([*lines, line])
-
-    def _line(self, prompt: str) -> str | None:
-        try:
-            if sys.stdout.isatty():
-                return input(prompt)
-            print(prompt, end="", file=sys.stderr, flush=True)  # stdout is for answers alone
-            line = sys.stdin.readline()
-            return line.removesuffix("\n") if line else None
-        except EOFError:
-            print()
-            return None
-
-    def _forget_line(self) -> None:
-        """Leave a line on Ctrl-C. Raises `KeyboardInterrupt` when it was empty and the press before it, too."""
-        print()
-        was_typing = self._readline is not None and bool(self._readline.get_line_buffer().strip("\n"))
-        if was_typing:
+    def _discard(self) -> None:
+        """Forget a line after Ctrl-C. Raises `KeyboardInterrupt` if it was empty and the one before it, too."""
+        if self._editor is None:
+            print(file=sys.stderr)
+        elif self._editor.default_buffer.text.strip():
             self._has_pressed = False
             return
         if self._has_pressed:
@@ -124,45 +83,62 @@ class Reader:
         self._has_pressed = True
         note("press Ctrl-C again, or Ctrl-D, to quit")
 
-    def _remember(self, text: str) -> None:
-        text = text.strip()
-        if self._readline is None or not text or len(text) > _MAX_ENTRY or text == self._last:
-            return
-        self._last = text
-        self._readline.add_history(text)
-        if self._history is not None:
-            self._history.add(text)
 
+class HistoryFile(History):
+    """A file of what was typed, one JSON string a line, readable by its owner alone. Failures are ignored."""
 
-class History:
-    """A file of what was typed, one JSON string a line, readable by its owner alone. Whatever fails is let go."""
-
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path | None) -> None:
+        super().__init__()
         self._path = path
 
-    def load(self) -> list[str]:
-        """Return the newest entries, oldest first; the file is cut when it has grown to twice as many."""
+    def load_history_strings(self) -> Iterable[str]:
+        """Return the newest entries, newest first; the file is cut when it has grown to twice as many."""
         entries: list[str] = []
         with suppress(OSError):
-            lines = self._path.read_text(encoding="utf-8", errors="replace").splitlines()
+            lines = [] if self._path is None else self._path.read_text("utf-8", "replace").splitlines()
             for line in lines[-_MAX_ENTRIES:]:
                 with suppress(ValueError):
                     entry = json.loads(line)
                     entries += [entry] if isinstance(entry, str) else []
             if len(lines) > 2 * _MAX_ENTRIES:
                 self._write(entries, os.O_TRUNC)
-        return entries
+        return entries[::-1]
 
-    def add(self, text: str) -> None:
-        """Put an entry behind the others, those of other chats that run now included."""
+    def store_string(self, string: str) -> None:
+        """Append an entry; chats that run at the same time share the file."""
+        if self._path is None or not string.strip() or len(string) > _MAX_ENTRY:
+            return
         with suppress(OSError):
             self._path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            self._write([text], os.O_APPEND)
+            self._write([string.strip()], os.O_APPEND)
 
     def _write(self, entries: Sequence[str], how: int) -> None:
+        assert self._path is not None, "there is a file"
         data = "".join(json.dumps(entry) + "\n" for entry in entries).encode()
         with os.fdopen(os.open(self._path, os.O_WRONLY | os.O_CREAT | how, 0o600), "wb") as file:
             file.write(data)
+
+
+class CommandCompleter(Completer):
+    """Offers commands, and what a command takes."""
+
+    def __init__(self, commands: Mapping[str, Complete]) -> None:
+        self._commands = commands
+
+    def get_completions(self, document: Document, complete_event: CompleteEvent) -> Iterator[Completion]:
+        """Yield what the word before the cursor may become."""
+        word = document.get_word_before_cursor(WORD=True)
+        before = document.text_before_cursor.removesuffix(word)
+        for text in candidates(before, word, self._commands):
+            yield Completion(text, -len(word))
+
+
+def candidates(before: str, text: str, commands: Mapping[str, Complete]) -> list[str]:
+    """Return what a word may become, `before` being the line up to it: a command, or what that one takes."""
+    if not before.strip():
+        return [f"{name} " for name in commands if name.startswith(text)] if text.startswith("/") else []
+    complete = commands.get(before.split()[0])
+    return [] if complete is None or len(before.split()) > 1 else list(complete(text))
 
 
 def history_path(environ: Mapping[str, str]) -> Path | None:
@@ -175,65 +151,87 @@ def history_path(environ: Mapping[str, str]) -> Path | None:
     return None
 
 
-@contextmanager
-def open_reader(commands: Mapping[str, Complete]) -> Iterator[Reader]:
-    """Open a reader of stdin; in a terminal with editing, a history, and Tab for commands."""
-    _replace_bad_bytes(sys.stdin)
+def open_reader(commands: Mapping[str, Complete]) -> Reader:
+    """Return a reader of stdin; in a terminal that is not dumb with editing, a history, and Tab for commands."""
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")  # bytes that are no text become U+FFFD and do not end the chat
     is_typed = sys.stdin.isatty()
-    readline = _readline() if is_typed and sys.stdout.isatty() else None
-    if readline is None:
-        yield Reader(None, None, is_typed)
-        return
-    path = history_path(os.environ)
-    history = None if path is None else History(path)
-    _set_up(readline, history, commands)
-    try:
-        yield Reader(readline, history, is_typed)
-    finally:
-        readline.set_completer(None)
-        readline.clear_history()
+    can_edit = is_typed and os.environ.get("TERM") != "dumb" and (sys.stdout.isatty() or sys.stderr.isatty())
+    return Reader(is_typed, _editor(commands) if can_edit else None)
 
 
-def _readline() -> ModuleType | None:
-    try:
-        return importlib.import_module("readline")
-    except ImportError:
-        return None
+def entered(text: str) -> Entered:
+    """Return what a typed text is: quotes around a message are left out, bytes that are no text become U+FFFD."""
+    text = text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+    quote, quotes, rest = text.lstrip().partition(_QUOTES)
+    if quotes and not quote:
+        return Entered(rest.partition(_QUOTES)[0].strip("\n"), is_message=True)
+    return Entered(text, is_message="\n" in text.strip())
 
 
-def _set_up(readline: ModuleType, history: History | None, commands: Mapping[str, Complete]) -> None:
-    is_libedit = "libedit" in (readline.__doc__ or "")
-    readline.parse_and_bind("bind ^I rl_complete" if is_libedit else "tab: complete")
-    if not is_libedit and os.environ.get("TERM", "dumb") != "dumb":
-        readline.parse_and_bind("set enable-bracketed-paste on")  # Python turns it off
-    readline.set_auto_history(False)
-    readline.clear_history()
-    for entry in [] if history is None else history.load():
-        readline.add_history(entry)
-    readline.set_completer_delims(" ")
-    readline.set_completer(completer(readline, commands))
+def continued(text: str) -> str | None:
+    """Return a text whose last line asks for another one, up to the start of that; None if it is whole."""
+    if text.lstrip().startswith(_QUOTES) and text.count(_QUOTES) == 1:
+        return f"{text}\n"
+    return f"{text[:-1]}\n" if text.endswith("\\") else None
 
 
-def completer(readline: ModuleType, commands: Mapping[str, Complete]) -> Callable[[str, int], str | None]:
-    """Return what readline asks for the `state`-th word that a word may become."""
+def _editor(commands: Mapping[str, Complete]) -> PromptSession[str]:
+    """Return a line editor on the terminal: stdout, or stderr if stdout is for answers alone."""
+    output = create_output(always_prefer_tty=True)
+    if isinstance(output, Vt100_Output):
+        output.enable_cpr = False  # a late reply to a cursor position request would be read as typed text
+    return PromptSession(
+        _PROMPT,
+        multiline=True,  # Enter is ours
+        prompt_continuation=lambda _width, _line, wrap: " " * len(_MORE) if wrap else _MORE,
+        key_bindings=_keys(),
+        completer=CommandCompleter(commands),
+        complete_style=CompleteStyle.READLINE_LIKE,
+        history=HistoryFile(history_path(os.environ)),
+        enable_suspend=True,
+        color_depth=ColorDepth.DEPTH_1_BIT,
+        output=output,
+    )
 
-    def complete(text: str, state: int) -> str | None:
-        found = candidates(readline.get_line_buffer()[: readline.get_begidx()], text, commands)
-        return found[state] if state < len(found) else None
 
-    return complete
+def _keys() -> KeyBindings:
+    keys = KeyBindings()
+    is_typing = has_focus(DEFAULT_BUFFER)  # and not searching the history
+
+    @keys.add("enter", filter=is_typing)
+    def send_or_continue(event: KeyPressEvent) -> None:
+        buffer = event.current_buffer
+        so_far = continued(buffer.text)
+        if so_far is None:
+            buffer.validate_and_handle()
+        elif so_far.startswith(buffer.text):  # within quotes, a new line wherever the cursor is
+            buffer.insert_text("\n")
+        else:
+            buffer.document = Document(so_far)
+
+    @keys.add("tab", filter=is_typing)
+    def complete(event: KeyPressEvent) -> None:
+        buffer = event.current_buffer
+        found = list(buffer.completer.get_completions(buffer.document, CompleteEvent(completion_requested=True)))
+        if len(found) == 1:
+            buffer.apply_completion(found[0])  # prompt_toolkit's own Tab leaves out the space behind it
+        else:
+            display_completions_like_readline(event)
+
+    return keys
 
 
-def candidates(before: str, text: str, commands: Mapping[str, Complete]) -> list[str]:
-    """Return what a word may become, `before` being the line up to it: a command, or what that one takes."""
-    if not before.strip():
-        return [f"{name} " for name in commands if name.startswith(text)] if text.startswith("/") else []
-    complete = commands.get(before.split()[0])
-    return [] if complete is None or len(before.split()) > 1 else list(complete(text))
-
-
-def _replace_bad_bytes(stream: TextIO) -> None:
-    """Let bytes that are no text become U+FFFD instead of ending the chat."""
-    reconfigure = getattr(stream, "reconfigure", None)
-    if reconfigure is not None:
-        reconfigure(errors="replace")
+def _plain_lines() -> str:
+    """Return a message typed in a terminal that cannot be drawn on. Raises `EOFError`."""
+    text: str | None = ""
+    whole = ""
+    while text is not None:
+        print(_MORE if text else _PROMPT, end="", file=sys.stderr, flush=True)  # stdout is for answers alone
+        line = sys.stdin.readline()
+        if not line:
+            print(file=sys.stderr)
+            raise EOFError
+        whole = text + line.removesuffix("\n")
+        text = continued(whole)
+    return whole

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import secrets
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from nano_inference.catalog import find_builtin, find_wheel
 from nano_inference.cli import chat
 from nano_inference.cli.answer import Answer, cut_by, stream_answer, took
 from nano_inference.cli.fallback import DEFAULT
+from nano_inference.cli.models import human_bytes
 from nano_inference.cli.options import Common
 from nano_inference.cli.session import Session, encode, open_session, with_chat_defaults
 from nano_inference.cli.spelling import Typed
@@ -20,6 +23,7 @@ from nano_inference.text.chat import Message
 from nano_inference.text.dialogue import Dialogue, PartKind, require, told_apart
 from nano_inference.types import BadRequest, SamplingParams, TrainingSample
 
+_MOST_SEEDS = 1_000_000
 _RESERVE = 512
 """Tokens kept free for an answer, when the model is long enough."""
 
@@ -57,15 +61,20 @@ class LocalAnswerer:
 
     @property
     def facts(self) -> Mapping[str, str]:
-        """Return what /show tells."""
-        config = self.session.engine.config
-        parts = self.session.engine.parts
-        architecture = "" if parts.checkpoint is None else f" ({parts.checkpoint.config.architecture})"
-        backend = f"this process, device {config.device}, dtype {config.dtype}, kernels {config.kernels}"
+        """Return what /model shows."""
+        config, parts = self.session.engine.config, self.session.engine.parts
+        checkpoint, executor = parts.checkpoint, parts.executor
+        assert checkpoint is not None and executor is not None, "assemble opens a checkpoint and loads it"
+        known = find_wheel(self.name) or find_builtin(self.name)
+        code = "torch" if executor.code == "torch" else f"kernels in C for {executor.code}"
+        size = human_bytes(executor.weight_bytes)
         return {
-            "model": self.name + architecture,
+            "model": f"{self.name if known is None else known.name} ({checkpoint.config.architecture})",
+            "parameters": f"{checkpoint.num_parameters:,}",
+            "file": str(checkpoint.path),
+            "precision": f"{config.dtype} ({checkpoint.dtype} in the file), {size} in memory",
             "context": f"{parts.max_model_len} tokens",
-            "backend": f"{backend}, cache {config.cache_type}",
+            "backend": f"{code}, device {executor.device}, cache {config.cache_type}",
         }
 
     def count(self, turns: tuple[Message, ...], system: str | None) -> int | None:
@@ -74,7 +83,8 @@ class LocalAnswerer:
 
     def answer(self, ask: Ask, interrupts: Interrupts, write: Write) -> Reply:
         """Answer with as many of the turns as there is room for."""
-        params = with_alternatives(ask.sampling.params) if ask.has_tokens else ask.sampling.params
+        params = with_seed(ask.sampling.params)
+        params = with_alternatives(params) if ask.has_tokens else params
         prompt, kept = fit(self.session, ask.system, ask.turns, params)
         num_left = len(ask.turns) - len(kept)
         if num_left:
@@ -100,6 +110,11 @@ class LocalAnswerer:
             took=cost if ask.sampling.params.temperature else cost._replace(seed=None),  # which then decides nothing
             tokens=shown_tokens(self.session, sample) if ask.has_tokens else (),
         )
+
+
+def with_seed(params: SamplingParams) -> SamplingParams:
+    """Return parameters with a seed of at most six digits, so that it can be typed, where the user named none."""
+    return replace(params, seed=secrets.randbelow(_MOST_SEEDS)) if params.seed is None else params
 
 
 def with_alternatives(params: SamplingParams) -> SamplingParams:

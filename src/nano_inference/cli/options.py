@@ -6,10 +6,10 @@ Nothing heavy is imported here: this is read for every `--help`.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from cyclopts import Group, Parameter
 
@@ -20,8 +20,6 @@ from nano_inference.types import BadRequest, SamplingParams
 
 _FLAG_OF = {"model_path": "model", "overrides": "override"}
 _SHORT = {"model_path": "-m", "temperature": "-t", "top_k": "-k", "dtype": "-d"}
-_SHORT_NANOCHAT = {"source": "-i", "model_tag": "-g", "step": "-s"}
-"""Short flags of nanochat's own chat, where they do not mean something else already."""
 _BOTH_HAVE = ("seed", "logprobs_mode")
 """Fields of both configurations: the flag is the request's."""
 NOT_TYPED_BY_HAND = ("logit_bias", "allowed_token_ids")
@@ -35,8 +33,11 @@ CONFIG_HELP = "TOML file with options, read before the user's own (~/.config/nan
 PRINT_HELP = "show every option's value and where it comes from, as such a file, and leave"
 
 
-def flags(group: Group, skip: Iterable[str] = ()) -> Parameter:
-    """Return how cyclopts reads a frozen dataclass: one flag for every field that is not skipped, under one heading."""
+def flags(group: Group, skip: Iterable[str] = (), short: Mapping[str, str] = _SHORT) -> Parameter:
+    """Return how cyclopts reads a frozen dataclass: one flag for every field that is not skipped, under one heading.
+
+    `short` maps fields to their short flags.
+    """
     skipped = "|".join(skip)
     return Parameter(
         name="*",
@@ -45,7 +46,7 @@ def flags(group: Group, skip: Iterable[str] = ()) -> Parameter:
         negative_iterable="",
         name_transform=lambda name: _FLAG_OF.get(name, name).replace("_", "-"),
         completer=cached_names if group is _ENGINE_GROUP else None,
-        short_alias=lambda info, _used: {**_SHORT, **_SHORT_NANOCHAT}.get(info.name),
+        short_alias=lambda info, _used: short.get(info.name),
         parse=re.compile(rf"^(?!(?:{skipped})$)") if skipped else None,
     )
 
@@ -74,28 +75,6 @@ class Settings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NanochatWishes:
-    """nanochat's own chat: which checkpoint of its base directory."""
-
-    nanochat: bool = helped(
-        False,
-        "talk with a checkpoint of nanochat's base directory ($NANOCHAT_BASE_DIR, or --model DIR), its way: unless "
-        "given, temperature 0.6, top-k 50, 256 tokens, seed 42; quit, exit and clear need no slash",
-    )
-    source: Literal["base", "mid", "sft", "rl"] | None = helped(None, "kind of training; sft when there is one")
-    model_tag: str | None = helped(None, "directory such as d20; the largest when not given")
-    step: int | None = helped(None, "checkpoint; the last when not given")
-    device_type: Literal["cuda", "cpu", "mps", ""] = helped("", "the same as --device")
-
-    def __post_init__(self) -> None:
-        named = [self.source, self.model_tag, self.step, self.device_type or None]
-        if not self.nanochat and any(value is not None for value in named):
-            raise BadRequest("--source, --model-tag, --step and --device-type belong to --nanochat")
-        if self.device_type == "mps":
-            raise BadRequest("--device-type mps: Apple's GPUs are not supported; cpu works")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ChatWishes:
     """Who answers in a chat, and how the answers are shown."""
 
@@ -115,7 +94,6 @@ ServedEngineFlags = Annotated[EngineConfig, flags(_ENGINE_GROUP, ("logprobs_mode
 ServerFlags = Annotated[ServerConfig, flags(Group("Server"))]
 SamplingFlags = Annotated[SamplingParams, flags(_SAMPLING_GROUP, NOT_TYPED_BY_HAND)]
 ChatFlags = Annotated[ChatWishes, flags(Group("Chat"))]
-NanochatFlags = Annotated[NanochatWishes, flags(Group("nanochat"))]
 CommonFlags = Annotated[Common, flags(_COMMON_GROUP)]
 SettingsFlags = Annotated[Settings, flags(_COMMON_GROUP)]
 TypedFields = Annotated[Typed, Parameter(parse=False)]
@@ -140,5 +118,4 @@ PLAIN = SamplingParams()
 COMMON = Common()
 SETTINGS = Settings()
 CHAT = ChatWishes()
-NOT_NANOCHAT = NanochatWishes()
 SERVER = ServerConfig()

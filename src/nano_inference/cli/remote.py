@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from email.message import Message as Headers
 from itertools import groupby
 from typing import Any
 
@@ -121,7 +120,7 @@ class RemoteAnswerer:
 
     @property
     def facts(self) -> Mapping[str, str]:
-        """Return what /show tells."""
+        """Return what /model shows."""
         context = "unknown" if self.context is None else f"{self.context} tokens"
         return {"model": one_line(self.model), "context": context, "backend": f"server {self.address.url}"}
 
@@ -231,7 +230,7 @@ class Taken:
         """The answer's text."""
         return "".join(self.texts)
 
-    def take_headers(self, headers: Headers) -> None:
+    def take_headers(self, headers: Mapping[str, str]) -> None:
         """Take the length that our own server names where the context leaves less room than was asked for."""
         most = headers.get("x-max-tokens", "")
         self.most_new = int(most) if most.isascii() and most.isdecimal() and len(most) < 10 else None

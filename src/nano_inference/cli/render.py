@@ -5,19 +5,20 @@ Whatever reaches a terminal has gone through `printable`, and none of it is ever
 
 from __future__ import annotations
 
+import re
 import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy
 from itertools import pairwise
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from markdown_it.token import Token
-from rich.color import ColorSystem
 from rich.console import Console, RenderableType
 from rich.markdown import Markdown
-from rich.segment import Segment
+from rich.segment import Segment, Segments
 from rich.style import Style
 from rich.syntax import Syntax
 from rich.text import Text
@@ -32,7 +33,7 @@ from nano_inference.cli.talk import Piece
 _THEME = Theme({"markdown.code": "bold cyan"})  # rich's own has a black background
 _FORCED_STYLE = Style(dim=True, underline=True)
 _CODE_THEME = "ansi_dark"
-_SYSTEMS = {"standard": ColorSystem.STANDARD, "256": ColorSystem.EIGHT_BIT, "truecolor": ColorSystem.TRUECOLOR}
+_MARKS = re.compile(f"([{FORCED}{END_FORCED}])")
 _CONTEXT_LINES = 40
 """Lines of code before one that decide its colours."""
 _LEAST_PAUSE_S, _PAUSE_RATIO = 0.03, 4
@@ -145,13 +146,18 @@ class MarkdownPage:
             if self._is_live:
                 self._draw(())
 
-    def _draw(self, done: Iterable[Block]) -> None:
+    def _draw(self, done: Sequence[Block]) -> None:
         start = time.monotonic()
-        size = self._pane.size
-        width = max(1, size.columns - 2)
-        kept = [row for block in done for row in self._painter.keep(block, width)]
-        rest = blocks.open_block(self._state) if self._is_live else None
-        live = [] if rest is None else self._painter.rows(rest, width)
+        while True:
+            size, painter = self._pane.size, copy(self._painter)
+            width = max(1, size.columns - 2)
+            kept = [row for block in done for row in painter.keep(block, width)]
+            rest = blocks.open_block(self._state) if self._is_live else None
+            live = [] if rest is None else painter.rows(rest, width)
+            current = self._pane.size
+            if current.columns >= size.columns and current.rows >= size.rows:
+                break  # rows for a larger window would be broken by this one, and the pane would count too few
+        self._painter = painter
         self._pane.draw(kept, live[-max(1, size.rows // 2) :])  # so that a lower window still has all of it
         now = time.monotonic()
         self._next_picture = now + max(_LEAST_PAUSE_S, _PAUSE_RATIO * (now - start))
@@ -199,7 +205,7 @@ class Painter:
     def _painted(self, renderable: RenderableType, width: int) -> list[str]:
         options = self._console.options.update(width=width, height=None)
         lines = self._console.render_lines(renderable, options, pad=False)
-        return ansi_rows(lines, Ink.of(self._console))
+        return ansi_rows(lines, self._console)
 
 
 def _dim(text: str) -> Text:
@@ -226,38 +232,21 @@ def _simpler(token: Token, before: Token | None) -> Token:
     return token.copy(children=children)
 
 
-class Ink(NamedTuple):
-    """What a console can paint with."""
-
-    system: ColorSystem | None
-    has_colour: bool
-
-    @classmethod
-    def of(cls, console: Console) -> Ink:
-        """Return a console's."""
-        return cls(_SYSTEMS.get(console.color_system or ""), not console.no_color)
-
-    def paint(self, text: str, style: Style | None) -> str:
-        """Return a text in a style, as far as it can be shown."""
-        if not text or style is None or self.system is None:
-            return text
-        return (style if self.has_colour else style.without_color).render(text, color_system=self.system)
-
-
-def ansi_rows(lines: Iterable[Sequence[Segment]], ink: Ink) -> list[str]:
+def ansi_rows(lines: Iterable[Sequence[Segment]], console: Console) -> list[str]:
     """Return rendered lines as text for the terminal: forced text is marked, blanks at the end are left out."""
-    rows, is_forced = [], False
+    segments, is_forced = [], False
     for line in lines:
-        row = ""
         for text, style in _trimmed(line):
-            for part, is_mark in _around_marks(text):
-                if is_mark:
+            for part in _MARKS.split(text):
+                if part in (FORCED, END_FORCED):
                     is_forced = part == FORCED
-                    continue
-                marked = (style or Style()) + _FORCED_STYLE if is_forced else style
-                row += ink.paint(printable(part), marked)
-        rows.append(row)
-    return rows
+                elif part:
+                    marked = (style or Style()) + _FORCED_STYLE if is_forced else style
+                    segments.append(Segment(printable(part), marked))
+        segments.append(Segment.line())
+    with console.capture() as printed:
+        console.print(Segments(segments), crop=False)
+    return printed.get().split("\n")[:-1]
 
 
 def without_blank_ends(rows: Sequence[str]) -> list[str]:
@@ -272,16 +261,6 @@ def _trimmed(line: Sequence[Segment]) -> list[tuple[str, Style | None]]:
     while parts and not parts[-1][0].strip():
         parts.pop()
     return [*parts[:-1], (parts[-1][0].rstrip(), parts[-1][1])] if parts else []
-
-
-def _around_marks(text: str) -> list[tuple[str, bool]]:
-    parts: list[tuple[str, bool]] = [("", False)]
-    for char in text:
-        if char in (FORCED, END_FORCED):
-            parts += [(char, True), ("", False)]
-        else:
-            parts[-1] = (parts[-1][0] + char, False)
-    return parts
 
 
 def _marked(piece: Piece) -> str:

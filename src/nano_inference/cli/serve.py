@@ -52,7 +52,9 @@ def listen(engine: EngineConfig, config: ServerConfig, common: Common, typed: Ty
         note(f"listening on {url}, loading {engine.model_path}", common.quiet)
 
     def on_ready(opened: Opened) -> None:
-        note(banner(opened, config, url, wanted), common.quiet)
+        facts, _, command = banner(opened, config, url, wanted).rpartition("\n")
+        note(facts, common.quiet, indent=2)
+        note(command, common.quiet, has_command=True)
 
     wanted = engine.max_model_len if "max_model_len" in typed.fields else 0
     max_running = engine.max_batch_size

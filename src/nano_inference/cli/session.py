@@ -17,11 +17,12 @@ from nano_inference.cli.talk import Sampling, print_defaults, with_defaults
 from nano_inference.cli.terminal import bar, note
 from nano_inference.config import EngineConfig
 from nano_inference.engine import InferenceEngine
+from nano_inference.kinds import installed_kinds
 from nano_inference.loader.opened import Checkpoint, generation_fields, sampling_defaults
 from nano_inference.text.chat import Message
 from nano_inference.text.dialogue import Dialogue, load_dialogue
+from nano_inference.text.kinds import Tool
 from nano_inference.text.tokenizer import Tokenizer, load_tokenizer
-from nano_inference.text.tools import PythonTool
 from nano_inference.types import BadRequest, EngineDead, StepResult
 
 _NOTHING = Typed()
@@ -37,7 +38,7 @@ class Session:
     """How messages become ids; None for a model that only continues texts."""
 
     @property
-    def tool(self) -> PythonTool | None:
+    def tool(self) -> Tool | None:
         """What the model may call while it answers."""
         return None if self.dialogue is None else self.dialogue.tool
 
@@ -54,17 +55,18 @@ def open_session(
 
     `check` is called before the weights are loaded, and may raise `BadRequest`.
     """
+    kinds = installed_kinds()
     path = fetch(config.model_path, common)
     config = replace(config, model_path=str(path))
     text_sides: list[tuple[Tokenizer, Dialogue | None]] = []
 
     def on_open(checkpoint: Checkpoint) -> None:
-        tokenizer = load_tokenizer(checkpoint.tokenizer)
-        text_sides.append((tokenizer, load_dialogue(checkpoint.tokenizer, tokenizer)))
+        tokenizer = load_tokenizer(checkpoint.tokenizer, kinds.tokenizers)
+        text_sides.append((tokenizer, load_dialogue(checkpoint.tokenizer, tokenizer, kinds.tokenizers)))
         check(text_sides[0][1])
 
     with bar("loading", is_bytes=True, quiet=common.quiet) as tell:
-        parts = assemble(config, progress=tell, on_open=on_open)
+        parts = assemble(config, progress=tell, on_open=on_open, kinds=kinds)
     assert parts.checkpoint is not None, "assemble opens a checkpoint"
     tokenizer, dialogue = text_sides[0]
     tell_inferred(parts.checkpoint, common.quiet)
@@ -114,7 +116,7 @@ def print_context(wanted: int, parts: EngineParts, quiet: bool) -> None:
 
 
 def tell_inferred(checkpoint: Checkpoint, quiet: bool) -> None:
-    """Say which generation a nanochat checkpoint was taken for, and what its user should know."""
+    """Print what was inferred about the checkpoint, and the warnings."""
     inferred = checkpoint.inferred
     if inferred is None:
         return

@@ -113,7 +113,7 @@ class Answerer(Protocol):
 
     @property
     def facts(self) -> Mapping[str, str]:
-        """What /show tells of it: model, context, backend."""
+        """What /model shows, by name: `model`, `context` and `backend`, and what else is known."""
 
     def count(self, turns: tuple[Message, ...], system: str | None) -> int | None:
         """Return how many tokens a conversation takes; None when that is not known."""
@@ -140,7 +140,7 @@ class Talk:
     has_failed: bool = False
     """The last answer ended with a failure of the server."""
     has_bare_words: bool = False
-    """Whether "quit", "exit" and "clear" are commands without their slash, as in nanochat's chat."""
+    """Whether "quit", "exit" and "clear" are commands without their slash."""
 
 
 def sampling_fields() -> tuple[str, ...]:

@@ -19,10 +19,13 @@ from nano_inference.cli.turns import Chat, answer_turns
 from nano_inference.files import path_of
 from nano_inference.types import BadRequest
 
-_MORE_HELP = '''
-Several lines: begin with """ and end with """, end a line with a backslash,
-or paste. Ctrl-C stops an answer, pressed again it quits. At the prompt it
-clears the line; pressed twice on an empty one, it quits.'''
+_MORE_HELP = (
+    "To send several lines, paste them, or end each but the last with a backslash,",
+    'or begin with """ and end with """.',
+    "Ctrl-C stops an answer; pressed twice at an empty prompt, it quits.",
+)
+_IN_SHOW = ("model", "context", "backend")
+"""Facts that /show prints; /model prints all of them."""
 
 
 class Command(NamedTuple):
@@ -47,8 +50,11 @@ def obey(chat: Chat, talk: Talk, line: str) -> Talk:
 
 def _help(chat: Chat, talk: Talk, rest: str) -> Talk:
     names = {name: f"{name} {command.usage}".rstrip() for name, command in _TABLE.items() if command.help}
-    width = max(map(len, names.values()))
-    note("\n".join(f"{usage:<{width}}  {_TABLE[name].help}" for name, usage in names.items()) + _MORE_HELP)
+    width = max(map(len, names.values())) + 2
+    for name, usage in names.items():
+        note(f"{usage:<{width}}{_TABLE[name].help}", indent=width)
+    for line in _MORE_HELP:
+        note(line)
     return talk
 
 
@@ -111,8 +117,16 @@ def _value(name: str, text: str) -> Any:
     return text
 
 
+def _model(chat: Chat, talk: Talk, rest: str) -> Talk:
+    facts = chat.answerer.facts
+    width = max(map(len, facts)) + 2
+    for name, value in facts.items():
+        note(f"{name:<{width}}{value}", indent=width)
+    return talk
+
+
 def _show(chat: Chat, talk: Talk, rest: str) -> Talk:
-    facts = dict(chat.answerer.facts)
+    facts = {name: value for name, value in chat.answerer.facts.items() if name in _IN_SHOW}
     count = chat.answerer.count(talk.turns, talk.system)
     facts["conversation"] = f"{len(talk.turns)} messages, {'unknown' if count is None else count} tokens"
     facts["system"] = talk.system or "(the template's own)"
@@ -204,18 +218,19 @@ def _files(text: str) -> list[str]:
 
 _TABLE: Mapping[str, Command] = MappingProxyType(
     {
-        "/help": Command(_help, "", "this list"),
-        "/system": Command(_system, "TEXT", "set the system message and start anew"),
-        "/set": Command(_set, "[NAME VALUE]", "how answers are drawn; `default` resets", _field_names),
-        "/show": Command(_show, "", "model, conversation, sampling, system message"),
-        "/save": Command(_save, "FILE", "write the conversation; /save! overwrites", _files),
+        "/help": Command(_help, "", "Show this list."),
+        "/model": Command(_model, "", "Show which model answers, and what computes it."),
+        "/system": Command(_system, "TEXT", "Tell the model how to behave, and start a new conversation."),
+        "/set": Command(_set, "[NAME VALUE]", "List how answers are drawn, or change it: /set top_k 40.", _field_names),
+        "/show": Command(_show, "", "Show the conversation's length and what you have set."),
+        "/save": Command(_save, "FILE", "Write the conversation to a new file; /save! replaces one.", _files),
         "/save!": Command(_overwrite, "FILE", "", _files),
-        "/load": Command(_load, "FILE", "go on with a saved conversation", _files),
-        "/clear": Command(_clear, "", "forget the conversation"),
-        "/tokens": Command(_tokens, "[on|off|last|N]", "probabilities of tokens; of the N-th's rivals"),
-        "/seed": Command(_seed, "[N|off]", "draw the same answer to the same words"),
-        "/regen": Command(_regen, "[N]", "draw the last answer again, with seed N"),
-        "/exit": Command(_exit, "", "quit, as Ctrl-D does; /bye does it, too"),
+        "/load": Command(_load, "FILE", "Continue a conversation that was saved.", _files),
+        "/clear": Command(_clear, "", "Forget the conversation and start a new one."),
+        "/tokens": Command(_tokens, "[on|off|N]", "Show how likely each token was, or the N-th one's rivals."),
+        "/seed": Command(_seed, "[N|off]", "Give the same answer to the same words each time."),
+        "/regen": Command(_regen, "[N]", "Answer the last message again (with seed N)."),
+        "/exit": Command(_exit, "", "Quit. Ctrl-D and /bye do the same."),
     }
 )
 _ALIASES: Mapping[str, str] = MappingProxyType({"/bye": "/exit", "/quit": "/exit", "/?": "/help"})

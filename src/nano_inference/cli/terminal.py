@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import importlib
+import os
 import signal
 import sys
+import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import FrameType, ModuleType
 from typing import Any, Self
 
+from rich.cells import cell_len
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn
 from rich.progress import TimeRemainingColumn as TimeLeft
@@ -26,10 +30,29 @@ Tell = Callable[[int, int | None], None]
 """Takes how much is done and how much there is, None when that is not known."""
 
 
-def note(text: str, quiet: bool = False) -> None:
-    """Write a line to stderr, without control characters: it may quote a model or a server."""
+def note(text: str, quiet: bool = False, *, indent: int = 0, has_command: bool = False) -> None:
+    """Write lines to stderr, without control characters: they may quote a model or a server.
+
+    On a terminal they are broken between words, with `indent` blanks before what is left of a line; not those of a text
+    that `has_command`, which is copied as one line.
+    """
     if not quiet:
-        print(printable(text), file=sys.stderr, flush=True)
+        lines = printable(text).split("\n")
+        print(*lines if has_command else (_broken(one, indent) for one in lines), sep="\n", file=sys.stderr, flush=True)
+
+
+def _broken(line: str, indent: int) -> str:
+    """Return a line in rows no wider than the terminal, as far as its words allow; unchanged where there is none."""
+    try:
+        width = os.get_terminal_size(sys.stderr.fileno()).columns
+    except (OSError, ValueError):
+        return line
+    if cell_len(line) <= width or not width:
+        return line
+    fill = partial(textwrap.fill, width=width, break_long_words=False, break_on_hyphens=False)
+    if 2 * indent > width:  # a narrow window: the text below its name
+        return f"{line[:indent].rstrip()}\n{fill(line[indent:], initial_indent='  ', subsequent_indent='  ')}"
+    return fill(line, subsequent_indent=" " * indent)
 
 
 @contextmanager
@@ -47,13 +70,15 @@ def bar(label: str, *, is_bytes: bool = False, quiet: bool = False) -> Iterator[
 
 @contextmanager
 def no_echo() -> Iterator[None]:
-    """Do not show what is typed while the block runs, where it would land in an answer; it is read afterwards."""
+    """Keep what is typed while the block runs for the next prompt, Ctrl-D included, and do not show it in an answer."""
     if termios is None or not sys.stdin.isatty():
         yield
         return
     before = termios.tcgetattr(sys.stdin)
     silent = [*before]
     silent[3] &= ~termios.ECHO
+    silent[6] = [*before[6]]
+    silent[6][termios.VEOF] = bytes([os.fpathconf(sys.stdin.fileno(), "PC_VDISABLE")])
     termios.tcsetattr(sys.stdin, termios.TCSADRAIN, silent)
     try:
         yield

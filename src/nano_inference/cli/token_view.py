@@ -6,11 +6,11 @@ import math
 import sys
 from collections.abc import Iterable
 
-from rich.console import Console
 from rich.style import Style
+from rich.text import Text
 
 from nano_inference.cli.printable import printable
-from nano_inference.cli.render import Ink, console_of
+from nano_inference.cli.render import console_of
 from nano_inference.cli.talk import ShownToken
 from nano_inference.cli.terminal import note
 
@@ -24,17 +24,18 @@ def show_tokens(tokens: tuple[ShownToken, ...]) -> None:
     if not tokens:
         note("[no probabilities came with this answer]")
         return
-    print(coloured(tokens, console_of(sys.stderr)), file=sys.stderr, flush=True)
+    console = console_of(sys.stderr)
+    if console.color_system is None or console.no_color:
+        note("tokens: " + " ".join(f"{_quoted(token.text)}{_share(token)}" for token in tokens))
+    else:
+        console.print(coloured(tokens))
 
 
-def coloured(tokens: Iterable[ShownToken], console: Console) -> str:
-    """Return tokens in the colours of their probabilities, under a legend; each with its number without colours."""
-    ink = Ink.of(console)
-    if ink.system is None or not ink.has_colour:
-        return "tokens: " + " ".join(f"{_quoted(token.text)}{_share(token)}" for token in tokens)
-    legend = " ".join(ink.paint(f"≥{low:.0%}", Style(color=colour)) for low, colour in _COLOURS)
-    body = "".join(ink.paint(_visible(token.text), _style(token)) for token in tokens)
-    return f"tokens, {legend} {ink.paint('forced', _FORCED)}:\n{body}"
+def coloured(tokens: Iterable[ShownToken]) -> Text:
+    """Return tokens in the colours of their probabilities, under a legend."""
+    legend = (part for low, colour in _COLOURS for part in (" ", (f"≥{low:.0%}", colour)))
+    body = ((_visible(token.text), _style(token)) for token in tokens)
+    return Text.assemble("tokens,", *legend, " ", ("forced", _FORCED), ":\n", *body)
 
 
 def table(tokens: tuple[ShownToken, ...], number: int) -> str:

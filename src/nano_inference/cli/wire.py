@@ -1,22 +1,22 @@
-"""HTTP to an OpenAI-compatible server by the standard library: addresses, requests, server-sent events.
+"""HTTP to an OpenAI-compatible server by httpx2: addresses, requests, server-sent events.
 
-Redirects are never followed: the key is for the address that was given. Every failure is a `ServerError` of one line.
+Redirects are not followed, and no proxy or password is taken from the environment: the key is for the address that was
+given. Every failure is a `ServerError` of one line.
 """
 
 from __future__ import annotations
 
-import codecs
-import http.client
 import ipaddress
 import json
 import socket
-from collections.abc import Callable, Iterator
+import ssl
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from email.message import Message
-from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection, IncompleteRead
 from typing import Any
 from urllib.parse import urlsplit
+
+import httpx2
 
 from nano_inference.cli.printable import one_line
 from nano_inference.cli.talk import ServerError
@@ -28,12 +28,12 @@ _SILENCE_TIMEOUT_S = 300
 _MAX_ERROR_BYTES = 1 << 16
 _MAX_BODY_BYTES = 16 << 20
 """Of a whole reply, and of a single event."""
-_CUT_OFF = "the connection was lost in the middle of the answer"
-_READ_BYTES = 1 << 16
+_CONNECTED = ("connection.connect_tcp.complete", "connection.start_tls.complete")
+"""Events of httpx2's `trace` extension whose result is the connection's stream."""
 
 OnConnect = Callable[[Callable[[], None]], None]
 """Takes what ends the connection at once."""
-OnHeaders = Callable[[Message], None]
+OnHeaders = Callable[[Mapping[str, str]], None]
 
 
 class Refused(ServerError):
@@ -46,6 +46,9 @@ class Refused(ServerError):
 
 class CutOff(ServerError):
     """The connection was lost before the server said that its answer was over."""
+
+    def __init__(self) -> None:
+        super().__init__("the connection was lost in the middle of the answer")
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +104,7 @@ def read_address(text: str, key: str | None) -> Address:
 def get_json(address: Address, path: str) -> Any:
     """Return the JSON at a path below the address. Raises `ServerError`."""
     with _response(address, "GET", path, None, lambda end: None) as response:
-        return parsed(_read(response, _MAX_BODY_BYTES))
+        return parsed(_read(response))
 
 
 def stream_json(
@@ -115,46 +118,53 @@ def stream_json(
 
     A server that does not stream sends its whole reply, which then is the only event.
     """
-    with _response(address, "POST", path, json.dumps(body).encode(), on_connect) as response:
+    with _response(address, "POST", path, body, on_connect) as response:
         on_headers(response.headers)
-        if not response.headers.get_content_type().endswith("event-stream"):
-            yield parsed(_read(response, _MAX_BODY_BYTES))
+        if response.headers.get("content-type", "").partition(";")[0].strip().lower() != "text/event-stream":
+            yield parsed(_read(response))
             return
-        events = Events()
-        while data := response.read1(_READ_BYTES):
-            for event in events.push(data):
-                if event.strip() == "[DONE]":
-                    return
-                yield parsed(event)
-        raise CutOff(_CUT_OFF)
+        response.encoding = "utf-8-sig"  # the HTML standard's, whatever the header says
+        for event in httpx2.EventSource(response, max_event_size=_MAX_BODY_BYTES):
+            if event.data.strip() == "[DONE]":
+                return
+            if event.data.strip():
+                yield parsed(event.data)
+        raise CutOff
 
 
 @contextmanager
 def _response(
-    address: Address, method: str, path: str, body: bytes | None, on_connect: OnConnect
-) -> Iterator[HTTPResponse]:
+    address: Address, method: str, path: str, body: dict[str, Any] | None, on_connect: OnConnect
+) -> Iterator[httpx2.Response]:
     """Open a connection for one request; it is closed when the block ends, which tells the server to stop."""
-    make = HTTPSConnection if address.scheme == "https" else HTTPConnection
-    connection: HTTPConnection = make(address.host, address.port, timeout=_CONNECT_TIMEOUT_S)
-    headers = {"Accept": "text/event-stream, application/json", "User-Agent": "nano-inference"}
-    headers |= {"Content-Type": "application/json"} if body is not None else {}
+
+    def trace(name: str, info: Mapping[str, Any]) -> None:
+        if name in _CONNECTED:
+            on_connect(_ender(info["return_value"].get_extra_info("socket")))
+
+    headers = {"Accept": "text/event-stream, application/json", "Accept-Encoding": "identity"}
+    headers |= {"User-Agent": "nano-inference"}
     headers |= {"Authorization": f"Bearer {address.key}"} if address.key is not None else {}
+    timeout = httpx2.Timeout(_SILENCE_TIMEOUT_S, connect=_CONNECT_TIMEOUT_S)
+    verify = ssl.create_default_context()  # the system's certificates, or those of SSL_CERT_FILE
+    has_begun = False
     try:
-        connection.connect()
-        connection.sock.settimeout(_SILENCE_TIMEOUT_S)
-        on_connect(_ender(connection.sock))
-        connection.request(method, f"{address.base}{path}", body, {**headers, "Connection": "close"})
-        response = connection.getresponse()
-        if response.status != http.client.OK:
-            raise _refusal(address, response)
-        yield response
-    except IncompleteRead as error:
-        raise CutOff(_CUT_OFF) from error
-    except (OSError, HTTPException, ValueError) as error:
+        with (
+            httpx2.Client(headers=headers, timeout=timeout, trust_env=False, verify=verify) as client,
+            client.stream(method, f"{address.url}{path}", json=body, extensions={"trace": trace}) as response,
+        ):
+            if response.status_code != httpx2.codes.OK:
+                raise _refusal(address, response)
+            has_begun = True
+            yield response
+    except httpx2.SSEError as error:
+        raise ServerError(f"the server sent an event of more than {_MAX_BODY_BYTES >> 20} MiB") from error
+    except (httpx2.HTTPError, httpx2.InvalidURL, ValueError) as error:
+        if has_begun and isinstance(error, httpx2.RemoteProtocolError):
+            raise CutOff from error
         raise ServerError(f"{address.url}: {_reason(error)}") from error
     finally:
         on_connect(lambda: None)
-        connection.close()
 
 
 def _ender(sock: socket.socket) -> Callable[[], None]:
@@ -167,16 +177,17 @@ def _ender(sock: socket.socket) -> Callable[[], None]:
     return end
 
 
-def _refusal(address: Address, response: HTTPResponse) -> ServerError:
+def _refusal(address: Address, response: httpx2.Response) -> ServerError:
     """Return what a reply with another status than 200 says."""
-    if 300 <= response.status < 400:
-        target = one_line(response.headers.get("Location", "nowhere"), 120)
+    status = response.status_code
+    if response.is_redirect:
+        target = one_line(response.headers["location"], 120)
         return Refused(f"{address.url}: redirects to {target}, which is not followed; --server can name it", 0)
-    text = response.read(_MAX_ERROR_BYTES).decode("utf-8", "replace")
+    text = _read(response, _MAX_ERROR_BYTES)
     message, code, param = _told(text)
-    told = one_line(message or text) or one_line(response.reason or "")
-    hint = "; --api-key gives the key" if response.status == 401 and address.key is None else ""
-    return Refused(f"{address.url}: {response.status}: {told}{hint}", response.status, code, param)
+    reason = one_line(message or text) or one_line(response.reason_phrase)
+    hint = "; --api-key gives the key" if status == httpx2.codes.UNAUTHORIZED and address.key is None else ""
+    return Refused(f"{address.url}: {status}: {reason}{hint}", status, code, param)
 
 
 def _told(text: str) -> tuple[str, str, str]:
@@ -200,11 +211,17 @@ def error_of(data: Any) -> tuple[str, str, str] | None:
     return None
 
 
-def _read(response: HTTPResponse, limit: int) -> str:
-    data = response.read(limit + 1)
-    if len(data) > limit:
-        raise ServerError(f"the server's reply has more than {limit >> 20} MiB")
-    return data.decode("utf-8", "replace")
+def _read(response: httpx2.Response, cut_at: int | None = None) -> str:
+    """Return the body's text, up to `cut_at` bytes of it. Raises `ServerError` for one that is too long without."""
+    limit = _MAX_BODY_BYTES if cut_at is None else cut_at
+    data = b""
+    for piece in response.iter_bytes():
+        data += piece
+        if len(data) > limit and cut_at is None:
+            raise ServerError(f"the server's reply has more than {limit >> 20} MiB")
+        if len(data) > limit:
+            break
+    return data[:limit].decode("utf-8", "replace")
 
 
 def parsed(text: str) -> Any:
@@ -216,48 +233,12 @@ def parsed(text: str) -> Any:
 
 
 def _reason(error: Exception) -> str:
-    if isinstance(error, TimeoutError):
+    """Return why there is no answer: what the operating system says where it is the cause."""
+    if isinstance(error, httpx2.TimeoutException):
         return "no answer in time"
-    if isinstance(error, HTTPException):
-        return f"this is not HTTP ({type(error).__name__})"
-    return one_line(getattr(error, "strerror", None) or str(error) or type(error).__name__)
-
-
-class Events:
-    """Server-sent events out of bytes, however they are cut: the data of each, as the HTML standard reads them."""
-
-    def __init__(self) -> None:
-        self._decoder = codecs.getincrementaldecoder("utf-8-sig")("replace")
-        self._text = ""
-        self._data: list[str] = []
-        self._size = 0
-
-    def push(self, data: bytes) -> list[str]:
-        """Take bytes; return the data of the events that they end. Raises `ServerError` for one without an end."""
-        self._text += self._decoder.decode(data)
-        done = []
-        while (line := self._line()) is not None:
-            if line:
-                self._field(line)
-            elif self._data:
-                done.append("\n".join(self._data))
-                self._data, self._size = [], 0
-        if len(self._text) + self._size > _MAX_BODY_BYTES:
-            raise ServerError(f"the server sent an event of more than {_MAX_BODY_BYTES >> 20} MiB")
-        return done
-
-    def _line(self) -> str | None:
-        """Return the next whole line: it ends with CR, LF or both."""
-        at = min((i for i in (self._text.find("\n"), self._text.find("\r")) if i >= 0), default=-1)
-        if at < 0 or (self._text[at] == "\r" and at + 1 == len(self._text)):
-            return None  # what follows may be the LF of a CR LF
-        line, end = self._text[:at], at + (2 if self._text[at : at + 2] == "\r\n" else 1)
-        self._text = self._text[end:]
-        return line
-
-    def _field(self, line: str) -> None:
-        name, _, value = line.partition(":")
-        if name == "data":
-            value = value.removeprefix(" ")
-            self._data.append(value)
-            self._size += len(value)
+    if isinstance(error, httpx2.ProtocolError):
+        return f"this is not HTTP ({one_line(str(error), 80)})"
+    cause: BaseException | None = error
+    while cause is not None and not (isinstance(cause, OSError) and cause.strerror):
+        cause = cause.__cause__ or cause.__context__
+    return one_line(str(getattr(cause, "strerror", None) or error) or type(error).__name__)

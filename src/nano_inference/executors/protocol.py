@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 
 from nano_inference.config import KvDtype
+from nano_inference.executors.batch import Rows
 from nano_inference.executors.staging import Pace
 from nano_inference.executors.step_input import ForwardInput
 from nano_inference.loader.door import WeightSource
 from nano_inference.models.config import ModelConfig
 from nano_inference.models.ops import WeightSpec
 from nano_inference.models.program import Program
-from nano_inference.types import RowResult, ScheduledBatch
+from nano_inference.runner import BlockCopy, RowResult
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,8 +63,10 @@ class Executor(Protocol):
     def code(self) -> str:
         """What computes: "torch", or the instruction set of the CPU kernels."""
 
-    def run(self, batch: ScheduledBatch) -> Mapping[int, RowResult]:
-        """Compute the rows' K/V; return tokens, log-probabilities, scores and sums of hidden states by row id.
+    def run(self, rows: Rows, copies: tuple[BlockCopy, ...], fresh: tuple[int, ...]) -> Mapping[int, RowResult]:
+        """Copy and clear blocks as `Runner.run` says, and compute the rows' K/V.
+
+        Returns tokens, log-probabilities, scores and sums of hidden states by row id.
 
         Raises `MemoryError` when a step needs more memory than there is.
         """

@@ -15,17 +15,16 @@ from typing import NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from nano_inference.executors.batch import Pooled, Sampled, Scored, Wanted, in_step_order, lay, split_at_answers, wanted
-from nano_inference.executors.step_input import Laid
+from nano_inference.executors.batch import Rows, Scored, drawn, in_step_order, split_at_answers, wanted
 from nano_inference.logprobs import Normalise, at, floor_logprobs, top_logprobs
 from nano_inference.models.program import Program
-from nano_inference.sampling import Draw
-from nano_inference.types import Row, RowResult, ScheduledBatch, TopLogprobs
+from nano_inference.runner import Row, RowResult
+from nano_inference.types import TopLogprobs
 
 _SCORE_ELEMENTS = 1 << 24
 """Logits that exist at once while a prompt is scored: [T, V] is never made whole."""
 
-Sampler = Callable[[Tensor, Sequence[Row]], Draw]
+Sampler = Callable[[Tensor, Sequence[Row]], Sequence[RowResult]]
 """Draws one token a row from float32 logits [B, V], which it may overwrite; `sampling.draw` is the one of spec 9."""
 Result = TypeVar("Result")
 
@@ -36,13 +35,13 @@ class Forward(Protocol):
     program: Program
     device: torch.device
 
-    def hidden(self, laid: Laid, kept: Sequence[int], *, windows: bool = True) -> Tensor:
-        """Return the residual [K, E] behind the last layer of the tokens `kept`, ascending.
+    def hidden(self, rows: Rows, kept: Sequence[int], *, windows: bool = True) -> Tensor:
+        """Return the residual [K, E] behind the last layer of the tokens `kept`, ascending; rows come in step order.
 
         Without `windows` every token reads all keys before it; only a program with `has_full_decode` is asked for that.
         """
 
-    def step_logits(self, laid: Laid, kept: Sequence[int]) -> Tensor:
+    def step_logits(self, rows: Rows, kept: Sequence[int]) -> Tensor:
         """Return the float32 logits [K, V] of the tokens `kept`: `hidden` and `logits` at once."""
 
     def final(self, hidden_SE: Tensor) -> Tensor:
@@ -80,72 +79,95 @@ class InferenceMode:
             self._mode = None
 
 
-def run_step(forward: Forward, batch: ScheduledBatch, sampler: Sampler, normalise: Normalise) -> dict[int, RowResult]:
+def run_step(forward: Forward, rows: Rows, sampler: Sampler, normalise: Normalise) -> dict[int, RowResult]:
     """Compute the rows, score what is asked for, draw; return a result for each row's id."""
-    rows = in_step_order(batch.rows)
-    laid = lay(rows)
-    asked = wanted(rows, laid.spans)
-    found = _find(forward, rows, laid, asked, sampler, normalise)
-    last = {one.row: place for place, one in enumerate(asked.sampled)}
-    return {row.id: _result(row, last.get(i), i, found) for i, row in enumerate(rows)}
-
-
-def _find(
-    forward: Forward, rows: tuple[Row, ...], laid: Laid, asked: Wanted, sampler: Sampler, normalise: Normalise
-) -> _Found:
-    """Compute the step; draw, score and pool what is asked for."""
-    if forward.program.has_full_decode:
-        hidden_KE = _hidden_in_parts(forward, rows, laid, asked.kept)
-    elif asked.sampled and not asked.scored and not asked.pooled:
-        logits_BV = forward.step_logits(laid, asked.kept)
-        return _Found(sampler(logits_BV, [one.seen for one in asked.sampled]), {}, {})
-    else:
-        hidden_KE = forward.hidden(laid, asked.kept)
+    rows = in_step_order(rows)
+    seen, places = drawn(rows)
+    is_plain = all(row.score_from is None and row.pool_from is None for row in rows)
+    if is_plain and seen and not forward.program.has_full_decode:
+        return _by_row(rows, sampler(forward.step_logits(rows, places), seen))
+    asked = wanted(rows, places)
+    hidden_KE = _hidden(forward, rows, asked.kept)
     scores = score_rows(forward, rows, asked.scored, hidden_KE, normalise)
     sums = _pool(forward, asked.pooled, hidden_KE)
-    return _Found(_draw(forward, asked.sampled, hidden_KE, sampler), scores, sums)
+    found = _by_row(rows, _draw(forward, seen, asked.places, hidden_KE, sampler))
+    return found | {
+        rows[index].id: _with_findings(found[rows[index].id], scores.get(index), sums.get(index, ()))
+        for index in scores.keys() | sums.keys()
+    }
 
 
-def _hidden_in_parts(forward: Forward, rows: tuple[Row, ...], laid: Laid, kept: Sequence[int]) -> Tensor:
-    """Return the hidden states [K, E] of the kept tokens where windows restrict the prompts' queries only."""
+def _by_row(rows: Rows, draws: Sequence[RowResult]) -> dict[int, RowResult]:
+    """Return a result for each row's id: its draws in one, in order; nothing for a row without any."""
+    found: dict[int, RowResult] = {row.id: RowResult(id=row.id) for row in rows if not row.num_sampled}
+    for one in draws:
+        before = found.get(one.id)
+        found[one.id] = one if before is None else _joined(before, one)
+    return found
+
+
+def _joined(first: RowResult, second: RowResult) -> RowResult:
+    """Return the tokens of two results of one row as one."""
+    return first._replace(
+        tokens=first.tokens + second.tokens,
+        logprobs=first.logprobs + second.logprobs,
+        top_logprobs=first.top_logprobs + second.top_logprobs,
+        extras=first.extras + second.extras,
+    )
+
+
+def _with_findings(found: RowResult, scores: RowResult | None, total: tuple[float, ...]) -> RowResult:
+    """Add what scoring and pooling found to a row's draws."""
+    if scores is None:
+        return found._replace(pooled=total)
+    return found._replace(
+        scores=scores.scores, score_tops=scores.score_tops, score_ranks=scores.score_ranks, pooled=total
+    )
+
+
+def _hidden(forward: Forward, rows: Rows, kept: Sequence[int]) -> Tensor:
+    """Return the hidden states [K, E] of the kept tokens; in two parts where windows restrict prompts only."""
+    if not forward.program.has_full_decode:
+        return forward.hidden(rows, kept)
     found: list[Tensor] = []
     order: list[int] = []
     wanted_places = frozenset(kept)
-    for part, windows in zip(split_at_answers(rows, laid), (True, False), strict=True):
-        if not part.places:
+    for (part, places), windows in zip(split_at_answers(rows), (True, False), strict=True):
+        if not part:
             continue
-        own = [index for index, place in enumerate(part.places) if place in wanted_places]
-        found.append(forward.hidden(part.laid, own, windows=windows).clone())  # the next part overwrites it
-        order += (part.places[index] for index in own)
+        own = [index for index, place in enumerate(places) if place in wanted_places]
+        found.append(forward.hidden(part, own, windows=windows).clone())  # the next part overwrites it
+        order += (places[index] for index in own)
     by_place = torch.tensor(sorted(range(len(order)), key=order.__getitem__), dtype=torch.long, device=forward.device)
     return torch.cat(found)[by_place]
 
 
-def _draw(forward: Forward, found: Sequence[Sampled], hidden_KE: Tensor, sampler: Sampler) -> Draw:
+def _draw(
+    forward: Forward, seen: Sequence[Row], places: Sequence[int], hidden_KE: Tensor, sampler: Sampler
+) -> Sequence[RowResult]:
     """Draw each token from the logits of the one that it follows."""
-    if not found:
-        return Draw((), (), ())
-    places = [one.place for one in found]
+    if not seen:
+        return ()
     are_all = places == list(range(hidden_KE.size(0)))  # as in most steps, whose hidden states need no copy
     hidden_BE = hidden_KE if are_all else hidden_KE[torch.tensor(places, device=forward.device)]
-    return sampler(forward.logits(hidden_BE), [one.seen for one in found])
+    return sampler(forward.logits(hidden_BE), seen)
 
 
-def _pool(forward: Forward, found: Sequence[Pooled], hidden_KE: Tensor) -> dict[int, tuple[float, ...]]:
+def _pool(forward: Forward, found: Mapping[int, range], hidden_KE: Tensor) -> dict[int, tuple[float, ...]]:
     """Return the float32 sum of the final hidden states that each row pools; the norm sees all rows' at once."""
     if not found:
         return {}
-    index_S = torch.tensor([index for one in found for index in one.indices], device=forward.device)
+    index_S = torch.tensor([index for indices in found.values() for index in indices], device=forward.device)
     final_SE = forward.final(hidden_KE[index_S]).float()
-    parts = torch.split(final_SE, [len(one.indices) for one in found])
+    parts = torch.split(final_SE, [len(indices) for indices in found.values()])
     sums = torch.stack([part.sum(dim=0) for part in parts]).tolist()
-    return {one.row: tuple(total) for one, total in zip(found, sums, strict=True)}
+    return {row: tuple(total) for row, total in zip(found, sums, strict=True)}
 
 
 def score_rows(
-    forward: Forward, rows: Sequence[Row], found: Sequence[Scored], hidden_KE: Tensor, normalise: Normalise
-) -> dict[int, Scores]:
-    """Return the log-probabilities of known tokens for each row that wants any.
+    forward: Forward, rows: Sequence[Row], found: Mapping[int, Scored], hidden_KE: Tensor, normalise: Normalise
+) -> dict[int, RowResult]:
+    """Return the log-probabilities of known tokens for the index of each row that wants any.
 
     All rows' positions go through the head together, a bounded piece of [S, V] at a time.
     """
@@ -163,12 +185,17 @@ def score_rows(
         logprobs += floor_logprobs(normaliser.logprobs(own_S1).squeeze(-1)).tolist()
         ranks += (logits_SV > own_S1).sum(dim=-1).add_(1).tolist()
         tops += top_logprobs(logits_SV, normaliser, targets.num_tops[piece])
-    scores: dict[int, Scores] = {}
+    scores: dict[int, RowResult] = {}
     start = 0
-    for known in found:
-        end = start + len(known.targets)
-        scores[known.row] = Scores(tuple(logprobs[start:end]), tuple(tops[start:end]), tuple(ranks[start:end]))
-        start = end
+    for index, known in found.items():
+        own = slice(start, start + len(known.targets))
+        scores[index] = RowResult(
+            id=rows[index].id,
+            scores=tuple(logprobs[own]),
+            score_tops=tuple(tops[own]),
+            score_ranks=tuple(ranks[own]),
+        )
+        start = own.stop
     return scores
 
 
@@ -182,53 +209,13 @@ class _Targets(NamedTuple):
     num_tops: list[int]
 
 
-def _pack(rows: Sequence[Row], found: Sequence[Scored]) -> _Targets:
+def _pack(rows: Sequence[Row], found: Mapping[int, Scored]) -> _Targets:
     """Put the known tokens of all rows one after another."""
     packed = _Targets([], [], [], [])
-    for known in found:
-        row, size = rows[known.row], len(known.targets)
+    for index, known in found.items():
+        row, size = rows[index], len(known.targets)
         packed.indices.extend(known.indices)
         packed.tokens.extend(known.targets)
         packed.temperatures.extend([row.params.temperature if row.logprobs_mode != "raw" else 1.0] * size)
         packed.num_tops.extend([row.params.prompt_logprobs or 0] * size)
     return packed
-
-
-class Scores(NamedTuple):
-    """What scoring found for one row."""
-
-    logprobs: tuple[float, ...] = ()
-    tops: tuple[TopLogprobs, ...] = ()
-    ranks: tuple[int, ...] = ()
-
-
-_NO_SCORES = Scores()
-
-
-class _Found(NamedTuple):
-    """What a step found: tokens drawn, scores and sums of hidden states by the place of their row in the step."""
-
-    drawn: Draw
-    scores: Mapping[int, Scores]
-    sums: Mapping[int, tuple[float, ...]]
-
-
-def _result(row: Row, last: int | None, place: int, found: _Found) -> RowResult:
-    """Put one row's findings together; `last` is the place of its last token among those drawn."""
-    scores, total, drawn = found.scores.get(place, _NO_SCORES), found.sums.get(place, ()), found.drawn
-    if last is None:
-        return RowResult(
-            id=row.id, scores=scores.logprobs, score_tops=scores.tops, score_ranks=scores.ranks, pooled=total
-        )
-    places = slice(last - row.num_drafts, last + 1)
-    return RowResult(
-        id=row.id,
-        tokens=drawn.tokens[places],
-        logprobs=drawn.logprobs[places],
-        top_logprobs=drawn.top_logprobs[places],
-        extras=drawn.extras[places],
-        scores=scores.logprobs,
-        score_tops=scores.tops,
-        score_ranks=scores.ranks,
-        pooled=total,
-    )

@@ -27,15 +27,6 @@ class Span(NamedTuple):
         return self.start + self.num_tokens
 
 
-class Laid(NamedTuple):
-    """The tokens of a step, one row after another."""
-
-    tokens: list[int]
-    previous: list[int]
-    """The token before each, -1 at the start of a sequence."""
-    spans: tuple[Span, ...]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardInput:
     """A step as tensors and spans."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from nano_inference.checks import check_int
 from nano_inference.kv.hashing import compute_block_hash, root_hash
 from nano_inference.kv.pool import NO_SALT, AllocationBook, BlockPool, Hit, Salt
-from nano_inference.types import CacheAllocation, check_int
+from nano_inference.types import CacheAllocation
 
 
 class PagedKVCache:

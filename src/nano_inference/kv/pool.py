@@ -6,7 +6,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, Protocol
 
-from nano_inference.types import CacheAllocation, CacheFull, check_int
+from nano_inference.checks import check_int
+from nano_inference.types import CacheAllocation, CacheFull
 
 Salt = tuple[int, str]
 """Weight version and cache namespace: prefixes are shared only within one."""

@@ -13,8 +13,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import islice
 
+from nano_inference.checks import check_int
 from nano_inference.kv.pool import NO_SALT, AllocationBook, BlockPool, Hit, Salt
-from nano_inference.types import CacheAllocation, check_int
+from nano_inference.types import CacheAllocation
 
 _PARTIAL_CANDIDATES = 8
 """Nodes compared, newest first, for the part of a block that agrees: a bound on the work, not on correctness."""

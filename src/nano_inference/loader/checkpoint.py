@@ -2,66 +2,76 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 
 from nano_inference.files import exists, is_present, path_of
-from nano_inference.loader.fields import Fields, read_json
+from nano_inference.loader.fields import read_json
+from nano_inference.loader.formats import FORMATS_GROUP, ModelFormat
 from nano_inference.loader.gguf import gguf_sources, main_type
 from nano_inference.loader.gguf_config import gguf_config
 from nano_inference.loader.gguf_file import read_gguf
 from nano_inference.loader.hf_config import model_config
 from nano_inference.loader.listing import PICKLED, only_gguf
-from nano_inference.loader.nanochat import open_hf_nanochat, open_nanochat, open_own
-from nano_inference.loader.nanochat_config import HF_TYPE, OWN_TYPE
-from nano_inference.loader.nanochat_files import find_files
-from nano_inference.loader.nanochat_rules import parse_overrides
 from nano_inference.loader.opened import Checkpoint, main_dtype
 from nano_inference.loader.safetensors_file import open_weights
-from nano_inference.types import BadRequest, ModelError, TokenizerSource
+from nano_inference.registry import table
+from nano_inference.text.kinds import TokenizerSource
+from nano_inference.types import BadRequest, ModelError
 
-__all__ = ["Checkpoint", "open_checkpoint"]
+__all__ = ["Checkpoint", "installed_formats", "open_checkpoint"]
 
 
-def open_checkpoint(path: str | Path, overrides: Iterable[str] = ()) -> Checkpoint:
-    """Open a Hugging Face directory, a .gguf file (or a directory that holds one), or a nanochat checkpoint.
+def installed_formats() -> Mapping[str, ModelFormat]:
+    """Return the formats of this package and of all installed ones, by name. Raises `PluginError`."""
+    return table(FORMATS_GROUP, OWN_FORMATS, ModelFormat)
 
-    Of nanochat's, any file model_*.pt or directory that `nanochat_files.find_files` knows will do; `overrides` set
-    constants by hand ("softcap=20", or a mapping) that such a checkpoint does not carry. Reads headers and
-    configuration only (all of a .pt is mapped into memory). Raises `ModelError` when something is missing, damaged or
-    not supported, and `BadRequest` for overrides of a model that has no such constants.
+
+def open_checkpoint(
+    path: str | Path, overrides: Iterable[str] = (), formats: Mapping[str, ModelFormat] | None = None
+) -> Checkpoint:
+    """Open a Hugging Face directory, a .gguf file (or a directory that holds one), or a path of another format.
+
+    `formats` are those to choose from, by default the installed ones; the last row that recognises the path opens it,
+    so that a package's rows precede our own. `overrides` set by hand what a checkpoint's format leaves open
+    ("softcap=20", or a mapping). Reads headers and configuration only. Raises `ModelError` when something is missing,
+    damaged or not supported, and `BadRequest` for overrides that the path's format does not take.
     """
     path = Path(path)
     if not exists(path_of(path, "model")):
         raise ModelError(f"{ascii(str(path))[1:-1]}: no such file or directory")
-    by_hand = parse_overrides(overrides)
-    config = read_json(path / "config.json") if path.is_dir() and is_present(path / "config.json") else None
-    if config is not None and config.text("model_type", "").startswith(OWN_TYPE):
-        return open_own(path, config, by_hand)
-    files = find_files(path) if config is None else None
-    if files is not None:
-        return open_nanochat(files, by_hand)
-    if by_hand:
-        raise BadRequest(f"overrides: {path} is not a nanochat checkpoint, whose constants could be set by hand")
-    if config is not None:
-        return _open_directory(path, config)
-    if path.is_file():
-        return _open_file(path)
-    if not path.is_dir():
-        raise ModelError(f"{path}: neither a file nor a directory")
-    return _open_gguf(only_gguf(path))
+    formats = installed_formats() if formats is None else formats
+    given = overrides if isinstance(overrides, str | Mapping) else tuple(overrides)
+    found = next((one for one in reversed([*formats.values()]) if one.recognises(path)), None)
+    if given and (found is None or not found.takes_overrides):
+        titles = " or ".join(one.title for one in formats.values() if one.takes_overrides) or "of a format with any"
+        raise BadRequest(f"overrides: {path} is not {titles}, whose constants could be set by hand")
+    if found is None:
+        raise ModelError(_why_none(path))
+    return found.open(path, given)
 
 
-def _open_file(path: Path) -> Checkpoint:
+def _why_none(path: Path) -> str:
+    """Return what is wrong with a path that no format recognises. Raises `ModelError` with that of a directory."""
+    if path.is_dir():
+        return f"{only_gguf(path)}: cannot be opened"
     if path.suffix in PICKLED:
-        raise ModelError(f"{path}: a pickle, which can run code and is never read: convert it to safetensors")
-    if path.suffix == ".gguf":
-        return _open_gguf(path)
-    raise ModelError(f"{path}: not a .gguf file; for Hugging Face files give the directory")
+        return f"{path}: a pickle, which can run code and is never read: convert it to safetensors"
+    if path.is_file():
+        return f"{path}: not a .gguf file; for Hugging Face files give the directory"
+    return f"{path}: neither a file nor a directory"
 
 
-def _open_gguf(path: Path) -> Checkpoint:
+def _is_gguf(path: Path) -> bool:
+    """Return True for a .gguf file, and for a directory without config.json that holds one."""
+    if path.is_dir():
+        return not _is_hugging_face(path) and any(path.glob("*.gguf"))
+    return path.is_file() and path.suffix == ".gguf"
+
+
+def _open_gguf(path: Path, _: Iterable[str]) -> Checkpoint:
+    path = only_gguf(path) if path.is_dir() else path
     file = read_gguf(path)
     config = gguf_config(file)
     return Checkpoint(
@@ -74,11 +84,15 @@ def _open_gguf(path: Path) -> Checkpoint:
     )
 
 
-def _open_directory(directory: Path, fields: Fields) -> Checkpoint:
+def _is_hugging_face(path: Path) -> bool:
+    """Return True for a directory with config.json."""
+    return path.is_dir() and is_present(path / "config.json")
+
+
+def _open_hugging_face(directory: Path, _: Iterable[str]) -> Checkpoint:
+    fields = read_json(directory / "config.json")
     generation_path = directory / "generation_config.json"
     generation = read_json(generation_path) if is_present(generation_path) else None
-    if fields.get("model_type") == HF_TYPE:
-        return open_hf_nanochat(directory, fields, generation)
     config = model_config(fields, generation)
     sources = open_weights(directory)
     return Checkpoint(
@@ -89,3 +103,14 @@ def _open_directory(directory: Path, fields: Fields) -> Checkpoint:
         sources=MappingProxyType(sources),
         generation=MappingProxyType(dict(generation.values) if generation else {}),
     )
+
+
+OWN_FORMATS: Mapping[str, ModelFormat] = MappingProxyType(
+    {
+        "huggingface": ModelFormat(
+            title="a Hugging Face directory", recognises=_is_hugging_face, open=_open_hugging_face
+        ),
+        "gguf": ModelFormat(title="a GGUF file", recognises=_is_gguf, open=_open_gguf),
+    }
+)
+"""The formats of this package."""

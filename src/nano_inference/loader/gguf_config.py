@@ -16,7 +16,7 @@ from nano_inference.files import open_buffered
 from nano_inference.loader.fields import Fields, shown
 from nano_inference.loader.gguf_file import GgufFile, GgufTensor
 from nano_inference.loader.hf_config import MAX_LAYERS, stretched
-from nano_inference.models.config import Family, LayerConfig, ModelConfig, RopeConfig
+from nano_inference.models.config import LayerConfig, ModelConfig, RopeConfig
 from nano_inference.types import ModelError
 
 EMBEDDING, HEAD, ROPE_FACTORS = "token_embd.weight", "output.weight", "rope_freqs.weight"
@@ -31,7 +31,7 @@ class _Rules:
 
     name: str
     """As Hugging Face has it."""
-    family: Family = "dense"
+    family: str = "dense"
     qk_norm: bool = False
     permuted: bool = False
     """Whether the rows of q and k are stored in pairs, as ggml's rotation wants them."""

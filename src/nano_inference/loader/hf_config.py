@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from nano_inference.loader.fields import Fields, shown
-from nano_inference.models.config import Activation, Family, LayerConfig, ModelConfig, RopeConfig
+from nano_inference.models.config import Activation, LayerConfig, ModelConfig, RopeConfig
 from nano_inference.types import ModelError
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -29,7 +29,7 @@ _MIXTURE_FIELDS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_
 class _Rules:
     """What sets an architecture apart, and what a field is when the file leaves it out."""
 
-    family: Family = "dense"
+    family: str = "dense"
     windows: Literal["none", "all", "upper", "unrotated", "pattern"] = "none"
     """Which layers have a sliding window when `layer_types` does not say: none; all; those from `max_window_layers`
     on; those without rotary embedding; all but every nth."""

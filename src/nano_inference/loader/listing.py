@@ -8,9 +8,10 @@ from pathlib import Path
 from nano_inference.types import ModelError
 
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-"""Endings of files that can run code when they are unpickled; they never are. (nanochat's own are read otherwise.)"""
+"""Endings of files that can run code when they are unpickled; they never are."""
 
-_NANOCHAT = re.compile(r"(model|meta|optim)_\d+.*\.pt|tokenizer\.pkl|token_bytes\.pt")
+_NO_WEIGHTS = re.compile(r"(meta|optim|token).*")
+"""Names of pickles beside a model that are not its weights."""
 
 
 def file_names(directory: Path) -> list[str]:
@@ -23,7 +24,7 @@ def file_names(directory: Path) -> list[str]:
 
 def pickle_note(directory: Path) -> str:
     """Return the end of a message that names pickled weights which lie there, empty when there are none."""
-    names = [name for name in file_names(directory) if name.endswith(PICKLED) and not _NANOCHAT.fullmatch(name)]
+    names = [name for name in file_names(directory) if name.endswith(PICKLED) and not _NO_WEIGHTS.fullmatch(name)]
     if not names:
         return ""
     return f"; {names[0]} is a pickle, which can run code and is never read: convert it to safetensors"

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from nano_inference.loader.door import WeightSource
-from nano_inference.loader.nanochat_rules import Inferred
+from nano_inference.loader.inferred import Inferred
 from nano_inference.models.config import ModelConfig
-from nano_inference.types import MODELS_OWN, ModelError, SamplingParams, TokenizerSource
+from nano_inference.text.kinds import TokenizerSource
+from nano_inference.types import MODELS_OWN, ModelError, SamplingParams
 
 _SPARE = 1 << 23
 """Values, 32 MB: a small model that does not fit its configuration is told so by its weights' names, when loaded."""
@@ -34,7 +35,7 @@ class Checkpoint:
     generation: Mapping[str, Any]
     """Sampling defaults from `generation_config.json`; empty when there are none."""
     inferred: Inferred | None = None
-    """What a nanochat checkpoint leaves open and how it was told; None for every other format."""
+    """What the files leave open and how it was inferred; None for formats whose files say everything."""
 
     def __post_init__(self) -> None:
         held = sum(math.prod(source.shape) for source in self.sources.values())

@@ -6,10 +6,9 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from nano_inference.types import check_int, check_number
+from nano_inference.checks import check_int, check_number
 
 Activation = Literal["silu", "gelu_tanh"]
-Family = Literal["dense", "gemma", "nanochat"]
 RopeDtype = Literal["float32", "bfloat16"]
 ROPE_DTYPES: tuple[RopeDtype, ...] = ("float32", "bfloat16")
 
@@ -66,58 +65,13 @@ class LayerConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NanochatTerms:
-    """The terms of nanochat's forward pass that came and went with its generations. A term is off at its default.
-
-    nanochat's checkpoints carry no version; `loader/nanochat_config.py` infers these, and users can override them.
-    """
-
-    generation: str
-    """"G0" to "G4", as the loader's table names them."""
-    padded_vocab_size: int
-    """Rows of the embedding and of the head; logits are cut to the vocabulary's own size."""
-    qk_scale: float = 1.0
-    """Multiplies the normalised q and k each."""
-    long_window: int | None = None
-    """Keys that a layer without a short window sees, itself included; matters only beyond the trained length."""
-    has_lambdas: bool = False
-    """Each layer's input is r·x + z·x0, with x0 the embedding (G1 on)."""
-    gate_columns: int = 0
-    """Columns of a layer's input that gate its value embedding; 0 is no value embeddings (G2 on)."""
-    gate_scale: float = 2.0
-    """The gate is this times a sigmoid."""
-    smear_columns: int = 0
-    """Columns of the embedding that gate how much of the token before is mixed in; 0 is no smear (G4)."""
-    has_backout: bool = False
-    """A part of the middle layer's output is taken from the last's (G4)."""
-    bigram_rows: int = 0
-    """Rows of the table of hashed token pairs; 0 is no such table (G2e)."""
-    has_hf_names: bool = False
-    """The weights have the names of Transformers' port, not nanochat's own."""
-    has_full_decode: bool = False
-    """Windows cut the prompt's queries only: queries of answer tokens see all keys before them (decode_window=full)."""
-
-    def __post_init__(self) -> None:
-        check_int("padded_vocab_size", self.padded_vocab_size, 1, 2**31 - 1)
-        check_number("qk_scale", self.qk_scale, 1e-6, 1e3)
-        check_number("gate_scale", self.gate_scale, 0, 1e3, open_low=True)
-        check_int("gate_columns", self.gate_columns, 0)
-        check_int("smear_columns", self.smear_columns, 0)
-        check_int("bigram_rows", self.bigram_rows, 0)
-
-    def has_value_embedding(self, layer: int, num_layers: int) -> bool:
-        """Whether a layer has one: every other layer, the last among them."""
-        return self.gate_columns > 0 and layer % 2 == (num_layers - 1) % 2
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """A decoder-only transformer. Raises `ValueError` when the sizes contradict each other."""
 
     architecture: str
     """As the checkpoint names it, for people to read."""
-    family: Family
-    """Which decoder class computes it."""
+    family: str
+    """The row of the table of families that writes its program."""
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -144,12 +98,10 @@ class ModelConfig:
     """Multiplies the token embeddings (Gemma: sqrt(hidden_size))."""
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
-    nanochat: NanochatTerms | None = None
-    """What family "nanochat" has besides; None for every other."""
+    terms: object = None
+    """Further constants of the family: a frozen record whose type its program checks; None for most families."""
 
     def __post_init__(self) -> None:
-        if (self.family == "nanochat") != (self.nanochat is not None):
-            raise ValueError("family nanochat, and no other, has nanochat's terms")
         for name in ("vocab_size", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim"):
             check_int(name, getattr(self, name), 1, 2**31 - 1)
         check_int("max_positions", self.max_positions, 1)

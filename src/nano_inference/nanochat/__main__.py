@@ -10,14 +10,14 @@ import sys
 import time
 from collections.abc import Sequence
 
-from nano_inference.catalog import BUILTINS
-from nano_inference.loader.nanochat import open_nanochat
-from nano_inference.loader.nanochat_files import SOURCES, find_files
 from nano_inference.loader.opened import Checkpoint
+from nano_inference.nanochat.builtin import CALCULATOR
 from nano_inference.nanochat.checkpoint_manager import describe
 from nano_inference.nanochat.common import base_path
 from nano_inference.nanochat.engine import Engine
+from nano_inference.nanochat.files import SOURCES, find_files
 from nano_inference.nanochat.gpt import GPT
+from nano_inference.nanochat.opening import open_nanochat
 from nano_inference.nanochat.tokenizer import RustBPETokenizer, get_tokenizer
 from nano_inference.types import ModelError, SamplingParams
 
@@ -82,7 +82,7 @@ def _parser() -> argparse.ArgumentParser:
 def _open(wish: argparse.Namespace) -> Checkpoint:
     """Open the checkpoint that was asked for; say what was inferred."""
     is_named = any(value is not None for value in (wish.path, wish.source, wish.model_tag, wish.step))
-    root = base_path(wish.path) if is_named else BUILTINS[0].directory
+    root = base_path(wish.path) if is_named else CALCULATOR.directory
     files = find_files(root, source=wish.source, model_tag=wish.model_tag, step=wish.step)
     if files is None:
         raise ModelError(f"{root}: holds no nanochat checkpoint")

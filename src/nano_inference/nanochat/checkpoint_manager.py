@@ -10,12 +10,12 @@ from typing import Any
 import torch
 
 from nano_inference.config import Dtype
-from nano_inference.loader.nanochat import open_nanochat
-from nano_inference.loader.nanochat_files import NanochatFiles, find_files
 from nano_inference.loader.opened import Checkpoint
-from nano_inference.loader.pt_file import read_meta
 from nano_inference.nanochat.common import base_path
+from nano_inference.nanochat.files import NanochatFiles, find_files
 from nano_inference.nanochat.gpt import GPT
+from nano_inference.nanochat.opening import open_nanochat
+from nano_inference.nanochat.pt_file import read_meta
 from nano_inference.nanochat.tokenizer import RustBPETokenizer, get_tokenizer
 from nano_inference.types import ModelError
 

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from nano_inference.logprobs import at, normalise
-from nano_inference.sampling import Draw, draw
-from nano_inference.types import Row
+from nano_inference.runner import Row, RowResult
+from nano_inference.sampling import draw, results
 
 _KEPT_BYTES = 32 << 20
 """Numbers of columns that are kept for one call."""
@@ -156,21 +156,19 @@ class ColumnSampler:
         """Forget a request."""
         self._calls.pop(request_id, None)
 
-    def __call__(self, logits_BV: Tensor, rows: Sequence[Row]) -> Draw:
-        """Draw one token a row; satisfies `runner.Sampler`."""
-        tokens, logprobs = [0] * len(rows), [0.0] * len(rows)
+    def __call__(self, logits_BV: Tensor, rows: Sequence[Row]) -> list[RowResult]:
+        """Draw one token a row; satisfies `executors.step.Sampler`."""
+        found: dict[int, RowResult] = {}
         for request_id in dict.fromkeys(row.request_id for row in rows):
             places = [i for i, row in enumerate(rows) if row.request_id == request_id]
-            drawn = self._draw(logits_BV[places], [rows[i] for i in places])
-            for i, token, logprob in zip(places, drawn.tokens, drawn.logprobs, strict=True):
-                tokens[i], logprobs[i] = token, logprob
-        return Draw(tuple(tokens), tuple(logprobs), ((),) * len(rows))
+            found |= zip(places, self._draw(logits_BV[places], [rows[i] for i in places]), strict=True)
+        return [found[i] for i in range(len(rows))]
 
-    def _draw(self, logits_SV: Tensor, rows: Sequence[Row]) -> Draw:
+    def _draw(self, logits_SV: Tensor, rows: Sequence[Row]) -> list[RowResult]:
         """Draw for the rows of one request."""
         columns = self._calls.get(rows[0].request_id)
         if columns is None:
             return draw(logits_SV, rows)
         places = [row.start + len(row.tokens) - row.num_prompt for row in rows]
         token_S, logprob_S = columns.choose(logits_SV, [row.sample_index for row in rows], places)
-        return Draw(tuple(token_S.tolist()), tuple(logprob_S.tolist()), ((),) * len(rows))
+        return results(rows, token_S.tolist(), logprob_S.tolist())

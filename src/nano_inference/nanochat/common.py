@@ -6,12 +6,13 @@ from pathlib import Path
 
 import torch
 
-from nano_inference.assemble import nanochat_base, pick_device
+from nano_inference.assemble import environment, pick_device
+from nano_inference.nanochat.files import nanochat_home
 
 
 def get_base_dir() -> str:
     """Return nanochat's base directory: `NANOCHAT_BASE_DIR`, else ~/.cache/nanochat. It is not created."""
-    return str(nanochat_base())
+    return str(base_path(None))
 
 
 def autodetect_device_type() -> str:
@@ -40,4 +41,4 @@ def print0(s: str = "", end: str = "\n") -> None:
 
 def base_path(directory: str | Path | None) -> Path:
     """Return the given base directory, or nanochat's."""
-    return nanochat_base() if directory is None else Path(directory)
+    return nanochat_home(environment()) if directory is None else Path(directory)

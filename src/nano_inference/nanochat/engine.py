@@ -20,10 +20,10 @@ from nano_inference.assemble import parts_of
 from nano_inference.config import EngineConfig
 from nano_inference.engine import InferenceEngine
 from nano_inference.nanochat.cache import KVCache
+from nano_inference.nanochat.calculator import Value, calculate, evaluate
 from nano_inference.nanochat.columns import Columns, ColumnSampler, sample_next_token
 from nano_inference.nanochat.gpt import GPT
 from nano_inference.nanochat.loop import Call, ChatTokenizer, Column, RowState, Specials, find_specials, plain_columns
-from nano_inference.text.calculator import Value, calculate, evaluate
 from nano_inference.types import Delta, SamplingParams, TrainingSample
 
 __all__ = [

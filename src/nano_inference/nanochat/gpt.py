@@ -2,7 +2,7 @@
 
 The forward pass here is the slow, obvious one: dense, one tensor after the other, with or without a `KVCache`. It is
 what `Engine` is compared with, and what a caller of nanochat's model gets; `Engine` itself runs the paged model of
-`models/nanochat.py` on the same weights, in torch or in the CPU kernels.
+`program.py` on the same weights, in torch or in the CPU kernels.
 
 Shapes: B rows, T tokens, S keys, E embedding size, H heads, K kv heads, D head size, V vocabulary.
 """
@@ -26,15 +26,18 @@ from nano_inference.executors.loading import load_weights
 from nano_inference.executors.protocol import Executor
 from nano_inference.executors.step import Sampler
 from nano_inference.executors.torch.executor import TorchExecutor
-from nano_inference.loader.checkpoint import open_checkpoint
+from nano_inference.loader.checkpoint import OWN_FORMATS, open_checkpoint
 from nano_inference.loader.door import TensorSource, check_names, load_into
-from nano_inference.loader.nanochat import named_sources, open_tensors
-from nano_inference.loader.nanochat_config import model_config_of
 from nano_inference.loader.opened import Checkpoint
-from nano_inference.models.config import LayerConfig, ModelConfig, NanochatTerms
-from nano_inference.models.families import program_of
+from nano_inference.models.config import LayerConfig, ModelConfig
 from nano_inference.nanochat.cache import KVCache
 from nano_inference.nanochat.columns import sample_next_token
+from nano_inference.nanochat.configs import model_config_of
+from nano_inference.nanochat.format import FORMAT
+from nano_inference.nanochat.kinds import FAMILY
+from nano_inference.nanochat.opening import named_sources, open_tensors
+from nano_inference.nanochat.program import program
+from nano_inference.nanochat.terms import NanochatTerms, terms_of
 from nano_inference.types import ModelError
 
 STRETCH = 10
@@ -59,10 +62,8 @@ class GPT:
 
     def __init__(self, model: TorchExecutor, config: ModelConfig) -> None:
         """Wrap a loaded model; `config` is the checkpoint's, whose length was not stretched."""
-        terms = model.config.nanochat
-        assert terms is not None, "not a nanochat model"
         self.model = model
-        self.terms: NanochatTerms = terms
+        self.terms = terms_of(model.config)
         self.config = GPTConfig(**model_config_of(config))
         self.weights: Mapping[str, Tensor] = MappingProxyType(own_names(model))
         """nanochat's name -> the tensor, in the model's own memory."""
@@ -77,8 +78,8 @@ class GPT:
 
         Raises `ModelError` when its files cannot be used, or hold another family's model.
         """
-        checkpoint = open_checkpoint(path, overrides)
-        if checkpoint.config.nanochat is None:
+        checkpoint = open_checkpoint(path, overrides, {**OWN_FORMATS, "nanochat": FORMAT})
+        if not isinstance(checkpoint.config.terms, NanochatTerms):
             raise ModelError(f"{path}: a model of {checkpoint.config.architecture}, not of nanochat")
         return cls.of(checkpoint, device=device, dtype=dtype)
 
@@ -104,7 +105,8 @@ class GPT:
         """Load an opened checkpoint."""
         where = pick_device(device)
         stretched = replace(checkpoint, config=stretch(checkpoint.config))
-        model = load_model(stretched, where, pick_dtype(dtype, where), stretched.config.max_positions)
+        families, max_len = {"nanochat": FAMILY}, stretched.config.max_positions
+        model = load_model(stretched, where, pick_dtype(dtype, where), max_len, families=families)
         return cls(model, checkpoint.config)
 
     def get_device(self) -> torch.device:
@@ -330,9 +332,7 @@ class GPT:
 
 def own_names(model: TorchExecutor) -> dict[str, Tensor]:
     """Return a model's weights under nanochat's names, whatever its checkpoint calls them."""
-    terms = model.config.nanochat
-    assert terms is not None
-    own = program_of(replace(model.config, nanochat=replace(terms, has_hf_names=False)))
+    own = program(replace(model.config, terms=replace(terms_of(model.config), has_hf_names=False)))
     tensors = dict(model.weight_values())
     return {one.name: tensors[spec.name] for one, spec in zip(own.weights, model.program.weights, strict=True)}
 
@@ -348,8 +348,7 @@ def stretch(config: ModelConfig) -> ModelConfig:
 
     From G1's windows on, a layer without a short window sees `sequence_len` tokens before each, which matters there.
     """
-    assert config.nanochat is not None
-    long = config.nanochat.long_window
+    long = terms_of(config).long_window
     layers = tuple(LayerConfig(window=long if layer.window is None else layer.window) for layer in config.layers)
     return replace(config, layers=layers, max_positions=STRETCH * config.max_positions)
 

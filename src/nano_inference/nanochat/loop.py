@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from nano_inference.nanochat.cache import KVCache
 from nano_inference.nanochat.columns import sample_next_token
-from nano_inference.text.nanochat_names import ASSISTANT_END
-from nano_inference.text.tools import OUTPUT_END, OUTPUT_START, PYTHON_END, PYTHON_START, PythonTool
+from nano_inference.nanochat.names import ASSISTANT_END
+from nano_inference.nanochat.tool import OUTPUT_END, OUTPUT_START, PYTHON_END, PYTHON_START, PythonTool
 
 Column = tuple[list[int], list[int]]
 """One token for each row, and 1 where it was sampled, 0 where it was forced."""

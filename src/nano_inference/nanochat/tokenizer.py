@@ -17,12 +17,12 @@ import tiktoken
 import torch
 from torch import Tensor
 
-from nano_inference.assemble import nanochat_base
+from nano_inference.nanochat.common import base_path
+from nano_inference.nanochat.names import FILE_NAME
+from nano_inference.nanochat.pickled import PickledEncoding, encoding_of, read_fields, token_sizes
+from nano_inference.nanochat.rendering import Conversation, OutOfTurn, render_conversation, render_for_completion
+from nano_inference.nanochat.tokenizer_file import from_encoding, nanochat_tokenizer
 from nano_inference.packages import MissingPackage
-from nano_inference.text.nanochat_chat import Conversation, OutOfTurn, render_conversation, render_for_completion
-from nano_inference.text.nanochat_file import from_encoding, nanochat_tokenizer
-from nano_inference.text.nanochat_names import FILE_NAME
-from nano_inference.text.nanochat_pickle import PickledEncoding, encoding_of, read_fields, token_sizes
 from nano_inference.text.tiktoken_file import TiktokenTokenizer, no_panic
 
 SPECIAL_TOKENS = (
@@ -200,7 +200,7 @@ def get_tokenizer(directory: str | Path | None = None) -> RustBPETokenizer:
 
 
 def _directory(named: str | Path | None) -> Path:
-    return nanochat_base() / "tokenizer" if named is None else Path(named)
+    return base_path(None) / "tokenizer" if named is None else Path(named)
 
 
 def get_token_bytes(device: str | torch.device = "cpu", directory: str | Path | None = None) -> Tensor:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import TypeVar
 
 from pydantic_core import to_json
 from starlette.exceptions import HTTPException
@@ -18,44 +18,42 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 import nano_inference
 from nano_inference.config import ServerConfig
-from nano_inference.server import nanochat_web, tokens
+from nano_inference.registry import PluginError
 from nano_inference.server.admission import Admission
-from nano_inference.server.answering import Timing, answer
+from nano_inference.server.answering import Timing
 from nano_inference.server.body import parse
 from nano_inference.server.bridge import Bridge
-from nano_inference.server.call import Call, Draft, drafts_of, usage
-from nano_inference.server.clients import Client
+from nano_inference.server.call import Call
 from nano_inference.server.compiling import Compilers
+from nano_inference.server.dialect import (
+    Converting,
+    Describing,
+    Dialect,
+    Generating,
+    Occupancy,
+    Probing,
+    ToCall,
+    Work,
+    error_bodies,
+    health_fields,
+)
 from nano_inference.server.dispatch import Capacity, Dispatcher
 from nano_inference.server.errors import ApiError
 from nano_inference.server.guard import Guard, GuardPolicy, read_body
 from nano_inference.server.info import info
-from nano_inference.server.llamacpp import props
 from nano_inference.server.log import AccessRecord, log_access
 from nano_inference.server.metrics import CONTENT_TYPE, not_loaded
-from nano_inference.server.model import ServedModel
 from nano_inference.server.openapi import openapi
 from nano_inference.server.pages import LATER, Page, load_page, page_response
-from nano_inference.server.paths import (
-    CONVERTING,
-    GENERATING,
-    Converting,
-    Generating,
-    ToCall,
-    Work,
-    error_bodies,
-)
-from nano_inference.server.rl.routes import rl_routes
 from nano_inference.server.schema import Body
-from nano_inference.server.served import Observer, Opened
-from nano_inference.server.sglang import health_generate_call
-from nano_inference.server.ticket import Ticket
+from nano_inference.server.served import Opened
+from nano_inference.server.serving import CallResponse, OpenCalls, Serving
 from nano_inference.server.unsupported import unknown_fields
-from nano_inference.server.workshop import Readers, Workshop
+from nano_inference.server.workshop import Readers
 
 _MAX_NOTED_FIELDS = 1000
-_HEALTH_SECONDS = 20.0
-"""In which /health_generate must have drawn a token; SGLang's figure."""
+_PROBE_SECONDS = 20.0
+"""In which a probing route must have its answer: SGLang's figure for /health_generate."""
 _REJECTIONS = {
     "queue_full": "max_num_queued_reqs",
     "too_many_tokens": "max_num_queued_tokens",
@@ -68,47 +66,43 @@ _REJECTIONS = {
 _log = logging.getLogger("nano_inference.server")
 _B = TypeVar("_B", bound=Body)
 Endpoint = Callable[[Request], Awaitable[Response]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Serving:
-    """What there is once a model is loaded."""
-
-    opened: Opened
-    admission: Admission
-    dispatcher: Dispatcher
-
-    @property
-    def model(self) -> ServedModel:
-        """The model, as the routes know it."""
-        return self.opened.model
-
-    @property
-    def observer(self) -> Observer:
-        """Whoever counts."""
-        return self.opened.observer
+FurtherRoutes = Callable[[Callable[[], Opened]], Sequence[Route]]
+"""Makes routes from a function that returns the loaded model, or raises an `ApiError` while there is none."""
 
 
 class App:
-    """Owns the routes and what they share: the bridge to the engine, the queue's places, threads for large bodies."""
+    """Owns the routes and what they share: the bridge to the engine, the queue's places, threads for large bodies.
 
-    def __init__(self, config: ServerConfig, policy: GuardPolicy, bridge: Bridge) -> None:
+    `further` makes routes that belong to no dialect. Raises `PluginError` for a route that is there twice.
+    """
+
+    def __init__(
+        self,
+        config: ServerConfig,
+        policy: GuardPolicy,
+        bridge: Bridge,
+        dialects: Mapping[str, Dialect],
+        further: FurtherRoutes,
+    ) -> None:
         self.config = config
         self.bridge = bridge
         self.serving: Serving | None = None
+        self._dialects = dialects
+        self._further = further
         self._policy = policy
         self._readers = Readers()
         self._compilers = Compilers()
         self._noted: set[str] = set()
         """Unknown fields that were told of already."""
-        self._num_answering = 0
+        self._open_calls = OpenCalls()
         self._max_running = 0
         """Samples that may run at once."""
         self._document: asyncio.Task[bytes] | None = None
         """The OpenAPI document, once somebody has asked for it."""
         self._pages: dict[str, Page] = {}
         self._router = Router(self._routes(), redirect_slashes=False)
-        self.asgi: ASGIApp = below(config.root_path, Guard(self._route, policy, self._on_response, error_bodies()))
+        guard = Guard(self._route, policy, self._on_response, error_bodies(dialects))
+        self.asgi: ASGIApp = below(config.root_path, guard)
         """The application, as a server runs it."""
 
     def serve(self, opened: Opened, max_running: int) -> None:
@@ -139,16 +133,10 @@ class App:
         self._compilers.close()
 
     def _routes(self) -> list[Route]:
-        posts: dict[str, Any] = {one.path: self._generating(one) for one in GENERATING}
-        posts |= {one.path: self._converting(one) for one in CONVERTING}
-        gets: dict[str, Any] = {
+        gets: dict[str, Endpoint] = {
             "/v1/models": self.models,
             "/v1/models/{model:path}": self.model_card,
-            "/tokenizer_info": self.tokenizer_info,
             "/health": self.health,
-            "/health_generate": self.health_generate,
-            "/props": self.props,
-            "/stats": self.stats,
             "/ping": self.health,
             "/ready": self.ready,
             "/load": self.load,
@@ -160,11 +148,23 @@ class App:
             "/dashboard": self.page("dashboard"),
             **{f"/{name}": self.page(name) for name in LATER},
         }
-        return [
-            *(Route(path, endpoint, methods=["POST"]) for path, endpoint in posts.items()),
-            *(Route(path, endpoint, methods=["GET"]) for path, endpoint in gets.items()),
-            *rl_routes(self.bridge, self.config, self._policy, lambda: self._require_serving().opened),
+        owned = [
+            *((name, route) for name, dialect in self._dialects.items() for route in self._routes_of(dialect)),
+            *(("the server", Route(path, endpoint, methods=["GET"])) for path, endpoint in gets.items()),
+            *(("the server", route) for route in self._further(lambda: self._require_serving().opened)),
         ]
+        check_routes(owned)
+        return [route for _, route in owned]
+
+    def _routes_of(self, dialect: Dialect) -> Iterator[Route]:
+        for generating in dialect.generating:
+            yield Route(generating.path, self._generating(generating), methods=["POST"])
+        for converting in dialect.converting:
+            yield Route(converting.path, self._converting(converting), methods=["POST"])
+        for describing in dialect.describing:
+            yield Route(describing.path, self._describing(describing), methods=["GET"])
+        for probing in dialect.probing:
+            yield Route(probing.path, self._probing(probing), methods=["GET"])
 
     async def _route(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Find the route; what the router refuses becomes an error object."""
@@ -189,11 +189,11 @@ class App:
 
     # ---- generation -------------------------------------------------------------------------------------------------
 
-    def _generating(self, dialect: Generating) -> Endpoint:
-        """Return the endpoint of a path below which the engine writes."""
+    def _generating(self, route: Generating) -> Endpoint:
+        """Return the endpoint of a POST route whose reply comes from the engine."""
 
         async def endpoint(request: Request) -> Response:
-            return await self._generate(request, dialect.body, dialect.to_call, renders=dialect.renders)
+            return await self._generate(request, route.body, route.to_call, renders=route.renders)
 
         return endpoint
 
@@ -215,15 +215,27 @@ class App:
         call = await self._compilers.hold(call, serving.model.grammars, left)
         call = replace(call, names=call.names | {call.id, request.scope["state"]["request_id"]})
         timing = Timing(deadline=arrived + self.config.request_timeout, silence=self.config.sse_keep_alive)
-        return CallResponse(self, serving, call, timing, self._readers.large)
+        return CallResponse(self.bridge, serving, self._open_calls, call, timing, self._readers.large)
+
+    def _probing(self, route: Probing) -> Endpoint:
+        """Return the endpoint of a GET route that makes a fixed request."""
+
+        async def endpoint(request: Request) -> Response:
+            serving = self._require_serving()
+            call = route.to_call(serving.model, self.config)
+            seconds = min(_PROBE_SECONDS, self.config.request_timeout)  # a paused engine draws nothing until resumed
+            timing = Timing(deadline=time.monotonic() + seconds, silence=0)
+            return CallResponse(self.bridge, serving, self._open_calls, call, timing, self._readers.large)
+
+        return endpoint
 
     # ---- text -------------------------------------------------------------------------------------------------------
 
-    def _converting(self, dialect: Converting) -> Endpoint:
-        """Return the endpoint of a path where texts are turned into tokens, or back."""
+    def _converting(self, route: Converting) -> Endpoint:
+        """Return the endpoint of a POST route that converts between texts and tokens."""
 
         async def endpoint(request: Request) -> Response:
-            return await self._convert(request, dialect.body, dialect.work, renders=dialect.renders)
+            return await self._convert(request, route.body, route.work, renders=route.renders)
 
         return endpoint
 
@@ -239,9 +251,14 @@ class App:
         self._note_unknown(body)
         return _json(reply)
 
-    async def tokenizer_info(self, request: Request) -> Response:
-        """GET /tokenizer_info."""
-        return _json(to_json(tokens.tokenizer_info(self._require_serving().model)))
+    def _describing(self, route: Describing) -> Endpoint:
+        """Return the endpoint of a GET route that describes the model or the load."""
+
+        async def endpoint(request: Request) -> Response:
+            model = self._require_serving().model
+            return _json(to_json(route.describe(model, self._occupancy())))
+
+        return endpoint
 
     # ---- what there is ----------------------------------------------------------------------------------------------
 
@@ -271,7 +288,7 @@ class App:
         return _json(await asyncio.shield(self._document))
 
     def _describe(self) -> bytes:
-        return to_json(openapi(needs_key=not self._policy.keys.is_empty))
+        return to_json(openapi(self._dialects, needs_key=not self._policy.keys.is_empty))
 
     def _end_document(self, done: asyncio.Task[bytes]) -> None:
         """Let the next who asks try again when there is no document."""
@@ -295,32 +312,19 @@ class App:
     # ---- how it is --------------------------------------------------------------------------------------------------
 
     async def health(self, request: Request) -> Response:
-        """GET /health: whether this process is worth keeping; with what llama.cpp and nanochat say there."""
+        """GET /health: whether this process is worth keeping; llama.cpp's `status`, and what the dialects add."""
         state = self.bridge.state
-        told = nanochat_web.health(state == "ready", self._num_running(), self._max_running)
-        status = "ok" if state == "ready" else state
-        return _json(to_json({"status": status, **told}), 200 if state in ("ready", "draining") else 503)
+        status = {"status": "ok" if state == "ready" else state}
+        fields = status | health_fields(self._dialects, self._occupancy()) | status
+        return _json(to_json(fields), 200 if state in ("ready", "draining") else 503)
 
-    async def health_generate(self, request: Request) -> Response:
-        """GET /health_generate, SGLang's: whether a token comes when one is asked for."""
-        serving = self._require_serving()
-        call = health_generate_call(serving.model, self.config)
-        seconds = min(_HEALTH_SECONDS, self.config.request_timeout)  # a paused engine draws none before it goes on
-        timing = Timing(deadline=time.monotonic() + seconds, silence=0)
-        return CallResponse(self, serving, call, timing, self._readers.large)
-
-    async def props(self, request: Request) -> Response:
-        """GET /props, llama.cpp's: the model, and what requests are completed with."""
-        return _json(to_json(props(self._require_serving().model, self._max_running)))
-
-    async def stats(self, request: Request) -> Response:
-        """GET /stats, nanochat's: how many answers may be under way, and how many are."""
-        self._require_serving()
-        return _json(to_json(nanochat_web.stats(self._num_running(), self._max_running)))
-
-    def _num_running(self) -> int:
+    def _occupancy(self) -> Occupancy:
         stats = self.bridge.last_stats
-        return stats.num_running if stats else 0
+        return Occupancy(
+            is_ready=self.bridge.state == "ready",
+            num_running=stats.num_running if stats else 0,
+            max_running=self._max_running,
+        )
 
     async def ready(self, request: Request) -> Response:
         """GET /ready: whether requests are taken."""
@@ -333,7 +337,7 @@ class App:
         return _json(
             to_json(
                 {
-                    "server_load": self._num_answering,
+                    "server_load": self._open_calls.num,
                     "running": stats.num_running if stats else 0,
                     "waiting": stats.num_waiting if stats else 0,
                 }
@@ -409,6 +413,17 @@ class App:
         )
 
 
+def check_routes(owned: Sequence[tuple[str, Route]]) -> None:
+    """Raise `PluginError` for a method and path that are there twice; each route comes with its owner's name."""
+    owners: dict[tuple[str, str], str] = {}
+    for name, route in owned:
+        for method in sorted(route.methods or ()):
+            if (method, route.path) in owners:
+                first = owners[method, route.path]
+                raise PluginError(f"{method} {route.path} is served twice: by {first} and by {name}")
+            owners[method, route.path] = name
+
+
 def below(root: str, app: ASGIApp) -> ASGIApp:
     """Return an application that is also found below a path, for a proxy that leaves it in front."""
     if not root:
@@ -421,63 +436,6 @@ def below(root: str, app: ASGIApp) -> ASGIApp:
         await app(scope, receive, send)
 
     return stripped
-
-
-class CallResponse(Response):
-    """Answers a call when it is sent. Everything it takes is given back when sending ends, however it ends."""
-
-    def __init__(self, app: App, serving: Serving, call: Call, timing: Timing, workshop: Workshop) -> None:
-        self._app = app
-        self._workshop = workshop
-        self._serving = serving
-        self._call = call
-        self._timing = timing
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Take a place, ask the engine, answer."""
-        app, call = self._app, self._call
-        drafts: list[Draft] = []
-        ticket: Ticket | None = None
-        error: ApiError | None = None
-        client: Client = scope["state"]["client"]
-        serving = self._serving
-        app._num_answering += 1
-        try:
-            with (
-                serving.admission.place_for(call, client),
-                serving.dispatcher.turns_for(client) as gate,
-                app.bridge.submit(call.asks, call.names, gate) as ticket,
-            ):
-                drafts += drafts_of(call)  # which may be many: not before they are let in
-                error = await answer(
-                    call, ticket, self._serving.model, self._timing, self._workshop, receive, send, drafts
-                )
-        finally:
-            app._num_answering -= 1
-            scope["state"]["notes"] = notes_of(call, drafts, ticket, error)
-
-
-def notes_of(call: Call, drafts: list[Draft], ticket: Ticket | None, error: ApiError | None) -> dict[str, Any]:
-    """Return what the log says of a call: how much there was, how fast it was, how it ended."""
-    counts = usage(call, drafts)
-    clocks = [] if ticket is None else [clock for row in ticket.clocks for clock in row]
-    first = min((c.first_token for c in clocks if c.first_token is not None), default=None)
-    started = min((c.started for c in clocks if c.started is not None), default=None)
-    last = max((c.last_token for c in clocks if c.last_token is not None), default=None)
-    arrived = None if ticket is None else ticket.arrived
-    num_new = counts["completion_tokens"]
-    return {
-        "model": call.model,
-        "n": call.num_samples,
-        "prompt_tokens": counts["prompt_tokens"],
-        "cached_tokens": counts["prompt_tokens_details"]["cached_tokens"],
-        "output_tokens": num_new,
-        "queue_ms": None if started is None or arrived is None else (started - arrived) * 1e3,
-        "ttft_ms": None if first is None or arrived is None else (first - arrived) * 1e3,
-        "decode_tps": (num_new - 1) / (last - first) if first and last and last > first else None,
-        "finish_reason": drafts[0].finish_reason if drafts else None,
-        "error": error,
-    }
 
 
 def _json(body: bytes, status: int = 200) -> Response:

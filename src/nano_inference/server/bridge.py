@@ -10,11 +10,11 @@ from contextlib import contextmanager
 from typing import Literal, TypeVar
 
 from nano_inference.async_engine import AsyncEngine
-from nano_inference.engine_thread import EngineRequest, Turn
+from nano_inference.engine_thread import DrivenEngine, Turn
 from nano_inference.server.clocks import count_tokens, ended_record
 from nano_inference.server.dispatch import Gate
 from nano_inference.server.errors import ApiError, internal_error
-from nano_inference.server.served import Observer, Opened, ServedEngine
+from nano_inference.server.served import Observer, Opened
 from nano_inference.server.ticket import Ask, Ticket, bare_name
 from nano_inference.types import BadRequest, Delta, StepStats
 
@@ -35,7 +35,7 @@ class Bridge:
         self.after_step: Callable[[StepStats], StepStats] = _unchanged
         """Called after each step; returns the counts to publish."""
         self._step_timeout = step_timeout
-        self._engine: AsyncEngine[ServedEngine] | None = None
+        self._engine: AsyncEngine[DrivenEngine] | None = None
         self._open: dict[Ticket, _TicketReceiver] = {}
         self._observer: Observer | None = None
 
@@ -45,7 +45,7 @@ class Bridge:
         """Open the engine in the thread that will drive it; return when it can be asked. Raises what opening raised."""
         found: list[Opened] = []
 
-        def open_it() -> ServedEngine:
+        def open_it() -> DrivenEngine:
             found.append(open_engine())
             return found[0].engine
 
@@ -88,7 +88,7 @@ class Bridge:
             await self._engine.stop(timeout)
 
     @property
-    def engine(self) -> AsyncEngine[ServedEngine]:
+    def engine(self) -> AsyncEngine[DrivenEngine]:
         """The engine in its thread, once `start` was called."""
         assert self._engine is not None, "not started"
         return self._engine
@@ -106,8 +106,7 @@ class Bridge:
         ticket = Ticket(asks, names)
         receiver = self._open[ticket] = _TicketReceiver(ticket, self._observer)
         try:
-            requests = [_request_of(ask) for ask in asks]
-            with engine.submit(requests, receiver, () if gate is not None else None) as submission:
+            with engine.submit(asks, receiver, () if gate is not None else None) as submission:
                 if gate is not None:
                     gate(ticket, lambda _, indices: engine.enter(submission, indices))
                     self.wake()  # what waits is counted after a turn
@@ -151,7 +150,7 @@ class Bridge:
         """Raise the `ApiError` that says why no request is taken now."""
         self._ready_engine()
 
-    def _ready_engine(self) -> AsyncEngine[ServedEngine]:
+    def _ready_engine(self) -> AsyncEngine[DrivenEngine]:
         """Return the engine, or raise the `ApiError` that says why no request is taken now."""
         if self.state == "ready":
             assert self._engine is not None
@@ -219,19 +218,6 @@ class _TicketReceiver:
                     clock.ended = time.monotonic()
                     if self._observer is not None:
                         self._observer.finished(ended_record(self._ticket, prompt_index, clock, reason))
-
-
-def _request_of(ask: Ask) -> EngineRequest:
-    """Return what the engine is to be asked."""
-    return EngineRequest(
-        prompt=ask.prompt,
-        params=ask.params,
-        num_samples=ask.num_samples,
-        salt=ask.salt,
-        make_matcher=ask.make_matcher,
-        program=ask.program,
-        beginning=ask.beginning,
-    )
 
 
 def _error_at_the_end(cause: BaseException | None) -> ApiError:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from nano_inference.config import ServerConfig
-from nano_inference.door import MatcherFactory, admit
+from nano_inference.door import checked
 from nano_inference.server.call import Call, Kind
 from nano_inference.server.errors import ApiError
 from nano_inference.server.model import ServedModel
@@ -32,10 +32,11 @@ from nano_inference.server.unsupported import refuse_unsupported
 from nano_inference.server.writing import begun_text
 from nano_inference.text.bad_words import bad_words_matcher, both
 from nano_inference.text.dialogue import shown
+from nano_inference.text.kinds import Tool
 from nano_inference.text.stops import stop_matcher
 from nano_inference.text.tool_format import ToolFormat, calls_grammar
-from nano_inference.text.tools import PythonTool, behind, special_tokens
-from nano_inference.types import FROM_THE_PROMPT, BadRequest, Beginning, SamplingParams, TokenProgram
+from nano_inference.text.tools import behind, special_tokens
+from nano_inference.types import FROM_THE_PROMPT, BadRequest, Beginning, MatcherFactory, SamplingParams, TokenProgram
 
 _DEFAULT_COMPLETION_TOKENS = 16
 _SAMPLING_FIELDS = (
@@ -193,7 +194,7 @@ def _markers(fmt: ToolFormat, special: Mapping[str, int]) -> frozenset[int]:
     return frozenset(special[mark] for mark in (fmt.begin, fmt.end) if mark in special)
 
 
-def _calculator(is_wanted: bool, model: ServedModel, *, has_others: bool) -> PythonTool | None:
+def _calculator(is_wanted: bool, model: ServedModel, *, has_others: bool) -> Tool | None:
     """Return the model's calculator, when it is to answer while the model writes. What it says no structure knows.
 
     `has_others`: whether there are functions or a structure.
@@ -227,7 +228,7 @@ def _shape(
     logprobs: int | None,
     echo: tuple[str, ...],
     *,
-    tool: PythonTool | None,
+    tool: Tool | None,
     echo_logprobs: bool = False,
     drop_space: bool = False,
 ) -> ReplyShape:
@@ -312,7 +313,7 @@ def _call(
 def _room(ask: Ask, model: ServedModel, kind: Kind) -> int:
     """Return how many tokens a sample may have. Raises `ApiError` when the engine would refuse it."""
     try:
-        request = admit(0, ask.prompt, ask.params, model.limits, seed=0)
+        return checked(ask, model.limits)[1]
     except BadRequest as error:
         told = client_error(error)
         param = told.param
@@ -321,7 +322,6 @@ def _room(ask: Ask, model: ServedModel, kind: Kind) -> int:
         elif kind == "chat" and param == "prompt":  # which a client of a chat does not know
             param = "messages"
         raise ApiError(400, told.message, param=param) from None
-    return request.max_new_tokens
 
 
 def _sampling_params(

@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 
-from nano_inference.door import MatcherFactory
 from nano_inference.server.call import Call
 from nano_inference.server.errors import ApiError
 from nano_inference.server.structured import Structure
 from nano_inference.server.workshop import Workshop
 from nano_inference.text.bad_words import both
 from nano_inference.text.grammar import Grammar, Grammars
-from nano_inference.types import BadRequest
+from nano_inference.types import BadRequest, MatcherFactory
 
 MAX_STRUCTURES = 8
 """Different structures that the prompts of one call may ask for."""

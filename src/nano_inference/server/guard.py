@@ -15,7 +15,7 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
@@ -24,14 +24,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nano_inference.config import DEFAULT_SHARE, ServerConfig, SettingError
 from nano_inference.server.clients import Client, Network, address_of, networks
+from nano_inference.server.cors import PREFLIGHT, cors_headers, is_preflight
 from nano_inference.server.errors import ApiError, ErrorBody, internal_error
+from nano_inference.server.headers import Headers, single, values
 from nano_inference.server.hosts import Host, hosts_to_allow, is_loopback_name, parse_host
 from nano_inference.server.keys import KeyRing, load_admin_keys
-from nano_inference.server.rl.paths import ADMIN_PATHS
 
 OnResponse = Callable[[Scope, int | None, float, Exception | None], None]
 """Told of each request once: its scope, the status (None: the client went away), the seconds, and what went wrong."""
-Headers = Sequence[tuple[bytes, bytes]]
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/ping", "/", "/dashboard", "/formulas.js"})
 """What may be read without a key: how the server is, and pages that know nothing before they are given one.
@@ -42,7 +42,6 @@ MAX_HEADERS = 100
 LINGER_SECONDS = 2.0
 """How long an unwanted body is read and dropped: most clients look at an answer only when they have sent theirs."""
 LINGER_BYTES = 32 << 20
-PREFLIGHT_SECONDS = 600
 
 _LOGGER = logging.getLogger("nano_inference.server")
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
@@ -52,12 +51,6 @@ _ALWAYS = ((b"x-content-type-options", b"nosniff"), (b"referrer-policy", b"no-re
 _UNLESS_SET = (
     (b"cache-control", b"no-store"),
     (b"content-security-policy", b"default-src 'none'; frame-ancestors 'none'"),
-)
-_PREFLIGHT = (
-    (b"access-control-allow-methods", b"GET, HEAD, POST, PUT, PATCH, DELETE"),
-    # A star does not stand for authorization, which has to be named.
-    (b"access-control-allow-headers", b"authorization, *"),
-    (b"access-control-max-age", b"%d" % PREFLIGHT_SECONDS),
 )
 
 
@@ -86,8 +79,11 @@ class GuardPolicy:
     """Whose X-Forwarded-For is believed."""
 
 
-def guard_policy(config: ServerConfig, keys: KeyRing) -> GuardPolicy:
-    """Return the policy of a configuration; raise `ValueError` naming a field that makes no sense, or is not safe."""
+def policy_of(config: ServerConfig, keys: KeyRing, admin_paths: frozenset[str]) -> GuardPolicy:
+    """Return the policy of a configuration; raise `ValueError` naming a field that makes no sense, or is not safe.
+
+    `admin_paths` need an admin key if `enable_rl` is set; without it they have no effect.
+    """
     is_loopback = is_loopback_name(config.host)
     admins = KeyRing.of(load_admin_keys(config))
     if not (is_loopback or not keys.is_empty or config.insecure):
@@ -102,7 +98,7 @@ def guard_policy(config: ServerConfig, keys: KeyRing) -> GuardPolicy:
     return GuardPolicy(
         keys=keys.with_admins(admins),
         admins=admins,
-        admin_paths=ADMIN_PATHS if config.enable_rl else frozenset(),
+        admin_paths=admin_paths if config.enable_rl else frozenset(),
         is_loopback=is_loopback,
         allowed_hosts=hosts_to_allow(config),
         cors_origins=frozenset(config.cors_origin),
@@ -166,7 +162,7 @@ class Guard:
         """Let the request through or refuse it; return what went wrong."""
         try:
             if check_admission(exchange.scope, self.policy) == "preflight":
-                await exchange.respond(204, _PREFLIGHT)
+                await exchange.respond(204, PREFLIGHT)
             else:
                 await self.app(exchange.scope, exchange.receive, exchange.send)
             if exchange.status is None and not exchange.is_gone:
@@ -260,7 +256,11 @@ class Exchange:
 
     def _completed(self, headers: Headers) -> list[tuple[bytes, bytes]]:
         """Return an answer's headers with those that every answer has."""
-        forced = [*_ALWAYS, (b"x-request-id", self.request_id.encode()), *cors_headers(self.scope, self._policy)]
+        forced = [
+            *_ALWAYS,
+            (b"x-request-id", self.request_id.encode()),
+            *cors_headers(self.scope, self._policy.cors_origins),
+        ]
         if self._is_unread:
             # What is left of the body must not be taken for the next request.
             forced.append((b"connection", b"close"))
@@ -286,7 +286,7 @@ def check_admission(scope: Scope, policy: GuardPolicy) -> Literal["request", "pr
     headers = scope["headers"]
     check_headers(headers)
     check_host(headers, policy)
-    if is_preflight(scope, policy):
+    if is_preflight(scope, policy.cors_origins):
         return "preflight"
     if scope["path"] in policy.admin_paths:
         check_admin(scope, policy.admins)
@@ -302,17 +302,6 @@ def check_path(path: str) -> None:
     """Refuse control characters: a router may find a path where a line ends, which no list of paths has."""
     if any(char < " " or char == "\x7f" for char in path):
         raise ApiError(404, "no such path: it holds a control character")
-
-
-def values(headers: Headers, name: bytes) -> list[str]:
-    """Return every value of a header."""
-    return [value.decode("latin-1") for key, value in headers if key.lower() == name]
-
-
-def single(headers: Headers, name: bytes) -> str | None:
-    """Return the value of a header that is there once; one that is repeated means nothing."""
-    found = values(headers, name)
-    return found[0] if len(found) == 1 else None
 
 
 def request_id_of(headers: Headers) -> str:
@@ -349,33 +338,6 @@ def check_host(headers: Headers, policy: GuardPolicy) -> None:
     is_listed = any(name == host[0] and port in (None, host[1]) for name, port in policy.allowed_hosts)
     if not (is_open or is_listed or is_loopback_name(host[0])):
         raise ApiError(403, f"host {host[0]!r} is not served here; see --allowed-host", code="host_not_allowed")
-
-
-def granted_origin(headers: Headers, policy: GuardPolicy) -> str | None:
-    """Return what to tell a browser of who may read the answer: the page's origin, * for any, None for nobody."""
-    origin = single(headers, b"origin")
-    if origin is not None and "*" in policy.cors_origins:
-        return "*"
-    return origin if origin in policy.cors_origins else None
-
-
-def is_preflight(scope: Scope, policy: GuardPolicy) -> bool:
-    """Whether a browser asks on behalf of an allowed page what it may send; it cannot send a key with that."""
-    headers = scope["headers"]
-    asks = scope["method"] == "OPTIONS" and single(headers, b"access-control-request-method") is not None
-    return asks and granted_origin(headers, policy) is not None
-
-
-def cors_headers(scope: Scope, policy: GuardPolicy) -> list[tuple[bytes, bytes]]:
-    """Return the CORS headers of an answer; never with credentials."""
-    if not policy.cors_origins:
-        return []
-    vary = (b"vary", b"origin")
-    origin = granted_origin(scope["headers"], policy)
-    if origin is None:
-        return [vary]
-    exposed = (b"access-control-expose-headers", b"x-request-id, x-max-tokens, retry-after")
-    return [vary, (b"access-control-allow-origin", origin.encode("latin-1")), exposed]
 
 
 def check_key(scope: Scope, keys: KeyRing) -> int | None:

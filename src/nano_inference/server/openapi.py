@@ -8,18 +8,14 @@ from typing import Any
 from pydantic.json_schema import models_json_schema
 
 import nano_inference
-from nano_inference.server.paths import CONVERTING, GENERATING, Converting, Generating
+from nano_inference.server.dialect import Converting, Dialect, Generating, gets, posts
 
 JSON = dict[str, Any]
 
 _GETS: tuple[tuple[str, str, bool], ...] = (
     ("/v1/models", "List the names that the model is served under.", False),
-    ("/tokenizer_info", "Describe the tokenizer.", False),
     ("/health", "Whether the process can still answer: 503 while loading and after the engine failed.", True),
     ("/ready", "Whether requests are taken: 503 while loading, draining or dead.", True),
-    ("/health_generate", "Draw a token, to see that one comes.", False),
-    ("/props", "Describe the model and the defaults of /completion, as llama.cpp's server does.", False),
-    ("/stats", "Count the answers that are under way, as nanochat's web chat does.", False),
     ("/ping", "The same as /health.", True),
     ("/load", "Count the open requests.", False),
     ("/version", "Tell this software's version.", False),
@@ -43,15 +39,19 @@ _REFUSALS: Mapping[str, str] = {
 }
 
 
-def openapi(*, needs_key: bool) -> JSON:
-    """Return the document. `needs_key`: whether clients must send one."""
-    posts: list[Generating | Converting] = [*GENERATING, *CONVERTING]
+def openapi(dialects: Mapping[str, Dialect], *, needs_key: bool) -> JSON:
+    """Return the document of the server with these dialects. `needs_key`: whether clients must send one."""
+    routes = list(posts(dialects))
     refs, definitions = models_json_schema(
-        [(model, "validation") for model in {post.body for post in posts}], ref_template="#/components/schemas/{model}"
+        [(model, "validation") for model in {route.body for _, route in routes}],
+        ref_template="#/components/schemas/{model}",
     )
     paths: dict[str, JSON] = {path: {"get": _get(text, is_open)} for path, text, is_open in _GETS}
-    for post in posts:
-        paths[post.path] = {"post": _post(refs[post.body, "validation"], post)}
+    for get in gets(dialects):
+        paths.setdefault(get.path, {})["get"] = _get(get.summary, False)
+    for dialect, route in routes:
+        operation = _post(refs[route.body, "validation"], route, has_own_errors=dialect.error_body is not None)
+        paths.setdefault(route.path, {})["post"] = operation
     paths["/v1/models/{model}"] = {
         "get": _get("Describe one of the names.", False)
         | {"parameters": [{"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}]}
@@ -74,14 +74,14 @@ def _get(text: str, is_open: bool) -> JSON:
     return operation | ({"security": []} if is_open else {})
 
 
-def _post(body: JSON, post: Generating | Converting) -> JSON:
+def _post(body: JSON, post: Generating | Converting, *, has_own_errors: bool) -> JSON:
     content: JSON = {"application/json": {"schema": {"type": ["object", "array"]}}}
     if isinstance(post, Generating) and post.streams:
         content["text/event-stream"] = {}
     return {
         "summary": post.summary,
         "requestBody": {"required": True, "content": {"application/json": {"schema": body}}},
-        "responses": {"200": {"description": "OK", "content": content}} | _refusals(post.error_body is not None),
+        "responses": {"200": {"description": "OK", "content": content}} | _refusals(has_own_errors),
     }
 
 

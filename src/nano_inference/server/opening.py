@@ -16,6 +16,7 @@ from nano_inference.chat_defaults import chat_defaults
 from nano_inference.config import EngineConfig, ServerConfig
 from nano_inference.engine import InferenceEngine
 from nano_inference.executors.loading import LoadProgress
+from nano_inference.kinds import installed_kinds
 from nano_inference.loader.opened import Checkpoint, sampling_defaults
 from nano_inference.server.metrics import Metrics
 from nano_inference.server.model import ServedModel
@@ -51,17 +52,18 @@ def open_model(
         if is_used:
             sampling_defaults(checkpoint)
 
-    parts = assemble(engine_config, progress, on_open=check)
+    kinds = installed_kinds()
+    parts = assemble(engine_config, progress, on_open=check, kinds=kinds)
     assert parts.checkpoint is not None, "assemble opens a checkpoint"
     own = sampling_defaults(parts.checkpoint) if is_used else valid_defaults(parts.checkpoint)
-    tokenizer = load_tokenizer(parts.checkpoint.tokenizer)
+    tokenizer = load_tokenizer(parts.checkpoint.tokenizer, kinds.tokenizers)
     engine = InferenceEngine(engine_config, parts=parts)
     model = ServedModel(
         names=config.served_model_name or (name,),
         any_name=config.any_model,
         created=int(time.time()),
         tokenizer=tokenizer,
-        dialogue=load_dialogue(parts.checkpoint.tokenizer, tokenizer),
+        dialogue=load_dialogue(parts.checkpoint.tokenizer, tokenizer, kinds.tokenizers),
         grammars=Grammars(tokenizer, engine.limits.vocab_size, parts.eos_token_ids),
         limits=engine.limits,
         max_positions=parts.checkpoint.config.max_positions,

@@ -150,7 +150,9 @@ class LimitedProtocol(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Forget the connection and its timers."""
         super().connection_lost(exc)
-        self._unset_keepalive_if_required()
+        if self.timeout_keep_alive_task is not None:  # uvicorn stops it only if the client left without an error
+            self.timeout_keep_alive_task.cancel()
+            self.timeout_keep_alive_task = None
         self._stop_reading_timer()
         self._stop_writing_timer()
 
@@ -188,10 +190,6 @@ class LimitedProtocol(H11Protocol):
         else:
             self.transport.abort()
         self._disconnect_application()
-
-    def _should_upgrade(self) -> bool:
-        # uvicorn would print two warnings for each request that asks for a websocket.
-        return False
 
     def _send_error(self, error: ApiError) -> None:
         is_head = self.conn.our_state is h11.SEND_RESPONSE and self.parser.method == b"HEAD"
@@ -286,7 +284,8 @@ def uvicorn_config(app: ASGIApp, config: ServerConfig, policy: GuardPolicy | Non
         lifespan="off",
         access_log=False,
         log_config=None,
-        # Below it, uvicorn writes a line for every request that is not HTTP: anybody could fill a log.
+        # Below it, uvicorn writes a line for each request that is not HTTP, and two for each that asks for an upgrade
+        # (a websocket): any client could fill a log.
         log_level="error",
         # A client's X-Forwarded-For is what the client says.
         proxy_headers=False,

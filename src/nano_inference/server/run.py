@@ -22,11 +22,11 @@ from nano_inference.config import ServerConfig, SettingError
 from nano_inference.server.accepting import Acceptor
 from nano_inference.server.app import App
 from nano_inference.server.bridge import Bridge
-from nano_inference.server.guard import guard_policy
 from nano_inference.server.keys import KeyRing, load_keys
 from nano_inference.server.loop_watch import LoopWatchdog
 from nano_inference.server.protocol import uvicorn_config
 from nano_inference.server.served import Opened
+from nano_inference.server.wiring import guard_policy, installed_dialects, make_app
 
 Open = Callable[[], Opened]
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -134,7 +134,7 @@ async def serve(
     bridge = Bridge(step_timeout=config.step_timeout)
     keys = KeyRing.of(load_keys(config), is_shared=config.share_prefix_cache)
     policy = guard_policy(config, keys)
-    app = App(config, policy, bridge)
+    app = make_app(config, policy, bridge, installed_dialects())
     listener = Listener(uvicorn_config(app.asgi, config, policy))
     shutdown = Shutdown()
     loop = asyncio.get_running_loop()

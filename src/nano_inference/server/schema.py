@@ -88,7 +88,7 @@ class FunctionSpec(Body):
 
 
 class Tool(Body):
-    """A tool: a function, or the calculator that the server itself runs for a nanochat model."""
+    """A tool: a function, or the calculator that the server itself runs for a model made to call one."""
 
     type: Annotated[str, Field(max_length=64)]
     function: FunctionSpec | None = None
@@ -181,7 +181,7 @@ class Sampling(Body):
     json_schema: str | dict[str, Any] | bool | None = None
     """What the answer must be, as OpenAI, vLLM, SGLang and llama.cpp call it; one of these at most (`structured`)."""
     calculator: bool | None = None
-    """Ours: let a nanochat model's calculator answer while it writes."""
+    """Ours: let the model's calculator answer while it writes."""
 
     user: str | None = None
     service_tier: str | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from nano_inference.server.tools import ToolUse
-from nano_inference.text.tools import PythonTool
+from nano_inference.text.kinds import Tool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,8 +32,8 @@ class ReplyShape:
     """The functions whose calls are looked for in the text."""
     markers: frozenset[int] = frozenset()
     """Special tokens that are shown all the same: calls are known by them."""
-    tool: PythonTool | None = None
-    """The calculator that answers while the model writes."""
+    tool: Tool | None = None
+    """What answers while the model writes."""
     begun: bytes = b""
     """What a reader sees of the tokens that the answer began with, marks of the calculator included."""
     begun_ids: tuple[int, ...] = ()

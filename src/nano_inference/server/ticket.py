@@ -10,29 +10,21 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from nano_inference.door import MatcherFactory
 from nano_inference.server.backlog import Backlog, Piece
 from nano_inference.server.errors import ApiError
 from nano_inference.server.structured import Structure
-from nano_inference.types import FROM_THE_PROMPT, Beginning, Delta, SamplingParams, TokenProgram
+from nano_inference.types import Delta, EngineRequest
 
 MAX_UNREAD = 4096
 """Tokens of one sample that may wait for a client that does not read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
+class Ask(EngineRequest):
     """What the engine is asked for one prompt; already checked against the engine's limits."""
 
-    prompt: tuple[int, ...]
-    params: SamplingParams
-    num_samples: int = 1
-    salt: str = ""
-    make_matcher: MatcherFactory | None = None
     structure: Structure | None = None
     """What the answer must be; its matcher takes time to make, and is not in `make_matcher` before that is done."""
-    program: TokenProgram | None = None
-    beginning: Beginning = FROM_THE_PROMPT
 
 
 @dataclass(slots=True)

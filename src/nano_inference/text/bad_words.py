@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from nano_inference.text.tokenizer import Tokenizer
+from nano_inference.text.kinds import Tokenizer
 from nano_inference.types import BadRequest, Matcher, StopReason
 
 MAX_TOKENS = 1024

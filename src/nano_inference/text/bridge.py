@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 from nano_inference.text.chat import ChatTemplate, Message, check_messages, encode_chat, render
-from nano_inference.text.tokenizer import Tokenizer
+from nano_inference.text.kinds import Tokenizer
 from nano_inference.types import ModelError
 
 _NOTHING: Mapping[str, Any] = MappingProxyType({})

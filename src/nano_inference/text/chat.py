@@ -21,13 +21,12 @@ from nano_inference.packages import needed
 from nano_inference.text import template_guard
 from nano_inference.text.hf import MAX_FILE, read_json
 from nano_inference.text.json_view import view
+from nano_inference.text.kinds import Message as Message
+from nano_inference.text.kinds import Tokenizer, TokenizerSource
 from nano_inference.text.literals import literal_pattern
 from nano_inference.text.template_digests import is_known
 from nano_inference.text.templates import Renderer, Templates, size_of
-from nano_inference.text.tokenizer import Tokenizer
-from nano_inference.types import BadRequest, ModelError, TokenizerSource
-
-Message = Mapping[str, Any]
+from nano_inference.types import BadRequest, ModelError
 
 FUEL = 5_000_000
 """MiniJinja's steps in one rendering: well under a second; a message takes some hundreds."""

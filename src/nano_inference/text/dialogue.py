@@ -1,30 +1,26 @@
 """How a model is talked with: messages to ids, what it wrote back to a message, and what a reader sees of it.
 
-Two kinds: a chat template, and nanochat's fixed layout with its calculator. Whoever talks need not know which it is.
+Here is the kind with a chat template; others come with the table of tokenizers. Callers need not know which it is.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
-from nano_inference.text.chat import ChatTemplate, Message, encode_chat, load_chat_template, render
-from nano_inference.text.nanochat_chat import (
-    ASSISTANT_START,
-    USER_START,
-    answer_message,
-    render_conversation,
-    render_for_completion,
-)
-from nano_inference.text.tokenizer import Tokenizer
-from nano_inference.text.tools import PythonTool, python_tool, special_tokens
-from nano_inference.types import BadRequest, TokenizerSource
+from nano_inference.text.chat import ChatTemplate, encode_chat, load_chat_template, render
+from nano_inference.text.kinds import ANSWER as ANSWER
+from nano_inference.text.kinds import Dialogue as Dialogue
+from nano_inference.text.kinds import Message, Tokenizer, TokenizerKind, TokenizerSource, Tool
+from nano_inference.text.kinds import Rendering as Rendering
+from nano_inference.text.tokenizer import installed_tokenizers
+from nano_inference.types import BadRequest
 
 PartKind = Literal["text", "python", "python_output"]
-"""What a part of an answer is: nanochat's names, as in its parts of a message."""
+"""What a part of an answer is: text, a tool's call, or the result of one."""
 
 _CALL, _RESULT, _RETURN, _NOTHING, _CUT = "\ufdd0\ufdd1\ufdd2\ufdd3\ufdd4"
 _SPELLED = str.maketrans({_CALL: "[", _RESULT: " → ", _RETURN: "] ", _NOTHING: " → no result] ", _CUT: " …]"})
@@ -33,58 +29,13 @@ _ENDS_IN: Mapping[str, PartKind] = MappingProxyType(
 )
 """What the text behind a mark is."""
 _MARK = re.compile(f"([{_CALL}{_RESULT}{_RETURN}{_NOTHING}{_CUT}])")
-_NO_TEXT: Message = {"role": "assistant", "content": ""}
 
 
 class Part(NamedTuple):
-    """A piece of an answer: text, an expression that the calculator is given, or what it gave back."""
+    """A piece of an answer: text, the expression that a tool is called with, or its result."""
 
     type: PartKind
     text: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rendering:
-    """How messages are put before the model."""
-
-    add_generation_prompt: bool = True
-    """End with the beginning of the answer."""
-    continue_final: bool = False
-    """End inside the last message, which the model goes on with."""
-    tools: Sequence[Mapping[str, Any]] | None = None
-    extra: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
-    """Further variables of the chat template."""
-
-
-ANSWER = Rendering()
-"""The usual way: the model is to answer."""
-
-
-class Dialogue(Protocol):
-    """A way of talking with one model."""
-
-    @property
-    def tool(self) -> PythonTool | None:
-        """What the model may call while it writes."""
-
-    @property
-    def tool_template(self) -> str | None:
-        """The source of the template that tells the model of its functions; None without one."""
-
-    def encode(self, messages: Sequence[Message], rendering: Rendering = ANSWER) -> list[int]:
-        """Return the ids that the model reads before it answers. Raises `BadRequest` naming the wrong message."""
-
-    def text(self, messages: Sequence[Message], rendering: Rendering = ANSWER) -> str:
-        """Return what `encode` encodes, as text. Raises as it does."""
-
-    def knows(self, name: str) -> bool:
-        """Whether a variable of that name in `Rendering.extra` could change anything."""
-
-    def answer(self, tokens: Sequence[int], text: str) -> Message:
-        """Return the message that the model's tokens make, for the next turn; `text` is what was shown of it."""
-
-    def close(self) -> None:
-        """End the processes that render, if there are any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +44,7 @@ class TemplateDialogue:
 
     template: ChatTemplate
     tokenizer: Tokenizer
-    tool: PythonTool | None = None
+    tool: Tool | None = None
 
     @property
     def tool_template(self) -> str | None:
@@ -136,58 +87,24 @@ class TemplateDialogue:
         self.template.close()
 
 
-@dataclass(frozen=True, slots=True)
-class NanochatDialogue:
-    """A nanochat model: calls of its calculator stay parts of the message, and have their real tokens next time."""
+def load_dialogue(
+    source: TokenizerSource, tokenizer: Tokenizer, kinds: Mapping[str, TokenizerKind] | None = None
+) -> Dialogue | None:
+    """Return how a model is talked with, None when neither its tokens nor its template tell. Raises `ModelError`.
 
-    tokenizer: Tokenizer
-    tool: PythonTool | None
-
-    @property
-    def tool_template(self) -> str | None:
-        """There is none."""
-        return None
-
-    def encode(self, messages: Sequence[Message], rendering: Rendering = ANSWER) -> list[int]:
-        """Return the ids of messages that take turns, in full length."""
-        if rendering.tools or rendering.extra:
-            raise BadRequest("nanochat's layout has no tools and no chat template variables")
-        if rendering.add_generation_prompt:
-            if rendering.continue_final:
-                raise BadRequest("continue_final_message and add_generation_prompt exclude each other")
-            return render_for_completion(self.tokenizer, [*messages, _NO_TEXT], None)
-        if rendering.continue_final and messages[-1].get("role") != "assistant":
-            raise BadRequest("continue_final_message needs a last message by the assistant")
-        ids, _ = render_conversation(self.tokenizer, messages, None)
-        return ids[:-1] if rendering.continue_final else ids
-
-    def text(self, messages: Sequence[Message], rendering: Rendering = ANSWER) -> str:
-        """Return the text of the ids, special tokens spelled out."""
-        return self.tokenizer.decode(self.encode(messages, rendering), skip_special=False)
-
-    def knows(self, name: str) -> bool:
-        """There are no variables."""
-        return False
-
-    def answer(self, tokens: Sequence[int], text: str) -> Message:
-        """Return the answer's text, or its parts when the calculator was called."""
-        return answer_message(self.tokenizer, tokens)
-
-    def close(self) -> None:
-        """There are no processes."""
-
-
-def load_dialogue(source: TokenizerSource, tokenizer: Tokenizer) -> Dialogue | None:
-    """Return how a model is talked with, None when neither its template nor its tokens tell. Raises `ModelError`."""
-    if {USER_START, ASSISTANT_START} <= special_tokens(tokenizer).keys():
-        return NanochatDialogue(tokenizer, python_tool(tokenizer))
+    `kinds` are asked about the tokens, the last first; by default they are the installed ones.
+    """
+    kinds = installed_tokenizers() if kinds is None else kinds
+    for kind in reversed([*kinds.values()]):
+        if (dialogue := kind.dialogue(tokenizer)) is not None:
+            return dialogue
     template = load_chat_template(source, tokenizer)
     return None if template is None else TemplateDialogue(template, tokenizer)
 
 
 def shown(
     tokenizer: Tokenizer,
-    tool: PythonTool | None,
+    tool: Tool | None,
     tokens: Sequence[int],
     *,
     is_cut: bool = False,
@@ -243,12 +160,13 @@ def _parts(text: str, inside: PartKind, *, with_marks: bool) -> tuple[tuple[Part
     return tuple(parts), inside
 
 
-def mark_of(tool: PythonTool, tokens: Sequence[int], index: int, is_cut: bool) -> str | None:
+def mark_of(tool: Tool, tokens: Sequence[int], index: int, is_cut: bool) -> str | None:
     """Return what stands for a token of the tool's, None for any other."""
     after = tokens[index + 1] if index + 1 < len(tokens) else None
     without = _CUT if after is None and is_cut else _NOTHING
-    marks = {tool.python_start: _CALL, tool.python_end: "" if after == tool.output_start else without}
-    marks |= {tool.output_start: _RESULT, tool.output_end: _RETURN}
+    (call_start, call_end), (result_start, result_end) = tool.call, tool.result
+    marks = {call_start: _CALL, call_end: "" if after == result_start else without}
+    marks |= {result_start: _RESULT, result_end: _RETURN}
     return marks.get(tokens[index])
 
 

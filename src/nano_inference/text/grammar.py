@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nano_inference.text.grammar_text import Grammar, check_grammar, for_library, reason_of
-from nano_inference.text.tokenizer import Tokenizer
+from nano_inference.text.kinds import Tokenizer
 from nano_inference.types import BadRequest, Matcher, StopReason
 
 __all__ = ["ENDED", "Grammar", "GrammarMatcher", "Grammars"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from nano_inference.text.tokenizer import Tokenizer
+from nano_inference.text.kinds import Tokenizer
 from nano_inference.types import Matcher, StopReason
 
 

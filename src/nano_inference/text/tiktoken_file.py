@@ -1,4 +1,4 @@
-"""`TiktokenTokenizer`, which nanochat's tokenizers also are, and its loader for directories with tiktoken's ranks."""
+"""`TiktokenTokenizer`, over any tiktoken encoding, and its loader for directories with tiktoken's ranks."""
 
 from __future__ import annotations
 

@@ -1,90 +1,84 @@
-"""What a tokenizer can do, and the door through which one is loaded.
+"""The table of tokenizers, and the function that loads one.
 
-Four sources: a directory with Hugging Face's tokenizer.json, with nanochat's tokenizer.pkl (read, never unpickled) or
-with tiktoken's ranks, a GGUF file's metadata. What would run code (other pickles, Python files) is refused by name.
+Three sources: a directory with Hugging Face's tokenizer.json or with tiktoken's ranks, a GGUF file's metadata; packages
+add more. What would run code (pickles, Python files) is refused by name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol
+from types import MappingProxyType
 
 from nano_inference.files import is_present, path_of
 from nano_inference.packages import needed
+from nano_inference.registry import table
 from nano_inference.text.gguf_vocab import gguf_tokenizer
 from nano_inference.text.hf import hf_tokenizer
-from nano_inference.text.nanochat_names import FILE_NAME
+from nano_inference.text.kinds import TOKENIZERS_GROUP, Tokenizer, TokenizerKind, TokenizerSource
 from nano_inference.text.tiktoken_ranks import find_ranks
-from nano_inference.types import ModelError, TokenizerSource
+from nano_inference.types import ModelError
+
+__all__ = ["Tokenizer", "installed_tokenizers", "kind_of", "load_tokenizer"]
 
 
-class Tokenizer(Protocol):
-    """Text to ids and back, shared by all threads: nothing in it changes after it is built."""
-
-    @property
-    def vocab_size(self) -> int:
-        """One more than the largest id."""
-
-    @property
-    def bos_id(self) -> int | None:
-        """The token before every text, for models that have one."""
-
-    @property
-    def eos_ids(self) -> tuple[int, ...]:
-        """The tokens that end a text, the tokenizer's own first."""
-
-    @property
-    def special_ids(self) -> frozenset[int]:
-        """Tokens that are no text."""
-
-    @property
-    def drops_space(self) -> bool:
-        """Whether a text that begins here loses one leading space when decoded (SentencePiece)."""
-
-    @property
-    def named(self) -> Mapping[str, str]:
-        """The special tokens that have a role: `bos_token`, `eos_token`, … to their text."""
-
-    def encode(self, text: str, *, add_special: bool = True, parse_special: bool = True) -> list[int]:
-        """Return the ids; `parse_special=False` spells out special tokens that stand in the text."""
-
-    def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
-        """Return the text; bytes that are no UTF-8 become U+FFFD."""
-
-    def token_bytes(self, token: int) -> bytes:
-        """Return the bytes that an id writes."""
-
-    def token_text(self, token: int) -> str:
-        """Return an id's piece as the vocabulary spells it."""
+def installed_tokenizers() -> Mapping[str, TokenizerKind]:
+    """Return the kinds of this package and of all installed ones, by name. Raises `PluginError`."""
+    return table(TOKENIZERS_GROUP, OWN_TOKENIZERS, TokenizerKind)
 
 
-def load_tokenizer(source: TokenizerSource) -> Tokenizer:
+def load_tokenizer(source: TokenizerSource, kinds: Mapping[str, TokenizerKind] | None = None) -> Tokenizer:
     """Load the tokenizer that a source describes. Raises `ModelError` naming the file that cannot be used.
 
-    tokenizer.pkl and tiktoken's files raise `MissingPackage`, a `ModelError`, without tiktoken.
+    `kinds` are those to choose from, by default the installed ones; the last row that reads the directory loads it, so
+    that a package's rows precede our own. Raises `MissingPackage`, a `ModelError`, if a kind needs one that is absent.
     """
     if source.gguf is not None:
         return gguf_tokenizer(source.gguf, source.path)
     directory = path_of(source.path, "tokenizer")
     if not directory.is_dir():
         raise ModelError(f"{source.path}: no such directory")
-    if is_present(directory / FILE_NAME):  # before a tokenizer.json beside it, as nanochat itself does
-        with needed(f"{directory / FILE_NAME}: nanochat's tokenizer"):
-            from nano_inference.text.nanochat_file import nanochat_tokenizer
-        return nanochat_tokenizer(directory)
-    if is_present(directory / "tokenizer.json"):
-        return hf_tokenizer(directory)
+    kinds = installed_tokenizers() if kinds is None else kinds
+    kind = kind_of(directory, kinds)
+    if kind is None:
+        raise ModelError(_why_none(directory, [one.title for one in kinds.values()]))
+    return kind.load(directory)
+
+
+def kind_of(directory: Path, kinds: Mapping[str, TokenizerKind]) -> TokenizerKind | None:
+    """Return the last of `kinds` that reads a directory; None if none does."""
+    return next((one for one in reversed([*kinds.values()]) if one.reads(directory)), None)
+
+
+def _load_ranks(directory: Path) -> Tokenizer:
     ranks = find_ranks(directory)
-    if ranks is not None:
-        with needed(f"{ranks}: tiktoken's file"):
-            from nano_inference.text.tiktoken_file import tiktoken_tokenizer
-        return tiktoken_tokenizer(directory, ranks)
-    raise ModelError(_why_none(directory))
+    assert ranks is not None, "reads() has found them"
+    with needed(f"{ranks}: tiktoken's file"):
+        from nano_inference.text.tiktoken_file import tiktoken_tokenizer
+    return tiktoken_tokenizer(directory, ranks)
 
 
-def _why_none(directory: Path) -> str:
-    """Say what lies in a directory instead of a tokenizer that can be used."""
+OWN_TOKENIZERS: Mapping[str, TokenizerKind] = MappingProxyType(
+    {
+        "tiktoken": TokenizerKind(
+            title="a tiktoken file",
+            description="tiktoken",
+            reads=lambda directory: find_ranks(directory) is not None,
+            load=_load_ranks,
+        ),
+        "huggingface": TokenizerKind(
+            title="tokenizer.json",
+            description="tokenizer.json",
+            reads=lambda directory: is_present(directory / "tokenizer.json"),
+            load=hf_tokenizer,
+        ),
+    }
+)
+"""The kinds of this package."""
+
+
+def _why_none(directory: Path, titles: list[str]) -> str:
+    """Return what a directory has instead of a tokenizer of these titles."""
     if (directory / "tokenizer.model").is_file():
         return (
             f"{directory / 'tokenizer.model'}: a SentencePiece model alone cannot be read; convert it once with "
@@ -99,4 +93,4 @@ def _why_none(directory: Path) -> str:
             f"{directory / 'vocab.json'}: a vocabulary without its pre-tokenizer is ambiguous; "
             "save the tokenizer as tokenizer.json with transformers"
         )
-    return f"{directory}: no tokenizer: neither tokenizer.json, nanochat's tokenizer.pkl nor a tiktoken file"
+    return f"{directory}: no tokenizer: neither {', '.join(titles[:-1])} nor {titles[-1]}"

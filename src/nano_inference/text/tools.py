@@ -1,71 +1,19 @@
-"""Token programs: what a model may call while it writes, and the tokens that come back.
-
-nanochat's models call a calculator: they write an expression between <|python_start|> and <|python_end|>, and the
-result is forced after it between <|output_start|> and <|output_end|> (nanochat's engine.py).
-"""
+"""Special tokens by their text, and token programs behind an answer that has begun."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from nano_inference.text.calculator import MAX_EXPRESSION, calculate, result_text
-from nano_inference.text.tokenizer import Tokenizer
-from nano_inference.types import BadRequest
-
-PYTHON_START, PYTHON_END = "<|python_start|>", "<|python_end|>"
-OUTPUT_START, OUTPUT_END = "<|output_start|>", "<|output_end|>"
-
-_MAX_TOKENS = 4 * MAX_EXPRESSION
-"""Of an expression: a token has a byte at least and a character four at most, so more make no shorter text."""
-
-
-@dataclass(frozen=True, slots=True)
-class PythonTool:
-    """nanochat's calculator as a `types.TokenProgram`; one object serves any number of samples at once.
-
-    Its state is None outside a python block and the block's tokens so far inside.
-    """
-
-    python_start: int
-    python_end: int
-    output_start: int
-    output_end: int
-    decode: Callable[[Sequence[int]], str]
-    """The text of an expression's tokens, special tokens as their literal text."""
-    encode: Callable[[str], Sequence[int]]
-    """The tokens of a result's text, none of them special."""
-
-    def start(self) -> object:
-        """Return the state before the first sampled token: outside a block."""
-        return None
-
-    def step(self, state: object, token: int) -> tuple[object, tuple[int, ...]]:
-        """Take a sampled token; return the next state and, at the end of a block with a result, the forced tokens.
-
-        A start inside a block begins it anew, an end outside is a token like any other, and nothing is forced after
-        an empty block or an expression without a result.
-        """
-        if token == self.python_start:
-            return (), ()
-        if not isinstance(state, tuple):
-            return None, ()
-        if token != self.python_end:
-            return (state if len(state) > _MAX_TOKENS else (*state, token)), ()
-        return None, self._forced(state)
-
-    def _forced(self, block: Sequence[int]) -> tuple[int, ...]:
-        if len(block) > _MAX_TOKENS:
-            return ()
-        text = result_text(calculate(self.decode(block)))
-        return () if text is None else (self.output_start, *self.encode(text), self.output_end)
+from nano_inference.text.kinds import Tokenizer
+from nano_inference.types import BadRequest, TokenProgram
 
 
 @dataclass(frozen=True, slots=True)
 class Begun:
     """A `types.TokenProgram` behind the first tokens of an answer, which somebody else drew or chose."""
 
-    program: PythonTool
+    program: TokenProgram
     state: object
 
     def start(self) -> object:
@@ -77,7 +25,7 @@ class Begun:
         return self.program.step(state, token)
 
 
-def behind(program: PythonTool, tokens: Sequence[int]) -> tuple[Begun, tuple[int, ...]]:
+def behind(program: TokenProgram, tokens: Sequence[int]) -> tuple[Begun, tuple[int, ...]]:
     """Return a program behind an answer's first tokens, and what of its forced tokens they lack at their end.
 
     Raises `BadRequest` when they hold other tokens where the program forces some.
@@ -91,23 +39,6 @@ def behind(program: PythonTool, tokens: Sequence[int]) -> tuple[Begun, tuple[int
             raise BadRequest("answer_token_ids: other tokens stand where the calculator forces its result")
         missing, at = tuple(forced[len(given) :]), at + 1 + len(forced)
     return Begun(program, state), missing
-
-
-def python_tool(tokenizer: Tokenizer) -> PythonTool | None:
-    """Return the calculator for a tokenizer with nanochat's four tool tokens, None for any other."""
-    special = special_tokens(tokenizer)
-    names = (PYTHON_START, PYTHON_END, OUTPUT_START, OUTPUT_END)
-    if not all(name in special for name in names):
-        return None
-    python_start, python_end, output_start, output_end = (special[name] for name in names)
-
-    def decode(tokens: Sequence[int]) -> str:
-        return tokenizer.decode(tokens, skip_special=False)
-
-    def encode(text: str) -> list[int]:
-        return tokenizer.encode(text, add_special=False, parse_special=False)
-
-    return PythonTool(python_start, python_end, output_start, output_end, decode, encode)
 
 
 def special_tokens(tokenizer: Tokenizer) -> dict[str, int]:

@@ -15,9 +15,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from nano_inference.checks import check_int
 from nano_inference.loader.pieces import DTYPES
 from nano_inference.memory import huge_empty
-from nano_inference.types import WeightError, check_int
+from nano_inference.types import WeightError
 from nano_inference.weights.member import GroupBackend, Member
 
 _ALIGNMENT = 16

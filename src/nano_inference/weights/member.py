@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nano_inference.types import WeightError, check_int, check_number
+from nano_inference.checks import check_int, check_number
+from nano_inference.types import WeightError
 
 GroupBackend = Literal["gloo", "nccl"]
 _PROBE_S, _PAUSE_S = 2.0, 0.05

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,30 +14,13 @@ from nano_inference.loader.door import HARMLESS_SUFFIX, TensorSource, WeightSour
 from nano_inference.loader.pieces import FileRange
 from nano_inference.models.ops import WeightSpec
 from nano_inference.models.program import Program
-from nano_inference.types import WeightError, check_bool
+from nano_inference.types import WeightError
+from nano_inference.updates import UpdateRules
 
 _SHOWN_NAMES = 5
 
 NamedWeights = Mapping[str, Tensor] | Iterable[tuple[str, Tensor | FileRange]]
 """Hugging Face names and tensors: a state dict, an iterator, or one of the places of this room."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UpdateRules:
-    """What an update may be. Raises `ValueError` naming the field when a value makes no sense."""
-
-    partial: bool = False
-    """Tensors that are not named keep their values."""
-    allow_nonfinite: bool = False
-    """NaN and infinity are let in."""
-    checksum: str | None = None
-    """What `weights_checksum` must give for the whole."""
-
-    def __post_init__(self) -> None:
-        check_bool("partial", self.partial)
-        check_bool("allow_nonfinite", self.allow_nonfinite)
-        if self.checksum is not None and not isinstance(self.checksum, str):
-            raise ValueError(f"checksum must be a string, got {self.checksum!r}")
 
 
 class Staging:

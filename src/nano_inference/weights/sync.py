@@ -14,9 +14,10 @@ import torch
 
 from nano_inference.executors.protocol import Executor
 from nano_inference.types import ModelError, UpdateBusy, UpdateState, WeightError, WeightLabel
+from nano_inference.updates import UpdateRules
 from nano_inference.weights.checksum import digest
 from nano_inference.weights.gate import StepGate
-from nano_inference.weights.staging import NamedWeights, Staging, UpdateRules, pairs
+from nano_inference.weights.staging import NamedWeights, Staging, pairs
 
 _STEPS = 8
 """Steps over which a gathering is spread while the engine is busy: each then reads and writes an eighth of the weights

@@ -15,8 +15,8 @@ from torch import Tensor
 from nano_inference.kernels import native
 from nano_inference.kernels.library import Library
 from nano_inference.logprobs import Normalise, Normaliser, divisors_of
-from nano_inference.sampling import Draw, draw, truncation_of, uniform
-from nano_inference.types import DrawExtras, Row, TopLogprobs
+from nano_inference.runner import Row, RowResult
+from nano_inference.sampling import draw, results, truncation_of, uniform
 
 
 class KernelSampler:
@@ -26,18 +26,18 @@ class KernelSampler:
         self._library = library
         self._normalise = kernel_normalise(library)
 
-    def __call__(self, logits_BV: Tensor, rows: Sequence[Row]) -> Draw:
+    def __call__(self, logits_BV: Tensor, rows: Sequence[Row]) -> list[RowResult]:
         """Draw one token a row; the logits may be overwritten."""
         plain = [i for i, row in enumerate(rows) if is_plain(row)]
         if len(plain) == len(rows):
             return self._draw_plain(logits_BV, rows)
         special = [i for i, row in enumerate(rows) if not is_plain(row)]
-        parts = [(special, draw(logits_BV[special], [rows[i] for i in special], self._normalise))]
+        found = dict(zip(special, draw(logits_BV[special], [rows[i] for i in special], self._normalise), strict=True))
         if plain:
-            parts.append((plain, self._draw_plain(logits_BV[plain], [rows[i] for i in plain])))
-        return merged(parts, len(rows))
+            found |= zip(plain, self._draw_plain(logits_BV[plain], [rows[i] for i in plain]), strict=True)
+        return [found[i] for i in range(len(rows))]
 
-    def _draw_plain(self, logits_BV: Tensor, rows: Sequence[Row]) -> Draw:
+    def _draw_plain(self, logits_BV: Tensor, rows: Sequence[Row]) -> list[RowResult]:
         tokens, logprobs = native.draw(
             self._library,
             logits_BV,
@@ -45,7 +45,7 @@ class KernelSampler:
             [uniform(row.seed, row.sample_index, row.start + len(row.tokens)) for row in rows],
             [row.logprobs_mode == "raw" for row in rows],
         )
-        return Draw(tuple(tokens), tuple(logprobs), ((),) * len(rows))
+        return results(rows, tokens, logprobs)
 
 
 def is_plain(row: Row) -> bool:
@@ -54,19 +54,6 @@ def is_plain(row: Row) -> bool:
     is_adjusted = row.history or params.logit_bias or params.allowed_token_ids is not None or row.banned
     wants_more = params.logprobs or params.raw_logprobs or params.sampling_mask
     return not (is_adjusted or row.mask is not None or wants_more or truncation_of(row).is_active)
-
-
-def merged(parts: Sequence[tuple[Sequence[int], Draw]], num_rows: int) -> Draw:
-    """Put the draws of some rows each, given with the rows' places, together in the rows' order."""
-    has_extras = any(found.extras for _, found in parts)
-    drawn: dict[int, tuple[int, float, TopLogprobs, DrawExtras]] = {}
-    for places, found in parts:
-        extras = found.extras or (DrawExtras(None, None),) * len(places)
-        drawn |= dict(
-            zip(places, zip(found.tokens, found.logprobs, found.top_logprobs, extras, strict=True), strict=True)
-        )
-    tokens, logprobs, tops, extras = zip(*(drawn[i] for i in range(num_rows)), strict=True)
-    return Draw(tokens, logprobs, tops, extras if has_extras else ())
 
 
 def kernel_normalise(library: Library) -> Normalise:

@@ -6,7 +6,7 @@ Shapes: T tokens of a step, K those that are kept, S rows, E hidden size, V voca
 from __future__ import annotations
 
 from array import array
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
 from typing import Any
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from nano_inference.config import KvDtype
+from nano_inference.executors.batch import Rows, previous_tokens
 from nano_inference.executors.cpu.drawing import KernelSampler, kernel_normalise
 from nano_inference.executors.cpu.lower import LOWERINGS, CpuWeights, Lowerings, check_operations, head_sizes, lowered
 from nano_inference.executors.cpu.store import KernelStore
@@ -22,14 +23,14 @@ from nano_inference.executors.cpu.weights import CpuStaged, Rounding, values_of
 from nano_inference.executors.protocol import CacheSize
 from nano_inference.executors.staging import Pace
 from nano_inference.executors.step import InferenceMode, Sampler, run_step
-from nano_inference.executors.step_input import ForwardInput, Laid
+from nano_inference.executors.step_input import ForwardInput
 from nano_inference.kernels.library import Library
 from nano_inference.kernels.matrix import Matrix
 from nano_inference.kernels.native import Cache, Continuation, Layout, NativeProgram
 from nano_inference.models.config import ModelConfig
 from nano_inference.models.program import Program
 from nano_inference.models.rope import RotaryTable
-from nano_inference.types import RowResult, ScheduledBatch
+from nano_inference.runner import BlockCopy, RowResult
 
 Ropes = tuple[tuple[Tensor, Tensor], ...]
 
@@ -90,13 +91,13 @@ class CpuExecutor:
 
     # ---- steps ----
 
-    def run(self, batch: ScheduledBatch) -> Mapping[int, RowResult]:
+    def run(self, rows: Rows, copies: tuple[BlockCopy, ...], fresh: tuple[int, ...]) -> Mapping[int, RowResult]:
         """Compute the rows; see `Executor.run`."""
-        return self._mode.run(lambda: self._run(batch))
+        return self._mode.run(lambda: self._run(rows, copies, fresh))
 
-    def _run(self, batch: ScheduledBatch) -> Mapping[int, RowResult]:
-        self.store.prepare(batch.fresh, batch.copies)
-        return run_step(self, batch, self.sampler, self._normalise)
+    def _run(self, rows: Rows, copies: tuple[BlockCopy, ...], fresh: tuple[int, ...]) -> Mapping[int, RowResult]:
+        self.store.prepare(fresh, copies)
+        return run_step(self, rows, self.sampler, self._normalise)
 
     def recover(self) -> None:
         """Undo what an interrupted `run` left behind in this thread."""
@@ -104,15 +105,14 @@ class CpuExecutor:
             self._store.recover()
         self._mode.recover()
 
-    def hidden(self, laid: Laid, kept: Sequence[int], *, windows: bool = True) -> Tensor:
+    def hidden(self, rows: Rows, kept: Sequence[int], *, windows: bool = True) -> Tensor:
         """Return the residual [K, E], in memory that the next step overwrites; see `Forward.hidden`."""
-        return self._hidden(laid, kept, self.store.cache, windows=windows)
+        return self._hidden(self._layout(rows, kept), self.store.cache, windows=windows)
 
-    def step_logits(self, laid: Laid, kept: Sequence[int]) -> Tensor:
+    def step_logits(self, rows: Rows, kept: Sequence[int]) -> Tensor:
         """Return float32 logits [K, V] by one call, in memory that the next step overwrites."""
-        self._check_length(laid)
         head = self.model.logits
-        self.model.body.run(layout_of(laid, kept), self.store.cache, Continuation(head, "x", "x"))
+        self.model.body.run(self._layout(rows, kept), self.store.cache, Continuation(head, "x", "x"))
         return head.buffer("logits", len(kept), self.program.vocab_size)
 
     def final(self, hidden_SE: Tensor) -> Tensor:
@@ -128,18 +128,23 @@ class CpuExecutor:
     def forward(self, inputs: ForwardInput, cache: Any) -> Tensor:
         """Return float32 logits [T, V] of every token, over a `KernelStore` of the caller's."""
         assert isinstance(cache, KernelStore)
-        laid = Laid(inputs.token_T.tolist(), inputs.prev_T.tolist(), inputs.spans)
-        return self._mode.run(lambda: self.logits(self._hidden(laid, range(len(laid.tokens)), cache.cache)))
+        assert max(span.end for span in inputs.spans) <= self._max_len
+        spans = [(span.num_tokens, span.start, span.blocks) for span in inputs.spans]
+        tokens = inputs.token_T.tolist()
+        layout = layout_of(tokens, inputs.prev_T.tolist(), spans, range(len(tokens)))
+        return self._mode.run(lambda: self.logits(self._hidden(layout, cache.cache)))
 
-    def _hidden(self, laid: Laid, kept: Sequence[int], cache: Cache, *, windows: bool = True) -> Tensor:
-        self._check_length(laid)
+    def _hidden(self, layout: Layout, cache: Cache, *, windows: bool = True) -> Tensor:
         body = self.model.body if windows else self.model.full_body
         assert body is not None
-        body.run(layout_of(laid, kept), cache)
-        return body.buffer("x", len(kept))
+        body.run(layout, cache)
+        return body.buffer("x", len(layout.keep_K))
 
-    def _check_length(self, laid: Laid) -> None:
-        assert max(span.end for span in laid.spans) <= self._max_len
+    def _layout(self, rows: Rows, kept: Sequence[int]) -> Layout:
+        """Return a step as the kernels want it."""
+        assert max(row.start + len(row.tokens) for row in rows) <= self._max_len
+        spans = [(len(row.tokens), row.start, row.blocks) for row in rows]
+        return layout_of(chain.from_iterable(row.tokens for row in rows), previous_tokens(rows), spans, kept)
 
     @property
     def model(self) -> CpuModel:
@@ -286,15 +291,20 @@ def rope_tables(program: Program, max_len: int) -> Ropes:
     return tuple((cos_P1R.squeeze(1).contiguous(), sin_P1R.squeeze(1).contiguous()) for cos_P1R, sin_P1R in pairs)
 
 
-def layout_of(step: Laid, kept: Sequence[int]) -> Layout:
-    """Return a step as the kernels want it."""
-    lengths = [len(span.blocks) for span in step.spans]
+def layout_of(
+    tokens: Iterable[int],
+    previous: Iterable[int],
+    spans: Sequence[tuple[int, int, tuple[int, ...]]],
+    kept: Iterable[int],
+) -> Layout:
+    """Return a step as the kernels want it; a span is its number of tokens, its first position, and its blocks."""
+    lengths = [len(blocks) for _, _, blocks in spans]
     return Layout(
-        token_T=array("i", step.tokens),
-        previous_T=array("i", step.previous),
-        num_tokens_S=array("i", [span.num_tokens for span in step.spans]),
-        start_S=array("i", [span.start for span in step.spans]),
+        token_T=array("i", tokens),
+        previous_T=array("i", previous),
+        num_tokens_S=array("i", [num_tokens for num_tokens, _, _ in spans]),
+        start_S=array("i", [start for _, start, _ in spans]),
         table_begin_S=array("i", accumulate(lengths[:-1], initial=0)),
-        tables=array("i", chain.from_iterable(span.blocks for span in step.spans)),
+        tables=array("i", chain.from_iterable(blocks for _, _, blocks in spans)),
         keep_K=array("i", kept),
     )

@@ -15,7 +15,7 @@ from nano_inference.executors.cpu.populate import Populator
 from nano_inference.kernels.library import Library
 from nano_inference.kernels.native import Cache
 from nano_inference.memory import lazy_zeros
-from nano_inference.types import BlockCopy
+from nano_inference.runner import BlockCopy
 
 _AHEAD_BYTES = 96 << 20
 """Of keys, and of values, whose pages are there before they are needed."""

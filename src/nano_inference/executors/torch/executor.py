@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from nano_inference.config import KvDtype
-from nano_inference.executors.batch import as_tensors
+from nano_inference.executors.batch import Rows, build
 from nano_inference.executors.protocol import CacheSize, Executor
 from nano_inference.executors.staging import Pace
 from nano_inference.executors.step import InferenceMode, Sampler, run_step
-from nano_inference.executors.step_input import ForwardInput, Laid
+from nano_inference.executors.step_input import ForwardInput
 from nano_inference.executors.torch.attention import Backend, StepContext
 from nano_inference.executors.torch.compiled import OPERATIONS, CompiledPart, Operations
 from nano_inference.executors.torch.store import KVStore
@@ -27,8 +27,8 @@ from nano_inference.models.config import ModelConfig
 from nano_inference.models.ops import Copy, Keep, Store
 from nano_inference.models.program import Program
 from nano_inference.models.rope import RotaryTable
+from nano_inference.runner import BlockCopy, RowResult
 from nano_inference.sampling import draw
-from nano_inference.types import RowResult, ScheduledBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,26 +92,26 @@ class TorchExecutor:
 
     # ---- steps ----
 
-    def run(self, batch: ScheduledBatch) -> Mapping[int, RowResult]:
+    def run(self, rows: Rows, copies: tuple[BlockCopy, ...], fresh: tuple[int, ...]) -> Mapping[int, RowResult]:
         """Compute the rows; see `Executor.run`."""
-        return self._mode.run(lambda: self._run(batch))
+        return self._mode.run(lambda: self._run(rows, copies, fresh))
 
-    def _run(self, batch: ScheduledBatch) -> Mapping[int, RowResult]:
-        self.store.prepare(batch.fresh, batch.copies)
-        return run_step(self, batch, self.sampler, normalise)
+    def _run(self, rows: Rows, copies: tuple[BlockCopy, ...], fresh: tuple[int, ...]) -> Mapping[int, RowResult]:
+        self.store.prepare(fresh, copies)
+        return run_step(self, rows, self.sampler, normalise)
 
     def recover(self) -> None:
         """Leave inference mode, if an interruption left it on."""
         self._mode.recover()
 
-    def hidden(self, laid: Laid, kept: Sequence[int], *, windows: bool = True) -> Tensor:
+    def hidden(self, rows: Rows, kept: Sequence[int], *, windows: bool = True) -> Tensor:
         """Return the residual [K, E]; see `Forward.hidden`."""
-        step = as_tensors(laid, self.store.block_size, self.device)
+        step = build(rows, self.store.block_size, self.device)
         return self._hidden(step, self.store, kept, windows=windows)
 
-    def step_logits(self, laid: Laid, kept: Sequence[int]) -> Tensor:
+    def step_logits(self, rows: Rows, kept: Sequence[int]) -> Tensor:
         """Return float32 logits [K, V]."""
-        return self.logits(self.hidden(laid, kept))
+        return self.logits(self.hidden(rows, kept))
 
     def final(self, hidden_SE: Tensor) -> Tensor:
         """Return the residual behind the last norm, [S, E]."""

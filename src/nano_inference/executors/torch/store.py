@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from nano_inference.memory import lazy_zeros
-from nano_inference.types import BlockCopy
+from nano_inference.runner import BlockCopy
 
 
 class KVStore:

@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterable
 
 from starlette.types import Receive
 
+from nano_inference.control import Control as EngineControl
 from nano_inference.server.bridge import Bridge
 from nano_inference.server.errors import ApiError
 from nano_inference.server.guard import ClientGone
 from nano_inference.server.rl.threads import unless_gone
 from nano_inference.server.rl.updates import refusal
-from nano_inference.server.served import ServedEngine
 from nano_inference.types import EnginePaused, PauseMode
 
 MEMORY = frozenset({"weights", "kv_cache"})
@@ -23,7 +23,7 @@ SCHEDULING = "scheduling"
 class Control:
     """Owns the knowledge of who waits for a pause, and what sleeps."""
 
-    def __init__(self, bridge: Bridge, engine: Callable[[], ServedEngine]) -> None:
+    def __init__(self, bridge: Bridge, engine: Callable[[], EngineControl]) -> None:
         self._bridge = bridge
         self._engine = engine
         self._num_pausing = 0

@@ -8,13 +8,14 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
 from nano_inference.config import ServerConfig
+from nano_inference.control import Control as EngineControl
 from nano_inference.server.body import parse, read_json
 from nano_inference.server.bridge import Bridge
 from nano_inference.server.errors import ApiError
@@ -27,7 +28,7 @@ from nano_inference.server.rl.schema import GROUP, InitGroupBody, InitInfo
 from nano_inference.server.rl.threads import in_thread
 from nano_inference.server.rl.updates import WAY_OUT, Updates, refusal
 from nano_inference.server.schema import Body
-from nano_inference.server.served import Opened, ServedEngine
+from nano_inference.server.served import Opened
 from nano_inference.types import (
     BadRequest,
     EngineDead,
@@ -67,9 +68,14 @@ class Desk:
     groups: Groups
 
     @property
-    def engine(self) -> ServedEngine:
-        """The engine. Raises `ApiError` while a model is loaded."""
-        return self.opened().engine
+    def engine(self) -> EngineControl:
+        """The engine's control. Raises `ApiError` while a model is loaded."""
+        return self.opened().engine.control
+
+    @property
+    def backend(self) -> Literal["nccl", "gloo"]:
+        """What a group transfers weights with on this engine's device."""
+        return "nccl" if self.opened().model.facts["device"] == "cuda" else "gloo"
 
     async def read(self, request: Request, kind: type[B]) -> B:
         """Return the body, with what stands in the query; a command may come without a body.
@@ -122,7 +128,7 @@ class Desk:
             info.master_port,
             rank=info.rank_offset,
             world_size=info.world_size,
-            backend=info.backend or ("nccl" if self.engine.is_on_cuda else "gloo"),
+            backend=info.backend or self.backend,
         )
 
     async def install_directory(
@@ -161,8 +167,8 @@ def make_desk(
 ) -> Desk:
     """Return the desk of a server. Raises `ValueError` for a directory of weights that is none."""
 
-    def engine() -> ServedEngine:
-        return opened().engine
+    def engine() -> EngineControl:
+        return opened().engine.control
 
     root = weights_root(config.weights_dir)
     return Desk(

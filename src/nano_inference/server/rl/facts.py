@@ -111,7 +111,7 @@ async def _vllm_config(desk: Desk) -> dict[str, Any]:
             "logprobs_mode": vllm_logprobs_mode(desk.config.logprobs_mode),
             "max_logprobs": desk.config.max_logprobs,
         },
-        "weight_transfer_config": {"backend": "nccl" if engine.is_on_cuda else "gloo"},
+        "weight_transfer_config": {"backend": desk.backend},
         "lora_config": None,
         "parallel_config": {"data_parallel_size": 1, "tensor_parallel_size": 1, "pipeline_parallel_size": 1},
         "cache_config": {"block_size": model.limits.block_size, "num_gpu_blocks": model.limits.num_blocks},

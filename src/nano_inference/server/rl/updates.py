@@ -9,10 +9,10 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
+from nano_inference.control import Control
 from nano_inference.server.bridge import Bridge
 from nano_inference.server.errors import ApiError
 from nano_inference.server.rl.feed import Feed, Source
-from nano_inference.server.served import ServedEngine
 from nano_inference.types import (
     BadRequest,
     EngineDead,
@@ -23,6 +23,7 @@ from nano_inference.types import (
     WeightInfo,
     WeightLabel,
 )
+from nano_inference.updates import UpdateRules, WeightUpdate
 
 WAY_OUT = (
     "end it with /finish_weight_update, or give it up with /abort_weight_update or /shutdown_weight_transfer_engine"
@@ -52,7 +53,7 @@ class Updates:
     """Owns the update that is under way. On the event loop."""
 
     def __init__(
-        self, bridge: Bridge, engine: Callable[[], ServedEngine], timeout: float, shown: Callable[[str], str] = str
+        self, bridge: Bridge, engine: Callable[[], Control], timeout: float, shown: Callable[[str], str] = str
     ) -> None:
         """`shown` makes a failure's text one that a client may see."""
         self._bridge = bridge
@@ -187,18 +188,18 @@ class Updates:
     ) -> asyncio.Future[WeightInfo]:
         """Start the gathering; return the future of its end."""
         engine, way = self._engine(), _Way()
+        update = WeightUpdate(
+            weights=source,
+            rules=UpdateRules(partial=partial, checksum=checksum),
+            label=label,
+            on_running=on_running,
+            timeout=self._timeout,
+            on_gathered=self._bridge.wake,
+        )
 
         def begin() -> None:
             _require_idle(engine.weight_info().update, is_open=self.is_open)
-            engine.update_weights(
-                source,
-                on_running=on_running,
-                version=label,
-                checksum=checksum,
-                partial=partial,
-                timeout=self._timeout,
-                on_gathered=self._bridge.wake,
-            )
+            engine.start_update(update)
             self._way = way
 
         def look() -> WeightInfo | None:

@@ -21,7 +21,7 @@ export function sentences(info) {
   return [
     `${info.model} is served by ${info.server}${other.length ? `, also under the name ${other.join(", ")}` : ""}.`,
     info.architecture && `It is a ${info.architecture}${layers}${size}${files}.`,
-    info.generation && `It is a nanochat checkpoint of generation ${info.generation}.`,
+    info.generation && `It was recognised as ${info.generation}.`,
     `Prompt and answer together can have ${number(info.context)} tokens${made}.`,
     info.chats ? "It has a chat template, so it can chat." : "It has no chat template: it continues texts.",
     info.calculator && "It can call a calculator.",

@@ -1,0 +1,15 @@
+"""The model that comes with the package: an entry point of `nano_inference.models`. No torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import MappingProxyType
+
+from nano_inference.catalog import BuiltinModel
+
+CALCULATOR = BuiltinModel(
+    name="calculator",
+    directory=Path(__file__).parents[1] / "data" / "calculator",
+    sampling=MappingProxyType({"temperature": 0}),
+)
+"""A nanochat of 1.9 MB that calls its calculator (examples/train_calculator.py)."""

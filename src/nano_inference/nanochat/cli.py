@@ -1,0 +1,158 @@
+"""What nanochat adds to the command line: `chat --nanochat` and `models export`.
+
+Read for every `--help`, so nothing heavy is imported here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from types import MappingProxyType
+from typing import Annotated, Literal
+
+from cyclopts import App, ArgumentCollection, Group, Parameter
+
+from nano_inference.cli import commands
+from nano_inference.cli.command import Command
+from nano_inference.cli.commands import CachedName, PromptFlag, SystemFlag
+from nano_inference.cli.fallback import fill, forget_standing, is_on
+from nano_inference.cli.options import (
+    CHAT,
+    COMMON,
+    PLAIN,
+    ChatFlags,
+    CommonFlags,
+    EngineFlags,
+    OverrideFlag,
+    SamplingFlags,
+    TypedFields,
+    flags,
+)
+from nano_inference.config import helped
+from nano_inference.types import BadRequest
+
+HEADING = "nanochat"
+"""The heading of the options in --help."""
+BASE = "(nanochat's base directory)"
+"""The value of --model that means it."""
+_SHORT: Mapping[str, str] = MappingProxyType({"source": "-i", "model_tag": "-g", "step": "-s"})
+NANOCHATS_OWN: Mapping[str, str] = MappingProxyType(
+    {"temperature": "0.6", "top_k": "50", "max_tokens": "256", "seed": "42"}
+    | {"top_p": "1", "min_p": "0", "repetition_penalty": "1"}
+)
+"""How nanochat's chat draws when nothing is said: the same answer to the same words, whatever a model's files say."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NanochatWishes:
+    """nanochat's own chat: which checkpoint of its base directory."""
+
+    nanochat: bool = helped(
+        False,
+        "talk with a checkpoint of nanochat's base directory ($NANOCHAT_BASE_DIR, or --model DIR), its way: unless "
+        "given, temperature 0.6, top-k 50, 256 tokens, seed 42; quit, exit and clear need no slash",
+    )
+    source: Literal["base", "mid", "sft", "rl"] | None = helped(None, "kind of training; sft when there is one")
+    model_tag: str | None = helped(None, "directory such as d20; the largest when not given")
+    step: int | None = helped(None, "checkpoint; the last when not given")
+    device_type: Literal["cuda", "cpu", "mps", ""] = helped("", "the same as --device")
+
+    def __post_init__(self) -> None:
+        named = [self.source, self.model_tag, self.step, self.device_type or None]
+        if not self.nanochat and any(value is not None for value in named):
+            raise BadRequest("--source, --model-tag, --step and --device-type belong to --nanochat")
+        if self.device_type == "mps":
+            raise BadRequest("--device-type mps: Apple's GPUs are not supported; cpu works")
+
+
+NanochatFlags = Annotated[NanochatWishes, flags(Group(HEADING), short=_SHORT)]
+NOT_NANOCHAT = NanochatWishes()
+
+
+def chat(
+    *,
+    system: SystemFlag = None,
+    prompt: PromptFlag = None,
+    talk: ChatFlags = CHAT,
+    nanochat: NanochatFlags = NOT_NANOCHAT,
+    engine: EngineFlags,
+    sampling: SamplingFlags = PLAIN,
+    common: CommonFlags = COMMON,
+    typed: TypedFields,
+) -> int:
+    """Talk with a model in the terminal, as `cli.commands.chat` does.
+
+    With --nanochat the options are those of nanochat's chat_cli, with its defaults: -i -g -s -p -t -k -d.
+    """
+    if not nanochat.nanochat:
+        return commands.chat(
+            system=system, prompt=prompt, talk=talk, engine=engine, sampling=sampling, common=common, typed=typed
+        )
+    from nano_inference.cli.chat import Wishes
+    from nano_inference.cli.talk import asked_for
+
+    asked = asked_for(sampling, typed.fields)
+    if talk.server is not None:
+        raise BadRequest("--server and --nanochat exclude each other")
+    from nano_inference.cli import local
+    from nano_inference.nanochat.cli_work import chosen_checkpoint
+
+    wishes = Wishes(system, prompt, has_bare_words=True, plain=talk.plain)
+    return local.run(wishes, chosen_checkpoint(engine, nanochat), asked, common, typed)
+
+
+def models_export(
+    name: CachedName,
+    directory: Annotated[str, Parameter(help="a directory that is not there yet")],
+    /,
+    *,
+    to: Annotated[
+        Literal["hf", "safetensors", "nanochat"],
+        Parameter(
+            help="hf: a directory for Transformers (G0 only); safetensors: any generation; nanochat: its own .pt files"
+        ),
+    ] = "safetensors",
+    override: OverrideFlag = (),
+    common: CommonFlags = COMMON,
+) -> int:
+    """Write a nanochat model into a new directory, in another format."""
+    from nano_inference.nanochat.cli_work import export_model
+
+    return export_model(name, directory, to, override, common)
+
+
+def fill_options(_app: App, _commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
+    """Fill in what the command line leaves out with --nanochat: the base directory, and how its chat samples.
+
+    Without it, forget what the environment or a file says of its options; typed, they are a mistake.
+    """
+    by_name = {argument.field_info.name: argument for argument in arguments}
+    switch, model = by_name.get("nanochat"), by_name.get("model_path")
+    if switch is None or model is None:
+        return
+    if not is_on(switch):
+        forget_standing([by_name[field.name] for field in fields(NanochatWishes) if field.name != "nanochat"])
+        return
+    if not model.tokens:
+        fill(model, BASE, "built-in")
+    if by_name["server"].tokens:
+        return  # refused by `chat`
+    for name, value in NANOCHATS_OWN.items():
+        if not by_name[name].tokens:
+            fill(by_name[name], value, "nanochat's own default")
+
+
+CHAT_COMMAND = Command(
+    words="chat",
+    target="nano_inference.nanochat.cli:chat",
+    text="Talk with a model in the terminal.",
+    headings=(HEADING,),
+    fill=fill_options,
+)
+"""Takes the place of our own `chat`, which has no --nanochat."""
+EXPORT_COMMAND = Command(
+    words="models export",
+    target="nano_inference.nanochat.cli:models_export",
+    arguments=" NAME DIRECTORY",
+    text="Write a nanochat model in another format.",
+)

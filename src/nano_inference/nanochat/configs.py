@@ -1,0 +1,252 @@
+"""nanochat's configurations to `ModelConfig`: of its own checkpoints, and of Transformers' port. No torch.
+
+A checkpoint's sizes stand in `model_config` and again in the shapes of its weights; where they disagree it is refused.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from nano_inference.files import is_present
+from nano_inference.loader.fields import Fields, read_json
+from nano_inference.models.config import (
+    ROPE_DTYPES,
+    LayerConfig,
+    ModelConfig,
+    RopeConfig,
+)
+from nano_inference.nanochat.rules import Constants, Shapes
+from nano_inference.nanochat.terms import NanochatTerms, terms_of
+from nano_inference.types import ModelError
+
+HF_TYPE = "nanochat"
+"""`model_type` of Transformers' port, which has G0 only."""
+OWN_TYPE = "nanochat_"
+"""How `model_type` begins in directories of ours that hold any generation: nanochat_g4."""
+HF_ROPE_DTYPE = "nanochat_rope_dtype"
+"""Field of the port's config.json that `models export` writes for rounded rotary tables; Transformers ignores it."""
+MAX_LAYERS = 10_000
+_SIZES = ("sequence_len", "vocab_size", "n_layer", "n_head", "n_kv_head", "n_embd", "window_pattern")
+
+
+def nanochat_config(origin: str, shapes: Shapes, config: Fields, constants: Constants) -> ModelConfig:
+    """Return what a checkpoint's weights, its `model_config` and the inferred constants describe.
+
+    End tokens are not known here: they are the tokenizer's. Raises `ModelError` where sizes contradict each other.
+    """
+    vocab_size, hidden = config.integer("vocab_size"), config.integer("n_embd")
+    num_layers, num_heads = config.integer("n_layer", high=MAX_LAYERS), config.integer("n_head")
+    num_kv_heads = config.integer("n_kv_head", num_heads)
+    if hidden % num_heads:
+        raise ModelError(f"{origin}: n_embd ({hidden}) must be a multiple of n_head ({num_heads})")
+    head_dim = hidden // num_heads
+    _check_layers(origin, shapes, num_layers)
+    _check_tables(origin, shapes, vocab_size, hidden)
+    _check_rows(origin, shapes, "transformer.h.0.attn.c_k.weight", num_kv_heads * head_dim, "n_kv_head and n_embd")
+    try:
+        rope = RopeConfig(
+            theta=constants.rope_base, rotary_dim=head_dim, reverse=True, table_dtype=constants.rope_dtype
+        )
+        return ModelConfig(
+            architecture=f"nanochat {constants.generation}",
+            family="nanochat",
+            vocab_size=vocab_size,
+            hidden_size=hidden,
+            intermediate_size=4 * hidden,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            layers=_layers(constants, num_layers),
+            ropes=(rope,),
+            max_positions=constants.sequence_len,
+            norm_eps=constants.norm_eps,
+            logits_softcap=constants.softcap,
+            terms=_terms(shapes, constants),
+        )
+    except ValueError as error:
+        raise ModelError(f"{origin}: {error}") from None
+
+
+def _check_layers(origin: str, shapes: Shapes, num_layers: int) -> None:
+    found = {int(match[1]) for name in shapes if (match := re.match(r"transformer\.h\.(\d{1,6})\.", name))}
+    if found != set(range(num_layers)):
+        raise ModelError(f"{origin}: n_layer is {num_layers}, but there are weights of {len(found)} layers")
+
+
+def _check_tables(origin: str, shapes: Shapes, vocab_size: int, hidden: int) -> None:
+    """Compare the sizes of the embeddings with those that the configuration names, before memory is taken for any."""
+    rows, columns = _matrix(origin, shapes, "transformer.wte.weight")
+    if rows < vocab_size:
+        raise ModelError(f"{origin}: vocab_size is {vocab_size}, but the embedding has {rows} rows")
+    if columns != hidden:
+        raise ModelError(f"{origin}: n_embd is {hidden}, but the embedding has {columns} columns")
+    if "bigram_embed.embed.weight" in shapes:
+        _check_rows(origin, shapes, "bigram_embed.embed.weight", 5 * vocab_size, "vocab_size")
+
+
+def _check_rows(origin: str, shapes: Shapes, name: str, wanted: int, fields: str) -> None:
+    rows, _ = _matrix(origin, shapes, name)
+    if rows != wanted:
+        raise ModelError(f"{origin}: {fields} make {name} of {wanted} rows, the file has {rows}")
+
+
+def _matrix(origin: str, shapes: Shapes, name: str) -> tuple[int, int]:
+    shape = shapes.get(name)
+    if shape is None:
+        raise ModelError(f"{origin}: has no {name}")
+    if len(shape) != 2:
+        raise ModelError(f"{origin}: {name} must be a matrix, got the shape {shape}")
+    return shape[0], shape[1]
+
+
+def _layers(constants: Constants, num_layers: int) -> tuple[LayerConfig, ...]:
+    """Tile the pattern over the layers; the last one sees everything. N tokens before make N + 1 visible keys."""
+    pattern = constants.window_pattern or "L"
+    kinds = [pattern[i % len(pattern)] for i in range(num_layers - 1)]
+    windows = [constants.short_window + 1 if kind == "S" else None for kind in kinds]
+    return tuple(LayerConfig(window=window) for window in (*windows, None))
+
+
+def _terms(shapes: Shapes, constants: Constants) -> NanochatTerms:
+    """Tell from the weights which terms the forward pass has."""
+    gates = [shape[-1] for name, shape in shapes.items() if name.endswith(".ve_gate.weight")]
+    bigrams = shapes.get("bigram_embed.embed.weight")
+    smear = shapes.get("smear_gate.weight")
+    return NanochatTerms(
+        generation=constants.generation,
+        padded_vocab_size=shapes["transformer.wte.weight"][0],
+        qk_scale=constants.qk_scale,
+        long_window=constants.sequence_len + 1 if constants.window_pattern else None,
+        has_lambdas=bool({"resid_lambdas", "x0_lambdas"} & set(shapes)),
+        gate_columns=gates[0] if gates else 0,
+        gate_scale=constants.gate_scale,
+        smear_columns=smear[-1] if smear else 0,
+        has_backout="backout_lambda" in shapes,
+        bigram_rows=bigrams[0] if bigrams else 0,
+        has_full_decode=constants.decode_window == "full",
+    )
+
+
+def model_config_of(config: ModelConfig) -> dict[str, Any]:
+    """Return meta's `model_config` of a model, as nanochat's own files have it."""
+    kinds = "".join("L" if layer.window is None else "S" for layer in config.layers)
+    values = (config.max_positions, config.vocab_size, config.num_layers, config.num_heads, config.num_kv_heads)
+    out: dict[str, Any] = dict(zip(_SIZES, (*values, config.hidden_size, kinds), strict=True))
+    if isinstance(config.terms, NanochatTerms) and config.terms.long_window is None:
+        del out["window_pattern"]
+    return out
+
+
+def own_config(config: ModelConfig) -> dict[str, Any]:
+    """Return the `config.json` of a directory of safetensors under nanochat's own names: any generation, all explicit.
+
+    Its `model_type` is none that Transformers knows: its port of G0 would load a later generation and compute nonsense.
+    """
+    generation = terms_of(config).generation
+    return {
+        "model_type": f"{OWN_TYPE}{generation.lower()}",
+        "architectures": [f"Nanochat{generation}"],
+        "model_config": model_config_of(config),
+        "constants": asdict(constants_of(config)),
+    }
+
+
+def constants_of(config: ModelConfig) -> Constants:
+    """Return the constants that a model was made with."""
+    terms = terms_of(config)
+    windows = [layer.window for layer in config.layers if layer.window is not None]
+    return Constants(
+        generation=terms.generation,
+        sequence_len=config.max_positions,
+        rope_base=config.ropes[0].theta,
+        qk_scale=terms.qk_scale,
+        softcap=config.logits_softcap or 0.0,
+        gate_scale=terms.gate_scale,
+        window_pattern=str(model_config_of(config).get("window_pattern", "")),
+        short_window=windows[0] - 1 if windows else 0,
+        norm_eps=config.norm_eps,
+        rope_dtype=config.ropes[0].table_dtype,
+        decode_window="full" if terms.has_full_decode else "short",
+    )
+
+
+def is_exported(directory: Path) -> bool:
+    """Whether a directory holds a nanochat model in another format: Transformers' port, or safetensors of ours."""
+    path = directory / "config.json"
+    if not is_present(path):
+        return False
+    kind = read_json(path).get("model_type")
+    return isinstance(kind, str) and (kind == HF_TYPE or kind.startswith(OWN_TYPE))
+
+
+def own_overrides(config: Fields) -> dict[str, str]:
+    """Return the constants of `own_config` in the form of a user's overrides, those left out that say "none"."""
+    found: Mapping[str, Any] = config.mapping("constants")
+    return {name: str(value) for name, value in found.items() if value not in (0, 0.0, None)}
+
+
+def hf_nanochat_config(config: Fields, generation: Fields | None = None) -> ModelConfig:
+    """Return what Transformers' `config.json` of a nanochat describes: G0, with the port's names and default values.
+
+    Raises `ModelError` naming the field that is wrong.
+    """
+    hidden, num_heads = config.integer("hidden_size", 768), config.integer("num_attention_heads", 6)
+    head_dim = config.integer("head_dim", hidden // num_heads)
+    activation = config.text("hidden_act", "relu2")
+    if activation != "relu2" or config.flag("attention_bias", False) or config.flag("tie_word_embeddings", False):
+        raise ModelError(f"{config.origin}: only relu2, without biases and with an untied head, is supported")
+    vocab_size = config.integer("vocab_size", 50304)
+    num_layers = config.integer("num_hidden_layers", 12, high=MAX_LAYERS)
+    ends = [*_ids(config), *(_ids(generation) if generation else [])]
+    try:
+        return ModelConfig(
+            architecture="NanoChatForCausalLM",
+            family="nanochat",
+            vocab_size=vocab_size,
+            hidden_size=hidden,
+            intermediate_size=config.integer("intermediate_size", 8192),
+            num_heads=num_heads,
+            num_kv_heads=config.integer("num_key_value_heads", num_heads),
+            head_dim=head_dim,
+            layers=(LayerConfig(),) * num_layers,
+            ropes=(_hf_rope(config, head_dim),),
+            max_positions=config.integer("max_position_embeddings", 2048),
+            norm_eps=config.number("rms_norm_eps", 1e-6, high=1.0),
+            logits_softcap=config.number("final_logit_softcapping", 15.0),
+            eos_token_ids=tuple(dict.fromkeys(token for token in ends if token < vocab_size)),
+            bos_token_id=config.optional_integer("bos_token_id", low=0),
+            terms=NanochatTerms(generation="G0", padded_vocab_size=vocab_size, has_hf_names=True),
+        )
+    except ModelError:
+        raise
+    except ValueError as error:
+        raise ModelError(f"{config.origin}: {error}") from None
+
+
+def _ids(fields: Fields) -> list[int]:
+    """Return the end tokens, one or a list."""
+    value = fields.get("eos_token_id")
+    ids = value if isinstance(value, list) else [value]
+    if value is not None and any(type(token) is not int or token < 0 for token in ids):
+        raise fields.bad("eos_token_id", "a token id or a list of them")
+    return [] if value is None else ids
+
+
+def _hf_rope(config: Fields, head_dim: int) -> RopeConfig:
+    """Return the rotary embedding, from `rope_parameters` or the older `rope_theta`; other scalings are refused.
+
+    The tables are float32, as the port computes them, unless the field that our export writes says otherwise.
+    """
+    parameters = config.within("rope_parameters")
+    kind = parameters.text("rope_type", "default")
+    if kind != "default" or config.get("rope_scaling"):
+        raise ModelError(f"{config.origin}: rope type {kind!r} is not supported for nanochat")
+    table_dtype = config.text(HF_ROPE_DTYPE, "float32")
+    if table_dtype not in ROPE_DTYPES:
+        raise config.bad(HF_ROPE_DTYPE, f"one of {', '.join(ROPE_DTYPES)}")
+    theta = parameters.number("rope_theta", config.number("rope_theta", 10000.0))
+    return RopeConfig(theta=theta, rotary_dim=head_dim, reverse=True, table_dtype=table_dtype)

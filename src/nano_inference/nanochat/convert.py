@@ -1,0 +1,164 @@
+"""nanochat's tokenizer in both its forms: tiktoken's ranks as in tokenizer.pkl, and Hugging Face's tokenizer.json.
+
+tiktoken joins any two pieces whose bytes together are a token, the lowest rank first; the library `tokenizers` joins
+listed pairs. Both agree when every way to cut a token in two known ones is listed, in the order of the ranks. That the
+results are equal is checked on texts each time, because the two also use different engines for regular expressions.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import tiktoken
+import tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
+
+from nano_inference.nanochat.names import BOS_TOKENS
+from nano_inference.nanochat.pickled import PickledEncoding, encoding_of
+from nano_inference.text.fast import BYTE_OF_CHAR, CHAR_OF_BYTE, set_bos_eos
+from nano_inference.text.tokenizer_limits import checked_growth
+from nano_inference.types import ModelError
+
+ENCODING_NAME = "rustbpe"
+"""What nanochat calls the encodings that it trains."""
+SAMPLES = (
+    "Hello world! I'm fine, you're not; we'LL see what they'd've SAID. It's 'quoted'",
+    "1 22 333 4444 55555 3.14159 1,000,000 ٣٤٥ ²³ Ⅷ x86_64 0xDEADBEEF 2026-07-03",
+    "def f(x):\n    return {\n\t'a': x**2,  # comment\n    }\n\n\nif __name__ == '__main__':\r\n\tprint(f(3))\r\n",
+    "   leading, trailing   \n\n  \n\t\t \u00a0\u2003\u3000 spaces\u200b \n",
+    "Ünïcödé: café naïve Straße ſ K İı ﬁ ǅ e\u0301 ñ",
+    "日本語のテキスト。中文文本，한국어 텍스트 ไทย हिन्दी العربية עברית Ελληνικά Кириллица",
+    "🙂👍🏽👩‍👩‍👧‍👦🇩🇪 ❤️ \U0001d54f \U0010ffff\ufeff\x00\x7f",
+    "http://example.org/a?b=c&d=%20#e <|not_special|> [INST] ```json\n{}\n``` $\\frac{1}{2}$ … — “”",
+    "",
+    " ",
+    "aaaaaaaaaaaaaaaaaaaaaaaa" * 3 + "\n" * 9 + "!" * 40,
+)
+"""Texts on which both forms must agree, besides the text of every token."""
+
+
+def to_hf(fields: PickledEncoding, bos: str, where: str) -> tokenizers.Tokenizer:
+    """Return the tokenizer for a tokenizer.json; it puts `bos` before a text, which callers can turn off.
+
+    Raises `ModelError` naming `where` for what the format cannot say, and when the ids of any sample differ.
+    """
+    pieces = {word: "".join(CHAR_OF_BYTE[byte] for byte in word) for word in fields.mergeable_ranks}
+    vocabulary = {pieces[word]: rank for word, rank in fields.mergeable_ranks.items()}
+    merges = [(pieces[left], pieces[right]) for left, right in _pairs(fields.mergeable_ranks)]
+    core = tokenizers.Tokenizer(models.BPE(vocabulary, merges, ignore_merges=True))
+    try:
+        cut = pre_tokenizers.Split(Regex(fields.pat_str), "isolated")
+    except Exception as error:  # the library raises bare Exception for a pattern that it cannot read
+        raise ModelError(f"{where}: pat_str cannot be used in a tokenizer.json: {error}") from None
+    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    core.pre_tokenizer = pre_tokenizers.Sequence([cut, to_bytes])
+    core.decoder = decoders.ByteLevel()
+    _add_special(core, fields.special_tokens, where)
+    set_bos_eos(core, bos, None)
+    check_same(core, encoding_of(fields), where)
+    return core
+
+
+def from_hf(path: Path) -> PickledEncoding:
+    """Return the four fields of a tokenizer.pkl from a tokenizer.json.
+
+    Raises `ModelError` naming the file unless it is a byte-level BPE that tiktoken can do: no normaliser, one pattern,
+    ids that are merge ranks, special tokens after them, and the same ids for every sample.
+    """
+    try:
+        data = path.read_bytes()
+        checked_growth(data, str(path))
+        core = tokenizers.Tokenizer.from_buffer(data)
+    except ModelError:
+        raise
+    except Exception as error:  # the library raises bare Exception for every damaged file
+        raise ModelError(f"{path}: not a tokenizer.json that can be read: {error}") from None
+    special = _special(core, path)
+    state = json.loads(core.to_str())
+    fields = PickledEncoding(
+        name=ENCODING_NAME,
+        pat_str=_pattern(state, path),
+        mergeable_ranks=_ranks(core, special, path),
+        special_tokens=special,
+    )
+    check_same(core, encoding_of(fields), str(path))
+    return fields
+
+
+def check_same(core: tokenizers.Tokenizer, encoding: tiktoken.Encoding, where: str) -> None:
+    """Raise `ModelError` naming the first text of which the two make different ids."""
+    for text in (*SAMPLES, *_token_texts(encoding)):
+        if core.encode(text, add_special_tokens=False).ids != encoding.encode_ordinary(text):
+            raise ModelError(f"{where}: tokenizer.json and tiktoken would give different ids for {ascii(text)[:80]}")
+
+
+def _token_texts(encoding: tiktoken.Encoding) -> Iterator[str]:
+    """Yield the text of every ordinary token that is whole UTF-8 and does not hold a special token's."""
+    special = encoding.special_tokens_set
+    for data in encoding.token_byte_values():
+        text = data.decode("utf-8", "ignore")
+        if text.encode() == data and not any(word in text for word in special):
+            yield text
+
+
+def _pairs(ranks: Mapping[bytes, int]) -> Iterator[tuple[bytes, bytes]]:
+    """Yield every way to make a token of two others, by rank."""
+    for word in sorted(ranks, key=lambda word: ranks[word]):
+        cuts = ((word[:i], word[i:]) for i in range(1, len(word)))
+        yield from ((left, right) for left, right in cuts if left in ranks and right in ranks)
+
+
+def _add_special(core: tokenizers.Tokenizer, special: Mapping[str, int], where: str) -> None:
+    ordered = sorted(special, key=lambda text: special[text])
+    core.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in ordered])
+    for text in ordered:
+        if core.token_to_id(text) != special[text]:
+            raise ModelError(
+                f"{where}: the special token {text!r} cannot have the id {special[text]} in tokenizer.json"
+            )
+
+
+def _special(core: tokenizers.Tokenizer, path: Path) -> dict[str, int]:
+    """Return the special tokens by id, one of which begins a text."""
+    added = sorted(core.get_added_tokens_decoder().items())
+    plain = [entry.content for _, entry in added if not entry.special]
+    if plain:
+        raise ModelError(f"{path}: the added token {ascii(plain[0])[:80]} is not special; tiktoken has no such tokens")
+    special = {entry.content: token for token, entry in added}
+    if not any(text in special for text in BOS_TOKENS):
+        raise ModelError(f"{path}: it has neither of the special tokens {' and '.join(BOS_TOKENS)}")
+    return special
+
+
+def _pattern(state: Mapping[str, Any], path: Path) -> str:
+    """Return the one regular expression that cuts a text into words."""
+    parts = state["pre_tokenizer"] or {}
+    first, *rest = parts.get("pretokenizers", [parts])
+    is_cut = first.get("type") == "Split" and first["behavior"] == "Isolated" and not first["invert"]
+    is_bytes = [part.get("type") for part in rest] == ["ByteLevel"]
+    if state["normalizer"] is not None or not is_cut or not is_bytes or "Regex" not in first["pattern"]:
+        raise ModelError(f"{path}: nanochat's tokenizer cuts with one pattern and has no normalizer; this one differs")
+    if rest[0]["add_prefix_space"] or rest[0]["use_regex"]:
+        raise ModelError(f"{path}: its ByteLevel adds spaces or cuts again, which nanochat's tokenizer cannot")
+    return str(first["pattern"]["Regex"])
+
+
+def _ranks(core: tokenizers.Tokenizer, special: Mapping[str, int], path: Path) -> dict[bytes, int]:
+    """Return the ordinary tokens' bytes and ids, which must be 0, 1, 2, … with every byte among them."""
+    if not isinstance(core.model, models.BPE):
+        raise ModelError(f"{path}: its model is {type(core.model).__name__}, nanochat's is BPE")
+    ranks: dict[bytes, int] = {}
+    for piece, token in sorted(core.get_vocab(with_added_tokens=False).items(), key=lambda item: item[1]):
+        if piece in special:
+            continue
+        if any(char not in BYTE_OF_CHAR for char in piece):
+            raise ModelError(f"{path}: the token {ascii(piece)[:80]} is not spelled in bytes")
+        ranks[bytes(BYTE_OF_CHAR[char] for char in piece)] = token
+    if list(ranks.values()) != list(range(len(ranks))):
+        raise ModelError(f"{path}: the ids of its {len(ranks)} ordinary tokens must come first and leave no gap")
+    if any(bytes([byte]) not in ranks for byte in range(256)):
+        raise ModelError(f"{path}: not every byte has a token")
+    return ranks

@@ -1,0 +1,345 @@
+"""Writes nanochat checkpoints in other forms: for Transformers (G0), as safetensors (every generation), as nanochat's.
+
+Every form is written into a hidden sibling, opened again and compared, and only then takes its name: it appears whole
+or not at all. Weights keep their bits and their precision.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import fields, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nano_inference.files import exists, path_of
+from nano_inference.loader.door import HARMLESS_SUFFIX, TensorSource, WeightSource
+from nano_inference.loader.fields import read_json
+from nano_inference.loader.opened import Checkpoint
+from nano_inference.loader.pieces import DTYPES, PIECE_BYTES, FileRange
+from nano_inference.loader.safetensors_file import SINGLE_NAME
+from nano_inference.models.config import ModelConfig
+from nano_inference.nanochat.configs import HF_ROPE_DTYPE, HF_TYPE, model_config_of, own_config
+from nano_inference.nanochat.convert import from_hf, to_hf
+from nano_inference.nanochat.files import TOKENIZER_FILES, find_files
+from nano_inference.nanochat.names import ASSISTANT_END, FILE_NAME
+from nano_inference.nanochat.opening import TOKENIZERS, open_hf_nanochat, open_nanochat, open_own
+from nano_inference.nanochat.pickled import encoding_of, read_fields, token_sizes
+from nano_inference.nanochat.program import hf_name
+from nano_inference.nanochat.rendering import CHAT_TEMPLATE
+from nano_inference.nanochat.rules import GENERATIONS
+from nano_inference.nanochat.terms import NanochatTerms
+from nano_inference.nanochat.tokenizer_file import nanochat_tokenizer
+from nano_inference.text.kinds import TokenizerSource
+from nano_inference.text.tokenizer import load_tokenizer
+from nano_inference.types import ModelError
+
+_HF_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+_CODES: Mapping[str, str] = MappingProxyType({"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"})
+_SHOWN = 80
+_ENDS = frozenset({"eos_token_ids", "bos_token_id"})
+"""What nanochat's own forms do not say: the tokenizer does, by the names of its special tokens."""
+
+
+def export_hf(checkpoint: Checkpoint, tokenizer_dir: Path | None, out_dir: Path) -> Path:
+    """Write a G0 checkpoint for `NanoChatForCausalLM` of Transformers 5, with its tokenizer and chat template.
+
+    Rows that pad the vocabulary are left out. Raises `ModelError`, with nothing written, for later generations or
+    other constants (the port would load them and compute nonsense), and when `out_dir` is there and not empty.
+    """
+    config = _for_hf(checkpoint)
+    sources = {hf_name(name): source for name, source in _own_names(checkpoint).items()}
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        sources[name] = _first_rows(sources[name], config.vocab_size)
+    with _appearing(out_dir) as hidden:
+        _write_json(hidden / "config.json", _hf_config(config, sources))
+        _write_json(hidden / "generation_config.json", _hf_generation(config))
+        _write_safetensors(hidden / SINGLE_NAME, sources)
+        _write_hf_tokenizer(hidden, tokenizer_dir, config)
+        again = open_hf_nanochat(
+            hidden, read_json(hidden / "config.json"), read_json(hidden / "generation_config.json")
+        )
+        _check_same(checkpoint, config, again.config)
+    return out_dir
+
+
+def export_safetensors(checkpoint: Checkpoint, tokenizer_dir: Path | None, out_dir: Path) -> Path:
+    """Write any generation as safetensors under nanochat's names, with a config.json that has every constant.
+
+    The tokenizer's files are copied as they are. Raises `ModelError` as `export_hf` does.
+    """
+    config = _own_form(checkpoint)
+    with _appearing(out_dir) as hidden:
+        _write_json(hidden / "config.json", own_config(config))
+        _write_safetensors(hidden / SINGLE_NAME, _own_names(checkpoint))
+        if tokenizer_dir is not None:
+            _copy(tokenizer_dir, hidden, (FILE_NAME, *_HF_FILES))
+            _check_vocabulary(hidden, tokenizer_dir, config)
+        again = open_own(hidden, read_json(hidden / "config.json"))
+        _check_same(checkpoint, config, again.config, _ENDS)
+    return out_dir
+
+
+def export_nanochat(checkpoint: Checkpoint, tokenizer_dir: Path | None, out_dir: Path) -> Path:
+    """Write a flat directory of nanochat's own files: step 0's model and meta, tokenizer.pkl and token_bytes.pt.
+
+    The whole model passes through memory. Raises `ModelError` as `export_hf` does, also when the file would be read
+    with other constants than the checkpoint has, since it carries none. Of those, the norm's epsilon and, from
+    Transformers' form, the rounding of rotary tables may change: the port has defaults of its own.
+    """
+    config = _own_form(checkpoint)
+    if _terms(checkpoint).has_hf_names:
+        rounded = GENERATIONS[_terms(checkpoint).generation].rope_dtype
+        config = replace(config, ropes=tuple(replace(rope, table_dtype=rounded) for rope in config.ropes))
+    with _appearing(out_dir) as hidden:
+        torch.save(
+            {name: _tensor(name, source) for name, source in _own_names(checkpoint).items()}, hidden / "model_000000.pt"
+        )
+        _write_json(hidden / "meta_000000.json", {"step": 0, "model_config": model_config_of(config)})
+        if tokenizer_dir is not None:
+            _write_own_tokenizer(hidden, tokenizer_dir)
+            _check_vocabulary(hidden, tokenizer_dir, config)
+        files = find_files(hidden)
+        assert files is not None
+        _check_same(checkpoint, config, open_nanochat(files).config, _ENDS | {"norm_eps"})
+    return out_dir
+
+
+@contextmanager
+def _appearing(target: Path) -> Iterator[Path]:
+    """Give a hidden directory that takes the name `target` at the end, or vanishes on an error."""
+    if exists(path_of(target, "directory")) and not (target.is_dir() and not any(target.iterdir())):
+        raise ModelError(f"{target}: is there already and not an empty directory")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        hidden = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+    except OSError as error:
+        raise ModelError(f"{target}: cannot be written: {error.strerror}") from None
+    try:
+        yield hidden
+        for path in hidden.iterdir():
+            _sync_to_disk(path)
+        hidden.chmod(0o755)
+        if target.is_dir():
+            target.rmdir()
+        hidden.rename(target)
+    except OSError as error:
+        raise ModelError(f"{target}: cannot be written: {error.strerror}") from None
+    finally:
+        shutil.rmtree(hidden, ignore_errors=True)
+
+
+def _sync_to_disk(path: Path) -> None:
+    """Wait until a file's bytes are on the disk: a rename must not overtake them."""
+    with path.open("rb+") as file:
+        os.fsync(file.fileno())
+
+
+def _terms(checkpoint: Checkpoint) -> NanochatTerms:
+    terms = checkpoint.config.terms
+    if not isinstance(terms, NanochatTerms):
+        raise ModelError(f"{checkpoint.path}: is {checkpoint.config.architecture}, only nanochat models are exported")
+    return terms
+
+
+def _for_hf(checkpoint: Checkpoint) -> ModelConfig:
+    """Return the configuration that the port must show when it is opened, or refuse what it cannot compute."""
+    terms, config = _terms(checkpoint), checkpoint.config
+    if terms.generation != "G0":
+        raise ModelError(
+            f"{checkpoint.path}: is of generation {terms.generation}, and Transformers computes G0 only: "
+            "export it as safetensors"
+        )
+    plain = NanochatTerms(generation="G0", padded_vocab_size=config.vocab_size, has_hf_names=True)
+    changed = replace(terms, padded_vocab_size=config.vocab_size, has_hf_names=True)
+    names = [field.name for field in fields(plain) if getattr(plain, field.name) != getattr(changed, field.name)]
+    names += ["windows"] if any(layer.window is not None for layer in config.layers) else []
+    if names:
+        raise ModelError(f"{checkpoint.path}: Transformers has no {', '.join(names)}: export it as safetensors")
+    return replace(config, architecture="NanoChatForCausalLM", terms=plain)
+
+
+def _own_form(checkpoint: Checkpoint) -> ModelConfig:
+    """Return the configuration that nanochat's names must show when they are opened."""
+    terms = replace(_terms(checkpoint), has_hf_names=False)
+    return replace(checkpoint.config, architecture=f"nanochat {terms.generation}", terms=terms)
+
+
+def _own_names(checkpoint: Checkpoint) -> dict[str, WeightSource]:
+    """Return the weights under nanochat's own names."""
+    parts = ("attn.c_q", "attn.c_k", "attn.c_v", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
+    names = [f"transformer.h.{i}.{part}.weight" for i in range(checkpoint.config.num_layers) for part in parts]
+    ours = {hf_name(name): name for name in ("transformer.wte.weight", *names)}
+    renamed = ours if _terms(checkpoint).has_hf_names else {}
+    sources = {renamed.get(name, name): source for name, source in checkpoint.tensors()}
+    return {name: source for name, source in sources.items() if not name.endswith(HARMLESS_SUFFIX)}
+
+
+def _check_same(
+    checkpoint: Checkpoint, wanted: ModelConfig, got: ModelConfig, unless: frozenset[str] | set[str] = frozenset()
+) -> None:
+    """Compare what was exported with what is read again; a form that cannot say all is refused."""
+    names = [field.name for field in fields(wanted) if field.name not in unless]
+    for name in names:
+        mine, theirs = getattr(wanted, name), getattr(got, name)
+        if mine != theirs:
+            became = f"{str(mine)[:_SHOWN]} would be read as {str(theirs)[:_SHOWN]}"
+            raise ModelError(f"{checkpoint.path}: cannot be exported so: {name} {became}")
+
+
+def _check_vocabulary(directory: Path, tokenizer_dir: Path, config: ModelConfig) -> None:
+    size = load_tokenizer(TokenizerSource(str(directory)), TOKENIZERS).vocab_size
+    if size != config.vocab_size:
+        raise ModelError(f"{tokenizer_dir}: the tokenizer has {size} tokens, the model {config.vocab_size}")
+
+
+def _hf_config(config: ModelConfig, sources: Mapping[str, WeightSource]) -> dict[str, Any]:
+    """Return the port's config.json: what its defaults get wrong for nanochat (widths, epsilon, ids) is all there."""
+    widest = max({source.dtype for source in sources.values()}, key=lambda name: (DTYPES[name].itemsize, name))
+    return {
+        "architectures": ["NanoChatForCausalLM"],
+        "model_type": HF_TYPE,
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "max_position_embeddings": config.max_positions,
+        "hidden_act": "relu2",
+        "rms_norm_eps": config.norm_eps,
+        "rope_parameters": {"rope_type": "default", "rope_theta": config.ropes[0].theta},
+        HF_ROPE_DTYPE: config.ropes[0].table_dtype,
+        "final_logit_softcapping": config.logits_softcap,
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "tie_word_embeddings": False,
+        "bos_token_id": config.bos_token_id,
+        "eos_token_id": next(iter(config.eos_token_ids), None),
+        "pad_token_id": next(iter(config.eos_token_ids), None),
+        "use_cache": True,
+        "dtype": widest,
+    }
+
+
+def _hf_generation(config: ModelConfig) -> dict[str, Any]:
+    ends = list(config.eos_token_ids)
+    return {
+        "bos_token_id": config.bos_token_id,
+        "eos_token_id": ends or None,
+        "pad_token_id": next(iter(ends), None),
+    }
+
+
+def _write_hf_tokenizer(directory: Path, tokenizer_dir: Path | None, config: ModelConfig) -> None:
+    """Write the files of a Hugging Face tokenizer: converted from tokenizer.pkl, else copied."""
+    if tokenizer_dir is None:
+        return
+    if not (tokenizer_dir / FILE_NAME).is_file():
+        _copy(tokenizer_dir, directory, _HF_FILES)
+    else:
+        named = nanochat_tokenizer(tokenizer_dir).named
+        path = tokenizer_dir / FILE_NAME
+        core = to_hf(read_fields(path), named["bos_token"], str(path))
+        core.save(str(directory / "tokenizer.json"))
+        _write_json(directory / "tokenizer_config.json", _hf_tokenizer_config(named, config))
+        if core.token_to_id(ASSISTANT_END) is not None:
+            (directory / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
+    _check_vocabulary(directory, tokenizer_dir, config)
+
+
+def _hf_tokenizer_config(named: Mapping[str, str], config: ModelConfig) -> dict[str, Any]:
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        **named,
+        "pad_token": named["eos_token"],
+        "model_max_length": config.max_positions,
+        "clean_up_tokenization_spaces": False,
+    }
+
+
+def _write_own_tokenizer(directory: Path, tokenizer_dir: Path) -> None:
+    """Write tokenizer.pkl, copied or made from tokenizer.json, and token_bytes.pt: each token's bytes, 0 for specials.
+
+    Only a pickle that was read and found harmless is copied.
+    """
+    if (tokenizer_dir / FILE_NAME).is_file():
+        found = read_fields(tokenizer_dir / FILE_NAME)
+        _copy(tokenizer_dir, directory, (FILE_NAME,))
+    else:
+        _copy(tokenizer_dir, directory, ())
+        found = from_hf(tokenizer_dir / "tokenizer.json")
+        (directory / FILE_NAME).write_bytes(pickle.dumps(encoding_of(found), protocol=4))
+    torch.save(torch.tensor(token_sizes(found), dtype=torch.int32), directory / "token_bytes.pt")
+
+
+def _copy(source: Path, target: Path, names: tuple[str, ...]) -> None:
+    if not any((source / name).is_file() for name in TOKENIZER_FILES):
+        raise ModelError(f"{source}: has neither {' nor '.join(TOKENIZER_FILES)}")
+    for name in names:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, target / name)
+
+
+def _write_json(path: Path, values: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+
+
+def _write_safetensors(path: Path, sources: Mapping[str, WeightSource]) -> None:
+    """Write one file, one tensor after the other, so that no more than one is in memory; the widest come first.
+
+    (huggingface/safetensors sorts so, too: every tensor then begins at a multiple of its values' size.)
+    """
+    widths = {name: _dtype(name, source).itemsize for name, source in sources.items()}
+    ordered = sorted(sources, key=lambda name: -widths[name])
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name in ordered:
+        start, shape = end, sources[name].shape
+        end += widths[name] * torch.Size(shape).numel()
+        header[name] = {"dtype": _CODES[sources[name].dtype], "shape": shape, "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name in ordered:
+            for piece in _pieces(_tensor(name, sources[name])):
+                file.write(piece)
+
+
+def _pieces(tensor: Tensor) -> Iterator[memoryview]:
+    flat = tensor.reshape(-1).view(torch.uint8)
+    for start in range(0, flat.numel(), PIECE_BYTES):
+        yield flat[start : start + PIECE_BYTES].numpy().data
+
+
+def _dtype(name: str, source: WeightSource) -> torch.dtype:
+    if source.dtype not in DTYPES:
+        raise ModelError(f"{name}: values of the kind {source.dtype} cannot be exported")
+    return DTYPES[source.dtype]
+
+
+def _tensor(name: str, source: WeightSource) -> Tensor:
+    """Return a weight in its own precision."""
+    if isinstance(source, TensorSource):
+        return source.tensor
+    tensor = torch.empty(source.shape, dtype=_dtype(name, source))
+    source.read_into(tensor)
+    return tensor
+
+
+def _first_rows(source: WeightSource, num_rows: int) -> WeightSource:
+    """Return the weight without the rows that pad it."""
+    if isinstance(source, TensorSource):
+        return TensorSource(source.tensor[:num_rows])
+    assert isinstance(source, FileRange)
+    return source.rows(0, num_rows)

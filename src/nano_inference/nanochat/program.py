@@ -1,0 +1,155 @@
+"""nanochat (karpathy/nanochat), generations G0 to G4: one decoder whose terms come and go with `NanochatTerms`.
+
+What mixes a token with the one before it (smear, hashed pairs) is a function of the predecessor's id, which every step
+carries: nothing is remembered between steps, so chunks, prefix hits and preemption change nothing.
+"""
+
+from __future__ import annotations
+
+from nano_inference.models.config import ModelConfig
+from nano_inference.models.ops import (
+    Activate,
+    Add,
+    Copy,
+    Embed,
+    GateValues,
+    HeadNorm,
+    Linear,
+    Mix,
+    Norm,
+    Number,
+    Op,
+    Rotate,
+    Smear,
+    WeightSpec,
+)
+from nano_inference.models.parts import attend, logits
+from nano_inference.models.program import Program
+from nano_inference.nanochat.terms import NanochatTerms, terms_of
+
+_HF_NAMES = (
+    ("transformer.wte.", "model.embed_tokens."),
+    ("transformer.h.", "model.layers."),
+    (".attn.c_proj.", ".self_attn.o_proj."),
+    (".attn.c_", ".self_attn."),
+    (".mlp.c_fc.", ".mlp.fc1."),
+    (".mlp.c_proj.", ".mlp.fc2."),
+)
+
+
+def hf_name(name: str) -> str:
+    """Return what Transformers' port (models/nanochat, G0 only) calls one of nanochat's weights."""
+    for ours, theirs in _HF_NAMES:
+        name = name.replace(ours, theirs)
+    for part in ("q", "k", "v"):
+        name = name.replace(f".self_attn.{part}.", f".self_attn.{part}_proj.")
+    return name
+
+
+def program(config: ModelConfig) -> Program:
+    """Return the program of any generation. Buffers besides x: start, middle, pair; before and gate for smear."""
+    terms = terms_of(config)
+    ops = _start(config, terms)
+    for index in range(config.num_layers):
+        ops += _layer(config, terms, index)
+        if terms.has_backout and index == config.num_layers // 2:
+            ops.append(Copy(x="x", out="middle"))
+    if terms.has_backout:
+        ops.append(Mix(x="x", y="middle", out="x", a=None, b=_number("backout_lambda", 1), sign=-1))
+    matrix = _matrix(terms, "lm_head.weight", terms.padded_vocab_size, config.hidden_size)
+    head = Linear(x="h", out=("logits",), matrices=(matrix,), num_rows=config.vocab_size)
+    return Program(
+        body=tuple(ops),
+        final=(_norm(config, "x", "h"),),
+        head=logits(head, config.logits_softcap),
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        ropes=config.ropes,
+        has_full_decode=terms.has_full_decode,
+    )
+
+
+def _start(config: ModelConfig, terms: NanochatTerms) -> list[Op]:
+    """The normalised embedding, smeared with its predecessor's where the generation does so."""
+    table = _matrix(terms, "transformer.wte.weight", terms.padded_vocab_size, config.hidden_size)
+    ops: list[Op] = [Embed(out="n", table=table), _norm(config, "n", "x")]
+    if terms.smear_columns:
+        gate = _matrix(terms, "smear_gate.weight", 1, terms.smear_columns)
+        ops += [
+            Embed(out="n", table=table, rows="previous"),
+            _norm(config, "n", "before"),
+            Linear(x="x", out=("gate",), matrices=(gate,)),
+            Smear(x="x", gate="gate", before="before", share=_number("smear_lambda", 1)),
+        ]
+    if terms.has_lambdas:
+        ops.append(Copy(x="x", out="start"))
+    if terms.bigram_rows:
+        pairs = _matrix(terms, "bigram_embed.embed.weight", terms.bigram_rows, config.hidden_size)
+        ops.append(Embed(out="pair", table=pairs, rows="pair"))
+    return ops
+
+
+def _layer(config: ModelConfig, terms: NanochatTerms, index: int) -> list[Op]:
+    """x += attention(norm(x)), then x += mlp(norm(x)), the residual mixed first."""
+    at, size, inner = f"transformer.h.{index}", config.hidden_size, config.intermediate_size
+    return [
+        *_mixed(config, terms, index),
+        _norm(config, "x", "n"),
+        *_attention(config, terms, index),
+        Add(x="x", y="n", out="x"),
+        _norm(config, "x", "n"),
+        Linear(x="n", out=("up",), matrices=(_matrix(terms, f"{at}.mlp.c_fc.weight", inner, size),)),
+        Activate(gate="up", up=None, out="act", kind="relu_squared"),
+        Linear(x="act", out=("n",), matrices=(_matrix(terms, f"{at}.mlp.c_proj.weight", size, inner),)),
+        Add(x="x", y="n", out="x"),
+    ]
+
+
+def _mixed(config: ModelConfig, terms: NanochatTerms, index: int) -> list[Op]:
+    """x = r · x + z · start (G1 on), plus b · pair (G2e)."""
+    if not terms.has_lambdas:
+        return []
+    count = config.num_layers
+    a, b = (_number(f"{name}_lambdas", count, index) for name in ("resid", "x0"))
+    ops: list[Op] = [Mix(x="x", y="start", out="x", a=a, b=b)]
+    if terms.bigram_rows:
+        ops.append(Mix(x="x", y="pair", out="x", a=None, b=_number("bigram_lambdas", count, index)))
+    return ops
+
+
+def _attention(config: ModelConfig, terms: NanochatTerms, index: int) -> list[Op]:
+    """Values mixed with a table's (G2 on); queries and keys rotated, then normalised; n -> n."""
+    at, size, dim = f"transformer.h.{index}.attn", config.hidden_size, config.head_dim
+    num_q, num_kv = config.num_heads * dim, config.num_kv_heads * dim
+    rows = {"q": num_q, "k": num_kv, "v": num_kv}
+    matrices = tuple(_matrix(terms, f"{at}.c_{name}.weight", num_out, size) for name, num_out in rows.items())
+    ops: list[Op] = [Linear(x="n", out=tuple(rows), matrices=matrices)]
+    if terms.has_value_embedding(index, config.num_layers):
+        gate = _matrix(terms, f"{at}.ve_gate.weight", config.num_kv_heads, terms.gate_columns)
+        table = _matrix(terms, f"value_embeds.{index}.weight", terms.padded_vocab_size, num_kv)
+        ops += [
+            Linear(x="n", out=("gate",), matrices=(gate,)),
+            Embed(out="values", table=table),
+            GateValues(v="v", gate="gate", more="values", head_dim=dim, scale=terms.gate_scale),
+        ]
+    return [
+        *ops,
+        Rotate(x=("q", "k"), head_dim=dim, rope=0),
+        HeadNorm(x=("q", "k"), norms=(), head_dim=dim, eps=config.norm_eps),
+        # q and k are each scaled by qk_scale; so is their product by its square, without touching either.
+        *attend(config, index, config.scale * terms.qk_scale**2),
+        Linear(x="att", out=("n",), matrices=(_matrix(terms, f"{at}.c_proj.weight", size, num_q),)),
+    ]
+
+
+def _norm(config: ModelConfig, x: str, out: str) -> Norm:
+    """nanochat's norms have no weights."""
+    return Norm(x=x, out=out, weight=None, eps=config.norm_eps)
+
+
+def _matrix(terms: NanochatTerms, name: str, num_out: int, num_in: int) -> WeightSpec:
+    return WeightSpec(hf_name(name) if terms.has_hf_names else name, (num_out, num_in))
+
+
+def _number(name: str, count: int, index: int = 0) -> Number:
+    return Number(WeightSpec(name, (count,), "number"), index)

@@ -1,0 +1,362 @@
+"""Which generation a nanochat checkpoint is of, and the constants that its file does not carry. No torch.
+
+nanochat's checkpoints have no version field, and rope base, soft cap, window sizes and more stood in the source of the
+day. They are told from the names and shapes of the weights; whatever was inferred comes with its reason, and a user
+can set each by hand. The table is karpathy/nanochat's public history, October 2025 to July 2026 (docs/nanochat.md).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple
+
+from nano_inference.loader.fields import Fields, shown
+from nano_inference.loader.inferred import Constant
+from nano_inference.models.config import ROPE_DTYPES, RopeDtype
+from nano_inference.types import BadRequest, ModelError
+
+Shapes = Mapping[str, tuple[int, ...]]
+"""Name of a weight -> its shape."""
+DecodeWindow = Literal["short", "full"]
+DECODE_WINDOWS: tuple[DecodeWindow, ...] = ("short", "full")
+
+FLOAT32_EPS = 1.1920929e-07
+"""What torch's rms_norm adds when nobody says: float32's epsilon, whatever the input's precision."""
+_MANY_TOKENS = 41_943_040
+"""`eval_tokens` of base runs from 2026-03-04 on."""
+_SHOWN = 5
+_SMEAR_SHAPE = (1, 24)
+_BY_HAND = "set by hand"
+_ROPE_REASONS: Mapping[RopeDtype, str] = MappingProxyType(
+    {"bfloat16": "rounded by upstream until 2026-03-04", "float32": "the computation's since 2026-03-04"}
+)
+_WITH_WINDOWS = "as trained; upstream's fallback of 2026-01-16 to 30 had full"
+_SOFTCAP_WARNING = (
+    "soft cap 15 is assumed; runs of 2026-03-02 to 09 had 20 (override softcap=20). Greedy output is the same"
+)
+_LAYER = r"transformer\.h\.\d+\."
+_KNOWN = re.compile(
+    rf"transformer\.wte\.weight|lm_head\.weight|{_LAYER}attn\.(c_q|c_k|c_v|c_proj|ve_gate)\.weight|"
+    rf"{_LAYER}mlp\.(c_fc|c_proj)\.weight|value_embeds\.\d+\.weight|resid_lambdas|x0_lambdas|"
+    r"smear_gate\.weight|smear_lambda|backout_lambda|bigram_embed\.embed\.weight|bigram_lambdas"
+)
+_PROTOTYPES = re.compile(r"value_embed_[AB]\b.*|value_embed\.weight|v0_lambdas")
+_EXPERTS = re.compile(r".*\.(mlp\.(router|experts|shared_expert)|moe)\..*")
+
+
+class Rules(NamedTuple):
+    """What the source of a generation hard-coded."""
+
+    rope_base: float
+    qk_scale: float
+    softcap: float
+    gate_scale: float
+    short_share: int
+    """A short window is this part of the sequence length …"""
+    rounds: bool
+    """… rounded up to a multiple of 128, or else down to a whole number."""
+    rope_dtype: RopeDtype
+    """Precision of the cos and sin tables; float32 is that of the computation."""
+    signs: str
+    """How to recognise it."""
+
+
+GENERATIONS: Mapping[str, Rules] = MappingProxyType(
+    {
+        "G0": Rules(10_000.0, 1.0, 15.0, 2.0, 2, False, "bfloat16", "no resid_lambdas"),
+        "G1": Rules(10_000.0, 1.0, 15.0, 2.0, 2, False, "bfloat16", "resid_lambdas, no value embeddings"),
+        "G2": Rules(10_000.0, 1.0, 15.0, 2.0, 2, False, "bfloat16", "value gates of 32 columns"),
+        "G2e": Rules(10_000.0, 1.0, 15.0, 2.0, 2, False, "bfloat16", "bigram_embed"),
+        "G2s": Rules(
+            10_000.0, 1.0, 20.0, 2.0, 2, False, "float32", "value gates of 32 columns, trained 2026-03-02 to 09"
+        ),
+        "G3": Rules(100_000.0, 1.15, 15.0, 3.0, 3, True, "float32", "value gates of 12 columns, no smear_gate"),
+        "G4": Rules(100_000.0, 1.2, 15.0, 3.0, 4, True, "float32", "smear_gate"),
+    }
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Constants:
+    """What the checkpoint's weights and configuration leave open. Every field can be set by hand."""
+
+    generation: str
+    sequence_len: int
+    rope_base: float
+    qk_scale: float
+    softcap: float
+    gate_scale: float
+    window_pattern: str
+    """S and L, tiled over the layers, the last of which is L; empty when no layer has a window."""
+    short_window: int
+    """Tokens that an S layer sees before each token."""
+    norm_eps: float
+    rope_dtype: RopeDtype
+    """bfloat16: cos and sin are rounded to it, as upstream did until its commit 1076f97 (2026-03-04)."""
+    decode_window: DecodeWindow = "short"
+    """full: windows cut the prompt's queries only, as in upstream's fallback for devices without FlashAttention 3
+    between 2026-01-16 (b62a5bc) and 2026-01-30 (3ba42e8)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inferred:
+    """The constants, why each has its value, and what a user should know."""
+
+    constants: Constants
+    reasons: Mapping[str, str]
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def headline(self) -> str:
+        """The generation and what it was recognised by, in a few words."""
+        return f"nanochat {self.constants.generation} ({self.reasons['generation']})"
+
+    @property
+    def values(self) -> Mapping[str, Constant]:
+        """Every constant with its reason."""
+        return MappingProxyType(
+            {name: Constant(value, self.reasons[name]) for name, value in asdict(self.constants).items()}
+        )
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What changes the numbers of older generations or was set by hand, each with its reason; shown at load."""
+        constants, reasons = self.constants, self.reasons
+        usual = {"rope_dtype": "float32", "decode_window": "short"}
+        return tuple(
+            f"{name}={getattr(constants, name)} ({reasons[name]})"
+            for name, value in usual.items()
+            if getattr(constants, name) != value or reasons[name] == _BY_HAND
+        )
+
+
+def infer(
+    origin: str,
+    shapes: Shapes,
+    config: Fields,
+    *,
+    user_config: Mapping[str, Any] = MappingProxyType({}),
+    is_zero: Callable[[str], bool] = lambda name: False,
+    overrides: Mapping[str, str] = MappingProxyType({}),
+) -> Inferred:
+    """Tell the generation of a checkpoint and its constants.
+
+    `config` is meta's `model_config`, `user_config` that of the base run (its hints settle the soft cap), `is_zero`
+    tells whether all values of a small weight are zero, `overrides` come from the user. Raises `ModelError` naming
+    `origin` for weights of no known generation, `BadRequest` for an override that makes no sense.
+    """
+    refuse_unknown(origin, shapes)
+    warnings: list[str] = []
+    _refuse_halves(origin, shapes)
+    columns = _gate_columns(origin, shapes)
+    by_hand = override_values(overrides)
+    generation, why = by_hand.get("generation"), _BY_HAND
+    if generation is None:
+        generation, why = _generation(origin, shapes, columns, user_config, is_zero, warnings)
+    if generation == "G2" and not {"generation", "softcap"} & set(overrides):
+        warnings.append(_SOFTCAP_WARNING)
+    sequence_len = by_hand.get("sequence_len") or config.integer("sequence_len")
+    pattern, pattern_why = by_hand.get("window_pattern"), _BY_HAND
+    if pattern is None:
+        pattern, pattern_why = _window_pattern(origin, shapes, config, warnings)
+    constants = _hard_coded(generation, sequence_len, pattern)
+    reasons = _reasons(generation, has_short="S" in pattern, has_gates=bool(columns))
+    reasons |= {"generation": why, "window_pattern": pattern_why} | dict.fromkeys(by_hand, _BY_HAND)
+    return Inferred(
+        constants=replace(constants, **by_hand), reasons=MappingProxyType(reasons), warnings=tuple(warnings)
+    )
+
+
+def _hard_coded(generation: str, sequence_len: int, pattern: str) -> Constants:
+    """Return the constants that the source of a generation had."""
+    rules = GENERATIONS[generation]
+    return Constants(
+        generation=generation,
+        sequence_len=sequence_len,
+        rope_base=rules.rope_base,
+        qk_scale=rules.qk_scale,
+        softcap=rules.softcap,
+        gate_scale=rules.gate_scale,
+        window_pattern=pattern,
+        short_window=short_window(sequence_len, rules),
+        norm_eps=FLOAT32_EPS,
+        rope_dtype=rules.rope_dtype,
+    )
+
+
+def _reasons(generation: str, *, has_short: bool, has_gates: bool) -> dict[str, str]:
+    """Return where the constants are from that the weights do not tell."""
+    own = f"{generation}'s"
+    return {
+        "sequence_len": "model_config",
+        "rope_base": own,
+        "qk_scale": own,
+        "softcap": own,
+        "gate_scale": own if has_gates else f"{own}, but there are no value embeddings",
+        "short_window": own if has_short else f"{own}, but no layer has one",
+        "norm_eps": "float32's epsilon",
+        "rope_dtype": f"{own}, {_ROPE_REASONS[GENERATIONS[generation].rope_dtype]}",
+        "decode_window": _WITH_WINDOWS if has_short else f"{own}, but no layer has a short window",
+    }
+
+
+def short_window(sequence_len: int, rules: Rules) -> int:
+    """Return how many tokens before its own an S layer sees: sequence_len/2, or /3 or /4 rounded up to 128s."""
+    if not rules.rounds:
+        return sequence_len // rules.short_share
+    return -(-sequence_len // rules.short_share // 128) * 128
+
+
+def refuse_unknown(origin: str, shapes: Shapes) -> None:
+    """Raise `ModelError` for weights that no generation on nanochat's master has: a fork would run, but wrongly."""
+    experts = [name for name in shapes if _EXPERTS.fullmatch(name)]
+    if experts:
+        raise ModelError(f"{origin}: {experts[0]}: nanochat's mixture-of-experts branches are not supported")
+    prototypes = [name for name in shapes if _PROTOTYPES.fullmatch(name)]
+    has_gate = any(name.endswith(".ve_gate.weight") for name in shapes)
+    values = [name for name in shapes if name.startswith("value_embeds.")]
+    if prototypes or (values and not has_gate):
+        name = (prototypes or values)[0]
+        raise ModelError(f"{origin}: {name}: a prototype of value embeddings (January 2026) that is not supported")
+    unknown = sorted(name for name in shapes if not _KNOWN.fullmatch(name))
+    if unknown:
+        rest = f" and {len(unknown) - _SHOWN} more" if len(unknown) > _SHOWN else ""
+        names = ", ".join(shown(name) for name in unknown[:_SHOWN])
+        raise ModelError(f"{origin}: weights of no known nanochat generation: {names}{rest}")
+
+
+def parse_overrides(texts: Iterable[str] | Mapping[str, object]) -> dict[str, str]:
+    """Take `name=value` apart; one text, several, or a mapping. Raises `BadRequest` naming what can be set."""
+    if isinstance(texts, Mapping):
+        texts = [f"{name}={value}" for name, value in texts.items()]
+    elif isinstance(texts, str):
+        texts = [texts]
+    found: dict[str, str] = {}
+    known = [field.name for field in fields(Constants)]
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals or name not in known:
+            raise BadRequest(f"overrides: {shown(text)} must be name=value, with a name of {', '.join(known)}")
+        found[name] = value
+    return found
+
+
+def _generation(
+    origin: str,
+    shapes: Shapes,
+    columns: set[int],
+    user_config: Mapping[str, Any],
+    is_zero: Callable[[str], bool],
+    warnings: list[str],
+) -> tuple[str, str]:
+    """Return the generation and what it was recognised by."""
+    if "bigram_embed.embed.weight" in shapes:
+        return "G2e", GENERATIONS["G2e"].signs
+    if "smear_gate.weight" in shapes:
+        smears = [name for name in ("smear_gate.weight", "smear_lambda", "backout_lambda") if name in shapes]
+        if not all(is_zero(name) for name in smears):
+            if columns and columns != {12}:
+                raise ModelError(
+                    f"{origin}: ambiguous: smear_gate of G4 with value gates of 32 columns, as in G2; "
+                    "set the constants by hand (generation=…)"
+                )
+            return "G4", GENERATIONS["G4"].signs
+        warnings.append("smear and backout are all zero: an older checkpoint patched to load, with its own constants")
+    if columns == {12}:
+        return "G3", GENERATIONS["G3"].signs
+    if columns == {32}:
+        return _softcap_of(user_config)
+    found = "G1" if {"resid_lambdas", "x0_lambdas"} & set(shapes) else "G0"
+    return found, GENERATIONS[found].signs
+
+
+def _gate_columns(origin: str, shapes: Shapes) -> set[int]:
+    """Return the one width that the value gates have, none where there are no gates."""
+    gates = {name: shape for name, shape in shapes.items() if name.endswith(".ve_gate.weight")}
+    for name, shape in gates.items():
+        if len(shape) != 2:
+            raise ModelError(f"{origin}: {name} must be a matrix, got the shape {shape}")
+    columns = {shape[-1] for shape in gates.values()}
+    if len(columns) > 1 or not columns <= {12, 32}:
+        raise ModelError(f"{origin}: value gates of {sorted(columns)} columns; known generations have 12 or 32")
+    return columns
+
+
+def _refuse_halves(origin: str, shapes: Shapes) -> None:
+    """Raise `ModelError` for weights that no generation has without others, or in this shape."""
+    if shapes.get("smear_gate.weight", _SMEAR_SHAPE) != _SMEAR_SHAPE:
+        raise ModelError(f"{origin}: smear_gate.weight has the shape {shapes['smear_gate.weight']}, not {_SMEAR_SHAPE}")
+    if ("smear_gate.weight" in shapes) != ("backout_lambda" in shapes):
+        raise ModelError(f"{origin}: of smear_gate.weight and backout_lambda there is one without the other")
+    if "bigram_embed.embed.weight" in shapes and not {"resid_lambdas", "x0_lambdas"} & set(shapes):
+        raise ModelError(f"{origin}: has bigram_embed but neither resid_lambdas nor x0_lambdas")
+
+
+def _softcap_of(user_config: Mapping[str, Any]) -> tuple[str, str]:
+    """Tell G2 from G2s, which differ in the soft cap alone: only a base run's settings give a hint."""
+    is_late = "adam_beta1" in user_config and user_config.get("eval_tokens") == _MANY_TOKENS
+    found = "G2s" if is_late else "G2"
+    return found, GENERATIONS[found].signs
+
+
+def _window_pattern(origin: str, shapes: Shapes, config: Fields, warnings: list[str]) -> tuple[str, str]:
+    """Return the pattern of windows, and where it is from."""
+    has_lambdas = bool({"resid_lambdas", "x0_lambdas"} & set(shapes))
+    if config.get("window_pattern") is None:
+        if not has_lambdas:
+            return "", "G0 has none"
+        warnings.append(
+            "model_config has no window_pattern: L is assumed, as upstream does; a mid-training of January 2026 was "
+            "run with SSSL (window_pattern=SSSL)"
+        )
+        return "L", "missing in model_config"
+    pattern = config.text("window_pattern", "").upper()
+    if not pattern or set(pattern) - {"S", "L"}:
+        raise ModelError(f"{origin}: window_pattern must be made of S and L, got {shown(config.get('window_pattern'))}")
+    return pattern, "model_config"
+
+
+def override_values(overrides: Mapping[str, str]) -> dict[str, Any]:
+    """Return the values that the texts of overrides spell. Raises `BadRequest` naming the first that is none."""
+    readers: dict[str, Callable[[str, str], Any]] = {
+        "generation": partial(_override_choice, tuple(GENERATIONS)),
+        "window_pattern": _override_pattern,
+        "sequence_len": _override_int,
+        "short_window": _override_int,
+        "rope_dtype": partial(_override_choice, ROPE_DTYPES),
+        "decode_window": partial(_override_choice, DECODE_WINDOWS),
+    }
+    return {name: readers.get(name, _override_number)(name, text) for name, text in overrides.items()}
+
+
+def _override_pattern(name: str, text: str) -> str:
+    if set(text.upper()) - {"S", "L"}:
+        raise BadRequest(f"overrides: {name} must be made of S and L, got {shown(text)}")
+    return text.upper()
+
+
+def _override_choice(choices: Sequence[str], name: str, text: str) -> str:
+    if text not in choices:
+        raise BadRequest(f"overrides: {name} must be one of {', '.join(choices)}, got {shown(text)}")
+    return text
+
+
+def _override_int(name: str, text: str) -> int:
+    if not (text.isascii() and text.isdigit() and 1 <= len(text) <= 9 and int(text) > 0):
+        raise BadRequest(f"overrides: {name} must be an integer of 1 to 999999999, got {shown(text)}")
+    return int(text)
+
+
+def _override_number(name: str, text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < 1e12:
+        raise BadRequest(f"overrides: {name} must be a number above 0, got {shown(text)}")
+    return value

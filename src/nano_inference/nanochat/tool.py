@@ -1,0 +1,88 @@
+"""nanochat's calculator as a token program.
+
+The models write an expression between <|python_start|> and <|python_end|>, and the result is forced after it between
+<|output_start|> and <|output_end|> (nanochat's engine.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from nano_inference.nanochat.calculator import MAX_EXPRESSION, calculate, result_text
+from nano_inference.text.kinds import Tokenizer
+from nano_inference.text.tools import special_tokens
+
+PYTHON_START, PYTHON_END = "<|python_start|>", "<|python_end|>"
+OUTPUT_START, OUTPUT_END = "<|output_start|>", "<|output_end|>"
+
+_MAX_TOKENS = 4 * MAX_EXPRESSION
+"""Of an expression: a token has a byte at least and a character four at most, so more make no shorter text."""
+
+
+@dataclass(frozen=True, slots=True)
+class PythonTool:
+    """nanochat's calculator as a `types.TokenProgram`; one object serves any number of samples at once.
+
+    Its state is None outside a python block and the block's tokens so far inside.
+    """
+
+    python_start: int
+    python_end: int
+    output_start: int
+    output_end: int
+    decode: Callable[[Sequence[int]], str]
+    """The text of an expression's tokens, special tokens as their literal text."""
+    encode: Callable[[str], Sequence[int]]
+    """The tokens of a result's text, none of them special."""
+
+    @property
+    def call(self) -> tuple[int, int]:
+        """The tokens that begin and end an expression."""
+        return self.python_start, self.python_end
+
+    @property
+    def result(self) -> tuple[int, int]:
+        """The tokens that begin and end a result."""
+        return self.output_start, self.output_end
+
+    def start(self) -> object:
+        """Return the state before the first sampled token: outside a block."""
+        return None
+
+    def step(self, state: object, token: int) -> tuple[object, tuple[int, ...]]:
+        """Take a sampled token; return the next state and, at the end of a block with a result, the forced tokens.
+
+        A start inside a block begins it anew, an end outside is a token like any other, and nothing is forced after
+        an empty block or an expression without a result.
+        """
+        if token == self.python_start:
+            return (), ()
+        if not isinstance(state, tuple):
+            return None, ()
+        if token != self.python_end:
+            return (state if len(state) > _MAX_TOKENS else (*state, token)), ()
+        return None, self._forced(state)
+
+    def _forced(self, block: Sequence[int]) -> tuple[int, ...]:
+        if len(block) > _MAX_TOKENS:
+            return ()
+        text = result_text(calculate(self.decode(block)))
+        return () if text is None else (self.output_start, *self.encode(text), self.output_end)
+
+
+def python_tool(tokenizer: Tokenizer) -> PythonTool | None:
+    """Return the calculator for a tokenizer with nanochat's four tool tokens, None for any other."""
+    special = special_tokens(tokenizer)
+    names = (PYTHON_START, PYTHON_END, OUTPUT_START, OUTPUT_END)
+    if not all(name in special for name in names):
+        return None
+    python_start, python_end, output_start, output_end = (special[name] for name in names)
+
+    def decode(tokens: Sequence[int]) -> str:
+        return tokenizer.decode(tokens, skip_special=False)
+
+    def encode(text: str) -> list[int]:
+        return tokenizer.encode(text, add_special=False, parse_special=False)
+
+    return PythonTool(python_start, python_end, output_start, output_end, decode, encode)

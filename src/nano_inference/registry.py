@@ -1,0 +1,52 @@
+"""Tables of what can be chosen by name: our own rows, then those that installed packages add by entry points.
+
+A package adds a row in its pyproject.toml, for example to the table of families:
+
+    [project.entry-points."nano_inference.families"]
+    granite = "my_package.granite:FAMILY"
+
+A table is made once, at the start of what uses it, and passed on as an argument.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib.metadata import EntryPoint, entry_points
+from types import MappingProxyType
+from typing import TypeVar
+
+_T = TypeVar("_T")
+
+
+class PluginError(ValueError):
+    """An installed package adds a row that cannot be used. One line: the entry point, its package, and why."""
+
+
+def table(group: str, own: Mapping[str, _T], kind: type[_T]) -> Mapping[str, _T]:
+    """Return `own` and the rows of every entry point in `group`, each an object of `kind`, sorted by name.
+
+    Raises `PluginError` for a row that cannot be imported, is of another kind, or has a name that is taken.
+    """
+    rows = dict(own)
+    for point in sorted(entry_points(group=group), key=lambda point: (point.name, point.value)):
+        if point.name in rows:
+            raise PluginError(f"{_where(point)}: the name {point.name} is taken")
+        rows[point.name] = _loaded(point, kind)
+    return MappingProxyType(rows)
+
+
+def _loaded(point: EntryPoint, kind: type[_T]) -> _T:
+    try:
+        row = point.load()
+    except Exception as error:  # another package's module can raise anything while it is imported
+        why = " ".join(str(error).split())
+        raise PluginError(f"{_where(point)}: {point.value}: {type(error).__name__}: {why}") from error
+    if not isinstance(row, kind):
+        raise PluginError(f"{_where(point)}: {point.value} is a {type(row).__name__}, not a {kind.__name__}")
+    return row
+
+
+def _where(point: EntryPoint) -> str:
+    """Name an entry point and the package that has it."""
+    package = "" if point.dist is None else f" of the package {point.dist.name}"
+    return f"entry point {point.group} {point.name}{package}"

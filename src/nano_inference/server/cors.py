@@ -1,0 +1,43 @@
+"""Which web pages may read answers (CORS): the reply to a preflight, and the headers of every answer."""
+
+from __future__ import annotations
+
+from starlette.types import Scope
+
+from nano_inference.server.headers import Headers, single
+
+PREFLIGHT_SECONDS = 600
+PREFLIGHT = (
+    (b"access-control-allow-methods", b"GET, HEAD, POST, PUT, PATCH, DELETE"),
+    # By the Fetch standard, * does not include authorization.
+    (b"access-control-allow-headers", b"authorization, *"),
+    (b"access-control-max-age", b"%d" % PREFLIGHT_SECONDS),
+)
+"""Headers of the reply to a preflight."""
+
+
+def granted_origin(headers: Headers, origins: frozenset[str]) -> str | None:
+    """Return the value of access-control-allow-origin: the page's origin, * for any page, None to send no header."""
+    origin = single(headers, b"origin")
+    if origin is not None and "*" in origins:
+        return "*"
+    return origin if origin in origins else None
+
+
+def is_preflight(scope: Scope, origins: frozenset[str]) -> bool:
+    """Return True for a preflight of an allowed page: the request before the actual one, which cannot carry a key."""
+    headers = scope["headers"]
+    asks = scope["method"] == "OPTIONS" and single(headers, b"access-control-request-method") is not None
+    return asks and granted_origin(headers, origins) is not None
+
+
+def cors_headers(scope: Scope, origins: frozenset[str]) -> list[tuple[bytes, bytes]]:
+    """Return the CORS headers of an answer; never with credentials."""
+    if not origins:
+        return []
+    vary = (b"vary", b"origin")
+    origin = granted_origin(scope["headers"], origins)
+    if origin is None:
+        return [vary]
+    exposed = (b"access-control-expose-headers", b"x-request-id, x-max-tokens, retry-after")
+    return [vary, (b"access-control-allow-origin", origin.encode("latin-1")), exposed]

@@ -1,0 +1,329 @@
+"""vLLM's tokens in, tokens out: POST /inference/v1/generate. No text goes in or out.
+
+Fields and reply as in vllm/entrypoints/scale_out/token_in_token_out/protocol.py and vllm/sampling_params.py. Further
+than vLLM's goes `mask` (1 where the model drew a token), `stop_reason`, and the fields `return_raw_logprobs` and
+`return_sampling_mask` among the sampling parameters, which are ours. Taken without effect, because they speak of text
+or of how vLLM keeps its results: `detokenize`, `flat_logprobs`, `skip_clone`, `include_stop_str_in_output`,
+`output_kind` where the reply is not streamed; what a render step says of the ids: `token_offsets`,
+`assistant_tokens_mask`; and `stream_options.include_obfuscation`.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from types import MappingProxyType
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from nano_inference.config import ServerConfig
+from nano_inference.server.call import JSON, Call, Draft, usage
+from nano_inference.server.calls import completion_call
+from nano_inference.server.dialect import Dialect, Generating
+from nano_inference.server.errors import ApiError
+from nano_inference.server.events import DONE, events
+from nano_inference.server.model import ServedModel
+from nano_inference.server.replies import sample_facts, token_facts, version_facts, whole
+from nano_inference.server.schema import (
+    MAX_BIAS,
+    MAX_TOKEN_LIST,
+    Alternatives,
+    Bias,
+    Body,
+    CompletionBody,
+    Count,
+    CountOrOff,
+    Factor,
+    Name,
+    Penalty,
+    PositiveShare,
+    Salt,
+    Samples,
+    Seed,
+    Share,
+    Stops,
+    StreamOptions,
+    Temperature,
+    TokenId,
+)
+from nano_inference.server.schema import TokenIds as Ids
+from nano_inference.server.translating import (
+    as_body,
+    given,
+    refuse,
+    refuse_unknown,
+    roomy,
+    structures_told_as,
+    told_as,
+    uncached,
+)
+from nano_inference.server.unsupported import EMPTY, OFF, refuse_unsupported
+from nano_inference.server.writing import Entry, Written
+from nano_inference.text.tokenizer import Tokenizer
+
+_WORDS = Annotated[list[Annotated[str, Field(min_length=1, max_length=256)]], Field(max_length=256)]
+
+UNSUPPORTED: Mapping[str, tuple[Any, ...]] = MappingProxyType(
+    {
+        "features": (None,),
+        "content_parts": EMPTY,
+        "lora_request": (None,),
+        "kv_transfer_params": EMPTY,
+        "ec_transfer_params": EMPTY,
+        "priority": (None, 0),
+    }
+)
+"""Fields of vLLM's request that are not done -> the values with which they change nothing."""
+
+UNSUPPORTED_PARAMS: Mapping[str, tuple[Any, ...]] = MappingProxyType(
+    {
+        "best_of": (None, 1),
+        "spaces_between_special_tokens": (None, True),
+        "truncation_side": (None, "left"),
+        "logprob_token_ids": EMPTY,
+        "prompt_logprob_start": (None, 0),
+        "logits_processors": EMPTY,
+        "extra_args": EMPTY,
+        "guided_decoding": (None,),
+        "thinking_token_budget": (None,),
+        "repetition_detection": (None,),
+        "stream_interval": (None, 1),
+        "routed_experts_prompt_start": (None, 0),
+        "use_beam_search": OFF,
+        "length_penalty": (None, 1, 1.0),
+        "early_stopping": OFF,
+    }
+)
+"""The same among vLLM's sampling parameters."""
+
+_OWN = frozenset({"detokenize", "flat_logprobs", "skip_clone", "output_kind", "skip_reading_prefix_cache"})
+"""Fields of `GenerateParams` that a completion does not have."""
+
+
+class GenerateParams(Body):
+    """vLLM's SamplingParams with vLLM's defaults; what the model's files recommend does not count here."""
+
+    n: Samples | None = 1
+    temperature: Temperature | None = 1.0
+    top_p: PositiveShare | None = 1.0
+    top_k: CountOrOff | None = 0
+    min_p: Share | None = 0.0
+    seed: Seed | None = None
+    max_tokens: Count | None = 16
+    """None is all the room there is."""
+    min_tokens: Count | None = 0
+    presence_penalty: Penalty | None = 0.0
+    frequency_penalty: Penalty | None = 0.0
+    repetition_penalty: Factor | None = 1.0
+    logit_bias: Bias | None = None
+    allowed_token_ids: Annotated[list[TokenId], Field(min_length=1, max_length=MAX_TOKEN_LIST)] | None = None
+    bad_words: _WORDS | None = None
+    stop: Stops | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_BIAS)] | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    truncate_prompt_tokens: CountOrOff | None = None
+    logprobs: Alternatives | None = None
+    prompt_logprobs: Alternatives | None = None
+    structured_outputs: dict[str, Any] | None = None
+    detokenize: bool | None = None
+    flat_logprobs: bool | None = None
+    skip_clone: bool | None = None
+    skip_reading_prefix_cache: bool | None = None
+    output_kind: Literal[0, 1, 2] | None = None
+    """0 is everything so far, 1 what is new, 2 only the end. A stream gives what is new."""
+    return_raw_logprobs: bool | None = None
+    return_sampling_mask: bool | None = None
+
+
+class GenerateBody(Body):
+    """POST /inference/v1/generate."""
+
+    neutral_names: ClassVar[frozenset[str]] = frozenset(UNSUPPORTED)
+
+    request_id: Name | None = None
+    model: Annotated[str, Field(max_length=512)] | None = None
+    token_ids: Ids
+    sampling_params: GenerateParams | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    cache_salt: Salt | None = None
+    return_token_ids: bool | None = None
+    """Also give the prompt's ids back."""
+    token_offsets: list[Any] | None = None
+    assistant_tokens_mask: list[Any] | None = None
+
+
+NAMES: Mapping[str, str] = MappingProxyType(
+    {name: f"sampling_params.{name}" for name in GenerateParams.model_fields} | {"prompt": "token_ids"}
+)
+"""Our fields -> the client's."""
+
+
+def generate_call(body: GenerateBody, model: ServedModel, config: ServerConfig, salt: str) -> Call:
+    """Return the call of a request. Raises `ApiError` naming the field that is wrong, as the client calls it."""
+    params = body.sampling_params or GenerateParams()
+    extra = body.model_extra or {}
+    refuse(extra, UNSUPPORTED)
+    refuse_unsupported({name: value for name, value in extra.items() if name not in UNSUPPORTED})
+    refuse_unknown(params.model_extra or {}, UNSUPPORTED_PARAMS, "sampling_params.")
+    _check(body, params)
+    with told_as(NAMES):
+        call = completion_call(as_body(_fields(body, params), CompletionBody), model, config, salt)
+    call = roomy(call, model.limits) if params.max_tokens is None else call
+    call = structures_told_as(call, NAMES)
+    call = uncached(call) if params.skip_reading_prefix_cache else call
+    name = body.request_id or f"generate-{uuid.uuid4().hex}"
+    shape = replace(call.shape, token_ids=True, tokens_as_ids=True)
+    dialect = partial(GenerateReply, with_prompt=bool(body.return_token_ids))
+    return replace(call, id=name, names=frozenset({name}), shape=shape, dialect=dialect)
+
+
+def _check(body: GenerateBody, params: GenerateParams) -> None:
+    if body.stream and params.output_kind in (0, 2):
+        message = "sampling_params.output_kind must be 1 in a stream, which gives what is new"
+        raise ApiError(400, message, param="sampling_params.output_kind")
+    if params.stop and params.detokenize is False:
+        raise ApiError(400, "sampling_params.stop needs detokenize to be true", param="sampling_params.stop")
+
+
+def _fields(body: GenerateBody, params: GenerateParams) -> JSON:
+    """Return the request as a completion's fields."""
+    fields = {name: value for name, value in given(params).items() if name not in _OWN}
+    wanted = {name: value for name, value in (params.structured_outputs or {}).items() if value not in (None, False)}
+    fields.pop("structured_outputs", None)
+    if wanted:
+        fields["structured_outputs"] = wanted
+    if params.max_tokens is None:
+        fields["max_tokens"] = max(1, params.min_tokens or 0)  # for the checks; `roomy` lifts it
+    options = body.stream_options
+    fields |= {"model": body.model, "prompt": body.token_ids, "stream": body.stream}
+    return fields | {"stream_options": None if options is None else options.model_dump(exclude_none=True)}
+
+
+class GenerateReply:
+    """The reply to a request for tokens."""
+
+    def __init__(self, call: Call, tokenizer: Tokenizer, created: int, *, with_prompt: bool) -> None:
+        self._call = call
+        self._tokenizer = tokenizer
+        self._created = created
+        self._prompt: JSON = {"prompt_token_ids": list(call.asks[0].prompt)} if with_prompt else {}
+        """The prompt, until it has been told: a stream does so once."""
+
+    def whole(self, drafts: Sequence[Draft]) -> JSON:
+        """Return the reply's JSON."""
+        return {
+            **self._head(),
+            **self._prompt,
+            "choices": [_choice(self._call, draft) for draft in drafts],
+            "prompt_logprobs": self._prompt_logprobs(drafts),
+            "kv_transfer_params": None,
+            "usage": usage(self._call, drafts),
+        }
+
+    def opening(self, drafts: Sequence[Draft]) -> bytes:
+        """Return nothing: a stream begins with the first tokens."""
+        return b""
+
+    def added(self, draft: Draft, written: Written, drafts: Sequence[Draft]) -> bytes:
+        """Return one chunk with the new tokens, and why the sample ended when it did."""
+        if not written.token_ids and written.finish_reason is None:
+            return b""
+        chunk = {**self._head(), **self._prompt, "choices": [_piece(self._call, draft, written)]}
+        self._prompt = {}
+        if self._call.include_usage:
+            told = usage(self._call, drafts, with_cached=False) if self._call.continuous_usage else None
+            chunk["usage"] = told
+        return events([chunk])
+
+    def closing(self, drafts: Sequence[Draft]) -> bytes:
+        """Return the usage when it was asked for, and [DONE]."""
+        if not self._call.include_usage:
+            return DONE
+        return events([{**self._head(), "choices": [], "usage": usage(self._call, drafts)}]) + DONE
+
+    def failed(self, error: ApiError) -> bytes:
+        """Return the error, and [DONE]."""
+        return events([error.to_dict()]) + DONE
+
+    def _head(self) -> JSON:
+        return {"request_id": self._call.id, "model": self._call.model, "created": self._created}
+
+    def _prompt_logprobs(self, drafts: Sequence[Draft]) -> list[JSON | None] | None:
+        """Return them as a completion has them; all samples have one prompt."""
+        if self._call.shape.prompt_logprobs is None:
+            return None
+        plain = replace(self._call, shape=replace(self._call.shape, logprobs=None))
+        choice: JSON = whole(plain, drafts[:1], self._tokenizer, self._created)["choices"][0]
+        found: list[JSON | None] = choice["prompt_logprobs"]
+        return found
+
+
+def _choice(call: Call, draft: Draft) -> JSON:
+    return {
+        "index": draft.index,
+        "logprobs": _logprobs(draft.entries, call.shape.logprobs),
+        "finish_reason": draft.finish_reason,
+        "stop_reason": draft.stop_reason,
+        "routed_experts": None,
+        "sampling_mask": None,
+    } | sample_facts(draft, call.shape)
+
+
+def _piece(call: Call, draft: Draft, written: Written) -> JSON:
+    """Return what a delta brought, in a choice's form; all of a sample's together are its choice."""
+    last = version_facts(draft, call.shape) if written.finish_reason is not None else {}
+    return {
+        "index": draft.index,
+        "token_ids": [],
+        "mask": [],
+        "logprobs": _logprobs(written.entries, call.shape.logprobs),
+        "finish_reason": written.finish_reason,
+        "stop_reason": written.stop_reason,
+        **token_facts(written, call.shape),
+        **last,
+    }
+
+
+def _logprobs(entries: Sequence[Entry], count: int | None) -> JSON | None:
+    """Return one object a token, by its id; `count` alternatives each, None when none were asked for."""
+    if count is None:
+        return None
+    return {
+        "content": [
+            {
+                **_token(entry.token, entry.logprob, rank_of(entry, count)),
+                "top_logprobs": [
+                    _token(one.token, one.logprob, rank) for rank, one in enumerate((entry.top or ())[:count], start=1)
+                ],
+            }
+            for entry in entries
+        ]
+    }
+
+
+def _token(token: int, logprob: float | None, rank: int | None) -> JSON:
+    return {"token": f"token_id:{token}", "token_id": token, "logprob": logprob, "rank": rank, "bytes": None}
+
+
+def rank_of(entry: Entry, count: int) -> int | None:
+    """Return how likely a token was among all, from 1; None when it is none of the `count` likeliest."""
+    likeliest = [one.token for one in (entry.top or ())[:count]]
+    return likeliest.index(entry.token) + 1 if entry.token in likeliest else None
+
+
+DIALECT = Dialect(
+    generating=(
+        Generating(
+            path="/inference/v1/generate",
+            body=GenerateBody,
+            to_call=generate_call,
+            summary="Continue token ids, as vLLM's route for trainers does.",
+        ),
+    ),
+)

@@ -1,0 +1,306 @@
+"""llama.cpp's POST /completion (and /completions), and GET /props.
+
+Fields and reply as in its server's README (tools/server/README.md). What differs: `repeat_penalty` looks at the whole
+prompt and answer, and the other penalties at the whole answer, not at the last 64 tokens; a token forbidden with
+`false` gets a bias of -100; without a stream it is not known when a prompt was done, so `timings` has null there.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from types import MappingProxyType
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+
+import nano_inference
+from nano_inference.config import ServerConfig
+from nano_inference.server.call import JSON, Call
+from nano_inference.server.calls import completion_call
+from nano_inference.server.dialect import Describing, Dialect, Generating, Occupancy
+from nano_inference.server.dialects.llamacpp_reply import LlamaReply, Told, error_body
+from nano_inference.server.errors import ApiError
+from nano_inference.server.model import ServedModel
+from nano_inference.server.refusals import refusals_told
+from nano_inference.server.schema import (
+    INT32,
+    MAX_BIAS,
+    Alternatives,
+    Body,
+    CompletionBody,
+    CountOrOff,
+    Factor,
+    Penalty,
+    PositiveShare,
+    Samples,
+    Share,
+    Stops,
+    Temperature,
+    TokenId,
+    TokenIds,
+)
+from nano_inference.server.translating import (
+    as_body,
+    given,
+    refuse,
+    roomy,
+    told_as,
+    uncached,
+)
+from nano_inference.server.unsupported import EMPTY, OFF, refuse_unsupported
+from nano_inference.text.dialogue import TemplateDialogue
+from nano_inference.text.tokenizer import Tokenizer
+
+_NEVER = -100.0
+"""The bias of a token that must not come: OpenAI's."""
+_RANDOM_SEEDS = (None, -1, 2**32 - 1)
+_MAX_PIECES = 1 << 20
+
+UNSUPPORTED: Mapping[str, tuple[Any, ...]] = MappingProxyType(
+    {
+        **dict.fromkeys(("samplers", "dry_sequence_breakers", "lora", "image_data", "multimodal_data"), EMPTY),
+        **dict.fromkeys(("preserved_tokens", "grammar_triggers"), EMPTY),
+        **dict.fromkeys(("return_progress", "post_sampling_probs", "grammar_lazy", "backend_sampling"), OFF),
+        **dict.fromkeys(("mirostat", "dynatemp_range", "dry_multiplier", "xtc_probability"), (None, 0, 0.0)),
+        **dict.fromkeys(("n_keep", "n_indent", "min_keep", "n_discard", "t_max_predict_ms"), (None, 0)),
+        "typical_p": (None, 1, 1.0),
+        "tfs_z": (None, 1, 1.0),
+        "top_n_sigma": (None, -1, -1.0, 0, 0.0),
+        "adaptive_target": (None, -1, -1.0),
+        "id_slot": (None, -1),
+        "reasoning_format": (None, "none"),
+        "reasoning_budget_tokens": (None, -1),
+    }
+)
+"""Fields of llama.cpp's request that are not done -> the values with which they change nothing."""
+
+NAMES: Mapping[str, str] = MappingProxyType(
+    {
+        "max_tokens": "n_predict",
+        "repetition_penalty": "repeat_penalty",
+        "logprobs": "n_probs",
+        "n": "n_cmpl",
+    }
+)
+"""Our fields -> llama.cpp's, where they differ."""
+
+_SAME = (
+    *("temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty"),
+    *("stop", "ignore_eos", "grammar", "json_schema"),
+)
+_SAMPLERS = ("penalties", "temperature", "top_k", "top_p", "min_p")
+"""The order in which they act here."""
+
+Pieces = Annotated[list[TokenId | str], Field(min_length=1, max_length=_MAX_PIECES, fail_fast=True)]
+"""A prompt of ids and texts."""
+
+
+class LlamaBody(Body):
+    """POST /completion, with llama.cpp's defaults."""
+
+    neutral_names: ClassVar[frozenset[str]] = frozenset(UNSUPPORTED)
+
+    prompt: str | TokenIds | Pieces | Annotated[list[str | TokenIds | Pieces], Field(min_length=1, max_length=1024)]
+    """A text, a list of ids, a list of both; or a list of such prompts, which a list of texts is too."""
+    model: Annotated[str, Field(max_length=512)] | None = None
+    n_predict: Annotated[int, Field(ge=-2, le=INT32)] | None = -1
+    """Below 0 is all the room there is; 0 only reads the prompt."""
+    n_cmpl: Samples | None = 1
+    temperature: Temperature | None = 0.8
+    top_k: CountOrOff | None = 40
+    top_p: PositiveShare | None = 0.95
+    min_p: Share | None = 0.05
+    repeat_penalty: Factor | None = 1.0
+    repeat_last_n: CountOrOff | None = None
+    """Only -1, everything, is done; 0 turns the penalty off."""
+    presence_penalty: Penalty | None = 0.0
+    frequency_penalty: Penalty | None = 0.0
+    seed: Annotated[int, Field(ge=-1, le=2**63 - 1)] | None = -1
+    stop: Stops | None = None
+    ignore_eos: bool | None = None
+    logit_bias: (
+        Literal[False]
+        | Annotated[list[list[int | float | str | bool]], Field(max_length=MAX_BIAS)]
+        | Annotated[dict[str, float | bool], Field(max_length=MAX_BIAS)]
+        | None
+    ) = None
+    """[[id or text, bias], …] or {id or text: bias}; a bias of false forbids the token."""
+    n_probs: Alternatives | None = 0
+    grammar: str | None = None
+    """GBNF."""
+    json_schema: dict[str, Any] | None = None
+    cache_prompt: bool | None = True
+    stream: bool | None = None
+    return_tokens: bool | None = None
+    timings_per_token: bool | None = None
+    response_fields: Annotated[list[Annotated[str, Field(max_length=256)]], Field(max_length=256)] | None = None
+    """Parts of the reply to send, such as `generation_settings/n_predict`; all of it when empty."""
+
+
+def llama_call(body: LlamaBody, model: ServedModel, config: ServerConfig, salt: str) -> Call:
+    """Return the call of a request. Raises `ApiError` naming the field that is wrong, as the client calls it."""
+    extra = body.model_extra or {}
+    refuse(extra, UNSUPPORTED)
+    refuse_unsupported({name: value for name, value in extra.items() if name not in UNSUPPORTED})
+    _check_window(body)
+    with told_as(NAMES):
+        fields = _fields(body, model)
+        call = completion_call(as_body(fields, CompletionBody), model, config, salt)
+    call = roomy(call, model.limits) if _is_endless(body) else call
+    call = uncached(call) if body.cache_prompt is False else call
+    told = Told(
+        settings=_settings(body, call),
+        tokens=bool(body.return_tokens),
+        timings=bool(body.timings_per_token),
+        parts=tuple(body.response_fields or ()),
+    )
+    name = f"cmpl-{uuid.uuid4().hex}"
+    return replace(call, id=name, names=frozenset({name}), dialect=partial(LlamaReply, told=told))
+
+
+def props(model: ServedModel, total_slots: int) -> JSON:
+    """Return what GET /props says of the server. Of where the model lies it says only the name."""
+    dialogue, named = model.dialogue, model.tokenizer.named
+    settings = given(LlamaBody(prompt=""))
+    wanted = {name: settings[name] for name in settings if name not in ("prompt", "cache_prompt", "n_cmpl")}
+    return {
+        "default_generation_settings": {"n_ctx": model.limits.max_model_len, "params": wanted},
+        "total_slots": total_slots,
+        "model_alias": model.name,
+        "model_path": model.name,
+        "modalities": {"vision": False, "audio": False},
+        "chat_template": dialogue.template.source if isinstance(dialogue, TemplateDialogue) else "",
+        "bos_token": named.get("bos_token", ""),
+        "eos_token": named.get("eos_token", ""),
+        "build_info": f"nano-inference {nano_inference.__version__}",
+    }
+
+
+def _check_window(body: LlamaBody) -> None:
+    """Refuse a penalty that looks at some last tokens only."""
+    if body.repeat_last_n is not None and body.repeat_last_n > 0:
+        message = f"repeat_last_n must be -1 (everything) or 0 (nothing), got {body.repeat_last_n}"
+        raise ApiError(400, message, param="repeat_last_n", code="unsupported_field")
+
+
+def _is_endless(body: LlamaBody) -> bool:
+    return body.n_predict is None or body.n_predict < 0
+
+
+def _fields(body: LlamaBody, model: ServedModel) -> JSON:
+    """Return the request as a completion's fields."""
+    theirs = given(body)
+    fields: JSON = {name: theirs[name] for name in _SAME if name in theirs}
+    if body.repeat_last_n == 0:
+        fields |= {"presence_penalty": 0.0, "frequency_penalty": 0.0}
+    else:
+        fields["repetition_penalty"] = theirs["repeat_penalty"]
+    if body.n_probs:
+        fields["logprobs"] = body.n_probs
+    return fields | {
+        "model": body.model,
+        "prompt": _prompts(body.prompt, model),
+        "n": body.n_cmpl,
+        "max_tokens": 1 if _is_endless(body) else body.n_predict,  # for the checks; `roomy` lifts it
+        "seed": None if body.seed in _RANDOM_SEEDS else body.seed,
+        "logit_bias": _bias(body.logit_bias, model.tokenizer),
+        "stream": body.stream,
+        "return_token_ids": True,
+    }
+
+
+def _prompts(prompt: Any, model: ServedModel) -> Any:
+    """Return the prompts as a completion takes them: all of them texts, or all of them ids."""
+    if isinstance(prompt, str):
+        return prompt
+    if any(isinstance(one, int) for one in prompt):
+        return _mixed(prompt, model)
+    if all(isinstance(one, str) for one in prompt):
+        return prompt
+    return [_mixed([one] if isinstance(one, str) else one, model) for one in prompt]
+
+
+def _mixed(pieces: Sequence[int | str], model: ServedModel) -> list[int]:
+    """Return the ids of a prompt of ids and texts. The tokens before every text stand only before a text's first."""
+    num_chars = sum(len(piece) for piece in pieces if isinstance(piece, str))
+    if num_chars // model.longest_token > model.limits.max_model_len:  # whose tokens take seconds to find out
+        message = f"the prompt is longer than the context of {model.limits.max_model_len} tokens"
+        raise ApiError(400, message, param="prompt", code="context_length_exceeded")
+    ids: list[int] = []
+    with refusals_told("prompt"):
+        for index, piece in enumerate(pieces):
+            ids += [piece] if isinstance(piece, int) else model.tokenizer.encode(piece, add_special=index == 0)
+    return ids
+
+
+def _bias(bias: Any, tokenizer: Tokenizer) -> dict[str, float] | None:
+    """Return llama.cpp's biases as ours. Raises `ApiError` for one that is none."""
+    if not bias:
+        return None
+    pairs = (
+        [(int(key) if key.isdecimal() else key, value) for key, value in bias.items()]
+        if isinstance(bias, dict)
+        else bias
+    )
+    sums: dict[str, float] = {}
+    for index, pair in enumerate(pairs):
+        where = f"logit_bias.{index}"
+        if len(pair) != 2 or isinstance(pair[0], bool | float) or isinstance(pair[1], str) or pair[1] is True:
+            raise ApiError(400, f"{where}: must be [token id or text, number or false]", param=where)
+        key, value = pair
+        tokens = [key] if isinstance(key, int) else tokenizer.encode(key, add_special=False)
+        for token in tokens:
+            sums[str(token)] = sums.get(str(token), 0.0) + (_NEVER if value is False else float(value))
+    return sums
+
+
+def _settings(body: LlamaBody, call: Call) -> JSON:
+    """Return what the reply says of how it was made."""
+    params = call.asks[0].params
+    return {
+        "n_predict": -1 if params.max_tokens is None else params.max_tokens,
+        "seed": -1 if params.seed is None else params.seed,
+        "temperature": params.temperature,
+        "top_k": params.top_k,
+        "top_p": params.top_p,
+        "min_p": params.min_p,
+        "repeat_last_n": -1,
+        "repeat_penalty": params.repetition_penalty,
+        "presence_penalty": params.presence_penalty,
+        "frequency_penalty": params.frequency_penalty,
+        "stop": list(call.shape.stops),
+        "ignore_eos": params.ignore_eos,
+        "logit_bias": [[token, bias] for token, bias in sorted(params.logit_bias.items())],
+        "n_probs": call.shape.logprobs or 0,
+        "grammar": body.grammar or "",
+        "samplers": list(_SAMPLERS),
+        "stream": call.stream,
+        "timings_per_token": bool(body.timings_per_token),
+    }
+
+
+def _props(model: ServedModel, occupancy: Occupancy) -> JSON:
+    return props(model, occupancy.max_running)
+
+
+DIALECT = Dialect(
+    generating=(
+        Generating(
+            path="/completion",
+            body=LlamaBody,
+            to_call=llama_call,
+            summary="Continue a text or token ids, as llama.cpp's server does.",
+        ),
+    ),
+    describing=(
+        Describing(
+            path="/props",
+            describe=_props,
+            summary="Describe the model and the defaults of /completion, as llama.cpp's server does.",
+        ),
+    ),
+    error_body=error_body,
+)

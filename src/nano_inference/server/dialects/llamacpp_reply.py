@@ -1,0 +1,194 @@
+"""llama.cpp's reply to /completion, whole or as events; and its errors."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from nano_inference.server.call import JSON, Call, Draft
+from nano_inference.server.errors import ApiError, shortened
+from nano_inference.server.events import event
+from nano_inference.server.replies import version_facts
+from nano_inference.server.writing import Entry, Written, alone, token_data
+from nano_inference.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Told:
+    """What a reply tells besides the answer."""
+
+    settings: JSON
+    tokens: bool
+    timings: bool
+    parts: tuple[str, ...]
+
+
+def error_body(error: ApiError) -> JSON:
+    """Return an error as llama.cpp has it: the status as its code, and an own type for a prompt that is too long."""
+    is_long = error.code == "context_length_exceeded"
+    kind = "exceed_context_size_error" if is_long else error.type
+    return {"error": {"code": error.status, "message": shortened(error.message), "type": kind, **error.extra}}
+
+
+@dataclass(slots=True)
+class Progress:
+    """What a stream has told of one sample, and when its tokens came. Belongs to the coroutine that answers."""
+
+    num_tokens: int = 0
+    has_line: bool = False
+    first: float | None = None
+    last: float | None = None
+
+    def add(self, written: Written) -> None:
+        """Take what a delta brought."""
+        self.num_tokens += len(written.token_ids)
+        self.has_line |= "\n" in written.text
+        if written.token_ids:
+            now = time.monotonic()
+            self.first, self.last = (now if self.first is None else self.first), now
+
+
+class LlamaReply:
+    """The reply to /completion: an object for one answer, a list for several."""
+
+    def __init__(self, call: Call, tokenizer: Tokenizer, created: int, *, told: Told) -> None:
+        self._call = call
+        self._tokenizer = tokenizer
+        self._told = told
+        self._began = time.monotonic()
+        self._progress = [Progress() for _ in range(call.total_samples)]
+
+    def whole(self, drafts: Sequence[Draft]) -> Any:
+        """Return the reply's JSON."""
+        answers = [self._answer(draft) for draft in drafts]
+        return answers if len(answers) > 1 else answers[0]
+
+    def opening(self, drafts: Sequence[Draft]) -> bytes:
+        """Return nothing: a stream begins with the first text."""
+        return b""
+
+    def added(self, draft: Draft, written: Written, drafts: Sequence[Draft]) -> bytes:
+        """Return an event with what is new, and when the sample ended one with all the rest."""
+        self._progress[draft.index].add(written)
+        out = event(self._piece(draft, written)) if written.text or written.token_ids else b""
+        return out if written.finish_reason is None else out + event(self._answer(draft))
+
+    def closing(self, drafts: Sequence[Draft]) -> bytes:
+        """Return nothing: every sample said itself that it ended."""
+        return b""
+
+    def failed(self, error: ApiError) -> bytes:
+        """Return the error."""
+        return event(error_body(error))
+
+    def _piece(self, draft: Draft, written: Written) -> JSON:
+        piece: JSON = {
+            "index": draft.index,
+            "content": written.text,
+            "tokens": list(written.token_ids),
+            "stop": False,
+            "id_slot": -1,
+            "tokens_predicted": self._progress[draft.index].num_tokens,
+            "tokens_evaluated": len(self._prompt(draft)),
+        }
+        if self._call.shape.logprobs is not None:
+            piece["completion_probabilities"] = self._probabilities(written.entries)
+        if self._told.timings:
+            piece["timings"] = self._timings(draft, self._progress[draft.index].num_tokens)
+        if self._call.shape.versions and written.delta is not None:
+            piece["mask"] = list(written.delta.mask)
+        return piece
+
+    def _answer(self, draft: Draft) -> JSON:
+        """Return a whole answer; at the end of a stream, where all of it was sent, one without text and ids."""
+        shape, prompt, is_told = self._call.shape, self._prompt(draft), self._call.stream
+        kind, word = stop_of(draft)
+        known = [token for token in prompt if token < self._tokenizer.vocab_size]
+        answer: JSON = {
+            "index": draft.index,
+            "content": "" if is_told else draft.text,
+            "tokens": list(draft.token_ids) if self._told.tokens and not is_told else [],
+            "id_slot": -1,
+            "stop": True,
+            "model": self._call.model,
+            "tokens_predicted": len(draft.token_ids),
+            "tokens_evaluated": len(prompt),
+            "generation_settings": self._told.settings,
+            "prompt": self._tokenizer.decode(known, skip_special=False),
+            "has_new_line": self._progress[draft.index].has_line if is_told else "\n" in draft.text,
+            "truncated": False,
+            "stop_type": kind,
+            "stopping_word": word,
+            "tokens_cached": 0 if draft.sample is None else draft.sample.num_cached_tokens,
+            "timings": self._timings(draft, len(draft.token_ids)),
+        }
+        if shape.logprobs is not None and not is_told:
+            answer["completion_probabilities"] = self._probabilities(draft.entries)
+        if shape.versions and self._told.tokens and not is_told:
+            answer["mask"] = list(draft.mask)
+        if shape.versions:
+            answer |= version_facts(draft, shape)
+        return selected(answer, self._told.parts)
+
+    def _prompt(self, draft: Draft) -> tuple[int, ...]:
+        return tuple(self._call.asks[draft.prompt_index].prompt)
+
+    def _timings(self, draft: Draft, num_tokens: int) -> JSON:
+        clock = self._progress[draft.index]
+        prompt_s = None if clock.first is None else clock.first - self._began
+        answer_s = None if clock.first is None or clock.last is None else clock.last - clock.first
+        cached = None if draft.sample is None else draft.sample.num_cached_tokens
+        read = None if cached is None else len(self._prompt(draft)) - cached
+        return {
+            "cache_n": cached,
+            **speeds("prompt", read, prompt_s),
+            **speeds("predicted", num_tokens, answer_s),
+        }
+
+    def _probabilities(self, entries: Sequence[Entry]) -> list[JSON]:
+        count = self._call.shape.logprobs
+        return [
+            {
+                **self._token(entry.token, entry.logprob),
+                "top_logprobs": [self._token(one.token, one.logprob) for one in (entry.top or ())[:count]],
+            }
+            for entry in entries
+        ]
+
+    def _token(self, token: int, logprob: float | None) -> JSON:
+        data = list(token_data(token, self._tokenizer))
+        return {"id": token, "token": alone(token, self._tokenizer), "bytes": data, "logprob": logprob}
+
+
+def stop_of(draft: Draft) -> tuple[str, str]:
+    """Return llama.cpp's stop_type and stopping_word of a sample."""
+    if draft.finish_reason == "stop":
+        return ("word", draft.stop_reason) if isinstance(draft.stop_reason, str) else ("eos", "")
+    return ("limit" if draft.finish_reason == "length" else "none"), ""
+
+
+def speeds(name: str, count: int | None, seconds: float | None) -> JSON:
+    """Return a count with its time as llama.cpp's timings have it; None is what is not known."""
+    is_known = count is not None and seconds is not None
+    return {
+        f"{name}_n": count,
+        f"{name}_ms": None if seconds is None else seconds * 1e3,
+        f"{name}_per_token_ms": seconds * 1e3 / count if is_known and count and seconds is not None else None,
+        f"{name}_per_second": count / seconds if is_known and count and seconds else None,
+    }
+
+
+def selected(answer: JSON, paths: Sequence[str]) -> JSON:
+    """Return the parts of an answer that were asked for by their paths; all of it when none were."""
+    if not paths:
+        return answer
+    parts: JSON = {}
+    for path in paths:
+        value: Any = answer
+        for name in path.split("/"):
+            value = value.get(name) if isinstance(value, dict) else None
+        if value is not None:
+            parts[path] = value
+    return parts

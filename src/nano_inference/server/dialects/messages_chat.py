@@ -1,0 +1,196 @@
+"""Anthropic's messages, tools and formats in the form of a chat completion. Pure.
+
+A turn's texts are joined with line breaks, as those of a chat's message are. Results of tools become messages of their
+own, in the place where they stood; one that is an error says so. What the assistant thought is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from typing import Any, NamedTuple
+
+from pydantic_core import to_json
+
+from nano_inference.server.call import JSON
+from nano_inference.server.dialects.messages_body import (
+    Block,
+    CountTokensBody,
+    MessagesToolChoice,
+    OutputFormat,
+    TextBlock,
+    Texts,
+    ThinkingBlock,
+    ToolParam,
+    ToolResultBlock,
+    ToolUseBlock,
+)
+from nano_inference.server.errors import ApiError
+
+_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+_ERROR_MARK = "Error: "
+"""Before what a tool gave that went wrong: chats have no other way to say it."""
+
+
+class Chat(NamedTuple):
+    """A conversation as a chat completion has it."""
+
+    messages: list[JSON]
+    places: list[str]
+    """Where each message was in the body: `system`, `messages.2`."""
+    is_open: bool
+    """The last message is the assistant's, who is to go on with it."""
+
+
+class _Placed(NamedTuple):
+    """A block, and where it was."""
+
+    place: str
+    block: Block
+
+
+def chat_of(body: CountTokensBody) -> Chat:
+    """Return the conversation. Raises `ApiError` naming the block that cannot be shown to the model."""
+    messages: list[JSON] = []
+    places: list[str] = []
+    if body.system is not None:
+        messages.append({"role": "system", "content": _joined_text(body.system, "system")})
+        places.append("system")
+    names: dict[str, str] = {}
+    role = ""
+    for role, place, blocks in _turns(body):
+        made = _turn(role, blocks, names)
+        messages += made
+        places += [place] * len(made)
+    is_open = role == "assistant"
+    if is_open and messages[-1].get("tool_calls"):
+        message = f"{places[-1]}: tool_use must be followed by a message with its tool_result"
+        raise ApiError(400, message, param=places[-1])
+    return Chat(messages, places, is_open)
+
+
+def tools_of(tools: Sequence[ToolParam]) -> list[JSON]:
+    """Return tools as functions. Raises `ApiError` for one that a server of Anthropic's would run."""
+    return [_tool(f"tools.{index}", tool) for index, tool in enumerate(tools)]
+
+
+def choice_of(choice: MessagesToolChoice) -> JSON:
+    """Return the fields that say whether tools are called, and how many at once."""
+    fields: JSON = {}
+    if choice.disable_parallel_tool_use is not None:
+        fields["parallel_tool_calls"] = not choice.disable_parallel_tool_use
+    if choice.type != "tool":
+        return fields | {"tool_choice": _CHOICES[choice.type]}
+    if choice.name is None:
+        raise ApiError(400, "tool_choice.name: field required", param="tool_choice.name")
+    return fields | {"tool_choice": {"type": "function", "function": {"name": choice.name}}}
+
+
+def format_of(wanted: OutputFormat) -> JSON:
+    """Return a schema for the answer as a response format."""
+    return {"type": "json_schema", "json_schema": {"name": "output", "schema": wanted.schema_, "strict": True}}
+
+
+def _turns(body: CountTokensBody) -> Iterator[tuple[str, str, list[_Placed]]]:
+    """Yield role, place and blocks of each turn."""
+    numbered = enumerate(body.messages)
+    for role, run in groupby(numbered, key=lambda pair: pair[1].role):
+        blocks: list[_Placed] = []
+        first: int | None = None
+        for index, message in run:
+            first = index if first is None else first
+            content = message.content
+            several: Sequence[Any] = content
+            if isinstance(content, str):
+                several = [TextBlock(type="text", text=content)]
+            where = f"messages.{index}.content"
+            blocks += [_Placed(f"{where}.{number}", block) for number, block in enumerate(several)]
+        yield role, f"messages.{first}", blocks
+
+
+def _turn(role: str, blocks: Sequence[_Placed], names: dict[str, str]) -> list[JSON]:
+    """Return a turn's messages; `names` are those of the calls so far, by id, and get this turn's."""
+    if role == "assistant":
+        return [_assistant(blocks, names)]
+    if role == "system":
+        return [{"role": role, "content": "\n".join(_text(one, "text") for one in blocks)}]
+    messages: list[JSON] = []
+    for is_result, run in groupby(blocks, key=lambda one: isinstance(one.block, ToolResultBlock)):
+        if is_result:
+            messages += [_result(one, names) for one in run]
+        else:
+            texts = [_text(one, "text and tool_result") for one in run]
+            messages.append({"role": role, "content": "\n".join(texts)})
+    return messages or [{"role": role, "content": ""}]
+
+
+def _assistant(blocks: Sequence[_Placed], names: dict[str, str]) -> JSON:
+    texts: list[str] = []
+    calls: list[JSON] = []
+    for one in blocks:
+        block = one.block
+        if isinstance(block, ThinkingBlock):
+            continue
+        if isinstance(block, ToolUseBlock):
+            if block.id in names:
+                raise ApiError(
+                    400, f"{one.place}.id: there is a tool_use with this id already", param=f"{one.place}.id"
+                )
+            names[block.id] = block.name
+            function = {"name": block.name, "arguments": to_json(block.input).decode()}
+            calls.append({"id": block.id, "type": "function", "function": function})
+        else:
+            texts.append(_text(one, "text, tool_use and thinking"))
+    message: JSON = {"role": "assistant", "content": "\n".join(texts)}
+    return message | ({"tool_calls": calls} if calls else {})
+
+
+def _result(one: _Placed, names: dict[str, str]) -> JSON:
+    """Return what a tool gave, with the name of the tool, which some templates show."""
+    block = one.block
+    assert isinstance(block, ToolResultBlock), "the caller told them apart"
+    name = names.get(block.tool_use_id)
+    if name is None:
+        where = f"{one.place}.tool_use_id"
+        raise ApiError(400, f"{where}: no tool_use before has the id {block.tool_use_id[:64]!r}", param=where)
+    text = "" if block.content is None else _joined_text(block.content, f"{one.place}.content")
+    mark = _ERROR_MARK if block.is_error else ""
+    return {"role": "tool", "tool_call_id": block.tool_use_id, "name": name, "content": mark + text}
+
+
+def _joined_text(content: Texts, place: str) -> str:
+    if isinstance(content, str):
+        return content
+    return "\n".join(_text(_Placed(f"{place}.{number}", block), "text") for number, block in enumerate(content))
+
+
+def _text(one: _Placed, allowed: str) -> str:
+    """Return a block's text. Raises `ApiError` for a block of another kind."""
+    if isinstance(one.block, TextBlock):
+        return one.block.text
+    message = f"{one.place}.type: {one.block.type[:64]!r} is not supported here, only {allowed}"
+    raise ApiError(400, message, param=f"{one.place}.type", code="unsupported_field")
+
+
+def _tool(place: str, tool: ToolParam) -> JSON:
+    extra = tool.model_extra or {}
+    if tool.type == "calculator":
+        return {"type": "calculator"}
+    if tool.type not in (None, "custom"):
+        message = f"{place}.type: {tool.type!r} is not supported by this server, only custom and calculator"
+        raise ApiError(400, message, param=f"{place}.type", code="unsupported_field")
+    for name, neutral in (("defer_loading", (None, False)), ("allowed_callers", (None, ["direct"]))):
+        _require_neutral(place, name, extra.get(name), neutral)
+    _require_neutral(place, "input_examples", extra.get("input_examples"), (None, []))
+    for name in ("name", "input_schema"):
+        if getattr(tool, name) is None:
+            raise ApiError(400, f"{place}.{name}: field required", param=f"{place}.{name}")
+    function: JSON = {"name": tool.name, "parameters": tool.input_schema}
+    function |= {name: getattr(tool, name) for name in ("description", "strict") if getattr(tool, name) is not None}
+    return {"type": "function", "function": function}
+
+
+def _require_neutral(place: str, name: str, value: Any, neutral: Sequence[Any]) -> None:
+    if value not in neutral:
+        message = f"{place}.{name} is not supported by this server"
+        raise ApiError(400, message, param=f"{place}.{name}", code="unsupported_field")

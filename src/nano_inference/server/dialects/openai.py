@@ -1,0 +1,24 @@
+"""OpenAI's POST /v1/completions and /v1/chat/completions, which other dialects translate into.
+
+Their bodies are in `server/schema.py`, their calls in `server/calls.py` and their replies in `server/replies.py`.
+"""
+
+from __future__ import annotations
+
+from nano_inference.server.calls import chat_call, completion_call
+from nano_inference.server.dialect import Dialect, Generating
+from nano_inference.server.schema import ChatBody, CompletionBody
+
+DIALECT = Dialect(
+    generating=(
+        Generating(
+            path="/v1/completions",
+            body=CompletionBody,
+            to_call=completion_call,
+            summary="Continue a text or token ids.",
+        ),
+        Generating(
+            path="/v1/chat/completions", body=ChatBody, to_call=chat_call, summary="Answer messages.", renders=True
+        ),
+    ),
+)

@@ -1,0 +1,120 @@
+"""Text to ids and back over HTTP: /tokenize, /detokenize, /tokenizer_info, /apply-template. Pure.
+
+vLLM and llama.cpp have different bodies and replies under these names; both are taken, and each gets its own.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from nano_inference.server.dialect import Converting, Describing, Dialect, Occupancy
+from nano_inference.server.errors import ApiError
+from nano_inference.server.model import ServedModel
+from nano_inference.server.prompts import read_messages, require_dialogue
+from nano_inference.server.refusals import client_error
+from nano_inference.server.schema import ApplyTemplateBody, DetokenizeBody, TokenizeBody
+from nano_inference.server.tools import requested_tools
+from nano_inference.server.unsupported import refuse_unsupported
+from nano_inference.server.writing import alone
+from nano_inference.text.dialogue import TemplateDialogue
+from nano_inference.types import BadRequest
+
+JSON = dict[str, Any]
+
+
+def tokenize(body: TokenizeBody, model: ServedModel) -> JSON:
+    """Return {tokens, count, max_model_len} (vLLM), or {tokens} for a body with `content` (llama.cpp)."""
+    refuse_unsupported(body.model_extra or {})
+    model.name_for(body.model)
+    given = [name for name in ("prompt", "content", "messages") if getattr(body, name) is not None]
+    if len(given) != 1:
+        raise ApiError(400, "exactly one of prompt, messages and content must be given", param="prompt")
+    ids = _ids(body, model)
+    if body.content is not None:
+        if not body.with_pieces:
+            return {"tokens": ids}
+        name = cache(lambda token: alone(token, model.tokenizer))
+        return {"tokens": [{"id": token, "piece": name(token)} for token in ids]}
+    reply: JSON = {"tokens": ids, "count": len(ids), "max_model_len": model.limits.max_model_len, "token_strs": None}
+    if body.return_token_strs:
+        reply["token_strs"] = [model.tokenizer.token_text(token) for token in ids]
+    return reply
+
+
+def detokenize(body: DetokenizeBody, model: ServedModel) -> JSON:
+    """Return {prompt} to a body that names a model (vLLM), else both {content} (llama.cpp) and {prompt}."""
+    refuse_unsupported(body.model_extra or {})
+    model.name_for(body.model)
+    try:
+        text = model.tokenizer.decode(body.tokens, skip_special=False)
+    except BadRequest as error:
+        raise ApiError(400, f"tokens: {error}", param="tokens") from None
+    return {"prompt": text} if body.model is not None else {"content": text, "prompt": text}
+
+
+def apply_template(body: ApplyTemplateBody, model: ServedModel) -> JSON:
+    """Return {prompt}: the text that the model would read for these messages."""
+    refuse_unsupported(body.model_extra or {})
+    model.name_for(body.model)
+    dialogue = require_dialogue(model)
+    use = requested_tools(body, dialogue.tool_template)
+    try:
+        return {"prompt": dialogue.text(*read_messages(body, dialogue, use, body.model_extra or {}))}
+    except ValueError as error:
+        raise client_error(error, "messages") from None
+
+
+def tokenizer_info(model: ServedModel) -> JSON:
+    """Return what a client needs to know to count and cut texts by itself."""
+    tokenizer, dialogue = model.tokenizer, model.dialogue
+    return {
+        "tokenizer_class": type(tokenizer).__name__,
+        "vocab_size": tokenizer.vocab_size,
+        "model_vocab_size": model.limits.vocab_size,
+        "max_model_len": model.limits.max_model_len,
+        "bos_token_id": tokenizer.bos_id,
+        "eos_token_ids": list(tokenizer.eos_ids),
+        "special_tokens": {str(token): tokenizer.token_text(token) for token in sorted(tokenizer.special_ids)},
+        **tokenizer.named,
+        "chat_template": dialogue.template.source if isinstance(dialogue, TemplateDialogue) else None,
+    }
+
+
+def _ids(body: TokenizeBody, model: ServedModel) -> list[int]:
+    try:
+        if body.messages is not None:
+            dialogue = require_dialogue(model)
+            use = requested_tools(body, dialogue.tool_template)
+            return dialogue.encode(*read_messages(body, dialogue, use, body.model_extra or {}))
+        text = body.prompt if body.prompt is not None else body.content
+        wanted = body.add_special_tokens if body.prompt is not None else bool(body.add_special)
+        return model.tokenizer.encode(text or "", add_special=wanted is not False)
+    except ValueError as error:
+        raise client_error(error) from None
+
+
+def _described(model: ServedModel, occupancy: Occupancy) -> JSON:
+    return tokenizer_info(model)
+
+
+DIALECT = Dialect(
+    converting=(
+        Converting(
+            path="/tokenize",
+            body=TokenizeBody,
+            work=tokenize,
+            summary="Turn a text or messages into token ids.",
+            renders=True,
+        ),
+        Converting(path="/detokenize", body=DetokenizeBody, work=detokenize, summary="Turn token ids into text."),
+        Converting(
+            path="/apply-template",
+            body=ApplyTemplateBody,
+            work=apply_template,
+            summary="Show what the model reads for messages.",
+            renders=True,
+        ),
+    ),
+    describing=(Describing(path="/tokenizer_info", describe=_described, summary="Describe the tokenizer."),),
+)

@@ -1,0 +1,110 @@
+"""A loaded model with its queue, and the response that sends a call to it and streams the answer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from nano_inference.server.admission import Admission
+from nano_inference.server.answering import Timing, answer
+from nano_inference.server.bridge import Bridge
+from nano_inference.server.call import Call, Draft, drafts_of, usage
+from nano_inference.server.clients import Client
+from nano_inference.server.dispatch import Dispatcher
+from nano_inference.server.errors import ApiError
+from nano_inference.server.model import ServedModel
+from nano_inference.server.served import Observer, Opened
+from nano_inference.server.ticket import Ticket
+from nano_inference.server.workshop import Workshop
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Serving:
+    """What there is once a model is loaded."""
+
+    opened: Opened
+    admission: Admission
+    dispatcher: Dispatcher
+
+    @property
+    def model(self) -> ServedModel:
+        """The model, as the routes know it."""
+        return self.opened.model
+
+    @property
+    def observer(self) -> Observer:
+        """Whoever counts."""
+        return self.opened.observer
+
+
+@dataclass(slots=True)
+class OpenCalls:
+    """The number of calls that are being answered; accessed only on the event loop."""
+
+    num: int = 0
+
+
+class CallResponse(Response):
+    """Answers a call when it is sent. Everything it takes is given back when sending ends, however it ends."""
+
+    def __init__(
+        self,
+        bridge: Bridge,
+        serving: Serving,
+        open_calls: OpenCalls,
+        call: Call,
+        timing: Timing,
+        workshop: Workshop,
+    ) -> None:
+        self._bridge = bridge
+        self._serving = serving
+        self._open_calls = open_calls
+        self._call = call
+        self._timing = timing
+        self._workshop = workshop
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Take a place, ask the engine, answer."""
+        call, serving = self._call, self._serving
+        drafts: list[Draft] = []
+        ticket: Ticket | None = None
+        error: ApiError | None = None
+        client: Client = scope["state"]["client"]
+        self._open_calls.num += 1
+        try:
+            with (
+                serving.admission.place_for(call, client),
+                serving.dispatcher.turns_for(client) as gate,
+                self._bridge.submit(call.asks, call.names, gate) as ticket,
+            ):
+                drafts += drafts_of(call)  # which may be many: not before they are let in
+                error = await answer(call, ticket, serving.model, self._timing, self._workshop, receive, send, drafts)
+        finally:
+            self._open_calls.num -= 1
+            scope["state"]["notes"] = notes_of(call, drafts, ticket, error)
+
+
+def notes_of(call: Call, drafts: list[Draft], ticket: Ticket | None, error: ApiError | None) -> dict[str, Any]:
+    """Return what the log says of a call: how much there was, how fast it was, how it ended."""
+    counts = usage(call, drafts)
+    clocks = [] if ticket is None else [clock for row in ticket.clocks for clock in row]
+    first = min((c.first_token for c in clocks if c.first_token is not None), default=None)
+    started = min((c.started for c in clocks if c.started is not None), default=None)
+    last = max((c.last_token for c in clocks if c.last_token is not None), default=None)
+    arrived = None if ticket is None else ticket.arrived
+    num_new = counts["completion_tokens"]
+    return {
+        "model": call.model,
+        "n": call.num_samples,
+        "prompt_tokens": counts["prompt_tokens"],
+        "cached_tokens": counts["prompt_tokens_details"]["cached_tokens"],
+        "output_tokens": num_new,
+        "queue_ms": None if started is None or arrived is None else (started - arrived) * 1e3,
+        "ttft_ms": None if first is None or arrived is None else (first - arrived) * 1e3,
+        "decode_tps": (num_new - 1) / (last - first) if first and last and last > first else None,
+        "finish_reason": drafts[0].finish_reason if drafts else None,
+        "error": error,
+    }

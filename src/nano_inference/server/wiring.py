@@ -1,0 +1,51 @@
+"""Joins the server's core to the dialects and to the trainers' routes, which the core does not import."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from types import MappingProxyType
+
+from nano_inference.config import ServerConfig
+from nano_inference.registry import table
+from nano_inference.server import guard
+from nano_inference.server.app import App
+from nano_inference.server.bridge import Bridge
+from nano_inference.server.dialect import DIALECTS_GROUP, Dialect
+from nano_inference.server.dialects import embeddings, generate, llamacpp, messages, openai, responses, sglang, tokens
+from nano_inference.server.guard import GuardPolicy
+from nano_inference.server.keys import KeyRing
+from nano_inference.server.rl.paths import ADMIN_PATHS
+from nano_inference.server.rl.routes import rl_routes
+
+OWN_DIALECTS: Mapping[str, Dialect] = MappingProxyType(
+    {
+        "openai": openai.DIALECT,
+        "responses": responses.DIALECT,
+        "messages": messages.DIALECT,
+        "generate": generate.DIALECT,
+        "sglang": sglang.DIALECT,
+        "llamacpp": llamacpp.DIALECT,
+        "embeddings": embeddings.DIALECT,
+        "tokens": tokens.DIALECT,
+    }
+)
+"""The dialects of this package."""
+
+
+def installed_dialects() -> Mapping[str, Dialect]:
+    """Return the dialects of this package and of all installed ones, by name. Raises `PluginError`."""
+    return table(DIALECTS_GROUP, OWN_DIALECTS, Dialect)
+
+
+def guard_policy(config: ServerConfig, keys: KeyRing) -> GuardPolicy:
+    """Return the guard's policy, in which the trainers' commands need an admin key. Raises `ValueError` as it does."""
+    return guard.policy_of(config, keys, ADMIN_PATHS)
+
+
+def make_app(config: ServerConfig, policy: GuardPolicy, bridge: Bridge, dialects: Mapping[str, Dialect]) -> App:
+    """Return the application with these dialects and the trainers' routes.
+
+    Raises `PluginError` for a route that two dialects have, or a dialect and the core.
+    """
+    return App(config, policy, bridge, dialects, partial(rl_routes, bridge, config, policy))

@@ -1,0 +1,21 @@
+"""What `serve` says at its start in a narrow terminal."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("pty", reason="needs a Unix terminal")
+
+from tests.cli.screen import terminal
+
+
+def test_facts_are_broken_between_words_and_the_command_is_one_line() -> None:
+    """A command that is broken by newlines cannot be copied."""
+    with terminal("serve", "--model", "calculator", "--port", "0", rows=40, columns=60) as screen:
+        screen.wait_raw('"calculator": true}\'\r\n')
+        rows = screen.text().splitlines()
+        assert max(map(len, rows)) <= 60 and "  http://127.0.0.1:" in screen.text()
+        (command,) = [line for line in screen.raw.decode().split("\r\n") if line.startswith("  curl -N ")]
+        assert len(command) > 120 and command.endswith("}'")
+        screen.send("\x03")
+        assert screen.leave() == 0

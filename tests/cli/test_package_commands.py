@@ -1,0 +1,77 @@
+"""Commands that an installed package adds by entry points, and those that it puts in the place of ours."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from nano_inference.cli import main
+from nano_inference.cli.command import OWN_COMMANDS, Command, installed_commands
+
+Capture = pytest.CaptureFixture[str]
+
+CODE = """
+from typing import Annotated
+from cyclopts import Group, Parameter
+from nano_inference.cli.command import Command
+
+
+def fill(app, commands, arguments):
+    for argument in arguments:
+        if argument.field_info.name == "name" and not argument.tokens:
+            from nano_inference.cli.fallback import fill as give
+            give(argument, "you", "greeting")
+
+
+def hello(*, name: Annotated[str, Parameter(group=Group("Greeting"))]):
+    print("hello", name)
+    return 3
+
+
+def doctor():
+    print("all is well")
+    return 0
+
+
+HELLO = Command(words="hello", target="greeting:hello", text="Greet.", headings=("Greeting",), fill=fill)
+SHOW = Command(words="models hello", target="greeting:hello", text="Greet a model.")
+DOCTOR = Command(words="doctor", target="greeting:doctor", text="Say that all is well.")
+"""
+POINTS = "[nano_inference.commands]\nhello = greeting:HELLO\nshow = greeting:SHOW\ndoctor = greeting:DOCTOR\n"
+
+
+@pytest.fixture(autouse=True)
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Install the package."""
+    info = tmp_path / "greeting-1.0.dist-info"
+    info.mkdir()
+    (tmp_path / "greeting.py").write_text(CODE)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: greeting\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(POINTS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "greeting", raising=False)
+
+
+def test_a_command_of_a_package_runs_with_what_it_fills_in(capsys: Capture) -> None:
+    assert main(["hello"]) == 3 and capsys.readouterr().out == "hello you\n"
+    assert main(["hello", "--name", "Ada"]) == 3 and capsys.readouterr().out == "hello Ada\n"
+    assert main(["models", "hello", "--name", "Ada"]) == 3 and capsys.readouterr().out == "hello Ada\n"
+
+
+def test_help_lists_it_and_has_its_heading(capsys: Capture) -> None:
+    assert main(["--help"]) == 0 and "  hello                         Greet.\n" in capsys.readouterr().out
+    assert main(["hello", "--help"]) == 0 and "\nGreeting:\n  --name" in capsys.readouterr().out
+
+
+def test_a_command_with_our_words_takes_the_place_of_ours(capsys: Capture) -> None:
+    assert main(["doctor"]) == 0 and capsys.readouterr().out == "all is well\n"
+    words = [one.words for one in installed_commands()]
+    assert words.index("doctor") == [one.words for one in OWN_COMMANDS].index("doctor") and len(words) == len({*words})
+
+
+@pytest.mark.parametrize("words", ["", "group name", "models pull twice"])
+def test_words_of_an_unknown_group_are_refused(words: str) -> None:
+    with pytest.raises(ValueError, match="must be NAME or models NAME"):
+        Command(words=words, target="a:b", text="")
