@@ -39,7 +39,7 @@ def measure(model: str, dtype: str) -> dict[str, Any]:
     Path("/proc/self/clear_refs").write_text("5")
     before = status_bytes("VmRSS")
     from nano_inference.loader.checkpoint import open_checkpoint
-    from nano_inference.loader.door import load_into
+    from nano_inference.loader.sources import load_into
 
     start = time.perf_counter()
     checkpoint = open_checkpoint(model)

@@ -19,7 +19,7 @@ from playwright.sync_api import Browser, Page, sync_playwright
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from nano_inference.server.pages import load_page
-from tests.web.desk import Desk
+from tests.web.chat_driver import ChatDriver
 from tests.web.fake import FakeServer, serving
 
 WORDS = (
@@ -91,37 +91,37 @@ def painted(page: Page, url: str) -> float:
 
 def streamed(browser: Browser, server: FakeServer, count: int, speed: int) -> tuple[float, float]:
     """Return frames a second, and the share of those over 20 ms, while a long answer comes."""
-    desk = Desk(browser.new_context(), server.url)
-    desk.type("Hello")
+    chat = ChatDriver(browser.new_context(), server.url)
+    chat.type("Hello")
     answer = server.answer()
-    desk.page.evaluate(FRAMES)
+    chat.page.evaluate(FRAMES)
     began = time.perf_counter()
     for n in range(count):
         answer.say(WORDS[n % len(WORDS)] + " ")
         ahead = n / speed - (time.perf_counter() - began)
         if ahead > 0.02:
             time.sleep(ahead)
-    frames = rates(desk.page)
+    frames = rates(chat.page)
     answer.end()
-    desk.wait_until_idle()
-    desk.page.context.close()
+    chat.wait_until_idle()
+    chat.page.context.close()
     return frames
 
 
 def scrolled(browser: Browser, server: FakeServer) -> tuple[float, float]:
     """Return the same while a history of 200 messages is scrolled through."""
-    desk = Desk(browser.new_context(), server.url)
+    chat = ChatDriver(browser.new_context(), server.url)
     for _ in range(100):
-        desk.type("Hello")
+        chat.type("Hello")
         server.answer().tell(*(word + " " for word in 4 * WORDS))
-        desk.wait_until_idle()
-    desk.page.evaluate(FRAMES)
+        chat.wait_until_idle()
+    chat.page.evaluate(FRAMES)
     for step in range(60):
-        desk.page.mouse.move(700, 400)
-        desk.page.mouse.wheel(0, -400 if step < 30 else 400)
-        desk.page.wait_for_timeout(30)
-    frames = rates(desk.page)
-    desk.page.context.close()
+        chat.page.mouse.move(700, 400)
+        chat.page.mouse.wheel(0, -400 if step < 30 else 400)
+        chat.page.wait_for_timeout(30)
+    frames = rates(chat.page)
+    chat.page.context.close()
     return frames
 
 

@@ -16,8 +16,8 @@ from nano_inference import EngineConfig, InferenceEngine, Rollout, SamplingParam
 from nano_inference.catalog import default_cache, resolve
 from nano_inference.loader.checkpoint import open_checkpoint
 from nano_inference.rollout import Environment, to_trl
-from nano_inference.text.bridge import encode_bridge
 from nano_inference.text.chat import ChatTemplate, encode_chat, load_chat_template
+from nano_inference.text.chat_delta import encode_chat_delta
 from nano_inference.text.tokenizer import Tokenizer, load_tokenizer
 
 QUESTION = "I think of a number between 1 and 20. Guess it: answer with one number only."
@@ -51,7 +51,7 @@ def guessing_game(tokenizer: Tokenizer, template: ChatTemplate) -> Environment:
         if guess is not None and int(guess[0]) == SECRET:
             return None
         hint = "a number, please" if guess is None else "higher" if int(guess[0]) < SECRET else "lower"
-        return encode_bridge(template, tokenizer, [{"role": "user", "content": hint}], written)
+        return encode_chat_delta(template, tokenizer, [{"role": "user", "content": hint}], written)
 
     return answer
 

@@ -98,10 +98,10 @@ def test_updates_and_sleep_keep_the_lineage_and_twins_have_their_own(untied: Pai
     whole = engine.complete([first], PARAMS)[0]
     assert (engine.lineage, whole.lineage) == ("pool", "pool")
     assert set(whole.token_versions) == {0, 1}
-    with engine.twin() as twin, engine.twin() as other:
-        assert len({engine.lineage, twin.lineage, other.lineage}) == 3
+    with engine.copy() as copy, engine.copy() as other:
+        assert len({engine.lineage, copy.lineage, other.lineage}) == 3
         with pytest.raises(BadRequest, match="partial: its lineage is 'pool'"):
-            twin.add_request(PROMPT, PARAMS, partial=first)
+            copy.add_request(PROMPT, PARAMS, partial=first)
 
 
 def test_rollouts_have_one_lineage() -> None:

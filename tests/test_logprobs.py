@@ -110,13 +110,12 @@ def test_a_row_without_numbers_has_no_logprobs_and_spoils_no_mate() -> None:
 SUMS = {"log_softmax", "logsumexp", "softmax", "softmin", "logaddexp", "cross_entropy", "nll_loss", "log1p"}
 NOT_FOR_LOGPROBS = {
     ("executors/torch/attention/sdpa.py", "softmax"),
-    ("kernels/twin.py", "softmax"),  # attention
     ("nanochat/columns.py", "softmax"),  # weights of a draw, upstream's
     ("sampling.py", "log_softmax"),  # weights of a draw, whose bits decide tokens
     ("sampling.py", "softmax"),
 }
 NUMERIC = ("executors/", "kernels/", "logprobs.py", "models/", "nanochat/", "sampling.py")
-LOGS = {("logprobs.py", "log_"), ("kernels/twin.py", "log")}
+LOGS = {("logprobs.py", "log_")}
 """Who takes the logarithm of a tensor."""
 
 

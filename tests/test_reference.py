@@ -18,7 +18,7 @@ PARAMS = SamplingParams(max_tokens=15, seed=4, ignore_eos=True)
 
 def test_samples_of_new_weights_are_scored_by_the_old(untied: Pair, open_engine: OpenEngine) -> None:
     engine = open_engine(untied)
-    with engine.twin() as reference:
+    with engine.copy() as reference:
         engine.update_weights(untied.named(), blocking=True)
         assert (engine.get_weight_version(), reference.get_weight_version()) == (1, 0)
         samples = engine.generate(PROMPTS, PARAMS, 4)
@@ -43,30 +43,31 @@ def test_samples_of_new_weights_are_scored_by_the_old(untied: Pair, open_engine:
 def test_a_temperature_is_applied(untied: Pair, open_engine: OpenEngine) -> None:
     engine = open_engine(untied)
     params = replace(PARAMS, temperature=0.6)
-    with engine.twin() as same:
+    with engine.copy() as same:
         for sample in with_ref_logprobs(engine.generate(PROMPTS, params, 2), same, temperature=0.6):
             assert torch.tensor(sample.ref_logprobs).sub(torch.tensor(sample.logprobs)).abs().max() < 1e-5
 
 
 def test_a_twin_stands_on_its_own(tied: Pair, open_engine: OpenEngine) -> None:
     engine = open_engine(tied)
-    twin = engine.twin(kv_cache_bytes=1 << 20)
-    assert twin.weights_checksum() == engine.weights_checksum()
-    twin.update_weights(tied.named(), blocking=True)
-    assert twin.weights_checksum() != engine.weights_checksum()
-    twin.shutdown()
+    with pytest.warns(DeprecationWarning, match="is now InferenceEngine.copy"):
+        copy = engine.twin(kv_cache_bytes=1 << 20)
+    assert copy.weights_checksum() == engine.weights_checksum()
+    copy.update_weights(tied.named(), blocking=True)
+    assert copy.weights_checksum() != engine.weights_checksum()
+    copy.shutdown()
     assert engine.generate(PROMPTS, PARAMS)
 
 
 def test_what_cannot_be_copied_is_refused(untied: Pair, open_engine: OpenEngine) -> None:
     with pytest.raises(BadRequest, match="without a model"):
-        InferenceEngine(fake_config(), parts=fake_parts("radix", 10, 4)).twin()
+        InferenceEngine(fake_config(), parts=fake_parts("radix", 10, 4)).copy()
     engine = open_engine(untied)
     with pytest.raises(BadRequest, match="kv_cache_bytes: 1 bytes do not hold one block"):
-        engine.twin(kv_cache_bytes=1)
+        engine.copy(kv_cache_bytes=1)
     engine.sleep(discard_weights=True)
     with pytest.raises(EnginePaused, match="discarded"):
-        engine.twin()
+        engine.copy()
 
 
 @pytest.mark.parametrize("start", [-1, True, 1.5, [0], [0, -1], "0"])

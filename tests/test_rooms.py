@@ -22,9 +22,9 @@ LEVELS = (
     "kernels",
     "config hub chat_defaults",
     "wheels",
-    "speculate logprobs runner updates",
+    "ngram_drafter logprobs runner updates",
     "kv text catalog sequence scheduling sampling",
-    "door ledger recovery delta_stream drafting",
+    "admission ledger recovery delta_stream speculation",
     "models",
     "loader",
     "executors",
@@ -46,13 +46,13 @@ LEVELS = (
 LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms.split()}
 LEVEL["__init__"] = -1  # the package itself: the version, which everybody may read
 TORCH_FREE = (
-    *("__init__.py", "types.py", "config.py", "sequence.py", "scheduling.py", "door.py", "core.py", "engine.py"),
+    *("__init__.py", "types.py", "config.py", "sequence.py", "scheduling.py", "admission.py", "core.py", "engine.py"),
     *("frozen.py", "exclusive.py", "recovery.py", "ledger.py", "books.py", "engine_thread.py", "async_engine.py"),
     "delta_stream.py",
     *("calls.py", "control.py", "updates.py"),
-    "drafting.py",
+    "speculation.py",
     "runner.py",
-    *("rollout.py", "speculate.py"),
+    *("rollout.py", "ngram_drafter.py"),
     *(
         "catalog.py",
         "chat_defaults.py",

@@ -100,13 +100,13 @@ def test_a_second_engine_frees_its_cache_asleep_and_shut_down(engine: InferenceE
     freed = []
 
     def cycle() -> None:
-        with engine.twin(kv_cache_bytes=CACHE) as twin:
-            use(twin)
+        with engine.copy(kv_cache_bytes=CACHE) as copy:
+            use(copy)
             awake = resident()
-            twin.sleep()
+            copy.sleep()
             freed.append(awake - resident())
-            twin.wake()
-            use(twin)
+            copy.wake()
+            use(copy)
 
     assert is_flat(cycle)
     assert min(freed[2:]) > CACHE * 0.9

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams, TrainingSample
-from nano_inference.speculate import Drafter, Guess
+from nano_inference.ngram_drafter import Guess, NgramDrafter
 from nano_inference.types import StepStats
 from tests.models.families import VOCAB_SIZE, make_model
 from tests.sim.fakes import Calculator, StopAfter, fake_config, fake_parts, parrot
@@ -178,7 +178,7 @@ def test_a_sample_is_guessed_from_another_that_has_ended() -> None:
 
 def test_nothing_is_kept_of_requests_that_ended() -> None:
     engine = fake()
-    drafter: Drafter = engine._books.core._drafting.drafter  # type: ignore[attr-defined]
+    drafter: NgramDrafter = engine._books.core._speculation.drafter  # type: ignore[attr-defined]
     params = SamplingParams(max_tokens=20, ignore_eos=True)
     ids = [engine.add_request([1, 2, 3], params, 3, make_matcher=matcher) for matcher in (None, StopAfter, None)]
     assert drafter.num_requests == 2
@@ -410,18 +410,18 @@ def test_a_guess_whose_numbers_are_not_finite_harms_nobody(
         torn["model.embed_tokens.weight"][poison] = float("nan")
         engine.update_weights(torn, allow_nonfinite=True, blocking=True)
         with monkeypatch.context() as patch:
-            patch.setattr(Drafter, "guess", lambda *_: Guess())
+            patch.setattr(NgramDrafter, "guess", lambda *_: Guess())
             expected = engine.generate([[1, 2, 3]], params)[0]
         assert poison not in expected.completion_tokens and expected.finish_reason == "length"
         first = expected.completion_tokens[1]
         asked = []
 
-        def poisoned(drafter: Drafter, sample_id: int) -> Guess:
+        def poisoned(drafter: NgramDrafter, sample_id: int) -> Guess:
             asked.append(sample_id)
             return Guess() if drafter._lines[sample_id].is_barred else Guess((first, poison, poison), 1.0)
 
-        monkeypatch.setattr(Drafter, "guess", poisoned)
-        monkeypatch.setattr(Drafter, "last_guess", lambda *_: (first, poison, poison))
+        monkeypatch.setattr(NgramDrafter, "guess", poisoned)
+        monkeypatch.setattr(NgramDrafter, "last_guess", lambda *_: (first, poison, poison))
         sample = engine.generate([[1, 2, 3]], params)[0]
     assert asked and sample.finish_reason == "length"
     assert sample.completion_tokens == expected.completion_tokens

@@ -50,7 +50,7 @@ ELSEWHERE = {
     "R16": "elsewhere: tests/server/test_openapi.py",
     "R17": "elsewhere: tests/server/test_body.py",
     "R19": "elsewhere: R45",
-    "R36": "elsewhere: tests/server/test_writing.py",
+    "R36": "elsewhere: tests/server/test_detokenizer.py",
     "R37": "elsewhere: tests/server/test_app.py",
     "R42": "elsewhere: benchmarks/reliability/grammars.py, tests/text/test_grammar.py",
     "R46": "not applicable: no older flag or file exists",

@@ -156,8 +156,8 @@ def _with_cache(executor: Executor, config: EngineConfig, num_blocks: int, *, ea
     )
 
 
-def twin_parts(parts: EngineParts, config: EngineConfig, kv_cache_bytes: int | None) -> EngineParts:
-    """Build a second engine's parts around a copy of the weights in force; see `InferenceEngine.twin`."""
+def copied_parts(parts: EngineParts, config: EngineConfig, kv_cache_bytes: int | None) -> EngineParts:
+    """Build a second engine's parts around a copy of the weights in force; see `InferenceEngine.copy`."""
     if parts.executor is None:
         raise BadRequest("this engine was made without a model that could be copied")
     block_bytes = parts.executor.block_bytes(config.block_size, config.kv_cache_dtype)
@@ -167,8 +167,8 @@ def twin_parts(parts: EngineParts, config: EngineConfig, kv_cache_bytes: int | N
         num_blocks = kv_cache_bytes // block_bytes
     if num_blocks < 1:
         raise BadRequest(f"kv_cache_bytes: {kv_cache_bytes} bytes do not hold one block of {block_bytes} bytes")
-    twin = _with_cache(parts.executor.copy(), config, num_blocks)
-    return replace(parts, runner=twin.runner, executor=twin.executor, kv=twin.kv, weights=twin.weights)
+    copy = _with_cache(parts.executor.copy(), config, num_blocks)
+    return replace(parts, runner=copy.runner, executor=copy.executor, kv=copy.kv, weights=copy.weights)
 
 
 def locate(name: str) -> Path:

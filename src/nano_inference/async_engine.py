@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Callable, Collection, Iterator, Seque
 from contextlib import contextmanager
 from typing import Any, Generic, Protocol, Self, TypeVar
 
-from nano_inference.door import params_for_each, score_starts
+from nano_inference.admission import params_for_each, score_starts
 from nano_inference.engine_thread import Engine, EngineThread, Receiver, Submission, Turn
 from nano_inference.types import (
     BadRequest,

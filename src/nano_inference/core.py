@@ -13,7 +13,6 @@ from collections.abc import Sequence as Seq
 from dataclasses import replace
 
 from nano_inference.config import SchedulerConfig
-from nano_inference.drafting import Drafting
 from nano_inference.kv import Hit, KVManager
 from nano_inference.recovery import Checkpoint, checkpoint, restart, roll_back
 from nano_inference.runner import BlockCopy, DrawExtras, Row, RowResult, Runner
@@ -28,6 +27,7 @@ from nano_inference.sequence import (
     forget_found,
     to_delta,
 )
+from nano_inference.speculation import Speculation
 from nano_inference.types import (
     Delta,
     OnRunning,
@@ -48,7 +48,7 @@ class Core:
         runner: Runner,
         kv: KVManager,
         limits: SchedulerConfig,
-        drafting: Drafting,
+        speculation: Speculation,
         *,
         vocab_size: int,
     ) -> None:
@@ -64,7 +64,7 @@ class Core:
         self._limits = limits
         self._waiting: OrderedDict[int, Sequence] = OrderedDict()
         self._running: list[Sequence] = []
-        self._drafting = drafting
+        self._speculation = speculation
         self._open: Counter[int] = Counter()
         """For each request, its sequences that have not ended."""
         self._begun: set[int] = set()
@@ -87,7 +87,7 @@ class Core:
         for seq in sequences:
             self._open[seq.request_id] += 1
             self._waiting[seq.id] = seq
-            self._drafting.open(seq)
+            self._speculation.open(seq)
 
     def abort(self, seq: Sequence) -> Delta:
         """End a sequence that waits or runs; return its last delta. Its blocks are free at once."""
@@ -143,7 +143,7 @@ class Core:
         self._waiting = OrderedDict((seq.id, seq) for seq in sequences)
         self._open = Counter(seq.request_id for seq in sequences)
         self._begun = self._begun & self._open.keys()
-        self._drafting.restart(sequences)
+        self._speculation.restart(sequences)
         self._undo = ()
 
     def settle(self) -> None:
@@ -160,7 +160,7 @@ class Core:
         hits: dict[int, Hit] = {}
         admitted = None if admit_new else self.begun_requests()
         waiting = self._waiting_views(hits, admitted) if self._waiting else ()
-        running = self._drafting.offered(self._running, self._running_views())
+        running = self._speculation.offered(self._running, self._running_views())
         plan = plan_step(waiting, running, self._kv.num_free_blocks(), self._limits)
         assert plan.work or plan.preempted or admitted == frozenset() or not self.has_work(), "a step without work"
         seqs, copies, fresh = self._apply(plan, hits)
@@ -310,7 +310,7 @@ class Core:
         draws = work.num_sampled > 0
         return Row(
             id=seq.id,
-            tokens=(*seq.tokens[start:end], *self._drafting.drafts(seq, work.num_drafts)),
+            tokens=(*seq.tokens[start:end], *self._speculation.drafts(seq, work.num_drafts)),
             prev_token=seq.tokens[start - 1] if start else -1,
             start=start,
             blocks=tuple(seq.blocks),
@@ -345,7 +345,7 @@ class Core:
         """Compute all rows again, and guess nothing more about those of the samples that memory did not suffice for."""
         for seq, row in zip(seqs, rows, strict=True):
             if row.num_drafts:
-                self._drafting.bar(seq)
+                self._speculation.bar(seq)
         self._compute_again(seqs)
         return _result((), self._stats(num_preempted=len(seqs)))
 
@@ -491,12 +491,12 @@ class Core:
 
         Not all of its numbers are finite, which a guess may have done, and torch reads the K/V of tokens that it hides.
         """
-        self._drafting.bar(seq)
+        self._speculation.bar(seq)
         self._preempt(seq)
 
     def _leave(self, seq: Sequence) -> None:
         """Take an ended sequence out of the queues and free its blocks."""
-        self._drafting.close(seq)
+        self._speculation.close(seq)
         self._open[seq.request_id] -= 1
         if not self._open[seq.request_id]:
             del self._open[seq.request_id]

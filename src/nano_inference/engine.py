@@ -6,6 +6,7 @@ Ids in, ids out: the engine knows nothing about text.
 from __future__ import annotations
 
 import secrets
+import warnings
 from collections.abc import Callable, Container, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import replace
@@ -13,7 +14,8 @@ from functools import partial as bound
 from pathlib import Path
 from typing import Self, TypeVar
 
-from nano_inference.assemble import EngineParts, assemble, twin_parts
+from nano_inference.admission import Limits, admit, params_for_each, score_starts, texts_of
+from nano_inference.assemble import EngineParts, assemble, copied_parts
 from nano_inference.books import Books
 from nano_inference.calls import Calls, as_call
 from nano_inference.checks import check_bool, unit_vector
@@ -21,12 +23,11 @@ from nano_inference.config import EngineConfig, SchedulerConfig
 from nano_inference.control import Control
 from nano_inference.core import Core
 from nano_inference.delta_stream import DeltaStream
-from nano_inference.door import Limits, admit, params_for_each, score_starts, texts_of
-from nano_inference.drafting import NgramDrafting, NoDrafting
+from nano_inference.ngram_drafter import CPU_WEIGHT_TOKENS, CUDA_WEIGHT_TOKENS
 from nano_inference.runner import ClosedRunner
 from nano_inference.sampling import derive_seed
 from nano_inference.sequence import Sequence
-from nano_inference.speculate import CPU_WEIGHT_TOKENS, CUDA_WEIGHT_TOKENS
+from nano_inference.speculation import NgramSpeculation, NoSpeculation
 from nano_inference.types import (
     FROM_THE_PROMPT,
     BadRequest,
@@ -322,7 +323,7 @@ class InferenceEngine:
         return self.control.flush_cache()
 
     @as_call
-    def twin(self, *, kv_cache_bytes: int | None = None) -> InferenceEngine:
+    def copy(self, *, kv_cache_bytes: int | None = None) -> InferenceEngine:
         """Return a second engine with a copy of the weights in force: a reference model, or the next policy's tester.
 
         It has queues, versions, a random lineage and a KV cache of its own (an eighth of this one's, but room for one
@@ -331,8 +332,13 @@ class InferenceEngine:
         """
         self.control.require_alive()
         self.control.require_weights()
-        parts = twin_parts(self.parts, self.config, kv_cache_bytes)
+        parts = copied_parts(self.parts, self.config, kv_cache_bytes)
         return InferenceEngine(replace(self.config, lineage=None), parts=parts)
+
+    def twin(self, *, kv_cache_bytes: int | None = None) -> InferenceEngine:
+        """Return `copy(...)`. Deprecated: the old name of `copy`."""
+        warnings.warn("InferenceEngine.twin is now InferenceEngine.copy", DeprecationWarning, stacklevel=2)
+        return self.copy(kv_cache_bytes=kv_cache_bytes)
 
     @as_call
     def shutdown(self) -> None:
@@ -648,8 +654,8 @@ class InferenceEngine:
             max_draft_tokens=self.config.max_draft_tokens if self.config.speculation == "ngram" else 0,
             weight_tokens=CUDA_WEIGHT_TOKENS if self.parts.is_on_cuda else CPU_WEIGHT_TOKENS,
         )
-        drafting = NgramDrafting(limits.max_draft_tokens) if limits.max_draft_tokens else NoDrafting()
-        return Core(self.parts.runner, self.parts.kv, limits, drafting, vocab_size=self.parts.vocab_size)
+        speculation = NgramSpeculation(limits.max_draft_tokens) if limits.max_draft_tokens else NoSpeculation()
+        return Core(self.parts.runner, self.parts.kv, limits, speculation, vocab_size=self.parts.vocab_size)
 
 
 def _nothing() -> None:

@@ -15,7 +15,7 @@ def with_ref_logprobs(
 ) -> list[TrainingSample]:
     """Return the samples with `ref_logprobs`: each completion token's log-probability in another engine.
 
-    `reference` is any engine with the same tokens: `engine.twin()` made before training, or one on other files.
+    `reference` is any engine with the same tokens: `engine.copy()` made before training, or one on other files.
     `temperature` divides its logits, as the one that the samples were drawn with did. Forced tokens get 0.0. The
     samples are scored together; those of one prompt compute it once. Raises `BadRequest` when one is too long for it.
     """

@@ -1,7 +1,7 @@
 """Decides one step: which sequences compute how many tokens. Arithmetic on counts; it owns nothing and cannot fail.
 
 There is no prefill phase and no decode phase: a sequence is behind by `num_tokens - num_computed`, and the token budget
-of the step lets it catch up. Guesses (`speculate`) get what all that leaves.
+of the step lets it catch up. Draft tokens get the rest of it.
 
 Fair share. Ids ascend in order of arrival, so the smallest id is the oldest. A prompt is a sequence that is behind by
 more than one token, or that waits. In each step:
@@ -23,7 +23,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from nano_inference.config import SchedulerConfig
-from nano_inference.speculate import Offer, choose_drafts
+from nano_inference.ngram_drafter import Offer, choose_drafts
 from nano_inference.types import SchedulerOutput, SeqView, Work
 
 OVERTAKERS = 256

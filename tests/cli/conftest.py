@@ -42,7 +42,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def quiet_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One thread: two are slow where something else runs. Set through the environment twin of --num-threads.
+    """One thread: two are slow where something else runs. Set through --num-threads' environment variable.
 
     And no configuration file: that of whoever runs the tests must not change what they see.
     """

@@ -1,4 +1,4 @@
-"""Where an option's value comes from: the command line, its twin in the environment, files, the model, ourselves."""
+"""Where an option's value comes from: the command line, its environment variable, files, the model, ourselves."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cyclopts import Argument
 
 from nano_inference.cli import main
 from nano_inference.cli.app import build_app
-from nano_inference.cli.arguments import kind_of, options_of, takes_list, twin_of, walk_commands
+from nano_inference.cli.arguments import kind_of, options_of, takes_list, variable_of, walk_commands
 from nano_inference.cli.config_file import NOT_IN_FILES, default_file, line_of
 from nano_inference.cli.origins import OF_CHAT, UNLESS
 
@@ -76,7 +76,7 @@ def write(path: Path, text: str) -> str:
     return str(path)
 
 
-# ---- twins
+# ---- environment variables
 
 
 def sample(option: Argument) -> tuple[str, object]:
@@ -118,11 +118,11 @@ def test_every_option_has_a_twin(monkeypatch: pytest.MonkeyPatch, capsys: Captur
         with monkeypatch.context() as patched:
             for name, companion in COMPANIONS.get(option.name, {}).items():
                 patched.setenv(f"NANO_INFERENCE_{name}", companion)
-            patched.setenv(twin_of(option), text)
+            patched.setenv(variable_of(option), text)
             code = main([*path, *NEEDED.get(" ".join(path), ()), "--print-config"])
         out, err = capsys.readouterr()
         shown = "" if code else shown_setting(out, option.name[2:])
-        wanted = [None if option.name in ("--api-key", "--admin-key") else value, f"environment {twin_of(option)}"]
+        wanted = [None if option.name in ("--api-key", "--admin-key") else value, f"environment {variable_of(option)}"]
         if shown != wanted:
             wrong.append((*path, option.name, text, shown, err))
     assert not wrong

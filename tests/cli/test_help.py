@@ -9,7 +9,7 @@ import pytest
 from nano_inference import SamplingParams
 from nano_inference.cli import main
 from nano_inference.cli.app import build_app
-from nano_inference.cli.arguments import heading_of, options_of, twin_of, walk_commands
+from nano_inference.cli.arguments import heading_of, options_of, variable_of, walk_commands
 from nano_inference.cli.help_texts import EXAMPLES, MAIN, SAMPLING, VALUES
 from nano_inference.types import MODELS_OWN
 
@@ -55,8 +55,8 @@ def test_nothing_is_hidden_without_saying_so(path: tuple[str, ...], capsys: Capt
         if word.startswith("--help=") and word.strip(",.") not in ("--help=all", "--help=env"):
             found |= names_on(page(capsys, *path, word.strip(",.")))
     assert left_out <= found and "--help=env" in words
-    twins = page(capsys, *path, "--help=env")
-    assert all(f"{option.name} " in twins and twin_of(option) in twins for option in OPTIONS[path])
+    variables = page(capsys, *path, "--help=env")
+    assert all(f"{option.name} " in variables and variable_of(option) in variables for option in OPTIONS[path])
 
 
 def test_long_commands_begin_with_a_page_that_can_be_read(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:

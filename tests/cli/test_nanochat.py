@@ -75,7 +75,7 @@ def turns(monkeypatch: pytest.MonkeyPatch) -> list[Turn]:
 class Call(NamedTuple):
     """What `chat` was started with."""
 
-    wishes: chat.Wishes
+    wishes: chat.Options
     config: EngineConfig
     params: SamplingParams
     named: frozenset[str]
@@ -86,7 +86,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
     """Every chat that is started from here on; none of them runs."""
     seen: list[Call] = []
 
-    def note(wishes: chat.Wishes, config: EngineConfig, sampling: Sampling, common: Common, typed: Typed) -> int:
+    def note(wishes: chat.Options, config: EngineConfig, sampling: Sampling, common: Common, typed: Typed) -> int:
         seen.append(Call(wishes, config, sampling.params, sampling.named))
         return 0
 
@@ -170,7 +170,7 @@ def test_defaults_are_nanochats_own(home: Path, capsys: Capture, calls: list[Cal
     assert own.params == SamplingParams(temperature=0.6, top_k=50, max_tokens=256, seed=42)
     assert own.named >= set(MODELS_OWN), "the model's own files change nothing"
     assert "top_p" not in other.named
-    assert own.wishes == chat.Wishes(system=None, prompt=None, has_bare_words=True)
+    assert own.wishes == chat.Options(system=None, prompt=None, has_bare_words=True)
     assert other.params == SamplingParams(temperature=0.0) and not other.wishes.has_bare_words
 
 

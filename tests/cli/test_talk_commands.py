@@ -15,7 +15,17 @@ from nano_inference import BadRequest, SamplingParams
 from nano_inference.cli import chat
 from nano_inference.cli.lines import Entered, HistoryFile, candidates, continued, entered, history_path
 from nano_inference.cli.options import Common
-from nano_inference.cli.talk import Ask, Piece, Reply, Sampling, ServerError, ShownToken, Took, Write, sampling_fields
+from nano_inference.cli.talk import (
+    Piece,
+    Question,
+    Reply,
+    Sampling,
+    ServerError,
+    ShownToken,
+    Took,
+    Write,
+    sampling_fields,
+)
 from nano_inference.cli.talk_commands import COMMANDS
 from nano_inference.cli.terminal import Interrupts
 from nano_inference.text.chat import Message
@@ -32,13 +42,13 @@ TOKENS = (
 class Parrot:
     """Says what it heard, and how often it spoke."""
 
-    asks: list[Ask] = field(default_factory=list)
+    asks: list[Question] = field(default_factory=list)
     facts: Mapping[str, str] = field(default_factory=lambda: {"model": "parrot", "context": "9 tokens", "backend": "b"})
 
     def count(self, turns: tuple[Message, ...], system: str | None) -> int | None:
         return 5 * len(turns)
 
-    def answer(self, ask: Ask, interrupts: Interrupts, write: Write) -> Reply:
+    def answer(self, ask: Question, interrupts: Interrupts, write: Write) -> Reply:
         self.asks.append(ask)
         if ask.turns[-1]["content"] == "refuse":
             raise BadRequest("refused")
@@ -67,7 +77,7 @@ def say(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
         parrot = Parrot()
         monkeypatch.setattr("sys.stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
         sampling = Sampling(params or SamplingParams(top_k=7, seed=3), frozenset({"top_k", "seed"}))
-        assert chat.run(chat.Wishes(), parrot, sampling, Common()) == code
+        assert chat.run(chat.Options(), parrot, sampling, Common()) == code
         return *capsys.readouterr(), parrot
 
     return send

@@ -12,11 +12,11 @@ import httpx2
 import pytest
 
 from nano_inference.server.call import Call, drafts_of
+from nano_inference.server.detokenizer import Written
 from nano_inference.server.dialects.messages_reply import MessagesReply
 from nano_inference.server.errors import ApiError
 from nano_inference.server.shape import ReplyShape
 from nano_inference.server.ticket import Ask
-from nano_inference.server.writing import Written
 from nano_inference.text.kinds import TokenizerSource
 from nano_inference.text.tokenizer import Tokenizer, load_tokenizer
 from nano_inference.text.tool_calls import CallArguments, CallEnd, CallStart, Content, Event

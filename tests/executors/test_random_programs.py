@@ -17,7 +17,7 @@ from nano_inference.executors.protocol import CacheSize
 from nano_inference.executors.torch.attention import SdpaBackend
 from nano_inference.executors.torch.executor import TorchExecutor
 from nano_inference.kernels.library import Library
-from nano_inference.loader.door import TensorSource
+from nano_inference.loader.sources import TensorSource
 from nano_inference.models import ops
 from tests.executors.random_programs import MAX_LEN, Writer, random_steps, random_weights
 

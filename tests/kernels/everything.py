@@ -25,13 +25,13 @@ from pathlib import Path
 
 import torch
 
-from nano_inference.kernels import native, twin
+from nano_inference.kernels import native
 from nano_inference.kernels.compile import Isa, _sources, compile_library
 from nano_inference.kernels.library import Library
 from nano_inference.kernels.matrix import Matrix
 from nano_inference.kernels.native import Cache, Continuation, NativeProgram
 from nano_inference.kernels.program import Activate, Embed, Keep, Product, Program, Softcap
-from tests.kernels import steps
+from tests.kernels import reference, steps
 from tests.kernels.steps import FORMATS, Shape, Span
 
 SHAPES = (
@@ -61,7 +61,7 @@ def check_product(library: Library, weight: Matrix, num_rows: int) -> None:
     program = Program(ops=(op,), widths={"x": weight.num_in, "y": 3 * weight.num_out})
     x_SK = torch.randn(num_rows, weight.num_in)
     got = steps.run_rows(library, program, {"x": x_SK}, "y")
-    assert torch.allclose(got, twin.run_rows(program, {"x": x_SK})["y"], rtol=1e-3, atol=0.1)
+    assert torch.allclose(got, reference.run_rows(program, {"x": x_SK})["y"], rtol=1e-3, atol=0.1)
 
 
 def check_attention(library: Library) -> None:
@@ -88,8 +88,8 @@ def check_continuation(library: Library) -> None:
     for num_tokens, kept in ((3, [1]), (60, list(range(0, 60, 3)))):
         layout = steps.layout_of((Span(tuple(range(num_tokens)), 0, tuple(range(4))),), kept)
         body.run(layout, cache, Continuation(head, "h", "x"))
-        rows_SK = twin.unpack(table)[torch.tensor(kept)]
-        assert torch.allclose(head.buffer("y", len(kept)), rows_SK @ twin.unpack(table).T, atol=1e-4)
+        rows_SK = reference.unpack(table)[torch.tensor(kept)]
+        assert torch.allclose(head.buffer("y", len(kept)), rows_SK @ reference.unpack(table).T, atol=1e-4)
 
 
 def check_rows(library: Library) -> None:
@@ -100,7 +100,7 @@ def check_rows(library: Library) -> None:
             x_SW = torch.randn(9, program.widths["x"])
             x_SW[0, 0], x_SW[1, 0], x_SW[2, 0] = torch.nan, torch.inf, -1e30
             got = steps.run_rows(library, program, {"x": x_SW}, "y")
-            assert torch.allclose(got, twin.run_rows(program, {"x": x_SW})["y"], atol=1e-4, equal_nan=True)
+            assert torch.allclose(got, reference.run_rows(program, {"x": x_SW})["y"], atol=1e-4, equal_nan=True)
 
 
 def check_draws(library: Library) -> None:

@@ -15,12 +15,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nano_inference.kernels import matrix, twin
+from nano_inference.kernels import matrix
 from nano_inference.kernels.library import Library
 from nano_inference.kernels.matrix import Matrix
 from nano_inference.kernels.native import Cache, Layout, NativeProgram
 from nano_inference.kernels.program import Attend, Embed, Heads, Keep, Program
 from nano_inference.memory import Slabs
+from tests.kernels import reference
 
 EPS = 2.0**-24
 """Half an ulp of 1 in float32: the relative error of one rounding."""
@@ -77,7 +78,7 @@ def product_bound(x_SK: Tensor, matrices: tuple[Matrix, ...], start_SN: Tensor) 
     K products and sums, each rounded once (twice without fused multiply-add), bias and addition: at most K + 4
     roundings lie on a term's way, so the error is below (K + 4) eps times the sum of all terms' magnitudes.
     """
-    each = [x_SK.double().abs()[:, : m.num_in] @ twin.unpack(m).double().abs().T for m in matrices]
+    each = [x_SK.double().abs()[:, : m.num_in] @ reference.unpack(m).double().abs().T for m in matrices]
     return (x_SK.size(1) + 4) * EPS * 1.01 * (torch.cat(each, dim=-1) + start_SN.double().abs()) + 1e-37
 
 
@@ -252,7 +253,7 @@ def attend(
 def attend_twin(case: Case, cache_dtype: torch.dtype = torch.float64) -> tuple[dict[int, Tensor], Cache]:
     """The same in float64, and the cache as it is afterwards."""
     cache = case.fresh(cache_dtype)
-    made = twin.run(case.program(twin.pack(case.qkv_TW)), layout_of(case.spans), cache, dtype=torch.float64)
+    made = reference.run(case.program(reference.pack(case.qkv_TW)), layout_of(case.spans), cache, dtype=torch.float64)
     tokens = [token for span in case.spans for token in span.tokens]
     return dict(zip(tokens, made["att"], strict=True)), cache
 

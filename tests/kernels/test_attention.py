@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from nano_inference.kernels import native, twin
+from nano_inference.kernels import native
 from nano_inference.kernels.native import Cache
+from tests.kernels import reference
 from tests.kernels.conftest import Team
 from tests.kernels.steps import (
     Case,
@@ -183,7 +184,7 @@ def test_keys_and_values_are_rounded_to_bfloat16_as_torch_does(team: Team, value
     case.qkv_TW[:, 16:] = value
     cache, right = case.fresh(torch.bfloat16), case.fresh(torch.bfloat16)
     attend(team[2], case, case.spans, cache)
-    twin.run(case.program(twin.pack(case.qkv_TW)), layout_of(case.spans), right)
+    reference.run(case.program(reference.pack(case.qkv_TW)), layout_of(case.spans), right)
     span = case.spans[0]
     block, slot = span.blocks[span.start // 4], span.start % 4
     written, expected = torch.full((16,), value).bfloat16().float().nan_to_num(7.0), layer_of(case, right)

@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from nano_inference.kernels import native, twin
+from nano_inference.kernels import native
 from nano_inference.kernels.library import Library
 from nano_inference.sampling import sample_with_logprobs
+from tests.kernels import reference
 from tests.kernels.conftest import Team
 from tests.kernels.steps import random
 from tests.logit_shapes import SHAPES, shaped
@@ -109,7 +110,7 @@ def test_the_twin_and_the_torch_sampler_draw_the_same(library: Library, vocab_si
     sampled_B, logprob_B = sample_with_logprobs(
         logits_BV, torch.tensor(temperatures), uniforms_B=torch.tensor(uniforms, dtype=torch.float64)
     )
-    others = twin.draw(logits_BV, temperatures, uniforms, is_raw), (sampled_B.tolist(), logprob_B.tolist())
+    others = reference.draw(logits_BV, temperatures, uniforms, is_raw), (sampled_B.tolist(), logprob_B.tolist())
     for other_tokens, other_logprobs in others:
         for row, (mine, theirs) in enumerate(zip(tokens, other_tokens, strict=True)):
             if mine == theirs:
@@ -155,7 +156,7 @@ def test_what_cannot_be_drawn_says_so_and_spoils_no_other(
     logits_BV[1, : len(spoiled)] = torch.tensor(spoiled)
     for tokens, logprobs in (
         native.draw(library, logits_BV, [temperature] * 3, [0.5] * 3, [True] * 3),
-        twin.draw(logits_BV, [temperature] * 3, [0.5] * 3, [True] * 3),
+        reference.draw(logits_BV, [temperature] * 3, [0.5] * 3, [True] * 3),
     ):
         assert 0 <= tokens[1] < 600 and math.isnan(logprobs[1])
         assert (tokens[0], tokens[2]) == (clean[0][0], clean[0][2])
@@ -169,7 +170,7 @@ def test_tokens_of_no_probability_are_never_drawn(library: Library) -> None:
     uniforms = [index / 64 for index in range(62)] + [1 - 2**-53, 1.0]
     for made in (
         native.draw(library, logits_BV, [1.0] * 64, uniforms, [False] * 64),
-        twin.draw(logits_BV, [1.0] * 64, uniforms, [False] * 64),
+        reference.draw(logits_BV, [1.0] * 64, uniforms, [False] * 64),
     ):
         assert set(made[0]) == {5, 700, 1500}
         assert made[0][0] == 5 and made[0][-2:] == [1500, 1500]
@@ -180,4 +181,4 @@ def test_greedy_takes_the_lowest_of_the_best(library: Library) -> None:
     logits_BV[1, [17, 600, 1029]] = 2.0
     logits_BV[2, 1029] = 2.0
     assert native.draw(library, logits_BV, [0.0] * 3, [0.9] * 3, [False] * 3)[0] == [0, 17, 1029]
-    assert twin.draw(logits_BV, [0.0] * 3, [0.9] * 3, [False] * 3)[0] == [0, 17, 1029]
+    assert reference.draw(logits_BV, [0.0] * 3, [0.9] * 3, [False] * 3)[0] == [0, 17, 1029]

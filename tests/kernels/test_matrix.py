@@ -6,9 +6,10 @@ import gguf
 import pytest
 import torch
 
-from nano_inference.kernels import matrix, twin
+from nano_inference.kernels import matrix
 from nano_inference.kernels.library import Library
 from nano_inference.memory import Slabs
+from tests.kernels import reference
 from tests.kernels.steps import BLOCK, PLAIN, block_rows, random
 
 SIZES = ((1, 1), (1, 33), (5, 2), (63, 7), (64, 64), (65, 3), (129, 100), (200, 31))
@@ -24,12 +25,12 @@ def bits(values: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("size", SIZES)
 def test_plain_weights_come_back_as_they_were(library: Library, dtype: torch.dtype, size: tuple[int, int]) -> None:
     weight_NK = torch.randn(size, generator=random(0)).to(dtype)
-    for packed in (matrix.pack(library, weight_NK, Slabs(0)), twin.pack(weight_NK)):
+    for packed in (matrix.pack(library, weight_NK, Slabs(0)), reference.pack(weight_NK)):
         assert torch.equal(matrix.unpack(library, packed), weight_NK.float())
-        assert torch.equal(twin.unpack(packed), weight_NK.float())
-        assert torch.equal(twin.unpack(packed, size[0] // 2, 1), weight_NK[size[0] // 2 :][:1].float())
+        assert torch.equal(reference.unpack(packed), weight_NK.float())
+        assert torch.equal(reference.unpack(packed, size[0] // 2, 1), weight_NK[size[0] // 2 :][:1].float())
         assert torch.equal(matrix.unpack(library, packed, size[0] // 2, 1), weight_NK[size[0] // 2 :][:1].float())
-    assert torch.equal(matrix.pack(library, weight_NK, Slabs(0)).packed, twin.pack(weight_NK).packed)
+    assert torch.equal(matrix.pack(library, weight_NK, Slabs(0)).packed, reference.pack(weight_NK).packed)
 
 
 @pytest.mark.parametrize("dtype", PLAIN.values())
@@ -37,7 +38,10 @@ def test_special_values_come_back(library: Library, dtype: torch.dtype) -> None:
     weight_NK = torch.tensor(SPECIAL).to(dtype).repeat(70, 1)
     weight_NK[3] += 0.1  # so that float32 is not kept as bfloat16
     expected = weight_NK.float()
-    for made in (matrix.unpack(library, matrix.pack(library, weight_NK, Slabs(0))), twin.unpack(twin.pack(weight_NK))):
+    for made in (
+        matrix.unpack(library, matrix.pack(library, weight_NK, Slabs(0))),
+        reference.unpack(reference.pack(weight_NK)),
+    ):
         assert torch.equal(made.isnan(), expected.isnan())
         assert torch.equal(
             bits(made.nan_to_num(7.0, torch.inf, -torch.inf)), bits(expected.nan_to_num(7.0, torch.inf, -torch.inf))
@@ -53,9 +57,9 @@ def test_every_half_float_is_widened_exactly(library: Library) -> None:
 
 def test_float32_that_is_bfloat16_takes_half_the_memory(library: Library) -> None:
     weight_NK = torch.randn(70, 34, generator=random(1)).bfloat16().float()
-    for packed in (matrix.pack(library, weight_NK, Slabs(0)), twin.pack(weight_NK)):
+    for packed in (matrix.pack(library, weight_NK, Slabs(0)), reference.pack(weight_NK)):
         assert matrix.NAMES[packed.format] == "bfloat16"
-        assert torch.equal(twin.unpack(packed), weight_NK)
+        assert torch.equal(reference.unpack(packed), weight_NK)
     weight_NK[69, 33] += 1e-6
     assert matrix.NAMES[matrix.pack(library, weight_NK, Slabs(0)).format] == "float32"
 
@@ -67,11 +71,11 @@ def test_blocks_have_ggmls_values(library: Library, name: str, num_out: int) -> 
     rows = block_rows(name, num_out, num_in, 2)
     kind = gguf.GGMLQuantizationType[name]
     expected = torch.from_numpy(gguf.quants.dequantize(rows.numpy(), kind)).view(num_out, num_in)
-    made, plain = matrix.pack_blocks(library, name, rows, num_in, Slabs(0)), twin.pack_blocks(name, rows, num_in)
+    made, plain = matrix.pack_blocks(library, name, rows, num_in, Slabs(0)), reference.pack_blocks(name, rows, num_in)
     assert torch.equal(made.packed, plain.packed)
     assert torch.equal(matrix.unpack(library, made), expected)
-    assert torch.equal(twin.unpack(made), expected)
-    assert torch.equal(twin.unpack(made, num_out - 1, 1), expected[-1:])
+    assert torch.equal(reference.unpack(made), expected)
+    assert torch.equal(reference.unpack(made, num_out - 1, 1), expected[-1:])
 
 
 @pytest.mark.parametrize("name", BLOCK)
@@ -81,18 +85,18 @@ def test_rows_of_blocks_can_be_taken_in_another_order(library: Library, name: st
     order_N = torch.randperm(70, generator=random(4)).to(torch.int32)
     made = matrix.pack_blocks(library, name, rows, num_in, Slabs(0), order_N)
     assert torch.equal(made.packed, matrix.pack_blocks(library, name, rows[order_N.long()], num_in, Slabs(0)).packed)
-    assert torch.equal(made.packed, twin.pack_blocks(name, rows, num_in, order_N).packed)
+    assert torch.equal(made.packed, reference.pack_blocks(name, rows, num_in, order_N).packed)
 
 
 @pytest.mark.parametrize("size", SIZES)
 def test_eight_bit_weights_are_rounded_the_same_way(library: Library, size: tuple[int, int]) -> None:
     weight_NK = torch.randn(size, generator=random(5))
     weight_NK[0] = 0
-    made, plain = matrix.pack_int8(library, weight_NK, Slabs(0)), twin.pack_int8(weight_NK)
+    made, plain = matrix.pack_int8(library, weight_NK, Slabs(0)), reference.pack_int8(weight_NK)
     assert torch.equal(made.packed, plain.packed)
-    assert torch.equal(matrix.unpack(library, made), twin.unpack(made))
+    assert torch.equal(matrix.unpack(library, made), reference.unpack(made))
     half_step_N1 = weight_NK.abs().amax(dim=-1, keepdim=True) / 254
-    assert ((twin.unpack(made) - weight_NK).abs() <= half_step_N1 * (1 + 1e-5)).all()
+    assert ((reference.unpack(made) - weight_NK).abs() <= half_step_N1 * (1 + 1e-5)).all()
 
 
 def test_sources_may_lie_anywhere(library: Library) -> None:

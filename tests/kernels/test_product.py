@@ -6,11 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from nano_inference.kernels import matrix, twin
+from nano_inference.kernels import matrix
 from nano_inference.kernels.library import Library
 from nano_inference.kernels.matrix import Matrix
 from nano_inference.kernels.program import Product, Program
 from nano_inference.memory import Slabs
+from tests.kernels import reference
 from tests.kernels.conftest import Team
 from tests.kernels.steps import (
     BLOCK,
@@ -63,10 +64,10 @@ def test_products_are_right_and_rows_depend_on_themselves_alone(team: Team, name
     whole_SN = run_rows(team[2], made, {"x": x_SK, "y": y_SN}, "y")
     if name in ROUNDED:
         check_rounded(
-            team[2], name, whole_SN, twin.run_rows(made, {"x": x_SK})["y"], product_bound(x_SK, (weight,), y_SN)
+            team[2], name, whole_SN, reference.run_rows(made, {"x": x_SK})["y"], product_bound(x_SK, (weight,), y_SN)
         )
     else:
-        exact_SN = x_SK.double() @ twin.unpack(weight).double().T
+        exact_SN = x_SK.double() @ reference.unpack(weight).double().T
         assert ((whole_SN - exact_SN).abs() <= product_bound(x_SK, (weight,), y_SN)).all()
     check_rows(team[2], made, x_SK, y_SN, whole_SN)
     for threads in (1, 3):
@@ -84,11 +85,13 @@ def test_matrices_stand_side_by_side(team: Team, name: str, add: bool, with_bias
     made = program(matrices, bias_N, add=add, num_in=256)
     got_SN = run_rows(team[3], made, {"x": x_SK, "y": y_SN}, "y")
     if name in ROUNDED:
-        start_SN = (0 if bias_N is None else bias_N) + twin.run_rows(program(matrices, num_in=256), {"x": x_SK})["y"]
+        start_SN = (0 if bias_N is None else bias_N) + reference.run_rows(program(matrices, num_in=256), {"x": x_SK})[
+            "y"
+        ]
         expected_SN = y_SN + start_SN if add else start_SN
         check_rounded(team[3], name, got_SN, expected_SN, product_bound(x_SK, matrices, start_SN.abs() + y_SN.abs()))
         return
-    exact_SN = twin.run_rows(made, {"x": x_SK, "y": y_SN}, dtype=torch.float64)["y"]
+    exact_SN = reference.run_rows(made, {"x": x_SK, "y": y_SN}, dtype=torch.float64)["y"]
     start_SN = y_SN.abs() * add + (0 if bias_N is None else bias_N.abs())
     assert ((got_SN - exact_SN).abs() <= product_bound(x_SK, matrices, start_SN)).all()
     assert torch.equal(got_SN[7:8], run_rows(team[1], made, {"x": x_SK[7:8], "y": y_SN[7:8]}, "y"))
@@ -123,8 +126,8 @@ def test_a_row_that_is_no_number_stays_alone(library: Library, name: str, value:
     got_SN = run_rows(library, made, {"x": x_SK}, "y")
     others = [row for row in range(num_rows) if row != 1]
     assert torch.equal(got_SN[others], clean_SN[others])
-    assert got_SN[1].isnan()[twin.run_rows(made, {"x": x_SK})["y"][1].isnan()].all()
-    assert not got_SN[1].isfinite().any() or (twin.unpack(weight)[:, 77] == 0).any()
+    assert got_SN[1].isnan()[reference.run_rows(made, {"x": x_SK})["y"][1].isnan()].all()
+    assert not got_SN[1].isfinite().any() or (reference.unpack(weight)[:, 77] == 0).any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -163,13 +166,13 @@ def test_the_largest_nibbles_and_activations_have_room(team: Team, name: str, bl
     weight = matrix.pack_blocks(team[1], name, rows.flatten(1), num_in, Slabs(0), rounds=True)
     x_SK = torch.tensor([[1.0], [-1.0], [2.0], [-3.0], [1.0]]).expand(5, num_in).contiguous()
     made = program((weight,), num_in=num_in)
-    got_SN, expected_SN = run_rows(team[2], made, {"x": x_SK}, "y"), twin.run_rows(made, {"x": x_SK})["y"]
+    got_SN, expected_SN = run_rows(team[2], made, {"x": x_SK}, "y"), reference.run_rows(made, {"x": x_SK})["y"]
     check_rounded(team[2], name, got_SN, expected_SN, product_bound(x_SK, (weight,), torch.zeros(5, 70)))
-    exact_SN = x_SK.double() @ twin.unpack(weight).double().T
+    exact_SN = x_SK.double() @ reference.unpack(weight).double().T
     assert ((got_SN - exact_SN).abs() <= 1e-5 * exact_SN.abs() + 1e-3).all()
 
 
 def test_no_rows_are_no_rows(library: Library) -> None:
     made = program((make_matrix(library, "bfloat16", 70, 33, seed=16),), num_in=33)
     assert in_child(lambda: run_rows(library, made, {"x": torch.empty(0, 33)}, "y").shape == (0, 70)) == 0
-    assert twin.run_rows(made, {"x": torch.empty(0, 33)})["y"].shape == (0, 70)
+    assert reference.run_rows(made, {"x": torch.empty(0, 33)})["y"].shape == (0, 70)

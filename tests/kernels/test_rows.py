@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from nano_inference.kernels import twin
 from nano_inference.kernels.library import Library
 from nano_inference.kernels.native import Cache, NativeProgram
 from nano_inference.kernels.program import (
@@ -25,6 +24,7 @@ from nano_inference.kernels.program import (
     Smear,
     Softcap,
 )
+from tests.kernels import reference
 from tests.kernels.conftest import Team
 from tests.kernels.steps import FORMATS, Span, layout_of, make_matrix, random, run_rows
 
@@ -85,7 +85,7 @@ def test_rows_are_right_and_depend_on_themselves_alone(team: Team, width: int) -
     for name, (program, out) in rows_programs(width).items():
         inputs = inputs_of(program, NUM_ROWS, seed=width)
         got_SW = run_rows(team[2], program, inputs, out)
-        exact_SW = twin.run_rows(program, inputs, dtype=torch.float64)[out]
+        exact_SW = reference.run_rows(program, inputs, dtype=torch.float64)[out]
         assert ((got_SW - exact_SW).abs() <= bound_of(name, width, exact_SW, inputs)).all(), name
         for threads in (1, 3):
             assert torch.equal(run_rows(team[threads], program, inputs, out), got_SW), name
@@ -101,7 +101,7 @@ def test_odd_numbers_come_out_as_in_torch_and_stay_in_their_row(library: Library
         clean_SW = run_rows(library, program, inputs, out)
         inputs["x"][5, width // 2] = value
         got_SW = run_rows(library, program, inputs, out)
-        plain_W = twin.run_rows(program, inputs)[out][5]
+        plain_W = reference.run_rows(program, inputs)[out][5]
         assert got_SW[5].isnan()[plain_W.isnan()].all(), name
         if not math.isfinite(value):
             assert torch.equal(got_SW[5].isfinite(), plain_W.isfinite()), name
@@ -115,7 +115,7 @@ def test_activations_are_right_over_their_whole_range(library: Library, kind: st
     x_SW = torch.linspace(-120, 120, 8000).view(8, 1000)
     x_SW = x_SW if kind == "relu_squared" else torch.cat((x_SW, torch.ones_like(x_SW)), dim=-1)
     got_SW = run_rows(library, program, {"x": x_SW}, out)
-    exact_SW = twin.run_rows(program, {"x": x_SW}, dtype=torch.float64)[out]
+    exact_SW = reference.run_rows(program, {"x": x_SW}, dtype=torch.float64)[out]
     assert ((got_SW - exact_SW).abs() <= bound_of(kind, 1000, exact_SW, {"x": x_SW})).all()
 
 
@@ -137,7 +137,7 @@ def run_tokens(library: Library, ops: tuple[Op, ...], widths: dict[str, int], sp
     ]
     made = NativeProgram(library, program, ropes)
     made.run(layout_of((span,)), caches[0])
-    exact = twin.run(program, layout_of((span,)), caches[1], ropes, dtype=torch.float64)
+    exact = reference.run(program, layout_of((span,)), caches[1], ropes, dtype=torch.float64)
     both = {name: [made.buffer(name, len(span.tokens)).clone(), value] for name, value in exact.items()}
     return both | {"k": [each.k for each in caches], "v": [each.v for each in caches]}
 
@@ -188,9 +188,9 @@ def test_the_predecessor_is_smeared_in_where_there_is_one(library: Library, befo
     cache = Cache(torch.zeros(1024), torch.zeros(1024), 16, 512)
     made = NativeProgram(library, program)
     made.run(layout, cache)
-    exact = twin.run(program, layout, cache, dtype=torch.float64)
+    exact = reference.run(program, layout, cache, dtype=torch.float64)
     assert (made.buffer("x", 30) - exact["x"]).abs().max() <= 3e-6
-    table = twin.unpack(ops[0].table)
+    table = reference.unpack(ops[0].table)
     assert torch.equal(made.buffer("x", 30)[0], table[3]) is (before < 0)
 
 
@@ -205,13 +205,13 @@ def test_embeddings_take_their_rows(library: Library, name: str, rows: str) -> N
     cache = Cache(torch.zeros(64), torch.zeros(64), 16, 16)
     made = NativeProgram(library, program)
     made.run(layout, cache)
-    expected = twin.run(program, layout, cache)["x"]
+    expected = reference.run(program, layout, cache)["x"]
     assert torch.equal(made.buffer("x", 7), expected)
     indices = {"token": span.tokens, "previous": (0, *span.tokens[:-1])}.get(rows)
     if indices is None:
         pairs = zip(span.tokens[1:], span.tokens, strict=False)
         indices = (70, *((36313 * token ^ 27191 * before) % 70 for token, before in pairs))
-    assert torch.equal(expected, twin.unpack(table)[list(indices)] * torch.tensor(0.3))
+    assert torch.equal(expected, reference.unpack(table)[list(indices)] * torch.tensor(0.3))
 
 
 def test_eight_bit_tables_are_embedded_too(library: Library) -> None:
@@ -221,7 +221,7 @@ def test_eight_bit_tables_are_embedded_too(library: Library) -> None:
     cache = Cache(torch.zeros(64), torch.zeros(64), 16, 16)
     made = NativeProgram(library, program)
     made.run(layout, cache)
-    assert torch.equal(made.buffer("x", 3), twin.unpack(table)[[70, 0, 64]])
+    assert torch.equal(made.buffer("x", 3), reference.unpack(table)[[70, 0, 64]])
 
 
 def test_weights_may_lie_anywhere(library: Library) -> None:

@@ -10,7 +10,7 @@ import torch
 from tiny_models import make_model, save, weights_of
 
 from nano_inference.loader.checkpoint import open_checkpoint
-from nano_inference.loader.door import TensorSource, load_into
+from nano_inference.loader.sources import TensorSource, load_into
 from nano_inference.types import ModelError
 
 

@@ -47,6 +47,6 @@ def test_an_update_that_lacks_a_scalar_is_refused(tmp_path: Path) -> None:
 def test_a_twin_has_the_same_numbers(tmp_path: Path) -> None:
     path = write_checkpoint(write_tokenizer(tmp_path), "G4")
     params = SamplingParams(temperature=1.0, max_tokens=20, seed=3)
-    with InferenceEngine(EngineConfig(model_path=str(path), dtype="bfloat16")) as engine, engine.twin() as twin:
-        ours, theirs = engine.generate([PROMPT], params, 2), twin.generate([PROMPT], params, 2)
+    with InferenceEngine(EngineConfig(model_path=str(path), dtype="bfloat16")) as engine, engine.copy() as copy:
+        ours, theirs = engine.generate([PROMPT], params, 2), copy.generate([PROMPT], params, 2)
         assert [s.completion_tokens for s in ours] == [s.completion_tokens for s in theirs]

@@ -60,7 +60,7 @@ def engine_sample(engine: InferenceEngine, prompt: Sequence[int], **fields: Any)
     return engine.generate([list(prompt)], params)[0]
 
 
-def ended_after(server: Running, num_steps: int, ask: Callable[[], T]) -> T:
+def ended_after(server: Running, num_steps: int, request: Callable[[], T]) -> T:
     """Ask in a thread, have everything ended after so many steps of the engine; return the reply."""
     engine: Any = server.opened.engine
     tick, steps = engine.tick, []
@@ -76,9 +76,9 @@ def ended_after(server: Running, num_steps: int, ask: Callable[[], T]) -> T:
     server.on_engine(lambda: setattr(engine, "tick", counted))
     try:
         with ThreadPoolExecutor(1) as pool:
-            reply = pool.submit(ask)
+            reply = pool.submit(request)
             assert reached.wait(60)
-            ending = asyncio.run_coroutine_threadsafe(server.bridge.end_requests(), server.loop)
+            ending = asyncio.run_coroutine_threadsafe(server.link.end_requests(), server.loop)
             server.on_loop(lambda: None)  # by now the thread has it in its queue
             go_on.set()
             assert ending.result(60) > 0

@@ -9,11 +9,11 @@ from types import SimpleNamespace
 from typing import Any
 
 from nano_inference.server.answering import Timing, answer
-from nano_inference.server.call import drafts_of
+from nano_inference.server.call import transcripts_of
 from nano_inference.server.ticket import Ticket
 from nano_inference.server.workshop import Workshop
+from tests.server.test_detokenizer import TOKENIZER, sample_of
 from tests.server.test_replies import A, B, call_of, delta
-from tests.server.test_writing import TOKENIZER, sample_of
 from tests.server.tiny import events_in
 
 
@@ -31,7 +31,7 @@ def streamed(ticket: Ticket, seconds_left: float = 3600.0) -> list[Any]:
     async def main() -> None:
         timing = Timing(deadline=time.monotonic() + seconds_left, silence=0.0)
         model: Any = SimpleNamespace(tokenizer=TOKENIZER)
-        await answer(call, ticket, model, timing, Workshop("none", 1), receive, send, drafts_of(call))
+        await answer(call, ticket, model, timing, Workshop("none", 1), receive, send, transcripts_of(call))
 
     asyncio.run(main())
     return [one for one in events_in(b"".join(sent).decode()) if one != "[DONE]"]
@@ -44,7 +44,7 @@ def ids_of(chunk: Any) -> list[int]:
 
 def test_usage_counts_nothing_that_has_yet_to_come() -> None:
     call = call_of(n=2)
-    ticket = Ticket(call.asks)
+    ticket = Ticket(call.requests)
     for sample in (0, 1, 0, 1):
         ticket.put(0, delta((A, B, A), at=sample))
     for sample in (0, 1):
@@ -57,7 +57,7 @@ def test_usage_counts_nothing_that_has_yet_to_come() -> None:
 
 def test_what_came_in_time_is_told_when_the_time_is_up() -> None:
     call = call_of(n=2)
-    ticket = Ticket(call.asks)
+    ticket = Ticket(call.requests)
     ticket.put(0, delta((A, B)))
     ticket.put(0, delta((A,), sample=sample_of((A,), "length", None), at=1))
     chunks = streamed(ticket, seconds_left=-1.0)
@@ -68,7 +68,7 @@ def test_what_came_in_time_is_told_when_the_time_is_up() -> None:
 
 def test_what_came_before_a_sample_was_given_up_is_told() -> None:
     call = call_of(n=2)
-    ticket = Ticket(call.asks)
+    ticket = Ticket(call.requests)
     ticket.put(0, delta((A, B)))
     ticket.put(0, delta((), sample=sample_of((A, B), "abort", "out of memory: 1 of 2 blocks")))
     *chunks, last = streamed(ticket)

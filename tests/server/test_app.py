@@ -339,13 +339,13 @@ FEATURES: list[JSON] = [
 def test_any_two_features_go_together(server: Running) -> None:
     """Or are refused together; the engine lives on."""
 
-    def ask(pair: tuple[JSON, JSON]) -> tuple[int, str]:
+    def request(pair: tuple[JSON, JSON]) -> tuple[int, str]:
         reply = server.post(COMPLETE, {"prompt": "hello", "max_tokens": 5, **pair[0], **pair[1]})
         return reply.status_code, reply.text
 
     pairs = list(combinations(FEATURES, 2))
     with ThreadPoolExecutor(8) as pool:
-        answers = list(pool.map(ask, pairs))
+        answers = list(pool.map(request, pairs))
     refused = {
         tuple(sorted({*one, *two})) for (one, two), (status, _) in zip(pairs, answers, strict=True) if status != 200
     }
@@ -1030,8 +1030,8 @@ def test_no_more_than_the_queue_holds(tiny_directory: Path) -> None:
         assert server.post(COMPLETE, body).status_code == 200, "the places are free again"
         serving = server.app.serving
         assert serving is not None
-        admission = serving.admission  # given back after the answer is sent
-        wait_for(lambda: (admission.num_samples, admission.num_tokens) == (0, 0), server)
+        queue_limits = serving.queue_limits  # given back after the answer is sent
+        wait_for(lambda: (queue_limits.num_samples, queue_limits.num_tokens) == (0, 0), server)
 
 
 def test_samples_come_in_together_or_not_at_all(tiny_directory: Path) -> None:
@@ -1071,7 +1071,7 @@ def test_what_the_cache_can_never_hold_is_refused_at_the_door(tiny_directory: Pa
         reply = server.post(COMPLETE, {"prompt": "a" * 8, "max_tokens": slots})
         assert reply.status_code == 400
         assert f"holds {slots} tokens" in reply.json()["error"]["message"]
-        assert server.bridge.last_stats is None, "the engine was not asked"
+        assert server.link.last_stats is None, "the engine was not asked"
         assert complete(server, prompt="a" * 8, max_tokens=slots - 8, ignore_eos=True)["usage"]["total_tokens"] == slots
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from nano_inference.server.backlog import MAX_MERGED, MAX_SINGLE, Backlog
-from nano_inference.server.ticket import MAX_UNREAD, Ask, Ticket
+from nano_inference.server.ticket import MAX_UNREAD, PromptRequest, Ticket
 from nano_inference.types import Delta, SamplingParams, TokenLogprob, TrainingSample
 
 ENDED: Any = object.__new__(TrainingSample)
@@ -81,7 +81,7 @@ def test_a_backlog_is_taken_in_parts() -> None:
 
 def test_a_stream_that_is_not_read_takes_a_bounded_memory() -> None:
     async def main() -> None:
-        ticket = Ticket([Ask(prompt=(1,), params=SamplingParams())])
+        ticket = Ticket([PromptRequest(prompt=(1,), params=SamplingParams())])
         values = [float(number) for number in range(MAX_UNREAD)]  # the engine's sample has these anyway
         tracemalloc.start()
         for number, value in enumerate(values):

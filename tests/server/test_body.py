@@ -415,7 +415,7 @@ class Answer:
     body: bytes = b""
 
 
-async def ask(app: App, path: str, data: bytes) -> Answer:
+async def request(app: App, path: str, data: bytes) -> Answer:
     """Ask the application itself: no socket, the rest is real."""
     got, sent = Answer(), False
 
@@ -463,7 +463,9 @@ def check_answer(answer: Answer) -> None:
 
 @pytest.mark.parametrize(("path", "body"), VALID)
 def test_the_bodies_themselves_are_right(small: Running, path: str, body: JSON) -> None:
-    answer = asyncio.run_coroutine_threadsafe(ask(small.app, path, json.dumps(body).encode()), small.loop).result(60)
+    answer = asyncio.run_coroutine_threadsafe(request(small.app, path, json.dumps(body).encode()), small.loop).result(
+        60
+    )
     check_answer(answer)
     assert answer.status == 200
 
@@ -482,7 +484,7 @@ def test_whatever_is_sent_is_answered_or_refused(small: Running) -> None:
         valid: tuple[str, JSON], changes: list[tuple[int, str | None]], more: list[tuple[str, str]], whole: int
     ) -> None:
         data = spoilt(valid[1], changes, more, whole)
-        check_answer(asyncio.run_coroutine_threadsafe(ask(small.app, valid[0], data), small.loop).result(60))
+        check_answer(asyncio.run_coroutine_threadsafe(request(small.app, valid[0], data), small.loop).result(60))
 
     attack()
     assert small.client.get("/ready").json() == {"status": "ready"}
@@ -498,4 +500,4 @@ def test_every_odd_value_in_every_number(small: Running, odd: str) -> None:
     ):
         for field in sorted(set(model.model_fields) - {"prompt", "messages"}):
             data = json.dumps({**base, field: "@@"}).replace('"@@"', odd).encode()
-            check_answer(asyncio.run_coroutine_threadsafe(ask(small.app, path, data), small.loop).result(60))
+            check_answer(asyncio.run_coroutine_threadsafe(request(small.app, path, data), small.loop).result(60))

@@ -60,11 +60,11 @@ def serving(directory: Path, **fields: Any) -> Iterator[Running]:
     """Four seats, no queue unless asked for; the engine makes a few steps after each request that it gets."""
     fields = {"max_queued_requests": 0, "max_admitted_tokens": 1 << 30} | fields
     with running(directory, config(**fields), max_batch_size=4, kv_cache_bytes=64 << 20) as server:
-        server.brake.put_on()
+        server.blocker.put_on()
         try:
             yield server
         finally:
-            server.brake.take_off()
+            server.blocker.take_off()
 
 
 @contextmanager
@@ -89,12 +89,12 @@ def test_a_client_that_takes_all_it_may_leaves_a_seat_to_another(patient: Path) 
     ):
         body = {**ENDLESS, "stream": False}
         greedy = [pool.submit(server.post, COMPLETE, body, **bearer(GREEDY)) for _ in range(8)]
-        while server.on_loop(lambda: server.bridge.num_open) < 11:
+        while server.on_loop(lambda: server.link.num_open) < 11:
             pass
         reply = server.post(COMPLETE, {"prompt": "a", "max_tokens": 3}, **bearer(OTHER))
         assert reply.status_code == 200
         assert not any(one.done() for one in greedy), "it waited for the end of another client's request"
-        server.on_loop(server.bridge.abort_all)
+        server.on_loop(server.link.abort_all)
         assert {one.result().status_code for one in greedy} == {503}
 
 
@@ -193,7 +193,7 @@ def test_a_request_that_waits_for_its_turn_is_aborted_with_the_others(patient: P
         assert server.client.get("/load").json() == {"server_load": 12, "running": 4, "waiting": 8}
 
         async def end() -> int:
-            return await server.bridge.end_requests()
+            return await server.link.end_requests()
 
         assert asyncio.run_coroutine_threadsafe(end(), server.loop).result(60) == 12
         choices = [one.result(60).json()["choices"][0] for one in asked]

@@ -19,16 +19,16 @@ from openai import OpenAI
 from openai.types import CreateEmbeddingResponse
 
 from nano_inference import EngineConfig, InferenceEngine, TrainingSample
+from nano_inference.admission import Limits
 from nano_inference.chat_defaults import chat_defaults
 from nano_inference.checks import float32
 from nano_inference.config import ServerConfig
-from nano_inference.door import Limits
 from nano_inference.server.body import parse
-from nano_inference.server.dialects.embeddings import EmbeddingBody, embedding_asks, embedding_reply
+from nano_inference.server.dialects.embeddings import EmbeddingBody, embedding_reply, embedding_requests
 from nano_inference.server.errors import ApiError
 from nano_inference.server.model import ServedModel
 from nano_inference.server.schema import MAX_PROMPTS
-from nano_inference.server.ticket import Ask
+from nano_inference.server.ticket import PromptRequest
 from nano_inference.text.grammar import Grammars
 from nano_inference.text.kinds import TokenizerSource
 from nano_inference.text.tokenizer import load_tokenizer
@@ -59,8 +59,8 @@ def body_of(**fields: Any) -> EmbeddingBody:
     return parse(json.dumps({"input": "hi", **fields}).encode(), EmbeddingBody)
 
 
-def asks_of(model: ServedModel, /, **fields: Any) -> tuple[Ask, ...]:
-    return embedding_asks(body_of(**fields), model, ServerConfig(), "salt")
+def asks_of(model: ServedModel, /, **fields: Any) -> tuple[PromptRequest, ...]:
+    return embedding_requests(body_of(**fields), model, ServerConfig(), "salt")
 
 
 def refusal(model: ServedModel, /, **fields: Any) -> ApiError:
@@ -92,11 +92,16 @@ def sample(vector: tuple[float, ...] | None, size: int = 3, **changes: Any) -> T
     ],
 )
 def test_every_form_of_input(model: ServedModel, given: Any, prompts: list[Any]) -> None:
-    asks = asks_of(model, input=given, model="org/tiny-alias", user="me")
+    requests = asks_of(model, input=given, model="org/tiny-alias", user="me")
     wanted = [tuple(model.tokenizer.encode(one)) if isinstance(one, str) else one for one in prompts]
-    assert [ask.prompt for ask in asks] == wanted
-    for ask in asks:
-        assert (ask.params.max_tokens, ask.params.pooling, ask.num_samples, ask.salt) == (0, "mean", 1, "salt")
+    assert [request.prompt for request in requests] == wanted
+    for request in requests:
+        assert (request.params.max_tokens, request.params.pooling, request.num_samples, request.salt) == (
+            0,
+            "mean",
+            1,
+            "salt",
+        )
 
 
 def test_the_fields_beside_the_input(model: ServedModel) -> None:
@@ -244,8 +249,10 @@ def test_through_an_engine(tiny_directory: Path, model: ServedModel) -> None:
         served = replace(model, limits=engine.limits)
         for fields in ({"pooling": "mean"}, {"pooling": "last"}):
             body = body_of(input=texts, **fields)
-            asks = embedding_asks(body, served, ServerConfig(), "salt")
-            samples = engine.generate([ask.prompt for ask in asks], [ask.params for ask in asks])
+            requests = embedding_requests(body, served, ServerConfig(), "salt")
+            samples = engine.generate(
+                [request.prompt for request in requests], [request.params for request in requests]
+            )
             reply = embedding_reply(body, "tiny", samples)
             wanted = engine.embed([model.tokenizer.encode(one) for one in texts], **fields, normalize=True)
             for one, vector in zip(reply["data"], wanted, strict=True):

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from nano_inference import EngineConfig, InferenceEngine
+from nano_inference.server.detokenizer import Entry
 from nano_inference.server.dialect import Generating
 from nano_inference.server.dialects.generate import GenerateBody, GenerateParams, generate_call, rank_of
-from nano_inference.server.writing import Entry
 from nano_inference.types import TokenLogprob
 from tests.server.mounted import END_TOKEN, JSON, ended_after, engine_sample, ids, mounted, written
 from tests.server.tiny import Running

@@ -12,12 +12,12 @@ import pytest
 import nano_inference
 from nano_inference import EngineConfig, InferenceEngine
 from nano_inference.config import ServerConfig
-from nano_inference.server.call import drafts_of
+from nano_inference.server.call import transcripts_of
+from nano_inference.server.detokenizer import Written, alone
 from nano_inference.server.dialect import Generating
 from nano_inference.server.dialects.llamacpp import LlamaBody, llama_call, props
 from nano_inference.server.dialects.llamacpp_reply import error_body, selected, speeds
 from nano_inference.server.errors import ApiError
-from nano_inference.server.writing import Written, alone
 from tests.server.mounted import BYTES, END_TOKEN, JSON, ended_after, engine_sample, ids, mounted, written
 from tests.server.tiny import TEMPLATE, Running, events_in
 
@@ -180,10 +180,10 @@ def test_a_stream_is_the_whole_reply_in_pieces(server: Running, fields: JSON) ->
 def test_a_draft_may_be_ahead_of_what_a_stream_tells(server: Running) -> None:
     model = server.opened.model
     call = llama_call(LlamaBody(prompt="a", stream=True), model, ServerConfig(), "")
-    reply, drafts = call.dialect(call, model.tokenizer, 0), drafts_of(call)
-    drafts[0].token_ids, drafts[0].finish_reason = [65, 66], "length"
+    reply, transcripts = call.dialect(call, model.tokenizer, 0), transcripts_of(call)
+    transcripts[0].token_ids, transcripts[0].finish_reason = [65, 66], "length"
     pieces = [Written("a", (65,), (), None, None), Written("b", (66,), (), "length", None)]
-    told = [one for piece in pieces for one in events_in(reply.added(drafts[0], piece, drafts).decode())]
+    told = [one for piece in pieces for one in events_in(reply.added(transcripts[0], piece, transcripts).decode())]
     assert [(one["stop"], one["tokens_predicted"]) for one in told] == [(False, 1), (False, 2), (True, 2)]
 
 
@@ -416,5 +416,5 @@ def test_props(server: Running) -> None:
         },
     }
     call = llama_call(LlamaBody(prompt="a"), server.opened.model, ServerConfig(), "")
-    params = call.asks[0].params
+    params = call.requests[0].params
     assert (params.temperature, params.top_k, params.top_p, params.min_p) == (0.8, 40, 0.95, 0.05)

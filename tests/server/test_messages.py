@@ -11,17 +11,17 @@ from typing import Any
 
 import pytest
 
+from nano_inference.admission import Limits
 from nano_inference.chat_defaults import chat_defaults
 from nano_inference.config import ServerConfig
-from nano_inference.door import Limits
 from nano_inference.server.body import parse
-from nano_inference.server.call import drafts_of
+from nano_inference.server.call import transcripts_of
+from nano_inference.server.detokenizer import Written
 from nano_inference.server.dialects.messages import chat_fields, count_tokens, in_own_names, messages_call
 from nano_inference.server.dialects.messages_body import CountTokensBody, MessagesBody
 from nano_inference.server.dialects.messages_reply import MessagesReply, arguments_of, error_body
 from nano_inference.server.errors import ApiError
 from nano_inference.server.model import ServedModel
-from nano_inference.server.writing import Written
 from nano_inference.text.chat import chat_template
 from nano_inference.text.dialogue import TemplateDialogue, load_dialogue
 from nano_inference.text.grammar import Grammars
@@ -30,8 +30,8 @@ from nano_inference.text.tokenizer import load_tokenizer
 from nano_inference.text.tool_calls import CallArguments, CallEnd, CallStart, Content, Event
 from nano_inference.types import FinishReason
 from tests.server.mounted import END_TOKEN
+from tests.server.test_detokenizer import TOKENIZER, sample_of
 from tests.server.test_replies import call_of, delta
-from tests.server.test_writing import TOKENIZER, sample_of
 from tests.server.tiny import TEMPLATE, Running, running
 
 JSON = dict[str, Any]
@@ -78,7 +78,7 @@ def refusal(model: ServedModel, /, **fields: Any) -> ApiError:
 def read(model: ServedModel, /, **fields: Any) -> str:
     """Return what the model reads."""
     call = messages_call(body_of(**fields), model, CONFIG, "")
-    return model.tokenizer.decode(call.asks[0].prompt, skip_special=False)
+    return model.tokenizer.decode(call.requests[0].prompt, skip_special=False)
 
 
 # ---- bodies
@@ -94,13 +94,13 @@ def test_a_body_becomes_a_chat_s(model: ServedModel) -> None:
         "mcp_servers": [],
     }
     call = messages_call(body_of(model="tiny", system="be brief", **sampling, **informational), model, CONFIG, "salt")
-    (ask,) = call.asks
-    assert model.tokenizer.decode(ask.prompt, skip_special=False) == (
+    (request,) = call.requests
+    assert model.tokenizer.decode(request.prompt, skip_special=False) == (
         "<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
     )
-    params = ask.params
+    params = request.params
     assert (params.max_tokens, params.temperature, params.top_p, params.top_k) == (8, 0.5, 0.9, 4)
-    assert (call.shape.stops, call.stream, ask.salt, call.num_samples) == (("x", "yz"), True, "salt", 1)
+    assert (call.shape.stops, call.stream, request.salt, call.num_samples) == (("x", "yz"), True, "salt", 1)
     assert call.id.startswith("msg_") and len(call.id) == 4 + 32
 
 
@@ -388,16 +388,16 @@ def replied(
 ) -> tuple[JSON, bytes]:
     """Return the whole reply and the stream of what a model wrote; so many events come at once."""
     call = replace(call_of("chat", **fields), id="msg_1")
-    (draft,) = drafts_of(call)
+    (transcript,) = transcripts_of(call)
     stream = MessagesReply(call, TOKENIZER, 1)
-    data = stream.opening([draft])
+    data = stream.opening([transcript])
     for at in range(0, len(events), size):
         written = Written("", (), (), None, None, events=tuple(events[at : at + size]))
-        data += stream.added(draft, written, [draft])
-    draft.events += events
-    draft.token_ids, draft.finish_reason, draft.stop_reason = [1, 2, 3], reason, stop
-    data += stream.closing([draft])
-    return MessagesReply(call, TOKENIZER, 1).whole([draft]), data
+        data += stream.added(transcript, written, [transcript])
+    transcript.events += events
+    transcript.token_ids, transcript.finish_reason, transcript.stop_reason = [1, 2, 3], reason, stop
+    data += stream.closing([transcript])
+    return MessagesReply(call, TOKENIZER, 1).whole([transcript]), data
 
 
 def named_events(data: bytes) -> list[JSON]:
@@ -479,14 +479,16 @@ def test_only_one_call_is_told_of_when_more_are_not_wanted(
     call = messages_call(body_of(tools=[WEATHER], tool_choice=choice), roomy, CONFIG, "")
     one = '<tool_call>\n{"name": "weather", "arguments": {"n": 1}}\n</tool_call>'
     tokens = [*model.tokenizer.encode(f"I look {one}\n{one}"), END_TOKEN]
-    (draft,) = drafts_of(call)
+    (transcript,) = transcripts_of(call)
     stream = call.dialect(call, model.tokenizer, 1)
-    data = stream.opening([draft])
+    data = stream.opening([transcript])
     for at, token in enumerate(tokens, 1):
         sample = sample_of(tokens, "stop", None) if at == len(tokens) else None
-        data += stream.added(draft, draft.take(delta([token], sample=sample), call.shape, model.tokenizer), [draft])
-    data += stream.closing([draft])
-    whole = call.dialect(call, model.tokenizer, 1).whole([draft])
+        data += stream.added(
+            transcript, transcript.take(delta([token], sample=sample), call.shape, model.tokenizer), [transcript]
+        )
+    data += stream.closing([transcript])
+    whole = call.dialect(call, model.tokenizer, 1).whole([transcript])
     uses = [block["input"] for block in whole["content"] if block["type"] == "tool_use"]
     assert uses == [{"n": 1}] * expected and whole["content"][0] == {"type": "text", "text": "I look"}
     assert whole["stop_reason"] == "tool_use" and gathered(named_events(data)) == whole
@@ -550,7 +552,7 @@ def test_what_is_counted_is_what_the_model_reads(model: ServedModel, talk: JSON)
     body = body_of(**talk)
     call = messages_call(body, model, CONFIG, "")
     bare = CountTokensBody(**json.loads(json.dumps({"messages": HELLO, **talk})))
-    assert count_tokens(bare, model) == {"input_tokens": len(call.asks[0].prompt)} == count_tokens(body, model)
+    assert count_tokens(bare, model) == {"input_tokens": len(call.requests[0].prompt)} == count_tokens(body, model)
 
 
 def test_more_than_the_context_can_be_counted(model: ServedModel) -> None:
@@ -571,7 +573,7 @@ def server(tiny_directory: Path) -> Iterator[Running]:
         yield one
 
 
-def ask(server: Running, **fields: Any) -> JSON:
+def request(server: Running, **fields: Any) -> JSON:
     response = server.post("/v1/messages", {"messages": HELLO, "max_tokens": 12, "temperature": 0, **fields})
     assert response.status_code == 200, response.text
     reply: JSON = response.json()
@@ -592,8 +594,8 @@ def total(usage: JSON) -> int:
 
 @pytest.mark.parametrize("talk", TALKS)
 def test_the_routes_agree_with_a_chat_and_with_each_other(server: Running, talk: JSON) -> None:
-    ask(server, **talk)  # from here on the prompt is in the cache
-    whole, events = ask(server, **talk), stream(server, **talk)
+    request(server, **talk)  # from here on the prompt is in the cache
+    whole, events = request(server, **talk), stream(server, **talk)
     assert events[0]["message"]["usage"]["output_tokens"] == 0
     streamed = gathered(events)
     assert streamed | {"id": whole["id"]} == whole
@@ -607,7 +609,7 @@ def test_the_routes_agree_with_a_chat_and_with_each_other(server: Running, talk:
 
 def test_cached_tokens_are_counted_apart(server: Running) -> None:
     text = "a text that is longer than a block of the cache, and not in it yet. " * 2
-    first, second = (ask(server, messages=[{"role": "user", "content": text}])["usage"] for _ in range(2))
+    first, second = (request(server, messages=[{"role": "user", "content": text}])["usage"] for _ in range(2))
     assert first["cache_read_input_tokens"] + 100 < second["cache_read_input_tokens"]
     assert total(first) == total(second)
 
@@ -617,13 +619,15 @@ def test_a_prefill_is_gone_on_with(server: Running) -> None:
     goes_on = {"continue_final_message": True, "add_generation_prompt": False}
     chat = {"messages": talk, "max_tokens": 12, "temperature": 0, **goes_on}
     expected = server.post("/v1/chat/completions", chat).json()["choices"][0]["message"]["content"]
-    assert ask(server, messages=talk)["content"] == [{"type": "text", "text": expected}] != ask(server)["content"]
+    assert (
+        request(server, messages=talk)["content"] == [{"type": "text", "text": expected}] != request(server)["content"]
+    )
 
 
 def test_a_stop_sequence_ends_the_message(server: Running) -> None:
-    whole = ask(server, max_tokens=40)["content"][0]["text"]
+    whole = request(server, max_tokens=40)["content"][0]["text"]
     stop = next(char for char in whole[2:] if char.isascii() and char.isprintable())
-    ended = ask(server, max_tokens=40, stop_sequences=["never there", stop])
+    ended = request(server, max_tokens=40, stop_sequences=["never there", stop])
     assert (ended["stop_reason"], ended["stop_sequence"]) == ("stop_sequence", stop)
     assert "".join(block["text"] for block in ended["content"]) == whole[: whole.index(stop)]
     streamed = gathered(stream(server, max_tokens=40, stop_sequences=["never there", stop]))
@@ -631,16 +635,16 @@ def test_a_stop_sequence_ends_the_message(server: Running) -> None:
 
 
 def test_token_ids_come_when_they_are_asked_for(server: Running) -> None:
-    whole = ask(server, return_token_ids=True)
+    whole = request(server, return_token_ids=True)
     assert len(whole["token_ids"]) == whole["usage"]["output_tokens"] and set(whole["mask"]) == {1}
     assert len(whole["prompt_token_ids"]) == total(whole["usage"]) and whole["weight_versions"][0]["number"] == 0
-    assert not {"token_ids", "weight_versions"} & ask(server).keys()
+    assert not {"token_ids", "weight_versions"} & request(server).keys()
 
 
 def test_trainers_are_told_of_the_weights(tiny_directory: Path) -> None:
     with running(tiny_directory, ServerConfig(port=0, log_requests=False, enable_rl=True)) as one:
         versions = [{"version": "0", "start": 0, "end": 12, "number": 0}]
-        assert ask(one)["weight_versions"] == versions
+        assert request(one)["weight_versions"] == versions
         assert stream(one)[-2]["weight_versions"] == versions
 
 

@@ -12,10 +12,10 @@ import pytest
 import nano_inference
 from nano_inference.config import ServerConfig
 from nano_inference.nanochat.web import WebBody, WebReply, health, stats, web_call
-from nano_inference.server.call import drafts_of
+from nano_inference.server.call import transcripts_of
+from nano_inference.server.detokenizer import Written
 from nano_inference.server.dialect import Generating
 from nano_inference.server.errors import ApiError
-from nano_inference.server.writing import Written
 from nano_inference.text.tokenizer import Tokenizer
 from tests.server.mounted import JSON, mounted
 from tests.server.tiny import Running, events_in
@@ -64,10 +64,10 @@ def test_the_bytes_are_nanochat_s(server: Running) -> None:
 
 def test_the_defaults_are_nanochat_s(server: Running) -> None:
     model = server.opened.model
-    params = web_call(WebBody.model_validate({"messages": HELLO}), model, ServerConfig(), "").asks[0].params
+    params = web_call(WebBody.model_validate({"messages": HELLO}), model, ServerConfig(), "").requests[0].params
     assert (params.temperature, params.top_k, params.max_tokens, params.seed) == (0.8, 50, 512, None)
     nulls = {"messages": HELLO, "temperature": None, "top_k": None, "max_tokens": None}
-    assert web_call(WebBody.model_validate(nulls), model, ServerConfig(), "").asks[0].params == params
+    assert web_call(WebBody.model_validate(nulls), model, ServerConfig(), "").requests[0].params == params
     assert len({texts(server.events(PATH, {"messages": HELLO})) for _ in range(3)}) == 3, (
         "every answer has its own seed"
     )
@@ -83,8 +83,8 @@ def test_each_field_changes_something(server: Running) -> None:
 
 def test_the_token_that_ends_an_answer_is_not_sent(server: Running, tiny_directory: Path) -> None:
     call = web_call(WebBody.model_validate({"messages": HELLO}), server.opened.model, ServerConfig(), "")
-    ask = call.asks[0]
-    ending = replace(call, asks=(replace(ask, params=replace(ask.params, logit_bias={257: 100.0})),))
+    request = call.requests[0]
+    ending = replace(call, requests=(replace(request, params=replace(request.params, logit_bias={257: 100.0})),))
     route = Generating(path=PATH, body=WebBody, to_call=lambda *_: ending, summary="Ends at once.")
     with mounted(tiny_directory, route) as other:
         assert other.events(PATH, {"messages": HELLO}) == [{"done": True}]
@@ -145,12 +145,12 @@ def test_a_failure_is_an_event(server: Running) -> None:
     call = web_call(WebBody.model_validate({"messages": HELLO}), server.opened.model, ServerConfig(), "")
     reply = WebReply(call, tokenizer, 0)
     assert events_in(reply.failed(ApiError(500, "it broke")).decode()) == [{"error": "it broke"}]
-    drafts = drafts_of(call)
-    drafts[0].text = "ü"
-    assert reply.whole(drafts) == {"token": "ü", "gpu": 0}
-    assert reply.opening(drafts) == b""
+    transcripts = transcripts_of(call)
+    transcripts[0].text = "ü"
+    assert reply.whole(transcripts) == {"token": "ü", "gpu": 0}
+    assert reply.opening(transcripts) == b""
     piece = Written("ü\n", (1,), (), None, None)
-    assert reply.added(drafts[0], piece, drafts) == 'data: {"token": "ü\\n", "gpu": 0}\n\n'.encode()
+    assert reply.added(transcripts[0], piece, transcripts) == 'data: {"token": "ü\\n", "gpu": 0}\n\n'.encode()
 
 
 def test_stats_and_health() -> None:

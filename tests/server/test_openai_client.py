@@ -290,7 +290,7 @@ def test_a_key_is_asked_for_and_a_body_may_be_too_large(tiny_directory: Path) ->
 
 def test_a_server_that_shuts_down_says_so(tiny_directory: Path) -> None:
     with running(tiny_directory) as server, client_of(server) as client:
-        server.on_loop(server.bridge.drain)
+        server.on_loop(server.link.drain)
         for stream in (False, True):
             with pytest.raises(openai.InternalServerError) as caught:
                 client.completions.create(model="tiny", prompt="a", stream=stream)
@@ -319,7 +319,7 @@ def full_server(directory: Path) -> Iterator[tuple[Running, Gate, threading.Thre
 
 def places_taken(server: Running) -> int:
     """Return how many samples the server has let in."""
-    return int(server.on_loop(lambda: server.app.serving.admission.num_samples if server.app.serving else 0))
+    return int(server.on_loop(lambda: server.app.serving.queue_limits.num_samples if server.app.serving else 0))
 
 
 def test_a_full_queue_is_tried_again_when_the_server_says_and_then_succeeds(
@@ -382,7 +382,7 @@ def test_a_stream_that_is_closed_early_ends_its_request(tiny_directory: Path, ki
             assert any(chunk_text(chunk) for chunk in stream), "it has begun"
         wait_until(lambda: bool(answers))
         assert answers[0][0] is None, "noted as a client that left"
-        assert server.on_loop(lambda: server.bridge.num_open) == 0 == places_taken(server)
+        assert server.on_loop(lambda: server.link.num_open) == 0 == places_taken(server)
         gate.open()
         wait_until(lambda: loads(server) == (0, 0))
         assert gate.num_steps < 20, "the other tokens were never made"
@@ -445,7 +445,7 @@ def test_an_engine_that_dies_is_an_error_that_is_not_tried_again(
 def test_the_asynchronous_client_says_the_same(server: Running, client: openai.OpenAI) -> None:
     asked: Any = {"model": "tiny", "max_tokens": 12, "temperature": 0}
 
-    async def ask() -> tuple[Any, ...]:
+    async def request() -> tuple[Any, ...]:
         async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
             models = [model.id async for model in client.models.list()]
             completion = await client.completions.create(**asked, prompt="a")
@@ -458,7 +458,7 @@ def test_the_asynchronous_client_says_the_same(server: Running, client: openai.O
                 await client.completions.create(model="tiny", prompt="a", top_p=2)
             return models, completion, chat, raw, final
 
-    models, completion, chat, raw, final = asyncio.run(ask())
+    models, completion, chat, raw, final = asyncio.run(request())
     assert models == ["tiny"] and raw.request_id
     assert completion.choices[0].text == client.completions.create(**asked, prompt="a").choices[0].text
     assert chat.choices[0].message.content == final.choices[0].message.content

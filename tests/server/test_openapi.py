@@ -28,7 +28,7 @@ from nano_inference.config import ServerConfig
 from nano_inference.server import app as app_module
 from nano_inference.server import schema as bodies
 from nano_inference.server.app import App
-from nano_inference.server.bridge import Bridge
+from nano_inference.server.engine_link import EngineLink
 from nano_inference.server.keys import KeyRing
 from nano_inference.server.openapi import openapi
 from nano_inference.server.rl.paths import ADMIN_PATHS, QUESTIONS
@@ -67,7 +67,7 @@ def test_the_document_is_valid_and_is_what_is_served(small: Running) -> None:
 def unserved() -> Iterator[App]:
     """An application without a model."""
     config = ServerConfig(log_requests=False)
-    one = make_app(config, guard_policy(config, KeyRing.of(())), Bridge(step_timeout=60), DIALECTS)
+    one = make_app(config, guard_policy(config, KeyRing.of(())), EngineLink(step_timeout=60), DIALECTS)
     yield one
     one.close()
 
@@ -86,7 +86,7 @@ def test_the_document_is_written_in_a_thread_once_it_is_asked_for(
     monkeypatch.setattr(app_module, "openapi", slow)
     nobody: Any = None
 
-    async def ask() -> None:
+    async def request() -> None:
         first, *others = [asyncio.create_task(unserved.document(nobody)) for _ in range(4)]
         await asyncio.sleep(0)
         await asyncio.sleep(0)
@@ -98,7 +98,7 @@ def test_the_document_is_written_in_a_thread_once_it_is_asked_for(
             await first
 
     assert unserved._document is None
-    asyncio.run(ask())
+    asyncio.run(request())
     assert len(written) == 1 and written[0].startswith("workshop-text")
 
 
@@ -108,14 +108,14 @@ def test_a_document_that_could_not_be_written_is_tried_again(unserved: App, monk
     def broken(dialects: Any, *, needs_key: bool) -> dict[str, Any]:
         raise RuntimeError("not today")
 
-    async def ask() -> None:
+    async def request() -> None:
         with monkeypatch.context() as patch:
             patch.setattr(app_module, "openapi", broken)
             failed = await asyncio.gather(*(unserved.document(nobody) for _ in range(2)), return_exceptions=True)
             assert [str(error) for error in failed] == ["not today"] * 2
         assert (await unserved.document(nobody)).status_code == 200
 
-    asyncio.run(ask())
+    asyncio.run(request())
 
 
 def test_every_route_is_described_and_nothing_else(small: Running) -> None:
@@ -176,12 +176,12 @@ def statuses(operation: APIOperation[Any, Any, Any, Any, Any], mode: GenerationM
 
     @settings(max_examples=EXAMPLES, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
     @given(operation.as_strategy(mode))
-    def ask(case: Case) -> None:
+    def request(case: Case) -> None:
         response = case.call()
         seen.add(response.status_code)
         case.validate_response(response, checks=CHECKS)
 
-    ask()
+    request()
     return seen
 
 

@@ -276,7 +276,7 @@ def wire(server: Running) -> Iterator[Wire]:
         client.close()
 
 
-def ask(server: Running, *parts: bytes, method: str = "GET") -> Reply:
+def request(server: Running, *parts: bytes, method: str = "GET") -> Reply:
     """Send bytes over a connection of their own, and read the answer."""
     with wire(server) as client:
         client.send(*parts)
@@ -335,7 +335,7 @@ def test_head_has_no_body(server: Running) -> None:
             head = client.reply("HEAD")
             assert int(head.headers["content-length"]) > 0
             assert json.loads(client.reply().body)["path"] == "/after"
-    assert ask(server, b"HEAD / HTTP/1.1\r\n\r\n").status == 400
+    assert request(server, b"HEAD / HTTP/1.1\r\n\r\n").status == 400
 
 
 def test_a_client_that_asks_first_is_told_to_go_on(server: Running) -> None:
@@ -354,12 +354,14 @@ def test_old_clients_are_served(server: Running) -> None:
     with wire(server) as client:
         client.send(b"GET /old HTTP/1.0\r\n", HOST, b"\r\n")
         assert b'"/old"' in client.rest()
-    assert ask(server, b"GET /old HTTP/1.0\r\n\r\n").status == 400
+    assert request(server, b"GET /old HTTP/1.0\r\n\r\n").status == 400
 
 
 def test_an_offer_to_speak_something_else_is_not_taken(server: Running, caplog: pytest.LogCaptureFixture) -> None:
     for protocol in (b"websocket", b"h2c"):
-        reply = ask(server, get("/up", b"Connection: upgrade", b"Upgrade: " + protocol, b"Sec-WebSocket-Version: 13"))
+        reply = request(
+            server, get("/up", b"Connection: upgrade", b"Upgrade: " + protocol, b"Sec-WebSocket-Version: 13")
+        )
         assert (reply.status, json.loads(reply.body)["path"]) == (200, "/up")
     assert not caplog.records
 
@@ -376,9 +378,9 @@ def test_what_arrives_later_after_a_last_request_is_dropped_too(server: Running)
     with wire(server) as client:
         client.send(get("/wait", b"Connection: close"))
         # Two answers later the server has begun to wait, and by the next has seen what came meanwhile.
-        assert ask(server, get("/x")).status == 200
+        assert request(server, get("/x")).status == 200
         client.send(b"\r\n", SMUGGLED)
-        assert ask(server, get("/open")).status == 200
+        assert request(server, get("/open")).status == 200
         assert json.loads(client.reply().body)["path"] == "/wait"
         assert client.rest() == b""
     assert "/smuggled" not in server.app.paths
@@ -396,9 +398,9 @@ def test_no_host_lets_anybody_in(keyed: Running, path: bytes) -> None:
     for host in HOSTS:
         line = b"" if host is None else b"Host: " + host + b"\r\n"
         for key in (b"", b"Authorization: Bearer first-key-1\r\n"):
-            check_error(ask(keyed, b"GET ", path, b" HTTP/1.1\r\n", line, key, b"\r\n"), 400)
-            check_error(ask(keyed, b"POST ", path, b" HTTP/1.1\r\n", line, key, JSON, b"\r\n"), 400)
-    evil = ask(keyed, b"GET ", path, b" HTTP/1.1\r\nHost: evil.com\r\n\r\n")
+            check_error(request(keyed, b"GET ", path, b" HTTP/1.1\r\n", line, key, b"\r\n"), 400)
+            check_error(request(keyed, b"POST ", path, b" HTTP/1.1\r\n", line, key, JSON, b"\r\n"), 400)
+    evil = request(keyed, b"GET ", path, b" HTTP/1.1\r\nHost: evil.com\r\n\r\n")
     check_error(evil, 403)
     assert keyed.app.paths == served
 
@@ -409,24 +411,26 @@ def test_no_host_lets_anybody_in(keyed: Running, path: bytes) -> None:
 @pytest.mark.parametrize("method", [b"GET", b"HEAD", b"OPTIONS", b"POST", b"DELETE", b"CONNECT", b"BREW"])
 def test_nothing_is_answered_without_a_key(keyed: Running, target: bytes, method: bytes) -> None:
     for lines in (b"", b"Origin: https://page.example\r\n", b"Authorization: Bearer first-key-\r\n"):
-        reply = ask(keyed, method, b" ", target, b" HTTP/1.1\r\n", HOST, JSON, lines, b"\r\n", method=method.decode())
+        reply = request(
+            keyed, method, b" ", target, b" HTTP/1.1\r\n", HOST, JSON, lines, b"\r\n", method=method.decode()
+        )
         assert (reply.status, reply.headers["www-authenticate"]) == (401, "Bearer")
 
 
 def test_keys_and_preflights_over_the_wire(keyed: Running) -> None:
-    assert ask(keyed, get("/v1/models", b"Authorization: bearer first-key-1")).status == 200
-    assert ask(keyed, get("/v1/models", b"X-API-Key: first-key-1")).status == 200
-    assert ask(keyed, get("/health")).status == 200
-    asks = (b"Access-Control-Request-Method: POST", b"Origin: https://page.example")
-    assert ask(keyed, get("/v1/models", *asks).replace(b"GET", b"OPTIONS", 1)).status == 204
+    assert request(keyed, get("/v1/models", b"Authorization: bearer first-key-1")).status == 200
+    assert request(keyed, get("/v1/models", b"X-API-Key: first-key-1")).status == 200
+    assert request(keyed, get("/health")).status == 200
+    requests = (b"Access-Control-Request-Method: POST", b"Origin: https://page.example")
+    assert request(keyed, get("/v1/models", *requests).replace(b"GET", b"OPTIONS", 1)).status == 204
     evil = (b"Access-Control-Request-Method: POST", b"Origin: https://evil.example")
-    reply = ask(keyed, get("/v1/models", *evil).replace(b"GET", b"OPTIONS", 1))
+    reply = request(keyed, get("/v1/models", *evil).replace(b"GET", b"OPTIONS", 1))
     assert reply.status == 401 and "access-control-allow-origin" not in reply.headers
 
 
 def test_a_page_cannot_post_what_needs_no_preflight(server: Running) -> None:
     for kind in (b"text/plain", b"application/x-www-form-urlencoded"):
-        reply = ask(server, post(b"Content-Length: 2", body=b"{}").replace(b"application/json", kind))
+        reply = request(server, post(b"Content-Length: 2", body=b"{}").replace(b"application/json", kind))
         check_error(reply, 415)
 
 
@@ -489,7 +493,7 @@ NOT_UNDERSTOOD = {
 
 @pytest.mark.parametrize("version", [b"2.0", b"0.9", b"1.2"])
 def test_other_versions_of_http_are_not_spoken(server: Running, version: bytes) -> None:
-    check_error(ask(server, get("/").replace(b"1.1", version)), 505)
+    check_error(request(server, get("/").replace(b"1.1", version)), 505)
 
 
 @pytest.mark.parametrize("name", [*REFUSED, *NOT_UNDERSTOOD])
@@ -562,14 +566,14 @@ def test_a_giant_header_is_refused(server: Running) -> None:
 
 @pytest.mark.parametrize("length", [MAX_HEAD_BYTES, 2 * MAX_HEAD_BYTES])
 def test_a_large_head_is_refused_even_when_it_comes_at_once(server: Running, length: int) -> None:
-    check_error(ask(server, get("/", b"A: " + b"a" * length)), 431)
-    assert ask(server, get("/", b"A: " + b"a" * (MAX_HEAD_BYTES - 100))).status == 200
+    check_error(request(server, get("/", b"A: " + b"a" * length)), 431)
+    assert request(server, get("/", b"A: " + b"a" * (MAX_HEAD_BYTES - 100))).status == 200
 
 
 @pytest.mark.parametrize("line", [b"a: b", b"x-a-longer-name: with-a-value"])
 def test_ten_thousand_headers_are_refused(server: Running, line: bytes) -> None:
-    check_error(ask(server, get("/", *[line] * 10_000)), 431)
-    check_error(ask(server, get("/", *[line] * 150)), 431)
+    check_error(request(server, get("/", *[line] * 10_000)), 431)
+    check_error(request(server, get("/", *[line] * 150)), 431)
 
 
 def test_heads_are_counted_one_by_one(server: Running) -> None:
@@ -606,7 +610,7 @@ def test_a_client_that_sends_all_before_it_looks_sees_why(server: Running, monke
 
 
 def test_a_large_body_is_refused_before_it_comes(server: Running) -> None:
-    check_error(ask(server, post(b"Content-Length: 1000000000")), 413)
+    check_error(request(server, post(b"Content-Length: 1000000000")), 413)
     with wire(server) as client:
         client.send(get("/nobody", b"Content-Length: 5"), b"hello", SMUGGLED)
         reply = client.reply()
@@ -616,7 +620,7 @@ def test_a_large_body_is_refused_before_it_comes(server: Running) -> None:
 
 
 def test_ranges_are_not_looked_at(server: Running) -> None:
-    reply = ask(server, get("/", b"Range: bytes=" + b"0-," * 10_000 + b"0-"))
+    reply = request(server, get("/", b"Range: bytes=" + b"0-," * 10_000 + b"0-"))
     assert (reply.status, json.loads(reply.body)["path"]) == (200, "/")
 
 
@@ -713,7 +717,7 @@ def test_more_connections_than_allowed_are_refused() -> None:
         first.send(get("/still-in"))
         assert first.reply().status == 200
         second.close()
-        replies = (ask(server, get("/again")).status for _ in range(1000))
+        replies = (request(server, get("/again")).status for _ in range(1000))
         assert 200 in replies
 
 
@@ -753,7 +757,7 @@ def test_connections_leave_files_for_the_rest(
 
 
 def test_a_failure_is_answered_and_printed_once(server: Running, caplog: pytest.LogCaptureFixture) -> None:
-    reply = ask(server, get("/fail"))
+    reply = request(server, get("/fail"))
     check_error(reply, 500)
     assert b"secret" not in reply.body
     assert [record.name for record in caplog.records] == ["nano_inference.server"]

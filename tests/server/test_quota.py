@@ -11,7 +11,7 @@ import pytest
 from nano_inference.server.clients import Client
 from nano_inference.server.dispatch import Capacity, Dispatcher
 from nano_inference.server.quota import MAX_TAGS, FairQueue, quota
-from nano_inference.server.ticket import Ask, Ticket
+from nano_inference.server.ticket import PromptRequest, Ticket
 from nano_inference.types import SamplingParams, StepStats
 
 GREEDY, OTHER, THIRD = Client("key 0"), Client("key 1"), Client("key 2")
@@ -143,10 +143,12 @@ class World:
         self.entered: list[tuple[Ticket, int]] = []
         self.holds: list[object] = []
 
-    def ask(self, client: Client, *sizes: int, prompt: int = 10, max_tokens: int = 100) -> Ticket:
+    def request(self, client: Client, *sizes: int, prompt: int = 10, max_tokens: int = 100) -> Ticket:
         """Open a call with so many samples of each prompt."""
         params = SamplingParams(max_tokens=max_tokens)
-        ticket = Ticket([Ask(prompt=(1,) * prompt, params=params, num_samples=size) for size in sizes or (1,)])
+        ticket = Ticket(
+            [PromptRequest(prompt=(1,) * prompt, params=params, num_samples=size) for size in sizes or (1,)]
+        )
         hold = self.dispatcher.turns_for(client)
         hold.__enter__()(ticket, lambda one, indices: self.entered.extend((one, index) for index in indices))
         self.holds.append((ticket, hold))
@@ -177,7 +179,7 @@ class World:
 
     def has(self, ticket: Ticket) -> bool:
         """Whether the engine got it all."""
-        return len([one for one, _ in self.entered if one is ticket]) == len(ticket.asks)
+        return len([one for one, _ in self.entered if one is ticket]) == len(ticket.requests)
 
     def count(self, tickets: list[Ticket]) -> int:
         """How many of the tickets the engine got."""
@@ -186,16 +188,16 @@ class World:
 
 def test_one_client_gets_its_share_of_the_seats_and_another_a_free_one() -> None:
     world = World()
-    greedy = [world.ask(GREEDY) for _ in range(64)]
+    greedy = [world.request(GREEDY) for _ in range(64)]
     for _ in range(20):
         world.step()
     assert world.count(greedy) == 12
-    assert world.has(world.ask(OTHER))
+    assert world.has(world.request(OTHER))
 
 
 def test_a_client_without_a_quota_may_take_every_seat() -> None:
     for world, client in ((World(share=1.0), GREEDY), (World(), ADMIN)):
-        tickets = [world.ask(client) for _ in range(64)]
+        tickets = [world.request(client) for _ in range(64)]
         for _ in range(20):
             world.step()
         assert world.count(tickets) == CAPACITY.num_seats + CAPACITY.num_ahead
@@ -203,10 +205,10 @@ def test_a_client_without_a_quota_may_take_every_seat() -> None:
 
 def test_seats_that_come_free_are_given_in_turns() -> None:
     world = World(share=1.0)
-    greedy = [world.ask(GREEDY) for _ in range(64)]
+    greedy = [world.request(GREEDY) for _ in range(64)]
     for _ in range(20):
         world.step()
-    others = [world.ask(OTHER) for _ in range(8)] + [world.ask(THIRD) for _ in range(8)]
+    others = [world.request(OTHER) for _ in range(8)] + [world.request(THIRD) for _ in range(8)]
     before = world.count(greedy)
     for ticket in greedy[:before]:
         world.end(ticket)
@@ -224,7 +226,7 @@ def test_seats_that_come_free_are_given_in_turns() -> None:
 )
 def test_the_engine_s_own_queue_stays_short(prompt: int, step_tokens: int, ahead: int) -> None:
     world = World(share=1.0, capacity=Capacity(num_seats=256, num_blocks=9999, block_size=16, step_tokens=step_tokens))
-    tickets = [world.ask(GREEDY, prompt=prompt) for _ in range(600)]
+    tickets = [world.request(GREEDY, prompt=prompt) for _ in range(600)]
     assert world.count(tickets) == ahead, "nothing has started yet"
     world.step(starts=False)
     assert world.count(tickets) == ahead
@@ -239,7 +241,7 @@ def test_the_engine_s_own_queue_stays_short(prompt: int, step_tokens: int, ahead
 def test_a_full_cache_gets_one_request_at_a_time() -> None:
     world = World(share=1.0)
     world.step(num_free_blocks=10)
-    tickets = [world.ask(GREEDY) for _ in range(8)]
+    tickets = [world.request(GREEDY) for _ in range(8)]
     assert world.count(tickets) == 1
     world.step(num_free_blocks=10)
     assert world.count(tickets) == 2
@@ -247,30 +249,30 @@ def test_a_full_cache_gets_one_request_at_a_time() -> None:
 
 def test_a_client_s_part_of_the_cache_counts_what_its_samples_will_soon_have() -> None:
     world = World(capacity=Capacity(num_seats=16, num_blocks=100, block_size=16, step_tokens=256))
-    tickets = [world.ask(GREEDY, prompt=44, max_tokens=1000) for _ in range(8)]
+    tickets = [world.request(GREEDY, prompt=44, max_tokens=1000) for _ in range(8)]
     world.step()
     world.step()
     assert world.count(tickets) == 4, "1200 of 1600 tokens, 300 each"
-    assert world.has(world.ask(OTHER, prompt=44, max_tokens=1000))
+    assert world.has(world.request(OTHER, prompt=44, max_tokens=1000))
     long = World(capacity=Capacity(num_seats=16, num_blocks=100, block_size=16, step_tokens=256))
-    assert long.has(long.ask(GREEDY, prompt=1500, max_tokens=90)), "what is more than its share runs alone"
+    assert long.has(long.request(GREEDY, prompt=1500, max_tokens=90)), "what is more than its share runs alone"
 
 
 def test_the_prompts_of_a_call_are_entered_one_by_one() -> None:
     world = World()
-    call = world.ask(GREEDY, *([4] * 8))
+    call = world.request(GREEDY, *([4] * 8))
     for _ in range(10):
         world.step()
     assert [index for _, index in world.entered] == [0, 1, 2] and not world.has(call)
-    assert world.has(world.ask(OTHER, 2))
+    assert world.has(world.request(OTHER, 2))
 
 
 def test_whoever_leaves_gives_back_seats_and_turns() -> None:
     world = World(share=1.0)
-    running = [world.ask(GREEDY) for _ in range(17)]
+    running = [world.request(GREEDY) for _ in range(17)]
     for _ in range(5):
         world.step()
-    waiting = [world.ask(GREEDY) for _ in range(5)]
+    waiting = [world.request(GREEDY) for _ in range(5)]
     assert world.count(running) == 17 and world.count(waiting) == 0
     assert world.dispatcher.num_waiting == 5
     world.leave(waiting[0])
@@ -286,7 +288,7 @@ def test_whoever_leaves_gives_back_seats_and_turns() -> None:
 
 def test_what_is_about_to_be_ended_is_entered_at_once() -> None:
     world = World(share=1.0)
-    tickets = [world.ask(GREEDY) for _ in range(40)]
+    tickets = [world.request(GREEDY) for _ in range(40)]
     for ticket in tickets:
         ticket.hurry()
         ticket.hurry()

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from nano_inference.server.call import Call, Draft, Kind, drafts_of, usage
+from nano_inference.server.call import Call, Kind, Transcript, transcripts_of, usage
 from nano_inference.server.replies import OpenAIReply, delta_chunks, opening_chunks, usage_chunk, whole
 from nano_inference.server.shape import ReplyShape
-from nano_inference.server.ticket import Ask
+from nano_inference.server.ticket import PromptRequest
 from nano_inference.types import Delta, SamplingParams, TokenLogprob
-from tests.server.test_writing import END, PIECES, TOKENIZER, UNKNOWN, sample_of
+from tests.server.test_detokenizer import END, PIECES, TOKENIZER, UNKNOWN, sample_of
 
 A, B, BROKEN = PIECES.index(b"a"), PIECES.index(b"b"), PIECES.index(b"\xff")
 EMOJI = (PIECES.index(b"\xf0\x9f"), PIECES.index(b"\x98\x80"))
@@ -30,7 +30,7 @@ def call_of(
         kind=kind,
         id="id-1",
         model="m",
-        asks=tuple(Ask(prompt=prompt, params=SamplingParams(), num_samples=n) for prompt in prompts),
+        requests=tuple(PromptRequest(prompt=prompt, params=SamplingParams(), num_samples=n) for prompt in prompts),
         num_samples=n,
         num_tokens=0,
         shape=ReplyShape(**fields),
@@ -55,18 +55,25 @@ def delta(
     )
 
 
-def filled(call: Call, tokens: Sequence[int], reason: str = "length", **sample: Any) -> list[Draft]:
+def filled(call: Call, tokens: Sequence[int], reason: str = "length", **sample: Any) -> list[Transcript]:
     """Drafts that all have the same tokens."""
-    drafts = drafts_of(call)
-    for draft in drafts:
+    transcripts = transcripts_of(call)
+    for transcript in transcripts:
         done = replace(sample_of(tokens, reason, None), **sample)
-        draft.take(delta(tokens, sample=done), call.shape, TOKENIZER)
-    return drafts
+        transcript.take(delta(tokens, sample=done), call.shape, TOKENIZER)
+    return transcripts
 
 
 def test_drafts_are_numbered_prompt_by_prompt() -> None:
-    drafts = drafts_of(call_of(prompts=((A,), (B,)), n=3))
-    assert [(draft.prompt_index, draft.index) for draft in drafts] == [(0, 0), (0, 1), (0, 2), (1, 3), (1, 4), (1, 5)]
+    transcripts = transcripts_of(call_of(prompts=((A,), (B,)), n=3))
+    assert [(transcript.prompt_index, transcript.index) for transcript in transcripts] == [
+        (0, 0),
+        (0, 1),
+        (0, 2),
+        (1, 3),
+        (1, 4),
+        (1, 5),
+    ]
 
 
 def test_a_whole_completion() -> None:
@@ -91,8 +98,8 @@ def test_a_whole_completion() -> None:
 
 def test_a_whole_chat() -> None:
     call = call_of("chat", token_ids=True, echo=("Q",), prompt_logprobs=0)
-    drafts = filled(call, [A, B], prompt_logprobs=(), num_cached_tokens=1)
-    reply = whole(call, drafts, TOKENIZER, 1)
+    transcripts = filled(call, [A, B], prompt_logprobs=(), num_cached_tokens=1)
+    reply = whole(call, transcripts, TOKENIZER, 1)
     assert reply["object"] == "chat.completion"
     assert reply["choices"] == [
         {
@@ -112,24 +119,24 @@ def test_a_whole_chat() -> None:
 
 def test_usage_counts_prompts_once_and_cached_ones_of_the_first_sample() -> None:
     call = call_of(prompts=((A,) * 5, (B,) * 3), n=2)
-    drafts = filled(call, [A, B, A], num_cached_tokens=2)
-    assert usage(call, drafts) == {
+    transcripts = filled(call, [A, B, A], num_cached_tokens=2)
+    assert usage(call, transcripts) == {
         "prompt_tokens": 8,
         "completion_tokens": 12,
         "total_tokens": 20,
         "prompt_tokens_details": {"cached_tokens": 4},
     }
-    assert "prompt_tokens_details" not in usage(call, drafts, with_cached=False)
-    assert usage(call, drafts_of(call))["completion_tokens"] == 0
+    assert "prompt_tokens_details" not in usage(call, transcripts, with_cached=False)
+    assert usage(call, transcripts_of(call))["completion_tokens"] == 0
 
 
 def test_completion_logprobs() -> None:
     call = call_of(logprobs=2, echo=("xy",))
-    (draft,) = drafts_of(call)
+    (transcript,) = transcripts_of(call)
     tokens = [A, *EMOJI, BROKEN]
     top = [[(A, -0.1), (END, -0.2)], [(A, -0.1), (EMOJI[0], -0.2)], [(UNKNOWN, -1.0)], [(B, -0.3), (BROKEN, -0.5)]]
-    draft.take(delta(tokens, top, sample_of(tokens, "length", None)), call.shape, TOKENIZER)
-    (choice,) = whole(call, [draft], TOKENIZER, 1)["choices"]
+    transcript.take(delta(tokens, top, sample_of(tokens, "length", None)), call.shape, TOKENIZER)
+    (choice,) = whole(call, [transcript], TOKENIZER, 1)["choices"]
     assert choice["text"] == "xya😀\ufffd"
     assert choice["logprobs"] == {
         "tokens": ["a", "", "😀", "\ufffd"],
@@ -147,8 +154,8 @@ def test_completion_logprobs() -> None:
 def test_echoed_logprobs_begin_with_null() -> None:
     call = call_of(logprobs=1, echo=("ab",), echo_logprobs=True)
     top = ((TokenLogprob(END, -0.1), TokenLogprob(A, -0.3)),)
-    (draft,) = filled(call, [A], prompt_logprobs=(-2.0,), prompt_top_logprobs=top)
-    (choice,) = whole(call, [draft], TOKENIZER, 1)["choices"]
+    (transcript,) = filled(call, [A], prompt_logprobs=(-2.0,), prompt_top_logprobs=top)
+    (choice,) = whole(call, [transcript], TOKENIZER, 1)["choices"]
     assert choice["text"] == "aba"
     assert choice["logprobs"] == {
         "tokens": ["a", "b", "a"],
@@ -162,9 +169,9 @@ def test_chat_logprobs() -> None:
     top = [[(A, -0.1), (END, -0.2)], [(UNKNOWN, -0.1), (EMOJI[0], -0.2)]]
     for count, expected in ((0, 0), (1, 1), (2, 2)):
         call = call_of("chat", logprobs=count)
-        (draft,) = drafts_of(call)
-        draft.take(delta([A, BROKEN], top, sample_of([A, BROKEN], "length", None)), call.shape, TOKENIZER)
-        content = whole(call, [draft], TOKENIZER, 1)["choices"][0]["logprobs"]["content"]
+        (transcript,) = transcripts_of(call)
+        transcript.take(delta([A, BROKEN], top, sample_of([A, BROKEN], "length", None)), call.shape, TOKENIZER)
+        content = whole(call, [transcript], TOKENIZER, 1)["choices"][0]["logprobs"]["content"]
         assert [entry["token"] for entry in content] == ["a", "\ufffd"]
         assert [entry["bytes"] for entry in content] == [[97], [0xEF, 0xBF, 0xBD]]
         assert [len(entry["top_logprobs"]) for entry in content] == [expected] * 2
@@ -181,11 +188,11 @@ def test_chat_logprobs() -> None:
 def test_tokens_by_their_ids() -> None:
     for kind in ("chat", "completion"):
         call = call_of("chat" if kind == "chat" else "completion", logprobs=1, tokens_as_ids=True)
-        (draft,) = drafts_of(call)
-        draft.take(
+        (transcript,) = transcripts_of(call)
+        transcript.take(
             delta([A, B], [[(A, -0.5)], [(END, -0.1)]], sample_of([A, B], "length", None)), call.shape, TOKENIZER
         )
-        text = json.dumps(whole(call, [draft], TOKENIZER, 1)["choices"][0]["logprobs"])
+        text = json.dumps(whole(call, [transcript], TOKENIZER, 1)["choices"][0]["logprobs"])
         assert f"token_id:{A}" in text and f"token_id:{B}" in text and f"token_id:{END}" in text
         assert '"a"' not in text
 
@@ -216,8 +223,8 @@ def test_prompt_logprobs() -> None:
 @pytest.mark.parametrize("include_usage", [False, True])
 def test_a_chat_s_chunks(include_usage: bool) -> None:
     call = call_of("chat", n=2, token_ids=True, echo=("Q",), include_usage=include_usage)
-    drafts = drafts_of(call)
-    chunks = opening_chunks(call, drafts, 5)
+    transcripts = transcripts_of(call)
+    chunks = opening_chunks(call, transcripts, 5)
     assert [(c["choices"][0]["index"], c["choices"][0]["delta"]) for c in chunks] == [
         (0, {"role": "assistant", "content": None}),
         (1, {"role": "assistant", "content": None}),
@@ -226,8 +233,8 @@ def test_a_chat_s_chunks(include_usage: bool) -> None:
     ]
     assert [c.get("prompt_token_ids") for c in chunks] == [[A, B], None, None, None]
     for tokens, sample in (([A], None), ([END], sample_of([A, END], "stop", None))):
-        written = drafts[1].take(delta(tokens, sample=sample, at=1), call.shape, TOKENIZER)
-        chunks += delta_chunks(call, drafts[1], written, TOKENIZER, 5)
+        written = transcripts[1].take(delta(tokens, sample=sample, at=1), call.shape, TOKENIZER)
+        chunks += delta_chunks(call, transcripts[1], written, TOKENIZER, 5)
     rest = [c["choices"][0] for c in chunks[4:]]
     assert rest == [
         {
@@ -260,21 +267,21 @@ def test_a_chat_s_chunks(include_usage: bool) -> None:
     for chunk in chunks:
         assert ("usage" in chunk, chunk.get("usage")) == (include_usage, None)
         assert (chunk["id"], chunk["object"], chunk["created"]) == ("id-1", "chat.completion.chunk", 5)
-    last = usage_chunk(call, drafts, 5)
+    last = usage_chunk(call, transcripts, 5)
     assert (last["choices"], last["usage"]["completion_tokens"]) == ([], 2)
 
 
 def test_a_completion_s_chunks() -> None:
     call = call_of(prompts=((A,), (B,)), logprobs=1, token_ids=True, echo=("a", "b"))
-    drafts = drafts_of(call)
-    heads = [chunk["choices"][0] for chunk in opening_chunks(call, drafts, 5)]
+    transcripts = transcripts_of(call)
+    heads = [chunk["choices"][0] for chunk in opening_chunks(call, transcripts, 5)]
     assert [(head["index"], head["text"], head["prompt_token_ids"]) for head in heads] == [(0, "a", [A]), (1, "b", [B])]
-    written = drafts[1].take(delta([EMOJI[0]]), call.shape, TOKENIZER)
-    (chunk,) = delta_chunks(call, drafts[1], written, TOKENIZER, 5)
+    written = transcripts[1].take(delta([EMOJI[0]]), call.shape, TOKENIZER)
+    (chunk,) = delta_chunks(call, transcripts[1], written, TOKENIZER, 5)
     assert chunk["choices"][0]["text"] == "" and chunk["choices"][0]["token_ids"] == [EMOJI[0]]
     assert chunk["choices"][0]["logprobs"]["tokens"] == [""]
-    written = drafts[1].take(delta([EMOJI[1]], sample=sample_of(EMOJI, "length", None)), call.shape, TOKENIZER)
-    text, end = delta_chunks(call, drafts[1], written, TOKENIZER, 5)
+    written = transcripts[1].take(delta([EMOJI[1]], sample=sample_of(EMOJI, "length", None)), call.shape, TOKENIZER)
+    text, end = delta_chunks(call, transcripts[1], written, TOKENIZER, 5)
     assert text["choices"][0]["text"] == "😀"
     assert (end["choices"][0]["text"], end["choices"][0]["finish_reason"]) == ("", "length")
     assert "token_ids" not in end["choices"][0]
@@ -282,52 +289,52 @@ def test_a_completion_s_chunks() -> None:
 
 def test_what_shows_nothing_sends_nothing() -> None:
     call = call_of()
-    assert opening_chunks(call, drafts_of(call), 5) == []
-    (draft,) = drafts_of(call)
-    written = draft.take(delta([EMOJI[0]]), call.shape, TOKENIZER)
-    assert delta_chunks(call, draft, written, TOKENIZER, 5) == []
+    assert opening_chunks(call, transcripts_of(call), 5) == []
+    (transcript,) = transcripts_of(call)
+    written = transcript.take(delta([EMOJI[0]]), call.shape, TOKENIZER)
+    assert delta_chunks(call, transcript, written, TOKENIZER, 5) == []
 
 
 def test_a_stream_opens_with_ids_alone_or_an_echo_alone() -> None:
     for fields, text, ids in (({"token_ids": True}, "", [A, B]), ({"echo": ("ab",)}, "ab", None)):
         call = call_of(**fields)
-        (chunk,) = opening_chunks(call, drafts_of(call), 5)
+        (chunk,) = opening_chunks(call, transcripts_of(call), 5)
         assert (chunk["choices"][0]["text"], chunk["choices"][0].get("prompt_token_ids")) == (text, ids)
 
 
 def test_cutting_short_gives_what_was_held_back() -> None:
     call = call_of(stops=("abc",))
-    (draft,) = drafts_of(call)
-    assert draft.take(delta([A, B]), call.shape, TOKENIZER).text == ""
-    written = draft.cut_short(ReplyShape(), "timeout")
+    (transcript,) = transcripts_of(call)
+    assert transcript.take(delta([A, B]), call.shape, TOKENIZER).text == ""
+    written = transcript.cut_short(ReplyShape(), "timeout")
     assert (written.text, written.finish_reason, written.stop_reason) == ("ab", "length", "timeout")
-    assert (draft.text, draft.finish_reason, draft.stop_reason) == ("ab", "length", "timeout")
-    text, end = delta_chunks(call, draft, written, TOKENIZER, 5)
+    assert (transcript.text, transcript.finish_reason, transcript.stop_reason) == ("ab", "length", "timeout")
+    text, end = delta_chunks(call, transcript, written, TOKENIZER, 5)
     assert (text["choices"][0]["text"], end["choices"][0]["stop_reason"]) == ("ab", "timeout")
-    assert whole(call, [draft], TOKENIZER, 1)["usage"]["completion_tokens"] == 2
+    assert whole(call, [transcript], TOKENIZER, 1)["usage"]["completion_tokens"] == 2
 
 
 def test_a_sample_that_was_cut_short_has_no_prompt_logprobs() -> None:
     for kind in ("completion", "chat"):
         call = call_of("chat" if kind == "chat" else "completion", prompt_logprobs=1, logprobs=1, echo=("",))
-        (draft,) = drafts_of(call)
-        draft.take(delta([A]), call.shape, TOKENIZER)
-        draft.cut_short(ReplyShape(), "timeout")
-        assert "prompt_logprobs" in json.dumps(whole(call, [draft], TOKENIZER, 1))
+        (transcript,) = transcripts_of(call)
+        transcript.take(delta([A]), call.shape, TOKENIZER)
+        transcript.cut_short(ReplyShape(), "timeout")
+        assert "prompt_logprobs" in json.dumps(whole(call, [transcript], TOKENIZER, 1))
 
 
 def test_spans_have_labels_where_the_trainer_gave_them() -> None:
     call = call_of(versions=True)
-    (draft,) = drafts_of(call)
+    (transcript,) = transcripts_of(call)
     sample = replace(sample_of([A, B, END], "stop", None), token_versions=(4, 4, 5), version_labels={5: "step-9"})
     first = replace(delta([A, B]), versions=(4, 4))
-    draft.take(first, call.shape, TOKENIZER)
-    written = draft.take(replace(delta([END], sample=sample, at=2), versions=(5,)), call.shape, TOKENIZER)
+    transcript.take(first, call.shape, TOKENIZER)
+    written = transcript.take(replace(delta([END], sample=sample, at=2), versions=(5,)), call.shape, TOKENIZER)
     spans = [
         {"version": "4", "start": 0, "end": 2, "number": 4},
         {"version": "step-9", "start": 2, "end": 3, "number": 5},
     ]
-    (choice,) = whole(call, [draft], TOKENIZER, 5)["choices"]
+    (choice,) = whole(call, [transcript], TOKENIZER, 5)["choices"]
     assert choice["weight_versions"] == spans and "mask" not in choice
-    *_, end = delta_chunks(call, draft, written, TOKENIZER, 5)
+    *_, end = delta_chunks(call, transcript, written, TOKENIZER, 5)
     assert end["choices"][0]["weight_versions"] == spans

@@ -20,18 +20,18 @@ from openai.types.responses import Response, ResponseStreamEvent
 
 from nano_inference.config import ServerConfig
 from nano_inference.server.body import parse
-from nano_inference.server.call import Call, Draft, drafts_of
+from nano_inference.server.call import Call, Transcript, transcripts_of
+from nano_inference.server.detokenizer import Written
 from nano_inference.server.dialects import responses
 from nano_inference.server.dialects.responses import LOGPROBS, ResponsesBody, responses_call
 from nano_inference.server.dialects.responses_stream import Asked, ResponsesReply
 from nano_inference.server.errors import ApiError
 from nano_inference.server.schema import ChatBody
-from nano_inference.server.writing import Written
 from nano_inference.text.dialogue import Part
 from nano_inference.text.tool_calls import CallArguments, CallEnd, CallStart, Content, Event
+from tests.server.test_detokenizer import TOKENIZER, sample_of
 from tests.server.test_openai_client import ENDLESS, LETTERS, PATIENCE, client_of, gated, wait_until
 from tests.server.test_replies import A, B, call_of, delta
-from tests.server.test_writing import TOKENIZER, sample_of
 from tests.server.tiny import Running, make_tiny, running
 
 PATH = "/v1/responses"
@@ -127,12 +127,12 @@ class Acted:
         echo = {"parallel_tool_calls": True, "tool_choice": "auto", "tools": [], "temperature": 1.0, "top_p": 1.0}
         return ResponsesReply(Asked(echo=echo, stem="0" * 32), call, TOKENIZER, 7)
 
-    def ended(self, call: Call) -> Draft:
+    def ended(self, call: Call) -> Transcript:
         """The draft at its end: a token for each event, and no log-probabilities."""
-        (draft,) = drafts_of(call)
+        (transcript,) = transcripts_of(call)
         tokens = [A] * max(len(self.said), 1)
-        draft.take(delta(tokens, sample=sample_of(tokens, self.reason, None)), call.shape, TOKENIZER)
-        return replace(draft, events=[*self.said], entries=[])
+        transcript.take(delta(tokens, sample=sample_of(tokens, self.reason, None)), call.shape, TOKENIZER)
+        return replace(transcript, events=[*self.said], entries=[])
 
     def whole(self) -> JSON:
         call = self.call()
@@ -140,11 +140,11 @@ class Acted:
 
     def stream(self, *, until_error: ApiError | None = None) -> bytes:
         call = self.call()
-        draft, reply = self.ended(call), self.reply(call)
-        data = reply.opening([draft])
+        transcript, reply = self.ended(call), self.reply(call)
+        data = reply.opening([transcript])
         for one in self.said:
-            data += reply.added(draft, Written("", (A,), (), None, None, events=(one,)), [draft])
-        return data + (reply.failed(until_error) if until_error else reply.closing([draft]))
+            data += reply.added(transcript, Written("", (A,), (), None, None, events=(one,)), [transcript])
+        return data + (reply.failed(until_error) if until_error else reply.closing([transcript]))
 
 
 def names(events: Sequence[JSON]) -> list[str]:
@@ -351,12 +351,12 @@ def test_an_answer_of_this_server_is_input_of_the_next_turn(chats: list[ChatBody
 def test_what_a_calculator_did_stays_parts_of_the_message(chats: list[ChatBody]) -> None:
     acted = Acted(())
     call = acted.call()
-    draft, reply = acted.ended(call), acted.reply(call)
+    transcript, reply = acted.ended(call), acted.reply(call)
     parts = (Part("text", "It is "), Part("python", "1+"), Part("python", "1"), Part("python_output", "2"))
     text = "It is [1+1 → 2] "
     written = Written(text, (A,), (), None, None, parts, events=(Content(text),))
-    data = reply.added(draft, written, [draft])
-    (item,) = named_events(data + reply.closing([draft]))[-1]["response"]["output"]
+    data = reply.added(transcript, written, [transcript])
+    (item,) = named_events(data + reply.closing([transcript]))[-1]["response"]["output"]
     assert item["content"][0]["text"] == "It is [1+1 → 2] "
     assert item["parts"] == [
         {"type": "text", "text": "It is "},
@@ -628,7 +628,7 @@ def test_a_call_and_its_result_reach_the_template(client: openai.OpenAI) -> None
 def test_what_somebody_aborts_is_cancelled(tiny_directory: Path, streams: bool) -> None:
     asked: Any = {**ASKED, "extra_body": {**ENDLESS, "allowed_token_ids": LETTERS}}
 
-    def ask(client: openai.OpenAI) -> Response:
+    def request(client: openai.OpenAI) -> Response:
         if not streams:
             return client.responses.create(**asked)  # type: ignore[no-any-return]  # what it is given is Any
         *_, last = client.responses.create(**asked, stream=True)
@@ -637,9 +637,9 @@ def test_what_somebody_aborts_is_cancelled(tiny_directory: Path, streams: bool) 
 
     with mounted(tiny_directory) as server, client_of(server) as client, ThreadPoolExecutor(1) as pool:
         with gated(server, free_steps=3) as gate:
-            answering = pool.submit(ask, client)
+            answering = pool.submit(request, client)
             wait_until(lambda: gate.num_steps == 3 or answering.done())
-            ending = asyncio.run_coroutine_threadsafe(server.bridge.end_requests(), server.loop)
+            ending = asyncio.run_coroutine_threadsafe(server.link.end_requests(), server.loop)
             server.on_loop(lambda: None)  # so that it waits for the engine before the engine goes on
         assert ending.result(PATIENCE) == 1
         reply = answering.result(PATIENCE)

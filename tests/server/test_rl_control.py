@@ -143,10 +143,10 @@ def test_resuming_ends_a_pause_that_still_waits(server: Running) -> None:
     with ThreadPoolExecutor() as pool, held(server):
         stream = Stream(server)
         assert stream.is_submitted.wait(60)
-        bridge = server.bridge
+        link = server.link
         waiting = pool.submit(server.client.post, "/pause?mode=wait")
-        until(server, lambda: bridge.engine.thread.num_commands >= 2)
-        server.on_loop(lambda: asyncio.ensure_future(bridge.call(server.opened.engine.resume)))
+        until(server, lambda: link.engine.thread.num_commands >= 2)
+        server.on_loop(lambda: asyncio.ensure_future(link.call(server.opened.engine.resume)))
         # The thread finds all three commands: it queues, would pause, resumes.
     refused(waiting.result(60), 409, "resumed before it was paused")
     assert len(stream.result().completion_tokens) == 200
@@ -160,7 +160,7 @@ def test_a_pause_that_waits_is_told_that_it_was_overtaken(server: Running, overt
             replies = []
             for number, path in enumerate(["/pause?mode=wait&clear_cache=false", *overtaking], start=1):
                 replies.append(pool.submit(server.client.post, path))
-                until(server, lambda number=number: server.bridge.engine.thread.num_commands >= number)
+                until(server, lambda number=number: server.link.engine.thread.num_commands >= number)
         first, *others = [reply.result(60) for reply in replies]
     assert refused(first, 409, "overtaken")["code"] == "overtaken"
     assert all(ok(one) for one in others) and is_paused(server)
@@ -178,18 +178,18 @@ def test_an_end_does_not_wait_for_what_cannot_go_on(tiny_directory: Path, how: s
             one.on_engine(lambda: one.opened.engine.pause("wait", blocking=False))
         elif how != "running":
             ok(one.client.post("/sleep?level=1&mode=keep" if how == "asleep" else "/pause?mode=keep"))
-        one.on_loop(one.bridge.drain)
+        one.on_loop(one.link.drain)
         reasons = begun.result().finish_reason, waiting.result().finish_reason
         ends = {"running": ("length", "length"), "pausing": ("length", "abort")}
         assert reasons == ends.get(how, ("abort", "abort"))
         assert begun.result().completion_tokens == begun.tokens != ()
-        until(one, lambda: one.bridge.num_open == 0)
+        until(one, lambda: one.link.num_open == 0)
 
 
 @pytest.mark.parametrize("was_paused", [False, True])
 @pytest.mark.parametrize("another", [False, True])
 def test_a_client_that_leaves_takes_its_pause_back(server: Running, was_paused: bool, another: bool) -> None:
-    engine, bridge = server.opened.engine, server.bridge
+    engine, link = server.opened.engine, server.link
     stream = Stream(server).begun()
     if was_paused:
         ok(server.client.post("/pause?mode=keep&clear_cache=false"))
@@ -197,19 +197,19 @@ def test_a_client_that_leaves_takes_its_pause_back(server: Running, was_paused: 
         before = Hold(server)
         assert before.has_come.wait(60)
         leaving = ask_raw(server, "/pause?mode=wait&clear_cache=false")
-        until(server, lambda: bridge.engine.thread.num_commands >= 1)
+        until(server, lambda: link.engine.thread.num_commands >= 1)
         others = [pool.submit(server.client.post, "/pause?mode=wait&clear_cache=false")] if another else []
-        until(server, lambda: bridge.engine.thread.num_commands >= 1 + another)
+        until(server, lambda: link.engine.thread.num_commands >= 1 + another)
         after = Hold(server)
         before.let_go()
         assert after.has_come.wait(60)
         assert engine.is_pausing
         leaving.close()
-        until(server, lambda: bridge.engine.thread.num_commands >= (1 if another else 2))
+        until(server, lambda: link.engine.thread.num_commands >= (1 if another else 2))
         after.let_go()
         assert all(ok(one.result(60)) for one in others)
     assert server.on_engine(lambda: (engine.is_pausing, engine.is_paused)) == (False, another or was_paused)
-    assert server.on_engine(lambda: bridge.engine.thread.num_watches) == 0
+    assert server.on_engine(lambda: link.engine.thread.num_watches) == 0
     ok(server.client.post("/resume"))
     assert len(stream.result().completion_tokens) == 200
     assert Stream(server, params=SHORT).result().finish_reason == "length"
@@ -527,14 +527,14 @@ def test_the_checksum_tells_the_weights(server: Running) -> None:
 
 def test_nothing_is_commanded_while_the_model_loads(tiny_directory: Path) -> None:
     with serving(tiny_directory) as one:
-        one.on_loop(lambda: setattr(one.bridge, "state", "loading"))
+        one.on_loop(lambda: setattr(one.link, "state", "loading"))
         for response in (
             one.client.post("/pause"),
             one.client.get("/weight_info"),
             one.post("/start_weight_update", {}),
         ):
             refused(response, 503, "being loaded")
-        one.on_loop(lambda: setattr(one.bridge, "state", "ready"))
+        one.on_loop(lambda: setattr(one.link, "state", "ready"))
 
 
 @pytest.mark.parametrize(("fields", "mode"), [({}, "raw"), ({"enable_rl": True}, "processed")])

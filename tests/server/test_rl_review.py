@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from nano_inference.server.rl import desk
+from nano_inference.server.rl import context
 from nano_inference.server.rl.threads import JOINING
 from nano_inference.types import BadRequest, EngineDead, EnginePaused, UpdateBusy, WeightError
 from nano_inference.weights import plain
@@ -79,15 +79,15 @@ def is_asleep(server: Running) -> bool:
 )
 def test_a_failed_update_is_not_told_the_result_of_the_next(own: Running, path: str, body: Any) -> None:
     """The next one comes after the failure and before the step boundary at which it would be noticed."""
-    bridge, engine = own.bridge, own.opened.engine
+    link, engine = own.link, own.opened.engine
     with ThreadPoolExecutor() as pool:
         first = Hold(own)
         assert first.has_come.wait(60)
         failing = pool.submit(own.post, "/update_weights_from_disk", {"model_path": "bad"})
-        until(own, lambda: bridge.engine.thread.num_commands >= 1)
+        until(own, lambda: link.engine.thread.num_commands >= 1)
         second = Hold(own)
         next_one = pool.submit(own.post, path, body)
-        until(own, lambda: bridge.engine.thread.num_commands >= 3)
+        until(own, lambda: link.engine.thread.num_commands >= 3)
         first.let_go()
         assert second.has_come.wait(60)
         until(own, lambda: engine.weight_info().update == "failed")
@@ -279,7 +279,7 @@ def silence(monkeypatch: pytest.MonkeyPatch) -> Iterator[Silence]:
         one.answer.wait(60)
         raise OSError(errno.ESTALE, "Stale file handle")
 
-    monkeypatch.setattr(desk, "place_of", place_of)
+    monkeypatch.setattr(context, "place_of", place_of)
     yield one
     one.answer.set()
 
@@ -287,14 +287,14 @@ def silence(monkeypatch: pytest.MonkeyPatch) -> Iterator[Silence]:
 def test_a_silent_file_system_holds_nobody_up(
     server: Running, silence: Silence, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(desk, "_PLACE_S", 60.0)
+    monkeypatch.setattr(context, "_PLACE_S", 60.0)
     with ThreadPoolExecutor() as pool:
         waiting = pool.submit(server.post, "/update_weights_from_disk", {"model_path": "one"})
         assert silence.asked.wait(60)
         assert server.client.get("/health").status_code == 200
         assert Stream(server, params=SHORT).result().finish_reason == "length"
         assert not waiting.done()
-        monkeypatch.setattr(desk, "_PLACE_S", 0.01)
+        monkeypatch.setattr(context, "_PLACE_S", 0.01)
         refused(server.post("/update_weights_from_disk", {"model_path": "one"}), 503, "model_path", "did not answer")
         silence.answer.set()
         refused(waiting.result(60), 400, "Stale file handle")

@@ -12,13 +12,13 @@ import pytest
 
 from nano_inference import EngineConfig, InferenceEngine
 from nano_inference.config import ServerConfig
-from nano_inference.server.call import drafts_of
+from nano_inference.server.call import transcripts_of
+from nano_inference.server.detokenizer import Written
 from nano_inference.server.dialect import Generating
 from nano_inference.server.dialects.sglang import SglangBody, health_generate_call, sglang_call
 from nano_inference.server.dialects.sglang_reply import next_event
 from nano_inference.server.errors import ApiError
 from nano_inference.server.model import ServedModel
-from nano_inference.server.writing import Written
 from tests.server.mounted import END_TOKEN, JSON, ended_after, engine_sample, ids, mounted, written
 from tests.server.tiny import Running
 
@@ -153,7 +153,7 @@ def test_the_defaults_are_sglang_s(server: Running, model: ServedModel) -> None:
     )
     assert sglang_call(endless, model, ServerConfig(), "").num_tokens == (1 + 2 * 511) + (2 + 2 * 510)
     call = sglang_call(SglangBody(input_ids=[5]), model, ServerConfig(), "")
-    params = call.asks[0].params
+    params = call.requests[0].params
     assert (params.temperature, params.top_p, params.top_k, params.max_tokens) == (1.0, 1.0, 0, 128)
 
 
@@ -268,11 +268,11 @@ def test_a_long_stream_s_events_are_no_square_of_it() -> None:
 def test_an_event_that_says_little_new_is_left_out(model: ServedModel) -> None:
     call = sglang_call(SglangBody(input_ids=[5], stream=True), model, ServerConfig(), "")
     reply = call.dialect(call, model.tokenizer, 0)
-    drafts = drafts_of(call)
+    transcripts = transcripts_of(call)
     piece = Written("a", (65,), (), None, None)
-    told = [bool(reply.added(drafts[0], piece, drafts)) for _ in range(400)]
+    told = [bool(reply.added(transcripts[0], piece, transcripts)) for _ in range(400)]
     assert all(told[:128]) and 60 < sum(told[128:]) < 140
-    assert reply.added(drafts[0], piece._replace(finish_reason="length"), drafts)
+    assert reply.added(transcripts[0], piece._replace(finish_reason="length"), transcripts)
 
 
 # ---- fields

@@ -20,8 +20,8 @@ import transformers
 from nano_inference import EngineConfig
 from nano_inference.config import ServerConfig
 from nano_inference.server.app import App
-from nano_inference.server.bridge import Bridge
 from nano_inference.server.dialect import Dialect
+from nano_inference.server.engine_link import EngineLink
 from nano_inference.server.keys import KeyRing, load_keys
 from nano_inference.server.opening import open_model
 from nano_inference.server.protocol import uvicorn_config
@@ -73,7 +73,7 @@ def opened(directory: Path, config: ServerConfig, **options: Any) -> Opened:
     return open_model(EngineConfig(model_path=str(directory), **options), config, name=NAME, path=directory)
 
 
-class Brake:
+class StepBlocker:
     """Holds an engine in mid-answer, for a test to command it there: who wins a race says nothing.
 
     While it is on, the engine makes a few steps after each request that comes, then one step for each command, unless
@@ -82,8 +82,8 @@ class Brake:
 
     FREE_STEPS = 20
 
-    def __init__(self, engine: Any, bridge: Any) -> None:
-        self._engine, self._driver = engine, bridge.engine.thread
+    def __init__(self, engine: Any, link: Any) -> None:
+        self._engine, self._driver = engine, link.engine.thread
         self._add, self._end_turn = engine.add, self._driver._run_watches
         self._num_free = 0
         self._is_off = threading.Event()
@@ -125,15 +125,15 @@ class Running:
 
     url: str
     app: App
-    bridge: Bridge
+    link: EngineLink
     loop: asyncio.AbstractEventLoop
     opened: Opened
     listener: Listener
     client: httpx2.Client = field(init=False)
-    brake: Brake = field(init=False)
+    blocker: StepBlocker = field(init=False)
 
     def __post_init__(self) -> None:
-        self.brake = Brake(self.opened.engine, self.bridge)
+        self.blocker = StepBlocker(self.opened.engine, self.link)
         self.client = httpx2.Client(base_url=self.url, timeout=60)
 
     def post(self, path: str, body: Any, **headers: str) -> httpx2.Response:
@@ -165,7 +165,7 @@ class Running:
 
     def on_engine(self, work: Any) -> Any:
         """Run something on the engine's thread, between two steps."""
-        return asyncio.run_coroutine_threadsafe(self.bridge.call(work), self.loop).result(30)
+        return asyncio.run_coroutine_threadsafe(self.link.call(work), self.loop).result(30)
 
 
 def events_in(text: str) -> list[Any]:
@@ -190,22 +190,22 @@ def running(
     failures: list[BaseException] = []
 
     async def main() -> None:
-        bridge = Bridge(step_timeout=config.step_timeout)
+        link = EngineLink(step_timeout=config.step_timeout)
         keys = KeyRing.of(load_keys(config), is_shared=config.share_prefix_cache)
         table = installed_dialects() if dialects is None else dialects
-        app = make_app(config, guard_policy(config, keys), bridge, table)
+        app = make_app(config, guard_policy(config, keys), link, table)
         listener = Listener(uvicorn_config(app.asgi, config))
         serving = asyncio.create_task(listener.serve(sockets=[listening]))
-        loaded = await bridge.start(lambda: make(directory, config, **options))
+        loaded = await link.start(lambda: make(directory, config, **options))
         app.serve(loaded, options.get("max_batch_size", 256))
         url = f"http://127.0.0.1:{listening.getsockname()[1]}"
-        ready.append(Running(url, app, bridge, asyncio.get_running_loop(), loaded, listener))
+        ready.append(Running(url, app, link, asyncio.get_running_loop(), loaded, listener))
         came_up.set()
         await asyncio.to_thread(leave.wait)
-        bridge.abort_all()
+        link.abort_all()
         listener.should_exit = True
         await serving
-        await bridge.stop()
+        await link.stop()
         app.close()
 
     def run() -> None:

@@ -16,7 +16,7 @@ import transformers
 
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams, TrainingSample
 from nano_inference.config import ServerConfig
-from nano_inference.server.ticket import Ask
+from nano_inference.server.ticket import PromptRequest
 from nano_inference.types import Delta
 from tests.server.tiny import Running, running
 
@@ -72,12 +72,12 @@ class Stream:
 
     def __post_init__(self) -> None:
         if self.params.max_tokens == LONG.max_tokens:
-            self.server.brake.put_on()
+            self.server.blocker.put_on()
         self.reading = asyncio.run_coroutine_threadsafe(self._read(), self.server.loop)
 
     async def _read(self) -> TrainingSample:
-        ask = Ask(prompt=tuple(self.prompt), params=self.params)
-        with self.server.bridge.submit([ask], self.names) as ticket:
+        request = PromptRequest(prompt=tuple(self.prompt), params=self.params)
+        with self.server.link.submit([request], self.names) as ticket:
             self.is_submitted.set()
             while not ticket.is_done:
                 self.deltas += [piece.delta for piece in await ticket.take(60)]
@@ -94,7 +94,7 @@ class Stream:
 
     def result(self) -> TrainingSample:
         """Let the engine go on, and wait for the end."""
-        self.server.brake.take_off()
+        self.server.blocker.take_off()
         return self.reading.result(60)
 
     @property
@@ -109,7 +109,7 @@ class Hold:
     def __init__(self, server: Running) -> None:
         self.has_come = threading.Event()
         self.leave = threading.Event()
-        self._done = asyncio.run_coroutine_threadsafe(server.bridge.call(self._hold), server.loop)
+        self._done = asyncio.run_coroutine_threadsafe(server.link.call(self._hold), server.loop)
         server.on_loop(lambda: None)  # it is queued now
 
     def _hold(self) -> None:

@@ -13,7 +13,7 @@ from nano_inference.engine import InferenceEngine
 from nano_inference.executors.torch.attention import SdpaBackend
 from nano_inference.executors.torch.executor import TorchExecutor, TorchModel
 from nano_inference.kv import make_kv
-from nano_inference.loader.door import TensorSource
+from nano_inference.loader.sources import TensorSource
 from nano_inference.models.config import LayerConfig, ModelConfig, RopeConfig
 from nano_inference.models.families import program_of
 from nano_inference.runner import BlockCopy, DrawExtras, Row, RowResult

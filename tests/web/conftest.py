@@ -10,7 +10,7 @@ import pytest
 from playwright.sync_api import Browser, BrowserContext, expect, sync_playwright
 
 from tests.server.tiny import make_tiny, running
-from tests.web.desk import Desk
+from tests.web.chat_driver import ChatDriver
 from tests.web.fake import PATIENCE_S, FakeServer, serving
 
 _NAMES = ("chromium", "chromium-browser", "google-chrome")
@@ -64,6 +64,6 @@ def fake() -> Iterator[FakeServer]:
 
 
 @pytest.fixture
-def desk(context: BrowserContext, fake: FakeServer) -> Desk:
+def chat(context: BrowserContext, fake: FakeServer) -> ChatDriver:
     """The chat page in front of it."""
-    return Desk(context, fake.url)
+    return ChatDriver(context, fake.url)

@@ -5,77 +5,77 @@ from __future__ import annotations
 import pytest
 from playwright.sync_api import expect
 
-from tests.web.desk import Desk, begun, told
+from tests.web.chat_driver import ChatDriver, answered, started
 from tests.web.fake import PATIENCE_S, FakeServer
 
 
-def test_1_text_comes_while_it_is_written(desk: Desk, fake: FakeServer) -> None:
-    answer = begun(desk, fake, "Hello", "One", " two")
-    assert desk.page.locator("#stop").is_visible()
+def test_1_text_comes_while_it_is_written(chat: ChatDriver, fake: FakeServer) -> None:
+    answer = started(chat, fake, "Hello", "One", " two")
+    assert chat.page.locator("#stop").is_visible()
     answer.say(" three")
-    expect(desk.last().locator(".body")).to_have_text("One two three")
+    expect(chat.last().locator(".body")).to_have_text("One two three")
     answer.end()
-    desk.wait_until_idle()
+    chat.wait_until_idle()
     assert answer.body["messages"] == [{"role": "user", "content": "Hello"}]
     assert answer.body["stream"] and answer.body["logprobs"] and answer.body["return_token_ids"]
-    desk.watch.assert_clean()
+    chat.watch.assert_clean()
 
 
-def test_2_stop_and_escape_end_the_request_and_keep_the_text(desk: Desk, fake: FakeServer) -> None:
-    for stop in (lambda: desk.press("Stop"), lambda: desk.page.keyboard.press("Escape")):
-        answer = begun(desk, fake, "Hello", "Half")
+def test_2_stop_and_escape_end_the_request_and_keep_the_text(chat: ChatDriver, fake: FakeServer) -> None:
+    for stop in (lambda: chat.press("Stop"), lambda: chat.page.keyboard.press("Escape")):
+        answer = started(chat, fake, "Hello", "Half")
         stop()
         assert answer.gone.wait(PATIENCE_S), "the server was not told"
-        desk.wait_until_idle()
-        expect(desk.last()).to_contain_text("Stopped.")
-        expect(desk.last().locator(".body")).to_have_text("Half")
-    desk.watch.assert_clean()
+        chat.wait_until_idle()
+        expect(chat.last()).to_contain_text("Stopped.")
+        expect(chat.last().locator(".body")).to_have_text("Half")
+    chat.watch.assert_clean()
 
 
-def test_3_and_5_regenerate_makes_a_version_beside_the_first(desk: Desk, fake: FakeServer) -> None:
-    told(desk, fake, "Hello", "First")
-    desk.press("Regenerate")
+def test_3_and_5_regenerate_makes_a_version_beside_the_first(chat: ChatDriver, fake: FakeServer) -> None:
+    answered(chat, fake, "Hello", "First")
+    chat.press("Regenerate")
     again = fake.answer()
     assert again.body["messages"] == [{"role": "user", "content": "Hello"}]
     again.tell("Second")
-    desk.wait_until_idle()
-    expect(desk.answers()).to_have_count(1)
-    expect(desk.last()).to_contain_text("2/2")
-    desk.press("Previous version")
-    expect(desk.last().locator(".body")).to_have_text("First")
-    expect(desk.last()).to_contain_text("1/2")
-    desk.press("Previous version")
-    expect(desk.last().locator(".body")).to_have_text("Second")
+    chat.wait_until_idle()
+    expect(chat.answers()).to_have_count(1)
+    expect(chat.last()).to_contain_text("2/2")
+    chat.press("Previous version")
+    expect(chat.last().locator(".body")).to_have_text("First")
+    expect(chat.last()).to_contain_text("1/2")
+    chat.press("Previous version")
+    expect(chat.last().locator(".body")).to_have_text("Second")
 
 
-def test_4_and_5_an_edited_message_is_a_version_with_its_own_answers(desk: Desk, fake: FakeServer) -> None:
-    told(desk, fake, "Good morning", "To you too")
-    desk.press("Edit")
-    desk.page.get_by_label("Edit your message").fill("Good evening")
-    desk.press("Send", desk.page.locator(".message.user"))
+def test_4_and_5_an_edited_message_is_a_version_with_its_own_answers(chat: ChatDriver, fake: FakeServer) -> None:
+    answered(chat, fake, "Good morning", "To you too")
+    chat.press("Edit")
+    chat.page.get_by_label("Edit your message").fill("Good evening")
+    chat.press("Send", chat.page.locator(".message.user"))
     edited = fake.answer()
     assert [one["content"] for one in edited.body["messages"]] == ["Good evening"]
     edited.tell("Likewise")
-    desk.wait_until_idle()
-    expect(desk.page.locator(".message.user")).to_contain_text("Good evening")
-    desk.press("Previous version", desk.page.locator(".message.user"))
-    expect(desk.page.locator(".message.user")).to_contain_text("Good morning")
-    expect(desk.last().locator(".body")).to_have_text("To you too")
+    chat.wait_until_idle()
+    expect(chat.page.locator(".message.user")).to_contain_text("Good evening")
+    chat.press("Previous version", chat.page.locator(".message.user"))
+    expect(chat.page.locator(".message.user")).to_contain_text("Good morning")
+    expect(chat.last().locator(".body")).to_have_text("To you too")
 
 
-def test_6_a_stopped_answer_goes_on_from_its_very_tokens(desk: Desk, fake: FakeServer) -> None:
-    answer = begun(desk, fake, "Hello", "Half", " an")
-    desk.press("Stop")
-    desk.wait_until_idle()
-    desk.press("Continue")
+def test_6_a_stopped_answer_goes_on_from_its_very_tokens(chat: ChatDriver, fake: FakeServer) -> None:
+    answer = started(chat, fake, "Hello", "Half", " an")
+    chat.press("Stop")
+    chat.wait_until_idle()
+    chat.press("Continue")
     rest = fake.answer()
     assert rest.body["answer_token_ids"] == [7, 7] and rest.body["seed"] == answer.body["seed"]
     assert [one["role"] for one in rest.body["messages"]] == ["user"]
     rest.tell(" answer")
-    desk.wait_until_idle()
-    expect(desk.last().locator(".body")).to_have_text("Half an answer")
-    expect(desk.answers()).to_have_count(1)
-    expect(desk.last()).to_contain_text("3 tokens")
+    chat.wait_until_idle()
+    expect(chat.last().locator(".body")).to_have_text("Half an answer")
+    expect(chat.answers()).to_have_count(1)
+    expect(chat.last()).to_contain_text("3 tokens")
 
 
 @pytest.mark.parametrize(
@@ -83,45 +83,45 @@ def test_6_a_stopped_answer_goes_on_from_its_very_tokens(desk: Desk, fake: FakeS
     [({}, "The longest answer is reached."), ({"x-max-tokens": "2"}, "The model's context is full.")],
 )
 def test_an_answers_end_names_the_limit_that_it_reached(
-    desk: Desk, fake: FakeServer, headers: dict[str, str], text: str
+    chat: ChatDriver, fake: FakeServer, headers: dict[str, str], text: str
 ) -> None:
     fake.answer_headers = headers
-    answer = begun(desk, fake, "Hello", "Half", " an")
+    answer = started(chat, fake, "Hello", "Half", " an")
     answer.end("length")
-    expect(desk.last().locator(".ending")).to_have_text(text)
-    desk.wait_until_idle()
-    desk.page.reload()
-    desk.wait_until_ready()
-    expect(desk.last().locator(".ending")).to_have_text(text)
+    expect(chat.last().locator(".ending")).to_have_text(text)
+    chat.wait_until_idle()
+    chat.page.reload()
+    chat.wait_until_ready()
+    expect(chat.last().locator(".ending")).to_have_text(text)
     fake.answer_headers = {"x-max-tokens": "5"}
-    desk.press("Regenerate")
+    chat.press("Regenerate")
     fake.answer().tell("Whole")
-    desk.wait_until_idle()
-    expect(desk.last().locator(".ending")).to_have_count(0)
+    chat.wait_until_idle()
+    expect(chat.last().locator(".ending")).to_have_count(0)
 
 
-def test_7_and_8_messages_and_code_are_copied(desk: Desk, fake: FakeServer) -> None:
-    desk.page.context.grant_permissions(["clipboard-read", "clipboard-write"])
-    told(desk, fake, "Hello", "Look:\n\n```python\n", "x = 1\n", "```\n")
-    desk.press("Copy code")
-    expect(desk.page.locator(".toast")).to_contain_text("Copied.")
-    assert desk.page.evaluate("navigator.clipboard.readText()") == "x = 1"
-    desk.press("Close", desk.page.locator(".toast"))
-    desk.press("Copy", desk.last())
-    expect(desk.page.locator(".toast")).to_contain_text("Copied.")
-    assert desk.page.evaluate("navigator.clipboard.readText()") == "Look:\n\n```python\nx = 1\n```\n"
+def test_7_and_8_messages_and_code_are_copied(chat: ChatDriver, fake: FakeServer) -> None:
+    chat.page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    answered(chat, fake, "Hello", "Look:\n\n```python\n", "x = 1\n", "```\n")
+    chat.press("Copy code")
+    expect(chat.page.locator(".toast")).to_contain_text("Copied.")
+    assert chat.page.evaluate("navigator.clipboard.readText()") == "x = 1"
+    chat.press("Close", chat.page.locator(".toast"))
+    chat.press("Copy", chat.last())
+    expect(chat.page.locator(".toast")).to_contain_text("Copied.")
+    assert chat.page.evaluate("navigator.clipboard.readText()") == "Look:\n\n```python\nx = 1\n```\n"
 
 
-def test_7_copying_works_where_the_browser_has_no_clipboard_object(desk: Desk, fake: FakeServer) -> None:
+def test_7_copying_works_where_the_browser_has_no_clipboard_object(chat: ChatDriver, fake: FakeServer) -> None:
     """As over plain http in a local network: there the page copies a selection."""
-    desk.page.context.grant_permissions(["clipboard-read", "clipboard-write"])
-    told(desk, fake, "Hello", "World")
-    desk.page.evaluate(
+    chat.page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    answered(chat, fake, "Hello", "World")
+    chat.page.evaluate(
         "window.held = navigator.clipboard; Object.defineProperty(navigator, 'clipboard', {value: undefined})"
     )
-    desk.press("Copy", desk.last())
-    expect(desk.page.locator(".toast").last).to_contain_text("Copied.")
-    assert desk.page.evaluate("held.readText()") == "World"
+    chat.press("Copy", chat.last())
+    expect(chat.page.locator(".toast").last).to_contain_text("Copied.")
+    assert chat.page.evaluate("held.readText()") == "World"
 
 
 MARKDOWN = """\
@@ -149,9 +149,9 @@ Some *stress*, **weight**, ~~no~~, `code` and a [link](https://example.org/a?b=c
 """
 
 
-def test_9_markdown(desk: Desk, fake: FakeServer) -> None:
-    told(desk, fake, "Hello", *MARKDOWN.splitlines(keepends=True))
-    body = desk.last().locator(".body")
+def test_9_markdown(chat: ChatDriver, fake: FakeServer) -> None:
+    answered(chat, fake, "Hello", *MARKDOWN.splitlines(keepends=True))
+    body = chat.last().locator(".body")
     for selector, text in {
         "h2": "Title", "em": "stress", "strong": "weight", "del": "no", "p code": "code", "ul ul li": "inner",
         "ol li >> nth=1": "second", "blockquote": "quoted", "table td >> nth=1": "2",
@@ -164,63 +164,63 @@ def test_9_markdown(desk: Desk, fake: FakeServer) -> None:
         expect(links.nth(index)).to_have_attribute("rel", "noopener noreferrer")
         expect(links.nth(index)).to_have_attribute("target", "_blank")
     assert body.locator("img").count() == 0, "a picture would be a request elsewhere"
-    desk.watch.assert_clean()
+    chat.watch.assert_clean()
 
 
-def test_9_what_is_shown_block_by_block_is_what_is_shown_at_once(desk: Desk, fake: FakeServer) -> None:
-    desk.type("Hello")
+def test_9_what_is_shown_block_by_block_is_what_is_shown_at_once(chat: ChatDriver, fake: FakeServer) -> None:
+    chat.type("Hello")
     answer = fake.answer()
     text = MARKDOWN + "\n```js\nlet a = 1;\nlet b = 2;\n```\n\nEnd."
     answer.say(*(text[at : at + 7] for at in range(0, len(text), 7)))
-    body = desk.last().locator(".body")
+    body = chat.last().locator(".body")
     expect(body).to_contain_text("End.")
     live = body.locator(".markdown").inner_text()
     answer.end()
-    desk.wait_until_idle()
+    chat.wait_until_idle()
     assert [line for line in live.split() if line != "Copy"] == [
         line for line in body.inner_text().split() if line != "Copy"
     ]
 
 
-def test_10_code_is_coloured(desk: Desk, fake: FakeServer) -> None:
-    told(desk, fake, "Hello", "```python\ndef f():\n", "    return 'x'\n", "```\n")
-    expect(desk.last().locator("pre .hljs-keyword").first).to_have_text("def")
-    expect(desk.last().locator("pre .hljs-string")).to_have_text("'x'")
+def test_10_code_is_coloured(chat: ChatDriver, fake: FakeServer) -> None:
+    answered(chat, fake, "Hello", "```python\ndef f():\n", "    return 'x'\n", "```\n")
+    expect(chat.last().locator("pre .hljs-keyword").first).to_have_text("def")
+    expect(chat.last().locator("pre .hljs-string")).to_have_text("'x'")
 
 
-def test_11_a_tool_call_is_expression_and_result(desk: Desk, fake: FakeServer) -> None:
+def test_11_a_tool_call_is_expression_and_result(chat: ChatDriver, fake: FakeServer) -> None:
     fake.info["calculator"] = True
-    desk.page.reload()
-    desk.wait_until_ready()
-    desk.type("12 + 34?")
+    chat.page.reload()
+    chat.wait_until_ready()
+    chat.type("12 + 34?")
     answer = fake.answer()
     assert answer.body["calculator"] is True
     answer.choice({"content": "[12+34", "parts": [{"type": "python", "text": "12+34"}]}, token_ids=[1, 2], mask=[1, 1])
-    call = desk.last().locator("details.call")
+    call = chat.last().locator("details.call")
     expect(call.locator("summary")).to_contain_text("12+34 → …")
     parts = [{"type": "python_output", "text": "46"}, {"type": "text", "text": "It is 46."}]
     answer.choice({"content": " → 46] It is 46.", "parts": parts}, token_ids=[3, 4, 5], mask=[0, 0, 1])
     expect(call.locator("summary")).to_contain_text("12+34 → 46")
     answer.end()
-    desk.wait_until_idle()
+    chat.wait_until_idle()
     assert not call.locator("p").is_visible()
     call.locator("summary").click()
     expect(call.locator("p")).to_contain_text("forced by the calculator")
-    desk.press("Tokens")
-    expect(desk.page.locator(".tokens .token.forced")).to_have_count(2)
-    desk.type("And then?")
+    chat.press("Tokens")
+    expect(chat.page.locator(".tokens .token.forced")).to_have_count(2)
+    chat.type("And then?")
     message = fake.answer().body["messages"][1]
     assert message["parts"] == [{"type": "python", "text": "12+34"}, *parts]
 
 
-def test_13_settings_reach_the_server_and_can_be_reset(desk: Desk, fake: FakeServer) -> None:
-    desk.press("Settings")
-    assert desk.page.get_attribute("#set-temperature", "placeholder") == "0.7"
+def test_13_settings_reach_the_server_and_can_be_reset(chat: ChatDriver, fake: FakeServer) -> None:
+    chat.press("Settings")
+    assert chat.page.get_attribute("#set-temperature", "placeholder") == "0.7"
     for name, value in {"temperature": "0.2", "top_k": "5", "max_tokens": "50", "presence_penalty": "-1"}.items():
-        desk.page.fill(f"#set-{name}", value)
-    desk.page.fill("#system", "Be brief.")
-    desk.press("Done")
-    desk.type("Hello")
+        chat.page.fill(f"#set-{name}", value)
+    chat.page.fill("#system", "Be brief.")
+    chat.press("Done")
+    chat.type("Hello")
     answer = fake.answer()
     assert {name: answer.body[name] for name in ("temperature", "top_k", "max_tokens", "presence_penalty")} == {
         "temperature": 0.2, "top_k": 5, "max_tokens": 50, "presence_penalty": -1,
@@ -228,60 +228,60 @@ def test_13_settings_reach_the_server_and_can_be_reset(desk: Desk, fake: FakeSer
     assert answer.body["messages"][0] == {"role": "system", "content": "Be brief."}, "checklist 12"
     assert "top_p" not in answer.body
     answer.tell("Yes")
-    desk.wait_until_idle()
-    desk.press("Settings")
-    desk.press("Reset to the server's defaults")
-    assert desk.page.input_value("#set-temperature") == ""
-    desk.press("Done")
-    desk.type("Again")
+    chat.wait_until_idle()
+    chat.press("Settings")
+    chat.press("Reset to the server's defaults")
+    assert chat.page.input_value("#set-temperature") == ""
+    chat.press("Done")
+    chat.type("Again")
     body = fake.answer().body
     assert "temperature" not in body and "top_k" not in body
 
 
-def test_14_and_20_figures_and_facts(desk: Desk, fake: FakeServer) -> None:
-    answer = begun(desk, fake, "Hello", "One")
+def test_14_and_20_figures_and_facts(chat: ChatDriver, fake: FakeServer) -> None:
+    answer = started(chat, fake, "Hello", "One")
     answer.say(" two")
     answer.finish(version="step-7", count=2)
     answer.end(None, prompt=23, cached=16)
-    desk.wait_until_idle()
-    figures = desk.last().locator(".figures")
+    chat.wait_until_idle()
+    figures = chat.last().locator(".figures")
     expect(figures).to_contain_text("2 tokens")
     expect(figures).to_contain_text("tokens/s")
     expect(figures).to_contain_text("first after")
-    expect(desk.fact("Prompt")).to_have_text("23 tokens, 16 of them cached")
-    expect(desk.fact("Weights")).to_have_text("step-7")
-    expect(desk.fact("Seed")).to_have_text(str(answer.body["seed"]))
-    desk.press("fake")
-    facts = desk.page.locator("#facts")
+    expect(chat.fact("Prompt")).to_have_text("23 tokens, 16 of them cached")
+    expect(chat.fact("Weights")).to_have_text("step-7")
+    expect(chat.fact("Seed")).to_have_text(str(answer.body["seed"]))
+    chat.press("fake")
+    facts = chat.page.locator("#facts")
     for text in ("fake", "1,000", "auto", "nano-inference test"):
         expect(facts).to_contain_text(text)
 
 
-def test_thoughts_are_folded_away(desk: Desk, fake: FakeServer) -> None:
-    desk.type("Hello")
+def test_thoughts_are_folded_away(chat: ChatDriver, fake: FakeServer) -> None:
+    chat.type("Hello")
     answer = fake.answer()
     answer.say("<think>Let me", " see")
-    expect(desk.last().locator("details.thought summary")).to_have_text("Thinking…")
+    expect(chat.last().locator("details.thought summary")).to_have_text("Thinking…")
     answer.say("</think>", "Well.")
     answer.end()
-    desk.wait_until_idle()
-    expect(desk.last().locator("details.thought summary")).to_have_text("Thoughts")
-    expect(desk.last().locator(".markdown")).to_have_text("Well.")
+    chat.wait_until_idle()
+    expect(chat.last().locator("details.thought summary")).to_have_text("Thoughts")
+    expect(chat.last().locator(".markdown")).to_have_text("Well.")
 
 
-def test_an_end_that_is_taken_early_asks_for_the_beginning_alone(desk: Desk, fake: FakeServer) -> None:
+def test_an_end_that_is_taken_early_asks_for_the_beginning_alone(chat: ChatDriver, fake: FakeServer) -> None:
     fake.info["end_token_ids"] = [200]
-    desk.page.reload()
-    desk.wait_until_ready()
-    told(desk, fake, "Hello", "One", " two", " three")
-    desk.press("Tokens")
-    desk.page.locator(".tokens .token").nth(2).click()
-    desk.page.get_by_role("button", name='Go on with "A"').click()
+    chat.page.reload()
+    chat.wait_until_ready()
+    answered(chat, fake, "Hello", "One", " two", " three")
+    chat.press("Tokens")
+    chat.page.locator(".tokens .token").nth(2).click()
+    chat.page.get_by_role("button", name='Go on with "A"').click()
     answer = fake.answer()
     assert answer.body["answer_token_ids"] == [7, 7] and answer.body["echo"] is True
     answer.choice({"content": "One two"}, answer_token_ids=[7, 7])
     assert answer.gone.wait(PATIENCE_S), "nothing more is wanted, and the server is told so"
-    desk.wait_until_idle()
-    expect(desk.last().locator(".body")).to_have_text("One two")
-    expect(desk.last()).to_contain_text("3 tokens")
-    expect(desk.last()).not_to_contain_text("Stopped")
+    chat.wait_until_idle()
+    expect(chat.last().locator(".body")).to_have_text("One two")
+    expect(chat.last()).to_contain_text("3 tokens")
+    expect(chat.last()).not_to_contain_text("Stopped")

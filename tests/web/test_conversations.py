@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import expect
 
-from tests.web.desk import Desk, begun, told
+from tests.web.chat_driver import ChatDriver, answered, started
 from tests.web.fake import FakeServer
 
 NAMES = ".chat-name"
 
 
-def test_15_the_meter_counts_and_warns_before_the_context_is_full(desk: Desk, fake: FakeServer) -> None:
-    page = desk.page
+def test_15_the_meter_counts_and_warns_before_the_context_is_full(chat: ChatDriver, fake: FakeServer) -> None:
+    page = chat.page
     page.fill("#draft", "one two three")
     expect(page.locator("#meter-text")).to_have_text("3 of 1,000 tokens")
     assert page.locator("#meter-warning").is_hidden()
@@ -28,37 +28,37 @@ def test_15_the_meter_counts_and_warns_before_the_context_is_full(desk: Desk, fa
     expect(page.locator("#meter-warning")).to_be_visible()
 
 
-def test_16_conversations_are_named_renamed_deleted_and_brought_back(desk: Desk, fake: FakeServer) -> None:
-    page = desk.page
-    told(desk, fake, "About apples", "Red")
-    desk.press("New chat")
-    told(desk, fake, "About pears", "Green")
+def test_16_conversations_are_named_renamed_deleted_and_brought_back(chat: ChatDriver, fake: FakeServer) -> None:
+    page = chat.page
+    answered(chat, fake, "About apples", "Red")
+    chat.press("New chat")
+    answered(chat, fake, "About pears", "Green")
     expect(page.locator(NAMES)).to_have_text(["About pears", "About apples"])
-    desk.press("Rename About apples")
+    chat.press("Rename About apples")
     page.get_by_label("Name of the conversation").fill("Fruit")
     page.keyboard.press("Enter")
     expect(page.locator(NAMES)).to_have_text(["About pears", "Fruit"])
     page.locator(NAMES, has_text="Fruit").click()
-    expect(desk.last().locator(".body")).to_have_text("Red")
-    desk.press("Delete Fruit")
+    expect(chat.last().locator(".body")).to_have_text("Red")
+    chat.press("Delete Fruit")
     expect(page.locator(NAMES)).to_have_text(["About pears"])
-    expect(desk.answers()).to_have_count(0)
-    desk.press("Undo")
+    expect(chat.answers()).to_have_count(0)
+    chat.press("Undo")
     expect(page.locator(NAMES)).to_have_count(2)
-    expect(desk.last().locator(".body")).to_have_text("Red")
-    desk.press("Delete Fruit")
+    expect(chat.last().locator(".body")).to_have_text("Red")
+    chat.press("Delete Fruit")
     expect(page.locator(NAMES)).to_have_text(["About pears"])
     page.reload()
-    desk.wait_until_ready()
+    chat.wait_until_ready()
     expect(page.locator(NAMES)).to_have_text(["About pears"])
-    desk.watch.assert_clean()
+    chat.watch.assert_clean()
 
 
-def test_17_search_looks_into_names_and_texts(desk: Desk, fake: FakeServer) -> None:
-    told(desk, fake, "About apples", "They are red")
-    desk.press("New chat")
-    told(desk, fake, "About pears", "They are green")
-    page = desk.page
+def test_17_search_looks_into_names_and_texts(chat: ChatDriver, fake: FakeServer) -> None:
+    answered(chat, fake, "About apples", "They are red")
+    chat.press("New chat")
+    answered(chat, fake, "About pears", "They are green")
+    page = chat.page
     page.fill("#search", "RED")
     expect(page.locator(NAMES)).to_have_text(["About apples"])
     page.fill("#search", "pears")
@@ -69,35 +69,35 @@ def test_17_search_looks_into_names_and_texts(desk: Desk, fake: FakeServer) -> N
     expect(page.locator(NAMES)).to_have_count(2)
 
 
-def downloaded(desk: Desk, *names: str) -> str:
-    with desk.page.expect_download() as download:
+def downloaded(chat: ChatDriver, *names: str) -> str:
+    with chat.page.expect_download() as download:
         for name in names:
-            desk.press(name)
+            chat.press(name)
     return Path(download.value.path()).read_text()
 
 
 def test_18_a_conversation_leaves_as_json_or_markdown_and_comes_back(
-    desk: Desk, fake: FakeServer, tmp_path: Path
+    chat: ChatDriver, fake: FakeServer, tmp_path: Path
 ) -> None:
-    told(desk, fake, "Hello", "First")
-    desk.press("Regenerate")
+    answered(chat, fake, "Hello", "First")
+    chat.press("Regenerate")
     fake.answer().tell("Second")
-    desk.wait_until_idle()
-    assert downloaded(desk, "Export", "Markdown") == "# Hello\n\n## You\n\nHello\n\n## Answer\n\nSecond\n"
-    text = downloaded(desk, "Export", "JSON (can be imported)")
+    chat.wait_until_idle()
+    assert downloaded(chat, "Export", "Markdown") == "# Hello\n\n## You\n\nHello\n\n## Answer\n\nSecond\n"
+    text = downloaded(chat, "Export", "JSON (can be imported)")
     (chat,) = json.loads(text)["chats"]
     assert [one["text"] for one in chat["messages"]] == ["Hello", "First", "Second"]
-    assert json.loads(downloaded(desk, "Export all"))["chats"][0]["conversation"]["title"] == "Hello"
-    desk.press("Delete Hello")
-    expect(desk.page.locator(NAMES)).to_have_count(0)
+    assert json.loads(downloaded(chat, "Export all"))["chats"][0]["conversation"]["title"] == "Hello"
+    chat.press("Delete Hello")
+    expect(chat.page.locator(NAMES)).to_have_count(0)
     path = tmp_path / "chat.json"
     path.write_text(text)
-    desk.page.set_input_files("#file", path)
-    expect(desk.page.locator(NAMES)).to_have_text(["Hello"])
-    expect(desk.last().locator(".body")).to_have_text("Second")
-    desk.press("Previous version", desk.last())
-    expect(desk.last().locator(".body")).to_have_text("First")
-    desk.watch.assert_clean()
+    chat.page.set_input_files("#file", path)
+    expect(chat.page.locator(NAMES)).to_have_text(["Hello"])
+    expect(chat.last().locator(".body")).to_have_text("Second")
+    chat.press("Previous version", chat.last())
+    expect(chat.last().locator(".body")).to_have_text("First")
+    chat.watch.assert_clean()
 
 
 @pytest.mark.parametrize(
@@ -114,52 +114,52 @@ def test_18_a_conversation_leaves_as_json_or_markdown_and_comes_back(
         ),
     ],
 )
-def test_18_a_file_that_is_none_is_refused(desk: Desk, tmp_path: Path, text: str, complaint: str) -> None:
+def test_18_a_file_that_is_none_is_refused(chat: ChatDriver, tmp_path: Path, text: str, complaint: str) -> None:
     path = tmp_path / "bad.json"
     path.write_text(text)
-    desk.page.set_input_files("#file", path)
-    expect(desk.page.locator(".toast.bad")).to_contain_text(f"Not imported: {complaint}.")
-    expect(desk.page.locator(NAMES)).to_have_count(0)
-    desk.watch.assert_clean()
+    chat.page.set_input_files("#file", path)
+    expect(chat.page.locator(".toast.bad")).to_contain_text(f"Not imported: {complaint}.")
+    expect(chat.page.locator(NAMES)).to_have_count(0)
+    chat.watch.assert_clean()
 
 
-def test_19_a_reload_keeps_everything_also_half_an_answer(desk: Desk, fake: FakeServer) -> None:
-    told(desk, fake, "Hello", "Whole")
-    begun(desk, fake, "More", "Half", " an")
-    desk.page.reload()
-    desk.wait_until_ready()
-    expect(desk.answers()).to_have_count(2)
-    expect(desk.answers().first.locator(".body")).to_have_text("Whole")
-    expect(desk.last().locator(".body")).to_have_text("Half an")
-    expect(desk.last()).to_contain_text("This answer was interrupted.")
-    desk.press("Continue")
+def test_19_a_reload_keeps_everything_also_half_an_answer(chat: ChatDriver, fake: FakeServer) -> None:
+    answered(chat, fake, "Hello", "Whole")
+    started(chat, fake, "More", "Half", " an")
+    chat.page.reload()
+    chat.wait_until_ready()
+    expect(chat.answers()).to_have_count(2)
+    expect(chat.answers().first.locator(".body")).to_have_text("Whole")
+    expect(chat.last().locator(".body")).to_have_text("Half an")
+    expect(chat.last()).to_contain_text("This answer was interrupted.")
+    chat.press("Continue")
     rest = fake.answer()
     assert rest.body["answer_token_ids"] == [7, 7]
     rest.tell(" answer")
-    expect(desk.last().locator(".body")).to_have_text("Half an answer")
-    desk.watch.assert_clean()
+    expect(chat.last().locator(".body")).to_have_text("Half an answer")
+    chat.watch.assert_clean()
 
 
-def test_an_answer_goes_on_in_a_conversation_that_is_not_open(desk: Desk, fake: FakeServer) -> None:
-    answer = begun(desk, fake, "Slow", "One")
-    desk.press("New chat")
-    told(desk, fake, "Quick", "Done")
+def test_an_answer_goes_on_in_a_conversation_that_is_not_open(chat: ChatDriver, fake: FakeServer) -> None:
+    answer = started(chat, fake, "Slow", "One")
+    chat.press("New chat")
+    answered(chat, fake, "Quick", "Done")
     answer.tell(" two")
-    desk.page.locator(NAMES, has_text="Slow").click()
-    expect(desk.last().locator(".body")).to_have_text("One two")
-    desk.wait_until_idle()
-    expect(desk.last()).not_to_contain_text("interrupted")
+    chat.page.locator(NAMES, has_text="Slow").click()
+    expect(chat.last().locator(".body")).to_have_text("One two")
+    chat.wait_until_idle()
+    expect(chat.last()).not_to_contain_text("interrupted")
 
 
-def test_the_system_prompt_belongs_to_its_conversation(desk: Desk, fake: FakeServer) -> None:
-    desk.set(system="Rhyme.")
-    told(desk, fake, "Hello", "Yellow")
-    desk.press("New chat")
-    desk.set(system="")
-    desk.type("Hello")
+def test_the_system_prompt_belongs_to_its_conversation(chat: ChatDriver, fake: FakeServer) -> None:
+    chat.set(system="Rhyme.")
+    answered(chat, fake, "Hello", "Yellow")
+    chat.press("New chat")
+    chat.set(system="")
+    chat.type("Hello")
     assert [one["role"] for one in fake.answer().body["messages"]] == ["user"]
-    desk.press("Stop")
-    desk.page.locator(NAMES).last.click()
-    expect(desk.last().locator(".body")).to_have_text("Yellow")
-    desk.type("Again")
+    chat.press("Stop")
+    chat.page.locator(NAMES).last.click()
+    expect(chat.last().locator(".body")).to_have_text("Yellow")
+    chat.type("Again")
     assert fake.answer().body["messages"][0] == {"role": "system", "content": "Rhyme."}

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Browser, BrowserContext, expect
 
-from tests.web.desk import Desk, begun, told
+from tests.web.chat_driver import ChatDriver, answered, started
 from tests.web.fake import FakeServer, serving
 from tests.web.test_states import BANNER, FAILED, TOAST
 
@@ -18,22 +18,22 @@ DEFAULTS = {"temperature": 0.6, "top_p": 0.95, "min_p": 0.05, "top_k": 20, "max_
 NAMES = ".chat-name"
 
 
-def test_a_wide_table_scrolls_in_its_own_box_and_keeps_its_alignment(desk: Desk, fake: FakeServer) -> None:
-    desk.page.set_viewport_size({"width": 390, "height": 700})
+def test_a_wide_table_scrolls_in_its_own_box_and_keeps_its_alignment(chat: ChatDriver, fake: FakeServer) -> None:
+    chat.page.set_viewport_size({"width": 390, "height": 700})
     head = "| left | middle | right | " + " | ".join(f"column number {n}" for n in range(9)) + " |\n"
     rule = "|:--|:-:|--:|" + "---|" * 9 + "\n"
-    told(desk, fake, "Hello", head, rule, "| a | b | c |" + " wordwordword |" * 9 + "\n")
-    cells = desk.last().locator("td")
+    answered(chat, fake, "Hello", head, rule, "| a | b | c |" + " wordwordword |" * 9 + "\n")
+    cells = chat.last().locator("td")
     for index, side in enumerate(("left", "center", "right")):
         expect(cells.nth(index)).to_have_css("text-align", side)
-        expect(desk.last().locator("th").nth(index)).to_have_css("text-align", side)
-    assert desk.page.evaluate("document.documentElement.scrollWidth") == 390
-    box = desk.page.evaluate(
+        expect(chat.last().locator("th").nth(index)).to_have_css("text-align", side)
+    assert chat.page.evaluate("document.documentElement.scrollWidth") == 390
+    box = chat.page.evaluate(
         "(({scrollWidth, clientWidth}) => [scrollWidth, clientWidth])(document.querySelector('.table'))"
     )
     assert box[0] > box[1], "the table scrolls, and its words are whole"
-    assert desk.page.evaluate("document.querySelector('.table').getBoundingClientRect().right") <= 390
-    height = desk.page.evaluate("document.querySelector('td:last-child').getBoundingClientRect().height")
+    assert chat.page.evaluate("document.querySelector('.table').getBoundingClientRect().right") <= 390
+    height = chat.page.evaluate("document.querySelector('td:last-child').getBoundingClientRect().height")
     assert height < 50, "no word is broken to make room"
 
 
@@ -44,40 +44,40 @@ def chats(title: str) -> str:
     return json.dumps({"format": "nano-inference-chats", "version": 1, "chats": entries})
 
 
-def test_conversations_are_grouped_by_date(desk: Desk, tmp_path: Path) -> None:
+def test_conversations_are_grouped_by_date(chat: ChatDriver, tmp_path: Path) -> None:
     now = datetime(2026, 3, 15, 12)
     path = tmp_path / "chats.json"
     for title, ago in {"Five": 100, "Four": 20, "Three": 5, "Two": 1, "One": 0}.items():
-        desk.page.clock.set_fixed_time(now - timedelta(days=ago))
+        chat.page.clock.set_fixed_time(now - timedelta(days=ago))
         path.write_text(chats(title))
-        desk.page.set_input_files("#file", path)
-        expect(desk.page.locator(NAMES).first).to_have_text(title)
-    desk.page.reload()
-    desk.wait_until_ready()
-    lines = [line for line in desk.page.locator("#chats").inner_text().splitlines() if line.strip()]
+        chat.page.set_input_files("#file", path)
+        expect(chat.page.locator(NAMES).first).to_have_text(title)
+    chat.page.reload()
+    chat.wait_until_ready()
+    lines = [line for line in chat.page.locator("#chats").inner_text().splitlines() if line.strip()]
     assert lines == [
         *("Today", "One", "Yesterday", "Two", "Previous 7 days", "Three"),
         *("Previous 30 days", "Four", "December 2025", "Five"),
     ]
 
 
-def test_a_conversation_that_goes_on_moves_to_today(desk: Desk, fake: FakeServer, tmp_path: Path) -> None:
+def test_a_conversation_that_goes_on_moves_to_today(chat: ChatDriver, fake: FakeServer, tmp_path: Path) -> None:
     now = datetime(2026, 3, 15, 12)
     path = tmp_path / "chats.json"
     for title, ago in {"Old": 9, "New": 1}.items():
-        desk.page.clock.set_fixed_time(now - timedelta(days=ago))
+        chat.page.clock.set_fixed_time(now - timedelta(days=ago))
         path.write_text(chats(title))
-        desk.page.set_input_files("#file", path)
-        expect(desk.page.locator(NAMES).first).to_have_text(title)
-    desk.page.clock.set_fixed_time(now)
-    desk.page.locator(NAMES, has_text="Old").click()
-    told(desk, fake, "Hello", "Yes")
-    expect(desk.page.locator("#chats h2")).to_have_text(["Today", "Yesterday"])
+        chat.page.set_input_files("#file", path)
+        expect(chat.page.locator(NAMES).first).to_have_text(title)
+    chat.page.clock.set_fixed_time(now)
+    chat.page.locator(NAMES, has_text="Old").click()
+    answered(chat, fake, "Hello", "Yes")
+    expect(chat.page.locator("#chats h2")).to_have_text(["Today", "Yesterday"])
 
 
-def test_the_list_shows_full_titles_and_buttons_on_hover_or_focus(desk: Desk, fake: FakeServer) -> None:
-    page = desk.page
-    told(desk, fake, "A question about many things, so that it needs more than a line", "Yes")
+def test_the_list_shows_full_titles_and_buttons_on_hover_or_focus(chat: ChatDriver, fake: FakeServer) -> None:
+    page = chat.page
+    answered(chat, fake, "A question about many things, so that it needs more than a line", "Yes")
     name = page.locator(NAMES)
     title = name.inner_text()
     assert name.get_attribute("title") == title and len(title) > 50
@@ -95,12 +95,12 @@ def test_the_list_shows_full_titles_and_buttons_on_hover_or_focus(desk: Desk, fa
     expect(buttons).to_have_css("opacity", "1")
 
 
-def test_buttons_have_drawn_icons_labels_and_tooltips(desk: Desk, fake: FakeServer) -> None:
-    told(desk, fake, "Hello", "Yes")
-    desk.press("Regenerate")
+def test_buttons_have_drawn_icons_labels_and_tooltips(chat: ChatDriver, fake: FakeServer) -> None:
+    answered(chat, fake, "Hello", "Yes")
+    chat.press("Regenerate")
     fake.answer().tell("No")
-    desk.wait_until_idle()
-    page = desk.page
+    chat.wait_until_idle()
+    page = chat.page
     found = page.evaluate(
         """() => [...document.querySelectorAll('button')].filter((one) => one.offsetParent).map((one) => ({
             text: one.textContent.trim(), label: one.getAttribute('aria-label'), title: one.title,
@@ -128,33 +128,33 @@ def test_buttons_have_drawn_icons_labels_and_tooltips(desk: Desk, fake: FakeServ
     assert width >= 12
 
 
-def test_seed_and_weights_are_in_the_details_only(desk: Desk, fake: FakeServer) -> None:
-    answer = begun(desk, fake, "Hello", "One")
+def test_seed_and_weights_are_in_the_details_only(chat: ChatDriver, fake: FakeServer) -> None:
+    answer = started(chat, fake, "Hello", "One")
     answer.say(" two")
     answer.finish(version="step-7", count=2)
     answer.end(None)
-    desk.wait_until_idle()
-    shown = desk.last().inner_text()
+    chat.wait_until_idle()
+    shown = chat.last().inner_text()
     assert str(answer.body["seed"]) not in shown and "step-7" not in shown and "weights" not in shown.lower()
-    desk.last().locator("summary", has_text="Details").click()
-    facts = desk.last().locator(".figures dl")
+    chat.last().locator("summary", has_text="Details").click()
+    facts = chat.last().locator(".figures dl")
     expect(facts).to_contain_text("step-7")
     expect(facts).to_contain_text(str(answer.body["seed"]))
-    desk.press(str(answer.body["seed"]), facts)
-    expect(desk.page.locator(".toast")).to_contain_text("is used from now on")
-    desk.press("Regenerate")
+    chat.press(str(answer.body["seed"]), facts)
+    expect(chat.page.locator(".toast")).to_contain_text("is used from now on")
+    chat.press("Regenerate")
     assert fake.answer().body["seed"] == answer.body["seed"]
 
 
-def test_info_is_told_in_words(desk: Desk, fake: FakeServer) -> None:
+def test_info_is_told_in_words(chat: ChatDriver, fake: FakeServer) -> None:
     fake.info |= {
         "architecture": "LlamaForCausalLM", "layers": 30, "parameters": 134_515_008, "device": "cpu",
         "chat_defaults": DEFAULTS, "chat_defaults_source": "measured for this model", "generation": None,
     }  # fmt: skip
-    desk.page.reload()
-    desk.wait_until_ready()
-    desk.press("fake")
-    lines = desk.page.locator("#facts li").all_inner_texts()
+    chat.page.reload()
+    chat.wait_until_ready()
+    chat.press("fake")
+    lines = chat.page.locator("#facts li").all_inner_texts()
     assert all(re.fullmatch(r"[A-Za-z].* .*\.", line) for line in lines), lines
     text = "\n".join(lines)
     assert "Prompt and answer together can have 1,000 tokens." in text
@@ -164,115 +164,115 @@ def test_info_is_told_in_words(desk: Desk, fake: FakeServer) -> None:
         assert raw not in text
 
 
-def test_chat_defaults_are_sent_where_the_user_has_set_nothing(desk: Desk, fake: FakeServer) -> None:
+def test_chat_defaults_are_sent_where_the_user_has_set_nothing(chat: ChatDriver, fake: FakeServer) -> None:
     fake.info |= {
         "chat_defaults": {**DEFAULTS, "repetition_penalty": None},
         "chat_defaults_source": "default for chats",
     }
-    desk.page.reload()
-    desk.wait_until_ready()
-    desk.press("Settings")
+    chat.page.reload()
+    chat.wait_until_ready()
+    chat.press("Settings")
     for name, value in DEFAULTS.items():
-        assert desk.page.get_attribute(f"#set-{name}", "placeholder") == str(value)
-    expect(desk.page.locator("#defaults-source")).to_have_text(
+        assert chat.page.get_attribute(f"#set-{name}", "placeholder") == str(value)
+    expect(chat.page.locator("#defaults-source")).to_have_text(
         "A field left empty has the value shown in grey. Temperature, top-p, top-k and min-p: default for chats."
     )
-    desk.page.fill("#set-temperature", "0.1")
-    desk.press("Done")
-    desk.type("Hello")
+    chat.page.fill("#set-temperature", "0.1")
+    chat.press("Done")
+    chat.type("Hello")
     body = fake.answer().body
     assert {name: body[name] for name in DEFAULTS} == {**DEFAULTS, "temperature": 0.1}
     assert "repetition_penalty" not in body
-    expect(desk.fact("Settings")).to_contain_text("temperature 0.1, top-p 0.95")
+    expect(chat.fact("Settings")).to_contain_text("temperature 0.1, top-p 0.95")
 
 
-def test_details_name_the_settings_of_the_latest_request(desk: Desk, fake: FakeServer) -> None:
+def test_details_name_the_settings_of_the_latest_request(chat: ChatDriver, fake: FakeServer) -> None:
     fake.info["chat_defaults"] = DEFAULTS
-    desk.page.reload()
-    desk.wait_until_ready()
-    desk.set(**{"set-temperature": 0.1})
-    begun(desk, fake, "Hello", "Half").end("length")
-    expect(desk.fact("Settings")).to_contain_text("temperature 0.1, top-p 0.95")
-    desk.set(**{"set-temperature": 0.9})
-    desk.press("Continue")
+    chat.page.reload()
+    chat.wait_until_ready()
+    chat.set(**{"set-temperature": 0.1})
+    started(chat, fake, "Hello", "Half").end("length")
+    expect(chat.fact("Settings")).to_contain_text("temperature 0.1, top-p 0.95")
+    chat.set(**{"set-temperature": 0.9})
+    chat.press("Continue")
     rest = fake.answer()
     assert rest.body["temperature"] == 0.9
     rest.tell(" whole")
-    expect(desk.fact("Settings")).to_contain_text("temperature 0.9, top-p 0.95")
-    desk.set(**{"set-temperature": 0.4})
-    desk.press("Tokens")
-    desk.page.locator(".tokens .token").first.click()
-    desk.page.get_by_role("button", name='Go on with "A"').click()
+    expect(chat.fact("Settings")).to_contain_text("temperature 0.9, top-p 0.95")
+    chat.set(**{"set-temperature": 0.4})
+    chat.press("Tokens")
+    chat.page.locator(".tokens .token").first.click()
+    chat.page.get_by_role("button", name='Go on with "A"').click()
     fake.answer().tell(" else")
-    expect(desk.last()).to_contain_text("2/2")
-    expect(desk.fact("Settings")).to_contain_text("temperature 0.4, top-p 0.95")
+    expect(chat.last()).to_contain_text("2/2")
+    expect(chat.fact("Settings")).to_contain_text("temperature 0.4, top-p 0.95")
 
 
-def test_an_older_server_is_sent_no_defaults(desk: Desk, fake: FakeServer) -> None:
-    desk.press("Settings")
-    assert desk.page.locator("#defaults-source").inner_text() == ""
-    desk.press("Done")
-    desk.type("Hello")
+def test_an_older_server_is_sent_no_defaults(chat: ChatDriver, fake: FakeServer) -> None:
+    chat.press("Settings")
+    assert chat.page.locator("#defaults-source").inner_text() == ""
+    chat.press("Done")
+    chat.type("Hello")
     assert not {*DEFAULTS, "repetition_penalty"} & fake.answer().body.keys()
 
 
 def test_no_error_stays_after_reconnecting(context: BrowserContext) -> None:
     with serving() as server:
-        desk = Desk(context, server.url)
-        begun(desk, server, "Hello", "Half")
+        chat = ChatDriver(context, server.url)
+        started(chat, server, "Hello", "Half")
         port = int(server.url.rpartition(":")[2])
-    expect(desk.page.locator(TOAST)).to_contain_text("the connection was lost")
-    expect(desk.page.locator(BANNER)).to_contain_text("The server does not answer")
+    expect(chat.page.locator(TOAST)).to_contain_text("the connection was lost")
+    expect(chat.page.locator(BANNER)).to_contain_text("The server does not answer")
     with serving(port=port):
-        desk.wait_until_ready()
-        expect(desk.page.locator(TOAST)).to_have_count(0)
-    desk.watch.assert_clean([FAILED, "ERR_INCOMPLETE_CHUNKED_ENCODING"])
+        chat.wait_until_ready()
+        expect(chat.page.locator(TOAST)).to_have_count(0)
+    chat.watch.assert_clean([FAILED, "ERR_INCOMPLETE_CHUNKED_ENCODING"])
 
 
-def test_no_error_stays_after_continue(desk: Desk, fake: FakeServer) -> None:
-    answer = begun(desk, fake, "Hello", "Half")
+def test_no_error_stays_after_continue(chat: ChatDriver, fake: FakeServer) -> None:
+    answer = started(chat, fake, "Hello", "Half")
     answer.event({"error": {"message": "out of memory"}})
     answer.raw(b"")
-    expect(desk.page.locator(TOAST)).to_contain_text("out of memory")
-    desk.press("Continue")
+    expect(chat.page.locator(TOAST)).to_contain_text("out of memory")
+    chat.press("Continue")
     fake.answer().say(" whole")
-    expect(desk.page.locator(TOAST)).to_have_count(0)
+    expect(chat.page.locator(TOAST)).to_have_count(0)
 
 
-def test_no_error_stays_after_a_key_is_entered(desk: Desk, fake: FakeServer) -> None:
+def test_no_error_stays_after_a_key_is_entered(chat: ChatDriver, fake: FakeServer) -> None:
     fake.key = "secret-key"
-    desk.type("Hello")
-    expect(desk.page.locator(TOAST)).to_contain_text("an API key is needed")
-    desk.page.fill("#key-field", "secret-key")
-    desk.press("Use this key")
-    desk.wait_until_ready()
-    expect(desk.page.locator(TOAST)).to_have_count(0)
-    desk.watch.assert_clean([FAILED])
+    chat.type("Hello")
+    expect(chat.page.locator(TOAST)).to_contain_text("an API key is needed")
+    chat.page.fill("#key-field", "secret-key")
+    chat.press("Use this key")
+    chat.wait_until_ready()
+    expect(chat.page.locator(TOAST)).to_have_count(0)
+    chat.watch.assert_clean([FAILED])
 
 
-def speed_of(desk: Desk, index: int) -> float:
-    found = re.search(r"([\d.]+) tokens/s", desk.answers().nth(index).locator(".figures").inner_text())
+def speed_of(chat: ChatDriver, index: int) -> float:
+    found = re.search(r"([\d.]+) tokens/s", chat.answers().nth(index).locator(".figures").inner_text())
     assert found is not None
     return float(found[1])
 
 
-def test_samples_side_by_side_have_a_clock_each(desk: Desk, fake: FakeServer) -> None:
-    desk.page.evaluate("() => { window.nowMs = 1000; performance.now = () => window.nowMs; }")
-    desk.set(samples=2)
-    desk.type("Hello")
+def test_samples_side_by_side_have_a_clock_each(chat: ChatDriver, fake: FakeServer) -> None:
+    chat.page.evaluate("() => { window.nowMs = 1000; performance.now = () => window.nowMs; }")
+    chat.set(samples=2)
+    chat.type("Hello")
     answer = fake.answer()
     for index, word, gap_ms in ((0, "quick", 50), (1, "slow", 250)):
         for count in range(1, 6):
-            desk.page.evaluate(f"window.nowMs += {gap_ms}")
+            chat.page.evaluate(f"window.nowMs += {gap_ms}")
             answer.say(word, index=index)
-            expect(desk.answers().nth(index).locator(".body")).to_have_text(word * count)
+            expect(chat.answers().nth(index).locator(".body")).to_have_text(word * count)
         answer.finish(index=index)
     answer.end(None)
-    desk.wait_until_idle()
-    assert speed_of(desk, 0) == 20
-    assert speed_of(desk, 1) == 4
+    chat.wait_until_idle()
+    assert speed_of(chat, 0) == 20
+    assert speed_of(chat, 1) == 4
     first = [
-        float(re.findall(r"first after ([\d.]+) s", desk.answers().nth(at).locator(".figures").inner_text())[0])
+        float(re.findall(r"first after ([\d.]+) s", chat.answers().nth(at).locator(".figures").inner_text())[0])
         for at in (0, 1)
     ]
     assert first == [0.05, 0.5]
@@ -280,8 +280,8 @@ def test_samples_side_by_side_have_a_clock_each(desk: Desk, fake: FakeServer) ->
 
 def test_phones_read_nothing_of_keys_that_they_lack(browser: Browser, fake: FakeServer) -> None:
     context = browser.new_context(viewport={"width": 390, "height": 844}, has_touch=True, is_mobile=True)
-    desk = Desk(context, fake.url)
-    page = desk.page
+    chat = ChatDriver(context, fake.url)
+    page = chat.page
     assert page.get_attribute("#search", "placeholder") == "Search"
     page.tap("#help-open")
     expect(page.locator("#help")).to_contain_text("Tokens")
@@ -292,28 +292,28 @@ def test_phones_read_nothing_of_keys_that_they_lack(browser: Browser, fake: Fake
 
 
 @pytest.mark.parametrize("width", [1280, 390])
-def test_a_keyboards_owner_reads_of_it(desk: Desk, width: int) -> None:
-    desk.page.set_viewport_size({"width": width, "height": 800})
-    assert desk.page.get_attribute("#search", "placeholder") == "Search (Ctrl+K)"
-    desk.press("Help")
-    expect(desk.page.locator("#help")).to_contain_text("Ctrl/Cmd+K")
+def test_a_keyboards_owner_reads_of_it(chat: ChatDriver, width: int) -> None:
+    chat.page.set_viewport_size({"width": width, "height": 800})
+    assert chat.page.get_attribute("#search", "placeholder") == "Search (Ctrl+K)"
+    chat.press("Help")
+    expect(chat.page.locator("#help")).to_contain_text("Ctrl/Cmd+K")
 
 
 @pytest.mark.parametrize("samples", [1, 2])
 def test_token_colours_stay_inside_the_column_on_a_phone(browser: Browser, fake: FakeServer, samples: int) -> None:
     context = browser.new_context(viewport={"width": 390, "height": 844}, has_touch=True, is_mobile=True)
-    desk = Desk(context, fake.url)
-    desk.set(samples=samples)
-    desk.page.fill("#draft", "Hello")
-    desk.page.tap("#send")
+    chat = ChatDriver(context, fake.url)
+    chat.set(samples=samples)
+    chat.page.fill("#draft", "Hello")
+    chat.page.tap("#send")
     answer = fake.answer()
     for index in range(samples):
         answer.say("word", " " * 90, "x" * 120, "    and", " on" * 40, "\n", " " * 60, index=index)
         answer.finish(index=index)
     answer.end(None)
-    desk.wait_until_idle()
-    desk.press("Tokens", desk.answers().first)
-    edges = desk.page.evaluate(
+    chat.wait_until_idle()
+    chat.press("Tokens", chat.answers().first)
+    edges = chat.page.evaluate(
         """() => { const room = document.querySelector('.tokens').getBoundingClientRect();
             return [...document.querySelectorAll('.tokens .token, .legend .token')].flatMap((one) =>
                 [...one.getClientRects()].map((box) => [box.left - room.left, box.right - room.right])) }"""
@@ -322,53 +322,53 @@ def test_token_colours_stay_inside_the_column_on_a_phone(browser: Browser, fake:
     context.close()
 
 
-def test_system_prompts_at_hand(desk: Desk, fake: FakeServer) -> None:
-    page = desk.page
-    desk.press("Settings")
+def test_system_prompts_at_hand(chat: ChatDriver, fake: FakeServer) -> None:
+    page = chat.page
+    chat.press("Settings")
     page.select_option("#preset", label="Brief")
     prompt = page.input_value("#system")
     assert "few words" in prompt
     page.fill("#system", "Speak like a sailor.")
     expect(page.locator("#preset")).to_have_value("")
-    desk.press("Save the one below")
-    desk.press("Done")
-    desk.type("Hello")
+    chat.press("Save the one below")
+    chat.press("Done")
+    chat.type("Hello")
     assert fake.answer().body["messages"][0] == {"role": "system", "content": "Speak like a sailor."}
-    desk.press("Stop")
+    chat.press("Stop")
     page.reload()
-    desk.wait_until_ready()
-    desk.press("Settings")
+    chat.wait_until_ready()
+    chat.press("Settings")
     page.select_option("#preset", label="Translator")
     assert "Translate" in page.input_value("#system")
     expect(page.locator("#preset-delete")).to_be_hidden()
     page.select_option("#preset", label="Speak like a sailor.")
     assert page.input_value("#system") == "Speak like a sailor."
-    desk.press("Delete", page.locator("#settings"))
+    chat.press("Delete", page.locator("#settings"))
     expect(page.locator("#preset option", has_text="sailor")).to_have_count(0)
-    desk.watch.assert_clean()
+    chat.watch.assert_clean()
 
 
-def attach(desk: Desk, name: str, content: bytes) -> None:
-    desk.page.set_input_files("#attach-file", {"name": name, "mimeType": "", "buffer": content})
+def attach(chat: ChatDriver, name: str, content: bytes) -> None:
+    chat.page.set_input_files("#attach-file", {"name": name, "mimeType": "", "buffer": content})
 
 
-def test_a_text_file_is_attached_seen_and_removed(desk: Desk, fake: FakeServer) -> None:
-    page = desk.page
-    attach(desk, "notes.md", b"One ```code``` two\n````\nfour\n````\n")
-    attach(desk, "gone.txt", b"never sent")
-    desk.press("Remove gone.txt")
+def test_a_text_file_is_attached_seen_and_removed(chat: ChatDriver, fake: FakeServer) -> None:
+    page = chat.page
+    attach(chat, "notes.md", b"One ```code``` two\n````\nfour\n````\n")
+    attach(chat, "gone.txt", b"never sent")
+    chat.press("Remove gone.txt")
     chip = page.locator("#attached li")
     expect(chip).to_have_count(1)
     chip.locator("summary").click()
     fenced = "notes.md:\n`````md\nOne ```code``` two\n````\nfour\n````\n`````"
     assert chip.locator("pre").inner_text() == fenced
-    desk.type("What does it say?")
+    chat.type("What does it say?")
     body = fake.answer().body
     assert body["messages"] == [{"role": "user", "content": f"What does it say?\n\n{fenced}"}]
     expect(page.locator(".message.user")).to_contain_text("notes.md:")
     expect(page.locator(".chat-name")).to_have_text("What does it say?")
     assert page.locator("#attached").is_hidden()
-    desk.watch.assert_clean()
+    chat.watch.assert_clean()
 
 
 @pytest.mark.parametrize(
@@ -379,23 +379,25 @@ def test_a_text_file_is_attached_seen_and_removed(desk: Desk, fake: FakeServer) 
         ("a.bin", b"abc\x00def", "“a.bin” is not a text file (UTF-8)."),
     ],
 )
-def test_what_cannot_be_attached_is_refused_by_one_line(desk: Desk, name: str, content: bytes, complaint: str) -> None:
-    attach(desk, name, content)
-    expect(desk.page.locator(f"{TOAST} span")).to_have_text(complaint)
-    assert desk.page.locator("#attached").is_hidden()
+def test_what_cannot_be_attached_is_refused_by_one_line(
+    chat: ChatDriver, name: str, content: bytes, complaint: str
+) -> None:
+    attach(chat, name, content)
+    expect(chat.page.locator(f"{TOAST} span")).to_have_text(complaint)
+    assert chat.page.locator("#attached").is_hidden()
 
 
-def test_files_together_have_the_limit(desk: Desk) -> None:
-    attach(desk, "one.txt", b"x" * 40_000)
-    expect(desk.page.locator("#attached li")).to_have_count(1)
-    attach(desk, "two.txt", b"x" * 40_000)
-    expect(desk.page.locator(TOAST)).to_contain_text("at most 64 kB")
-    expect(desk.page.locator("#attached li")).to_have_count(1)
+def test_files_together_have_the_limit(chat: ChatDriver) -> None:
+    attach(chat, "one.txt", b"x" * 40_000)
+    expect(chat.page.locator("#attached li")).to_have_count(1)
+    attach(chat, "two.txt", b"x" * 40_000)
+    expect(chat.page.locator(TOAST)).to_contain_text("at most 64 kB")
+    expect(chat.page.locator("#attached li")).to_have_count(1)
 
 
-def drop(desk: Desk, *files: tuple[str, str]) -> None:
+def drop(chat: ChatDriver, *files: tuple[str, str]) -> None:
     """Drop files of a name and a content onto the page, each on its own, none waiting for the one before."""
-    desk.page.evaluate(
+    chat.page.evaluate(
         """(files) => { for (const [name, text] of files) {
             const dataTransfer = new DataTransfer();
             dataTransfer.items.add(new File([text], name));
@@ -405,35 +407,35 @@ def drop(desk: Desk, *files: tuple[str, str]) -> None:
     )
 
 
-def test_a_file_can_be_dropped(desk: Desk) -> None:
-    drop(desk, ("drop.txt", "dropped"))
-    expect(desk.page.locator("#attached summary")).to_have_text("drop.txt, 7 bytes")
+def test_a_file_can_be_dropped(chat: ChatDriver) -> None:
+    drop(chat, ("drop.txt", "dropped"))
+    expect(chat.page.locator("#attached summary")).to_have_text("drop.txt, 7 bytes")
 
 
-def test_files_dropped_in_quick_succession_have_the_limit_together(desk: Desk) -> None:
-    drop(desk, ("one.txt", "x" * 40_000), ("two.txt", "x" * 40_000))
-    expect(desk.page.locator(TOAST)).to_contain_text("“two.txt” is too large: at most 64 kB")
-    expect(desk.page.locator("#attached summary")).to_have_text("one.txt, 39.1 kB")
+def test_files_dropped_in_quick_succession_have_the_limit_together(chat: ChatDriver) -> None:
+    drop(chat, ("one.txt", "x" * 40_000), ("two.txt", "x" * 40_000))
+    expect(chat.page.locator(TOAST)).to_contain_text("“two.txt” is too large: at most 64 kB")
+    expect(chat.page.locator("#attached summary")).to_have_text("one.txt, 39.1 kB")
 
 
-def test_a_file_dropped_on_a_text_is_inserted_at_the_cursor(desk: Desk, fake: FakeServer) -> None:
-    page = desk.page
-    desk.press("Continue a text")
+def test_a_file_dropped_on_a_text_is_inserted_at_the_cursor(chat: ChatDriver, fake: FakeServer) -> None:
+    page = chat.page
+    chat.press("Continue a text")
     page.fill("#text-field", "Once  upon")
     page.evaluate("document.querySelector('#text-field').setSelectionRange(5, 5)")
-    drop(desk, ("drop.txt", "dropped"))
+    drop(chat, ("drop.txt", "dropped"))
     expect(page.locator("#text-field")).to_have_value("Once dropped upon")
-    drop(desk, ("big.txt", "x" * (64 * 1024 + 1)))
+    drop(chat, ("big.txt", "x" * (64 * 1024 + 1)))
     expect(page.locator(TOAST)).to_contain_text("“big.txt” is too large")
-    desk.press("Continue")
+    chat.press("Continue")
     answer = fake.answer()
     assert answer.body["prompt"] == "Once dropped upon"
-    drop(desk, ("late.txt", "late"))
+    drop(chat, ("late.txt", "late"))
     page.wait_for_timeout(200)
     answer.write(" a")
     answer.end_text()
     expect(page.locator("#text-go")).to_be_visible()
     expect(page.locator("#text-field")).to_have_value("Once dropped upon a")
-    desk.press("New chat")
+    chat.press("New chat")
     expect(page.locator("#attached")).to_be_hidden()
-    desk.watch.assert_clean()
+    chat.watch.assert_clean()

@@ -6,7 +6,7 @@ import pytest
 from playwright.sync_api import BrowserContext, expect
 from starlette.responses import Response
 
-from tests.web.desk import Desk, begun, told
+from tests.web.chat_driver import ChatDriver, answered, started
 from tests.web.fake import FakeServer
 from tests.web.payloads import PAYLOADS
 from tests.web.test_security import ALLOWED, assert_untouched, trap
@@ -16,16 +16,16 @@ MATHML = {"math", "mrow", "mi", "mn", "mo", "mtext", "msup", "msub", "mfrac", "m
 
 
 @pytest.mark.parametrize("text", [r"\[a^2\]", r"\(a^2\)", "$$a^2$$", "$a^2$", "\\[\na^2\n\\]", "$$\na^2\n$$"])
-def test_latex_is_rendered_in_every_delimiter(desk: Desk, fake: FakeServer, text: str) -> None:
-    told(desk, fake, "Hello", f"Before\n\n{text}\n\nAfter")
-    formula = desk.last().locator(".body math")
+def test_latex_is_rendered_in_every_delimiter(chat: ChatDriver, fake: FakeServer, text: str) -> None:
+    answered(chat, fake, "Hello", f"Before\n\n{text}\n\nAfter")
+    formula = chat.last().locator(".body math")
     expect(formula.locator("msup mi")).to_have_text("a")
     expect(formula.locator("msup mn")).to_have_text("2")
-    body = desk.last().locator(".body").inner_text()
+    body = chat.last().locator(".body").inner_text()
     assert "$" not in body and "\\" not in body and "[" not in body
     is_display = formula.get_attribute("display") == "block"
     assert is_display == (text[:2] in ("$$", r"\["))
-    desk.watch.assert_clean()
+    chat.watch.assert_clean()
 
 
 @pytest.mark.parametrize(
@@ -40,16 +40,16 @@ def test_latex_is_rendered_in_every_delimiter(desk: Desk, fake: FakeServer, text
         r"\$a^2\$",
     ],
 )
-def test_money_variables_and_code_are_no_formulas(desk: Desk, fake: FakeServer, text: str) -> None:
-    told(desk, fake, "Hello", text)
-    expect(desk.last().locator(".markdown")).to_be_visible()
-    assert desk.last().locator("math, .math").count() == 0
+def test_money_variables_and_code_are_no_formulas(chat: ChatDriver, fake: FakeServer, text: str) -> None:
+    answered(chat, fake, "Hello", text)
+    expect(chat.last().locator(".markdown")).to_be_visible()
+    assert chat.last().locator("math, .math").count() == 0
     assert fake.later == [], "the renderer is loaded only for a formula"
 
 
-def test_a_formula_is_text_until_it_is_whole(desk: Desk, fake: FakeServer) -> None:
-    answer = begun(desk, fake, "Hello", "So\n\n", "\\[\n\\frac{a_1*b}{2*c}")
-    body = desk.last().locator(".body")
+def test_a_formula_is_text_until_it_is_whole(chat: ChatDriver, fake: FakeServer) -> None:
+    answer = started(chat, fake, "Hello", "So\n\n", "\\[\n\\frac{a_1*b}{2*c}")
+    body = chat.last().locator(".body")
     expect(body.locator(".math-open")).to_have_text("\\[\n\\frac{a_1*b}{2*c}")
     answer.say("\n\\]\n\nand \\(x")
     expect(body.locator("mfrac")).to_have_count(1)
@@ -57,45 +57,45 @@ def test_a_formula_is_text_until_it_is_whole(desk: Desk, fake: FakeServer) -> No
     answer.say("^2\\) too")
     expect(body.locator("msup")).to_have_count(1)
     answer.end()
-    desk.wait_until_idle()
+    chat.wait_until_idle()
     expect(body.locator("math")).to_have_count(2)
     assert fake.later == ["/formulas.js"], "it is loaded once"
-    desk.watch.assert_clean()
+    chat.watch.assert_clean()
 
 
-def test_without_the_renderer_the_source_stays(desk: Desk, fake: FakeServer) -> None:
+def test_without_the_renderer_the_source_stays(chat: ChatDriver, fake: FakeServer) -> None:
     fake.refuse_later = Response("no", 500)
-    told(desk, fake, "Hello", r"\[a^2\] and \(b\)")
-    expect(desk.last().locator(".body")).to_have_text(r"\[a^2\] and \(b\)")
+    answered(chat, fake, "Hello", r"\[a^2\] and \(b\)")
+    expect(chat.last().locator(".body")).to_have_text(r"\[a^2\] and \(b\)")
     assert fake.later == ["/formulas.js"]
-    desk.watch.assert_clean([FAILED])
+    chat.watch.assert_clean([FAILED])
 
 
-def test_a_failed_load_is_tried_again_once_in_thirty_seconds(desk: Desk, fake: FakeServer) -> None:
+def test_a_failed_load_is_tried_again_once_in_thirty_seconds(chat: ChatDriver, fake: FakeServer) -> None:
     fake.refuse_later = Response("no", 500)
-    desk.page.clock.install()
+    chat.page.clock.install()
     for wait_s, loads in ((0, 1), (20, 1), (11, 2), (20, 2), (11, 3)):
-        desk.page.clock.fast_forward(1000 * wait_s)
-        told(desk, fake, "Hello", r"\(a^2\) and \(b\)")
-        desk.page.wait_for_timeout(200)
+        chat.page.clock.fast_forward(1000 * wait_s)
+        answered(chat, fake, "Hello", r"\(a^2\) and \(b\)")
+        chat.page.wait_for_timeout(200)
         assert len(fake.later) == loads, f"{wait_s} s after the formula before"
     fake.refuse_later = None
-    desk.page.clock.fast_forward(31_000)
-    told(desk, fake, "Hello", r"\(a^2\)")
-    expect(desk.last().locator("math")).to_have_count(1)
+    chat.page.clock.fast_forward(31_000)
+    answered(chat, fake, "Hello", r"\(a^2\)")
+    expect(chat.last().locator("math")).to_have_count(1)
 
 
 def test_a_renderer_that_was_changed_on_its_way_is_not_run(context: BrowserContext, fake: FakeServer) -> None:
     trap(context)
     fake.refuse_later = Response("pwned()", media_type="text/javascript")
-    desk = Desk(context, fake.url)
-    told(desk, fake, "Hello", r"\[a^2\]")
-    expect(desk.last().locator(".body")).to_have_text(r"\[a^2\]")
-    desk.until("document.querySelectorAll('head script[integrity]').length === 1")
-    desk.page.wait_for_timeout(200)
+    chat = ChatDriver(context, fake.url)
+    answered(chat, fake, "Hello", r"\[a^2\]")
+    expect(chat.last().locator(".body")).to_have_text(r"\[a^2\]")
+    chat.until("document.querySelectorAll('head script[integrity]').length === 1")
+    chat.page.wait_for_timeout(200)
     assert fake.later == ["/formulas.js"]
-    assert desk.page.evaluate("window.runs") == 0
-    expect(desk.last().locator(".body")).to_have_text(r"\[a^2\]")
+    assert chat.page.evaluate("window.runs") == 0
+    expect(chat.last().locator(".body")).to_have_text(r"\[a^2\]")
 
 
 HOSTILE = [
@@ -119,67 +119,67 @@ HOSTILE = [
 
 def test_hostile_formulas_are_harmless_and_bounded(context: BrowserContext, fake: FakeServer) -> None:
     trap(context)
-    desk = Desk(context, fake.url)
-    told(desk, fake, "Hello", r"\(x\)")
-    expect(desk.last().locator("math")).to_have_count(1)
+    chat = ChatDriver(context, fake.url)
+    answered(chat, fake, "Hello", r"\(x\)")
+    expect(chat.last().locator("math")).to_have_count(1)
     for tex in [*HOSTILE, *PAYLOADS]:
-        desk.type("More")
+        chat.type("More")
         fake.answer().tell(f"\\[{tex}\\]")
-        desk.wait_until_idle()
-    assert desk.page.evaluate("window.runs") == 0
-    found = desk.page.evaluate("[...document.querySelectorAll('.body *')].map((one) => one.tagName)")
+        chat.wait_until_idle()
+    assert chat.page.evaluate("window.runs") == 0
+    found = chat.page.evaluate("[...document.querySelectorAll('.body *')].map((one) => one.tagName)")
     allowed = ALLOWED | MATHML | {name.lower() for name in ALLOWED}
     assert {name for name in found if name not in allowed} == set()
-    for one in desk.page.locator(".body [href]").all():
+    for one in chat.page.locator(".body [href]").all():
         assert (one.get_attribute("href") or "").startswith(("https://", "http://", "mailto:"))
-    assert desk.page.locator(".body [style*=url]").count() == 0
-    desk.page.evaluate("document.querySelectorAll('.body [style]').forEach((one) => one.removeAttribute('style'))")
-    assert_untouched_but_formulas(desk)
-    desk.watch.assert_clean()
+    assert chat.page.locator(".body [style*=url]").count() == 0
+    chat.page.evaluate("document.querySelectorAll('.body [style]').forEach((one) => one.removeAttribute('style'))")
+    assert_untouched_but_formulas(chat)
+    chat.watch.assert_clean()
 
 
-def assert_untouched_but_formulas(desk: Desk) -> None:
-    desk.page.evaluate("document.querySelectorAll('.body math').forEach((one) => one.remove())")
-    assert_untouched(desk.page)
+def assert_untouched_but_formulas(chat: ChatDriver) -> None:
+    chat.page.evaluate("document.querySelectorAll('.body math').forEach((one) => one.remove())")
+    assert_untouched(chat.page)
 
 
-def test_a_bomb_takes_no_time(desk: Desk, fake: FakeServer) -> None:
+def test_a_bomb_takes_no_time(chat: ChatDriver, fake: FakeServer) -> None:
     """With definitions allowed and no limits this formula took ten seconds."""
-    told(desk, fake, "Hello", r"\(x\)")
-    expect(desk.last().locator("math")).to_have_count(1)
-    desk.type("More")
+    answered(chat, fake, "Hello", r"\(x\)")
+    expect(chat.last().locator("math")).to_have_count(1)
+    chat.type("More")
     answer = fake.answer()
-    desk.page.evaluate("window.began = performance.now()")
+    chat.page.evaluate("window.began = performance.now()")
     answer.tell(
         "\\[\\def\\a{" + "x" * 950 + "}" + "\\a" * 495 + "\\]\n\n",
         *(["\\[" + "\\overline{" * 180 + "}" * 180 + "\\]\n\n"] * 5),
     )
-    desk.wait_until_idle()
-    assert desk.page.evaluate("performance.now() - window.began") < 5000
+    chat.wait_until_idle()
+    assert chat.page.evaluate("performance.now() - window.began") < 5000
 
 
 @pytest.mark.parametrize("piece", ["\\(", "\\[\n\n", "$$\n\n", "$a ", "\\(x\\) "])
-def test_many_delimiters_take_no_time(desk: Desk, fake: FakeServer, piece: str) -> None:
-    desk.type("Hello")
+def test_many_delimiters_take_no_time(chat: ChatDriver, fake: FakeServer, piece: str) -> None:
+    chat.type("Hello")
     answer = fake.answer()
-    desk.page.evaluate("window.began = performance.now()")
+    chat.page.evaluate("window.began = performance.now()")
     answer.tell(piece * 3000)
-    desk.wait_until_idle()
-    assert desk.page.evaluate("performance.now() - window.began") < 5000
+    chat.wait_until_idle()
+    assert chat.page.evaluate("performance.now() - window.began") < 5000
 
 
-def test_a_wide_formula_scrolls_inside_its_own_box(desk: Desk, fake: FakeServer) -> None:
-    desk.page.set_viewport_size({"width": 390, "height": 700})
-    told(desk, fake, "Hello", "\\[" + "=".join(["\\frac{abcdefgh}{ijklmnop}"] * 30) + "\\]")
-    expect(desk.last().locator("math")).to_have_count(1)
-    assert desk.page.evaluate("document.documentElement.scrollWidth") == 390
-    box = desk.last().locator(".math.display").bounding_box()
+def test_a_wide_formula_scrolls_inside_its_own_box(chat: ChatDriver, fake: FakeServer) -> None:
+    chat.page.set_viewport_size({"width": 390, "height": 700})
+    answered(chat, fake, "Hello", "\\[" + "=".join(["\\frac{abcdefgh}{ijklmnop}"] * 30) + "\\]")
+    expect(chat.last().locator("math")).to_have_count(1)
+    assert chat.page.evaluate("document.documentElement.scrollWidth") == 390
+    box = chat.last().locator(".math.display").bounding_box()
     assert box is not None and box["x"] + box["width"] <= 390
 
 
-def test_a_matrix_keeps_its_lines_without_style_attributes(desk: Desk, fake: FakeServer) -> None:
-    told(desk, fake, "Hello", r"\[\begin{array}{c|c}1&2\\ \hline 3&4\end{array} \quad \boxed{42}\]")
-    cell = desk.last().locator("mtd").first
+def test_a_matrix_keeps_its_lines_without_style_attributes(chat: ChatDriver, fake: FakeServer) -> None:
+    answered(chat, fake, "Hello", r"\[\begin{array}{c|c}1&2\\ \hline 3&4\end{array} \quad \boxed{42}\]")
+    cell = chat.last().locator("mtd").first
     expect(cell).to_have_css("border-right-style", "solid")
-    expect(desk.last().locator("mrow", has_text="42").last).to_have_css("border-top-style", "solid")
-    desk.watch.assert_clean()
+    expect(chat.last().locator("mrow", has_text="42").last).to_have_css("border-top-style", "solid")
+    chat.watch.assert_clean()

@@ -7,7 +7,7 @@ import re
 import pytest
 from playwright.sync_api import Browser, BrowserContext, Locator, expect
 
-from tests.web.desk import Desk, begun, told
+from tests.web.chat_driver import ChatDriver, answered, started
 from tests.web.fake import FakeServer
 from tests.web.watch import axe_violations
 
@@ -19,10 +19,10 @@ BLOCKS = (
 RICH = "\n\n".join(BLOCKS)
 
 
-def full(desk: Desk, fake: FakeServer) -> None:
+def full(chat: ChatDriver, fake: FakeServer) -> None:
     """Fill the page with everything that it can show."""
-    told(desk, fake, "Hello", *re.findall(r"\S+\s*", RICH))
-    desk.type("More")
+    answered(chat, fake, "Hello", *re.findall(r"\S+\s*", RICH))
+    chat.type("More")
     answer = fake.answer()
     parts = [
         {"type": "python", "text": "1+1"},
@@ -32,25 +32,25 @@ def full(desk: Desk, fake: FakeServer) -> None:
     answer.choice({"content": "[1+1 → 2]", "parts": parts}, token_ids=[1, 2], mask=[1, 0])
     answer.event({"error": {"message": "it broke"}})
     answer.raw(b"")
-    expect(desk.page.locator(".toast.bad")).to_be_visible()
+    expect(chat.page.locator(".toast.bad")).to_be_visible()
 
 
 @pytest.mark.parametrize("size", [{"width": 1280, "height": 800}, PHONE], ids=["desktop", "phone"])
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_27_axe_finds_nothing(browser: Browser, fake: FakeServer, theme: str, size: dict[str, int]) -> None:
     context = browser.new_context(viewport=size, color_scheme=theme, reduced_motion="reduce")  # type: ignore[arg-type]
-    desk = Desk(context, fake.url)
-    page = desk.page
+    chat = ChatDriver(context, fake.url)
+    page = chat.page
     found = {"empty": axe_violations(page)}
-    full(desk, fake)
+    full(chat, fake)
     found["answers"] = axe_violations(page)
     expect(page.locator("math")).to_have_count(2)
-    desk.answers().first.locator("summary", has_text="Details").click()
+    chat.answers().first.locator("summary", has_text="Details").click()
     page.set_input_files("#attach-file", {"name": "a.txt", "mimeType": "", "buffer": b"one\ntwo\n"})
     page.locator("#attached summary").click()
     found["details and a file"] = axe_violations(page)
-    desk.press("Remove a.txt")
-    desk.press("Tokens", desk.answers().first)
+    chat.press("Remove a.txt")
+    chat.press("Tokens", chat.answers().first)
     page.locator(".tokens .token").first.click()
     found["tokens"] = axe_violations(page)
     page.keyboard.press("Escape")
@@ -73,13 +73,13 @@ def test_27_axe_finds_nothing(browser: Browser, fake: FakeServer, theme: str, si
     else:
         page.locator(".chat-name").hover()
         found["a conversation's buttons"] = axe_violations(page)
-    desk.press("Continue a text")
+    chat.press("Continue a text")
     page.fill("#text-field", "Once")
-    desk.press("Continue")
+    chat.press("Continue")
     answer = fake.answer()
     answer.write(" upon", " a", " time")
     answer.end_text()
-    desk.press("Tokens", page.locator("#text"))
+    chat.press("Tokens", page.locator("#text"))
     page.locator("#text-tokens .tokens .token").first.click()
     found["text"] = axe_violations(page)
     context.close()
@@ -88,7 +88,7 @@ def test_27_axe_finds_nothing(browser: Browser, fake: FakeServer, theme: str, si
 
 def test_24_the_system_chooses_until_the_user_does(browser: Browser, fake: FakeServer) -> None:
     context = browser.new_context(color_scheme="dark")
-    page = Desk(context, fake.url).page
+    page = ChatDriver(context, fake.url).page
     theme = page.locator("html")
     expect(theme).to_have_attribute("data-theme", "dark")
     page.emulate_media(color_scheme="light")
@@ -107,17 +107,17 @@ def inside(locator: Locator, width: int, height: int) -> bool:
 
 def test_25_a_phone_and_its_keyboard(browser: Browser, fake: FakeServer) -> None:
     context = browser.new_context(viewport=PHONE, has_touch=True, is_mobile=True)  # type: ignore[arg-type]
-    desk = Desk(context, fake.url)
-    page = desk.page
+    chat = ChatDriver(context, fake.url)
+    page = chat.page
     page.fill("#draft", "Hello")
     page.press("#draft", "Enter")
     assert page.input_value("#draft") == "Hello\n", "Enter is a new line where there is a Send on the keyboard"
     page.tap("#send")
     fake.answer().tell("```python\n", "x = 1234567890 * 1234567890 * 1234567890 * 1234567890\n", "```")
-    desk.wait_until_idle()
+    chat.wait_until_idle()
     assert page.evaluate("document.documentElement.scrollWidth") == 360, "nothing sticks out"
     page.set_viewport_size({"width": 360, "height": 320})  # the keyboard has come up
-    desk.until("innerHeight === 320")
+    chat.until("innerHeight === 320")
     for selector in ("#draft", "#send", "#settings-open"):
         assert inside(page.locator(selector), 360, 320), selector
     assert page.evaluate("getComputedStyle(document.getElementById('draft')).fontSize") == "16px", "iOS zooms below it"
@@ -128,8 +128,8 @@ def test_25_a_phone_and_its_keyboard(browser: Browser, fake: FakeServer) -> None
     context.close()
 
 
-def test_26_the_keyboard_alone(desk: Desk, fake: FakeServer) -> None:
-    page = desk.page
+def test_26_the_keyboard_alone(chat: ChatDriver, fake: FakeServer) -> None:
+    page = chat.page
     page.focus("#draft")
     page.keyboard.type("One")
     page.keyboard.press("Shift+Enter")
@@ -138,7 +138,7 @@ def test_26_the_keyboard_alone(desk: Desk, fake: FakeServer) -> None:
     answer = fake.answer()
     assert answer.body["messages"][0]["content"] == "One\nTwo"
     answer.tell("Yes")
-    desk.wait_until_idle()
+    chat.wait_until_idle()
     page.keyboard.press("ArrowUp")
     field = page.get_by_label("Edit your message")
     expect(field).to_be_focused()
@@ -148,7 +148,7 @@ def test_26_the_keyboard_alone(desk: Desk, fake: FakeServer) -> None:
     page.keyboard.press("Control+k")
     expect(page.locator("#search")).to_be_focused()
     page.keyboard.press("Control+Shift+O")
-    expect(desk.answers()).to_have_count(0)
+    expect(chat.answers()).to_have_count(0)
     expect(page.locator("#draft")).to_be_focused()
     page.locator("#title").click()
     page.keyboard.press("?")
@@ -160,21 +160,21 @@ def test_26_the_keyboard_alone(desk: Desk, fake: FakeServer) -> None:
     assert page.input_value("#draft") == ""
     page.keyboard.press("Meta+k")
     expect(page.locator("#search")).to_be_focused()
-    desk.watch.assert_clean()
+    chat.watch.assert_clean()
 
 
-def test_26_what_an_input_method_is_composing_is_not_sent(desk: Desk) -> None:
-    desk.page.fill("#draft", "にほ")
-    desk.page.eval_on_selector(
+def test_26_what_an_input_method_is_composing_is_not_sent(chat: ChatDriver) -> None:
+    chat.page.fill("#draft", "にほ")
+    chat.page.eval_on_selector(
         "#draft",
         "(one) => one.dispatchEvent(new KeyboardEvent('keydown', {key: 'Enter', isComposing: true, bubbles: true}))",
     )
-    assert desk.page.input_value("#draft") == "にほ" and desk.page.locator(".message").count() == 0
+    assert chat.page.input_value("#draft") == "にほ" and chat.page.locator(".message").count() == 0
 
 
-def test_27_the_order_of_the_focus(desk: Desk, fake: FakeServer) -> None:
-    told(desk, fake, "Hello", "Yes")
-    page = desk.page
+def test_27_the_order_of_the_focus(chat: ChatDriver, fake: FakeServer) -> None:
+    answered(chat, fake, "Hello", "Yes")
+    page = chat.page
     page.focus("#new-chat")
     seen = ["new-chat"]
     for _ in range(24):
@@ -185,10 +185,10 @@ def test_27_the_order_of_the_focus(desk: Desk, fake: FakeServer) -> None:
     assert len(places) == len(order) and places == sorted(places), seen
 
 
-def test_27_sentences_are_read_out_not_tokens(desk: Desk, fake: FakeServer) -> None:
-    page = desk.page
+def test_27_sentences_are_read_out_not_tokens(chat: ChatDriver, fake: FakeServer) -> None:
+    page = chat.page
     assert page.get_attribute("#messages", "role") == "log" and page.get_attribute("#spoken", "aria-live") == "polite"
-    answer = begun(desk, fake, "Hello", "Pi is", " 3.14")
+    answer = started(chat, fake, "Hello", "Pi is", " 3.14")
     assert page.locator("#spoken p").count() == 0
     answer.say(". Well", " then")
     expect(page.locator("#spoken p")).to_have_text(["Pi is 3.14."])
@@ -197,10 +197,10 @@ def test_27_sentences_are_read_out_not_tokens(desk: Desk, fake: FakeServer) -> N
 
 
 def test_27_whoever_wants_less_motion_gets_none(context: BrowserContext, fake: FakeServer) -> None:
-    desk = Desk(context, fake.url)
-    page = desk.page
+    chat = ChatDriver(context, fake.url)
+    page = chat.page
     page.set_viewport_size({"width": 360, "height": 640})
-    desk.until("innerWidth === 360")
+    chat.until("innerWidth === 360")
     moving = "getComputedStyle(document.getElementById('sidebar')).transitionDuration"
     assert page.evaluate(moving) == "0.15s"
     page.emulate_media(reduced_motion="reduce")

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import BrowserContext, Page, expect
 
-from tests.web.desk import Desk
+from tests.web.chat_driver import ChatDriver
 from tests.web.fake import FakeServer
 from tests.web.payloads import PAYLOADS
 
@@ -61,49 +61,49 @@ def assert_untouched(page: Page) -> None:
 def test_28_forty_answers_run_nothing(context: BrowserContext, fake: FakeServer) -> None:
     assert len(PAYLOADS) == 40
     trap(context)
-    desk = Desk(context, fake.url)
-    desk.page.on("dialog", lambda dialog: pytest.fail(f"a dialog: {dialog.message}"))
+    chat = ChatDriver(context, fake.url)
+    chat.page.on("dialog", lambda dialog: pytest.fail(f"a dialog: {dialog.message}"))
     for payload in PAYLOADS:
-        desk.type(payload)
+        chat.type(payload)
         answer = fake.answer()
         for at in range(0, len(payload), 9):  # halves of elements are shown, too
             answer.say(payload[at : at + 9])
         answer.end()
-        desk.wait_until_idle()
-    assert_untouched(desk.page)
-    for link in desk.page.locator(".body a").all():
+        chat.wait_until_idle()
+    assert_untouched(chat.page)
+    for link in chat.page.locator(".body a").all():
         assert link.get_attribute("rel") == "noopener noreferrer"
-    for view in desk.page.get_by_role("button", name="Tokens", exact=True).all():
+    for view in chat.page.get_by_role("button", name="Tokens", exact=True).all():
         view.click()
-    desk.page.locator(".tokens .token").first.click()
-    assert desk.page.evaluate("window.runs") == 0
-    desk.page.reload()
-    desk.wait_until_ready()
-    assert_untouched(desk.page)
-    assert desk.page.url == f"{fake.url}/"
-    desk.watch.assert_clean()
+    chat.page.locator(".tokens .token").first.click()
+    assert chat.page.evaluate("window.runs") == 0
+    chat.page.reload()
+    chat.wait_until_ready()
+    assert_untouched(chat.page)
+    assert chat.page.url == f"{fake.url}/"
+    chat.watch.assert_clean()
 
 
 def test_28_names_errors_tools_and_files_run_nothing(context: BrowserContext, fake: FakeServer, tmp_path: Path) -> None:
     trap(context)
     evil = "<img src=x onerror=pwned()>"
     fake.info |= {"model": evil, "dtype": evil, "calculator": True}
-    desk = Desk(context, fake.url)
-    page = desk.page
+    chat = ChatDriver(context, fake.url)
+    page = chat.page
     page.click("#model")
     page.keyboard.press("Escape")
-    desk.type(evil)
+    chat.type(evil)
     answer = fake.answer()
     parts = [{"type": "python", "text": evil}, {"type": "python_output", "text": evil}, {"type": "text", "text": evil}]
     answer.choice({"content": evil, "parts": parts}, token_ids=[1], mask=[1])
     answer.finish(version=evil)
     answer.end(None)
-    desk.wait_until_idle()
+    chat.wait_until_idle()
     fake.refusals = [(400, {"message": evil})]
-    desk.press("Regenerate")
+    chat.press("Regenerate")
     expect(page.locator(".toast.bad")).to_contain_text(evil)
     with page.expect_download() as download:
-        desk.press("Export all")
+        chat.press("Export all")
     chats = json.loads(Path(download.value.path()).read_text())
     for message in chats["chats"][0]["messages"]:
         message |= {
@@ -156,13 +156,13 @@ def test_28_the_policy_holds_when_every_other_wall_has_fallen(
 ) -> None:
     """As if DOMPurify had let it through: the code is put into the real server's page by the test."""
     trap(context)
-    desk = Desk(context, server_url)
+    chat = ChatDriver(context, server_url)
     # In a task of its own: what the test's own tool runs directly may evaluate texts.
     tried = f"{HELPERS} try {{ {HOLES[hole]} }} catch {{}} done();"
-    desk.page.evaluate(f"() => new Promise((done) => setTimeout(async () => {{ {tried} }}))")
-    assert desk.page.evaluate("window.runs") == 0
-    assert all("attacker" not in url or "csp" in why for url, why in desk.failed), desk.failed
-    assert desk.page.url == f"{server_url}/"
+    chat.page.evaluate(f"() => new Promise((done) => setTimeout(async () => {{ {tried} }}))")
+    assert chat.page.evaluate("window.runs") == 0
+    assert all("attacker" not in url or "csp" in why for url, why in chat.failed), chat.failed
+    assert chat.page.url == f"{server_url}/"
 
 
 def test_28_the_policy_names_the_file_that_is_loaded_later(server_url: str, context: BrowserContext) -> None:

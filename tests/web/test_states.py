@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from playwright.sync_api import BrowserContext, expect
 
-from tests.web.desk import Desk, begun, told
+from tests.web.chat_driver import ChatDriver, answered, started
 from tests.web.fake import FakeServer, serving
 
 FAILED = "Failed to load resource"
@@ -15,153 +15,153 @@ BANNER, SEND, TOAST = "#banner", "#send", ".toast.bad"
 
 def test_21_the_page_waits_for_a_model_that_is_loaded_and_goes_on(context: BrowserContext, fake: FakeServer) -> None:
     fake.ready = (503, "loading")
-    desk = Desk(context, fake.url, ready=False)
-    expect(desk.page.locator(BANNER)).to_have_text("The model is being loaded…")
-    expect(desk.page.locator(SEND)).to_be_disabled()
+    chat = ChatDriver(context, fake.url, ready=False)
+    expect(chat.page.locator(BANNER)).to_have_text("The model is being loaded…")
+    expect(chat.page.locator(SEND)).to_be_disabled()
     fake.ready = (503, "dead")
-    expect(desk.page.locator(BANNER)).to_contain_text("The engine has failed")
+    expect(chat.page.locator(BANNER)).to_contain_text("The engine has failed")
     fake.ready = (200, "ready")
-    desk.wait_until_ready()
-    told(desk, fake, "Hello", "Yes")
-    desk.watch.assert_clean([FAILED])
+    chat.wait_until_ready()
+    answered(chat, fake, "Hello", "Yes")
+    chat.watch.assert_clean([FAILED])
 
 
-def test_22_a_refusal_is_told_in_the_servers_words_and_can_be_tried_again(desk: Desk, fake: FakeServer) -> None:
+def test_22_a_refusal_is_told_in_the_servers_words_and_can_be_tried_again(chat: ChatDriver, fake: FakeServer) -> None:
     fake.refusals = [
         (400, {"message": "the prompt has 1203 tokens, the context is 1000", "code": "context_length_exceeded"})
     ]
-    desk.type("Hello")
-    expect(desk.page.locator(TOAST)).to_contain_text("the prompt has 1203 tokens, the context is 1000")
-    expect(desk.last()).to_contain_text("the prompt has 1203 tokens")
-    desk.press("Try again", desk.page.locator(TOAST))
+    chat.type("Hello")
+    expect(chat.page.locator(TOAST)).to_contain_text("the prompt has 1203 tokens, the context is 1000")
+    expect(chat.last()).to_contain_text("the prompt has 1203 tokens")
+    chat.press("Try again", chat.page.locator(TOAST))
     fake.answer().tell("Now it works")
-    expect(desk.last().locator(".body")).to_have_text("Now it works")
-    desk.watch.assert_clean([FAILED])
+    expect(chat.last().locator(".body")).to_have_text("Now it works")
+    chat.watch.assert_clean([FAILED])
 
 
-def test_22_a_full_queue_is_told(desk: Desk, fake: FakeServer) -> None:
+def test_22_a_full_queue_is_told(chat: ChatDriver, fake: FakeServer) -> None:
     fake.refusals = [(503, {"message": "256 requests wait already", "code": "queue_full"})]
-    desk.type("Hello")
-    expect(desk.page.locator(TOAST)).to_contain_text("256 requests wait already")
-    desk.wait_until_ready()
-    desk.press("Try again", desk.page.locator(TOAST))
+    chat.type("Hello")
+    expect(chat.page.locator(TOAST)).to_contain_text("256 requests wait already")
+    chat.wait_until_ready()
+    chat.press("Try again", chat.page.locator(TOAST))
     fake.answer().tell("Now")
-    expect(desk.last().locator(".body")).to_have_text("Now")
+    expect(chat.last().locator(".body")).to_have_text("Now")
 
 
-def test_22_an_error_in_the_stream_keeps_what_came(desk: Desk, fake: FakeServer) -> None:
-    desk.type("Hello")
+def test_22_an_error_in_the_stream_keeps_what_came(chat: ChatDriver, fake: FakeServer) -> None:
+    chat.type("Hello")
     answer = fake.answer()
     answer.say("Half")
     answer.event({"error": {"message": "out of memory: 1 of 2 blocks", "code": "out_of_memory"}})
     answer.event("[DONE]")
     answer.raw(b"")
-    expect(desk.page.locator(TOAST)).to_contain_text("out of memory: 1 of 2 blocks")
-    expect(desk.last().locator(".body")).to_have_text("Half")
-    desk.press("Try again", desk.page.locator(TOAST))
+    expect(chat.page.locator(TOAST)).to_contain_text("out of memory: 1 of 2 blocks")
+    expect(chat.last().locator(".body")).to_have_text("Half")
+    chat.press("Try again", chat.page.locator(TOAST))
     rest = fake.answer()
     assert rest.body["answer_token_ids"] == [7]
     rest.tell(" and half")
-    expect(desk.last().locator(".body")).to_have_text("Half and half")
+    expect(chat.last().locator(".body")).to_have_text("Half and half")
 
 
 @pytest.mark.parametrize("piece", [b"data: {\n\n", b"\xff\xfe\n\n", b"garbage\n\n: comment\n\n"])
-def test_22_a_stream_that_is_none_is_an_error_and_no_hang(desk: Desk, fake: FakeServer, piece: bytes) -> None:
-    desk.type("Hello")
+def test_22_a_stream_that_is_none_is_an_error_and_no_hang(chat: ChatDriver, fake: FakeServer, piece: bytes) -> None:
+    chat.type("Hello")
     answer = fake.answer()
     answer.raw(piece)
     answer.raw(b"")
-    expect(desk.page.locator(TOAST)).to_be_visible()
-    desk.wait_until_idle()
-    desk.watch.assert_clean()
+    expect(chat.page.locator(TOAST)).to_be_visible()
+    chat.wait_until_idle()
+    chat.watch.assert_clean()
 
 
 def test_23_a_key_is_asked_for_and_kept_for_the_tab_only(context: BrowserContext, fake: FakeServer) -> None:
     fake.key = "secret-key"
-    desk = Desk(context, fake.url, ready=False)
-    page = desk.page
+    chat = ChatDriver(context, fake.url, ready=False)
+    page = chat.page
     expect(page.locator("#key")).to_be_visible()
     page.fill("#key-field", "wrong-key")
-    desk.press("Use this key")
+    chat.press("Use this key")
     expect(page.locator("#key-text")).to_contain_text("this API key is not known")
     page.fill("#key-field", "secret-key")
     page.keyboard.press("Enter")
-    desk.wait_until_ready()
-    desk.type("Hello")
+    chat.wait_until_ready()
+    chat.type("Hello")
     answer = fake.answer()
     assert answer.headers["authorization"] == "Bearer secret-key"
     answer.tell("Yes")
-    desk.wait_until_idle()
+    chat.wait_until_idle()
     page.reload()
-    desk.wait_until_ready()
+    chat.wait_until_ready()
     kept = page.evaluate("[JSON.stringify(localStorage), document.cookie, JSON.stringify(sessionStorage)]")
     assert "secret-key" not in kept[0] + kept[1] and "secret-key" in kept[2]
     other = context.new_page()
     other.goto(fake.url)
     expect(other.locator("#key")).to_be_visible()
-    desk.watch.assert_clean([FAILED])
+    chat.watch.assert_clean([FAILED])
 
 
 def test_48_a_server_that_breaks_off_and_comes_back(context: BrowserContext) -> None:
     with serving() as server:
-        desk = Desk(context, server.url)
-        desk.type("Hello")
+        chat = ChatDriver(context, server.url)
+        chat.type("Hello")
         answer = server.answer()
         answer.say("Half")
-        expect(desk.last().locator(".body")).to_have_text("Half")
+        expect(chat.last().locator(".body")).to_have_text("Half")
         port = int(server.url.rpartition(":")[2])
-    expect(desk.page.locator(TOAST)).to_contain_text("the connection was lost")
-    expect(desk.page.locator(BANNER)).to_contain_text("The server does not answer")
-    expect(desk.last().locator(".body")).to_have_text("Half")
-    expect(desk.page.locator(SEND)).to_be_disabled()
+    expect(chat.page.locator(TOAST)).to_contain_text("the connection was lost")
+    expect(chat.page.locator(BANNER)).to_contain_text("The server does not answer")
+    expect(chat.last().locator(".body")).to_have_text("Half")
+    expect(chat.page.locator(SEND)).to_be_disabled()
     with serving(port=port) as server:
-        desk.wait_until_ready()
-        desk.press("Continue")
+        chat.wait_until_ready()
+        chat.press("Continue")
         rest = server.answer()
         assert rest.body["answer_token_ids"] == [7]
         rest.tell(" whole")
-        expect(desk.last().locator(".body")).to_have_text("Half whole")
-    desk.watch.assert_clean([FAILED, "ERR_INCOMPLETE_CHUNKED_ENCODING"])
+        expect(chat.last().locator(".body")).to_have_text("Half whole")
+    chat.watch.assert_clean([FAILED, "ERR_INCOMPLETE_CHUNKED_ENCODING"])
 
 
-def test_48_offline_in_mid_stream_and_online_again(desk: Desk, fake: FakeServer) -> None:
-    answer = begun(desk, fake, "Hello", "Half")
-    desk.page.context.set_offline(True)
+def test_48_offline_in_mid_stream_and_online_again(chat: ChatDriver, fake: FakeServer) -> None:
+    answer = started(chat, fake, "Hello", "Half")
+    chat.page.context.set_offline(True)
     answer.raw(None)
-    expect(desk.last()).to_contain_text("This answer broke off: the connection was lost")
-    expect(desk.page.locator(BANNER)).to_contain_text("does not answer")
-    desk.page.context.set_offline(False)
-    desk.wait_until_ready()
-    desk.press("Continue")
+    expect(chat.last()).to_contain_text("This answer broke off: the connection was lost")
+    expect(chat.page.locator(BANNER)).to_contain_text("does not answer")
+    chat.page.context.set_offline(False)
+    chat.wait_until_ready()
+    chat.press("Continue")
     fake.answer().tell(" whole")
-    expect(desk.last().locator(".body")).to_have_text("Half whole")
-    desk.watch.assert_clean([FAILED, "ERR_INCOMPLETE_CHUNKED_ENCODING", "ERR_INTERNET_DISCONNECTED"])
+    expect(chat.last().locator(".body")).to_have_text("Half whole")
+    chat.watch.assert_clean([FAILED, "ERR_INCOMPLETE_CHUNKED_ENCODING", "ERR_INTERNET_DISCONNECTED"])
 
 
 def test_29_everything_works_below_a_path(context: BrowserContext) -> None:
     with serving("/llm/chat") as server:
-        desk = Desk(context, server.url, "/llm/chat/")
-        told(desk, server, "Hello", "Yes")
-        desk.page.fill("#draft", "one two")
-        expect(desk.page.locator("#meter-text")).to_contain_text("of 1,000")
+        chat = ChatDriver(context, server.url, "/llm/chat/")
+        answered(chat, server, "Hello", "Yes")
+        chat.page.fill("#draft", "one two")
+        expect(chat.page.locator("#meter-text")).to_contain_text("of 1,000")
         assert server.paths and all(path.startswith("/llm/chat/") for path in server.paths)
-        desk.page.click("#dashboard")
-        expect(desk.page).to_have_url(f"{server.url}/llm/chat/dashboard")
+        chat.page.click("#dashboard")
+        expect(chat.page).to_have_url(f"{server.url}/llm/chat/dashboard")
 
 
 def test_a_conversation_with_a_model_that_cannot_chat_says_so(context: BrowserContext, fake: FakeServer) -> None:
-    told(Desk(context, fake.url), fake, "Hello", "Yes")
+    answered(ChatDriver(context, fake.url), fake, "Hello", "Yes")
     fake.info["chats"] = False
-    desk = Desk(context, fake.url, ready=False)
-    expect(desk.page.locator("#text")).to_be_visible()
-    desk.page.locator(".chat-name").click()
-    expect(desk.last().locator(".body")).to_have_text("Yes")
-    expect(desk.page.locator(BANNER)).to_contain_text("no chat template")
-    expect(desk.page.locator(SEND)).to_be_disabled()
+    chat = ChatDriver(context, fake.url, ready=False)
+    expect(chat.page.locator("#text")).to_be_visible()
+    chat.page.locator(".chat-name").click()
+    expect(chat.last().locator(".body")).to_have_text("Yes")
+    expect(chat.page.locator(BANNER)).to_contain_text("no chat template")
+    expect(chat.page.locator(SEND)).to_be_disabled()
 
 
 def test_a_browser_that_keeps_nothing_is_told_of(context: BrowserContext, fake: FakeServer) -> None:
     context.add_init_script("indexedDB.open = () => { throw new Error('not allowed'); }")
-    desk = Desk(context, fake.url)
-    expect(desk.page.locator("#not-kept")).to_be_visible()
-    told(desk, fake, "Hello", "Yes")
+    chat = ChatDriver(context, fake.url)
+    expect(chat.page.locator("#not-kept")).to_be_visible()
+    answered(chat, fake, "Hello", "Yes")

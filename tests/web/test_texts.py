@@ -8,22 +8,22 @@ import pytest
 from playwright.sync_api import BrowserContext, expect
 
 from tests.server.tiny import running
-from tests.web.desk import Desk
+from tests.web.chat_driver import ChatDriver
 from tests.web.fake import PATIENCE_S, FakeServer
 
 FIELD = "#text-field"
 
 
 @pytest.fixture
-def base(context: BrowserContext, fake: FakeServer) -> Desk:
+def base(context: BrowserContext, fake: FakeServer) -> ChatDriver:
     """The page in front of a model that has no chat template."""
     fake.info["chats"] = False
-    desk = Desk(context, fake.url, ready=False)
-    expect(desk.page.locator("#text")).to_be_visible()
-    return desk
+    chat = ChatDriver(context, fake.url, ready=False)
+    expect(chat.page.locator("#text")).to_be_visible()
+    return chat
 
 
-def test_a_base_model_continues_a_text(base: Desk, fake: FakeServer) -> None:
+def test_a_base_model_continues_a_text(base: ChatDriver, fake: FakeServer) -> None:
     page = base.page
     assert page.locator("#composer").is_hidden() and page.locator("#banner").is_hidden()
     expect(page.locator("#text-go")).to_be_disabled()
@@ -43,7 +43,7 @@ def test_a_base_model_continues_a_text(base: Desk, fake: FakeServer) -> None:
     base.watch.assert_clean()
 
 
-def test_it_can_be_stopped_and_taken_back(base: Desk, fake: FakeServer) -> None:
+def test_it_can_be_stopped_and_taken_back(base: ChatDriver, fake: FakeServer) -> None:
     page = base.page
     for stop in (lambda: base.press("Stop"), lambda: page.keyboard.press("Escape")):
         page.fill(FIELD, "Once")
@@ -58,7 +58,7 @@ def test_it_can_be_stopped_and_taken_back(base: Desk, fake: FakeServer) -> None:
         expect(page.locator(FIELD)).to_have_value("Once")
 
 
-def test_its_tokens_and_alternatives_are_shown_and_taken(base: Desk, fake: FakeServer) -> None:
+def test_its_tokens_and_alternatives_are_shown_and_taken(base: ChatDriver, fake: FakeServer) -> None:
     page = base.page
     page.fill(FIELD, "Once")
     base.press("Continue")
@@ -82,7 +82,7 @@ def test_its_tokens_and_alternatives_are_shown_and_taken(base: Desk, fake: FakeS
     base.watch.assert_clean()
 
 
-def test_a_failure_is_told_and_the_text_stays(base: Desk, fake: FakeServer) -> None:
+def test_a_failure_is_told_and_the_text_stays(base: ChatDriver, fake: FakeServer) -> None:
     fake.refusals = [(400, {"message": "the prompt has 1203 tokens"})]
     base.page.fill(FIELD, "Once")
     base.press("Continue")
@@ -93,7 +93,7 @@ def test_a_failure_is_told_and_the_text_stays(base: Desk, fake: FakeServer) -> N
     expect(base.page.locator(".toast.bad")).to_have_count(0)
 
 
-def test_reconnecting_leaves_the_focus_where_it_is(base: Desk, fake: FakeServer) -> None:
+def test_reconnecting_leaves_the_focus_where_it_is(base: ChatDriver, fake: FakeServer) -> None:
     page = base.page
     page.fill(FIELD, "Once")
     fake.refusals = [(503, {"message": "loading"})]
@@ -109,44 +109,44 @@ def test_reconnecting_leaves_the_focus_where_it_is(base: Desk, fake: FakeServer)
     expect(page.locator(FIELD)).to_be_focused()
 
 
-def test_the_text_outlives_a_reload(base: Desk) -> None:
+def test_the_text_outlives_a_reload(base: ChatDriver) -> None:
     base.page.fill(FIELD, "Once upon")
     base.page.reload()
     expect(base.page.locator(FIELD)).to_have_value("Once upon")
 
 
-def test_a_chat_model_continues_texts_from_the_list(desk: Desk, fake: FakeServer) -> None:
-    page = desk.page
-    desk.press("Continue a text")
+def test_a_chat_model_continues_texts_from_the_list(chat: ChatDriver, fake: FakeServer) -> None:
+    page = chat.page
+    chat.press("Continue a text")
     expect(page.locator(FIELD)).to_be_focused()
     page.fill(FIELD, "Once")
-    desk.press("Continue")
+    chat.press("Continue")
     assert fake.answer().body["prompt"] == "Once"
-    desk.press("Stop")
-    desk.press("New chat")
+    chat.press("Stop")
+    chat.press("New chat")
     expect(page.locator("#text")).to_be_hidden()
     expect(page.locator("#draft")).to_be_focused()
 
 
 def test_a_real_server_continues_a_text(context: BrowserContext, tiny_directory: Path) -> None:
     with running(tiny_directory) as server:
-        desk = Desk(context, server.url)
-        page = desk.page
-        desk.press("Settings")
+        chat = ChatDriver(context, server.url)
+        page = chat.page
+        chat.press("Settings")
         page.fill("#seed", "4")
         for name, value in {"temperature": "1", "max_tokens": "12"}.items():
             page.fill(f"#set-{name}", value)
-        desk.press("Done")
-        desk.press("Continue a text")
+        chat.press("Done")
+        chat.press("Continue a text")
         page.fill(FIELD, "Tell me")
-        desk.press("Continue")
+        chat.press("Continue")
         expect(page.locator("#text-go")).to_be_visible()
         body = {"prompt": "Tell me", "seed": 4, "temperature": 1, "max_tokens": 12, "logprobs": 5}
-        told = server.post("/v1/completions", body).json()["choices"][0]
-        expect(page.locator(FIELD)).to_have_value("Tell me" + told["text"])
-        desk.press("Tokens")
+        answered = server.post("/v1/completions", body).json()["choices"][0]
+        expect(page.locator(FIELD)).to_have_value("Tell me" + answered["text"])
+        chat.press("Tokens")
         tokens = page.locator("#text-tokens .tokens .token")
-        expect(tokens).to_have_count(len(told["logprobs"]["tokens"]))
+        expect(tokens).to_have_count(len(answered["logprobs"]["tokens"]))
         tokens.nth(2).click()
-        expect(page.locator("#alternatives li")).to_have_count(len(told["logprobs"]["top_logprobs"][2]))
-        desk.watch.assert_clean()
+        expect(page.locator("#alternatives li")).to_have_count(len(answered["logprobs"]["top_logprobs"][2]))
+        chat.watch.assert_clean()

@@ -15,7 +15,7 @@ from playwright.sync_api import BrowserContext, Locator, expect
 from nano_inference.catalog import find_builtin
 from nano_inference.config import ServerConfig
 from tests.server.tiny import Running, opened, running
-from tests.web.desk import Desk
+from tests.web.chat_driver import ChatDriver
 
 QUESTION = "Tell me"
 
@@ -27,27 +27,27 @@ def server(tiny_directory: Path) -> Iterator[Running]:
 
 
 @pytest.fixture
-def real(context: BrowserContext, server: Running) -> Desk:
+def real(context: BrowserContext, server: Running) -> ChatDriver:
     """The page in front of the tiny model, which writes twenty tokens of nonsense, the same ones each time."""
-    desk = Desk(context, server.url)
+    chat = ChatDriver(context, server.url)
     settings = {"temperature": "1", "max_tokens": "20"}
-    desk.press("Settings")
-    desk.page.fill("#seed", "4")
+    chat.press("Settings")
+    chat.page.fill("#seed", "4")
     for name, value in settings.items():
-        desk.page.fill(f"#set-{name}", value)
-    desk.press("Done")
-    return desk
+        chat.page.fill(f"#set-{name}", value)
+    chat.press("Done")
+    return chat
 
 
-def ask(desk: Desk, question: str = QUESTION) -> None:
-    desk.type(question)
-    expect(desk.last().locator(".actions")).to_contain_text("Regenerate")
-    desk.wait_until_idle()
+def ask(chat: ChatDriver, question: str = QUESTION) -> None:
+    chat.type(question)
+    expect(chat.last().locator(".actions")).to_contain_text("Regenerate")
+    chat.wait_until_idle()
 
 
-def kept(desk: Desk) -> list[dict[str, Any]]:
+def kept(chat: ChatDriver) -> list[dict[str, Any]]:
     """The messages that the page has stored, oldest first."""
-    found: list[dict[str, Any]] = desk.page.evaluate(
+    found: list[dict[str, Any]] = chat.page.evaluate(
         """() => new Promise((done) => { indexedDB.open("nano-inference", 1).onsuccess = (event) => {
             event.target.result.transaction("messages").objectStore("messages").getAll().onsuccess = (all) =>
                 done(all.target.result.sort((a, b) => a.created - b.created)); }; })"""
@@ -55,17 +55,17 @@ def kept(desk: Desk) -> list[dict[str, Any]]:
     return found
 
 
-def answers(desk: Desk) -> list[dict[str, Any]]:
-    return [one for one in kept(desk) if one["role"] == "assistant"]
+def answers(chat: ChatDriver) -> list[dict[str, Any]]:
+    return [one for one in kept(chat) if one["role"] == "assistant"]
 
 
 def ids(answer: dict[str, Any]) -> list[int]:
     return [token[0] for token in answer["tokens"]]
 
 
-def tokens_of(desk: Desk) -> Locator:
-    desk.press("Tokens", desk.last())
-    return desk.page.locator(".tokens .token")
+def tokens_of(chat: ChatDriver) -> Locator:
+    chat.press("Tokens", chat.last())
+    return chat.page.locator(".tokens .token")
 
 
 def chat_defaults(server: Running) -> dict[str, Any]:
@@ -73,22 +73,22 @@ def chat_defaults(server: Running) -> dict[str, Any]:
     return {**server.client.get("/info").json()["chat_defaults"], "temperature": 1, "max_tokens": 20}
 
 
-def test_every_token_shows_its_probability_and_alternatives(real: Desk, server: Running) -> None:
+def test_every_token_shows_its_probability_and_alternatives(real: ChatDriver, server: Running) -> None:
     ask(real)
     (answer,) = answers(real)
     tokens = tokens_of(real)
     expect(tokens).to_have_count(len(answer["tokens"]))
     seed = answer["seed"]
     body = {"messages": [{"role": "user", "content": QUESTION}], "seed": seed, **chat_defaults(server)}
-    told = server.post("/v1/chat/completions", {**body, "logprobs": True, "top_logprobs": 5}).json()["choices"][0]
-    for index, entry in enumerate(told["logprobs"]["content"]):
+    answered = server.post("/v1/chat/completions", {**body, "logprobs": True, "top_logprobs": 5}).json()["choices"][0]
+    for index, entry in enumerate(answered["logprobs"]["content"]):
         assert answer["tokens"][index][2] == pytest.approx(entry["logprob"], abs=1e-4)
         chance = math.exp(entry["logprob"])
         step = sum(chance < limit for limit in (0.9, 0.7, 0.5, 0.3, 0.1))
         expect(tokens.nth(index)).to_have_class(re.compile(rf"\bp{step}\b"))
     tokens.nth(3).hover()
     panel = real.page.locator("#alternatives")
-    top = told["logprobs"]["content"][3]["top_logprobs"]
+    top = answered["logprobs"]["content"][3]["top_logprobs"]
     expect(panel.locator("li")).to_have_count(len(top))
     for index, one in enumerate(top):
         expect(panel.locator("li").nth(index)).to_contain_text(f"{100 * math.exp(one['logprob']):.1f} %")
@@ -97,7 +97,7 @@ def test_every_token_shows_its_probability_and_alternatives(real: Desk, server: 
     real.watch.assert_clean()
 
 
-def test_taking_an_alternative_goes_on_from_there(real: Desk, server: Running) -> None:
+def test_taking_an_alternative_goes_on_from_there(real: ChatDriver, server: Running) -> None:
     ask(real)
     tokens_of(real).nth(4).click()
     real.page.locator("#alternatives li button:enabled").first.click()
@@ -108,8 +108,8 @@ def test_taking_an_alternative_goes_on_from_there(real: Desk, server: Running) -
     assert ids(after)[:5] == [*ids(before)[:4], taken]
     prompt = server.post("/tokenize", {"messages": [{"role": "user", "content": QUESTION}]}).json()["tokens"]
     body = {"prompt": [*prompt, *ids(after)[:5]], "seed": before["seed"], **chat_defaults(server)}
-    told = server.post("/v1/completions", {**body, "return_token_ids": True}).json()["choices"][0]
-    assert ids(after)[5:] == told["token_ids"], "the engine's own continuation of those very ids"
+    answered = server.post("/v1/completions", {**body, "return_token_ids": True}).json()["choices"][0]
+    assert ids(after)[5:] == answered["token_ids"], "the engine's own continuation of those very ids"
     whole = server.post("/detokenize", {"model": "tiny", "tokens": ids(after)}).json()["prompt"]
     shown = re.sub(r"<\|\w+\|>", "", whole)  # special tokens are not shown
     assert after["text"].rstrip("\ufffd") == shown.rstrip("\ufffd")
@@ -118,7 +118,7 @@ def test_taking_an_alternative_goes_on_from_there(real: Desk, server: Running) -
     real.watch.assert_clean()
 
 
-def test_alternatives_are_reached_with_the_keyboard(real: Desk) -> None:
+def test_alternatives_are_reached_with_the_keyboard(real: ChatDriver) -> None:
     ask(real)
     tokens = tokens_of(real)
     tokens.first.focus()
@@ -138,33 +138,33 @@ def test_alternatives_are_reached_with_the_keyboard(real: Desk) -> None:
 
 def test_an_answer_can_be_told_to_end_early(context: BrowserContext, server: Running) -> None:
     """The end token among the alternatives ends the answer there; nothing is drawn behind it."""
-    desk = Desk(context, server.url)
-    desk.set(seed="4")
-    ask(desk)
+    chat = ChatDriver(context, server.url)
+    chat.set(seed="4")
+    ask(chat)
     end = server.client.get("/info").json()["end_token_ids"][0]
-    desk.page.evaluate("() => 0")
-    desk.page.reload()
-    desk.wait_until_ready()
-    (answer,) = answers(desk)
+    chat.page.evaluate("() => 0")
+    chat.page.reload()
+    chat.wait_until_ready()
+    (answer,) = answers(chat)
     answer["tokens"][2][4] = [[end, "<|im_end|>", -1.5]]
-    desk.page.evaluate(
+    chat.page.evaluate(
         """(one) => new Promise((done) => { indexedDB.open("nano-inference", 1).onsuccess = (event) => {
             const work = event.target.result.transaction("messages", "readwrite");
             work.objectStore("messages").put(one); work.oncomplete = done; }; })""",
         answer,
     )
-    desk.page.reload()
-    desk.wait_until_ready()
-    tokens_of(desk).nth(2).click()
-    desk.page.locator("#alternatives li button:enabled").click()
-    expect(desk.last()).to_contain_text("2/2")
-    desk.wait_until_idle()
-    _, ended = answers(desk)
+    chat.page.reload()
+    chat.wait_until_ready()
+    tokens_of(chat).nth(2).click()
+    chat.page.locator("#alternatives li button:enabled").click()
+    expect(chat.last()).to_contain_text("2/2")
+    chat.wait_until_idle()
+    _, ended = answers(chat)
     assert ids(ended) == [*ids(answer)[:2], end] and ended["finish"] == "stop"
     assert answer["text"].startswith(ended["text"].rstrip("\ufffd"))
 
 
-def test_a_seed_draws_an_answer_again(real: Desk) -> None:
+def test_a_seed_draws_an_answer_again(real: ChatDriver) -> None:
     ask(real)
     real.last().locator("summary", has_text="Details").click()
     real.fact("Seed").get_by_role("button").click()
@@ -180,7 +180,7 @@ def test_a_seed_draws_an_answer_again(real: Desk) -> None:
     assert ids(answers(real)[2]) != ids(first)
 
 
-def test_a_stopped_answer_goes_on_as_if_it_had_not_been(real: Desk) -> None:
+def test_a_stopped_answer_goes_on_as_if_it_had_not_been(real: ChatDriver) -> None:
     real.set(seed="11")
     real.press("Settings")
     real.page.fill("#set-max_tokens", "8")
@@ -200,7 +200,7 @@ def test_a_stopped_answer_goes_on_as_if_it_had_not_been(real: Desk) -> None:
     assert ids(pieced) == ids(whole) and pieced["text"].rstrip("\ufffd") == whole["text"].rstrip("\ufffd")
 
 
-def test_samples_stand_side_by_side_and_one_is_kept(real: Desk) -> None:
+def test_samples_stand_side_by_side_and_one_is_kept(real: ChatDriver) -> None:
     real.set(samples="3", seed="5")
     real.type(QUESTION)
     columns = real.page.locator(".column")
@@ -223,7 +223,7 @@ def test_samples_stand_side_by_side_and_one_is_kept(real: Desk) -> None:
     real.watch.assert_clean()
 
 
-def test_an_answer_says_which_weights_drew_it(real: Desk, server: Running, tiny_directory: Path) -> None:
+def test_an_answer_says_which_weights_drew_it(real: ChatDriver, server: Running, tiny_directory: Path) -> None:
     ask(real)
     expect(real.fact("Weights")).to_have_text("0")
     named = safetensors.torch.load_file(tiny_directory / "model.safetensors")
@@ -241,27 +241,27 @@ def calculator() -> Iterator[Running]:
 
 
 def test_the_calculator_answers_and_an_expression_can_be_changed(context: BrowserContext, calculator: Running) -> None:
-    desk = Desk(context, calculator.url)
-    desk.press("Settings")
-    desk.page.fill("#set-temperature", "0")
-    desk.press("Done")
-    ask(desk, "What is 12 + 34?")
-    expect(desk.last().locator("details.call summary")).to_contain_text("12+34 → 46")
-    expect(desk.last().locator(".markdown").last).to_contain_text("46")
-    (answer,) = answers(desk)
+    chat = ChatDriver(context, calculator.url)
+    chat.press("Settings")
+    chat.page.fill("#set-temperature", "0")
+    chat.press("Done")
+    ask(chat, "What is 12 + 34?")
+    expect(chat.last().locator("details.call summary")).to_contain_text("12+34 → 46")
+    expect(chat.last().locator(".markdown").last).to_contain_text("46")
+    (answer,) = answers(chat)
     forced = [token for token in answer["tokens"] if token[3]]
     assert forced and all(token[2] == 0 for token in forced)
-    tokens = tokens_of(desk)
-    expect(desk.page.locator(".tokens .token.forced")).to_have_count(len(forced))
+    tokens = tokens_of(chat)
+    expect(chat.page.locator(".tokens .token.forced")).to_have_count(len(forced))
     digit = next(i for i, token in enumerate(answer["tokens"]) if token[1].endswith("4") and not token[3])
     tokens.nth(digit).click()
     others = [one[1] for one in answer["tokens"][digit][4] if one[1].isdigit() and one[0] != answer["tokens"][digit][0]]
-    desk.page.locator("#alternatives li button:enabled", has_text=others[0]).first.click()
-    expect(desk.last()).to_contain_text("2/2")
-    desk.wait_until_idle()
-    changed = answers(desk)[1]
+    chat.page.locator("#alternatives li button:enabled", has_text=others[0]).first.click()
+    expect(chat.last()).to_contain_text("2/2")
+    chat.wait_until_idle()
+    changed = answers(chat)[1]
     python, output = changed["parts"][0], changed["parts"][1]
     assert python["type"] == "python" and python["text"] != "12+34"
     assert output == {"type": "python_output", "text": str(eval(python["text"]))}
     assert any(token[3] for token in changed["tokens"]), "the result was forced again"
-    desk.watch.assert_clean()
+    chat.watch.assert_clean()

@@ -11,7 +11,7 @@ import pytest
 from playwright.sync_api import Browser, BrowserContext, expect
 from playwright.sync_api import Error as PlaywrightError
 
-from tests.web.desk import Desk, begun, told
+from tests.web.chat_driver import ChatDriver, answered, started
 from tests.web.fake import PATIENCE_S, FakeServer
 
 TOAST, NAMES = ".toast.bad", ".chat-name"
@@ -19,14 +19,14 @@ FAILED = "Failed to load resource"
 
 
 @pytest.mark.parametrize("text", [">" * 4000, "1. " * 3000, "[" * 20000])
-def test_an_answer_that_is_no_sane_markdown_is_shown_as_it_is(desk: Desk, fake: FakeServer, text: str) -> None:
-    told(desk, fake, "Hello", text)
-    expect(desk.last().locator(".body")).to_contain_text(text.strip()[:100])
-    told(desk, fake, "Again", "Fine")
-    desk.page.reload()
-    desk.wait_until_ready()
-    expect(desk.last().locator(".body")).to_have_text("Fine")
-    desk.watch.assert_clean()
+def test_an_answer_that_is_no_sane_markdown_is_shown_as_it_is(chat: ChatDriver, fake: FakeServer, text: str) -> None:
+    answered(chat, fake, "Hello", text)
+    expect(chat.last().locator(".body")).to_contain_text(text.strip()[:100])
+    answered(chat, fake, "Again", "Fine")
+    chat.page.reload()
+    chat.wait_until_ready()
+    expect(chat.last().locator(".body")).to_have_text("Fine")
+    chat.watch.assert_clean()
 
 
 GOOD: dict[str, Any] = {
@@ -36,48 +36,50 @@ GOOD: dict[str, Any] = {
 }  # fmt: skip
 
 
-def import_message(desk: Desk, directory: Path, **fields: Any) -> None:
+def import_message(chat: ChatDriver, directory: Path, **fields: Any) -> None:
     chat = {"conversation": {"title": "File", "system": ""}, "messages": [{**GOOD, **fields}]}
     path = directory / "chats.json"
     path.write_text(json.dumps({"format": "nano-inference-chats", "version": 1, "chats": [chat]}))
-    desk.page.set_input_files("#file", path)
+    chat.page.set_input_files("#file", path)
 
 
 @pytest.mark.parametrize(
     "fields",
     [{"versions": [None]}, {"tokens": [[1, "a", "x", 0, []]]}, {"tokens": [[1, "a", 0, 0, [None]]]}, {"parts": [{}]}],
 )
-def test_a_message_that_could_not_be_shown_is_not_taken(desk: Desk, tmp_path: Path, fields: dict[str, Any]) -> None:
-    import_message(desk, tmp_path, **fields)
-    expect(desk.page.locator(TOAST)).to_contain_text("is not a conversation with messages")
-    desk.page.reload()
-    desk.wait_until_ready()
-    assert desk.page.locator(NAMES).count() == 0
+def test_a_message_that_could_not_be_shown_is_not_taken(
+    chat: ChatDriver, tmp_path: Path, fields: dict[str, Any]
+) -> None:
+    import_message(chat, tmp_path, **fields)
+    expect(chat.page.locator(TOAST)).to_contain_text("is not a conversation with messages")
+    chat.page.reload()
+    chat.wait_until_ready()
+    assert chat.page.locator(NAMES).count() == 0
 
 
-def test_what_else_a_file_says_is_made_harmless(desk: Desk, tmp_path: Path) -> None:
+def test_what_else_a_file_says_is_made_harmless(chat: ChatDriver, tmp_path: Path) -> None:
     odd = {"stats": {"speed": "x", "first": {}}, "finish": {"a": 1}, "seed": "<b>", "sample": "y", "error": {}}
-    import_message(desk, tmp_path, **odd, extra="z")
-    expect(desk.last().locator(".body")).to_have_text("Text")
-    expect(desk.last()).to_contain_text("This answer was interrupted.")
-    desk.press("Tokens")
-    desk.page.locator(".tokens .token").first.click()
-    expect(desk.page.locator("#alternatives li")).to_have_count(2)
-    desk.watch.assert_clean()
+    import_message(chat, tmp_path, **odd, extra="z")
+    expect(chat.last().locator(".body")).to_have_text("Text")
+    expect(chat.last()).to_contain_text("This answer was interrupted.")
+    chat.press("Tokens")
+    chat.page.locator(".tokens .token").first.click()
+    expect(chat.page.locator("#alternatives li")).to_have_count(2)
+    chat.watch.assert_clean()
 
 
 def test_a_full_disk_is_told_once_and_the_talk_goes_on(context: BrowserContext, fake: FakeServer) -> None:
     full = "IDBObjectStore.prototype.put = () => { throw new DOMException('no room', 'QuotaExceededError'); }"
     context.add_init_script(full)
-    desk = Desk(context, fake.url)
-    told(desk, fake, "Hello", "First")
-    desk.press("Regenerate")
+    chat = ChatDriver(context, fake.url)
+    answered(chat, fake, "Hello", "First")
+    chat.press("Regenerate")
     fake.answer().tell("Second")
-    desk.wait_until_idle()
-    expect(desk.last().locator(".body")).to_have_text("Second")
-    expect(desk.page.locator(TOAST)).to_have_count(1)
-    expect(desk.page.locator(TOAST)).to_contain_text("does not keep the conversation (QuotaExceededError)")
-    desk.watch.assert_clean()
+    chat.wait_until_idle()
+    expect(chat.last().locator(".body")).to_have_text("Second")
+    expect(chat.page.locator(TOAST)).to_have_count(1)
+    expect(chat.page.locator(TOAST)).to_contain_text("does not keep the conversation (QuotaExceededError)")
+    chat.watch.assert_clean()
 
 
 def test_a_browser_that_allows_no_storage_at_all(context: BrowserContext, fake: FakeServer) -> None:
@@ -85,35 +87,35 @@ def test_a_browser_that_allows_no_storage_at_all(context: BrowserContext, fake: 
     for name in ("localStorage", "sessionStorage", "indexedDB"):
         context.add_init_script(f"Object.defineProperty(window, '{name}', {denied});")
     fake.key = "secret-key"
-    desk = Desk(context, fake.url, ready=False)
-    desk.page.fill("#key-field", "secret-key")
-    desk.press("Use this key")
-    desk.wait_until_ready()
-    told(desk, fake, "About apples", "Red")
-    desk.press("New chat")
-    told(desk, fake, "About pears", "Green")
-    desk.page.locator(NAMES, has_text="apples").click()
-    expect(desk.last().locator(".body")).to_have_text("Red")
-    desk.page.fill("#search", "green")
-    expect(desk.page.locator(NAMES)).to_have_text(["About pears"])
-    desk.page.click("#theme")
-    desk.watch.assert_clean([FAILED])
+    chat = ChatDriver(context, fake.url, ready=False)
+    chat.page.fill("#key-field", "secret-key")
+    chat.press("Use this key")
+    chat.wait_until_ready()
+    answered(chat, fake, "About apples", "Red")
+    chat.press("New chat")
+    answered(chat, fake, "About pears", "Green")
+    chat.page.locator(NAMES, has_text="apples").click()
+    expect(chat.last().locator(".body")).to_have_text("Red")
+    chat.page.fill("#search", "green")
+    expect(chat.page.locator(NAMES)).to_have_text(["About pears"])
+    chat.page.click("#theme")
+    chat.watch.assert_clean([FAILED])
 
 
 def test_another_tab_shows_what_this_one_does(context: BrowserContext, fake: FakeServer) -> None:
-    one = Desk(context, fake.url)
-    told(one, fake, "Hello", "Yes")
-    two = Desk(context, fake.url)
+    one = ChatDriver(context, fake.url)
+    answered(one, fake, "Hello", "Yes")
+    two = ChatDriver(context, fake.url)
     expect(two.last().locator(".body")).to_have_text("Yes")
-    answer = begun(one, fake, "More", "Half")
+    answer = started(one, fake, "More", "Half")
     expect(two.answers()).to_have_count(2)
     expect(two.page.locator("#stop")).to_be_visible()
     assert two.page.get_by_text("interrupted").count() == 0
     two.press("Stop")
     assert answer.gone.wait(PATIENCE_S), "stopped from the other tab"
-    for desk in (one, two):
-        expect(desk.last()).to_contain_text("Stopped.")
-        expect(desk.last().locator(".body")).to_have_text("Half")
+    for chat in (one, two):
+        expect(chat.last()).to_contain_text("Stopped.")
+        expect(chat.last().locator(".body")).to_have_text("Half")
     two.press("Delete Hello")
     expect(one.page.locator(NAMES)).to_have_count(0)
     expect(one.answers()).to_have_count(0)
@@ -122,9 +124,9 @@ def test_another_tab_shows_what_this_one_does(context: BrowserContext, fake: Fak
 
 
 def test_a_tab_that_crashes_while_it_writes_holds_nobody_up(context: BrowserContext, fake: FakeServer) -> None:
-    one = Desk(context, fake.url)
-    told(one, fake, "Hello", "Yes")
-    two = Desk(context, fake.url)
+    one = ChatDriver(context, fake.url)
+    answered(one, fake, "Hello", "Yes")
+    two = ChatDriver(context, fake.url)
     one.type("More")
     answer = fake.answer()
     answer.say("Half")
@@ -135,7 +137,7 @@ def test_a_tab_that_crashes_while_it_writes_holds_nobody_up(context: BrowserCont
     expect(two.page.locator("#stop")).to_be_hidden()
     expect(two.last()).to_contain_text("interrupted")
     assert answer.gone.wait(PATIENCE_S)
-    told(two, fake, "Again", "Whole")
+    answered(two, fake, "Again", "Whole")
     expect(two.last().locator(".body")).to_have_text("Whole")
     two.watch.assert_clean()
 
@@ -152,36 +154,36 @@ Object.defineProperty(IDBTransaction.prototype, "oncomplete", {
 def test_nothing_begins_before_what_ended_is_saved(context: BrowserContext, fake: FakeServer) -> None:
     """What began then would never have let go of its lock."""
     context.add_init_script(_SLOW_SAVES)
-    desk = Desk(context, fake.url)
-    answer = begun(desk, fake, "Hello", "Half")
-    desk.page.evaluate("window.isSlow = true")
+    chat = ChatDriver(context, fake.url)
+    answer = started(chat, fake, "Hello", "Half")
+    chat.page.evaluate("window.isSlow = true")
     answer.end()
-    expect(desk.last()).to_have_attribute("aria-busy", "false")
-    desk.until("held.length > 0")
-    desk.type("Too early")
-    expect(desk.page.locator("#draft")).to_have_value("Too early")
-    desk.page.evaluate("() => { window.isSlow = false; for (const one of held) one(); }")
-    desk.wait_until_idle()
-    told(desk, fake, "Again", "Yes")
-    expect(desk.last().locator(".body")).to_have_text("Yes")
-    desk.until("navigator.locks.query().then(({ held, pending }) => !held.length && !pending.length)")
-    desk.watch.assert_clean()
+    expect(chat.last()).to_have_attribute("aria-busy", "false")
+    chat.until("held.length > 0")
+    chat.type("Too early")
+    expect(chat.page.locator("#draft")).to_have_value("Too early")
+    chat.page.evaluate("() => { window.isSlow = false; for (const one of held) one(); }")
+    chat.wait_until_idle()
+    answered(chat, fake, "Again", "Yes")
+    expect(chat.last().locator(".body")).to_have_text("Yes")
+    chat.until("navigator.locks.query().then(({ held, pending }) => !held.length && !pending.length)")
+    chat.watch.assert_clean()
 
 
 def test_who_tries_again_at_once_is_heard(context: BrowserContext, fake: FakeServer) -> None:
     """An answer that failed is under way until it is saved, so that is when a press of its button comes to nothing."""
     context.add_init_script(_SLOW_SAVES)
-    desk = Desk(context, fake.url)
-    answer = begun(desk, fake, "Hello", "Half")
-    desk.page.evaluate("window.isSlow = true")
+    chat = ChatDriver(context, fake.url)
+    answer = started(chat, fake, "Hello", "Half")
+    chat.page.evaluate("window.isSlow = true")
     answer.raw(None)
-    expect(desk.last()).to_have_attribute("aria-busy", "false")
-    desk.until("held.length > 0")
-    assert desk.page.locator(TOAST).count() == 0
-    desk.page.evaluate("() => { window.isSlow = false; for (const one of held) one(); }")
-    desk.press("Try again", desk.page.locator(TOAST))
+    expect(chat.last()).to_have_attribute("aria-busy", "false")
+    chat.until("held.length > 0")
+    assert chat.page.locator(TOAST).count() == 0
+    chat.page.evaluate("() => { window.isSlow = false; for (const one of held) one(); }")
+    chat.press("Try again", chat.page.locator(TOAST))
     fake.answer().tell(" and half")
-    expect(desk.last().locator(".body")).to_have_text("Half and half")
+    expect(chat.last().locator(".body")).to_have_text("Half and half")
 
 
 def test_who_leaves_while_it_is_saved_loses_nothing(context: BrowserContext, fake: FakeServer) -> None:
@@ -197,22 +199,22 @@ def test_who_leaves_while_it_is_saved_loses_nothing(context: BrowserContext, fak
           Object.defineProperty(IDBTransaction.prototype, name, {
             set(then) { set.call(this, (event) => window.isBroken || then(event)); } }); }"""
     )
-    desk = Desk(context, fake.url)
-    desk.type("Hello")
+    chat = ChatDriver(context, fake.url)
+    chat.type("Hello")
     answer = fake.answer()
-    desk.page.evaluate("() => { window.isBroken = true; window.isAsked = false; }")  # as when the page goes before it
+    chat.page.evaluate("() => { window.isBroken = true; window.isAsked = false; }")  # as when the page goes before it
     answer.say("Half")
-    desk.until("isAsked")
-    desk.page.reload()
-    desk.wait_until_ready()
-    expect(desk.last().locator(".body")).to_have_text("Half")
+    chat.until("isAsked")
+    chat.page.reload()
+    chat.wait_until_ready()
+    expect(chat.last().locator(".body")).to_have_text("Half")
 
 
-def test_settings_hold_for_what_is_sent_at_once(desk: Desk, fake: FakeServer) -> None:
-    desk.press("Settings")
-    desk.page.fill("#seed", "5")
-    desk.page.fill("#system", "Rhyme.")
-    desk.page.evaluate(
+def test_settings_hold_for_what_is_sent_at_once(chat: ChatDriver, fake: FakeServer) -> None:
+    chat.press("Settings")
+    chat.page.fill("#seed", "5")
+    chat.page.fill("#system", "Rhyme.")
+    chat.page.evaluate(
         """() => {  // the dialog tells of its closing a frame later, which may be late
           document.addEventListener("close", (event) => event.stopPropagation(), true);
           document.querySelector("#settings button.primary").click();
@@ -223,209 +225,209 @@ def test_settings_hold_for_what_is_sent_at_once(desk: Desk, fake: FakeServer) ->
     assert body["seed"] == 5 and body["messages"][0] == {"role": "system", "content": "Rhyme."}
 
 
-def test_an_answers_end_leaves_the_list_of_conversations_alone(desk: Desk, fake: FakeServer) -> None:
-    told(desk, fake, "Other", "Yes")
-    desk.press("New chat")
-    told(desk, fake, "Hello", "Yes")
-    answer = begun(desk, fake, "More", "Half")
-    desk.page.evaluate("() => { window.rows = [...document.querySelectorAll('#chats li')]; }")
-    other = desk.page.locator(NAMES, has_text="Other")
+def test_an_answers_end_leaves_the_list_of_conversations_alone(chat: ChatDriver, fake: FakeServer) -> None:
+    answered(chat, fake, "Other", "Yes")
+    chat.press("New chat")
+    answered(chat, fake, "Hello", "Yes")
+    answer = started(chat, fake, "More", "Half")
+    chat.page.evaluate("() => { window.rows = [...document.querySelectorAll('#chats li')]; }")
+    other = chat.page.locator(NAMES, has_text="Other")
     other.focus()
     answer.tell(" and half")
-    desk.wait_until_idle()
+    chat.wait_until_idle()
     expect(other).to_be_focused()
-    assert desk.page.evaluate("rows.every((row, i) => row === document.querySelectorAll('#chats li')[i])")
+    assert chat.page.evaluate("rows.every((row, i) => row === document.querySelectorAll('#chats li')[i])")
 
 
 def test_what_a_tab_left_behind_does_not_undo_what_came_later(context: BrowserContext, fake: FakeServer) -> None:
-    desk = Desk(context, fake.url)
-    begun(desk, fake, "Hello", "Half")
-    desk.page.reload()
-    desk.wait_until_ready()
-    expect(desk.last().locator(".body")).to_have_text("Half")
-    old = desk.page.evaluate(
+    chat = ChatDriver(context, fake.url)
+    started(chat, fake, "Hello", "Half")
+    chat.page.reload()
+    chat.wait_until_ready()
+    expect(chat.last().locator(".body")).to_have_text("Half")
+    old = chat.page.evaluate(
         """() => new Promise((done) => { indexedDB.open("nano-inference", 1).onsuccess = (event) => {
             event.target.result.transaction("messages").objectStore("messages").getAll().onsuccess = (all) =>
                 done(all.target.result.filter((one) => one.role === "assistant")); }; })"""
     )
-    desk.press("Continue")
+    chat.press("Continue")
     fake.answer().tell(" and half")
-    desk.wait_until_idle()
+    chat.wait_until_idle()
     left = json.dumps([{**one, "finish": None} for one in old])
-    desk.page.evaluate("(left) => localStorage.setItem('nano-inference.unsaved.x', left)", left)
-    desk.page.reload()
-    desk.wait_until_ready()
-    expect(desk.last().locator(".body")).to_have_text("Half and half")
-    assert desk.page.evaluate("Object.keys(localStorage).filter((key) => key.includes('unsaved')).length") == 0
+    chat.page.evaluate("(left) => localStorage.setItem('nano-inference.unsaved.x', left)", left)
+    chat.page.reload()
+    chat.wait_until_ready()
+    expect(chat.last().locator(".body")).to_have_text("Half and half")
+    assert chat.page.evaluate("Object.keys(localStorage).filter((key) => key.includes('unsaved')).length") == 0
 
 
 def test_nothing_is_asked_for_before_the_server_is_known(context: BrowserContext, fake: FakeServer) -> None:
-    desk = Desk(context, fake.url)
-    told(desk, fake, "Hello", "Yes")
+    chat = ChatDriver(context, fake.url)
+    answered(chat, fake, "Hello", "Yes")
     fake.ready = (503, "loading")
-    desk.page.reload()
-    expect(desk.page.locator("#banner")).to_contain_text("being loaded")
-    desk.page.focus("#draft")
-    desk.page.keyboard.press("ArrowUp")
-    assert desk.page.get_by_label("Edit your message").count() == 0
-    expect(desk.last().get_by_role("button", name="Regenerate")).to_be_disabled()
+    chat.page.reload()
+    expect(chat.page.locator("#banner")).to_contain_text("being loaded")
+    chat.page.focus("#draft")
+    chat.page.keyboard.press("ArrowUp")
+    assert chat.page.get_by_label("Edit your message").count() == 0
+    expect(chat.last().get_by_role("button", name="Regenerate")).to_be_disabled()
     fake.ready = (200, "ready")
-    desk.wait_until_ready()
-    told(desk, fake, "More", "Fine")
+    chat.wait_until_ready()
+    answered(chat, fake, "More", "Fine")
 
 
-def test_one_conversation_has_one_answer_under_way(desk: Desk, fake: FakeServer) -> None:
-    told(desk, fake, "Hello", "One", " two")
-    desk.press("Tokens")
-    answer = begun(desk, fake, "More", "Slow")
-    desk.page.locator(".tokens .token").first.click()
-    expect(desk.page.get_by_role("button", name='Go on with "A"')).to_be_disabled()
-    expect(desk.page.locator("#alternatives")).to_contain_text("when the answer has ended")
-    desk.press("Stop")
+def test_one_conversation_has_one_answer_under_way(chat: ChatDriver, fake: FakeServer) -> None:
+    answered(chat, fake, "Hello", "One", " two")
+    chat.press("Tokens")
+    answer = started(chat, fake, "More", "Slow")
+    chat.page.locator(".tokens .token").first.click()
+    expect(chat.page.get_by_role("button", name='Go on with "A"')).to_be_disabled()
+    expect(chat.page.locator("#alternatives")).to_contain_text("when the answer has ended")
+    chat.press("Stop")
     assert answer.gone.wait(PATIENCE_S), "Stop reaches the only one there is"
-    desk.wait_until_idle()
+    chat.wait_until_idle()
 
 
-def test_a_message_that_is_sent_twice_at_once_is_sent_once(desk: Desk, fake: FakeServer) -> None:
-    told(desk, fake, "Hello", "Yes")
-    desk.press("Edit")
-    desk.page.evaluate(
+def test_a_message_that_is_sent_twice_at_once_is_sent_once(chat: ChatDriver, fake: FakeServer) -> None:
+    answered(chat, fake, "Hello", "Yes")
+    chat.press("Edit")
+    chat.page.evaluate(
         """() => { const send = [...document.querySelectorAll(".message.user button")]
             .find((one) => one.textContent === "Send"); send.click(); send.click(); }"""
     )
     fake.answer().tell("Once")
-    desk.wait_until_idle()
-    expect(desk.page.locator(".message.user")).to_contain_text("2/2")
+    chat.wait_until_idle()
+    expect(chat.page.locator(".message.user")).to_contain_text("2/2")
 
 
-def test_leaving_at_once_leaves_the_answer_where_it_belongs(desk: Desk, fake: FakeServer) -> None:
-    desk.page.fill("#draft", "Hello")
-    desk.page.evaluate(
+def test_leaving_at_once_leaves_the_answer_where_it_belongs(chat: ChatDriver, fake: FakeServer) -> None:
+    chat.page.fill("#draft", "Hello")
+    chat.page.evaluate(
         "() => { document.getElementById('send').click(); document.getElementById('new-chat').click(); }"
     )
     fake.answer().tell("There")
-    expect(desk.page.locator(NAMES)).to_have_text(["Hello"])
-    desk.page.locator(NAMES).click()
-    expect(desk.last().locator(".body")).to_have_text("There")
-    expect(desk.page.locator(".message.user")).to_contain_text("Hello")
+    expect(chat.page.locator(NAMES)).to_have_text(["Hello"])
+    chat.page.locator(NAMES).click()
+    expect(chat.last().locator(".body")).to_have_text("There")
+    expect(chat.page.locator(".message.user")).to_contain_text("Hello")
 
 
-def test_try_again_goes_back_to_where_it_failed(desk: Desk, fake: FakeServer) -> None:
+def test_try_again_goes_back_to_where_it_failed(chat: ChatDriver, fake: FakeServer) -> None:
     fake.refusals = [(400, {"message": "not now"})]
-    desk.type("Hello")
-    expect(desk.page.locator(TOAST)).to_contain_text("not now")
-    desk.press("New chat")
-    desk.press("Try again", desk.page.locator(TOAST))
+    chat.type("Hello")
+    expect(chat.page.locator(TOAST)).to_contain_text("not now")
+    chat.press("New chat")
+    chat.press("Try again", chat.page.locator(TOAST))
     answer = fake.answer()
     assert answer.body["messages"] == [{"role": "user", "content": "Hello"}]
     answer.tell("Now")
-    expect(desk.last().locator(".body")).to_have_text("Now")
-    expect(desk.page.locator("#title")).to_have_text("Hello")
+    expect(chat.last().locator(".body")).to_have_text("Now")
+    expect(chat.page.locator("#title")).to_have_text("Hello")
 
 
-def test_a_deleted_conversation_does_not_come_back_with_its_answer(desk: Desk, fake: FakeServer) -> None:
-    answer = begun(desk, fake, "Hello", "Half")
-    desk.press("Delete Hello")
+def test_a_deleted_conversation_does_not_come_back_with_its_answer(chat: ChatDriver, fake: FakeServer) -> None:
+    answer = started(chat, fake, "Hello", "Half")
+    chat.press("Delete Hello")
     assert answer.gone.wait(PATIENCE_S)
-    expect(desk.page.locator(NAMES)).to_have_count(0)
-    desk.page.reload()
-    desk.wait_until_ready()
-    expect(desk.page.locator(NAMES)).to_have_count(0)
+    expect(chat.page.locator(NAMES)).to_have_count(0)
+    chat.page.reload()
+    chat.wait_until_ready()
+    expect(chat.page.locator(NAMES)).to_have_count(0)
 
 
-def test_a_name_is_not_taken_before_it_is_written(desk: Desk, fake: FakeServer) -> None:
-    answer = begun(desk, fake, "Hello", "Half")
-    desk.press("Rename Hello")
-    field = desk.page.get_by_label("Name of the conversation")
+def test_a_name_is_not_taken_before_it_is_written(chat: ChatDriver, fake: FakeServer) -> None:
+    answer = started(chat, fake, "Hello", "Half")
+    chat.press("Rename Hello")
+    field = chat.page.get_by_label("Name of the conversation")
     field.fill("Ha")
     answer.end()
-    desk.wait_until_idle()
+    chat.wait_until_idle()
     expect(field).to_be_focused()
     field.fill("Harvest")
     field.press("Enter")
-    expect(desk.page.locator(NAMES)).to_have_text(["Harvest"])
+    expect(chat.page.locator(NAMES)).to_have_text(["Harvest"])
 
 
-def test_settings_that_escape_leaves_are_not_taken(desk: Desk, fake: FakeServer) -> None:
-    desk.press("Settings")
-    desk.page.fill("#samples", "5000")
-    desk.page.fill("#set-temperature", "-3")
-    desk.page.keyboard.press("Escape")
-    desk.type("Hello")
+def test_settings_that_escape_leaves_are_not_taken(chat: ChatDriver, fake: FakeServer) -> None:
+    chat.press("Settings")
+    chat.page.fill("#samples", "5000")
+    chat.page.fill("#set-temperature", "-3")
+    chat.page.keyboard.press("Escape")
+    chat.type("Hello")
     answer = fake.answer()
     assert "n" not in answer.body and "temperature" not in answer.body
     answer.tell("Yes")
-    desk.wait_until_idle()
+    chat.wait_until_idle()
     wild = json.dumps({"samples": 1e9, "seed": -5, "sampling": {"temperature": 99, "top_k": "x", "max_tokens": 1.7}})
-    desk.page.evaluate("(wild) => localStorage.setItem('nano-inference.settings', wild)", wild)
+    chat.page.evaluate("(wild) => localStorage.setItem('nano-inference.settings', wild)", wild)
     fake.info["max_n"] = 2
-    desk.page.reload()
-    desk.wait_until_ready()
-    desk.type("Again")
+    chat.page.reload()
+    chat.wait_until_ready()
+    chat.type("Again")
     body = fake.answer().body
     assert (body["n"], body["seed"], body["temperature"], body["max_tokens"]) == (2, 0, 2, 2) and "top_k" not in body
 
 
 def test_a_key_that_no_header_can_carry_is_refused_here(context: BrowserContext, fake: FakeServer) -> None:
     fake.key = "secret-key"
-    desk = Desk(context, fake.url, ready=False)
-    desk.page.fill("#key-field", "schlüssel-ключ")
-    desk.press("Use this key")
-    expect(desk.page.locator(TOAST)).to_contain_text("only ASCII")
-    desk.press("Enter a key")
-    desk.page.fill("#key-field", "  secret-key ")
-    desk.press("Use this key")
-    desk.wait_until_ready()
+    chat = ChatDriver(context, fake.url, ready=False)
+    chat.page.fill("#key-field", "schlüssel-ключ")
+    chat.press("Use this key")
+    expect(chat.page.locator(TOAST)).to_contain_text("only ASCII")
+    chat.press("Enter a key")
+    chat.page.fill("#key-field", "  secret-key ")
+    chat.press("Use this key")
+    chat.wait_until_ready()
 
 
 def test_a_proxy_that_finds_no_server_is_waited_for(context: BrowserContext, fake: FakeServer) -> None:
     fake.ready = (502, "Bad Gateway")
-    desk = Desk(context, fake.url, ready=False)
-    expect(desk.page.locator("#banner")).to_contain_text("The server does not answer")
+    chat = ChatDriver(context, fake.url, ready=False)
+    expect(chat.page.locator("#banner")).to_contain_text("The server does not answer")
     fake.ready = (200, "ready")
-    desk.wait_until_ready()
+    chat.wait_until_ready()
 
 
-def test_the_server_ended_an_answer(desk: Desk, fake: FakeServer) -> None:
-    desk.type("Hello")
+def test_the_server_ended_an_answer(chat: ChatDriver, fake: FakeServer) -> None:
+    chat.type("Hello")
     answer = fake.answer()
     answer.say("Half")
     answer.end("abort")
-    expect(desk.last()).to_contain_text("The server ended this answer.")
-    expect(desk.last().get_by_role("button", name="Continue")).to_be_visible()
+    expect(chat.last()).to_contain_text("The server ended this answer.")
+    expect(chat.last().get_by_role("button", name="Continue")).to_be_visible()
 
 
-def test_a_stopped_answer_says_which_weights_drew_it(desk: Desk, fake: FakeServer) -> None:
-    desk.type("Hello")
+def test_a_stopped_answer_says_which_weights_drew_it(chat: ChatDriver, fake: FakeServer) -> None:
+    chat.type("Hello")
     answer = fake.answer()
     answer.choice({"content": "a"}, token_ids=[1, 2], mask=[1, 1], token_versions=[3, 3])
     answer.choice({"content": "b"}, token_ids=[3], mask=[1], token_versions=[4])
-    expect(desk.last().locator(".body")).to_have_text("ab")
-    desk.press("Stop")
-    expect(desk.fact("Weights")).to_have_text("3 → 4")
+    expect(chat.last().locator(".body")).to_have_text("ab")
+    chat.press("Stop")
+    expect(chat.fact("Weights")).to_have_text("3 → 4")
 
 
-def test_searching_hides_nothing_on_a_desktop(desk: Desk, fake: FakeServer) -> None:
-    told(desk, fake, "Hello", "Yes")
-    desk.page.keyboard.press("Control+k")
-    desk.page.fill("#search", "hello")
-    desk.page.locator(NAMES).click()
-    expect(desk.page.locator("#veil")).to_be_hidden()
+def test_searching_hides_nothing_on_a_desktop(chat: ChatDriver, fake: FakeServer) -> None:
+    answered(chat, fake, "Hello", "Yes")
+    chat.page.keyboard.press("Control+k")
+    chat.page.fill("#search", "hello")
+    chat.page.locator(NAMES).click()
+    expect(chat.page.locator("#veil")).to_be_hidden()
 
 
-def test_the_focus_stays_where_it_was_of_use(desk: Desk, fake: FakeServer) -> None:
-    page = desk.page
-    told(desk, fake, "Hello", "One")
-    desk.press("Regenerate")
+def test_the_focus_stays_where_it_was_of_use(chat: ChatDriver, fake: FakeServer) -> None:
+    page = chat.page
+    answered(chat, fake, "Hello", "One")
+    chat.press("Regenerate")
     fake.answer().tell("Two")
-    desk.wait_until_idle()
+    chat.wait_until_idle()
     back = page.get_by_role("button", name="Previous version")
     back.focus()
     for text in ("One", "Two", "One"):
         page.keyboard.press("Enter")
-        expect(desk.last().locator(".body")).to_have_text(text)
+        expect(chat.last().locator(".body")).to_have_text(text)
         expect(page.get_by_role("button", name="Previous version")).to_be_focused()
-    desk.press("Tokens")
+    chat.press("Tokens")
     page.locator(".tokens .token").first.focus()
     page.keyboard.press("Enter")
     page.keyboard.press("Escape")
@@ -439,13 +441,13 @@ def test_the_focus_stays_where_it_was_of_use(desk: Desk, fake: FakeServer) -> No
     expect(page.locator("#draft")).to_be_focused()
 
 
-def test_escape_ends_a_search_and_not_the_answer(desk: Desk, fake: FakeServer) -> None:
-    answer = begun(desk, fake, "Hello", "Slow")
-    desk.page.fill("#search", "nothing")
-    desk.page.keyboard.press("Escape")
-    assert desk.page.input_value("#search") == "" and not answer.gone.is_set()
+def test_escape_ends_a_search_and_not_the_answer(chat: ChatDriver, fake: FakeServer) -> None:
+    answer = started(chat, fake, "Hello", "Slow")
+    chat.page.fill("#search", "nothing")
+    chat.page.keyboard.press("Escape")
+    assert chat.page.input_value("#search") == "" and not answer.gone.is_set()
     answer.end()
-    desk.wait_until_idle()
+    chat.wait_until_idle()
 
 
 def test_29_over_plain_http_in_a_local_network(browser: Browser, fake: FakeServer) -> None:
@@ -453,15 +455,15 @@ def test_29_over_plain_http_in_a_local_network(browser: Browser, fake: FakeServe
     path = shutil.which("chromium") or shutil.which("google-chrome")
     arguments = ["--no-sandbox", "--disable-gpu", "--host-resolver-rules=MAP lan.test 127.0.0.1"]
     other = browser.browser_type.launch(executable_path=path, args=arguments)
-    desk = Desk(other.new_context(), fake.url.replace("127.0.0.1", "lan.test"))
-    assert desk.page.evaluate("[isSecureContext, typeof navigator.clipboard, typeof crypto.randomUUID]") == [
+    chat = ChatDriver(other.new_context(), fake.url.replace("127.0.0.1", "lan.test"))
+    assert chat.page.evaluate("[isSecureContext, typeof navigator.clipboard, typeof crypto.randomUUID]") == [
         False, "undefined", "undefined",
     ]  # fmt: skip
-    told(desk, fake, "Hello", "Yes")
-    desk.press("Copy", desk.last())
-    expect(desk.page.locator(".toast").last).to_contain_text("Copied.")
-    desk.page.reload()
-    desk.wait_until_ready()
-    expect(desk.last().locator(".body")).to_have_text("Yes")
-    desk.watch.assert_clean()
+    answered(chat, fake, "Hello", "Yes")
+    chat.press("Copy", chat.last())
+    expect(chat.page.locator(".toast").last).to_contain_text("Copied.")
+    chat.page.reload()
+    chat.wait_until_ready()
+    expect(chat.last().locator(".body")).to_have_text("Yes")
+    chat.watch.assert_clean()
     other.close()

@@ -12,7 +12,7 @@ import httpx2
 from playwright.sync_api import expect
 
 from nano_inference.server.pages import bundled, load_page
-from tests.web.desk import Desk
+from tests.web.chat_driver import ChatDriver
 from tests.web.fake import FakeServer
 
 MAX_PACKED = 80_000
@@ -29,28 +29,28 @@ def test_the_pages_are_small_and_whole() -> None:
         assert bundled(f"{name}/page.html") == html
 
 
-def test_30_blocks_that_are_whole_are_not_made_again(desk: Desk, fake: FakeServer) -> None:
-    desk.type("Hello")
+def test_30_blocks_that_are_whole_are_not_made_again(chat: ChatDriver, fake: FakeServer) -> None:
+    chat.type("Hello")
     answer = fake.answer()
     answer.say(*(f"Paragraph {n} of *many*.\n\n" for n in range(300)), "```\n", "line 1\n")
-    body = desk.last().locator(".body")
+    body = chat.last().locator(".body")
     expect(body).to_contain_text("line 1")
-    desk.page.evaluate("document.querySelectorAll('.body .block, .body pre').forEach((one, at) => { one.mark = at; })")
+    chat.page.evaluate("document.querySelectorAll('.body .block, .body pre').forEach((one, at) => { one.mark = at; })")
     answer.say(*(f"line {n}\n" for n in range(2, 200)))
     expect(body).to_contain_text("line 199")
     marked = "[...document.querySelectorAll('.body .block, .body pre')].every((one, at) => one.mark === at)"
-    assert desk.page.evaluate(marked), "only text was added, to the code that is being written"
+    assert chat.page.evaluate(marked), "only text was added, to the code that is being written"
     answer.end()
-    desk.wait_until_idle()
+    chat.wait_until_idle()
     expect(body.locator("p")).to_have_count(300)
     expect(body.locator("pre")).to_contain_text("line 199")
 
 
-def test_30_messages_out_of_sight_are_not_laid_out(desk: Desk, fake: FakeServer) -> None:
-    desk.type("Hello")
+def test_30_messages_out_of_sight_are_not_laid_out(chat: ChatDriver, fake: FakeServer) -> None:
+    chat.type("Hello")
     fake.answer().tell("Yes")
-    desk.wait_until_idle()
-    assert desk.page.evaluate("getComputedStyle(document.querySelector('.message')).contentVisibility") == "auto"
+    chat.wait_until_idle()
+    assert chat.page.evaluate("getComputedStyle(document.querySelector('.message')).contentVisibility") == "auto"
 
 
 def test_a_page_is_sent_packed_and_once(server_url: str) -> None:

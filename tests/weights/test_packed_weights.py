@@ -301,11 +301,11 @@ def test_no_update_writes_what_a_twin_computes_with(pair: Pair, open_engine: Ope
     """Replaced matrices are memory for the next update, but not those that a partial update left shared."""
     engine, fresh = open_engine(pair, dtype=dtype), open_engine(pair, dtype=dtype)
     before = scores(engine)
-    with engine.twin() as twin:
+    with engine.copy() as copy:
         for _ in range(3):
             engine.update_weights({Q: pair.named()[Q] * 2}, blocking=True, partial=True)
             engine.update_weights(pair.named(), blocking=True)
-            assert scores(twin) == before
+            assert scores(copy) == before
         fresh.update_weights(pair.named(), blocking=True)
         assert scores(engine) == scores(fresh)
 
@@ -314,25 +314,25 @@ def test_no_update_writes_what_a_twin_computes_with(pair: Pair, open_engine: Ope
 def test_a_twin_shares_the_weights_and_outlives_an_update(pair: Pair, open_engine: OpenEngine, dtype: str) -> None:
     engine = open_engine(pair, dtype=dtype)
     before = scores(engine)
-    with engine.twin() as twin:
-        mine, its = model_of(engine).model.weights, model_of(twin).model.weights
+    with engine.copy() as copy:
+        mine, its = model_of(engine).model.weights, model_of(copy).model.weights
         assert all(its.matrices[name].packed.data_ptr() == m.packed.data_ptr() for name, m in mine.matrices.items())
-        assert scores(twin) == before
+        assert scores(copy) == before
         engine.update_weights(pair.named(), blocking=True)
         engine.update_weights({Q: pair.named()[Q] * 2}, blocking=True, partial=True)
         after = scores(engine)
-        assert scores(twin) == before != after and twin.get_weight_version() == 0
-        twin.update_weights(pair.named(), blocking=True)
-        assert scores(twin) != before and scores(engine) == after
+        assert scores(copy) == before != after and copy.get_weight_version() == 0
+        copy.update_weights(pair.named(), blocking=True)
+        assert scores(copy) != before and scores(engine) == after
         engine.sleep(discard_weights=True)
-        assert scores(twin)
+        assert scores(copy)
 
 
 def test_a_twin_survives_its_owner(untied: Pair, open_engine: OpenEngine) -> None:
     engine = open_engine(untied)
     before = scores(engine)
-    twin = engine.twin()
+    copy = engine.copy()
     engine.sleep(discard_weights=True)
     engine.shutdown()
-    with twin:
-        assert scores(twin) == before
+    with copy:
+        assert scores(copy) == before

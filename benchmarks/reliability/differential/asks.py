@@ -72,7 +72,7 @@ class Tool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
+class PlannedRequest:
     """One request."""
 
     prompt: tuple[int, ...]
@@ -151,7 +151,7 @@ def random_allowed(rng: random.Random, size: int, stops: frozenset[int]) -> froz
     return stops | {rng.randrange(size) for _ in range(rng.choice([8, 8, 40]))} | {0, 1, 2, 3}
 
 
-def random_ask(rng: random.Random, bounds: Bounds, base: tuple[int, ...]) -> Ask:
+def random_ask(rng: random.Random, bounds: Bounds, base: tuple[int, ...]) -> PlannedRequest:
     """Return a random request."""
     prompt = random_prompt(rng, bounds, base)
     rules = Rules(rng.randrange(1000), bounds.vocab_size) if rng.random() < 0.2 else None
@@ -159,7 +159,7 @@ def random_ask(rng: random.Random, bounds: Bounds, base: tuple[int, ...]) -> Ask
     beginning = Beginning()
     if rng.random() < 0.15:
         beginning = Beginning(rng.randrange(len(prompt) + 1), rng.randrange(4))
-    return Ask(
+    return PlannedRequest(
         prompt=prompt,
         params=params,
         count=rng.choice([1, 1, 2, 4]),

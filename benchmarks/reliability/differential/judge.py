@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from differential.asks import Ask
+from differential.asks import PlannedRequest
 from differential.oracle import TOLERANCE, Distribution, DrawContext, Interval, Oracle, uniform
 from differential.rules import Columns, Reference, columns_of, is_consistent, joined
 from differential.worlds import Reading, World
@@ -108,7 +108,13 @@ class Judge:
         self.verdict.counts["samples"] += 1
 
     def _check_columns(
-        self, ask: Ask, columns: Columns, request_id: int, index: int, where: str, sample: TrainingSample | None
+        self,
+        ask: PlannedRequest,
+        columns: Columns,
+        request_id: int,
+        index: int,
+        where: str,
+        sample: TrainingSample | None,
     ) -> None:
         """Check each token of a completion, or of the part of it that came."""
         num_old = len(ask.partial.completion_tokens) if ask.partial is not None else 0
@@ -139,7 +145,9 @@ class Judge:
         if is_pure and sample is not None and sample.finish_reason != "abort":
             self._replayable.append((sample, columns.versions[0]))
 
-    def _is_pure(self, ask: Ask, columns: Columns, request_id: int, index: int, groups: Groups, num_draws: int) -> bool:
+    def _is_pure(
+        self, ask: PlannedRequest, columns: Columns, request_id: int, index: int, groups: Groups, num_draws: int
+    ) -> bool:
         """Whether one version computed all of a completion and all the K/V that it read; notes it."""
         is_known = num_draws == sum(len(places) for _, places in groups)
         versions = {version for path, _ in groups for version in path} | set(columns.versions)
@@ -149,19 +157,19 @@ class Judge:
             return True
         return False
 
-    def _seed(self, ask: Ask, sample: TrainingSample | None) -> int | None:
+    def _seed(self, ask: PlannedRequest, sample: TrainingSample | None) -> int | None:
         """Return the seed that decided the draws; None for a stream that was closed and whose seed is not known."""
         if sample is not None:
             return sample.seed
         return ask.params.seed
 
-    def _floor(self, ask: Ask, version: int) -> int:
+    def _floor(self, ask: PlannedRequest, version: int) -> int:
         """Return the oldest weights whose K/V a token of that version may have read."""
         renewed = [v for v, how in self.world.plans.items() if how != "keep" and v <= version]
         return max([ask.version, *renewed])
 
     def _groups(
-        self, ask: Ask, columns: Columns, request_id: int, index: int, draws: Sequence[int], where: str
+        self, ask: PlannedRequest, columns: Columns, request_id: int, index: int, draws: Sequence[int], where: str
     ) -> Groups:
         """Return the draws by the weights of the K/V that they read: the versions of all positions before the last."""
         found: dict[tuple[int, ...], list[int]] = {}
@@ -199,7 +207,7 @@ class Judge:
 
     def _check_draw(
         self,
-        ask: Ask,
+        ask: PlannedRequest,
         reference: Reference,
         columns: Columns,
         place: int,
@@ -260,7 +268,7 @@ class Judge:
 
     # ---- the prompt, the end
 
-    def _check_prompt(self, ask: Ask, sample: TrainingSample, where: str) -> None:
+    def _check_prompt(self, ask: PlannedRequest, sample: TrainingSample, where: str) -> None:
         """The prompt's log-probabilities are all of one version."""
         assert sample.prompt_logprobs is not None
         last = self.world.engine.get_weight_version()
@@ -313,7 +321,7 @@ class Judge:
         worst, version, logp_KV = min(found, key=lambda one: one[0])
         return logp_KV, version
 
-    def _check_end(self, ask: Ask, sample: TrainingSample, where: str) -> None:
+    def _check_end(self, ask: PlannedRequest, sample: TrainingSample, where: str) -> None:
         """The finish reason is what the rules give, and the sample says what was asked for."""
         reference = Reference(ask, self.world.checkpoint.eos)
         if is_consistent(reference, columns_of(sample)) is not None:

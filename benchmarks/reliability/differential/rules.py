@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
-from differential.asks import Ask
+from differential.asks import PlannedRequest
 from nano_inference import TrainingSample
 from nano_inference.types import Delta, FinishReason, SamplingMask, StopReason, TopLogprobs
 
@@ -75,7 +75,7 @@ def joined(deltas: Sequence[Delta]) -> Columns:
 class Reference:
     """Follows a completion token by token with matchers and programs of its own."""
 
-    def __init__(self, ask: Ask, eos: frozenset[int]) -> None:
+    def __init__(self, ask: PlannedRequest, eos: frozenset[int]) -> None:
         self._ask = ask
         self._stops = frozenset(ask.params.stop_token_ids) | (frozenset() if ask.params.ignore_eos else eos)
         self.draws: list[int] = []

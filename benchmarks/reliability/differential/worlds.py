@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 import transformers
 
-from differential.asks import Ask, Bounds, random_ask
+from differential.asks import Bounds, PlannedRequest, random_ask
 from differential.models import HUGE_VOCAB, Checkpoint, make_checkpoint
 from differential.recorder import Recorder
 from nano_inference import EngineConfig, InferenceEngine, TrainingSample
@@ -91,10 +91,10 @@ class World:
     recorder: Recorder | None
     models: dict[int, transformers.PreTrainedModel]
     """Version -> Transformers' model of the same weights."""
-    arrivals: list[Ask]
+    arrivals: list[PlannedRequest]
     plans: dict[int, OnRunning] = field(default_factory=dict)
     """Version -> what its installation did to running requests."""
-    asked: dict[int, Ask] = field(default_factory=dict)
+    asked: dict[int, PlannedRequest] = field(default_factory=dict)
     open: set[int] = field(default_factory=set)
     """Requests whose samples come from `step`, and that have not all ended."""
     left: Counter[int] = field(default_factory=Counter)
@@ -178,7 +178,7 @@ def make_world(
 # ---- requests
 
 
-def submit(world: World, ask: Ask, *, is_claimed: bool = False) -> int:
+def submit(world: World, ask: PlannedRequest, *, is_claimed: bool = False) -> int:
     """Queue a request."""
     ask = replace(ask, version=world.engine.get_weight_version())
     params = ask.params if ask.partial is None else replace(ask.params, seed=None)
@@ -214,12 +214,12 @@ def arrive(world: World) -> None:
         world.left[request_id] = ask.count
 
 
-def is_plain(ask: Ask) -> bool:
+def is_plain(ask: PlannedRequest) -> bool:
     """Whether `generate` can take the request: it has no matcher, salt or beginning."""
     return ask.rules is None and not ask.salt and ask.beginning == type(ask.beginning)()
 
 
-def generate(world: World, ask: Ask) -> None:
+def generate(world: World, ask: PlannedRequest) -> None:
     """Run a request to its end while the others run beside it."""
     ask = replace(ask, version=world.engine.get_weight_version())
     try:

@@ -39,7 +39,7 @@ def key_of(argument: Argument) -> str:
     return argument.name.removeprefix("--")
 
 
-def twin_of(argument: Argument) -> str:
+def variable_of(argument: Argument) -> str:
     """Return an option's name in the environment: `NANO_INFERENCE_MAX_TOKENS` for `--max-tokens`."""
     return ENV_PREFIX + key_of(argument).replace("-", "_").upper()
 

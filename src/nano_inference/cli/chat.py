@@ -19,7 +19,7 @@ _BARE_WORDS = ("quit", "exit", "clear")
 _FAILED = 1
 
 
-class Wishes(NamedTuple):
+class Options(NamedTuple):
     """How the user wants to talk."""
 
     system: str | None = None
@@ -30,7 +30,7 @@ class Wishes(NamedTuple):
     """Show answers without rendering their Markdown."""
 
 
-def run(wishes: Wishes, answerer: Answerer, sampling: Sampling, common: Common) -> int:
+def run(wishes: Options, answerer: Answerer, sampling: Sampling, common: Common) -> int:
     """Talk until the user leaves, or answer the one prompt that was given; return the exit code."""
     chat = Chat(answerer, wishes.plain, common.quiet)
     talk = Talk(sampling=sampling, first_sampling=sampling, system=wishes.system, has_bare_words=wishes.has_bare_words)

@@ -54,10 +54,10 @@ def chat(
     The first Ctrl-C stops an answer, the second quits; Ctrl-D quits. /help lists what can be typed besides messages.
     With --server, a running OpenAI-compatible server answers; --model then is one of its names, if it has several.
     """
-    from nano_inference.cli.chat import Wishes
+    from nano_inference.cli.chat import Options
     from nano_inference.cli.talk import asked_for
 
-    wishes = Wishes(system, prompt, plain=talk.plain)
+    wishes = Options(system, prompt, plain=talk.plain)
     asked = asked_for(sampling, typed.fields)
     if talk.server is not None:
         from nano_inference.cli import remote
@@ -104,7 +104,7 @@ def generate(
 
     prompts = read_prompts(prompt, file)
     return work.run(
-        prompts, work.Wishes(n, raw, system, as_json), engine, asked_for(sampling, typed.fields), common, typed
+        prompts, work.Options(n, raw, system, as_json), engine, asked_for(sampling, typed.fields), common, typed
     )
 
 

@@ -81,7 +81,7 @@ def examine(cache: Path, config: Path | None = None) -> dict[str, Any]:
 
 
 def _settings(config: Path | None) -> dict[str, Any]:
-    """Return what changes how commands behave: configuration files, and the names of the twins that are set."""
+    """Return what changes how commands behave: configuration files and the names of the environment variables set."""
     own = default_file(os.environ)
     return {
         "config_files": [str(path) for path in (config, own if own.exists() else None) if path is not None],

@@ -15,9 +15,9 @@ from nano_inference.catalog import ModelEntry
 from nano_inference.config import EngineConfig
 from nano_inference.kernels.matrix import can_keep, can_round
 from nano_inference.loader.checkpoint import Checkpoint, open_checkpoint
-from nano_inference.loader.door import WeightSource
 from nano_inference.loader.gguf import PackedTensor
 from nano_inference.loader.pieces import DTYPES
+from nano_inference.loader.sources import WeightSource
 from nano_inference.types import BadRequest, ModelError
 
 FLOAT32 = 4

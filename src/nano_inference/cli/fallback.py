@@ -1,4 +1,4 @@
-"""What an option is when the command line does not say: its twin in the environment, and the default model."""
+"""What an option is when the command line does not say: its environment variable, and the default model."""
 
 from __future__ import annotations
 

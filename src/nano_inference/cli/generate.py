@@ -22,7 +22,7 @@ from nano_inference.types import BadRequest, EngineDead, SamplingParams, StepRes
 _INTERRUPTED = 130
 
 
-class Wishes(NamedTuple):
+class Options(NamedTuple):
     """What is made of the prompts."""
 
     num_samples: int
@@ -32,7 +32,7 @@ class Wishes(NamedTuple):
 
 
 def run(
-    prompts: list[Prompt], wishes: Wishes, config: EngineConfig, sampling: Sampling, common: Common, typed: Typed
+    prompts: list[Prompt], wishes: Options, config: EngineConfig, sampling: Sampling, common: Common, typed: Typed
 ) -> int:
     """Generate for all prompts and print; return the exit code."""
     if wishes.num_samples < 1:
@@ -50,7 +50,7 @@ def run(
 
 
 def _stream_one(
-    session: Session, prompt: list[int], wishes: Wishes, params: SamplingParams, common: Common, interrupts: Interrupts
+    session: Session, prompt: list[int], wishes: Options, params: SamplingParams, common: Common, interrupts: Interrupts
 ) -> int:
     answer = stream_answer(session, prompt, params, interrupts, write_text, raw=wishes.raw, quiet=common.quiet)
     print()
@@ -74,7 +74,7 @@ def write_text(text: str) -> None:
 def _run_batch(
     session: Session,
     prompts: list[list[int]],
-    wishes: Wishes,
+    wishes: Options,
     params: SamplingParams,
     common: Common,
     interrupts: Interrupts,
@@ -116,7 +116,7 @@ def _batch_statistics(samples: list[TrainingSample], seconds: float) -> str:
 
 
 def _print_sample(
-    session: Session, sample: TrainingSample, prompt_index: int, wishes: Wishes, params: SamplingParams
+    session: Session, sample: TrainingSample, prompt_index: int, wishes: Options, params: SamplingParams
 ) -> None:
     text = text_of(session, sample, params, raw=wishes.raw)
     if wishes.as_json:

@@ -13,7 +13,7 @@ from typing import Any
 
 from cyclopts import App, Argument
 
-from nano_inference.cli.arguments import heading_of, key_of, kind_of, options_of, takes_list, twin_of
+from nano_inference.cli.arguments import heading_of, key_of, kind_of, options_of, takes_list, variable_of
 from nano_inference.cli.config_file import NOT_IN_FILES
 from nano_inference.cli.fallback import DEFAULT
 from nano_inference.cli.help_texts import EXAMPLES, KINDS, LONG, MAIN, SAMPLING, VALUES
@@ -32,7 +32,7 @@ Lines = list[str]
 
 
 def page(app: App, commands: tuple[str, ...], usage: str, view: str, headings: Sequence[str] = ()) -> str:
-    """Return a command's help. `view` is "" for the main options, a heading, "all", or "env" for their twins.
+    """Return a command's help. `view`: "" for the main options, a heading, "all", or "env" for environment variables.
 
     `headings` are those of other packages' commands.
     """
@@ -57,7 +57,7 @@ def entry_lines(names: str, text: str, width: int) -> Lines:
 
 _NOTE = "nano-inference COMMAND --help shows a command's options."
 _ROOT_NOTE = (
-    f"{_NOTE} Every option has a twin in the environment (--model: NANO_INFERENCE_MODEL), can stand in a file "
+    f"{_NOTE} Every option can be set by an environment variable (--model: NANO_INFERENCE_MODEL), in a file "
     "(--config), and --print-config shows where its value comes from. NANO_INFERENCE_TRACEBACK=1 shows where an error "
     "came from."
 )
@@ -162,7 +162,7 @@ def _twins(sections: dict[str, list[Argument]], width: int) -> Lines:
     lines = ["In the environment (several values are separated by blanks; a switch is true or false):"]
     for options in sections.values():
         for option in options:
-            lines += entry_lines(option.name, twin_of(option), width)
+            lines += entry_lines(option.name, variable_of(option), width)
     return lines
 
 
@@ -177,11 +177,11 @@ def _examples(commands: tuple[str, ...], width: int) -> Lines:
 def _footer(left_out: int, sections: dict[str, list[Argument]]) -> str:
     """Say how to see what is not on the page."""
     option = next(iter(next(iter(sections.values()))))
-    twins = f"--help=env shows each option's twin in the environment ({option.name} is {twin_of(option)})."
+    variables = f"--help=env lists the environment variables ({option.name} is {variable_of(option)})."
     if not left_out:
-        return twins
+        return variables
     headings = ", ".join(f"--help={heading.lower()}" for heading in sections if heading not in (_OWN, "Common"))
-    return f"{left_out} more options: --help=all shows every one, {headings} those of a heading. {twins}"
+    return f"{left_out} more options: --help=all shows every one, {headings} those of a heading. {variables}"
 
 
 def _wrapped(text: str, width: int) -> Lines:

@@ -15,7 +15,7 @@ from nano_inference.cli.models import human_bytes
 from nano_inference.cli.options import Common
 from nano_inference.cli.session import Session, encode, open_session, with_chat_defaults
 from nano_inference.cli.spelling import Typed
-from nano_inference.cli.talk import NUM_ALTERNATIVES, Ask, Piece, Reply, Sampling, ShownToken, Write
+from nano_inference.cli.talk import NUM_ALTERNATIVES, Piece, Question, Reply, Sampling, ShownToken, Write
 from nano_inference.cli.terminal import Interrupts, note
 from nano_inference.config import EngineConfig
 from nano_inference.text import stream
@@ -28,7 +28,7 @@ _RESERVE = 512
 """Tokens kept free for an answer, when the model is long enough."""
 
 
-def run(wishes: chat.Wishes, config: EngineConfig, sampling: Sampling, common: Common, typed: Typed) -> int:
+def run(wishes: chat.Options, config: EngineConfig, sampling: Sampling, common: Common, typed: Typed) -> int:
     """Open the model and talk with it; return the exit code."""
 
     def check(dialogue: Dialogue | None) -> None:
@@ -81,7 +81,7 @@ class LocalAnswerer:
         """Return the length of the prompt that the conversation is."""
         return len(encode(self.session, list(turns), system=system)) if turns else 0
 
-    def answer(self, ask: Ask, interrupts: Interrupts, write: Write) -> Reply:
+    def answer(self, ask: Question, interrupts: Interrupts, write: Write) -> Reply:
         """Answer with as many of the turns as there is room for."""
         params = with_seed(ask.sampling.params)
         params = with_alternatives(params) if ask.has_tokens else params
@@ -99,7 +99,7 @@ class LocalAnswerer:
         answer = stream_answer(self.session, prompt, params, interrupts, take, quiet=self.quiet)
         return self._reply(answer, kept, ask)
 
-    def _reply(self, answer: Answer, kept: tuple[Message, ...], ask: Ask) -> Reply:
+    def _reply(self, answer: Answer, kept: tuple[Message, ...], ask: Question) -> Reply:
         sample = answer.sample
         cost = took(answer)
         return Reply(

@@ -75,7 +75,7 @@ class Settings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ChatWishes:
+class ChatOptions:
     """Who answers in a chat, and how the answers are shown."""
 
     server: str | None = helped(
@@ -93,7 +93,7 @@ EngineFlags = Annotated[EngineConfig, flags(_ENGINE_GROUP, _BOTH_HAVE)]
 ServedEngineFlags = Annotated[EngineConfig, flags(_ENGINE_GROUP, ("logprobs_mode", "max_tokens_per_batch"))]
 ServerFlags = Annotated[ServerConfig, flags(Group("Server"))]
 SamplingFlags = Annotated[SamplingParams, flags(_SAMPLING_GROUP, NOT_TYPED_BY_HAND)]
-ChatFlags = Annotated[ChatWishes, flags(Group("Chat"))]
+ChatFlags = Annotated[ChatOptions, flags(Group("Chat"))]
 CommonFlags = Annotated[Common, flags(_COMMON_GROUP)]
 SettingsFlags = Annotated[Settings, flags(_COMMON_GROUP)]
 TypedFields = Annotated[Typed, Parameter(parse=False)]
@@ -117,5 +117,5 @@ JsonFlag = Annotated[bool, Parameter(name="--json", negative="", help="print JSO
 PLAIN = SamplingParams()
 COMMON = Common()
 SETTINGS = Settings()
-CHAT = ChatWishes()
+CHAT = ChatOptions()
 SERVER = ServerConfig()

@@ -11,12 +11,12 @@ from typing import Any
 from nano_inference.chat_defaults import CHAT_FIELDS, CHAT_MAX_TOKENS
 from nano_inference.cli import chat
 from nano_inference.cli.fallback import SERVED
-from nano_inference.cli.options import ChatWishes, Common
+from nano_inference.cli.options import ChatOptions, Common
 from nano_inference.cli.printable import one_line
 from nano_inference.cli.talk import (
     NUM_ALTERNATIVES,
-    Ask,
     Piece,
+    Question,
     Reply,
     Sampling,
     ServerError,
@@ -42,7 +42,7 @@ _OWNER = "nano-inference"
 """Who owns the models of our own server, which takes fields that others may refuse."""
 
 
-def run(wishes: chat.Wishes, where: ChatWishes, model: str, sampling: Sampling, common: Common) -> int:
+def run(wishes: chat.Options, where: ChatOptions, model: str, sampling: Sampling, common: Common) -> int:
     """Find the server's model and talk with it; return the exit code."""
     address = read_address(where.server or "", where.api_key)
     try:
@@ -128,7 +128,7 @@ class RemoteAnswerer:
         """Return what the server said after the last answer."""
         return self.num_tokens if turns else 0
 
-    def answer(self, ask: Ask, interrupts: Interrupts, write: Write) -> Reply:
+    def answer(self, ask: Question, interrupts: Interrupts, write: Write) -> Reply:
         """Answer; the oldest turns are left out when the server finds the conversation too long."""
         turns = self._fitting(ask)
         while True:
@@ -143,7 +143,7 @@ class RemoteAnswerer:
                 else:
                     raise
 
-    def _fitting(self, ask: Ask) -> tuple[Message, ...]:
+    def _fitting(self, ask: Question) -> tuple[Message, ...]:
         """Return the newest turns, so that an answer has room: by an estimate, since the tokenizer is the server's."""
         if self.context is None:
             return ask.turns
@@ -161,7 +161,7 @@ class RemoteAnswerer:
     def _estimate(self, turns: Sequence[Message], system: str | None) -> float:
         return self.tokens_per_char * _num_chars(turns, system)
 
-    def _once(self, ask: Ask, turns: tuple[Message, ...], interrupts: Interrupts, write: Write) -> Reply:
+    def _once(self, ask: Question, turns: tuple[Message, ...], interrupts: Interrupts, write: Write) -> Reply:
         """Send one request and take its stream in. Raises `ServerError` when nothing came."""
         body = self._body(ask, turns)
         taken, failure = Taken(start=time.perf_counter()), None
@@ -189,7 +189,7 @@ class RemoteAnswerer:
             self.tokens_per_char = self.num_tokens / max(1, _num_chars([*turns, reply.message], ask.system))
         return reply
 
-    def _body(self, ask: Ask, turns: tuple[Message, ...]) -> dict[str, Any]:
+    def _body(self, ask: Question, turns: tuple[Message, ...]) -> dict[str, Any]:
         """Return the request. Of the sampling it has what the user named and the defaults for chats."""
         params, named = ask.sampling
         if wrong := sorted(named.intersection(_NOT_SENT)):
@@ -276,7 +276,7 @@ class Taken:
         prompt, new = _count(self.usage, "prompt_tokens"), _count(self.usage, "completion_tokens")
         return None if prompt is None or new is None else prompt + new
 
-    def reply(self, turns: tuple[Message, ...], ask: Ask, failure: str | None) -> Reply:
+    def reply(self, turns: tuple[Message, ...], ask: Question, failure: str | None) -> Reply:
         """Return it as an answer."""
         now = time.perf_counter()
         cached = _count(_mapping(self.usage.get("prompt_tokens_details")), "cached_tokens")

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
-from nano_inference.cli.arguments import key_of, options_of, twin_of
+from nano_inference.cli.arguments import key_of, options_of, variable_of
 from nano_inference.cli.config_file import FROM_FILE
 from nano_inference.cli.origins import Seen, origin_of
 from nano_inference.config import SettingError
@@ -49,7 +49,7 @@ def names_of(seen: Seen) -> Mapping[str, Given]:
         if origin.startswith(FROM_FILE):
             given = Given(key_of(option), origin)
         elif option.tokens and option.tokens[-1].source == "env":
-            given = Given(twin_of(option))
+            given = Given(variable_of(option))
         if option.field_info.name in own:
             names[option.field_info.name] = given
     return names

@@ -80,7 +80,7 @@ class Took(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
+class Question:
     """What an answer is wanted to."""
 
     turns: tuple[Message, ...]
@@ -118,7 +118,7 @@ class Answerer(Protocol):
     def count(self, turns: tuple[Message, ...], system: str | None) -> int | None:
         """Return how many tokens a conversation takes; None when that is not known."""
 
-    def answer(self, ask: Ask, interrupts: Interrupts, write: Write) -> Reply:
+    def answer(self, ask: Question, interrupts: Interrupts, write: Write) -> Reply:
         """Answer, and write it while it comes; Ctrl-C (`interrupts`) ends it with what it has.
 
         Raises `BadRequest` for what the model cannot do, `ServerError` when nothing came at all.

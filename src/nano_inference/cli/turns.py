@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from nano_inference.cli.render import open_page
-from nano_inference.cli.talk import Answerer, Ask, Reply, Talk
+from nano_inference.cli.talk import Answerer, Question, Reply, Talk
 from nano_inference.cli.terminal import Interrupts, no_echo, note
 from nano_inference.cli.token_view import show_tokens
 from nano_inference.text.chat import Message
@@ -32,7 +32,7 @@ def answer_turns(chat: Chat, talk: Talk, turns: tuple[Message, ...]) -> Talk:
 
     Raises `BadRequest` and `ServerError` as `Answerer.answer` does.
     """
-    ask = Ask(turns=turns, system=talk.system, sampling=talk.sampling, has_tokens=talk.shows_tokens)
+    ask = Question(turns=turns, system=talk.system, sampling=talk.sampling, has_tokens=talk.shows_tokens)
     with Interrupts() as interrupts, no_echo(), open_page(chat.plain) as page:
         reply = chat.answerer.answer(ask, interrupts, page.write)
     _tell(reply, interrupts.pressed, talk.shows_tokens, chat.quiet)

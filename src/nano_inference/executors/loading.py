@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from nano_inference.executors.protocol import Executor
-from nano_inference.loader.door import HARMLESS_SUFFIX, WeightSource, check_names
+from nano_inference.loader.sources import HARMLESS_SUFFIX, WeightSource, check_names
 
 LoadProgress = Callable[[int, int], None]
 """Called with the values read so far and of all, in bytes of float32."""

@@ -16,7 +16,7 @@ from nano_inference.config import KvDtype
 from nano_inference.executors.batch import Rows
 from nano_inference.executors.staging import Pace
 from nano_inference.executors.step_input import ForwardInput
-from nano_inference.loader.door import WeightSource
+from nano_inference.loader.sources import WeightSource
 from nano_inference.models.config import ModelConfig
 from nano_inference.models.ops import WeightSpec
 from nano_inference.models.program import Program

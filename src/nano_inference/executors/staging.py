@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from nano_inference.loader.door import TensorSource, WeightSource
 from nano_inference.loader.pieces import FileRange
+from nano_inference.loader.sources import TensorSource, WeightSource
 
 Pace = Callable[[int], None]
 """Called with the bytes of the next piece; returns when it may be processed, raises when the update was cancelled."""

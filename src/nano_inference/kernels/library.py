@@ -118,7 +118,7 @@ _STRUCTS = (OpStruct, ProgramStruct, StepStruct, MatrixStruct, RopeStruct, Draws
 class Library:
     """Owns the loaded code and the threads it works with, which end with it.
 
-    Two engines may share the threads (a twin, from another thread): the C side lets one work at a time.
+    Two engines may share the threads (a copy, from another thread): the C side lets one work at a time.
     After a fork the threads are gone: the child makes its own when it first asks for them.
     """
 

@@ -1,4 +1,4 @@
-"""A forward pass as data: operations on named buffers, one row a token. c/program.c goes through it, so does `twin`.
+"""A forward pass as data: operations on named buffers, one row a token. c/program.c executes it.
 
 Shapes: T tokens of a step, W width of a buffer, N outputs and K inputs of a matrix (in `keep_K` the tokens that are
 kept), P positions, R rotary size.

@@ -14,11 +14,11 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from nano_inference.loader.door import WeightSource
 from nano_inference.loader.fields import shown
 from nano_inference.loader.gguf_config import RULES, architecture_of
 from nano_inference.loader.gguf_file import GgufFile, GgufTensor
 from nano_inference.loader.pieces import FileRange, fill, open_at
+from nano_inference.loader.sources import WeightSource
 from nano_inference.models.config import ModelConfig
 from nano_inference.types import ModelError
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nano_inference.loader.door import WeightSource
 from nano_inference.loader.inferred import Inferred
+from nano_inference.loader.sources import WeightSource
 from nano_inference.models.config import ModelConfig
 from nano_inference.text.kinds import TokenizerSource
 from nano_inference.types import MODELS_OWN, ModelError, SamplingParams

@@ -44,7 +44,7 @@ NANOCHATS_OWN: Mapping[str, str] = MappingProxyType(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NanochatWishes:
+class NanochatOptions:
     """nanochat's own chat: which checkpoint of its base directory."""
 
     nanochat: bool = helped(
@@ -65,8 +65,8 @@ class NanochatWishes:
             raise BadRequest("--device-type mps: Apple's GPUs are not supported; cpu works")
 
 
-NanochatFlags = Annotated[NanochatWishes, flags(Group(HEADING), short=_SHORT)]
-NOT_NANOCHAT = NanochatWishes()
+NanochatFlags = Annotated[NanochatOptions, flags(Group(HEADING), short=_SHORT)]
+NOT_NANOCHAT = NanochatOptions()
 
 
 def chat(
@@ -88,7 +88,7 @@ def chat(
         return commands.chat(
             system=system, prompt=prompt, talk=talk, engine=engine, sampling=sampling, common=common, typed=typed
         )
-    from nano_inference.cli.chat import Wishes
+    from nano_inference.cli.chat import Options
     from nano_inference.cli.talk import asked_for
 
     asked = asked_for(sampling, typed.fields)
@@ -97,7 +97,7 @@ def chat(
     from nano_inference.cli import local
     from nano_inference.nanochat.cli_work import chosen_checkpoint
 
-    wishes = Wishes(system, prompt, has_bare_words=True, plain=talk.plain)
+    wishes = Options(system, prompt, has_bare_words=True, plain=talk.plain)
     return local.run(wishes, chosen_checkpoint(engine, nanochat), asked, common, typed)
 
 
@@ -131,7 +131,7 @@ def fill_options(_app: App, _commands: tuple[str, ...], arguments: ArgumentColle
     if switch is None or model is None:
         return
     if not is_on(switch):
-        forget_standing([by_name[field.name] for field in fields(NanochatWishes) if field.name != "nanochat"])
+        forget_standing([by_name[field.name] for field in fields(NanochatOptions) if field.name != "nanochat"])
         return
     if not model.tokens:
         fill(model, BASE, "built-in")

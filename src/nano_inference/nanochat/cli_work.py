@@ -14,7 +14,7 @@ from nano_inference.cli.terminal import note
 from nano_inference.config import EngineConfig
 from nano_inference.files import exists, path_of
 from nano_inference.loader.checkpoint import open_checkpoint
-from nano_inference.nanochat.cli import BASE, NanochatWishes
+from nano_inference.nanochat.cli import BASE, NanochatOptions
 from nano_inference.nanochat.configs import is_exported
 from nano_inference.nanochat.export import export_hf, export_nanochat, export_safetensors
 from nano_inference.nanochat.files import TOKENIZER_FILES, find_files, nanochat_home
@@ -26,7 +26,7 @@ _ROUNDED = (
 )
 
 
-def chosen_checkpoint(config: EngineConfig, wishes: NanochatWishes) -> EngineConfig:
+def chosen_checkpoint(config: EngineConfig, wishes: NanochatOptions) -> EngineConfig:
     """Return the configuration of nanochat's chat: the checkpoint that was asked for, on the device it names."""
     builtin = find_builtin(config.model_path)
     named = path_of(config.model_path, "model") if builtin is None else builtin.directory

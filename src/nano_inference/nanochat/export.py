@@ -22,11 +22,11 @@ import torch
 from torch import Tensor
 
 from nano_inference.files import exists, path_of
-from nano_inference.loader.door import HARMLESS_SUFFIX, TensorSource, WeightSource
 from nano_inference.loader.fields import read_json
 from nano_inference.loader.opened import Checkpoint
 from nano_inference.loader.pieces import DTYPES, PIECE_BYTES, FileRange
 from nano_inference.loader.safetensors_file import SINGLE_NAME
+from nano_inference.loader.sources import HARMLESS_SUFFIX, TensorSource, WeightSource
 from nano_inference.models.config import ModelConfig
 from nano_inference.nanochat.configs import HF_ROPE_DTYPE, HF_TYPE, model_config_of, own_config
 from nano_inference.nanochat.convert import from_hf, to_hf

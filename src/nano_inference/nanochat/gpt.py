@@ -27,8 +27,8 @@ from nano_inference.executors.protocol import Executor
 from nano_inference.executors.step import Sampler
 from nano_inference.executors.torch.executor import TorchExecutor
 from nano_inference.loader.checkpoint import OWN_FORMATS, open_checkpoint
-from nano_inference.loader.door import TensorSource, check_names, load_into
 from nano_inference.loader.opened import Checkpoint
+from nano_inference.loader.sources import TensorSource, check_names, load_into
 from nano_inference.models.config import LayerConfig, ModelConfig
 from nano_inference.nanochat.cache import KVCache
 from nano_inference.nanochat.columns import sample_next_token

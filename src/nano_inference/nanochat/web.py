@@ -16,8 +16,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from nano_inference.config import ServerConfig
-from nano_inference.server.call import JSON, Call, Draft
+from nano_inference.server.call import JSON, Call, Transcript
 from nano_inference.server.calls import chat_call
+from nano_inference.server.detokenizer import Written
 from nano_inference.server.dialect import Describing, Dialect, Generating, Occupancy
 from nano_inference.server.errors import ApiError, shortened
 from nano_inference.server.model import ServedModel
@@ -25,7 +26,6 @@ from nano_inference.server.replies import version_facts
 from nano_inference.server.schema import Body, ChatBody, Temperature
 from nano_inference.server.translating import as_body, given
 from nano_inference.server.unsupported import refuse_unsupported
-from nano_inference.server.writing import Written
 from nano_inference.text.tokenizer import Tokenizer
 
 MAX_MESSAGES = 500
@@ -101,21 +101,21 @@ class WebReply:
     def __init__(self, call: Call, tokenizer: Tokenizer, created: int) -> None:
         self._call = call
 
-    def whole(self, drafts: Sequence[Draft]) -> JSON:
+    def whole(self, transcripts: Sequence[Transcript]) -> JSON:
         """Return what the events say together; a request cannot ask for it."""
-        return {"token": drafts[0].text, "gpu": 0}
+        return {"token": transcripts[0].text, "gpu": 0}
 
-    def opening(self, drafts: Sequence[Draft]) -> bytes:
+    def opening(self, transcripts: Sequence[Transcript]) -> bytes:
         """Return nothing: a stream begins with the first text."""
         return b""
 
-    def added(self, draft: Draft, written: Written, drafts: Sequence[Draft]) -> bytes:
+    def added(self, transcript: Transcript, written: Written, transcripts: Sequence[Transcript]) -> bytes:
         """Return an event with the new text; the token that ended the answer has none."""
         return _event({"token": written.text, "gpu": 0}) if written.text else b""
 
-    def closing(self, drafts: Sequence[Draft]) -> bytes:
+    def closing(self, transcripts: Sequence[Transcript]) -> bytes:
         """Return the event that says that the answer is there."""
-        return _event({"done": True, **version_facts(drafts[0], self._call.shape)})
+        return _event({"done": True, **version_facts(transcripts[0], self._call.shape)})
 
     def failed(self, error: ApiError) -> bytes:
         """Return an event that says why there is no more."""

@@ -15,17 +15,17 @@ from typing import Any
 
 from pydantic_core import to_json
 
-from nano_inference.server.call import Call, Draft, Reply, reply_size
+from nano_inference.server.call import Call, Reply, Transcript, reply_size
+from nano_inference.server.detokenizer import Written
 from nano_inference.server.errors import ApiError, internal_error
 from nano_inference.server.guard import ClientGone
 from nano_inference.server.model import ServedModel
 from nano_inference.server.ticket import Ticket
 from nano_inference.server.workshop import Workshop
-from nano_inference.server.writing import Written
 
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-Tell = Callable[[Draft, Written], bytes]
+Tell = Callable[[Transcript, Written], bytes]
 """What a client is sent of a delta."""
 
 _SMALL_REPLY = 4000
@@ -59,17 +59,17 @@ async def answer(
     workshop: Workshop,
     receive: Receive,
     send: Send,
-    drafts: list[Draft],
+    transcripts: list[Transcript],
 ) -> ApiError | None:
-    """Answer a call; `drafts` are filled as it goes. Return the error that a stream told of in its last event.
+    """Answer a call; `transcripts` are filled as it goes. Return the error that a stream told of in its last event.
 
     Raises `ApiError` before anything was sent, and `ClientGone` when the client left.
     """
     reply = call.dialect(call, model.tokenizer, int(time.time()))
     with _watched(receive, ticket):
         if call.stream:
-            return await _stream(call, reply, ticket, model, timing, send, drafts)
-        await _whole(call, reply, ticket, model, timing, workshop, send, drafts)
+            return await _stream(call, reply, ticket, model, timing, send, transcripts)
+        await _whole(call, reply, ticket, model, timing, workshop, send, transcripts)
         return None
 
 
@@ -81,15 +81,15 @@ async def _whole(
     timing: Timing,
     workshop: Workshop,
     send: Send,
-    drafts: list[Draft],
+    transcripts: list[Transcript],
 ) -> None:
-    async for _ in _written(call, ticket, model, timing, drafts, lambda draft, got: b""):
+    async for _ in _written(call, ticket, model, timing, transcripts, lambda transcript, got: b""):
         pass
 
     def compose() -> bytes:
-        return to_json(reply.whole(drafts))
+        return to_json(reply.whole(transcripts))
 
-    if reply_size(call, drafts) <= _SMALL_REPLY:
+    if reply_size(call, transcripts) <= _SMALL_REPLY:
         body = compose()
     else:
         body = await workshop.run(compose, seconds=_WRITING_S)
@@ -104,19 +104,25 @@ def _room_header(call: Call) -> list[tuple[bytes, bytes]]:
 
 
 async def _stream(
-    call: Call, reply: Reply, ticket: Ticket, model: ServedModel, timing: Timing, send: Send, drafts: list[Draft]
+    call: Call,
+    reply: Reply,
+    ticket: Ticket,
+    model: ServedModel,
+    timing: Timing,
+    send: Send,
+    transcripts: list[Transcript],
 ) -> ApiError | None:
     """Send events as they come. What fails on the way is told in an event: the status has long been sent."""
 
-    def tell(draft: Draft, got: Written) -> bytes:
-        return reply.added(draft, got, drafts)
+    def tell(transcript: Transcript, got: Written) -> bytes:
+        return reply.added(transcript, got, transcripts)
 
     await send({"type": "http.response.start", "status": 200, "headers": [*_EVENT_HEADERS, *_room_header(call)]})
-    await _send_some(send, reply.opening(drafts))
+    await _send_some(send, reply.opening(transcripts))
     try:
-        async for added in _written(call, ticket, model, timing, drafts, tell):
+        async for added in _written(call, ticket, model, timing, transcripts, tell):
             await _send_some(send, added)
-        closing = reply.closing(drafts)
+        closing = reply.closing(transcripts)
     except ClientGone:
         raise
     except Exception as error:
@@ -133,7 +139,7 @@ async def _send_some(send: Send, body: bytes) -> None:
 
 
 async def _written(
-    call: Call, ticket: Ticket, model: ServedModel, timing: Timing, drafts: list[Draft], tell: Tell
+    call: Call, ticket: Ticket, model: ServedModel, timing: Timing, transcripts: list[Transcript], tell: Tell
 ) -> AsyncIterator[bytes]:
     """Write down what comes, and yield what `tell` makes of it; after each stretch of silence a sign of life.
 
@@ -147,28 +153,28 @@ async def _written(
         pieces = await ticket.take(max(0.0, min(silence, left)))
         told: list[bytes] = []
         for prompt_index, delta in pieces:
-            draft = drafts[prompt_index * call.num_samples + delta.sample_index]
-            got = draft.take(delta, call.shape, model.tokenizer, keep=not call.stream)
-            if draft.finish_reason == "abort" and draft.stop_reason is not None:
+            transcript = transcripts[prompt_index * call.num_samples + delta.sample_index]
+            got = transcript.take(delta, call.shape, model.tokenizer, keep=not call.stream)
+            if transcript.finish_reason == "abort" and transcript.stop_reason is not None:
                 yield b"".join(told)
-                raise _given_up(call, draft)
-            told.append(tell(draft, got))
+                raise _given_up(call, transcript)
+            told.append(tell(transcript, got))
         if pieces or left > silence:
             yield b"".join(told) if pieces else _STILL_HERE
         if left <= 0 and not ticket.is_done:
             ticket.end_reason = "length"
-            yield _cut_short(call, drafts, tell)
+            yield _cut_short(call, transcripts, tell)
             return
 
 
-def _cut_short(call: Call, drafts: Sequence[Draft], tell: Tell) -> bytes:
+def _cut_short(call: Call, transcripts: Sequence[Transcript], tell: Tell) -> bytes:
     """End everything that is open, because the time is up."""
-    if not any(draft.token_ids for draft in drafts):
+    if not any(transcript.token_ids for transcript in transcripts):
         raise ApiError(
             503, "the request's time was up before its turn came", code="timeout", headers={"x-should-retry": "false"}
         )
-    still_open = [draft for draft in drafts if draft.finish_reason is None]
-    return b"".join(tell(draft, draft.cut_short(call.shape, "timeout")) for draft in still_open)
+    still_open = [transcript for transcript in transcripts if transcript.finish_reason is None]
+    return b"".join(tell(transcript, transcript.cut_short(call.shape, "timeout")) for transcript in still_open)
 
 
 def _unexpected(error: Exception) -> ApiError:
@@ -177,9 +183,9 @@ def _unexpected(error: Exception) -> ApiError:
     return internal_error()
 
 
-def _given_up(call: Call, draft: Draft) -> ApiError:
+def _given_up(call: Call, transcript: Transcript) -> ApiError:
     """Say why the engine ended a sample that nobody aborted."""
-    reason = str(draft.stop_reason or "the engine gave the request up")
+    reason = str(transcript.stop_reason or "the engine gave the request up")
     if reason.startswith("no token can be drawn") and call.forbids_tokens:
         return ApiError(400, "no token can be drawn: allowed_token_ids, bad_words and min_tokens leave none")
     if "grammar: " in reason:

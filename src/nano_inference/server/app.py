@@ -19,10 +19,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 import nano_inference
 from nano_inference.config import ServerConfig
 from nano_inference.registry import PluginError
-from nano_inference.server.admission import Admission
 from nano_inference.server.answering import Timing
 from nano_inference.server.body import parse
-from nano_inference.server.bridge import Bridge
 from nano_inference.server.call import Call
 from nano_inference.server.compiling import Compilers
 from nano_inference.server.dialect import (
@@ -38,6 +36,7 @@ from nano_inference.server.dialect import (
     health_fields,
 )
 from nano_inference.server.dispatch import Capacity, Dispatcher
+from nano_inference.server.engine_link import EngineLink
 from nano_inference.server.errors import ApiError
 from nano_inference.server.guard import Guard, GuardPolicy, read_body
 from nano_inference.server.info import info
@@ -45,6 +44,7 @@ from nano_inference.server.log import AccessRecord, log_access
 from nano_inference.server.metrics import CONTENT_TYPE, not_loaded
 from nano_inference.server.openapi import openapi
 from nano_inference.server.pages import LATER, Page, load_page, page_response
+from nano_inference.server.queue_limits import QueueLimits
 from nano_inference.server.schema import Body
 from nano_inference.server.served import Opened
 from nano_inference.server.serving import CallResponse, OpenCalls, Serving
@@ -80,12 +80,12 @@ class App:
         self,
         config: ServerConfig,
         policy: GuardPolicy,
-        bridge: Bridge,
+        link: EngineLink,
         dialects: Mapping[str, Dialect],
         further: FurtherRoutes,
     ) -> None:
         self.config = config
-        self.bridge = bridge
+        self.link = link
         self.serving: Serving | None = None
         self._dialects = dialects
         self._further = further
@@ -109,7 +109,7 @@ class App:
         """Take a loaded model, of which so many samples may run at once, and open the doors."""
         self._max_running = max_running
         share, limits = self._policy.client_share, opened.model.limits
-        admission = Admission(
+        queue_limits = QueueLimits(
             max_samples=max_running + self.config.max_queued_requests,
             max_tokens=self.config.max_admitted_tokens,
             share=share,
@@ -121,9 +121,9 @@ class App:
             step_tokens=opened.step_tokens,
         )
         dispatcher = Dispatcher(capacity, share=share)
-        self.serving = Serving(opened=opened, admission=admission, dispatcher=dispatcher)
-        self.bridge.after_step = dispatcher.after_step
-        self.bridge.open_doors()
+        self.serving = Serving(opened=opened, queue_limits=queue_limits, dispatcher=dispatcher)
+        self.link.after_step = dispatcher.after_step
+        self.link.open_doors()
 
     def close(self) -> None:
         """End the threads, and the processes that render."""
@@ -215,7 +215,7 @@ class App:
         call = await self._compilers.hold(call, serving.model.grammars, left)
         call = replace(call, names=call.names | {call.id, request.scope["state"]["request_id"]})
         timing = Timing(deadline=arrived + self.config.request_timeout, silence=self.config.sse_keep_alive)
-        return CallResponse(self.bridge, serving, self._open_calls, call, timing, self._readers.large)
+        return CallResponse(self.link, serving, self._open_calls, call, timing, self._readers.large)
 
     def _probing(self, route: Probing) -> Endpoint:
         """Return the endpoint of a GET route that makes a fixed request."""
@@ -225,7 +225,7 @@ class App:
             call = route.to_call(serving.model, self.config)
             seconds = min(_PROBE_SECONDS, self.config.request_timeout)  # a paused engine draws nothing until resumed
             timing = Timing(deadline=time.monotonic() + seconds, silence=0)
-            return CallResponse(self.bridge, serving, self._open_calls, call, timing, self._readers.large)
+            return CallResponse(self.link, serving, self._open_calls, call, timing, self._readers.large)
 
         return endpoint
 
@@ -313,27 +313,27 @@ class App:
 
     async def health(self, request: Request) -> Response:
         """GET /health: whether this process is worth keeping; llama.cpp's `status`, and what the dialects add."""
-        state = self.bridge.state
+        state = self.link.state
         status = {"status": "ok" if state == "ready" else state}
         fields = status | health_fields(self._dialects, self._occupancy()) | status
         return _json(to_json(fields), 200 if state in ("ready", "draining") else 503)
 
     def _occupancy(self) -> Occupancy:
-        stats = self.bridge.last_stats
+        stats = self.link.last_stats
         return Occupancy(
-            is_ready=self.bridge.state == "ready",
+            is_ready=self.link.state == "ready",
             num_running=stats.num_running if stats else 0,
             max_running=self._max_running,
         )
 
     async def ready(self, request: Request) -> Response:
         """GET /ready: whether requests are taken."""
-        state = self.bridge.state
+        state = self.link.state
         return _json(to_json({"status": state}), 200 if state == "ready" else 503)
 
     async def load(self, request: Request) -> Response:
         """GET /load: open requests (vLLM's `server_load`), and the engine's own counts."""
-        stats = self.bridge.last_stats
+        stats = self.link.last_stats
         return _json(
             to_json(
                 {
@@ -349,9 +349,9 @@ class App:
         if self.serving is None:
             text = not_loaded()
         else:
-            admission = self.serving.admission
+            queue_limits = self.serving.queue_limits
             self.serving.observer.clients(
-                admission.num_clients, admission.largest_part, self.serving.dispatcher.num_waiting
+                queue_limits.num_clients, queue_limits.largest_part, self.serving.dispatcher.num_waiting
             )
             text = self.serving.observer.render()
         return Response(text, headers={"content-type": CONTENT_TYPE})
@@ -360,7 +360,7 @@ class App:
 
     def _require_serving(self) -> Serving:
         """Return the model that is served. Raises `ApiError` while there is none that takes requests."""
-        self.bridge.require_ready()
+        self.link.require_ready()
         assert self.serving is not None, "the doors open after a model is there"
         return self.serving
 

@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+from nano_inference.server.detokenizer import Detokenizer, Entry, Written, begin, give_up, write
 from nano_inference.server.errors import ApiError
 from nano_inference.server.shape import ReplyShape
-from nano_inference.server.ticket import Ask
+from nano_inference.server.ticket import PromptRequest
 from nano_inference.server.tools import ToolUse, is_told
-from nano_inference.server.writing import Entry, Pen, Written, begin, give_up, write
 from nano_inference.text.dialogue import Part
 from nano_inference.text.tokenizer import Tokenizer
 from nano_inference.text.tool_calls import CallEnd, CallsState, Content, Event, finish, push, start
@@ -27,16 +27,16 @@ Kind = Literal["chat", "completion"]
 class Reply(Protocol):
     """Puts one call's reply together in one dialect. Made for one call; belongs to the coroutine that answers it."""
 
-    def whole(self, drafts: Sequence[Draft]) -> Any:
+    def whole(self, transcripts: Sequence[Transcript]) -> Any:
         """Return the JSON of a reply that is not streamed."""
 
-    def opening(self, drafts: Sequence[Draft]) -> bytes:
+    def opening(self, transcripts: Sequence[Transcript]) -> bytes:
         """Return what a stream begins with."""
 
-    def added(self, draft: Draft, written: Written, drafts: Sequence[Draft]) -> bytes:
+    def added(self, transcript: Transcript, written: Written, transcripts: Sequence[Transcript]) -> bytes:
         """Return the events of what was just written of one sample."""
 
-    def closing(self, drafts: Sequence[Draft]) -> bytes:
+    def closing(self, transcripts: Sequence[Transcript]) -> bytes:
         """Return what a stream that went well ends with."""
 
     def failed(self, error: ApiError) -> bytes:
@@ -44,13 +44,13 @@ class Reply(Protocol):
 
 
 @dataclass(slots=True)
-class Draft:
+class Transcript:
     """What was written of one sample so far. Belongs to the one coroutine that answers the call."""
 
     prompt_index: int
     index: int
     """Its number among all choices of the call."""
-    pen: Pen
+    detokenizer: Detokenizer
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     entries: list[Entry] = field(default_factory=list)
@@ -68,7 +68,7 @@ class Draft:
 
     def take(self, delta: Delta, shape: ReplyShape, tokenizer: Tokenizer, *, keep: bool = True) -> Written:
         """Add a delta; return what it brought. Text and entries are kept for a whole reply, not for a stream."""
-        self.pen, written = write(self.pen, delta, shape, tokenizer)
+        self.detokenizer, written = write(self.detokenizer, delta, shape, tokenizer)
         written = self._read(written, shape.functions, is_end=delta.sample is not None)
         self.token_ids += written.token_ids
         self.mask += delta.mask
@@ -80,7 +80,7 @@ class Draft:
 
     def cut_short(self, shape: ReplyShape, reason: str) -> Written:
         """End the sample with what it has, because its time is up; return the text that was held back."""
-        written = self._read(give_up(self.pen, shape, reason), shape.functions, is_end=True)
+        written = self._read(give_up(self.detokenizer, shape, reason), shape.functions, is_end=True)
         self._keep(written, True)
         self.finish_reason, self.stop_reason = written.finish_reason, written.stop_reason
         return written
@@ -103,30 +103,30 @@ class Draft:
         return written._replace(events=tuple(events))
 
 
-def drafts_of(call: Call) -> list[Draft]:
+def transcripts_of(call: Call) -> list[Transcript]:
     """Return an empty draft for every choice, prompt by prompt."""
     use = call.shape.functions
     reader = None if use is None else start(use.format, use.names)
     return [
-        Draft(
+        Transcript(
             prompt_index=prompt,
             index=prompt * call.num_samples + sample,
-            pen=begin(call.shape, prompt),
+            detokenizer=begin(call.shape, prompt),
             reader=reader,
         )
-        for prompt in range(len(call.asks))
+        for prompt in range(len(call.requests))
         for sample in range(call.num_samples)
     ]
 
 
-def usage(call: Call, drafts: Iterable[Draft], *, with_cached: bool = True) -> JSON:
+def usage(call: Call, transcripts: Iterable[Transcript], *, with_cached: bool = True) -> JSON:
     """Return the tokens that a call took: each prompt once, every token that was added."""
-    drafts = list(drafts)
-    num_prompt = sum(len(ask.prompt) for ask in call.asks)
-    num_new = sum(len(draft.token_ids) for draft in drafts)
+    transcripts = list(transcripts)
+    num_prompt = sum(len(request.prompt) for request in call.requests)
+    num_new = sum(len(transcript.token_ids) for transcript in transcripts)
     out: JSON = {"prompt_tokens": num_prompt, "completion_tokens": num_new, "total_tokens": num_prompt + num_new}
     if with_cached:
-        firsts = (draft.sample for draft in drafts if draft.index % call.num_samples == 0)
+        firsts = (transcript.sample for transcript in transcripts if transcript.index % call.num_samples == 0)
         cached = sum(sample.num_cached_tokens for sample in firsts if sample is not None)
         out["prompt_tokens_details"] = {"cached_tokens": cached}
     return out
@@ -139,7 +139,7 @@ class Call:
     kind: Kind
     id: str
     model: str
-    asks: tuple[Ask, ...]
+    requests: tuple[PromptRequest, ...]
     num_samples: int
     """Samples of each prompt."""
     num_tokens: int
@@ -160,19 +160,21 @@ class Call:
     @property
     def total_samples(self) -> int:
         """Samples of all prompts."""
-        return self.num_samples * len(self.asks)
+        return self.num_samples * len(self.requests)
 
 
 Dialect = Callable[[Call, Tokenizer, int], Reply]
 """Makes the reply to a call; the number is the time of day, in seconds."""
 
 
-def reply_size(call: Call, drafts: Sequence[Draft]) -> int:
+def reply_size(call: Call, transcripts: Sequence[Transcript]) -> int:
     """Return about how many tokens, alternatives and numbers a whole reply tells of: what it costs to put together."""
     shape = call.shape
-    num_new = sum(len(draft.token_ids) for draft in drafts)
-    num_prompt = sum(len(ask.prompt) for ask in call.asks) * call.num_samples
+    num_new = sum(len(transcript.token_ids) for transcript in transcripts)
+    num_prompt = sum(len(request.prompt) for request in call.requests) * call.num_samples
     per_new = 0 if shape.logprobs is None else 2 + shape.logprobs
     per_prompt = 0 if shape.prompt_logprobs is None else 2 + shape.prompt_logprobs
-    num_values = sum(len(draft.sample.embedding or ()) for draft in drafts if draft.sample is not None)
+    num_values = sum(
+        len(transcript.sample.embedding or ()) for transcript in transcripts if transcript.sample is not None
+    )
     return num_values + num_new * (1 + per_new) + num_prompt * (per_prompt + (per_new if shape.echo_logprobs else 0))

@@ -8,9 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from nano_inference.admission import checked
 from nano_inference.config import ServerConfig
-from nano_inference.door import checked
 from nano_inference.server.call import Call, Kind
+from nano_inference.server.detokenizer import begun_text
 from nano_inference.server.errors import ApiError
 from nano_inference.server.model import ServedModel
 from nano_inference.server.prompts import (
@@ -26,10 +27,9 @@ from nano_inference.server.replies import OpenAIReply
 from nano_inference.server.schema import ChatBody, CompletionBody, Sampling
 from nano_inference.server.shape import ReplyShape
 from nano_inference.server.structured import FIELDS, Structure, structure_of
-from nano_inference.server.ticket import Ask
+from nano_inference.server.ticket import PromptRequest
 from nano_inference.server.tools import ToolUse, requested_tools
 from nano_inference.server.unsupported import refuse_unsupported
-from nano_inference.server.writing import begun_text
 from nano_inference.text.bad_words import bad_words_matcher, both
 from nano_inference.text.dialogue import shown
 from nano_inference.text.kinds import Tool
@@ -67,8 +67,8 @@ def completion_call(body: CompletionBody, model: ServedModel, config: ServerConf
     tool = _calculator(bool(body.calculator), model, has_others=asked is not None)
     shape = _shape(body, config, body.logprobs, echo, tool=tool, echo_logprobs=echoes_logprobs)
     params = _sampling_params(body, model, config, shape, max_tokens)
-    asks = _asks(body, model, prompts, params, shape, asked, salt, shape.tool)
-    return _call(body, model, "completion", name, asks, shape)
+    requests = _requests(body, model, prompts, params, shape, asked, salt, shape.tool)
+    return _call(body, model, "completion", name, requests, shape)
 
 
 def chat_call(body: ChatBody, model: ServedModel, config: ServerConfig, salt: str) -> Call:
@@ -107,8 +107,8 @@ def chat_call(body: ChatBody, model: ServedModel, config: ServerConfig, salt: st
         shape = replace(shape, functions=use, markers=_markers(use.format, special))
         structure = _structure(structure, use, special)
     beginning = Beginning(min(len(shape.begun_ids), len(prompts[0].ids)), body.sample_index or 0)
-    asks = _asks(body, model, prompts, params, shape, structure, salt, program, beginning)
-    return _call(body, model, "chat", name, asks, shape)
+    requests = _requests(body, model, prompts, params, shape, structure, salt, program, beginning)
+    return _call(body, model, "chat", name, requests, shape)
 
 
 def _check_lineage(lineage: str | None, model: ServedModel) -> None:
@@ -251,7 +251,7 @@ def _shape(
     )
 
 
-def _asks(
+def _requests(
     body: Sampling,
     model: ServedModel,
     prompts: Sequence[Prompt],
@@ -261,12 +261,12 @@ def _asks(
     salt: str,
     program: TokenProgram | None,
     beginning: Beginning = FROM_THE_PROMPT,
-) -> tuple[Ask, ...]:
+) -> tuple[PromptRequest, ...]:
     """Return what the engine is asked for, one for each prompt."""
     with refusals_told():
         matcher = _matcher(body, model, shape)
     return tuple(
-        Ask(
+        PromptRequest(
             prompt=tuple(prompt.ids),
             params=params,
             num_samples=body.n or 1,
@@ -285,35 +285,37 @@ def _call(
     model: ServedModel,
     kind: Kind,
     name: str,
-    asks: tuple[Ask, ...],
+    requests: tuple[PromptRequest, ...],
     shape: ReplyShape,
 ) -> Call:
     """Put a call together and check it against the engine's limits."""
     options = body.stream_options
     prefix = "chatcmpl" if kind == "chat" else "cmpl"
-    rooms = [_room(ask, model, kind) for ask in asks]
-    cut = [room for ask, room in zip(asks, rooms, strict=True) if room < (ask.params.max_tokens or 0)]
+    rooms = [_room(request, model, kind) for request in requests]
+    cut = [room for request, room in zip(requests, rooms, strict=True) if room < (request.params.max_tokens or 0)]
     return Call(
         kind=kind,
         id=f"{prefix}-{body.request_id or uuid.uuid4().hex}",
         model=name,
-        asks=asks,
+        requests=requests,
         num_samples=body.n or 1,
-        num_tokens=sum(len(ask.prompt) + ask.num_samples * room for ask, room in zip(asks, rooms, strict=True)),
+        num_tokens=sum(
+            len(request.prompt) + request.num_samples * room for request, room in zip(requests, rooms, strict=True)
+        ),
         most_new=min(cut, default=None),
         shape=shape,
         dialect=OpenAIReply,
         stream=bool(body.stream),
         include_usage=bool(options and options.include_usage),
         continuous_usage=bool(options and options.continuous_usage_stats),
-        forbids_tokens=bool(body.allowed_token_ids or body.bad_words or body.logit_bias or asks[0].structure),
+        forbids_tokens=bool(body.allowed_token_ids or body.bad_words or body.logit_bias or requests[0].structure),
     )
 
 
-def _room(ask: Ask, model: ServedModel, kind: Kind) -> int:
+def _room(request: PromptRequest, model: ServedModel, kind: Kind) -> int:
     """Return how many tokens a sample may have. Raises `ApiError` when the engine would refuse it."""
     try:
-        return checked(ask, model.limits)[1]
+        return checked(request, model.limits)[1]
     except BadRequest as error:
         told = client_error(error)
         param = told.param

@@ -24,13 +24,13 @@ def ended_record(
 ) -> SampleRecord:
     """Return what is counted of a sample that has ended; `sample` is missing when nobody waited for its end."""
     assert clock.ended is not None
-    ask, mates = ticket.asks[prompt_index], ticket.clocks[prompt_index]
+    request, mates = ticket.requests[prompt_index], ticket.clocks[prompt_index]
     return SampleRecord(
-        prompt_tokens=len(ask.prompt),
+        prompt_tokens=len(request.prompt),
         cached_tokens=sample.num_cached_tokens if sample else 0,
         output_tokens=clock.num_tokens,
-        params_n=ask.num_samples,
-        params_max_tokens=ask.params.max_tokens or 0,
+        params_n=request.num_samples,
+        params_max_tokens=request.params.max_tokens or 0,
         finish_reason=reason,
         num_preemptions=sample.num_preemptions if sample else 0,
         arrived=clock.arrived,

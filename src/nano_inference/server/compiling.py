@@ -29,18 +29,20 @@ class Compilers:
 
         Raises `ApiError` naming the field of a structure that cannot be compiled, and 503 when the time is up.
         """
-        asked = list(dict.fromkeys(ask.structure for ask in call.asks if ask.structure is not None))
+        asked = list(dict.fromkeys(request.structure for request in call.requests if request.structure is not None))
         if len(asked) > MAX_STRUCTURES:
             message = (
                 f"{asked[0].field}: at most {MAX_STRUCTURES} different structures in one request, got {len(asked)}"
             )
             raise ApiError(400, message, param=asked[0].field)
         made = {structure: await self._made(structure, grammars, seconds) for structure in asked}
-        asks = (
-            ask if ask.structure is None else replace(ask, make_matcher=both(ask.make_matcher, made[ask.structure]))
-            for ask in call.asks
+        requests = (
+            request
+            if request.structure is None
+            else replace(request, make_matcher=both(request.make_matcher, made[request.structure]))
+            for request in call.requests
         )
-        return replace(call, asks=tuple(asks))
+        return replace(call, requests=tuple(requests))
 
     async def _made(self, structure: Structure, grammars: Grammars, seconds: float) -> MatcherFactory:
         known = grammars.known(structure.grammar)

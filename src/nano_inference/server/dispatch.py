@@ -77,21 +77,21 @@ class _Entry:
 
     @property
     def num_samples(self) -> int:
-        return self.ticket.asks[self.index].num_samples
+        return self.ticket.requests[self.index].num_samples
 
     def held(self) -> _Held:
         """Return what its samples hold now."""
-        ask = self.ticket.asks[self.index]
-        most = ask.params.max_tokens
+        request = self.ticket.requests[self.index]
+        most = request.params.max_tokens
         seats = unstarted = 0
-        tokens = len(ask.prompt)
+        tokens = len(request.prompt)
         for clock in self.ticket.clocks[self.index]:
             if clock.ended is None:
                 seats += 1
                 unstarted += clock.started is None
                 left = LOOKAHEAD if most is None else max(0, most - clock.num_tokens)
                 tokens += clock.num_tokens + min(LOOKAHEAD, left)
-        prompt = len(ask.prompt) if unstarted and unstarted == seats else 0
+        prompt = len(request.prompt) if unstarted and unstarted == seats else 0
         return _Held(seats, unstarted, prompt + unstarted, tokens if seats else 0)
 
 
@@ -193,7 +193,7 @@ class Dispatcher:
     def _add(self, ticket: Ticket, client: Client, enter: Enter) -> None:
         self._entered[ticket] = []
         self._waiting[ticket] = {}
-        for index in range(len(ticket.asks)):
+        for index in range(len(ticket.requests)):
             entry = _Entry(ticket, index, client, enter)
             self._waiting[ticket][index] = entry
             self._queue.push(client.name, entry.num_samples, entry)

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
+from nano_inference.admission import Limits
 from nano_inference.chat_defaults import ChatDefaults
-from nano_inference.door import Limits
 from nano_inference.server.errors import ApiError
 from nano_inference.text.dialogue import Dialogue
 from nano_inference.text.grammar import Grammars

@@ -7,12 +7,12 @@ from functools import cache
 from itertools import groupby
 from typing import Any
 
-from nano_inference.server.call import JSON, Call, Draft, usage
+from nano_inference.server.call import JSON, Call, Transcript, usage
+from nano_inference.server.detokenizer import Entry, Written, alone, begun_parts, prompt_entries, token_data
 from nano_inference.server.errors import ApiError
 from nano_inference.server.events import DONE, events
 from nano_inference.server.shape import ReplyShape
 from nano_inference.server.tools import call_deltas, calls_json
-from nano_inference.server.writing import Entry, Written, alone, begun_parts, prompt_entries, token_data
 from nano_inference.text.dialogue import Part
 from nano_inference.text.tokenizer import Tokenizer
 from nano_inference.types import TrainingSample, spans_of
@@ -26,35 +26,35 @@ class OpenAIReply:
         self._tokenizer = tokenizer
         self._created = created
 
-    def whole(self, drafts: Sequence[Draft]) -> JSON:
+    def whole(self, transcripts: Sequence[Transcript]) -> JSON:
         """Return the reply's JSON."""
-        return whole(self._call, drafts, self._tokenizer, self._created)
+        return whole(self._call, transcripts, self._tokenizer, self._created)
 
-    def opening(self, drafts: Sequence[Draft]) -> bytes:
+    def opening(self, transcripts: Sequence[Transcript]) -> bytes:
         """Return the roles, and what is echoed."""
-        return self._events(opening_chunks(self._call, drafts, self._created), drafts)
+        return self._events(opening_chunks(self._call, transcripts, self._created), transcripts)
 
-    def added(self, draft: Draft, written: Written, drafts: Sequence[Draft]) -> bytes:
+    def added(self, transcript: Transcript, written: Written, transcripts: Sequence[Transcript]) -> bytes:
         """Return the chunks of a delta."""
-        return self._events(delta_chunks(self._call, draft, written, self._tokenizer, self._created), drafts)
+        return self._events(delta_chunks(self._call, transcript, written, self._tokenizer, self._created), transcripts)
 
-    def closing(self, drafts: Sequence[Draft]) -> bytes:
+    def closing(self, transcripts: Sequence[Transcript]) -> bytes:
         """Return the usage when it was asked for, and [DONE]."""
-        last = [usage_chunk(self._call, drafts, self._created)] if self._call.include_usage else []
+        last = [usage_chunk(self._call, transcripts, self._created)] if self._call.include_usage else []
         return events(last) + DONE
 
     def failed(self, error: ApiError) -> bytes:
         """Return the error, and [DONE]."""
         return events([error.to_dict()]) + DONE
 
-    def _events(self, chunks: Sequence[JSON], drafts: Sequence[Draft]) -> bytes:
+    def _events(self, chunks: Sequence[JSON], transcripts: Sequence[Transcript]) -> bytes:
         if self._call.continuous_usage and chunks:
-            so_far = usage(self._call, drafts, with_cached=False)
+            so_far = usage(self._call, transcripts, with_cached=False)
             chunks = [{**chunk, "usage": so_far} for chunk in chunks]
         return events(chunks)
 
 
-def whole(call: Call, drafts: Sequence[Draft], tokenizer: Tokenizer, created: int) -> JSON:
+def whole(call: Call, transcripts: Sequence[Transcript], tokenizer: Tokenizer, created: int) -> JSON:
     """Return the reply to a call that is not streamed."""
     make = _chat_choice if call.kind == "chat" else _completion_choice
     reply: JSON = {
@@ -62,35 +62,40 @@ def whole(call: Call, drafts: Sequence[Draft], tokenizer: Tokenizer, created: in
         "object": "chat.completion" if call.kind == "chat" else "text_completion",
         "created": created,
         "model": call.model,
-        "choices": [make(call, draft, tokenizer) for draft in drafts],
-        "usage": usage(call, drafts),
+        "choices": [make(call, transcript, tokenizer) for transcript in transcripts],
+        "usage": usage(call, transcripts),
         "system_fingerprint": None,
     }
     if call.kind == "chat":
         if call.shape.prompt_logprobs is not None:
-            reply["prompt_logprobs"] = _prompt_logprobs(drafts[0].sample, call.shape, tokenizer)
+            reply["prompt_logprobs"] = _prompt_logprobs(transcripts[0].sample, call.shape, tokenizer)
         if call.shape.token_ids:
-            reply["prompt_token_ids"] = list(call.asks[0].prompt)
+            reply["prompt_token_ids"] = list(call.requests[0].prompt)
     return reply
 
 
-def opening_chunks(call: Call, drafts: Sequence[Draft], created: int) -> list[JSON]:
+def opening_chunks(call: Call, transcripts: Sequence[Transcript], created: int) -> list[JSON]:
     """Return what a stream begins with: in a chat each choice's role, then what is echoed, and the prompt's ids."""
     shape = call.shape
     chunks: list[JSON] = []
     if call.kind == "chat":
-        chunks = [_chunk(call, created, draft.index, {"role": "assistant", "content": None}) for draft in drafts]
+        chunks = [
+            _chunk(call, created, transcript.index, {"role": "assistant", "content": None})
+            for transcript in transcripts
+        ]
         if shape.token_ids:
-            chunks[0]["prompt_token_ids"] = list(call.asks[0].prompt)
+            chunks[0]["prompt_token_ids"] = list(call.requests[0].prompt)
         begun = _begun_ids(shape)
         texts = shape.echo or (("",) if begun else ())
         return chunks + [
-            _chunk(call, created, draft.index, _echoed(shape, text), **begun) for text in texts for draft in drafts
+            _chunk(call, created, transcript.index, _echoed(shape, text), **begun)
+            for text in texts
+            for transcript in transcripts
         ]
-    for draft in drafts if shape.echo or shape.token_ids else ():
-        text = shape.echo[draft.prompt_index] if shape.echo else ""
-        ids = {"prompt_token_ids": list(call.asks[draft.prompt_index].prompt)} if shape.token_ids else {}
-        chunks.append(_chunk(call, created, draft.index, text, **ids))
+    for transcript in transcripts if shape.echo or shape.token_ids else ():
+        text = shape.echo[transcript.prompt_index] if shape.echo else ""
+        ids = {"prompt_token_ids": list(call.requests[transcript.prompt_index].prompt)} if shape.token_ids else {}
+        chunks.append(_chunk(call, created, transcript.index, text, **ids))
     return chunks
 
 
@@ -105,7 +110,9 @@ def _begun_ids(shape: ReplyShape) -> JSON:
     return {"answer_token_ids": list(shape.begun_ids)} if shape.begun_ids and shape.token_ids else {}
 
 
-def delta_chunks(call: Call, draft: Draft, written: Written, tokenizer: Tokenizer, created: int) -> list[JSON]:
+def delta_chunks(
+    call: Call, transcript: Transcript, written: Written, tokenizer: Tokenizer, created: int
+) -> list[JSON]:
     """Return the chunks of one delta: one with what it brought, and an empty one that says why the sample ended."""
     shape, is_chat = call.shape, call.kind == "chat"
     extras: JSON = {}
@@ -115,19 +122,19 @@ def delta_chunks(call: Call, draft: Draft, written: Written, tokenizer: Tokenize
     chunks: list[JSON] = []
     for content in _chat_deltas(written, shape, bool(extras)) if is_chat else [written.text]:
         if content or extras:
-            chunks.append(_chunk(call, created, draft.index, content, **extras))
+            chunks.append(_chunk(call, created, transcript.index, content, **extras))
         extras = {}  # told with the first
     if written.finish_reason is not None:
-        told = {"stop_reason": written.stop_reason} | version_facts(draft, shape)
-        end = _chunk(call, created, draft.index, {} if is_chat else "", **told)
-        end["choices"][0]["finish_reason"] = finish_reason_of(draft)
+        told = {"stop_reason": written.stop_reason} | version_facts(transcript, shape)
+        end = _chunk(call, created, transcript.index, {} if is_chat else "", **told)
+        end["choices"][0]["finish_reason"] = finish_reason_of(transcript)
         chunks.append(end)
     return chunks
 
 
-def finish_reason_of(draft: Draft) -> str | None:
+def finish_reason_of(transcript: Transcript) -> str | None:
     """Return why a sample ended: one that called functions and then stopped waits for what they give back."""
-    return "tool_calls" if draft.num_calls and draft.finish_reason == "stop" else draft.finish_reason
+    return "tool_calls" if transcript.num_calls and transcript.finish_reason == "stop" else transcript.finish_reason
 
 
 def _chat_deltas(written: Written, shape: ReplyShape, has_extras: bool) -> list[JSON]:
@@ -154,17 +161,17 @@ def token_facts(written: Written, shape: ReplyShape) -> JSON:
     return facts
 
 
-def sample_facts(draft: Draft, shape: ReplyShape) -> JSON:
+def sample_facts(transcript: Transcript, shape: ReplyShape) -> JSON:
     """Return the same of a whole sample, and which weights drew what."""
-    facts: JSON = {"token_ids": list(draft.token_ids), "mask": list(draft.mask)} if shape.token_ids else {}
-    if shape.raw_logprobs and draft.sample is not None:
-        facts["raw_logprobs"] = draft.sample.raw_logprobs
-    if shape.sampling_masks and draft.sample is not None:
-        facts["sampling_mask"] = draft.sample.sampling_masks
-    return facts | version_facts(draft, shape)
+    facts: JSON = {"token_ids": list(transcript.token_ids), "mask": list(transcript.mask)} if shape.token_ids else {}
+    if shape.raw_logprobs and transcript.sample is not None:
+        facts["raw_logprobs"] = transcript.sample.raw_logprobs
+    if shape.sampling_masks and transcript.sample is not None:
+        facts["sampling_mask"] = transcript.sample.sampling_masks
+    return facts | version_facts(transcript, shape)
 
 
-def version_facts(draft: Draft, shape: ReplyShape) -> JSON:
+def version_facts(transcript: Transcript, shape: ReplyShape) -> JSON:
     """Return the spans of a sample's tokens that were drawn with the same weights, as vLLM has them.
 
     A version is its trainer's label, or else how many installations there had been, which is always there as `number`.
@@ -172,19 +179,19 @@ def version_facts(draft: Draft, shape: ReplyShape) -> JSON:
     """
     if not (shape.versions or shape.token_ids):
         return {}
-    labels = draft.sample.version_labels if draft.sample is not None else {}
-    lineage = draft.sample.lineage if draft.sample is not None else None
+    labels = transcript.sample.version_labels if transcript.sample is not None else {}
+    lineage = transcript.sample.lineage if transcript.sample is not None else None
     return ({} if lineage is None else {"lineage": lineage}) | {
         "weight_versions": [
             {"version": str(number if label is None else label), "start": start, "end": end, "number": number}
-            for number, start, end, label in spans_of(draft.versions, labels)
+            for number, start, end, label in spans_of(transcript.versions, labels)
         ]
     }
 
 
-def usage_chunk(call: Call, drafts: Sequence[Draft], created: int) -> JSON:
+def usage_chunk(call: Call, transcripts: Sequence[Transcript], created: int) -> JSON:
     """Return the last chunk of a stream that was asked for its usage."""
-    return {**_head(call, created), "choices": [], "usage": usage(call, drafts)}
+    return {**_head(call, created), "choices": [], "usage": usage(call, transcripts)}
 
 
 def _head(call: Call, created: int) -> JSON:
@@ -202,45 +209,45 @@ def _chunk(call: Call, created: int, index: int, content: Any, **extras: Any) ->
     return chunk
 
 
-def _chat_choice(call: Call, draft: Draft, tokenizer: Tokenizer) -> JSON:
-    echo = call.shape.echo[draft.prompt_index] if call.shape.echo else ""
-    told = calls_json(draft.events)
+def _chat_choice(call: Call, transcript: Transcript, tokenizer: Tokenizer) -> JSON:
+    echo = call.shape.echo[transcript.prompt_index] if call.shape.echo else ""
+    told = calls_json(transcript.events)
     content = None if told.content is None and not echo else echo + (told.content or "")
     choice: JSON = {
-        "index": draft.index,
+        "index": transcript.index,
         "message": {"role": "assistant", "content": content, "refusal": None},
-        "logprobs": None if call.shape.logprobs is None else _logprobs(call, draft.entries, tokenizer),
-        "finish_reason": finish_reason_of(draft),
-        "stop_reason": draft.stop_reason,
+        "logprobs": None if call.shape.logprobs is None else _logprobs(call, transcript.entries, tokenizer),
+        "finish_reason": finish_reason_of(transcript),
+        "stop_reason": transcript.stop_reason,
     }
     if told.tool_calls:
         choice["message"]["tool_calls"] = told.tool_calls
     if call.shape.tool is not None:
         begun = begun_parts(call.shape)[0] if echo else ()
-        choice["message"]["parts"] = [part._asdict() for part in joined([*begun, *draft.parts])]
-    return choice | _begun_ids(call.shape) | sample_facts(draft, call.shape)
+        choice["message"]["parts"] = [part._asdict() for part in joined([*begun, *transcript.parts])]
+    return choice | _begun_ids(call.shape) | sample_facts(transcript, call.shape)
 
 
-def _completion_choice(call: Call, draft: Draft, tokenizer: Tokenizer) -> JSON:
-    shape, prompt = call.shape, call.asks[draft.prompt_index].prompt
-    echo = shape.echo[draft.prompt_index] if shape.echo else ""
-    entries: Sequence[Entry] = draft.entries
-    sample = draft.sample
+def _completion_choice(call: Call, transcript: Transcript, tokenizer: Tokenizer) -> JSON:
+    shape, prompt = call.shape, call.requests[transcript.prompt_index].prompt
+    echo = shape.echo[transcript.prompt_index] if shape.echo else ""
+    entries: Sequence[Entry] = transcript.entries
+    sample = transcript.sample
     if shape.echo_logprobs and sample is not None:
         scores, tops = sample.prompt_logprobs or (), sample.prompt_top_logprobs
-        entries = [*prompt_entries(prompt, scores, tops, shape, tokenizer), *draft.entries]
+        entries = [*prompt_entries(prompt, scores, tops, shape, tokenizer), *transcript.entries]
     choice: JSON = {
-        "index": draft.index,
-        "text": echo + draft.text,
+        "index": transcript.index,
+        "text": echo + transcript.text,
         "logprobs": None if shape.logprobs is None else _logprobs(call, entries, tokenizer),
-        "finish_reason": draft.finish_reason,
-        "stop_reason": draft.stop_reason,
+        "finish_reason": transcript.finish_reason,
+        "stop_reason": transcript.stop_reason,
     }
     if shape.prompt_logprobs is not None:
         choice["prompt_logprobs"] = _prompt_logprobs(sample, shape, tokenizer)
     if shape.token_ids:
         choice["prompt_token_ids"] = list(prompt)
-    return choice | sample_facts(draft, shape)
+    return choice | sample_facts(transcript, shape)
 
 
 def joined(parts: Sequence[Part]) -> list[Part]:

@@ -21,7 +21,7 @@ import uvicorn
 from nano_inference.config import ServerConfig, SettingError
 from nano_inference.server.accepting import Acceptor
 from nano_inference.server.app import App
-from nano_inference.server.bridge import Bridge
+from nano_inference.server.engine_link import EngineLink
 from nano_inference.server.keys import KeyRing, load_keys
 from nano_inference.server.loop_watch import LoopWatchdog
 from nano_inference.server.protocol import uvicorn_config
@@ -131,10 +131,10 @@ async def serve(
     `max_running` samples may run at once. `on_listening` is called once connections are taken and signals heeded,
     `on_ready` once the model is there. Raises what `open_model` raised.
     """
-    bridge = Bridge(step_timeout=config.step_timeout)
+    link = EngineLink(step_timeout=config.step_timeout)
     keys = KeyRing.of(load_keys(config), is_shared=config.share_prefix_cache)
     policy = guard_policy(config, keys)
-    app = make_app(config, policy, bridge, installed_dialects())
+    app = make_app(config, policy, link, installed_dialects())
     listener = Listener(uvicorn_config(app.asgi, config, policy))
     shutdown = Shutdown()
     loop = asyncio.get_running_loop()
@@ -150,31 +150,31 @@ async def serve(
             await asyncio.sleep(_POLL_S / 10)
         if listener.started:
             on_listening()
-        if await _load(app, bridge, open_model, shutdown, max_running, on_ready):
-            await _until_end(bridge, shutdown, exit_on_failure=config.exit_on_failure)
-            await _drain(bridge, shutdown, config.shutdown_timeout)
+        if await _load(app, link, open_model, shutdown, max_running, on_ready):
+            await _until_end(link, shutdown, exit_on_failure=config.exit_on_failure)
+            await _drain(link, shutdown, config.shutdown_timeout)
     finally:
         # A load, or a step that is stuck, would not be done in time however long one waits.
-        is_orderly = bridge.state == "draining" and not shutdown.urged.is_set()
+        is_orderly = link.state == "draining" and not shutdown.urged.is_set()
         try:
             await _end(listener, serving)
         finally:
-            await bridge.stop(timeout=10.0 if is_orderly else 0.5)
+            await link.stop(timeout=10.0 if is_orderly else 0.5)
             app.close()
             watchdog.close()
-    return 1 if bridge.state == "dead" else 0
+    return 1 if link.state == "dead" else 0
 
 
 async def _load(
     app: App,
-    bridge: Bridge,
+    link: EngineLink,
     open_model: Open,
     shutdown: Shutdown,
     max_running: int,
     on_ready: Callable[[Opened], None],
 ) -> bool:
     """Load the model and open the doors; whether that was done before the end was asked for."""
-    loading = asyncio.ensure_future(bridge.start(open_model))
+    loading = asyncio.ensure_future(link.start(open_model))
     asked = asyncio.ensure_future(shutdown.asked.wait())
     await asyncio.wait({loading, asked}, return_when=asyncio.FIRST_COMPLETED)
     asked.cancel()
@@ -190,10 +190,10 @@ async def _load(
     return True
 
 
-async def _until_end(bridge: Bridge, shutdown: Shutdown, *, exit_on_failure: bool) -> None:
+async def _until_end(link: EngineLink, shutdown: Shutdown, *, exit_on_failure: bool) -> None:
     """Wait for a signal, or for the engine's death when the process is to end with it."""
     while not shutdown.asked.is_set():
-        if exit_on_failure and bridge.state == "dead":
+        if exit_on_failure and link.state == "dead":
             return
         try:
             async with asyncio.timeout(1.0 if exit_on_failure else None):
@@ -202,17 +202,17 @@ async def _until_end(bridge: Bridge, shutdown: Shutdown, *, exit_on_failure: boo
             pass
 
 
-async def _drain(bridge: Bridge, shutdown: Shutdown, timeout: float) -> None:
+async def _drain(link: EngineLink, shutdown: Shutdown, timeout: float) -> None:
     """Let open requests finish while there is time; then tell those that are left."""
-    bridge.drain()
-    if bridge.num_open and timeout and not shutdown.urged.is_set():
-        _log.warning("%d open requests have %g seconds to end; another signal aborts them", bridge.num_open, timeout)
+    link.drain()
+    if link.num_open and timeout and not shutdown.urged.is_set():
+        _log.warning("%d open requests have %g seconds to end; another signal aborts them", link.num_open, timeout)
     deadline = asyncio.get_running_loop().time() + timeout
-    while bridge.num_open and not shutdown.urged.is_set() and asyncio.get_running_loop().time() < deadline:
+    while link.num_open and not shutdown.urged.is_set() and asyncio.get_running_loop().time() < deadline:
         await asyncio.sleep(_POLL_S)
-    if bridge.num_open:
-        _log.warning("%d open requests are aborted", bridge.num_open)
-    bridge.abort_all()
+    if link.num_open:
+        _log.warning("%d open requests are aborted", link.num_open)
+    link.abort_all()
 
 
 async def _end(listener: Listener, serving: asyncio.Task[None]) -> None:

@@ -8,14 +8,14 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from nano_inference.server.admission import Admission
 from nano_inference.server.answering import Timing, answer
-from nano_inference.server.bridge import Bridge
-from nano_inference.server.call import Call, Draft, drafts_of, usage
+from nano_inference.server.call import Call, Transcript, transcripts_of, usage
 from nano_inference.server.clients import Client
 from nano_inference.server.dispatch import Dispatcher
+from nano_inference.server.engine_link import EngineLink
 from nano_inference.server.errors import ApiError
 from nano_inference.server.model import ServedModel
+from nano_inference.server.queue_limits import QueueLimits
 from nano_inference.server.served import Observer, Opened
 from nano_inference.server.ticket import Ticket
 from nano_inference.server.workshop import Workshop
@@ -26,7 +26,7 @@ class Serving:
     """What there is once a model is loaded."""
 
     opened: Opened
-    admission: Admission
+    queue_limits: QueueLimits
     dispatcher: Dispatcher
 
     @property
@@ -52,14 +52,14 @@ class CallResponse(Response):
 
     def __init__(
         self,
-        bridge: Bridge,
+        link: EngineLink,
         serving: Serving,
         open_calls: OpenCalls,
         call: Call,
         timing: Timing,
         workshop: Workshop,
     ) -> None:
-        self._bridge = bridge
+        self._link = link
         self._serving = serving
         self._open_calls = open_calls
         self._call = call
@@ -69,27 +69,31 @@ class CallResponse(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Take a place, ask the engine, answer."""
         call, serving = self._call, self._serving
-        drafts: list[Draft] = []
+        transcripts: list[Transcript] = []
         ticket: Ticket | None = None
         error: ApiError | None = None
         client: Client = scope["state"]["client"]
         self._open_calls.num += 1
         try:
             with (
-                serving.admission.place_for(call, client),
+                serving.queue_limits.reserve(call, client),
                 serving.dispatcher.turns_for(client) as gate,
-                self._bridge.submit(call.asks, call.names, gate) as ticket,
+                self._link.submit(call.requests, call.names, gate) as ticket,
             ):
-                drafts += drafts_of(call)  # which may be many: not before they are let in
-                error = await answer(call, ticket, serving.model, self._timing, self._workshop, receive, send, drafts)
+                transcripts += transcripts_of(call)  # which may be many: not before they are let in
+                error = await answer(
+                    call, ticket, serving.model, self._timing, self._workshop, receive, send, transcripts
+                )
         finally:
             self._open_calls.num -= 1
-            scope["state"]["notes"] = notes_of(call, drafts, ticket, error)
+            scope["state"]["notes"] = notes_of(call, transcripts, ticket, error)
 
 
-def notes_of(call: Call, drafts: list[Draft], ticket: Ticket | None, error: ApiError | None) -> dict[str, Any]:
+def notes_of(
+    call: Call, transcripts: list[Transcript], ticket: Ticket | None, error: ApiError | None
+) -> dict[str, Any]:
     """Return what the log says of a call: how much there was, how fast it was, how it ended."""
-    counts = usage(call, drafts)
+    counts = usage(call, transcripts)
     clocks = [] if ticket is None else [clock for row in ticket.clocks for clock in row]
     first = min((c.first_token for c in clocks if c.first_token is not None), default=None)
     started = min((c.started for c in clocks if c.started is not None), default=None)
@@ -105,6 +109,6 @@ def notes_of(call: Call, drafts: list[Draft], ticket: Ticket | None, error: ApiE
         "queue_ms": None if started is None or arrived is None else (started - arrived) * 1e3,
         "ttft_ms": None if first is None or arrived is None else (first - arrived) * 1e3,
         "decode_tps": (num_new - 1) / (last - first) if first and last and last > first else None,
-        "finish_reason": drafts[0].finish_reason if drafts else None,
+        "finish_reason": transcripts[0].finish_reason if transcripts else None,
         "error": error,
     }

@@ -1,6 +1,6 @@
 """What a route waits for: the deltas of its requests, in order, then the end; or the news that there is none.
 
-Lives on the event loop; only `Bridge` puts things in.
+Lives on the event loop; only `EngineLink` puts things in.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MAX_UNREAD = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ask(EngineRequest):
+class PromptRequest(EngineRequest):
     """What the engine is asked for one prompt; already checked against the engine's limits."""
 
     structure: Structure | None = None
@@ -51,12 +51,12 @@ def _do_nothing() -> None:
 class Ticket:
     """The event loop's end of one call: a bounded queue of deltas."""
 
-    def __init__(self, asks: Sequence[Ask], names: Iterable[str] = ()) -> None:
-        self.asks = tuple(asks)
+    def __init__(self, requests: Sequence[PromptRequest], names: Iterable[str] = ()) -> None:
+        self.requests = tuple(requests)
         self.names = frozenset(map(bare_name, names))
         """What clients call it, when they want it aborted."""
         self.arrived = time.monotonic()
-        self.clocks = [[SampleClock(self.arrived) for _ in range(ask.num_samples)] for ask in self.asks]
+        self.clocks = [[SampleClock(self.arrived) for _ in range(request.num_samples)] for request in self.requests]
         """One for each prompt and sample."""
         self.hurry: Callable[[], None] = _do_nothing
         """Gives the engine what waits for its client's turn."""
@@ -65,8 +65,8 @@ class Ticket:
         self.end_reason = "abort"
         """What those samples are counted as that have not ended when it is closed."""
         self._unread = Backlog()
-        self._most_unread = MAX_UNREAD * sum(ask.num_samples for ask in self.asks)
-        self._num_open = sum(ask.num_samples for ask in self.asks)
+        self._most_unread = MAX_UNREAD * sum(request.num_samples for request in self.requests)
+        self._num_open = sum(request.num_samples for request in self.requests)
         self._failure: Exception | None = None
         self._news = asyncio.Event()
 

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 from pydantic_core import to_json
 
-from nano_inference.door import Limits
+from nano_inference.admission import Limits
 from nano_inference.server.body import parse
 from nano_inference.server.call import Call
 from nano_inference.server.errors import ApiError
@@ -60,7 +60,9 @@ def structures_told_as(call: Call, names: Mapping[str, str]) -> Call:
             return None
         return structure._replace(field=_HEAD.sub(lambda f: names.get(f.group(), f.group()), structure.field))
 
-    return replace(call, asks=tuple(replace(ask, structure=told(ask.structure)) for ask in call.asks))
+    return replace(
+        call, requests=tuple(replace(request, structure=told(request.structure)) for request in call.requests)
+    )
 
 
 def refuse(fields: Mapping[str, Any], neutral: Mapping[str, tuple[Any, ...]], where: str = "") -> None:
@@ -92,12 +94,12 @@ def given(body: Body) -> dict[str, Any]:
 def roomy(call: Call, limits: Limits) -> Call:
     """Return a call whose answers may take all the room that their prompts leave."""
     room = min(limits.max_model_len, limits.num_blocks * limits.block_size)
-    asks = tuple(replace(ask, params=replace(ask.params, max_tokens=None)) for ask in call.asks)
-    num_tokens = sum(len(ask.prompt) + ask.num_samples * (room - len(ask.prompt)) for ask in asks)
-    return replace(call, asks=asks, num_tokens=num_tokens)
+    requests = tuple(replace(request, params=replace(request.params, max_tokens=None)) for request in call.requests)
+    num_tokens = sum(len(request.prompt) + request.num_samples * (room - len(request.prompt)) for request in requests)
+    return replace(call, requests=requests, num_tokens=num_tokens)
 
 
 def uncached(call: Call) -> Call:
     """Return a call that shares no cached prefix with any other."""
-    asks = tuple(replace(ask, salt=f"{ask.salt}#{uuid.uuid4().hex}") for ask in call.asks)
-    return replace(call, asks=asks)
+    requests = tuple(replace(request, salt=f"{request.salt}#{uuid.uuid4().hex}") for request in call.requests)
+    return replace(call, requests=requests)

@@ -10,9 +10,9 @@ from nano_inference.config import ServerConfig
 from nano_inference.registry import table
 from nano_inference.server import guard
 from nano_inference.server.app import App
-from nano_inference.server.bridge import Bridge
 from nano_inference.server.dialect import DIALECTS_GROUP, Dialect
 from nano_inference.server.dialects import embeddings, generate, llamacpp, messages, openai, responses, sglang, tokens
+from nano_inference.server.engine_link import EngineLink
 from nano_inference.server.guard import GuardPolicy
 from nano_inference.server.keys import KeyRing
 from nano_inference.server.rl.paths import ADMIN_PATHS
@@ -43,9 +43,9 @@ def guard_policy(config: ServerConfig, keys: KeyRing) -> GuardPolicy:
     return guard.policy_of(config, keys, ADMIN_PATHS)
 
 
-def make_app(config: ServerConfig, policy: GuardPolicy, bridge: Bridge, dialects: Mapping[str, Dialect]) -> App:
+def make_app(config: ServerConfig, policy: GuardPolicy, link: EngineLink, dialects: Mapping[str, Dialect]) -> App:
     """Return the application with these dialects and the trainers' routes.
 
     Raises `PluginError` for a route that two dialects have, or a dialect and the core.
     """
-    return App(config, policy, bridge, dialects, partial(rl_routes, bridge, config, policy))
+    return App(config, policy, link, dialects, partial(rl_routes, link, config, policy))

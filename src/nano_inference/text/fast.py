@@ -186,7 +186,7 @@ def fast_tokenizer(
     doubles: Mapping[int, str] = MappingProxyType({}),
     growth: int = 1,
 ) -> FastTokenizer:
-    """Finish a tokenizer: collect its special tokens and build the twin that does not parse them.
+    """Finish a tokenizer: collect its special tokens and build the copy that does not parse them.
 
     `eos_ids` come after the one that `named` tells. Raises `ModelError` naming `where` when the parts disagree.
     """
@@ -228,16 +228,16 @@ def _literal_twin(core: tokenizers.Tokenizer, added: Mapping[int, AddedToken], w
 
     The library's own switch for this is a setting of the whole object: two threads could not differ in it.
     """
-    twin = tokenizers.Tokenizer(core.model)
+    plain = tokenizers.Tokenizer(core.model)
     for part in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
         if getattr(core, part) is not None:
-            setattr(twin, part, getattr(core, part))
-    twin.add_tokens([added[token] for token in sorted(added)])
-    twin.encode_special_tokens = True
+            setattr(plain, part, getattr(core, part))
+    plain.add_tokens([added[token] for token in sorted(added)])
+    plain.encode_special_tokens = True
     for token, entry in added.items():
-        if twin.token_to_id(entry.content) != token:
+        if plain.token_to_id(entry.content) != token:
             raise ModelError(f"{where}: added token {entry.content!r} cannot have the id {token}")
-    return twin
+    return plain
 
 
 def _size(core: tokenizers.Tokenizer) -> int:

@@ -26,9 +26,9 @@ from nano_inference.kernels.matrix import (
     scan,
     unpack,
 )
-from nano_inference.loader.door import TensorSource, WeightSource
 from nano_inference.loader.gguf import PackedTensor
 from nano_inference.loader.pieces import DTYPES
+from nano_inference.loader.sources import TensorSource, WeightSource
 from nano_inference.memory import Slabs
 from nano_inference.models.ops import WeightSpec
 

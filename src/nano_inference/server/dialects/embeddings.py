@@ -16,19 +16,19 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
+from nano_inference.admission import checked
 from nano_inference.checks import unit_vector
 from nano_inference.config import ServerConfig
-from nano_inference.door import checked
-from nano_inference.server.call import JSON, Call, Draft
+from nano_inference.server.call import JSON, Call, Transcript
+from nano_inference.server.detokenizer import Written
 from nano_inference.server.dialect import Dialect, Generating
 from nano_inference.server.errors import ApiError
 from nano_inference.server.model import ServedModel
 from nano_inference.server.refusals import refusals_told
 from nano_inference.server.schema import MAX_PROMPTS, Body, CountOrOff, Salt, Samples, TokenIds
 from nano_inference.server.shape import ReplyShape
-from nano_inference.server.ticket import Ask
+from nano_inference.server.ticket import PromptRequest
 from nano_inference.server.unsupported import refuse_unsupported
-from nano_inference.server.writing import Written
 from nano_inference.text.tokenizer import Tokenizer
 from nano_inference.types import BadRequest, EngineRequest, SamplingParams, TrainingSample
 
@@ -67,7 +67,9 @@ class EmbeddingBody(Body):
     cache_salt: Salt | None = None
 
 
-def embedding_asks(body: EmbeddingBody, model: ServedModel, config: ServerConfig, salt: str) -> tuple[Ask, ...]:
+def embedding_requests(
+    body: EmbeddingBody, model: ServedModel, config: ServerConfig, salt: str
+) -> tuple[PromptRequest, ...]:
     """Return what the engine is asked for, one for each text. Raises `ApiError` naming the field that is wrong."""
     refuse_unsupported(body.model_extra or {})
     model.name_for(body.model)
@@ -79,21 +81,21 @@ def embedding_asks(body: EmbeddingBody, model: ServedModel, config: ServerConfig
         raise ApiError(400, "truncate_prompt_tokens leaves no token", param="truncate_prompt_tokens")
     params = SamplingParams(max_tokens=0, pooling=body.pooling or "mean", logprobs_mode=config.logprobs_mode)
     return tuple(
-        Ask(prompt=_prompt(given, where, body, model, params), params=params, salt=salt)
+        PromptRequest(prompt=_prompt(given, where, body, model, params), params=params, salt=salt)
         for where, given in _inputs(body)
     )
 
 
 def embedding_call(body: EmbeddingBody, model: ServedModel, config: ServerConfig, salt: str) -> Call:
-    """Return the call of POST /v1/embeddings: an ordinary request that writes nothing. Raises as `embedding_asks`."""
-    asks = embedding_asks(body, model, config, salt)
+    """Return the call of POST /v1/embeddings. Raises as `embedding_requests`."""
+    requests = embedding_requests(body, model, config, salt)
     return Call(
         kind="completion",
         id=f"embd-{uuid.uuid4().hex}",
         model=model.name_for(body.model),
-        asks=asks,
+        requests=requests,
         num_samples=1,
-        num_tokens=sum(len(ask.prompt) for ask in asks),
+        num_tokens=sum(len(request.prompt) for request in requests),
         shape=ReplyShape(versions=config.enable_rl),
         dialect=partial(EmbeddingReply, body),
     )
@@ -106,24 +108,24 @@ class EmbeddingReply:
         self._body = body
         self._call = call
 
-    def whole(self, drafts: Sequence[Draft]) -> JSON:
+    def whole(self, transcripts: Sequence[Transcript]) -> JSON:
         """Return the reply's JSON. Raises `ApiError` for a text that failed."""
-        samples = [draft.sample for draft in drafts if draft.sample is not None]
+        samples = [transcript.sample for transcript in transcripts if transcript.sample is not None]
         reply = embedding_reply(self._body, self._call.model, samples)
         if self._call.shape.versions:
             reply["weight_versions"] = [sample.weight_version for sample in samples]
             reply["lineage"] = next((sample.lineage for sample in samples), None)
         return reply
 
-    def opening(self, drafts: Sequence[Draft]) -> bytes:
+    def opening(self, transcripts: Sequence[Transcript]) -> bytes:
         """Return nothing."""
         return b""
 
-    def added(self, draft: Draft, written: Written, drafts: Sequence[Draft]) -> bytes:
+    def added(self, transcript: Transcript, written: Written, transcripts: Sequence[Transcript]) -> bytes:
         """Return nothing."""
         return b""
 
-    def closing(self, drafts: Sequence[Draft]) -> bytes:
+    def closing(self, transcripts: Sequence[Transcript]) -> bytes:
         """Return nothing."""
         return b""
 

@@ -20,8 +20,9 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from nano_inference.config import ServerConfig
-from nano_inference.server.call import JSON, Call, Draft, usage
+from nano_inference.server.call import JSON, Call, Transcript, usage
 from nano_inference.server.calls import completion_call
+from nano_inference.server.detokenizer import Entry, Written
 from nano_inference.server.dialect import Dialect, Generating
 from nano_inference.server.errors import ApiError
 from nano_inference.server.events import DONE, events
@@ -61,7 +62,6 @@ from nano_inference.server.translating import (
     uncached,
 )
 from nano_inference.server.unsupported import EMPTY, OFF, refuse_unsupported
-from nano_inference.server.writing import Entry, Written
 from nano_inference.text.tokenizer import Tokenizer
 
 _WORDS = Annotated[list[Annotated[str, Field(min_length=1, max_length=256)]], Field(max_length=256)]
@@ -212,40 +212,40 @@ class GenerateReply:
         self._call = call
         self._tokenizer = tokenizer
         self._created = created
-        self._prompt: JSON = {"prompt_token_ids": list(call.asks[0].prompt)} if with_prompt else {}
+        self._prompt: JSON = {"prompt_token_ids": list(call.requests[0].prompt)} if with_prompt else {}
         """The prompt, until it has been told: a stream does so once."""
 
-    def whole(self, drafts: Sequence[Draft]) -> JSON:
+    def whole(self, transcripts: Sequence[Transcript]) -> JSON:
         """Return the reply's JSON."""
         return {
             **self._head(),
             **self._prompt,
-            "choices": [_choice(self._call, draft) for draft in drafts],
-            "prompt_logprobs": self._prompt_logprobs(drafts),
+            "choices": [_choice(self._call, transcript) for transcript in transcripts],
+            "prompt_logprobs": self._prompt_logprobs(transcripts),
             "kv_transfer_params": None,
-            "usage": usage(self._call, drafts),
+            "usage": usage(self._call, transcripts),
         }
 
-    def opening(self, drafts: Sequence[Draft]) -> bytes:
+    def opening(self, transcripts: Sequence[Transcript]) -> bytes:
         """Return nothing: a stream begins with the first tokens."""
         return b""
 
-    def added(self, draft: Draft, written: Written, drafts: Sequence[Draft]) -> bytes:
+    def added(self, transcript: Transcript, written: Written, transcripts: Sequence[Transcript]) -> bytes:
         """Return one chunk with the new tokens, and why the sample ended when it did."""
         if not written.token_ids and written.finish_reason is None:
             return b""
-        chunk = {**self._head(), **self._prompt, "choices": [_piece(self._call, draft, written)]}
+        chunk = {**self._head(), **self._prompt, "choices": [_piece(self._call, transcript, written)]}
         self._prompt = {}
         if self._call.include_usage:
-            told = usage(self._call, drafts, with_cached=False) if self._call.continuous_usage else None
+            told = usage(self._call, transcripts, with_cached=False) if self._call.continuous_usage else None
             chunk["usage"] = told
         return events([chunk])
 
-    def closing(self, drafts: Sequence[Draft]) -> bytes:
+    def closing(self, transcripts: Sequence[Transcript]) -> bytes:
         """Return the usage when it was asked for, and [DONE]."""
         if not self._call.include_usage:
             return DONE
-        return events([{**self._head(), "choices": [], "usage": usage(self._call, drafts)}]) + DONE
+        return events([{**self._head(), "choices": [], "usage": usage(self._call, transcripts)}]) + DONE
 
     def failed(self, error: ApiError) -> bytes:
         """Return the error, and [DONE]."""
@@ -254,32 +254,32 @@ class GenerateReply:
     def _head(self) -> JSON:
         return {"request_id": self._call.id, "model": self._call.model, "created": self._created}
 
-    def _prompt_logprobs(self, drafts: Sequence[Draft]) -> list[JSON | None] | None:
+    def _prompt_logprobs(self, transcripts: Sequence[Transcript]) -> list[JSON | None] | None:
         """Return them as a completion has them; all samples have one prompt."""
         if self._call.shape.prompt_logprobs is None:
             return None
         plain = replace(self._call, shape=replace(self._call.shape, logprobs=None))
-        choice: JSON = whole(plain, drafts[:1], self._tokenizer, self._created)["choices"][0]
+        choice: JSON = whole(plain, transcripts[:1], self._tokenizer, self._created)["choices"][0]
         found: list[JSON | None] = choice["prompt_logprobs"]
         return found
 
 
-def _choice(call: Call, draft: Draft) -> JSON:
+def _choice(call: Call, transcript: Transcript) -> JSON:
     return {
-        "index": draft.index,
-        "logprobs": _logprobs(draft.entries, call.shape.logprobs),
-        "finish_reason": draft.finish_reason,
-        "stop_reason": draft.stop_reason,
+        "index": transcript.index,
+        "logprobs": _logprobs(transcript.entries, call.shape.logprobs),
+        "finish_reason": transcript.finish_reason,
+        "stop_reason": transcript.stop_reason,
         "routed_experts": None,
         "sampling_mask": None,
-    } | sample_facts(draft, call.shape)
+    } | sample_facts(transcript, call.shape)
 
 
-def _piece(call: Call, draft: Draft, written: Written) -> JSON:
+def _piece(call: Call, transcript: Transcript, written: Written) -> JSON:
     """Return what a delta brought, in a choice's form; all of a sample's together are its choice."""
-    last = version_facts(draft, call.shape) if written.finish_reason is not None else {}
+    last = version_facts(transcript, call.shape) if written.finish_reason is not None else {}
     return {
-        "index": draft.index,
+        "index": transcript.index,
         "token_ids": [],
         "mask": [],
         "logprobs": _logprobs(written.entries, call.shape.logprobs),

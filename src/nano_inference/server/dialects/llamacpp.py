@@ -259,7 +259,7 @@ def _bias(bias: Any, tokenizer: Tokenizer) -> dict[str, float] | None:
 
 def _settings(body: LlamaBody, call: Call) -> JSON:
     """Return what the reply says of how it was made."""
-    params = call.asks[0].params
+    params = call.requests[0].params
     return {
         "n_predict": -1 if params.max_tokens is None else params.max_tokens,
         "seed": -1 if params.seed is None else params.seed,

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nano_inference.server.call import JSON, Call, Draft
+from nano_inference.server.call import JSON, Call, Transcript
+from nano_inference.server.detokenizer import Entry, Written, alone, token_data
 from nano_inference.server.errors import ApiError, shortened
 from nano_inference.server.events import event
 from nano_inference.server.replies import version_facts
-from nano_inference.server.writing import Entry, Written, alone, token_data
 from nano_inference.text.tokenizer import Tokenizer
 
 
@@ -60,22 +60,22 @@ class LlamaReply:
         self._began = time.monotonic()
         self._progress = [Progress() for _ in range(call.total_samples)]
 
-    def whole(self, drafts: Sequence[Draft]) -> Any:
+    def whole(self, transcripts: Sequence[Transcript]) -> Any:
         """Return the reply's JSON."""
-        answers = [self._answer(draft) for draft in drafts]
+        answers = [self._answer(transcript) for transcript in transcripts]
         return answers if len(answers) > 1 else answers[0]
 
-    def opening(self, drafts: Sequence[Draft]) -> bytes:
+    def opening(self, transcripts: Sequence[Transcript]) -> bytes:
         """Return nothing: a stream begins with the first text."""
         return b""
 
-    def added(self, draft: Draft, written: Written, drafts: Sequence[Draft]) -> bytes:
+    def added(self, transcript: Transcript, written: Written, transcripts: Sequence[Transcript]) -> bytes:
         """Return an event with what is new, and when the sample ended one with all the rest."""
-        self._progress[draft.index].add(written)
-        out = event(self._piece(draft, written)) if written.text or written.token_ids else b""
-        return out if written.finish_reason is None else out + event(self._answer(draft))
+        self._progress[transcript.index].add(written)
+        out = event(self._piece(transcript, written)) if written.text or written.token_ids else b""
+        return out if written.finish_reason is None else out + event(self._answer(transcript))
 
-    def closing(self, drafts: Sequence[Draft]) -> bytes:
+    def closing(self, transcripts: Sequence[Transcript]) -> bytes:
         """Return nothing: every sample said itself that it ended."""
         return b""
 
@@ -83,64 +83,64 @@ class LlamaReply:
         """Return the error."""
         return event(error_body(error))
 
-    def _piece(self, draft: Draft, written: Written) -> JSON:
+    def _piece(self, transcript: Transcript, written: Written) -> JSON:
         piece: JSON = {
-            "index": draft.index,
+            "index": transcript.index,
             "content": written.text,
             "tokens": list(written.token_ids),
             "stop": False,
             "id_slot": -1,
-            "tokens_predicted": self._progress[draft.index].num_tokens,
-            "tokens_evaluated": len(self._prompt(draft)),
+            "tokens_predicted": self._progress[transcript.index].num_tokens,
+            "tokens_evaluated": len(self._prompt(transcript)),
         }
         if self._call.shape.logprobs is not None:
             piece["completion_probabilities"] = self._probabilities(written.entries)
         if self._told.timings:
-            piece["timings"] = self._timings(draft, self._progress[draft.index].num_tokens)
+            piece["timings"] = self._timings(transcript, self._progress[transcript.index].num_tokens)
         if self._call.shape.versions and written.delta is not None:
             piece["mask"] = list(written.delta.mask)
         return piece
 
-    def _answer(self, draft: Draft) -> JSON:
+    def _answer(self, transcript: Transcript) -> JSON:
         """Return a whole answer; at the end of a stream, where all of it was sent, one without text and ids."""
-        shape, prompt, is_told = self._call.shape, self._prompt(draft), self._call.stream
-        kind, word = stop_of(draft)
+        shape, prompt, is_told = self._call.shape, self._prompt(transcript), self._call.stream
+        kind, word = stop_of(transcript)
         known = [token for token in prompt if token < self._tokenizer.vocab_size]
         answer: JSON = {
-            "index": draft.index,
-            "content": "" if is_told else draft.text,
-            "tokens": list(draft.token_ids) if self._told.tokens and not is_told else [],
+            "index": transcript.index,
+            "content": "" if is_told else transcript.text,
+            "tokens": list(transcript.token_ids) if self._told.tokens and not is_told else [],
             "id_slot": -1,
             "stop": True,
             "model": self._call.model,
-            "tokens_predicted": len(draft.token_ids),
+            "tokens_predicted": len(transcript.token_ids),
             "tokens_evaluated": len(prompt),
             "generation_settings": self._told.settings,
             "prompt": self._tokenizer.decode(known, skip_special=False),
-            "has_new_line": self._progress[draft.index].has_line if is_told else "\n" in draft.text,
+            "has_new_line": self._progress[transcript.index].has_line if is_told else "\n" in transcript.text,
             "truncated": False,
             "stop_type": kind,
             "stopping_word": word,
-            "tokens_cached": 0 if draft.sample is None else draft.sample.num_cached_tokens,
-            "timings": self._timings(draft, len(draft.token_ids)),
+            "tokens_cached": 0 if transcript.sample is None else transcript.sample.num_cached_tokens,
+            "timings": self._timings(transcript, len(transcript.token_ids)),
         }
         if shape.logprobs is not None and not is_told:
-            answer["completion_probabilities"] = self._probabilities(draft.entries)
+            answer["completion_probabilities"] = self._probabilities(transcript.entries)
         if shape.versions and self._told.tokens and not is_told:
-            answer["mask"] = list(draft.mask)
+            answer["mask"] = list(transcript.mask)
         if shape.versions:
-            answer |= version_facts(draft, shape)
+            answer |= version_facts(transcript, shape)
         return selected(answer, self._told.parts)
 
-    def _prompt(self, draft: Draft) -> tuple[int, ...]:
-        return tuple(self._call.asks[draft.prompt_index].prompt)
+    def _prompt(self, transcript: Transcript) -> tuple[int, ...]:
+        return tuple(self._call.requests[transcript.prompt_index].prompt)
 
-    def _timings(self, draft: Draft, num_tokens: int) -> JSON:
-        clock = self._progress[draft.index]
+    def _timings(self, transcript: Transcript, num_tokens: int) -> JSON:
+        clock = self._progress[transcript.index]
         prompt_s = None if clock.first is None else clock.first - self._began
         answer_s = None if clock.first is None or clock.last is None else clock.last - clock.first
-        cached = None if draft.sample is None else draft.sample.num_cached_tokens
-        read = None if cached is None else len(self._prompt(draft)) - cached
+        cached = None if transcript.sample is None else transcript.sample.num_cached_tokens
+        read = None if cached is None else len(self._prompt(transcript)) - cached
         return {
             "cache_n": cached,
             **speeds("prompt", read, prompt_s),
@@ -162,11 +162,11 @@ class LlamaReply:
         return {"id": token, "token": alone(token, self._tokenizer), "bytes": data, "logprob": logprob}
 
 
-def stop_of(draft: Draft) -> tuple[str, str]:
+def stop_of(transcript: Transcript) -> tuple[str, str]:
     """Return llama.cpp's stop_type and stopping_word of a sample."""
-    if draft.finish_reason == "stop":
-        return ("word", draft.stop_reason) if isinstance(draft.stop_reason, str) else ("eos", "")
-    return ("limit" if draft.finish_reason == "length" else "none"), ""
+    if transcript.finish_reason == "stop":
+        return ("word", transcript.stop_reason) if isinstance(transcript.stop_reason, str) else ("eos", "")
+    return ("limit" if transcript.finish_reason == "length" else "none"), ""
 
 
 def speeds(name: str, count: int | None, seconds: float | None) -> JSON:

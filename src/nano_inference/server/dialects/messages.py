@@ -74,7 +74,7 @@ def count_tokens(body: CountTokensBody, model: ServedModel) -> JSON:
     """Return {"input_tokens"}: what a model of any context would read. Raises `ApiError` as `messages_call` does."""
     endless = replace(model, limits=replace(model.limits, max_model_len=_UNLIMITED, num_blocks=_UNLIMITED))
     call = _chat_call(body, endless, ServerConfig(), "")
-    return {"input_tokens": len(call.asks[0].prompt)}
+    return {"input_tokens": len(call.requests[0].prompt)}
 
 
 def chat_fields(body: CountTokensBody, model: ServedModel) -> tuple[JSON, Sequence[str]]:

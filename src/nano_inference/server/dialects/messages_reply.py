@@ -13,11 +13,11 @@ from typing import Literal, NamedTuple
 
 from pydantic_core import from_json
 
-from nano_inference.server.call import JSON, Call, Draft, usage
+from nano_inference.server.call import JSON, Call, Transcript, usage
+from nano_inference.server.detokenizer import Written
 from nano_inference.server.errors import ApiError, shortened
 from nano_inference.server.events import event
 from nano_inference.server.replies import sample_facts
-from nano_inference.server.writing import Written
 from nano_inference.text.tokenizer import Tokenizer
 from nano_inference.text.tool_calls import CallArguments, CallEnd, CallStart, Event
 
@@ -51,25 +51,25 @@ class MessagesReply:
         self._call = call
         self._blocks = Blocks()
 
-    def whole(self, drafts: Sequence[Draft]) -> JSON:
+    def whole(self, transcripts: Sequence[Transcript]) -> JSON:
         """Return the message."""
-        blocks, told = written_blocks(Blocks(), drafts[0].events, self._call.id)
+        blocks, told = written_blocks(Blocks(), transcripts[0].events, self._call.id)
         content = content_of([*told, *_closed(blocks)])
-        return message(self._call, content) | _ending(self._call, drafts, blocks)
+        return message(self._call, content) | _ending(self._call, transcripts, blocks)
 
-    def opening(self, drafts: Sequence[Draft]) -> bytes:
+    def opening(self, transcripts: Sequence[Transcript]) -> bytes:
         """Return the message without content."""
-        blank = {"stop_reason": None, "stop_sequence": None, "usage": input_usage(self._call, drafts)}
+        blank = {"stop_reason": None, "stop_sequence": None, "usage": input_usage(self._call, transcripts)}
         return named([{"type": "message_start", "message": message(self._call, []) | blank}])
 
-    def added(self, draft: Draft, written: Written, drafts: Sequence[Draft]) -> bytes:
+    def added(self, transcript: Transcript, written: Written, transcripts: Sequence[Transcript]) -> bytes:
         """Return the events of a delta."""
         self._blocks, told = written_blocks(self._blocks, written.events, self._call.id)
         return named(told)
 
-    def closing(self, drafts: Sequence[Draft]) -> bytes:
+    def closing(self, transcripts: Sequence[Transcript]) -> bytes:
         """Return the end of the last block, why the message ended, and its end."""
-        ending = _ending(self._call, drafts, self._blocks)
+        ending = _ending(self._call, transcripts, self._blocks)
         delta = {name: ending.pop(name) for name in ("stop_reason", "stop_sequence")}
         last = [{"type": "message_delta", "delta": delta, **ending}, {"type": "message_stop"}]
         return named([*_closed(self._blocks), *last])
@@ -133,12 +133,12 @@ def arguments_of(text: str) -> JSON:
 def message(call: Call, content: list[JSON]) -> JSON:
     """Return a message with its head; why it ended comes later."""
     reply: JSON = {"id": call.id, "type": "message", "role": "assistant", "model": call.model, "content": content}
-    return reply | ({"prompt_token_ids": list(call.asks[0].prompt)} if call.shape.token_ids else {})
+    return reply | ({"prompt_token_ids": list(call.requests[0].prompt)} if call.shape.token_ids else {})
 
 
-def input_usage(call: Call, drafts: Sequence[Draft]) -> JSON:
+def input_usage(call: Call, transcripts: Sequence[Transcript]) -> JSON:
     """Return the tokens of a call, those from the cache apart."""
-    counts = usage(call, drafts)
+    counts = usage(call, transcripts)
     cached = counts["prompt_tokens_details"]["cached_tokens"]
     return {
         "input_tokens": counts["prompt_tokens"] - cached,
@@ -148,12 +148,12 @@ def input_usage(call: Call, drafts: Sequence[Draft]) -> JSON:
     }
 
 
-def stop_reason(call: Call, draft: Draft, has_called: bool) -> tuple[str, str | None]:
+def stop_reason(call: Call, transcript: Transcript, has_called: bool) -> tuple[str, str | None]:
     """Return why a message ended, and the stop sequence. What was cut off or aborted ended as "max_tokens"."""
-    if draft.finish_reason != "stop":
+    if transcript.finish_reason != "stop":
         return "max_tokens", None
-    if isinstance(draft.stop_reason, str) and draft.stop_reason in call.shape.stops:
-        return "stop_sequence", draft.stop_reason
+    if isinstance(transcript.stop_reason, str) and transcript.stop_reason in call.shape.stops:
+        return "stop_sequence", transcript.stop_reason
     return ("tool_use" if has_called else "end_turn"), None
 
 
@@ -162,10 +162,10 @@ def named(values: Iterable[JSON]) -> bytes:
     return b"".join(event(value, value["type"]) for value in values)
 
 
-def _ending(call: Call, drafts: Sequence[Draft], blocks: Blocks) -> JSON:
-    reason, sequence = stop_reason(call, drafts[0], blocks.has_called)
-    end: JSON = {"stop_reason": reason, "stop_sequence": sequence, "usage": input_usage(call, drafts)}
-    return end | sample_facts(drafts[0], call.shape)
+def _ending(call: Call, transcripts: Sequence[Transcript], blocks: Blocks) -> JSON:
+    reason, sequence = stop_reason(call, transcripts[0], blocks.has_called)
+    end: JSON = {"stop_reason": reason, "stop_sequence": sequence, "usage": input_usage(call, transcripts)}
+    return end | sample_facts(transcripts[0], call.shape)
 
 
 def _write(blocks: Blocks, one: Event, call_id: str) -> tuple[Blocks, list[JSON]]:

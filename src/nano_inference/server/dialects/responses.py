@@ -29,7 +29,7 @@ from nano_inference.server.dialects.responses_stream import Asked, ResponsesRepl
 from nano_inference.server.errors import ApiError
 from nano_inference.server.model import ServedModel
 from nano_inference.server.schema import MAX_MESSAGES, Alternatives, Body, ChatBody, Samples, Sampling, TextPart
-from nano_inference.server.ticket import Ask
+from nano_inference.server.ticket import PromptRequest
 from nano_inference.server.translating import as_body, refuse
 from nano_inference.server.unsupported import is_one_of, refuse_unsupported
 
@@ -180,15 +180,17 @@ def responses_call(body: ResponsesBody, model: ServedModel, config: ServerConfig
         call = chat_call(chat, model, config, salt)
     stem = uuid.uuid4().hex
     asked = Asked(echo=_echo(body, call), stem=stem)
-    asks = tuple(map(_with_own_field, call.asks))
-    return replace(call, id=f"resp_{body.request_id or stem}", asks=asks, dialect=partial(ResponsesReply, asked))
+    requests = tuple(map(_with_own_field, call.requests))
+    return replace(
+        call, id=f"resp_{body.request_id or stem}", requests=requests, dialect=partial(ResponsesReply, asked)
+    )
 
 
-def _with_own_field(ask: Ask) -> Ask:
+def _with_own_field(request: PromptRequest) -> PromptRequest:
     """Return what the engine is asked for; a structure that cannot be compiled is told of later, by its field."""
-    if ask.structure is None or ask.structure.field != "response_format":
-        return ask
-    return replace(ask, structure=ask.structure._replace(field=_CHAT_NAMES["response_format"]))
+    if request.structure is None or request.structure.field != "response_format":
+        return request
+    return replace(request, structure=request.structure._replace(field=_CHAT_NAMES["response_format"]))
 
 
 # ---- what is refused ------------------------------------------------------------------------------------------------
@@ -397,7 +399,7 @@ def _own_name(head: str, rest: str, places: Sequence[str]) -> str:
 
 def _echo(body: ResponsesBody, call: Call) -> JSON:
     """Return what a response repeats of its request; of temperature and top_p what is in force."""
-    params = call.asks[0].params
+    params = call.requests[0].params
     text = body.text or TextOptions()
     form = {"type": "text"} if text.format is None else _plain(text.format)
     return {

@@ -10,11 +10,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from nano_inference.server.call import JSON, Call, Draft, usage
+from nano_inference.server.call import JSON, Call, Transcript, usage
+from nano_inference.server.detokenizer import Entry, Written
 from nano_inference.server.errors import ApiError, shortened
 from nano_inference.server.events import event as named_event
 from nano_inference.server.replies import joined, sample_facts, token_logprobs
-from nano_inference.server.writing import Entry, Written
 from nano_inference.text.dialogue import Part
 from nano_inference.text.tokenizer import Tokenizer
 from nano_inference.text.tool_calls import CallArguments, CallEnd, CallStart, Content, Event
@@ -80,27 +80,27 @@ class ResponsesReply:
         self._open: _Message | _Function | None = None
         self._num_events = 0
 
-    def whole(self, drafts: Sequence[Draft]) -> JSON:
+    def whole(self, transcripts: Sequence[Transcript]) -> JSON:
         """Return the response."""
-        (draft,) = drafts
-        self._take(draft.events, draft.entries, draft.parts)
-        self._finish(draft)
-        return self._ended(draft)
+        (transcript,) = transcripts
+        self._take(transcript.events, transcript.entries, transcript.parts)
+        self._finish(transcript)
+        return self._ended(transcript)
 
-    def opening(self, drafts: Sequence[Draft]) -> bytes:
+    def opening(self, transcripts: Sequence[Transcript]) -> bytes:
         """Return that there is a response, and that it is being worked on."""
         response = self._response("in_progress")
         return self._told([_about("response.created", response), _about("response.in_progress", response)])
 
-    def added(self, draft: Draft, written: Written, drafts: Sequence[Draft]) -> bytes:
+    def added(self, transcript: Transcript, written: Written, transcripts: Sequence[Transcript]) -> bytes:
         """Return the events of a delta."""
         return self._told(self._take(written.events, written.entries, written.parts))
 
-    def closing(self, drafts: Sequence[Draft]) -> bytes:
+    def closing(self, transcripts: Sequence[Transcript]) -> bytes:
         """Return the end of what is open, and the response."""
-        (draft,) = drafts
-        ends = self._finish(draft)
-        response = self._ended(draft)
+        (transcript,) = transcripts
+        ends = self._finish(transcript)
+        response = self._ended(transcript)
         name = "response.completed" if response["status"] == "completed" else "response.incomplete"
         return self._told([*ends, _about(name, response)])
 
@@ -183,24 +183,28 @@ class ResponsesReply:
         arguments = "".join(function.arguments)
         return self._item_event("function_call_arguments.done", item_id=function.id, arguments=arguments)
 
-    def _finish(self, draft: Draft) -> list[JSON]:
+    def _finish(self, transcript: Transcript) -> list[JSON]:
         """End the last item, which tells what is known of the sample's tokens; an answer without any is a message."""
         begun: list[JSON] = []
         if self._open is None:
             begun, _ = self._message()
-        status = "incomplete" if draft.finish_reason in _ENDS else "completed"
-        return [*begun, *self._close(status, **sample_facts(draft, self._call.shape))]
+        status = "incomplete" if transcript.finish_reason in _ENDS else "completed"
+        return [*begun, *self._close(status, **sample_facts(transcript, self._call.shape))]
 
     # ---- responses and events ---------------------------------------------------------------------------------------
 
-    def _ended(self, draft: Draft) -> JSON:
+    def _ended(self, transcript: Transcript) -> JSON:
         """Return the response, now that the sample has ended."""
-        status = _ENDS.get(draft.finish_reason or "", "completed")
-        fields: JSON = {"output": self._items, "usage": _usage(self._call, draft), "stop_reason": draft.stop_reason}
+        status = _ENDS.get(transcript.finish_reason or "", "completed")
+        fields: JSON = {
+            "output": self._items,
+            "usage": _usage(self._call, transcript),
+            "stop_reason": transcript.stop_reason,
+        }
         if status == "incomplete":
             fields["incomplete_details"] = {"reason": "max_output_tokens"}
         if self._call.shape.token_ids:
-            fields["prompt_token_ids"] = list(self._call.asks[0].prompt)
+            fields["prompt_token_ids"] = list(self._call.requests[0].prompt)
         return self._response(status, **fields)
 
     def _response(self, status: str, **fields: Any) -> JSON:
@@ -235,9 +239,9 @@ def _content(text: str, logprobs: list[JSON]) -> JSON:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
 
-def _usage(call: Call, draft: Draft) -> JSON:
+def _usage(call: Call, transcript: Transcript) -> JSON:
     """Return the counts under this API's names. Nothing is kept for a fee, and reasoning is not told apart."""
-    counts = usage(call, [draft])
+    counts = usage(call, [transcript])
     cached = counts["prompt_tokens_details"]["cached_tokens"]
     return {
         "input_tokens": counts["prompt_tokens"],

@@ -199,9 +199,9 @@ def sglang_call(body: SglangBody, model: ServedModel, config: ServerConfig, salt
             one = structures_told_as(completion_call(asked, model, config, salt), names)
             calls.append(roomy(one, model.limits) if params[indices[0]].max_new_tokens is None else one)
     call = _merged(calls)
-    for index, (ask, tell) in enumerate(zip(call.asks, told, strict=True)):
-        if tell.start > len(ask.prompt):
-            message = f"logprob_start_len must be at most the length of prompt {index}, {len(ask.prompt)}"
+    for index, (request, tell) in enumerate(zip(call.requests, told, strict=True)):
+        if tell.start > len(request.prompt):
+            message = f"logprob_start_len must be at most the length of prompt {index}, {len(request.prompt)}"
             raise ApiError(400, f"{message}; got {tell.start}", param="logprob_start_len")
     rids = frozenset(one.rid for one in told) | ({body.rid} if isinstance(body.rid, str) else set())
     dialect = partial(
@@ -291,7 +291,7 @@ def _merged(calls: Sequence[Call]) -> Call:
                 raise ApiError(400, f"{place} must be the same for all prompts of a request", param=place)
     return replace(
         first,
-        asks=tuple(ask for call in calls for ask in call.asks),
+        requests=tuple(request for call in calls for request in call.requests),
         num_tokens=sum(call.num_tokens for call in calls),
         shape=_joint_shape([call.shape for call in calls]),
         forbids_tokens=any(call.forbids_tokens for call in calls),

@@ -6,11 +6,11 @@ import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from nano_inference.server.call import JSON, Call, Draft, drafts_of
+from nano_inference.server.call import JSON, Call, Transcript, transcripts_of
+from nano_inference.server.detokenizer import Entry, Written, alone
 from nano_inference.server.errors import ApiError
 from nano_inference.server.events import DONE, events
 from nano_inference.server.replies import version_facts
-from nano_inference.server.writing import Entry, Written, alone
 from nano_inference.text.tokenizer import Tokenizer
 from nano_inference.types import SamplingMask, TopLogprobs
 
@@ -35,7 +35,7 @@ def next_event(num_tokens: int) -> int:
     return num_tokens + max(1, num_tokens // _OFTEN)
 
 
-def follow(seen: Draft, written: Written) -> None:
+def follow(seen: Transcript, written: Written) -> None:
     """Add to what a stream has told of a sample. Its own draft may be ahead of that by several deltas."""
     seen.text += written.text
     seen.token_ids += written.token_ids
@@ -66,24 +66,24 @@ class SglangReply:
         self._is_list = is_list
         self._with_text = with_text
         self._began = time.monotonic()
-        self._seen = drafts_of(call)
+        self._seen = transcripts_of(call)
         """What a stream has told."""
         self._masks: list[list[SamplingMask]] = [[] for _ in self._seen]
         self._next = [1] * call.total_samples
         """Tokens with which there is another event."""
 
-    def whole(self, drafts: Sequence[Draft]) -> Any:
+    def whole(self, transcripts: Sequence[Transcript]) -> Any:
         """Return the reply's JSON."""
-        answers = [self._answer(draft, _masks(draft)) for draft in drafts]
+        answers = [self._answer(transcript, _masks(transcript)) for transcript in transcripts]
         return answers if self._is_list else answers[0]
 
-    def opening(self, drafts: Sequence[Draft]) -> bytes:
+    def opening(self, transcripts: Sequence[Transcript]) -> bytes:
         """Return nothing: a stream begins with the first tokens."""
         return b""
 
-    def added(self, draft: Draft, written: Written, drafts: Sequence[Draft]) -> bytes:
+    def added(self, transcript: Transcript, written: Written, transcripts: Sequence[Transcript]) -> bytes:
         """Return an event with everything so far of one sample, when it is time for one."""
-        index, seen = draft.index, self._seen[draft.index]
+        index, seen = transcript.index, self._seen[transcript.index]
         follow(seen, written)
         if written.delta is not None:
             self._masks[index] += written.delta.sampling_masks or ()
@@ -94,7 +94,7 @@ class SglangReply:
         answer = self._answer(seen, self._masks[index])
         return events([{**answer, "index": index} if self._is_list else answer])
 
-    def closing(self, drafts: Sequence[Draft]) -> bytes:
+    def closing(self, transcripts: Sequence[Transcript]) -> bytes:
         """Return [DONE]."""
         return DONE
 
@@ -102,29 +102,29 @@ class SglangReply:
         """Return the error, and [DONE]."""
         return events([error.to_dict()]) + DONE
 
-    def _answer(self, draft: Draft, masks: Sequence[SamplingMask]) -> JSON:
-        told = self._told[draft.prompt_index]
-        meta = self._meta(draft, told)
+    def _answer(self, transcript: Transcript, masks: Sequence[SamplingMask]) -> JSON:
+        told = self._told[transcript.prompt_index]
+        meta = self._meta(transcript, told)
         if told.logprobs:
-            meta |= self._logprobs(draft.entries, told)
+            meta |= self._logprobs(transcript.entries, told)
         if told.start >= 0:
-            meta |= self._input_logprobs(draft, told)
+            meta |= self._input_logprobs(transcript, told)
         if self._call.shape.sampling_masks:
             meta["sampling_mask"] = list(masks)
-        return {"text": draft.text, "output_ids": list(draft.token_ids), "meta_info": meta}
+        return {"text": transcript.text, "output_ids": list(transcript.token_ids), "meta_info": meta}
 
-    def _meta(self, draft: Draft, told: Told) -> JSON:
-        sample, several = draft.sample, self._call.num_samples
+    def _meta(self, transcript: Transcript, told: Told) -> JSON:
+        sample, several = transcript.sample, self._call.num_samples
         return {
-            "id": told.rid if several == 1 else f"{told.rid}_{draft.index % several}",
-            "finish_reason": finish_of(draft),
-            "prompt_tokens": len(self._call.asks[draft.prompt_index].prompt),
-            "completion_tokens": len(draft.token_ids),
+            "id": told.rid if several == 1 else f"{told.rid}_{transcript.index % several}",
+            "finish_reason": finish_of(transcript),
+            "prompt_tokens": len(self._call.requests[transcript.prompt_index].prompt),
+            "completion_tokens": len(transcript.token_ids),
             "cached_tokens": sample.num_cached_tokens if sample is not None else 0,
             "num_retractions": sample.num_preemptions if sample is not None else 0,
-            "weight_version": weight_version(draft),
-            **version_facts(draft, self._call.shape),
-            "mask": list(draft.mask),
+            "weight_version": weight_version(transcript),
+            **version_facts(transcript, self._call.shape),
+            "mask": list(transcript.mask),
             "e2e_latency": time.monotonic() - self._began,
         }
 
@@ -134,9 +134,9 @@ class SglangReply:
             facts["output_top_logprobs"] = [self._triples(one.top or (), told.top) for one in entries]
         return facts
 
-    def _input_logprobs(self, draft: Draft, told: Told) -> JSON:
+    def _input_logprobs(self, transcript: Transcript, told: Told) -> JSON:
         """Return those of the prompt; the first that is told of has none, as in SGLang."""
-        sample = draft.sample
+        sample = transcript.sample
         if sample is None:
             return {}
         scores: list[float | None] = [None, *(sample.prompt_logprobs or ())]
@@ -156,27 +156,27 @@ class SglangReply:
         return [logprob, token, alone(token, self._tokenizer) if self._with_text else None]
 
 
-def finish_of(draft: Draft) -> JSON | None:
+def finish_of(transcript: Transcript) -> JSON | None:
     """Return why a sample ended, as SGLang says it; None while it goes on."""
-    match draft.finish_reason:
+    match transcript.finish_reason:
         case None:
             return None
         case "stop":
-            matched = draft.token_ids[-1] if draft.stop_reason is None else draft.stop_reason
+            matched = transcript.token_ids[-1] if transcript.stop_reason is None else transcript.stop_reason
             return {"type": "stop", "matched": matched}
         case "length":
-            return {"type": "length", "length": len(draft.token_ids)}
+            return {"type": "length", "length": len(transcript.token_ids)}
         case _:
             return {"type": "abort", "message": "the request was aborted"}
 
 
-def weight_version(draft: Draft) -> str:
+def weight_version(transcript: Transcript) -> str:
     """Return the oldest weights that drew a sample's tokens: their trainer's name, or how many there had been."""
-    if draft.sample is not None:
-        number = draft.sample.weight_version
-        return str(draft.sample.version_labels.get(number, number))
-    return str(min(draft.versions)) if draft.versions else ""
+    if transcript.sample is not None:
+        number = transcript.sample.weight_version
+        return str(transcript.sample.version_labels.get(number, number))
+    return str(min(transcript.versions)) if transcript.versions else ""
 
 
-def _masks(draft: Draft) -> Sequence[SamplingMask]:
-    return () if draft.sample is None else draft.sample.sampling_masks or ()
+def _masks(transcript: Transcript) -> Sequence[SamplingMask]:
+    return () if transcript.sample is None else transcript.sample.sampling_masks or ()

@@ -8,6 +8,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
+from nano_inference.server.detokenizer import alone
 from nano_inference.server.dialect import Converting, Describing, Dialect, Occupancy
 from nano_inference.server.errors import ApiError
 from nano_inference.server.model import ServedModel
@@ -16,7 +17,6 @@ from nano_inference.server.refusals import client_error
 from nano_inference.server.schema import ApplyTemplateBody, DetokenizeBody, TokenizeBody
 from nano_inference.server.tools import requested_tools
 from nano_inference.server.unsupported import refuse_unsupported
-from nano_inference.server.writing import alone
 from nano_inference.text.dialogue import TemplateDialogue
 from nano_inference.types import BadRequest
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from starlette.types import Receive
 
 from nano_inference.control import Control as EngineControl
-from nano_inference.server.bridge import Bridge
+from nano_inference.server.engine_link import EngineLink
 from nano_inference.server.errors import ApiError
 from nano_inference.server.guard import ClientGone
 from nano_inference.server.rl.threads import unless_gone
@@ -23,8 +23,8 @@ SCHEDULING = "scheduling"
 class Control:
     """Owns the knowledge of who waits for a pause, and what sleeps."""
 
-    def __init__(self, bridge: Bridge, engine: Callable[[], EngineControl]) -> None:
-        self._bridge = bridge
+    def __init__(self, link: EngineLink, engine: Callable[[], EngineControl]) -> None:
+        self._link = link
         self._engine = engine
         self._num_pausing = 0
         """Clients that wait for the engine to be paused."""
@@ -49,8 +49,8 @@ class Control:
             engine.pause("keep", clear_cache=clear_cache)
 
         if mode == "abort":
-            return await self._bridge.end_requests(first=pause)
-        await self._bridge.call(pause)
+            return await self._link.end_requests(first=pause)
+        await self._link.call(pause)
         return 0
 
     async def _pause_when_drained(self, clear_cache: bool, receive: Receive) -> None:
@@ -69,11 +69,11 @@ class Control:
             return None if engine.is_pausing else engine.is_paused
 
         try:
-            found = await self._bridge.watch(look, first=begin)
-            is_paused = await unless_gone(receive, found) and await self._bridge.call(lambda: look() is True)
+            found = await self._link.watch(look, first=begin)
+            is_paused = await unless_gone(receive, found) and await self._link.call(lambda: look() is True)
         except ClientGone:
             if self._num_pausing == 1:
-                await self._bridge.call(engine.cancel_pause)
+                await self._link.call(engine.cancel_pause)
             raise
         except ApiError:
             raise
@@ -94,11 +94,11 @@ class Control:
             engine.resume()
             self.asleep -= {SCHEDULING}
 
-        await self._bridge.call(resume)
+        await self._link.call(resume)
 
     async def abort(self, names: Iterable[str] | None) -> int:
         """End the requests of these names, or all; return how many samples that were."""
-        return await self._bridge.end_requests(names)
+        return await self._link.end_requests(names)
 
     async def flush(self, *, recompute: bool = False) -> int:
         """Forget cached prefixes, with `recompute` also the K/V of what runs; return how many blocks are free by that.
@@ -118,7 +118,7 @@ class Control:
                 engine.resume()
             return engine.flush_cache()
 
-        return await self._bridge.call(flush)
+        return await self._link.call(flush)
 
     async def sleep(self, level: int, mode: PauseMode, receive: Receive) -> None:
         """Give memory back as vLLM's levels say; `mode` is what happens to requests before. 0 only pauses.
@@ -128,7 +128,7 @@ class Control:
         was_paused = self._engine().is_paused
         await self.pause(mode, clear_cache=False, receive=receive)
         if level == 0:
-            await self._bridge.call(lambda: self._note_asleep({SCHEDULING}))
+            await self._link.call(lambda: self._note_asleep({SCHEDULING}))
             return
         await self.release(MEMORY, discard_weights=level == 2)
         if not was_paused:
@@ -144,7 +144,7 @@ class Control:
 
         try:
             if named:
-                await self._bridge.call(release)
+                await self._link.call(release)
         except EnginePaused as error:
             raise refusal(error) from None
 
@@ -165,4 +165,4 @@ class Control:
                 engine.resume()
             self.asleep = left
 
-        await self._bridge.call(wake)
+        await self._link.call(wake)

@@ -9,35 +9,35 @@ from starlette.requests import Request
 
 import nano_inference
 from nano_inference.server.errors import ApiError
-from nano_inference.server.rl.desk import JSON, Desk, Do
+from nano_inference.server.rl.context import JSON, Do, RLContext
 from nano_inference.types import LogprobsMode
 
 
-def questions(desk: Desk) -> Mapping[str, Do]:
+def questions(context: RLContext) -> Mapping[str, Do]:
     """Return what each path answers."""
-    return {**_states(desk), **_models(desk)}
+    return {**_states(context), **_models(context)}
 
 
-def _states(desk: Desk) -> dict[str, Do]:
+def _states(context: RLContext) -> dict[str, Do]:
     async def is_paused(request: Request) -> JSON:
         """Whether no step runs; a pause that still waits for requests has not come yet."""
-        engine = desk.engine
-        return {"is_paused": await desk.bridge.call(lambda: engine.is_paused), **await desk.facts()}
+        engine = context.engine
+        return {"is_paused": await context.link.call(lambda: engine.is_paused), **await context.facts()}
 
     async def is_sleeping(request: Request) -> JSON:
-        return {"is_sleeping": bool(desk.control.asleep), **await desk.facts()}
+        return {"is_sleeping": bool(context.control.asleep), **await context.facts()}
 
     async def weight_info(request: Request) -> JSON:
-        info = await desk.bridge.call(desk.engine.weight_info)
-        return {**await desk.facts(info), "label": info.label, "update": info.update}
+        info = await context.link.call(context.engine.weight_info)
+        return {**await context.facts(info), "label": info.label, "update": info.update}
 
     async def world_size(request: Request) -> JSON:
         return {"world_size": 1}
 
     async def loads(request: Request) -> JSON:
         """SGLang's loads, of the one engine there is."""
-        await (await desk.bridge.watch(lambda: True))  # after the turn, which has what came before this
-        stats, limits = desk.bridge.last_stats, desk.opened().model.limits
+        await (await context.link.watch(lambda: True))  # after the turn, which has what came before this
+        stats, limits = context.link.last_stats, context.opened().model.limits
         running, waiting = (stats.num_running, stats.num_waiting) if stats else (0, 0)
         num_slots = limits.num_blocks * limits.block_size
         used = num_slots - (stats.num_free_blocks * limits.block_size if stats else num_slots)
@@ -51,7 +51,7 @@ def _states(desk: Desk) -> dict[str, Do]:
             "token_usage": used / num_slots,
         }
         program = nano_inference.__version__
-        return {"program_version": program, "dp_rank_count": 1, "loads": [one], **await desk.facts()}
+        return {"program_version": program, "dp_rank_count": 1, "loads": [one], **await context.facts()}
 
     return {
         "/is_paused": is_paused,
@@ -62,25 +62,25 @@ def _states(desk: Desk) -> dict[str, Do]:
     }
 
 
-def _models(desk: Desk) -> dict[str, Do]:
+def _models(context: RLContext) -> dict[str, Do]:
     async def model_info(request: Request) -> JSON:
-        model = desk.opened().model
+        model = context.opened().model
         return {
             "model_path": model.name,
             "tokenizer_path": model.name,
             "is_generation": True,
             "preferred_sampling_params": None,
             "max_model_len": model.limits.max_model_len,
-            **await desk.facts(),
+            **await context.facts(),
         }
 
     async def server_info(request: Request) -> JSON:
         form = request.query_params.get("config_format", "json")
         if form != "json":
             raise ApiError(400, f"config_format must be json, got {form[:64]!r}", param="config_format")
-        model, limits = desk.opened().model, desk.opened().model.limits
+        model, limits = context.opened().model, context.opened().model.limits
         return {
-            "vllm_config": await _vllm_config(desk),
+            "vllm_config": await _vllm_config(context),
             "model_path": model.name,
             "served_model_name": model.name,
             "tp_size": 1,
@@ -88,7 +88,7 @@ def _models(desk: Desk) -> dict[str, Do]:
             "max_total_num_tokens": limits.num_blocks * limits.block_size,
             "context_length": limits.max_model_len,
             "program_version": nano_inference.__version__,
-            **await desk.facts(),
+            **await context.facts(),
         }
 
     return {
@@ -99,19 +99,19 @@ def _models(desk: Desk) -> dict[str, Do]:
     }
 
 
-async def _vllm_config(desk: Desk) -> dict[str, Any]:
+async def _vllm_config(context: RLContext) -> dict[str, Any]:
     """Return the parts of vLLM's configuration that trainers look at."""
-    engine, model = desk.engine, desk.opened().model
+    engine, model = context.engine, context.opened().model
     return {
         "model_config": {
             "model": model.name,
             "served_model_name": model.name,
-            "dtype": f"torch.{await desk.bridge.call(engine.weights_dtype)}",
+            "dtype": f"torch.{await context.link.call(engine.weights_dtype)}",
             "max_model_len": model.limits.max_model_len,
-            "logprobs_mode": vllm_logprobs_mode(desk.config.logprobs_mode),
-            "max_logprobs": desk.config.max_logprobs,
+            "logprobs_mode": vllm_logprobs_mode(context.config.logprobs_mode),
+            "max_logprobs": context.config.max_logprobs,
         },
-        "weight_transfer_config": {"backend": desk.backend},
+        "weight_transfer_config": {"backend": context.backend},
         "lora_config": None,
         "parallel_config": {"data_parallel_size": 1, "tensor_parallel_size": 1, "pipeline_parallel_size": 1},
         "cache_config": {"block_size": model.limits.block_size, "num_gpu_blocks": model.limits.num_blocks},

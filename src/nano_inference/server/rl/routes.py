@@ -9,10 +9,10 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from nano_inference.config import ServerConfig
-from nano_inference.server.bridge import Bridge
+from nano_inference.server.engine_link import EngineLink
 from nano_inference.server.errors import ApiError
 from nano_inference.server.guard import GuardPolicy
-from nano_inference.server.rl.desk import answered, make_desk
+from nano_inference.server.rl.context import answered, make_context
 from nano_inference.server.rl.facts import questions
 from nano_inference.server.rl.paths import ADMIN_PATHS, QUESTIONS, REFUSED_COMMANDS
 from nano_inference.server.rl.sglang import refused, sglang_commands, told
@@ -23,7 +23,7 @@ _ALSO_GET = frozenset({"/flush_cache"})
 """Commands that SGLang takes as a GET, too, and that trainers send so."""
 
 
-def rl_routes(bridge: Bridge, config: ServerConfig, policy: GuardPolicy, opened: Callable[[], Opened]) -> list[Route]:
+def rl_routes(link: EngineLink, config: ServerConfig, policy: GuardPolicy, opened: Callable[[], Opened]) -> list[Route]:
     """Return the routes. They need a guard around them, which keeps out whoever has no admin key.
 
     `opened` returns what was loaded, or raises an `ApiError` while nothing is. A field that nobody knows is refused
@@ -31,16 +31,16 @@ def rl_routes(bridge: Bridge, config: ServerConfig, policy: GuardPolicy, opened:
     """
     if not config.enable_rl:
         return [_hint(path) for path in sorted(ADMIN_PATHS | QUESTIONS)]
-    desk = make_desk(bridge, config, policy, opened)
-    endpoints = {path: answered(do) for path, do in vllm_commands(desk).items()}
-    endpoints |= {path: told(do) for path, do in sglang_commands(desk).items()}
+    context = make_context(link, config, policy, opened)
+    endpoints = {path: answered(do) for path, do in vllm_commands(context).items()}
+    endpoints |= {path: told(do) for path, do in sglang_commands(context).items()}
     endpoints |= {path: told(refused(path)) for path in sorted(REFUSED_COMMANDS)}
     return [
         *(
             Route(path, endpoint, methods=["POST", "GET"] if path in _ALSO_GET else ["POST"])
             for path, endpoint in endpoints.items()
         ),
-        *(Route(path, answered(do), methods=["GET"]) for path, do in questions(desk).items()),
+        *(Route(path, answered(do), methods=["GET"]) for path, do in questions(context).items()),
     ]
 
 

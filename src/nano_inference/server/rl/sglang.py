@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from nano_inference.server.errors import ApiError
-from nano_inference.server.rl.desk import JSON, Desk, Do, Endpoint, json_response, obeyed
+from nano_inference.server.rl.context import JSON, Do, Endpoint, RLContext, json_response, obeyed
 from nano_inference.server.rl.schema import (
     AbortRequestBody,
     ContinueBody,
@@ -32,9 +32,9 @@ _MODES: Mapping[str, tuple[PauseMode, bool]] = MappingProxyType(
 """SGLang's name of a pause -> ours, and whether the K/V goes."""
 
 
-def sglang_commands(desk: Desk) -> Mapping[str, Do]:
+def sglang_commands(context: RLContext) -> Mapping[str, Do]:
     """Return what each path does."""
-    return {**_flow(desk), **_memory(desk), **_weights(desk)}
+    return {**_flow(context), **_memory(context), **_weights(context)}
 
 
 def told(do: Do) -> Endpoint:
@@ -60,46 +60,46 @@ def refused(path: str) -> Do:
     return refuse
 
 
-def _flow(desk: Desk) -> dict[str, Do]:
+def _flow(context: RLContext) -> dict[str, Do]:
     async def pause(request: Request) -> JSON:
-        body = await desk.read(request, PauseGenerationBody)
+        body = await context.read(request, PauseGenerationBody)
         mode, clear_cache = _MODES[body.mode or "abort"]
-        ended = await desk.control.pause(mode, clear_cache=clear_cache, receive=request.receive)
+        ended = await context.control.pause(mode, clear_cache=clear_cache, receive=request.receive)
         text = "Generation paused successfully."
-        return {"success": True, "status": "ok", "message": text, "num_aborted": ended, **await desk.facts()}
+        return {"success": True, "status": "ok", "message": text, "num_aborted": ended, **await context.facts()}
 
     async def go_on(request: Request) -> JSON:
-        await desk.read(request, ContinueBody)
-        await desk.control.resume()
+        await context.read(request, ContinueBody)
+        await context.control.resume()
         text = "Generation continued successfully."
-        return {"success": True, "status": "ok", "message": text, **await desk.facts()}
+        return {"success": True, "status": "ok", "message": text, **await context.facts()}
 
     async def abort(request: Request) -> JSON:
-        body = await desk.read(request, AbortRequestBody)
+        body = await context.read(request, AbortRequestBody)
         if not body.rid and not body.abort_all:
             raise ApiError(400, "rid: name a request, or give abort_all=true", param="rid")
         names = [body.rid] if isinstance(body.rid, str) else body.rid
-        ended = await desk.control.abort(None if body.abort_all else names)
-        return {"success": True, "message": f"{ended} samples aborted", "num_aborted": ended, **await desk.facts()}
+        ended = await context.control.abort(None if body.abort_all else names)
+        return {"success": True, "message": f"{ended} samples aborted", "num_aborted": ended, **await context.facts()}
 
     async def flush(request: Request) -> JSON:
-        await desk.read(request, FlushBody)
-        freed = await desk.control.flush()
-        return {"success": True, "message": "Cache flushed.", "flushed_items": freed, **await desk.facts()}
+        await context.read(request, FlushBody)
+        freed = await context.control.flush()
+        return {"success": True, "message": "Cache flushed.", "flushed_items": freed, **await context.facts()}
 
     return {"/pause_generation": pause, "/continue_generation": go_on, "/abort_request": abort, "/flush_cache": flush}
 
 
-def _memory(desk: Desk) -> dict[str, Do]:
+def _memory(context: RLContext) -> dict[str, Do]:
     async def release(request: Request) -> JSON:
-        body = await desk.read(request, MemoryBody)
-        await desk.control.release(_tags(body))
-        return {"success": True, "message": "Memory released.", **await desk.facts()}
+        body = await context.read(request, MemoryBody)
+        await context.control.release(_tags(body))
+        return {"success": True, "message": "Memory released.", **await context.facts()}
 
     async def resume(request: Request) -> JSON:
-        body = await desk.read(request, MemoryBody)
-        facts = await desk.wake(_tags(body))
-        left = ", ".join(sorted(desk.control.asleep))
+        body = await context.read(request, MemoryBody)
+        facts = await context.wake(_tags(body))
+        left = ", ".join(sorted(context.control.asleep))
         text = f"Memory resumes with the rest: {left}." if left else "Memory resumed."
         return {"success": True, "message": text, **facts}
 
@@ -110,11 +110,11 @@ def _tags(body: MemoryBody) -> list[str]:
     return list(body.tags) if body.tags else ["weights", "kv_cache", "cuda_graph"]
 
 
-def _weights(desk: Desk) -> dict[str, Do]:
+def _weights(context: RLContext) -> dict[str, Do]:
     async def from_disk(request: Request) -> JSON:
-        body = await desk.read(request, FromDiskBody)
+        body = await context.read(request, FromDiskBody)
         _require_format(body.load_format, ("auto", "safetensors"))
-        info = await desk.install_directory(
+        info = await context.install_directory(
             body.model_path,
             "model_path",
             label=body.weight_version,
@@ -122,19 +122,19 @@ def _weights(desk: Desk) -> dict[str, Do]:
             on_running=_on_running(body.abort_all_requests),
         )
         text = "Succeeded to update model weights."
-        return {"success": True, "message": text, "num_paused_requests": 0, **await desk.facts(info)}
+        return {"success": True, "message": text, "num_paused_requests": 0, **await context.facts(info)}
 
     async def init(request: Request) -> JSON:
-        body = await desk.read(request, InitGroupBody)
-        await desk.join(body)
-        return {"success": True, "message": f"Joined the group {body.group_name!r}.", **await desk.facts()}
+        body = await context.read(request, InitGroupBody)
+        await context.join(body)
+        return {"success": True, "message": f"Joined the group {body.group_name!r}.", **await context.facts()}
 
     async def from_group(request: Request) -> JSON:
         """Every call is an update of its own: trainers send one bucket after the other."""
-        body = await desk.read(request, FromGroupBody)
+        body = await context.read(request, FromGroupBody)
         _require_format(body.load_format, ())
-        source = desk.groups.receive(body.group_name, body.names, body.dtypes, body.shapes, "dtypes")
-        info = await desk.updates.install(
+        source = context.groups.receive(body.group_name, body.names, body.dtypes, body.shapes, "dtypes")
+        info = await context.updates.install(
             source,
             label=body.weight_version,
             checksum=body.checksum,
@@ -142,13 +142,13 @@ def _weights(desk: Desk) -> dict[str, Do]:
             partial=True,
             group=body.group_name,
         )
-        return {"success": True, "message": "Succeeded to update parameter online.", **await desk.facts(info)}
+        return {"success": True, "message": "Succeeded to update parameter online.", **await context.facts(info)}
 
     async def destroy(request: Request) -> JSON:
-        body = await desk.read(request, DestroyGroupBody)
-        if not desk.groups.leave(body.group_name):
+        body = await context.read(request, DestroyGroupBody)
+        if not context.groups.leave(body.group_name):
             raise ApiError(400, f"there is no group {body.group_name!r}", param="group_name", code="no_group")
-        return {"success": True, "message": f"Left the group {body.group_name!r}.", **await desk.facts()}
+        return {"success": True, "message": f"Left the group {body.group_name!r}.", **await context.facts()}
 
     return {
         "/update_weights_from_disk": from_disk,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nano_inference.control import Control
-from nano_inference.server.bridge import Bridge
+from nano_inference.server.engine_link import EngineLink
 from nano_inference.server.errors import ApiError
 from nano_inference.server.rl.feed import Feed, Source
 from nano_inference.types import (
@@ -53,10 +53,10 @@ class Updates:
     """Owns the update that is under way. On the event loop."""
 
     def __init__(
-        self, bridge: Bridge, engine: Callable[[], Control], timeout: float, shown: Callable[[str], str] = str
+        self, link: EngineLink, engine: Callable[[], Control], timeout: float, shown: Callable[[str], str] = str
     ) -> None:
         """`shown` makes a failure's text one that a client may see."""
-        self._bridge = bridge
+        self._link = link
         self._engine = engine
         self._timeout = timeout
         self._shown = shown
@@ -115,7 +115,7 @@ class Updates:
         opened = _Open(feed=feed, outcome=asyncio.ensure_future(self._outcome(found)))
         opened.outcome.add_done_callback(lambda task: self._close(opened, task))
         self._open = opened
-        return await self._bridge.call(engine.weight_info)
+        return await self._link.call(engine.weight_info)
 
     async def add(self, source: Source, group: str | None = None) -> WeightInfo:
         """Take a part of the open update; return the version that serves on. A failure gives all of the update up.
@@ -129,7 +129,7 @@ class Updates:
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         if not taken.done() or taken.cancelled():
             await self._told(opened)  # a part is given up only because all is
-        return await self._bridge.call(self._engine().weight_info)
+        return await self._link.call(self._engine().weight_info)
 
     @contextmanager
     def _from(self, group: str | None) -> Iterator[None]:
@@ -153,9 +153,9 @@ class Updates:
             self._open, self._failure = None, ""
         with suppress(BadRequest):  # it failed already, which the outcome tells
             if label is not None:
-                await self._bridge.call(lambda: engine.label_weights(label, are_next=True))
+                await self._link.call(lambda: engine.label_weights(label, are_next=True))
             if checksum is not None:
-                await self._bridge.call(lambda: engine.expect_checksum(checksum))
+                await self._link.call(lambda: engine.expect_checksum(checksum))
         opened.feed.end()
         try:
             return await self._told(opened)
@@ -176,7 +176,7 @@ class Updates:
             self._way.is_aborted = True
             return True
 
-        was_under_way = await self._bridge.call(cancel)
+        was_under_way = await self._link.call(cancel)
         if opened is not None:
             opened.feed.give_up("the update was aborted")
             await asyncio.wait({opened.outcome})
@@ -194,7 +194,7 @@ class Updates:
             label=label,
             on_running=on_running,
             timeout=self._timeout,
-            on_gathered=self._bridge.wake,
+            on_gathered=self._link.wake,
         )
 
         def begin() -> None:
@@ -210,7 +210,7 @@ class Updates:
             engine.finish_update(0)
             return engine.weight_info()
 
-        return await self._bridge.watch(look, first=begin)
+        return await self._link.watch(look, first=begin)
 
     async def _outcome(self, found: asyncio.Future[WeightInfo]) -> WeightInfo:
         """Wait for an update's end; a source that has gone silent wakes nobody, so the clock does."""
@@ -219,7 +219,7 @@ class Updates:
             while not found.done():
                 await asyncio.wait({found}, timeout=patience)
                 patience = min(patience, _LOOK_S)
-                self._bridge.wake()
+                self._link.wake()
             return found.result()
         finally:
             found.cancel()

@@ -1,4 +1,4 @@
-"""`Drafting`: what the core asks of speculation. Guessing tokens is `speculate`'s part, accepting them the core's."""
+"""`Speculation`: what the core needs of speculative decoding. `ngram_drafter` drafts tokens, the core accepts them."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from typing import Protocol
 
+from nano_inference.ngram_drafter import NgramDrafter
 from nano_inference.sequence import Sequence
-from nano_inference.speculate import Drafter
 from nano_inference.types import SeqView
 
 
-class Drafting(Protocol):
+class Speculation(Protocol):
     """Proposes draft tokens for running sequences."""
 
     def open(self, seq: Sequence) -> None:
@@ -33,7 +33,7 @@ class Drafting(Protocol):
         """Offer nothing more for a sequence."""
 
 
-class NoDrafting:
+class NoSpeculation:
     """Speculation that is off."""
 
     def open(self, seq: Sequence) -> None:
@@ -58,13 +58,13 @@ class NoDrafting:
         """Nothing is offered in any case."""
 
 
-class NgramDrafting:
-    """Owns a `Drafter`: draft tokens are what followed on the same tokens before."""
+class NgramSpeculation:
+    """Owns a `NgramDrafter`: draft tokens are what followed on the same tokens before."""
 
     def __init__(self, limit: int) -> None:
         """Offer at most `limit` draft tokens at a time."""
         self._limit = limit
-        self.drafter = Drafter(limit)
+        self.drafter = NgramDrafter(limit)
 
     def open(self, seq: Sequence) -> None:
         """Follow a sequence whose tokens can be drawn several at a time."""
@@ -77,7 +77,7 @@ class NgramDrafting:
 
     def restart(self, live: Iterable[Sequence]) -> None:
         """Follow these sequences with nothing learnt yet."""
-        self.drafter = Drafter(self._limit)
+        self.drafter = NgramDrafter(self._limit)
         for seq in live:
             self.open(seq)
 

@@ -16,13 +16,13 @@ from typing import Any
 import pytest
 
 from nano_inference import InferenceEngine, SamplingParams
-from nano_inference.server.bridge import Bridge
 from nano_inference.server.clients import Client
 from nano_inference.server.dispatch import Capacity, Dispatcher
+from nano_inference.server.engine_link import EngineLink
 from nano_inference.server.errors import ApiError
 from nano_inference.server.metrics import Metrics
 from nano_inference.server.served import Opened
-from nano_inference.server.ticket import MAX_UNREAD, Ask, Piece, Ticket
+from nano_inference.server.ticket import MAX_UNREAD, Piece, PromptRequest, Ticket
 from nano_inference.types import Delta, TrainingSample
 from tests.sim.fakes import Failing, FakeRunner, fake_config, fake_parts, reference
 
@@ -31,8 +31,8 @@ SHORT = SamplingParams(max_tokens=6, seed=4, ignore_eos=True)
 ENDLESS = SamplingParams(max_tokens=50_000, seed=4, ignore_eos=True)
 
 
-def ask(prompt: tuple[int, ...] = (5, 9, 30), params: SamplingParams = LONG, **options: Any) -> Ask:
-    return Ask(prompt=prompt, params=params, **options)
+def request(prompt: tuple[int, ...] = (5, 9, 30), params: SamplingParams = LONG, **options: Any) -> PromptRequest:
+    return PromptRequest(prompt=prompt, params=params, **options)
 
 
 def fake_engine(num_blocks: int = 60) -> InferenceEngine:
@@ -45,18 +45,18 @@ def opened(engine: Any) -> Opened:
 
 
 def with_bridge(
-    work: Callable[[Bridge], Awaitable[None]], engine: Any | None = None, *, step_timeout: float = 60
+    work: Callable[[EngineLink], Awaitable[None]], engine: Any | None = None, *, step_timeout: float = 60
 ) -> None:
     """Run a coroutine with a bridge over an engine."""
 
     async def main() -> None:
-        bridge = Bridge(step_timeout=step_timeout)
-        await bridge.start(lambda: opened(engine or fake_engine()))
-        bridge.open_doors()
+        link = EngineLink(step_timeout=step_timeout)
+        await link.start(lambda: opened(engine or fake_engine()))
+        link.open_doors()
         try:
-            await work(bridge)
+            await work(link)
         finally:
-            await bridge.stop(1.0)
+            await link.stop(1.0)
 
     asyncio.run(main())
 
@@ -74,8 +74,8 @@ def tokens_of(pieces: list[Piece], prompt: int = 0, sample: int = 0) -> list[int
 
 
 def test_a_ticket_brings_every_sample_of_every_prompt() -> None:
-    async def work(bridge: Bridge) -> None:
-        with bridge.submit([ask(num_samples=2), ask((1, 2))]) as ticket:
+    async def work(link: EngineLink) -> None:
+        with link.submit([request(num_samples=2), request((1, 2))]) as ticket:
             pieces = await to_end(ticket)
         for prompt, number, sample in (((5, 9, 30), 0, 0), ((5, 9, 30), 0, 1), ((1, 2), 1, 0)):
             assert tokens_of(pieces, number, sample) == reference(prompt, LONG, sample)[0]
@@ -87,16 +87,16 @@ def test_a_ticket_brings_every_sample_of_every_prompt() -> None:
 def test_leaving_early_aborts_and_frees_everything() -> None:
     engine = fake_engine(num_blocks=60)
 
-    async def work(bridge: Bridge) -> None:
+    async def work(link: EngineLink) -> None:
         for when in ("at once", "after a delta"):
-            with bridge.submit([ask(params=SamplingParams(max_tokens=200, seed=1, ignore_eos=True))]) as ticket:
+            with link.submit([request(params=SamplingParams(max_tokens=200, seed=1, ignore_eos=True))]) as ticket:
                 if when == "after a delta":
                     await ticket.take(30)
-            await bridge.call(lambda: None)  # what was sent before it has been done
-            await bridge.call(lambda: None)
+            await link.call(lambda: None)  # what was sent before it has been done
+            await link.call(lambda: None)
             assert not engine.has_pending()
             assert engine.parts.kv.num_free_blocks() == 60
-            assert bridge.num_open == 0
+            assert link.num_open == 0
 
     with_bridge(work, engine)
 
@@ -105,8 +105,8 @@ def test_leaving_early_aborts_and_frees_everything() -> None:
 def test_a_closed_ticket_is_freed_without_the_garbage_collector(is_left: bool) -> None:
     dispatcher = Dispatcher(Capacity(num_seats=4, num_blocks=60, block_size=4, step_tokens=64))
 
-    async def one(bridge: Bridge) -> weakref.ref[Ticket]:
-        with dispatcher.turns_for(Client("key 0")) as gate, bridge.submit([ask()], gate=gate) as ticket:
+    async def one(link: EngineLink) -> weakref.ref[Ticket]:
+        with dispatcher.turns_for(Client("key 0")) as gate, link.submit([request()], gate=gate) as ticket:
             if not is_left:
                 await to_end(ticket)
                 return weakref.ref(ticket)
@@ -115,13 +115,13 @@ def test_a_closed_ticket_is_freed_without_the_garbage_collector(is_left: bool) -
                 await ticket.take(30)
             return weakref.ref(ticket)
 
-    async def work(bridge: Bridge) -> None:
+    async def work(link: EngineLink) -> None:
         gc.disable()
         try:
-            closed = await one(bridge)
+            closed = await one(link)
             deadline = time.monotonic() + 10
             while closed() is not None and time.monotonic() < deadline:  # the thread and the loop drop theirs in turns
-                await bridge.call(lambda: None)
+                await link.call(lambda: None)
             assert closed() is None
         finally:
             gc.enable()
@@ -142,16 +142,16 @@ def test_the_engines_death_reaches_every_waiter(caplog: pytest.LogCaptureFixture
 
     runner.run = broken  # type: ignore[method-assign]
 
-    async def work(bridge: Bridge) -> None:
+    async def work(link: EngineLink) -> None:
         async def wait() -> ApiError:
-            with bridge.submit([ask()]) as ticket, pytest.raises(ApiError) as refused:
+            with link.submit([request()]) as ticket, pytest.raises(ApiError) as refused:
                 await to_end(ticket)
             return refused.value
 
         errors = await asyncio.gather(*(wait() for _ in range(4)))
         assert [error.status for error in errors] == [500] * 4
-        assert bridge.state == "dead"
-        with pytest.raises(ApiError) as late, bridge.submit([ask()]):
+        assert link.state == "dead"
+        with pytest.raises(ApiError) as late, link.submit([request()]):
             pass
         assert (late.value.status, late.value.code) == (503, "engine_dead")
 
@@ -184,14 +184,14 @@ class Stuck:
 def test_a_stuck_step_is_noticed_and_told(capfd: pytest.CaptureFixture[str]) -> None:
     engine = Stuck()
 
-    async def work(bridge: Bridge) -> None:
-        with bridge.submit([ask()]) as ticket, pytest.raises(ApiError) as told:
+    async def work(link: EngineLink) -> None:
+        with link.submit([request()]) as ticket, pytest.raises(ApiError) as told:
             await to_end(ticket)
-        assert (told.value.status, bridge.state) == (500, "dead")
+        assert (told.value.status, link.state) == (500, "dead")
         engine.go_on.set()
 
     with_bridge(work, engine, step_timeout=0.2)
-    assert "tests/server/test_bridge.py" in capfd.readouterr().err, "the stacks are not dumped"
+    assert "tests/server/test_engine_link.py" in capfd.readouterr().err, "the stacks are not dumped"
 
 
 def test_a_process_that_was_frozen_in_a_step_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,12 +201,12 @@ def test_a_process_that_was_frozen_in_a_step_goes_on(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("nano_inference.async_engine._WATCH_S", 0.01)
     engine = Stuck()
 
-    async def work(bridge: Bridge) -> None:
-        with bridge.submit([ask()]) as ticket:
+    async def work(link: EngineLink) -> None:
+        with link.submit([request()]) as ticket:
             assert await asyncio.to_thread(engine.is_stuck.wait, 60)
             hours[0] = 1
             await asyncio.sleep(0.1)  # looks of the watchdog
-            assert bridge.state == "ready"
+            assert link.state == "ready"
             engine.go_on.set()
             assert tokens_of(await to_end(ticket)) == reference((5, 9, 30), LONG, 0)[0]
 
@@ -214,12 +214,12 @@ def test_a_process_that_was_frozen_in_a_step_goes_on(monkeypatch: pytest.MonkeyP
 
 
 def test_an_idle_engine_is_not_stuck() -> None:
-    async def work(bridge: Bridge) -> None:
+    async def work(link: EngineLink) -> None:
         for _ in range(3):
             await asyncio.sleep(0.1)  # several looks of the watchdog, whose limit is shorter than this test
-            assert bridge.state == "ready"
-        bridge.engine.step_timeout = 60  # what follows may take long on a machine that is busy
-        with bridge.submit([ask()]) as ticket:
+            assert link.state == "ready"
+        link.engine.step_timeout = 60  # what follows may take long on a machine that is busy
+        with link.submit([request()]) as ticket:
             assert tokens_of(await to_end(ticket)) == reference((5, 9, 30), LONG, 0)[0]
 
     with_bridge(work, step_timeout=0.1)
@@ -232,15 +232,15 @@ def broken_factory() -> Any:
 @pytest.mark.parametrize(
     ("bad", "status"),
     [
-        (ask(prompt=(10**6,)), 400),
-        (ask(make_matcher=broken_factory), 500),
-        (ask(make_matcher=Failing), None),
-        (ask(program=Failing()), None),
+        (request(prompt=(10**6,)), 400),
+        (request(make_matcher=broken_factory), 500),
+        (request(make_matcher=Failing), None),
+        (request(program=Failing()), None),
     ],
 )
-def test_one_requests_failure_harms_no_other(bad: Ask, status: int | None) -> None:
-    async def work(bridge: Bridge) -> None:
-        with bridge.submit([ask()]) as good, bridge.submit([ask((1, 2)), bad]) as harmed:
+def test_one_requests_failure_harms_no_other(bad: PromptRequest, status: int | None) -> None:
+    async def work(link: EngineLink) -> None:
+        with link.submit([request()]) as good, link.submit([request((1, 2)), bad]) as harmed:
             if status is None:
                 pieces = await to_end(harmed)
                 reasons = [piece.delta.finish_reason for piece in pieces if piece.prompt_index == 1]
@@ -250,8 +250,8 @@ def test_one_requests_failure_harms_no_other(bad: Ask, status: int | None) -> No
                     await to_end(harmed)
                 assert told.value.status == status
             assert tokens_of(await to_end(good)) == reference((5, 9, 30), LONG, 0)[0]
-        await bridge.call(lambda: None)
-        assert bridge.state == "ready"
+        await link.call(lambda: None)
+        assert link.state == "ready"
 
     with_bridge(work)
 
@@ -268,9 +268,9 @@ def test_too_little_memory_costs_the_youngest_only() -> None:
 
     runner.run = short_of_memory  # type: ignore[method-assign]
 
-    async def work(bridge: Bridge) -> None:
+    async def work(link: EngineLink) -> None:
         prompts = [(5, 9, 30), (1, 2), (3, 4), (8, 8)]
-        with bridge.submit([ask(prompt) for prompt in prompts]) as ticket:
+        with link.submit([request(prompt) for prompt in prompts]) as ticket:
             pieces = await to_end(ticket)
         for number, prompt in enumerate(prompts[:2]):
             assert tokens_of(pieces, number) == reference(prompt, LONG, 0)[0]
@@ -278,34 +278,34 @@ def test_too_little_memory_costs_the_youngest_only() -> None:
             sample = [p.delta.sample for p in pieces if p.prompt_index == number][-1]
             assert sample is not None and sample.finish_reason == "abort"
             assert str(sample.stop_reason).startswith("out of memory")
-        assert engine.parts.kv.num_free_blocks() == 60 and bridge.state == "ready"
+        assert engine.parts.kv.num_free_blocks() == 60 and link.state == "ready"
 
     with_bridge(work, engine)
 
 
 def test_opening_may_fail() -> None:
     async def main() -> None:
-        bridge = Bridge(step_timeout=1)
+        link = EngineLink(step_timeout=1)
 
         def fail() -> Opened:
             raise ValueError("no such model")
 
         with pytest.raises(ValueError, match="no such model"):
-            await bridge.start(fail)
-        assert bridge.state == "dead"
+            await link.start(fail)
+        assert link.state == "dead"
 
     asyncio.run(main())
 
 
 def test_draining_refuses_the_new_and_keeps_the_old() -> None:
-    async def work(bridge: Bridge) -> None:
-        with bridge.submit([ask()]) as ticket:
-            bridge.drain()
-            with pytest.raises(ApiError) as refused, bridge.submit([ask()]):
+    async def work(link: EngineLink) -> None:
+        with link.submit([request()]) as ticket:
+            link.drain()
+            with pytest.raises(ApiError) as refused, link.submit([request()]):
                 pass
             assert (refused.value.status, refused.value.code) == (503, "shutting_down")
             assert tokens_of(await to_end(ticket)) == reference((5, 9, 30), LONG, 0)[0]
-        with_open = bridge.num_open
+        with_open = link.num_open
         assert with_open == 0
 
     with_bridge(work)
@@ -314,9 +314,9 @@ def test_draining_refuses_the_new_and_keeps_the_old() -> None:
 def test_aborting_all_tells_who_still_waits() -> None:
     engine = Stuck()
 
-    async def work(bridge: Bridge) -> None:
-        with bridge.submit([ask()]) as ticket:
-            bridge.abort_all()
+    async def work(link: EngineLink) -> None:
+        with link.submit([request()]) as ticket:
+            link.abort_all()
             with pytest.raises(ApiError) as told:
                 await to_end(ticket)
             assert told.value.code == "shutting_down"
@@ -326,15 +326,15 @@ def test_aborting_all_tells_who_still_waits() -> None:
 
 
 def test_what_fails_on_the_loop_is_the_end_too(caplog: pytest.LogCaptureFixture) -> None:
-    async def work(bridge: Bridge) -> None:
+    async def work(link: EngineLink) -> None:
         def broken(seconds: float) -> None:
             raise RuntimeError("the counter broke")
 
-        observer: Any = bridge._observer
+        observer: Any = link._observer
         observer.first_token = broken
-        with bridge.submit([ask()]) as ticket, pytest.raises(ApiError) as told:
+        with link.submit([request()]) as ticket, pytest.raises(ApiError) as told:
             await to_end(ticket)
-        assert (told.value.status, bridge.state) == (500, "dead")
+        assert (told.value.status, link.state) == (500, "dead")
 
     with caplog.at_level(logging.ERROR):
         with_bridge(work)
@@ -345,10 +345,10 @@ def test_what_fails_on_the_loop_is_the_end_too(caplog: pytest.LogCaptureFixture)
 def test_what_has_not_ended_is_counted_as_whoever_closes_says(reason: str) -> None:
     engine = Stuck()
 
-    async def work(bridge: Bridge) -> None:
-        with bridge.submit([ask()]) as ticket:
+    async def work(link: EngineLink) -> None:
+        with link.submit([request()]) as ticket:
             ticket.end_reason = reason
-        observer: Any = bridge._observer
+        observer: Any = link._observer
         assert f'vllm:request_success_total{{engine="0",finished_reason="{reason}",model_name="fake"}} 1.0' in (
             observer.render().decode()
         )
@@ -359,7 +359,7 @@ def test_what_has_not_ended_is_counted_as_whoever_closes_says(reason: str) -> No
 
 def test_a_client_that_does_not_read_loses_the_rest() -> None:
     async def main() -> None:
-        ticket = Ticket([ask()])
+        ticket = Ticket([request()])
         for _ in range(MAX_UNREAD + 1):
             ticket.put(0, delta())
         with pytest.raises(ApiError, match="too slowly"):
@@ -370,7 +370,7 @@ def test_a_client_that_does_not_read_loses_the_rest() -> None:
 
 def test_silence_gives_nothing_and_news_wakes_at_once() -> None:
     async def main() -> None:
-        ticket = Ticket([ask()])
+        ticket = Ticket([request()])
         assert await ticket.take(0.01) == []
         waiting = asyncio.create_task(ticket.take(60))
         await asyncio.sleep(0)
@@ -385,20 +385,20 @@ def test_silence_gives_nothing_and_news_wakes_at_once() -> None:
 def test_requests_are_ended_by_their_names(name: str) -> None:
     engine = Stuck(free_steps=3, num_blocks=30_000)
 
-    async def work(bridge: Bridge) -> None:
+    async def work(link: EngineLink) -> None:
         with (
-            bridge.submit([ask(params=ENDLESS), ask((1, 2), ENDLESS, num_samples=2)], [name]) as mine,
-            bridge.submit([ask(params=SHORT)], ["yours"]) as yours,
+            link.submit([request(params=ENDLESS), request((1, 2), ENDLESS, num_samples=2)], [name]) as mine,
+            link.submit([request(params=SHORT)], ["yours"]) as yours,
         ):
             await mine.take(30)
-            ending = asyncio.create_task(bridge.end_requests(["mine"]))
+            ending = asyncio.create_task(link.end_requests(["mine"]))
             await asyncio.sleep(0)  # by now the thread has it in its queue, and makes one step more at most
             engine.go_on.set()
             assert await ending == 3
             samples = [piece.delta.sample for piece in await to_end(mine) if piece.delta.sample is not None]
             assert [sample.finish_reason for sample in samples] == ["abort"] * 3
             assert tokens_of(await to_end(yours)) == reference((5, 9, 30), SHORT, 0)[0]
-        assert await bridge.end_requests(["mine", "yours"]) == 0
+        assert await link.end_requests(["mine", "yours"]) == 0
 
     with_bridge(work, engine)
 
@@ -407,18 +407,18 @@ def test_what_was_just_submitted_is_ended_too_and_what_comes_later_is_not() -> N
     engine = fake_engine()
     go_on = threading.Event()
 
-    async def work(bridge: Bridge) -> None:
-        holding = asyncio.create_task(bridge.call(lambda: go_on.wait(60)))
+    async def work(link: EngineLink) -> None:
+        holding = asyncio.create_task(link.call(lambda: go_on.wait(60)))
         await asyncio.sleep(0)  # what comes now is queued behind it: the thread finds all of it before its next step
-        with bridge.submit([ask()]) as early:
-            ending = asyncio.create_task(bridge.end_requests(first=engine.pause))
+        with link.submit([request()]) as early:
+            ending = asyncio.create_task(link.end_requests(first=engine.pause))
             await asyncio.sleep(0)
-            with bridge.submit([ask(params=SHORT)]) as late:
+            with link.submit([request(params=SHORT)]) as late:
                 go_on.set()
                 assert await holding and await ending == 1
                 assert [piece.delta.finish_reason for piece in await to_end(early)] == ["abort"]
                 assert await late.take(0.01) == []
-                await bridge.call(engine.resume)
+                await link.call(engine.resume)
                 assert tokens_of(await to_end(late)) == reference((5, 9, 30), SHORT, 0)[0]
 
     with_bridge(work, engine)
@@ -427,21 +427,21 @@ def test_what_was_just_submitted_is_ended_too_and_what_comes_later_is_not() -> N
 def test_a_watch_is_answered_after_the_turn_that_brought_it() -> None:
     engine = fake_engine()
 
-    async def work(bridge: Bridge) -> None:
-        with bridge.submit([ask()]) as ticket:
+    async def work(link: EngineLink) -> None:
+        with link.submit([request()]) as ticket:
             pieces = await ticket.take(30)
-            found = await bridge.watch(
+            found = await link.watch(
                 lambda: None if engine.is_pausing else "paused", first=lambda: engine.pause("wait", blocking=False)
             )
             assert await found == "paused"
             assert len(tokens_of(pieces + await ticket.take(0.01))) == 30, "the last delta is there before the answer"
         thing: list[int] = []
-        found_thing = await bridge.watch(lambda: thing[0] if thing else None)
+        found_thing = await link.watch(lambda: thing[0] if thing else None)
         thing.append(5)
         assert not found_thing.done()
-        bridge.wake()
+        link.wake()
         assert await found_thing == 5
-        assert await bridge.call(lambda: bridge.engine.thread.num_watches) == 0
+        assert await link.call(lambda: link.engine.thread.num_watches) == 0
 
     with_bridge(work, engine)
 
@@ -450,16 +450,16 @@ def test_a_watch_that_is_cancelled_or_fails_leaves_nothing() -> None:
     def fail() -> None:
         raise ValueError("it cannot be seen")
 
-    async def work(bridge: Bridge) -> None:
-        found = await bridge.watch(lambda: None)
+    async def work(link: EngineLink) -> None:
+        found = await link.watch(lambda: None)
         found.cancel()
         await asyncio.sleep(0)
-        assert await bridge.call(lambda: bridge.engine.thread.num_watches) == 0
+        assert await link.call(lambda: link.engine.thread.num_watches) == 0
         with pytest.raises(ValueError, match="cannot be seen"):
-            await (await bridge.watch(fail))
+            await (await link.watch(fail))
         with pytest.raises(ValueError, match="cannot be seen"):
-            await bridge.watch(lambda: 1, first=fail)
-        assert await bridge.call(lambda: bridge.engine.thread.num_watches) == 0 and not bridge.engine.num_unanswered
+            await link.watch(lambda: 1, first=fail)
+        assert await link.call(lambda: link.engine.thread.num_watches) == 0 and not link.engine.num_unanswered
 
     with_bridge(work)
 
@@ -468,16 +468,16 @@ def test_a_watch_that_is_cancelled_or_fails_leaves_nothing() -> None:
 def test_the_end_answers_whoever_still_asks(end: str) -> None:
     engine = Stuck()
 
-    async def work(bridge: Bridge) -> None:
-        found = await bridge.watch(lambda: None)
-        with bridge.submit([ask()]):
+    async def work(link: EngineLink) -> None:
+        found = await link.watch(lambda: None)
+        with link.submit([request()]):
             await asyncio.to_thread(engine.is_stuck.wait, 60)
-            late = asyncio.create_task(bridge.call(lambda: None))
+            late = asyncio.create_task(link.call(lambda: None))
             await asyncio.sleep(0)
             if end == "death":
-                bridge.engine.on_failure(RuntimeError("the engine broke"))
+                link.engine.on_failure(RuntimeError("the engine broke"))
             else:
-                await bridge.stop(0.05)
+                await link.stop(0.05)
             for one in (found, late):
                 with pytest.raises(ApiError) as told:
                     await one

@@ -11,7 +11,7 @@ from tests.web.fake import PATIENCE_S, Answer, FakeServer
 from tests.web.watch import Watch
 
 
-class Desk:
+class ChatDriver:
     """A chat page in front of a server, watched."""
 
     def __init__(self, context: BrowserContext, url: str, path: str = "/", *, ready: bool = True) -> None:
@@ -69,17 +69,17 @@ class Desk:
         self.press("Done")
 
 
-def begun(desk: Desk, server: FakeServer, question: str, *words: str) -> Answer:
+def started(chat: ChatDriver, server: FakeServer, question: str, *words: str) -> Answer:
     """Ask, and have the fake server say the first words; return its answer, which is under way."""
-    desk.type(question)
+    chat.type(question)
     answer = server.answer()
     answer.say(*words)
-    expect(desk.last().locator(".body")).to_have_text("".join(words))
+    expect(chat.last().locator(".body")).to_have_text("".join(words))
     return answer
 
 
-def told(desk: Desk, server: FakeServer, question: str, *words: str) -> None:
+def answered(chat: ChatDriver, server: FakeServer, question: str, *words: str) -> None:
     """Ask, and have the fake server answer."""
-    desk.type(question)
+    chat.type(question)
     server.answer().tell(*words)
-    desk.wait_until_idle()
+    chat.wait_until_idle()

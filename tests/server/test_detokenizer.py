@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nano_inference.server.calls import ReplyShape
-from nano_inference.server.writing import (
+from nano_inference.server.detokenizer import (
+    Detokenizer,
     Entry,
-    Pen,
     Written,
     alone,
     begin,
@@ -104,10 +104,10 @@ def deltas_of(
 
 
 def written_of(shape: ReplyShape, deltas: Iterator[Delta]) -> list[Written]:
-    pen = begin(shape, 0)
+    detokenizer = begin(shape, 0)
     out = []
     for delta in deltas:
-        pen, written = write(pen, delta, shape, TOKENIZER)
+        detokenizer, written = write(detokenizer, delta, shape, TOKENIZER)
         out.append(written)
     return out
 
@@ -260,10 +260,10 @@ def test_a_replacement_character_is_no_stop_string() -> None:
 
 def test_giving_up_returns_what_was_held_back() -> None:
     shape = ReplyShape(stops=("abc",))
-    pen, written = write(begin(shape, 0), next(deltas_of([3, 11, 0], [1, 2])), shape, TOKENIZER)
+    detokenizer, written = write(begin(shape, 0), next(deltas_of([3, 11, 0], [1, 2])), shape, TOKENIZER)
     assert written.text == ""
-    assert give_up(pen, ReplyShape(stops=("abc",)), "timeout")[:5] == ("ab", (), (), "length", "timeout")
-    assert isinstance(pen, Pen)
+    assert give_up(detokenizer, ReplyShape(stops=("abc",)), "timeout")[:5] == ("ab", (), (), "length", "timeout")
+    assert isinstance(detokenizer, Detokenizer)
 
 
 def test_a_text_that_begins_loses_one_space() -> None:

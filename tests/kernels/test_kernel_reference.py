@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 
 from nano_inference.kernels import compile as compiling
-from nano_inference.kernels import twin
 from nano_inference.kernels.native import Cache
 from nano_inference.kernels.program import Activate, Attend, Embed, Heads, Keep, Norm, Product, Program
+from tests.kernels import reference
 from tests.kernels.steps import Span, layout_of, random
 
 NUM_HEADS, NUM_KV, DIM, SIZE, NUM_TOKENS = 6, 2, 16, 4, 11
@@ -41,7 +41,7 @@ def test_a_layer_is_what_torch_makes_of_it(window: int | None) -> None:
     heads = Heads(x="qkv", layer=0, rope=0, norm="before", q_weight=q_weight, k_weight=k_weight, eps=1e-5, offset=1.0)
     attend = Attend(x="qkv", out="att", layer=0, scale=0.3, window=window)
     program = Program(
-        ops=(Embed(out="qkv", table=twin.pack(table)), heads, Keep(buffers=("qkv",)), attend),
+        ops=(Embed(out="qkv", table=reference.pack(table)), heads, Keep(buffers=("qkv",)), attend),
         widths={"qkv": WIDTH, "att": NUM_HEADS * DIM},
         num_heads=NUM_HEADS,
         num_kv_heads=NUM_KV,
@@ -53,7 +53,7 @@ def test_a_layer_is_what_torch_makes_of_it(window: int | None) -> None:
     for begin, end in ((0, 5), (5, 6), (6, NUM_TOKENS)):
         span = Span(tuple(range(begin, end)), begin, (4, 0, 2))
         kept = [t - begin for t in range(begin, end) if t % 3]
-        got.append(twin.run(program, layout_of((span,), kept), cache, [(cos_PR, sin_PR)], torch.float64)["att"])
+        got.append(reference.run(program, layout_of((span,), kept), cache, [(cos_PR, sin_PR)], torch.float64)["att"])
     rows_THD = table.double().view(NUM_TOKENS, -1, DIM)
     q, k, v = rows_THD.split((NUM_HEADS, NUM_KV, NUM_KV), dim=1)
     q = rotated(F.rms_norm(q, (DIM,), 1 + q_weight.double(), 1e-5), cos_PR, sin_PR)
@@ -73,20 +73,24 @@ def test_rows_are_what_torch_makes_of_them() -> None:
     program = Program(
         ops=(
             Norm(x="x", out="n", weight=weight_K, eps=1e-6),
-            Product(x="n", out="gate_up", matrices=(twin.pack(gate_NK), twin.pack(up_NK)), bias=bias_N),
+            Product(x="n", out="gate_up", matrices=(reference.pack(gate_NK), reference.pack(up_NK)), bias=bias_N),
             Activate(x="gate_up", out="act", kind="silu"),
         ),
         widths={"x": 33, "n": 33, "gate_up": 24, "act": 12},
     )
     normed_SK = F.rms_norm(x_SK, (33,), weight_K, 1e-6)
     gate_SN, up_SN = F.linear(normed_SK, torch.cat((gate_NK, up_NK)), bias_N).chunk(2, dim=-1)
-    assert torch.allclose(twin.run_rows(program, {"x": x_SK})["act"], F.silu(gate_SN) * up_SN, rtol=1e-4, atol=1e-5)
+    assert torch.allclose(
+        reference.run_rows(program, {"x": x_SK})["act"], F.silu(gate_SN) * up_SN, rtol=1e-4, atol=1e-5
+    )
 
 
 def test_eight_bits_are_close_to_what_they_round() -> None:
     weight_NK, x_SK = torch.randn(20, 300, generator=random(8)), torch.randn(4, 300, generator=random(9))
-    program = Program(ops=(Product(x="x", out="y", matrices=(twin.pack_int8(weight_NK),)),), widths={"x": 300, "y": 20})
-    got_SN = twin.run_rows(program, {"x": x_SK})["y"]
+    program = Program(
+        ops=(Product(x="x", out="y", matrices=(reference.pack_int8(weight_NK),)),), widths={"x": 300, "y": 20}
+    )
+    got_SN = reference.run_rows(program, {"x": x_SK})["y"]
     exact_SN = x_SK @ weight_NK.T
     assert (got_SN - exact_SN).abs().max() <= 0.05 * exact_SN.abs().max()
     assert not torch.equal(got_SN, exact_SN)

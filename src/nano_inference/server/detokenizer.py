@@ -53,7 +53,7 @@ class Written(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pen:
+class Detokenizer:
     """Where the writing of one sample stands."""
 
     shown: StreamState
@@ -65,11 +65,11 @@ class Pen:
     """What the text stands in, where a calculator is called."""
 
 
-def begin(shape: ReplyShape, prompt_index: int) -> Pen:
+def begin(shape: ReplyShape, prompt_index: int) -> Detokenizer:
     """Return the pen at the beginning of a sample, behind the prompt when that is echoed."""
     offset = len(shape.echo[prompt_index]) if shape.echo else 0
     shown, _ = stream.push(stream.start(drop_space=shape.drop_space), shape.begun)
-    return Pen(
+    return Detokenizer(
         shown=replace(shown, stops=tuple(stop + _NEVER for stop in shape.stops)),
         unstopped=shown,
         offset=offset,
@@ -91,10 +91,12 @@ def _begun(shape: ReplyShape) -> str:
     return stream.push(stream.start(drop_space=shape.drop_space), shape.begun)[1]
 
 
-def write(pen: Pen, delta: Delta, shape: ReplyShape, tokenizer: Tokenizer) -> tuple[Pen, Written]:
+def write(
+    detokenizer: Detokenizer, delta: Delta, shape: ReplyShape, tokenizer: Tokenizer
+) -> tuple[Detokenizer, Written]:
     """Take a delta; return the pen behind it and what a client may see of it."""
     hidden, stop = _hidden_end(delta, shape), _stop_string(delta)
-    shown, text = pen.shown, ""
+    shown, text = detokenizer.shown, ""
     for index in range(1, len(delta.token_ids) - hidden + 1):
         data = _data(delta, index - 1, shape, tokenizer)
         if stop is not None and index == len(delta.token_ids):
@@ -106,12 +108,12 @@ def write(pen: Pen, delta: Delta, shape: ReplyShape, tokenizer: Tokenizer) -> tu
     if sample is not None:
         shown, rest = stream.finish(shown)
         text += rest
-    parts, inside = parts_of(text, pen.inside) if shape.tool is not None else ((), pen.inside)
-    pen = replace(pen, shown=shown, inside=inside)
+    parts, inside = parts_of(text, detokenizer.inside) if shape.tool is not None else ((), detokenizer.inside)
+    detokenizer = replace(detokenizer, shown=shown, inside=inside)
     entries: tuple[Entry, ...] = ()
     if shape.logprobs is not None:
-        pen, entries = _entries(pen, delta, hidden, shape, tokenizer)
-    return pen, Written(
+        detokenizer, entries = _entries(detokenizer, delta, hidden, shape, tokenizer)
+    return detokenizer, Written(
         text=spelled(text) if shape.tool is not None else text,
         token_ids=delta.token_ids,
         entries=entries,
@@ -122,12 +124,12 @@ def write(pen: Pen, delta: Delta, shape: ReplyShape, tokenizer: Tokenizer) -> tu
     )
 
 
-def give_up(pen: Pen, shape: ReplyShape, reason: str) -> Written:
+def give_up(detokenizer: Detokenizer, shape: ReplyShape, reason: str) -> Written:
     """Return the text that was held back, of a sample that ends before its time as "length"."""
-    text = stream.finish(pen.shown)[1]
+    text = stream.finish(detokenizer.shown)[1]
     if shape.tool is None:
         return Written(text, (), (), "length", reason)
-    return Written(spelled(text), (), (), "length", reason, parts_of(text, pen.inside)[0])
+    return Written(spelled(text), (), (), "length", reason, parts_of(text, detokenizer.inside)[0])
 
 
 def prompt_entries(
@@ -222,10 +224,10 @@ def _stop_in(state: StreamState, data: bytes, stop: str, include: bool) -> tuple
 
 
 def _entries(
-    pen: Pen, delta: Delta, hidden: int, shape: ReplyShape, tokenizer: Tokenizer
-) -> tuple[Pen, tuple[Entry, ...]]:
+    detokenizer: Detokenizer, delta: Delta, hidden: int, shape: ReplyShape, tokenizer: Tokenizer
+) -> tuple[Detokenizer, tuple[Entry, ...]]:
     """Return one entry for each token. Each has the text it completes; an unfinished end falls to the last."""
-    unstopped, offset = pen.unstopped, pen.offset
+    unstopped, offset = detokenizer.unstopped, detokenizer.offset
     tops = delta.top_logprobs or ((),) * len(delta.token_ids)
     entries: list[Entry] = []
     last = len(delta.token_ids) - 1
@@ -239,7 +241,7 @@ def _entries(
         text = spelled(text) if shape.tool is not None else text
         entries.append(Entry(token, text, logprob, _with_own(top, token, logprob), offset))
         offset += len(text)
-    return replace(pen, unstopped=unstopped, offset=offset), tuple(entries)
+    return replace(detokenizer, unstopped=unstopped, offset=offset), tuple(entries)
 
 
 def _with_own(top: TopLogprobs, token: int, logprob: float) -> TopLogprobs:

@@ -19,7 +19,7 @@ _NOTHING: Mapping[str, Any] = MappingProxyType({})
 _QUESTION: Message = MappingProxyType({"role": "user", "content": "question"})
 
 
-def encode_bridge(
+def encode_chat_delta(
     template: ChatTemplate,
     tokenizer: Tokenizer,
     messages: Sequence[Message],

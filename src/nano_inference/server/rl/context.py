@@ -17,7 +17,7 @@ from starlette.responses import Response
 from nano_inference.config import ServerConfig
 from nano_inference.control import Control as EngineControl
 from nano_inference.server.body import parse, read_json
-from nano_inference.server.bridge import Bridge
+from nano_inference.server.engine_link import EngineLink
 from nano_inference.server.errors import ApiError
 from nano_inference.server.guard import GuardPolicy, read_body
 from nano_inference.server.rl.control import Control
@@ -55,12 +55,12 @@ _KNOWN = (WeightError, ModelError, BadRequest, UpdateBusy, EnginePaused, EngineD
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Desk:
+class RLContext:
     """Everything that a route needs."""
 
     config: ServerConfig
     policy: GuardPolicy
-    bridge: Bridge
+    link: EngineLink
     opened: Callable[[], Opened]
     root: Path | None
     control: Control
@@ -83,7 +83,7 @@ class Desk:
         Raises `ApiError` 400 naming the field that is wrong, or that no command has: what a trainer means by it would
         not be done.
         """
-        self.bridge.require_ready()
+        self.link.require_ready()
         data = await read_body(request.receive, self.policy.max_body_bytes, self.policy.body_timeout)
         data = data if data.strip() else b"{}"
         asked = queried(request, kind)
@@ -97,7 +97,7 @@ class Desk:
         Without weights (`/sleep?level=2`) requests wait until all of them were brought anew.
         """
         engine = self.engine
-        found, has_weights = await self.bridge.call(lambda: (info or engine.weight_info(), engine.has_weights))
+        found, has_weights = await self.link.call(lambda: (info or engine.weight_info(), engine.has_weights))
         lineage = self.opened().model.limits.lineage
         return {"weights": "present" if has_weights else "discarded", **version_facts(found), "lineage": lineage}
 
@@ -159,26 +159,26 @@ class Desk:
         return weights_below(self.root, place)
 
 
-def make_desk(
-    bridge: Bridge,
+def make_context(
+    link: EngineLink,
     config: ServerConfig,
     policy: GuardPolicy,
     opened: Callable[[], Opened],
-) -> Desk:
+) -> RLContext:
     """Return the desk of a server. Raises `ValueError` for a directory of weights that is none."""
 
     def engine() -> EngineControl:
         return opened().engine.control
 
     root = weights_root(config.weights_dir)
-    return Desk(
+    return RLContext(
         config=config,
         policy=policy,
-        bridge=bridge,
+        link=link,
         opened=opened,
         root=root,
-        control=Control(bridge, engine),
-        updates=Updates(bridge, engine, config.weight_timeout, shown_below(root)),
+        control=Control(link, engine),
+        updates=Updates(link, engine, config.weight_timeout, shown_below(root)),
         groups=Groups(config.weight_timeout, lambda: engine().weight_shapes()),
     )
 

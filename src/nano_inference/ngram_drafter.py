@@ -182,7 +182,7 @@ class _Line:
     is_barred: bool = False
 
 
-class Drafter:
+class NgramDrafter:
     """Owns what open requests are guessed from; a request's part is given up when its last sample ends.
 
     Each sample has an estimate of how often a guessed token is right when those before it were. It learns from every

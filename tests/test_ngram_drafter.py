@@ -12,13 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nano_inference.speculate import (
+from nano_inference.ngram_drafter import (
     CANDIDATES,
     FIRST_CHANCE,
     LONGEST,
     RATE,
-    Drafter,
     Guess,
+    NgramDrafter,
     Offer,
     TextIndex,
     choose_drafts,
@@ -107,7 +107,7 @@ def test_a_token_more_costs_the_same_however_long_the_text_is() -> None:
     for size in (500, 8000):
         rng = random.Random(1)
         tokens = Tokens(rng.randrange(3) for _ in range(size))
-        drafter = Drafter(5)
+        drafter = NgramDrafter(5)
         drafter.open(0, 0, tokens, 10)
         drafter.guess(0)
         tokens.num_reads = 0
@@ -119,7 +119,7 @@ def test_a_token_more_costs_the_same_however_long_the_text_is() -> None:
 
 
 def test_what_was_kept_goes_with_the_last_sample_of_its_request() -> None:
-    drafter = Drafter(5)
+    drafter = NgramDrafter(5)
     samples = [Tokens([1, 2, 3]) for _ in range(3)]
     kept = [weakref.ref(tokens) for tokens in samples]
     for number, tokens in enumerate(samples):
@@ -141,7 +141,7 @@ def test_what_was_kept_goes_with_the_last_sample_of_its_request() -> None:
 
 def test_samples_of_a_request_serve_each_other_and_others_do_not() -> None:
     prompt = [1, 2, 3, 4]
-    drafter = Drafter(3)
+    drafter = NgramDrafter(3)
     first, second, stranger = [*prompt, 9, 8, 7, 6, 5], [*prompt, 9, 8], [*prompt, 9, 8]
     drafter.open(0, 0, first, 4)
     drafter.open(1, 0, second, 4)
@@ -157,7 +157,7 @@ def test_samples_of_a_request_serve_each_other_and_others_do_not() -> None:
 
 
 def test_what_a_sample_said_since_it_was_last_asked_serves_the_others_when_it_ends() -> None:
-    drafter = Drafter(3)
+    drafter = NgramDrafter(3)
     first, second = [1, 2, 3], [1, 2, 3]
     drafter.open(0, 0, first, 3)
     drafter.open(1, 0, second, 3)
@@ -170,7 +170,7 @@ def test_what_a_sample_said_since_it_was_last_asked_serves_the_others_when_it_en
 
 
 def test_the_prompt_is_read_once_whoever_comes_first() -> None:
-    drafter = Drafter(4)
+    drafter = NgramDrafter(4)
     prompts = [Tokens(range(1000)) for _ in range(3)]
     for number, tokens in enumerate(prompts):
         drafter.open(number, 0, tokens, 1000)
@@ -182,7 +182,7 @@ def test_the_prompt_is_read_once_whoever_comes_first() -> None:
 
 
 def test_an_estimate_learns_from_guesses_that_nobody_computed() -> None:
-    drafter = Drafter(3)
+    drafter = NgramDrafter(3)
     tokens = [1, 2, 3, 1, 2]
     drafter.open(0, 0, tokens, 5)
     assert drafter.guess(0) == Guess((3, 1, 2), FIRST_CHANCE)

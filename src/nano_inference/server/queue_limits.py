@@ -12,7 +12,7 @@ from nano_inference.server.errors import ApiError, queue_full, quota_exceeded
 from nano_inference.server.quota import quota
 
 
-class Admission:
+class QueueLimits:
     """Owns the places in the queue. All samples of a call come in, or none."""
 
     def __init__(self, *, max_samples: int, max_tokens: int, share: float = 1.0) -> None:
@@ -39,7 +39,7 @@ class Admission:
         return max(self._samples.values(), default=0)
 
     @contextmanager
-    def place_for(self, call: Call, client: Client) -> Iterator[None]:
+    def reserve(self, call: Call, client: Client) -> Iterator[None]:
         """Take a call's places; leaving the block gives them back.
 
         Raises `ApiError`: 400 for a call that could never come in, 503 with Retry-After for one that cannot now, 429

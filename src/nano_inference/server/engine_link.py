@@ -1,4 +1,4 @@
-"""`Bridge`: the server's view of an `AsyncEngine`. It adds what a server needs: a state, tickets, counts, refusals."""
+"""`EngineLink`: the server's view of an `AsyncEngine`, with a state, tickets, counts and refusals."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from nano_inference.server.clocks import count_tokens, ended_record
 from nano_inference.server.dispatch import Gate
 from nano_inference.server.errors import ApiError, internal_error
 from nano_inference.server.served import Observer, Opened
-from nano_inference.server.ticket import Ask, Ticket, bare_name
+from nano_inference.server.ticket import PromptRequest, Ticket, bare_name
 from nano_inference.types import BadRequest, Delta, StepStats
 
 State = Literal["loading", "ready", "draining", "stopped", "dead"]
@@ -24,7 +24,7 @@ Answer = TypeVar("Answer")
 _log = logging.getLogger("nano_inference.server")
 
 
-class Bridge:
+class EngineLink:
     """Owns the server's engine. All methods are called on the event loop."""
 
     def __init__(self, *, step_timeout: float) -> None:
@@ -96,17 +96,19 @@ class Bridge:
     # ---- asking -----------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def submit(self, asks: Sequence[Ask], names: Iterable[str] = (), gate: Gate | None = None) -> Iterator[Ticket]:
+    def submit(
+        self, requests: Sequence[PromptRequest], names: Iterable[str] = (), gate: Gate | None = None
+    ) -> Iterator[Ticket]:
         """Queue requests and give the ticket to wait with; leaving the block aborts what is still open.
 
         `names` are what the client calls the whole of them, for `end_requests`. `gate` enters them when their turn has
         come; without one all are entered at once. Raises `ApiError` unless the engine is ready.
         """
         engine = self._ready_engine()
-        ticket = Ticket(asks, names)
+        ticket = Ticket(requests, names)
         receiver = self._open[ticket] = _TicketReceiver(ticket, self._observer)
         try:
-            with engine.submit(asks, receiver, () if gate is not None else None) as submission:
+            with engine.submit(requests, receiver, () if gate is not None else None) as submission:
                 if gate is not None:
                     gate(ticket, lambda _, indices: engine.enter(submission, indices))
                     self.wake()  # what waits is counted after a turn
