@@ -1,8 +1,8 @@
 """Large pieces of memory: on a CPU each is a mapping of its own, on huge pages where the system has them.
 
 Filling 540 MB fresh from `torch.empty` took 0.25 s, fresh from `numpy.empty`, which asks for huge pages, 0.05 s
-(docs/log.md): the difference is one page fault for every 4 KiB. A mapping of its own goes back to the system when its
-last tensor does; malloc may take a large piece out of its heap, and then keeps it.
+(docs/decisions/0004-weight-staging.md): the difference is one page fault for every 4 KiB. A mapping of its own goes
+back to the system when its last tensor does; malloc may take a large piece out of its heap, and then keeps it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Slabs:
     """Owns slabs of zeroed memory on huge pages, and cuts pieces that would be too small for one out of them.
 
     A slab goes when the last of its pieces does. Weights spread over pages of 4 KiB are read a tenth slower
-    (docs/log.md): each page is looked up anew in every step.
+    (docs/decisions/0010-kernel-memory.md): each page is looked up anew in every step.
     """
 
     def __init__(self, slab_bytes: int = 32 << 20) -> None:

@@ -1,8 +1,8 @@
 """Lets the thread that gathers weights work between steps, not during them.
 
 A step keeps all cores busy, and its threads wait for one another some hundred times: a third thread made 32-row steps
-four times as long (docs/log.md). So the thread takes turns with the steps: at each boundary it gets through a share of
-the weights, and while no step runs it goes on freely.
+four times as long (docs/decisions/0004-weight-staging.md). So the thread takes turns with the steps: at each boundary
+it gets through a share of the weights, and while no step runs it goes on freely.
 """
 
 from __future__ import annotations

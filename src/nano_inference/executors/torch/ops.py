@@ -20,7 +20,7 @@ def linear(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
     """Return x W^T + b, [T, N]; in column-major order where that is the faster product.
 
     On a CPU, MKL's float32 product of a few dozen rows is about twice as fast with the weights as its left factor
-    (docs/log.md has the measurements); with one or two rows, and with many, the plain order is.
+    (measured in docs/decisions/0003-linear-layers.md); with one or two rows, and with many, the plain order is.
     """
     if x_TK.device.type != "cpu" or x_TK.size(0) not in _SWAPPED_ROWS:
         return functional.linear(x_TK, weight_NK, bias_N)
