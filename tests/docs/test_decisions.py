@@ -1,4 +1,4 @@
-"""The decision records: each has its number, its form and its place in the list, and what names one names a real one."""
+"""The decision records: each has its number, its form and its place in the list, and what names one is right."""
 
 from __future__ import annotations
 
