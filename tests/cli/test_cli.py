@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import tokenizers
 
+import nano_inference
 from nano_inference import EngineConfig, InferenceEngine, ModelError, SamplingParams
 from nano_inference.catalog import WHEELS
 from nano_inference.cli import bench, doctor, machine, main, roofline
@@ -85,7 +86,7 @@ def test_default_model_is_taken_when_none_is_named(capsys: Capture, monkeypatch:
 
 
 def test_version(capsys: Capture) -> None:
-    assert run(capsys, "--version")[0].strip() == "0.1.0"
+    assert run(capsys, "--version")[0].strip() == nano_inference.__version__
 
 
 # ---- generate

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+import nano_inference
+
 pty = pytest.importorskip("pty", reason="needs a Unix terminal")
 
 _HEAVY = ("torch", "transformers", "gguf", "tokenizers", "rich.progress", "huggingface_hub")
@@ -70,7 +72,7 @@ def test_models_list_needs_no_torch(tmp_path: Path) -> None:
 
 def test_module_is_runnable() -> None:
     done = subprocess.run([sys.executable, "-m", "nano_inference", "--version"], capture_output=True, text=True)
-    assert done.returncode == 0 and done.stdout == "0.1.0\n"
+    assert done.returncode == 0 and done.stdout == f"{nano_inference.__version__}\n"
 
 
 def test_broken_pipe_is_silent(tiny: Path) -> None:

@@ -1,4 +1,4 @@
-"""The public surface as text: names and signatures, options, the OpenAPI document, metrics.
+"""The public surface as text: names and signatures, options, OpenAPI, metrics, environment, entry-point groups.
 
     python -m tests.surface    writes the files of this directory anew, after a change that is meant
 
@@ -20,6 +20,7 @@ from nano_inference.cli.app import build_app
 from nano_inference.cli.arguments import walk_commands
 from nano_inference.server.openapi import openapi
 from nano_inference.server.wiring import installed_dialects
+from tests.surface.extensions import environment, groups
 from tests.surface.metrics import metrics
 
 HERE = Path(__file__).parent
@@ -81,7 +82,14 @@ def _bare(value: Any) -> Any:
 
 
 SURFACES: Mapping[str, Callable[[], Iterator[str]]] = MappingProxyType(
-    {"names.txt": names, "options.txt": options, "openapi.txt": document, "metrics.txt": metrics}
+    {
+        "names.txt": names,
+        "options.txt": options,
+        "openapi.txt": document,
+        "metrics.txt": metrics,
+        "environment.txt": environment,
+        "groups.txt": groups,
+    }
 )
 
 
