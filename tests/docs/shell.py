@@ -278,6 +278,14 @@ def run_module(command: Command, place: Place) -> str:
     return done.stdout + done.stderr
 
 
+def collect_tests(command: Command, place: Place) -> str:
+    """Let pytest find the tests that a command names, and run none."""
+    words = [sys.executable, *command.words[1:], "--collect-only", "--quiet", "--numprocesses", "0"]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return ""
+
+
 def is_default(command: Command) -> bool:
     """Whether a command of ours asks the default model, so that its test needs it."""
     if command.begins("curl") or command.begins("nano-inference", "serve"):
@@ -364,6 +372,12 @@ RULES: Sequence[Rule] = (
         reason="it measures or trains for minutes: the script reads its options with its own parser, and ends there",
         fits=lambda command: command.begins("python") and command.words[1].endswith(".py"),
         run=run_script,
+    ),
+    Rule(
+        name="pytest",
+        reason="tests that run tests: pytest collects them, and runs nothing",
+        fits=lambda command: command.begins("python", "-m", "pytest"),
+        run=collect_tests,
     ),
     Rule(
         name="a module of the package",

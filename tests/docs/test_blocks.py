@@ -1,4 +1,4 @@
-"""Every block of code in README.md and docs/ is executed. How, tests/docs/shell.py says for each kind of command.
+"""Every block of code in README.md, CONTRIBUTING.md and docs/ is executed; `RULES` in tests/docs/shell.py says how.
 
 `python`: the blocks of a page are one program, in order. `bash`, `console`: command by command, by the rules of
 `shell.py`. `toml`: a configuration file that the program takes. `json`: parsed. `text` is no code. What has another
@@ -185,6 +185,7 @@ def test_a_command_within_a_sentence_has_these_options(text: str, place_of: Plac
         ("bash", "python benchmarks/no_such.py", "there is no"),
         ("bash", "python examples/demo.py --no-such", "reads no options"),
         ("bash", "python -m nano_inference.no_such", "No module named"),
+        ("bash", "python -m pytest tests/test_no_such.py", "not found"),
         ("console", "nano-inference models list", "a session begins with a command"),
         ("console", "$ nano-inference tokenize Hi --model ./checkpoint\n72 105\n", "the page shows"),
         ("toml", "[serve]\nprot = 1\n", "did you mean port"),
