@@ -11,7 +11,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from nano_inference.server.call import Call, drafts_of
+from nano_inference.server.call import Call, transcripts_of
 from nano_inference.server.detokenizer import Written
 from nano_inference.server.dialects.messages_reply import MessagesReply
 from nano_inference.server.errors import ApiError
@@ -262,13 +262,13 @@ def answered(data: bytes, kind: str = "text/event-stream") -> Any:
 
 def written(call: Call, tokenizer: Tokenizer, events: Sequence[Event]) -> tuple[dict[str, Any], bytes]:
     """Return a whole reply and its stream, an event at a time."""
-    drafts = drafts_of(call)
-    drafts[0].finish_reason = "stop"
-    drafts[0].events += events
+    transcripts = transcripts_of(call)
+    transcripts[0].finish_reason = "stop"
+    transcripts[0].events += events
     reply = MessagesReply(call, tokenizer, 1)
-    pieces = [reply.added(drafts[0], Written("", (), (), None, None, events=(one,)), drafts) for one in events]
-    data = b"".join([reply.opening(drafts), *pieces, reply.closing(drafts)])
-    return MessagesReply(call, tokenizer, 1).whole(drafts), data
+    pieces = [reply.added(transcripts[0], Written("", (), (), None, None, events=(one,)), transcripts) for one in events]
+    data = b"".join([reply.opening(transcripts), *pieces, reply.closing(transcripts)])
+    return MessagesReply(call, tokenizer, 1).whole(transcripts), data
 
 
 def test_calls_are_put_together_as_in_the_whole_reply(call: Call, tokenizer: Tokenizer) -> None:
@@ -290,7 +290,7 @@ def test_a_call_that_was_cut_off_is_the_same_either_way(call: Call, tokenizer: T
 
 def test_a_stream_that_fails_raises(call: Call, tokenizer: Tokenizer) -> None:
     reply = MessagesReply(call, tokenizer, 1)
-    data = reply.opening(drafts_of(call)) + reply.failed(ApiError(500, "broken"))
+    data = reply.opening(transcripts_of(call)) + reply.failed(ApiError(500, "broken"))
     with pytest.raises(anthropic.APIStatusError, match="broken") as caught:
         list(answered(data).messages.create(**ASKED, stream=True))
     assert caught.value.type == "api_error"

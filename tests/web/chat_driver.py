@@ -69,6 +69,14 @@ class ChatDriver:
         self.press("Done")
 
 
+def shown_text(locator: Locator) -> str:
+    """Return the rendered text; before the first frame, a message with `content-visibility: auto` renders none."""
+    locator.scroll_into_view_if_needed()  # waits for two frames
+    text = locator.inner_text()
+    assert text, "nothing is rendered"
+    return text
+
+
 def started(chat: ChatDriver, server: FakeServer, question: str, *words: str) -> Answer:
     """Ask, and have the fake server say the first words; return its answer, which is under way."""
     chat.type(question)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from playwright.sync_api import expect
 
-from tests.web.chat_driver import ChatDriver, answered, started
+from tests.web.chat_driver import ChatDriver, answered, shown_text, started
 from tests.web.fake import PATIENCE_S, FakeServer
 
 
@@ -174,11 +174,11 @@ def test_9_what_is_shown_block_by_block_is_what_is_shown_at_once(chat: ChatDrive
     answer.say(*(text[at : at + 7] for at in range(0, len(text), 7)))
     body = chat.last().locator(".body")
     expect(body).to_contain_text("End.")
-    live = body.locator(".markdown").inner_text()
+    live = shown_text(body.locator(".markdown"))
     answer.end()
     chat.wait_until_idle()
     assert [line for line in live.split() if line != "Copy"] == [
-        line for line in body.inner_text().split() if line != "Copy"
+        line for line in shown_text(body).split() if line != "Copy"
     ]
 
 

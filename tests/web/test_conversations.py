@@ -85,8 +85,8 @@ def test_18_a_conversation_leaves_as_json_or_markdown_and_comes_back(
     chat.wait_until_idle()
     assert downloaded(chat, "Export", "Markdown") == "# Hello\n\n## You\n\nHello\n\n## Answer\n\nSecond\n"
     text = downloaded(chat, "Export", "JSON (can be imported)")
-    (chat,) = json.loads(text)["chats"]
-    assert [one["text"] for one in chat["messages"]] == ["Hello", "First", "Second"]
+    (exported,) = json.loads(text)["chats"]
+    assert [one["text"] for one in exported["messages"]] == ["Hello", "First", "Second"]
     assert json.loads(downloaded(chat, "Export all"))["chats"][0]["conversation"]["title"] == "Hello"
     chat.press("Delete Hello")
     expect(chat.page.locator(NAMES)).to_have_count(0)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Browser, BrowserContext, expect
 
-from tests.web.chat_driver import ChatDriver, answered, started
+from tests.web.chat_driver import ChatDriver, answered, shown_text, started
 from tests.web.fake import FakeServer, serving
 from tests.web.test_states import BANNER, FAILED, TOAST
 
@@ -134,7 +134,7 @@ def test_seed_and_weights_are_in_the_details_only(chat: ChatDriver, fake: FakeSe
     answer.finish(version="step-7", count=2)
     answer.end(None)
     chat.wait_until_idle()
-    shown = chat.last().inner_text()
+    shown = shown_text(chat.last())
     assert str(answer.body["seed"]) not in shown and "step-7" not in shown and "weights" not in shown.lower()
     chat.last().locator("summary", has_text="Details").click()
     facts = chat.last().locator(".figures dl")
@@ -251,8 +251,9 @@ def test_no_error_stays_after_a_key_is_entered(chat: ChatDriver, fake: FakeServe
 
 
 def speed_of(chat: ChatDriver, index: int) -> float:
-    found = re.search(r"([\d.]+) tokens/s", chat.answers().nth(index).locator(".figures").inner_text())
-    assert found is not None
+    text = shown_text(chat.answers().nth(index).locator(".figures"))
+    found = re.search(r"([\d.]+) tokens/s", text)
+    assert found is not None, text
     return float(found[1])
 
 
@@ -272,7 +273,7 @@ def test_samples_side_by_side_have_a_clock_each(chat: ChatDriver, fake: FakeServ
     assert speed_of(chat, 0) == 20
     assert speed_of(chat, 1) == 4
     first = [
-        float(re.findall(r"first after ([\d.]+) s", chat.answers().nth(at).locator(".figures").inner_text())[0])
+        float(re.findall(r"first after ([\d.]+) s", shown_text(chat.answers().nth(at).locator(".figures")))[0])
         for at in (0, 1)
     ]
     assert first == [0.05, 0.5]
@@ -361,7 +362,7 @@ def test_a_text_file_is_attached_seen_and_removed(chat: ChatDriver, fake: FakeSe
     expect(chip).to_have_count(1)
     chip.locator("summary").click()
     fenced = "notes.md:\n`````md\nOne ```code``` two\n````\nfour\n````\n`````"
-    assert chip.locator("pre").inner_text() == fenced
+    assert shown_text(chip.locator("pre")) == fenced
     chat.type("What does it say?")
     body = fake.answer().body
     assert body["messages"] == [{"role": "user", "content": f"What does it say?\n\n{fenced}"}]

@@ -15,7 +15,7 @@ from playwright.sync_api import BrowserContext, Locator, expect
 from nano_inference.catalog import find_builtin
 from nano_inference.config import ServerConfig
 from tests.server.tiny import Running, opened, running
-from tests.web.chat_driver import ChatDriver
+from tests.web.chat_driver import ChatDriver, shown_text
 
 QUESTION = "Tell me"
 
@@ -210,7 +210,7 @@ def test_samples_stand_side_by_side_and_one_is_kept(real: ChatDriver) -> None:
         expect(columns.nth(index)).to_contain_text("Regenerate")
     real.wait_until_idle()
     assert len({tuple(ids(one)) for one in answers(real)}) == 3
-    second = columns.nth(1).locator(".body").inner_text()
+    second = shown_text(columns.nth(1).locator(".body"))
     real.press("Use this one", columns.nth(1))
     expect(columns).to_have_count(0)
     expect(real.last().locator(".body")).to_have_text(second, use_inner_text=True)

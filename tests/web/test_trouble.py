@@ -37,9 +37,9 @@ GOOD: dict[str, Any] = {
 
 
 def import_message(chat: ChatDriver, directory: Path, **fields: Any) -> None:
-    chat = {"conversation": {"title": "File", "system": ""}, "messages": [{**GOOD, **fields}]}
+    imported = {"conversation": {"title": "File", "system": ""}, "messages": [{**GOOD, **fields}]}
     path = directory / "chats.json"
-    path.write_text(json.dumps({"format": "nano-inference-chats", "version": 1, "chats": [chat]}))
+    path.write_text(json.dumps({"format": "nano-inference-chats", "version": 1, "chats": [imported]}))
     chat.page.set_input_files("#file", path)
 
 
