@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 from collections.abc import Iterator
@@ -44,6 +45,12 @@ def restored_logging() -> Iterator[None]:
 
 
 pytest_plugins = ["tests.weights.pairs"]
+
+
+def pytest_collection_finish() -> None:
+    """Exempt imported modules from garbage collection: with torch and Transformers a full collection is slow."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
