@@ -11,8 +11,8 @@ from typing import Any
 import httpx2
 import pytest
 
-from nano_inference.server.call import Call, drafts_of
-from nano_inference.server.detokenizer import Written
+from nano_inference.server.call import Call, transcripts_of
+from nano_inference.server.detokenizer import DecodedDelta
 from nano_inference.server.dialects.messages_reply import MessagesReply
 from nano_inference.server.errors import ApiError
 from nano_inference.server.shape import ReplyShape
@@ -246,7 +246,7 @@ def call() -> Call:
         num_samples=1,
         num_tokens=0,
         shape=shape,
-        dialect=MessagesReply,
+        make_reply=MessagesReply,
     )
 
 
@@ -262,13 +262,15 @@ def answered(data: bytes, kind: str = "text/event-stream") -> Any:
 
 def written(call: Call, tokenizer: Tokenizer, events: Sequence[Event]) -> tuple[dict[str, Any], bytes]:
     """Return a whole reply and its stream, an event at a time."""
-    drafts = drafts_of(call)
+    drafts = transcripts_of(call)
     drafts[0].finish_reason = "stop"
     drafts[0].events += events
     reply = MessagesReply(call, tokenizer, 1)
-    pieces = [reply.added(drafts[0], Written("", (), (), None, None, events=(one,)), drafts) for one in events]
-    data = b"".join([reply.opening(drafts), *pieces, reply.closing(drafts)])
-    return MessagesReply(call, tokenizer, 1).whole(drafts), data
+    pieces = [
+        reply.delta_events(drafts[0], DecodedDelta("", (), (), None, None, events=(one,)), drafts) for one in events
+    ]
+    data = b"".join([reply.first_events(drafts), *pieces, reply.last_events(drafts)])
+    return MessagesReply(call, tokenizer, 1).body(drafts), data
 
 
 def test_calls_are_put_together_as_in_the_whole_reply(call: Call, tokenizer: Tokenizer) -> None:
@@ -290,7 +292,7 @@ def test_a_call_that_was_cut_off_is_the_same_either_way(call: Call, tokenizer: T
 
 def test_a_stream_that_fails_raises(call: Call, tokenizer: Tokenizer) -> None:
     reply = MessagesReply(call, tokenizer, 1)
-    data = reply.opening(drafts_of(call)) + reply.failed(ApiError(500, "broken"))
+    data = reply.first_events(transcripts_of(call)) + reply.error_events(ApiError(500, "broken"))
     with pytest.raises(anthropic.APIStatusError, match="broken") as caught:
         list(answered(data).messages.create(**ASKED, stream=True))
     assert caught.value.type == "api_error"

@@ -16,16 +16,16 @@ from typing import Any
 from pydantic_core import to_json
 
 from nano_inference.server.call import Call, Reply, Transcript, reply_size
-from nano_inference.server.detokenizer import Written
+from nano_inference.server.detokenizer import DecodedDelta
 from nano_inference.server.errors import ApiError, internal_error
 from nano_inference.server.guard import ClientGone
 from nano_inference.server.model import ServedModel
 from nano_inference.server.ticket import Ticket
-from nano_inference.server.workshop import Workshop
+from nano_inference.server.worker_pool import WorkerPool
 
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-Tell = Callable[[Transcript, Written], bytes]
+Tell = Callable[[Transcript, DecodedDelta], bytes]
 """What a client is sent of a delta."""
 
 _SMALL_REPLY = 4000
@@ -47,7 +47,7 @@ class Timing:
 
     deadline: float
     """Of the monotonic clock."""
-    silence: float
+    keep_alive_s: float
     """After so long without an event a stream says that it is still there; 0 never does."""
 
 
@@ -56,7 +56,7 @@ async def answer(
     ticket: Ticket,
     model: ServedModel,
     timing: Timing,
-    workshop: Workshop,
+    workshop: WorkerPool,
     receive: Receive,
     send: Send,
     transcripts: list[Transcript],
@@ -65,7 +65,7 @@ async def answer(
 
     Raises `ApiError` before anything was sent, and `ClientGone` when the client left.
     """
-    reply = call.dialect(call, model.tokenizer, int(time.time()))
+    reply = call.make_reply(call, model.tokenizer, int(time.time()))
     with _watched(receive, ticket):
         if call.stream:
             return await _stream(call, reply, ticket, model, timing, send, transcripts)
@@ -79,7 +79,7 @@ async def _whole(
     ticket: Ticket,
     model: ServedModel,
     timing: Timing,
-    workshop: Workshop,
+    workshop: WorkerPool,
     send: Send,
     transcripts: list[Transcript],
 ) -> None:
@@ -87,7 +87,7 @@ async def _whole(
         pass
 
     def compose() -> bytes:
-        return to_json(reply.whole(transcripts))
+        return to_json(reply.body(transcripts))
 
     if reply_size(call, transcripts) <= _SMALL_REPLY:
         body = compose()
@@ -100,7 +100,7 @@ async def _whole(
 
 def _room_header(call: Call) -> list[tuple[bytes, bytes]]:
     """Return the header that announces a shorter answer than `max_tokens` asks for; none where there is room."""
-    return [] if call.most_new is None else [(b"x-max-tokens", str(call.most_new).encode())]
+    return [] if call.reduced_max_tokens is None else [(b"x-max-tokens", str(call.reduced_max_tokens).encode())]
 
 
 async def _stream(
@@ -114,20 +114,20 @@ async def _stream(
 ) -> ApiError | None:
     """Send events as they come. What fails on the way is told in an event: the status has long been sent."""
 
-    def tell(transcript: Transcript, got: Written) -> bytes:
-        return reply.added(transcript, got, transcripts)
+    def tell(transcript: Transcript, got: DecodedDelta) -> bytes:
+        return reply.delta_events(transcript, got, transcripts)
 
     await send({"type": "http.response.start", "status": 200, "headers": [*_EVENT_HEADERS, *_room_header(call)]})
-    await _send_some(send, reply.opening(transcripts))
+    await _send_some(send, reply.first_events(transcripts))
     try:
         async for added in _written(call, ticket, model, timing, transcripts, tell):
             await _send_some(send, added)
-        closing = reply.closing(transcripts)
+        closing = reply.last_events(transcripts)
     except ClientGone:
         raise
     except Exception as error:
         told = error if isinstance(error, ApiError) else _unexpected(error)
-        await send({"type": "http.response.body", "body": reply.failed(told), "more_body": False})
+        await send({"type": "http.response.body", "body": reply.error_events(told), "more_body": False})
         return told
     await send({"type": "http.response.body", "body": closing, "more_body": False})
     return None
@@ -147,14 +147,14 @@ async def _written(
     When the deadline passes, what has begun ends as "length" with what it has; raises `ApiError` when nothing has, and
     for a sample that the engine gave up. One that somebody aborted ends as "abort" with what it has.
     """
-    silence = timing.silence or float("inf")
+    silence = timing.keep_alive_s or float("inf")
     while not ticket.is_done:
         left = timing.deadline - time.monotonic()
         pieces = await ticket.take(max(0.0, min(silence, left)))
         told: list[bytes] = []
         for prompt_index, delta in pieces:
             transcript = transcripts[prompt_index * call.num_samples + delta.sample_index]
-            got = transcript.take(delta, call.shape, model.tokenizer, keep=not call.stream)
+            got = transcript.add_delta(delta, call.shape, model.tokenizer, keep=not call.stream)
             if transcript.finish_reason == "abort" and transcript.stop_reason is not None:
                 yield b"".join(told)
                 raise _given_up(call, transcript)

@@ -46,10 +46,10 @@ from nano_inference.server.openapi import openapi
 from nano_inference.server.pages import LATER, Page, load_page, page_response
 from nano_inference.server.queue_limits import QueueLimits
 from nano_inference.server.schema import Body
-from nano_inference.server.served import Opened
+from nano_inference.server.served import LoadedModel
 from nano_inference.server.serving import CallResponse, OpenCalls, Serving
 from nano_inference.server.unsupported import unknown_fields
-from nano_inference.server.workshop import Readers
+from nano_inference.server.worker_pool import BodyWorkers
 
 _MAX_NOTED_FIELDS = 1000
 _PROBE_SECONDS = 20.0
@@ -66,7 +66,7 @@ _REJECTIONS = {
 _log = logging.getLogger("nano_inference.server")
 _B = TypeVar("_B", bound=Body)
 Endpoint = Callable[[Request], Awaitable[Response]]
-FurtherRoutes = Callable[[Callable[[], Opened]], Sequence[Route]]
+FurtherRoutes = Callable[[Callable[[], LoadedModel]], Sequence[Route]]
 """Makes routes from a function that returns the loaded model, or raises an `ApiError` while there is none."""
 
 
@@ -90,7 +90,7 @@ class App:
         self._dialects = dialects
         self._further = further
         self._policy = policy
-        self._readers = Readers()
+        self._readers = BodyWorkers()
         self._compilers = Compilers()
         self._noted: set[str] = set()
         """Unknown fields that were told of already."""
@@ -105,7 +105,7 @@ class App:
         self.asgi: ASGIApp = below(config.root_path, guard)
         """The application, as a server runs it."""
 
-    def serve(self, opened: Opened, max_running: int) -> None:
+    def serve(self, opened: LoadedModel, max_running: int) -> None:
         """Take a loaded model, of which so many samples may run at once, and open the doors."""
         self._max_running = max_running
         share, limits = self._policy.client_share, opened.model.limits
@@ -123,7 +123,7 @@ class App:
         dispatcher = Dispatcher(capacity, share=share)
         self.serving = Serving(opened=opened, queue_limits=queue_limits, dispatcher=dispatcher)
         self.link.after_step = dispatcher.after_step
-        self.link.open_doors()
+        self.link.start_accepting()
 
     def close(self) -> None:
         """End the threads, and the processes that render."""
@@ -214,7 +214,7 @@ class App:
         left = arrived + self.config.request_timeout - time.monotonic()
         call = await self._compilers.hold(call, serving.model.grammars, left)
         call = replace(call, names=call.names | {call.id, request.scope["state"]["request_id"]})
-        timing = Timing(deadline=arrived + self.config.request_timeout, silence=self.config.sse_keep_alive)
+        timing = Timing(deadline=arrived + self.config.request_timeout, keep_alive_s=self.config.sse_keep_alive)
         return CallResponse(self.link, serving, self._open_calls, call, timing, self._readers.large)
 
     def _probing(self, route: Probing) -> Endpoint:
@@ -224,7 +224,7 @@ class App:
             serving = self._require_serving()
             call = route.to_call(serving.model, self.config)
             seconds = min(_PROBE_SECONDS, self.config.request_timeout)  # a paused engine draws nothing until resumed
-            timing = Timing(deadline=time.monotonic() + seconds, silence=0)
+            timing = Timing(deadline=time.monotonic() + seconds, keep_alive_s=0)
             return CallResponse(self.link, serving, self._open_calls, call, timing, self._readers.large)
 
         return endpoint

@@ -9,7 +9,14 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-from nano_inference.server.detokenizer import Detokenizer, Entry, Written, begin, give_up, write
+from nano_inference.server.detokenizer import (
+    DecodedDelta,
+    Detokenizer,
+    LogprobEntry,
+    detokenize,
+    flush,
+    start_detokenizer,
+)
 from nano_inference.server.errors import ApiError
 from nano_inference.server.shape import ReplyShape
 from nano_inference.server.ticket import PromptRequest
@@ -27,19 +34,19 @@ Kind = Literal["chat", "completion"]
 class Reply(Protocol):
     """Puts one call's reply together in one dialect. Made for one call; belongs to the coroutine that answers it."""
 
-    def whole(self, transcripts: Sequence[Transcript]) -> Any:
+    def body(self, transcripts: Sequence[Transcript]) -> Any:
         """Return the JSON of a reply that is not streamed."""
 
-    def opening(self, transcripts: Sequence[Transcript]) -> bytes:
+    def first_events(self, transcripts: Sequence[Transcript]) -> bytes:
         """Return what a stream begins with."""
 
-    def added(self, transcript: Transcript, written: Written, transcripts: Sequence[Transcript]) -> bytes:
+    def delta_events(self, transcript: Transcript, decoded: DecodedDelta, transcripts: Sequence[Transcript]) -> bytes:
         """Return the events of what was just written of one sample."""
 
-    def closing(self, transcripts: Sequence[Transcript]) -> bytes:
+    def last_events(self, transcripts: Sequence[Transcript]) -> bytes:
         """Return what a stream that went well ends with."""
 
-    def failed(self, error: ApiError) -> bytes:
+    def error_events(self, error: ApiError) -> bytes:
         """Return what a stream ends with that cannot go on."""
 
 
@@ -53,12 +60,12 @@ class Transcript:
     detokenizer: Detokenizer
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
-    entries: list[Entry] = field(default_factory=list)
+    entries: list[LogprobEntry] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: StopReason | None = None
     sample: TrainingSample | None = None
     parts: list[Part] = field(default_factory=list)
-    reader: CallsState | None = None
+    call_parser: CallsState | None = None
     """Where looking for calls of functions stands; None when nobody looks."""
     events: list[Event] = field(default_factory=list)
     num_calls: int = 0
@@ -66,53 +73,53 @@ class Transcript:
     mask: list[int] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
 
-    def take(self, delta: Delta, shape: ReplyShape, tokenizer: Tokenizer, *, keep: bool = True) -> Written:
+    def add_delta(self, delta: Delta, shape: ReplyShape, tokenizer: Tokenizer, *, keep: bool = True) -> DecodedDelta:
         """Add a delta; return what it brought. Text and entries are kept for a whole reply, not for a stream."""
-        self.detokenizer, written = write(self.detokenizer, delta, shape, tokenizer)
-        written = self._read(written, shape.functions, is_end=delta.sample is not None)
-        self.token_ids += written.token_ids
+        self.detokenizer, decoded = detokenize(self.detokenizer, delta, shape, tokenizer)
+        decoded = self._read(decoded, shape.functions, is_end=delta.sample is not None)
+        self.token_ids += decoded.token_ids
         self.mask += delta.mask
         self.versions += delta.versions
-        self._keep(written, keep)
-        self.finish_reason, self.stop_reason = written.finish_reason, written.stop_reason
+        self._keep(decoded, keep)
+        self.finish_reason, self.stop_reason = decoded.finish_reason, decoded.stop_reason
         self.sample = delta.sample
-        return written
+        return decoded
 
-    def cut_short(self, shape: ReplyShape, reason: str) -> Written:
+    def cut_short(self, shape: ReplyShape, reason: str) -> DecodedDelta:
         """End the sample with what it has, because its time is up; return the text that was held back."""
-        written = self._read(give_up(self.detokenizer, shape, reason), shape.functions, is_end=True)
-        self._keep(written, True)
-        self.finish_reason, self.stop_reason = written.finish_reason, written.stop_reason
-        return written
+        decoded = self._read(flush(self.detokenizer, shape, reason), shape.functions, is_end=True)
+        self._keep(decoded, True)
+        self.finish_reason, self.stop_reason = decoded.finish_reason, decoded.stop_reason
+        return decoded
 
-    def _keep(self, written: Written, keep: bool) -> None:
+    def _keep(self, decoded: DecodedDelta, keep: bool) -> None:
         if keep:
-            self.text += written.text
-            self.entries += written.entries
-            self.parts += written.parts
-            self.events += written.events
+            self.text += decoded.text
+            self.entries += decoded.entries
+            self.parts += decoded.parts
+            self.events += decoded.events
 
-    def _read(self, written: Written, use: ToolUse | None, *, is_end: bool) -> Written:
+    def _read(self, decoded: DecodedDelta, use: ToolUse | None, *, is_end: bool) -> DecodedDelta:
         """Tell the calls of functions in a text apart, and leave out those that nobody wants to be told of."""
-        if self.reader is None or use is None:
-            return written._replace(events=(Content(written.text),) if written.text else ())
-        self.reader, events = push(self.reader, written.text)
-        events = [*events, *finish(self.reader)] if is_end else events
+        if self.call_parser is None or use is None:
+            return decoded._replace(events=(Content(decoded.text),) if decoded.text else ())
+        self.call_parser, events = push(self.call_parser, decoded.text)
+        events = [*events, *finish(self.call_parser)] if is_end else events
         events = [event for event in events if is_told(event, use)]
         self.num_calls += sum(isinstance(event, CallEnd) for event in events)
-        return written._replace(events=tuple(events))
+        return decoded._replace(events=tuple(events))
 
 
 def transcripts_of(call: Call) -> list[Transcript]:
     """Return an empty draft for every choice, prompt by prompt."""
     use = call.shape.functions
-    reader = None if use is None else start(use.format, use.names)
+    call_parser = None if use is None else start(use.format, use.names)
     return [
         Transcript(
             prompt_index=prompt,
             index=prompt * call.num_samples + sample,
-            detokenizer=begin(call.shape, prompt),
-            reader=reader,
+            detokenizer=start_detokenizer(call.shape, prompt),
+            call_parser=call_parser,
         )
         for prompt in range(len(call.requests))
         for sample in range(call.num_samples)
@@ -148,13 +155,13 @@ class Call:
     stream: bool = False
     include_usage: bool = False
     continuous_usage: bool = False
-    dialect: Dialect
+    make_reply: MakeReply
     """How the reply is put together."""
     names: frozenset[str] = frozenset()
     """What its client calls it, for whoever wants to abort it."""
     forbids_tokens: bool = False
     """The client forbade tokens, perhaps all of them."""
-    most_new: int | None = None
+    reduced_max_tokens: int | None = None
     """Most tokens of a sample, where the context has room for fewer than `max_tokens`; else None."""
 
     @property
@@ -163,7 +170,7 @@ class Call:
         return self.num_samples * len(self.requests)
 
 
-Dialect = Callable[[Call, Tokenizer, int], Reply]
+MakeReply = Callable[[Call, Tokenizer, int], Reply]
 """Makes the reply to a call; the number is the time of day, in seconds."""
 
 

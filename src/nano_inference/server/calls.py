@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from nano_inference.admission import checked
 from nano_inference.config import ServerConfig
 from nano_inference.server.call import Call, Kind
-from nano_inference.server.detokenizer import begun_text
+from nano_inference.server.detokenizer import prefix_text
 from nano_inference.server.errors import ApiError
 from nano_inference.server.model import ServedModel
 from nano_inference.server.prompts import (
@@ -22,7 +22,7 @@ from nano_inference.server.prompts import (
     fitting,
     require_dialogue,
 )
-from nano_inference.server.refusals import client_error, refusals_told
+from nano_inference.server.refusals import api_errors, to_api_error
 from nano_inference.server.replies import OpenAIReply
 from nano_inference.server.schema import ChatBody, CompletionBody, Sampling
 from nano_inference.server.shape import ReplyShape
@@ -106,7 +106,7 @@ def chat_call(body: ChatBody, model: ServedModel, config: ServerConfig, salt: st
         special = special_tokens(model.tokenizer)
         shape = replace(shape, functions=use, markers=_markers(use.format, special))
         structure = _structure(structure, use, special)
-    beginning = Beginning(min(len(shape.begun_ids), len(prompts[0].ids)), body.sample_index or 0)
+    beginning = Beginning(min(len(shape.prefix_ids), len(prompts[0].ids)), body.sample_index or 0)
     requests = _requests(body, model, prompts, params, shape, structure, salt, program, beginning)
     return _call(body, model, "chat", name, requests, shape)
 
@@ -149,12 +149,12 @@ def _begun(
         )
     check_known(ids, model, field)
     if shape.tool is not None:
-        with refusals_told(field):
+        with api_errors(field):
             program, missing = behind(shape.tool, ids)
         ids += missing
     data = shown(model.tokenizer, shape.tool, ids, skip_special=shape.skip_special)
-    shape = replace(shape, begun=data, begun_ids=ids)
-    text = begun_text(shape)
+    shape = replace(shape, prefix_bytes=data, prefix_ids=ids)
+    text = prefix_text(shape)
     prompt = Prompt(fitting([*prompt.ids, *ids], body, model, max_tokens), text)
     return _Begun(prompt, replace(shape, echo=(text,) if body.echo else ()), program)
 
@@ -170,7 +170,7 @@ def _structure(asked: Structure | None, use: ToolUse, special: Mapping[str, int]
         return None
     # What must be a call has no content that a structure could be of.
     answer = None if asked is None or use.must_call else _answer_or_call(asked, use)
-    with refusals_told("tools"):
+    with api_errors("tools"):
         grammar = calls_grammar(
             use.functions, use.format, name=use.name, parallel=use.parallel, special=special, answer=answer
         )
@@ -263,7 +263,7 @@ def _requests(
     beginning: Beginning = FROM_THE_PROMPT,
 ) -> tuple[PromptRequest, ...]:
     """Return what the engine is asked for, one for each prompt."""
-    with refusals_told():
+    with api_errors():
         matcher = _matcher(body, model, shape)
     return tuple(
         PromptRequest(
@@ -302,9 +302,9 @@ def _call(
         num_tokens=sum(
             len(request.prompt) + request.num_samples * room for request, room in zip(requests, rooms, strict=True)
         ),
-        most_new=min(cut, default=None),
+        reduced_max_tokens=min(cut, default=None),
         shape=shape,
-        dialect=OpenAIReply,
+        make_reply=OpenAIReply,
         stream=bool(body.stream),
         include_usage=bool(options and options.include_usage),
         continuous_usage=bool(options and options.continuous_usage_stats),
@@ -317,7 +317,7 @@ def _room(request: PromptRequest, model: ServedModel, kind: Kind) -> int:
     try:
         return checked(request, model.limits)[1]
     except BadRequest as error:
-        told = client_error(error)
+        told = to_api_error(error)
         param = told.param
         if "whole KV cache" in told.message:
             param = "max_tokens"
@@ -343,7 +343,7 @@ def _sampling_params(
             sampling_mask=shape.sampling_masks,
         )
     except ValueError as error:  # which is what its fields refuse
-        raise client_error(error) from None
+        raise to_api_error(error) from None
 
 
 def _matcher(body: Sampling, model: ServedModel, shape: ReplyShape) -> MatcherFactory | None:

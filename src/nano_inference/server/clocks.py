@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from nano_inference.server.metrics import SampleRecord
 from nano_inference.server.served import Observer
-from nano_inference.server.ticket import SampleClock, Ticket
+from nano_inference.server.ticket import SampleTimes, Ticket
 from nano_inference.types import TrainingSample
 
 
-def count_tokens(observer: Observer, clock: SampleClock, num_tokens: int, now: float) -> None:
+def count_tokens(observer: Observer, clock: SampleTimes, num_tokens: int, now: float) -> None:
     """Note that a sample got tokens, and tell how long they took."""
     clock.num_tokens += num_tokens
     before, clock.last_token = clock.last_token, now
@@ -20,11 +20,11 @@ def count_tokens(observer: Observer, clock: SampleClock, num_tokens: int, now: f
 
 
 def ended_record(
-    ticket: Ticket, prompt_index: int, clock: SampleClock, reason: str, sample: TrainingSample | None = None
+    ticket: Ticket, prompt_index: int, clock: SampleTimes, reason: str, sample: TrainingSample | None = None
 ) -> SampleRecord:
     """Return what is counted of a sample that has ended; `sample` is missing when nobody waited for its end."""
     assert clock.ended is not None
-    request, mates = ticket.requests[prompt_index], ticket.clocks[prompt_index]
+    request, mates = ticket.requests[prompt_index], ticket.times[prompt_index]
     return SampleRecord(
         prompt_tokens=len(request.prompt),
         cached_tokens=sample.num_cached_tokens if sample else 0,

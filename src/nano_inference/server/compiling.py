@@ -8,7 +8,7 @@ from dataclasses import replace
 from nano_inference.server.call import Call
 from nano_inference.server.errors import ApiError
 from nano_inference.server.structured import Structure
-from nano_inference.server.workshop import Workshop
+from nano_inference.server.worker_pool import WorkerPool
 from nano_inference.text.bad_words import both
 from nano_inference.text.grammar import Grammar, Grammars
 from nano_inference.types import BadRequest, MatcherFactory
@@ -21,7 +21,7 @@ class Compilers:
     """Owns the thread that compiles, and knows what it is at."""
 
     def __init__(self) -> None:
-        self._workshop = Workshop("grammar", 1)
+        self._workshop = WorkerPool("grammar", 1)
         self._under_way: dict[Grammar, asyncio.Task[MatcherFactory]] = {}
 
     async def hold(self, call: Call, grammars: Grammars, seconds: float) -> Call:

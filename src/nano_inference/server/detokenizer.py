@@ -22,7 +22,7 @@ _NEVER = "\ud800"
 the engine alone says which one counts (none before `min_tokens`)."""
 
 
-class Entry(NamedTuple):
+class LogprobEntry(NamedTuple):
     """The log-probability of one token."""
 
     token: int
@@ -36,12 +36,12 @@ class Entry(NamedTuple):
     """Where its text begins, in characters."""
 
 
-class Written(NamedTuple):
+class DecodedDelta(NamedTuple):
     """What one delta brought."""
 
     text: str
     token_ids: tuple[int, ...]
-    entries: tuple[Entry, ...]
+    entries: tuple[LogprobEntry, ...]
     finish_reason: FinishReason | None
     stop_reason: StopReason | None
     parts: tuple[Part, ...] = ()
@@ -65,35 +65,35 @@ class Detokenizer:
     """What the text stands in, where a calculator is called."""
 
 
-def begin(shape: ReplyShape, prompt_index: int) -> Detokenizer:
+def start_detokenizer(shape: ReplyShape, prompt_index: int) -> Detokenizer:
     """Return the pen at the beginning of a sample, behind the prompt when that is echoed."""
     offset = len(shape.echo[prompt_index]) if shape.echo else 0
-    shown, _ = stream.push(stream.start(drop_space=shape.drop_space), shape.begun)
+    shown, _ = stream.push(stream.start(drop_space=shape.drop_space), shape.prefix_bytes)
     return Detokenizer(
         shown=replace(shown, stops=tuple(stop + _NEVER for stop in shape.stops)),
         unstopped=shown,
         offset=offset,
-        inside=begun_parts(shape)[1],
+        inside=prefix_parts(shape)[1],
     )
 
 
-def begun_text(shape: ReplyShape) -> str:
+def prefix_text(shape: ReplyShape) -> str:
     """Return what an answer began with, marks spelled out; a character that is not whole is left out."""
     return spelled(_begun(shape))
 
 
-def begun_parts(shape: ReplyShape) -> tuple[tuple[Part, ...], PartKind]:
+def prefix_parts(shape: ReplyShape) -> tuple[tuple[Part, ...], PartKind]:
     """Return the same as parts, and what it ends in."""
     return parts_of(_begun(shape))
 
 
 def _begun(shape: ReplyShape) -> str:
-    return stream.push(stream.start(drop_space=shape.drop_space), shape.begun)[1]
+    return stream.push(stream.start(drop_space=shape.drop_space), shape.prefix_bytes)[1]
 
 
-def write(
+def detokenize(
     detokenizer: Detokenizer, delta: Delta, shape: ReplyShape, tokenizer: Tokenizer
-) -> tuple[Detokenizer, Written]:
+) -> tuple[Detokenizer, DecodedDelta]:
     """Take a delta; return the pen behind it and what a client may see of it."""
     hidden, stop = _hidden_end(delta, shape), _stop_string(delta)
     shown, text = detokenizer.shown, ""
@@ -110,10 +110,10 @@ def write(
         text += rest
     parts, inside = parts_of(text, detokenizer.inside) if shape.tool is not None else ((), detokenizer.inside)
     detokenizer = replace(detokenizer, shown=shown, inside=inside)
-    entries: tuple[Entry, ...] = ()
+    entries: tuple[LogprobEntry, ...] = ()
     if shape.logprobs is not None:
         detokenizer, entries = _entries(detokenizer, delta, hidden, shape, tokenizer)
-    return detokenizer, Written(
+    return detokenizer, DecodedDelta(
         text=spelled(text) if shape.tool is not None else text,
         token_ids=delta.token_ids,
         entries=entries,
@@ -124,12 +124,12 @@ def write(
     )
 
 
-def give_up(detokenizer: Detokenizer, shape: ReplyShape, reason: str) -> Written:
+def flush(detokenizer: Detokenizer, shape: ReplyShape, reason: str) -> DecodedDelta:
     """Return the text that was held back, of a sample that ends before its time as "length"."""
     text = stream.finish(detokenizer.shown)[1]
     if shape.tool is None:
-        return Written(text, (), (), "length", reason)
-    return Written(spelled(text), (), (), "length", reason, parts_of(text, detokenizer.inside)[0])
+        return DecodedDelta(text, (), (), "length", reason)
+    return DecodedDelta(spelled(text), (), (), "length", reason, parts_of(text, detokenizer.inside)[0])
 
 
 def prompt_entries(
@@ -138,19 +138,19 @@ def prompt_entries(
     tops: Sequence[TopLogprobs] | None,
     shape: ReplyShape,
     tokenizer: Tokenizer,
-) -> tuple[Entry, ...]:
+) -> tuple[LogprobEntry, ...]:
     """Return the entries of an echoed prompt; the first has no log-probability."""
     state, offset = stream.start(), 0
-    entries: list[Entry] = []
+    entries: list[LogprobEntry] = []
     for index, token in enumerate(tokens):
-        state, text = stream.push(state, seen_bytes(token, tokenizer, shape.skip_special))
+        state, text = stream.push(state, visible_bytes(token, tokenizer, shape.skip_special))
         if index == len(tokens) - 1:
             state, rest = stream.finish(state)
             text += rest
         top = tops[index - 1][: shape.logprobs] if tops and index else ()
         known = index > 0
         entries.append(
-            Entry(
+            LogprobEntry(
                 token=token,
                 text=text,
                 logprob=scores[index - 1] if known else None,
@@ -162,23 +162,23 @@ def prompt_entries(
     return tuple(entries)
 
 
-def seen_bytes(token: int, tokenizer: Tokenizer, skip_special: bool) -> bytes:
+def visible_bytes(token: int, tokenizer: Tokenizer, skip_special: bool) -> bytes:
     """Return what a reader sees of a token: nothing of a special one (unless asked for) or of one without a piece."""
     if token >= tokenizer.vocab_size or (skip_special and token in tokenizer.special_ids):
         return b""
     return tokenizer.token_bytes(token)
 
 
-def alone(token: int, tokenizer: Tokenizer) -> str:
+def token_text(token: int, tokenizer: Tokenizer) -> str:
     """Return a token's text by itself; bytes that are no text on their own as `bytes:\\xe2\\x80`."""
-    data = token_data(token, tokenizer)
+    data = token_bytes_of(token, tokenizer)
     try:
         return data.decode()
     except UnicodeDecodeError:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
-def token_data(token: int, tokenizer: Tokenizer) -> bytes:
+def token_bytes_of(token: int, tokenizer: Tokenizer) -> bytes:
     """Return a token's bytes; none for a row of a padded vocabulary."""
     return tokenizer.token_bytes(token) if token < tokenizer.vocab_size else b""
 
@@ -192,7 +192,7 @@ def _data(delta: Delta, index: int, shape: ReplyShape, tokenizer: Tokenizer) -> 
             return mark.encode()
     if delta.token_ids[index] in shape.markers:
         return tokenizer.token_bytes(delta.token_ids[index])
-    return seen_bytes(delta.token_ids[index], tokenizer, shape.skip_special)
+    return visible_bytes(delta.token_ids[index], tokenizer, shape.skip_special)
 
 
 def _stop_string(delta: Delta) -> str | None:
@@ -225,11 +225,11 @@ def _stop_in(state: StreamState, data: bytes, stop: str, include: bool) -> tuple
 
 def _entries(
     detokenizer: Detokenizer, delta: Delta, hidden: int, shape: ReplyShape, tokenizer: Tokenizer
-) -> tuple[Detokenizer, tuple[Entry, ...]]:
+) -> tuple[Detokenizer, tuple[LogprobEntry, ...]]:
     """Return one entry for each token. Each has the text it completes; an unfinished end falls to the last."""
     unstopped, offset = detokenizer.unstopped, detokenizer.offset
     tops = delta.top_logprobs or ((),) * len(delta.token_ids)
-    entries: list[Entry] = []
+    entries: list[LogprobEntry] = []
     last = len(delta.token_ids) - 1
     for index, (token, logprob, top) in enumerate(zip(delta.token_ids, delta.logprobs, tops, strict=True)):
         text = ""
@@ -239,7 +239,7 @@ def _entries(
             unstopped, rest = stream.finish(unstopped)
             text += rest
         text = spelled(text) if shape.tool is not None else text
-        entries.append(Entry(token, text, logprob, _with_own(top, token, logprob), offset))
+        entries.append(LogprobEntry(token, text, logprob, _with_own(top, token, logprob), offset))
         offset += len(text)
     return replace(detokenizer, unstopped=unstopped, offset=offset), tuple(entries)
 

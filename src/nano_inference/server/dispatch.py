@@ -20,7 +20,7 @@ from nano_inference.types import StepStats
 
 Enter = Callable[[Ticket, tuple[int, ...]], None]
 """Queues some of a ticket's asks in the engine."""
-Gate = Callable[[Ticket, Enter], None]
+Enqueue = Callable[[Ticket, Enter], None]
 """Takes a ticket that was opened, and enters its asks when their turn comes."""
 
 LOOKAHEAD = 256
@@ -85,7 +85,7 @@ class _Entry:
         most = request.params.max_tokens
         seats = unstarted = 0
         tokens = len(request.prompt)
-        for clock in self.ticket.clocks[self.index]:
+        for clock in self.ticket.times[self.index]:
             if clock.ended is None:
                 seats += 1
                 unstarted += clock.started is None
@@ -164,7 +164,7 @@ class Dispatcher:
         return self._num_waiting
 
     @contextmanager
-    def turns_for(self, client: Client) -> Iterator[Gate]:
+    def queue_for(self, client: Client) -> Iterator[Enqueue]:
         """Yield what enters a ticket's asks in this client's turns; leaving the block forgets the ticket."""
         tickets: list[Ticket] = []
 
@@ -198,7 +198,7 @@ class Dispatcher:
             self._waiting[ticket][index] = entry
             self._queue.push(client.name, entry.num_samples, entry)
             self._num_waiting += entry.num_samples
-        ticket.hurry = lambda: self._enter_all(ticket)
+        ticket.dispatch_now = lambda: self._enter_all(ticket)
         self._dispatch()
 
     def _enter_all(self, ticket: Ticket) -> None:

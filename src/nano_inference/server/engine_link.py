@@ -12,9 +12,9 @@ from typing import Literal, TypeVar
 from nano_inference.async_engine import AsyncEngine
 from nano_inference.engine_thread import DrivenEngine, Turn
 from nano_inference.server.clocks import count_tokens, ended_record
-from nano_inference.server.dispatch import Gate
+from nano_inference.server.dispatch import Enqueue
 from nano_inference.server.errors import ApiError, internal_error
-from nano_inference.server.served import Observer, Opened
+from nano_inference.server.served import LoadedModel, Observer
 from nano_inference.server.ticket import PromptRequest, Ticket, bare_name
 from nano_inference.types import BadRequest, Delta, StepStats
 
@@ -41,9 +41,9 @@ class EngineLink:
 
     # ---- life -------------------------------------------------------------------------------------------------------
 
-    async def start(self, open_engine: Callable[[], Opened]) -> Opened:
+    async def start(self, open_engine: Callable[[], LoadedModel]) -> LoadedModel:
         """Open the engine in the thread that will drive it; return when it can be asked. Raises what opening raised."""
-        found: list[Opened] = []
+        found: list[LoadedModel] = []
 
         def open_it() -> DrivenEngine:
             found.append(open_engine())
@@ -58,7 +58,7 @@ class EngineLink:
         self._observer = found[0].observer
         return found[0]
 
-    def open_doors(self) -> None:
+    def start_accepting(self) -> None:
         """Take requests, unless the server began to shut down meanwhile."""
         if self.state == "loading":
             self.state = "ready"
@@ -97,7 +97,7 @@ class EngineLink:
 
     @contextmanager
     def submit(
-        self, requests: Sequence[PromptRequest], names: Iterable[str] = (), gate: Gate | None = None
+        self, requests: Sequence[PromptRequest], names: Iterable[str] = (), gate: Enqueue | None = None
     ) -> Iterator[Ticket]:
         """Queue requests and give the ticket to wait with; leaving the block aborts what is still open.
 
@@ -145,7 +145,7 @@ class EngineLink:
         wanted = None if names is None else frozenset(map(bare_name, names))
         tickets = [ticket for ticket in self._open if wanted is None or ticket.names & wanted]
         for ticket in tickets:
-            ticket.hurry()
+            ticket.dispatch_now()
         return await engine.end_submissions([self._open[ticket] for ticket in tickets], first=first)
 
     def require_ready(self) -> None:
@@ -188,13 +188,13 @@ class _TicketReceiver:
 
     def on_started(self, prompt_index: int, sample_index: int, at: float) -> None:
         """Note when a sample left the queue for the first time."""
-        clock = self._ticket.clocks[prompt_index][sample_index]
+        clock = self._ticket.times[prompt_index][sample_index]
         clock.started = clock.started or at
 
     def on_delta(self, prompt_index: int, delta: Delta, at: float) -> None:
         """Count a delta's tokens, and put it into the ticket."""
         ticket, observer = self._ticket, self._observer
-        clock = ticket.clocks[prompt_index][delta.sample_index]
+        clock = ticket.times[prompt_index][delta.sample_index]
         if delta.token_ids and observer is not None:
             count_tokens(observer, clock, len(delta.token_ids), at)
         if delta.sample is not None:
@@ -214,7 +214,7 @@ class _TicketReceiver:
 
     def count_aborted(self, reason: str) -> None:
         """Count the samples that have not ended, when the caller has left."""
-        for prompt_index, clocks in enumerate(self._ticket.clocks):
+        for prompt_index, clocks in enumerate(self._ticket.times):
             for clock in clocks:
                 if clock.ended is None:
                     clock.ended = time.monotonic()

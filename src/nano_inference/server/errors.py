@@ -65,7 +65,7 @@ class ApiError(Exception):
         """Further fields of the error object, for programs: `n_prompt_tokens`, `n_ctx`."""
         self._shape: ErrorBody | None = None
 
-    def told_as(self, shape: ErrorBody) -> ApiError:
+    def with_body(self, shape: ErrorBody) -> ApiError:
         """Return the same error for a client of another dialect, whose body `shape` makes."""
         told = ApiError(
             self.status, self.message, param=self.param, code=self.code, headers=self.headers, extra=self.extra

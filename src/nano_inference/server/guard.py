@@ -249,7 +249,7 @@ class Exchange:
     async def refuse(self, error: ApiError) -> ApiError:
         """Send an error, unless an answer has begun or nobody is there; return it."""
         if self.status is None and not self.is_gone:
-            body = (error if self._error_body is None else error.told_as(self._error_body)).to_json()
+            body = (error if self._error_body is None else error.with_body(self._error_body)).to_json()
             own = [(name.lower().encode(), value.encode("latin-1")) for name, value in error.headers.items()]
             await self.respond(error.status, [*described(body), *own], body)
         return error

@@ -20,7 +20,7 @@ from nano_inference.kinds import installed_kinds
 from nano_inference.loader.opened import Checkpoint, sampling_defaults
 from nano_inference.server.metrics import Metrics
 from nano_inference.server.model import ServedModel
-from nano_inference.server.served import Opened
+from nano_inference.server.served import LoadedModel
 from nano_inference.text.dialogue import load_dialogue
 from nano_inference.text.grammar import Grammars
 from nano_inference.text.tokenizer import load_tokenizer
@@ -40,7 +40,7 @@ def open_model(
     name: str,
     path: Path,
     progress: LoadProgress | None = None,
-) -> Opened:
+) -> LoadedModel:
     """Load the model that lies at `path`; it is called `name` unless the configuration has names for it.
 
     Raises `ModelError` and `ValueError` as `assemble` does.
@@ -78,7 +78,7 @@ def open_model(
         block_size=parts.kv.block_size,
         cache_config=cache_facts(engine_config, parts),
     )
-    return Opened(engine=engine, observer=metrics, model=model, step_tokens=engine_config.max_tokens_per_batch)
+    return LoadedModel(engine=engine, observer=metrics, model=model, step_tokens=engine_config.max_tokens_per_batch)
 
 
 def valid_defaults(checkpoint: Checkpoint) -> Mapping[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from nano_inference.server.errors import ApiError
 from nano_inference.server.model import ServedModel
-from nano_inference.server.refusals import refusals_told
+from nano_inference.server.refusals import api_errors
 from nano_inference.server.schema import ChatBody, CompletionBody, Message, Sampling, TextPart
 from nano_inference.server.tools import ToolUse
 from nano_inference.text.chat import RESERVED
@@ -51,7 +51,7 @@ def chat_prompt(
     dialogue = require_dialogue(model)
     messages, rendering = read_messages(body, dialogue, use, extra)
     _refuse_hopeless([text for message in messages for text in _texts_of(message.get("content"))], body, model)
-    with refusals_told("messages"):
+    with api_errors("messages"):
         ids = dialogue.encode(messages, rendering)
     return Prompt(fitting(ids, body, model, max_tokens), str(messages[-1].get("content") or ""))
 
@@ -64,7 +64,7 @@ def read_messages(
     messages: Sequence[Mapping[str, Any]] = plain_messages(body.messages, dialogue)
     functions = () if use is None else use.functions
     if functions or any(_is_about_calls(message) for message in messages):
-        with refusals_told("messages"):
+        with api_errors("messages"):
             messages = with_tools(messages, functions, dialogue.tool_template)
     if functions and speaks_of_tools(dialogue.tool_template):
         rendering = replace(rendering, tools=functions)
@@ -175,7 +175,7 @@ def _completion_prompt(given: Any, body: CompletionBody, model: ServedModel, max
     ids: Sequence[int] = given
     if isinstance(given, str):
         _refuse_hopeless([given], body, model)
-        with refusals_told("prompt"):
+        with api_errors("prompt"):
             ids = tokenizer.encode(given, add_special=body.add_special_tokens is not False)
     kept = fitting(ids, body, model, max_tokens)
     if not body.echo:

@@ -16,7 +16,7 @@ _FIELDS = frozenset(CompletionBody.model_fields) | frozenset(ChatBody.model_fiel
 
 
 @contextmanager
-def refusals_told(param: str | None = None) -> Iterator[None]:
+def api_errors(param: str | None = None) -> Iterator[None]:
     """Raise the `ApiError` of whatever is refused in the block; `param` is the field when the refusal names none.
 
     Any other `ValueError` is a mistake of ours, not the client's.
@@ -24,10 +24,10 @@ def refusals_told(param: str | None = None) -> Iterator[None]:
     try:
         yield
     except (BadRequest, ModelError) as error:
-        raise client_error(error, param) from None
+        raise to_api_error(error, param) from None
 
 
-def client_error(error: ValueError, param: str | None = None) -> ApiError:
+def to_api_error(error: ValueError, param: str | None = None) -> ApiError:
     """Return what a client is told of a refusal: its text, and the field that it begins with or else `param`."""
     if isinstance(error, TemplateLimit):
         return ApiError(400, f"messages: {error.reason}", param="messages")

@@ -8,7 +8,14 @@ from itertools import groupby
 from typing import Any
 
 from nano_inference.server.call import JSON, Call, Transcript, usage
-from nano_inference.server.detokenizer import Entry, Written, alone, begun_parts, prompt_entries, token_data
+from nano_inference.server.detokenizer import (
+    DecodedDelta,
+    LogprobEntry,
+    prefix_parts,
+    prompt_entries,
+    token_bytes_of,
+    token_text,
+)
 from nano_inference.server.errors import ApiError
 from nano_inference.server.events import DONE, events
 from nano_inference.server.shape import ReplyShape
@@ -26,24 +33,24 @@ class OpenAIReply:
         self._tokenizer = tokenizer
         self._created = created
 
-    def whole(self, transcripts: Sequence[Transcript]) -> JSON:
+    def body(self, transcripts: Sequence[Transcript]) -> JSON:
         """Return the reply's JSON."""
-        return whole(self._call, transcripts, self._tokenizer, self._created)
+        return openai_body(self._call, transcripts, self._tokenizer, self._created)
 
-    def opening(self, transcripts: Sequence[Transcript]) -> bytes:
+    def first_events(self, transcripts: Sequence[Transcript]) -> bytes:
         """Return the roles, and what is echoed."""
         return self._events(opening_chunks(self._call, transcripts, self._created), transcripts)
 
-    def added(self, transcript: Transcript, written: Written, transcripts: Sequence[Transcript]) -> bytes:
+    def delta_events(self, transcript: Transcript, decoded: DecodedDelta, transcripts: Sequence[Transcript]) -> bytes:
         """Return the chunks of a delta."""
-        return self._events(delta_chunks(self._call, transcript, written, self._tokenizer, self._created), transcripts)
+        return self._events(delta_chunks(self._call, transcript, decoded, self._tokenizer, self._created), transcripts)
 
-    def closing(self, transcripts: Sequence[Transcript]) -> bytes:
+    def last_events(self, transcripts: Sequence[Transcript]) -> bytes:
         """Return the usage when it was asked for, and [DONE]."""
         last = [usage_chunk(self._call, transcripts, self._created)] if self._call.include_usage else []
         return events(last) + DONE
 
-    def failed(self, error: ApiError) -> bytes:
+    def error_events(self, error: ApiError) -> bytes:
         """Return the error, and [DONE]."""
         return events([error.to_dict()]) + DONE
 
@@ -54,7 +61,7 @@ class OpenAIReply:
         return events(chunks)
 
 
-def whole(call: Call, transcripts: Sequence[Transcript], tokenizer: Tokenizer, created: int) -> JSON:
+def openai_body(call: Call, transcripts: Sequence[Transcript], tokenizer: Tokenizer, created: int) -> JSON:
     """Return the reply to a call that is not streamed."""
     make = _chat_choice if call.kind == "chat" else _completion_choice
     reply: JSON = {
@@ -101,31 +108,31 @@ def opening_chunks(call: Call, transcripts: Sequence[Transcript], created: int) 
 
 def _echoed(shape: ReplyShape, text: str) -> JSON:
     """Return the delta that echoes a text; one that an answer began with has its parts, where there is a calculator."""
-    parts = begun_parts(shape)[0] if shape.tool is not None and text else ()
+    parts = prefix_parts(shape)[0] if shape.tool is not None and text else ()
     return {"content": text, "parts": [part._asdict() for part in parts]} if parts else {"content": text}
 
 
 def _begun_ids(shape: ReplyShape) -> JSON:
     """Return the ids that an answer began with, those among them that its calculator forced behind the given ones."""
-    return {"answer_token_ids": list(shape.begun_ids)} if shape.begun_ids and shape.token_ids else {}
+    return {"answer_token_ids": list(shape.prefix_ids)} if shape.prefix_ids and shape.token_ids else {}
 
 
 def delta_chunks(
-    call: Call, transcript: Transcript, written: Written, tokenizer: Tokenizer, created: int
+    call: Call, transcript: Transcript, decoded: DecodedDelta, tokenizer: Tokenizer, created: int
 ) -> list[JSON]:
     """Return the chunks of one delta: one with what it brought, and an empty one that says why the sample ended."""
     shape, is_chat = call.shape, call.kind == "chat"
     extras: JSON = {}
-    if shape.logprobs is not None and written.entries:
-        extras["logprobs"] = _logprobs(call, written.entries, tokenizer)
-    extras |= token_facts(written, shape)
+    if shape.logprobs is not None and decoded.entries:
+        extras["logprobs"] = _logprobs(call, decoded.entries, tokenizer)
+    extras |= token_facts(decoded, shape)
     chunks: list[JSON] = []
-    for content in _chat_deltas(written, shape, bool(extras)) if is_chat else [written.text]:
+    for content in _chat_deltas(decoded, shape, bool(extras)) if is_chat else [decoded.text]:
         if content or extras:
             chunks.append(_chunk(call, created, transcript.index, content, **extras))
         extras = {}  # told with the first
-    if written.finish_reason is not None:
-        told = {"stop_reason": written.stop_reason} | version_facts(transcript, shape)
+    if decoded.finish_reason is not None:
+        told = {"stop_reason": decoded.stop_reason} | version_facts(transcript, shape)
         end = _chunk(call, created, transcript.index, {} if is_chat else "", **told)
         end["choices"][0]["finish_reason"] = finish_reason_of(transcript)
         chunks.append(end)
@@ -137,17 +144,17 @@ def finish_reason_of(transcript: Transcript) -> str | None:
     return "tool_calls" if transcript.num_calls and transcript.finish_reason == "stop" else transcript.finish_reason
 
 
-def _chat_deltas(written: Written, shape: ReplyShape, has_extras: bool) -> list[JSON]:
+def _chat_deltas(decoded: DecodedDelta, shape: ReplyShape, has_extras: bool) -> list[JSON]:
     """Return the deltas that a chat's stream tells of what was written: content, and pieces of calls."""
-    deltas = call_deltas(written.events)
-    if shape.tool is not None and written.parts:
-        deltas = [{"content": written.text, "parts": [part._asdict() for part in written.parts]}]
+    deltas = call_deltas(decoded.events)
+    if shape.tool is not None and decoded.parts:
+        deltas = [{"content": decoded.text, "parts": [part._asdict() for part in decoded.parts]}]
     return deltas or ([{"content": ""}] if has_extras else [])
 
 
-def token_facts(written: Written, shape: ReplyShape) -> JSON:
+def token_facts(decoded: DecodedDelta, shape: ReplyShape) -> JSON:
     """Return what a stream tells of the tokens that came, for whoever asked for their ids."""
-    delta = written.delta
+    delta = decoded.delta
     if delta is None or not delta.token_ids:
         return {}
     facts: JSON = {}
@@ -223,7 +230,7 @@ def _chat_choice(call: Call, transcript: Transcript, tokenizer: Tokenizer) -> JS
     if told.tool_calls:
         choice["message"]["tool_calls"] = told.tool_calls
     if call.shape.tool is not None:
-        begun = begun_parts(call.shape)[0] if echo else ()
+        begun = prefix_parts(call.shape)[0] if echo else ()
         choice["message"]["parts"] = [part._asdict() for part in joined([*begun, *transcript.parts])]
     return choice | _begun_ids(call.shape) | sample_facts(transcript, call.shape)
 
@@ -231,7 +238,7 @@ def _chat_choice(call: Call, transcript: Transcript, tokenizer: Tokenizer) -> JS
 def _completion_choice(call: Call, transcript: Transcript, tokenizer: Tokenizer) -> JSON:
     shape, prompt = call.shape, call.requests[transcript.prompt_index].prompt
     echo = shape.echo[transcript.prompt_index] if shape.echo else ""
-    entries: Sequence[Entry] = transcript.entries
+    entries: Sequence[LogprobEntry] = transcript.entries
     sample = transcript.sample
     if shape.echo_logprobs and sample is not None:
         scores, tops = sample.prompt_logprobs or (), sample.prompt_top_logprobs
@@ -255,21 +262,21 @@ def joined(parts: Sequence[Part]) -> list[Part]:
     return [Part(kind, "".join(part.text for part in run)) for kind, run in groupby(parts, key=lambda part: part.type)]
 
 
-def _logprobs(call: Call, entries: Sequence[Entry], tokenizer: Tokenizer) -> JSON:
+def _logprobs(call: Call, entries: Sequence[LogprobEntry], tokenizer: Tokenizer) -> JSON:
     make = _chat_logprobs if call.kind == "chat" else _completion_logprobs
     return make(entries, call.shape, tokenizer)
 
 
-def _chat_logprobs(entries: Sequence[Entry], shape: ReplyShape, tokenizer: Tokenizer) -> JSON:
+def _chat_logprobs(entries: Sequence[LogprobEntry], shape: ReplyShape, tokenizer: Tokenizer) -> JSON:
     """Return a chat's form."""
     return {"content": token_logprobs(entries, shape, tokenizer)}
 
 
-def token_logprobs(entries: Sequence[Entry], shape: ReplyShape, tokenizer: Tokenizer) -> list[JSON]:
+def token_logprobs(entries: Sequence[LogprobEntry], shape: ReplyShape, tokenizer: Tokenizer) -> list[JSON]:
     """Return one object a token, each with its bytes and `top_logprobs`."""
     count = shape.logprobs or 0
     name = _namer(shape, tokenizer)
-    data = cache(lambda token: list(token_data(token, tokenizer)))
+    data = cache(lambda token: list(token_bytes_of(token, tokenizer)))
     return [
         {
             "token": f"token_id:{entry.token}" if shape.tokens_as_ids else entry.text,
@@ -290,7 +297,7 @@ def _id_of(token: int, shape: ReplyShape) -> JSON:
     return {"token_id": token} if shape.token_ids else {}
 
 
-def _completion_logprobs(entries: Sequence[Entry], shape: ReplyShape, tokenizer: Tokenizer) -> JSON:
+def _completion_logprobs(entries: Sequence[LogprobEntry], shape: ReplyShape, tokenizer: Tokenizer) -> JSON:
     """Return a completion's form: four parallel lists."""
     name = _namer(shape, tokenizer)
     return {
@@ -309,7 +316,7 @@ def _prompt_logprobs(sample: TrainingSample | None, shape: ReplyShape, tokenizer
         return []
     scores = sample.prompt_logprobs or ()
     tops = sample.prompt_top_logprobs or ((),) * len(scores)
-    text = cache(lambda token: alone(token, tokenizer))
+    text = cache(lambda token: token_text(token, tokenizer))
     rows: list[JSON | None] = [None]
     ranks = sample.prompt_ranks or (None,) * len(scores)
     for token, score, top, own_rank in zip(sample.prompt_tokens[1:], scores, tops, ranks, strict=True):
@@ -324,4 +331,4 @@ def _prompt_logprobs(sample: TrainingSample | None, shape: ReplyShape, tokenizer
 
 def _namer(shape: ReplyShape, tokenizer: Tokenizer) -> Callable[[int], str]:
     """Return how alternatives are called; each is looked up once."""
-    return cache(lambda token: f"token_id:{token}" if shape.tokens_as_ids else alone(token, tokenizer))
+    return cache(lambda token: f"token_id:{token}" if shape.tokens_as_ids else token_text(token, tokenizer))

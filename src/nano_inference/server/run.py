@@ -25,10 +25,10 @@ from nano_inference.server.engine_link import EngineLink
 from nano_inference.server.keys import KeyRing, load_keys
 from nano_inference.server.loop_watch import LoopWatchdog
 from nano_inference.server.protocol import uvicorn_config
-from nano_inference.server.served import Opened
+from nano_inference.server.served import LoadedModel
 from nano_inference.server.wiring import guard_policy, installed_dialects, make_app
 
-Open = Callable[[], Opened]
+Open = Callable[[], LoadedModel]
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 SEND_BUFFER = 128 << 10
 """Bytes of a reply that the kernel keeps for a client that does not read; Linux doubles them, and would take 4 MB."""
@@ -124,7 +124,7 @@ async def serve(
     *,
     max_running: int,
     on_listening: Callable[[], None],
-    on_ready: Callable[[Opened], None],
+    on_ready: Callable[[LoadedModel], None],
 ) -> int:
     """Serve until a signal; return the exit code, which is 1 when the engine failed.
 
@@ -171,7 +171,7 @@ async def _load(
     open_model: Open,
     shutdown: Shutdown,
     max_running: int,
-    on_ready: Callable[[Opened], None],
+    on_ready: Callable[[LoadedModel], None],
 ) -> bool:
     """Load the model and open the doors; whether that was done before the end was asked for."""
     loading = asyncio.ensure_future(link.start(open_model))

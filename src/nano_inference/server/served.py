@@ -46,7 +46,7 @@ class Observer(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Opened:
+class LoadedModel:
     """A model that is loaded and can be served."""
 
     engine: DrivenEngine

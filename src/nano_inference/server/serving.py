@@ -16,16 +16,16 @@ from nano_inference.server.engine_link import EngineLink
 from nano_inference.server.errors import ApiError
 from nano_inference.server.model import ServedModel
 from nano_inference.server.queue_limits import QueueLimits
-from nano_inference.server.served import Observer, Opened
+from nano_inference.server.served import LoadedModel, Observer
 from nano_inference.server.ticket import Ticket
-from nano_inference.server.workshop import Workshop
+from nano_inference.server.worker_pool import WorkerPool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Serving:
     """What there is once a model is loaded."""
 
-    opened: Opened
+    opened: LoadedModel
     queue_limits: QueueLimits
     dispatcher: Dispatcher
 
@@ -57,7 +57,7 @@ class CallResponse(Response):
         open_calls: OpenCalls,
         call: Call,
         timing: Timing,
-        workshop: Workshop,
+        workshop: WorkerPool,
     ) -> None:
         self._link = link
         self._serving = serving
@@ -77,7 +77,7 @@ class CallResponse(Response):
         try:
             with (
                 serving.queue_limits.reserve(call, client),
-                serving.dispatcher.turns_for(client) as gate,
+                serving.dispatcher.queue_for(client) as gate,
                 self._link.submit(call.requests, call.names, gate) as ticket,
             ):
                 transcripts += transcripts_of(call)  # which may be many: not before they are let in
@@ -86,15 +86,15 @@ class CallResponse(Response):
                 )
         finally:
             self._open_calls.num -= 1
-            scope["state"]["notes"] = notes_of(call, transcripts, ticket, error)
+            scope["state"]["notes"] = log_fields(call, transcripts, ticket, error)
 
 
-def notes_of(
+def log_fields(
     call: Call, transcripts: list[Transcript], ticket: Ticket | None, error: ApiError | None
 ) -> dict[str, Any]:
     """Return what the log says of a call: how much there was, how fast it was, how it ended."""
     counts = usage(call, transcripts)
-    clocks = [] if ticket is None else [clock for row in ticket.clocks for clock in row]
+    clocks = [] if ticket is None else [clock for row in ticket.times for clock in row]
     first = min((c.first_token for c in clocks if c.first_token is not None), default=None)
     started = min((c.started for c in clocks if c.started is not None), default=None)
     last = max((c.last_token for c in clocks if c.last_token is not None), default=None)

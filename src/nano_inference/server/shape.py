@@ -34,8 +34,8 @@ class ReplyShape:
     """Special tokens that are shown all the same: calls are known by them."""
     tool: Tool | None = None
     """What answers while the model writes."""
-    begun: bytes = b""
+    prefix_bytes: bytes = b""
     """What a reader sees of the tokens that the answer began with, marks of the calculator included."""
-    begun_ids: tuple[int, ...] = ()
+    prefix_ids: tuple[int, ...] = ()
     raw_logprobs: bool = False
     sampling_masks: bool = False

@@ -28,7 +28,7 @@ class PromptRequest(EngineRequest):
 
 
 @dataclass(slots=True)
-class SampleClock:
+class SampleTimes:
     """When things happened to one sample; seconds of the monotonic clock, None where it did not happen."""
 
     arrived: float
@@ -56,9 +56,9 @@ class Ticket:
         self.names = frozenset(map(bare_name, names))
         """What clients call it, when they want it aborted."""
         self.arrived = time.monotonic()
-        self.clocks = [[SampleClock(self.arrived) for _ in range(request.num_samples)] for request in self.requests]
+        self.times = [[SampleTimes(self.arrived) for _ in range(request.num_samples)] for request in self.requests]
         """One for each prompt and sample."""
-        self.hurry: Callable[[], None] = _do_nothing
+        self.dispatch_now: Callable[[], None] = _do_nothing
         """Gives the engine what waits for its client's turn."""
         self.is_closed = False
         """Nobody waits any more."""
@@ -95,7 +95,7 @@ class Ticket:
         A failure that was raised refers to it through its traceback.
         """
         self.is_closed = True
-        self.hurry = _do_nothing
+        self.dispatch_now = _do_nothing
         self._failure = None
 
     async def take(self, timeout: float) -> list[Piece]:

@@ -35,15 +35,15 @@ def as_body(fields: Mapping[str, Any], kind: type[_B]) -> _B:
 
 
 @contextmanager
-def told_as(names: Mapping[str, str]) -> Iterator[None]:
+def renamed_errors(names: Mapping[str, str]) -> Iterator[None]:
     """Raise what is refused in the block with a client's own names of fields; `names` are ours to theirs."""
     try:
         yield
     except ApiError as error:
-        raise renamed(error, names) from None
+        raise renamed_error(error, names) from None
 
 
-def renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:
+def renamed_error(error: ApiError, names: Mapping[str, str]) -> ApiError:
     """Return a refusal with other names of fields, in its text and as the field that is wrong."""
     param = error.param
     if param is not None:
@@ -52,7 +52,7 @@ def renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:
     return ApiError(error.status, text, param=param, code=error.code, headers=error.headers, extra=error.extra)
 
 
-def structures_told_as(call: Call, names: Mapping[str, str]) -> Call:
+def rename_structures(call: Call, names: Mapping[str, str]) -> Call:
     """Return a call whose structures are told of by other names of their fields: they are compiled later."""
 
     def told(structure: Structure | None) -> Structure | None:
@@ -82,7 +82,7 @@ def refuse_unknown(fields: Mapping[str, Any], neutral: Mapping[str, tuple[Any, .
             raise ApiError(400, f"{place} is not a field of it", param=place, code="unknown_field")
 
 
-def given(body: Body) -> dict[str, Any]:
+def given_fields(body: Body) -> dict[str, Any]:
     """Return a body's known fields: what was sent, or else its default; without those that are None either way."""
     values: dict[str, Any] = {}
     for name, field in type(body).model_fields.items():
@@ -91,7 +91,7 @@ def given(body: Body) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-def roomy(call: Call, limits: Limits) -> Call:
+def fill_context(call: Call, limits: Limits) -> Call:
     """Return a call whose answers may take all the room that their prompts leave."""
     room = min(limits.max_model_len, limits.num_blocks * limits.block_size)
     requests = tuple(replace(request, params=replace(request.params, max_tokens=None)) for request in call.requests)
@@ -99,7 +99,7 @@ def roomy(call: Call, limits: Limits) -> Call:
     return replace(call, requests=requests, num_tokens=num_tokens)
 
 
-def uncached(call: Call) -> Call:
+def without_prefix_cache(call: Call) -> Call:
     """Return a call that shares no cached prefix with any other."""
     requests = tuple(replace(request, salt=f"{request.salt}#{uuid.uuid4().hex}") for request in call.requests)
     return replace(call, requests=requests)

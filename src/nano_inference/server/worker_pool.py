@@ -18,11 +18,11 @@ _SMALL_BODY = 16 << 10
 """Bytes of a body that does not wait behind larger ones."""
 _MAX_SMALL_JOBS = 1024
 """Small bodies of one kind that are read or wait to be read."""
-_NAME = "workshop-"
+_NAME = "worker-"
 _ENDING_S = 1.0
 
 
-class Workshop:
+class WorkerPool:
     """Owns the threads, and how many jobs may wait for them."""
 
     def __init__(self, name: str, num_threads: int, *, max_jobs: int = _MAX_JOBS) -> None:
@@ -57,16 +57,16 @@ class Workshop:
         self._num_jobs -= 1
 
 
-class Readers:
+class BodyWorkers:
     """Owns the threads that read bodies: one kind that is slow to read, such as long chats, delays no other."""
 
     def __init__(self) -> None:
-        self.large = Workshop("text", 2)
+        self.large = WorkerPool("text", 2)
         """Also for large replies."""
         self._others = {
-            (False, True): Workshop("large-chat", 2),
-            (True, False): Workshop("small-text", 2, max_jobs=_MAX_SMALL_JOBS),
-            (True, True): Workshop("small-chat", 2, max_jobs=_MAX_SMALL_JOBS),
+            (False, True): WorkerPool("large-chat", 2),
+            (True, False): WorkerPool("small-text", 2, max_jobs=_MAX_SMALL_JOBS),
+            (True, True): WorkerPool("small-chat", 2, max_jobs=_MAX_SMALL_JOBS),
         }
         """(body is small, messages are rendered) -> threads."""
 
