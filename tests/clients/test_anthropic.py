@@ -16,7 +16,7 @@ from nano_inference.server.detokenizer import DecodedDelta
 from nano_inference.server.dialects.messages_reply import MessagesReply
 from nano_inference.server.errors import ApiError
 from nano_inference.server.shape import ReplyShape
-from nano_inference.server.ticket import Ask
+from nano_inference.server.ticket import PromptRequest
 from nano_inference.text.kinds import TokenizerSource
 from nano_inference.text.tokenizer import Tokenizer, load_tokenizer
 from nano_inference.text.tool_calls import CallArguments, CallEnd, CallStart, Content, Event
@@ -236,13 +236,13 @@ def tokenizer(tiny_directory: Path) -> Tokenizer:
 
 @pytest.fixture
 def call() -> Call:
-    ask = Ask(prompt=(1, 2), params=SamplingParams(), num_samples=1)
+    request = PromptRequest(prompt=(1, 2), params=SamplingParams(), num_samples=1)
     shape = ReplyShape()
     return Call(
         kind="chat",
         id="msg_1",
         model="tiny",
-        asks=(ask,),
+        requests=(request,),
         num_samples=1,
         num_tokens=0,
         shape=shape,

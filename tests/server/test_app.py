@@ -1165,7 +1165,7 @@ def test_a_silent_stream_says_that_it_is_still_there(tiny_directory: Path) -> No
 
 def test_a_reply_of_many_alternatives_is_put_together_in_a_thread(server: Running) -> None:
     threads: set[str] = set()
-    workshop: Any = server.app._readers.large
+    workshop: Any = server.app.workers.large
     run = workshop.run
 
     async def noted(work: Any, *, seconds: float) -> Any:
@@ -1189,7 +1189,7 @@ def test_a_reply_of_many_alternatives_is_put_together_in_a_thread(server: Runnin
 def test_too_many_large_bodies_are_refused(tiny_directory: Path) -> None:
     with running(tiny_directory) as server:
         go_on, begun = threading.Event(), threading.Event()
-        workshop: Any = server.app._readers.large
+        workshop: Any = server.app.workers.large
 
         def wait() -> None:
             begun.set()
