@@ -74,7 +74,7 @@ class Transcript:
     versions: list[int] = field(default_factory=list)
 
     def add_delta(self, delta: Delta, shape: ReplyShape, tokenizer: Tokenizer, *, keep: bool = True) -> DecodedDelta:
-        """Add a delta; return it decoded. `keep`: keep text, entries, parts and events, for a reply that is not streamed."""
+        """Add a delta; return it decoded. `keep`: keep text and entries, for a reply that is not streamed."""
         self.detokenizer, decoded = detokenize(self.detokenizer, delta, shape, tokenizer)
         decoded = self._parse_calls(decoded, shape.functions, is_end=delta.sample is not None)
         self.token_ids += decoded.token_ids

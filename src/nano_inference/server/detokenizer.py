@@ -18,8 +18,8 @@ from nano_inference.text.tool_calls import Event
 from nano_inference.types import Delta, FinishReason, StopReason, TokenLogprob, TopLogprobs
 
 _NEVER = "\ud800"
-"""A lone surrogate, which no decoded text contains. Appended to a stop string, it makes `text.stream` hold back a possible
-start of the stop string without ever matching: the engine decides which match ends a sample (see `min_tokens`)."""
+"""A lone surrogate, which no decoded text contains. Appended to a stop string, it makes `text.stream` hold back a
+possible start of the stop string without ever matching: the engine decides which match ends a sample (`min_tokens`)."""
 
 
 class LogprobEntry(NamedTuple):

@@ -91,7 +91,9 @@ class Dialect:
     """The body of an error on the dialect's POST paths; None for OpenAI's error object."""
 
     def __post_init__(self) -> None:
-        for route in (*self.generating, *self.converting, *self.describing, *self.probing):
+        routes: tuple[Generating | Converting | Describing | Probing, ...]
+        routes = (*self.generating, *self.converting, *self.describing, *self.probing)
+        for route in routes:
             if not route.path.startswith("/"):
                 raise ValueError(f"path must begin with /, got {route.path!r}")
 

@@ -17,8 +17,8 @@ def quota(share: float, capacity: int, num_others: int) -> int:
     """Return the most units of `capacity` that one client may hold while all others together hold `num_others`.
 
     The dynamic threshold of A. K. Choudhury and E. L. Hahne (IEEE/ACM Transactions on Networking, 1998) with
-    alpha = share / (1 - share): a client may hold alpha units per free unit. If k clients hold as much as they may, each
-    has share / (1 + (k - 1) * share) of the capacity, so that some is free for any k.
+    alpha = share / (1 - share): a client may hold alpha units per free unit. If k clients hold all they may, each has
+    share / (1 + (k - 1) * share) of the capacity, so that some is free for any k.
     """
     return max(1, int(share * (capacity - num_others)))
 
