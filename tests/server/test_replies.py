@@ -1,4 +1,4 @@
-"""Written samples to JSON, without an engine: choices, log-probabilities, usage, chunks; and ends before their time."""
+"""OpenAI replies without an engine: choices, log-probabilities, usage, chunks, timeouts."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def delta(
 
 
 def filled(call: Call, tokens: Sequence[int], reason: str = "length", **sample: Any) -> list[Transcript]:
-    """Drafts that all have the same tokens."""
+    """Return transcripts that all have the same tokens."""
     transcripts = transcripts_of(call)
     for transcript in transcripts:
         done = replace(sample_of(tokens, reason, None), **sample)
@@ -64,7 +64,7 @@ def filled(call: Call, tokens: Sequence[int], reason: str = "length", **sample: 
     return transcripts
 
 
-def test_drafts_are_numbered_prompt_by_prompt() -> None:
+def test_transcripts_are_numbered_prompt_by_prompt() -> None:
     transcripts = transcripts_of(call_of(prompts=((A,), (B,)), n=3))
     assert [(transcript.prompt_index, transcript.index) for transcript in transcripts] == [
         (0, 0),
@@ -76,7 +76,7 @@ def test_drafts_are_numbered_prompt_by_prompt() -> None:
     ]
 
 
-def test_a_whole_completion() -> None:
+def test_completion_body() -> None:
     call = call_of()
     reply = openai_body(call, filled(call, [A, *EMOJI, END], "stop"), TOKENIZER, 77)
     assert reply == {
@@ -96,7 +96,7 @@ def test_a_whole_completion() -> None:
     json.dumps(reply)
 
 
-def test_a_whole_chat() -> None:
+def test_chat_body() -> None:
     call = call_of("chat", token_ids=True, echo=("Q",), prompt_logprobs=0)
     transcripts = filled(call, [A, B], prompt_logprobs=(), num_cached_tokens=1)
     reply = openai_body(call, transcripts, TOKENIZER, 1)
@@ -151,7 +151,7 @@ def test_completion_logprobs() -> None:
     }
 
 
-def test_echoed_logprobs_begin_with_null() -> None:
+def test_first_echoed_logprob_is_null() -> None:
     call = call_of(logprobs=1, echo=("ab",), echo_logprobs=True)
     top = ((TokenLogprob(END, -0.1), TokenLogprob(A, -0.3)),)
     (transcript,) = filled(call, [A], prompt_logprobs=(-2.0,), prompt_top_logprobs=top)
@@ -185,7 +185,7 @@ def test_chat_logprobs() -> None:
     ]
 
 
-def test_tokens_by_their_ids() -> None:
+def test_tokens_as_token_ids() -> None:
     for kind in ("chat", "completion"):
         call = call_of("chat" if kind == "chat" else "completion", logprobs=1, tokens_as_ids=True)
         (transcript,) = transcripts_of(call)
@@ -221,7 +221,7 @@ def test_prompt_logprobs() -> None:
 
 
 @pytest.mark.parametrize("include_usage", [False, True])
-def test_a_chat_s_chunks(include_usage: bool) -> None:
+def test_chat_chunks(include_usage: bool) -> None:
     call = call_of("chat", n=2, token_ids=True, echo=("Q",), include_usage=include_usage)
     transcripts = transcripts_of(call)
     chunks = opening_chunks(call, transcripts, 5)
@@ -271,7 +271,7 @@ def test_a_chat_s_chunks(include_usage: bool) -> None:
     assert (last["choices"], last["usage"]["completion_tokens"]) == ([], 2)
 
 
-def test_a_completion_s_chunks() -> None:
+def test_completion_chunks() -> None:
     call = call_of(prompts=((A,), (B,)), logprobs=1, token_ids=True, echo=("a", "b"))
     transcripts = transcripts_of(call)
     heads = [chunk["choices"][0] for chunk in opening_chunks(call, transcripts, 5)]
@@ -289,7 +289,7 @@ def test_a_completion_s_chunks() -> None:
     assert "token_ids" not in end["choices"][0]
 
 
-def test_what_shows_nothing_sends_nothing() -> None:
+def test_empty_delta_sends_no_chunk() -> None:
     call = call_of()
     assert opening_chunks(call, transcripts_of(call), 5) == []
     (transcript,) = transcripts_of(call)
@@ -297,14 +297,14 @@ def test_what_shows_nothing_sends_nothing() -> None:
     assert delta_chunks(call, transcript, written, TOKENIZER, 5) == []
 
 
-def test_a_stream_opens_with_ids_alone_or_an_echo_alone() -> None:
+def test_first_chunk_has_ids_or_echo() -> None:
     for fields, text, ids in (({"token_ids": True}, "", [A, B]), ({"echo": ("ab",)}, "ab", None)):
         call = call_of(**fields)
         (chunk,) = opening_chunks(call, transcripts_of(call), 5)
         assert (chunk["choices"][0]["text"], chunk["choices"][0].get("prompt_token_ids")) == (text, ids)
 
 
-def test_cutting_short_gives_what_was_held_back() -> None:
+def test_cut_short_returns_held_back_text() -> None:
     call = call_of(stops=("abc",))
     (transcript,) = transcripts_of(call)
     assert transcript.add_delta(delta([A, B]), call.shape, TOKENIZER).text == ""
@@ -325,7 +325,7 @@ def test_a_sample_that_was_cut_short_has_no_prompt_logprobs() -> None:
         assert "prompt_logprobs" in json.dumps(openai_body(call, [transcript], TOKENIZER, 1))
 
 
-def test_spans_have_labels_where_the_trainer_gave_them() -> None:
+def test_version_spans_use_trainer_labels() -> None:
     call = call_of(versions=True)
     (transcript,) = transcripts_of(call)
     sample = replace(sample_of([A, B, END], "stop", None), token_versions=(4, 4, 5), version_labels={5: "step-9"})

@@ -88,7 +88,7 @@ class App:
         self._further = further
         self._policy = policy
         self.workers = BodyWorkers()
-        self._compilers = Compilers()
+        self.compilers = Compilers()
         self._noted: set[str] = set()
         """Unknown fields that were logged already."""
         self._open_calls = OpenCalls()
@@ -127,7 +127,7 @@ class App:
         if self.serving is not None and self.serving.model.dialogue is not None:
             self.serving.model.dialogue.close()
         self.workers.close()
-        self._compilers.close()
+        self.compilers.close()
 
     def _routes(self) -> list[Route]:
         gets: dict[str, Endpoint] = {
@@ -200,7 +200,7 @@ class App:
         body, call = await self.workers.run(len(data), to_call, renders=route.renders, seconds=seconds)
         self._report_unknown_fields(body)
         left = arrived + self.config.request_timeout - time.monotonic()
-        call = await self._compilers.add_matchers(call, serving.model.grammars, left)
+        call = await self.compilers.add_matchers(call, serving.model.grammars, left)
         call = replace(call, names=call.names | {call.id, request.scope["state"]["request_id"]})
         timing = Timing(deadline=arrived + self.config.request_timeout, keep_alive_s=self.config.sse_keep_alive)
         return CallResponse(self.link, serving, self._open_calls, call, timing, self.workers.large)
