@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import MutableMapping
-from types import SimpleNamespace
 from typing import Any
 
-from nano_inference.server.answering import Timing, answer
+from nano_inference.server.answering import Answer, Timing
 from nano_inference.server.call import transcripts_of
 from nano_inference.server.ticket import Ticket
 from nano_inference.server.worker_pool import WorkerPool
@@ -30,8 +29,16 @@ def streamed(ticket: Ticket, seconds_left: float = 3600.0) -> list[Any]:
 
     async def main() -> None:
         timing = Timing(deadline=time.monotonic() + seconds_left, keep_alive_s=0.0)
-        model: Any = SimpleNamespace(tokenizer=TOKENIZER)
-        await answer(call, ticket, model, timing, WorkerPool("none", 1), receive, send, transcripts_of(call))
+        answer = Answer(
+            call=call,
+            ticket=ticket,
+            tokenizer=TOKENIZER,
+            timing=timing,
+            pool=WorkerPool("none", 1),
+            send=send,
+            transcripts=transcripts_of(call),
+        )
+        await answer.run(receive)
 
     asyncio.run(main())
     return [one for one in events_in(b"".join(sent).decode()) if one != "[DONE]"]

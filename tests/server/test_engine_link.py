@@ -41,7 +41,7 @@ def fake_engine(num_blocks: int = 60) -> InferenceEngine:
 
 def opened(engine: Any) -> LoadedModel:
     metrics = Metrics(model_name="fake", num_blocks=60, block_size=4, cache_config={})
-    return LoadedModel(engine=engine, observer=metrics, model=None)  # type: ignore[arg-type]
+    return LoadedModel(engine=engine, metrics=metrics, model=None)  # type: ignore[arg-type]
 
 
 def run_with_link(
@@ -332,8 +332,8 @@ def test_observer_error_stops_engine(caplog: pytest.LogCaptureFixture) -> None:
         def broken(seconds: float) -> None:
             raise RuntimeError("the counter broke")
 
-        observer: Any = link._observer
-        observer.first_token = broken
+        metrics: Any = link._metrics
+        metrics.first_token = broken
         with link.submit([request()]) as ticket, pytest.raises(ApiError) as raised:
             await to_end(ticket)
         assert (raised.value.status, link.state) == (500, "dead")
@@ -350,9 +350,9 @@ def test_open_samples_are_recorded_with_end_reason(reason: str) -> None:
     async def work(link: EngineLink) -> None:
         with link.submit([request()]) as ticket:
             ticket.end_reason = reason
-        observer: Any = link._observer
+        metrics: Any = link._metrics
         assert f'vllm:request_success_total{{engine="0",finished_reason="{reason}",model_name="fake"}} 1.0' in (
-            observer.render().decode()
+            metrics.render().decode()
         )
         engine.resume.set()
 

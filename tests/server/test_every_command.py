@@ -226,7 +226,7 @@ def test_update_part_is_received_from_named_group(
 
 def test_bucket_update_can_abort_running_requests(server: Running, groups: list[tuple[Any, ...]]) -> None:
     for aborts, reason in ((True, "abort"), (False, "length"), (None, "length")):
-        stream = Stream(server).begun()  # quoted
+        stream = Stream(server).begun()
         ok(server.post("/update_weights_from_distributed", {**BUCKET_BODY, "abort_all_requests": aborts}))
         assert stream.result().finish_reason == reason
 

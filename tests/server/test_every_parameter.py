@@ -743,7 +743,7 @@ TABLES: Mapping[str, Table] = MappingProxyType(
 
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, Running]]:
-    """Servers of the tiny model (with a start token, template variables, room for tools) and of the calculator model."""
+    """Servers of the tiny model (start token, template variables, room for tools) and of the calculator model."""
     directory = make_tiny(tmp_path_factory.mktemp("every"), 4096)
     core = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
     core.post_processor = tokenizers.processors.TemplateProcessing("<|bos|> $A", special_tokens=[("<|bos|>", 258)])

@@ -45,7 +45,7 @@ def test_names_limits_and_defaults_come_from_the_files(tiny_directory: Path, tmp
 
 def test_cache_config_info_labels(tiny_directory: Path) -> None:
     one = opened(tiny_directory, ServerConfig())
-    line = next(line for line in one.observer.render().decode().splitlines() if "cache_config_info{" in line)
+    line = next(line for line in one.metrics.render().decode().splitlines() if "cache_config_info{" in line)
     kv = one.model.limits
     assert f'kv_cache_size_tokens="{kv.num_blocks * kv.block_size}"' in line
     assert "kv_cache_max_concurrency=" in line

@@ -27,7 +27,7 @@ from nano_inference.server.dialect import Dialect, Generating
 from nano_inference.server.errors import ApiError
 from nano_inference.server.events import DONE, events
 from nano_inference.server.model import ServedModel
-from nano_inference.server.replies import openai_body, sample_facts, token_facts, version_facts
+from nano_inference.server.replies import OpenAIReply, sample_facts, token_facts, version_facts
 from nano_inference.server.schema import (
     MAX_BIAS,
     MAX_TOKEN_LIST,
@@ -259,7 +259,7 @@ class GenerateReply:
         if self._call.shape.prompt_logprobs is None:
             return None
         plain = replace(self._call, shape=replace(self._call.shape, logprobs=None))
-        choice: JSON = openai_body(plain, transcripts[:1], self._tokenizer, self._created)["choices"][0]
+        choice: JSON = OpenAIReply(plain, self._tokenizer, self._created).body(transcripts[:1])["choices"][0]
         found: list[JSON | None] = choice["prompt_logprobs"]
         return found
 
