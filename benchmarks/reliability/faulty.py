@@ -113,7 +113,7 @@ def spoil_writing() -> None:
 
 
 class InstallInWriting(MetaPathFinder):
-    """Patches `detokenizer` just before `call` imports its function. Imported earlier, pydantic would change the options."""
+    """Patches `detokenizer` just before `call` imports it. Importing pydantic earlier would change the options."""
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> None:
         """Find nothing."""
