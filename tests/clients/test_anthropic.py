@@ -12,11 +12,11 @@ import httpx2
 import pytest
 
 from nano_inference.server.call import Call, transcripts_of
-from nano_inference.server.detokenizer import Written
+from nano_inference.server.detokenizer import DecodedDelta
 from nano_inference.server.dialects.messages_reply import MessagesReply
 from nano_inference.server.errors import ApiError
 from nano_inference.server.shape import ReplyShape
-from nano_inference.server.ticket import Ask
+from nano_inference.server.ticket import PromptRequest
 from nano_inference.text.kinds import TokenizerSource
 from nano_inference.text.tokenizer import Tokenizer, load_tokenizer
 from nano_inference.text.tool_calls import CallArguments, CallEnd, CallStart, Content, Event
@@ -236,17 +236,17 @@ def tokenizer(tiny_directory: Path) -> Tokenizer:
 
 @pytest.fixture
 def call() -> Call:
-    ask = Ask(prompt=(1, 2), params=SamplingParams(), num_samples=1)
+    request = PromptRequest(prompt=(1, 2), params=SamplingParams(), num_samples=1)
     shape = ReplyShape()
     return Call(
         kind="chat",
         id="msg_1",
         model="tiny",
-        asks=(ask,),
+        requests=(request,),
         num_samples=1,
         num_tokens=0,
         shape=shape,
-        dialect=MessagesReply,
+        make_reply=MessagesReply,
     )
 
 
@@ -262,13 +262,15 @@ def answered(data: bytes, kind: str = "text/event-stream") -> Any:
 
 def written(call: Call, tokenizer: Tokenizer, events: Sequence[Event]) -> tuple[dict[str, Any], bytes]:
     """Return a whole reply and its stream, an event at a time."""
-    transcripts = transcripts_of(call)
-    transcripts[0].finish_reason = "stop"
-    transcripts[0].events += events
+    drafts = transcripts_of(call)
+    drafts[0].finish_reason = "stop"
+    drafts[0].events += events
     reply = MessagesReply(call, tokenizer, 1)
-    pieces = [reply.added(transcripts[0], Written("", (), (), None, None, events=(one,)), transcripts) for one in events]
-    data = b"".join([reply.opening(transcripts), *pieces, reply.closing(transcripts)])
-    return MessagesReply(call, tokenizer, 1).whole(transcripts), data
+    pieces = [
+        reply.delta_events(drafts[0], DecodedDelta("", (), (), None, None, events=(one,)), drafts) for one in events
+    ]
+    data = b"".join([reply.first_events(drafts), *pieces, reply.last_events(drafts)])
+    return MessagesReply(call, tokenizer, 1).body(drafts), data
 
 
 def test_calls_are_put_together_as_in_the_whole_reply(call: Call, tokenizer: Tokenizer) -> None:
@@ -290,7 +292,7 @@ def test_a_call_that_was_cut_off_is_the_same_either_way(call: Call, tokenizer: T
 
 def test_a_stream_that_fails_raises(call: Call, tokenizer: Tokenizer) -> None:
     reply = MessagesReply(call, tokenizer, 1)
-    data = reply.opening(transcripts_of(call)) + reply.failed(ApiError(500, "broken"))
+    data = reply.first_events(transcripts_of(call)) + reply.error_events(ApiError(500, "broken"))
     with pytest.raises(anthropic.APIStatusError, match="broken") as caught:
         list(answered(data).messages.create(**ASKED, stream=True))
     assert caught.value.type == "api_error"

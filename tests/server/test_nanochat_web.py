@@ -1,4 +1,4 @@
-"""nanochat's web chat: its limits, its very events, its counts."""
+"""nanochat's web chat: limits, exact events, stats."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import nano_inference
 from nano_inference.config import ServerConfig
 from nano_inference.nanochat.web import WebBody, WebReply, health, stats, web_call
 from nano_inference.server.call import transcripts_of
-from nano_inference.server.detokenizer import Written
+from nano_inference.server.detokenizer import DecodedDelta
 from nano_inference.server.dialect import Generating
 from nano_inference.server.errors import ApiError
 from nano_inference.text.tokenizer import Tokenizer
@@ -34,26 +34,26 @@ def server(tiny_directory: Path) -> Iterator[Running]:
 
 
 def texts(events: Sequence[Any]) -> str:
-    """Return the text of a stream, whose events must be nanochat's."""
+    """Return the text of a stream; its events must have nanochat's form."""
     assert all(set(one) == {"token", "gpu"} and one["gpu"] == 0 and one["token"] for one in events[:-1])
     assert events[-1] == {"done": True}
     return "".join(one["token"] for one in events[:-1])
 
 
 def said(server: Running, **fields: Any) -> str:
-    """Return what the chat route says to the same messages."""
+    """Return the chat route's answer to the same messages."""
     reply = server.post("/v1/chat/completions", {"messages": HELLO, **fields}).json()
     return str(reply["choices"][0]["message"]["content"])
 
 
 @pytest.mark.parametrize("messages", [HELLO, TALK])
-def test_a_stream_is_what_the_model_says(server: Running, messages: list[JSON]) -> None:
+def test_stream_equals_model_output(server: Running, messages: list[JSON]) -> None:
     expected = said(server, messages=messages, temperature=0, max_tokens=40)
     events = server.events(PATH, {"messages": messages, "temperature": 0, "max_tokens": 40})
     assert texts(events) == expected and len(events) > 3
 
 
-def test_the_bytes_are_nanochat_s(server: Running) -> None:
+def test_stream_bytes_equal_nanochat(server: Running) -> None:
     with server.client.stream("POST", PATH, json={"messages": HELLO, "temperature": 0, "max_tokens": 6}) as reply:
         data = reply.read().decode()
     assert reply.headers["content-type"].startswith("text/event-stream")
@@ -62,7 +62,7 @@ def test_the_bytes_are_nanochat_s(server: Running) -> None:
     assert all(block.startswith('data: {"token": "') and block.endswith('", "gpu": 0}') for block in blocks[:-2])
 
 
-def test_the_defaults_are_nanochat_s(server: Running) -> None:
+def test_defaults_equal_nanochat(server: Running) -> None:
     model = server.opened.model
     params = web_call(WebBody.model_validate({"messages": HELLO}), model, ServerConfig(), "").requests[0].params
     assert (params.temperature, params.top_k, params.max_tokens, params.seed) == (0.8, 50, 512, None)
@@ -73,7 +73,7 @@ def test_the_defaults_are_nanochat_s(server: Running) -> None:
     )
 
 
-def test_each_field_changes_something(server: Running) -> None:
+def test_each_field_changes_the_reply(server: Running) -> None:
     greedy = texts(server.events(PATH, {"messages": HELLO, "temperature": 0, "max_tokens": 40}))
     assert texts(server.events(PATH, {"messages": HELLO, "temperature": 2.0, "top_k": 1, "max_tokens": 40})) == greedy
     assert texts(server.events(PATH, {"messages": HELLO, "temperature": 2.0, "top_k": 0, "max_tokens": 40})) != greedy
@@ -81,7 +81,7 @@ def test_each_field_changes_something(server: Running) -> None:
     assert texts(server.events(PATH, {"messages": TALK, "temperature": 0, "max_tokens": 40})) != greedy
 
 
-def test_the_token_that_ends_an_answer_is_not_sent(server: Running, tiny_directory: Path) -> None:
+def test_end_token_is_not_sent(server: Running, tiny_directory: Path) -> None:
     call = web_call(WebBody.model_validate({"messages": HELLO}), server.opened.model, ServerConfig(), "")
     request = call.requests[0]
     ending = replace(call, requests=(replace(request, params=replace(request.params, logit_bias={257: 100.0})),))
@@ -112,45 +112,45 @@ LIMITS: list[tuple[JSON, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("body", "told"), LIMITS)
-def test_limits_are_nanochat_s(server: Running, body: JSON, told: str) -> None:
+@pytest.mark.parametrize(("body", "reported"), LIMITS)
+def test_limits_equal_nanochat(server: Running, body: JSON, reported: str) -> None:
     reply = server.post(PATH, body)
     assert reply.status_code == 400 and set(reply.json()) == {"detail", "error"}
-    assert told in reply.json()["detail"]
+    assert reported in reply.json()["detail"]
 
 
 @pytest.mark.parametrize("fields", [{"temperature": 2}, {"top_k": 200}, {"max_tokens": 4096}, {"top_k": 0}])
-def test_the_limits_themselves_are_allowed(server: Running, fields: JSON) -> None:
+def test_values_at_limits_are_accepted(server: Running, fields: JSON) -> None:
     assert texts(server.events(PATH, {"messages": HELLO, "temperature": 0, **fields}))
 
 
-def test_a_model_that_only_continues_texts_is_said_to(server: Running) -> None:
+def test_base_model_is_refused(server: Running) -> None:
     model = replace(server.opened.model, dialogue=None)
     with pytest.raises(ApiError, match="chat template"):
         web_call(WebBody.model_validate({"messages": HELLO}), model, ServerConfig(), "")
 
 
-def test_a_calculator_answers_where_there_is_one() -> None:
+def test_calculator_is_used_if_available() -> None:
     messages = [{"role": "user", "content": "What is 123 plus 456?"}]
     with mounted(CALCULATOR, ROUTE) as server:
         expected = said(server, messages=messages, temperature=0, calculator=True)
         events = server.events(PATH, {"messages": messages, "temperature": 0})
         assert "→ 579]" in expected and texts(events) == expected
-        told = [{"role": "assistant", "content": expected}, {"role": "user", "content": "What is 1 plus 2?"}]
-        assert texts(server.events(PATH, {"messages": [*messages, *told], "temperature": 0}))
+        reported = [{"role": "assistant", "content": expected}, {"role": "user", "content": "What is 1 plus 2?"}]
+        assert texts(server.events(PATH, {"messages": [*messages, *reported], "temperature": 0}))
 
 
 def test_a_failure_is_an_event(server: Running) -> None:
     tokenizer: Tokenizer = server.opened.model.tokenizer
     call = web_call(WebBody.model_validate({"messages": HELLO}), server.opened.model, ServerConfig(), "")
     reply = WebReply(call, tokenizer, 0)
-    assert events_in(reply.failed(ApiError(500, "it broke")).decode()) == [{"error": "it broke"}]
+    assert events_in(reply.error_events(ApiError(500, "it broke")).decode()) == [{"error": "it broke"}]
     transcripts = transcripts_of(call)
     transcripts[0].text = "ü"
-    assert reply.whole(transcripts) == {"token": "ü", "gpu": 0}
-    assert reply.opening(transcripts) == b""
-    piece = Written("ü\n", (1,), (), None, None)
-    assert reply.added(transcripts[0], piece, transcripts) == 'data: {"token": "ü\\n", "gpu": 0}\n\n'.encode()
+    assert reply.body(transcripts) == {"token": "ü", "gpu": 0}
+    assert reply.first_events(transcripts) == b""
+    piece = DecodedDelta("ü\n", (1,), (), None, None)
+    assert reply.delta_events(transcripts[0], piece, transcripts) == 'data: {"token": "ü\\n", "gpu": 0}\n\n'.encode()
 
 
 def test_stats_and_health() -> None:

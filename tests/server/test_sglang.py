@@ -13,7 +13,7 @@ import pytest
 from nano_inference import EngineConfig, InferenceEngine
 from nano_inference.config import ServerConfig
 from nano_inference.server.call import transcripts_of
-from nano_inference.server.detokenizer import Written
+from nano_inference.server.detokenizer import DecodedDelta
 from nano_inference.server.dialect import Generating
 from nano_inference.server.dialects.sglang import SglangBody, health_generate_call, sglang_call
 from nano_inference.server.dialects.sglang_reply import next_event
@@ -267,12 +267,12 @@ def test_a_long_stream_s_events_are_no_square_of_it() -> None:
 
 def test_an_event_that_says_little_new_is_left_out(model: ServedModel) -> None:
     call = sglang_call(SglangBody(input_ids=[5], stream=True), model, ServerConfig(), "")
-    reply = call.dialect(call, model.tokenizer, 0)
+    reply = call.make_reply(call, model.tokenizer, 0)
     transcripts = transcripts_of(call)
-    piece = Written("a", (65,), (), None, None)
-    told = [bool(reply.added(transcripts[0], piece, transcripts)) for _ in range(400)]
+    piece = DecodedDelta("a", (65,), (), None, None)
+    told = [bool(reply.delta_events(transcripts[0], piece, transcripts)) for _ in range(400)]
     assert all(told[:128]) and 60 < sum(told[128:]) < 140
-    assert reply.added(transcripts[0], piece._replace(finish_reason="length"), transcripts)
+    assert reply.delta_events(transcripts[0], piece._replace(finish_reason="length"), transcripts)
 
 
 # ---- fields

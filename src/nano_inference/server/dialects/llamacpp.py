@@ -24,7 +24,7 @@ from nano_inference.server.dialect import Describing, Dialect, Generating, Occup
 from nano_inference.server.dialects.llamacpp_reply import LlamaReply, Told, error_body
 from nano_inference.server.errors import ApiError
 from nano_inference.server.model import ServedModel
-from nano_inference.server.refusals import refusals_told
+from nano_inference.server.refusals import api_errors
 from nano_inference.server.schema import (
     INT32,
     MAX_BIAS,
@@ -44,11 +44,11 @@ from nano_inference.server.schema import (
 )
 from nano_inference.server.translating import (
     as_body,
-    given,
+    fill_context,
+    given_fields,
     refuse,
-    roomy,
-    told_as,
-    uncached,
+    renamed_errors,
+    without_prefix_cache,
 )
 from nano_inference.server.unsupported import EMPTY, OFF, refuse_unsupported
 from nano_inference.text.dialogue import TemplateDialogue
@@ -146,11 +146,11 @@ def llama_call(body: LlamaBody, model: ServedModel, config: ServerConfig, salt: 
     refuse(extra, UNSUPPORTED)
     refuse_unsupported({name: value for name, value in extra.items() if name not in UNSUPPORTED})
     _check_window(body)
-    with told_as(NAMES):
+    with renamed_errors(NAMES):
         fields = _fields(body, model)
         call = completion_call(as_body(fields, CompletionBody), model, config, salt)
-    call = roomy(call, model.limits) if _is_endless(body) else call
-    call = uncached(call) if body.cache_prompt is False else call
+    call = fill_context(call, model.limits) if _is_endless(body) else call
+    call = without_prefix_cache(call) if body.cache_prompt is False else call
     told = Told(
         settings=_settings(body, call),
         tokens=bool(body.return_tokens),
@@ -158,13 +158,13 @@ def llama_call(body: LlamaBody, model: ServedModel, config: ServerConfig, salt: 
         parts=tuple(body.response_fields or ()),
     )
     name = f"cmpl-{uuid.uuid4().hex}"
-    return replace(call, id=name, names=frozenset({name}), dialect=partial(LlamaReply, told=told))
+    return replace(call, id=name, names=frozenset({name}), make_reply=partial(LlamaReply, told=told))
 
 
 def props(model: ServedModel, total_slots: int) -> JSON:
     """Return what GET /props says of the server. Of where the model lies it says only the name."""
     dialogue, named = model.dialogue, model.tokenizer.named
-    settings = given(LlamaBody(prompt=""))
+    settings = given_fields(LlamaBody(prompt=""))
     wanted = {name: settings[name] for name in settings if name not in ("prompt", "cache_prompt", "n_cmpl")}
     return {
         "default_generation_settings": {"n_ctx": model.limits.max_model_len, "params": wanted},
@@ -192,7 +192,7 @@ def _is_endless(body: LlamaBody) -> bool:
 
 def _fields(body: LlamaBody, model: ServedModel) -> JSON:
     """Return the request as a completion's fields."""
-    theirs = given(body)
+    theirs = given_fields(body)
     fields: JSON = {name: theirs[name] for name in _SAME if name in theirs}
     if body.repeat_last_n == 0:
         fields |= {"presence_penalty": 0.0, "frequency_penalty": 0.0}
@@ -230,7 +230,7 @@ def _mixed(pieces: Sequence[int | str], model: ServedModel) -> list[int]:
         message = f"the prompt is longer than the context of {model.limits.max_model_len} tokens"
         raise ApiError(400, message, param="prompt", code="context_length_exceeded")
     ids: list[int] = []
-    with refusals_told("prompt"):
+    with api_errors("prompt"):
         for index, piece in enumerate(pieces):
             ids += [piece] if isinstance(piece, int) else model.tokenizer.encode(piece, add_special=index == 0)
     return ids

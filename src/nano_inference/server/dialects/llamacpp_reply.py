@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nano_inference.server.call import JSON, Call, Transcript
-from nano_inference.server.detokenizer import Entry, Written, alone, token_data
+from nano_inference.server.detokenizer import DecodedDelta, LogprobEntry, token_bytes_of, token_text
 from nano_inference.server.errors import ApiError, shortened
 from nano_inference.server.events import event
 from nano_inference.server.replies import version_facts
@@ -41,11 +41,11 @@ class Progress:
     first: float | None = None
     last: float | None = None
 
-    def add(self, written: Written) -> None:
+    def add(self, decoded: DecodedDelta) -> None:
         """Take what a delta brought."""
-        self.num_tokens += len(written.token_ids)
-        self.has_line |= "\n" in written.text
-        if written.token_ids:
+        self.num_tokens += len(decoded.token_ids)
+        self.has_line |= "\n" in decoded.text
+        if decoded.token_ids:
             now = time.monotonic()
             self.first, self.last = (now if self.first is None else self.first), now
 
@@ -60,45 +60,45 @@ class LlamaReply:
         self._began = time.monotonic()
         self._progress = [Progress() for _ in range(call.total_samples)]
 
-    def whole(self, transcripts: Sequence[Transcript]) -> Any:
+    def body(self, transcripts: Sequence[Transcript]) -> Any:
         """Return the reply's JSON."""
         answers = [self._answer(transcript) for transcript in transcripts]
         return answers if len(answers) > 1 else answers[0]
 
-    def opening(self, transcripts: Sequence[Transcript]) -> bytes:
+    def first_events(self, transcripts: Sequence[Transcript]) -> bytes:
         """Return nothing: a stream begins with the first text."""
         return b""
 
-    def added(self, transcript: Transcript, written: Written, transcripts: Sequence[Transcript]) -> bytes:
+    def delta_events(self, transcript: Transcript, decoded: DecodedDelta, transcripts: Sequence[Transcript]) -> bytes:
         """Return an event with what is new, and when the sample ended one with all the rest."""
-        self._progress[transcript.index].add(written)
-        out = event(self._piece(transcript, written)) if written.text or written.token_ids else b""
-        return out if written.finish_reason is None else out + event(self._answer(transcript))
+        self._progress[transcript.index].add(decoded)
+        out = event(self._piece(transcript, decoded)) if decoded.text or decoded.token_ids else b""
+        return out if decoded.finish_reason is None else out + event(self._answer(transcript))
 
-    def closing(self, transcripts: Sequence[Transcript]) -> bytes:
+    def last_events(self, transcripts: Sequence[Transcript]) -> bytes:
         """Return nothing: every sample said itself that it ended."""
         return b""
 
-    def failed(self, error: ApiError) -> bytes:
+    def error_events(self, error: ApiError) -> bytes:
         """Return the error."""
         return event(error_body(error))
 
-    def _piece(self, transcript: Transcript, written: Written) -> JSON:
+    def _piece(self, transcript: Transcript, decoded: DecodedDelta) -> JSON:
         piece: JSON = {
             "index": transcript.index,
-            "content": written.text,
-            "tokens": list(written.token_ids),
+            "content": decoded.text,
+            "tokens": list(decoded.token_ids),
             "stop": False,
             "id_slot": -1,
             "tokens_predicted": self._progress[transcript.index].num_tokens,
             "tokens_evaluated": len(self._prompt(transcript)),
         }
         if self._call.shape.logprobs is not None:
-            piece["completion_probabilities"] = self._probabilities(written.entries)
+            piece["completion_probabilities"] = self._probabilities(decoded.entries)
         if self._told.timings:
             piece["timings"] = self._timings(transcript, self._progress[transcript.index].num_tokens)
-        if self._call.shape.versions and written.delta is not None:
-            piece["mask"] = list(written.delta.mask)
+        if self._call.shape.versions and decoded.delta is not None:
+            piece["mask"] = list(decoded.delta.mask)
         return piece
 
     def _answer(self, transcript: Transcript) -> JSON:
@@ -147,7 +147,7 @@ class LlamaReply:
             **speeds("predicted", num_tokens, answer_s),
         }
 
-    def _probabilities(self, entries: Sequence[Entry]) -> list[JSON]:
+    def _probabilities(self, entries: Sequence[LogprobEntry]) -> list[JSON]:
         count = self._call.shape.logprobs
         return [
             {
@@ -158,8 +158,8 @@ class LlamaReply:
         ]
 
     def _token(self, token: int, logprob: float | None) -> JSON:
-        data = list(token_data(token, self._tokenizer))
-        return {"id": token, "token": alone(token, self._tokenizer), "bytes": data, "logprob": logprob}
+        data = list(token_bytes_of(token, self._tokenizer))
+        return {"id": token, "token": token_text(token, self._tokenizer), "bytes": data, "logprob": logprob}
 
 
 def stop_of(transcript: Transcript) -> tuple[str, str]:

@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 from pydantic_core import from_json
 
 from nano_inference.server.call import JSON, Call, Transcript, usage
-from nano_inference.server.detokenizer import Written
+from nano_inference.server.detokenizer import DecodedDelta
 from nano_inference.server.errors import ApiError, shortened
 from nano_inference.server.events import event
 from nano_inference.server.replies import sample_facts
@@ -51,30 +51,30 @@ class MessagesReply:
         self._call = call
         self._blocks = Blocks()
 
-    def whole(self, transcripts: Sequence[Transcript]) -> JSON:
+    def body(self, transcripts: Sequence[Transcript]) -> JSON:
         """Return the message."""
         blocks, told = written_blocks(Blocks(), transcripts[0].events, self._call.id)
         content = content_of([*told, *_closed(blocks)])
         return message(self._call, content) | _ending(self._call, transcripts, blocks)
 
-    def opening(self, transcripts: Sequence[Transcript]) -> bytes:
+    def first_events(self, transcripts: Sequence[Transcript]) -> bytes:
         """Return the message without content."""
         blank = {"stop_reason": None, "stop_sequence": None, "usage": input_usage(self._call, transcripts)}
         return named([{"type": "message_start", "message": message(self._call, []) | blank}])
 
-    def added(self, transcript: Transcript, written: Written, transcripts: Sequence[Transcript]) -> bytes:
+    def delta_events(self, transcript: Transcript, decoded: DecodedDelta, transcripts: Sequence[Transcript]) -> bytes:
         """Return the events of a delta."""
-        self._blocks, told = written_blocks(self._blocks, written.events, self._call.id)
+        self._blocks, told = written_blocks(self._blocks, decoded.events, self._call.id)
         return named(told)
 
-    def closing(self, transcripts: Sequence[Transcript]) -> bytes:
+    def last_events(self, transcripts: Sequence[Transcript]) -> bytes:
         """Return the end of the last block, why the message ended, and its end."""
         ending = _ending(self._call, transcripts, self._blocks)
         delta = {name: ending.pop(name) for name in ("stop_reason", "stop_sequence")}
         last = [{"type": "message_delta", "delta": delta, **ending}, {"type": "message_stop"}]
         return named([*_closed(self._blocks), *last])
 
-    def failed(self, error: ApiError) -> bytes:
+    def error_events(self, error: ApiError) -> bytes:
         """Return the error."""
         return named([error_body(error)])
 

@@ -182,7 +182,7 @@ def responses_call(body: ResponsesBody, model: ServedModel, config: ServerConfig
     asked = Asked(echo=_echo(body, call), stem=stem)
     requests = tuple(map(_with_own_field, call.requests))
     return replace(
-        call, id=f"resp_{body.request_id or stem}", requests=requests, dialect=partial(ResponsesReply, asked)
+        call, id=f"resp_{body.request_id or stem}", requests=requests, make_reply=partial(ResponsesReply, asked)
     )
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nano_inference.server.call import JSON, Call, Transcript, usage
-from nano_inference.server.detokenizer import Entry, Written
+from nano_inference.server.detokenizer import DecodedDelta, LogprobEntry
 from nano_inference.server.errors import ApiError, shortened
 from nano_inference.server.events import event as named_event
 from nano_inference.server.replies import joined, sample_facts, token_logprobs
@@ -80,23 +80,23 @@ class ResponsesReply:
         self._open: _Message | _Function | None = None
         self._num_events = 0
 
-    def whole(self, transcripts: Sequence[Transcript]) -> JSON:
+    def body(self, transcripts: Sequence[Transcript]) -> JSON:
         """Return the response."""
         (transcript,) = transcripts
         self._take(transcript.events, transcript.entries, transcript.parts)
         self._finish(transcript)
         return self._ended(transcript)
 
-    def opening(self, transcripts: Sequence[Transcript]) -> bytes:
+    def first_events(self, transcripts: Sequence[Transcript]) -> bytes:
         """Return that there is a response, and that it is being worked on."""
         response = self._response("in_progress")
         return self._told([_about("response.created", response), _about("response.in_progress", response)])
 
-    def added(self, transcript: Transcript, written: Written, transcripts: Sequence[Transcript]) -> bytes:
+    def delta_events(self, transcript: Transcript, decoded: DecodedDelta, transcripts: Sequence[Transcript]) -> bytes:
         """Return the events of a delta."""
-        return self._told(self._take(written.events, written.entries, written.parts))
+        return self._told(self._take(decoded.events, decoded.entries, decoded.parts))
 
-    def closing(self, transcripts: Sequence[Transcript]) -> bytes:
+    def last_events(self, transcripts: Sequence[Transcript]) -> bytes:
         """Return the end of what is open, and the response."""
         (transcript,) = transcripts
         ends = self._finish(transcript)
@@ -104,7 +104,7 @@ class ResponsesReply:
         name = "response.completed" if response["status"] == "completed" else "response.incomplete"
         return self._told([*ends, _about(name, response)])
 
-    def failed(self, error: ApiError) -> bytes:
+    def error_events(self, error: ApiError) -> bytes:
         """Return the response with what there is of it, and the error."""
         code = "server_error" if error.status >= 500 else "invalid_prompt"  # of those that the API knows
         told = {"code": code, "message": shortened(error.message), "type": error.type, "param": error.param}
@@ -114,7 +114,7 @@ class ResponsesReply:
 
     # ---- output items -----------------------------------------------------------------------------------------------
 
-    def _take(self, said: Iterable[Event], entries: Sequence[Entry], parts: Sequence[Part]) -> list[JSON]:
+    def _take(self, said: Iterable[Event], entries: Sequence[LogprobEntry], parts: Sequence[Part]) -> list[JSON]:
         """Add what was written; return the events that tell of it."""
         told: list[JSON] = []
         scores = token_logprobs(entries, self._call.shape, self._tokenizer)

@@ -49,12 +49,12 @@ from nano_inference.server.schema import (
 from nano_inference.server.shape import ReplyShape
 from nano_inference.server.translating import (
     as_body,
-    given,
+    fill_context,
+    given_fields,
     refuse,
     refuse_unknown,
-    roomy,
-    structures_told_as,
-    told_as,
+    rename_structures,
+    renamed_errors,
 )
 from nano_inference.server.unsupported import EMPTY, OFF, refuse_unsupported
 
@@ -194,20 +194,20 @@ def sglang_call(body: SglangBody, model: ServedModel, config: ServerConfig, salt
     ):
         indices = list(run)
         names = _names(source, indices[0] if isinstance(body.sampling_params, list) else None)
-        with told_as(names):
+        with renamed_errors(names):
             asked = as_body({**fields, "prompt": [prompts[index] for index in indices]}, CompletionBody)
-            one = structures_told_as(completion_call(asked, model, config, salt), names)
-            calls.append(roomy(one, model.limits) if params[indices[0]].max_new_tokens is None else one)
+            one = rename_structures(completion_call(asked, model, config, salt), names)
+            calls.append(fill_context(one, model.limits) if params[indices[0]].max_new_tokens is None else one)
     call = _merged(calls)
     for index, (request, tell) in enumerate(zip(call.requests, told, strict=True)):
         if tell.start > len(request.prompt):
             message = f"logprob_start_len must be at most the length of prompt {index}, {len(request.prompt)}"
             raise ApiError(400, f"{message}; got {tell.start}", param="logprob_start_len")
     rids = frozenset(one.rid for one in told) | ({body.rid} if isinstance(body.rid, str) else set())
-    dialect = partial(
+    make_reply = partial(
         SglangReply, told=told, is_list=is_list or call.num_samples > 1, with_text=bool(body.return_text_in_logprobs)
     )
-    return replace(call, id=told[0].rid, names=rids, stream=bool(body.stream), dialect=dialect)
+    return replace(call, id=told[0].rid, names=rids, stream=bool(body.stream), make_reply=make_reply)
 
 
 def health_generate_call(model: ServedModel, config: ServerConfig) -> Call:
@@ -258,7 +258,7 @@ def _told(body: SglangBody, prompts: Sequence[Any]) -> list[Told]:
 def _fields(params: SglangParams, told: Told, body: SglangBody) -> JSON:
     """Return the fields of a completion for one prompt, without the prompt."""
     refuse_unknown(params.model_extra or {}, UNSUPPORTED_PARAMS, "sampling_params.")
-    theirs = given(params)
+    theirs = given_fields(params)
     fields: JSON = {ours: theirs[name] for ours, name in PARAM_NAMES.items() if name in theirs}
     if params.max_new_tokens is None:
         fields["max_tokens"] = max(1, params.min_new_tokens or 0)  # for the checks; `roomy` lifts it

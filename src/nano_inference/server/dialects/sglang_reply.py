@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from nano_inference.server.call import JSON, Call, Transcript, transcripts_of
-from nano_inference.server.detokenizer import Entry, Written, alone
+from nano_inference.server.detokenizer import DecodedDelta, LogprobEntry, token_text
 from nano_inference.server.errors import ApiError
 from nano_inference.server.events import DONE, events
 from nano_inference.server.replies import version_facts
@@ -35,16 +35,16 @@ def next_event(num_tokens: int) -> int:
     return num_tokens + max(1, num_tokens // _OFTEN)
 
 
-def follow(seen: Transcript, written: Written) -> None:
+def follow(seen: Transcript, decoded: DecodedDelta) -> None:
     """Add to what a stream has told of a sample. Its own draft may be ahead of that by several deltas."""
-    seen.text += written.text
-    seen.token_ids += written.token_ids
-    seen.entries += written.entries
-    seen.finish_reason, seen.stop_reason = written.finish_reason, written.stop_reason
-    if written.delta is not None:
-        seen.mask += written.delta.mask
-        seen.versions += written.delta.versions
-        seen.sample = written.delta.sample
+    seen.text += decoded.text
+    seen.token_ids += decoded.token_ids
+    seen.entries += decoded.entries
+    seen.finish_reason, seen.stop_reason = decoded.finish_reason, decoded.stop_reason
+    if decoded.delta is not None:
+        seen.mask += decoded.delta.mask
+        seen.versions += decoded.delta.versions
+        seen.sample = decoded.delta.sample
 
 
 class SglangReply:
@@ -72,21 +72,21 @@ class SglangReply:
         self._next = [1] * call.total_samples
         """Tokens with which there is another event."""
 
-    def whole(self, transcripts: Sequence[Transcript]) -> Any:
+    def body(self, transcripts: Sequence[Transcript]) -> Any:
         """Return the reply's JSON."""
         answers = [self._answer(transcript, _masks(transcript)) for transcript in transcripts]
         return answers if self._is_list else answers[0]
 
-    def opening(self, transcripts: Sequence[Transcript]) -> bytes:
+    def first_events(self, transcripts: Sequence[Transcript]) -> bytes:
         """Return nothing: a stream begins with the first tokens."""
         return b""
 
-    def added(self, transcript: Transcript, written: Written, transcripts: Sequence[Transcript]) -> bytes:
+    def delta_events(self, transcript: Transcript, decoded: DecodedDelta, transcripts: Sequence[Transcript]) -> bytes:
         """Return an event with everything so far of one sample, when it is time for one."""
         index, seen = transcript.index, self._seen[transcript.index]
-        follow(seen, written)
-        if written.delta is not None:
-            self._masks[index] += written.delta.sampling_masks or ()
+        follow(seen, decoded)
+        if decoded.delta is not None:
+            self._masks[index] += decoded.delta.sampling_masks or ()
         count = len(seen.token_ids)
         if seen.finish_reason is None and count < self._next[index]:
             return b""
@@ -94,11 +94,11 @@ class SglangReply:
         answer = self._answer(seen, self._masks[index])
         return events([{**answer, "index": index} if self._is_list else answer])
 
-    def closing(self, transcripts: Sequence[Transcript]) -> bytes:
+    def last_events(self, transcripts: Sequence[Transcript]) -> bytes:
         """Return [DONE]."""
         return DONE
 
-    def failed(self, error: ApiError) -> bytes:
+    def error_events(self, error: ApiError) -> bytes:
         """Return the error, and [DONE]."""
         return events([error.to_dict()]) + DONE
 
@@ -128,7 +128,7 @@ class SglangReply:
             "e2e_latency": time.monotonic() - self._began,
         }
 
-    def _logprobs(self, entries: Sequence[Entry], told: Told) -> JSON:
+    def _logprobs(self, entries: Sequence[LogprobEntry], told: Told) -> JSON:
         facts: JSON = {"output_token_logprobs": [self._triple(one.logprob, one.token) for one in entries]}
         if told.top:
             facts["output_top_logprobs"] = [self._triples(one.top or (), told.top) for one in entries]
@@ -153,7 +153,7 @@ class SglangReply:
         return [self._triple(one.logprob, one.token) for one in top[:count]]
 
     def _triple(self, logprob: float | None, token: int) -> list[Any]:
-        return [logprob, token, alone(token, self._tokenizer) if self._with_text else None]
+        return [logprob, token, token_text(token, self._tokenizer) if self._with_text else None]
 
 
 def finish_of(transcript: Transcript) -> JSON | None:

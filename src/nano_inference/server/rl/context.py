@@ -28,7 +28,7 @@ from nano_inference.server.rl.schema import GROUP, InitGroupBody, InitInfo
 from nano_inference.server.rl.threads import in_thread
 from nano_inference.server.rl.updates import WAY_OUT, Updates, refusal
 from nano_inference.server.schema import Body
-from nano_inference.server.served import Opened
+from nano_inference.server.served import LoadedModel
 from nano_inference.types import (
     BadRequest,
     EngineDead,
@@ -61,7 +61,7 @@ class RLContext:
     config: ServerConfig
     policy: GuardPolicy
     link: EngineLink
-    opened: Callable[[], Opened]
+    opened: Callable[[], LoadedModel]
     root: Path | None
     control: Control
     updates: Updates
@@ -163,7 +163,7 @@ def make_context(
     link: EngineLink,
     config: ServerConfig,
     policy: GuardPolicy,
-    opened: Callable[[], Opened],
+    opened: Callable[[], LoadedModel],
 ) -> RLContext:
     """Return the desk of a server. Raises `ValueError` for a directory of weights that is none."""
 

@@ -17,13 +17,15 @@ from nano_inference.server.rl.facts import questions
 from nano_inference.server.rl.paths import ADMIN_PATHS, QUESTIONS, REFUSED_COMMANDS
 from nano_inference.server.rl.sglang import refused, sglang_commands, told
 from nano_inference.server.rl.vllm import vllm_commands
-from nano_inference.server.served import Opened
+from nano_inference.server.served import LoadedModel
 
 _ALSO_GET = frozenset({"/flush_cache"})
 """Commands that SGLang takes as a GET, too, and that trainers send so."""
 
 
-def rl_routes(link: EngineLink, config: ServerConfig, policy: GuardPolicy, opened: Callable[[], Opened]) -> list[Route]:
+def rl_routes(
+    link: EngineLink, config: ServerConfig, policy: GuardPolicy, opened: Callable[[], LoadedModel]
+) -> list[Route]:
     """Return the routes. They need a guard around them, which keeps out whoever has no admin key.
 
     `opened` returns what was loaded, or raises an `ApiError` while nothing is. A field that nobody knows is refused

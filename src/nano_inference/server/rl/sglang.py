@@ -44,7 +44,7 @@ def told(do: Do) -> Endpoint:
         try:
             return json_response(await obeyed(do, request))
         except ApiError as error:
-            request.scope["state"]["notes"] = {"error": error}
+            request.scope["state"]["log_fields"] = {"error": error}
             failed = {"success": False, "message": error.to_dict()["error"]["message"], **error.to_dict()}
             return json_response(failed, error.status, error.headers)
 
