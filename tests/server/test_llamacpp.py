@@ -14,7 +14,7 @@ from nano_inference import EngineConfig, InferenceEngine
 from nano_inference.config import ServerConfig
 from nano_inference.server.call import transcripts_of
 from nano_inference.server.detokenizer import Written, alone
-from nano_inference.server.dialect import Generating
+from nano_inference.server.dialect import Generating, Occupancy
 from nano_inference.server.dialects.llamacpp import LlamaBody, llama_call, props
 from nano_inference.server.dialects.llamacpp_reply import error_body, selected, speeds
 from nano_inference.server.errors import ApiError
@@ -388,9 +388,9 @@ def test_an_unknown_model_is_refused(server: Running) -> None:
 
 
 def test_props(server: Running) -> None:
-    told = props(server.opened.model, 4)
-    defaults = told.pop("default_generation_settings")
-    assert told == {
+    reply = props(server.opened.model, Occupancy(is_ready=True, num_running=0, max_running=4))
+    defaults = reply.pop("default_generation_settings")
+    assert reply == {
         "total_slots": 4,
         "model_alias": "tiny",
         "model_path": "tiny",

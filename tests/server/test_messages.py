@@ -17,11 +17,12 @@ from nano_inference.config import ServerConfig
 from nano_inference.server.body import parse
 from nano_inference.server.call import transcripts_of
 from nano_inference.server.detokenizer import Written
-from nano_inference.server.dialects.messages import chat_fields, count_tokens, in_own_names, messages_call
+from nano_inference.server.dialects.messages import chat_fields, count_tokens, messages_call, with_anthropic_names
 from nano_inference.server.dialects.messages_body import CountTokensBody, MessagesBody
 from nano_inference.server.dialects.messages_reply import MessagesReply, arguments_of, error_body
 from nano_inference.server.errors import ApiError
 from nano_inference.server.model import ServedModel
+from nano_inference.server.translating import reworded
 from nano_inference.text.chat import chat_template
 from nano_inference.text.dialogue import TemplateDialogue, load_dialogue
 from nano_inference.text.grammar import Grammars
@@ -334,10 +335,12 @@ def test_a_refused_kind_of_block_is_told_with_its_name(model: ServedModel) -> No
 def test_refusals_of_a_chat_have_this_api_s_names(
     param: str | None, message: str, own_param: str | None, own_message: str
 ) -> None:
+    places = ["system", "messages.0", "messages.5"]
     error = ApiError(503, message, param=param, code="c", headers={"retry-after": "1"}, extra={"n_ctx": 1})
-    own = in_own_names(error, ["system", "messages.0", "messages.5"])
-    assert (own.param, own.message) == (own_param, own_message)
-    assert (own.status, own.code, own.headers, own.extra) == (503, "c", {"retry-after": "1"}, {"n_ctx": 1})
+    translated = reworded(error, lambda text: with_anthropic_names(text, places))
+    assert (translated.param, translated.message) == (own_param, own_message)
+    others = translated.status, translated.code, translated.headers, translated.extra
+    assert others == (503, "c", {"retry-after": "1"}, {"n_ctx": 1})
 
 
 @pytest.mark.parametrize(

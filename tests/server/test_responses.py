@@ -24,7 +24,7 @@ from nano_inference.server.call import Call, Transcript, transcripts_of
 from nano_inference.server.detokenizer import Written
 from nano_inference.server.dialects import responses
 from nano_inference.server.dialects.responses import LOGPROBS, ResponsesBody, responses_call
-from nano_inference.server.dialects.responses_stream import Asked, ResponsesReply
+from nano_inference.server.dialects.responses_stream import ResponsesReply
 from nano_inference.server.errors import ApiError
 from nano_inference.server.schema import ChatBody
 from nano_inference.text.dialogue import Part
@@ -125,7 +125,7 @@ class Acted:
 
     def reply(self, call: Call) -> ResponsesReply:
         echo = {"parallel_tool_calls": True, "tool_choice": "auto", "tools": [], "temperature": 1.0, "top_p": 1.0}
-        return ResponsesReply(Asked(echo=echo, stem="0" * 32), call, TOKENIZER, 7)
+        return ResponsesReply(call, TOKENIZER, 7, echo=echo, id_stem="0" * 32)
 
     def ended(self, call: Call) -> Transcript:
         """The draft at its end: a token for each event, and no log-probabilities."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -18,7 +18,7 @@ from nano_inference.server.call import Call
 from nano_inference.server.errors import ApiError
 from nano_inference.server.schema import Body
 from nano_inference.server.structured import Structure
-from nano_inference.server.unsupported import is_one_of
+from nano_inference.server.unsupported import is_one_of, refuse_unsupported
 
 _WORD = re.compile(r"^[a-z]+(?=[ :.\[])|[a-z]+(?:_[a-z]+)+")
 """What can be a field's name in a refusal: a text begins with one, and one of several words stands anywhere."""
@@ -52,6 +52,22 @@ def renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:
     return ApiError(error.status, text, param=param, code=error.code, headers=error.headers, extra=error.extra)
 
 
+def reworded(error: ApiError, reword: Callable[[str], str]) -> ApiError:
+    """Return the error with `reword` applied to its message and to the name of its field."""
+    param = None if error.param is None else reword(error.param)
+    text = reword(error.message)
+    return ApiError(error.status, text, param=param, code=error.code, headers=error.headers, extra=error.extra)
+
+
+@contextmanager
+def errors_reworded(reword: Callable[[str], str]) -> Iterator[None]:
+    """Raise every `ApiError` of the block with `reword` applied."""
+    try:
+        yield
+    except ApiError as error:
+        raise reworded(error, reword) from None
+
+
 def structures_told_as(call: Call, names: Mapping[str, str]) -> Call:
     """Return a call whose structures are told of by other names of their fields: they are compiled later."""
 
@@ -71,6 +87,13 @@ def refuse(fields: Mapping[str, Any], neutral: Mapping[str, tuple[Any, ...]], wh
         if name in neutral and not is_one_of(value, neutral[name]):
             place = f"{where}{name}"
             raise ApiError(400, f"{place} is not supported by this server", param=place, code="unsupported_field")
+
+
+def refuse_foreign(body: Body, neutral: Mapping[str, tuple[Any, ...]]) -> None:
+    """Raise as `refuse` does for a body's undeclared fields, then as `refuse_unsupported` for the others."""
+    extra = body.model_extra or {}
+    refuse(extra, neutral)
+    refuse_unsupported({name: value for name, value in extra.items() if name not in neutral})
 
 
 def refuse_unknown(fields: Mapping[str, Any], neutral: Mapping[str, tuple[Any, ...]], where: str) -> None:
