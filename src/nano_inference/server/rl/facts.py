@@ -1,4 +1,4 @@
-"""What trainers and routers ask: versions, states, loads, and the configuration as vLLM and SGLang tell it."""
+"""GET routes for trainers and routers: versions, states, load, and the configuration in vLLM's and SGLang's form."""
 
 from __future__ import annotations
 
@@ -8,19 +8,20 @@ from typing import Any
 from starlette.requests import Request
 
 import nano_inference
+from nano_inference.server.call import JSON
 from nano_inference.server.errors import ApiError
-from nano_inference.server.rl.context import JSON, Do, RLContext
+from nano_inference.server.rl.context import Command, RLContext
 from nano_inference.types import LogprobsMode
 
 
-def questions(context: RLContext) -> Mapping[str, Do]:
-    """Return what each path answers."""
+def state_queries(context: RLContext) -> Mapping[str, Command]:
+    """Return {path: command} of the GET routes."""
     return {**_states(context), **_models(context)}
 
 
-def _states(context: RLContext) -> dict[str, Do]:
+def _states(context: RLContext) -> dict[str, Command]:
     async def is_paused(request: Request) -> JSON:
-        """Whether no step runs; a pause that still waits for requests has not come yet."""
+        """False while a pause still waits for running requests."""
         engine = context.engine
         return {"is_paused": await context.link.call(lambda: engine.is_paused), **await context.facts()}
 
@@ -35,8 +36,8 @@ def _states(context: RLContext) -> dict[str, Do]:
         return {"world_size": 1}
 
     async def loads(request: Request) -> JSON:
-        """SGLang's loads, of the one engine there is."""
-        await (await context.link.watch(lambda: True))  # after the turn, which has what came before this
+        """SGLang's load report with one entry, because there is one engine."""
+        await (await context.link.watch(lambda: True))  # wait for a turn, so that earlier requests are counted
         stats, limits = context.link.last_stats, context.opened().model.limits
         running, waiting = (stats.num_running, stats.num_waiting) if stats else (0, 0)
         num_slots = limits.num_blocks * limits.block_size
@@ -62,7 +63,7 @@ def _states(context: RLContext) -> dict[str, Do]:
     }
 
 
-def _models(context: RLContext) -> dict[str, Do]:
+def _models(context: RLContext) -> dict[str, Command]:
     async def model_info(request: Request) -> JSON:
         model = context.opened().model
         return {
@@ -100,7 +101,7 @@ def _models(context: RLContext) -> dict[str, Do]:
 
 
 async def _vllm_config(context: RLContext) -> dict[str, Any]:
-    """Return the parts of vLLM's configuration that trainers look at."""
+    """Return the parts of vLLM's configuration that trainers read."""
     engine, model = context.engine, context.opened().model
     return {
         "model_config": {
@@ -119,5 +120,5 @@ async def _vllm_config(context: RLContext) -> dict[str, Any]:
 
 
 def vllm_logprobs_mode(mode: LogprobsMode) -> str:
-    """Return vLLM's name of a mode; it has none for "tempered"."""
+    """Return vLLM's name of a mode; "tempered" has no equivalent in vLLM."""
     return f"{mode}_logprobs"

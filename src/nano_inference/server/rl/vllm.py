@@ -1,6 +1,6 @@
-"""The trainers' routes in vLLM's words: vllm/entrypoints/serve/{rlhf,sleep,cache}/api_router.py, and prime-rl's one.
+"""Trainer routes with vLLM's paths and bodies: vllm/entrypoints/serve/{rlhf,sleep,cache}/api_router.py, and prime-rl's.
 
-`X-Request-Id` names requests there; here they have the ids of their replies, or those that clients gave them.
+Requests are named by the ids of their replies or by ids that clients chose; vLLM uses `X-Request-Id`.
 """
 
 from __future__ import annotations
@@ -9,18 +9,19 @@ from collections.abc import Mapping
 
 from starlette.requests import Request
 
+from nano_inference.server.call import JSON
 from nano_inference.server.errors import ApiError
-from nano_inference.server.rl.context import JSON, Do, RLContext
+from nano_inference.server.rl.context import Command, RLContext
 from nano_inference.server.rl.feed import Source
 from nano_inference.server.rl.schema import (
     GROUP,
     UPDATE_FORMS,
     AbortBody,
     CheckBody,
+    EmptyBody,
     FinishUpdateBody,
     InitTransferBody,
     LabelBody,
-    Nothing,
     PauseBody,
     ResetBody,
     SleepBody,
@@ -31,39 +32,34 @@ from nano_inference.server.rl.schema import (
 )
 from nano_inference.types import WeightLabel
 
-_PACKED = "packed is not supported: broadcast each tensor for itself, in the order of names"
+_PACKED = "packed is not supported: broadcast each tensor separately, in the order of names"
 
 
-def vllm_commands(context: RLContext) -> Mapping[str, Do]:
-    """Return what each path does."""
-    return {
-        **_flow(context),
-        **_memory(context),
-        **_transfer(context),
-        **_versions(context),
-    }
+def vllm_commands(context: RLContext) -> Mapping[str, Command]:
+    """Return {path: command}."""
+    return {**_requests(context), **_memory(context), **_updates(context), **_versions(context)}
 
 
-def _flow(context: RLContext) -> dict[str, Do]:
+def _requests(context: RLContext) -> dict[str, Command]:
     async def pause(request: Request) -> JSON:
-        """vLLM's defaults: abort, and no K/V is kept."""
+        """vLLM's defaults: mode abort, and the KV cache is cleared."""
         body = await context.read(request, PauseBody)
         mode = "wait" if body.wait_for_inflight_requests else body.mode or "abort"
         if body.wait_for_inflight_requests and body.mode not in (None, "wait"):
             raise ApiError(400, "wait_for_inflight_requests and mode disagree", param="mode")
         clear_cache = body.clear_cache is not False
-        ended = await context.control.pause(mode, clear_cache=clear_cache, receive=request.receive)
-        return {"status": "paused", "num_aborted": ended, **await context.facts()}
+        num_aborted = await context.control.pause(mode, clear_cache=clear_cache, receive=request.receive)
+        return {"status": "paused", "num_aborted": num_aborted, **await context.facts()}
 
     async def resume(request: Request) -> JSON:
-        await context.read(request, Nothing)
+        await context.read(request, EmptyBody)
         await context.control.resume()
         return {"status": "resumed", **await context.facts()}
 
     async def abort(request: Request) -> JSON:
         body = await context.read(request, AbortBody)
-        ended = await context.control.abort(body.request_ids)
-        return {"status": "ok", "num_aborted": ended, **await context.facts()}
+        num_aborted = await context.control.abort(body.request_ids)
+        return {"status": "ok", "num_aborted": num_aborted, **await context.facts()}
 
     async def reset(request: Request) -> JSON:
         body = await context.read(request, ResetBody)
@@ -73,9 +69,9 @@ def _flow(context: RLContext) -> dict[str, Do]:
     return {"/pause": pause, "/resume": resume, "/abort_requests": abort, "/reset_prefix_cache": reset}
 
 
-def _memory(context: RLContext) -> dict[str, Do]:
+def _memory(context: RLContext) -> dict[str, Command]:
     async def sleep(request: Request) -> JSON:
-        """vLLM's defaults: level 1, and what runs is aborted."""
+        """vLLM's defaults: level 1, mode abort."""
         body = await context.read(request, SleepBody)
         level = 1 if body.level is None else body.level
         await context.control.sleep(level, body.mode or "abort", request.receive)
@@ -89,7 +85,7 @@ def _memory(context: RLContext) -> dict[str, Do]:
     return {"/sleep": sleep, "/wake_up": wake}
 
 
-def _transfer(context: RLContext) -> dict[str, Do]:
+def _updates(context: RLContext) -> dict[str, Command]:
     async def init(request: Request) -> JSON:
         info = (await context.read(request, InitTransferBody)).init_info
         if info.packed:
@@ -100,7 +96,7 @@ def _transfer(context: RLContext) -> dict[str, Do]:
     async def start(request: Request) -> JSON:
         body = await context.read(request, StartUpdateBody)
         if body.is_checkpoint_format is False:
-            text = "is_checkpoint_format=false is not supported: weights come under their Hugging Face names"
+            text = "is_checkpoint_format=false is not supported: send weights under their Hugging Face names"
             raise ApiError(400, text, param="is_checkpoint_format")
         return {"message": "Weight update started", **await context.facts(await context.updates.start())}
 
@@ -111,7 +107,7 @@ def _transfer(context: RLContext) -> dict[str, Do]:
         if directory is not None and not is_part:
             info = await context.install_directory(directory, field, label=_label_of(body), checksum=body.checksum)
         else:
-            _require_unnamed(body)
+            _require_no_version(body)
             source = await _source_of(context, body.update_info, directory, field)
             group = None if directory is not None or body.update_info is None else body.update_info.group_name or GROUP
             info = await context.updates.add(source, group)
@@ -123,16 +119,16 @@ def _transfer(context: RLContext) -> dict[str, Do]:
         return {"message": "Weight update finished", **await context.facts(info)}
 
     async def abort(request: Request) -> JSON:
-        """Ours: an update that was left open, or waits for a trainer that has gone, is in everybody's way."""
-        await context.read(request, Nothing)
+        """An extension: an open update, or one that waits for a dead trainer, blocks all others."""
+        await context.read(request, EmptyBody)
         return await context.abort_update()
 
     async def shut_down(request: Request) -> JSON:
-        await context.read(request, Nothing)
+        await context.read(request, EmptyBody)
         if context.updates.is_open:
             await context.updates.abort()
-        left = context.groups.leave_all()
-        return {"message": "Weight transfer shut down", "num_groups": left, **await context.facts()}
+        num_groups = context.groups.leave_all()
+        return {"message": "Weight transfer shut down", "num_groups": num_groups, **await context.facts()}
 
     return {
         "/init_weight_transfer_engine": init,
@@ -145,77 +141,76 @@ def _transfer(context: RLContext) -> dict[str, Do]:
 
 
 def _label_of(body: UpdateWeightsBody) -> WeightLabel | None:
-    """Return the name of what comes. Raises `ApiError` 400 for two that differ."""
+    """Return the label of the new weights. Raises `ApiError` 400 if `version` and `weight_version` differ."""
     if body.version is not None and body.weight_version not in (None, body.version):
         raise ApiError(400, "version and weight_version disagree", param="version")
     return body.version if body.weight_version is None else body.weight_version
 
 
-def _require_unnamed(body: UpdateWeightsBody) -> None:
-    """Refuse what can only be said of a whole update."""
+def _require_no_version(body: UpdateWeightsBody) -> None:
+    """Raise `ApiError` 400 for fields that apply to a whole update, not to a part."""
     for name in ("weight_version", "version", "checksum"):
         if getattr(body, name) is not None:
-            text = f"{name}: an update in parts is named and checked by /finish_weight_update"
+            text = f"{name}: for an update in parts, give it to /finish_weight_update"
             raise ApiError(400, text, param=name)
 
 
 def _directory_of(body: UpdateWeightsBody) -> tuple[str | None, str]:
-    """Return the directory that an update names, if it does, and the field; refuse two, and what is not done here."""
+    """Return (directory, its field), or (None, ""). Raises `ApiError` for two sources or unsupported fields."""
     info = body.update_info
     extra = {**(body.model_extra or {}), **((info.model_extra or {}) if info else {})}
     for name in UPDATE_FORMS:
         if extra.get(name):
-            raise ApiError(501, f"{name} is not supported: broadcast plain tensors, or name a directory", param=name)
+            raise ApiError(501, f"{name} is not supported: broadcast plain tensors or name a directory", param=name)
     if info is not None and info.packed:
         raise ApiError(400, f"update_info.{_PACKED}", param="update_info.packed")
-    named = {"weight_dir": body.weight_dir}
+    paths = {"weight_dir": body.weight_dir}
     if info is not None:
-        named |= {"update_info.weight_dir": info.weight_dir, "update_info.path": info.path}
-    found = [(path, field) for field, path in named.items() if path is not None]
+        paths |= {"update_info.weight_dir": info.weight_dir, "update_info.path": info.path}
+    found = [(path, field) for field, path in paths.items() if path is not None]
     if len(found) > 1 or (found and info is not None and info.names is not None):
         raise ApiError(400, "update_info: give either names, dtype_names and shapes, or one directory")
     return found[0] if found else (None, "")
 
 
 async def _source_of(context: RLContext, info: UpdateInfo | None, directory: str | None, field: str) -> Source:
-    """Return where a part of the open update comes from."""
+    """Return the source of a part of the open update."""
     context.updates.require_open()
     if directory is not None:
         return await context.weights_in(directory, field)
     if info is None or info.names is None or info.dtype_names is None or info.shapes is None:
-        raise ApiError(
-            400, "update_info: names, dtype_names and shapes are needed, or a directory", param="update_info"
-        )
+        text = "update_info: give names, dtype_names and shapes, or a directory"
+        raise ApiError(400, text, param="update_info")
     return context.groups.receive(info.group_name or GROUP, info.names, info.dtype_names, info.shapes, "dtype_names")
 
 
-def _versions(context: RLContext) -> dict[str, Do]:
+def _versions(context: RLContext) -> dict[str, Command]:
     async def label(request: Request) -> JSON:
         body = await context.read(request, LabelBody)
         engine = context.engine
 
-        def name() -> None:
+        def set_label() -> None:
             engine.label_weights(body.new_version)
 
         if body.abort_all_requests:
-            await context.link.end_requests(first=name)
+            await context.link.end_requests(first=set_label)
         else:
-            await context.link.call(name)
+            await context.link.call(set_label)
         facts = await context.facts()
         text = f"Weight version updated to {facts['weight_version']}"
         return {"success": True, "message": text, "new_version": body.new_version, **facts}
 
     async def check(request: Request) -> JSON:
-        """The engine's own thread reads all weights for that: steps wait meanwhile."""
+        """Blocks steps: the engine thread reads all weights."""
         body = await context.read(request, CheckBody)
         if body.action not in ("checksum", "compare"):
             raise ApiError(400, f"action must be checksum or compare, got {body.action!r}", param="action")
         if body.action == "compare" and body.checksum is None:
-            raise ApiError(400, "checksum: compare needs the one to compare with", param="checksum")
-        found = await context.link.call(context.engine.weights_checksum)
-        reply: JSON = {"success": True, "message": body.action, "checksum": found}
+            raise ApiError(400, "checksum: required for the action compare", param="checksum")
+        checksum = await context.link.call(context.engine.weights_checksum)
+        reply: JSON = {"success": True, "message": body.action, "checksum": checksum}
         if body.action == "compare":
-            reply |= {"success": found == body.checksum, "equal": found == body.checksum}
+            reply |= {"success": checksum == body.checksum, "equal": checksum == body.checksum}
         return {**reply, **await context.facts()}
 
     return {"/update_weight_version": label, "/weight_checker": check}
