@@ -12,7 +12,7 @@ import httpx2
 import pytest
 
 from nano_inference.server.call import Call, transcripts_of
-from nano_inference.server.detokenizer import Written
+from nano_inference.server.detokenizer import DecodedDelta
 from nano_inference.server.dialects.messages_reply import MessagesReply
 from nano_inference.server.errors import ApiError
 from nano_inference.server.shape import ReplyShape
@@ -248,7 +248,7 @@ def call() -> Call:
         num_samples=1,
         num_tokens=0,
         shape=shape,
-        dialect=MessagesReply,
+        make_reply=MessagesReply,
     )
 
 
@@ -269,10 +269,11 @@ def replies(call: Call, tokenizer: Tokenizer, events: Sequence[Event]) -> tuple[
     transcripts[0].events += events
     reply = MessagesReply(call, tokenizer, 1)
     pieces = [
-        reply.added(transcripts[0], Written("", (), (), None, None, events=(one,)), transcripts) for one in events
+        reply.delta_events(transcripts[0], DecodedDelta("", (), (), None, None, events=(one,)), transcripts)
+        for one in events
     ]
-    data = b"".join([reply.opening(transcripts), *pieces, reply.closing(transcripts)])
-    return MessagesReply(call, tokenizer, 1).whole(transcripts), data
+    data = b"".join([reply.first_events(transcripts), *pieces, reply.last_events(transcripts)])
+    return MessagesReply(call, tokenizer, 1).body(transcripts), data
 
 
 def test_streamed_calls_equal_the_whole_reply(call: Call, tokenizer: Tokenizer) -> None:
@@ -294,7 +295,7 @@ def test_cut_off_call_is_the_same_whole_and_streamed(call: Call, tokenizer: Toke
 
 def test_failed_stream_raises(call: Call, tokenizer: Tokenizer) -> None:
     reply = MessagesReply(call, tokenizer, 1)
-    data = reply.opening(transcripts_of(call)) + reply.failed(ApiError(500, "broken"))
+    data = reply.first_events(transcripts_of(call)) + reply.error_events(ApiError(500, "broken"))
     with pytest.raises(anthropic.APIStatusError, match="broken") as caught:
         list(client_for(data).messages.create(**REQUEST, stream=True))
     assert caught.value.type == "api_error"

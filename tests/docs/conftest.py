@@ -12,7 +12,7 @@ import pytest
 from nano_inference.catalog import default_cache
 from nano_inference.config import EngineConfig, ServerConfig
 from nano_inference.server.opening import open_model
-from nano_inference.server.served import Opened
+from nano_inference.server.served import LoadedModel
 from tests.docs.furniture import NANOCHAT_HOME, furnish
 from tests.docs.shell import Place
 from tests.server.tiny import Running, make_tiny, running
@@ -62,7 +62,7 @@ def trained_server(tiny_directory: Path) -> Iterator[Running]:
 def default_server(default_model_path: Path) -> Iterator[Running]:
     """A server of the default model, for replies that a page shows."""
 
-    def opened(path: Path, config: ServerConfig, **_: Any) -> Opened:
+    def opened(path: Path, config: ServerConfig, **_: Any) -> LoadedModel:
         return open_model(EngineConfig(model_path=str(path), device="cpu"), config, name=SERVED, path=path)
 
     with running(default_model_path, make=opened) as server:

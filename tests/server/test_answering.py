@@ -11,7 +11,7 @@ from typing import Any
 from nano_inference.server.answering import Timing, answer
 from nano_inference.server.call import transcripts_of
 from nano_inference.server.ticket import Ticket
-from nano_inference.server.workshop import Workshop
+from nano_inference.server.worker_pool import WorkerPool
 from tests.server.test_detokenizer import TOKENIZER, sample_of
 from tests.server.test_replies import A, B, call_of, delta
 from tests.server.tiny import events_in
@@ -29,9 +29,9 @@ def streamed(ticket: Ticket, seconds_left: float = 3600.0) -> list[Any]:
         sent.append(message.get("body", b""))
 
     async def main() -> None:
-        timing = Timing(deadline=time.monotonic() + seconds_left, silence=0.0)
+        timing = Timing(deadline=time.monotonic() + seconds_left, keep_alive_s=0.0)
         model: Any = SimpleNamespace(tokenizer=TOKENIZER)
-        await answer(call, ticket, model, timing, Workshop("none", 1), receive, send, transcripts_of(call))
+        await answer(call, ticket, model, timing, WorkerPool("none", 1), receive, send, transcripts_of(call))
 
     asyncio.run(main())
     return [one for one in events_in(b"".join(sent).decode()) if one != "[DONE]"]

@@ -28,7 +28,7 @@ from nano_inference import EngineConfig, InferenceEngine, SamplingParams
 from nano_inference.config import ServerConfig
 from nano_inference.control import Control
 from nano_inference.engine_thread import DrivenEngine
-from nano_inference.server.served import Opened
+from nano_inference.server.served import LoadedModel
 from nano_inference.text.fast import BYTE_OF_CHAR
 from nano_inference.types import (
     Delta,
@@ -993,7 +993,7 @@ class Gated:
         self._engine.shutdown()
 
 
-def gated(directory: Path, config: ServerConfig, **options: Any) -> Opened:
+def gated(directory: Path, config: ServerConfig, **options: Any) -> LoadedModel:
     one = opened(directory, config, **options)
     return replace(one, engine=Gated(one.engine))
 
@@ -1165,7 +1165,7 @@ def test_a_silent_stream_says_that_it_is_still_there(tiny_directory: Path) -> No
 
 def test_a_reply_of_many_alternatives_is_put_together_in_a_thread(server: Running) -> None:
     threads: set[str] = set()
-    workshop: Any = server.app._readers.large
+    workshop: Any = server.app.workers.large
     run = workshop.run
 
     async def noted(work: Any, *, seconds: float) -> Any:
@@ -1183,13 +1183,13 @@ def test_a_reply_of_many_alternatives_is_put_together_in_a_thread(server: Runnin
     finally:
         workshop.run = run
     assert len(choice["logprobs"]["tokens"]) == 300
-    assert len(threads) == 1 and threads.pop().startswith("workshop-text")
+    assert len(threads) == 1 and threads.pop().startswith("worker-text")
 
 
 def test_too_many_large_bodies_are_refused(tiny_directory: Path) -> None:
     with running(tiny_directory) as server:
         go_on, begun = threading.Event(), threading.Event()
-        workshop: Any = server.app._readers.large
+        workshop: Any = server.app.workers.large
 
         def wait() -> None:
             begun.set()

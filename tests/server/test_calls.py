@@ -475,7 +475,7 @@ def test_a_draft_has_what_clients_are_told_of(
     for at, token in enumerate(tokens, 1):
         sample = sample_of(tokens, "stop", None) if at == len(tokens) else None
         piece = delta([token], sample=sample)
-        events += transcript.take(piece, call.shape, model.tokenizer, keep=not is_stream).events
+        events += transcript.add_delta(piece, call.shape, model.tokenizer, keep=not is_stream).events
     assert transcript.events == ([] if is_stream else events)
     assert "".join(event.text for event in events if isinstance(event, Content)) == content
     assert transcript.num_calls == sum(isinstance(event, CallStart) for event in events) == num_calls

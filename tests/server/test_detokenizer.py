@@ -13,16 +13,16 @@ from hypothesis import strategies as st
 
 from nano_inference.server.calls import ReplyShape
 from nano_inference.server.detokenizer import (
+    DecodedDelta,
     Detokenizer,
-    Entry,
-    Written,
-    alone,
-    begin,
-    give_up,
+    LogprobEntry,
+    detokenize,
+    flush,
     prompt_entries,
-    seen_bytes,
-    token_data,
-    write,
+    start_detokenizer,
+    token_bytes_of,
+    token_text,
+    visible_bytes,
 )
 from nano_inference.text.stops import stop_matcher
 from nano_inference.types import Delta, FinishReason, StopReason, TokenLogprob, TrainingSample
@@ -103,11 +103,11 @@ def deltas_of(
         )
 
 
-def written_of(shape: ReplyShape, deltas: Iterator[Delta]) -> list[Written]:
-    detokenizer = begin(shape, 0)
+def written_of(shape: ReplyShape, deltas: Iterator[Delta]) -> list[DecodedDelta]:
+    detokenizer = start_detokenizer(shape, 0)
     out = []
     for delta in deltas:
-        detokenizer, written = write(detokenizer, delta, shape, TOKENIZER)
+        detokenizer, written = detokenize(detokenizer, delta, shape, TOKENIZER)
         out.append(written)
     return out
 
@@ -174,7 +174,7 @@ def test_token_texts_together_are_the_text(tokens: list[int], cuts: set[int], sk
     shape = ReplyShape(logprobs=0, skip_special=skip_special)
     written = written_of(shape, deltas_of(tokens, sorted(cuts)))
     entries = [entry for one in written for entry in one.entries]
-    data = b"".join(seen_bytes(token, TOKENIZER, skip_special) for token in tokens)
+    data = b"".join(visible_bytes(token, TOKENIZER, skip_special) for token in tokens)
     assert "".join(entry.text for entry in entries) == "".join(one.text for one in written)
     assert "".join(one.text for one in written) == data.decode("utf-8", "replace")
     assert [entry.token for entry in entries] == tokens
@@ -260,9 +260,11 @@ def test_a_replacement_character_is_no_stop_string() -> None:
 
 def test_giving_up_returns_what_was_held_back() -> None:
     shape = ReplyShape(stops=("abc",))
-    detokenizer, written = write(begin(shape, 0), next(deltas_of([3, 11, 0], [1, 2])), shape, TOKENIZER)
+    detokenizer, written = detokenize(
+        start_detokenizer(shape, 0), next(deltas_of([3, 11, 0], [1, 2])), shape, TOKENIZER
+    )
     assert written.text == ""
-    assert give_up(detokenizer, ReplyShape(stops=("abc",)), "timeout")[:5] == ("ab", (), (), "length", "timeout")
+    assert flush(detokenizer, ReplyShape(stops=("abc",)), "timeout")[:5] == ("ab", (), (), "length", "timeout")
     assert isinstance(detokenizer, Detokenizer)
 
 
@@ -271,7 +273,7 @@ def test_a_text_that_begins_loses_one_space() -> None:
     for drop, text in ((True, "x y"), (False, "x y")):
         shape = ReplyShape(drop_space=drop, logprobs=0)
         assert written_of(shape, deltas_of(tokens, []))[0].text == text
-    state = begin(ReplyShape(drop_space=True), 0)
+    state = start_detokenizer(ReplyShape(drop_space=True), 0)
     assert state.shown.drop_space and state.unstopped.drop_space
 
 
@@ -287,10 +289,10 @@ def test_entries_have_the_token_itself_among_the_alternatives() -> None:
         top_logprobs=(top, top),
     )
     shape = ReplyShape(logprobs=2, echo=("héllo",))
-    _, written = write(begin(shape, 0), delta, shape, TOKENIZER)
+    _, written = detokenize(start_detokenizer(shape, 0), delta, shape, TOKENIZER)
     assert written.entries == (
-        Entry(6, "x y", -0.2, top, 5),
-        Entry(1, "b", -3.0, (*top, TokenLogprob(1, -3.0)), 8),
+        LogprobEntry(6, "x y", -0.2, top, 5),
+        LogprobEntry(1, "b", -3.0, (*top, TokenLogprob(1, -3.0)), 8),
     )
 
 
@@ -304,19 +306,19 @@ def test_a_prompt_s_entries() -> None:
     other = (TokenLogprob(3, -0.3), TokenLogprob(4, -0.4))
     entries = prompt_entries([BOS, 0, 11], [-1.0, -2.0], (top, other), shape, TOKENIZER)
     assert entries == (
-        Entry(BOS, "", None, None, 0),
-        Entry(0, "a", -1.0, (top[0], TokenLogprob(0, -1.0)), 0),
-        Entry(11, "\ufffd", -2.0, (other[0], TokenLogprob(11, -2.0)), 1),
+        LogprobEntry(BOS, "", None, None, 0),
+        LogprobEntry(0, "a", -1.0, (top[0], TokenLogprob(0, -1.0)), 0),
+        LogprobEntry(11, "\ufffd", -2.0, (other[0], TokenLogprob(11, -2.0)), 1),
     )
     assert prompt_entries([0, 1], [-1.0], None, shape, TOKENIZER)[1].top == (TokenLogprob(1, -1.0),)
 
 
 def test_a_token_alone() -> None:
-    assert alone(PIECES.index("é".encode()), TOKENIZER) == "é"
-    assert alone(PIECES.index(b"\xff"), TOKENIZER) == "bytes:\\xff"
-    assert alone(PIECES.index(b"\xf0\x9f"), TOKENIZER) == "bytes:\\xf0\\x9f"
-    assert alone(UNKNOWN, TOKENIZER) == ""
-    assert (token_data(END, TOKENIZER), token_data(UNKNOWN, TOKENIZER)) == (b"<end>", b"")
-    assert seen_bytes(END, TOKENIZER, False) == b"<end>"
-    assert seen_bytes(END, TOKENIZER, True) == b""
-    assert seen_bytes(UNKNOWN, TOKENIZER, False) == b""
+    assert token_text(PIECES.index("é".encode()), TOKENIZER) == "é"
+    assert token_text(PIECES.index(b"\xff"), TOKENIZER) == "bytes:\\xff"
+    assert token_text(PIECES.index(b"\xf0\x9f"), TOKENIZER) == "bytes:\\xf0\\x9f"
+    assert token_text(UNKNOWN, TOKENIZER) == ""
+    assert (token_bytes_of(END, TOKENIZER), token_bytes_of(UNKNOWN, TOKENIZER)) == (b"<end>", b"")
+    assert visible_bytes(END, TOKENIZER, False) == b"<end>"
+    assert visible_bytes(END, TOKENIZER, True) == b""
+    assert visible_bytes(UNKNOWN, TOKENIZER, False) == b""

@@ -21,7 +21,7 @@ from nano_inference.server.dispatch import Capacity, Dispatcher
 from nano_inference.server.engine_link import EngineLink
 from nano_inference.server.errors import ApiError
 from nano_inference.server.metrics import Metrics
-from nano_inference.server.served import Opened
+from nano_inference.server.served import LoadedModel
 from nano_inference.server.ticket import MAX_UNREAD, Piece, PromptRequest, Ticket
 from nano_inference.types import Delta, TrainingSample
 from tests.sim.fakes import Failing, FakeRunner, fake_config, fake_parts, reference
@@ -39,9 +39,9 @@ def fake_engine(num_blocks: int = 60) -> InferenceEngine:
     return InferenceEngine(fake_config(), parts=fake_parts("radix", num_blocks, 4))
 
 
-def opened(engine: Any) -> Opened:
+def opened(engine: Any) -> LoadedModel:
     metrics = Metrics(model_name="fake", num_blocks=60, block_size=4, cache_config={})
-    return Opened(engine=engine, observer=metrics, model=None)  # type: ignore[arg-type]
+    return LoadedModel(engine=engine, observer=metrics, model=None)  # type: ignore[arg-type]
 
 
 def with_bridge(
@@ -52,7 +52,7 @@ def with_bridge(
     async def main() -> None:
         link = EngineLink(step_timeout=step_timeout)
         await link.start(lambda: opened(engine or fake_engine()))
-        link.open_doors()
+        link.start_accepting()
         try:
             await work(link)
         finally:
@@ -106,7 +106,7 @@ def test_a_closed_ticket_is_freed_without_the_garbage_collector(is_left: bool) -
     dispatcher = Dispatcher(Capacity(num_seats=4, num_blocks=60, block_size=4, step_tokens=64))
 
     async def one(link: EngineLink) -> weakref.ref[Ticket]:
-        with dispatcher.turns_for(Client("key 0")) as gate, link.submit([request()], gate=gate) as ticket:
+        with dispatcher.queue_for(Client("key 0")) as gate, link.submit([request()], gate=gate) as ticket:
             if not is_left:
                 await to_end(ticket)
                 return weakref.ref(ticket)
@@ -287,7 +287,7 @@ def test_opening_may_fail() -> None:
     async def main() -> None:
         link = EngineLink(step_timeout=1)
 
-        def fail() -> Opened:
+        def fail() -> LoadedModel:
             raise ValueError("no such model")
 
         with pytest.raises(ValueError, match="no such model"):

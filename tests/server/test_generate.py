@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from nano_inference import EngineConfig, InferenceEngine
-from nano_inference.server.detokenizer import Entry
+from nano_inference.server.detokenizer import LogprobEntry
 from nano_inference.server.dialect import Generating
 from nano_inference.server.dialects.generate import GenerateBody, GenerateParams, generate_call, rank_of
 from nano_inference.types import TokenLogprob
@@ -183,9 +183,9 @@ def test_continuous_usage_counts_the_tokens_so_far(server: Running) -> None:
 
 def test_rank_of_tokens_in_and_outside_the_top() -> None:
     top = (TokenLogprob(7, -0.5), TokenLogprob(9, -1.0))
-    assert rank_of(Entry(9, "", -1.0, top, 0), 2) == 2
-    assert rank_of(Entry(3, "", -4.0, (*top, TokenLogprob(3, -4.0)), 0), 2) is None
-    assert rank_of(Entry(3, "", -4.0, (TokenLogprob(3, -4.0),), 0), 0) is None
+    assert rank_of(LogprobEntry(9, "", -1.0, top, 0), 2) == 2
+    assert rank_of(LogprobEntry(3, "", -4.0, (*top, TokenLogprob(3, -4.0)), 0), 2) is None
+    assert rank_of(LogprobEntry(3, "", -4.0, (TokenLogprob(3, -4.0),), 0), 0) is None
 
 
 # ---- fields

@@ -13,7 +13,7 @@ import nano_inference
 from nano_inference import EngineConfig, InferenceEngine
 from nano_inference.config import ServerConfig
 from nano_inference.server.call import transcripts_of
-from nano_inference.server.detokenizer import Written, alone
+from nano_inference.server.detokenizer import DecodedDelta, token_text
 from nano_inference.server.dialect import Generating, Occupancy
 from nano_inference.server.dialects.llamacpp import LlamaBody, llama_call, props
 from nano_inference.server.dialects.llamacpp_reply import error_body, selected, speeds
@@ -64,7 +64,7 @@ def test_whole_reply_has_llamacpps_form(server: Running, engine: InferenceEngine
     reply = complete(server, n_predict=2, n_probs=2, return_tokens=True, stop=["zz"], seed=5, cache_prompt=False)
 
     def entry(token: int, logprob: float) -> JSON:
-        text = alone(token, server.opened.model.tokenizer)
+        text = token_text(token, server.opened.model.tokenizer)
         return {"id": token, "token": text, "bytes": [BYTES[token]], "logprob": pytest.approx(logprob, abs=1e-5)}
 
     assert reply.pop("completion_probabilities") == [
@@ -181,10 +181,12 @@ def test_stream_adds_up_to_the_whole_reply(server: Running, fields: JSON) -> Non
 def test_stream_counts_sent_tokens_when_the_transcript_is_ahead(server: Running) -> None:
     model = server.opened.model
     call = llama_call(LlamaBody(prompt="a", stream=True), model, ServerConfig(), "")
-    reply, transcripts = call.dialect(call, model.tokenizer, 0), transcripts_of(call)
+    reply, transcripts = call.make_reply(call, model.tokenizer, 0), transcripts_of(call)
     transcripts[0].token_ids, transcripts[0].finish_reason = [65, 66], "length"
-    pieces = [Written("a", (65,), (), None, None), Written("b", (66,), (), "length", None)]
-    sent = [one for piece in pieces for one in events_in(reply.added(transcripts[0], piece, transcripts).decode())]
+    pieces = [DecodedDelta("a", (65,), (), None, None), DecodedDelta("b", (66,), (), "length", None)]
+    sent = [
+        one for piece in pieces for one in events_in(reply.delta_events(transcripts[0], piece, transcripts).decode())
+    ]
     assert [(one["stop"], one["tokens_predicted"]) for one in sent] == [(False, 1), (False, 2), (True, 2)]
 
 

@@ -16,7 +16,7 @@ from nano_inference.chat_defaults import chat_defaults
 from nano_inference.config import ServerConfig
 from nano_inference.server.body import parse
 from nano_inference.server.call import transcripts_of
-from nano_inference.server.detokenizer import Written
+from nano_inference.server.detokenizer import DecodedDelta
 from nano_inference.server.dialects.messages import chat_fields, count_tokens, messages_call, with_anthropic_names
 from nano_inference.server.dialects.messages_body import CountTokensBody, MessagesBody
 from nano_inference.server.dialects.messages_reply import MessagesReply, arguments_of, error_body
@@ -393,14 +393,14 @@ def replies(
     call = replace(call_of("chat", **fields), id="msg_1")
     (transcript,) = transcripts_of(call)
     stream = MessagesReply(call, TOKENIZER, 1)
-    data = stream.opening([transcript])
+    data = stream.first_events([transcript])
     for at in range(0, len(events), size):
-        written = Written("", (), (), None, None, events=tuple(events[at : at + size]))
-        data += stream.added(transcript, written, [transcript])
+        written = DecodedDelta("", (), (), None, None, events=tuple(events[at : at + size]))
+        data += stream.delta_events(transcript, written, [transcript])
     transcript.events += events
     transcript.token_ids, transcript.finish_reason, transcript.stop_reason = [1, 2, 3], reason, stop
-    data += stream.closing([transcript])
-    return MessagesReply(call, TOKENIZER, 1).whole([transcript]), data
+    data += stream.last_events([transcript])
+    return MessagesReply(call, TOKENIZER, 1).body([transcript]), data
 
 
 def named_events(data: bytes) -> list[JSON]:
@@ -483,15 +483,15 @@ def test_disable_parallel_tool_use_shows_only_one_call(
     one = '<tool_call>\n{"name": "weather", "arguments": {"n": 1}}\n</tool_call>'
     tokens = [*model.tokenizer.encode(f"I look {one}\n{one}"), END_TOKEN]
     (transcript,) = transcripts_of(call)
-    stream = call.dialect(call, model.tokenizer, 1)
-    data = stream.opening([transcript])
+    stream = call.make_reply(call, model.tokenizer, 1)
+    data = stream.first_events([transcript])
     for at, token in enumerate(tokens, 1):
         sample = sample_of(tokens, "stop", None) if at == len(tokens) else None
-        data += stream.added(
-            transcript, transcript.take(delta([token], sample=sample), call.shape, model.tokenizer), [transcript]
+        data += stream.delta_events(
+            transcript, transcript.add_delta(delta([token], sample=sample), call.shape, model.tokenizer), [transcript]
         )
-    data += stream.closing([transcript])
-    whole = call.dialect(call, model.tokenizer, 1).whole([transcript])
+    data += stream.last_events([transcript])
+    whole = call.make_reply(call, model.tokenizer, 1).body([transcript])
     uses = [block["input"] for block in whole["content"] if block["type"] == "tool_use"]
     assert uses == [{"n": 1}] * expected and whole["content"][0] == {"type": "text", "text": "I look"}
     assert whole["stop_reason"] == "tool_use" and assembled(named_events(data)) == whole
@@ -531,7 +531,7 @@ def test_arguments_that_json_cannot_encode_stay_text(text: str) -> None:
 
 def test_failed_stream_ends_with_an_error(model: ServedModel) -> None:
     reply = MessagesReply(call_of("chat"), TOKENIZER, 1)
-    assert named_events(reply.failed(ApiError(500, "broken"))) == [error_body(ApiError(500, "broken"))]
+    assert named_events(reply.error_events(ApiError(500, "broken"))) == [error_body(ApiError(500, "broken"))]
 
 
 # ---- counting

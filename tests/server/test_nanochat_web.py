@@ -13,7 +13,7 @@ import nano_inference
 from nano_inference.config import ServerConfig
 from nano_inference.nanochat.web import WebBody, WebReply, health, stats, web_call
 from nano_inference.server.call import transcripts_of
-from nano_inference.server.detokenizer import Written
+from nano_inference.server.detokenizer import DecodedDelta
 from nano_inference.server.dialect import Generating
 from nano_inference.server.errors import ApiError
 from nano_inference.text.tokenizer import Tokenizer
@@ -144,13 +144,13 @@ def test_a_failure_is_an_event(server: Running) -> None:
     tokenizer: Tokenizer = server.opened.model.tokenizer
     call = web_call(WebBody.model_validate({"messages": HELLO}), server.opened.model, ServerConfig(), "")
     reply = WebReply(call, tokenizer, 0)
-    assert events_in(reply.failed(ApiError(500, "it broke")).decode()) == [{"error": "it broke"}]
+    assert events_in(reply.error_events(ApiError(500, "it broke")).decode()) == [{"error": "it broke"}]
     transcripts = transcripts_of(call)
     transcripts[0].text = "ü"
-    assert reply.whole(transcripts) == {"token": "ü", "gpu": 0}
-    assert reply.opening(transcripts) == b""
-    piece = Written("ü\n", (1,), (), None, None)
-    assert reply.added(transcripts[0], piece, transcripts) == 'data: {"token": "ü\\n", "gpu": 0}\n\n'.encode()
+    assert reply.body(transcripts) == {"token": "ü", "gpu": 0}
+    assert reply.first_events(transcripts) == b""
+    piece = DecodedDelta("ü\n", (1,), (), None, None)
+    assert reply.delta_events(transcripts[0], piece, transcripts) == 'data: {"token": "ü\\n", "gpu": 0}\n\n'.encode()
 
 
 def test_stats_and_health() -> None:

@@ -99,7 +99,7 @@ def test_the_document_is_written_in_a_thread_once_it_is_asked_for(
 
     assert unserved._document is None
     asyncio.run(request())
-    assert len(written) == 1 and written[0].startswith("workshop-text")
+    assert len(written) == 1 and written[0].startswith("worker-text")
 
 
 def test_a_document_that_could_not_be_written_is_tried_again(unserved: App, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -149,7 +149,7 @@ class World:
         ticket = Ticket(
             [PromptRequest(prompt=(1,) * prompt, params=params, num_samples=size) for size in sizes or (1,)]
         )
-        hold = self.dispatcher.turns_for(client)
+        hold = self.dispatcher.queue_for(client)
         hold.__enter__()(ticket, lambda one, indices: self.entered.extend((one, index) for index in indices))
         self.holds.append((ticket, hold))
         return ticket
@@ -164,7 +164,7 @@ class World:
         """Run a step in which everything starts that was entered."""
         if starts:
             for ticket, index in self.entered:
-                for clock in ticket.clocks[index]:
+                for clock in ticket.times[index]:
                     clock.started = clock.started or time.monotonic()
         free = self.capacity.num_blocks if num_free_blocks is None else num_free_blocks
         counts = dict.fromkeys(("num_rows", "num_computed", "num_sampled", "num_preempted"), 0)
@@ -173,7 +173,7 @@ class World:
 
     def end(self, ticket: Ticket) -> None:
         """End all samples of a ticket."""
-        for row in ticket.clocks:
+        for row in ticket.times:
             for clock in row:
                 clock.ended = time.monotonic()
 
@@ -290,7 +290,7 @@ def test_what_is_about_to_be_ended_is_entered_at_once() -> None:
     world = World(share=1.0)
     tickets = [world.request(GREEDY) for _ in range(40)]
     for ticket in tickets:
-        ticket.hurry()
-        ticket.hurry()
+        ticket.dispatch_now()
+        ticket.dispatch_now()
     assert world.count(tickets) == 40 and len(world.entered) == 40
     assert world.dispatcher.num_waiting == 0

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from nano_inference.server.call import Call, Kind, Transcript, transcripts_of, usage
-from nano_inference.server.replies import OpenAIReply, delta_chunks, opening_chunks, usage_chunk, whole
+from nano_inference.server.replies import OpenAIReply, delta_chunks, openai_body, opening_chunks, usage_chunk
 from nano_inference.server.shape import ReplyShape
 from nano_inference.server.ticket import PromptRequest
 from nano_inference.types import Delta, SamplingParams, TokenLogprob
@@ -34,7 +34,7 @@ def call_of(
         num_samples=n,
         num_tokens=0,
         shape=ReplyShape(**fields),
-        dialect=OpenAIReply,
+        make_reply=OpenAIReply,
         **given,
     )
 
@@ -60,7 +60,7 @@ def filled(call: Call, tokens: Sequence[int], reason: str = "length", **sample: 
     transcripts = transcripts_of(call)
     for transcript in transcripts:
         done = replace(sample_of(tokens, reason, None), **sample)
-        transcript.take(delta(tokens, sample=done), call.shape, TOKENIZER)
+        transcript.add_delta(delta(tokens, sample=done), call.shape, TOKENIZER)
     return transcripts
 
 
@@ -78,7 +78,7 @@ def test_drafts_are_numbered_prompt_by_prompt() -> None:
 
 def test_a_whole_completion() -> None:
     call = call_of()
-    reply = whole(call, filled(call, [A, *EMOJI, END], "stop"), TOKENIZER, 77)
+    reply = openai_body(call, filled(call, [A, *EMOJI, END], "stop"), TOKENIZER, 77)
     assert reply == {
         "id": "id-1",
         "object": "text_completion",
@@ -99,7 +99,7 @@ def test_a_whole_completion() -> None:
 def test_a_whole_chat() -> None:
     call = call_of("chat", token_ids=True, echo=("Q",), prompt_logprobs=0)
     transcripts = filled(call, [A, B], prompt_logprobs=(), num_cached_tokens=1)
-    reply = whole(call, transcripts, TOKENIZER, 1)
+    reply = openai_body(call, transcripts, TOKENIZER, 1)
     assert reply["object"] == "chat.completion"
     assert reply["choices"] == [
         {
@@ -135,8 +135,8 @@ def test_completion_logprobs() -> None:
     (transcript,) = transcripts_of(call)
     tokens = [A, *EMOJI, BROKEN]
     top = [[(A, -0.1), (END, -0.2)], [(A, -0.1), (EMOJI[0], -0.2)], [(UNKNOWN, -1.0)], [(B, -0.3), (BROKEN, -0.5)]]
-    transcript.take(delta(tokens, top, sample_of(tokens, "length", None)), call.shape, TOKENIZER)
-    (choice,) = whole(call, [transcript], TOKENIZER, 1)["choices"]
+    transcript.add_delta(delta(tokens, top, sample_of(tokens, "length", None)), call.shape, TOKENIZER)
+    (choice,) = openai_body(call, [transcript], TOKENIZER, 1)["choices"]
     assert choice["text"] == "xya😀\ufffd"
     assert choice["logprobs"] == {
         "tokens": ["a", "", "😀", "\ufffd"],
@@ -155,7 +155,7 @@ def test_echoed_logprobs_begin_with_null() -> None:
     call = call_of(logprobs=1, echo=("ab",), echo_logprobs=True)
     top = ((TokenLogprob(END, -0.1), TokenLogprob(A, -0.3)),)
     (transcript,) = filled(call, [A], prompt_logprobs=(-2.0,), prompt_top_logprobs=top)
-    (choice,) = whole(call, [transcript], TOKENIZER, 1)["choices"]
+    (choice,) = openai_body(call, [transcript], TOKENIZER, 1)["choices"]
     assert choice["text"] == "aba"
     assert choice["logprobs"] == {
         "tokens": ["a", "b", "a"],
@@ -170,8 +170,8 @@ def test_chat_logprobs() -> None:
     for count, expected in ((0, 0), (1, 1), (2, 2)):
         call = call_of("chat", logprobs=count)
         (transcript,) = transcripts_of(call)
-        transcript.take(delta([A, BROKEN], top, sample_of([A, BROKEN], "length", None)), call.shape, TOKENIZER)
-        content = whole(call, [transcript], TOKENIZER, 1)["choices"][0]["logprobs"]["content"]
+        transcript.add_delta(delta([A, BROKEN], top, sample_of([A, BROKEN], "length", None)), call.shape, TOKENIZER)
+        content = openai_body(call, [transcript], TOKENIZER, 1)["choices"][0]["logprobs"]["content"]
         assert [entry["token"] for entry in content] == ["a", "\ufffd"]
         assert [entry["bytes"] for entry in content] == [[97], [0xEF, 0xBF, 0xBD]]
         assert [len(entry["top_logprobs"]) for entry in content] == [expected] * 2
@@ -189,10 +189,10 @@ def test_tokens_by_their_ids() -> None:
     for kind in ("chat", "completion"):
         call = call_of("chat" if kind == "chat" else "completion", logprobs=1, tokens_as_ids=True)
         (transcript,) = transcripts_of(call)
-        transcript.take(
+        transcript.add_delta(
             delta([A, B], [[(A, -0.5)], [(END, -0.1)]], sample_of([A, B], "length", None)), call.shape, TOKENIZER
         )
-        text = json.dumps(whole(call, [transcript], TOKENIZER, 1)["choices"][0]["logprobs"])
+        text = json.dumps(openai_body(call, [transcript], TOKENIZER, 1)["choices"][0]["logprobs"])
         assert f"token_id:{A}" in text and f"token_id:{B}" in text and f"token_id:{END}" in text
         assert '"a"' not in text
 
@@ -206,7 +206,7 @@ def test_prompt_logprobs() -> None:
         "prompt_top_logprobs": top,
         "prompt_ranks": (7, 1),
     }
-    (choice,) = whole(call, filled(call, [A], **done), TOKENIZER, 1)["choices"]
+    (choice,) = openai_body(call, filled(call, [A], **done), TOKENIZER, 1)["choices"]
     assert choice["prompt_logprobs"] == [
         None,
         {
@@ -233,7 +233,7 @@ def test_a_chat_s_chunks(include_usage: bool) -> None:
     ]
     assert [c.get("prompt_token_ids") for c in chunks] == [[A, B], None, None, None]
     for tokens, sample in (([A], None), ([END], sample_of([A, END], "stop", None))):
-        written = transcripts[1].take(delta(tokens, sample=sample, at=1), call.shape, TOKENIZER)
+        written = transcripts[1].add_delta(delta(tokens, sample=sample, at=1), call.shape, TOKENIZER)
         chunks += delta_chunks(call, transcripts[1], written, TOKENIZER, 5)
     rest = [c["choices"][0] for c in chunks[4:]]
     assert rest == [
@@ -276,11 +276,13 @@ def test_a_completion_s_chunks() -> None:
     transcripts = transcripts_of(call)
     heads = [chunk["choices"][0] for chunk in opening_chunks(call, transcripts, 5)]
     assert [(head["index"], head["text"], head["prompt_token_ids"]) for head in heads] == [(0, "a", [A]), (1, "b", [B])]
-    written = transcripts[1].take(delta([EMOJI[0]]), call.shape, TOKENIZER)
+    written = transcripts[1].add_delta(delta([EMOJI[0]]), call.shape, TOKENIZER)
     (chunk,) = delta_chunks(call, transcripts[1], written, TOKENIZER, 5)
     assert chunk["choices"][0]["text"] == "" and chunk["choices"][0]["token_ids"] == [EMOJI[0]]
     assert chunk["choices"][0]["logprobs"]["tokens"] == [""]
-    written = transcripts[1].take(delta([EMOJI[1]], sample=sample_of(EMOJI, "length", None)), call.shape, TOKENIZER)
+    written = transcripts[1].add_delta(
+        delta([EMOJI[1]], sample=sample_of(EMOJI, "length", None)), call.shape, TOKENIZER
+    )
     text, end = delta_chunks(call, transcripts[1], written, TOKENIZER, 5)
     assert text["choices"][0]["text"] == "😀"
     assert (end["choices"][0]["text"], end["choices"][0]["finish_reason"]) == ("", "length")
@@ -291,7 +293,7 @@ def test_what_shows_nothing_sends_nothing() -> None:
     call = call_of()
     assert opening_chunks(call, transcripts_of(call), 5) == []
     (transcript,) = transcripts_of(call)
-    written = transcript.take(delta([EMOJI[0]]), call.shape, TOKENIZER)
+    written = transcript.add_delta(delta([EMOJI[0]]), call.shape, TOKENIZER)
     assert delta_chunks(call, transcript, written, TOKENIZER, 5) == []
 
 
@@ -305,22 +307,22 @@ def test_a_stream_opens_with_ids_alone_or_an_echo_alone() -> None:
 def test_cutting_short_gives_what_was_held_back() -> None:
     call = call_of(stops=("abc",))
     (transcript,) = transcripts_of(call)
-    assert transcript.take(delta([A, B]), call.shape, TOKENIZER).text == ""
+    assert transcript.add_delta(delta([A, B]), call.shape, TOKENIZER).text == ""
     written = transcript.cut_short(ReplyShape(), "timeout")
     assert (written.text, written.finish_reason, written.stop_reason) == ("ab", "length", "timeout")
     assert (transcript.text, transcript.finish_reason, transcript.stop_reason) == ("ab", "length", "timeout")
     text, end = delta_chunks(call, transcript, written, TOKENIZER, 5)
     assert (text["choices"][0]["text"], end["choices"][0]["stop_reason"]) == ("ab", "timeout")
-    assert whole(call, [transcript], TOKENIZER, 1)["usage"]["completion_tokens"] == 2
+    assert openai_body(call, [transcript], TOKENIZER, 1)["usage"]["completion_tokens"] == 2
 
 
 def test_a_sample_that_was_cut_short_has_no_prompt_logprobs() -> None:
     for kind in ("completion", "chat"):
         call = call_of("chat" if kind == "chat" else "completion", prompt_logprobs=1, logprobs=1, echo=("",))
         (transcript,) = transcripts_of(call)
-        transcript.take(delta([A]), call.shape, TOKENIZER)
+        transcript.add_delta(delta([A]), call.shape, TOKENIZER)
         transcript.cut_short(ReplyShape(), "timeout")
-        assert "prompt_logprobs" in json.dumps(whole(call, [transcript], TOKENIZER, 1))
+        assert "prompt_logprobs" in json.dumps(openai_body(call, [transcript], TOKENIZER, 1))
 
 
 def test_spans_have_labels_where_the_trainer_gave_them() -> None:
@@ -328,13 +330,13 @@ def test_spans_have_labels_where_the_trainer_gave_them() -> None:
     (transcript,) = transcripts_of(call)
     sample = replace(sample_of([A, B, END], "stop", None), token_versions=(4, 4, 5), version_labels={5: "step-9"})
     first = replace(delta([A, B]), versions=(4, 4))
-    transcript.take(first, call.shape, TOKENIZER)
-    written = transcript.take(replace(delta([END], sample=sample, at=2), versions=(5,)), call.shape, TOKENIZER)
+    transcript.add_delta(first, call.shape, TOKENIZER)
+    written = transcript.add_delta(replace(delta([END], sample=sample, at=2), versions=(5,)), call.shape, TOKENIZER)
     spans = [
         {"version": "4", "start": 0, "end": 2, "number": 4},
         {"version": "step-9", "start": 2, "end": 3, "number": 5},
     ]
-    (choice,) = whole(call, [transcript], TOKENIZER, 5)["choices"]
+    (choice,) = openai_body(call, [transcript], TOKENIZER, 5)["choices"]
     assert choice["weight_versions"] == spans and "mask" not in choice
     *_, end = delta_chunks(call, transcript, written, TOKENIZER, 5)
     assert end["choices"][0]["weight_versions"] == spans

@@ -21,7 +21,7 @@ from openai.types.responses import Response, ResponseStreamEvent
 from nano_inference.config import ServerConfig
 from nano_inference.server.body import parse
 from nano_inference.server.call import Call, Transcript, transcripts_of
-from nano_inference.server.detokenizer import Written
+from nano_inference.server.detokenizer import DecodedDelta
 from nano_inference.server.dialects import responses
 from nano_inference.server.dialects.responses import LOGPROBS, ResponsesBody, responses_call
 from nano_inference.server.dialects.responses_stream import ResponsesReply
@@ -131,20 +131,20 @@ class ScriptedReply:
         """Return the finished transcript, with a token for each event and without log-probabilities."""
         (transcript,) = transcripts_of(call)
         tokens = [A] * max(len(self.events), 1)
-        transcript.take(delta(tokens, sample=sample_of(tokens, self.reason, None)), call.shape, TOKENIZER)
+        transcript.add_delta(delta(tokens, sample=sample_of(tokens, self.reason, None)), call.shape, TOKENIZER)
         return replace(transcript, events=[*self.events], entries=[])
 
     def whole(self) -> JSON:
         call = self.call()
-        return self.reply(call).whole([self.ended(call)])
+        return self.reply(call).body([self.ended(call)])
 
     def stream(self, *, until_error: ApiError | None = None) -> bytes:
         call = self.call()
         transcript, reply = self.ended(call), self.reply(call)
-        data = reply.opening([transcript])
+        data = reply.first_events([transcript])
         for one in self.events:
-            data += reply.added(transcript, Written("", (A,), (), None, None, events=(one,)), [transcript])
-        return data + (reply.failed(until_error) if until_error else reply.closing([transcript]))
+            data += reply.delta_events(transcript, DecodedDelta("", (A,), (), None, None, events=(one,)), [transcript])
+        return data + (reply.error_events(until_error) if until_error else reply.last_events([transcript]))
 
 
 def names(events: Sequence[JSON]) -> list[str]:
@@ -357,9 +357,9 @@ def test_calculator_parts_are_kept_in_the_message(chats: list[ChatBody]) -> None
     transcript, reply = scripted.ended(call), scripted.reply(call)
     parts = (Part("text", "It is "), Part("python", "1+"), Part("python", "1"), Part("python_output", "2"))
     text = "It is [1+1 → 2] "
-    written = Written(text, (A,), (), None, None, parts, events=(Content(text),))
-    data = reply.added(transcript, written, [transcript])
-    (item,) = named_events(data + reply.closing([transcript]))[-1]["response"]["output"]
+    written = DecodedDelta(text, (A,), (), None, None, parts, events=(Content(text),))
+    data = reply.delta_events(transcript, written, [transcript])
+    (item,) = named_events(data + reply.last_events([transcript]))[-1]["response"]["output"]
     assert item["content"][0]["text"] == "It is [1+1 → 2] "
     assert item["parts"] == [
         {"type": "text", "text": "It is "},

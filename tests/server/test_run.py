@@ -14,7 +14,7 @@ import pytest
 
 from nano_inference.config import ServerConfig, SettingError
 from nano_inference.server.run import SEND_BUFFER, Listener, bind, serve
-from nano_inference.server.served import Opened
+from nano_inference.server.served import LoadedModel
 from tests.server.tiny import opened
 
 CONFIG = ServerConfig(port=0, log_requests=False)
@@ -42,7 +42,7 @@ def test_the_kernel_keeps_little_for_a_client_that_does_not_read() -> None:
 def test_the_port_is_open_before_the_model_is_there(tiny_directory: Path) -> None:
     may_load = threading.Event()
 
-    def slowly() -> Opened:
+    def slowly() -> LoadedModel:
         assert may_load.wait(60)
         return opened(tiny_directory, CONFIG)
 
@@ -91,7 +91,7 @@ def test_a_listener_that_fails_ends_the_process_in_order(
                 on_ready=on_ready,
             )
 
-    def on_ready(_: Opened) -> None:
+    def on_ready(_: LoadedModel) -> None:
         ready.set()
 
     monkeypatch.setattr(Listener, "serve", broken)

@@ -13,7 +13,7 @@ import pytest
 from nano_inference import EngineConfig, InferenceEngine
 from nano_inference.config import ServerConfig
 from nano_inference.server.call import transcripts_of
-from nano_inference.server.detokenizer import Written
+from nano_inference.server.detokenizer import DecodedDelta
 from nano_inference.server.dialect import Generating
 from nano_inference.server.dialects.sglang import SglangBody, health_generate_call, sglang_call
 from nano_inference.server.dialects.sglang_reply import next_event
@@ -269,12 +269,12 @@ def test_total_event_size_is_linear_in_the_answer() -> None:
 
 def test_events_with_little_new_text_are_skipped(model: ServedModel) -> None:
     call = sglang_call(SglangBody(input_ids=[5], stream=True), model, ServerConfig(), "")
-    reply = call.dialect(call, model.tokenizer, 0)
+    reply = call.make_reply(call, model.tokenizer, 0)
     transcripts = transcripts_of(call)
-    piece = Written("a", (65,), (), None, None)
-    sent = [bool(reply.added(transcripts[0], piece, transcripts)) for _ in range(400)]
+    piece = DecodedDelta("a", (65,), (), None, None)
+    sent = [bool(reply.delta_events(transcripts[0], piece, transcripts)) for _ in range(400)]
     assert all(sent[:128]) and 60 < sum(sent[128:]) < 140
-    assert reply.added(transcripts[0], piece._replace(finish_reason="length"), transcripts)
+    assert reply.delta_events(transcripts[0], piece._replace(finish_reason="length"), transcripts)
 
 
 # ---- fields

@@ -26,7 +26,7 @@ from nano_inference.server.keys import KeyRing, load_keys
 from nano_inference.server.opening import open_model
 from nano_inference.server.protocol import uvicorn_config
 from nano_inference.server.run import Listener, bind
-from nano_inference.server.served import Opened
+from nano_inference.server.served import LoadedModel
 from nano_inference.server.wiring import guard_policy, installed_dialects, make_app
 
 TEMPLATE = (
@@ -67,7 +67,7 @@ def make_tiny(
     return directory
 
 
-def opened(directory: Path, config: ServerConfig, **options: Any) -> Opened:
+def opened(directory: Path, config: ServerConfig, **options: Any) -> LoadedModel:
     """Load the tiny model as `serve` does."""
     options = {"kv_cache_bytes": 8 << 20, "device": "cpu", "num_threads": 1} | options
     return open_model(EngineConfig(model_path=str(directory), **options), config, name=NAME, path=directory)
@@ -127,7 +127,7 @@ class Running:
     app: App
     link: EngineLink
     loop: asyncio.AbstractEventLoop
-    opened: Opened
+    opened: LoadedModel
     listener: Listener
     client: httpx2.Client = field(init=False)
     blocker: StepBlocker = field(init=False)

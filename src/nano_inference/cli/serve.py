@@ -24,8 +24,8 @@ from nano_inference.server.hosts import is_loopback_name
 from nano_inference.server.log import set_up_logs
 from nano_inference.server.rl.threads import JOINING
 from nano_inference.server.run import bind, serve
-from nano_inference.server.served import Opened
-from nano_inference.server.workshop import has_stuck_threads
+from nano_inference.server.served import LoadedModel
+from nano_inference.server.worker_pool import has_stuck_threads
 
 
 def run(engine: EngineConfig, config: ServerConfig, common: Common, typed: Typed) -> int:
@@ -40,7 +40,7 @@ def listen(engine: EngineConfig, config: ServerConfig, common: Common, typed: Ty
     """Serve on a socket that listens; return the exit code."""
     url = url_of(config, listening)
 
-    def open_model() -> Opened:
+    def open_model() -> LoadedModel:
         path = fetch(engine.model_path, common)
         with no_collection():
             from nano_inference.server.opening import open_model as load  # torch: the port is open before it comes
@@ -51,7 +51,7 @@ def listen(engine: EngineConfig, config: ServerConfig, common: Common, typed: Ty
     def on_listening() -> None:
         note(f"listening on {url}, loading {engine.model_path}", common.quiet)
 
-    def on_ready(opened: Opened) -> None:
+    def on_ready(opened: LoadedModel) -> None:
         facts, _, command = banner(opened, config, url, wanted).rpartition("\n")
         note(facts, common.quiet, indent=2)
         note(command, common.quiet, has_command=True)
@@ -115,7 +115,7 @@ def served_name(asked: str, path: Path) -> str:
     return path.stem if path.is_file() else (path.name if is_local else asked)
 
 
-def tool_lines(opened: Opened) -> list[str]:
+def tool_lines(opened: LoadedModel) -> list[str]:
     """Return what a user of a model with a tool should know."""
     told = '  the model\'s calculator answers in requests with "calculator": true'
     return [told] if opened.model.calculates else []
@@ -129,7 +129,7 @@ def rl_lines(config: ServerConfig) -> list[str]:
     return [f"  trainers' routes are open; weights come from {source}; logprobs are {config.logprobs_mode}"]
 
 
-def context_of(opened: Opened, wanted: int) -> str:
+def context_of(opened: LoadedModel, wanted: int) -> str:
     """Return the context's length and the limit that cuts it; `wanted` is the length that the user named, or 0."""
     length, models_own = opened.model.limits.max_model_len, opened.model.max_positions
     if wanted > models_own:
@@ -137,7 +137,7 @@ def context_of(opened: Opened, wanted: int) -> str:
     return f"{length} tokens" + ("" if length == models_own else f" of the model's {models_own}")
 
 
-def narrow_lines(opened: Opened) -> list[str]:
+def narrow_lines(opened: LoadedModel) -> list[str]:
     """Return what limits a request when the KV cache is smaller than the context."""
     limits = opened.model.limits
     num_slots = limits.num_blocks * limits.block_size
@@ -146,7 +146,7 @@ def narrow_lines(opened: Opened) -> list[str]:
     return [f"  a request has at most {num_slots} tokens: the KV cache is full then (--kv-cache-bytes sets its size)"]
 
 
-def banner(opened: Opened, config: ServerConfig, url: str, wanted_context: int = 0) -> str:
+def banner(opened: LoadedModel, config: ServerConfig, url: str, wanted_context: int = 0) -> str:
     """Return what is said once requests are taken."""
     model, limits = opened.model, opened.model.limits
     num_slots = limits.num_blocks * limits.block_size

@@ -18,13 +18,13 @@ from pydantic import Field
 from nano_inference.config import ServerConfig
 from nano_inference.server.call import JSON, Call, Transcript
 from nano_inference.server.calls import chat_call
-from nano_inference.server.detokenizer import Written
+from nano_inference.server.detokenizer import DecodedDelta
 from nano_inference.server.dialect import Describing, Dialect, Generating, Occupancy
 from nano_inference.server.errors import ApiError, shortened
 from nano_inference.server.model import ServedModel
 from nano_inference.server.replies import version_facts
 from nano_inference.server.schema import Body, ChatBody, Temperature
-from nano_inference.server.translating import as_body, given
+from nano_inference.server.translating import as_body, given_fields
 from nano_inference.server.unsupported import refuse_unsupported
 from nano_inference.text.tokenizer import Tokenizer
 
@@ -60,14 +60,14 @@ def web_call(body: WebBody, model: ServedModel, config: ServerConfig, salt: str)
     if num_chars > MAX_TOTAL_CHARS:
         message = f"messages must have at most {MAX_TOTAL_CHARS} characters together, got {num_chars}"
         raise ApiError(400, message, param="messages")
-    fields = given(body)
+    fields = given_fields(body)
     fields["messages"] = [{"role": one.role, "content": one.content} for one in body.messages]
     fields["stream"] = True
     if model.calculates:
         fields["calculator"] = True
     call = chat_call(as_body(fields, ChatBody), model, config, salt)
     name = f"web-{uuid.uuid4().hex}"
-    return replace(call, id=name, names=frozenset({name}), dialect=WebReply)
+    return replace(call, id=name, names=frozenset({name}), make_reply=WebReply)
 
 
 def error_body(error: ApiError) -> JSON:
@@ -101,23 +101,23 @@ class WebReply:
     def __init__(self, call: Call, tokenizer: Tokenizer, created: int) -> None:
         self._call = call
 
-    def whole(self, transcripts: Sequence[Transcript]) -> JSON:
+    def body(self, transcripts: Sequence[Transcript]) -> JSON:
         """Return what the events say together; a request cannot ask for it."""
         return {"token": transcripts[0].text, "gpu": 0}
 
-    def opening(self, transcripts: Sequence[Transcript]) -> bytes:
+    def first_events(self, transcripts: Sequence[Transcript]) -> bytes:
         """Return nothing: a stream begins with the first text."""
         return b""
 
-    def added(self, transcript: Transcript, written: Written, transcripts: Sequence[Transcript]) -> bytes:
+    def delta_events(self, transcript: Transcript, decoded: DecodedDelta, transcripts: Sequence[Transcript]) -> bytes:
         """Return an event with the new text; the token that ended the answer has none."""
-        return _event({"token": written.text, "gpu": 0}) if written.text else b""
+        return _event({"token": decoded.text, "gpu": 0}) if decoded.text else b""
 
-    def closing(self, transcripts: Sequence[Transcript]) -> bytes:
+    def last_events(self, transcripts: Sequence[Transcript]) -> bytes:
         """Return the event that says that the answer is there."""
         return _event({"done": True, **version_facts(transcripts[0], self._call.shape)})
 
-    def failed(self, error: ApiError) -> bytes:
+    def error_events(self, error: ApiError) -> bytes:
         """Return an event that says why there is no more."""
         return _event({"error": shortened(error.message)})
 

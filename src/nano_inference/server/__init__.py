@@ -1,6 +1,6 @@
-"""The HTTP server: OpenAI's interface in front of one engine. No torch, but where `opening` loads a model.
+"""The HTTP server: OpenAI's API in front of one engine. Only `opening`, which loads a model, imports torch.
 
-`run` is the process, `protocol` and `guard` keep out what must not come in, `app` has the routes. `body`, `schema`,
-`unsupported`, `prompts` and `calls` turn JSON into engine requests; `writing`, `replies` and `answering` turn deltas
-into JSON. `link` owns the engine's thread; coroutines stand outside and wait with a `ticket`.
+`run` is the process, `protocol` and `guard` refuse invalid and unauthorised requests, `app` has the routes. `body`,
+`schema`, `unsupported`, `prompts` and `calls` turn JSON into engine requests; `detokenizer`, `replies` and `answering`
+turn deltas into JSON. `engine_link` owns the engine; coroutines on the event loop wait for its deltas with a `ticket`.
 """

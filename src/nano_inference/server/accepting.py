@@ -1,8 +1,7 @@
-"""Takes connections from the listening socket, and resumes at once when descriptors become free.
+"""Accepts connections from the listening socket, and resumes as soon as file descriptors become free.
 
-asyncio's own server, when `accept` fails for want of descriptors, tries again as often as its backlog is long, logs a
-traceback each time and starts as many timers of a second, each of which does the same: seconds go by in which nothing
-else runs.
+asyncio's own server blocks the loop for seconds when `accept` runs out of descriptors: it retries as often as its
+backlog is long, logs a traceback each time, and starts a timer for each retry that does the same.
 """
 
 from __future__ import annotations
@@ -15,21 +14,21 @@ import socket
 from collections.abc import Callable
 
 BACKLOG = 2048
-"""Connections that the kernel keeps until they are taken."""
+"""Connections that the kernel queues until they are accepted."""
 MAX_AT_ONCE = 16
-"""Connections that are taken before other work has its turn; fewer than `SPARE_FILES`, so that those over the limit can
-be refused and closed before descriptors run out."""
+"""Connections accepted in one loop callback; fewer than `SPARE_FILES`, so that those over the connection limit are
+refused and closed before descriptors run out."""
 RETRY_SECONDS = 0.05
-"""After which `accept` is tried again when it failed for want of descriptors or memory."""
+"""Delay before `accept` is retried after it failed for lack of descriptors or memory."""
 
 _SCARCE = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 _log = logging.getLogger("nano_inference.server")
 
 
 class Acceptor:
-    """Owns the taking of connections from one listening socket, and a spare descriptor.
+    """Owns a listening socket's accept loop, and a spare file descriptor.
 
-    While descriptors are lacking, the spare one is used to take a connection and close it: a client is refused at once
+    When descriptors run out, the spare one is freed to accept a connection and close it: the client is refused at once
     instead of waiting in the backlog.
     """
 
@@ -46,14 +45,14 @@ class Acceptor:
         self._is_closed = False
 
     def start(self) -> None:
-        """Begin to take connections."""
+        """Start to accept connections."""
         self._listening.setblocking(False)
         self._listening.listen(BACKLOG)
         self._keep_spare()
         self._loop.add_reader(self._listening.fileno(), self._accept_some)
 
     async def close(self) -> None:
-        """Take no more, close the listening socket, and return when every connection taken has its protocol."""
+        """Close the listening socket; return when every accepted connection has its protocol."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -77,7 +76,7 @@ class Acceptor:
                 return
             if self._is_scarce:
                 self._is_scarce = False
-                _log.warning("connections are taken again")
+                _log.warning("connections are accepted again")
             connection.setblocking(False)
             task = self._loop.create_task(self._open(connection))
             self._opening.add(task)
@@ -87,14 +86,13 @@ class Acceptor:
     async def _open(self, connection: socket.socket) -> None:
         try:
             await self._loop.connect_accepted_socket(self._make_protocol, connection)
-        except OSError:  # the client has gone meanwhile
+        except OSError:  # the client has disconnected
             connection.close()
 
     def _on_scarce(self, error: OSError) -> None:
-        """Refuse what waits with the spare descriptor, and try again a little later."""
         if not self._is_scarce:
             self._is_scarce = True
-            _log.warning("no connection can be taken for the moment: %s", error.strerror)
+            _log.warning("no connection can be accepted for the moment: %s", error.strerror)
         self._loop.remove_reader(self._listening.fileno())
         if self._spare is not None:
             self._drop_spare()

@@ -1,4 +1,4 @@
-"""The routes. Each reads a body, asks a pure function what it means, and answers; nothing is decided here."""
+"""`App`: the routes. Each reads a body, lets a pure function interpret it, and sends the reply."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TypeVar
+from functools import partial
 
 from pydantic_core import to_json
 from starlette.exceptions import HTTPException
@@ -30,8 +30,6 @@ from nano_inference.server.dialect import (
     Generating,
     Occupancy,
     Probing,
-    ToCall,
-    Work,
     error_bodies,
     health_fields,
 )
@@ -46,14 +44,14 @@ from nano_inference.server.openapi import openapi
 from nano_inference.server.pages import LATER, Page, load_page, page_response
 from nano_inference.server.queue_limits import QueueLimits
 from nano_inference.server.schema import Body
-from nano_inference.server.served import Opened
+from nano_inference.server.served import LoadedModel
 from nano_inference.server.serving import CallResponse, OpenCalls, Serving
 from nano_inference.server.unsupported import unknown_fields
-from nano_inference.server.workshop import Readers
+from nano_inference.server.worker_pool import BodyWorkers
 
 _MAX_NOTED_FIELDS = 1000
 _PROBE_SECONDS = 20.0
-"""In which a probing route must have its answer: SGLang's figure for /health_generate."""
+"""Deadline of a probing route: SGLang's value for /health_generate."""
 _REJECTIONS = {
     "queue_full": "max_num_queued_reqs",
     "too_many_tokens": "max_num_queued_tokens",
@@ -61,19 +59,18 @@ _REJECTIONS = {
     "shutting_down": "draining",
     "engine_dead": "dead",
 }
-"""An error's code -> what vLLM's dashboards call that reason."""
+"""Error code -> reason in `metrics.REJECTIONS`."""
 
 _log = logging.getLogger("nano_inference.server")
-_B = TypeVar("_B", bound=Body)
 Endpoint = Callable[[Request], Awaitable[Response]]
-FurtherRoutes = Callable[[Callable[[], Opened]], Sequence[Route]]
-"""Makes routes from a function that returns the loaded model, or raises an `ApiError` while there is none."""
+FurtherRoutes = Callable[[Callable[[], LoadedModel]], Sequence[Route]]
+"""Returns routes, given a function that returns the loaded model or raises `ApiError` while there is none."""
 
 
 class App:
-    """Owns the routes and what they share: the bridge to the engine, the queue's places, threads for large bodies.
+    """Owns the routes and their shared state: engine link, admission limits, dispatcher, worker threads.
 
-    `further` makes routes that belong to no dialect. Raises `PluginError` for a route that is there twice.
+    `further` returns routes that belong to no dialect. Raises `PluginError` for a route that is defined twice.
     """
 
     def __init__(
@@ -90,25 +87,25 @@ class App:
         self._dialects = dialects
         self._further = further
         self._policy = policy
-        self._readers = Readers()
+        self.workers = BodyWorkers()
         self._compilers = Compilers()
         self._noted: set[str] = set()
-        """Unknown fields that were told of already."""
+        """Unknown fields that were logged already."""
         self._open_calls = OpenCalls()
         self._max_running = 0
-        """Samples that may run at once."""
+        """Limit of running samples."""
         self._document: asyncio.Task[bytes] | None = None
-        """The OpenAPI document, once somebody has asked for it."""
+        """Creates the OpenAPI document; started by the first request for it."""
         self._pages: dict[str, Page] = {}
         self._router = Router(self._routes(), redirect_slashes=False)
         guard = Guard(self._route, policy, self._on_response, error_bodies(dialects))
-        self.asgi: ASGIApp = below(config.root_path, guard)
-        """The application, as a server runs it."""
+        self.asgi: ASGIApp = strip_root_path(config.root_path, guard)
+        """The ASGI application."""
 
-    def serve(self, opened: Opened, max_running: int) -> None:
-        """Take a loaded model, of which so many samples may run at once, and open the doors."""
+    def serve(self, loaded: LoadedModel, max_running: int) -> None:
+        """Start to accept requests for a loaded model that runs up to `max_running` samples at once."""
         self._max_running = max_running
-        share, limits = self._policy.client_share, opened.model.limits
+        share, limits = self._policy.client_share, loaded.model.limits
         queue_limits = QueueLimits(
             max_samples=max_running + self.config.max_queued_requests,
             max_tokens=self.config.max_admitted_tokens,
@@ -118,18 +115,18 @@ class App:
             num_seats=max_running,
             num_blocks=limits.num_blocks,
             block_size=limits.block_size,
-            step_tokens=opened.step_tokens,
+            step_tokens=loaded.step_tokens,
         )
         dispatcher = Dispatcher(capacity, share=share)
-        self.serving = Serving(opened=opened, queue_limits=queue_limits, dispatcher=dispatcher)
+        self.serving = Serving(loaded=loaded, queue_limits=queue_limits, dispatcher=dispatcher)
         self.link.after_step = dispatcher.after_step
-        self.link.open_doors()
+        self.link.start_accepting()
 
     def close(self) -> None:
-        """End the threads, and the processes that render."""
+        """End the worker threads and the template processes."""
         if self.serving is not None and self.serving.model.dialogue is not None:
             self.serving.model.dialogue.close()
-        self._readers.close()
+        self.workers.close()
         self._compilers.close()
 
     def _routes(self) -> list[Route]:
@@ -151,24 +148,24 @@ class App:
         owned = [
             *((name, route) for name, dialect in self._dialects.items() for route in self._routes_of(dialect)),
             *(("the server", Route(path, endpoint, methods=["GET"])) for path, endpoint in gets.items()),
-            *(("the server", route) for route in self._further(lambda: self._require_serving().opened)),
+            *(("the server", route) for route in self._further(lambda: self._require_serving().loaded)),
         ]
         check_routes(owned)
         return [route for _, route in owned]
 
     def _routes_of(self, dialect: Dialect) -> Iterator[Route]:
         for generating in dialect.generating:
-            yield Route(generating.path, self._generating(generating), methods=["POST"])
+            yield Route(generating.path, partial(self._generate, generating), methods=["POST"])
         for converting in dialect.converting:
-            yield Route(converting.path, self._converting(converting), methods=["POST"])
+            yield Route(converting.path, partial(self._convert, converting), methods=["POST"])
         for describing in dialect.describing:
-            yield Route(describing.path, self._describing(describing), methods=["GET"])
+            yield Route(describing.path, partial(self._describe, describing), methods=["GET"])
         for probing in dialect.probing:
-            yield Route(probing.path, self._probing(probing), methods=["GET"])
+            yield Route(probing.path, partial(self._probe, probing), methods=["GET"])
 
     async def _route(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Find the route; what the router refuses becomes an error object."""
-        scope["app"] = self  # the router raises its 404 and 405 only when it finds an application here
+        """Run the route; turn the router's 404 and 405 into `ApiError`."""
+        scope["app"] = self  # without it, the router answers 404 and 405 itself instead of raising
         try:
             await self._router(scope, receive, send)
         except HTTPException as error:
@@ -179,7 +176,7 @@ class App:
             raise ApiError(error.status_code, text, headers=headers) from None
 
     def _no_such_path(self, path: str) -> str:
-        """Say that there is nothing, and what may have been meant: a base URL without its /v1, or with two."""
+        """Return the 404 message, with a hint if /v1 is missing or given twice."""
         known = {route.path for route in self._router.routes if isinstance(route, Route)}
         guesses = (f"/v1{path}", path.removeprefix("/v1"))
         hint = next(
@@ -189,78 +186,52 @@ class App:
 
     # ---- generation -------------------------------------------------------------------------------------------------
 
-    def _generating(self, route: Generating) -> Endpoint:
-        """Return the endpoint of a POST route whose reply comes from the engine."""
-
-        async def endpoint(request: Request) -> Response:
-            return await self._generate(request, route.body, route.to_call, renders=route.renders)
-
-        return endpoint
-
-    async def _generate(self, request: Request, kind: type[_B], to_call: ToCall, *, renders: bool) -> Response:
+    async def _generate(self, route: Generating, request: Request) -> Response:
         arrived = time.monotonic()
         serving = self._require_serving()
         data = await self._read(request)
 
-        def understand() -> tuple[_B, Call]:
-            body = parse(data, kind)
+        def to_call() -> tuple[Body, Call]:
+            body = parse(data, route.body)
             salt = self._salt(request, getattr(body, "cache_salt", None))
-            return body, to_call(body, serving.model, self.config, salt)
+            return body, route.to_call(body, serving.model, self.config, salt)
 
-        body, call = await self._readers.run(
-            len(data), understand, renders=renders, seconds=self.config.request_timeout
-        )
-        self._note_unknown(body)
+        seconds = self.config.request_timeout
+        body, call = await self.workers.run(len(data), to_call, renders=route.renders, seconds=seconds)
+        self._report_unknown_fields(body)
         left = arrived + self.config.request_timeout - time.monotonic()
-        call = await self._compilers.hold(call, serving.model.grammars, left)
+        call = await self._compilers.add_matchers(call, serving.model.grammars, left)
         call = replace(call, names=call.names | {call.id, request.scope["state"]["request_id"]})
-        timing = Timing(deadline=arrived + self.config.request_timeout, silence=self.config.sse_keep_alive)
-        return CallResponse(self.link, serving, self._open_calls, call, timing, self._readers.large)
+        timing = Timing(deadline=arrived + self.config.request_timeout, keep_alive_s=self.config.sse_keep_alive)
+        return CallResponse(self.link, serving, self._open_calls, call, timing, self.workers.large)
 
-    def _probing(self, route: Probing) -> Endpoint:
-        """Return the endpoint of a GET route that makes a fixed request."""
-
-        async def endpoint(request: Request) -> Response:
-            serving = self._require_serving()
-            call = route.to_call(serving.model, self.config)
-            seconds = min(_PROBE_SECONDS, self.config.request_timeout)  # a paused engine draws nothing until resumed
-            timing = Timing(deadline=time.monotonic() + seconds, silence=0)
-            return CallResponse(self.link, serving, self._open_calls, call, timing, self._readers.large)
-
-        return endpoint
+    async def _probe(self, route: Probing, request: Request) -> Response:
+        serving = self._require_serving()
+        call = route.to_call(serving.model, self.config)
+        seconds = min(_PROBE_SECONDS, self.config.request_timeout)  # a paused engine would not answer
+        timing = Timing(deadline=time.monotonic() + seconds, keep_alive_s=0)
+        return CallResponse(self.link, serving, self._open_calls, call, timing, self.workers.large)
 
     # ---- text -------------------------------------------------------------------------------------------------------
 
-    def _converting(self, route: Converting) -> Endpoint:
-        """Return the endpoint of a POST route that converts between texts and tokens."""
-
-        async def endpoint(request: Request) -> Response:
-            return await self._convert(request, route.body, route.work, renders=route.renders)
-
-        return endpoint
-
-    async def _convert(self, request: Request, kind: type[_B], work: Work, *, renders: bool) -> Response:
+    async def _convert(self, route: Converting, request: Request) -> Response:
         serving = self._require_serving()
         data = await self._read(request)
 
-        def convert() -> tuple[_B, bytes]:
-            body = parse(data, kind)
-            return body, to_json(work(body, serving.model))
+        def convert() -> tuple[Body, bytes]:
+            body = parse(data, route.body)
+            return body, to_json(route.work(body, serving.model))
 
-        body, reply = await self._readers.run(len(data), convert, renders=renders, seconds=self.config.request_timeout)
-        self._note_unknown(body)
+        seconds = self.config.request_timeout
+        body, reply = await self.workers.run(len(data), convert, renders=route.renders, seconds=seconds)
+        self._report_unknown_fields(body)
         return _json(reply)
 
-    def _describing(self, route: Describing) -> Endpoint:
-        """Return the endpoint of a GET route that describes the model or the load."""
+    # ---- model, documents, pages ------------------------------------------------------------------------------------
 
-        async def endpoint(request: Request) -> Response:
-            model = self._require_serving().model
-            return _json(to_json(route.describe(model, self._occupancy())))
-
-        return endpoint
-
-    # ---- what there is ----------------------------------------------------------------------------------------------
+    async def _describe(self, route: Describing, request: Request) -> Response:
+        model = self._require_serving().model
+        return _json(to_json(route.describe(model, self._occupancy())))
 
     async def models(self, request: Request) -> Response:
         """GET /v1/models."""
@@ -268,7 +239,7 @@ class App:
         return _json(to_json({"object": "list", "data": [model.card(name) for name in model.names]}))
 
     async def model_card(self, request: Request) -> Response:
-        """GET /v1/models/{id}; an id may have slashes."""
+        """GET /v1/models/{id}; the id may contain slashes."""
         model, name = self._require_serving().model, request.path_params["model"]
         if not name:
             raise HTTPException(404)
@@ -279,24 +250,23 @@ class App:
         return _json(to_json({"version": nano_inference.__version__}))
 
     async def document(self, request: Request) -> Response:
-        """GET /openapi.json: written in a thread, for whoever asks first and all who ask meanwhile and later."""
+        """GET /openapi.json: created once, in a thread."""
         if self._document is None:
             self._document = asyncio.create_task(
-                self._readers.large.run(self._describe, seconds=self.config.request_timeout)
+                self.workers.large.run(self._make_document, seconds=self.config.request_timeout)
             )
-            self._document.add_done_callback(self._end_document)
+            self._document.add_done_callback(self._drop_failed_document)
         return _json(await asyncio.shield(self._document))
 
-    def _describe(self) -> bytes:
+    def _make_document(self) -> bytes:
         return to_json(openapi(self._dialects, needs_key=not self._policy.keys.is_empty))
 
-    def _end_document(self, done: asyncio.Task[bytes]) -> None:
-        """Let the next who asks try again when there is no document."""
+    def _drop_failed_document(self, done: asyncio.Task[bytes]) -> None:
         if done.cancelled() or done.exception() is not None:
             self._document = None
 
     def page(self, name: str) -> Endpoint:
-        """Return the endpoint of a page, or of a file that one loads later; it is put together at the first request."""
+        """Return the endpoint of a page, or of a file that a page loads; bundled at the first request."""
 
         async def endpoint(request: Request) -> Response:
             if name not in self._pages:
@@ -306,13 +276,13 @@ class App:
         return endpoint
 
     async def info(self, request: Request) -> Response:
-        """GET /info: the model, its limits and what may be asked of it, for pages and people."""
+        """GET /info: the model, its limits and defaults."""
         return _json(to_json(info(self._require_serving().model, self.config, self._max_running)))
 
-    # ---- how it is --------------------------------------------------------------------------------------------------
+    # ---- health and load --------------------------------------------------------------------------------------------
 
     async def health(self, request: Request) -> Response:
-        """GET /health: whether this process is worth keeping; llama.cpp's `status`, and what the dialects add."""
+        """GET /health: 200 unless loading or dead; llama.cpp's `status`, and the dialects' fields."""
         state = self.link.state
         status = {"status": "ok" if state == "ready" else state}
         fields = status | health_fields(self._dialects, self._occupancy()) | status
@@ -327,12 +297,12 @@ class App:
         )
 
     async def ready(self, request: Request) -> Response:
-        """GET /ready: whether requests are taken."""
+        """GET /ready: 200 while requests are accepted."""
         state = self.link.state
         return _json(to_json({"status": state}), 200 if state == "ready" else 503)
 
     async def load(self, request: Request) -> Response:
-        """GET /load: open requests (vLLM's `server_load`), and the engine's own counts."""
+        """GET /load: open requests (vLLM's `server_load`), and the engine's counts."""
         stats = self.link.last_stats
         return _json(
             to_json(
@@ -356,12 +326,12 @@ class App:
             text = self.serving.observer.render()
         return Response(text, headers={"content-type": CONTENT_TYPE})
 
-    # ---- parts ------------------------------------------------------------------------------------------------------
+    # ---- helpers ----------------------------------------------------------------------------------------------------
 
     def _require_serving(self) -> Serving:
-        """Return the model that is served. Raises `ApiError` while there is none that takes requests."""
+        """Return the served model. Raises `ApiError` 503 unless requests are accepted."""
         self.link.require_ready()
-        assert self.serving is not None, "the doors open after a model is there"
+        assert self.serving is not None, "requests are accepted after the model is loaded"
         return self.serving
 
     async def _read(self, request: Request) -> bytes:
@@ -370,12 +340,12 @@ class App:
     def _salt(self, request: Request, asked: str | None) -> str:
         return self._policy.keys.cache_salt(request.scope["state"].get("key_index"), asked)
 
-    def _note_unknown(self, body: Body) -> None:
-        """Log each unknown field once; refuse it when the server is strict."""
+    def _report_unknown_fields(self, body: Body) -> None:
+        """Log each unknown field once; with `strict`, raise `ApiError`."""
         options = getattr(body, "stream_options", None)
         inner = unknown_fields(options.model_extra or {}) if isinstance(options, Body) else []
-        own = (name for name in unknown_fields(body.model_extra or {}) if name not in body.neutral_names)
-        names = [*own, *(f"stream_options.{name}" for name in inner)]
+        top = (name for name in unknown_fields(body.model_extra or {}) if name not in body.neutral_names)
+        names = [*top, *(f"stream_options.{name}" for name in inner)]
         if names and self.config.strict:
             shown = ", ".join(repr(name[:64]) for name in names[:8])
             raise ApiError(400, f"unknown fields: {shown}", param=names[0][:64], code="unknown_field")
@@ -383,7 +353,7 @@ class App:
         self._noted.update(new)
         if new:
             shown = ", ".join(map(repr, new[:8]))
-            _log.warning("unknown fields are left out: %s%s", shown, f" and {len(new) - 8} more" if new[8:] else "")
+            _log.warning("unknown fields are ignored: %s%s", shown, f" and {len(new) - 8} more" if new[8:] else "")
 
     def _on_response(self, scope: Scope, status: int | None, seconds: float, error: Exception | None) -> None:
         """Count and log a finished request."""
@@ -393,8 +363,8 @@ class App:
             self.serving.observer.responded(scope["method"], template, status or 499, seconds)
             if isinstance(error, ApiError) and error.code in _REJECTIONS:
                 self.serving.observer.rejected(_REJECTIONS[error.code])
-        notes = scope["state"].get("notes") or {}
-        told = notes.pop("error", None) or error
+        call_fields = scope["state"].get("log_fields") or {}
+        error = call_fields.pop("error", None) or error
         log_access(
             AccessRecord(
                 ts=time.time(),
@@ -405,16 +375,16 @@ class App:
                 status=status,
                 total_ms=seconds * 1e3,
                 client_abort=True if status is None else None,
-                error_type=None if told is None else getattr(told, "type", type(told).__name__),
-                error_code=getattr(told, "code", None),
-                error_param=getattr(told, "param", None),
-                **notes,
+                error_type=None if error is None else getattr(error, "type", type(error).__name__),
+                error_code=getattr(error, "code", None),
+                error_param=getattr(error, "param", None),
+                **call_fields,
             )
         )
 
 
 def check_routes(owned: Sequence[tuple[str, Route]]) -> None:
-    """Raise `PluginError` for a method and path that are there twice; each route comes with its owner's name."""
+    """Raise `PluginError` for a method and path that are defined twice; `owned`: (owner's name, route)."""
     owners: dict[tuple[str, str], str] = {}
     for name, route in owned:
         for method in sorted(route.methods or ()):
@@ -424,8 +394,8 @@ def check_routes(owned: Sequence[tuple[str, Route]]) -> None:
             owners[method, route.path] = name
 
 
-def below(root: str, app: ASGIApp) -> ASGIApp:
-    """Return an application that is also found below a path, for a proxy that leaves it in front."""
+def strip_root_path(root: str, app: ASGIApp) -> ASGIApp:
+    """Return an application that also serves paths below `root`, for a proxy that does not strip the prefix."""
     if not root:
         return app
 

@@ -1,6 +1,6 @@
-"""Deltas of one call that its client has not read: a few as they came, the rest merged, so that a token takes little.
+"""Deltas of one call that its client has not read: the first ones as they are, later ones merged to save memory.
 
-A delta of one token is an object and four tuples, about 440 bytes; merged, its token is a place in four arrays.
+A delta of one token is an object with four tuples, about 440 bytes; merged, its token is one item of four lists.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from typing import Any, NamedTuple
 from nano_inference.types import Delta, TrainingSample
 
 MAX_SINGLE = 64
-"""Deltas that are kept as they came."""
+"""Deltas that are kept unmerged."""
 MAX_MERGED = 256
-"""Tokens that are taken at once: what is made of them waits in memory until the client has read it."""
+"""Merged tokens returned at once: their events stay in memory until the client has read them."""
 _FIELDS = ("token_ids", "logprobs", "mask", "versions", "top_logprobs", "raw_logprobs", "sampling_masks")
-"""A delta's fields that have one item for each token; the last three are None where they were not asked for."""
+"""A delta's fields with one item per token; the last three are None unless requested."""
 
 
-class Piece(NamedTuple):
-    """One delta, and which of the ticket's prompts it belongs to."""
+class PromptDelta(NamedTuple):
+    """A delta and the index of its prompt in the ticket."""
 
     prompt_index: int
     delta: Delta
@@ -28,14 +28,13 @@ class Piece(NamedTuple):
 
 @dataclass(slots=True)
 class _Merged:
-    """The tokens of one sample that were not taken."""
+    """The unread merged tokens of one sample."""
 
     request_id: int
     columns: dict[str, list[Any]] = field(default_factory=dict)
     sample: TrainingSample | None = None
 
     def add(self, delta: Delta) -> None:
-        """Append a delta's tokens."""
         for name in _FIELDS:
             values = getattr(delta, name)
             if values is not None:
@@ -43,7 +42,7 @@ class _Merged:
         self.sample = delta.sample or self.sample
 
     def cut(self, sample_index: int, most: int) -> Delta:
-        """Remove and return the first `most` tokens as one delta, the last of which has the sample."""
+        """Remove and return the first `most` tokens as one delta; the last such delta has the sample."""
         columns = {name: tuple(values[:most]) for name, values in self.columns.items()}
         for values in self.columns.values():
             del values[:most]
@@ -52,22 +51,21 @@ class _Merged:
 
 
 class Backlog:
-    """Owns what was put in and not taken. The order of one sample's tokens is kept, that between samples is not."""
+    """Owns the unread deltas. Keeps the order of one sample's tokens, not the order between samples."""
 
     def __init__(self) -> None:
-        self._single: deque[Piece] = deque()
+        self._single: deque[PromptDelta] = deque()
         self._merged: dict[tuple[int, int], _Merged] = {}
         self.num_tokens = 0
-        """Tokens that wait; a delta without any counts as one."""
+        """Unread tokens; a delta without tokens counts as one."""
 
     def __bool__(self) -> bool:
         return bool(self._single or self._merged)
 
     def put(self, prompt_index: int, delta: Delta) -> None:
-        """Add a delta."""
         self.num_tokens += len(delta.token_ids) or 1
         if not self._merged and len(self._single) < MAX_SINGLE:
-            self._single.append(Piece(prompt_index, delta))
+            self._single.append(PromptDelta(prompt_index, delta))
             return
         key = (prompt_index, delta.sample_index)
         merged = self._merged.get(key)
@@ -75,29 +73,29 @@ class Backlog:
             merged = self._merged[key] = _Merged(delta.request_id)
         merged.add(delta)
 
-    def take(self) -> list[Piece]:
-        """Remove and return what came first: all single deltas, or else some merged ones."""
+    def take(self) -> list[PromptDelta]:
+        """Remove and return the oldest deltas: all unmerged ones, or else up to `MAX_MERGED` merged tokens."""
         if self._single:
-            pieces = list(self._single)
+            taken = list(self._single)
             self._single.clear()
         else:
-            pieces = self._take_merged()
+            taken = self._take_merged()
         self.num_tokens = self._count() if self else 0
-        return pieces
+        return taken
 
-    def _take_merged(self) -> list[Piece]:
-        pieces: list[Piece] = []
+    def _take_merged(self) -> list[PromptDelta]:
+        taken: list[PromptDelta] = []
         room = MAX_MERGED
         for key, merged in tuple(self._merged.items()):
             delta = merged.cut(key[1], room)
-            pieces.append(Piece(key[0], delta))
+            taken.append(PromptDelta(key[0], delta))
             room -= len(delta.token_ids)
             if not merged.columns["token_ids"]:
                 del self._merged[key]
             if room <= 0:
                 break
-        return pieces
+        return taken
 
     def _count(self) -> int:
-        single = sum(len(piece.delta.token_ids) or 1 for piece in self._single)
+        single = sum(len(one.delta.token_ids) or 1 for one in self._single)
         return single + sum(len(merged.columns["token_ids"]) or 1 for merged in self._merged.values())

@@ -1,4 +1,4 @@
-"""Bytes to a checked body: JSON without surprises, then the schema; every refusal names its field."""
+"""Parses a request body: strict JSON, then the schema. Every error names its field."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from nano_inference.server.schema import Body
 
 MAX_DEPTH = 64
 MAX_NAME = 200
-"""Characters of a field's place in an error."""
+"""Characters of a field's path in an error."""
 
 _Body = TypeVar("_Body", bound=Body)
 _INTERNAL = ("function-", "tagged-union", "constrained-", "nullable", "list[", "lax-or-strict")
-"""Beginnings of what pydantic puts into an error's place that is no field of the client's."""
+"""Prefixes of what pydantic adds to an error's location that is not a field of the client's."""
 
 
 def parse(data: bytes, model: type[_Body]) -> _Body:
-    """Return the body. Raises `ApiError` 400 for what is no JSON object or does not fit the schema."""
+    """Return the body. Raises `ApiError` 400 if it is not a JSON object or does not match the schema."""
     value = read_json(data)
     try:
         return model.model_validate(value)
     except ValidationError as error:
-        raise _refusal(error, value) from None
+        raise _schema_error(error, value) from None
 
 
 def read_json(data: bytes) -> dict[str, Any]:
@@ -55,11 +55,11 @@ def _check_depth(value: Any) -> None:
     raise ApiError(400, f"the body is nested deeper than {MAX_DEPTH} levels", code="invalid_json")
 
 
-def _refusal(error: ValidationError, value: dict[str, Any]) -> ApiError:
-    """Return the client's error for the first thing that pydantic found.
+def _schema_error(error: ValidationError, value: dict[str, Any]) -> ApiError:
+    """Return the client's error for one of pydantic's.
 
-    A value that fits none of several forms is told of by the form that it came furthest with, or else by one whose type
-    it has.
+    For a value that matches no member of a union, that is the error with the longest path, or else one of a member
+    whose type the value has.
     """
     found = error.errors(include_url=False, include_context=False, include_input=True)
     chosen = max(found, key=lambda one: (len(_path(one["loc"], value)), not one["type"].endswith("_type")))
@@ -71,23 +71,23 @@ def _refusal(error: ValidationError, value: dict[str, Any]) -> ApiError:
     return ApiError(400, f"{name}: {message}{got}", param=name or None)
 
 
-def _path(place: tuple[int | str, ...], value: Any) -> list[int | str]:
-    """Return the part of pydantic's place that is the client's own: names and indices that the body has."""
+def _path(location: tuple[int | str, ...], value: Any) -> list[int | str]:
+    """Return the names and indices in pydantic's location that exist in the body, or that name a missing field."""
     path: list[int | str] = []
-    for part in place:
+    for part in location:
         if isinstance(value, dict) and isinstance(part, str) and (part in value or not path):
             path.append(part)
             value = value.get(part)
         elif isinstance(value, list) and isinstance(part, int) and part < len(value):
             path.append(part)
             value = value[part]
-        elif isinstance(value, dict) and isinstance(part, str) and part.isidentifier() and part == place[-1]:
+        elif isinstance(value, dict) and isinstance(part, str) and part.isidentifier() and part == location[-1]:
             path.append(part)
     return path
 
 
 def _shown(value: Any) -> str:
-    """Return the beginning of a value; no more of it is looked at than is shown."""
+    """Return the start of a value as text; does not read more of the value than it shows."""
     brief = Repr()
     brief.maxlevel, brief.maxstring, brief.maxlong = 2, 80, 60
     text = brief.repr(value)

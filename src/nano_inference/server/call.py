@@ -1,6 +1,6 @@
-"""One call of a client: what the engine is asked for, what was written of each sample so far, how the reply is made.
+"""One call of a client: its engine requests, a transcript for each sample, and the interface that makes its reply.
 
-Everything that depends on the dialect a client speaks is behind `Reply`; routes, queues and writing know only this.
+Everything that depends on the client's dialect is behind `Reply`; routes, queues and detokenizing use only this.
 """
 
 from __future__ import annotations
@@ -9,11 +9,18 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-from nano_inference.server.detokenizer import Detokenizer, Entry, Written, begin, give_up, write
+from nano_inference.server.detokenizer import (
+    DecodedDelta,
+    Detokenizer,
+    LogprobEntry,
+    detokenize,
+    flush,
+    start_detokenizer,
+)
 from nano_inference.server.errors import ApiError
 from nano_inference.server.shape import ReplyShape
 from nano_inference.server.ticket import PromptRequest
-from nano_inference.server.tools import ToolUse, is_told
+from nano_inference.server.tools import ToolUse, is_reported
 from nano_inference.text.dialogue import Part
 from nano_inference.text.tokenizer import Tokenizer
 from nano_inference.text.tool_calls import CallEnd, CallsState, Content, Event, finish, push, start
@@ -21,98 +28,98 @@ from nano_inference.types import Delta, StopReason, TrainingSample
 
 JSON = dict[str, Any]
 Kind = Literal["chat", "completion"]
-"""What the model reads: messages, or a text."""
+"""Input of the model: messages, or a text."""
 
 
 class Reply(Protocol):
-    """Puts one call's reply together in one dialect. Made for one call; belongs to the coroutine that answers it."""
+    """Makes one call's reply in one dialect. Made for each call; used only by the coroutine that answers it."""
 
-    def whole(self, transcripts: Sequence[Transcript]) -> Any:
-        """Return the JSON of a reply that is not streamed."""
+    def body(self, transcripts: Sequence[Transcript]) -> Any:
+        """Return the JSON value of a reply that is not streamed."""
 
-    def opening(self, transcripts: Sequence[Transcript]) -> bytes:
-        """Return what a stream begins with."""
+    def first_events(self, transcripts: Sequence[Transcript]) -> bytes:
+        """Return the events that start a stream."""
 
-    def added(self, transcript: Transcript, written: Written, transcripts: Sequence[Transcript]) -> bytes:
-        """Return the events of what was just written of one sample."""
+    def delta_events(self, transcript: Transcript, decoded: DecodedDelta, transcripts: Sequence[Transcript]) -> bytes:
+        """Return the events of one decoded delta of a sample."""
 
-    def closing(self, transcripts: Sequence[Transcript]) -> bytes:
-        """Return what a stream that went well ends with."""
+    def last_events(self, transcripts: Sequence[Transcript]) -> bytes:
+        """Return the events that end a stream without an error."""
 
-    def failed(self, error: ApiError) -> bytes:
-        """Return what a stream ends with that cannot go on."""
+    def error_events(self, error: ApiError) -> bytes:
+        """Return the events that end a stream with an error."""
 
 
 @dataclass(slots=True)
 class Transcript:
-    """What was written of one sample so far. Belongs to the one coroutine that answers the call."""
+    """The decoded output of one sample so far. Used only by the coroutine that answers the call."""
 
     prompt_index: int
     index: int
-    """Its number among all choices of the call."""
+    """Index among all choices of the call."""
     detokenizer: Detokenizer
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
-    entries: list[Entry] = field(default_factory=list)
+    entries: list[LogprobEntry] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: StopReason | None = None
     sample: TrainingSample | None = None
     parts: list[Part] = field(default_factory=list)
-    reader: CallsState | None = None
-    """Where looking for calls of functions stands; None when nobody looks."""
+    call_parser: CallsState | None = None
+    """State of the tool call parser; None if calls are not parsed."""
     events: list[Event] = field(default_factory=list)
     num_calls: int = 0
-    """Whole calls of functions that were found."""
+    """Complete tool calls."""
     mask: list[int] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
 
-    def take(self, delta: Delta, shape: ReplyShape, tokenizer: Tokenizer, *, keep: bool = True) -> Written:
-        """Add a delta; return what it brought. Text and entries are kept for a whole reply, not for a stream."""
-        self.detokenizer, written = write(self.detokenizer, delta, shape, tokenizer)
-        written = self._read(written, shape.functions, is_end=delta.sample is not None)
-        self.token_ids += written.token_ids
+    def add_delta(self, delta: Delta, shape: ReplyShape, tokenizer: Tokenizer, *, keep: bool = True) -> DecodedDelta:
+        """Add a delta; return it decoded. `keep`: keep text and entries, for a reply that is not streamed."""
+        self.detokenizer, decoded = detokenize(self.detokenizer, delta, shape, tokenizer)
+        decoded = self._parse_calls(decoded, shape.functions, is_end=delta.sample is not None)
+        self.token_ids += decoded.token_ids
         self.mask += delta.mask
         self.versions += delta.versions
-        self._keep(written, keep)
-        self.finish_reason, self.stop_reason = written.finish_reason, written.stop_reason
+        self._keep(decoded, keep)
+        self.finish_reason, self.stop_reason = decoded.finish_reason, decoded.stop_reason
         self.sample = delta.sample
-        return written
+        return decoded
 
-    def cut_short(self, shape: ReplyShape, reason: str) -> Written:
-        """End the sample with what it has, because its time is up; return the text that was held back."""
-        written = self._read(give_up(self.detokenizer, shape, reason), shape.functions, is_end=True)
-        self._keep(written, True)
-        self.finish_reason, self.stop_reason = written.finish_reason, written.stop_reason
-        return written
+    def cut_short(self, shape: ReplyShape, reason: str) -> DecodedDelta:
+        """End the sample at the deadline; return the text that was held back."""
+        decoded = self._parse_calls(flush(self.detokenizer, shape, reason), shape.functions, is_end=True)
+        self._keep(decoded, True)
+        self.finish_reason, self.stop_reason = decoded.finish_reason, decoded.stop_reason
+        return decoded
 
-    def _keep(self, written: Written, keep: bool) -> None:
+    def _keep(self, decoded: DecodedDelta, keep: bool) -> None:
         if keep:
-            self.text += written.text
-            self.entries += written.entries
-            self.parts += written.parts
-            self.events += written.events
+            self.text += decoded.text
+            self.entries += decoded.entries
+            self.parts += decoded.parts
+            self.events += decoded.events
 
-    def _read(self, written: Written, use: ToolUse | None, *, is_end: bool) -> Written:
-        """Tell the calls of functions in a text apart, and leave out those that nobody wants to be told of."""
-        if self.reader is None or use is None:
-            return written._replace(events=(Content(written.text),) if written.text else ())
-        self.reader, events = push(self.reader, written.text)
-        events = [*events, *finish(self.reader)] if is_end else events
-        events = [event for event in events if is_told(event, use)]
+    def _parse_calls(self, decoded: DecodedDelta, use: ToolUse | None, *, is_end: bool) -> DecodedDelta:
+        """Parse tool calls in the text; leave out events that the client does not get."""
+        if self.call_parser is None or use is None:
+            return decoded._replace(events=(Content(decoded.text),) if decoded.text else ())
+        self.call_parser, events = push(self.call_parser, decoded.text)
+        events = [*events, *finish(self.call_parser)] if is_end else events
+        events = [event for event in events if is_reported(event, use)]
         self.num_calls += sum(isinstance(event, CallEnd) for event in events)
-        return written._replace(events=tuple(events))
+        return decoded._replace(events=tuple(events))
 
 
 def transcripts_of(call: Call) -> list[Transcript]:
-    """Return an empty draft for every choice, prompt by prompt."""
+    """Return an empty transcript for each choice, prompt by prompt."""
     use = call.shape.functions
-    reader = None if use is None else start(use.format, use.names)
+    call_parser = None if use is None else start(use.format, use.names)
     return [
         Transcript(
             prompt_index=prompt,
             index=prompt * call.num_samples + sample,
-            detokenizer=begin(call.shape, prompt),
-            reader=reader,
+            detokenizer=start_detokenizer(call.shape, prompt),
+            call_parser=call_parser,
         )
         for prompt in range(len(call.requests))
         for sample in range(call.num_samples)
@@ -120,7 +127,7 @@ def transcripts_of(call: Call) -> list[Transcript]:
 
 
 def usage(call: Call, transcripts: Iterable[Transcript], *, with_cached: bool = True) -> JSON:
-    """Return the tokens that a call took: each prompt once, every token that was added."""
+    """Return OpenAI's `usage` object: each prompt counted once, and every output token."""
     transcripts = list(transcripts)
     num_prompt = sum(len(request.prompt) for request in call.requests)
     num_new = sum(len(transcript.token_ids) for transcript in transcripts)
@@ -134,28 +141,27 @@ def usage(call: Call, transcripts: Iterable[Transcript], *, with_cached: bool = 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """One request of a client, ready for the engine and for its reply."""
+    """One request of a client: requests for the engine, and how to make the reply."""
 
     kind: Kind
     id: str
     model: str
     requests: tuple[PromptRequest, ...]
     num_samples: int
-    """Samples of each prompt."""
+    """Samples per prompt."""
     num_tokens: int
-    """Most tokens it may come to, prompts and answers."""
+    """Upper bound of its tokens, prompts and outputs."""
     shape: ReplyShape
     stream: bool = False
     include_usage: bool = False
     continuous_usage: bool = False
-    dialect: Dialect
-    """How the reply is put together."""
+    make_reply: MakeReply
     names: frozenset[str] = frozenset()
-    """What its client calls it, for whoever wants to abort it."""
+    """Ids by which a client may abort it."""
     forbids_tokens: bool = False
-    """The client forbade tokens, perhaps all of them."""
-    most_new: int | None = None
-    """Most tokens of a sample, where the context has room for fewer than `max_tokens`; else None."""
+    """True if the client excludes tokens, possibly all of them."""
+    reduced_max_tokens: int | None = None
+    """Tokens of a sample that the context has room for, if fewer than `max_tokens`; else None."""
 
     @property
     def total_samples(self) -> int:
@@ -163,12 +169,12 @@ class Call:
         return self.num_samples * len(self.requests)
 
 
-Dialect = Callable[[Call, Tokenizer, int], Reply]
-"""Makes the reply to a call; the number is the time of day, in seconds."""
+MakeReply = Callable[[Call, Tokenizer, int], Reply]
+"""Returns the reply object of a call; the number is its creation time, seconds since 1970."""
 
 
 def reply_size(call: Call, transcripts: Sequence[Transcript]) -> int:
-    """Return about how many tokens, alternatives and numbers a whole reply tells of: what it costs to put together."""
+    """Return the approximate number of tokens, alternatives and values in a reply that is not streamed."""
     shape = call.shape
     num_new = sum(len(transcript.token_ids) for transcript in transcripts)
     num_prompt = sum(len(request.prompt) for request in call.requests) * call.num_samples

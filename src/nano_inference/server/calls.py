@@ -1,4 +1,4 @@
-"""Bodies to calls: a checked request body becomes what the engine is asked for and how the reply is to look. Pure."""
+"""Turns a checked request body into a `Call`: the engine's requests and the shape of the reply. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from nano_inference.admission import checked
 from nano_inference.config import ServerConfig
 from nano_inference.server.call import Call, Kind
-from nano_inference.server.detokenizer import begun_text
+from nano_inference.server.detokenizer import prefix_text
 from nano_inference.server.errors import ApiError
 from nano_inference.server.model import ServedModel
 from nano_inference.server.prompts import (
@@ -22,7 +22,7 @@ from nano_inference.server.prompts import (
     fitting,
     require_dialogue,
 )
-from nano_inference.server.refusals import client_error, refusals_told
+from nano_inference.server.refusals import api_errors, to_api_error
 from nano_inference.server.replies import OpenAIReply
 from nano_inference.server.schema import ChatBody, CompletionBody, Sampling
 from nano_inference.server.shape import ReplyShape
@@ -47,15 +47,15 @@ _SAMPLING_FIELDS = (
 
 
 def completion_call(body: CompletionBody, model: ServedModel, config: ServerConfig, salt: str) -> Call:
-    """Return the call of POST /v1/completions. Raises `ApiError` naming the field that is wrong."""
+    """Return the call of POST /v1/completions. Raises `ApiError` naming the invalid field."""
     extra = body.model_extra or {}
     refuse_unsupported(extra)
     _check_counts(body, config, body.logprobs, "logprobs")
     if extra.get("reasoning_effort") is not None:
-        raise ApiError(400, "reasoning_effort is for chats", param="reasoning_effort")
+        raise ApiError(400, "reasoning_effort is a field of chat completions only", param="reasoning_effort")
     name = model.name_for(body.model)
     if body.best_of not in (None, 0, body.n or 1):
-        raise ApiError(400, "best_of is not supported by this server; n gives all samples", param="best_of")
+        raise ApiError(400, "best_of is not supported; use n, which returns all samples", param="best_of")
     if body.echo and body.logprobs is not None and body.stream:
         raise ApiError(400, "echo with logprobs needs stream=false", param="echo")
     _check_lineage(body.lineage, model)
@@ -63,7 +63,7 @@ def completion_call(body: CompletionBody, model: ServedModel, config: ServerConf
     prompts = completion_prompts(body, model, max_tokens)
     echo = tuple(prompt.echo for prompt in prompts) if body.echo else ()
     echoes_logprobs = bool(body.echo) and body.logprobs is not None
-    asked = _asked(body)
+    asked = _requested_structure(body)
     tool = _calculator(bool(body.calculator), model, has_others=asked is not None)
     shape = _shape(body, config, body.logprobs, echo, tool=tool, echo_logprobs=echoes_logprobs)
     params = _sampling_params(body, model, config, shape, max_tokens)
@@ -72,7 +72,7 @@ def completion_call(body: CompletionBody, model: ServedModel, config: ServerConf
 
 
 def chat_call(body: ChatBody, model: ServedModel, config: ServerConfig, salt: str) -> Call:
-    """Return the call of POST /v1/chat/completions. Raises `ApiError` naming the field that is wrong."""
+    """Return the call of POST /v1/chat/completions. Raises `ApiError` naming the invalid field."""
     extra = body.model_extra or {}
     refuse_unsupported(extra)
     _check_counts(body, config, body.top_logprobs, "top_logprobs")
@@ -80,14 +80,18 @@ def chat_call(body: ChatBody, model: ServedModel, config: ServerConfig, salt: st
     if body.top_logprobs and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs to be true", param="top_logprobs")
     if body.add_special_tokens:
-        raise ApiError(400, "add_special_tokens: a chat has those of its template", param="add_special_tokens")
+        raise ApiError(
+            400,
+            "add_special_tokens must be false in a chat: the template adds them",
+            param="add_special_tokens",
+        )
     _check_lineage(body.lineage, model)
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     if max_tokens == 0:
         raise ApiError(400, "max_tokens must be at least 1 in a chat", param="max_tokens")
     use = requested_tools(body, require_dialogue(model).tool_template)
     prompts = [chat_prompt(body, model, extra, max_tokens, use)]
-    structure = _asked(body)
+    structure = _requested_structure(body)
     has_others = structure is not None or (use is not None and bool(use.functions))
     shape = _shape(
         body,
@@ -99,48 +103,48 @@ def chat_call(body: ChatBody, model: ServedModel, config: ServerConfig, salt: st
     )
     program: TokenProgram | None = shape.tool
     if body.answer_token_ids:
-        begun = _begun(body, model, shape, prompts[0], max_tokens, has_others=has_others)
-        prompts, shape, program = [begun.prompt], begun.shape, begun.program
+        prefilled = _prefilled(body, model, shape, prompts[0], max_tokens, has_others=has_others)
+        prompts, shape, program = [prefilled.prompt], prefilled.shape, prefilled.program
     params = _sampling_params(body, model, config, shape, max_tokens)
     if use is not None and use.parses:
         special = special_tokens(model.tokenizer)
         shape = replace(shape, functions=use, markers=_markers(use.format, special))
         structure = _structure(structure, use, special)
-    beginning = Beginning(min(len(shape.begun_ids), len(prompts[0].ids)), body.sample_index or 0)
+    beginning = Beginning(min(len(shape.prefix_ids), len(prompts[0].ids)), body.sample_index or 0)
     requests = _requests(body, model, prompts, params, shape, structure, salt, program, beginning)
     return _call(body, model, "chat", name, requests, shape)
 
 
 def _check_lineage(lineage: str | None, model: ServedModel) -> None:
-    """Refuse to continue tokens whose weight versions another engine counted. Raises `ApiError`."""
+    """Raise `ApiError` for tokens whose weight versions another engine counted."""
     if lineage not in (None, model.limits.lineage):
         raise ApiError(
             400,
             f"lineage: the tokens are of {lineage!r}, this server's lineage is {model.limits.lineage!r}, and their "
-            "weight versions are unrelated; ask the server that drew them, or serve all of a pool with one --lineage",
+            "weight versions are unrelated; use the server that generated them, or set one --lineage for the pool",
             param="lineage",
         )
 
 
-class _Begun(NamedTuple):
-    """A chat whose answer has begun."""
+class _Prefilled(NamedTuple):
+    """A chat whose answer starts with given tokens."""
 
     prompt: Prompt
     shape: ReplyShape
     program: TokenProgram | None
 
 
-def _begun(
+def _prefilled(
     body: ChatBody, model: ServedModel, shape: ReplyShape, prompt: Prompt, max_tokens: int | None, *, has_others: bool
-) -> _Begun:
-    """Return prompt, shape and program of an answer that begins with the body's tokens. Raises `ApiError`."""
+) -> _Prefilled:
+    """Return prompt, shape and program of an answer that starts with `answer_token_ids`. Raises `ApiError`."""
     field = "answer_token_ids"
-    goes_on = body.continue_final_message or body.add_generation_prompt is False
-    if has_others or goes_on:
-        rival = "continue_final_message or without a generation prompt" if goes_on else "functions or a structure"
-        raise ApiError(400, f"{field}: does not go with {rival}", param=field)
+    continues = body.continue_final_message or body.add_generation_prompt is False
+    if has_others or continues:
+        other = "continue_final_message or without a generation prompt" if continues else "functions or a structure"
+        raise ApiError(400, f"{field} cannot be combined with {other}", param=field)
     ids, program = tuple(body.answer_token_ids or ()), None
-    if len(ids) >= model.limits.max_model_len:  # before anything is done that takes longer with each
+    if len(ids) >= model.limits.max_model_len:  # checked first: the rest takes time for each token
         raise ApiError(
             400,
             f"{field}: {len(ids)} tokens leave no room in the context of {model.limits.max_model_len}",
@@ -149,28 +153,28 @@ def _begun(
         )
     check_known(ids, model, field)
     if shape.tool is not None:
-        with refusals_told(field):
+        with api_errors(field):
             program, missing = behind(shape.tool, ids)
         ids += missing
     data = shown(model.tokenizer, shape.tool, ids, skip_special=shape.skip_special)
-    shape = replace(shape, begun=data, begun_ids=ids)
-    text = begun_text(shape)
+    shape = replace(shape, prefix_bytes=data, prefix_ids=ids)
+    text = prefix_text(shape)
     prompt = Prompt(fitting([*prompt.ids, *ids], body, model, max_tokens), text)
-    return _Begun(prompt, replace(shape, echo=(text,) if body.echo else ()), program)
+    return _Prefilled(prompt, replace(shape, echo=(text,) if body.echo else ()), program)
 
 
-def _asked(body: Sampling) -> Structure | None:
-    """Return the structure that a body's own fields ask for. Raises `ApiError`."""
+def _requested_structure(body: Sampling) -> Structure | None:
+    """Return the structure that the body's fields request. Raises `ApiError`."""
     return structure_of({name: getattr(body, name) for name in FIELDS})
 
 
 def _structure(asked: Structure | None, use: ToolUse, special: Mapping[str, int]) -> Structure | None:
-    """Return what an answer must be that may call: what a field says, or calls, or either. Raises `ApiError`."""
+    """Return the structure of an answer with tools: the requested one, tool calls, or either. Raises `ApiError`."""
     if asked is None and not use.must_call:
         return None
-    # What must be a call has no content that a structure could be of.
+    # An answer that must be a call has no content to which a structure could apply.
     answer = None if asked is None or use.must_call else _answer_or_call(asked, use)
-    with refusals_told("tools"):
+    with api_errors("tools"):
         grammar = calls_grammar(
             use.functions, use.format, name=use.name, parallel=use.parallel, special=special, answer=answer
         )
@@ -178,39 +182,39 @@ def _structure(asked: Structure | None, use: ToolUse, special: Mapping[str, int]
 
 
 def _answer_or_call(asked: Structure, use: ToolUse) -> Mapping[str, Any]:
-    """Return the schema of an answer that may be a call instead. Raises `ApiError` where the two cannot be one."""
+    """Return the schema of an answer that may be a call instead. Raises `ApiError` if no grammar allows both."""
     if asked.grammar.kind not in ("json_schema", "json_object"):
-        message = f"{asked.field}: with tool_choice auto an answer may be JSON or a call, and nothing else"
+        message = f"{asked.field}: with tool_choice auto only a JSON structure is supported"
         raise ApiError(400, message, param=asked.field)
     if use.format.is_whole:
-        message = f"{asked.field}: with tool_choice auto this model's calls cannot be told from an answer that is JSON"
+        message = f"{asked.field}: with tool_choice auto this model's calls cannot be distinguished from a JSON answer"
         raise ApiError(400, message, param=asked.field)
     schema = json.loads(asked.grammar.text) if asked.grammar.kind == "json_schema" else {"type": "object"}
     return schema if isinstance(schema, dict) else {}
 
 
 def _markers(fmt: ToolFormat, special: Mapping[str, int]) -> frozenset[int]:
-    """Return the special tokens that stand before and behind calls."""
+    """Return the special tokens that start and end tool calls."""
     return frozenset(special[mark] for mark in (fmt.begin, fmt.end) if mark in special)
 
 
 def _calculator(is_wanted: bool, model: ServedModel, *, has_others: bool) -> Tool | None:
-    """Return the model's calculator, when it is to answer while the model writes. What it says no structure knows.
+    """Return the model's calculator if wanted. Raises `ApiError` if the model has none, or with `has_others`.
 
-    `has_others`: whether there are functions or a structure.
+    `has_others`: the request has functions or a structure, whose grammar does not allow the calculator's tokens.
     """
     if not is_wanted:
         return None
     if has_others:
-        raise ApiError(400, "calculator: it goes neither with functions nor with a structure", param="calculator")
+        raise ApiError(400, "calculator cannot be combined with functions or a structure", param="calculator")
     tool = None if model.dialogue is None else model.dialogue.tool
     if tool is None:
-        raise ApiError(400, "calculator: this model was not made to call one", param="calculator")
+        raise ApiError(400, "calculator: this model was not trained to use one", param="calculator")
     return tool
 
 
 def _check_counts(body: Sampling, config: ServerConfig, num_top: int | None, top_field: str) -> None:
-    """Refuse what asks for too much, or for what a stream cannot carry, before any text is turned into tokens."""
+    """Raise `ApiError` for counts above the limits and for fields that streams do not support, before tokenizing."""
     if (body.n or 1) > config.max_n:
         raise ApiError(400, f"n must be at most {config.max_n}, got {body.n}", param="n")
     for name, value in ((top_field, num_top), ("prompt_logprobs", body.prompt_logprobs)):
@@ -232,7 +236,6 @@ def _shape(
     echo_logprobs: bool = False,
     drop_space: bool = False,
 ) -> ReplyShape:
-    """Return how the reply is to look."""
     return ReplyShape(
         stops=(body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ()),
         include_stop=bool(body.include_stop_str_in_output),
@@ -262,8 +265,8 @@ def _requests(
     program: TokenProgram | None,
     beginning: Beginning = FROM_THE_PROMPT,
 ) -> tuple[PromptRequest, ...]:
-    """Return what the engine is asked for, one for each prompt."""
-    with refusals_told():
+    """Return the engine's requests, one per prompt."""
+    with api_errors():
         matcher = _matcher(body, model, shape)
     return tuple(
         PromptRequest(
@@ -288,7 +291,7 @@ def _call(
     requests: tuple[PromptRequest, ...],
     shape: ReplyShape,
 ) -> Call:
-    """Put a call together and check it against the engine's limits."""
+    """Return the call, checked against the engine's limits."""
     options = body.stream_options
     prefix = "chatcmpl" if kind == "chat" else "cmpl"
     rooms = [_room(request, model, kind) for request in requests]
@@ -302,9 +305,9 @@ def _call(
         num_tokens=sum(
             len(request.prompt) + request.num_samples * room for request, room in zip(requests, rooms, strict=True)
         ),
-        most_new=min(cut, default=None),
+        reduced_max_tokens=min(cut, default=None),
         shape=shape,
-        dialect=OpenAIReply,
+        make_reply=OpenAIReply,
         stream=bool(body.stream),
         include_usage=bool(options and options.include_usage),
         continuous_usage=bool(options and options.continuous_usage_stats),
@@ -313,23 +316,23 @@ def _call(
 
 
 def _room(request: PromptRequest, model: ServedModel, kind: Kind) -> int:
-    """Return how many tokens a sample may have. Raises `ApiError` when the engine would refuse it."""
+    """Return how many tokens a sample may have. Raises `ApiError` if the engine would reject the request."""
     try:
         return checked(request, model.limits)[1]
     except BadRequest as error:
-        told = client_error(error)
-        param = told.param
-        if "whole KV cache" in told.message:
+        refused = to_api_error(error)
+        param = refused.param
+        if "whole KV cache" in refused.message:
             param = "max_tokens"
-        elif kind == "chat" and param == "prompt":  # which a client of a chat does not know
+        elif kind == "chat" and param == "prompt":  # a chat has no such field
             param = "messages"
-        raise ApiError(400, told.message, param=param) from None
+        raise ApiError(400, refused.message, param=param) from None
 
 
 def _sampling_params(
     body: Sampling, model: ServedModel, config: ServerConfig, shape: ReplyShape, max_tokens: int | None
 ) -> SamplingParams:
-    """Return the engine's parameters: the body's, else those that the model's files name, else the engine's."""
+    """Return the sampling parameters: the body's, else those of the model's files, else the engine's defaults."""
     given = {name: getattr(body, name) for name in _SAMPLING_FIELDS if getattr(body, name) is not None}
     scored = (shape.logprobs if shape.echo_logprobs else None, shape.prompt_logprobs)
     try:
@@ -342,12 +345,12 @@ def _sampling_params(
             raw_logprobs=shape.raw_logprobs,
             sampling_mask=shape.sampling_masks,
         )
-    except ValueError as error:  # which is what its fields refuse
-        raise client_error(error) from None
+    except ValueError as error:
+        raise to_api_error(error) from None
 
 
 def _matcher(body: Sampling, model: ServedModel, shape: ReplyShape) -> MatcherFactory | None:
-    """Return what watches each sample: stop strings, words to keep out."""
+    """Return the matcher of stop strings and bad words, if any."""
     stops = None
     if shape.stops:
         stops = stop_matcher(model.tokenizer, shape.stops, skip_special=shape.skip_special, drop_space=shape.drop_space)

@@ -1,4 +1,4 @@
-"""Whose request it is: the key it came with, or without keys the address it came from."""
+"""Identifies a request's client: by its API key, or by its address if the server has no keys."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 MAX_HOPS = 32
-"""Addresses of X-Forwarded-For that are read, from its end."""
+"""Addresses of X-Forwarded-For that are read, last ones first."""
 IPV6_PREFIX = 64
-"""Bits of an IPv6 address that tell clients apart: a host may take any address below them."""
+"""Bits of an IPv6 address that identify a client: a host may use any address with its prefix."""
 
 
 @dataclass(frozen=True, slots=True)
 class Client:
-    """Who holds places and waits in line."""
+    """The unit to which quotas and turns apply."""
 
     name: str
-    """`key 2`, `admin 0`, `address 192.0.2.7`: equal for all requests that count as one client's."""
+    """`key 2`, `admin 0`, `address 192.0.2.7`; equal for all requests of one client."""
     is_exempt: bool = False
-    """Whether no quota applies: it came with an admin key."""
+    """True if no quota applies: the request has an admin key."""
 
 
 UNKNOWN = Client("address unknown")
@@ -42,10 +42,10 @@ def networks(texts: Iterable[str], field: str) -> tuple[Network, ...]:
 
 
 def address_of(scope: Scope, trusted: Sequence[Network]) -> str:
-    """Return the client's address as the name of a client.
+    """Return the client name made from the client's address.
 
-    It is the peer's, unless that is a trusted proxy: then the last address in X-Forwarded-For that is no trusted proxy,
-    because every proxy appends the address that it saw. What a client wrote before that is never reached.
+    That is the peer's address, unless it is a trusted proxy: then the last address in X-Forwarded-For that is not a
+    trusted proxy. Each proxy appends the address that it saw, so addresses that the client sent are never read.
     """
     peer = scope.get("client")
     address = parse_address(peer[0]) if peer else None
@@ -62,7 +62,7 @@ def address_of(scope: Scope, trusted: Sequence[Network]) -> str:
 
 
 def forwarded(headers: Iterable[tuple[bytes, bytes]]) -> list[str]:
-    """Return the addresses of all X-Forwarded-For headers, the latest first."""
+    """Return the addresses of all X-Forwarded-For headers, last first."""
     values = [value.decode("latin-1") for name, value in headers if name.lower() == b"x-forwarded-for"]
     return [hop.strip() for hop in ",".join(values).split(",")[: -MAX_HOPS - 1 : -1]] if values else []
 
@@ -73,7 +73,7 @@ def is_trusted(address: Address, trusted: Sequence[Network]) -> bool:
 
 
 def parse_address(text: str) -> Address | None:
-    """Return the address that a text begins with, which may have a port; None when there is none."""
+    """Return the address in `ADDRESS` or `ADDRESS:PORT`; None if it is not an address."""
     host = text.partition("]")[0].removeprefix("[") if text.startswith("[") else text
     if host.count(":") == 1:
         host = host.partition(":")[0]
@@ -86,7 +86,7 @@ def parse_address(text: str) -> Address | None:
 
 
 def prefix_of(address: Address) -> str:
-    """Return what counts as one client: an IPv4 address, or the network of an IPv6 address."""
+    """Return an IPv4 address as text, or the network of an IPv6 address (`IPV6_PREFIX`)."""
     if address.version == 4:
         return str(address)
     return str(ipaddress.ip_network((address, IPV6_PREFIX), strict=False))

@@ -1,4 +1,4 @@
-"""Which web pages may read answers (CORS): the reply to a preflight, and the headers of every answer."""
+"""CORS: the reply to a preflight request, and the headers that let web pages read a response."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def granted_origin(headers: Headers, origins: frozenset[str]) -> str | None:
 
 
 def is_preflight(scope: Scope, origins: frozenset[str]) -> bool:
-    """Return True for a preflight of an allowed page: the request before the actual one, which cannot carry a key."""
+    """Return True for a preflight request of an allowed origin; such a request cannot carry a key."""
     headers = scope["headers"]
     asks = scope["method"] == "OPTIONS" and single(headers, b"access-control-request-method") is not None
     return asks and granted_origin(headers, origins) is not None
 
 
 def cors_headers(scope: Scope, origins: frozenset[str]) -> list[tuple[bytes, bytes]]:
-    """Return the CORS headers of an answer; never with credentials."""
+    """Return the CORS headers of a response; never with credentials."""
     if not origins:
         return []
     vary = (b"vary", b"origin")

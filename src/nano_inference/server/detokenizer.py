@@ -1,6 +1,6 @@
-"""Deltas to text, as pure steps: what each brings that a client may see, and its log-probabilities.
+"""Turns deltas into text and log-probability entries, as pure steps.
 
-The same steps write a stream and a whole reply, so that the one is always the other cut into pieces.
+Streams and complete replies use the same steps, so that the chunks of a stream join to the complete reply.
 """
 
 from __future__ import annotations
@@ -18,89 +18,89 @@ from nano_inference.text.tool_calls import Event
 from nano_inference.types import Delta, FinishReason, StopReason, TokenLogprob, TopLogprobs
 
 _NEVER = "\ud800"
-"""A lone surrogate, which no text has. A stop string with it behind holds back what may become one and never matches:
-the engine alone says which one counts (none before `min_tokens`)."""
+"""A lone surrogate, which no decoded text contains. Appended to a stop string, it makes `text.stream` hold back a
+possible start of the stop string without ever matching: the engine decides which match ends a sample (`min_tokens`)."""
 
 
-class Entry(NamedTuple):
+class LogprobEntry(NamedTuple):
     """The log-probability of one token."""
 
     token: int
     text: str
-    """What it adds to the text: all of them together are the text."""
+    """Its part of the text; the parts of all tokens join to the text."""
     logprob: float | None
-    """None for a prompt's first token, which has no predecessor."""
+    """None for a prompt's first token."""
     top: TopLogprobs | None
-    """Alternatives, likeliest first; None where there are none to tell of."""
+    """Alternatives, most likely first; None for a prompt's first token."""
     offset: int
-    """Where its text begins, in characters."""
+    """Start of its text, in characters."""
 
 
-class Written(NamedTuple):
-    """What one delta brought."""
+class DecodedDelta(NamedTuple):
+    """A delta as text: the part that is final after it."""
 
     text: str
     token_ids: tuple[int, ...]
-    entries: tuple[Entry, ...]
+    entries: tuple[LogprobEntry, ...]
     finish_reason: FinishReason | None
     stop_reason: StopReason | None
     parts: tuple[Part, ...] = ()
-    """The text again, with calls of a calculator and their results told apart; empty without one."""
+    """The text split into plain text, calculator calls and results; empty without a calculator."""
     delta: Delta | None = None
-    """What the engine said; None when the time was up."""
+    """The engine's delta; None if the sample was ended at the deadline."""
     events: tuple[Event, ...] = ()
-    """The text once more, with the calls of functions told apart."""
+    """The text split into content and tool calls."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Detokenizer:
-    """Where the writing of one sample stands."""
+    """State of one sample's detokenization."""
 
     shown: StreamState
     unstopped: StreamState
-    """The same without stop strings: the text of single tokens."""
+    """The same without stop strings, for the text of single tokens."""
     offset: int = 0
-    """Characters of the tokens' texts so far."""
+    """Characters of the text so far."""
     inside: PartKind = "text"
-    """What the text stands in, where a calculator is called."""
+    """Kind of the part that the text so far ends in, with a calculator."""
 
 
-def begin(shape: ReplyShape, prompt_index: int) -> Detokenizer:
-    """Return the pen at the beginning of a sample, behind the prompt when that is echoed."""
+def start_detokenizer(shape: ReplyShape, prompt_index: int) -> Detokenizer:
+    """Return the state at the start of a sample; offsets count an echoed prompt."""
     offset = len(shape.echo[prompt_index]) if shape.echo else 0
-    shown, _ = stream.push(stream.start(drop_space=shape.drop_space), shape.begun)
+    shown, _ = stream.push(stream.start(drop_space=shape.drop_space), shape.prefix_bytes)
     return Detokenizer(
         shown=replace(shown, stops=tuple(stop + _NEVER for stop in shape.stops)),
         unstopped=shown,
         offset=offset,
-        inside=begun_parts(shape)[1],
+        inside=prefix_parts(shape)[1],
     )
 
 
-def begun_text(shape: ReplyShape) -> str:
-    """Return what an answer began with, marks spelled out; a character that is not whole is left out."""
-    return spelled(_begun(shape))
+def prefix_text(shape: ReplyShape) -> str:
+    """Return the text of the answer's prefix, calculator marks spelled out; omits an incomplete character."""
+    return spelled(_prefix(shape))
 
 
-def begun_parts(shape: ReplyShape) -> tuple[tuple[Part, ...], PartKind]:
-    """Return the same as parts, and what it ends in."""
-    return parts_of(_begun(shape))
+def prefix_parts(shape: ReplyShape) -> tuple[tuple[Part, ...], PartKind]:
+    """Return the prefix as parts, and the kind of part that it ends in."""
+    return parts_of(_prefix(shape))
 
 
-def _begun(shape: ReplyShape) -> str:
-    return stream.push(stream.start(drop_space=shape.drop_space), shape.begun)[1]
+def _prefix(shape: ReplyShape) -> str:
+    return stream.push(stream.start(drop_space=shape.drop_space), shape.prefix_bytes)[1]
 
 
-def write(
+def detokenize(
     detokenizer: Detokenizer, delta: Delta, shape: ReplyShape, tokenizer: Tokenizer
-) -> tuple[Detokenizer, Written]:
-    """Take a delta; return the pen behind it and what a client may see of it."""
+) -> tuple[Detokenizer, DecodedDelta]:
+    """Decode a delta; return the new state and the text that is final after it."""
     hidden, stop = _hidden_end(delta, shape), _stop_string(delta)
     shown, text = detokenizer.shown, ""
     for index in range(1, len(delta.token_ids) - hidden + 1):
         data = _data(delta, index - 1, shape, tokenizer)
         if stop is not None and index == len(delta.token_ids):
-            shown, piece = _stop_in(shown, data, stop, shape.include_stop)
+            shown, piece = _end_at_stop(shown, data, stop, shape.include_stop)
         else:
             shown, piece = stream.push(shown, data)
         text += piece
@@ -110,10 +110,10 @@ def write(
         text += rest
     parts, inside = parts_of(text, detokenizer.inside) if shape.tool is not None else ((), detokenizer.inside)
     detokenizer = replace(detokenizer, shown=shown, inside=inside)
-    entries: tuple[Entry, ...] = ()
+    entries: tuple[LogprobEntry, ...] = ()
     if shape.logprobs is not None:
         detokenizer, entries = _entries(detokenizer, delta, hidden, shape, tokenizer)
-    return detokenizer, Written(
+    return detokenizer, DecodedDelta(
         text=spelled(text) if shape.tool is not None else text,
         token_ids=delta.token_ids,
         entries=entries,
@@ -124,12 +124,12 @@ def write(
     )
 
 
-def give_up(detokenizer: Detokenizer, shape: ReplyShape, reason: str) -> Written:
-    """Return the text that was held back, of a sample that ends before its time as "length"."""
+def flush(detokenizer: Detokenizer, shape: ReplyShape, reason: str) -> DecodedDelta:
+    """Return the text held back, for a sample that is ended with finish reason "length"."""
     text = stream.finish(detokenizer.shown)[1]
     if shape.tool is None:
-        return Written(text, (), (), "length", reason)
-    return Written(spelled(text), (), (), "length", reason, parts_of(text, detokenizer.inside)[0])
+        return DecodedDelta(text, (), (), "length", reason)
+    return DecodedDelta(spelled(text), (), (), "length", reason, parts_of(text, detokenizer.inside)[0])
 
 
 def prompt_entries(
@@ -138,19 +138,19 @@ def prompt_entries(
     tops: Sequence[TopLogprobs] | None,
     shape: ReplyShape,
     tokenizer: Tokenizer,
-) -> tuple[Entry, ...]:
-    """Return the entries of an echoed prompt; the first has no log-probability."""
+) -> tuple[LogprobEntry, ...]:
+    """Return the entries of an echoed prompt; the first token has no log-probability."""
     state, offset = stream.start(), 0
-    entries: list[Entry] = []
+    entries: list[LogprobEntry] = []
     for index, token in enumerate(tokens):
-        state, text = stream.push(state, seen_bytes(token, tokenizer, shape.skip_special))
+        state, text = stream.push(state, visible_bytes(token, tokenizer, shape.skip_special))
         if index == len(tokens) - 1:
             state, rest = stream.finish(state)
             text += rest
         top = tops[index - 1][: shape.logprobs] if tops and index else ()
         known = index > 0
         entries.append(
-            Entry(
+            LogprobEntry(
                 token=token,
                 text=text,
                 logprob=scores[index - 1] if known else None,
@@ -162,29 +162,29 @@ def prompt_entries(
     return tuple(entries)
 
 
-def seen_bytes(token: int, tokenizer: Tokenizer, skip_special: bool) -> bytes:
-    """Return what a reader sees of a token: nothing of a special one (unless asked for) or of one without a piece."""
+def visible_bytes(token: int, tokenizer: Tokenizer, skip_special: bool) -> bytes:
+    """Return a token's visible bytes: none for a hidden special token or an id outside the tokenizer's vocabulary."""
     if token >= tokenizer.vocab_size or (skip_special and token in tokenizer.special_ids):
         return b""
     return tokenizer.token_bytes(token)
 
 
-def alone(token: int, tokenizer: Tokenizer) -> str:
-    """Return a token's text by itself; bytes that are no text on their own as `bytes:\\xe2\\x80`."""
-    data = token_data(token, tokenizer)
+def token_text(token: int, tokenizer: Tokenizer) -> str:
+    """Return the text of a single token; bytes that are not valid UTF-8 as `bytes:\\xe2\\x80`."""
+    data = token_bytes_of(token, tokenizer)
     try:
         return data.decode()
     except UnicodeDecodeError:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
-def token_data(token: int, tokenizer: Tokenizer) -> bytes:
-    """Return a token's bytes; none for a row of a padded vocabulary."""
+def token_bytes_of(token: int, tokenizer: Tokenizer) -> bytes:
+    """Return a token's bytes; none for an id in the padding of the vocabulary."""
     return tokenizer.token_bytes(token) if token < tokenizer.vocab_size else b""
 
 
 def _data(delta: Delta, index: int, shape: ReplyShape, tokenizer: Tokenizer) -> bytes:
-    """Return what a reader sees of a token: what `seen_bytes` says, and marks where a calculator is called."""
+    """Return a token's visible bytes, with marks for calculator calls and tool calls."""
     if shape.tool is not None:
         is_cut = delta.sample is not None and delta.sample.finish_reason == "length"
         mark = mark_of(shape.tool, delta.token_ids, index, is_cut)
@@ -192,11 +192,11 @@ def _data(delta: Delta, index: int, shape: ReplyShape, tokenizer: Tokenizer) -> 
             return mark.encode()
     if delta.token_ids[index] in shape.markers:
         return tokenizer.token_bytes(delta.token_ids[index])
-    return seen_bytes(delta.token_ids[index], tokenizer, shape.skip_special)
+    return visible_bytes(delta.token_ids[index], tokenizer, shape.skip_special)
 
 
 def _stop_string(delta: Delta) -> str | None:
-    """Return the stop string that a sample ended with."""
+    """Return the stop string that ended the sample, if any."""
     sample = delta.sample
     if sample is None or sample.finish_reason != "stop" or not isinstance(sample.stop_reason, str):
         return None
@@ -204,17 +204,18 @@ def _stop_string(delta: Delta) -> str | None:
 
 
 def _hidden_end(delta: Delta, shape: ReplyShape) -> int:
-    """Return how many of the last tokens are not shown: the one that a sample stopped at."""
+    """Return how many last tokens are hidden: 1 if the sample ended with a stop token that is not included."""
     sample = delta.sample
     if sample is None or sample.finish_reason != "stop" or isinstance(sample.stop_reason, str) or shape.include_stop:
         return 0
     return 1
 
 
-def _stop_in(state: StreamState, data: bytes, stop: str, include: bool) -> tuple[StreamState, str]:
-    """Take the bytes that complete a stop string; return the text before it, and the string itself when asked for.
+def _end_at_stop(state: StreamState, data: bytes, stop: str, include: bool) -> tuple[StreamState, str]:
+    """Add the bytes that complete a stop string; return the text before it, and with `include` the stop string.
 
-    Only what these bytes complete counts: the engine let an earlier one pass. A special token's own text is not here.
+    Searches only for an occurrence that these bytes complete: the engine ignored earlier ones. Not found if a special
+    token, whose text is hidden, completed it.
     """
     after, text = stream.push(replace(state, stops=()), data)
     at = text.find(stop, max(0, len(state.held) - len(stop) + 1))
@@ -225,11 +226,11 @@ def _stop_in(state: StreamState, data: bytes, stop: str, include: bool) -> tuple
 
 def _entries(
     detokenizer: Detokenizer, delta: Delta, hidden: int, shape: ReplyShape, tokenizer: Tokenizer
-) -> tuple[Detokenizer, tuple[Entry, ...]]:
-    """Return one entry for each token. Each has the text it completes; an unfinished end falls to the last."""
+) -> tuple[Detokenizer, tuple[LogprobEntry, ...]]:
+    """Return one entry per token with the text that it completes; the last gets the incomplete end of the text."""
     unstopped, offset = detokenizer.unstopped, detokenizer.offset
     tops = delta.top_logprobs or ((),) * len(delta.token_ids)
-    entries: list[Entry] = []
+    entries: list[LogprobEntry] = []
     last = len(delta.token_ids) - 1
     for index, (token, logprob, top) in enumerate(zip(delta.token_ids, delta.logprobs, tops, strict=True)):
         text = ""
@@ -239,11 +240,11 @@ def _entries(
             unstopped, rest = stream.finish(unstopped)
             text += rest
         text = spelled(text) if shape.tool is not None else text
-        entries.append(Entry(token, text, logprob, _with_own(top, token, logprob), offset))
+        entries.append(LogprobEntry(token, text, logprob, _with_own(top, token, logprob), offset))
         offset += len(text)
     return replace(detokenizer, unstopped=unstopped, offset=offset), tuple(entries)
 
 
 def _with_own(top: TopLogprobs, token: int, logprob: float) -> TopLogprobs:
-    """Return alternatives with the token itself among them, at the end when it is none of the likeliest."""
+    """Return the alternatives with the token itself, appended if it is not among them."""
     return top if any(one.token == token for one in top) else (*top, TokenLogprob(token, logprob))

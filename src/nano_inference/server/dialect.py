@@ -1,4 +1,4 @@
-"""`Dialect`: one HTTP interface as a record of its routes. The server's core serves a table of them.
+"""`Dialect`: one HTTP interface as a record of its routes; the server has a table of dialects.
 
 An installed package adds a dialect by an entry point in the group `nano_inference.dialects`
 (docs/adding-a-dialect.md).
@@ -18,20 +18,20 @@ from nano_inference.server.schema import Body
 
 DIALECTS_GROUP = "nano_inference.dialects"
 ToCall = Callable[[Any, ServedModel, ServerConfig, str], Call]
-"""Body, model, configuration and cache salt to a call. Raises `ApiError`."""
+"""Returns the call of (body, model, configuration, cache salt). Raises `ApiError`."""
 Work = Callable[[Any, ServedModel], JSON]
-"""Body and model to a reply for which no engine is needed. Raises `ApiError`."""
+"""Returns the reply of (body, model) without the engine. Raises `ApiError`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Occupancy:
-    """How many samples the engine runs."""
+    """Number of samples that the engine runs."""
 
     is_ready: bool
-    """Whether requests are accepted."""
+    """True if requests are accepted."""
     num_running: int
     max_running: int
-    """Samples that may run at once; 0 until the model is loaded."""
+    """Limit of `num_running`; 0 until the model is loaded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,24 +44,24 @@ class Generating:
     summary: str
     streams: bool = True
     renders: bool = False
-    """Whether messages go through the model's chat template, which may take seconds and has threads of its own."""
+    """True if messages are rendered with the chat template, which may take seconds and has a separate thread pool."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Converting:
-    """A POST route that converts between texts and tokens, without the engine."""
+    """A POST route that converts between text and tokens, without the engine."""
 
     path: str
     body: type[Body]
     work: Work
     summary: str
     renders: bool = False
-    """As in `Generating`."""
+    """See `Generating.renders`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Describing:
-    """A GET route that describes the model or the load. It is refused while no model is ready."""
+    """A GET route that describes the model or the load; answers 503 until the model is ready."""
 
     path: str
     describe: Callable[[ServedModel, Occupancy], JSON]
@@ -70,7 +70,7 @@ class Describing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probing:
-    """A GET route that makes a fixed request to the engine, to see that it answers in time."""
+    """A GET route that sends a fixed request to the engine, as a health check."""
 
     path: str
     to_call: Callable[[ServedModel, ServerConfig], Call]
@@ -79,25 +79,23 @@ class Probing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dialect:
-    """The routes of one HTTP interface, and what they have in common. Raises `ValueError` for a path without a /."""
+    """The routes of one HTTP interface. Raises `ValueError` for a path that does not start with /."""
 
     generating: tuple[Generating, ...] = ()
     converting: tuple[Converting, ...] = ()
     describing: tuple[Describing, ...] = ()
     probing: tuple[Probing, ...] = ()
     health: Callable[[Occupancy], JSON] | None = None
-    """Fields added to the reply of GET /health."""
+    """Returns fields for the reply of GET /health."""
     error_body: ErrorBody | None = None
     """The body of an error on the dialect's POST paths; None for OpenAI's error object."""
 
     def __post_init__(self) -> None:
-        paths = [route.path for route in self.generating]
-        paths += [route.path for route in self.converting]
-        paths += [route.path for route in self.describing]
-        paths += [route.path for route in self.probing]
-        for path in paths:
-            if not path.startswith("/"):
-                raise ValueError(f"path must begin with /, got {path!r}")
+        routes: tuple[Generating | Converting | Describing | Probing, ...]
+        routes = (*self.generating, *self.converting, *self.describing, *self.probing)
+        for route in routes:
+            if not route.path.startswith("/"):
+                raise ValueError(f"path must begin with /, got {route.path!r}")
 
 
 def posts(dialects: Mapping[str, Dialect]) -> Iterator[tuple[Dialect, Generating | Converting]]:
@@ -115,12 +113,12 @@ def gets(dialects: Mapping[str, Dialect]) -> Iterator[Describing | Probing]:
 
 
 def error_bodies(dialects: Mapping[str, Dialect]) -> dict[str, ErrorBody]:
-    """Return the error bodies of the POST paths that do not answer with OpenAI's error object."""
+    """Return path -> error body, for POST paths that do not use OpenAI's error object."""
     return {route.path: dialect.error_body for dialect, route in posts(dialects) if dialect.error_body is not None}
 
 
 def health_fields(dialects: Mapping[str, Dialect], occupancy: Occupancy) -> JSON:
-    """Return what the dialects add to GET /health; on a name used twice, the later dialect's value."""
+    """Return the dialects' fields of GET /health; a later dialect overwrites an earlier one."""
     fields: JSON = {}
     for dialect in dialects.values():
         if dialect.health is not None:

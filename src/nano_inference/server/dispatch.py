@@ -1,7 +1,7 @@
-"""Gives admitted requests to the engine, in turns between clients. All of it runs on the event loop.
+"""Passes admitted requests to the engine, fairly between clients. Runs on the event loop.
 
-The engine serves its own queue first come, first served. It is kept short: a request waits here until a seat is free
-and its client's turn has come, so that no client waits behind all requests of another.
+The engine serves its own queue first come, first served. That queue is kept short: a request waits here until a seat is
+free and it is its client's turn, so that no client waits behind all requests of another.
 """
 
 from __future__ import annotations
@@ -19,56 +19,56 @@ from nano_inference.server.ticket import Ticket
 from nano_inference.types import StepStats
 
 Enter = Callable[[Ticket, tuple[int, ...]], None]
-"""Queues some of a ticket's asks in the engine."""
-Gate = Callable[[Ticket, Enter], None]
-"""Takes a ticket that was opened, and enters its asks when their turn comes."""
+"""Queues the ticket's requests with these indices in the engine."""
+Enqueue = Callable[[Ticket, Enter], None]
+"""Queues a ticket's requests here; each is passed to `Enter` when it is its turn."""
 
 LOOKAHEAD = 256
-"""Tokens that a running sample is expected to add, when room in the KV cache is shared out."""
-_FULL = 1 / 8
-"""Part of the KV cache below which free room counts as none."""
+"""Output tokens for which a running sample is assumed to need room in the KV cache."""
+_MIN_FREE = 1 / 8
+"""Fraction of free KV cache blocks below which the cache counts as full."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capacity:
-    """What the engine has."""
+    """Capacity of the engine."""
 
     num_seats: int
-    """Samples that run at once."""
+    """Samples that can run at once."""
     num_blocks: int
     """Blocks of the KV cache."""
     block_size: int
-    """Tokens of a block."""
+    """Tokens per block."""
     step_tokens: int
-    """Most tokens of one step."""
+    """Maximum tokens of one step."""
 
     @property
     def num_ahead(self) -> int:
-        """Samples that the engine may have beyond its seats: a seat must not be empty for a step."""
+        """Samples that the engine may have beyond its seats, so that a freed seat is filled in the next step."""
         return max(1, self.num_seats // 16)
 
     @property
     def num_unstarted(self) -> int:
-        """Samples that may wait in the engine however long their prompts are, most of which may be cached."""
+        """Samples that may wait in the engine whatever the length of their prompts, which may be cached."""
         return max(4, self.step_tokens // 64)
 
 
-class _Held(NamedTuple):
-    """What an ask takes of the engine."""
+class _Usage(NamedTuple):
+    """What one request occupies in the engine."""
 
     num_seats: int
     """Samples that have not ended."""
     num_unstarted: int
-    """Those of them that the engine has not begun to compute."""
+    """Those of them that the engine has not started."""
     num_unstarted_tokens: int
-    """Tokens that the engine computes before all of them have begun; the prompt once."""
+    """Tokens that the engine computes before all of them have started; the prompt once."""
     num_tokens: int
-    """Tokens of K/V that they have, and are expected to add soon."""
+    """Tokens of K/V that they have, plus up to `LOOKAHEAD` more per sample."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Entry:
-    """One ask of a ticket."""
+    """One request of a ticket."""
 
     ticket: Ticket
     index: int
@@ -79,24 +79,24 @@ class _Entry:
     def num_samples(self) -> int:
         return self.ticket.requests[self.index].num_samples
 
-    def held(self) -> _Held:
-        """Return what its samples hold now."""
+    def usage(self) -> _Usage:
+        """Return what its samples occupy now."""
         request = self.ticket.requests[self.index]
         most = request.params.max_tokens
         seats = unstarted = 0
         tokens = len(request.prompt)
-        for clock in self.ticket.clocks[self.index]:
-            if clock.ended is None:
+        for times in self.ticket.times[self.index]:
+            if times.ended is None:
                 seats += 1
-                unstarted += clock.started is None
-                left = LOOKAHEAD if most is None else max(0, most - clock.num_tokens)
-                tokens += clock.num_tokens + min(LOOKAHEAD, left)
+                unstarted += times.started is None
+                left = LOOKAHEAD if most is None else max(0, most - times.num_tokens)
+                tokens += times.num_tokens + min(LOOKAHEAD, left)
         prompt = len(request.prompt) if unstarted and unstarted == seats else 0
-        return _Held(seats, unstarted, prompt + unstarted, tokens if seats else 0)
+        return _Usage(seats, unstarted, prompt + unstarted, tokens if seats else 0)
 
 
-class _Room:
-    """What is free at one moment, and what each client holds of the rest."""
+class _Occupancy:
+    """What the entered requests occupy at one moment, in total and by client."""
 
     def __init__(self, capacity: Capacity, share: float, entries: Iterable[_Entry], *, is_full: bool) -> None:
         self._capacity = capacity
@@ -107,20 +107,19 @@ class _Room:
         self._num_unstarted = self._num_unstarted_tokens = 0
         self._is_full = is_full
         for entry in entries:
-            self.take(entry)
+            self.add(entry)
 
-    def take(self, entry: _Entry) -> None:
-        """Count what an entry holds."""
-        held = entry.held()
-        self._seats[entry.client.name] += held.num_seats
-        self._tokens[entry.client.name] += held.num_tokens
-        self._num_seats += held.num_seats
-        self._num_tokens += held.num_tokens
-        self._num_unstarted += held.num_unstarted
-        self._num_unstarted_tokens += held.num_unstarted_tokens
+    def add(self, entry: _Entry) -> None:
+        used = entry.usage()
+        self._seats[entry.client.name] += used.num_seats
+        self._tokens[entry.client.name] += used.num_tokens
+        self._num_seats += used.num_seats
+        self._num_tokens += used.num_tokens
+        self._num_unstarted += used.num_unstarted
+        self._num_unstarted_tokens += used.num_unstarted_tokens
 
     def has_seat(self) -> bool:
-        """Return whether the engine may get anything more: it has a seat, and no more to begin than it soon will."""
+        """Return True if the engine may get another sample: a seat is free, and few of its samples are unstarted."""
         capacity = self._capacity
         if self._num_seats >= capacity.num_seats + capacity.num_ahead:
             return False
@@ -130,7 +129,7 @@ class _Room:
         return is_short or self._num_unstarted < capacity.num_unstarted
 
     def fits(self, entry: _Entry) -> bool:
-        """Return whether an entry stays within its client's share; what a client without any asks for does."""
+        """Return True if the entry is within its client's share, or the client has no other."""
         name = entry.client.name
         seats, tokens = self._seats[name], self._tokens[name]
         if entry.client.is_exempt or self._share >= 1 or not seats:
@@ -138,25 +137,25 @@ class _Room:
         capacity = self._capacity
         most_seats = quota(self._share, capacity.num_seats, self._num_seats - seats)
         most_tokens = quota(self._share, capacity.num_blocks * capacity.block_size, self._num_tokens - tokens)
-        return seats + entry.num_samples <= most_seats and tokens + entry.held().num_tokens <= most_tokens
+        return seats + entry.num_samples <= most_seats and tokens + entry.usage().num_tokens <= most_tokens
 
 
 class Dispatcher:
-    """Owns the requests that wait for their turn, and knows which ones the engine has."""
+    """Owns the requests that wait for their turn, and tracks those that the engine has."""
 
     def __init__(self, capacity: Capacity, *, share: float = 1.0) -> None:
         self._capacity = capacity
         self._share = share
         self._queue: FairQueue[_Entry] = FairQueue()
         self._waiting: dict[Ticket, dict[int, _Entry]] = {}
-        """What waits here of every open ticket."""
+        """Open ticket -> its waiting requests by index."""
         self._entered: dict[Ticket, list[_Entry]] = {}
-        """What the engine has of every open ticket."""
+        """Open ticket -> its requests that the engine has."""
         self._num_waiting = 0
         self._is_full = False
-        """Whether the KV cache had no room after the latest step."""
-        self._room: _Room | None = None
-        """What is free; None when that has to be counted anew."""
+        """True if the KV cache was full after the latest step."""
+        self._occupancy: _Occupancy | None = None
+        """None if it has to be counted again."""
 
     @property
     def num_waiting(self) -> int:
@@ -164,28 +163,28 @@ class Dispatcher:
         return self._num_waiting
 
     @contextmanager
-    def turns_for(self, client: Client) -> Iterator[Gate]:
-        """Yield what enters a ticket's asks in this client's turns; leaving the block forgets the ticket."""
+    def queue_for(self, client: Client) -> Iterator[Enqueue]:
+        """Yield a function that queues a ticket for this client; leaving the block removes the ticket."""
         tickets: list[Ticket] = []
 
-        def gate(ticket: Ticket, enter: Enter) -> None:
+        def enqueue(ticket: Ticket, enter: Enter) -> None:
             tickets.append(ticket)
             self._add(ticket, client, enter)
 
         try:
-            yield gate
+            yield enqueue
         finally:
             for ticket in tickets:
                 for entry in self._waiting.pop(ticket).values():
                     self._queue.remove(client.name, entry)
                     self._num_waiting -= entry.num_samples
                 if self._entered.pop(ticket):
-                    self._room = None  # used after the next step, which ends what the engine has of it
+                    self._occupancy = None  # its requests in the engine end in the next step
 
     def after_step(self, stats: StepStats) -> StepStats:
-        """Take the counts of a step, and use the room that it left; return them with what waits here as waiting."""
-        self._is_full = stats.num_free_blocks < self._capacity.num_blocks * _FULL
-        self._room = None
+        """Dispatch requests after a step; return its counts with the samples that wait here counted as waiting."""
+        self._is_full = stats.num_free_blocks < self._capacity.num_blocks * _MIN_FREE
+        self._occupancy = None
         counted = replace(stats, num_waiting=stats.num_waiting + self._num_waiting)
         self._dispatch()
         return counted
@@ -198,28 +197,27 @@ class Dispatcher:
             self._waiting[ticket][index] = entry
             self._queue.push(client.name, entry.num_samples, entry)
             self._num_waiting += entry.num_samples
-        ticket.hurry = lambda: self._enter_all(ticket)
+        ticket.dispatch_now = lambda: self._enter_all(ticket)
         self._dispatch()
 
     def _enter_all(self, ticket: Ticket) -> None:
-        """Enter what is left of a ticket ahead of other clients: it is about to be ended."""
-        self._room = None
+        """Pass all requests of a ticket to the engine, which is about to end them."""
+        self._occupancy = None
         for entry in tuple(self._waiting[ticket].values()):
             self._queue.remove(entry.client.name, entry)
             self._enter(entry)
 
     def _dispatch(self) -> None:
-        """Enter what may run now."""
         if not self._queue:
             return
-        if self._room is None:
+        if self._occupancy is None:
             entered = itertools.chain.from_iterable(self._entered.values())
-            self._room = _Room(self._capacity, self._share, entered, is_full=self._is_full)
-        while self._room.has_seat():
-            entry = self._queue.pop(self._room.fits)
+            self._occupancy = _Occupancy(self._capacity, self._share, entered, is_full=self._is_full)
+        while self._occupancy.has_seat():
+            entry = self._queue.pop(self._occupancy.fits)
             if entry is None:
                 return
-            self._room.take(entry)
+            self._occupancy.add(entry)
             self._enter(entry)
 
     def _enter(self, entry: _Entry) -> None:

@@ -1,4 +1,4 @@
-"""`EngineLink`: the server's view of an `AsyncEngine`, with a state, tickets, counts and refusals."""
+"""`EngineLink`: wraps an `AsyncEngine` with the server's state, tickets, metrics and errors."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Literal, TypeVar
 
 from nano_inference.async_engine import AsyncEngine
 from nano_inference.engine_thread import DrivenEngine, Turn
-from nano_inference.server.clocks import count_tokens, ended_record
-from nano_inference.server.dispatch import Gate
+from nano_inference.server.dispatch import Enqueue
 from nano_inference.server.errors import ApiError, internal_error
-from nano_inference.server.served import Observer, Opened
-from nano_inference.server.ticket import PromptRequest, Ticket, bare_name
-from nano_inference.types import BadRequest, Delta, StepStats
+from nano_inference.server.metrics import SampleRecord
+from nano_inference.server.served import LoadedModel, Observer
+from nano_inference.server.ticket import PromptRequest, SampleTimes, Ticket, bare_id
+from nano_inference.types import BadRequest, Delta, StepStats, TrainingSample
 
 State = Literal["loading", "ready", "draining", "stopped", "dead"]
 Answer = TypeVar("Answer")
@@ -30,58 +30,60 @@ class EngineLink:
     def __init__(self, *, step_timeout: float) -> None:
         self.state: State = "loading"
         self.failure: BaseException | None = None
-        """What the engine failed of, or could not be loaded for."""
+        """The error that stopped the engine or its loading."""
         self.last_stats: StepStats | None = None
         self.after_step: Callable[[StepStats], StepStats] = _unchanged
-        """Called after each step; returns the counts to publish."""
+        """Called after each step; returns the counts for the metrics."""
         self._step_timeout = step_timeout
         self._engine: AsyncEngine[DrivenEngine] | None = None
         self._open: dict[Ticket, _TicketReceiver] = {}
         self._observer: Observer | None = None
 
-    # ---- life -------------------------------------------------------------------------------------------------------
+    # ---- lifecycle --------------------------------------------------------------------------------------------------
 
-    async def start(self, open_engine: Callable[[], Opened]) -> Opened:
-        """Open the engine in the thread that will drive it; return when it can be asked. Raises what opening raised."""
-        found: list[Opened] = []
+    async def start(self, load: Callable[[], LoadedModel]) -> LoadedModel:
+        """Load the model in the engine's thread; return when the engine accepts requests. Raises loading errors."""
+        loaded: list[LoadedModel] = []
 
-        def open_it() -> DrivenEngine:
-            found.append(open_engine())
-            return found[0].engine
+        def load_engine() -> DrivenEngine:
+            loaded.append(load())
+            return loaded[0].engine
 
-        self._engine = AsyncEngine(open_it, observer=self, step_timeout=self._step_timeout, end_error=_error_at_the_end)
+        self._engine = AsyncEngine(
+            load_engine, observer=self, step_timeout=self._step_timeout, end_error=_stopped_error
+        )
         try:
             await self._engine.start()
         except Exception as error:
             self.state, self.failure = "dead", error
             raise
-        self._observer = found[0].observer
-        return found[0]
+        self._observer = loaded[0].observer
+        return loaded[0]
 
-    def open_doors(self) -> None:
-        """Take requests, unless the server began to shut down meanwhile."""
+    def start_accepting(self) -> None:
+        """Accept requests, unless shutdown has started."""
         if self.state == "loading":
             self.state = "ready"
 
     def drain(self) -> None:
-        """Take no more requests. Those that are open continue, or end with what they have when no step may run."""
+        """Accept no more requests. Open ones continue, or end with the tokens they have if the engine is paused."""
         if self.state == "ready" and self._engine is not None:
             self._engine.drain()
         if self.state in ("loading", "ready"):
             self.state = "draining"
 
     def abort_all(self) -> None:
-        """Fail everything that is open."""
+        """Fail all open tickets."""
         for ticket in tuple(self._open):
             ticket.fail(_shutting_down())
 
     @property
     def num_open(self) -> int:
-        """Tickets that are not closed yet."""
+        """Open tickets."""
         return len(self._open)
 
     async def stop(self, timeout: float = 10.0) -> None:
-        """End the engine between two steps; a thread that is stuck is left behind."""
+        """Stop the engine between two steps; after `timeout` seconds, abandon its thread."""
         if self.state != "dead":
             self.state = "stopped"
         if self._engine is not None:
@@ -89,29 +91,29 @@ class EngineLink:
 
     @property
     def engine(self) -> AsyncEngine[DrivenEngine]:
-        """The engine in its thread, once `start` was called."""
+        """The engine; available after `start`."""
         assert self._engine is not None, "not started"
         return self._engine
 
-    # ---- asking -----------------------------------------------------------------------------------------------------
+    # ---- requests ---------------------------------------------------------------------------------------------------
 
     @contextmanager
     def submit(
-        self, requests: Sequence[PromptRequest], names: Iterable[str] = (), gate: Gate | None = None
+        self, requests: Sequence[PromptRequest], names: Iterable[str] = (), enqueue: Enqueue | None = None
     ) -> Iterator[Ticket]:
-        """Queue requests and give the ticket to wait with; leaving the block aborts what is still open.
+        """Queue requests and yield the ticket that receives their deltas; leaving the block aborts open samples.
 
-        `names` are what the client calls the whole of them, for `end_requests`. `gate` enters them when their turn has
-        come; without one all are entered at once. Raises `ApiError` unless the engine is ready.
+        `names` are the client's ids of the call, for `end_requests`. `enqueue` passes each request to the engine when
+        it is its turn; without it all are passed at once. Raises `ApiError` unless the engine is ready.
         """
         engine = self._ready_engine()
         ticket = Ticket(requests, names)
         receiver = self._open[ticket] = _TicketReceiver(ticket, self._observer)
         try:
-            with engine.submit(requests, receiver, () if gate is not None else None) as submission:
-                if gate is not None:
-                    gate(ticket, lambda _, indices: engine.enter(submission, indices))
-                    self.wake()  # what waits is counted after a turn
+            with engine.submit(requests, receiver, () if enqueue is not None else None) as submission:
+                if enqueue is not None:
+                    enqueue(ticket, lambda _, indices: engine.enter(submission, indices))
+                    self.wake()  # the metrics of waiting requests are updated after a turn
                 yield ticket
         finally:
             ticket.close()
@@ -119,41 +121,41 @@ class EngineLink:
             receiver.count_aborted("error" if self.state == "dead" else ticket.end_reason)
 
     async def call(self, work: Callable[[], Answer]) -> Answer:
-        """Run something on the engine's thread, between two steps, and return what it returns."""
+        """Return `work()`, run on the engine's thread between two steps."""
         return await self._ready_engine().call(lambda _: work())
 
     async def watch(
         self, look: Callable[[], Answer | None], first: Callable[[], object] | None = None
     ) -> asyncio.Future[Answer]:
-        """Let the engine's thread look for something after every turn: `AsyncEngine.watch`."""
+        """Call `look` on the engine's thread after each turn until it returns a result: `AsyncEngine.watch`."""
         return await self._ready_engine().watch(look, first)
 
     def wake(self) -> None:
-        """Let the engine's thread take a turn. Can be called from any thread."""
+        """Wake the engine's thread for a turn. Can be called from any thread."""
         if self._engine is not None:
             self._engine.wake()
 
     async def end_requests(
         self, names: Iterable[str] | None = None, *, first: Callable[[], object] | None = None
     ) -> int:
-        """End open requests now, those with one of these names or all; return how many samples that were.
+        """End open calls now, those with one of these ids or all; return the number of samples ended.
 
-        Their tickets get the samples with what they have, as "abort". `first` is run just before, on the engine's
-        thread: what is submitted later is not ended.
+        Their samples end as "abort" with the tokens they have. `first` runs just before, on the engine's thread;
+        requests submitted later are not ended.
         """
         engine = self._ready_engine()
-        wanted = None if names is None else frozenset(map(bare_name, names))
+        wanted = None if names is None else frozenset(map(bare_id, names))
         tickets = [ticket for ticket in self._open if wanted is None or ticket.names & wanted]
         for ticket in tickets:
-            ticket.hurry()
+            ticket.dispatch_now()
         return await engine.end_submissions([self._open[ticket] for ticket in tickets], first=first)
 
     def require_ready(self) -> None:
-        """Raise the `ApiError` that says why no request is taken now."""
+        """Raise `ApiError` 503 unless requests are accepted."""
         self._ready_engine()
 
     def _ready_engine(self) -> AsyncEngine[DrivenEngine]:
-        """Return the engine, or raise the `ApiError` that says why no request is taken now."""
+        """Return the engine. Raises `ApiError` 503 unless it is ready."""
         if self.state == "ready":
             assert self._engine is not None
             return self._engine
@@ -163,46 +165,46 @@ class EngineLink:
             raise ApiError(503, "the engine has failed", code="engine_dead", headers={"x-should-retry": "false"})
         raise ApiError(503, "the server is shutting down", code="shutting_down", headers={"retry-after": "5"})
 
-    # ---- what the engine reports ------------------------------------------------------------------------------------
+    # ---- reports of the engine --------------------------------------------------------------------------------------
 
     def on_turn(self, turn: Turn) -> None:
-        """Count a step."""
+        """Publish the counts of a step."""
         self.last_stats = self.after_step(turn.result.stats)
         if self._observer is not None:
             self._observer.step(self.last_stats)
             self._observer.halted(turn.is_halted)
 
     def on_death(self, error: BaseException) -> None:
-        """Refuse everybody from now on."""
+        """Refuse requests from now on."""
         self.state, self.failure = "dead", error
         if self._observer is not None:
             self._observer.engine_died()
 
 
 class _TicketReceiver:
-    """Puts what the engine reports into a ticket, and counts it."""
+    """Passes the engine's reports to a ticket, and updates its times and the metrics."""
 
     def __init__(self, ticket: Ticket, observer: Observer | None) -> None:
         self._ticket = ticket
         self._observer = observer
 
     def on_started(self, prompt_index: int, sample_index: int, at: float) -> None:
-        """Note when a sample left the queue for the first time."""
-        clock = self._ticket.clocks[prompt_index][sample_index]
-        clock.started = clock.started or at
+        """Record when a sample first left the queue."""
+        times = self._ticket.times[prompt_index][sample_index]
+        times.started = times.started or at
 
     def on_delta(self, prompt_index: int, delta: Delta, at: float) -> None:
-        """Count a delta's tokens, and put it into the ticket."""
+        """Count a delta's tokens and put it into the ticket."""
         ticket, observer = self._ticket, self._observer
-        clock = ticket.clocks[prompt_index][delta.sample_index]
+        times = ticket.times[prompt_index][delta.sample_index]
         if delta.token_ids and observer is not None:
-            count_tokens(observer, clock, len(delta.token_ids), at)
+            _count_tokens(observer, times, len(delta.token_ids), at)
         if delta.sample is not None:
-            clock.ended = at
-            gave_up = delta.finish_reason == "abort" and delta.sample.stop_reason is not None
-            reason = "error" if gave_up else delta.sample.finish_reason
+            times.ended = at
+            failed = delta.finish_reason == "abort" and delta.sample.stop_reason is not None
+            reason = "error" if failed else delta.sample.finish_reason
             if observer is not None:
-                observer.finished(ended_record(ticket, prompt_index, clock, reason, delta.sample))
+                observer.finished(_ended_record(ticket, prompt_index, times, reason, delta.sample))
         ticket.put(prompt_index, delta)
 
     def on_failure(self, error: Exception) -> None:
@@ -213,17 +215,51 @@ class _TicketReceiver:
             self._ticket.fail(error if isinstance(error, ApiError) else _unexpected(error))
 
     def count_aborted(self, reason: str) -> None:
-        """Count the samples that have not ended, when the caller has left."""
-        for prompt_index, clocks in enumerate(self._ticket.clocks):
-            for clock in clocks:
-                if clock.ended is None:
-                    clock.ended = time.monotonic()
+        """Record the end of samples that were still open when the ticket was closed."""
+        for prompt_index, row in enumerate(self._ticket.times):
+            for times in row:
+                if times.ended is None:
+                    times.ended = time.monotonic()
                     if self._observer is not None:
-                        self._observer.finished(ended_record(self._ticket, prompt_index, clock, reason))
+                        self._observer.finished(_ended_record(self._ticket, prompt_index, times, reason))
 
 
-def _error_at_the_end(cause: BaseException | None) -> ApiError:
-    """Return what clients get when the engine ends: it failed of `cause`, or was stopped."""
+def _count_tokens(observer: Observer, times: SampleTimes, num_tokens: int, now: float) -> None:
+    """Count new tokens of a sample; report its time to first token, or the gap since its last token."""
+    times.num_tokens += num_tokens
+    before, times.last_token = times.last_token, now
+    if before is None:
+        times.first_token = now
+        observer.first_token(now - times.arrived)
+    else:
+        observer.token_gap(now - before, num_tokens)
+
+
+def _ended_record(
+    ticket: Ticket, prompt_index: int, times: SampleTimes, reason: str, sample: TrainingSample | None = None
+) -> SampleRecord:
+    """Return the metrics record of an ended sample; `sample` is None if the ticket was closed before its end."""
+    assert times.ended is not None
+    request, row = ticket.requests[prompt_index], ticket.times[prompt_index]
+    return SampleRecord(
+        prompt_tokens=len(request.prompt),
+        cached_tokens=sample.num_cached_tokens if sample else 0,
+        output_tokens=times.num_tokens,
+        params_n=request.num_samples,
+        params_max_tokens=request.params.max_tokens or 0,
+        finish_reason=reason,
+        num_preemptions=sample.num_preemptions if sample else 0,
+        arrived=times.arrived,
+        started=times.started,
+        first_token=times.first_token,
+        ended=times.ended,
+        ends_request=all(one.ended is not None for one in row),
+        longest_output=max(one.num_tokens for one in row),
+    )
+
+
+def _stopped_error(cause: BaseException | None) -> ApiError:
+    """Return the clients' error when the engine stops; `cause` is its failure, None for a shutdown."""
     return _shutting_down() if cause is None else internal_error()
 
 
@@ -236,6 +272,6 @@ def _unchanged(stats: StepStats) -> StepStats:
 
 
 def _unexpected(error: Exception) -> ApiError:
-    """Log what only one request failed of; return what its client gets."""
+    """Log the failure of one request; return its client's error."""
     _log.error("a request could not be queued: %s: %s", type(error).__name__, error, exc_info=error)
     return internal_error()

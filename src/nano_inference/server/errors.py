@@ -1,4 +1,4 @@
-"""What a client is told when something cannot be done: OpenAI's error object, and the HTTP status it comes with."""
+"""`ApiError`: an HTTP status with OpenAI's error object."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 MAX_MESSAGE = 1500
-"""Characters of an error's text: an error must not be larger than what it complains of."""
+"""Characters of an error's message."""
 
 _NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 _TYPES = {
@@ -33,15 +33,15 @@ _INTERNALS = re.compile(
     r"|(?<!\w)/(?:usr|home|root|tmp|var|opt|etc|lib|lib64|proc|mnt|srv|private|Users)/[^\s'\"]*"
     r"|[\w./\\-]+\.pyc?\b(?::\d+)?"
 )
-"""Addresses in memory and paths of files: nothing a client should learn."""
+"""Memory addresses and file paths, which clients must not learn."""
 
 
 ErrorBody = Callable[["ApiError"], Mapping[str, Any]]
-"""How a dialect tells of errors."""
+"""Returns the body of an error in a dialect."""
 
 
 class ApiError(Exception):
-    """A refusal or failure with its HTTP status; what is raised below a route and sent as an error object."""
+    """A refusal or failure with its HTTP status; raised below a route and sent as an error object."""
 
     def __init__(
         self,
@@ -57,25 +57,25 @@ class ApiError(Exception):
         self.status = status
         self.message = message
         self.param = param
-        """The field that is wrong, when there is one: `messages.2.content`."""
+        """The invalid field: `messages.2.content`."""
         self.code = code
-        """A short name for programs: `model_not_found`, `context_length_exceeded`, `queue_full`."""
+        """A constant for programs: `model_not_found`, `context_length_exceeded`, `queue_full`."""
         self.headers = headers
         self.extra = extra
         """Further fields of the error object, for programs: `n_prompt_tokens`, `n_ctx`."""
-        self._shape: ErrorBody | None = None
+        self._make_body: ErrorBody | None = None
 
-    def told_as(self, shape: ErrorBody) -> ApiError:
-        """Return the same error for a client of another dialect, whose body `shape` makes."""
-        told = ApiError(
+    def with_body(self, make_body: ErrorBody) -> ApiError:
+        """Return the same error with the body of another dialect."""
+        copy = ApiError(
             self.status, self.message, param=self.param, code=self.code, headers=self.headers, extra=self.extra
         )
-        told._shape = shape
-        return told
+        copy._make_body = make_body
+        return copy
 
     @property
     def type(self) -> str:
-        """The error's class, as its status has it."""
+        """OpenAI's error type for the status."""
         return error_type(self.status)
 
     def to_dict(self) -> dict[str, Any]:
@@ -84,32 +84,32 @@ class ApiError(Exception):
         return {"error": {**error, **self.extra}}
 
     def to_json(self) -> bytes:
-        """Return the body as bytes, in the shape of the dialect that the client speaks."""
-        body = self.to_dict() if self._shape is None else self._shape(self)
+        """Return the body as bytes, in the form of the client's dialect."""
+        body = self.to_dict() if self._make_body is None else self._make_body(self)
         return json.dumps(body, ensure_ascii=False).encode("utf-8", "replace")
 
 
 def error_type(status: int) -> str:
-    """Return the error class of a status."""
+    """Return OpenAI's error type for a status."""
     return _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
 
 
 def shortened(message: str) -> str:
-    """Return a text as one line, without addresses and paths, of bounded length."""
+    """Return a message as one line of at most `MAX_MESSAGE` characters, without memory addresses and file paths."""
     line = " ".join(_INTERNALS.sub("…", message[: 4 * MAX_MESSAGE]).split())
     return line if len(line) <= MAX_MESSAGE else line[: MAX_MESSAGE - 1] + "…"
 
 
 def queue_full(message: str, *, code: str = "queue_full") -> ApiError:
-    """Return the refusal of a request that would be welcome later."""
+    """Return the 503 of a request that the client should send again later."""
     return ApiError(503, message, code=code, headers={"retry-after": "1"})
 
 
 def quota_exceeded(message: str) -> ApiError:
-    """Return the refusal of a request whose client holds as much as one client may."""
+    """Return the 429 of a request that exceeds its client's quota."""
     return ApiError(429, message, code="quota_exceeded", headers={"retry-after": "1"})
 
 
 def internal_error() -> ApiError:
-    """Return what a client learns of a failure that is ours: nothing, and that trying again is no use."""
+    """Return the 500 of a failure of the server, without details; the client should not retry."""
     return ApiError(500, "internal server error", headers={"x-should-retry": "false"})

@@ -1,4 +1,4 @@
-"""Server-sent events, as bytes: one line of JSON each, named where a dialect names them."""
+"""Server-sent events as bytes, each with one line of JSON; some dialects name their events."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from pydantic_core import to_json
 
 DONE = b"data: [DONE]\n\n"
-"""What OpenAI's streams end with."""
+"""End of OpenAI's streams."""
 
 
 def event(value: Any, name: str | None = None) -> bytes:

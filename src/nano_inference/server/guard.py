@@ -1,10 +1,10 @@
-"""What every request passes before a route sees it, and every answer before a client does: one ASGI middleware.
+"""ASGI middleware that checks every request before it is routed, and completes the headers of every response.
 
-In order: request id, header sanity, Host, CORS, API key, what a body may be. Only `scope["path"]` decides anything:
-a URL put together from the Host header says what the client wants it to say.
+In order: request id, header sanity, Host, CORS, API key, content type and length. Decisions use only `scope["path"]`,
+never a URL made from the Host header, which the client controls.
 
-`Guard` stands around a router. Around a whole Starlette application it would see failures only after Starlette answered
-them in plain text.
+`Guard` wraps a router. Around a Starlette application it would see failures only after Starlette had answered them in
+plain text.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from nano_inference.server.hosts import Host, hosts_to_allow, is_loopback_name, 
 from nano_inference.server.keys import KeyRing, load_admin_keys
 
 OnResponse = Callable[[Scope, int | None, float, Exception | None], None]
-"""Told of each request once: its scope, the status (None: the client went away), the seconds, and what went wrong."""
+"""Called once per request with (scope, status, seconds, error); the status is None if the client disconnected."""
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/ping", "/", "/dashboard", "/formulas.js"})
-"""What may be read without a key: how the server is, and pages that know nothing before they are given one.
+"""Paths readable without a key: the server's health, and pages that ask their user for a key.
 
-Everything else needs one, whether it exists or not.
+All other paths need one, including paths that do not exist.
 """
 MAX_HEADERS = 100
 LINGER_SECONDS = 2.0
-"""How long an unwanted body is read and dropped: most clients look at an answer only when they have sent theirs."""
+"""How long an unwanted body is read and dropped: most clients read the response only after sending their body."""
 LINGER_BYTES = 32 << 20
 
 _LOGGER = logging.getLogger("nano_inference.server")
@@ -55,32 +55,32 @@ _UNLESS_SET = (
 
 
 class ClientGone(Exception):
-    """The client closed the connection: there is nobody to answer."""
+    """The client closed the connection."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GuardPolicy:
-    """Whom the guard lets in. A route finds it in `scope["state"]["policy"]`."""
+    """Which requests the guard admits. Routes read it from `scope["state"]["policy"]`."""
 
     keys: KeyRing
-    """Whoever may use the ordinary routes; when they need a key at all, an admin key is one, too."""
+    """Keys of the ordinary routes; includes the admin keys. Empty: no key is needed."""
     admins: KeyRing = KeyRing.of(())
-    """Whoever may use `admin_paths`; when there are none, an ordinary key will do."""
+    """Keys of `admin_paths`; if empty, these take an ordinary key."""
     admin_paths: frozenset[str] = frozenset()
     is_loopback: bool
-    """Whether only this machine can connect; then a Host that is not this machine's comes from a tricked browser."""
+    """True if only this machine can connect; another machine's Host then means DNS rebinding in a browser."""
     allowed_hosts: tuple[Host, ...] = ()
     cors_origins: frozenset[str] = frozenset()
     max_body_bytes: int
     body_timeout: float
     client_share: float = 1.0
-    """Part of what the others leave that one client may hold; 1 is no quota."""
+    """Fraction of the capacity not held by others that one client may hold; 1: no quota."""
     trusted_proxies: tuple[Network, ...] = ()
-    """Whose X-Forwarded-For is believed."""
+    """Proxies whose X-Forwarded-For is used."""
 
 
 def policy_of(config: ServerConfig, keys: KeyRing, admin_paths: frozenset[str]) -> GuardPolicy:
-    """Return the policy of a configuration; raise `ValueError` naming a field that makes no sense, or is not safe.
+    """Return the policy of a configuration. Raises `ValueError` naming an invalid or unsafe field.
 
     `admin_paths` need an admin key if `enable_rl` is set; without it they have no effect.
     """
@@ -94,7 +94,9 @@ def policy_of(config: ServerConfig, keys: KeyRing, admin_paths: frozenset[str]) 
         raise SettingError(f"{text}, or insecure", "host", "insecure")
     for origin in config.cors_origin:
         if origin != "*" and not _ORIGIN.fullmatch(origin):
-            raise ValueError(f"cors_origin must be * or like https://example.org, without a path, got {origin!r}")
+            raise ValueError(
+                f"cors_origin must be * or an origin such as https://example.org, without a path, got {origin!r}"
+            )
     return GuardPolicy(
         keys=keys.with_admins(admins),
         admins=admins,
@@ -110,10 +112,9 @@ def policy_of(config: ServerConfig, keys: KeyRing, admin_paths: frozenset[str]) 
 
 
 def client_share(config: ServerConfig, keys: KeyRing, admins: KeyRing) -> float:
-    """Return the part of the places that one client may hold; 1, no quota, where there is but one client.
+    """Return `GuardPolicy.client_share`: as configured, else 1 if there is a single client, else `DEFAULT_SHARE`.
 
-    That is a server with a single key, or without keys on loopback behind no proxy, and one whose every client may
-    command it as a trainer does.
+    A single client means: one key; or no keys, on loopback, without a proxy; or RL routes open to every client.
     """
     if config.client_share is not None:
         return config.client_share
@@ -127,7 +128,7 @@ def client_share(config: ServerConfig, keys: KeyRing, admins: KeyRing) -> float:
 
 
 class Guard:
-    """The middleware. `on_response` is called once for each request, when its answer is complete or given up."""
+    """The middleware. `on_response` is called once per request, when its response is complete or abandoned."""
 
     def __init__(
         self,
@@ -140,10 +141,10 @@ class Guard:
         self.policy = policy
         self.on_response = on_response
         self.error_bodies = error_bodies
-        """How errors are told on paths whose dialect has a way of its own."""
+        """Path -> error body, for paths that do not use OpenAI's error object."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request; lifespan passes, websockets are refused."""
+        """Serve one request; pass lifespan events, refuse websockets."""
         if scope["type"] == "lifespan":
             await self.app(scope, receive, send)
         elif scope["type"] == "http":
@@ -156,10 +157,10 @@ class Guard:
         try:
             error = await self._answer(exchange)
         finally:
-            self._tell(exchange, error)
+            self._report(exchange, error)
 
     async def _answer(self, exchange: Exchange) -> Exception | None:
-        """Let the request through or refuse it; return what went wrong."""
+        """Pass the request to the application or refuse it; return the error, if any."""
         try:
             if check_admission(exchange.scope, self.policy) == "preflight":
                 await exchange.respond(204, PREFLIGHT)
@@ -171,32 +172,32 @@ class Guard:
             exchange.is_gone = True
             return error
         except asyncio.CancelledError:
-            # Nobody awaits this task but the server that ends: passing it on would only print a traceback.
+            # Only the stopping server awaits this task: raising would only print a traceback.
             return await exchange.refuse(ApiError(503, "the server is shutting down", code="shutting_down"))
         except Exception as error:
             return await self._fail(exchange, error)
         return None
 
     async def _fail(self, exchange: Exchange, error: Exception) -> Exception:
-        """Answer a refusal or failure. An answer that has begun stays unfinished, and so the connection is closed."""
+        """Send a refusal or failure. A started response stays incomplete, so that the connection is closed."""
         if isinstance(error, ApiError) and exchange.status is None:
             return await exchange.refuse(error)
         _LOGGER.exception("request %s failed: %s", exchange.request_id, type(error).__name__)
         await exchange.refuse(internal_error())
         return error
 
-    def _tell(self, exchange: Exchange, error: Exception | None) -> None:
+    def _report(self, exchange: Exchange, error: Exception | None) -> None:
         if self.on_response is None:
             return
         status = None if exchange.is_gone else exchange.status
         try:
             self.on_response(exchange.scope, status, exchange.seconds, error)
         except Exception:
-            _LOGGER.exception("request %s was served, but could not be noted", exchange.request_id)
+            _LOGGER.exception("request %s was answered, but logging it failed", exchange.request_id)
 
 
 class Exchange:
-    """One request and its answer: adds the headers every answer has, and knows how far both have come."""
+    """One request and its response: adds the common headers, and tracks the progress of both."""
 
     def __init__(
         self, scope: Scope, receive: Receive, send: Send, policy: GuardPolicy, error_body: ErrorBody | None = None
@@ -206,7 +207,7 @@ class Exchange:
         self._send = send
         self._policy = policy
         self._error_body = error_body
-        self._began = time.monotonic()
+        self._started = time.monotonic()
         self._ended: float | None = None
         self._is_unread = announces_body(scope["headers"])
         self.status: int | None = None
@@ -216,8 +217,8 @@ class Exchange:
 
     @property
     def seconds(self) -> float:
-        """How long the request took, or takes so far."""
-        return (time.monotonic() if self._ended is None else self._ended) - self._began
+        """Duration of the request so far, or in total once it has ended."""
+        return (time.monotonic() if self._ended is None else self._ended) - self._started
 
     async def receive(self) -> Message:
         """Receive for the application."""
@@ -242,27 +243,27 @@ class Exchange:
         await self._send(message)
 
     async def respond(self, status: int, headers: Headers, body: bytes = b"") -> None:
-        """Send a whole answer."""
+        """Send a complete response."""
         await self.send({"type": "http.response.start", "status": status, "headers": headers})
         await self.send({"type": "http.response.body", "body": body})
 
     async def refuse(self, error: ApiError) -> ApiError:
-        """Send an error, unless an answer has begun or nobody is there; return it."""
+        """Send an error, unless a response has started or the client has disconnected; return it."""
         if self.status is None and not self.is_gone:
-            body = (error if self._error_body is None else error.told_as(self._error_body)).to_json()
-            own = [(name.lower().encode(), value.encode("latin-1")) for name, value in error.headers.items()]
-            await self.respond(error.status, [*described(body), *own], body)
+            body = (error if self._error_body is None else error.with_body(self._error_body)).to_json()
+            extra = [(name.lower().encode(), value.encode("latin-1")) for name, value in error.headers.items()]
+            await self.respond(error.status, [*json_headers(body), *extra], body)
         return error
 
     def _completed(self, headers: Headers) -> list[tuple[bytes, bytes]]:
-        """Return an answer's headers with those that every answer has."""
+        """Return a response's headers with the common ones added."""
         forced = [
             *_ALWAYS,
             (b"x-request-id", self.request_id.encode()),
             *cors_headers(self.scope, self._policy.cors_origins),
         ]
         if self._is_unread:
-            # What is left of the body must not be taken for the next request.
+            # The rest of the body must not be parsed as the next request.
             forced.append((b"connection", b"close"))
         replaced = {name for name, _ in forced} - {b"vary"}
         kept = [(name.lower(), value) for name, value in headers if name.lower() not in replaced]
@@ -270,7 +271,7 @@ class Exchange:
         return [*kept, *forced, *(header for header in _UNLESS_SET if header[0] not in present)]
 
     async def _drop_body(self) -> None:
-        """Read what is left of the body for a moment: closing on bytes in flight can cost the client the answer."""
+        """Read and drop the rest of the body: closing with unread bytes can make the client lose the response."""
         room = LINGER_BYTES
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LINGER_SECONDS):
@@ -282,7 +283,7 @@ class Exchange:
 
 
 def check_admission(scope: Scope, policy: GuardPolicy) -> Literal["request", "preflight"]:
-    """Return "request", or "preflight" for a browser's question; raise the `ApiError` of what must not come in."""
+    """Return "preflight" for a CORS preflight, else "request". Raises `ApiError` for a request that is refused."""
     headers = scope["headers"]
     check_headers(headers)
     check_host(headers, policy)
@@ -299,34 +300,34 @@ def check_admission(scope: Scope, policy: GuardPolicy) -> Literal["request", "pr
 
 
 def check_path(path: str) -> None:
-    """Refuse control characters: a router may find a path where a line ends, which no list of paths has."""
+    """Refuse control characters: a router's `$` matches before a final newline, a set of paths does not."""
     if any(char < " " or char == "\x7f" for char in path):
-        raise ApiError(404, "no such path: it holds a control character")
+        raise ApiError(404, "no such path: it contains a control character")
 
 
 def request_id_of(headers: Headers) -> str:
-    """Return the client's name for the request when it can be logged and sent back as it is, else a new one."""
+    """Return the client's x-request-id if it is 1 to 128 visible ASCII characters, else a new id."""
     given = single(headers, b"x-request-id")
     return given if given is not None and _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
 
 
 def announces_body(headers: Headers) -> bool:
-    """Whether a request says that a body follows (RFC 9112, 6.3)."""
+    """Return True if the headers announce a body (RFC 9112, 6.3)."""
     lengths = values(headers, b"content-length")
     return bool(values(headers, b"transfer-encoding")) or any(length.strip("0") for length in lengths)
 
 
 def check_headers(headers: Headers) -> None:
-    """Refuse too many headers, and what another server on the way might have read differently."""
+    """Refuse too many headers, and repeated ones that a proxy may interpret differently."""
     if len(headers) > MAX_HEADERS:
-        raise ApiError(431, f"{len(headers)} headers, {MAX_HEADERS} are allowed", code="too_many_headers")
+        raise ApiError(431, f"{len(headers)} headers; at most {MAX_HEADERS} are allowed", code="too_many_headers")
     for name in (b"content-length", b"host"):
         if len(values(headers, name)) > 1:
             raise ApiError(400, f"{name.decode()} header is repeated", code="repeated_header")
 
 
 def check_host(headers: Headers, policy: GuardPolicy) -> None:
-    """Refuse a Host that is malformed, or that is not this server's: a page may have bound its name to our address."""
+    """Refuse a malformed Host, and one that is not this server's (DNS rebinding)."""
     text = single(headers, b"host")
     if not text:
         raise ApiError(400, "Host header is missing", code="bad_host")
@@ -341,7 +342,7 @@ def check_host(headers: Headers, policy: GuardPolicy) -> None:
 
 
 def check_key(scope: Scope, keys: KeyRing) -> int | None:
-    """Return the index of the request's key; None when none is needed. Raise the 401 when one is."""
+    """Return the index of the request's key, None if it has none and needs none. Raises `ApiError` 401."""
     if keys.is_empty:
         return None
     presented = presented_key(scope["headers"])
@@ -354,7 +355,7 @@ def check_key(scope: Scope, keys: KeyRing) -> int | None:
 
 
 def client_of(scope: Scope, policy: GuardPolicy) -> Client:
-    """Return whose request it is, once its key was checked."""
+    """Return the client of a request whose key was checked."""
     admin = None if policy.admins.is_empty else policy.admins.identify(presented_key(scope["headers"]))
     if admin is not None:
         return Client(f"admin {admin}", is_exempt=True)
@@ -363,10 +364,10 @@ def client_of(scope: Scope, policy: GuardPolicy) -> Client:
 
 
 def check_admin(scope: Scope, admins: KeyRing) -> None:
-    """Refuse a command without an admin key when there are such keys, and every command of a web page."""
+    """Refuse a command of a web page, and one without an admin key if there are admin keys."""
     headers = scope["headers"]
     if values(headers, b"origin") or values(headers, b"sec-fetch-site"):
-        raise ApiError(403, "commands are not taken from web pages", code="not_from_pages")
+        raise ApiError(403, "commands from web pages are not accepted", code="not_from_pages")
     if admins.is_empty or admins.identify(presented_key(headers)) is not None:
         return
     if presented_key(headers) is None:
@@ -376,48 +377,48 @@ def check_admin(scope: Scope, admins: KeyRing) -> None:
 
 
 def is_bare_command(scope: Scope, policy: GuardPolicy) -> bool:
-    """Whether it is a command without a body and without its type, as trainers send some; pages cannot send one."""
+    """Return True for an admin command without body and content type, as trainers send; web pages cannot send one."""
     headers = scope["headers"]
     is_bare = not announces_body(headers) and not values(headers, b"content-type")
     return is_bare and scope["path"] in policy.admin_paths
 
 
 def presented_key(headers: Headers) -> str | None:
-    """Return the key that a request brings: as OpenAI's clients send it, or else as Anthropic's do."""
+    """Return the key in `Authorization: Bearer` (OpenAI's clients) or `x-api-key` (Anthropic's)."""
     scheme, _, key = (single(headers, b"authorization") or "").partition(" ")
     return key.strip() if scheme.lower() == "bearer" else single(headers, b"x-api-key")
 
 
 def check_content(headers: Headers, max_body_bytes: int) -> None:
-    """Refuse a body that is not JSON (which a page may send anywhere unasked), or that says it is too large."""
+    """Refuse a body that is not JSON (web pages may send other types without a preflight), or is declared too large."""
     kind = (single(headers, b"content-type") or "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise ApiError(415, "send the body as JSON, with the header Content-Type: application/json")
     if any(value.strip().lower() != "identity" for value in values(headers, b"content-encoding")):
-        raise ApiError(415, "send the body as it is, without Content-Encoding")
+        raise ApiError(415, "send the body without Content-Encoding")
     length = single(headers, b"content-length")
     if length is None:
         return
     if not (length.isascii() and length.isdigit()):
         raise ApiError(400, "Content-Length must be a number of bytes")
     digits = length.lstrip("0") or "0"
-    # Python refuses to read numbers of thousands of digits.
+    # int() raises for thousands of digits.
     if len(digits) > 18 or int(digits) > max_body_bytes:
         raise too_large(max_body_bytes)
 
 
 def too_large(limit: int) -> ApiError:
-    """Return the refusal of a body above the limit."""
+    """Return the 413 for a body above the limit."""
     return ApiError(413, f"the body is larger than {limit} bytes", code="request_too_large")
 
 
-def described(body: bytes) -> list[tuple[bytes, bytes]]:
-    """Return the headers that say what a JSON body is."""
+def json_headers(body: bytes) -> list[tuple[bytes, bytes]]:
+    """Return the content headers of a JSON body."""
     return [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
 
 
 async def read_body(receive: Receive, limit: int, timeout: float) -> bytes:
-    """Return the whole body. `ApiError`: over the limit, or not there in time; `ClientGone`: nobody waits for more."""
+    """Return the body. Raises `ApiError` if it exceeds `limit` bytes or `timeout` seconds; `ClientGone`."""
     body = bytearray()
     try:
         async with asyncio.timeout(timeout):

@@ -1,4 +1,4 @@
-"""Headers of a request, as ASGI has them: pairs of bytes, in which a name may be repeated."""
+"""Reads ASGI request headers: pairs of bytes, in which a name may be repeated."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ Headers = Sequence[tuple[bytes, bytes]]
 
 
 def values(headers: Headers, name: bytes) -> list[str]:
-    """Return every value of a header."""
+    """Return all values of a header."""
     return [value.decode("latin-1") for key, value in headers if key.lower() == name]
 
 
 def single(headers: Headers, name: bytes) -> str | None:
-    """Return the value of a header that is there once; one that is repeated means nothing."""
+    """Return the value of a header; None if it is absent or repeated."""
     found = values(headers, name)
     return found[0] if len(found) == 1 else None

@@ -1,4 +1,4 @@
-"""Names and addresses of hosts: a Host header read, those that a configuration allows, those of this machine. Pure."""
+"""Parses Host headers; lists the allowed hosts of a configuration; recognises loopback names. Pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import re
 from nano_inference.config import ServerConfig
 
 Host = tuple[str, int | None]
-"""A name or address in lower case, and the port when there is one."""
+"""A name or address in lower case, and the port if given."""
 
 MAX_HOST = 255
 
@@ -16,7 +16,7 @@ _HOST = re.compile(r"(?P<name>[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(?::(?P<port>[0
 
 
 def hosts_to_allow(config: ServerConfig) -> tuple[Host, ...]:
-    """Return the hosts of `allowed_host`, and the address listened on when there are any; else nothing."""
+    """Return the hosts of `allowed_host` plus the listening address; nothing if `allowed_host` is empty."""
     try:
         allowed = [parse_host(text) for text in config.allowed_host]
     except ValueError as error:
@@ -27,7 +27,7 @@ def hosts_to_allow(config: ServerConfig) -> tuple[Host, ...]:
 
 
 def parse_host(text: str) -> Host:
-    """Return the name and port of a Host header (RFC 9110, 7.2); raise `ValueError` when it is not one."""
+    """Return the name and port of a Host header (RFC 9110, 7.2). Raises `ValueError` if it is invalid."""
     match = _HOST.fullmatch(text) if len(text) <= MAX_HOST else None
     if match is None:
         raise ValueError("Host must be a name or address, with a port or without")
@@ -44,7 +44,7 @@ def parse_host(text: str) -> Host:
 
 
 def is_loopback_name(name: str) -> bool:
-    """Whether a name or address means this machine: localhost, 127.0.0.0/8 or ::1."""
+    """Return True for localhost, 127.0.0.0/8 and ::1."""
     try:
         address = ipaddress.ip_address(name)
     except ValueError:

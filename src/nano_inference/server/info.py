@@ -1,4 +1,4 @@
-"""GET /info: the model that is served and what may be asked of it. Of our own; the web page reads it."""
+"""GET /info: the served model, its limits and defaults, for the web page. Specific to this server."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _PLAIN = SamplingParams()
 
 
 def info(model: ServedModel, config: ServerConfig, max_running: int) -> JSON:
-    """Return what there is, as plain JSON values; nothing of where the model lies or who asks."""
+    """Return the reply; it has no file paths and nothing about clients."""
     limits = model.limits
     return {
         "server": f"nano-inference {nano_inference.__version__}",
@@ -37,5 +37,5 @@ def info(model: ServedModel, config: ServerConfig, max_running: int) -> JSON:
 
 
 def sampling_defaults(model: ServedModel) -> JSON:
-    """Return what a request samples with that says nothing: the model's own settings, else the engine's."""
+    """Return the sampling parameters of a request without any: the model's own, else the engine's."""
     return {name: model.generation.get(name, getattr(_PLAIN, name)) for name in MODELS_OWN}

@@ -1,4 +1,4 @@
-"""Who may come in: API keys are read once, kept as digests, and told apart without telling how alike they are."""
+"""API keys: read once, kept as digests, compared in constant time."""
 
 from __future__ import annotations
 
@@ -15,43 +15,43 @@ from nano_inference.config import ServerConfig
 from nano_inference.files import path_of
 
 MIN_KEY = 8
-"""Characters of the shortest key that is accepted."""
+"""Minimum characters of a key."""
 
 MAX_KEY_FILE = 1 << 20
-"""Bytes of the largest key file: a wrong path must not read a model into memory."""
+"""Maximum bytes of a key file: a wrong path must not read a model into memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyRing:
-    """The digests of all keys, and the secret from which each key's prefix-cache salt is made."""
+    """Digests of the keys, and the secret from which each key's prefix-cache salt is derived."""
 
     digests: tuple[bytes, ...] = field(repr=False)
     secret: bytes = field(repr=False)
     is_shared: bool = False
-    """Whether clients with different keys may reuse each other's cached prefixes."""
+    """True if clients with different keys share cached prefixes."""
 
     @property
     def is_empty(self) -> bool:
-        """Whether there are no keys, so that nobody needs one."""
+        """True if there are no keys, so that requests need none."""
         return not self.digests
 
     @property
     def num_keys(self) -> int:
-        """Return how many keys there are."""
+        """Number of keys."""
         return len(self.digests)
 
     @classmethod
     def of(cls, keys: Sequence[str], *, is_shared: bool = False, secret: bytes | None = None) -> KeyRing:
-        """Return the ring of these keys; `secret` is fresh unless a test gives one."""
+        """Return a ring of these keys; `secret` is random unless given."""
         digests = tuple(digest(key) for key in keys)
         return cls(digests=digests, secret=secrets.token_bytes(32) if secret is None else secret, is_shared=is_shared)
 
     def with_admins(self, admins: KeyRing) -> KeyRing:
-        """Return the ring that lets in admins as well; one that nobody needs a key for stays as it is."""
+        """Return a ring that also accepts admin keys; an empty ring stays empty."""
         return self if self.is_empty else replace(self, digests=self.digests + admins.digests)
 
     def identify(self, presented: str | None) -> int | None:
-        """Return the index of the key that was presented, or None; every key is compared, whichever matches."""
+        """Return the index of a presented key, or None. Compares all keys, in constant time."""
         found = None
         candidate = digest(presented or "")
         for index, known in enumerate(self.digests):
@@ -61,23 +61,23 @@ class KeyRing:
     def cache_salt(self, key_index: int | None, requested: str | None) -> str:
         """Return the prefix-cache salt of a request; only requests with equal salts share cached prefixes.
 
-        `ValueError`: there are keys that do not share, and the request came without one.
+        Raises `ValueError` if `key_index` is None although the ring has keys and `is_shared` is False.
         """
         if self.is_shared or self.is_empty:
             return requested or ""
         if key_index is None:
-            raise ValueError("key_index must be given: each key has prefixes of its own")
+            raise ValueError("key_index must be given: keys do not share cached prefixes")
         message = self.digests[key_index] + (requested or "").encode("utf-8", "surrogatepass")
         return hmac.new(self.secret, message, hashlib.sha256).hexdigest()
 
 
 def digest(key: str) -> bytes:
-    """Return a key's SHA-256: of one length, so that a comparison tells nothing of the key's."""
+    """Return a key's SHA-256; equal lengths, so that comparison times do not reveal the key's."""
     return hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()
 
 
 def load_keys(config: ServerConfig) -> tuple[str, ...]:
-    """Return the keys of `api_key` and `api_key_file`, each once; raise `ValueError` naming field and rule, not key."""
+    """Return the distinct keys of `api_key` and `api_key_file`. Raises `ValueError` without the key."""
     named = [(f"api_key: key {i}", key) for i, key in enumerate(config.api_key, 1)]
     if config.api_key_file is not None:
         named += keys_in_file(path_of(config.api_key_file, "api_key_file"))
@@ -93,34 +93,34 @@ def load_admin_keys(config: ServerConfig) -> tuple[str, ...]:
 
 
 def checked_keys(named: Sequence[tuple[str, str]]) -> tuple[str, ...]:
-    """Return the keys of (place, key) pairs, each once; raise `ValueError` naming the place of one that is none."""
+    """Return the distinct keys of (place, key) pairs. Raises `ValueError` naming the place of an invalid key."""
     for place, key in named:
         check_key(place, key)
     return tuple(dict.fromkeys(key for _, key in named))
 
 
 def check_key(place: str, key: str) -> None:
-    """Refuse a key that is too short, or that no header can carry."""
+    """Raise `ValueError` for a key that is too short or that a header cannot contain."""
     if len(key) < MIN_KEY:
         raise ValueError(f"{place} is shorter than {MIN_KEY} characters")
     if not all("!" <= char <= "~" for char in key):
-        raise ValueError(f"{place} holds a blank or a character outside visible ASCII")
+        raise ValueError(f"{place} contains a blank or a character outside visible ASCII")
 
 
 def keys_in_file(path: Path, name: str = "api_key_file") -> list[tuple[str, str]]:
-    """Return (place, key) of every line that is neither blank nor a #-comment; `name` is the field's."""
+    """Return (place, key) of every line that is neither blank nor a #-comment; `name` is the configuration field."""
     text = read_private(path, name).decode("utf-8", "replace")
     lines = [(f"{name}: line {i}", line.strip()) for i, line in enumerate(text.split("\n"), 1)]
     keys = [(place, line) for place, line in lines if line and not line.startswith("#")]
     if not keys:
-        raise ValueError(f"{name} holds no key: {path}")
+        raise ValueError(f"{name} contains no key: {path}")
     return keys
 
 
 def read_private(path: Path, name: str = "api_key_file") -> bytes:
-    """Return the bytes of a file that only its owner may read."""
+    """Return the content of a file. Raises `ValueError` if others than its owner may read it."""
     try:
-        # Opening a pipe would wait for its writer.
+        # Without O_NONBLOCK, opening a FIFO waits for a writer.
         with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
             check_private(path, os.fstat(file.fileno()), name)
             return file.read(MAX_KEY_FILE)
@@ -129,7 +129,7 @@ def read_private(path: Path, name: str = "api_key_file") -> bytes:
 
 
 def check_private(path: Path, status: os.stat_result, name: str = "api_key_file") -> None:
-    """Refuse what is no file, what others may read, and what is far too large."""
+    """Raise `ValueError` unless it is a regular file, private, and at most `MAX_KEY_FILE` bytes."""
     if not stat.S_ISREG(status.st_mode):
         raise ValueError(f"{name} is not a file: {path}")
     if status.st_mode & 0o077:

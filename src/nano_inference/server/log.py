@@ -1,7 +1,7 @@
-"""What the server writes on stderr: one line of JSON for every finished request, and the process's own messages.
+"""The server's logs on stderr: one JSON line per finished request, and the messages of the process.
 
-No line ever holds a prompt or an answer. Lines are ASCII, so neither a terminal nor a line-based reader can be led
-astray by what a client sent. Nothing is configured by importing this; `set_up_logs` does it, once for a process.
+No line contains a prompt or an answer. Lines are ASCII, so that text sent by a client cannot affect a terminal or a
+line-based reader. Importing this module configures nothing; the process calls `set_up_logs`.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from typing import TextIO
 
 ACCESS_LOGGER = "nano_inference.access"
 QUIET_PATHS = ("/health", "/ready", "/ping", "/metrics", "/load")
-"""Asked for every few seconds by machines; worth a line only when answering fails."""
+"""Polled every few seconds; logged only if answering fails."""
 MAX_TEXT = 256
-"""Characters of a field, unless `MAX_LENGTHS` has it."""
+"""Characters of a field that is not in `MAX_LENGTHS`."""
 MAX_MESSAGE = 8192
 MAX_EXCEPTION = 16384
-"""Characters of a traceback; its end is kept, where the error is."""
+"""Characters of a traceback; the start is cut, as the error is at the end."""
 
 MAX_LENGTHS: Mapping[str, int] = MappingProxyType({"level": 16, "request_id": 128, "method": 16, "finish_reason": 32})
 _DURATIONS = frozenset(("queue_ms", "ttft_ms", "total_ms", "decode_tps"))
@@ -31,16 +31,16 @@ _DURATIONS = frozenset(("queue_ms", "ttft_ms", "total_ms", "decode_tps"))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AccessRecord:
-    """One finished HTTP request. What is None is not known and left out of the line."""
+    """One finished HTTP request. Fields that are None are omitted from the line."""
 
     ts: float
-    """Seconds since 1970, when it ended."""
+    """End of the request, seconds since 1970."""
     level: str = "info"
     request_id: str | None = None
     method: str | None = None
     path: str | None = None
     status: int | None = None
-    """None when the client left before there was one."""
+    """None if the client disconnected before the response started."""
     model: str | None = None
     n: int | None = None
     prompt_tokens: int | None = None
@@ -50,35 +50,35 @@ class AccessRecord:
     ttft_ms: float | None = None
     total_ms: float | None = None
     decode_tps: float | None = None
-    """Output tokens in a second, from the first one on."""
+    """Output tokens per second after the first token."""
     finish_reason: str | None = None
     client_abort: bool | None = None
     error_type: str | None = None
     error_code: str | None = None
     error_param: str | None = None
-    """The field that was wrong."""
+    """The invalid field."""
 
 
 def access_line(record: AccessRecord) -> str:
-    """Return the record as one line of JSON, without its end.
+    """Return the record as one line of JSON without a newline.
 
-    A path loses its query, texts are cut and cleaned (`clean`), and a time below 0 is 0.
+    The path is logged without its query, strings are cut and cleaned (`clean`), and negative durations become 0.
     """
     values = {field.name: _value(field.name, getattr(record, field.name)) for field in fields(record)}
     return _line(values)
 
 
 def is_quiet(path: str, status: int | None) -> bool:
-    """Return whether a request leaves no line: a probe or a scrape, unless answering it was our failure.
+    """Return True for a request that is not logged: a probe or a scrape, unless its status is 500.
 
-    A 503 is no failure but a probe's answer while a model is loaded.
+    A 503 is the normal answer to a probe while the model is loading.
     """
     bare = path.partition("?")[0].rstrip("/")
     return bare in QUIET_PATHS and status != 500
 
 
 def log_access(record: AccessRecord) -> None:
-    """Write a request's line, unless it is a quiet one or requests are not logged."""
+    """Log a request, unless its path is quiet or request logging is off."""
     logger = logging.getLogger(ACCESS_LOGGER)
     if logger.isEnabledFor(logging.INFO) and not is_quiet(record.path or "", record.status):
         logger.info(access_line(record))
@@ -87,10 +87,10 @@ def log_access(record: AccessRecord) -> None:
 def set_up_logs(
     stream: TextIO | None = None, *, log_requests: bool = True, as_json: bool = False, level: int = logging.INFO
 ) -> logging.Logger:
-    """Send the lines of requests to `stream` (default: stderr), and return their logger. For the process to call.
+    """Send request lines to `stream` (default: stderr); return their logger.
 
-    With `as_json` every other message, and every warning, of `level` and above becomes a line of JSON too, and nothing
-    else that was set up for the root logger writes any more. May be called again; the last call counts.
+    With `as_json`, all other messages and warnings of `level` and above become JSON lines too, and other handlers of
+    the root logger are removed. A later call replaces an earlier one.
     """
     stream = sys.stderr if stream is None else stream
     access = logging.getLogger(ACCESS_LOGGER)
@@ -106,13 +106,13 @@ def set_up_logs(
 
 
 class JsonFormatter(logging.Formatter):
-    """Writes a record of the standard library as one line of JSON: ts, level, logger, message, exception."""
+    """Formats a `logging` record as one line of JSON: ts, level, logger, message, exception."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the line. A message whose arguments do not fit it is written without them."""
+        """Return the line. A message with invalid arguments is written without them."""
         try:
             message = record.getMessage()
-        except Exception:  # a log call with a mistake in it must not lose its message, nor write what is no JSON
+        except Exception:  # a faulty log call must not lose its message
             message = record.msg if isinstance(record.msg, str) else type(record.msg).__name__
         values = {
             "ts": timestamp(record.created),
@@ -124,23 +124,23 @@ class JsonFormatter(logging.Formatter):
         return _line(values)
 
     def _exception(self, record: logging.LogRecord) -> str | None:
-        """Return the end of the traceback, its lines kept apart, or None when there is none."""
+        """Return the end of the traceback with its line breaks, or None."""
         text = self.formatException(record.exc_info) if record.exc_info else record.exc_text
         lines = (text or "")[-MAX_EXCEPTION:].split("\n")
         return "\n".join(clean(line, MAX_EXCEPTION) for line in lines) if text else None
 
 
 def clean(text: str, limit: int) -> str:
-    """Return at most `limit` characters, with "\N{REPLACEMENT CHARACTER}" for each that does not print.
+    """Return at most `limit` characters, with "\N{REPLACEMENT CHARACTER}" for each that is not printable.
 
-    Those are control characters, ends of lines, half characters, and marks that change the direction of writing.
+    Those are control characters, line breaks, lone surrogates, and marks that change the text direction.
     """
     text = text if len(text) <= limit else text[: limit - 1] + "…"
     return text if text.isprintable() else "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
 def timestamp(seconds: float) -> str | None:
-    """Return seconds since 1970 as 2026-01-31T12:00:00.000Z; None when they are no date."""
+    """Return seconds since 1970 as 2026-01-31T12:00:00.000Z; None if out of range."""
     try:
         time = datetime.fromtimestamp(seconds, UTC)
     except (OverflowError, OSError, ValueError):
@@ -149,11 +149,11 @@ def timestamp(seconds: float) -> str | None:
 
 
 def _value(name: str, value: object) -> object:
-    """Return a field as it stands in the line; None leaves it out."""
+    """Return a field's value for the line; None omits it."""
     if name == "ts" and isinstance(value, int | float):
         return timestamp(value)
     if isinstance(value, str):
-        text = value.partition("?")[0] if name == "path" else value  # a query may hold a key
+        text = value.partition("?")[0] if name == "path" else value  # a query may contain a key
         return clean(text, MAX_LENGTHS.get(name, MAX_TEXT))
     if name in _DURATIONS and isinstance(value, int | float):
         return round(max(0.0, value), 3) if math.isfinite(value) else None
@@ -166,7 +166,7 @@ def _line(values: Mapping[str, object]) -> str:
 
 
 def _only_handler(logger: logging.Logger, stream: TextIO, formatter: logging.Formatter) -> None:
-    """Make a stream the only place a logger writes to itself."""
+    """Replace a logger's handlers by one that writes to a stream."""
     handler = logging.StreamHandler(stream)
     handler.setFormatter(formatter)
     logger.handlers[:] = [handler]

@@ -1,8 +1,7 @@
-"""What `/metrics` shows: Prometheus' text format under vLLM's names, so that its Grafana boards work as they are.
+"""`/metrics`: Prometheus' text format with vLLM's series, so that vLLM's Grafana dashboards work unchanged.
 
-Names, labels and bucket bounds are those of vLLM 0.33 (its V1 engine); what they mean is written at each series. HTTP
-series have the names and labels of prometheus-fastapi-instrumentator, which vLLM uses. Series that vLLM does not have
-begin with `nano_inference_`.
+Names, labels and bucket bounds are those of vLLM 0.33 (V1 engine). HTTP series have the names and labels of
+prometheus-fastapi-instrumentator, which vLLM uses. Series that vLLM does not have start with `nano_inference_`.
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ from prometheus_client.process_collector import ProcessCollector
 from nano_inference.types import StepStats
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-"""Of what `Metrics.render` and `not_loaded` return."""
+"""Content type of `Metrics.render` and `not_loaded`."""
 END_REASONS = ("stop", "length", "abort", "error")
 REJECTIONS = ("max_num_queued_reqs", "max_num_queued_tokens", "client_quota", "draining", "paused", "dead", "other")
-"""Why a request was not admitted; the first two are vLLM's words for a full queue and too many admitted tokens."""
+"""Why a request was not admitted; the first two are vLLM's labels for a full queue and too many admitted tokens."""
 MAX_ROUTES = 40
-"""Routes told apart; what comes after them is counted as "other", so that a mistake cannot fill the memory."""
+"""Routes with series of their own, which bounds the memory; further ones are counted as "other"."""
 
 _METHODS = frozenset(("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"))
 _NO_LABELS: Mapping[str, str] = MappingProxyType({})
@@ -48,11 +47,11 @@ _HTTP_LATENCY = (0.1, 0.5, 1.0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleRecord:
-    """One ended sample of a request. Times are seconds of one monotonic clock; None: it never came to that."""
+    """One ended sample of a request. Times are seconds on the monotonic clock; None if the event did not happen."""
 
     prompt_tokens: int
     cached_tokens: int
-    """Prompt tokens whose K/V came from the cache at first admission."""
+    """Prompt tokens whose K/V was in the cache at first admission."""
     output_tokens: int
     params_n: int
     params_max_tokens: int
@@ -61,35 +60,35 @@ class SampleRecord:
     num_preemptions: int
     arrived: float
     started: float | None
-    """When the engine first took it up."""
+    """When it first left the engine's queue."""
     first_token: float | None
     ended: float
     ends_request: bool = True
-    """It is the last of its request's samples: what is told once for each request is told now."""
+    """True for the last of its request's samples, with which the request's own series are updated."""
     longest_output: int = 0
-    """Most output tokens among the request's other samples; read on the last one only."""
+    """Maximum output tokens of the request's other samples; used with `ends_request` only."""
 
     @property
     def was_computed(self) -> bool:
-        """Whether the engine computed its prompt: not when it was aborted while it waited."""
+        """True if the engine computed its prompt; False if it was aborted in the queue."""
         return self.started is not None or self.first_token is not None or self.finish_reason in ("stop", "length")
 
 
 class Metrics:
-    """All series of one loaded model, in a registry of their own. Every call comes from one thread.
+    """Owns the series of one loaded model and their registry. Called from one thread.
 
-    The deltas of a step (`first_token`, `token_gap`, `finished`) are told before its `step`. Times that would be
-    negative count as 0.
+    The reports of a step's deltas (`first_token`, `token_gap`, `finished`) come before its `step`. Negative times count
+    as 0.
     """
 
     def __init__(self, *, model_name: str, num_blocks: int, block_size: int, cache_config: Mapping[str, str]) -> None:
-        """Make every series, at 0. `cache_config`: further labels of `vllm:cache_config_info`, names to values.
+        """Create all series at 0. `cache_config`: further labels of `vllm:cache_config_info`, names to values.
 
-        Raises `ValueError` for a name that cannot be a label's.
+        Raises `ValueError` for an invalid label name.
         """
         for name in cache_config:
             if not (name.isascii() and name.isidentifier()):
-                raise ValueError(f"cache_config: a label cannot be called {name!r}")
+                raise ValueError(f"cache_config: {name!r} is not a valid label name")
         self._registry = CollectorRegistry()
         self._num_blocks = max(1, num_blocks)
         self._early_tokens = 0
@@ -113,7 +112,7 @@ class Metrics:
             collector(registry=self._registry)
 
     def step(self, stats: StepStats) -> None:
-        """Take the counts of one step of the engine, after its deltas."""
+        """Record the counts of one engine step, after its deltas."""
         self._running.set(stats.num_running)
         self._waiting.set(stats.num_waiting)
         self._waiting_capacity.set(stats.num_waiting)
@@ -125,25 +124,25 @@ class Metrics:
             self._draft_tokens.inc(stats.num_drafted)
             self._accepted_tokens.inc(stats.num_accepted)
         if stats.num_rows:
-            # vLLM counts prompt tokens as they are computed and outputs as they are drawn. What a row computes to draw
-            # its next token is the one it drew before: the two differ by the first token of each sample (as long as a
-            # row draws one token a step; a guess that is right is computed and drawn in one, a wrong one is nothing).
-            num_wrong = stats.num_drafted - stats.num_accepted
-            self._step_tokens.observe(stats.num_computed - num_wrong + self._first_tokens)
+            # vLLM counts prompt tokens when they are computed and output tokens when they are sampled. To sample its
+            # next token, a row computes the token sampled before: the counts differ by the first token of each sample.
+            # An accepted draft token is computed and sampled in one step; a rejected one is not counted.
+            num_rejected = stats.num_drafted - stats.num_accepted
+            self._step_tokens.observe(stats.num_computed - num_rejected + self._first_tokens)
         self._first_tokens = 0
 
     def halted(self, is_halted: bool) -> None:
-        """Note whether a trainer holds the engine."""
+        """Record whether the engine is paused, asleep or without weights."""
         self._halted.set(is_halted)
 
     def first_token(self, seconds: float) -> None:
-        """Take the time from a sample's arrival to its first token."""
+        """Record the time from a sample's arrival to its first token."""
         self._first_token.observe(max(0.0, seconds))
         self._first_tokens += 1
         self._generated(1)
 
     def token_gap(self, seconds: float, num_tokens: int = 1) -> None:
-        """Take the time between two deltas of a sample, the later of which has `num_tokens`; each gets its share."""
+        """Record the time between two deltas of a sample, divided among the `num_tokens` of the later one."""
         if num_tokens <= 0:
             return
         share = max(0.0, seconds) / num_tokens
@@ -152,7 +151,7 @@ class Metrics:
         self._generated(num_tokens)
 
     def finished(self, record: SampleRecord) -> None:
-        """Take an ended sample. A `finish_reason` that is not known counts as "error"."""
+        """Record an ended sample. An unknown `finish_reason` counts as "error"."""
         self._success.get(record.finish_reason, self._success["error"]).inc()
         self._count_prompt(record)
         self._count_output(record.output_tokens)
@@ -160,13 +159,13 @@ class Metrics:
         self._observe_phases(record)
 
     def rejected(self, reason: str) -> None:
-        """Count a request that was not admitted, for one of `REJECTIONS` (else "other")."""
+        """Count a request that was not admitted; a reason not in `REJECTIONS` counts as "other"."""
         self._rejections.get(reason, self._rejections["other"]).inc()
 
     def clients(self, num_clients: int, largest_part: int, num_waiting: int) -> None:
-        """Show how many clients hold places, how many samples the largest holds, and how many wait for their turn.
+        """Record how many clients have samples, the largest client's samples, and the samples not dispatched yet.
 
-        No series has a client's name: clients must not decide how many series there are.
+        No series has a client's name as a label, so that clients cannot increase the number of series.
         """
         self._clients.set(num_clients)
         self._largest_client.set(largest_part)
@@ -188,33 +187,33 @@ class Metrics:
         duration.observe(max(0.0, seconds))
 
     def engine_died(self) -> None:
-        """Show that nothing runs or waits any more, and that the engine is not up."""
+        """Record that the engine is down, with nothing running or waiting."""
         for gauge in (self._running, self._waiting, self._waiting_capacity, self._kv_usage, self._up):
             gauge.set(0)
 
     def render(self) -> bytes:
-        """Return everything as Prometheus' text. Waits for no lock but those of single values."""
+        """Return all series as Prometheus text. Takes only the locks of single values."""
         return generate_latest(self._registry)
 
-    # ---- counting ---------------------------------------------------------------------------------------------------
+    # ---- recording --------------------------------------------------------------------------------------------------
 
     def _generated(self, num_tokens: int) -> None:
-        """Count output tokens while their sample still runs."""
+        """Count output tokens of running samples."""
         self._early_tokens += num_tokens
         self._generation_tokens.inc(num_tokens)
 
     def _count_output(self, num_tokens: int) -> None:
-        """Count those of an ended sample's tokens that were not counted while it ran.
+        """Count the tokens of an ended sample that were not counted while it ran.
 
-        Some never are: those that a tool forces right behind the first token. Early counts are one sum over all
-        samples; with none running, the counter is exactly the sum of all outputs.
+        Those are tokens that a tool forces directly after the first token. Early counts are one sum over all samples;
+        when no sample runs, the counter equals the sum of all outputs.
         """
         known = min(self._early_tokens, num_tokens)
         self._early_tokens -= known
         self._generation_tokens.inc(max(0, num_tokens - known))
 
     def _count_prompt(self, record: SampleRecord) -> None:
-        """Count prompt tokens, and how many of them the cache had."""
+        """Count prompt tokens, and those found in the cache."""
         if not record.was_computed:
             return
         cached = min(max(0, record.cached_tokens), record.prompt_tokens)
@@ -226,7 +225,7 @@ class Metrics:
         self._prefill_sizes.observe(record.prompt_tokens - cached)
 
     def _observe_request(self, record: SampleRecord) -> None:
-        """Observe sizes and parameters; what belongs to the whole request, on its last sample."""
+        """Observe sizes and parameters; those of the request only with its last sample."""
         self._prompt_sizes.observe(record.prompt_tokens)
         self._output_sizes.observe(record.output_tokens)
         self._request_preemptions.observe(record.num_preemptions)
@@ -237,7 +236,7 @@ class Metrics:
             self._longest_outputs.observe(max(record.output_tokens, record.longest_output))
 
     def _observe_phases(self, record: SampleRecord) -> None:
-        """Observe how long each phase took; a phase that never began has no time."""
+        """Observe the duration of each phase that started."""
         started, first, ended = record.started, record.first_token, record.ended
         self._e2e.observe(max(0.0, ended - record.arrived))
         left_queue = next((time for time in (started, first) if time is not None), ended)
@@ -255,63 +254,63 @@ class Metrics:
     # ---- the series -------------------------------------------------------------------------------------------------
 
     def _make_state(self, make: _Maker) -> None:
-        """Make what says how the engine stands now."""
-        self._running = make.gauge("vllm:num_requests_running", "Samples that the engine computes.")
-        self._waiting = make.gauge("vllm:num_requests_waiting", "Samples that wait to be computed.")
-        text = "Waiting samples by reason: for room (capacity), or put off for another cause (deferred)."
+        """Create the series of the engine's current state."""
+        self._running = make.gauge("vllm:num_requests_running", "Samples that are running.")
+        self._waiting = make.gauge("vllm:num_requests_waiting", "Samples that are waiting.")
+        text = "Waiting samples by reason: lack of capacity, or deferred."
         reasons = make.gauges("vllm:num_requests_waiting_by_reason", text, "reason", ("capacity", "deferred"))
         self._waiting_capacity = reasons["capacity"]
-        self._kv_usage = make.gauge("vllm:kv_cache_usage_perc", "Part of the KV cache that is held; 1 is all of it.")
-        self._up = make.gauge("nano_inference_engine_up", "1 while the engine takes work, 0 once it has failed.")
+        self._kv_usage = make.gauge("vllm:kv_cache_usage_perc", "Used fraction of the KV cache, 0 to 1.")
+        self._up = make.gauge(
+            "nano_inference_engine_up", "1 while the engine runs, 0 after it has failed or before it is loaded."
+        )
         self._up.set(1)
-        text = "1 while a trainer holds the engine: paused, asleep or without weights."
+        text = "1 while the engine is paused, asleep or without weights."
         self._halted = make.gauge("nano_inference_engine_halted", text)
-        text = "Number of the weights in force: 0 as loaded, one more with each update."
+        text = "Version of the weights: 0 as loaded, increased by each update."
         self._weight_version = make.gauge("nano_inference_weight_version", text)
-        self._preemptions = make.counter("vllm:num_preemptions", "Samples put back into the queue for want of room.")
+        self._preemptions = make.counter("vllm:num_preemptions", "Samples preempted for lack of KV cache blocks.")
         text = "Requests refused at admission."
         self._rejections = make.counters("vllm:admission_rejections", text, "reason", REJECTIONS)
 
-        self._clients = make.gauge("nano_inference_clients", "Keys, or addresses, that hold places.")
-        text = "Most samples, running or waiting, that one client holds."
+        self._clients = make.gauge("nano_inference_clients", "Clients (keys or addresses) with open requests.")
+        text = "Maximum of running and waiting samples of one client."
         self._largest_client = make.gauge("nano_inference_largest_client_samples", text)
-        text = "Samples among the waiting ones that the engine does not have yet: their client's turn has not come."
+        text = "Waiting samples that were not passed to the engine yet."
         self._undispatched = make.gauge("nano_inference_samples_not_dispatched", text)
 
     def _make_tokens(self, make: _Maker) -> None:
-        """Make what counts tokens."""
         self._prompt_tokens = make.counter("vllm:prompt_tokens", "Prompt tokens of samples that were computed.")
-        self._generation_tokens = make.counter("vllm:generation_tokens", "Output tokens, drawn or forced.")
-        self._cached_tokens = make.counter("vllm:prompt_tokens_cached", "Prompt tokens that the cache had.")
-        text = "Prompt tokens by where their K/V came from."
+        self._generation_tokens = make.counter("vllm:generation_tokens", "Output tokens, sampled or forced.")
+        self._cached_tokens = make.counter("vllm:prompt_tokens_cached", "Prompt tokens found in the cache.")
+        text = "Prompt tokens by the source of their K/V."
         sources = make.counters("vllm:prompt_tokens_by_source", text, "source", ("local_compute", "local_cache_hit"))
         self._from_compute, self._from_cache = sources["local_compute"], sources["local_cache_hit"]
         self._cache_queries = make.counter("vllm:prefix_cache_queries", "Prompt tokens looked up in the cache.")
         self._cache_hits = make.counter("vllm:prefix_cache_hits", "Prompt tokens found in the cache.")
-        self._draft_tokens = make.counter("vllm:spec_decode_num_draft_tokens", "Guessed tokens that were computed.")
-        text = "Guessed tokens that were drawn as well, and so kept."
+        self._draft_tokens = make.counter("vllm:spec_decode_num_draft_tokens", "Draft tokens that were computed.")
+        text = "Draft tokens that were accepted."
         self._accepted_tokens = make.counter("vllm:spec_decode_num_accepted_tokens", text)
         text = "Tokens of one step: prompt tokens computed and output tokens added."
         self._step_tokens = make.histogram("vllm:iteration_tokens_total", text, _STEP_TOKENS)
 
     def _make_requests(self, make: _Maker, capacity: int) -> None:
-        """Make what counts ended samples and their sizes; none has more tokens than the cache (`capacity`)."""
-        text = "Ended samples by why they ended."
+        """Create the series of ended samples and their sizes, with buckets up to `capacity` tokens."""
+        text = "Ended samples by finish reason."
         self._success = make.counters("vllm:request_success", text, "finished_reason", END_REASONS)
         sizes = buckets_1_2_5(capacity)
         self._prompt_sizes = make.histogram("vllm:request_prompt_tokens", "Prompt tokens of a sample.", sizes)
         self._output_sizes = make.histogram("vllm:request_generation_tokens", "Output tokens of a sample.", sizes)
         text = "Output tokens of a request's longest sample."
         self._longest_outputs = make.histogram("vllm:request_max_num_generation_tokens", text, sizes)
-        text = "Prompt tokens of a sample that the cache did not have."
+        text = "Prompt tokens of a sample that were not in the cache."
         self._prefill_sizes = make.histogram("vllm:request_prefill_kv_computed_tokens", text, sizes)
-        self._max_tokens = make.histogram("vllm:request_params_max_tokens", "Limit of a sample's output.", sizes)
-        self._params_n = make.histogram("vllm:request_params_n", "Samples asked for by a request.", _SAMPLES)
-        text = "How often a sample was put back into the queue."
+        self._max_tokens = make.histogram("vllm:request_params_max_tokens", "max_tokens of a sample.", sizes)
+        self._params_n = make.histogram("vllm:request_params_n", "n of a request.", _SAMPLES)
+        text = "Preemptions of a sample."
         self._request_preemptions = make.histogram("vllm:request_num_preemptions", text, _PREEMPTIONS)
 
     def _make_times(self, make: _Maker) -> None:
-        """Make what measures seconds of samples."""
         text = "From a sample's arrival to its first token."
         self._first_token = make.histogram("vllm:time_to_first_token_seconds", text, _FIRST_TOKEN)
         text = "Between two output tokens of a sample."
@@ -320,17 +319,16 @@ class Metrics:
         self._token_time = make.histogram("vllm:request_time_per_output_token_seconds", text, _TOKEN_GAP)
         text = "From a sample's arrival to its end."
         self._e2e = make.histogram("vllm:e2e_request_latency_seconds", text, _LATENCY)
-        text = "From a sample's arrival until the engine took it up."
+        text = "From a sample's arrival until it started."
         self._queue = make.histogram("vllm:request_queue_time_seconds", text, _LATENCY)
-        text = "From when the engine took a sample up to its end."
+        text = "From a sample's start to its end."
         self._inference = make.histogram("vllm:request_inference_time_seconds", text, _LATENCY)
-        text = "From when the engine took a sample up to its first token."
+        text = "From a sample's start to its first token."
         self._prefill = make.histogram("vllm:request_prefill_time_seconds", text, _LATENCY)
         text = "From a sample's first token to its end."
         self._decode = make.histogram("vllm:request_decode_time_seconds", text, _LATENCY)
 
     def _make_http(self) -> None:
-        """Make what counts HTTP responses."""
         labels, where = ("method", "handler"), self._registry
         text = "HTTP responses by method, route and class of status."
         self._http_requests = Counter("http_requests", text, (*labels, "status"), registry=where)
@@ -339,13 +337,12 @@ class Metrics:
         self._http_duration = Histogram(name, text, labels, registry=where, buckets=_HTTP_LATENCY)
 
     def _http_child(self, method: str, route: str, status: str) -> tuple[Counter, Histogram]:
-        """Return the counter and the histogram of these labels."""
         route = printable(route)
         return self._http_requests.labels(method, route, status), self._http_duration.labels(method, route)
 
 
 class _Maker:
-    """Makes series in one registry, with the labels that all of a model's series have."""
+    """Creates series in one registry, with the labels that all of a model's series have."""
 
     def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
         self._registry = registry
@@ -362,7 +359,7 @@ class _Maker:
         return {value: family.labels(*self._labels.values(), value) for value in values}
 
     def counter(self, name: str, text: str) -> Counter:
-        """Return a counter at 0; its series is called `name` and `_total`."""
+        """Return a counter at 0; Prometheus appends `_total` to its name."""
         return Counter(name, text, tuple(self._labels), registry=self._registry).labels(*self._labels.values())
 
     def counters(self, name: str, text: str, label: str, values: Iterable[str]) -> dict[str, Counter]:
@@ -371,27 +368,30 @@ class _Maker:
         return {value: family.labels(*self._labels.values(), value) for value in values}
 
     def histogram(self, name: str, text: str, bounds: tuple[float, ...]) -> Histogram:
-        """Return an empty histogram with these upper bounds, and one without."""
+        """Return an empty histogram with these upper bounds and +Inf."""
         family = Histogram(name, text, tuple(self._labels), registry=self._registry, buckets=bounds)
         return family.labels(*self._labels.values())
 
 
 def not_loaded() -> bytes:
-    """Return what `/metrics` shows while there is no model: that there is none, and the process."""
+    """Return the text of `/metrics` while no model is loaded: the engine is down, and the series of the process."""
     registry = CollectorRegistry()
-    Gauge("nano_inference_engine_up", "1 while the engine takes work, 0 once it has failed.", registry=registry).set(0)
+    Gauge(
+        "nano_inference_engine_up",
+        "1 while the engine runs, 0 after it has failed or before it is loaded.",
+        registry=registry,
+    ).set(0)
     ProcessCollector(registry=registry)
     return generate_latest(registry)
 
 
 def buckets_1_2_5(limit: int) -> tuple[float, ...]:
-    """Return 1, 2, 5, 10, 20, 50, … up to `limit`, and always 1."""
+    """Return 1, 2, 5, 10, 20, 50, … up to `limit`; at least (1,)."""
     powers = (10**exponent for exponent in range(len(str(max(1, limit)))))
     bounds = tuple(float(step * power) for power in powers for step in (1, 2, 5) if step * power <= limit)
     return bounds or (1.0,)
 
 
 def printable(text: str) -> str:
-    """Return a label's value without what cannot be sent: half characters; and carriage returns, which some read as
-    ends of lines."""
+    """Return a label value with lone surrogates and carriage returns replaced by "?"."""
     return text.encode("utf-8", "replace").decode().replace("\r", "?")

@@ -1,4 +1,4 @@
-"""The model that is served, as the routes know it: its names, its text side and its limits. No engine in it."""
+"""`ServedModel`: names, tokenizer, chat template, limits and defaults of the served model, without the engine."""
 
 from __future__ import annotations
 
@@ -17,43 +17,43 @@ from nano_inference.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
-    """What a request is read and answered with."""
+    """What routes need to parse requests and make replies."""
 
     names: tuple[str, ...]
-    """What clients may call it; the first is its own name."""
+    """Names that requests may use; the first is the default."""
     any_name: bool
-    """Answer to other names as well."""
+    """True if requests may use any other name as well."""
     created: int
-    """When it was loaded, seconds since 1970."""
+    """Time of loading, seconds since 1970."""
     tokenizer: Tokenizer
     dialogue: Dialogue | None
-    """How it is talked with; None for a model that only continues texts."""
+    """Chat template and parts; None for a base model without a chat template."""
     grammars: Grammars
-    """What holds answers to a structure."""
+    """Compiler and cache of grammars for structured output."""
     limits: Limits
     generation: Mapping[str, Any]
-    """Sampling fields for requests that name none: those of the model's generation_config.json, or nothing."""
+    """Default sampling fields of requests: those of the model's generation_config.json, or none."""
     chat_defaults: ChatDefaults
-    """Fields that the page sends if its user names none."""
+    """Default sampling fields of the chat page."""
     max_positions: int
-    """The longest context that the model was made for."""
+    """Maximum context of the model's configuration, in tokens."""
     facts: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
-    """What it is made of and computed with, for people: architecture, precision, kernels."""
+    """Facts shown by GET /info: architecture, precision, kernels."""
     longest_token: int
-    """Bytes of the longest token: a text has at least its length divided by this of them."""
+    """Bytes of the longest token; bounds a text's number of tokens from below."""
 
     @property
     def name(self) -> str:
-        """Its own name."""
+        """The default name."""
         return self.names[0]
 
     @property
     def calculates(self) -> bool:
-        """Whether the model calls a calculator where a request lets it."""
+        """True if the model can call a calculator."""
         return self.dialogue is not None and self.dialogue.tool is not None
 
     def name_for(self, asked: str | None) -> str:
-        """Return the name to answer under. Raises `ApiError` 404 for a name that it does not have."""
+        """Return the model name for the reply. Raises `ApiError` 404 for an unknown name."""
         if asked is None or asked == "":
             return self.name
         if asked in self.names or self.any_name:
@@ -64,7 +64,7 @@ class ServedModel:
         )
 
     def card(self, name: str) -> dict[str, Any]:
-        """Return the entry of /v1/models for one of the names."""
+        """Return the /v1/models entry of one of the names."""
         return {
             "id": name,
             "object": "model",

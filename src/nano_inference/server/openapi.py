@@ -1,4 +1,4 @@
-"""The OpenAPI document of the routes: what schema-driven clients and fuzzers read. Bodies come from `schema`."""
+"""The OpenAPI document of the routes; request bodies come from `schema`."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ JSON = dict[str, Any]
 
 _GETS: tuple[tuple[str, str, bool], ...] = (
     ("/v1/models", "List the names that the model is served under.", False),
-    ("/health", "Whether the process can still answer: 503 while loading and after the engine failed.", True),
-    ("/ready", "Whether requests are taken: 503 while loading, draining or dead.", True),
+    ("/health", "Liveness: 503 while loading and after the engine has failed.", True),
+    ("/ready", "Readiness: 503 while loading, draining or dead.", True),
     ("/ping", "The same as /health.", True),
     ("/load", "Count the open requests.", False),
-    ("/version", "Tell this software's version.", False),
+    ("/version", "Return the server's version.", False),
     ("/metrics", "Prometheus metrics, under vLLM's names.", False),
     ("/openapi.json", "This document.", False),
     ("/info", "Describe the model, its limits and its defaults.", False),
     ("/", "The chat page.", True),
-    ("/dashboard", "The page of metrics.", True),
-    ("/formulas.js", "What the chat page renders formulas with.", True),
+    ("/dashboard", "The metrics page.", True),
+    ("/formulas.js", "The chat page's formula renderer.", True),
 )
 _REFUSALS: Mapping[str, str] = {
     "400": "The request is wrong; the error names the field.",
     "401": "The API key is missing or wrong.",
     "403": "This Host is not allowed.",
-    "404": "There is no such model or path.",
+    "404": "The model or path does not exist.",
     "408": "The request took too long to arrive.",
     "413": "The body is too large.",
     "415": "The body must be application/json.",
@@ -40,7 +40,7 @@ _REFUSALS: Mapping[str, str] = {
 
 
 def openapi(dialects: Mapping[str, Dialect], *, needs_key: bool) -> JSON:
-    """Return the document of the server with these dialects. `needs_key`: whether clients must send one."""
+    """Return the document for these dialects. `needs_key`: True if clients must send an API key."""
     routes = list(posts(dialects))
     refs, definitions = models_json_schema(
         [(model, "validation") for model in {route.body for _, route in routes}],

@@ -1,4 +1,4 @@
-"""From configurations to a model that can be served: engine, text side, names, metrics. Runs in the engine's thread."""
+"""Loads a model for serving: engine, tokenizer, chat template, names, metrics. Runs in the engine's thread."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from nano_inference.kinds import installed_kinds
 from nano_inference.loader.opened import Checkpoint, sampling_defaults
 from nano_inference.server.metrics import Metrics
 from nano_inference.server.model import ServedModel
-from nano_inference.server.served import Opened
+from nano_inference.server.served import LoadedModel
 from nano_inference.text.dialogue import load_dialogue
 from nano_inference.text.grammar import Grammars
 from nano_inference.text.tokenizer import load_tokenizer
@@ -29,8 +29,8 @@ from nano_inference.types import ModelError
 _LOGGER = logging.getLogger(__name__)
 
 CPU_STEP_TOKENS = 256
-"""Tokens of a step on a CPU unless somebody says how many: while a step of 2048 computes a prompt, which takes seconds
-there, nobody else gets a token, and nobody can be aborted."""
+"""Default tokens of a step on a CPU. A step of 2048 prompt tokens takes seconds there, in which no other request gets a
+token or can be aborted."""
 
 
 def open_model(
@@ -40,8 +40,8 @@ def open_model(
     name: str,
     path: Path,
     progress: LoadProgress | None = None,
-) -> Opened:
-    """Load the model that lies at `path`; it is called `name` unless the configuration has names for it.
+) -> LoadedModel:
+    """Load the model at `path`; it is served as `name` unless `served_model_name` is set.
 
     Raises `ModelError` and `ValueError` as `assemble` does.
     """
@@ -78,27 +78,27 @@ def open_model(
         block_size=parts.kv.block_size,
         cache_config=cache_facts(engine_config, parts),
     )
-    return Opened(engine=engine, observer=metrics, model=model, step_tokens=engine_config.max_tokens_per_batch)
+    return LoadedModel(engine=engine, observer=metrics, model=model, step_tokens=engine_config.max_tokens_per_batch)
 
 
 def valid_defaults(checkpoint: Checkpoint) -> Mapping[str, Any]:
-    """Return the model's own sampling defaults for chats; none, and a warning, if they are invalid."""
+    """Return the model's sampling defaults for the chat page; if they are invalid, log a warning and return none."""
     try:
         return sampling_defaults(checkpoint)
     except ModelError as error:
-        _LOGGER.warning("chats do not use the model's sampling defaults: %s", error)
+        _LOGGER.warning("the chat page ignores the model's sampling defaults: %s", error)
         return {}
 
 
 def for_serving(config: EngineConfig, max_tokens_per_batch: int | None) -> EngineConfig:
-    """Return an engine's configuration with steps of that many tokens, or of as many as suit the device."""
+    """Return the engine configuration with steps of `max_tokens_per_batch`, or of the device's default size."""
     if max_tokens_per_batch is None and pick_device(config.device).type == "cpu":
         max_tokens_per_batch = min(config.max_tokens_per_batch, CPU_STEP_TOKENS)
     return replace(config, max_tokens_per_batch=max_tokens_per_batch or config.max_tokens_per_batch)
 
 
 def model_facts(config: EngineConfig, parts: EngineParts) -> Mapping[str, Any]:
-    """Return what people want to know of a loaded model: what it is made of, and what computes it."""
+    """Return the facts of a loaded model for GET /info."""
     checkpoint = parts.checkpoint
     assert checkpoint is not None, "assemble opens a checkpoint"
     return {
@@ -115,7 +115,7 @@ def model_facts(config: EngineConfig, parts: EngineParts) -> Mapping[str, Any]:
 
 
 def cache_facts(config: EngineConfig, parts: EngineParts) -> Mapping[str, str]:
-    """Return what dashboards show of the KV cache."""
+    """Return the labels of `vllm:cache_config_info`."""
     num_slots = parts.kv.num_blocks * parts.kv.block_size
     return {
         "cache_type": config.cache_type,

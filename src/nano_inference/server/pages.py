@@ -1,10 +1,9 @@
-"""The web pages: each one file without any outside part, put together from the small modules in `web/`.
+"""The web pages: each is bundled into one self-contained file from the modules in `web/`.
 
-A page's HTML names its style sheets, scripts and modules as it would on a static server; here they are written into it.
-Modules are joined in the order of their imports, `import` and `export` taken away, so their names share one scope
-(tests/web holds them apart). A script marked `data-later` stays a file of its own (`LATER`), which the page loads when
-it is needed. The policy that comes with a page names every script and style by its digest (CSP level 3), so nothing
-else in it can run.
+A page's HTML refers to style sheets, scripts and modules as on a static server; the bundler inlines them. Modules are
+concatenated in import order without `import` and `export`, so their top-level names share one scope (tests/web checks
+that these are unique). A script marked `data-later` stays a separate file (`LATER`) that the page loads on demand. The
+page's Content-Security-Policy lists the digest of each script and style (CSP level 3), so that no other can run.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _LATER_SCRIPT = re.compile(r'<script data-later src="([^"]+)"></script>')
 _IMPORT = re.compile(r'^import [^;]*?from "([^"]+)";\n', re.MULTILINE)
 _EXPORT = re.compile(r"^export ", re.MULTILINE)
 _COMMENT = re.compile(r"^[ ]*(?:/\*\*?.*?\*/|//[^\n]*)\n", re.MULTILINE | re.DOTALL)
-"""A comment on lines of its own, in what this project wrote; libraries keep theirs, which name their licences."""
+"""A comment on separate lines in this project's sources; libraries keep theirs, which contain their licences."""
 _REMARK = re.compile(r"(?<=[;,{}()\]]) // [^\n]*$", re.MULTILINE)
 _INDENT = re.compile(r"^[ ]+", re.MULTILINE)
 _INLINE_SCRIPT = re.compile(r"<script>(.*?)</script>", re.DOTALL)
@@ -35,26 +34,26 @@ _INTEGRITY = re.compile(r'<script src="[^"]+" integrity="([^"]+)">')
 _INLINE_STYLE = re.compile(r"<style>(.*?)</style>", re.DOTALL)
 
 LATER: Mapping[str, tuple[str, str]] = {"formulas.js": ("vendor/temml.js", "formulas/main.js")}
-"""Files that a page loads when it needs them, each at a path of its own: a library, and the module that uses it."""
+"""Files that a page loads on demand: path -> (library, module that uses it)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Page:
-    """One page, or one file of a page, ready to be sent."""
+    """A page, or a file that a page loads."""
 
     body: bytes
     """UTF-8."""
     packed: bytes
-    """The same under gzip."""
+    """`body` compressed with gzip."""
     policy: str
-    """Its Content-Security-Policy."""
+    """Content-Security-Policy."""
     tag: str
-    """Its ETag."""
+    """ETag."""
     media_type: str = "text/html"
 
 
 def load_page(name: str) -> Page:
-    """Put the page together that lies in `web/NAME/page.html`, or the file `NAME` of `LATER`."""
+    """Return the bundled page `web/NAME/page.html`, or the file `NAME` of `LATER`."""
     if name in LATER:
         return _page(_later(name), "default-src 'none'", "text/javascript")
     html = bundled(f"{name}/page.html")
@@ -68,7 +67,7 @@ def _page(text: str, policy: str, media_type: str) -> Page:
 
 
 def bundled(path: str) -> str:
-    """Return the HTML of a file below `web/`, everything that it names written into it."""
+    """Return the HTML of a file below `web/` with its styles, scripts and modules inlined."""
     here = dirname(path)
 
     def style(found: re.Match[str]) -> str:
@@ -77,7 +76,7 @@ def bundled(path: str) -> str:
     def script(found: re.Match[str]) -> str:
         source = normpath(join(here, found[2]))
         text = joined_modules(source) if found[1] else _read(source)
-        assert "</script" not in text.lower(), f"{source} would end its own element"
+        assert "</script" not in text.lower(), f"{source} contains </script, which would end its element"
         return f"<script>\n{text}</script>"
 
     def later(found: re.Match[str]) -> str:
@@ -92,13 +91,13 @@ def _later(name: str) -> str:
 
 
 def joined_modules(entry: str) -> str:
-    """Return a module and all that it imports as one strict script in a scope of its own, each once, imports first."""
+    """Return a module and its imports as one strict script in a function scope, each once, imports first."""
     parts = (_bare(_EXPORT.sub("", _IMPORT.sub("", _read(path)))) for path in module_paths(entry))
     return '(() => {\n"use strict";\n' + "\n".join(parts) + "})();\n"
 
 
 def module_paths(entry: str) -> list[str]:
-    """Return the paths of a module and of all that it imports, each once, imports first."""
+    """Return the paths of a module and its transitive imports, each once, imports first."""
     paths: list[str] = []
 
     def visit(path: str) -> None:
@@ -112,10 +111,10 @@ def module_paths(entry: str) -> list[str]:
 
 
 def policy_of(html: str) -> str:
-    """Return the policy under which a page's own scripts and styles run, and nothing else (serving.md B 28).
+    """Return the Content-Security-Policy that allows only a page's own scripts and styles.
 
-    A file loaded later is named by the digest that its element demands: 'self' would allow whatever else is served
-    here. Trusted Types besides: only DOMPurify may turn a text into HTML.
+    A file loaded on demand is listed by its integrity digest, since 'self' would allow every script of this server.
+    Trusted Types: only DOMPurify may turn text into HTML.
     """
     hashes = [*(_hash(text) for text in _INLINE_SCRIPT.findall(html)), *_INTEGRITY.findall(html)]
     scripts = " ".join(f"'{one}'" for one in hashes)
@@ -128,7 +127,7 @@ def policy_of(html: str) -> str:
 
 
 def page_response(page: Page, request: Request) -> Response:
-    """Return a page as this browser takes it; nothing but a 304 for one that has it already."""
+    """Return the response with a page, compressed if the browser accepts gzip; 304 if it has the page's ETag."""
     headers = {
         "content-security-policy": page.policy,
         "cache-control": "no-cache",
@@ -143,7 +142,7 @@ def page_response(page: Page, request: Request) -> Response:
 
 
 def _bare(text: str) -> str:
-    """Return a source without comments and indentation, which no text in it depends on (tests/web holds that)."""
+    """Return a source without comments and indentation; tests/web checks that its strings do not depend on them."""
     return _INDENT.sub("", _REMARK.sub("", _COMMENT.sub("", text)))
 
 

@@ -1,4 +1,4 @@
-"""What a body wants the model to read: prompts and messages to ids, checked and cut to the context. Pure."""
+"""Turns prompts and messages of a body into token ids, checked and truncated to the context. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from nano_inference.server.errors import ApiError
 from nano_inference.server.model import ServedModel
-from nano_inference.server.refusals import refusals_told
+from nano_inference.server.refusals import api_errors
 from nano_inference.server.schema import ChatBody, CompletionBody, Message, Sampling, TextPart
 from nano_inference.server.tools import ToolUse
 from nano_inference.text.chat import RESERVED
@@ -26,18 +26,18 @@ _RESERVED_KWARGS = frozenset(
     | {"max_length", "continue_final_message", "return_assistant_tokens_mask", "tokenizer_kwargs"}
     | RESERVED
 )
-"""Arguments of Transformers' `apply_chat_template`, which a template's variable must not be, and what it has anyway."""
+"""Names that template variables must not have: arguments of Transformers' `apply_chat_template`, built-in variables."""
 
 
 class Prompt(NamedTuple):
-    """What the model reads, and what is put before its answer when that is echoed."""
+    """Token ids of a prompt, and the text put before its answer with `echo`."""
 
     ids: Sequence[int]
     echo: str
 
 
 def completion_prompts(body: CompletionBody, model: ServedModel, max_tokens: int) -> list[Prompt]:
-    """Return a completion's prompts: one or several, of text or of ids. Raises `ApiError`."""
+    """Return the prompts of a completion: one or several, given as text or ids. Raises `ApiError`."""
     given: Any = body.prompt
     is_ids = isinstance(given, list) and isinstance(given[0], int)
     several: list[Any] = given if isinstance(given, list) and not is_ids else [given]
@@ -47,11 +47,11 @@ def completion_prompts(body: CompletionBody, model: ServedModel, max_tokens: int
 def chat_prompt(
     body: ChatBody, model: ServedModel, extra: Mapping[str, Any], max_tokens: int | None, use: ToolUse | None
 ) -> Prompt:
-    """Return a chat's prompt; the last message is what would be echoed. Raises `ApiError`."""
+    """Return the prompt of a chat; `echo` is the text of the last message. Raises `ApiError`."""
     dialogue = require_dialogue(model)
     messages, rendering = read_messages(body, dialogue, use, extra)
-    _refuse_hopeless([text for message in messages for text in _texts_of(message.get("content"))], body, model)
-    with refusals_told("messages"):
+    _check_text_length([text for message in messages for text in _texts_of(message.get("content"))], body, model)
+    with api_errors("messages"):
         ids = dialogue.encode(messages, rendering)
     return Prompt(fitting(ids, body, model, max_tokens), str(messages[-1].get("content") or ""))
 
@@ -59,19 +59,19 @@ def chat_prompt(
 def read_messages(
     body: Any, dialogue: Dialogue, use: ToolUse | None, extra: Mapping[str, Any] = MappingProxyType({})
 ) -> tuple[Sequence[Mapping[str, Any]], Rendering]:
-    """Return a body's messages as the model's template takes them, with functions and calls. Raises `ApiError`."""
+    """Return a body's messages and rendering options for the chat template, with tools. Raises `ApiError`."""
     rendering = rendering_of(body, dialogue, extra)
     messages: Sequence[Mapping[str, Any]] = plain_messages(body.messages, dialogue)
     functions = () if use is None else use.functions
-    if functions or any(_is_about_calls(message) for message in messages):
-        with refusals_told("messages"):
+    if functions or any(_has_calls(message) for message in messages):
+        with api_errors("messages"):
             messages = with_tools(messages, functions, dialogue.tool_template)
     if functions and speaks_of_tools(dialogue.tool_template):
         rendering = replace(rendering, tools=functions)
     return messages, rendering
 
 
-def _is_about_calls(message: Mapping[str, Any]) -> bool:
+def _has_calls(message: Mapping[str, Any]) -> bool:
     return message["role"] in ("tool", "function") or bool(message.get("tool_calls") or message.get("function_call"))
 
 
@@ -81,14 +81,14 @@ def _texts_of(content: Any) -> list[str]:
 
 
 def require_dialogue(model: ServedModel) -> Dialogue:
-    """Return how the model is talked with. Raises `ApiError` for one that only continues texts."""
+    """Return the model's dialogue. Raises `ApiError` for a model without a chat template."""
     if model.dialogue is None:
-        raise ApiError(400, "the model has no chat template; /v1/completions continues a text", param="messages")
+        raise ApiError(400, "the model has no chat template; use /v1/completions", param="messages")
     return model.dialogue
 
 
 def rendering_of(body: Any, dialogue: Dialogue, extra: Mapping[str, Any] = MappingProxyType({})) -> Rendering:
-    """Return how messages are to be rendered: vLLM's four fields, and `reasoning_effort` where the template has it."""
+    """Return the rendering options: vLLM's four fields, and `reasoning_effort` if the template uses it."""
     variables = dict(body.chat_template_kwargs or {})
     _check_variables(variables)
     effort = extra.get("reasoning_effort")
@@ -96,19 +96,19 @@ def rendering_of(body: Any, dialogue: Dialogue, extra: Mapping[str, Any] = Mappi
         if not isinstance(effort, str) or not dialogue.knows("reasoning_effort"):
             raise ApiError(400, "reasoning_effort is not supported by this model", param="reasoning_effort")
         variables["reasoning_effort"] = effort
-    goes_on = bool(body.continue_final_message)
-    add_prompt = not goes_on if body.add_generation_prompt is None else body.add_generation_prompt
-    if goes_on and add_prompt:
-        message = "continue_final_message and add_generation_prompt exclude each other"
+    continues = bool(body.continue_final_message)
+    add_prompt = not continues if body.add_generation_prompt is None else body.add_generation_prompt
+    if continues and add_prompt:
+        message = "continue_final_message and add_generation_prompt cannot both be true"
         raise ApiError(400, message, param="continue_final_message")
-    return Rendering(add_generation_prompt=add_prompt, continue_final=goes_on, extra=variables)
+    return Rendering(add_generation_prompt=add_prompt, continue_final=continues, extra=variables)
 
 
 def plain_messages(messages: Sequence[Message], dialogue: Dialogue | None = None) -> list[dict[str, Any]]:
-    """Return messages as `dialogue` takes them: contents as text, a developer as the system.
+    """Return messages as `dialogue` takes them: contents as text, role developer as system.
 
-    One with a calculator gets the parts of an answer as they were told: its calls must be calls again. Raises
-    `ApiError` naming the part that is no text.
+    With a calculator, the parts of earlier answers are kept, so that calculator calls are encoded as calls again.
+    Raises `ApiError` naming the part that is not text.
     """
     kinds = _CALCULATOR_PARTS if dialogue is not None and dialogue.tool is not None else frozenset[str]()
     return [_plain_message(index, message, kinds) for index, message in enumerate(messages)]
@@ -121,7 +121,7 @@ def _plain_message(index: int, message: Message, kinds: Collection[str]) -> dict
     if message.role == "developer":
         plain["role"] = "system"
     if parts:
-        plain["content"] = _told_parts(parts, f"messages.{index}.parts", kinds)
+        plain["content"] = _answer_parts(parts, f"messages.{index}.parts", kinds)
     elif isinstance(message.content, list):
         texts = [_text_of(part, f"messages.{index}.content.{n}", kinds) for n, part in enumerate(message.content)]
         plain["content"] = "\n".join(texts)
@@ -129,7 +129,11 @@ def _plain_message(index: int, message: Message, kinds: Collection[str]) -> dict
             types = ("text" if part.type in _TEXT_PARTS else part.type for part in message.content)
             plain["content"] = [{"type": kind, "text": text} for kind, text in zip(types, texts, strict=True)]
     if plain["content"] is None and not (plain.get("tool_calls") or plain.get("function_call")):
-        raise ApiError(400, f"messages.{index}.content: must be a text", param=f"messages.{index}.content")
+        raise ApiError(
+            400,
+            f"messages.{index}.content: must be a string or a list of text parts",
+            param=f"messages.{index}.content",
+        )
     return plain
 
 
@@ -141,21 +145,21 @@ def _text_of(part: TextPart, where: str, kinds: Collection[str]) -> str:
     return part.text
 
 
-def _told_parts(parts: Any, where: str, kinds: Collection[str]) -> list[dict[str, str]]:
-    """Return the parts that an answer of this server came with, when they are such."""
+def _answer_parts(parts: Any, where: str, kinds: Collection[str]) -> list[dict[str, str]]:
+    """Return the `parts` of an earlier answer of this server. Raises `ApiError` if they are invalid."""
     known = {"text", *kinds}
-    told = [one for one in parts if isinstance(one, dict)] if isinstance(parts, list) else []
+    objects = [one for one in parts if isinstance(one, dict)] if isinstance(parts, list) else []
     if (
         not isinstance(parts, list)
-        or len(told) != len(parts)
-        or any(one.get("type") not in known or not isinstance(one.get("text"), str) for one in told)
+        or len(objects) != len(parts)
+        or any(one.get("type") not in known or not isinstance(one.get("text"), str) for one in objects)
     ):
-        raise ApiError(400, f"{where}: must be a list of {{type, text}}, a type being {sorted(known)}", param=where)
-    return [{"type": one["type"], "text": one["text"]} for one in told]
+        raise ApiError(400, f"{where}: must be a list of {{type, text}} with a type in {sorted(known)}", param=where)
+    return [{"type": one["type"], "text": one["text"]} for one in objects]
 
 
 def _check_variables(variables: Mapping[str, Any]) -> None:
-    """Refuse template variables that are large, that nest, or that have a meaning of their own."""
+    """Raise `ApiError` for template variables that are too large, nested or reserved."""
     if len(json.dumps(variables)) > _MAX_TEMPLATE_KWARGS:
         message = f"chat_template_kwargs must be at most {_MAX_TEMPLATE_KWARGS} bytes"
         raise ApiError(400, message, param="chat_template_kwargs")
@@ -165,17 +169,17 @@ def _check_variables(variables: Mapping[str, Any]) -> None:
             raise ApiError(400, f"{where} is reserved", param="chat_template_kwargs")
         items = value if isinstance(value, list) else [value]
         if any(isinstance(item, dict | list) for item in items):
-            message = f"{where} must be a number, a text, a boolean or a list of those"
+            message = f"{where} must be a number, a string, a boolean or a list of those"
             raise ApiError(400, message, param="chat_template_kwargs")
 
 
 def _completion_prompt(given: Any, body: CompletionBody, model: ServedModel, max_tokens: int) -> Prompt:
-    """Return one prompt. What is echoed of a text is the text, unless it had to be cut."""
+    """Return one prompt. The echo of a text is the text itself, unless the prompt was truncated."""
     tokenizer = model.tokenizer
     ids: Sequence[int] = given
     if isinstance(given, str):
-        _refuse_hopeless([given], body, model)
-        with refusals_told("prompt"):
+        _check_text_length([given], body, model)
+        with api_errors("prompt"):
             ids = tokenizer.encode(given, add_special=body.add_special_tokens is not False)
     kept = fitting(ids, body, model, max_tokens)
     if not body.echo:
@@ -187,21 +191,21 @@ def _completion_prompt(given: Any, body: CompletionBody, model: ServedModel, max
 
 
 def check_known(ids: Sequence[int], model: ServedModel, field: str) -> None:
-    """Raise `ApiError` for an id of that field that has no text."""
+    """Raise `ApiError` naming the field if an id is outside the tokenizer's vocabulary."""
     known = min(model.limits.vocab_size, model.tokenizer.vocab_size)
     if max(ids) >= known:
         raise ApiError(400, f"{field}: token id {max(ids)} is outside the vocabulary of {known}", param=field)
 
 
-def _refuse_hopeless(texts: Sequence[str], body: Sampling, model: ServedModel) -> None:
-    """Refuse texts that cannot fit whatever their tokens are: finding those out takes seconds for megabytes."""
+def _check_text_length(texts: Sequence[str], body: Sampling, model: ServedModel) -> None:
+    """Raise `ApiError` for texts too long for the context whatever their tokens; tokenizing megabytes takes seconds."""
     fewest = sum(map(len, texts)) // model.longest_token
     if body.truncate_prompt_tokens is None and fewest > model.limits.max_model_len:
         raise _too_long(fewest, f"at least {fewest} tokens", body, model)
 
 
 def fitting(prompt: Sequence[int], body: Sampling, model: ServedModel, max_tokens: int | None) -> Sequence[int]:
-    """Return the prompt, cut from the left where that was asked for. Raises `ApiError` when it is too long."""
+    """Return the prompt, truncated on the left as requested. Raises `ApiError` if it is too long."""
     longest = model.limits.max_model_len - (0 if max_tokens == 0 else 1)
     keep = body.truncate_prompt_tokens
     if keep is not None:

@@ -1,8 +1,8 @@
-"""uvicorn's HTTP/1.1 protocol with limits: how long a head may take, how many connect, how long a reader may stall.
+"""uvicorn's HTTP/1.1 protocol with limits on header time, number of connections, and stalled readers.
 
-uvicorn has no header timeout, refuses nobody before a request is read, and waits for ever for a client that does not
-read. What h11 leaves to others about framing (RFC 9112, 6.1 and 6.3) is refused here, before the application hears
-of the request.
+uvicorn has no header timeout, refuses connections only after reading a request, and waits without limit for a client
+that does not read. Ambiguous framing that h11 accepts (RFC 9112, 6.1 and 6.3) is refused here, before the application
+sees the request.
 """
 
 from __future__ import annotations
@@ -33,42 +33,42 @@ from nano_inference.server.quota import quota
 MAX_HEAD_BYTES = 1 << 16
 """Bytes of a request line and its headers."""
 MAX_HEAD_LINES = 2 * MAX_HEADERS
-"""Far beyond this, telling the exact number is not worth the memory."""
+"""Lines above which a head is refused without parsing it."""
 SPARE_FILES = 64
-"""Files left for what is no connection: the model, logs, the listening socket."""
+"""Descriptors reserved for the model, logs and the listening socket."""
 MIN_CONNECTIONS = 8
 
 _CONTENT_LENGTH = re.compile(rb"(?im)^content-length:(.*)$")
 _ODD_LINE = re.compile(rb"(?<!\r)\n|\n[ \t]")
-"""A line that does not end in CR LF, or that goes on in the next."""
+"""A line that does not end in CR LF, or that is folded."""
 _REASONS = {
-    400: "this is not a valid HTTP/1.1 request",
+    400: "the request is not valid HTTP/1.1",
     431: f"request line and headers are larger than {MAX_HEAD_BYTES} bytes, or more than {MAX_HEADERS} lines",
-    501: "the only transfer-encoding that is understood is chunked",
-    505: "HTTP/1.1 is spoken here, and HTTP/1.0",
+    501: "the only supported transfer-encoding is chunked",
+    505: "the supported versions are HTTP/1.1 and HTTP/1.0",
 }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectionLimits:
-    """What bounds a connection."""
+    """Limits of connections; timeouts in seconds."""
 
     max_connections: int
     max_per_address: int
-    """Connections of one client's address; those of `trusted_proxies` are not bounded, they carry many clients'."""
+    """Connections of one address; not applied to `trusted_proxies`, which serve many clients."""
     trusted_proxies: tuple[Network, ...] = ()
     header_timeout: float
     write_timeout: float
 
 
 class StrictConnection(h11.Connection):
-    """h11's parser, without the leniency that lets two servers see two different requests in the same bytes."""
+    """h11's parser that refuses heads which other servers may parse differently (request smuggling)."""
 
     method = b""
-    """The method of the latest request, refused or not."""
+    """Method of the latest request, accepted or refused."""
 
     def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
-        """Return the next event, as h11 does; raise h11's `RemoteProtocolError` for an ambiguous head."""
+        """Return h11's next event. Raises h11's `RemoteProtocolError` for an ambiguous head."""
         before = self.trailing_data[0] if self.their_state is h11.IDLE else b""
         check_lines(before)
         event = super().next_event()
@@ -79,14 +79,14 @@ class StrictConnection(h11.Connection):
 
 
 def check_lines(received: bytes) -> None:
-    """Refuse a head of too many lines before h11 makes objects of them."""
+    """Refuse a head with too many lines before h11 parses them."""
     end = received.find(b"\r\n\r\n")
     if received.count(b"\n", 0, len(received) if end < 0 else end) > MAX_HEAD_LINES:
         raise h11.RemoteProtocolError("too many lines", error_status_hint=431)
 
 
 def check_head(head: bytes, request: h11.Request) -> None:
-    """Refuse a head that is too large, or whose body could be measured in two ways."""
+    """Refuse a head that is too large, or that defines the body length ambiguously."""
     if len(head) > MAX_HEAD_BYTES:
         raise h11.RemoteProtocolError("head too large", error_status_hint=431)
     if request.http_version not in (b"1.0", b"1.1"):
@@ -94,14 +94,14 @@ def check_head(head: bytes, request: h11.Request) -> None:
     names = [name for name, _ in request.headers]
     if b"transfer-encoding" in names and (b"content-length" in names or request.http_version < b"1.1"):
         raise h11.RemoteProtocolError("transfer-encoding beside content-length, or in HTTP/1.0")
-    # h11 makes one of equal lengths, so only the bytes tell.
+    # h11 merges equal Content-Length headers, so the raw bytes are searched.
     lengths = _CONTENT_LENGTH.findall(head)
     if len(lengths) > 1 or any(b"," in length for length in lengths) or _ODD_LINE.search(head):
-        raise h11.RemoteProtocolError("repeated content-length, or lines that others may cut differently")
+        raise h11.RemoteProtocolError("repeated content-length, or ambiguous line ends")
 
 
 class LimitedProtocol(H11Protocol):
-    """One connection. Owns two timers: one while bytes of a request are due, one while the client does not read."""
+    """One connection. Owns two timers: one while request bytes are due, one while the client does not read."""
 
     def __init__(
         self,
@@ -118,11 +118,11 @@ class LimitedProtocol(H11Protocol):
         self.read_timer: asyncio.TimerHandle | None = None
         self.write_timer: asyncio.TimerHandle | None = None
 
-    # asyncio promises a BaseTransport, uvicorn counts on the Transport that it gets.
+    # asyncio declares BaseTransport, uvicorn relies on the Transport that it passes.
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Take a connection, or refuse it when there are too many."""
+        """Accept a connection, or answer 503 and close it if there are too many."""
         super().connection_made(transport)
-        # Every byte that the kernel does not take counts as unread; otherwise 64 KiB could wait for ever.
+        # Any byte not accepted by the kernel starts the write timer; by default 64 KiB could stay unsent without limit.
         transport.set_write_buffer_limits(high=0)
         refusal = self._refusal()
         if refusal:
@@ -132,7 +132,7 @@ class LimitedProtocol(H11Protocol):
             self._watch_reading()
 
     def _refusal(self) -> str:
-        """Return why there are too many connections; nothing when there are not."""
+        """Return the message for too many connections; "" if the limits are kept."""
         limits, count = self.limits, len(self.connections)
         if count > limits.max_connections:
             return "too many open connections"
@@ -145,43 +145,45 @@ class LimitedProtocol(H11Protocol):
         same = sum(client_address(peer, limits.trusted_proxies) == address for peer in peers)
         if same <= limits.max_per_address:
             return ""
-        return f"too many open connections of one address: {limits.max_per_address} are allowed (--client-share)"
+        return (
+            f"too many open connections of one address: at most {limits.max_per_address} are allowed (--client-share)"
+        )
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forget the connection and its timers."""
+        """Cancel all timers."""
         super().connection_lost(exc)
-        if self.timeout_keep_alive_task is not None:  # uvicorn stops it only if the client left without an error
+        if self.timeout_keep_alive_task is not None:  # uvicorn cancels it only if the client closed without an error
             self.timeout_keep_alive_task.cancel()
             self.timeout_keep_alive_task = None
         self._stop_reading_timer()
         self._stop_writing_timer()
 
     def data_received(self, data: bytes) -> None:
-        """Take bytes; what follows a refusal or a last request is dropped."""
+        """Process bytes; drop those after a refusal or a final request."""
         if self.is_refused or self.conn.their_state in (h11.MUST_CLOSE, h11.CLOSED):
             return
         super().data_received(data)
         self._watch_reading()
 
     def on_response_complete(self) -> None:
-        """Go on with the next request."""
+        """Continue with the next request."""
         super().on_response_complete()
         if not self.transport.is_closing():
             self._watch_reading()
 
     def pause_writing(self) -> None:
-        """Start to count: the client does not read."""
+        """Start the write timer: the client does not read."""
         super().pause_writing()
         if self.write_timer is None:
             self.write_timer = self.loop.call_later(self.limits.write_timeout, self.transport.abort)
 
     def resume_writing(self) -> None:
-        """Stop counting: the client has read."""
+        """Stop the write timer: the client has read."""
         super().resume_writing()
         self._stop_writing_timer()
 
     def send_400_response(self, msg: str) -> None:
-        """Answer what is not HTTP, from within uvicorn's handler of the parser's error, and give up the connection."""
+        """Answer invalid HTTP and close the connection; called in uvicorn's handler of the parser's error."""
         error = sys.exception()
         status = error.error_status_hint if isinstance(error, h11.RemoteProtocolError) else 400
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
@@ -197,20 +199,20 @@ class LimitedProtocol(H11Protocol):
             self.transport.write(self.conn.send(event))
 
     def _linger(self) -> None:
-        """Close our side, and the connection a little later."""
+        """Close the sending side now, and the connection after `LINGER_SECONDS`."""
         self.is_refused = True
         self._stop_reading_timer()
         self.transport.write_eof()
         self.read_timer = self.loop.call_later(LINGER_SECONDS, self.transport.abort)
 
     def _disconnect_application(self) -> None:
-        """Let an application that waits for the rest of the request know that it will not come."""
+        """Send http.disconnect to an application that waits for the rest of the request."""
         if self.cycle is not None and not self.cycle.response_complete:
             self.cycle.disconnected = True
             self.cycle.message_event.set()
 
     def _watch_reading(self) -> None:
-        """Run the reading timer exactly while bytes are due. It is not started anew by bytes: a drip is no progress."""
+        """Run the read timer while request bytes are due. Received bytes do not restart it: slow senders time out."""
         if self.is_refused:
             return
         if not self._is_due():
@@ -219,7 +221,7 @@ class LimitedProtocol(H11Protocol):
             self.read_timer = self.loop.call_later(self.limits.header_timeout, self.transport.abort)
 
     def _is_due(self) -> bool:
-        """Whether a head has to be completed, or a body that its application did not wait for."""
+        """Return True while a head is incomplete, or a body that the application did not read."""
         if self.conn.their_state is h11.IDLE:
             return self.cycle is None or bool(self.conn.trailing_data[0])
         return self.conn.their_state is h11.SEND_BODY and self.cycle.response_complete
@@ -236,7 +238,7 @@ class LimitedProtocol(H11Protocol):
 
 
 def error_events(error: ApiError, *, with_body: bool) -> list[h11.Response | h11.Data | h11.EndOfMessage]:
-    """Return an error as what h11 sends; the connection is closed after it."""
+    """Return an error response as h11 events; it closes the connection."""
     body = error.to_json()
     headers = [
         ("content-type", "application/json"),
@@ -251,13 +253,13 @@ def error_events(error: ApiError, *, with_body: bool) -> list[h11.Response | h11
 
 
 def client_address(peer: tuple[str, int] | None, trusted: Sequence[Network]) -> str | None:
-    """Return what counts as a peer's address; None for a trusted proxy's, and where there is none."""
+    """Return the address or IPv6 network of a peer; None for a trusted proxy or an unknown address."""
     address = parse_address(peer[0]) if peer else None
     return None if address is None or is_trusted(address, trusted) else prefix_of(address)
 
 
 def connection_limit(config: ServerConfig) -> int:
-    """Return how many connections to take: as many as asked for, unless the process may not open so many files."""
+    """Return the maximum number of connections: as configured, but within the process's file descriptor limit."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return config.max_connections
@@ -265,7 +267,7 @@ def connection_limit(config: ServerConfig) -> int:
 
 
 def uvicorn_config(app: ASGIApp, config: ServerConfig, policy: GuardPolicy | None = None) -> uvicorn.Config:
-    """Return the configuration of the uvicorn server that runs this application; without a policy, for one client."""
+    """Return the uvicorn configuration of this application; without a policy, no per-client limits apply."""
     max_connections = connection_limit(config)
     limits = ConnectionLimits(
         max_connections=max_connections,
@@ -278,16 +280,15 @@ def uvicorn_config(app: ASGIApp, config: ServerConfig, policy: GuardPolicy | Non
         app,
         host=config.host,
         port=config.port,
-        # uvicorn only ever calls it.
+        # uvicorn only calls it.
         http=cast(type[asyncio.Protocol], partial(LimitedProtocol, limits)),
         ws="none",
         lifespan="off",
         access_log=False,
         log_config=None,
-        # Below it, uvicorn writes a line for each request that is not HTTP, and two for each that asks for an upgrade
-        # (a websocket): any client could fill a log.
+        # At lower levels uvicorn logs each invalid request and each websocket upgrade: any client could fill a log.
         log_level="error",
-        # A client's X-Forwarded-For is what the client says.
+        # X-Forwarded-For is controlled by the client; see `clients.address_of`.
         proxy_headers=False,
         server_header=False,
         date_header=True,

@@ -1,4 +1,4 @@
-"""Places in the queue: bounds on the samples and the tokens of all open calls, and on each client's part of them."""
+"""Admission limits: samples and tokens of all open calls, and of each client's calls."""
 
 from __future__ import annotations
 
@@ -13,37 +13,37 @@ from nano_inference.server.quota import quota
 
 
 class QueueLimits:
-    """Owns the places in the queue. All samples of a call come in, or none."""
+    """Owns the counts of admitted samples and tokens. A call is admitted as a whole or refused."""
 
     def __init__(self, *, max_samples: int, max_tokens: int, share: float = 1.0) -> None:
         self.max_samples = max_samples
-        """Samples that may run or wait."""
+        """Limit of running and waiting samples."""
         self.max_tokens = max_tokens
-        """Tokens that their prompts and answers may come to."""
+        """Limit of their prompt and output tokens."""
         self.share = share
-        """Part of what the others leave that one client may hold; 1 is no quota."""
+        """Fraction of the capacity not held by others that one client may hold; 1: no quota."""
         self.num_samples = 0
         self.num_tokens = 0
         self._samples: Counter[str] = Counter()
-        """Samples of every client that holds any."""
+        """Client -> samples, if any."""
         self._tokens: Counter[str] = Counter()
 
     @property
     def num_clients(self) -> int:
-        """Clients that hold places."""
+        """Clients with open calls."""
         return len(self._samples)
 
     @property
     def largest_part(self) -> int:
-        """Most samples that one client holds."""
+        """Maximum samples of one client."""
         return max(self._samples.values(), default=0)
 
     @contextmanager
     def reserve(self, call: Call, client: Client) -> Iterator[None]:
-        """Take a call's places; leaving the block gives them back.
+        """Count a call as admitted until the block is left.
 
-        Raises `ApiError`: 400 for a call that could never come in, 503 with Retry-After for one that cannot now, 429
-        with Retry-After for one that is more than its client may hold.
+        Raises `ApiError`: 400 for a call that exceeds the limits by itself, 503 with Retry-After if the queue is full,
+        429 with Retry-After above the client's quota.
         """
         share = 1.0 if client.is_exempt else self.share
         self._refuse_too_large(call, share)
@@ -65,28 +65,28 @@ class QueueLimits:
                 del held[name]
 
     def _refuse_too_large(self, call: Call, share: float) -> None:
-        samples = f"{call.total_samples} samples are asked for"
-        tokens = f"prompts and answers come to {call.num_tokens} tokens"
+        samples = f"the request has {call.total_samples} samples"
+        tokens = f"its prompts and outputs can reach {call.num_tokens} tokens"
         for asked, capacity, what, param in (
             (call.total_samples, self.max_samples, samples, "n"),
             (call.num_tokens, self.max_tokens, tokens, "max_tokens"),
         ):
             if asked > capacity:
-                raise ApiError(400, f"{what}; this server takes {capacity} at once", param=param)
+                raise ApiError(400, f"{what}; this server accepts {capacity} at once", param=param)
             if share < 1 and asked > (most := quota(share, capacity, 0)):
-                text = f"{what}; this server takes {most} of one client at once (--client-share)"
+                text = f"{what}; this server accepts {most} of one client at once (--client-share)"
                 raise ApiError(400, text, param=param)
 
     def _refuse_when_full(self, call: Call) -> None:
         if self.num_samples + call.total_samples > self.max_samples:
             raise queue_full(
-                f"the queue is full: {self.num_samples} samples of {self.max_samples} are open, {call.total_samples} "
-                "more are asked for; try again shortly"
+                f"the queue is full: {self.num_samples} of {self.max_samples} samples are open, the request has "
+                f"{call.total_samples}; try again shortly"
             )
         if self.num_tokens + call.num_tokens > self.max_tokens:
             raise queue_full(
-                f"the queue is full: its requests come to {self.num_tokens} tokens of {self.max_tokens}, "
-                f"{call.num_tokens} more are asked for; try again shortly",
+                f"the queue is full: open requests can reach {self.num_tokens} of {self.max_tokens} tokens, "
+                f"the request {call.num_tokens}; try again shortly",
                 code="too_many_tokens",
             )
 
@@ -99,9 +99,9 @@ class QueueLimits:
             if held + asked <= most:
                 continue
             text = (
-                f"{name.partition(' ')[0]} quota: this client's open requests hold {held} {unit} and {asked} more are "
-                f"asked for; one client may hold {most} of {capacity} now (--client-share {self.share:g} of what "
-                "others leave); try again when some have ended"
+                f"{name.partition(' ')[0]} quota: this client's open requests hold {held} {unit}, the request has "
+                f"{asked}; one client may hold {most} of {capacity} now (--client-share {self.share:g} of what others "
+                "leave); try again when some have ended"
             )
-            # A client that holds nothing is refused because of the others.
+            # A client that holds nothing is refused because of the other clients: 503, not 429.
             raise quota_exceeded(text) if held else queue_full(text)

@@ -1,4 +1,4 @@
-"""What the engine's door and the text room refuse, as the client is told it: the field, and the limit."""
+"""Turns errors of the engine's admission and of `text` into `ApiError`s that name the client's field."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ _FIELDS = frozenset(CompletionBody.model_fields) | frozenset(ChatBody.model_fiel
 
 
 @contextmanager
-def refusals_told(param: str | None = None) -> Iterator[None]:
-    """Raise the `ApiError` of whatever is refused in the block; `param` is the field when the refusal names none.
+def api_errors(param: str | None = None) -> Iterator[None]:
+    """Raise `BadRequest` and `ModelError` of the block as `ApiError`; `param` is the field if the error names none.
 
-    Any other `ValueError` is a mistake of ours, not the client's.
+    Any other `ValueError` is a fault of the server and passes unchanged.
     """
     try:
         yield
     except (BadRequest, ModelError) as error:
-        raise client_error(error, param) from None
+        raise to_api_error(error, param) from None
 
 
-def client_error(error: ValueError, param: str | None = None) -> ApiError:
-    """Return what a client is told of a refusal: its text, and the field that it begins with or else `param`."""
+def to_api_error(error: ValueError, param: str | None = None) -> ApiError:
+    """Return the 400 for an error: its message, and the field that the message starts with, else `param`."""
     if isinstance(error, TemplateLimit):
         return ApiError(400, f"messages: {error.reason}", param="messages")
-    if isinstance(error, ModelError):  # names a file: of the server, not of the client
+    if isinstance(error, ModelError):  # its message names a file of the server
         return ApiError(400, "the model's chat template cannot render these messages", param="messages")
     found = _FIELD.match(str(error))
     is_field = found is not None and found["name"] in _FIELDS

@@ -1,4 +1,4 @@
-"""OpenAI's dialect: choices, log-probabilities, usage, whole replies, chunks of a stream."""
+"""OpenAI's replies: choices, log-probabilities, usage; complete or as chunks of a stream."""
 
 from __future__ import annotations
 
@@ -8,11 +8,18 @@ from itertools import groupby
 from typing import Any
 
 from nano_inference.server.call import JSON, Call, Transcript, usage
-from nano_inference.server.detokenizer import Entry, Written, alone, begun_parts, prompt_entries, token_data
+from nano_inference.server.detokenizer import (
+    DecodedDelta,
+    LogprobEntry,
+    prefix_parts,
+    prompt_entries,
+    token_bytes_of,
+    token_text,
+)
 from nano_inference.server.errors import ApiError
 from nano_inference.server.events import DONE, events
 from nano_inference.server.shape import ReplyShape
-from nano_inference.server.tools import call_deltas, calls_json
+from nano_inference.server.tools import call_deltas, message_content
 from nano_inference.text.dialogue import Part
 from nano_inference.text.tokenizer import Tokenizer
 from nano_inference.types import TrainingSample, spans_of
@@ -26,24 +33,24 @@ class OpenAIReply:
         self._tokenizer = tokenizer
         self._created = created
 
-    def whole(self, transcripts: Sequence[Transcript]) -> JSON:
-        """Return the reply's JSON."""
-        return whole(self._call, transcripts, self._tokenizer, self._created)
+    def body(self, transcripts: Sequence[Transcript]) -> JSON:
+        """See `Reply.body`."""
+        return openai_body(self._call, transcripts, self._tokenizer, self._created)
 
-    def opening(self, transcripts: Sequence[Transcript]) -> bytes:
-        """Return the roles, and what is echoed."""
+    def first_events(self, transcripts: Sequence[Transcript]) -> bytes:
+        """Return the chunks with roles and echoed text."""
         return self._events(opening_chunks(self._call, transcripts, self._created), transcripts)
 
-    def added(self, transcript: Transcript, written: Written, transcripts: Sequence[Transcript]) -> bytes:
+    def delta_events(self, transcript: Transcript, decoded: DecodedDelta, transcripts: Sequence[Transcript]) -> bytes:
         """Return the chunks of a delta."""
-        return self._events(delta_chunks(self._call, transcript, written, self._tokenizer, self._created), transcripts)
+        return self._events(delta_chunks(self._call, transcript, decoded, self._tokenizer, self._created), transcripts)
 
-    def closing(self, transcripts: Sequence[Transcript]) -> bytes:
-        """Return the usage when it was asked for, and [DONE]."""
+    def last_events(self, transcripts: Sequence[Transcript]) -> bytes:
+        """Return the usage chunk if requested, and [DONE]."""
         last = [usage_chunk(self._call, transcripts, self._created)] if self._call.include_usage else []
         return events(last) + DONE
 
-    def failed(self, error: ApiError) -> bytes:
+    def error_events(self, error: ApiError) -> bytes:
         """Return the error, and [DONE]."""
         return events([error.to_dict()]) + DONE
 
@@ -54,8 +61,8 @@ class OpenAIReply:
         return events(chunks)
 
 
-def whole(call: Call, transcripts: Sequence[Transcript], tokenizer: Tokenizer, created: int) -> JSON:
-    """Return the reply to a call that is not streamed."""
+def openai_body(call: Call, transcripts: Sequence[Transcript], tokenizer: Tokenizer, created: int) -> JSON:
+    """Return the body of a reply that is not streamed."""
     make = _chat_choice if call.kind == "chat" else _completion_choice
     reply: JSON = {
         "id": call.id,
@@ -75,7 +82,7 @@ def whole(call: Call, transcripts: Sequence[Transcript], tokenizer: Tokenizer, c
 
 
 def opening_chunks(call: Call, transcripts: Sequence[Transcript], created: int) -> list[JSON]:
-    """Return what a stream begins with: in a chat each choice's role, then what is echoed, and the prompt's ids."""
+    """Return the first chunks of a stream: in a chat each choice's role, then echoed text and the prompt's ids."""
     shape = call.shape
     chunks: list[JSON] = []
     if call.kind == "chat":
@@ -85,10 +92,10 @@ def opening_chunks(call: Call, transcripts: Sequence[Transcript], created: int) 
         ]
         if shape.token_ids:
             chunks[0]["prompt_token_ids"] = list(call.requests[0].prompt)
-        begun = _begun_ids(shape)
-        texts = shape.echo or (("",) if begun else ())
+        prefix = _prefix_ids(shape)
+        texts = shape.echo or (("",) if prefix else ())
         return chunks + [
-            _chunk(call, created, transcript.index, _echoed(shape, text), **begun)
+            _chunk(call, created, transcript.index, _echo_delta(shape, text), **prefix)
             for text in texts
             for transcript in transcripts
         ]
@@ -99,55 +106,55 @@ def opening_chunks(call: Call, transcripts: Sequence[Transcript], created: int) 
     return chunks
 
 
-def _echoed(shape: ReplyShape, text: str) -> JSON:
-    """Return the delta that echoes a text; one that an answer began with has its parts, where there is a calculator."""
-    parts = begun_parts(shape)[0] if shape.tool is not None and text else ()
+def _echo_delta(shape: ReplyShape, text: str) -> JSON:
+    """Return the delta that echoes a text; with a calculator, the text of an answer prefix has its parts."""
+    parts = prefix_parts(shape)[0] if shape.tool is not None and text else ()
     return {"content": text, "parts": [part._asdict() for part in parts]} if parts else {"content": text}
 
 
-def _begun_ids(shape: ReplyShape) -> JSON:
-    """Return the ids that an answer began with, those among them that its calculator forced behind the given ones."""
-    return {"answer_token_ids": list(shape.begun_ids)} if shape.begun_ids and shape.token_ids else {}
+def _prefix_ids(shape: ReplyShape) -> JSON:
+    """Return the ids of the answer's prefix: the given ones and those that the calculator forced after them."""
+    return {"answer_token_ids": list(shape.prefix_ids)} if shape.prefix_ids and shape.token_ids else {}
 
 
 def delta_chunks(
-    call: Call, transcript: Transcript, written: Written, tokenizer: Tokenizer, created: int
+    call: Call, transcript: Transcript, decoded: DecodedDelta, tokenizer: Tokenizer, created: int
 ) -> list[JSON]:
-    """Return the chunks of one delta: one with what it brought, and an empty one that says why the sample ended."""
+    """Return the chunks of one delta: its content, and at the sample's end an empty chunk with the finish reason."""
     shape, is_chat = call.shape, call.kind == "chat"
     extras: JSON = {}
-    if shape.logprobs is not None and written.entries:
-        extras["logprobs"] = _logprobs(call, written.entries, tokenizer)
-    extras |= token_facts(written, shape)
+    if shape.logprobs is not None and decoded.entries:
+        extras["logprobs"] = _logprobs(call, decoded.entries, tokenizer)
+    extras |= token_facts(decoded, shape)
     chunks: list[JSON] = []
-    for content in _chat_deltas(written, shape, bool(extras)) if is_chat else [written.text]:
+    for content in _chat_deltas(decoded, shape, bool(extras)) if is_chat else [decoded.text]:
         if content or extras:
             chunks.append(_chunk(call, created, transcript.index, content, **extras))
-        extras = {}  # told with the first
-    if written.finish_reason is not None:
-        told = {"stop_reason": written.stop_reason} | version_facts(transcript, shape)
-        end = _chunk(call, created, transcript.index, {} if is_chat else "", **told)
+        extras = {}  # only in the first chunk
+    if decoded.finish_reason is not None:
+        reasons = {"stop_reason": decoded.stop_reason} | version_facts(transcript, shape)
+        end = _chunk(call, created, transcript.index, {} if is_chat else "", **reasons)
         end["choices"][0]["finish_reason"] = finish_reason_of(transcript)
         chunks.append(end)
     return chunks
 
 
 def finish_reason_of(transcript: Transcript) -> str | None:
-    """Return why a sample ended: one that called functions and then stopped waits for what they give back."""
+    """Return the finish reason: "tool_calls" for a sample that stopped after a tool call."""
     return "tool_calls" if transcript.num_calls and transcript.finish_reason == "stop" else transcript.finish_reason
 
 
-def _chat_deltas(written: Written, shape: ReplyShape, has_extras: bool) -> list[JSON]:
-    """Return the deltas that a chat's stream tells of what was written: content, and pieces of calls."""
-    deltas = call_deltas(written.events)
-    if shape.tool is not None and written.parts:
-        deltas = [{"content": written.text, "parts": [part._asdict() for part in written.parts]}]
+def _chat_deltas(decoded: DecodedDelta, shape: ReplyShape, has_extras: bool) -> list[JSON]:
+    """Return the `delta` objects of a chat's chunks: content, and parts of tool calls."""
+    deltas = call_deltas(decoded.events)
+    if shape.tool is not None and decoded.parts:
+        deltas = [{"content": decoded.text, "parts": [part._asdict() for part in decoded.parts]}]
     return deltas or ([{"content": ""}] if has_extras else [])
 
 
-def token_facts(written: Written, shape: ReplyShape) -> JSON:
-    """Return what a stream tells of the tokens that came, for whoever asked for their ids."""
-    delta = written.delta
+def token_facts(decoded: DecodedDelta, shape: ReplyShape) -> JSON:
+    """Return the requested fields about a delta's tokens."""
+    delta = decoded.delta
     if delta is None or not delta.token_ids:
         return {}
     facts: JSON = {}
@@ -162,7 +169,7 @@ def token_facts(written: Written, shape: ReplyShape) -> JSON:
 
 
 def sample_facts(transcript: Transcript, shape: ReplyShape) -> JSON:
-    """Return the same of a whole sample, and which weights drew what."""
+    """Return the requested fields about a sample's tokens, with the spans of weight versions."""
     facts: JSON = {"token_ids": list(transcript.token_ids), "mask": list(transcript.mask)} if shape.token_ids else {}
     if shape.raw_logprobs and transcript.sample is not None:
         facts["raw_logprobs"] = transcript.sample.raw_logprobs
@@ -172,10 +179,10 @@ def sample_facts(transcript: Transcript, shape: ReplyShape) -> JSON:
 
 
 def version_facts(transcript: Transcript, shape: ReplyShape) -> JSON:
-    """Return the spans of a sample's tokens that were drawn with the same weights, as vLLM has them.
+    """Return the spans of tokens sampled with the same weights, in vLLM's form.
 
-    A version is its trainer's label, or else how many installations there had been, which is always there as `number`.
-    `lineage` says whose numbers these are; it comes with the whole sample.
+    `version` is the trainer's label, or else the number of updates before, which is also in `number`. `lineage`
+    identifies the engine that counted; it is present once the sample has ended.
     """
     if not (shape.versions or shape.token_ids):
         return {}
@@ -190,7 +197,7 @@ def version_facts(transcript: Transcript, shape: ReplyShape) -> JSON:
 
 
 def usage_chunk(call: Call, transcripts: Sequence[Transcript], created: int) -> JSON:
-    """Return the last chunk of a stream that was asked for its usage."""
+    """Return the usage chunk at the end of a stream."""
     return {**_head(call, created), "choices": [], "usage": usage(call, transcripts)}
 
 
@@ -211,8 +218,8 @@ def _chunk(call: Call, created: int, index: int, content: Any, **extras: Any) ->
 
 def _chat_choice(call: Call, transcript: Transcript, tokenizer: Tokenizer) -> JSON:
     echo = call.shape.echo[transcript.prompt_index] if call.shape.echo else ""
-    told = calls_json(transcript.events)
-    content = None if told.content is None and not echo else echo + (told.content or "")
+    message = message_content(transcript.events)
+    content = None if message.content is None and not echo else echo + (message.content or "")
     choice: JSON = {
         "index": transcript.index,
         "message": {"role": "assistant", "content": content, "refusal": None},
@@ -220,18 +227,18 @@ def _chat_choice(call: Call, transcript: Transcript, tokenizer: Tokenizer) -> JS
         "finish_reason": finish_reason_of(transcript),
         "stop_reason": transcript.stop_reason,
     }
-    if told.tool_calls:
-        choice["message"]["tool_calls"] = told.tool_calls
+    if message.tool_calls:
+        choice["message"]["tool_calls"] = message.tool_calls
     if call.shape.tool is not None:
-        begun = begun_parts(call.shape)[0] if echo else ()
-        choice["message"]["parts"] = [part._asdict() for part in joined([*begun, *transcript.parts])]
-    return choice | _begun_ids(call.shape) | sample_facts(transcript, call.shape)
+        prefix = prefix_parts(call.shape)[0] if echo else ()
+        choice["message"]["parts"] = [part._asdict() for part in joined([*prefix, *transcript.parts])]
+    return choice | _prefix_ids(call.shape) | sample_facts(transcript, call.shape)
 
 
 def _completion_choice(call: Call, transcript: Transcript, tokenizer: Tokenizer) -> JSON:
     shape, prompt = call.shape, call.requests[transcript.prompt_index].prompt
     echo = shape.echo[transcript.prompt_index] if shape.echo else ""
-    entries: Sequence[Entry] = transcript.entries
+    entries: Sequence[LogprobEntry] = transcript.entries
     sample = transcript.sample
     if shape.echo_logprobs and sample is not None:
         scores, tops = sample.prompt_logprobs or (), sample.prompt_top_logprobs
@@ -251,25 +258,21 @@ def _completion_choice(call: Call, transcript: Transcript, tokenizer: Tokenizer)
 
 
 def joined(parts: Sequence[Part]) -> list[Part]:
-    """Return parts with neighbours of one kind in one."""
+    """Return parts with adjacent ones of one kind joined."""
     return [Part(kind, "".join(part.text for part in run)) for kind, run in groupby(parts, key=lambda part: part.type)]
 
 
-def _logprobs(call: Call, entries: Sequence[Entry], tokenizer: Tokenizer) -> JSON:
-    make = _chat_logprobs if call.kind == "chat" else _completion_logprobs
-    return make(entries, call.shape, tokenizer)
+def _logprobs(call: Call, entries: Sequence[LogprobEntry], tokenizer: Tokenizer) -> JSON:
+    if call.kind == "chat":
+        return {"content": token_logprobs(entries, call.shape, tokenizer)}
+    return _completion_logprobs(entries, call.shape, tokenizer)
 
 
-def _chat_logprobs(entries: Sequence[Entry], shape: ReplyShape, tokenizer: Tokenizer) -> JSON:
-    """Return a chat's form."""
-    return {"content": token_logprobs(entries, shape, tokenizer)}
-
-
-def token_logprobs(entries: Sequence[Entry], shape: ReplyShape, tokenizer: Tokenizer) -> list[JSON]:
-    """Return one object a token, each with its bytes and `top_logprobs`."""
+def token_logprobs(entries: Sequence[LogprobEntry], shape: ReplyShape, tokenizer: Tokenizer) -> list[JSON]:
+    """Return one object per token, with its bytes and `top_logprobs`."""
     count = shape.logprobs or 0
     name = _namer(shape, tokenizer)
-    data = cache(lambda token: list(token_data(token, tokenizer)))
+    data = cache(lambda token: list(token_bytes_of(token, tokenizer)))
     return [
         {
             "token": f"token_id:{entry.token}" if shape.tokens_as_ids else entry.text,
@@ -286,12 +289,12 @@ def token_logprobs(entries: Sequence[Entry], shape: ReplyShape, tokenizer: Token
 
 
 def _id_of(token: int, shape: ReplyShape) -> JSON:
-    """Return a token's id for whoever asked for ids: texts are not always enough to tell tokens apart."""
+    """Return the token's id if ids are requested; different tokens can have equal texts."""
     return {"token_id": token} if shape.token_ids else {}
 
 
-def _completion_logprobs(entries: Sequence[Entry], shape: ReplyShape, tokenizer: Tokenizer) -> JSON:
-    """Return a completion's form: four parallel lists."""
+def _completion_logprobs(entries: Sequence[LogprobEntry], shape: ReplyShape, tokenizer: Tokenizer) -> JSON:
+    """Return the form of completions: four parallel lists."""
     name = _namer(shape, tokenizer)
     return {
         "tokens": [f"token_id:{entry.token}" if shape.tokens_as_ids else entry.text for entry in entries],
@@ -309,19 +312,19 @@ def _prompt_logprobs(sample: TrainingSample | None, shape: ReplyShape, tokenizer
         return []
     scores = sample.prompt_logprobs or ()
     tops = sample.prompt_top_logprobs or ((),) * len(scores)
-    text = cache(lambda token: alone(token, tokenizer))
+    text = cache(lambda token: token_text(token, tokenizer))
     rows: list[JSON | None] = [None]
     ranks = sample.prompt_ranks or (None,) * len(scores)
-    for token, score, top, own_rank in zip(sample.prompt_tokens[1:], scores, tops, ranks, strict=True):
+    for token, score, top, token_rank in zip(sample.prompt_tokens[1:], scores, tops, ranks, strict=True):
         row = {
             str(one.token): {"logprob": one.logprob, "rank": rank, "decoded_token": text(one.token)}
             for rank, one in enumerate(top[: shape.prompt_logprobs], start=1)
         }
-        own = {"logprob": score, "rank": own_rank, "decoded_token": text(token)}
+        own = {"logprob": score, "rank": token_rank, "decoded_token": text(token)}
         rows.append({**row, **({} if str(token) in row else {str(token): own})})
     return rows
 
 
 def _namer(shape: ReplyShape, tokenizer: Tokenizer) -> Callable[[int], str]:
-    """Return how alternatives are called; each is looked up once."""
-    return cache(lambda token: f"token_id:{token}" if shape.tokens_as_ids else alone(token, tokenizer))
+    """Return a cached function that returns the name of an alternative token."""
+    return cache(lambda token: f"token_id:{token}" if shape.tokens_as_ids else token_text(token, tokenizer))

@@ -1,7 +1,7 @@
-"""The process of `serve`: a socket that listens at once, a model that is loaded behind it, signals, and the end.
+"""The `serve` process: listens at once, loads the model, handles signals, drains and stops.
 
-The first SIGTERM or SIGINT lets open requests finish, within `shutdown_timeout`, and refuses new ones; the second one
-aborts what is open. SIGHUP, which a terminal sends more than once when it goes, counts as the first only.
+The first SIGTERM or SIGINT refuses new requests and gives open ones `shutdown_timeout` seconds to finish; the second
+aborts open requests. SIGHUP, which a closing terminal may send more than once, counts only as a first signal.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ from nano_inference.server.engine_link import EngineLink
 from nano_inference.server.keys import KeyRing, load_keys
 from nano_inference.server.loop_watch import LoopWatchdog
 from nano_inference.server.protocol import uvicorn_config
-from nano_inference.server.served import Opened
+from nano_inference.server.served import LoadedModel
 from nano_inference.server.wiring import guard_policy, installed_dialects, make_app
 
-Open = Callable[[], Opened]
+Open = Callable[[], LoadedModel]
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 SEND_BUFFER = 128 << 10
-"""Bytes of a reply that the kernel keeps for a client that does not read; Linux doubles them, and would take 4 MB."""
+"""Bytes of unread replies that the kernel buffers per connection; Linux doubles it, and defaults to up to 4 MB."""
 _POLL_S = 0.05
 _CLOSING_S = 1.0
 _log = logging.getLogger("nano_inference.server")
 
 
 class Listener(uvicorn.Server):
-    """uvicorn's server, which leaves the signals to `serve` and the taking of connections to `Acceptor`."""
+    """uvicorn's server without its signal handlers; `Acceptor` accepts the connections."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
         self.acceptors: list[Acceptor] = []
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Begin to take connections from sockets that listen."""
+        """Start to accept connections from listening sockets."""
         self.servers = []
         loop = asyncio.get_running_loop()
         for one in sockets or []:
@@ -55,7 +55,7 @@ class Listener(uvicorn.Server):
         self.started = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Take no more connections, and close those that there are."""
+        """Stop accepting, and close open connections."""
         for acceptor in self.acceptors:
             await acceptor.close()
         await super().shutdown(sockets)
@@ -69,30 +69,30 @@ class Listener(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Capture none."""
+        """Install no signal handlers."""
         yield
 
 
 class Shutdown:
-    """How far the end has come: signals set it, `serve` waits for it."""
+    """Shutdown events: set by signals, awaited by `serve`."""
 
     def __init__(self) -> None:
-        self.asked = asyncio.Event()
-        self.urged = asyncio.Event()
+        self.requested = asyncio.Event()
+        self.forced = asyncio.Event()
 
     def on_signal(self) -> None:
-        """Ask for the end; asked again, urge it."""
-        (self.urged if self.asked.is_set() else self.asked).set()
+        """Request shutdown; on the second signal, force it."""
+        (self.forced if self.requested.is_set() else self.requested).set()
 
     def on_hangup(self) -> None:
-        """Ask for the end; a terminal that goes sends the signal itself, and its shell once more."""
-        self.asked.set()
+        """Request shutdown. A closing terminal and its shell both send SIGHUP, so a second one forces nothing."""
+        self.requested.set()
 
 
 def bind(config: ServerConfig) -> socket.socket:
-    """Return the listening socket. Raises `SettingError` for an address that cannot be used."""
+    """Return the listening socket. Raises `SettingError` if the address cannot be used."""
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-    # With the protocol named, asyncio turns Nagle's algorithm off, which would keep an answer's end for 40 ms.
+    # asyncio disables Nagle's algorithm, which delays the end of a response by 40 ms, only if the protocol is given.
     listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -106,15 +106,17 @@ def bind(config: ServerConfig) -> socket.socket:
 
 
 def _unusable(config: ServerConfig, error: OSError) -> SettingError:
-    """Return what is wrong with an address, and what to do."""
+    """Return the error of an address that cannot be used."""
     address = f"[{config.host}]:{config.port}" if ":" in config.host else f"{config.host}:{config.port}"
     if error.errno == errno.EADDRINUSE:
-        text = f"port {config.port}: another program listens on {address}; set port to another one, or 0 for a free one"
+        text = (
+            f"port {config.port}: another program listens on {address}; set port to another one, or 0 for any free port"
+        )
         return SettingError(text, "port", "port")
     if error.errno == errno.EACCES:
         text = f"port {config.port}: this user may not listen on {address}; set port to 1024 or more"
         return SettingError(text, "port", "port")
-    return SettingError(f"host {config.host} cannot be listened on: {error.strerror or error}", "host")
+    return SettingError(f"host {config.host}: cannot listen on it: {error.strerror or error}", "host")
 
 
 async def serve(
@@ -124,12 +126,12 @@ async def serve(
     *,
     max_running: int,
     on_listening: Callable[[], None],
-    on_ready: Callable[[Opened], None],
+    on_ready: Callable[[LoadedModel], None],
 ) -> int:
-    """Serve until a signal; return the exit code, which is 1 when the engine failed.
+    """Serve until a signal; return the exit code, 1 if the engine failed.
 
-    `max_running` samples may run at once. `on_listening` is called once connections are taken and signals heeded,
-    `on_ready` once the model is there. Raises what `open_model` raised.
+    `max_running`: limit of concurrently running samples. `on_listening` is called when connections are accepted and
+    signal handlers installed, `on_ready` when the model is loaded. Raises what `open_model` raises.
     """
     link = EngineLink(step_timeout=config.step_timeout)
     keys = KeyRing.of(load_keys(config), is_shared=config.share_prefix_cache)
@@ -141,10 +143,10 @@ async def serve(
     watchdog = LoopWatchdog(loop).start()
     for number in _SIGNALS:
         loop.add_signal_handler(number, shutdown.on_signal)
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup means it
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup ignores it
         loop.add_signal_handler(signal.SIGHUP, shutdown.on_hangup)
     serving = loop.create_task(listener.serve(sockets=[listening]))
-    serving.add_done_callback(lambda _: shutdown.asked.set())  # without its listener the process has no use
+    serving.add_done_callback(lambda _: shutdown.requested.set())  # a failed listener ends the process
     try:
         while not (listener.started or serving.done()):
             await asyncio.sleep(_POLL_S / 10)
@@ -154,8 +156,8 @@ async def serve(
             await _until_end(link, shutdown, exit_on_failure=config.exit_on_failure)
             await _drain(link, shutdown, config.shutdown_timeout)
     finally:
-        # A load, or a step that is stuck, would not be done in time however long one waits.
-        is_orderly = link.state == "draining" and not shutdown.urged.is_set()
+        # Waiting longer would not help for a model that is loading or a step that hangs.
+        is_orderly = link.state == "draining" and not shutdown.forced.is_set()
         try:
             await _end(listener, serving)
         finally:
@@ -171,18 +173,18 @@ async def _load(
     open_model: Open,
     shutdown: Shutdown,
     max_running: int,
-    on_ready: Callable[[Opened], None],
+    on_ready: Callable[[LoadedModel], None],
 ) -> bool:
-    """Load the model and open the doors; whether that was done before the end was asked for."""
+    """Load the model and accept requests; return False if shutdown was requested first."""
     loading = asyncio.ensure_future(link.start(open_model))
-    asked = asyncio.ensure_future(shutdown.asked.wait())
-    await asyncio.wait({loading, asked}, return_when=asyncio.FIRST_COMPLETED)
-    asked.cancel()
+    requested = asyncio.ensure_future(shutdown.requested.wait())
+    await asyncio.wait({loading, requested}, return_when=asyncio.FIRST_COMPLETED)
+    requested.cancel()
     if not loading.done():
         loading.cancel()
         return False
     opened = loading.result()
-    # What is there now stays. Looking through all of it costs tenths of a second at each full collection, and at exit.
+    # These objects live until the end; scanning them takes tenths of a second in each full collection and at exit.
     gc.collect()
     gc.freeze()
     app.serve(opened, max_running)
@@ -191,24 +193,24 @@ async def _load(
 
 
 async def _until_end(link: EngineLink, shutdown: Shutdown, *, exit_on_failure: bool) -> None:
-    """Wait for a signal, or for the engine's death when the process is to end with it."""
-    while not shutdown.asked.is_set():
+    """Wait for a signal, or with `exit_on_failure` for a failure of the engine."""
+    while not shutdown.requested.is_set():
         if exit_on_failure and link.state == "dead":
             return
         try:
             async with asyncio.timeout(1.0 if exit_on_failure else None):
-                await shutdown.asked.wait()
+                await shutdown.requested.wait()
         except TimeoutError:
             pass
 
 
 async def _drain(link: EngineLink, shutdown: Shutdown, timeout: float) -> None:
-    """Let open requests finish while there is time; then tell those that are left."""
+    """Wait up to `timeout` seconds for open requests, then abort the rest."""
     link.drain()
-    if link.num_open and timeout and not shutdown.urged.is_set():
-        _log.warning("%d open requests have %g seconds to end; another signal aborts them", link.num_open, timeout)
+    if link.num_open and timeout and not shutdown.forced.is_set():
+        _log.warning("%d open requests have %g seconds to finish; another signal aborts them", link.num_open, timeout)
     deadline = asyncio.get_running_loop().time() + timeout
-    while link.num_open and not shutdown.urged.is_set() and asyncio.get_running_loop().time() < deadline:
+    while link.num_open and not shutdown.forced.is_set() and asyncio.get_running_loop().time() < deadline:
         await asyncio.sleep(_POLL_S)
     if link.num_open:
         _log.warning("%d open requests are aborted", link.num_open)
@@ -216,7 +218,7 @@ async def _drain(link: EngineLink, shutdown: Shutdown, timeout: float) -> None:
 
 
 async def _end(listener: Listener, serving: asyncio.Task[None]) -> None:
-    """Let uvicorn close its connections; those that do not let themselves be closed are cut."""
+    """Let uvicorn close its connections; abort those still open after `_CLOSING_S`."""
     listener.should_exit = True
     try:
         async with asyncio.timeout(_CLOSING_S):

@@ -1,7 +1,7 @@
-"""What clients may send: one pydantic model for each body, strict, with the limits that the OpenAPI document shows.
+"""Request bodies as strict pydantic models, with the limits that the OpenAPI document shows.
 
-Fields as in OpenAI's API, with vLLM's extensions under vLLM's names (vllm/entrypoints/openai/*/protocol.py). What is
-known but not done here is in `unsupported`; what nobody knows is left in `model_extra`.
+Fields as in OpenAI's API, with vLLM's extensions under vLLM's names (vllm/entrypoints/openai/*/protocol.py). Known
+fields without support are in `unsupported`; unknown fields are in `model_extra`.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ PositiveShare = Annotated[float, Field(gt=0, le=1)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Factor = Annotated[float, Field(ge=0.01, le=100)]
 CountOrOff = Annotated[int, Field(ge=-1, le=INT32)]
-"""-1 is off, or all there is."""
+"""-1: off, or no limit."""
 Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 Alternatives = Annotated[int, Field(ge=0, le=1000)]
 Name = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[\w.:-]+$")]
 Salt = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[^@/\\\x00]+$")]
 Lineage = Annotated[str, Field(min_length=1, max_length=MAX_LINEAGE)]
 TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
-"""Read up to the first that is wrong: a list of a million has a million errors."""
+"""Validation stops at the first invalid id: a list of a million would have a million errors."""
 
 
 TEMPLATE_FIELDS = frozenset({"reasoning_effort"})
-"""Given to the chat template when it speaks of them, refused otherwise (`prompts`)."""
+"""Fields passed to a chat template that uses them, refused otherwise (`prompts`)."""
 
 
 def _small(value: Any) -> Any:
-    """Refuse a large object before its entries are looked at, for the same reason."""
+    """Refuse a large object before its entries are validated, for the same reason."""
     if isinstance(value, dict) and len(value) > MAX_BIAS:
         raise PydanticCustomError("too_long", "must have at most {limit} entries", {"limit": MAX_BIAS})
     return value
@@ -65,12 +65,12 @@ Bias = Annotated[
 
 
 class Body(BaseModel):
-    """A request body: wrong types are refused, never converted; unknown fields are kept aside."""
+    """A request body: wrong types are refused, never converted; unknown fields are kept in `model_extra`."""
 
     model_config = ConfigDict(extra="allow", strict=True, protected_namespaces=(), frozen=True)
 
     neutral_names: ClassVar[frozenset[str]] = frozenset()
-    """Further fields that are known, and refused unless they ask for nothing."""
+    """Known fields outside the model, which are not reported as unknown."""
 
 
 FunctionName = Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[a-zA-Z0-9_.-]+$")]
@@ -82,26 +82,26 @@ class FunctionSpec(Body):
     name: FunctionName
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    """A JSON schema of the object that the arguments are; none for a function without any."""
+    """JSON schema of the arguments object; None for a function without arguments."""
     strict: bool | None = None
-    """Taken: arguments are held to the schema when a call is required, and left to the model when it may choose."""
+    """Ignored: the schema is enforced if a call is required, and not enforced with tool_choice auto."""
 
 
 class Tool(Body):
-    """A tool: a function, or the calculator that the server itself runs for a model made to call one."""
+    """A tool: a function, or the calculator that the server runs for a model trained to call it."""
 
     type: Annotated[str, Field(max_length=64)]
     function: FunctionSpec | None = None
 
 
 class NamedFunction(Body):
-    """A function by its name."""
+    """A reference to a function."""
 
     name: FunctionName
 
 
 class ToolChoice(Body):
-    """The function that must be called, in the form of chat completions or that of responses."""
+    """The function that must be called, in the form of chat completions or of responses."""
 
     type: Annotated[str, Field(max_length=64)]
     function: NamedFunction | None = None
@@ -113,7 +113,7 @@ GivenChoice = Annotated[str, Field(max_length=64)] | ToolChoice
 
 
 class ToolFields(Body):
-    """The fields of a request that speak of tools, with OpenAI's former ones."""
+    """Fields about tools, with OpenAI's deprecated ones."""
 
     tools: Tools | None = None
     tool_choice: GivenChoice | None = None
@@ -123,12 +123,12 @@ class ToolFields(Body):
 
 
 class StreamOptions(Body):
-    """What a stream carries besides text."""
+    """Additional content of a stream."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
     include_obfuscation: bool | None = None
-    """Taken and left out: there is nothing to obfuscate on one's own machine."""
+    """Accepted and ignored."""
 
 
 class Sampling(Body):
@@ -162,9 +162,9 @@ class Sampling(Body):
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     return_raw_logprobs: bool | None = None
-    """Ours: also the model's own log-probabilities, whatever `--logprobs-mode` says."""
+    """Specific to this server: also return log-probabilities of the raw logits, whatever `--logprobs-mode` is."""
     return_sampling_mask: bool | None = None
-    """Ours: also which tokens could be drawn at each position."""
+    """Specific to this server: also return the tokens that could be sampled at each position."""
     add_special_tokens: bool | None = None
     request_id: Name | None = None
     cache_salt: Salt | None = None
@@ -179,9 +179,9 @@ class Sampling(Body):
     ebnf: str | None = None
     grammar: str | None = None
     json_schema: str | dict[str, Any] | bool | None = None
-    """What the answer must be, as OpenAI, vLLM, SGLang and llama.cpp call it; one of these at most (`structured`)."""
+    """Structured output in the fields of OpenAI, vLLM, SGLang and llama.cpp; at most one of them (`structured`)."""
     calculator: bool | None = None
-    """Ours: let the model's calculator answer while it writes."""
+    """Specific to this server: run the model's calculator calls during generation."""
 
     user: str | None = None
     service_tier: str | None = None
@@ -205,18 +205,18 @@ class CompletionBody(Sampling):
     logprobs: Alternatives | None = None
     best_of: Count | None = None
     lineage: Lineage | None = None
-    """Ours: as in a chat, for a prompt that ends with a completion's tokens."""
+    """See `ChatBody.lineage`; for a prompt that ends with the tokens of a completion."""
 
 
 class TextPart(Body):
-    """A part of a message. Other types than text are refused by name."""
+    """A part of a message; types other than text are refused."""
 
     type: str
     text: str | None = None
 
 
 class Message(Body):
-    """One message of a chat; further fields (name, tool_calls, tool_call_id) reach the model's template."""
+    """One message of a chat; further fields (name, tool_calls, tool_call_id) are passed to the chat template."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | Annotated[list[TextPart], Field(max_length=MAX_MESSAGES, fail_fast=True)] | None = None
@@ -238,11 +238,11 @@ class ChatBody(Sampling, ToolFields):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     answer_token_ids: TokenIds | None = None
-    """Ours: ids that the answer begins with; the reply tells what comes behind them (all of it with `echo`)."""
+    """Specific to this server: ids that start the answer; the reply has the rest (with `echo`: all of it)."""
     sample_index: Count | None = None
-    """Ours: draw as the sample of that number would be drawn among several of one request."""
+    """Specific to this server: sample with the random numbers of this index among several samples of a request."""
     lineage: Lineage | None = None
-    """Ours: the lineage of the tokens to continue; refused unless it is this server's."""
+    """Specific to this server: lineage of the tokens to continue; refused unless it is this server's."""
     chat_template_kwargs: dict[str, Any] | None = None
 
 
@@ -272,7 +272,7 @@ class DetokenizeBody(Body):
 
 
 class ApplyTemplateBody(ToolFields):
-    """POST /apply-template: the text that the model would read."""
+    """POST /apply-template: render messages without generating."""
 
     neutral_names: ClassVar[frozenset[str]] = TEMPLATE_FIELDS
 

@@ -1,4 +1,4 @@
-"""What the bridge connects: an engine, and an observer that counts what it does."""
+"""`LoadedModel`: an engine with its metrics observer and served model."""
 
 from __future__ import annotations
 
@@ -12,45 +12,45 @@ from nano_inference.types import StepStats
 
 
 class Observer(Protocol):
-    """Counts for metrics; called on the event loop."""
+    """Records metrics; called on the event loop. See `metrics.Metrics`."""
 
     def step(self, stats: StepStats) -> None:
-        """A step was run."""
+        """Record a step."""
 
     def halted(self, is_halted: bool) -> None:
-        """Whether a trainer holds the engine after a step."""
+        """Record whether the engine is paused, asleep or without weights."""
 
     def first_token(self, seconds: float) -> None:
-        """A sample's first token came so long after its request."""
+        """Record the seconds from a sample's arrival to its first token."""
 
     def token_gap(self, seconds: float, num_tokens: int = 1) -> None:
-        """A sample's next tokens came so long after those before."""
+        """Record the seconds between a sample's deltas; the later one has `num_tokens`."""
 
     def finished(self, record: SampleRecord) -> None:
-        """A sample ended."""
+        """Record an ended sample."""
 
     def engine_died(self) -> None:
-        """The engine failed."""
+        """Record a failure of the engine."""
 
     def rejected(self, reason: str) -> None:
-        """A request was not let in."""
+        """Count a request that was not admitted."""
 
     def clients(self, num_clients: int, largest_part: int, num_waiting: int) -> None:
-        """So many clients hold places, the largest so many, and so many samples wait for their client's turn."""
+        """Record the clients, the largest client's samples, and the samples not dispatched yet."""
 
     def responded(self, method: str, route: str, status: int, seconds: float) -> None:
-        """An HTTP request was answered."""
+        """Record an HTTP response."""
 
     def render(self) -> bytes:
-        """Return all counts as Prometheus text."""
+        """Return all series as Prometheus text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Opened:
-    """A model that is loaded and can be served."""
+class LoadedModel:
+    """A loaded model, ready to be served."""
 
     engine: DrivenEngine
     observer: Observer
     model: ServedModel
     step_tokens: int = 256
-    """Most tokens that one step computes."""
+    """Maximum tokens of one step."""

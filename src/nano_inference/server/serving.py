@@ -1,4 +1,4 @@
-"""A loaded model with its queue, and the response that sends a call to it and streams the answer."""
+"""`CallResponse`: submits a call to the engine and sends its answer; `Serving`: the loaded model with its queues."""
 
 from __future__ import annotations
 
@@ -16,39 +16,39 @@ from nano_inference.server.engine_link import EngineLink
 from nano_inference.server.errors import ApiError
 from nano_inference.server.model import ServedModel
 from nano_inference.server.queue_limits import QueueLimits
-from nano_inference.server.served import Observer, Opened
+from nano_inference.server.served import LoadedModel, Observer
 from nano_inference.server.ticket import Ticket
-from nano_inference.server.workshop import Workshop
+from nano_inference.server.worker_pool import WorkerPool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Serving:
-    """What there is once a model is loaded."""
+    """The loaded model with its admission limits and dispatcher."""
 
-    opened: Opened
+    loaded: LoadedModel
     queue_limits: QueueLimits
     dispatcher: Dispatcher
 
     @property
     def model(self) -> ServedModel:
-        """The model, as the routes know it."""
-        return self.opened.model
+        """The served model."""
+        return self.loaded.model
 
     @property
     def observer(self) -> Observer:
-        """Whoever counts."""
-        return self.opened.observer
+        """The metrics observer."""
+        return self.loaded.observer
 
 
 @dataclass(slots=True)
 class OpenCalls:
-    """The number of calls that are being answered; accessed only on the event loop."""
+    """Number of calls being answered; accessed only on the event loop."""
 
     num: int = 0
 
 
 class CallResponse(Response):
-    """Answers a call when it is sent. Everything it takes is given back when sending ends, however it ends."""
+    """Runs a call when it is sent, and releases its resources when sending ends in any way."""
 
     def __init__(
         self,
@@ -57,17 +57,17 @@ class CallResponse(Response):
         open_calls: OpenCalls,
         call: Call,
         timing: Timing,
-        workshop: Workshop,
+        pool: WorkerPool,
     ) -> None:
         self._link = link
         self._serving = serving
         self._open_calls = open_calls
         self._call = call
         self._timing = timing
-        self._workshop = workshop
+        self._pool = pool
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Take a place, ask the engine, answer."""
+        """Admit the call, submit it to the engine, send the answer."""
         call, serving = self._call, self._serving
         transcripts: list[Transcript] = []
         ticket: Ticket | None = None
@@ -77,27 +77,25 @@ class CallResponse(Response):
         try:
             with (
                 serving.queue_limits.reserve(call, client),
-                serving.dispatcher.turns_for(client) as gate,
-                self._link.submit(call.requests, call.names, gate) as ticket,
+                serving.dispatcher.queue_for(client) as enqueue,
+                self._link.submit(call.requests, call.names, enqueue) as ticket,
             ):
-                transcripts += transcripts_of(call)  # which may be many: not before they are let in
-                error = await answer(
-                    call, ticket, serving.model, self._timing, self._workshop, receive, send, transcripts
-                )
+                transcripts += transcripts_of(call)  # after admission, since there may be many
+                error = await answer(call, ticket, serving.model, self._timing, self._pool, receive, send, transcripts)
         finally:
             self._open_calls.num -= 1
-            scope["state"]["notes"] = notes_of(call, transcripts, ticket, error)
+            scope["state"]["log_fields"] = log_fields(call, transcripts, ticket, error)
 
 
-def notes_of(
+def log_fields(
     call: Call, transcripts: list[Transcript], ticket: Ticket | None, error: ApiError | None
 ) -> dict[str, Any]:
-    """Return what the log says of a call: how much there was, how fast it was, how it ended."""
+    """Return the access log's fields of a call: token counts, timings in ms, and the end."""
     counts = usage(call, transcripts)
-    clocks = [] if ticket is None else [clock for row in ticket.clocks for clock in row]
-    first = min((c.first_token for c in clocks if c.first_token is not None), default=None)
-    started = min((c.started for c in clocks if c.started is not None), default=None)
-    last = max((c.last_token for c in clocks if c.last_token is not None), default=None)
+    times = [] if ticket is None else [one for row in ticket.times for one in row]
+    first = min((one.first_token for one in times if one.first_token is not None), default=None)
+    started = min((one.started for one in times if one.started is not None), default=None)
+    last = max((one.last_token for one in times if one.last_token is not None), default=None)
     arrived = None if ticket is None else ticket.arrived
     num_new = counts["completion_tokens"]
     return {

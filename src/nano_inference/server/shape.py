@@ -1,4 +1,4 @@
-"""What a reply shows of each sample: read by whoever writes samples down and by whoever shapes replies."""
+"""`ReplyShape`: what a reply contains of each sample; used by the detokenizer and by replies."""
 
 from __future__ import annotations
 
@@ -10,32 +10,32 @@ from nano_inference.text.kinds import Tool
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplyShape:
-    """What a reply shows of each sample."""
+    """What a reply contains of each sample."""
 
     stops: tuple[str, ...] = ()
     include_stop: bool = False
     skip_special: bool = True
     drop_space: bool = False
-    """A text begins here: SentencePiece's first space is none of its own."""
+    """Drop the space that SentencePiece puts before the first word."""
     logprobs: int | None = None
-    """Alternatives of each token; None shows no log-probabilities."""
+    """Alternatives per token; None: no log-probabilities."""
     prompt_logprobs: int | None = None
     echo: tuple[str, ...] = ()
-    """For each prompt the text to put before its answers; empty when nothing is."""
+    """For each prompt the text put before its answers; empty without echo."""
     echo_logprobs: bool = False
     token_ids: bool = False
-    """Show ids, and with them what is known of each token: the loss mask, the weights it was drawn with."""
+    """Return token ids with their loss mask and weight versions."""
     tokens_as_ids: bool = False
     versions: bool = False
-    """Show the weights that tokens were drawn with, whether ids are shown or not."""
+    """Return the weight versions of tokens even without ids."""
     functions: ToolUse | None = None
-    """The functions whose calls are looked for in the text."""
+    """Tools whose calls are parsed in the text."""
     markers: frozenset[int] = frozenset()
-    """Special tokens that are shown all the same: calls are known by them."""
+    """Special tokens that stay visible because they mark tool calls."""
     tool: Tool | None = None
-    """What answers while the model writes."""
-    begun: bytes = b""
-    """What a reader sees of the tokens that the answer began with, marks of the calculator included."""
-    begun_ids: tuple[int, ...] = ()
+    """The calculator that runs during generation."""
+    prefix_bytes: bytes = b""
+    """Visible bytes of the answer's prefix (`answer_token_ids`), calculator marks included."""
+    prefix_ids: tuple[int, ...] = ()
     raw_logprobs: bool = False
     sampling_masks: bool = False

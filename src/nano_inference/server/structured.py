@@ -1,7 +1,7 @@
-"""Structured output as clients ask for it: OpenAI's response_format and what vLLM, SGLang and llama.cpp call the same.
+"""Reads structured output fields: OpenAI's response_format and those of vLLM, SGLang and llama.cpp.
 
-Pure: it reads fields and returns what the answer must be. Whether that compiles is found out later, in
-`text.grammar`; here a value of the wrong shape is refused, by the name of its field.
+Pure: returns the grammar that a request asks for and refuses values of the wrong type. `text.grammar` compiles it
+later.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ FIELDS: frozenset[str] = frozenset(
 
 
 class Structure(NamedTuple):
-    """What an answer must be, and the field that says so."""
+    """The grammar of an answer, and the field that requests it."""
 
     field: str
     grammar: Grammar
@@ -36,29 +36,28 @@ class Structure(NamedTuple):
 _FORMATS = ("text", "json_object", "json_schema")
 _FLAGS = ("disable_fallback", "disable_any_whitespace", "disable_additional_properties")
 _REFUSED = ("whitespace_pattern", "structural_tag")
-_ASKS = ("json", "json_object", "regex", "choice", "grammar")
+_KINDS = ("json", "json_object", "regex", "choice", "grammar")
 _MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _VALUES = ("const", "enum", "default", "examples")
 _GBNF_RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.M)
 _LONGEST_RULE = 4096
-"""Characters in which the first rule must stand for a grammar to be taken for GBNF: the search is not linear."""
+"""Characters searched for a GBNF rule to distinguish GBNF from Lark; bounded, as the search is not linear."""
 
 
 def structure_of(fields: Mapping[str, Any]) -> Structure | None:
-    """Return what a request holds its answer to; None when it asks for nothing. What is null or empty is not asked.
+    """Return the structure that a request asks for; None if all fields are absent, null or empty.
 
-    Raises `ApiError` naming the field for a value of the wrong shape, for what is not supported, and, naming both,
-    where two are asked for at once.
+    Raises `ApiError` naming the field for a value of the wrong type or without support, and for two structures.
     """
     asked = [*_of_response_format(fields.get("response_format")), *_of_vllm(fields), *_of_others(fields)]
     if len(asked) > 1:
         (first, _), (second, _) = asked[:2]
-        raise ApiError(400, f"{first} and {second}: an answer has one structure; give one of them", param=second)
+        raise ApiError(400, f"{first} and {second} cannot be combined; give one of them", param=second)
     return Structure(*asked[0]) if asked else None
 
 
 def _of_response_format(given: Any) -> Iterator[tuple[str, Grammar]]:
-    """OpenAI's field. llama.cpp's and vLLM's clients put a schema beside the type, too."""
+    """Read OpenAI's field; clients of llama.cpp and vLLM may put the schema beside the type."""
     if not given:
         return
     form = _object("response_format", given)
@@ -75,7 +74,7 @@ def _of_response_format(given: Any) -> Iterator[tuple[str, Grammar]]:
 
 
 def _named_schema(form: Mapping[str, Any]) -> Grammar:
-    """Read {"json_schema": {name, schema, strict, description}}. It is enforced whatever `strict` says."""
+    """Read {"json_schema": {name, schema, strict, description}}. Enforced whatever `strict` is."""
     name = "response_format.json_schema"
     if form.get("json_schema") is None and form.get("schema") is not None:
         name, schema = "response_format.schema", form["schema"]
@@ -87,14 +86,14 @@ def _named_schema(form: Mapping[str, Any]) -> Grammar:
 
 
 def _of_vllm(fields: Mapping[str, Any]) -> Iterator[tuple[str, Grammar]]:
-    """vLLM's structured_outputs, and the fields it had before."""
+    """Read vLLM's structured_outputs and its older guided_* fields."""
     if fields.get("structured_outputs"):
         name = "structured_outputs"
-        wishes = _object(name, fields[name])
-        _check_known(name, wishes)
-        flags = {flag: _flag(f"{name}.{flag}", wishes.get(flag)) for flag in _FLAGS}
-        for key in _ASKS:
-            found = _of_kind(f"{name}.{key}", key, wishes.get(key), flags)
+        options = _object(name, fields[name])
+        _check_known(name, options)
+        flags = {flag: _flag(f"{name}.{flag}", options.get(flag)) for flag in _FLAGS}
+        for key in _KINDS:
+            found = _of_kind(f"{name}.{key}", key, options.get(key), flags)
             if found is not None:
                 yield f"{name}.{key}", found
     for key in ("json", "regex", "choice", "grammar"):
@@ -103,17 +102,17 @@ def _of_vllm(fields: Mapping[str, Any]) -> Iterator[tuple[str, Grammar]]:
             yield f"guided_{key}", found
 
 
-def _check_known(name: str, wishes: Mapping[str, Any]) -> None:
-    """Refuse what structured_outputs does not have, or has elsewhere only."""
-    for key, value in wishes.items():
+def _check_known(name: str, options: Mapping[str, Any]) -> None:
+    """Refuse unknown and unsupported fields of structured_outputs."""
+    for key, value in options.items():
         if key in _REFUSED and value is not None:
             raise ApiError(400, f"{name}.{key} is not supported", param=f"{name}.{key}")
-        if key not in (*_ASKS, *_FLAGS, *_REFUSED):
+        if key not in (*_KINDS, *_FLAGS, *_REFUSED):
             raise ApiError(400, f"{name}: unknown field {key[:64]!r}", param=name, code="unknown_field")
 
 
 def _of_others(fields: Mapping[str, Any]) -> Iterator[tuple[str, Grammar]]:
-    """Fields that stand by themselves at SGLang and llama.cpp."""
+    """Read the top-level fields of SGLang and llama.cpp."""
     kinds: tuple[tuple[str, Kind], ...] = (("regex", "regex"), ("ebnf", "gbnf"), ("grammar", "gbnf"))
     for name, kind in kinds:
         text = _text(name, fields.get(name))
@@ -125,7 +124,7 @@ def _of_others(fields: Mapping[str, Any]) -> Iterator[tuple[str, Grammar]]:
 
 
 def _of_kind(name: str, key: str, value: Any, flags: Mapping[str, bool]) -> Grammar | None:
-    """Read one of vLLM's kinds; None when it is not asked for."""
+    """Read one of vLLM's kinds; None if it is absent."""
     match key:
         case "json":
             return _schema(name, value, flags)
@@ -148,7 +147,7 @@ def _any_object(flags: Mapping[str, bool]) -> Grammar:
 
 
 def _schema(name: str, value: Any, flags: Mapping[str, bool] | None = None) -> Grammar | None:
-    """Read a schema, an object or its JSON; None when it is not asked for."""
+    """Read a schema given as an object or as JSON text; None if it is absent."""
     if value is None or value == "" or value == {}:
         return None
     schema = _object(name, _loaded(name, value) if isinstance(value, str) else value)
@@ -160,12 +159,12 @@ def _schema(name: str, value: Any, flags: Mapping[str, bool] | None = None) -> G
 
 
 def _compact(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a schema that says that no whitespace may stand anywhere."""
+    """Return the schema with whitespace forbidden."""
     return {**schema, "x-guidance": {"whitespace_flexible": False}}
 
 
 def _closed(value: Any) -> Any:
-    """Return a schema in which objects that list properties have no others, unless it says so itself."""
+    """Return the schema with additional properties forbidden, except where it sets additionalProperties."""
     if isinstance(value, list):
         return [_closed(one) for one in value]
     if not isinstance(value, Mapping):
@@ -176,7 +175,7 @@ def _closed(value: Any) -> Any:
 
 
 def _closed_below(key: str, value: Any) -> Any:
-    """Close what stands at a keyword: a schema, several, or an object that names schemas."""
+    """Close the value of a keyword: a schema, a list of schemas, or a mapping of names to schemas."""
     if key in _MAPS and isinstance(value, Mapping):
         return {name: _closed(schema) for name, schema in value.items()}
     return _closed(value)
@@ -196,11 +195,11 @@ def _loaded(name: str, text: str) -> Any:
     except RecursionError:
         raise ApiError(400, f"{name}: is nested too deeply", param=name) from None
     except ValueError as error:
-        raise ApiError(400, f"{name}: is no JSON: {error}", param=name) from None
+        raise ApiError(400, f"{name}: is not valid JSON: {error}", param=name) from None
 
 
 def _dumped(name: str, value: Any) -> str:
-    """Write a value as JSON; its order of keys stays, for it is the order of the answer's."""
+    """Return a value as JSON; keeps the order of keys, which the answer follows."""
     try:
         return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
     except RecursionError:

@@ -1,6 +1,6 @@
-"""What a route waits for: the deltas of its requests, in order, then the end; or the news that there is none.
+"""`Ticket`: the queue of deltas that a coroutine awaits for one call.
 
-Lives on the event loop; only `EngineLink` puts things in.
+Used on the event loop; only `EngineLink` puts deltas into it.
 """
 
 from __future__ import annotations
@@ -10,26 +10,26 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from nano_inference.server.backlog import Backlog, Piece
+from nano_inference.server.backlog import Backlog, PromptDelta
 from nano_inference.server.errors import ApiError
 from nano_inference.server.structured import Structure
 from nano_inference.types import Delta, EngineRequest
 
 MAX_UNREAD = 4096
-"""Tokens of one sample that may wait for a client that does not read."""
+"""Limit of unread tokens per sample of a client."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptRequest(EngineRequest):
-    """What the engine is asked for one prompt; already checked against the engine's limits."""
+    """The engine request of one prompt, checked against the engine's limits."""
 
     structure: Structure | None = None
-    """What the answer must be; its matcher takes time to make, and is not in `make_matcher` before that is done."""
+    """Structure of the answer; `make_matcher` includes its matcher only after it was compiled."""
 
 
 @dataclass(slots=True)
-class SampleClock:
-    """When things happened to one sample; seconds of the monotonic clock, None where it did not happen."""
+class SampleTimes:
+    """Times of one sample's events: seconds on the monotonic clock, None if the event did not happen."""
 
     arrived: float
     started: float | None = None
@@ -39,73 +39,72 @@ class SampleClock:
     num_tokens: int = 0
 
 
-def bare_name(name: str) -> str:
-    """Return a client's name of a request without the prefix that replies put before it."""
-    return name.removeprefix("chatcmpl-").removeprefix("cmpl-")
+def bare_id(request_id: str) -> str:
+    """Return a request id without the prefix that replies add."""
+    return request_id.removeprefix("chatcmpl-").removeprefix("cmpl-")
 
 
 def _do_nothing() -> None:
-    """Nothing of a new ticket waits."""
+    """Do nothing: no request of a new ticket waits."""
 
 
 class Ticket:
-    """The event loop's end of one call: a bounded queue of deltas."""
+    """Owns a bounded queue of one call's deltas, and the times of its samples."""
 
     def __init__(self, requests: Sequence[PromptRequest], names: Iterable[str] = ()) -> None:
         self.requests = tuple(requests)
-        self.names = frozenset(map(bare_name, names))
-        """What clients call it, when they want it aborted."""
+        self.names = frozenset(map(bare_id, names))
+        """Ids by which clients can abort the call."""
         self.arrived = time.monotonic()
-        self.clocks = [[SampleClock(self.arrived) for _ in range(request.num_samples)] for request in self.requests]
-        """One for each prompt and sample."""
-        self.hurry: Callable[[], None] = _do_nothing
-        """Gives the engine what waits for its client's turn."""
+        self.times = [[SampleTimes(self.arrived) for _ in range(request.num_samples)] for request in self.requests]
+        """Indexed by prompt and sample."""
+        self.dispatch_now: Callable[[], None] = _do_nothing
+        """Passes requests that wait for their turn to the engine."""
         self.is_closed = False
-        """Nobody waits any more."""
         self.end_reason = "abort"
-        """What those samples are counted as that have not ended when it is closed."""
+        """Finish reason recorded for samples that are still open when the ticket is closed."""
         self._unread = Backlog()
         self._most_unread = MAX_UNREAD * sum(request.num_samples for request in self.requests)
         self._num_open = sum(request.num_samples for request in self.requests)
         self._failure: Exception | None = None
-        self._news = asyncio.Event()
+        self._changed = asyncio.Event()
 
     @property
     def is_done(self) -> bool:
-        """Whether every sample has ended and everything was taken."""
+        """True if every sample has ended and all deltas were taken."""
         return self._num_open == 0 and not self._unread
 
     def put(self, prompt_index: int, delta: Delta) -> None:
-        """Add what a step gave. A client that leaves too much unread loses the rest."""
+        """Add a delta. Fails the ticket if its client has too many unread tokens."""
         if self._unread.num_tokens >= self._most_unread:
             self.fail(ApiError(503, "the client reads too slowly"))
             return
         self._unread.put(prompt_index, delta)
         self._num_open -= delta.sample is not None
-        self._news.set()
+        self._changed.set()
 
     def fail(self, error: Exception) -> None:
-        """Let `take` raise that, at once and from now on. The first failure stands."""
+        """Let `take` raise the error from now on. The first error is kept."""
         self._failure = self._failure or error
-        self._news.set()
+        self._changed.set()
 
     def close(self) -> None:
-        """Drop what refers back to the ticket, so that its prompts are freed without the cyclic garbage collector.
+        """Break reference cycles, so that the prompts are freed without the cyclic garbage collector.
 
-        A failure that was raised refers to it through its traceback.
+        A raised failure refers to the ticket through its traceback.
         """
         self.is_closed = True
-        self.hurry = _do_nothing
+        self.dispatch_now = _do_nothing
         self._failure = None
 
-    async def take(self, timeout: float) -> list[Piece]:
-        """Return what came first since the last time; wait `timeout` seconds at most, then return nothing.
+    async def take(self, timeout: float) -> list[PromptDelta]:
+        """Return the oldest unread deltas; wait up to `timeout` seconds for one, then return nothing.
 
-        Raises what the ticket failed with.
+        Raises the error given to `fail`.
         """
         if not self._unread and self._failure is None and self._num_open:
             await self._wait(timeout)
-        self._news.clear()
+        self._changed.clear()
         if self._failure is not None:
             raise self._failure
         return self._unread.take()
@@ -113,6 +112,6 @@ class Ticket:
     async def _wait(self, timeout: float) -> None:
         try:
             async with asyncio.timeout(timeout):
-                await self._news.wait()
+                await self._changed.wait()
         except TimeoutError:
             pass

@@ -1,7 +1,6 @@
-"""Function calling on the wire: what a request may say of tools, what it comes to, and calls as OpenAI has them. Pure.
+"""Tool calling in OpenAI's format: reads the tool fields of a request, and makes `tool_calls` of replies. Pure.
 
-Fields as in OpenAI's chat completions. Which functions were called is read from what the model wrote
-(`text.tool_calls`); running them is the client's.
+Fields as in OpenAI's chat completions. `text.tool_calls` parses the calls in the model's output; the client runs them.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from nano_inference.text.tool_calls import CallArguments, CallStart, Content, Ev
 from nano_inference.text.tool_format import ToolFormat, tool_format
 
 MAX_TOOLS_BYTES = 1 << 18
-"""Of all the functions' JSON together."""
+"""Limit of the JSON of all functions."""
 
 _FUNCTION = re.compile(r"\btools(\.\d+)\.function\b")
 
@@ -28,63 +27,65 @@ Choice = Literal["none", "auto", "required"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolUse:
-    """What a request wants of tools."""
+    """The tools of a request, and how they may be called."""
 
     functions: tuple[Mapping[str, Any], ...]
-    """As the chat template takes them."""
+    """In the form of the chat template."""
     choice: Choice
     name: str | None
-    """The function that must be called; the choice is "required" then."""
+    """The function that must be called; then `choice` is "required"."""
     format: ToolFormat
     parallel: bool
-    """Whether more than one call is told of; never of a function that is named."""
+    """True if a reply may have several calls; False with a named function."""
     calculator: bool
 
     @property
     def names(self) -> frozenset[str]:
-        """The functions' names."""
+        """Names of the functions."""
         return frozenset(tool["function"]["name"] for tool in self.functions)
 
     @property
     def parses(self) -> bool:
-        """Whether calls are looked for. With "none" the model is told of its tools and its text is left as it is."""
+        """True if calls are parsed. With "none", the prompt lists the tools and the text is returned unparsed."""
         return self.choice != "none" and bool(self.functions)
 
     @property
     def must_call(self) -> bool:
-        """Whether the reply has to be a call."""
+        """True if the reply must be a call."""
         return self.choice == "required"
 
 
 def requested_tools(body: ToolFields, template_source: str | None) -> ToolUse | None:
-    """Return what a request wants of tools, in today's fields or in the former ones; None for nothing.
+    """Return the tools of a request, from the current or the deprecated fields; None if it has none.
 
-    Raises `ApiError` naming the field, also where both are there.
+    Raises `ApiError` naming the invalid field, or if both kinds of fields are given.
     """
     if body.functions is None and body.function_call is None:
         return tool_use(body.tools, body.tool_choice, body.parallel_tool_calls, template_source)
     if body.tools is not None or body.tool_choice is not None:
-        raise ApiError(400, "functions and function_call exclude tools and tool_choice", param="functions")
+        raise ApiError(
+            400, "functions and function_call cannot be combined with tools and tool_choice", param="functions"
+        )
     tools = [Tool(type="function", function=function) for function in body.functions or ()]
     given = body.function_call
     choice = ToolChoice(type="function", function=given) if isinstance(given, NamedFunction) else given
     try:
         return tool_use(tools, choice, False, template_source)
     except ApiError as error:
-        raise _in_former_fields(error) from None
+        raise _with_deprecated_fields(error) from None
 
 
 def tool_use(
     tools: Sequence[Tool] | None, choice: str | ToolChoice | None, parallel: bool | None, template_source: str | None
 ) -> ToolUse | None:
-    """Return what these fields want; None when there are no tools. Raises `ApiError` naming the field."""
+    """Return the tools of these fields; None if there are no tools. Raises `ApiError` naming the field."""
     functions = _functions(tools or ())
-    wanted, name = _choice(choice, [function["function"]["name"] for function in functions])
+    chosen, name = _choice(choice, [function["function"]["name"] for function in functions])
     if not tools:
         return None
     return ToolUse(
         functions=functions,
-        choice=wanted,
+        choice=chosen,
         name=name,
         format=tool_format(template_source),
         parallel=parallel is not False and name is None,
@@ -96,30 +97,30 @@ def tool_use(
 
 
 def call_id() -> str:
-    """Return a new call's id."""
+    """Return a new id of a call."""
     return f"call_{secrets.token_hex(12)}"
 
 
-class Told(NamedTuple):
-    """A whole reply as a message has it."""
+class MessageContent(NamedTuple):
+    """Content and tool calls of a message."""
 
     content: str | None
     tool_calls: list[dict[str, Any]]
 
 
-def is_told(event: Event, use: ToolUse) -> bool:
-    """Whether a client is told of what was read.
+def is_reported(event: Event, use: ToolUse) -> bool:
+    """Return True if the client gets this event.
 
-    Without `parallel` only the first call is, whatever others the model wrote. Where a call must be, what is left of
-    one that was cut off is no text.
+    Without `parallel` only the first call is returned. If a call is required, text is dropped: it is the rest of a call
+    that was cut off.
     """
     if isinstance(event, Content):
         return not use.must_call
     return use.parallel or event.index == 0
 
 
-def calls_json(events: Iterable[Event], *, new_id: Callable[[], str] = call_id) -> Told:
-    """Return a whole reply's content, None when there are only calls, and its calls."""
+def message_content(events: Iterable[Event], *, new_id: Callable[[], str] = call_id) -> MessageContent:
+    """Return a message's content and calls; the content is None if there are only calls."""
     content: list[str] = []
     pieces: dict[int, list[str]] = {}
     names: dict[int, str] = {}
@@ -133,11 +134,11 @@ def calls_json(events: Iterable[Event], *, new_id: Callable[[], str] = call_id) 
     functions = [{"name": name, "arguments": "".join(pieces[index])} for index, name in names.items()]
     calls = [{"id": new_id(), "type": "function", "function": function} for function in functions]
     text = "".join(content)
-    return Told(None if calls and not text else text, calls)
+    return MessageContent(None if calls and not text else text, calls)
 
 
 def call_deltas(events: Iterable[Event], *, new_id: Callable[[], str] = call_id) -> list[dict[str, Any]]:
-    """Return the deltas of a stream's chunks that tell of these events."""
+    """Return the `delta` objects of a stream's chunks for these events."""
     deltas: list[dict[str, Any]] = []
     for event in events:
         if isinstance(event, Content):
@@ -148,7 +149,7 @@ def call_deltas(events: Iterable[Event], *, new_id: Callable[[], str] = call_id)
 
 
 def _entries(event: Event, new_id: Callable[[], str]) -> list[dict[str, Any]]:
-    """Return what `tool_calls` tells of an event: nothing of an end."""
+    """Return the `tool_calls` entries of an event; none for the end of a call."""
     if isinstance(event, CallStart):
         function = {"name": event.name, "arguments": ""}
         return [{"index": event.index, "id": new_id(), "type": "function", "function": function}]
@@ -161,7 +162,7 @@ def _entries(event: Event, new_id: Callable[[], str]) -> list[dict[str, Any]]:
 
 
 def _functions(tools: Sequence[Tool]) -> tuple[Mapping[str, Any], ...]:
-    """Return the functions among tools, checked. Raises `ApiError` naming the tool that is wrong."""
+    """Return the functions among tools. Raises `ApiError` naming the invalid tool."""
     functions: list[Mapping[str, Any]] = []
     names: set[str] = set()
     for index, tool in enumerate(tools):
@@ -170,12 +171,12 @@ def _functions(tools: Sequence[Tool]) -> tuple[Mapping[str, Any], ...]:
             continue
         function = _function(tool, where)
         if function.name in names:
-            raise _refused(f"{where}.function.name", f"there are two functions {function.name!r}")
+            raise _refused(f"{where}.function.name", f"{function.name!r} is given twice")
         names.add(function.name)
         functions.append(_template_form(function, where))
     size = len(json.dumps(functions, ensure_ascii=False).encode("utf-8", "replace"))
     if size > MAX_TOOLS_BYTES:
-        raise _refused("tools", f"must be at most {MAX_TOOLS_BYTES} bytes of JSON, not {size}")
+        raise _refused("tools", f"must be at most {MAX_TOOLS_BYTES} bytes of JSON, got {size}")
     return tuple(functions)
 
 
@@ -188,18 +189,18 @@ def _function(tool: Tool, where: str) -> FunctionSpec:
 
 
 def _template_form(function: FunctionSpec, where: str) -> dict[str, Any]:
-    """Return a function as chat templates take it, without the fields that were not given."""
-    told: dict[str, Any] = {"name": function.name}
+    """Return a function as chat templates take it; omits absent fields."""
+    fields: dict[str, Any] = {"name": function.name}
     if function.description is not None:
-        told["description"] = function.description
+        fields["description"] = function.description
     if function.parameters is not None:
         _check_schema(function.parameters, f"{where}.function.parameters")
-        told["parameters"] = function.parameters
-    return {"type": "function", "function": told}
+        fields["parameters"] = function.parameters
+    return {"type": "function", "function": fields}
 
 
 def _check_schema(schema: Mapping[str, Any], where: str) -> None:
-    """Refuse a schema that is not one of an object."""
+    """Raise `ApiError` unless the schema is one of an object."""
     if schema.get("type", "object") != "object":
         raise _refused(f"{where}.type", "must be 'object'")
     if not isinstance(schema.get("properties", {}), dict):
@@ -210,7 +211,7 @@ def _check_schema(schema: Mapping[str, Any], where: str) -> None:
 
 
 def _choice(given: str | ToolChoice | None, names: Sequence[str]) -> tuple[Choice, str | None]:
-    """Return the choice, and the function that must be called. Raises `ApiError`."""
+    """Return the choice and the name of the function that must be called. Raises `ApiError`."""
     if given is None or given == "auto":
         return "auto", None
     if given == "none":
@@ -221,7 +222,7 @@ def _choice(given: str | ToolChoice | None, names: Sequence[str]) -> tuple[Choic
         return "required", None
     if isinstance(given, str):
         raise _refused(
-            "tool_choice", f"must be 'none', 'auto', 'required' or an object that names a function: {given!r}"
+            "tool_choice", f"must be 'none', 'auto', 'required' or an object that names a function, got {given!r}"
         )
     name = _chosen_name(given)
     if name not in names:
@@ -238,8 +239,8 @@ def _chosen_name(given: ToolChoice) -> str:
     return name
 
 
-def _in_former_fields(error: ApiError) -> ApiError:
-    """Return an error in terms of the former fields, which are what the client wrote."""
+def _with_deprecated_fields(error: ApiError) -> ApiError:
+    """Return an error with the names of the deprecated fields, which the client used."""
     message, param = (
         _FUNCTION.sub(r"functions\1", text).replace("tool_choice", "function_call").replace("tools", "functions")
         for text in (error.message, error.param or "")

@@ -1,4 +1,4 @@
-"""What the dialects of other servers share: refusals told in their names, calls as they mean them. Pure."""
+"""Shared by the dialects of other servers: errors with their field names, changes to calls. Pure."""
 
 from __future__ import annotations
 
@@ -21,40 +21,42 @@ from nano_inference.server.structured import Structure
 from nano_inference.server.unsupported import is_one_of, refuse_unsupported
 
 _WORD = re.compile(r"^[a-z]+(?=[ :.\[])|[a-z]+(?:_[a-z]+)+")
-"""What can be a field's name in a refusal: a text begins with one, and one of several words stands anywhere."""
+"""A possible field name in a message: its first word, or a name with an underscore anywhere."""
 _HEAD = re.compile(r"^[a-z_]+")
 _B = TypeVar("_B", bound=Body)
 
 
 def as_body(fields: Mapping[str, Any], kind: type[_B]) -> _B:
-    """Return a body with these fields. Raises `ApiError` naming the one that does not fit."""
+    """Return a body with these fields. Raises `ApiError` naming an invalid one."""
     try:
         return kind.model_validate(fields)
     except ValidationError:
-        return parse(to_json(fields), kind)  # which says what is wrong in a client's words
+        return parse(to_json(fields), kind)  # raises the client's error
 
 
 @contextmanager
-def told_as(names: Mapping[str, str]) -> Iterator[None]:
-    """Raise what is refused in the block with a client's own names of fields; `names` are ours to theirs."""
+def renamed_errors(names: Mapping[str, str]) -> Iterator[None]:
+    """Raise the block's `ApiError` with renamed fields; `names`: this server's name -> the dialect's."""
     try:
         yield
     except ApiError as error:
-        raise renamed(error, names) from None
+        raise renamed_error(error, names) from None
 
 
-def renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:
-    """Return a refusal with other names of fields, in its text and as the field that is wrong."""
-    param = error.param
-    if param is not None:
-        param = _HEAD.sub(lambda found: names.get(found.group(), found.group()), param)
-    text = _WORD.sub(lambda found: names.get(found.group(), found.group()), error.message)
-    return ApiError(error.status, text, param=param, code=error.code, headers=error.headers, extra=error.extra)
+def renamed_error(error: ApiError, names: Mapping[str, str]) -> ApiError:
+    """Return an error with fields renamed in its message and `param`."""
+    return reworded(
+        error,
+        lambda text: _WORD.sub(lambda found: names.get(found.group(), found.group()), text),
+        lambda param: _renamed_head(param, names),
+    )
 
 
-def reworded(error: ApiError, reword: Callable[[str], str]) -> ApiError:
-    """Return the error with `reword` applied to its message and to the name of its field."""
-    param = None if error.param is None else reword(error.param)
+def reworded(
+    error: ApiError, reword: Callable[[str], str], reword_param: Callable[[str], str] | None = None
+) -> ApiError:
+    """Return the error with its message and `param` reworded; `reword_param` is `reword` if not given."""
+    param = None if error.param is None else (reword_param or reword)(error.param)
     text = reword(error.message)
     return ApiError(error.status, text, param=param, code=error.code, headers=error.headers, extra=error.extra)
 
@@ -68,21 +70,23 @@ def errors_reworded(reword: Callable[[str], str]) -> Iterator[None]:
         raise reworded(error, reword) from None
 
 
-def structures_told_as(call: Call, names: Mapping[str, str]) -> Call:
-    """Return a call whose structures are told of by other names of their fields: they are compiled later."""
+def rename_structures(call: Call, names: Mapping[str, str]) -> Call:
+    """Return a call whose structures have renamed fields, for errors of their later compilation."""
 
-    def told(structure: Structure | None) -> Structure | None:
-        if structure is None:
-            return None
-        return structure._replace(field=_HEAD.sub(lambda f: names.get(f.group(), f.group()), structure.field))
+    def renamed(structure: Structure | None) -> Structure | None:
+        return None if structure is None else structure._replace(field=_renamed_head(structure.field, names))
 
     return replace(
-        call, requests=tuple(replace(request, structure=told(request.structure)) for request in call.requests)
+        call, requests=tuple(replace(request, structure=renamed(request.structure)) for request in call.requests)
     )
 
 
+def _renamed_head(place: str, names: Mapping[str, str]) -> str:
+    return _HEAD.sub(lambda found: names.get(found.group(), found.group()), place)
+
+
 def refuse(fields: Mapping[str, Any], neutral: Mapping[str, tuple[Any, ...]], where: str = "") -> None:
-    """Raise `ApiError` naming the first known field whose value is none of those with which it changes nothing."""
+    """Raise `ApiError` naming the first field of `neutral` whose value is not one of its neutral values."""
     for name, value in fields.items():
         if name in neutral and not is_one_of(value, neutral[name]):
             place = f"{where}{name}"
@@ -97,16 +101,16 @@ def refuse_foreign(body: Body, neutral: Mapping[str, tuple[Any, ...]]) -> None:
 
 
 def refuse_unknown(fields: Mapping[str, Any], neutral: Mapping[str, tuple[Any, ...]], where: str) -> None:
-    """Raise as `refuse` does, and for a name that is not known at all: a mistyped one must not go unnoticed."""
+    """Raise as `refuse` does, and for a name that is not in `neutral`."""
     refuse(fields, neutral, where)
     for name in fields:
         if name not in neutral:
             place = f"{where}{name[:64]}"
-            raise ApiError(400, f"{place} is not a field of it", param=place, code="unknown_field")
+            raise ApiError(400, f"{place} is not a known field", param=place, code="unknown_field")
 
 
-def given(body: Body) -> dict[str, Any]:
-    """Return a body's known fields: what was sent, or else its default; without those that are None either way."""
+def given_fields(body: Body) -> dict[str, Any]:
+    """Return a body's known fields with their values or defaults, without those that are None."""
     values: dict[str, Any] = {}
     for name, field in type(body).model_fields.items():
         value = getattr(body, name)
@@ -114,15 +118,15 @@ def given(body: Body) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-def roomy(call: Call, limits: Limits) -> Call:
-    """Return a call whose answers may take all the room that their prompts leave."""
+def fill_context(call: Call, limits: Limits) -> Call:
+    """Return a call without `max_tokens`: outputs may fill the context."""
     room = min(limits.max_model_len, limits.num_blocks * limits.block_size)
     requests = tuple(replace(request, params=replace(request.params, max_tokens=None)) for request in call.requests)
     num_tokens = sum(len(request.prompt) + request.num_samples * (room - len(request.prompt)) for request in requests)
     return replace(call, requests=requests, num_tokens=num_tokens)
 
 
-def uncached(call: Call) -> Call:
-    """Return a call that shares no cached prefix with any other."""
+def without_prefix_cache(call: Call) -> Call:
+    """Return a call that uses no cached prefix, by a unique salt."""
     requests = tuple(replace(request, salt=f"{request.salt}#{uuid.uuid4().hex}") for request in call.requests)
     return replace(call, requests=requests)

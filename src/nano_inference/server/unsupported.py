@@ -1,4 +1,4 @@
-"""Fields that other servers know and this one does not do: refused by name, unless they say what is the case anyway."""
+"""Fields of other servers without support here: refused by name, unless their value changes nothing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ EMPTY: tuple[Any, ...] = (None, [], {}, "")
 
 NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {
-        # done by some paths, which declare them; refused by the others
+        # supported on paths whose body declares them
         "tools": EMPTY,
         "tool_choice": (None, "none", "auto"),
         "parallel_tool_calls": (None, True, False),
@@ -78,21 +78,21 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "xtc_probability": (None, 0, 0.0),
     }
 )
-"""Field -> the values with which it changes nothing."""
+"""Field -> values with which it changes nothing."""
 
 
 def refuse_unsupported(fields: Mapping[str, Any], where: str = "") -> None:
-    """Raise `ApiError` naming the first known field whose value asks for what is not done here."""
+    """Raise `ApiError` naming the first field of `NEUTRAL` whose value is not neutral."""
     for name, value in fields.items():
         if name in NEUTRAL and not is_one_of(value, NEUTRAL[name]):
             raise ApiError(400, f"{where}{name} is not supported here", param=name, code="unsupported_field")
 
 
 def unknown_fields(fields: Mapping[str, Any]) -> list[str]:
-    """Return the names that nobody knows, sorted."""
+    """Return the unknown field names, sorted."""
     return sorted(name for name in fields if name not in NEUTRAL)
 
 
 def is_one_of(value: Any, neutral: Sequence[Any]) -> bool:
-    """Whether a value is one of these; True is not 1."""
+    """Return True if a value is one of these, of the same type: True is not 1."""
     return any(type(value) is type(one) and value == one for one in neutral)

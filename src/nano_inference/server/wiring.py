@@ -1,4 +1,4 @@
-"""Joins the server's core to the dialects and to the trainers' routes, which the core does not import."""
+"""Connects the server's core with the dialects and the RL routes, which the core does not import."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ def installed_dialects() -> Mapping[str, Dialect]:
 
 
 def guard_policy(config: ServerConfig, keys: KeyRing) -> GuardPolicy:
-    """Return the guard's policy, in which the trainers' commands need an admin key. Raises `ValueError` as it does."""
+    """Return `guard.policy_of` with the RL routes as admin paths. Raises `ValueError`."""
     return guard.policy_of(config, keys, ADMIN_PATHS)
 
 
 def make_app(config: ServerConfig, policy: GuardPolicy, link: EngineLink, dialects: Mapping[str, Dialect]) -> App:
-    """Return the application with these dialects and the trainers' routes.
+    """Return the application with these dialects and the RL routes.
 
-    Raises `PluginError` for a route that two dialects have, or a dialect and the core.
+    Raises `PluginError` for a route that is defined twice.
     """
     return App(config, policy, link, dialects, partial(rl_routes, link, config, policy))

@@ -20,11 +20,11 @@ from nano_inference.admission import checked
 from nano_inference.checks import unit_vector
 from nano_inference.config import ServerConfig
 from nano_inference.server.call import JSON, Call, Transcript
-from nano_inference.server.detokenizer import Written
+from nano_inference.server.detokenizer import DecodedDelta
 from nano_inference.server.dialect import Dialect, Generating
 from nano_inference.server.errors import ApiError
 from nano_inference.server.model import ServedModel
-from nano_inference.server.refusals import refusals_told
+from nano_inference.server.refusals import api_errors
 from nano_inference.server.schema import MAX_PROMPTS, Body, CountOrOff, Salt, Samples, TokenIds
 from nano_inference.server.shape import ReplyShape
 from nano_inference.server.ticket import PromptRequest
@@ -97,7 +97,7 @@ def embedding_call(body: EmbeddingBody, model: ServedModel, config: ServerConfig
         num_samples=1,
         num_tokens=sum(len(request.prompt) for request in requests),
         shape=ReplyShape(versions=config.enable_rl),
-        dialect=partial(EmbeddingReply, body),
+        make_reply=partial(EmbeddingReply, body),
     )
 
 
@@ -108,7 +108,7 @@ class EmbeddingReply:
         self._body = body
         self._call = call
 
-    def whole(self, transcripts: Sequence[Transcript]) -> JSON:
+    def body(self, transcripts: Sequence[Transcript]) -> JSON:
         """Return the reply's JSON. Raises `ApiError` if a text failed."""
         samples = [transcript.sample for transcript in transcripts if transcript.sample is not None]
         reply = embedding_reply(self._body, self._call.model, samples)
@@ -117,16 +117,16 @@ class EmbeddingReply:
             reply["lineage"] = next((sample.lineage for sample in samples), None)
         return reply
 
-    def opening(self, transcripts: Sequence[Transcript]) -> bytes:
+    def first_events(self, transcripts: Sequence[Transcript]) -> bytes:
         return b""
 
-    def added(self, transcript: Transcript, written: Written, transcripts: Sequence[Transcript]) -> bytes:
+    def delta_events(self, transcript: Transcript, decoded: DecodedDelta, transcripts: Sequence[Transcript]) -> bytes:
         return b""
 
-    def closing(self, transcripts: Sequence[Transcript]) -> bytes:
+    def last_events(self, transcripts: Sequence[Transcript]) -> bytes:
         return b""
 
-    def failed(self, error: ApiError) -> bytes:
+    def error_events(self, error: ApiError) -> bytes:
         return b""
 
 
@@ -162,7 +162,7 @@ def _prompt(text: Any, field: str, body: EmbeddingBody, model: ServedModel, para
         fewest = len(text) // model.longest_token  # encoding megabytes only to reject them takes seconds
         if keep is None and fewest > limit:
             raise _too_long(fewest, f"at least {fewest} tokens", field, limit)
-        with refusals_told(field):
+        with api_errors(field):
             ids = model.tokenizer.encode(text, add_special=body.add_special_tokens is not False)
     if keep is not None:
         ids = ids[-(keep if keep > 0 else limit) :]

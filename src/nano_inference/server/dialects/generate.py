@@ -21,12 +21,12 @@ from pydantic import Field
 from nano_inference.config import ServerConfig
 from nano_inference.server.call import JSON, Call, Transcript, usage
 from nano_inference.server.calls import completion_call
-from nano_inference.server.detokenizer import Entry, Written
+from nano_inference.server.detokenizer import DecodedDelta, LogprobEntry
 from nano_inference.server.dialect import Dialect, Generating
 from nano_inference.server.errors import ApiError
 from nano_inference.server.events import DONE, events
 from nano_inference.server.model import ServedModel
-from nano_inference.server.replies import sample_facts, token_facts, version_facts, whole
+from nano_inference.server.replies import openai_body, sample_facts, token_facts, version_facts
 from nano_inference.server.schema import (
     MAX_BIAS,
     MAX_TOKEN_LIST,
@@ -52,13 +52,13 @@ from nano_inference.server.schema import (
 from nano_inference.server.schema import TokenIds as Ids
 from nano_inference.server.translating import (
     as_body,
-    given,
+    fill_context,
+    given_fields,
     refuse_foreign,
     refuse_unknown,
-    roomy,
-    structures_told_as,
-    told_as,
-    uncached,
+    rename_structures,
+    renamed_errors,
+    without_prefix_cache,
 )
 from nano_inference.server.unsupported import EMPTY, OFF
 from nano_inference.text.tokenizer import Tokenizer
@@ -171,15 +171,15 @@ def generate_call(body: GenerateBody, model: ServedModel, config: ServerConfig, 
     refuse_foreign(body, UNSUPPORTED)
     refuse_unknown(params.model_extra or {}, UNSUPPORTED_PARAMS, "sampling_params.")
     _check(body, params)
-    with told_as(_CLIENT_NAMES):
+    with renamed_errors(_CLIENT_NAMES):
         call = completion_call(as_body(_fields(body, params), CompletionBody), model, config, salt)
-    call = roomy(call, model.limits) if params.max_tokens is None else call
-    call = structures_told_as(call, _CLIENT_NAMES)
-    call = uncached(call) if params.skip_reading_prefix_cache else call
+    call = fill_context(call, model.limits) if params.max_tokens is None else call
+    call = rename_structures(call, _CLIENT_NAMES)
+    call = without_prefix_cache(call) if params.skip_reading_prefix_cache else call
     name = body.request_id or f"generate-{uuid.uuid4().hex}"
     shape = replace(call.shape, token_ids=True, tokens_as_ids=True)
-    dialect = partial(GenerateReply, with_prompt=bool(body.return_token_ids))
-    return replace(call, id=name, names=frozenset({name}), shape=shape, dialect=dialect)
+    make_reply = partial(GenerateReply, with_prompt=bool(body.return_token_ids))
+    return replace(call, id=name, names=frozenset({name}), shape=shape, make_reply=make_reply)
 
 
 def _check(body: GenerateBody, params: GenerateParams) -> None:
@@ -192,13 +192,13 @@ def _check(body: GenerateBody, params: GenerateParams) -> None:
 
 def _fields(body: GenerateBody, params: GenerateParams) -> JSON:
     """Return the fields of a `CompletionBody`."""
-    fields = {name: value for name, value in given(params).items() if name not in _NOT_IN_COMPLETION}
+    fields = {name: value for name, value in given_fields(params).items() if name not in _NOT_IN_COMPLETION}
     structure = {name: value for name, value in (params.structured_outputs or {}).items() if value not in (None, False)}
     fields.pop("structured_outputs", None)
     if structure:
         fields["structured_outputs"] = structure
     if params.max_tokens is None:
-        fields["max_tokens"] = max(1, params.min_tokens or 0)  # passes validation; `roomy` removes the limit
+        fields["max_tokens"] = max(1, params.min_tokens or 0)  # passes validation; `fill_context` removes the limit
     options = body.stream_options
     fields |= {"model": body.model, "prompt": body.token_ids, "stream": body.stream}
     return fields | {"stream_options": None if options is None else options.model_dump(exclude_none=True)}
@@ -214,7 +214,7 @@ class GenerateReply:
         self._prompt: JSON = {"prompt_token_ids": list(call.requests[0].prompt)} if with_prompt else {}
         """Emptied after the first chunk of a stream."""
 
-    def whole(self, transcripts: Sequence[Transcript]) -> JSON:
+    def body(self, transcripts: Sequence[Transcript]) -> JSON:
         """Return the reply's JSON."""
         return {
             **self._head(),
@@ -225,27 +225,27 @@ class GenerateReply:
             "usage": usage(self._call, transcripts),
         }
 
-    def opening(self, transcripts: Sequence[Transcript]) -> bytes:
+    def first_events(self, transcripts: Sequence[Transcript]) -> bytes:
         return b""
 
-    def added(self, transcript: Transcript, written: Written, transcripts: Sequence[Transcript]) -> bytes:
+    def delta_events(self, transcript: Transcript, decoded: DecodedDelta, transcripts: Sequence[Transcript]) -> bytes:
         """Return one chunk with the new tokens and, at the end of the sample, its finish reason."""
-        if not written.token_ids and written.finish_reason is None:
+        if not decoded.token_ids and decoded.finish_reason is None:
             return b""
-        chunk = {**self._head(), **self._prompt, "choices": [_chunk_choice(self._call, transcript, written)]}
+        chunk = {**self._head(), **self._prompt, "choices": [_chunk_choice(self._call, transcript, decoded)]}
         self._prompt = {}
         if self._call.include_usage:
             so_far = usage(self._call, transcripts, with_cached=False) if self._call.continuous_usage else None
             chunk["usage"] = so_far
         return events([chunk])
 
-    def closing(self, transcripts: Sequence[Transcript]) -> bytes:
+    def last_events(self, transcripts: Sequence[Transcript]) -> bytes:
         """Return the usage if requested, and [DONE]."""
         if not self._call.include_usage:
             return DONE
         return events([{**self._head(), "choices": [], "usage": usage(self._call, transcripts)}]) + DONE
 
-    def failed(self, error: ApiError) -> bytes:
+    def error_events(self, error: ApiError) -> bytes:
         """Return the error, and [DONE]."""
         return events([error.to_dict()]) + DONE
 
@@ -257,7 +257,7 @@ class GenerateReply:
         if self._call.shape.prompt_logprobs is None:
             return None
         completion = replace(self._call, shape=replace(self._call.shape, logprobs=None))
-        choice: JSON = whole(completion, transcripts[:1], self._tokenizer, self._created)["choices"][0]
+        choice: JSON = openai_body(completion, transcripts[:1], self._tokenizer, self._created)["choices"][0]
         logprobs: list[JSON | None] = choice["prompt_logprobs"]
         return logprobs
 
@@ -273,21 +273,21 @@ def _choice(call: Call, transcript: Transcript) -> JSON:
     } | sample_facts(transcript, call.shape)
 
 
-def _chunk_choice(call: Call, transcript: Transcript, written: Written) -> JSON:
+def _chunk_choice(call: Call, transcript: Transcript, decoded: DecodedDelta) -> JSON:
     """Return the choice of a stream's chunk; all of a sample's chunks add up to its `_choice`."""
     return {
         "index": transcript.index,
         "token_ids": [],
         "mask": [],
-        "logprobs": _logprobs(written.entries, call.shape.logprobs),
-        "finish_reason": written.finish_reason,
-        "stop_reason": written.stop_reason,
-        **token_facts(written, call.shape),
-        **(version_facts(transcript, call.shape) if written.finish_reason is not None else {}),
+        "logprobs": _logprobs(decoded.entries, call.shape.logprobs),
+        "finish_reason": decoded.finish_reason,
+        "stop_reason": decoded.stop_reason,
+        **token_facts(decoded, call.shape),
+        **(version_facts(transcript, call.shape) if decoded.finish_reason is not None else {}),
     }
 
 
-def _logprobs(entries: Sequence[Entry], count: int | None) -> JSON | None:
+def _logprobs(entries: Sequence[LogprobEntry], count: int | None) -> JSON | None:
     """Return one object per token with `count` alternatives each; None if not requested."""
     if count is None:
         return None
@@ -308,7 +308,7 @@ def _token(token: int, logprob: float | None, rank: int | None) -> JSON:
     return {"token": f"token_id:{token}", "token_id": token, "logprob": logprob, "rank": rank, "bytes": None}
 
 
-def rank_of(entry: Entry, count: int) -> int | None:
+def rank_of(entry: LogprobEntry, count: int) -> int | None:
     """Return the token's rank by probability, from 1; None if it is not among the `count` most likely."""
     top_tokens = [one.token for one in (entry.top or ())[:count]]
     return top_tokens.index(entry.token) + 1 if entry.token in top_tokens else None

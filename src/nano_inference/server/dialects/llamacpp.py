@@ -24,7 +24,7 @@ from nano_inference.server.dialect import Describing, Dialect, Generating, Occup
 from nano_inference.server.dialects.llamacpp_reply import LlamaReply, ReplyOptions, error_body
 from nano_inference.server.errors import ApiError
 from nano_inference.server.model import ServedModel
-from nano_inference.server.refusals import refusals_told
+from nano_inference.server.refusals import api_errors
 from nano_inference.server.schema import (
     INT32,
     MAX_BIAS,
@@ -42,7 +42,14 @@ from nano_inference.server.schema import (
     TokenId,
     TokenIds,
 )
-from nano_inference.server.translating import as_body, given, refuse_foreign, roomy, told_as, uncached
+from nano_inference.server.translating import (
+    as_body,
+    fill_context,
+    given_fields,
+    refuse_foreign,
+    renamed_errors,
+    without_prefix_cache,
+)
 from nano_inference.server.unsupported import EMPTY, OFF
 from nano_inference.text.dialogue import TemplateDialogue
 from nano_inference.text.tokenizer import Tokenizer
@@ -139,10 +146,10 @@ def llama_call(body: LlamaBody, model: ServedModel, config: ServerConfig, salt: 
     if body.repeat_last_n is not None and body.repeat_last_n > 0:
         message = f"repeat_last_n must be -1 (all tokens) or 0 (no penalty), got {body.repeat_last_n}"
         raise ApiError(400, message, param="repeat_last_n", code="unsupported_field")
-    with told_as(_CLIENT_NAMES):
+    with renamed_errors(_CLIENT_NAMES):
         call = completion_call(as_body(_fields(body, model), CompletionBody), model, config, salt)
-    call = roomy(call, model.limits) if _is_unlimited(body) else call
-    call = uncached(call) if body.cache_prompt is False else call
+    call = fill_context(call, model.limits) if _is_unlimited(body) else call
+    call = without_prefix_cache(call) if body.cache_prompt is False else call
     options = ReplyOptions(
         settings=_settings(body, call),
         tokens=bool(body.return_tokens),
@@ -150,13 +157,13 @@ def llama_call(body: LlamaBody, model: ServedModel, config: ServerConfig, salt: 
         fields=tuple(body.response_fields or ()),
     )
     name = f"cmpl-{uuid.uuid4().hex}"
-    return replace(call, id=name, names=frozenset({name}), dialect=partial(LlamaReply, options=options))
+    return replace(call, id=name, names=frozenset({name}), make_reply=partial(LlamaReply, options=options))
 
 
 def props(model: ServedModel, occupancy: Occupancy) -> JSON:
     """Return the reply of GET /props; `model_path` is the model's name, not its directory."""
     dialogue, named = model.dialogue, model.tokenizer.named
-    defaults = given(LlamaBody(prompt=""))
+    defaults = given_fields(LlamaBody(prompt=""))
     params = {name: defaults[name] for name in defaults if name not in ("prompt", "cache_prompt", "n_cmpl")}
     return {
         "default_generation_settings": {"n_ctx": model.limits.max_model_len, "params": params},
@@ -177,7 +184,7 @@ def _is_unlimited(body: LlamaBody) -> bool:
 
 def _fields(body: LlamaBody, model: ServedModel) -> JSON:
     """Return the fields of a `CompletionBody`."""
-    values = given(body)
+    values = given_fields(body)
     fields: JSON = {name: values[name] for name in _SAME_NAME if name in values}
     if body.repeat_last_n == 0:
         fields |= {"presence_penalty": 0.0, "frequency_penalty": 0.0}
@@ -189,7 +196,9 @@ def _fields(body: LlamaBody, model: ServedModel) -> JSON:
         "model": body.model,
         "prompt": _prompts(body.prompt, model),
         "n": body.n_cmpl,
-        "max_tokens": 1 if _is_unlimited(body) else body.n_predict,  # 1 passes validation; `roomy` removes the limit
+        "max_tokens": 1
+        if _is_unlimited(body)
+        else body.n_predict,  # 1 passes validation; `fill_context` removes the limit
         "seed": None if body.seed in _RANDOM_SEEDS else body.seed,
         "logit_bias": _bias(body.logit_bias, model.tokenizer),
         "stream": body.stream,
@@ -215,7 +224,7 @@ def _tokenize_pieces(pieces: Sequence[int | str], model: ServedModel) -> list[in
         message = f"the prompt is longer than the context of {model.limits.max_model_len} tokens"
         raise ApiError(400, message, param="prompt", code="context_length_exceeded")
     ids: list[int] = []
-    with refusals_told("prompt"):
+    with api_errors("prompt"):
         for index, piece in enumerate(pieces):
             ids += [piece] if isinstance(piece, int) else model.tokenizer.encode(piece, add_special=index == 0)
     return ids

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nano_inference.server.call import JSON, Call, Transcript
-from nano_inference.server.detokenizer import Entry, Written, alone, token_data
+from nano_inference.server.detokenizer import DecodedDelta, LogprobEntry, token_bytes_of, token_text
 from nano_inference.server.errors import ApiError, shortened
 from nano_inference.server.events import event
 from nano_inference.server.replies import version_facts
@@ -44,11 +44,11 @@ class StreamProgress:
     first: float | None = None
     last: float | None = None
 
-    def add(self, written: Written) -> None:
+    def add(self, decoded: DecodedDelta) -> None:
         """Count the text and tokens of a delta."""
-        self.num_tokens += len(written.token_ids)
-        self.has_newline |= "\n" in written.text
-        if written.token_ids:
+        self.num_tokens += len(decoded.token_ids)
+        self.has_newline |= "\n" in decoded.text
+        if decoded.token_ids:
             self.last = time.monotonic()
             self.first = self.last if self.first is None else self.first
 
@@ -63,44 +63,44 @@ class LlamaReply:
         self._started_at = time.monotonic()
         self._progress = [StreamProgress() for _ in range(call.total_samples)]
 
-    def whole(self, transcripts: Sequence[Transcript]) -> Any:
+    def body(self, transcripts: Sequence[Transcript]) -> Any:
         """Return the reply's JSON."""
         answers = [self._answer(transcript) for transcript in transcripts]
         return answers if len(answers) > 1 else answers[0]
 
-    def opening(self, transcripts: Sequence[Transcript]) -> bytes:
+    def first_events(self, transcripts: Sequence[Transcript]) -> bytes:
         return b""
 
-    def added(self, transcript: Transcript, written: Written, transcripts: Sequence[Transcript]) -> bytes:
+    def delta_events(self, transcript: Transcript, decoded: DecodedDelta, transcripts: Sequence[Transcript]) -> bytes:
         """Return an event with the new text and, at the end of the sample, one with all remaining fields."""
-        self._progress[transcript.index].add(written)
-        data = event(self._chunk(transcript, written)) if written.text or written.token_ids else b""
-        return data if written.finish_reason is None else data + event(self._answer(transcript))
+        self._progress[transcript.index].add(decoded)
+        data = event(self._chunk(transcript, decoded)) if decoded.text or decoded.token_ids else b""
+        return data if decoded.finish_reason is None else data + event(self._answer(transcript))
 
-    def closing(self, transcripts: Sequence[Transcript]) -> bytes:
+    def last_events(self, transcripts: Sequence[Transcript]) -> bytes:
         """Return nothing: each sample has its own last event."""
         return b""
 
-    def failed(self, error: ApiError) -> bytes:
+    def error_events(self, error: ApiError) -> bytes:
         """Return the error."""
         return event(error_body(error))
 
-    def _chunk(self, transcript: Transcript, written: Written) -> JSON:
+    def _chunk(self, transcript: Transcript, decoded: DecodedDelta) -> JSON:
         chunk: JSON = {
             "index": transcript.index,
-            "content": written.text,
-            "tokens": list(written.token_ids),
+            "content": decoded.text,
+            "tokens": list(decoded.token_ids),
             "stop": False,
             "id_slot": -1,
             "tokens_predicted": self._progress[transcript.index].num_tokens,
             "tokens_evaluated": len(self._prompt(transcript)),
         }
         if self._call.shape.logprobs is not None:
-            chunk["completion_probabilities"] = self._probabilities(written.entries)
+            chunk["completion_probabilities"] = self._probabilities(decoded.entries)
         if self._options.timings:
             chunk["timings"] = self._timings(transcript, self._progress[transcript.index].num_tokens)
-        if self._call.shape.versions and written.delta is not None:
-            chunk["mask"] = list(written.delta.mask)
+        if self._call.shape.versions and decoded.delta is not None:
+            chunk["mask"] = list(decoded.delta.mask)
         return chunk
 
     def _answer(self, transcript: Transcript) -> JSON:
@@ -145,7 +145,7 @@ class LlamaReply:
         prefilled = None if cached is None else len(self._prompt(transcript)) - cached
         return {"cache_n": cached, **speeds("prompt", prefilled, prompt_s), **speeds("predicted", num_tokens, answer_s)}
 
-    def _probabilities(self, entries: Sequence[Entry]) -> list[JSON]:
+    def _probabilities(self, entries: Sequence[LogprobEntry]) -> list[JSON]:
         count = self._call.shape.logprobs
         return [
             {
@@ -156,8 +156,8 @@ class LlamaReply:
         ]
 
     def _token(self, token: int, logprob: float | None) -> JSON:
-        data = list(token_data(token, self._tokenizer))
-        return {"id": token, "token": alone(token, self._tokenizer), "bytes": data, "logprob": logprob}
+        data = list(token_bytes_of(token, self._tokenizer))
+        return {"id": token, "token": token_text(token, self._tokenizer), "bytes": data, "logprob": logprob}
 
 
 def stop_of(transcript: Transcript) -> tuple[str, str]:

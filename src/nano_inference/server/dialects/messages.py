@@ -76,7 +76,7 @@ _UNLIMITED = 1 << 40
 def messages_call(body: MessagesBody, model: ServedModel, config: ServerConfig, salt: str) -> Call:
     """Return the call of POST /v1/messages. Raises `ApiError` naming the invalid field."""
     call = _chat_call(body, model, config, salt)
-    return replace(call, id=f"msg_{uuid.uuid4().hex}", dialect=MessagesReply)
+    return replace(call, id=f"msg_{uuid.uuid4().hex}", make_reply=MessagesReply)
 
 
 def count_tokens(body: CountTokensBody, model: ServedModel) -> JSON:

@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 from pydantic_core import from_json
 
 from nano_inference.server.call import JSON, Call, Transcript, usage
-from nano_inference.server.detokenizer import Written
+from nano_inference.server.detokenizer import DecodedDelta
 from nano_inference.server.errors import ApiError, shortened
 from nano_inference.server.events import event
 from nano_inference.server.replies import sample_facts
@@ -51,29 +51,29 @@ class MessagesReply:
         self._call = call
         self._state = BlockState()
 
-    def whole(self, transcripts: Sequence[Transcript]) -> JSON:
+    def body(self, transcripts: Sequence[Transcript]) -> JSON:
         """Return the message."""
         state, events = content_events(BlockState(), transcripts[0].events, self._call.id)
         content = content_of([*events, *_stop_block(state)])
         return message(self._call, content) | _ending(self._call, transcripts, state)
 
-    def opening(self, transcripts: Sequence[Transcript]) -> bytes:
+    def first_events(self, transcripts: Sequence[Transcript]) -> bytes:
         """Return the `message_start` event."""
         blank = {"stop_reason": None, "stop_sequence": None, "usage": input_usage(self._call, transcripts)}
         return named_events([{"type": "message_start", "message": message(self._call, []) | blank}])
 
-    def added(self, transcript: Transcript, written: Written, transcripts: Sequence[Transcript]) -> bytes:
-        self._state, events = content_events(self._state, written.events, self._call.id)
+    def delta_events(self, transcript: Transcript, decoded: DecodedDelta, transcripts: Sequence[Transcript]) -> bytes:
+        self._state, events = content_events(self._state, decoded.events, self._call.id)
         return named_events(events)
 
-    def closing(self, transcripts: Sequence[Transcript]) -> bytes:
+    def last_events(self, transcripts: Sequence[Transcript]) -> bytes:
         """Return the end of the last block, `message_delta` with the stop reason, and `message_stop`."""
         ending = _ending(self._call, transcripts, self._state)
         delta = {name: ending.pop(name) for name in ("stop_reason", "stop_sequence")}
         last = [{"type": "message_delta", "delta": delta, **ending}, {"type": "message_stop"}]
         return named_events([*_stop_block(self._state), *last])
 
-    def failed(self, error: ApiError) -> bytes:
+    def error_events(self, error: ApiError) -> bytes:
         return named_events([error_body(error)])
 
 

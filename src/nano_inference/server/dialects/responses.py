@@ -27,7 +27,7 @@ from nano_inference.server.dialects.responses_stream import ResponsesReply
 from nano_inference.server.errors import ApiError
 from nano_inference.server.model import ServedModel
 from nano_inference.server.schema import MAX_MESSAGES, Alternatives, Body, ChatBody, Samples, Sampling, TextPart
-from nano_inference.server.translating import as_body, errors_reworded, refuse, structures_told_as
+from nano_inference.server.translating import as_body, errors_reworded, refuse, rename_structures
 from nano_inference.server.unsupported import is_one_of, refuse_unsupported
 
 LOGPROBS: Final = "message.output_text.logprobs"
@@ -173,10 +173,10 @@ def responses_call(body: ResponsesBody, model: ServedModel, config: ServerConfig
     messages = _messages_of(body)
     with errors_reworded(lambda text: _with_own_names(text, messages.places)):
         call = chat_call(as_body(_chat_of(body, messages.chat), ChatBody), model, config, salt)
-    call = structures_told_as(call, _CHAT_NAMES)
+    call = rename_structures(call, _CHAT_NAMES)
     stem = uuid.uuid4().hex
-    dialect = partial(ResponsesReply, echo=_echo(body, call), id_stem=stem)
-    return replace(call, id=f"resp_{body.request_id or stem}", dialect=dialect)
+    make_reply = partial(ResponsesReply, echo=_echo(body, call), id_stem=stem)
+    return replace(call, id=f"resp_{body.request_id or stem}", make_reply=make_reply)
 
 
 # ---- refusals -------------------------------------------------------------------------------------------------------

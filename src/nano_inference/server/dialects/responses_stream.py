@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nano_inference.server.call import JSON, Call, Transcript, usage
-from nano_inference.server.detokenizer import Entry, Written
+from nano_inference.server.detokenizer import DecodedDelta, LogprobEntry
 from nano_inference.server.errors import ApiError, shortened
 from nano_inference.server.events import event as named_event
 from nano_inference.server.replies import joined, sample_facts, token_logprobs
@@ -72,25 +72,25 @@ class ResponsesReply:
         self._open: _Message | _Function | None = None
         self._num_events = 0
 
-    def whole(self, transcripts: Sequence[Transcript]) -> JSON:
+    def body(self, transcripts: Sequence[Transcript]) -> JSON:
         """Return the response."""
         (transcript,) = transcripts
         self._take(transcript.events, transcript.entries, transcript.parts)
         self._finish(transcript)
         return self._ended(transcript)
 
-    def opening(self, transcripts: Sequence[Transcript]) -> bytes:
+    def first_events(self, transcripts: Sequence[Transcript]) -> bytes:
         """Return the events `response.created` and `response.in_progress`."""
         response = self._response("in_progress")
         return self._encode(
             [_response_event("response.created", response), _response_event("response.in_progress", response)]
         )
 
-    def added(self, transcript: Transcript, written: Written, transcripts: Sequence[Transcript]) -> bytes:
+    def delta_events(self, transcript: Transcript, decoded: DecodedDelta, transcripts: Sequence[Transcript]) -> bytes:
         """Return the events of a delta."""
-        return self._encode(self._take(written.events, written.entries, written.parts))
+        return self._encode(self._take(decoded.events, decoded.entries, decoded.parts))
 
-    def closing(self, transcripts: Sequence[Transcript]) -> bytes:
+    def last_events(self, transcripts: Sequence[Transcript]) -> bytes:
         """Return the end of the open item, and the response."""
         (transcript,) = transcripts
         ends = self._finish(transcript)
@@ -98,7 +98,7 @@ class ResponsesReply:
         name = "response.completed" if response["status"] == "completed" else "response.incomplete"
         return self._encode([*ends, _response_event(name, response)])
 
-    def failed(self, error: ApiError) -> bytes:
+    def error_events(self, error: ApiError) -> bytes:
         """Return the response with its items so far, and the error."""
         code = "server_error" if error.status >= 500 else "invalid_prompt"  # the API allows a fixed set of codes
         fields = {"code": code, "message": shortened(error.message), "type": error.type, "param": error.param}
@@ -108,7 +108,7 @@ class ResponsesReply:
 
     # ---- output items -----------------------------------------------------------------------------------------------
 
-    def _take(self, events: Iterable[Event], entries: Sequence[Entry], parts: Sequence[Part]) -> list[JSON]:
+    def _take(self, events: Iterable[Event], entries: Sequence[LogprobEntry], parts: Sequence[Part]) -> list[JSON]:
         """Add text and calls to the items; return the API's events for them."""
         out: list[JSON] = []
         logprobs = token_logprobs(entries, self._call.shape, self._tokenizer)

@@ -49,12 +49,12 @@ from nano_inference.server.schema import (
 from nano_inference.server.shape import ReplyShape
 from nano_inference.server.translating import (
     as_body,
-    given,
+    fill_context,
+    given_fields,
     refuse_foreign,
     refuse_unknown,
-    roomy,
-    structures_told_as,
-    told_as,
+    rename_structures,
+    renamed_errors,
 )
 from nano_inference.server.unsupported import EMPTY, OFF
 
@@ -188,23 +188,23 @@ def sglang_call(body: SglangBody, model: ServedModel, config: ServerConfig, salt
         indices = list(run)
         first = indices[0]
         names = _client_names(source, first if isinstance(body.sampling_params, list) else None)
-        with told_as(names):
+        with renamed_errors(names):
             completion = as_body({**fields[first], "prompt": [prompts[index] for index in indices]}, CompletionBody)
-            call = structures_told_as(completion_call(completion, model, config, salt), names)
-            calls.append(roomy(call, model.limits) if params[first].max_new_tokens is None else call)
+            call = rename_structures(completion_call(completion, model, config, salt), names)
+            calls.append(fill_context(call, model.limits) if params[first].max_new_tokens is None else call)
     call = _merge(calls)
     for index, (request, option) in enumerate(zip(call.requests, options, strict=True)):
         if option.start > len(request.prompt):
             message = f"logprob_start_len must be at most the length of prompt {index}, {len(request.prompt)}"
             raise ApiError(400, f"{message}; got {option.start}", param="logprob_start_len")
     rids = frozenset(option.rid for option in options) | ({body.rid} if isinstance(body.rid, str) else set())
-    dialect = partial(
+    make_reply = partial(
         SglangReply,
         options=options,
         is_list=is_list or call.num_samples > 1,
         with_text=bool(body.return_text_in_logprobs),
     )
-    return replace(call, id=options[0].rid, names=rids, stream=bool(body.stream), dialect=dialect)
+    return replace(call, id=options[0].rid, names=rids, stream=bool(body.stream), make_reply=make_reply)
 
 
 def health_generate_call(model: ServedModel, config: ServerConfig) -> Call:
@@ -254,10 +254,10 @@ def _prompt_options(body: SglangBody, count: int) -> list[PromptOptions]:
 def _fields(params: SglangParams, options: PromptOptions, body: SglangBody) -> JSON:
     """Return the fields of a `CompletionBody` for one prompt, without the prompt."""
     refuse_unknown(params.model_extra or {}, UNSUPPORTED_PARAMS, "sampling_params.")
-    values = given(params)
+    values = given_fields(params)
     fields: JSON = {field: values[name] for field, name in _PARAM_NAMES.items() if name in values}
     if params.max_new_tokens is None:
-        fields["max_tokens"] = max(1, params.min_new_tokens or 0)  # passes validation; `roomy` removes the limit
+        fields["max_tokens"] = max(1, params.min_new_tokens or 0)  # passes validation; `fill_context` removes the limit
     if options.logprobs:
         fields["logprobs"] = options.top
     if options.start >= 0:

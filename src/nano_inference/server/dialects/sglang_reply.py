@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from nano_inference.server.call import JSON, Call, Transcript, transcripts_of
-from nano_inference.server.detokenizer import Entry, Written, alone
+from nano_inference.server.detokenizer import DecodedDelta, LogprobEntry, token_text
 from nano_inference.server.errors import ApiError
 from nano_inference.server.events import DONE, events
 from nano_inference.server.replies import version_facts
@@ -35,16 +35,16 @@ def next_event(num_tokens: int) -> int:
     return num_tokens + max(1, num_tokens // _GROWTH_DIVISOR)
 
 
-def append(sent: Transcript, written: Written) -> None:
+def append(sent: Transcript, decoded: DecodedDelta) -> None:
     """Add a delta to a sample's transcript."""
-    sent.text += written.text
-    sent.token_ids += written.token_ids
-    sent.entries += written.entries
-    sent.finish_reason, sent.stop_reason = written.finish_reason, written.stop_reason
-    if written.delta is not None:
-        sent.mask += written.delta.mask
-        sent.versions += written.delta.versions
-        sent.sample = written.delta.sample
+    sent.text += decoded.text
+    sent.token_ids += decoded.token_ids
+    sent.entries += decoded.entries
+    sent.finish_reason, sent.stop_reason = decoded.finish_reason, decoded.stop_reason
+    if decoded.delta is not None:
+        sent.mask += decoded.delta.mask
+        sent.versions += decoded.delta.versions
+        sent.sample = decoded.delta.sample
 
 
 class SglangReply:
@@ -67,25 +67,25 @@ class SglangReply:
         self._with_text = with_text
         self._started_at = time.monotonic()
         self._sent = transcripts_of(call)
-        """What a stream has sent; the transcripts passed to `added` may be ahead by several deltas."""
+        """What a stream has sent; the transcripts passed to `delta_events` may be ahead by several deltas."""
         self._masks: list[list[SamplingMask]] = [[] for _ in self._sent]
         self._next = [1] * call.total_samples
         """Number of tokens of each sample at which its next event is sent."""
 
-    def whole(self, transcripts: Sequence[Transcript]) -> Any:
+    def body(self, transcripts: Sequence[Transcript]) -> Any:
         """Return the reply's JSON."""
         answers = [self._answer(transcript, _masks(transcript)) for transcript in transcripts]
         return answers if self._is_list else answers[0]
 
-    def opening(self, transcripts: Sequence[Transcript]) -> bytes:
+    def first_events(self, transcripts: Sequence[Transcript]) -> bytes:
         return b""
 
-    def added(self, transcript: Transcript, written: Written, transcripts: Sequence[Transcript]) -> bytes:
+    def delta_events(self, transcript: Transcript, decoded: DecodedDelta, transcripts: Sequence[Transcript]) -> bytes:
         """Return an event with all of one sample so far, or nothing if its next event is not due."""
         index, sent = transcript.index, self._sent[transcript.index]
-        append(sent, written)
-        if written.delta is not None:
-            self._masks[index] += written.delta.sampling_masks or ()
+        append(sent, decoded)
+        if decoded.delta is not None:
+            self._masks[index] += decoded.delta.sampling_masks or ()
         count = len(sent.token_ids)
         if sent.finish_reason is None and count < self._next[index]:
             return b""
@@ -93,10 +93,10 @@ class SglangReply:
         answer = self._answer(sent, self._masks[index])
         return events([{**answer, "index": index} if self._is_list else answer])
 
-    def closing(self, transcripts: Sequence[Transcript]) -> bytes:
+    def last_events(self, transcripts: Sequence[Transcript]) -> bytes:
         return DONE
 
-    def failed(self, error: ApiError) -> bytes:
+    def error_events(self, error: ApiError) -> bytes:
         """Return the error, and [DONE]."""
         return events([error.to_dict()]) + DONE
 
@@ -126,7 +126,7 @@ class SglangReply:
             "e2e_latency": time.monotonic() - self._started_at,
         }
 
-    def _logprobs(self, entries: Sequence[Entry], top: int) -> JSON:
+    def _logprobs(self, entries: Sequence[LogprobEntry], top: int) -> JSON:
         fields: JSON = {"output_token_logprobs": [self._triple(one.logprob, one.token) for one in entries]}
         if top:
             fields["output_top_logprobs"] = [self._triples(one.top or (), top) for one in entries]
@@ -151,7 +151,7 @@ class SglangReply:
         return [self._triple(one.logprob, one.token) for one in top[:count]]
 
     def _triple(self, logprob: float | None, token: int) -> list[Any]:
-        return [logprob, token, alone(token, self._tokenizer) if self._with_text else None]
+        return [logprob, token, token_text(token, self._tokenizer) if self._with_text else None]
 
 
 def finish_of(transcript: Transcript) -> JSON | None:

@@ -8,12 +8,12 @@ from __future__ import annotations
 from functools import cache
 
 from nano_inference.server.call import JSON
-from nano_inference.server.detokenizer import alone
+from nano_inference.server.detokenizer import token_text
 from nano_inference.server.dialect import Converting, Describing, Dialect, Occupancy
 from nano_inference.server.errors import ApiError
 from nano_inference.server.model import ServedModel
 from nano_inference.server.prompts import read_messages, require_dialogue
-from nano_inference.server.refusals import client_error
+from nano_inference.server.refusals import to_api_error
 from nano_inference.server.schema import ApplyTemplateBody, DetokenizeBody, TokenizeBody
 from nano_inference.server.tools import requested_tools
 from nano_inference.server.unsupported import refuse_unsupported
@@ -32,7 +32,7 @@ def tokenize(body: TokenizeBody, model: ServedModel) -> JSON:
     if body.content is not None:
         if not body.with_pieces:
             return {"tokens": ids}
-        text = cache(lambda token: alone(token, model.tokenizer))
+        text = cache(lambda token: token_text(token, model.tokenizer))
         return {"tokens": [{"id": token, "piece": text(token)} for token in ids]}
     reply: JSON = {"tokens": ids, "count": len(ids), "max_model_len": model.limits.max_model_len, "token_strs": None}
     if body.return_token_strs:
@@ -60,7 +60,7 @@ def apply_template(body: ApplyTemplateBody, model: ServedModel) -> JSON:
     try:
         return {"prompt": dialogue.text(*read_messages(body, dialogue, use, body.model_extra or {}))}
     except ValueError as error:
-        raise client_error(error, "messages") from None
+        raise to_api_error(error, "messages") from None
 
 
 def tokenizer_info(model: ServedModel, occupancy: Occupancy) -> JSON:
@@ -89,7 +89,7 @@ def _ids(body: TokenizeBody, model: ServedModel) -> list[int]:
         add_special = body.add_special_tokens if body.prompt is not None else bool(body.add_special)
         return model.tokenizer.encode(text or "", add_special=add_special is not False)
     except ValueError as error:
-        raise client_error(error) from None
+        raise to_api_error(error) from None
 
 
 DIALECT = Dialect(

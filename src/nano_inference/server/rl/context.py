@@ -29,7 +29,7 @@ from nano_inference.server.rl.schema import GROUP, InitGroupBody, InitInfo
 from nano_inference.server.rl.threads import in_thread
 from nano_inference.server.rl.updates import HOW_TO_END, Updates, client_error
 from nano_inference.server.schema import Body
-from nano_inference.server.served import Opened
+from nano_inference.server.served import LoadedModel
 from nano_inference.types import (
     BadRequest,
     EngineDead,
@@ -62,7 +62,7 @@ class RLContext:
     config: ServerConfig
     policy: GuardPolicy
     link: EngineLink
-    opened: Callable[[], Opened]
+    opened: Callable[[], LoadedModel]
     root: Path | None
     control: Control
     updates: Updates
@@ -163,7 +163,7 @@ def make_context(
     link: EngineLink,
     config: ServerConfig,
     policy: GuardPolicy,
-    opened: Callable[[], Opened],
+    opened: Callable[[], LoadedModel],
 ) -> RLContext:
     """Return a server's context. Raises `ValueError` if `config.weights_dir` is not a directory."""
 

@@ -17,13 +17,15 @@ from nano_inference.server.rl.facts import state_queries
 from nano_inference.server.rl.paths import ADMIN_PATHS, QUESTIONS, REFUSED_COMMANDS
 from nano_inference.server.rl.sglang import sglang_commands, sglang_endpoint_of, unsupported
 from nano_inference.server.rl.vllm import vllm_commands
-from nano_inference.server.served import Opened
+from nano_inference.server.served import LoadedModel
 
 _ALSO_GET = frozenset({"/flush_cache"})
 """Commands that SGLang also accepts as GET, as some trainers send them."""
 
 
-def rl_routes(link: EngineLink, config: ServerConfig, policy: GuardPolicy, opened: Callable[[], Opened]) -> list[Route]:
+def rl_routes(
+    link: EngineLink, config: ServerConfig, policy: GuardPolicy, opened: Callable[[], LoadedModel]
+) -> list[Route]:
     """Return the routes. They do not check keys: `guard` must be in front of them.
 
     `opened` returns the loaded model, or raises `ApiError` while it is loading. Raises `ValueError` if

@@ -45,7 +45,7 @@ def sglang_endpoint_of(command: Command) -> Endpoint:
         try:
             return json_response(await run_command(command, request))
         except ApiError as error:
-            request.scope["state"]["notes"] = {"error": error}
+            request.scope["state"]["log_fields"] = {"error": error}
             body = error.to_dict()
             failed = {"success": False, "message": body["error"]["message"], **body}
             return json_response(failed, error.status, error.headers)
