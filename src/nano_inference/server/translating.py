@@ -89,8 +89,12 @@ def refuse(fields: Mapping[str, Any], neutral: Mapping[str, tuple[Any, ...]], wh
     """Raise `ApiError` naming the first field of `neutral` whose value is not one of its neutral values."""
     for name, value in fields.items():
         if name in neutral and not is_one_of(value, neutral[name]):
-            place = f"{where}{name}"
-            raise ApiError(400, f"{place} is not supported by this server", param=place, code="unsupported_field")
+            raise unsupported_field(f"{where}{name}")
+
+
+def unsupported_field(param: str, message: str | None = None) -> ApiError:
+    """Return the error for a field that this server does not support."""
+    return ApiError(400, message or f"{param} is not supported by this server", param=param, code="unsupported_field")
 
 
 def refuse_foreign(body: Body, neutral: Mapping[str, tuple[Any, ...]]) -> None:

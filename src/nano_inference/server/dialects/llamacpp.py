@@ -48,6 +48,7 @@ from nano_inference.server.translating import (
     given_fields,
     refuse_foreign,
     renamed_errors,
+    unsupported_field,
     without_prefix_cache,
 )
 from nano_inference.server.unsupported import EMPTY, OFF
@@ -145,7 +146,7 @@ def llama_call(body: LlamaBody, model: ServedModel, config: ServerConfig, salt: 
     refuse_foreign(body, UNSUPPORTED)
     if body.repeat_last_n is not None and body.repeat_last_n > 0:
         message = f"repeat_last_n must be -1 (all tokens) or 0 (no penalty), got {body.repeat_last_n}"
-        raise ApiError(400, message, param="repeat_last_n", code="unsupported_field")
+        raise unsupported_field("repeat_last_n", message)
     with renamed_errors(_CLIENT_NAMES):
         call = completion_call(as_body(_fields(body, model), CompletionBody), model, config, salt)
     call = fill_context(call, model.limits) if _is_unlimited(body) else call

@@ -24,7 +24,7 @@ from nano_inference.server.dialects.messages_reply import MessagesReply, error_b
 from nano_inference.server.errors import ApiError
 from nano_inference.server.model import ServedModel
 from nano_inference.server.schema import ChatBody
-from nano_inference.server.translating import as_body, errors_reworded
+from nano_inference.server.translating import as_body, errors_reworded, unsupported_field
 from nano_inference.server.unsupported import is_one_of, refuse_unsupported
 
 _UNSUPPORTED: Mapping[str, tuple[Any, ...]] = MappingProxyType(
@@ -144,25 +144,21 @@ def _refuse(body: CountTokensBody) -> None:
     extra = body.model_extra or {}
     for name, value in extra.items():
         if name in _UNSUPPORTED and not is_one_of(value, _UNSUPPORTED[name]):
-            raise _unsupported(name)
+            raise unsupported_field(name)
         if name in _CHAT_ONLY and value is not None:
-            raise _unsupported(name, f"{name} is not a field of this API")
+            raise unsupported_field(name, f"{name} is not a field of this API")
     refuse_unsupported(extra)
     if body.thinking is not None and body.thinking.type != "disabled":
         message = f"thinking.type: {body.thinking.type!r} is not supported by this server, only disabled"
-        raise _unsupported("thinking.type", message)
+        raise unsupported_field("thinking.type", message)
     config = body.output_config
     if config is None:
         return
     for name, value in (config.model_extra or {}).items():
         if value is not None:
-            raise _unsupported(f"output_config.{name[:64]}")
+            raise unsupported_field(f"output_config.{name[:64]}")
     if config.format is not None and body.output_format is not None:
         raise ApiError(400, "output_format and output_config.format exclude each other", param="output_format")
-
-
-def _unsupported(name: str, message: str | None = None) -> ApiError:
-    return ApiError(400, message or f"{name} is not supported by this server", param=name, code="unsupported_field")
 
 
 DIALECT = Dialect(

@@ -6,8 +6,9 @@ the same position; the text of a failed one begins with "Error: ". Reasoning blo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from pydantic_core import to_json
@@ -26,8 +27,13 @@ from nano_inference.server.dialects.messages_body import (
     ToolUseBlock,
 )
 from nano_inference.server.errors import ApiError
+from nano_inference.server.translating import unsupported_field
 
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+_NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType(
+    {"defer_loading": (None, False), "allowed_callers": (None, ["direct"]), "input_examples": (None, [])}
+)
+"""Unsupported field of a tool -> the values that are accepted because they have no effect."""
 _ERROR_PREFIX = "Error: "
 """Begins the result of a failed tool call: a chat's message has no field for it."""
 
@@ -162,8 +168,8 @@ def _text(one: _PlacedBlock, allowed: str) -> str:
     """Return a block's text. Raises `ApiError` for another type; `allowed` lists the types for its message."""
     if isinstance(one.block, TextBlock):
         return one.block.text
-    message = f"{one.place}.type: {one.block.type[:64]!r} is not supported here, only {allowed}"
-    raise ApiError(400, message, param=f"{one.place}.type", code="unsupported_field")
+    where = f"{one.place}.type"
+    raise unsupported_field(where, f"{where}: {one.block.type[:64]!r} is not supported here, only {allowed}")
 
 
 def _tool(place: str, tool: ToolParam) -> JSON:
@@ -172,19 +178,13 @@ def _tool(place: str, tool: ToolParam) -> JSON:
         return {"type": "calculator"}
     if tool.type not in (None, "custom"):
         message = f"{place}.type: {tool.type!r} is not supported by this server, only custom and calculator"
-        raise ApiError(400, message, param=f"{place}.type", code="unsupported_field")
-    for name, neutral in (("defer_loading", (None, False)), ("allowed_callers", (None, ["direct"]))):
-        _require_neutral(place, name, extra.get(name), neutral)
-    _require_neutral(place, "input_examples", extra.get("input_examples"), (None, []))
+        raise unsupported_field(f"{place}.type", message)
+    for name, neutral in _NEUTRAL.items():
+        if extra.get(name) not in neutral:
+            raise unsupported_field(f"{place}.{name}")
     for name in ("name", "input_schema"):
         if getattr(tool, name) is None:
             raise ApiError(400, f"{place}.{name}: field required", param=f"{place}.{name}")
     function: JSON = {"name": tool.name, "parameters": tool.input_schema}
     function |= {name: getattr(tool, name) for name in ("description", "strict") if getattr(tool, name) is not None}
     return {"type": "function", "function": function}
-
-
-def _require_neutral(place: str, name: str, value: Any, neutral: Sequence[Any]) -> None:
-    if value not in neutral:
-        message = f"{place}.{name} is not supported by this server"
-        raise ApiError(400, message, param=f"{place}.{name}", code="unsupported_field")

@@ -27,7 +27,7 @@ from nano_inference.server.dialects.responses_stream import ResponsesReply
 from nano_inference.server.errors import ApiError
 from nano_inference.server.model import ServedModel
 from nano_inference.server.schema import MAX_MESSAGES, Alternatives, Body, ChatBody, Samples, Sampling, TextPart
-from nano_inference.server.translating import as_body, errors_reworded, refuse, rename_structures
+from nano_inference.server.translating import as_body, errors_reworded, refuse, rename_structures, unsupported_field
 from nano_inference.server.unsupported import is_one_of, refuse_unsupported
 
 LOGPROBS: Final = "message.output_text.logprobs"
@@ -188,15 +188,14 @@ def _refuse(body: ResponsesBody) -> None:
     for name in (*_CHAT_NAMES, *(ChatBody.model_fields.keys() - ResponsesBody.model_fields.keys())):
         if getattr(body, name, None) is not None:
             instead = f"; use {_CHAT_NAMES[name]} instead" if name in _CHAT_NAMES else ""
-            message = f"{name} is a field of chat completions{instead}"
-            raise ApiError(400, message, param=name, code="unsupported_field")
+            raise unsupported_field(name, f"{name} is a field of chat completions{instead}")
     refuse_unsupported(body.model_extra or {})
     _refuse_extras(body)
     if body.stream_options is not None and body.stream_options.continuous_usage_stats:
-        raise _unsupported("stream_options.continuous_usage_stats")
+        raise unsupported_field("stream_options.continuous_usage_stats")
     for index, name in enumerate(body.include or ()):
         if name not in (LOGPROBS, _ENCRYPTED):
-            raise _unsupported(f"include.{index}", f"include: {name[:64]!r} is not supported by this server")
+            raise unsupported_field(f"include.{index}", f"include: {name[:64]!r} is not supported by this server")
     _refuse_lone_logprobs(body)
 
 
@@ -208,7 +207,7 @@ def _refuse_extras(body: ResponsesBody) -> None:
     for where, one in objects:
         for name, value in ((one.model_extra if one else None) or {}).items():
             if not is_one_of(value, _EMPTY) and (name, value) != ("allowed_callers", ["direct"]):
-                raise _unsupported(f"{where}.{name[:64]}")
+                raise unsupported_field(f"{where}.{name[:64]}")
 
 
 def _refuse_lone_logprobs(body: ResponsesBody) -> None:
@@ -217,11 +216,7 @@ def _refuse_lone_logprobs(body: ResponsesBody) -> None:
     functions = [tool for tool in body.tools or () if tool.type == "function"]
     if LOGPROBS in (body.include or ()) and functions and body.tool_choice != "none":
         # It is unknown which tokens belong to text and which to a call.
-        raise _unsupported("include", f"include: {LOGPROBS!r} is not supported together with functions")
-
-
-def _unsupported(param: str, message: str | None = None) -> ApiError:
-    return ApiError(400, message or f"{param} is not supported by this server", param=param, code="unsupported_field")
+        raise unsupported_field("include", f"include: {LOGPROBS!r} is not supported together with functions")
 
 
 # ---- to a chat ------------------------------------------------------------------------------------------------------
@@ -250,7 +245,7 @@ def _tool(index: int, tool: FlatTool) -> JSON:
         return {"type": tool.type}
     if tool.type != "function":
         message = f"{where}.type: {tool.type[:64]!r} is not supported by this server, only 'function' and 'calculator'"
-        raise _unsupported(f"{where}.type", message)
+        raise unsupported_field(f"{where}.type", message)
     if tool.name is None:
         raise ApiError(400, f"{where}.name: field required", param=f"{where}.name")
     fields = {"name": tool.name, "description": tool.description, "parameters": tool.parameters, "strict": tool.strict}
@@ -262,7 +257,7 @@ def _tool_choice(choice: str | dict[str, Any] | None) -> str | JSON | None:
         return choice
     if choice.get("type") != "function":
         kind = repr(choice.get("type"))[:64]
-        raise _unsupported("tool_choice.type", f"tool_choice.type: {kind} is not supported by this server")
+        raise unsupported_field("tool_choice.type", f"tool_choice.type: {kind} is not supported by this server")
     if not isinstance(choice.get("name"), str):
         raise ApiError(400, "tool_choice.name: must name a function", param="tool_choice.name")
     return {"type": "function", "function": {"name": choice["name"]}}
@@ -296,7 +291,7 @@ def _add_item(messages: _Messages, item: InputItem, place: str, calls: set[str])
     kind = item.type or "message"
     if kind not in _ITEM_TYPES:
         hint = ": the server stores nothing, send the item itself" if kind == "item_reference" else ""
-        raise _unsupported(f"{place}.type", f"{place}.type: {kind[:64]!r} is not supported by this server{hint}")
+        raise unsupported_field(f"{place}.type", f"{place}.type: {kind[:64]!r} is not supported by this server{hint}")
     if kind == "message":
         role, content = _required(item, place, "role"), _text_parts(_required(item, place, "content"), place, "content")
         messages.add(place, role=role, content=content, **({} if item.parts is None else {"parts": item.parts}))
@@ -341,7 +336,7 @@ def _text_parts(content: str | Sequence[TextPart], place: str, name: str) -> str
     for index, part in enumerate(content):
         where = f"{place}.{name}.{index}"
         if part.type not in _TEXT_TYPES:
-            raise _unsupported(f"{where}.type", f"{where}.type: {part.type[:64]!r} is not supported, only text")
+            raise unsupported_field(f"{where}.type", f"{where}.type: {part.type[:64]!r} is not supported, only text")
         if part.text is None:
             raise ApiError(400, f"{where}.text: field required", param=f"{where}.text")
     return [{"type": "text", "text": part.text} for part in content]

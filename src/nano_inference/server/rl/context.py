@@ -43,7 +43,7 @@ from nano_inference.types import (
 )
 
 Endpoint = Callable[[Request], Awaitable[Response]]
-Command = Callable[[Request], Awaitable[JSON]]
+Command = Callable[["RLContext", Request], Awaitable[JSON]]
 """Executes a request and returns the reply's JSON."""
 B = TypeVar("B", bound=Body)
 _TRUE, _FALSE = frozenset({"true", "1", "yes", "on"}), frozenset({"false", "0", "no", "off"})
@@ -234,19 +234,19 @@ def version_facts(info: WeightInfo) -> JSON:
     return {"weight_version": str(info.version if info.label is None else info.label), "version": info.version}
 
 
-def endpoint_of(command: Command) -> Endpoint:
+def endpoint_of(command: Command, context: RLContext) -> Endpoint:
     """Return the endpoint that responds with a command's JSON."""
 
     async def endpoint(request: Request) -> Response:
-        return json_response(await run_command(command, request))
+        return json_response(await run_command(command, context, request))
 
     return endpoint
 
 
-async def run_command(command: Command, request: Request) -> JSON:
+async def run_command(command: Command, context: RLContext, request: Request) -> JSON:
     """Return a command's reply. Raises its expected failures as `ApiError`; other exceptions pass unchanged."""
     try:
-        return await command(request)
+        return await command(context, request)
     except _CLIENT_ERRORS as error:
         raise client_error(error) from None
 

@@ -6,21 +6,10 @@ sglang/srt/entrypoints/http_server.py.
 
 from __future__ import annotations
 
-VLLM_COMMANDS = frozenset(
-    {
-        *("/pause", "/resume", "/abort_requests", "/reset_prefix_cache", "/sleep", "/wake_up"),
-        *("/init_weight_transfer_engine", "/start_weight_update", "/update_weights", "/finish_weight_update"),
-        *("/update_weight_version", "/weight_checker", "/shutdown_weight_transfer_engine"),
-        "/abort_weight_update",  # an extension
-    }
-)
-SGLANG_COMMANDS = frozenset(
-    {
-        *("/pause_generation", "/continue_generation", "/abort_request", "/flush_cache"),
-        *("/update_weights_from_disk", "/init_weights_update_group", "/update_weights_from_distributed"),
-        *("/destroy_weights_update_group", "/release_memory_occupation", "/resume_memory_occupation"),
-    }
-)
+from nano_inference.server.rl.facts import QUERIES
+from nano_inference.server.rl.sglang import SGLANG_COMMANDS
+from nano_inference.server.rl.vllm import VLLM_COMMANDS
+
 REFUSED_COMMANDS = frozenset(
     {
         *("/update_weights_from_tensor", "/update_weights_from_ipc", "/begin_weight_update", "/end_weight_update"),
@@ -29,13 +18,8 @@ REFUSED_COMMANDS = frozenset(
     }
 )
 """Commands that trainers send and this server does not support."""
-QUESTIONS = frozenset(
-    {
-        *("/is_paused", "/is_sleeping", "/weight_info", "/server_info", "/get_world_size"),
-        *("/get_model_info", "/model_info", "/get_server_info", "/v1/loads"),
-    }
-)
+QUESTIONS = frozenset(QUERIES)
 """GET paths, which change nothing; an ordinary key is enough."""
 
-ADMIN_PATHS = VLLM_COMMANDS | SGLANG_COMMANDS | REFUSED_COMMANDS
+ADMIN_PATHS = frozenset({*VLLM_COMMANDS, *SGLANG_COMMANDS}) | REFUSED_COMMANDS
 """All paths that need an admin key."""

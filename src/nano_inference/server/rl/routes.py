@@ -13,10 +13,10 @@ from nano_inference.server.engine_link import EngineLink
 from nano_inference.server.errors import ApiError
 from nano_inference.server.guard import GuardPolicy
 from nano_inference.server.rl.context import endpoint_of, make_context
-from nano_inference.server.rl.facts import state_queries
+from nano_inference.server.rl.facts import QUERIES
 from nano_inference.server.rl.paths import ADMIN_PATHS, QUESTIONS, REFUSED_COMMANDS
-from nano_inference.server.rl.sglang import sglang_commands, sglang_endpoint_of, unsupported
-from nano_inference.server.rl.vllm import vllm_commands
+from nano_inference.server.rl.sglang import SGLANG_COMMANDS, sglang_endpoint_of, unsupported
+from nano_inference.server.rl.vllm import VLLM_COMMANDS
 from nano_inference.server.served import LoadedModel
 
 _ALSO_GET = frozenset({"/flush_cache"})
@@ -34,15 +34,15 @@ def rl_routes(
     if not config.enable_rl:
         return [_hint(path) for path in sorted(ADMIN_PATHS | QUESTIONS)]
     context = make_context(link, config, policy, opened)
-    endpoints = {path: endpoint_of(command) for path, command in vllm_commands(context).items()}
-    endpoints |= {path: sglang_endpoint_of(command) for path, command in sglang_commands(context).items()}
-    endpoints |= {path: sglang_endpoint_of(unsupported(path)) for path in sorted(REFUSED_COMMANDS)}
+    endpoints = {path: endpoint_of(command, context) for path, command in VLLM_COMMANDS.items()}
+    endpoints |= {path: sglang_endpoint_of(command, context) for path, command in SGLANG_COMMANDS.items()}
+    endpoints |= {path: sglang_endpoint_of(unsupported(path), context) for path in sorted(REFUSED_COMMANDS)}
     return [
         *(
             Route(path, endpoint, methods=["POST", "GET"] if path in _ALSO_GET else ["POST"])
             for path, endpoint in endpoints.items()
         ),
-        *(Route(path, endpoint_of(command), methods=["GET"]) for path, command in state_queries(context).items()),
+        *(Route(path, endpoint_of(command, context), methods=["GET"]) for path, command in QUERIES.items()),
     ]
 
 

@@ -6,6 +6,7 @@ Requests are named by the ids of their replies or by ids that clients chose; vLL
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 
 from starlette.requests import Request
 
@@ -35,109 +36,97 @@ from nano_inference.types import WeightLabel
 _PACKED = "packed is not supported: broadcast each tensor separately, in the order of names"
 
 
-def vllm_commands(context: RLContext) -> Mapping[str, Command]:
-    """Return {path: command}."""
-    return {**_requests(context), **_memory(context), **_updates(context), **_versions(context)}
+async def _pause(context: RLContext, request: Request) -> JSON:
+    """vLLM's defaults: mode abort, and the KV cache is cleared."""
+    body = await context.read(request, PauseBody)
+    mode = "wait" if body.wait_for_inflight_requests else body.mode or "abort"
+    if body.wait_for_inflight_requests and body.mode not in (None, "wait"):
+        raise ApiError(400, "wait_for_inflight_requests and mode disagree", param="mode")
+    clear_cache = body.clear_cache is not False
+    num_aborted = await context.control.pause(mode, clear_cache=clear_cache, receive=request.receive)
+    return {"status": "paused", "num_aborted": num_aborted, **await context.facts()}
 
 
-def _requests(context: RLContext) -> dict[str, Command]:
-    async def pause(request: Request) -> JSON:
-        """vLLM's defaults: mode abort, and the KV cache is cleared."""
-        body = await context.read(request, PauseBody)
-        mode = "wait" if body.wait_for_inflight_requests else body.mode or "abort"
-        if body.wait_for_inflight_requests and body.mode not in (None, "wait"):
-            raise ApiError(400, "wait_for_inflight_requests and mode disagree", param="mode")
-        clear_cache = body.clear_cache is not False
-        num_aborted = await context.control.pause(mode, clear_cache=clear_cache, receive=request.receive)
-        return {"status": "paused", "num_aborted": num_aborted, **await context.facts()}
-
-    async def resume(request: Request) -> JSON:
-        await context.read(request, EmptyBody)
-        await context.control.resume()
-        return {"status": "resumed", **await context.facts()}
-
-    async def abort(request: Request) -> JSON:
-        body = await context.read(request, AbortBody)
-        num_aborted = await context.control.abort(body.request_ids)
-        return {"status": "ok", "num_aborted": num_aborted, **await context.facts()}
-
-    async def reset(request: Request) -> JSON:
-        body = await context.read(request, ResetBody)
-        freed = await context.control.flush(recompute=bool(body.reset_running_requests))
-        return {"success": True, "num_blocks": freed, **await context.facts()}
-
-    return {"/pause": pause, "/resume": resume, "/abort_requests": abort, "/reset_prefix_cache": reset}
+async def _resume(context: RLContext, request: Request) -> JSON:
+    await context.read(request, EmptyBody)
+    await context.control.resume()
+    return {"status": "resumed", **await context.facts()}
 
 
-def _memory(context: RLContext) -> dict[str, Command]:
-    async def sleep(request: Request) -> JSON:
-        """vLLM's defaults: level 1, mode abort."""
-        body = await context.read(request, SleepBody)
-        level = 1 if body.level is None else body.level
-        await context.control.sleep(level, body.mode or "abort", request.receive)
-        return {"status": "sleeping", "level": level, **await context.facts()}
-
-    async def wake(request: Request) -> JSON:
-        body = await context.read(request, WakeBody)
-        facts = await context.wake(body.tags or None)
-        return {"status": "awake" if not context.control.asleep else "sleeping", **facts}
-
-    return {"/sleep": sleep, "/wake_up": wake}
+async def _abort_requests(context: RLContext, request: Request) -> JSON:
+    body = await context.read(request, AbortBody)
+    num_aborted = await context.control.abort(body.request_ids)
+    return {"status": "ok", "num_aborted": num_aborted, **await context.facts()}
 
 
-def _updates(context: RLContext) -> dict[str, Command]:
-    async def init(request: Request) -> JSON:
-        info = (await context.read(request, InitTransferBody)).init_info
-        if info.packed:
-            raise ApiError(400, f"init_info.{_PACKED}", param="init_info.packed")
-        await context.join(info)
-        return {"message": "Weight transfer initialized", **await context.facts()}
+async def _reset_prefix_cache(context: RLContext, request: Request) -> JSON:
+    body = await context.read(request, ResetBody)
+    freed = await context.control.flush(recompute=bool(body.reset_running_requests))
+    return {"success": True, "num_blocks": freed, **await context.facts()}
 
-    async def start(request: Request) -> JSON:
-        body = await context.read(request, StartUpdateBody)
-        if body.is_checkpoint_format is False:
-            text = "is_checkpoint_format=false is not supported: send weights under their Hugging Face names"
-            raise ApiError(400, text, param="is_checkpoint_format")
-        return {"message": "Weight update started", **await context.facts(await context.updates.start())}
 
-    async def update(request: Request) -> JSON:
-        body = await context.read(request, UpdateWeightsBody)
-        directory, field = _directory_of(body)
-        is_part = context.updates.is_open or (context.updates.takes_parts and body.weight_dir is None)
-        if directory is not None and not is_part:
-            info = await context.install_directory(directory, field, label=_label_of(body), checksum=body.checksum)
-        else:
-            _require_no_version(body)
-            source = await _source_of(context, body.update_info, directory, field)
-            group = None if directory is not None or body.update_info is None else body.update_info.group_name or GROUP
-            info = await context.updates.add(source, group)
-        return {"message": "Weights updated", **await context.facts(info)}
+async def _sleep(context: RLContext, request: Request) -> JSON:
+    """vLLM's defaults: level 1, mode abort."""
+    body = await context.read(request, SleepBody)
+    level = 1 if body.level is None else body.level
+    await context.control.sleep(level, body.mode or "abort", request.receive)
+    return {"status": "sleeping", "level": level, **await context.facts()}
 
-    async def finish(request: Request) -> JSON:
-        body = await context.read(request, FinishUpdateBody)
-        info = await context.updates.finish(body.weight_version, body.checksum)
-        return {"message": "Weight update finished", **await context.facts(info)}
 
-    async def abort(request: Request) -> JSON:
-        """An extension: an open update, or one that waits for a dead trainer, blocks all others."""
-        await context.read(request, EmptyBody)
-        return await context.abort_update()
+async def _wake_up(context: RLContext, request: Request) -> JSON:
+    body = await context.read(request, WakeBody)
+    facts = await context.wake(body.tags or None)
+    return {"status": "awake" if not context.control.asleep else "sleeping", **facts}
 
-    async def shut_down(request: Request) -> JSON:
-        await context.read(request, EmptyBody)
-        if context.updates.is_open:
-            await context.updates.abort()
-        num_groups = context.groups.leave_all()
-        return {"message": "Weight transfer shut down", "num_groups": num_groups, **await context.facts()}
 
-    return {
-        "/init_weight_transfer_engine": init,
-        "/start_weight_update": start,
-        "/update_weights": update,
-        "/finish_weight_update": finish,
-        "/abort_weight_update": abort,
-        "/shutdown_weight_transfer_engine": shut_down,
-    }
+async def _init_transfer(context: RLContext, request: Request) -> JSON:
+    info = (await context.read(request, InitTransferBody)).init_info
+    if info.packed:
+        raise ApiError(400, f"init_info.{_PACKED}", param="init_info.packed")
+    await context.join(info)
+    return {"message": "Weight transfer initialized", **await context.facts()}
+
+
+async def _start_update(context: RLContext, request: Request) -> JSON:
+    body = await context.read(request, StartUpdateBody)
+    if body.is_checkpoint_format is False:
+        text = "is_checkpoint_format=false is not supported: send weights under their Hugging Face names"
+        raise ApiError(400, text, param="is_checkpoint_format")
+    return {"message": "Weight update started", **await context.facts(await context.updates.start())}
+
+
+async def _update_weights(context: RLContext, request: Request) -> JSON:
+    body = await context.read(request, UpdateWeightsBody)
+    directory, field = _directory_of(body)
+    is_part = context.updates.is_open or (context.updates.takes_parts and body.weight_dir is None)
+    if directory is not None and not is_part:
+        info = await context.install_directory(directory, field, label=_label_of(body), checksum=body.checksum)
+    else:
+        _require_no_version(body)
+        source = await _source_of(context, body.update_info, directory, field)
+        group = None if directory is not None or body.update_info is None else body.update_info.group_name or GROUP
+        info = await context.updates.add(source, group)
+    return {"message": "Weights updated", **await context.facts(info)}
+
+
+async def _finish_update(context: RLContext, request: Request) -> JSON:
+    body = await context.read(request, FinishUpdateBody)
+    info = await context.updates.finish(body.weight_version, body.checksum)
+    return {"message": "Weight update finished", **await context.facts(info)}
+
+
+async def _abort_update(context: RLContext, request: Request) -> JSON:
+    """An extension: an open update, or one that waits for a dead trainer, blocks all others."""
+    await context.read(request, EmptyBody)
+    return await context.abort_update()
+
+
+async def _shut_down_transfer(context: RLContext, request: Request) -> JSON:
+    await context.read(request, EmptyBody)
+    if context.updates.is_open:
+        await context.updates.abort()
+    num_groups = context.groups.leave_all()
+    return {"message": "Weight transfer shut down", "num_groups": num_groups, **await context.facts()}
 
 
 def _label_of(body: UpdateWeightsBody) -> WeightLabel | None:
@@ -184,33 +173,51 @@ async def _source_of(context: RLContext, info: UpdateInfo | None, directory: str
     return context.groups.receive(info.group_name or GROUP, info.names, info.dtype_names, info.shapes, "dtype_names")
 
 
-def _versions(context: RLContext) -> dict[str, Command]:
-    async def label(request: Request) -> JSON:
-        body = await context.read(request, LabelBody)
-        engine = context.engine
+async def _set_label(context: RLContext, request: Request) -> JSON:
+    body = await context.read(request, LabelBody)
+    engine = context.engine
 
-        def set_label() -> None:
-            engine.label_weights(body.new_version)
+    def set_label() -> None:
+        engine.label_weights(body.new_version)
 
-        if body.abort_all_requests:
-            await context.link.end_requests(first=set_label)
-        else:
-            await context.link.call(set_label)
-        facts = await context.facts()
-        text = f"Weight version updated to {facts['weight_version']}"
-        return {"success": True, "message": text, "new_version": body.new_version, **facts}
+    if body.abort_all_requests:
+        await context.link.end_requests(first=set_label)
+    else:
+        await context.link.call(set_label)
+    facts = await context.facts()
+    text = f"Weight version updated to {facts['weight_version']}"
+    return {"success": True, "message": text, "new_version": body.new_version, **facts}
 
-    async def check(request: Request) -> JSON:
-        """Blocks steps: the engine thread reads all weights."""
-        body = await context.read(request, CheckBody)
-        if body.action not in ("checksum", "compare"):
-            raise ApiError(400, f"action must be checksum or compare, got {body.action!r}", param="action")
-        if body.action == "compare" and body.checksum is None:
-            raise ApiError(400, "checksum: required for the action compare", param="checksum")
-        checksum = await context.link.call(context.engine.weights_checksum)
-        reply: JSON = {"success": True, "message": body.action, "checksum": checksum}
-        if body.action == "compare":
-            reply |= {"success": checksum == body.checksum, "equal": checksum == body.checksum}
-        return {**reply, **await context.facts()}
 
-    return {"/update_weight_version": label, "/weight_checker": check}
+async def _check_weights(context: RLContext, request: Request) -> JSON:
+    """Blocks steps: the engine thread reads all weights."""
+    body = await context.read(request, CheckBody)
+    if body.action not in ("checksum", "compare"):
+        raise ApiError(400, f"action must be checksum or compare, got {body.action!r}", param="action")
+    if body.action == "compare" and body.checksum is None:
+        raise ApiError(400, "checksum: required for the action compare", param="checksum")
+    checksum = await context.link.call(context.engine.weights_checksum)
+    reply: JSON = {"success": True, "message": body.action, "checksum": checksum}
+    if body.action == "compare":
+        reply |= {"success": checksum == body.checksum, "equal": checksum == body.checksum}
+    return {**reply, **await context.facts()}
+
+
+VLLM_COMMANDS: Mapping[str, Command] = MappingProxyType(
+    {
+        "/pause": _pause,
+        "/resume": _resume,
+        "/abort_requests": _abort_requests,
+        "/reset_prefix_cache": _reset_prefix_cache,
+        "/sleep": _sleep,
+        "/wake_up": _wake_up,
+        "/init_weight_transfer_engine": _init_transfer,
+        "/start_weight_update": _start_update,
+        "/update_weights": _update_weights,
+        "/finish_weight_update": _finish_update,
+        "/abort_weight_update": _abort_update,
+        "/shutdown_weight_transfer_engine": _shut_down_transfer,
+        "/update_weight_version": _set_label,
+        "/weight_checker": _check_weights,
+    }
+)
