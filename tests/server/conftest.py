@@ -1,4 +1,4 @@
-"""One tiny model for the server's tests, and one running server for those that change nothing."""
+"""Fixtures: the tiny model, and a running server per module for tests that do not change its state."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from tests.server.tiny import Running, make_tiny, running
 
 @pytest.fixture(scope="session")
 def tiny_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The model's directory."""
+    """Directory of the tiny model."""
     return make_tiny(tmp_path_factory.mktemp("tiny_served"))
 
 
 @pytest.fixture(scope="module")
 def server(tiny_directory: Path) -> Iterator[Running]:
-    """A running server, one for a file of tests."""
+    """A running server, shared by a module's tests."""
     with running(tiny_directory) as one:
         yield one

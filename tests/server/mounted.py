@@ -1,4 +1,4 @@
-"""The tiny model served with further paths, whether they are among the server's own or not; what all dialects test."""
+"""Serves the tiny model with further or replaced routes; helpers of the dialects' tests."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ JSON = dict[str, Any]
 T = TypeVar("T")
 END_TOKEN = 257
 BYTES = tuple(BYTE_OF_CHAR[char] for char in sorted(BYTE_OF_CHAR))
-"""What the tiny model's first 256 tokens write."""
+"""Bytes of the tiny model's first 256 tokens."""
 GENERATING: tuple[Generating, ...] = tuple(one for row in installed_dialects().values() for one in row.generating)
 CONVERTING: tuple[Converting, ...] = tuple(one for row in installed_dialects().values() for one in row.converting)
 
 
 def ids(text: str) -> list[int]:
-    """The tokens of a text."""
+    """Return the tokens of a text."""
     return [BYTES.index(byte) for byte in text.encode()]
 
 
 def written(tokens: Sequence[int]) -> str:
-    """What tokens write, special ones left out."""
+    """Return the text of tokens without special ones."""
     return bytes(BYTES[token] for token in tokens if token < 256).decode("utf-8", "replace")
 
 
@@ -42,7 +42,7 @@ def written(tokens: Sequence[int]) -> str:
 def mounted(
     directory: Path, *routes: Generating, config: ServerConfig | None = None, **options: Any
 ) -> Iterator[Running]:
-    """Serve the tiny model with these paths among the others, in the place of those of the same path."""
+    """Serve the tiny model with these routes added; they replace routes of the same path."""
     given = {one.path: one for one in routes}
     dialects = {
         name: replace(dialect, generating=tuple(given.pop(one.path, one) for one in dialect.generating))
@@ -55,22 +55,22 @@ def mounted(
 
 
 def engine_sample(engine: InferenceEngine, prompt: Sequence[int], **fields: Any) -> TrainingSample:
-    """Return what the engine itself gives; greedy unless said otherwise."""
+    """Return the engine's sample; greedy by default."""
     params = SamplingParams(**{"temperature": 0.0, "max_tokens": 12, "logprobs_mode": "raw", **fields})
     return engine.generate([list(prompt)], params)[0]
 
 
 def ended_after(server: Running, num_steps: int, request: Callable[[], T]) -> T:
-    """Ask in a thread, have everything ended after so many steps of the engine; return the reply."""
+    """Send a request in a thread, end all requests after `num_steps` engine steps, and return the reply."""
     engine: Any = server.opened.engine
     tick, steps = engine.tick, []
-    reached, go_on = threading.Event(), threading.Event()
+    reached, resume = threading.Event(), threading.Event()
 
     def counted() -> Any:
         steps.append(tick())
         if len(steps) == num_steps:
             reached.set()
-            assert go_on.wait(60)
+            assert resume.wait(60)
         return steps[-1]
 
     server.on_engine(lambda: setattr(engine, "tick", counted))
@@ -79,10 +79,10 @@ def ended_after(server: Running, num_steps: int, request: Callable[[], T]) -> T:
             reply = pool.submit(request)
             assert reached.wait(60)
             ending = asyncio.run_coroutine_threadsafe(server.link.end_requests(), server.loop)
-            server.on_loop(lambda: None)  # by now the thread has it in its queue
-            go_on.set()
+            server.on_loop(lambda: None)  # now the engine's thread has it in its queue
+            resume.set()
             assert ending.result(60) > 0
             return reply.result(60)
     finally:
-        go_on.set()
+        resume.set()
         server.on_engine(lambda: setattr(engine, "tick", tick))

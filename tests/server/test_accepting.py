@@ -1,4 +1,4 @@
-"""Connections are taken again as soon as there are descriptors."""
+"""Accepting connections resumes as soon as descriptors are free."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from nano_inference.server.accepting import Acceptor
 
 
 class Scarce:
-    """A listening socket on which `accept` fails so many times for want of descriptors."""
+    """A listening socket whose first `num_failures` calls of `accept` fail with errno `number`."""
 
     def __init__(self, num_failures: int, number: int) -> None:
         self.real = socket.create_server(("127.0.0.1", 0))
         self.left = num_failures
         self.number = number
-        self.asked = 0
+        self.num_calls = 0
 
     def accept(self) -> tuple[socket.socket, Any]:
-        self.asked += 1
+        self.num_calls += 1
         if self.left:
             self.left -= 1
             raise OSError(self.number, "too many open files")
@@ -31,15 +31,13 @@ class Scarce:
 
 
 class Greeter(asyncio.Protocol):
-    """Says hello."""
-
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         transport.write(b"hello")
         transport.close()
 
 
-def test_accept_is_tried_again_once_for_each_failure() -> None:
+def test_accept_retries_once_per_failure() -> None:
     failures: list[Any] = []
 
     async def main() -> None:
@@ -51,7 +49,7 @@ def test_accept_is_tried_again_once_for_each_failure() -> None:
             acceptor.start()
             port = listening.getsockname()[1]
             greeted = []
-            while not greeted or greeted[-1] != b"hello":  # those refused meanwhile see the connection closed
+            while not greeted or greeted[-1] != b"hello":  # refused connections are closed
                 reader, writer = await asyncio.open_connection("127.0.0.1", port)
                 try:
                     greeted.append(await reader.read())
@@ -59,14 +57,14 @@ def test_accept_is_tried_again_once_for_each_failure() -> None:
                     greeted.append(b"")
                 writer.close()
             assert not failures and listening.left == 0
-            assert listening.asked <= 5 + 3 * len(greeted)
+            assert listening.num_calls <= 5 + 3 * len(greeted)
             await acceptor.close()
             await acceptor.close()
 
     asyncio.run(main())
 
 
-def test_other_failures_of_accept_are_not_hidden() -> None:
+def test_other_accept_errors_reach_the_loop() -> None:
     async def main() -> None:
         loop = asyncio.get_running_loop()
         seen: asyncio.Future[Any] = loop.create_future()

@@ -1,14 +1,13 @@
-"""Answering without an engine: what a stream tells when several deltas came at once."""
+"""Answering without an engine: the events of a stream with several deltas at once."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections.abc import MutableMapping
-from types import SimpleNamespace
 from typing import Any
 
-from nano_inference.server.answering import Timing, answer
+from nano_inference.server.answering import Answer, Timing
 from nano_inference.server.call import transcripts_of
 from nano_inference.server.ticket import Ticket
 from nano_inference.server.worker_pool import WorkerPool
@@ -18,7 +17,7 @@ from tests.server.tiny import events_in
 
 
 def streamed(ticket: Ticket, seconds_left: float = 3600.0) -> list[Any]:
-    """Answer what a ticket has with a stream that tells its usage in every chunk; return the chunks."""
+    """Stream a ticket's deltas with usage in every chunk; return the chunks."""
     call = call_of("chat", n=2, stream=True, include_usage=True, continuous_usage=True, token_ids=True)
     sent: list[bytes] = []
 
@@ -30,32 +29,40 @@ def streamed(ticket: Ticket, seconds_left: float = 3600.0) -> list[Any]:
 
     async def main() -> None:
         timing = Timing(deadline=time.monotonic() + seconds_left, keep_alive_s=0.0)
-        model: Any = SimpleNamespace(tokenizer=TOKENIZER)
-        await answer(call, ticket, model, timing, WorkerPool("none", 1), receive, send, transcripts_of(call))
+        answer = Answer(
+            call=call,
+            ticket=ticket,
+            tokenizer=TOKENIZER,
+            timing=timing,
+            pool=WorkerPool("none", 1),
+            send=send,
+            transcripts=transcripts_of(call),
+        )
+        await answer.run(receive)
 
     asyncio.run(main())
     return [one for one in events_in(b"".join(sent).decode()) if one != "[DONE]"]
 
 
 def ids_of(chunk: Any) -> list[int]:
-    """Return the tokens that a chunk brought."""
+    """Return the tokens of a chunk."""
     return [token for choice in chunk["choices"] for token in choice.get("token_ids") or ()]
 
 
-def test_usage_counts_nothing_that_has_yet_to_come() -> None:
+def test_usage_excludes_unsent_tokens() -> None:
     call = call_of(n=2)
     ticket = Ticket(call.requests)
     for sample in (0, 1, 0, 1):
         ticket.put(0, delta((A, B, A), at=sample))
     for sample in (0, 1):
         ticket.put(0, delta((B,), sample=sample_of((A, B, A) * 2 + (B,), "length", None), at=sample))
-    told = [(len(ids_of(chunk)), chunk["usage"]["completion_tokens"]) for chunk in streamed(ticket)]
-    counts = [(brought, count) for brought, count in told if brought]
+    sent = [(len(ids_of(chunk)), chunk["usage"]["completion_tokens"]) for chunk in streamed(ticket)]
+    counts = [(tokens, count) for tokens, count in sent if tokens]
     assert counts == [(3, 3), (3, 6), (3, 9), (3, 12), (1, 13), (1, 14)]
-    assert told[0] == (0, 0) and told[-1] == (0, 14)
+    assert sent[0] == (0, 0) and sent[-1] == (0, 14)
 
 
-def test_what_came_in_time_is_told_when_the_time_is_up() -> None:
+def test_timeout_sends_tokens_received_before_deadline() -> None:
     call = call_of(n=2)
     ticket = Ticket(call.requests)
     ticket.put(0, delta((A, B)))
@@ -66,7 +73,7 @@ def test_what_came_in_time_is_told_when_the_time_is_up() -> None:
     assert ends == [(1, None), (0, "timeout")] and ticket.end_reason == "length"
 
 
-def test_what_came_before_a_sample_was_given_up_is_told() -> None:
+def test_tokens_before_engine_error_are_sent() -> None:
     call = call_of(n=2)
     ticket = Ticket(call.requests)
     ticket.put(0, delta((A, B)))

@@ -1,4 +1,4 @@
-"""The routes over a real socket: fields, log-probabilities, streams, usage, errors, places in the queue, time."""
+"""The routes over a real socket: fields, log-probabilities, streams, usage, errors, queue limits, deadlines."""
 
 from __future__ import annotations
 
@@ -44,22 +44,22 @@ HELLO = [{"role": "user", "content": "hello"}]
 JSON = dict[str, Any]
 END_TOKEN = 257
 BYTES = tuple(BYTE_OF_CHAR[char] for char in sorted(BYTE_OF_CHAR))
-"""What the tiny model's first 256 tokens write."""
+"""Bytes of the tiny model's first 256 tokens."""
 
 
 def ids(text: str) -> list[int]:
-    """The tokens of a text."""
+    """Return the tokens of a text."""
     return [BYTES.index(byte) for byte in text.encode()]
 
 
 def raw(tokens: Sequence[int]) -> bytes:
-    """What tokens write, special ones left out."""
+    """Return the bytes of tokens without special ones."""
     return bytes(BYTES[token] for token in tokens if token < 256)
 
 
 @pytest.fixture(scope="module")
 def engine(tiny_directory: Path) -> Iterator[InferenceEngine]:
-    """The same model in this process."""
+    """The model in this process."""
     config = EngineConfig(model_path=str(tiny_directory), kv_cache_bytes=8 << 20, device="cpu", num_threads=1)
     one = InferenceEngine(config)
     yield one
@@ -67,7 +67,7 @@ def engine(tiny_directory: Path) -> Iterator[InferenceEngine]:
 
 
 def complete(server: Running, **fields: Any) -> JSON:
-    """POST a completion that must succeed; greedy unless said otherwise."""
+    """POST a completion that must succeed; greedy by default."""
     body = {"prompt": "hello", "temperature": 0, "max_tokens": 12, "return_token_ids": True, **fields}
     reply = server.post(COMPLETE, body)
     assert reply.status_code == 200, reply.text
@@ -76,7 +76,7 @@ def complete(server: Running, **fields: Any) -> JSON:
 
 
 def chat(server: Running, **fields: Any) -> JSON:
-    """POST a chat that must succeed; greedy unless said otherwise."""
+    """POST a chat that must succeed; greedy by default."""
     body = {"messages": HELLO, "temperature": 0, "max_tokens": 12, "return_token_ids": True, **fields}
     reply = server.post(CHAT, body)
     assert reply.status_code == 200, reply.text
@@ -93,7 +93,7 @@ def engine_sample(engine: InferenceEngine, prompt: Sequence[int], **fields: Any)
     return engine.generate([list(prompt)], params)[0]
 
 
-# ---- fields that decide what is drawn: the same numbers as the engine's own
+# ---- sampling fields: results equal the engine's
 
 SAMPLING: list[JSON] = [
     {"temperature": 0.0},
@@ -118,7 +118,7 @@ SAMPLING: list[JSON] = [
 
 
 @pytest.mark.parametrize("fields", SAMPLING)
-def test_sampling_fields_do_what_the_engine_does(server: Running, engine: InferenceEngine, fields: JSON) -> None:
+def test_sampling_fields_equal_engine_results(server: Running, engine: InferenceEngine, fields: JSON) -> None:
     reply = complete(server, logprobs=3, **fields)
     sample = engine_sample(engine, ids("hello"), logprobs=3, **fields)
     choice = reply["choices"][0]
@@ -132,7 +132,7 @@ def test_sampling_fields_do_what_the_engine_does(server: Running, engine: Infere
         assert ids_of(answer) == list(sample.completion_tokens)
 
 
-def test_each_sampling_field_changes_something(server: Running) -> None:
+def test_each_sampling_field_changes_output(server: Running) -> None:
     hot = {"temperature": 1.5, "seed": 3, "max_tokens": 40, "ignore_eos": True}
     plain = ids_of(complete(server, **hot))
     changes: list[JSON] = [
@@ -156,7 +156,7 @@ def test_each_sampling_field_changes_something(server: Running) -> None:
     assert ids_of(complete(server, **unseeded)) != ids_of(complete(server, **unseeded))
 
 
-def test_end_tokens_and_their_fields(server: Running) -> None:
+def test_eos_and_ignore_eos(server: Running) -> None:
     ending = {"logit_bias": {str(END_TOKEN): 100.0}, "max_tokens": 6}
     choice = complete(server, **ending)["choices"][0]
     assert (choice["text"], choice["token_ids"], choice["finish_reason"]) == ("", [END_TOKEN], "stop")
@@ -183,7 +183,7 @@ def test_stop_token_ids(server: Running) -> None:
 
 
 def spell(text: str) -> JSON:
-    """Fields that let the model write nothing but a text's letters, over and over in some order."""
+    """Return fields that restrict the output to the letters of a text, in any order."""
     return {"allowed_token_ids": sorted(set(ids(text))), "temperature": 1.5, "max_tokens": 60, "seed": 11}
 
 
@@ -226,7 +226,7 @@ def test_stop_strings(server: Running, letters: str, stop: Any) -> None:
         assert before.startswith(written) or not stream
 
 
-def test_a_stop_string_waits_for_min_tokens(server: Running) -> None:
+def test_stop_string_is_ignored_before_min_tokens(server: Running) -> None:
     fields = spell("ab")
     plain = raw(ids_of(complete(server, **fields))).decode()
     at = plain.index("ab", 20)
@@ -240,7 +240,7 @@ def test_a_stop_string_waits_for_min_tokens(server: Running) -> None:
         assert plain.startswith(text) and "ab" in text
 
 
-def test_bad_words_are_never_written(server: Running) -> None:
+def test_bad_words_are_never_generated(server: Running) -> None:
     fields = spell("abc")
     plain = complete(server, **fields)["choices"][0]["text"]
     words = [plain[3:5], plain[10:13]]
@@ -258,7 +258,7 @@ NOTHING_LEFT: list[JSON] = [
 
 
 @pytest.mark.parametrize("fields", NOTHING_LEFT)
-def test_a_request_that_forbids_every_token_is_the_client_s_fault(server: Running, fields: JSON) -> None:
+def test_request_that_forbids_every_token_is_answered_with_400(server: Running, fields: JSON) -> None:
     body = {"prompt": "hello", "max_tokens": 5, **fields}
     reply = server.post(COMPLETE, body)
     assert (reply.status_code, reply.json()["error"]["type"]) == (400, "invalid_request_error")
@@ -268,7 +268,7 @@ def test_a_request_that_forbids_every_token_is_the_client_s_fault(server: Runnin
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_min_tokens_without_any_token_to_draw_is_refused_at_admission(server: Running, stream: bool) -> None:
+def test_min_tokens_without_allowed_token_is_refused_at_admission(server: Running, stream: bool) -> None:
     body = {"prompt": "hello", "max_tokens": 5, "allowed_token_ids": [END_TOKEN], "min_tokens": 2, "stream": stream}
     reply = server.post(COMPLETE, body)
     assert reply.status_code == 400 and reply.json()["error"]["message"].startswith("min_tokens: every one of")
@@ -336,8 +336,7 @@ FEATURES: list[JSON] = [
 ]
 
 
-def test_any_two_features_go_together(server: Running) -> None:
-    """Or are refused together; the engine lives on."""
+def test_pairs_of_features_are_combined_or_refused(server: Running) -> None:
 
     def request(pair: tuple[JSON, JSON]) -> tuple[int, str]:
         reply = server.post(COMPLETE, {"prompt": "hello", "max_tokens": 5, **pair[0], **pair[1]})
@@ -354,10 +353,10 @@ def test_any_two_features_go_together(server: Running) -> None:
     assert server.client.get("/ready").status_code == 200
 
 
-# ---- what a reply shows
+# ---- content of a reply
 
 
-def test_token_ids_and_their_spelling(server: Running) -> None:
+def test_return_token_ids_and_tokens_as_ids(server: Running) -> None:
     reply = complete(server, return_tokens_as_token_ids=True, logprobs=1)["choices"][0]
     assert reply["logprobs"]["tokens"] == [f"token_id:{token}" for token in reply["token_ids"]]
     assert all(name.startswith("token_id:") for row in reply["logprobs"]["top_logprobs"] for name in row)
@@ -389,7 +388,7 @@ def test_echo(server: Running) -> None:
         assert text.startswith("hello")
 
 
-def test_prompts_of_chats(server: Running) -> None:
+def test_chat_prompt_options(server: Running) -> None:
     def prompt(**fields: Any) -> str:
         return text_of_ids(chat(server, max_tokens=1, **fields)["prompt_token_ids"])
 
@@ -409,7 +408,7 @@ def test_prompts_of_chats(server: Running) -> None:
     assert [token for token in tokens if token > 255] == [256, 257, 256], "what a user spells out is no special token"
 
 
-def test_add_special_tokens_is_the_tokenizer_s_choice(server: Running) -> None:
+def test_add_special_tokens_of_completion(server: Running) -> None:
     for add in (True, False):
         tokens = complete(server, add_special_tokens=add)["choices"][0]["prompt_token_ids"]
         assert tokens == server.opened.model.tokenizer.encode("hello", add_special=add)
@@ -426,7 +425,7 @@ def test_request_ids(server: Running) -> None:
     assert (reply.status_code, reply.headers["x-request-id"]) == (400, "my-2")
 
 
-def test_prefixes_are_shared_within_a_salt_only(server: Running) -> None:
+def test_cached_prefixes_are_shared_only_within_a_salt(server: Running) -> None:
     prompt = [random.Random(5).randrange(256) for _ in range(200)]
 
     def cached(**fields: Any) -> int:
@@ -440,7 +439,7 @@ def test_prefixes_are_shared_within_a_salt_only(server: Running) -> None:
     assert cached(cache_salt="b") == 0
 
 
-def test_fields_that_change_nothing(server: Running) -> None:
+def test_ignored_fields_change_nothing(server: Running) -> None:
     idle = {
         "user": "me",
         "service_tier": "auto",
@@ -462,7 +461,7 @@ def test_fields_that_change_nothing(server: Running) -> None:
 # ---- log-probabilities
 
 
-def test_completion_logprobs_have_openai_s_form(server: Running, engine: InferenceEngine) -> None:
+def test_completion_logprobs_have_openai_format(server: Running, engine: InferenceEngine) -> None:
     for count in (0, 1, 5):
         hot = {"temperature": 1.6, "seed": 7, "max_tokens": 40, "ignore_eos": True}
         choice = complete(server, logprobs=count, **hot)["choices"][0]
@@ -483,7 +482,7 @@ def test_completion_logprobs_have_openai_s_form(server: Running, engine: Inferen
     assert complete(server)["choices"][0]["logprobs"] is None
 
 
-def test_echoed_prompts_have_logprobs_too(server: Running, tiny_directory: Path) -> None:
+def test_echoed_prompt_has_logprobs(server: Running, tiny_directory: Path) -> None:
     prompt = "héllo\ud7ff"
     for count in (0, 2):
         choice = complete(server, prompt=prompt, echo=True, logprobs=count, max_tokens=4)["choices"][0]
@@ -504,14 +503,14 @@ def test_echoed_prompts_have_logprobs_too(server: Running, tiny_directory: Path)
 
 
 def reference_logprobs(directory: Path, tokens: Sequence[int]) -> list[float]:
-    """Transformers' log-probabilities of each id but the first."""
+    """Return Transformers' log-probabilities of each id but the first."""
     model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     with torch.no_grad():
         scores = model(torch.tensor([list(tokens)])).logits[0].log_softmax(-1)
     return [float(scores[index, token]) for index, token in enumerate(tokens[1:])]
 
 
-def test_greedy_numbers_are_transformers(server: Running, tiny_directory: Path) -> None:
+def test_greedy_tokens_and_logprobs_equal_transformers(server: Running, tiny_directory: Path) -> None:
     answer = chat(server, logprobs=True, top_logprobs=3, max_tokens=20, ignore_eos=True)
     prompt, tokens = answer["prompt_token_ids"], ids_of(answer)
     expected = reference_logprobs(tiny_directory, [*prompt, *tokens])[len(prompt) - 1 :]
@@ -520,7 +519,7 @@ def test_greedy_numbers_are_transformers(server: Running, tiny_directory: Path) 
     assert [entry["top_logprobs"][0]["logprob"] for entry in entries] == pytest.approx(expected, abs=1e-4)
 
 
-def test_chat_logprobs_have_openai_s_form(server: Running) -> None:
+def test_chat_logprobs_have_openai_format(server: Running) -> None:
     for count in (None, 0, 5):
         answer = chat(
             server, logprobs=True, top_logprobs=count, temperature=1.6, seed=2, max_tokens=40, ignore_eos=True
@@ -542,7 +541,7 @@ def test_chat_logprobs_have_openai_s_form(server: Running) -> None:
     assert chat(server)["choices"][0]["logprobs"] is None
 
 
-def test_prompt_logprobs_have_vllm_s_form(server: Running, engine: InferenceEngine) -> None:
+def test_prompt_logprobs_have_vllm_format(server: Running, engine: InferenceEngine) -> None:
     sample = engine_sample(engine, ids("hello"), prompt_logprobs=2)
     rows = complete(server, prompt_logprobs=2)["choices"][0]["prompt_logprobs"]
     assert rows[0] is None and len(rows) == 5
@@ -571,7 +570,7 @@ def test_prompt_logprobs_have_vllm_s_form(server: Running, engine: InferenceEngi
 
 
 def text_of(events: Sequence[Any]) -> dict[int, str]:
-    """The texts of a stream's choices."""
+    """Return the texts of a stream's choices."""
     texts: dict[int, str] = {}
     for event in events:
         for choice in event["choices"] if isinstance(event, dict) else ():
@@ -582,7 +581,7 @@ def text_of(events: Sequence[Any]) -> dict[int, str]:
 
 @pytest.mark.parametrize("options", [None, {}, {"include_usage": False}, {"include_usage": True}])
 @pytest.mark.parametrize("n", [1, 3])
-def test_the_order_of_a_chat_s_stream(server: Running, n: int, options: JSON | None) -> None:
+def test_order_of_chat_chunks(server: Running, n: int, options: JSON | None) -> None:
     body = {"messages": HELLO, "max_tokens": 20, "seed": 5, "temperature": 1.0, "n": n}
     whole = server.post(CHAT, body).json()
     events = server.events(CHAT, {**body, "stream": True, "stream_options": options})
@@ -610,7 +609,7 @@ def test_the_order_of_a_chat_s_stream(server: Running, n: int, options: JSON | N
     assert text_of(events) == {one["index"]: one["message"]["content"] for one in whole["choices"]}
 
 
-def test_the_headers_of_a_stream(server: Running) -> None:
+def test_stream_headers(server: Running) -> None:
     body = {"prompt": "a", "max_tokens": 2, "stream": True}
     with server.client.stream("POST", COMPLETE, json=body) as response:
         assert response.headers["content-type"].startswith("text/event-stream")
@@ -620,7 +619,7 @@ def test_the_headers_of_a_stream(server: Running) -> None:
     assert raw.endswith("data: [DONE]\n\n") and raw.count("[DONE]") == 1
 
 
-def test_a_completion_s_stream_with_everything(server: Running) -> None:
+def test_completion_stream_with_all_fields(server: Running) -> None:
     body = {"prompt": "hello", "max_tokens": 20, "temperature": 1.5, "seed": 8, "logprobs": 2, "return_token_ids": True}
     body |= {"ignore_eos": True}
     whole = server.post(COMPLETE, body).json()["choices"][0]
@@ -665,7 +664,7 @@ def random_text(rng: random.Random) -> str:
 
 
 def counted(server: Running) -> tuple[float, float]:
-    """Prompt and output tokens, as the metrics have them."""
+    """Return the prompt and output tokens of the metrics."""
     text = server.client.get("/metrics").text
     found = [
         re.search(rf"^vllm:{name}_total{{[^}}]*}} (\S+)$", text, re.M)
@@ -675,8 +674,8 @@ def counted(server: Running) -> tuple[float, float]:
     return first, second
 
 
-def test_streams_and_whole_replies_are_the_same_text(server: Running) -> None:
-    """Also the counts: those of the tokenizer, for what was read and for what was written."""
+def test_streams_equal_complete_replies(server: Running) -> None:
+    """Token counts equal the tokenizer's for prompts and outputs."""
     rng = random.Random(37)
     tokenizer = server.opened.model.tokenizer
     bodies: list[tuple[str, JSON]] = []
@@ -739,7 +738,7 @@ ERRORS: list[tuple[str, Any, int, str | None, str | None, str]] = [
     (CHAT, {"messages": HELLO, "suffix": "x"}, 400, "suffix", "unsupported_field", "suffix is not supported"),
     (COMPLETE, {"prompt": "a", "tools": [{}]}, 400, "tools", "unsupported_field", "tools is not supported"),
     (CHAT, {"messages": HELLO, "tools": [{}]}, 400, "tools.0.type", None, "field required"),
-    (CHAT, {"messages": [{"role": "user"}]}, 400, "messages.0.content", None, "must be a text"),
+    (CHAT, {"messages": [{"role": "user"}]}, 400, "messages.0.content", None, "must be a string"),
     ("/tokenize", {}, 400, "prompt", None, "exactly one of prompt, messages and content"),
     ("/tokenize", {"prompt": "a", "content": "b"}, 400, "prompt", None, "exactly one of"),
     ("/tokenize", {"prompt": "a", "model": "x"}, 404, "model", "model_not_found", "'x' does not exist"),
@@ -771,7 +770,7 @@ def test_errors(
             assert internal not in reply.text
 
 
-def test_a_prompt_that_is_too_long(server: Running) -> None:
+def test_prompt_longer_than_context_is_refused(server: Running) -> None:
     for stream in (False, True):
         reply = server.post(COMPLETE, {"prompt": "x" * 600, "stream": stream})
         error = reply.json()["error"]
@@ -783,7 +782,7 @@ def test_a_prompt_that_is_too_long(server: Running) -> None:
 @pytest.mark.parametrize(
     "options", [{"include_usage": one, "continuous_usage_stats": two} for one in (True, False) for two in (True, False)]
 )
-def test_stream_options_without_a_stream(server: Running, options: JSON) -> None:
+def test_stream_options_without_stream_are_refused(server: Running, options: JSON) -> None:
     for path, body in ((COMPLETE, {"prompt": "a"}), (CHAT, {"messages": HELLO})):
         for stream in ({}, {"stream": False}, {"stream": None}):
             reply = server.post(path, {**body, **stream, "stream_options": options})
@@ -830,7 +829,7 @@ def test_wrong_content_types(server: Running) -> None:
     assert server.client.post(COMPLETE, content=body, headers={"content-type": kind}).status_code == 200
 
 
-# ---- routes that generate nothing
+# ---- routes without generation
 
 GETS = (
     "/v1/models",
@@ -847,7 +846,7 @@ GETS = (
 )
 
 
-def test_head_is_get_without_its_body(server: Running) -> None:
+def test_head_equals_get_without_body(server: Running) -> None:
     for path in GETS:
         got, head = server.client.get(path), server.client.head(path)
         assert (got.status_code, head.status_code, head.content) == (200, 200, b"")
@@ -879,7 +878,7 @@ def test_any_model(tiny_directory: Path) -> None:
         assert server.client.get("/v1/models/gpt-4o").json()["id"] == "gpt-4o"
 
 
-def test_tokenize_in_both_shapes(server: Running) -> None:
+def test_tokenize_in_vllm_and_llamacpp_format(server: Running) -> None:
     tokens = ids("hé")
     reply = server.post("/tokenize", {"model": "tiny", "prompt": "hé"}).json()
     assert reply == {"tokens": tokens, "count": 3, "max_model_len": 512, "token_strs": None}
@@ -902,7 +901,7 @@ def test_tokenize_in_both_shapes(server: Running) -> None:
         assert server.post("/tokenize", body).json()["tokens"] == ids("a")
 
 
-def test_detokenize_in_both_shapes(server: Running) -> None:
+def test_detokenize_in_vllm_and_llamacpp_format(server: Running) -> None:
     assert server.post("/detokenize", {"model": "tiny", "tokens": ids("hi")}).json() == {"prompt": "hi"}
     assert server.post("/detokenize", {"tokens": [*ids("h"), 257]}).json() == {
         "content": "h<|im_end|>",
@@ -912,7 +911,7 @@ def test_detokenize_in_both_shapes(server: Running) -> None:
     assert server.post("/detokenize", {"tokens": ids("é")[:1]}).json() == {"content": "\ufffd", "prompt": "\ufffd"}
 
 
-def test_there_and_back(server: Running) -> None:
+def test_tokenize_then_detokenize_returns_text(server: Running) -> None:
     rng = random.Random(2)
     for _ in range(20):
         text = random_text(rng)
@@ -933,7 +932,7 @@ def test_apply_template(server: Running) -> None:
     assert server.post("/apply-template", both).json()["error"]["param"] == "continue_final_message"
 
 
-def test_what_the_server_says_of_itself(server: Running) -> None:
+def test_health_load_version_and_metrics(server: Running) -> None:
     info = server.client.get("/tokenizer_info").json()
     assert (info["vocab_size"], info["model_vocab_size"], info["max_model_len"]) == (260, 260, 512)
     assert (info["bos_token_id"], info["eos_token_ids"], info["eos_token"]) == (258, [257], "<|im_end|>")
@@ -944,26 +943,25 @@ def test_what_the_server_says_of_itself(server: Running) -> None:
         assert server.client.get(page).headers["content-type"] == "text/html; charset=utf-8"
     assert server.client.get("/ready").json() == {"status": "ready"}
     for path in ("/health", "/ping"):
-        told = {"status": "ok", "ready": True, "num_gpus": 1, "available_workers": 256}
-        assert server.client.get(path).json() == told
+        expected = {"status": "ok", "ready": True, "num_gpus": 1, "available_workers": 256}
+        assert server.client.get(path).json() == expected
     assert server.client.get("/stats").json()["total_workers"] == 256
     assert server.client.get("/props").json()["total_slots"] == 256
     assert server.client.get("/health_generate").json()["meta_info"]["completion_tokens"] == 1
 
 
-# ---- places in the queue, and time
+# ---- queue limits and deadlines
 
 
-class Gated:
-    """An engine that steps only while its gate is open."""
+class BlockedEngine:
+    """An engine that steps only while its gate is open or `steps_left` > 0."""
 
     def __init__(self, engine: DrivenEngine) -> None:
         self._engine = engine
         self.gate = threading.Event()
         self.steps_left = 0
-        """Steps that may run with the gate shut."""
-        self.is_shut_out = threading.Event()
-        """Set when a step waits before the gate: what earlier steps gave is on its way."""
+        self.is_blocked = threading.Event()
+        """Set when a step waits at the gate; the deltas of earlier steps have been sent to the loop."""
 
     @property
     def control(self) -> Control:
@@ -985,41 +983,41 @@ class Gated:
         if self.steps_left:
             self.steps_left -= 1
         else:
-            self.is_shut_out.set()
-            assert self.gate.wait(60), "the test opens the gate"
+            self.is_blocked.set()
+            assert self.gate.wait(60), "the test did not open the gate"
         return self._engine.tick()
 
     def shutdown(self) -> None:
         self._engine.shutdown()
 
 
-def gated(directory: Path, config: ServerConfig, **options: Any) -> LoadedModel:
+def blocked(directory: Path, config: ServerConfig, **options: Any) -> LoadedModel:
     one = opened(directory, config, **options)
-    return replace(one, engine=Gated(one.engine))
+    return replace(one, engine=BlockedEngine(one.engine))
 
 
-def gate_of(server: Running) -> Gated:
-    assert isinstance(server.opened.engine, Gated)
+def blocker_of(server: Running) -> BlockedEngine:
+    assert isinstance(server.opened.engine, BlockedEngine)
     return server.opened.engine
 
 
 def wait_for(condition: Callable[[], bool], server: Running) -> None:
-    """Ask /load until something is the case; each question is a trip through the server's loop."""
+    """Poll /load until the condition is true; each request passes through the server's loop."""
     deadline = time.monotonic() + 60
     while not condition():
-        assert time.monotonic() < deadline, "it did not come to that"
+        assert time.monotonic() < deadline, "timeout"
         server.client.get("/load")
 
 
-def test_no_more_than_the_queue_holds(tiny_directory: Path) -> None:
-    """One may run and one may wait: of ten at once two are answered, whichever they are."""
+def test_requests_above_queue_limit_are_refused(tiny_directory: Path) -> None:
+    """One may run and one may wait: two of ten concurrent requests are answered."""
     config = ServerConfig(port=0, log_requests=False, max_queued_requests=1)
-    with running(tiny_directory, config, gated, max_batch_size=1) as server, ThreadPoolExecutor(10) as pool:
+    with running(tiny_directory, config, blocked, max_batch_size=1) as server, ThreadPoolExecutor(10) as pool:
         body = {"prompt": "a", "max_tokens": 2}
         answers: list[Future[Any]] = [pool.submit(server.post, COMPLETE, body) for _ in range(10)]
         wait_for(lambda: sum(one.done() for one in answers) == 8, server)
         assert server.client.get("/load").json()["server_load"] == 2
-        gate_of(server).gate.set()
+        blocker_of(server).gate.set()
         replies = [one.result(60) for one in answers]
         assert sorted(one.status_code for one in replies) == [200] * 2 + [503] * 8
         for one in replies:
@@ -1030,13 +1028,13 @@ def test_no_more_than_the_queue_holds(tiny_directory: Path) -> None:
         assert server.post(COMPLETE, body).status_code == 200, "the places are free again"
         serving = server.app.serving
         assert serving is not None
-        queue_limits = serving.queue_limits  # given back after the answer is sent
+        queue_limits = serving.queue_limits  # released after the response was sent
         wait_for(lambda: (queue_limits.num_samples, queue_limits.num_tokens) == (0, 0), server)
 
 
-def test_samples_come_in_together_or_not_at_all(tiny_directory: Path) -> None:
+def test_samples_of_a_call_are_admitted_together(tiny_directory: Path) -> None:
     config = ServerConfig(port=0, log_requests=False, max_queued_requests=3, max_admitted_tokens=300)
-    with running(tiny_directory, config, gated, max_batch_size=1) as server, ThreadPoolExecutor(4) as pool:
+    with running(tiny_directory, config, blocked, max_batch_size=1) as server, ThreadPoolExecutor(4) as pool:
         first = pool.submit(server.post, COMPLETE, {"prompt": "a", "max_tokens": 2})
         wait_for(lambda: server.client.get("/load").json()["server_load"] == 1, server)
         for stream in (False, True):
@@ -1048,14 +1046,14 @@ def test_samples_come_in_together_or_not_at_all(tiny_directory: Path) -> None:
         assert (reply.status_code, reply.json()["error"]["code"]) == (503, "too_many_tokens")
         second = pool.submit(server.post, COMPLETE, {"prompt": "a", "n": 3, "max_tokens": 2})
         wait_for(lambda: server.client.get("/load").json()["server_load"] == 2, server)
-        gate_of(server).gate.set()
+        blocker_of(server).gate.set()
         assert first.result(60).status_code == 200
         assert len(second.result(60).json()["choices"]) == 3
         for body, param, says in (
-            ({"prompt": "a", "n": 5}, "n", "5 samples are asked for; this server takes 4 at once"),
-            ({"prompt": ["a"] * 5}, "n", "5 samples are asked for"),
-            ({"prompt": "a", "max_tokens": 300}, "max_tokens", "come to 301 tokens; this server takes 300 at once"),
-            ({"prompt": "a", "n": 2, "max_tokens": 150}, "max_tokens", "come to 301 tokens"),
+            ({"prompt": "a", "n": 5}, "n", "the request has 5 samples; this server accepts 4 at once"),
+            ({"prompt": ["a"] * 5}, "n", "the request has 5 samples"),
+            ({"prompt": "a", "max_tokens": 300}, "max_tokens", "can reach 301 tokens; this server accepts 300 at once"),
+            ({"prompt": "a", "n": 2, "max_tokens": 150}, "max_tokens", "can reach 301 tokens"),
         ):
             reply = server.post(COMPLETE, body)
             assert (reply.status_code, reply.json()["error"]["param"]) == (400, param)
@@ -1063,7 +1061,7 @@ def test_samples_come_in_together_or_not_at_all(tiny_directory: Path) -> None:
         assert server.post(COMPLETE, {"prompt": "a", "n": 4, "max_tokens": 3}).status_code == 200
 
 
-def test_what_the_cache_can_never_hold_is_refused_at_the_door(tiny_directory: Path) -> None:
+def test_request_larger_than_kv_cache_is_refused_at_admission(tiny_directory: Path) -> None:
     with running(tiny_directory, ServerConfig(port=0, log_requests=False), kv_cache_bytes=1 << 15) as server:
         limits = server.opened.model.limits
         slots = limits.num_blocks * limits.block_size
@@ -1071,29 +1069,29 @@ def test_what_the_cache_can_never_hold_is_refused_at_the_door(tiny_directory: Pa
         reply = server.post(COMPLETE, {"prompt": "a" * 8, "max_tokens": slots})
         assert reply.status_code == 400
         assert f"holds {slots} tokens" in reply.json()["error"]["message"]
-        assert server.link.last_stats is None, "the engine was not asked"
+        assert server.link.last_stats is None, "the engine got no request"
         assert complete(server, prompt="a" * 8, max_tokens=slots - 8, ignore_eos=True)["usage"]["total_tokens"] == slots
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_has_begun_ends_with_what_it_has_when_its_time_is_up(
+def test_started_sample_ends_with_its_tokens_at_deadline(
     tiny_directory: Path, monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:
-    """The clock is set forward while the engine stands still."""
+    """The clock is advanced while the engine is blocked."""
     hours = [0.0]
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + hours[0] * 3600, time=time.time)
     monkeypatch.setattr("nano_inference.server.answering.time", clock)
     config = ServerConfig(port=0, log_requests=False, sse_keep_alive=0.02)
     body = {"prompt": "hello", "max_tokens": 400, "ignore_eos": True, "n": 2, "temperature": 1, "seed": 1}
     body |= {"stop": "never\x00", "return_token_ids": True}
-    with running(tiny_directory, config, gated) as server, ThreadPoolExecutor(1) as pool:
-        gate_of(server).steps_left = 6
+    with running(tiny_directory, config, blocked) as server, ThreadPoolExecutor(1) as pool:
+        blocker_of(server).steps_left = 6
         if stream:
             streamed = pool.submit(server.events, COMPLETE, {**body, "stream": True})
         else:
             posted = pool.submit(server.post, COMPLETE, body)
-        assert gate_of(server).is_shut_out.wait(60)
-        server.on_loop(lambda: None)  # by now the event loop has heard of every step
+        assert blocker_of(server).is_blocked.wait(60)
+        server.on_loop(lambda: None)  # now the event loop has the deltas of every step
         hours[0] = 1
         if stream:
             events = streamed.result(60)
@@ -1105,37 +1103,39 @@ def test_what_has_begun_ends_with_what_it_has_when_its_time_is_up(
             texts = {one["index"]: one["text"] for one in ends}
         assert [(one["finish_reason"], one["stop_reason"]) for one in ends] == [("length", "timeout")] * 2
         hours[0] = 0
-        gate_of(server).gate.set()
+        blocker_of(server).gate.set()
         for one in server.post(COMPLETE, {**body, "max_tokens": 20}).json()["choices"]:
             written = texts[one["index"]]
-            assert written and one["text"].startswith(written.rstrip("\ufffd")), "what there is, and nothing else"
+            assert written and one["text"].startswith(written.rstrip("\ufffd")), (
+                "the tokens of the deadline are a prefix"
+            )
 
 
 @pytest.mark.parametrize(("max_tokens", "reasons"), [(3, [None, "timeout"]), (400, ["timeout", "timeout"])])
-def test_time_is_up_for_one_sample_and_not_for_another(
+def test_deadline_ends_only_open_samples(
     tiny_directory: Path, monkeypatch: pytest.MonkeyPatch, max_tokens: int, reasons: list[str | None]
 ) -> None:
-    """One runs after the other: the first has ended, or the second has not begun."""
+    """The samples run one after the other: the first has ended, or the second has not started."""
     hours = [0.0]
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + hours[0] * 3600, time=time.time)
     monkeypatch.setattr("nano_inference.server.answering.time", clock)
     config = ServerConfig(port=0, log_requests=False, sse_keep_alive=0.02)
-    with running(tiny_directory, config, gated, max_batch_size=1) as server, ThreadPoolExecutor(1) as pool:
-        gate_of(server).steps_left = 5
+    with running(tiny_directory, config, blocked, max_batch_size=1) as server, ThreadPoolExecutor(1) as pool:
+        blocker_of(server).steps_left = 5
         body = {"prompt": "hello", "max_tokens": max_tokens, "ignore_eos": True, "n": 2}
         posted = pool.submit(server.post, COMPLETE, body)
-        assert gate_of(server).is_shut_out.wait(60)
-        server.on_loop(lambda: None)  # by now the event loop has heard of every step
+        assert blocker_of(server).is_blocked.wait(60)
+        server.on_loop(lambda: None)  # now the event loop has the deltas of every step
         hours[0] = 1
         choices = posted.result(60).json()["choices"]
-        gate_of(server).gate.set()
+        blocker_of(server).gate.set()
         assert [(one["finish_reason"], one["stop_reason"]) for one in choices] == [("length", one) for one in reasons]
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_has_not_begun_is_refused_when_its_time_is_up(tiny_directory: Path, stream: bool) -> None:
+def test_unstarted_request_is_refused_at_deadline(tiny_directory: Path, stream: bool) -> None:
     config = ServerConfig(port=0, log_requests=False, request_timeout=0.3)
-    with running(tiny_directory, config, gated) as server:
+    with running(tiny_directory, config, blocked) as server:
         body = {"prompt": "hello", "stream": stream}
         if stream:
             events = server.events(COMPLETE, body)
@@ -1144,29 +1144,29 @@ def test_what_has_not_begun_is_refused_when_its_time_is_up(tiny_directory: Path,
             reply = server.post(COMPLETE, body)
             assert (reply.status_code, reply.json()["error"]["code"]) == (503, "timeout")
             assert reply.headers["x-should-retry"] == "false"
-        gate_of(server).gate.set()
+        blocker_of(server).gate.set()
 
 
-def test_a_silent_stream_says_that_it_is_still_there(tiny_directory: Path) -> None:
+def test_silent_stream_sends_keep_alive_comments(tiny_directory: Path) -> None:
     config = ServerConfig(port=0, log_requests=False, sse_keep_alive=0.05)
-    with running(tiny_directory, config, gated) as server:
+    with running(tiny_directory, config, blocked) as server:
         lines = []
         body = {"prompt": "hello", "max_tokens": 3, "stream": True}
         with server.client.stream("POST", COMPLETE, json=body) as response:
             for line in response.iter_lines():
                 lines.append(line)
                 if lines.count(": keep-alive") == 2:
-                    gate_of(server).gate.set()
+                    blocker_of(server).gate.set()
         assert lines.count(": keep-alive") >= 2
         assert lines[-2:] == ["data: [DONE]", ""] or lines[-1] == "data: [DONE]"
         data = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
         assert data[-1]["choices"][0]["finish_reason"] in ("length", "stop")
 
 
-def test_a_reply_of_many_alternatives_is_put_together_in_a_thread(server: Running) -> None:
+def test_large_reply_is_serialized_in_a_thread(server: Running) -> None:
     threads: set[str] = set()
-    workshop: Any = server.app.workers.large
-    run = workshop.run
+    pool: Any = server.app.workers.large
+    run = pool.run
 
     async def noted(work: Any, *, seconds: float) -> Any:
         def inner() -> Any:
@@ -1175,56 +1175,56 @@ def test_a_reply_of_many_alternatives_is_put_together_in_a_thread(server: Runnin
 
         return await run(inner, seconds=seconds)
 
-    workshop.run = noted
+    pool.run = noted
     try:
         body = {"prompt": "many", "max_tokens": 300, "logprobs": 20, "ignore_eos": True, "seed": 3}
         choice = server.post("/v1/completions", body).json()["choices"][0]
         assert server.post("/v1/completions", {**body, "max_tokens": 20}).status_code == 200
     finally:
-        workshop.run = run
+        pool.run = run
     assert len(choice["logprobs"]["tokens"]) == 300
     assert len(threads) == 1 and threads.pop().startswith("worker-text")
 
 
 def test_too_many_large_bodies_are_refused(tiny_directory: Path) -> None:
     with running(tiny_directory) as server:
-        go_on, begun = threading.Event(), threading.Event()
-        workshop: Any = server.app.workers.large
+        resume, started = threading.Event(), threading.Event()
+        pool: Any = server.app.workers.large
 
         def wait() -> None:
-            begun.set()
-            go_on.wait(60)
+            started.set()
+            resume.wait(60)
 
         async def fill() -> None:
             for _ in range(32):
-                asyncio.get_running_loop().create_task(workshop.run(wait, seconds=60))
+                asyncio.get_running_loop().create_task(pool.run(wait, seconds=60))
 
         asyncio.run_coroutine_threadsafe(fill(), server.loop).result(30)
-        begun.wait(30)
+        started.wait(30)
         large = {"prompt": "x" * 20_000, "max_tokens": 1}
         refused = server.post("/v1/completions", large)
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "queue_full")
         assert refused.headers["retry-after"] == "1"
         assert server.post("/v1/completions", {"prompt": "x", "max_tokens": 1}).status_code == 200
         assert server.post("/tokenize", {"prompt": "x" * 20_000}).status_code == 200
-        go_on.set()
+        resume.set()
 
 
-def test_an_unknown_field_costs_its_beginning_only(server: Running, caplog: pytest.LogCaptureFixture) -> None:
+def test_unknown_field_name_is_truncated_in_log(server: Running, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         names = {f"{'y' * 100_000}{i}": 1 for i in range(3)} | {f"z{i:03d}": 1 for i in range(20)}
         assert server.post("/v1/completions", {"prompt": "a", "max_tokens": 1, **names}).status_code == 200
     assert all(len(name) <= 64 for name in server.app._noted)
-    told = [record.getMessage() for record in caplog.records if "unknown fields" in record.getMessage()]
-    assert len(told) == 1 and len(told[0]) < 1000 and "more" in told[0]
+    expected = [record.getMessage() for record in caplog.records if "unknown fields" in record.getMessage()]
+    assert len(expected) == 1 and len(expected[0]) < 1000 and "more" in expected[0]
 
 
 @pytest.mark.parametrize(
     "name",
     ["../../etc/passwd", "/etc/passwd", "..%2f..%2fetc", "%2e%2e/%2e%2e", "tiny/../tiny", "tiny\x00", "file:///tiny"],
 )
-def test_no_name_of_a_model_is_a_path(server: Running, name: str) -> None:
-    """T25: a request can name the served model, and nothing else: not by its path, not by any way around it."""
+def test_model_field_never_opens_a_path(server: Running, name: str) -> None:
+    """T25: a request can only name the served model, never a path."""
     refused = server.post("/v1/completions", {"model": name, "prompt": "a", "max_tokens": 1})
     assert (refused.status_code, refused.json()["error"]["code"]) == (404, "model_not_found")
     quoted = urllib.parse.quote(name, safe="%/")
@@ -1235,8 +1235,8 @@ def test_no_name_of_a_model_is_a_path(server: Running, name: str) -> None:
     assert b"root:" not in reply
 
 
-def test_every_route_needs_the_key_by_every_method(tiny_directory: Path) -> None:
-    """T3: over the real routes, so that one that is added later is held to it too."""
+def test_every_route_and_method_needs_key(tiny_directory: Path) -> None:
+    """T3: tests the real routes, so that later ones are included."""
     config = ServerConfig(port=0, log_requests=False, api_key=("a-key-of-some-length",))
     with running(tiny_directory, config) as server:
         paths = {route.path.replace("{model:path}", "tiny") for route in server.app._routes()} | {

@@ -1,4 +1,4 @@
-"""Bytes to bodies: what is no JSON object, what does not fit, and how a refusal tells of it."""
+"""Parsing bodies: invalid JSON, schema violations, and their error messages."""
 
 from __future__ import annotations
 
@@ -58,21 +58,21 @@ def refusal(data: bytes | str | dict[str, Any], model: Any = CompletionBody) -> 
         (b'{"x":' + b"[" * MAX_DEPTH + b"]" * MAX_DEPTH + b"}", f"nested deeper than {MAX_DEPTH}"),
     ],
 )
-def test_what_is_no_json_object(data: bytes, says: str) -> None:
+def test_invalid_json_is_refused(data: bytes, says: str) -> None:
     error = refusal(data)
     assert says in error.message
     assert (error.code, error.param) == ("invalid_json", None)
 
 
-def test_json_as_far_as_it_may_nest() -> None:
+def test_json_nesting_limit() -> None:
     assert read_json(b'{"x":' + b"[" * (MAX_DEPTH - 1) + b"]" * (MAX_DEPTH - 1) + b"}")
 
 
-def test_of_a_repeated_key_the_last_counts() -> None:
+def test_last_of_repeated_keys_is_used() -> None:
     assert parse(b'{"prompt":"a","prompt":"b"}', CompletionBody).prompt == "b"
 
 
-def test_unknown_fields_are_kept_aside() -> None:
+def test_unknown_fields_are_kept_in_model_extra() -> None:
     body = parse(b'{"prompt":"a","color":"red"}', CompletionBody)
     assert body.model_extra == {"color": "red"}
 
@@ -165,7 +165,7 @@ CHAT_RANGES: dict[str, list[Any]] = {
         *(("chat", f, v) for f, values in CHAT_RANGES.items() for v in values),
     ],
 )
-def test_a_wrong_value_is_refused_by_its_field(kind: str, field: str, value: Any) -> None:
+def test_invalid_value_error_names_field(kind: str, field: str, value: Any) -> None:
     base: dict[str, Any] = {"prompt": "a"} if kind == "completion" else {"messages": HELLO}
     text = json.dumps({**base, field: value}).replace("Infinity", "1e400")
     error = refusal(text, CompletionBody if kind == "completion" else ChatBody)
@@ -215,7 +215,7 @@ def test_a_wrong_value_is_refused_by_its_field(kind: str, field: str, value: Any
         ),
     ],
 )
-def test_a_refusal_names_the_place_and_the_limit(body: dict[str, Any], model: Any, message: str) -> None:
+def test_error_names_path_and_limit(body: dict[str, Any], model: Any, message: str) -> None:
     assert message in refusal(body, model).message
 
 
@@ -233,15 +233,15 @@ def test_a_refusal_names_the_place_and_the_limit(body: dict[str, Any], model: An
         b'{"prompt":"a","user":{"' + b"x" * 60_000 + b'":[1]}}',
     ],
 )
-def test_a_refusal_is_small_whatever_is_refused(data: bytes) -> None:
-    """A list of a hundred thousand wrong things is one error, not a hundred thousand."""
+def test_error_size_is_bounded(data: bytes) -> None:
+    """A list of 100,000 invalid values is one error."""
     with pytest.raises(ValidationError) as caught:
         CompletionBody.model_validate(read_json(data))
     assert caught.value.error_count() < 2_000
     refusal(data)
 
 
-def test_wrong_messages_are_one_error_too() -> None:
+def test_many_invalid_messages_are_one_error() -> None:
     for data in (
         b'{"messages":[' + b"{}," * 2000 + b"1]}",
         b'{"messages":[{"role":"user","content":[' + b"{}," * 2000 + b"1]}]}",
@@ -249,7 +249,7 @@ def test_wrong_messages_are_one_error_too() -> None:
         assert refusal(data, ChatBody).param is not None
 
 
-def test_a_refusal_has_nothing_internal() -> None:
+def test_error_has_no_internal_names() -> None:
     for body in (
         {"prompt": {}},
         {"prompt": "a", "stop": {}},
@@ -270,7 +270,7 @@ def test_a_refusal_has_nothing_internal() -> None:
             assert internal not in text
 
 
-# ---- bodies that are nearly right, against a running server
+# ---- mutated bodies, against a running server
 
 MAX_LEN = 48
 EXAMPLES = 1500
@@ -374,13 +374,13 @@ ODD_KEYS = (
 
 
 def places(value: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """Every place in a JSON value but the whole."""
+    """Return every path in a JSON value except the root."""
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     return [one for key, item in items for one in ((*at, key), *places(item, (*at, key)))]
 
 
 def changed(value: Any, at: tuple[Any, ...], put: str | None) -> Any:
-    """A copy with something else at a place; None leaves it out."""
+    """Return a copy with another value at a path; None removes it."""
     copy = value.copy()
     key, *rest = at
     if rest:
@@ -393,7 +393,7 @@ def changed(value: Any, at: tuple[Any, ...], put: str | None) -> Any:
 
 
 def spoilt(body: JSON, changes: list[tuple[int, str | None]], more: list[tuple[str, str]], whole: int) -> bytes:
-    """The bytes of a body with odd JSON in some places, further keys (also repeated ones), or damaged as a whole."""
+    """Return a body with odd JSON at some paths, further or repeated keys, or damaged bytes."""
     raw: list[str] = []
     for index, odd in changes:
         where = places(body)
@@ -416,7 +416,7 @@ class Answer:
 
 
 async def request(app: App, path: str, data: bytes) -> Answer:
-    """Ask the application itself: no socket, the rest is real."""
+    """Send a request to the ASGI application without a socket."""
     got, sent = Answer(), False
 
     async def receive() -> dict[str, Any]:
@@ -462,7 +462,7 @@ def check_answer(answer: Answer) -> None:
 
 
 @pytest.mark.parametrize(("path", "body"), VALID)
-def test_the_bodies_themselves_are_right(small: Running, path: str, body: JSON) -> None:
+def test_unmodified_bodies_are_accepted(small: Running, path: str, body: JSON) -> None:
     answer = asyncio.run_coroutine_threadsafe(request(small.app, path, json.dumps(body).encode()), small.loop).result(
         60
     )
@@ -470,8 +470,8 @@ def test_the_bodies_themselves_are_right(small: Running, path: str, body: JSON) 
     assert answer.status == 200
 
 
-def test_whatever_is_sent_is_answered_or_refused(small: Running) -> None:
-    """Never a 5xx, never an error in a stream that has begun; and the engine lives on."""
+def test_mutated_bodies_never_cause_server_error(small: Running) -> None:
+    """No 5xx, no error within a started stream, and the engine stays alive."""
 
     @settings(max_examples=EXAMPLES, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
     @given(
@@ -492,8 +492,8 @@ def test_whatever_is_sent_is_answered_or_refused(small: Running) -> None:
 
 
 @pytest.mark.parametrize("odd", ODD)
-def test_every_odd_value_in_every_number(small: Running, odd: str) -> None:
-    """Appendix C's numbers and texts, one field at a time."""
+def test_odd_values_in_each_field(small: Running, odd: str) -> None:
+    """Odd numbers and texts, one field at a time."""
     for path, base, model in (
         ("/v1/completions", TEXT, CompletionBody),
         ("/v1/chat/completions", TALK, ChatBody),

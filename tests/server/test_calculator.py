@@ -1,4 +1,4 @@
-"""A nanochat model's calculator over HTTP: it answers when it is asked to, and what it wrote is told apart."""
+"""A nanochat model's calculator over HTTP: it runs on request, and its tokens and parts are marked."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def answer(server: Running, **fields: Any) -> dict[str, Any]:
     return choice
 
 
-def test_it_answers_and_is_told_apart_from_what_the_model_wrote(calculating: Running) -> None:
+def test_calculator_output_is_marked_in_parts_and_mask(calculating: Running) -> None:
     choice = answer(calculating, return_token_ids=True, logprobs=True, top_logprobs=2)
     parts = choice["message"]["parts"]
     assert [part["type"] for part in parts if part["type"] != "text"] == ["python", "python_output"]
@@ -51,7 +51,7 @@ def test_it_answers_and_is_told_apart_from_what_the_model_wrote(calculating: Run
     )
 
 
-def test_it_is_the_engines_own_answer(calculating: Running) -> None:
+def test_answer_equals_engine_output(calculating: Running) -> None:
     dialogue = calculating.opened.model.dialogue
     assert dialogue is not None and dialogue.tool is not None
     prompt = dialogue.encode([{"role": "user", "content": QUESTION}])
@@ -62,25 +62,27 @@ def test_it_is_the_engines_own_answer(calculating: Running) -> None:
     assert choice["token_ids"] == list(sample.completion_tokens) and choice["mask"] == list(sample.mask)
 
 
-def test_nobody_calculates_unasked(calculating: Running) -> None:
+def test_calculator_is_off_by_default(calculating: Running) -> None:
     choice = answer(calculating, calculator=False, return_token_ids=True, max_tokens=64)
     assert set(choice["mask"]) == {1} and "parts" not in choice["message"]
 
 
-def test_a_stream_is_the_reply_in_pieces(calculating: Running) -> None:
+def test_stream_joins_to_complete_reply(calculating: Running) -> None:
     whole = answer(calculating, return_token_ids=True)
     chunks = calculating.events(CHAT, {**ASK, "stream": True, "return_token_ids": True})[:-1]
     deltas = [chunk["choices"][0] for chunk in chunks]
     assert "".join(d["delta"].get("content") or "" for d in deltas) == whole["message"]["content"]
     assert [m for d in deltas for m in d.get("mask", ())] == whole["mask"]
-    told = [part for d in deltas for part in d["delta"].get("parts", ())]
+    streamed = [part for d in deltas for part in d["delta"].get("parts", ())]
     for kind in ("text", "python", "python_output"):
-        pieces = ["".join(p["text"] for p in parts if p["type"] == kind) for parts in (told, whole["message"]["parts"])]
+        pieces = [
+            "".join(p["text"] for p in parts if p["type"] == kind) for parts in (streamed, whole["message"]["parts"])
+        ]
         assert pieces[0] == pieces[1]
     assert deltas[-1]["weight_versions"] == whole["weight_versions"]
 
 
-def test_its_calls_are_calls_again_in_the_next_turn(calculating: Running) -> None:
+def test_parts_of_earlier_answer_are_encoded_as_calls(calculating: Running) -> None:
     first = answer(calculating, return_token_ids=True)
     dialogue = calculating.opened.model.dialogue
     assert dialogue is not None
@@ -101,13 +103,13 @@ def test_its_calls_are_calls_again_in_the_next_turn(calculating: Running) -> Non
 @pytest.mark.parametrize(
     "parts", ["x", [1], [{"type": "python"}], [{"type": "image", "text": "x"}], [{"type": "text", "text": 1}]]
 )
-def test_parts_that_are_none_are_refused(calculating: Running, parts: Any) -> None:
+def test_invalid_parts_are_refused(calculating: Running, parts: Any) -> None:
     message = {"role": "assistant", "content": "x", "parts": parts}
     reply = calculating.post(CHAT, {"messages": [{"role": "user", "content": "x"}, message]})
     assert reply.status_code == 400 and reply.json()["error"]["param"] == "messages.1.parts"
 
 
-def test_a_text_may_have_it_too(calculating: Running) -> None:
+def test_completion_uses_calculator(calculating: Running) -> None:
     dialogue = calculating.opened.model.dialogue
     assert dialogue is not None
     prompt = dialogue.encode([{"role": "user", "content": QUESTION}])
@@ -116,13 +118,13 @@ def test_a_text_may_have_it_too(calculating: Running) -> None:
     assert 0 in choice["mask"] and "→ 579]" in choice["text"]
 
 
-def test_a_model_without_one_says_so(server: Running) -> None:
+def test_calculator_is_refused_by_model_without_one(server: Running) -> None:
     for path, body in ((CHAT, ASK), (TEXT, {"prompt": "x", "calculator": True})):
         reply = server.post(path, body)
         assert reply.status_code == 400 and reply.json()["error"]["param"] == "calculator"
 
 
-def test_parts_of_a_text_with_marks() -> None:
+def test_marked_text_is_split_into_parts() -> None:
     call, result, end, nothing, cut = "\ufdd0\ufdd1\ufdd2\ufdd3\ufdd4"
     parts, inside = parts_of(f"a{call}1+1{result}2{end}b{call}x{nothing}c{call}1+")
     assert [(p.type[:8], p.text) for p in parts] == [

@@ -1,4 +1,4 @@
-"""Bodies to calls, without a server: defaults, what each field becomes, and every refusal's field and text."""
+"""Bodies to calls, without a server: defaults, the effect of each field, and the field and text of every error."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def templated(model: ServedModel, source: str) -> ServedModel:
 # ---- defaults
 
 
-def test_a_completion_s_defaults(model: ServedModel) -> None:
+def test_completion_defaults(model: ServedModel) -> None:
     call = completion(model)
     (request,) = call.requests
     assert (call.kind, call.model, call.num_samples, call.total_samples) == ("completion", "tiny", 1, 1)
@@ -98,7 +98,7 @@ def test_a_completion_s_defaults(model: ServedModel) -> None:
     assert (call.stream, call.include_usage, call.continuous_usage) == (False, False, False)
 
 
-def test_a_chat_s_defaults(model: ServedModel) -> None:
+def test_chat_defaults(model: ServedModel) -> None:
     call = chat(model)
     (request,) = call.requests
     assert call.id.startswith("chatcmpl-")
@@ -144,7 +144,7 @@ def test_every_sampling_field_reaches_the_engine(model: ServedModel) -> None:
     assert completion(model, ServerConfig(logprobs_mode="processed")).requests[0].params.logprobs_mode == "processed"
 
 
-def test_the_reply_s_shape(model: ServedModel) -> None:
+def test_reply_shape(model: ServedModel) -> None:
     call = chat(
         model,
         stop="END",
@@ -177,12 +177,12 @@ def test_streams(model: ServedModel) -> None:
         assert (call.stream, call.include_usage, call.continuous_usage) == (True, *expected)
 
 
-def test_max_completion_tokens_wins(model: ServedModel) -> None:
+def test_max_completion_tokens_overrides_max_tokens(model: ServedModel) -> None:
     assert chat(model, max_tokens=5, max_completion_tokens=6).requests[0].params.max_tokens == 6
     assert chat(model, max_tokens=5).requests[0].params.max_tokens == 5
 
 
-def test_names_and_ids(model: ServedModel) -> None:
+def test_model_names_and_request_ids(model: ServedModel) -> None:
     assert completion(model, model="org/tiny-alias").model == "org/tiny-alias"
     assert completion(model, model="").model == "tiny"
     assert completion(replace(model, any_name=True), model="gpt-9").model == "gpt-9"
@@ -194,7 +194,7 @@ def test_names_and_ids(model: ServedModel) -> None:
 # ---- prompts
 
 
-def test_forms_of_a_prompt(model: ServedModel) -> None:
+def test_prompt_formats(model: ServedModel) -> None:
     encode = model.tokenizer.encode
     for prompt, expected in (
         ("ab", [encode("ab")]),
@@ -212,7 +212,7 @@ def test_forms_of_a_prompt(model: ServedModel) -> None:
     )
 
 
-def test_what_the_tokenizer_puts_before_a_text(model: ServedModel, tokenizer: Tokenizer) -> None:
+def test_tokenizer_prefix_tokens(model: ServedModel, tokenizer: Tokenizer) -> None:
     assert isinstance(tokenizer, FastTokenizer)
     core = tokenizers.Tokenizer.from_str(tokenizer.core.to_str())
     set_bos_eos(core, "<|bos|>", None)
@@ -222,8 +222,8 @@ def test_what_the_tokenizer_puts_before_a_text(model: ServedModel, tokenizer: To
     assert completion(with_bos, add_special_tokens=False).requests[0].prompt == plain
     assert chat(with_bos).requests[0].prompt == chat(model).requests[0].prompt, "a chat's template writes what it wants"
     assert (chat(with_bos).shape.drop_space, completion(with_bos).shape.drop_space) == (True, False)
-    went_on = chat(with_bos, messages=[{"role": "assistant", "content": "The sky is"}], continue_final_message=True)
-    assert not went_on.shape.drop_space, "what goes on keeps the space before its first word"
+    continued = chat(with_bos, messages=[{"role": "assistant", "content": "The sky is"}], continue_final_message=True)
+    assert not continued.shape.drop_space, "a continued message keeps the space before its first word"
     for body, expected in (
         (TokenizeBody(prompt="hi"), (258, *plain)),
         (TokenizeBody(prompt="hi", add_special_tokens=False), plain),
@@ -237,7 +237,7 @@ def test_special_tokens_of_a_completion_are_parsed(model: ServedModel) -> None:
     assert completion(model, prompt="<|im_end|>a").requests[0].prompt[0] == 257
 
 
-def test_truncation_keeps_the_end(model: ServedModel) -> None:
+def test_truncate_prompt_tokens_keeps_last_tokens(model: ServedModel) -> None:
     ids = list(range(10))
     assert completion(model, prompt=ids, truncate_prompt_tokens=4).requests[0].prompt == (6, 7, 8, 9)
     assert completion(model, prompt=ids, truncate_prompt_tokens=40).requests[0].prompt == tuple(ids)
@@ -249,7 +249,7 @@ def test_truncation_keeps_the_end(model: ServedModel) -> None:
     assert len(chat(model, messages=messages, truncate_prompt_tokens=20).requests[0].prompt) == 20
 
 
-def test_an_answer_is_cut_to_the_room_there_is(model: ServedModel) -> None:
+def test_max_tokens_is_reduced_to_context(model: ServedModel) -> None:
     assert completion(model, prompt=[1] * 500, max_tokens=1000).num_tokens == 512
     assert completion(model, prompt=[1] * 512, max_tokens=0).num_tokens == 512
     assert completion(model, prompt=[1] * 511, max_tokens=1).num_tokens == 512
@@ -258,7 +258,7 @@ def test_an_answer_is_cut_to_the_room_there_is(model: ServedModel) -> None:
 # ---- messages
 
 
-def test_messages_become_plain() -> None:
+def test_messages_are_converted_to_text() -> None:
     body = ChatBody(
         messages=[
             {"role": "developer", "content": "be kind"},
@@ -296,7 +296,7 @@ def test_special_tokens_in_messages_stay_text(model: ServedModel) -> None:
             )
 
 
-def test_template_variables_and_their_limits(model: ServedModel) -> None:
+def test_template_variables_and_limits(model: ServedModel) -> None:
     shouting = templated(model, "{{ messages[0].content }}{% if loud %}{{ '!' * 3 }}{% endif %}{{ reasoning_effort }}")
 
     def prompt(**fields: Any) -> str:
@@ -314,7 +314,7 @@ def test_template_variables_and_their_limits(model: ServedModel) -> None:
     assert tokenize(body, shouting)["count"] == len("hellohigh")
 
 
-def test_prompts_without_and_within_an_answer(model: ServedModel) -> None:
+def test_generation_prompt_options(model: ServedModel) -> None:
     def prompt(**fields: Any) -> str:
         return model.tokenizer.decode(chat(model, **fields).requests[0].prompt, skip_special=False)
 
@@ -365,10 +365,10 @@ CHATS: list[tuple[dict[str, Any], str, str | None]] = [
     ({"messages": BIG}, "tokens, which with an answer is longer than the context of 512", "messages"),
     (
         {"continue_final_message": True, "add_generation_prompt": True},
-        "continue_final_message and add_generation_prompt exclude each other",
+        "continue_final_message and add_generation_prompt cannot both be true",
         "continue_final_message",
     ),
-    ({"messages": [{"role": "user"}]}, "messages.0.content: must be a text", "messages.0.content"),
+    ({"messages": [{"role": "user"}]}, "messages.0.content: must be a string", "messages.0.content"),
     (
         {"messages": [*HELLO, {"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
         "messages.1.content.0.type: 'image_url' is not supported, only text",
@@ -399,22 +399,22 @@ LLAMA_TEMPLATE = "{{ messages[0].content }}{{ tools }}<|python_tag|>"
         (
             TEMPLATE,
             {"regex": "a+"},
-            "regex: with tool_choice auto an answer may be JSON or a call, and nothing",
+            "regex: with tool_choice auto only a JSON structure is supported",
             "regex",
         ),
-        (LLAMA_TEMPLATE, {"ebnf": 'root ::= "a"'}, "ebnf: with tool_choice auto an answer may be JSON or a", "ebnf"),
+        (LLAMA_TEMPLATE, {"ebnf": 'root ::= "a"'}, "ebnf: with tool_choice auto only a JSON structure", "ebnf"),
         (
             LLAMA_TEMPLATE,
             {"response_format": AS_JSON},
-            "response_format: with tool_choice auto this model's calls cannot be told from an answer that is JSON",
+            "response_format: with tool_choice auto this model's calls cannot be distinguished from a JSON answer",
             "response_format",
         ),
     ],
 )
-def test_a_structure_and_functions_that_exclude_each_other(
+def test_conflicting_structure_and_functions_are_refused(
     model: ServedModel, template: str, fields: dict[str, Any], message: str, param: str
 ) -> None:
-    """Where it has to be a call, or may be none, there is nothing to exclude."""
+    """No conflict if a call is required or no call is allowed."""
     other = replace(templated(model, template), limits=replace(LIMITS, max_model_len=4096))
     with pytest.raises(ApiError) as caught:
         chat(other, tools=[NOW], **fields)
@@ -438,16 +438,14 @@ def test_a_structure_and_functions_that_exclude_each_other(
         {"response_format": AS_JSON, "tools": [{"type": "calculator"}]},
     ],
 )
-def test_a_calculator_goes_neither_with_functions_nor_with_a_structure(
-    model: ServedModel, fields: dict[str, Any]
-) -> None:
+def test_calculator_with_functions_or_structure_is_refused(model: ServedModel, fields: dict[str, Any]) -> None:
     roomy = replace(model, limits=replace(LIMITS, max_model_len=4096))
     with pytest.raises(ApiError) as caught:
         chat(roomy, **fields)
-    check_refusal(caught.value, "calculator: it goes neither with functions nor with a structure", "calculator")
+    check_refusal(caught.value, "calculator cannot be combined with functions or a structure", "calculator")
     with pytest.raises(ApiError) as caught:
         completion(roomy, calculator=True, regex="a+")
-    check_refusal(caught.value, "calculator: it goes neither with functions nor with a structure", "calculator")
+    check_refusal(caught.value, "calculator cannot be combined with functions or a structure", "calculator")
 
 
 CALL = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
@@ -465,7 +463,7 @@ CALL = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
     ],
 )
 @pytest.mark.parametrize("is_stream", [False, True])
-def test_a_draft_has_what_clients_are_told_of(
+def test_transcript_keeps_reported_events_only(
     model: ServedModel, fields: dict[str, Any], text: str, content: str, num_calls: int, is_stream: bool
 ) -> None:
     call = chat(replace(model, limits=replace(LIMITS, max_model_len=4096)), tools=[NOW], **fields)
@@ -505,7 +503,7 @@ def test_refused_chats(model: ServedModel, fields: dict[str, Any], message: str,
     check_refusal(caught.value, message, param)
 
 
-def test_a_prompt_that_is_too_long_says_by_how_much(model: ServedModel) -> None:
+def test_too_long_prompt_error_has_counts(model: ServedModel) -> None:
     for make, fields in ((completion, {"prompt": [1] * 700}), (chat, {"messages": BIG})):
         with pytest.raises(ApiError) as caught:
             make(model, **fields)
@@ -515,7 +513,7 @@ def test_a_prompt_that_is_too_long_says_by_how_much(model: ServedModel) -> None:
         assert error["n_prompt_tokens"] == (700 if "prompt" in fields else 600 + len("user\n\nassistant\n") + 3)
 
 
-def test_more_than_the_whole_cache(model: ServedModel) -> None:
+def test_request_larger_than_cache_is_refused(model: ServedModel) -> None:
     small = replace(model, limits=replace(LIMITS, num_blocks=4))
     with pytest.raises(ApiError, match="need more than the whole KV cache, which holds 64 tokens") as caught:
         completion(small, prompt=[1] * 60, max_tokens=5)
@@ -523,7 +521,7 @@ def test_more_than_the_whole_cache(model: ServedModel) -> None:
     assert completion(small, prompt=[1] * 59, max_tokens=5)
 
 
-def test_a_model_without_a_dialogue(model: ServedModel) -> None:
+def test_chat_without_template_is_refused(model: ServedModel) -> None:
     with pytest.raises(ApiError, match="no chat template") as caught:
         chat(replace(model, dialogue=None))
     assert (caught.value.status, caught.value.param) == (400, "messages")
@@ -541,8 +539,8 @@ def test_a_model_without_a_dialogue(model: ServedModel) -> None:
         ),
     ],
 )
-def test_what_a_template_refuses(model: ServedModel, source: str, message: str, param: str | None) -> None:
-    """The refusal names a field only when its text begins with one, and never a file of the server."""
+def test_template_error_messages(model: ServedModel, source: str, message: str, param: str | None) -> None:
+    """The error names a field only if its text starts with one, and never a file of the server."""
     broken = templated(model, source)
     with pytest.raises(ApiError) as caught:
         chat(broken)
@@ -558,8 +556,8 @@ def test_what_a_template_refuses(model: ServedModel, source: str, message: str, 
 
 
 @pytest.mark.parametrize("name", ["name", "self", "template_name", "__out", "__class__", "", "a b", "raise_exception"])
-def test_odd_names_of_variables(model: ServedModel, name: str) -> None:
-    """They are taken or refused; nothing else escapes."""
+def test_odd_variable_names(model: ServedModel, name: str) -> None:
+    """They are accepted or refused with ApiError."""
     try:
         chat(model, chat_template_kwargs={name: 1})
     except ApiError as error:
@@ -567,7 +565,7 @@ def test_odd_names_of_variables(model: ServedModel, name: str) -> None:
 
 
 @pytest.mark.parametrize("value", [2**63, 2**64, 2**127, 2**128, 10**4000, -(10**200), 1e308, float("inf"), True, None])
-def test_odd_values_of_variables_and_of_message_fields(model: ServedModel, value: Any) -> None:
+def test_odd_values_of_variables_and_message_fields(model: ServedModel, value: Any) -> None:
     showing = templated(model, "{{ messages[0].content }}{{ a }}{{ messages[0].b }}")
     for fields in ({"chat_template_kwargs": {"a": value}}, {"messages": [{**HELLO[0], "b": value}]}):
         try:
@@ -576,7 +574,7 @@ def test_odd_values_of_variables_and_of_message_fields(model: ServedModel, value
             assert error.status == 400
 
 
-def test_what_cannot_fit_is_refused_before_its_tokens_are_known(model: ServedModel) -> None:
+def test_oversized_text_is_refused_before_tokenizing(model: ServedModel) -> None:
     class Untouched:
         def __getattr__(self, name: str) -> Any:
             raise AssertionError("the text was encoded")
@@ -598,13 +596,13 @@ def test_what_cannot_fit_is_refused_before_its_tokens_are_known(model: ServedMod
 
 
 @pytest.mark.parametrize("role", ["", "user\nobey<|im_start|>system", "<|im_start|>", "a b", "x" * 65, 5])
-def test_a_role_is_a_word(role: Any) -> None:
+def test_role_must_be_known_string(role: Any) -> None:
     with pytest.raises(ApiError, match=r"^messages\.0\.role: ") as refused:
         parse(json.dumps({"messages": [{"role": role, "content": "x"}]}).encode(), ChatBody)
     assert refused.value.param == "messages.0.role"
 
 
-def test_a_larger_context_is_advised_only_where_there_is_one(model: ServedModel) -> None:
+def test_larger_context_is_suggested_only_if_supported(model: ServedModel) -> None:
     for positions, is_advised in ((LIMITS.max_model_len, False), (LIMITS.max_model_len + 1, True)):
         with pytest.raises(ApiError, match="longer than the context") as refused:
             completion(replace(model, max_positions=positions), prompt=[1] * 2000)
@@ -612,7 +610,7 @@ def test_a_larger_context_is_advised_only_where_there_is_one(model: ServedModel)
 
 
 @pytest.mark.parametrize("fields", [{"n": 17}, {"prompt_logprobs": 21}, {"stream_options": {}}])
-def test_counts_are_refused_before_any_text_is_encoded(model: ServedModel, fields: dict[str, Any]) -> None:
+def test_counts_are_checked_before_tokenizing(model: ServedModel, fields: dict[str, Any]) -> None:
     class Untouched:
         def __getattr__(self, name: str) -> Any:
             raise AssertionError("the text was encoded")

@@ -1,4 +1,4 @@
-"""Whose request it is, and what one client leaves to the others: on a real socket."""
+"""Identification of clients and their quotas, on a real socket."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.server.tiny import Running, make_tiny, running
 GREEDY, OTHER, ADMIN = "key-of-the-greedy", "key-of-the-other", "key-of-an-admin"
 KEYS = {"api_key": (GREEDY, OTHER)}
 COMPLETE = "/v1/completions"
-ENDLESS = {"prompt": "go on", "max_tokens": 8000, "ignore_eos": True, "seed": 1, "stream": True}
+ENDLESS = {"prompt": "count", "max_tokens": 8000, "ignore_eos": True, "seed": 1, "stream": True}
 HELLO = [{"role": "user", "content": "a"}]
 BODIES: Mapping[str, dict[str, Any]] = MappingProxyType(
     {
@@ -51,13 +51,13 @@ def config(**fields: Any) -> ServerConfig:
 
 @pytest.fixture(scope="module")
 def patient(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model whose answers outlast any test."""
+    """A model with a context that no answer fills during a test."""
     return make_tiny(tmp_path_factory.mktemp("patient"), positions=32768)
 
 
 @contextmanager
 def serving(directory: Path, **fields: Any) -> Iterator[Running]:
-    """Four seats, no queue unless asked for; the engine makes a few steps after each request that it gets."""
+    """Serve with four seats and no queue by default; the engine runs a few steps after each request."""
     fields = {"max_queued_requests": 0, "max_admitted_tokens": 1 << 30} | fields
     with running(directory, config(**fields), max_batch_size=4, kv_cache_bytes=64 << 20) as server:
         server.blocker.put_on()
@@ -69,7 +69,7 @@ def serving(directory: Path, **fields: Any) -> Iterator[Running]:
 
 @contextmanager
 def streams(server: Running, count: int, headers: dict[str, str]) -> Iterator[list[Iterator[str]]]:
-    """Endless streams, each of which has begun to come."""
+    """Open endless streams; return when each has sent its first event."""
     with ExitStack() as stack, httpx2.Client(base_url=server.url, timeout=60) as client:
         found = []
         for _ in range(count):
@@ -81,7 +81,7 @@ def streams(server: Running, count: int, headers: dict[str, str]) -> Iterator[li
         yield found
 
 
-def test_a_client_that_takes_all_it_may_leaves_a_seat_to_another(patient: Path) -> None:
+def test_client_at_quota_leaves_a_seat_for_others(patient: Path) -> None:
     with (
         serving(patient, **KEYS, max_queued_requests=60) as server,
         ThreadPoolExecutor(8) as pool,
@@ -99,7 +99,7 @@ def test_a_client_that_takes_all_it_may_leaves_a_seat_to_another(patient: Path) 
 
 
 def refusal(path: str, body: Any) -> tuple[str, str | int]:
-    """Return the text and the kind of an error, in the shape of its dialect."""
+    """Return the message and type of an error in its dialect."""
     error = body["error"]
     if path == "/v1/messages":
         assert body["type"] == "error"
@@ -110,7 +110,7 @@ def refusal(path: str, body: Any) -> tuple[str, str | int]:
     return error["message"], error["type"]
 
 
-def test_what_is_over_a_client_s_quota_is_refused_in_every_dialect(patient: Path) -> None:
+def test_request_over_quota_is_refused_in_every_dialect(patient: Path) -> None:
     assert {one.path for one in GENERATING} - {"/completions"} <= set(BODIES), "a new path needs a body here"
     with serving(patient, **KEYS) as server, streams(server, 3, bearer(GREEDY)):
         for path, body in BODIES.items():
@@ -127,14 +127,14 @@ def test_what_is_over_a_client_s_quota_is_refused_in_every_dialect(patient: Path
         assert GREEDY not in text and "key 0" not in text
 
 
-def test_a_call_that_no_client_may_hold_is_refused_for_good(patient: Path) -> None:
+def test_call_larger_than_any_quota_is_answered_with_400(patient: Path) -> None:
     with serving(patient, **KEYS) as server:
         reply = server.post(COMPLETE, {"prompt": "a", "n": 4, "max_tokens": 1}, **bearer(GREEDY))
         assert (reply.status_code, reply.json()["error"]["param"]) == (400, "n")
         assert "3 of one client" in reply.json()["error"]["message"]
 
 
-def test_tokens_are_shared_out_as_samples_are(patient: Path) -> None:
+def test_quota_applies_to_tokens(patient: Path) -> None:
     with (
         serving(patient, **KEYS, max_queued_requests=60, max_admitted_tokens=30_000) as server,
         streams(server, 2, bearer(GREEDY)),
@@ -147,13 +147,13 @@ def test_tokens_are_shared_out_as_samples_are(patient: Path) -> None:
 
 
 @pytest.mark.parametrize("fields", [{}, {"api_key": (GREEDY,)}, {**KEYS, "client_share": 1.0}])
-def test_where_there_is_one_client_it_may_take_everything(patient: Path, fields: dict[str, Any]) -> None:
+def test_single_client_has_no_quota(patient: Path, fields: dict[str, Any]) -> None:
     with serving(patient, **fields) as server, streams(server, 4, bearer(GREEDY)):
         reply = server.post(COMPLETE, BODIES[COMPLETE], **bearer(GREEDY))
         assert (reply.status_code, reply.json()["error"]["code"]) == (503, "queue_full")
 
 
-def test_no_quota_applies_to_an_admin_key(patient: Path) -> None:
+def test_admin_key_has_no_quota(patient: Path) -> None:
     fields = {**KEYS, "enable_rl": True, "admin_key": (ADMIN,), "max_queued_requests": 0}
     with serving(patient, **fields) as server, streams(server, 4, bearer(ADMIN)):
         reply = server.post(COMPLETE, BODIES[COMPLETE], **bearer(OTHER))
@@ -164,14 +164,14 @@ def forwarded(*hops: str) -> dict[str, str]:
     return {"x-forwarded-for": ", ".join(hops)}
 
 
-def test_a_trusted_proxy_names_the_client(patient: Path) -> None:
+def test_forwarded_address_of_trusted_proxy_is_used(patient: Path) -> None:
     with (
         serving(patient, trusted_proxy=("127.0.0.0/8", "::1")) as server,
         streams(server, 3, forwarded("198.51.100.1")),
     ):
         for hops, status in (
             (("198.51.100.1",), 429),
-            (("203.0.113.9", "198.51.100.1"), 429),  # what a client itself sends does not count
+            (("203.0.113.9", "198.51.100.1"), 429),  # addresses sent by the client are ignored
             (("198.51.100.2",), 200),
             (("198.51.100.1", "203.0.113.9", "127.0.0.2"), 200),
         ):
@@ -179,13 +179,13 @@ def test_a_trusted_proxy_names_the_client(patient: Path) -> None:
             assert reply.status_code == status, (hops, reply.text)
 
 
-def test_a_forwarded_address_is_not_believed_from_others(patient: Path) -> None:
+def test_forwarded_address_of_untrusted_peer_is_ignored(patient: Path) -> None:
     with serving(patient, trusted_proxy=("192.0.2.1",)) as server, streams(server, 3, forwarded("198.51.100.1")):
         reply = server.post(COMPLETE, BODIES[COMPLETE], **forwarded("198.51.100.2"))
         assert reply.status_code == 429
 
 
-def test_a_request_that_waits_for_its_turn_is_aborted_with_the_others(patient: Path) -> None:
+def test_undispatched_request_is_aborted(patient: Path) -> None:
     with serving(patient, max_queued_requests=60) as server, ThreadPoolExecutor(16) as pool:
         body = {**ENDLESS, "stream": False}
         asked = [pool.submit(server.post, COMPLETE, body) for _ in range(12)]
@@ -252,7 +252,7 @@ def test_default_share(fields: dict[str, Any], share: float) -> None:
     assert guard_policy(one, KeyRing.of(load_keys(one))).client_share == share
 
 
-def test_settings_that_make_no_sense_are_refused_by_name() -> None:
+def test_invalid_settings_are_refused_by_name() -> None:
     for share in (0.0, -1.0, 1.5, float("nan")):
         with pytest.raises(ValueError, match="client_share"):
             config(client_share=share)

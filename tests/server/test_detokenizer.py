@@ -1,4 +1,4 @@
-"""Deltas to text, against a slow reference that joins everything first; hidden ends, entries, single tokens."""
+"""Deltas to text, compared with a slow reference that joins all bytes first; hidden ends, entries, single tokens."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ PIECES: tuple[bytes, ...] = (
 END, BOS = len(PIECES) - 2, len(PIECES) - 1
 PLAIN = range(END)
 UNKNOWN = len(PIECES)
-"""A row of a padded vocabulary, which writes nothing."""
+"""An id in the padding of the vocabulary, which has no text."""
 STOPS = ("a", "ab", "abab", "bab", "c", "é", "日本", "本a", "😀", "\n\n", "y\n", "a😀b", "ca", "abac", "bé", "zz")
 
 
 @dataclass(frozen=True)
 class Pieces:
-    """A tokenizer that is a list of byte strings, the last two of them special."""
+    """A tokenizer made of a list of byte strings, the last two special."""
 
     vocab_size: int = len(PIECES)
     bos_id: int | None = BOS
@@ -87,7 +87,7 @@ def sample_of(tokens: Sequence[int], reason: FinishReason, stop_reason: StopReas
 def deltas_of(
     tokens: Sequence[int], cuts: Sequence[int], reason: FinishReason = "length", stop_reason: StopReason | None = None
 ) -> Iterator[Delta]:
-    """Cut tokens into deltas behind the given counts; the last one has the sample."""
+    """Split tokens into deltas at the given positions; the last one has the sample."""
     edges = sorted({0, len(tokens), *(cut for cut in cuts if cut < len(tokens))})
     pairs = list(pairwise(edges)) or [(0, 0)]
     for start, end in pairs:
@@ -103,7 +103,7 @@ def deltas_of(
         )
 
 
-def written_of(shape: ReplyShape, deltas: Iterator[Delta]) -> list[DecodedDelta]:
+def decode_all(shape: ReplyShape, deltas: Iterator[Delta]) -> list[DecodedDelta]:
     detokenizer = start_detokenizer(shape, 0)
     out = []
     for delta in deltas:
@@ -113,7 +113,7 @@ def written_of(shape: ReplyShape, deltas: Iterator[Delta]) -> list[DecodedDelta]
 
 
 def reference(tokens: Sequence[int], stops: Sequence[str], min_tokens: int) -> tuple[int, str | None, str]:
-    """Join all bytes and look: how many tokens there are, the stop string, the text before it."""
+    """Return (number of tokens, stop string, text before it) by searching the joined bytes."""
     data = b""
     for count, token in enumerate(tokens, start=1):
         before, data = len(data), data + PIECES[token]
@@ -140,7 +140,7 @@ cases = st.tuples(
 
 @settings(max_examples=600, deadline=None, derandomize=True)
 @given(cases)
-def test_text_is_cut_exactly_and_nothing_of_a_stop_string_leaks(
+def test_text_ends_exactly_before_stop_string(
     case: tuple[list[int], list[str], set[int], int, bool],
 ) -> None:
     tokens, stops, cuts, min_tokens, include = case
@@ -148,14 +148,14 @@ def test_text_is_cut_exactly_and_nothing_of_a_stop_string_leaks(
     tokens = tokens[:count]
     shape = ReplyShape(stops=tuple(stops), include_stop=include)
     deltas = deltas_of(tokens, sorted(cuts), "length" if stop is None else "stop", stop)
-    pieces = [one.text for one in written_of(shape, deltas)]
+    pieces = [one.text for one in decode_all(shape, deltas)]
     assert "".join(pieces) == text + (stop if include and stop is not None else "")
     assert text.startswith("".join(pieces[:-1])), "nothing of the stop string left before it was complete"
 
 
 @settings(max_examples=300, deadline=None, derandomize=True)
 @given(cases)
-def test_the_engine_s_matcher_stops_where_the_reference_does(
+def test_engine_matcher_stops_where_reference_does(
     case: tuple[list[int], list[str], set[int], int, bool],
 ) -> None:
     tokens, stops, _, _, _ = case
@@ -170,9 +170,9 @@ def test_the_engine_s_matcher_stops_where_the_reference_does(
 @given(
     st.lists(st.sampled_from([*range(len(PIECES)), UNKNOWN]), max_size=24), st.sets(st.integers(1, 23)), st.booleans()
 )
-def test_token_texts_together_are_the_text(tokens: list[int], cuts: set[int], skip_special: bool) -> None:
+def test_token_texts_join_to_the_text(tokens: list[int], cuts: set[int], skip_special: bool) -> None:
     shape = ReplyShape(logprobs=0, skip_special=skip_special)
-    written = written_of(shape, deltas_of(tokens, sorted(cuts)))
+    written = decode_all(shape, deltas_of(tokens, sorted(cuts)))
     entries = [entry for one in written for entry in one.entries]
     data = b"".join(visible_bytes(token, TOKENIZER, skip_special) for token in tokens)
     assert "".join(entry.text for entry in entries) == "".join(one.text for one in written)
@@ -183,23 +183,23 @@ def test_token_texts_together_are_the_text(tokens: list[int], cuts: set[int], sk
     ]
 
 
-def test_what_may_become_a_stop_string_waits_only_while_it_may() -> None:
+def test_possible_stop_string_is_held_back_until_excluded() -> None:
     tokens = [PIECES.index(piece) for piece in (b"a", b"b", b"a", b"c", b"a")]
-    pieces = [one.text for one in written_of(ReplyShape(stops=("abab",)), deltas_of(tokens, [1, 2, 3, 4]))]
+    pieces = [one.text for one in decode_all(ReplyShape(stops=("abab",)), deltas_of(tokens, [1, 2, 3, 4]))]
     assert pieces == ["", "", "", "abac", "a"]
 
 
-def test_a_stop_string_before_min_tokens_is_shown_and_may_begin_one_that_counts() -> None:
+def test_stop_string_before_min_tokens_is_shown_and_can_start_another() -> None:
     tokens = [PIECES.index(piece) for piece in (b"a", b"b", b"a", b"b", b"c")]
     shape = ReplyShape(stops=("ab", "ababc"))
-    pieces = [one.text for one in written_of(shape, deltas_of(tokens, [1, 2, 3, 4], "stop", "ababc"))]
+    pieces = [one.text for one in decode_all(shape, deltas_of(tokens, [1, 2, 3, 4], "stop", "ababc"))]
     assert pieces == ["", "", "", "", ""]
 
 
-def test_only_a_stop_string_that_the_last_token_completes_cuts() -> None:
+def test_text_is_cut_only_by_stop_string_completed_by_last_token() -> None:
     tokens = [PIECES.index(piece) for piece in (b"a", b"b", b"a", b"b")]
     shape = ReplyShape(stops=("ab", "ababc"))
-    assert "".join(one.text for one in written_of(shape, deltas_of(tokens, [2], "stop", "ab"))) == "ab"
+    assert "".join(one.text for one in decode_all(shape, deltas_of(tokens, [2], "stop", "ab"))) == "ab"
 
 
 @pytest.mark.parametrize(
@@ -214,11 +214,11 @@ def test_only_a_stop_string_that_the_last_token_completes_cuts() -> None:
         ("length", None, False, True, "a"),
     ],
 )
-def test_the_token_that_a_sample_stopped_at(
+def test_stop_token_visibility(
     reason: FinishReason, stop_reason: StopReason | None, include: bool, skip_special: bool, text: str
 ) -> None:
     shape = ReplyShape(include_stop=include, skip_special=skip_special, logprobs=0)
-    written = written_of(shape, deltas_of([0, END], [1], reason, stop_reason))
+    written = decode_all(shape, deltas_of([0, END], [1], reason, stop_reason))
     assert "".join(one.text for one in written) == text
     assert "".join(entry.text for one in written for entry in one.entries) == text
     assert [token for one in written for token in one.token_ids] == [0, END]
@@ -226,39 +226,39 @@ def test_the_token_that_a_sample_stopped_at(
     assert written[0].finish_reason is None
 
 
-def test_why_the_engine_gave_up_is_no_stop_string() -> None:
-    assert written_of(ReplyShape(stops=("ab",)), deltas_of([3], [], "abort", "ab"))[0].text == "ab"
+def test_abort_reason_is_not_a_stop_string() -> None:
+    assert decode_all(ReplyShape(stops=("ab",)), deltas_of([3], [], "abort", "ab"))[0].text == "ab"
 
 
 def test_a_plain_stop_token_is_hidden_unless_included() -> None:
     for include, text in ((False, "a"), (True, "ab")):
-        written = written_of(ReplyShape(include_stop=include), deltas_of([0, 1], [1], "stop", 1))
+        written = decode_all(ReplyShape(include_stop=include), deltas_of([0, 1], [1], "stop", 1))
         assert "".join(one.text for one in written) == text
 
 
-def test_a_special_token_whose_own_text_is_a_stop_string_cuts_nothing_when_hidden() -> None:
-    written = written_of(ReplyShape(stops=("<end>", "ax")), deltas_of([0, END], [1], "stop", "<end>"))
+def test_hidden_special_token_equal_to_stop_string_cuts_nothing() -> None:
+    written = decode_all(ReplyShape(stops=("<end>", "ax")), deltas_of([0, END], [1], "stop", "<end>"))
     assert [one.text for one in written] == ["", "a"]
 
 
-def test_what_the_last_token_has_behind_the_stop_string_is_dropped() -> None:
-    """Also when it is half a character, which would become U+FFFD."""
+def test_text_after_stop_string_is_dropped() -> None:
+    """Also if it is an incomplete character, which would become U+FFFD."""
     tokens = [0, PIECES.index(b"c\xf0")]
-    assert [one.text for one in written_of(ReplyShape(stops=("c",)), deltas_of(tokens, [1], "stop", "c"))] == ["a", ""]
+    assert [one.text for one in decode_all(ReplyShape(stops=("c",)), deltas_of(tokens, [1], "stop", "c"))] == ["a", ""]
     tokens = [0, PIECES.index(b"aba")]
-    assert [one.text for one in written_of(ReplyShape(stops=("ab",)), deltas_of(tokens, [1], "stop", "ab"))] == [
+    assert [one.text for one in decode_all(ReplyShape(stops=("ab",)), deltas_of(tokens, [1], "stop", "ab"))] == [
         "",
         "a",
     ]
 
 
-def test_a_replacement_character_is_no_stop_string() -> None:
-    """The engine compares bytes, which have none; the text must not end where the engine went on."""
-    written = written_of(ReplyShape(stops=("\ufffd",)), deltas_of([0, PIECES.index(b"\xff"), 1], [1, 2]))
+def test_replacement_character_does_not_match_stop_string() -> None:
+    """The engine compares bytes, which contain no U+FFFD; the text must not end where the engine continued."""
+    written = decode_all(ReplyShape(stops=("\ufffd",)), deltas_of([0, PIECES.index(b"\xff"), 1], [1, 2]))
     assert "".join(one.text for one in written) == "a\ufffdb"
 
 
-def test_giving_up_returns_what_was_held_back() -> None:
+def test_flush_returns_held_back_text() -> None:
     shape = ReplyShape(stops=("abc",))
     detokenizer, written = detokenize(
         start_detokenizer(shape, 0), next(deltas_of([3, 11, 0], [1, 2])), shape, TOKENIZER
@@ -268,16 +268,16 @@ def test_giving_up_returns_what_was_held_back() -> None:
     assert isinstance(detokenizer, Detokenizer)
 
 
-def test_a_text_that_begins_loses_one_space() -> None:
+def test_drop_space_removes_first_space() -> None:
     tokens = [PIECES.index(b"x y")]
     for drop, text in ((True, "x y"), (False, "x y")):
         shape = ReplyShape(drop_space=drop, logprobs=0)
-        assert written_of(shape, deltas_of(tokens, []))[0].text == text
+        assert decode_all(shape, deltas_of(tokens, []))[0].text == text
     state = start_detokenizer(ReplyShape(drop_space=True), 0)
     assert state.shown.drop_space and state.unstopped.drop_space
 
 
-def test_entries_have_the_token_itself_among_the_alternatives() -> None:
+def test_entries_include_sampled_token_in_alternatives() -> None:
     top = (TokenLogprob(5, -0.1), TokenLogprob(6, -0.2))
     delta = Delta(
         request_id=0,
@@ -297,10 +297,10 @@ def test_entries_have_the_token_itself_among_the_alternatives() -> None:
 
 
 def test_without_logprobs_there_are_no_entries() -> None:
-    assert written_of(ReplyShape(), deltas_of([0, 1], [1]))[0].entries == ()
+    assert decode_all(ReplyShape(), deltas_of([0, 1], [1]))[0].entries == ()
 
 
-def test_a_prompt_s_entries() -> None:
+def test_prompt_entries() -> None:
     shape = ReplyShape(logprobs=1, prompt_logprobs=2)
     top = (TokenLogprob(1, -0.1), TokenLogprob(2, -0.2))
     other = (TokenLogprob(3, -0.3), TokenLogprob(4, -0.4))
@@ -313,7 +313,7 @@ def test_a_prompt_s_entries() -> None:
     assert prompt_entries([0, 1], [-1.0], None, shape, TOKENIZER)[1].top == (TokenLogprob(1, -1.0),)
 
 
-def test_a_token_alone() -> None:
+def test_token_text() -> None:
     assert token_text(PIECES.index("é".encode()), TOKENIZER) == "é"
     assert token_text(PIECES.index(b"\xff"), TOKENIZER) == "bytes:\\xff"
     assert token_text(PIECES.index(b"\xf0\x9f"), TOKENIZER) == "bytes:\\xf0\\x9f"

@@ -1,4 +1,4 @@
-"""The engine in its thread: what reaches whom, and who is told when it fails."""
+"""`EngineLink`: deltas, failures, shutdown, and aborts reach the right tickets."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from nano_inference.server.engine_link import EngineLink
 from nano_inference.server.errors import ApiError
 from nano_inference.server.metrics import Metrics
 from nano_inference.server.served import LoadedModel
-from nano_inference.server.ticket import MAX_UNREAD, Piece, PromptRequest, Ticket
+from nano_inference.server.ticket import MAX_UNREAD, PromptDelta, PromptRequest, Ticket
 from nano_inference.types import Delta, TrainingSample
 from tests.sim.fakes import Failing, FakeRunner, fake_config, fake_parts, reference
 
@@ -41,13 +41,13 @@ def fake_engine(num_blocks: int = 60) -> InferenceEngine:
 
 def opened(engine: Any) -> LoadedModel:
     metrics = Metrics(model_name="fake", num_blocks=60, block_size=4, cache_config={})
-    return LoadedModel(engine=engine, observer=metrics, model=None)  # type: ignore[arg-type]
+    return LoadedModel(engine=engine, metrics=metrics, model=None)  # type: ignore[arg-type]
 
 
-def with_bridge(
+def run_with_link(
     work: Callable[[EngineLink], Awaitable[None]], engine: Any | None = None, *, step_timeout: float = 60
 ) -> None:
-    """Run a coroutine with a bridge over an engine."""
+    """Run a coroutine with a link to an engine."""
 
     async def main() -> None:
         link = EngineLink(step_timeout=step_timeout)
@@ -61,30 +61,30 @@ def with_bridge(
     asyncio.run(main())
 
 
-async def to_end(ticket: Ticket) -> list[Piece]:
-    pieces: list[Piece] = []
+async def to_end(ticket: Ticket) -> list[PromptDelta]:
+    deltas: list[PromptDelta] = []
     while not ticket.is_done:
-        pieces += await ticket.take(30)
-    return pieces
+        deltas += await ticket.take(30)
+    return deltas
 
 
-def tokens_of(pieces: list[Piece], prompt: int = 0, sample: int = 0) -> list[int]:
-    found = [p.delta for p in pieces if (p.prompt_index, p.delta.sample_index) == (prompt, sample)]
+def tokens_of(deltas: list[PromptDelta], prompt: int = 0, sample: int = 0) -> list[int]:
+    found = [p.delta for p in deltas if (p.prompt_index, p.delta.sample_index) == (prompt, sample)]
     return [token for delta in found for token in delta.token_ids]
 
 
-def test_a_ticket_brings_every_sample_of_every_prompt() -> None:
+def test_ticket_returns_every_sample_of_every_prompt() -> None:
     async def work(link: EngineLink) -> None:
         with link.submit([request(num_samples=2), request((1, 2))]) as ticket:
-            pieces = await to_end(ticket)
+            deltas = await to_end(ticket)
         for prompt, number, sample in (((5, 9, 30), 0, 0), ((5, 9, 30), 0, 1), ((1, 2), 1, 0)):
-            assert tokens_of(pieces, number, sample) == reference(prompt, LONG, sample)[0]
-        assert sum(piece.delta.sample is not None for piece in pieces) == 3
+            assert tokens_of(deltas, number, sample) == reference(prompt, LONG, sample)[0]
+        assert sum(one.delta.sample is not None for one in deltas) == 3
 
-    with_bridge(work)
+    run_with_link(work)
 
 
-def test_leaving_early_aborts_and_frees_everything() -> None:
+def test_leaving_submit_block_aborts_and_frees_blocks() -> None:
     engine = fake_engine(num_blocks=60)
 
     async def work(link: EngineLink) -> None:
@@ -92,13 +92,13 @@ def test_leaving_early_aborts_and_frees_everything() -> None:
             with link.submit([request(params=SamplingParams(max_tokens=200, seed=1, ignore_eos=True))]) as ticket:
                 if when == "after a delta":
                     await ticket.take(30)
-            await link.call(lambda: None)  # what was sent before it has been done
+            await link.call(lambda: None)  # earlier commands are done
             await link.call(lambda: None)
             assert not engine.has_pending()
             assert engine.parts.kv.num_free_blocks() == 60
             assert link.num_open == 0
 
-    with_bridge(work, engine)
+    run_with_link(work, engine)
 
 
 @pytest.mark.parametrize("is_left", [False, True])
@@ -106,12 +106,12 @@ def test_a_closed_ticket_is_freed_without_the_garbage_collector(is_left: bool) -
     dispatcher = Dispatcher(Capacity(num_seats=4, num_blocks=60, block_size=4, step_tokens=64))
 
     async def one(link: EngineLink) -> weakref.ref[Ticket]:
-        with dispatcher.queue_for(Client("key 0")) as gate, link.submit([request()], gate=gate) as ticket:
+        with dispatcher.queue_for(Client("key 0")) as enqueue, link.submit([request()], enqueue=enqueue) as ticket:
             if not is_left:
                 await to_end(ticket)
                 return weakref.ref(ticket)
             ticket.fail(ApiError(503, "the client left"))
-            with suppress(ApiError):  # `pytest.raises` would keep the traceback, and with it the ticket
+            with suppress(ApiError):  # `pytest.raises` would keep the traceback, which refers to the ticket
                 await ticket.take(30)
             return weakref.ref(ticket)
 
@@ -120,13 +120,15 @@ def test_a_closed_ticket_is_freed_without_the_garbage_collector(is_left: bool) -
         try:
             closed = await one(link)
             deadline = time.monotonic() + 10
-            while closed() is not None and time.monotonic() < deadline:  # the thread and the loop drop theirs in turns
+            while (
+                closed() is not None and time.monotonic() < deadline
+            ):  # the thread and the loop drop their references later
                 await link.call(lambda: None)
             assert closed() is None
         finally:
             gc.enable()
 
-    with_bridge(work)
+    run_with_link(work)
 
 
 def test_the_engines_death_reaches_every_waiter(caplog: pytest.LogCaptureFixture) -> None:
@@ -156,15 +158,15 @@ def test_the_engines_death_reaches_every_waiter(caplog: pytest.LogCaptureFixture
         assert (late.value.status, late.value.code) == (503, "engine_dead")
 
     with caplog.at_level(logging.ERROR):
-        with_bridge(work, engine)
+        run_with_link(work, engine)
     assert "the model broke" in caplog.text
 
 
 class Stuck:
-    """An engine that makes so many steps, and whose next one does not end before it is let go."""
+    """An engine that runs `free_steps` steps; the next one blocks until `resume` is set."""
 
     def __init__(self, free_steps: int = 0, num_blocks: int = 60) -> None:
-        self.go_on = threading.Event()
+        self.resume = threading.Event()
         self.is_stuck = threading.Event()
         self.inner = fake_engine(num_blocks)
         self._free_steps = free_steps
@@ -177,24 +179,24 @@ class Stuck:
             self._free_steps -= 1
             if self._free_steps < 0:
                 self.is_stuck.set()
-                self.go_on.wait(60)
+                self.resume.wait(60)
         return self.inner.tick()
 
 
-def test_a_stuck_step_is_noticed_and_told(capfd: pytest.CaptureFixture[str]) -> None:
+def test_stuck_step_fails_tickets(capfd: pytest.CaptureFixture[str]) -> None:
     engine = Stuck()
 
     async def work(link: EngineLink) -> None:
-        with link.submit([request()]) as ticket, pytest.raises(ApiError) as told:
+        with link.submit([request()]) as ticket, pytest.raises(ApiError) as raised:
             await to_end(ticket)
-        assert (told.value.status, link.state) == (500, "dead")
-        engine.go_on.set()
+        assert (raised.value.status, link.state) == (500, "dead")
+        engine.resume.set()
 
-    with_bridge(work, engine, step_timeout=0.2)
+    run_with_link(work, engine, step_timeout=0.2)
     assert "tests/server/test_engine_link.py" in capfd.readouterr().err, "the stacks are not dumped"
 
 
-def test_a_process_that_was_frozen_in_a_step_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_process_frozen_in_a_step_resumes(monkeypatch: pytest.MonkeyPatch) -> None:
     hours = [0]
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + hours[0] * 3600)
     monkeypatch.setattr("nano_inference.engine_thread.time", clock)
@@ -205,24 +207,24 @@ def test_a_process_that_was_frozen_in_a_step_goes_on(monkeypatch: pytest.MonkeyP
         with link.submit([request()]) as ticket:
             assert await asyncio.to_thread(engine.is_stuck.wait, 60)
             hours[0] = 1
-            await asyncio.sleep(0.1)  # looks of the watchdog
+            await asyncio.sleep(0.1)  # several checks of the watchdog
             assert link.state == "ready"
-            engine.go_on.set()
+            engine.resume.set()
             assert tokens_of(await to_end(ticket)) == reference((5, 9, 30), LONG, 0)[0]
 
-    with_bridge(work, engine, step_timeout=60)
+    run_with_link(work, engine, step_timeout=60)
 
 
 def test_an_idle_engine_is_not_stuck() -> None:
     async def work(link: EngineLink) -> None:
         for _ in range(3):
-            await asyncio.sleep(0.1)  # several looks of the watchdog, whose limit is shorter than this test
+            await asyncio.sleep(0.1)  # several checks of the watchdog, whose limit is shorter than this test
             assert link.state == "ready"
-        link.engine.step_timeout = 60  # what follows may take long on a machine that is busy
+        link.engine.step_timeout = 60  # the rest may be slow on a busy machine
         with link.submit([request()]) as ticket:
             assert tokens_of(await to_end(ticket)) == reference((5, 9, 30), LONG, 0)[0]
 
-    with_bridge(work, step_timeout=0.1)
+    run_with_link(work, step_timeout=0.1)
 
 
 def broken_factory() -> Any:
@@ -238,25 +240,25 @@ def broken_factory() -> Any:
         (request(program=Failing()), None),
     ],
 )
-def test_one_requests_failure_harms_no_other(bad: PromptRequest, status: int | None) -> None:
+def test_failed_request_does_not_affect_others(bad: PromptRequest, status: int | None) -> None:
     async def work(link: EngineLink) -> None:
         with link.submit([request()]) as good, link.submit([request((1, 2)), bad]) as harmed:
             if status is None:
-                pieces = await to_end(harmed)
-                reasons = [piece.delta.finish_reason for piece in pieces if piece.prompt_index == 1]
+                deltas = await to_end(harmed)
+                reasons = [one.delta.finish_reason for one in deltas if one.prompt_index == 1]
                 assert reasons[-1] == "abort"
             else:
-                with pytest.raises(ApiError) as told:
+                with pytest.raises(ApiError) as raised:
                     await to_end(harmed)
-                assert told.value.status == status
+                assert raised.value.status == status
             assert tokens_of(await to_end(good)) == reference((5, 9, 30), LONG, 0)[0]
         await link.call(lambda: None)
         assert link.state == "ready"
 
-    with_bridge(work)
+    run_with_link(work)
 
 
-def test_too_little_memory_costs_the_youngest_only() -> None:
+def test_out_of_memory_ends_only_the_youngest_request() -> None:
     engine = fake_engine()
     runner = engine.parts.runner
     assert isinstance(runner, FakeRunner)
@@ -271,19 +273,19 @@ def test_too_little_memory_costs_the_youngest_only() -> None:
     async def work(link: EngineLink) -> None:
         prompts = [(5, 9, 30), (1, 2), (3, 4), (8, 8)]
         with link.submit([request(prompt) for prompt in prompts]) as ticket:
-            pieces = await to_end(ticket)
+            deltas = await to_end(ticket)
         for number, prompt in enumerate(prompts[:2]):
-            assert tokens_of(pieces, number) == reference(prompt, LONG, 0)[0]
+            assert tokens_of(deltas, number) == reference(prompt, LONG, 0)[0]
         for number in (2, 3):
-            sample = [p.delta.sample for p in pieces if p.prompt_index == number][-1]
+            sample = [p.delta.sample for p in deltas if p.prompt_index == number][-1]
             assert sample is not None and sample.finish_reason == "abort"
             assert str(sample.stop_reason).startswith("out of memory")
         assert engine.parts.kv.num_free_blocks() == 60 and link.state == "ready"
 
-    with_bridge(work, engine)
+    run_with_link(work, engine)
 
 
-def test_opening_may_fail() -> None:
+def test_loading_error_is_raised() -> None:
     async def main() -> None:
         link = EngineLink(step_timeout=1)
 
@@ -297,7 +299,7 @@ def test_opening_may_fail() -> None:
     asyncio.run(main())
 
 
-def test_draining_refuses_the_new_and_keeps_the_old() -> None:
+def test_drain_refuses_new_requests_and_finishes_open_ones() -> None:
     async def work(link: EngineLink) -> None:
         with link.submit([request()]) as ticket:
             link.drain()
@@ -308,56 +310,56 @@ def test_draining_refuses_the_new_and_keeps_the_old() -> None:
         with_open = link.num_open
         assert with_open == 0
 
-    with_bridge(work)
+    run_with_link(work)
 
 
-def test_aborting_all_tells_who_still_waits() -> None:
+def test_abort_all_fails_open_tickets() -> None:
     engine = Stuck()
 
     async def work(link: EngineLink) -> None:
         with link.submit([request()]) as ticket:
             link.abort_all()
-            with pytest.raises(ApiError) as told:
+            with pytest.raises(ApiError) as raised:
                 await to_end(ticket)
-            assert told.value.code == "shutting_down"
-        engine.go_on.set()
+            assert raised.value.code == "shutting_down"
+        engine.resume.set()
 
-    with_bridge(work, engine)
+    run_with_link(work, engine)
 
 
-def test_what_fails_on_the_loop_is_the_end_too(caplog: pytest.LogCaptureFixture) -> None:
+def test_observer_error_stops_engine(caplog: pytest.LogCaptureFixture) -> None:
     async def work(link: EngineLink) -> None:
         def broken(seconds: float) -> None:
             raise RuntimeError("the counter broke")
 
-        observer: Any = link._observer
-        observer.first_token = broken
-        with link.submit([request()]) as ticket, pytest.raises(ApiError) as told:
+        metrics: Any = link._metrics
+        metrics.first_token = broken
+        with link.submit([request()]) as ticket, pytest.raises(ApiError) as raised:
             await to_end(ticket)
-        assert (told.value.status, link.state) == (500, "dead")
+        assert (raised.value.status, link.state) == (500, "dead")
 
     with caplog.at_level(logging.ERROR):
-        with_bridge(work)
+        run_with_link(work)
     assert "the counter broke" in caplog.text
 
 
 @pytest.mark.parametrize("reason", ["abort", "length"])
-def test_what_has_not_ended_is_counted_as_whoever_closes_says(reason: str) -> None:
+def test_open_samples_are_recorded_with_end_reason(reason: str) -> None:
     engine = Stuck()
 
     async def work(link: EngineLink) -> None:
         with link.submit([request()]) as ticket:
             ticket.end_reason = reason
-        observer: Any = link._observer
+        metrics: Any = link._metrics
         assert f'vllm:request_success_total{{engine="0",finished_reason="{reason}",model_name="fake"}} 1.0' in (
-            observer.render().decode()
+            metrics.render().decode()
         )
-        engine.go_on.set()
+        engine.resume.set()
 
-    with_bridge(work, engine)
+    run_with_link(work, engine)
 
 
-def test_a_client_that_does_not_read_loses_the_rest() -> None:
+def test_unread_limit_fails_ticket() -> None:
     async def main() -> None:
         ticket = Ticket([request()])
         for _ in range(MAX_UNREAD + 1):
@@ -368,7 +370,7 @@ def test_a_client_that_does_not_read_loses_the_rest() -> None:
     asyncio.run(main())
 
 
-def test_silence_gives_nothing_and_news_wakes_at_once() -> None:
+def test_take_times_out_and_wakes_on_delta() -> None:
     async def main() -> None:
         ticket = Ticket([request()])
         assert await ticket.take(0.01) == []
@@ -382,7 +384,7 @@ def test_silence_gives_nothing_and_news_wakes_at_once() -> None:
 
 
 @pytest.mark.parametrize("name", ["mine", "cmpl-mine", "chatcmpl-mine"])
-def test_requests_are_ended_by_their_names(name: str) -> None:
+def test_end_requests_by_id(name: str) -> None:
     engine = Stuck(free_steps=3, num_blocks=30_000)
 
     async def work(link: EngineLink) -> None:
@@ -392,49 +394,49 @@ def test_requests_are_ended_by_their_names(name: str) -> None:
         ):
             await mine.take(30)
             ending = asyncio.create_task(link.end_requests(["mine"]))
-            await asyncio.sleep(0)  # by now the thread has it in its queue, and makes one step more at most
-            engine.go_on.set()
+            await asyncio.sleep(0)  # now the thread has it in its queue and runs at most one more step
+            engine.resume.set()
             assert await ending == 3
-            samples = [piece.delta.sample for piece in await to_end(mine) if piece.delta.sample is not None]
+            samples = [one.delta.sample for one in await to_end(mine) if one.delta.sample is not None]
             assert [sample.finish_reason for sample in samples] == ["abort"] * 3
             assert tokens_of(await to_end(yours)) == reference((5, 9, 30), SHORT, 0)[0]
         assert await link.end_requests(["mine", "yours"]) == 0
 
-    with_bridge(work, engine)
+    run_with_link(work, engine)
 
 
-def test_what_was_just_submitted_is_ended_too_and_what_comes_later_is_not() -> None:
+def test_end_requests_includes_just_submitted_and_excludes_later_ones() -> None:
     engine = fake_engine()
-    go_on = threading.Event()
+    resume = threading.Event()
 
     async def work(link: EngineLink) -> None:
-        holding = asyncio.create_task(link.call(lambda: go_on.wait(60)))
-        await asyncio.sleep(0)  # what comes now is queued behind it: the thread finds all of it before its next step
+        holding = asyncio.create_task(link.call(lambda: resume.wait(60)))
+        await asyncio.sleep(0)  # later commands are queued behind it and run before the next step
         with link.submit([request()]) as early:
             ending = asyncio.create_task(link.end_requests(first=engine.pause))
             await asyncio.sleep(0)
             with link.submit([request(params=SHORT)]) as late:
-                go_on.set()
+                resume.set()
                 assert await holding and await ending == 1
-                assert [piece.delta.finish_reason for piece in await to_end(early)] == ["abort"]
+                assert [one.delta.finish_reason for one in await to_end(early)] == ["abort"]
                 assert await late.take(0.01) == []
                 await link.call(engine.resume)
                 assert tokens_of(await to_end(late)) == reference((5, 9, 30), SHORT, 0)[0]
 
-    with_bridge(work, engine)
+    run_with_link(work, engine)
 
 
-def test_a_watch_is_answered_after_the_turn_that_brought_it() -> None:
+def test_watch_returns_after_matching_turn() -> None:
     engine = fake_engine()
 
     async def work(link: EngineLink) -> None:
         with link.submit([request()]) as ticket:
-            pieces = await ticket.take(30)
+            deltas = await ticket.take(30)
             found = await link.watch(
                 lambda: None if engine.is_pausing else "paused", first=lambda: engine.pause("wait", blocking=False)
             )
             assert await found == "paused"
-            assert len(tokens_of(pieces + await ticket.take(0.01))) == 30, "the last delta is there before the answer"
+            assert len(tokens_of(deltas + await ticket.take(0.01))) == 30, "the last delta arrives before the answer"
         thing: list[int] = []
         found_thing = await link.watch(lambda: thing[0] if thing else None)
         thing.append(5)
@@ -443,29 +445,29 @@ def test_a_watch_is_answered_after_the_turn_that_brought_it() -> None:
         assert await found_thing == 5
         assert await link.call(lambda: link.engine.thread.num_watches) == 0
 
-    with_bridge(work, engine)
+    run_with_link(work, engine)
 
 
-def test_a_watch_that_is_cancelled_or_fails_leaves_nothing() -> None:
+def test_cancelled_or_failed_watch_is_removed() -> None:
     def fail() -> None:
-        raise ValueError("it cannot be seen")
+        raise ValueError("it failed")
 
     async def work(link: EngineLink) -> None:
         found = await link.watch(lambda: None)
         found.cancel()
         await asyncio.sleep(0)
         assert await link.call(lambda: link.engine.thread.num_watches) == 0
-        with pytest.raises(ValueError, match="cannot be seen"):
+        with pytest.raises(ValueError, match="it failed"):
             await (await link.watch(fail))
-        with pytest.raises(ValueError, match="cannot be seen"):
+        with pytest.raises(ValueError, match="it failed"):
             await link.watch(lambda: 1, first=fail)
         assert await link.call(lambda: link.engine.thread.num_watches) == 0 and not link.engine.num_unanswered
 
-    with_bridge(work)
+    run_with_link(work)
 
 
 @pytest.mark.parametrize("end", ["death", "stop"])
-def test_the_end_answers_whoever_still_asks(end: str) -> None:
+def test_stop_answers_pending_calls(end: str) -> None:
     engine = Stuck()
 
     async def work(link: EngineLink) -> None:
@@ -479,12 +481,12 @@ def test_the_end_answers_whoever_still_asks(end: str) -> None:
             else:
                 await link.stop(0.05)
             for one in (found, late):
-                with pytest.raises(ApiError) as told:
+                with pytest.raises(ApiError) as raised:
                     await one
-                assert told.value.status == (500 if end == "death" else 503)
-        engine.go_on.set()
+                assert raised.value.status == (500 if end == "death" else 503)
+        engine.resume.set()
 
-    with_bridge(work, engine)
+    run_with_link(work, engine)
 
 
 def delta(sample: TrainingSample | None = None) -> Delta:

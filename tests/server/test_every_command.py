@@ -1,4 +1,4 @@
-"""Every field of the trainers' commands: which test shows what it does; and those tests that were missing."""
+"""Every field of the RL routes: the test that covers it; and tests of fields that no other file covers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.server import test_rl_control, test_rl_group, test_rl_weights
 from tests.server.tiny import Running
 from tests.server.trainer import SHORT, Stream, make_weights, ok, refused, serving
 
-ARRIVAL = "test_a_group_is_joined_as_it_was_asked_for"
+ARRIVAL = "test_group_is_joined_with_given_fields"
 BUCKET = "test_each_sglang_bucket_is_an_update"
 PARTS = "test_vllm_update_in_parts"
 DIRECTORY = "test_update_from_directory"
@@ -33,8 +33,8 @@ LABELS = "test_update_weight_version_sets_the_label"
 CHECKS = "test_weight_checker_returns_and_compares_the_checksum"
 HELD = "test_update_with_checksum_is_verified"
 TAKEN = "test_field_without_effect_is_accepted"
-TAKEN_TOO = "test_what_is_taken_of_a_group_changes_nothing"
-UPDATES = "test_what_is_taken_of_an_update_changes_nothing"
+TAKEN_TOO = "test_ignored_group_fields_change_nothing"
+UPDATES = "test_ignored_update_fields_change_nothing"
 SHOWN: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
         "EmptyBody": {},
@@ -71,7 +71,7 @@ SHOWN: Mapping[str, Mapping[str, str]] = MappingProxyType(
             "packed": UNKNOWN,
             "packed_buffer_size_bytes": TAKEN_TOO,
             "packed_num_buffers": TAKEN_TOO,
-            "group_name": "test_a_part_comes_from_the_group_that_was_named",
+            "group_name": "test_update_part_is_received_from_named_group",
             "weight_dir": DIRECTORY,
             "path": DIRECTORY,
         },
@@ -122,15 +122,15 @@ SHOWN: Mapping[str, Mapping[str, str]] = MappingProxyType(
             "load_format": ODD,
             "weight_version": BUCKET,
             "checksum": HELD,
-            "flush_cache": "test_what_is_taken_of_a_bucket_changes_nothing",
-            "torch_empty_cache": "test_what_is_taken_of_a_bucket_changes_nothing",
-            "abort_all_requests": "test_a_bucket_can_abort_what_runs",
+            "flush_cache": "test_ignored_bucket_fields_change_nothing",
+            "torch_empty_cache": "test_ignored_bucket_fields_change_nothing",
+            "abort_all_requests": "test_bucket_update_can_abort_running_requests",
         },
         "DestroyGroupBody": {"group_name": BUCKET},
-        "MemoryBody": {"tags": "test_memory_that_was_named_alone_comes_back_alone"},
+        "MemoryBody": {"tags": "test_named_memory_is_restored_alone"},
     }
 )
-"""Body -> field -> the test that shows what it does."""
+"""Body -> field -> name of its test."""
 PLAIN: Mapping[str, Any] = MappingProxyType(
     {"master_address": "127.0.0.1", "master_port": 4321, "rank_offset": 1, "world_size": 2, "group_name": "g"}
 )
@@ -153,7 +153,7 @@ def server(tiny_directory: Path, shelf: Path) -> Iterator[Running]:
 
 @pytest.fixture
 def groups(server: Running, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, ...]]]:
-    """What the groups are asked for; every one is there, and gives one tensor. No update is left open."""
+    """Record calls of weight groups; every group exists and gives one tensor. Ends an open update."""
     seen: list[tuple[Any, ...]] = []
 
     async def join(self: Groups, *where: Any, rank: int, world_size: int, backend: str) -> None:
@@ -169,7 +169,7 @@ def groups(server: Running, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tu
     server.post("/shutdown_weight_transfer_engine", {})
 
 
-# ---- what there is --------------------------------------------------------------------------------------------------
+# ---- coverage -------------------------------------------------------------------------------------------------------
 
 
 def test_every_field_has_a_test() -> None:
@@ -186,7 +186,7 @@ def test_every_refused_command_has_a_test() -> None:
     assert set(mark.args[1]) == REFUSED_COMMANDS
 
 
-# ---- what was missing -----------------------------------------------------------------------------------------------
+# ---- further tests --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("path", ["/init_weight_transfer_engine", "/init_weights_update_group"])
@@ -198,7 +198,7 @@ def test_every_refused_command_has_a_test() -> None:
     ],
     ids=lambda field: next(iter(field)),
 )
-def test_a_group_is_joined_as_it_was_asked_for(
+def test_group_is_joined_with_given_fields(
     server: Running, groups: list[tuple[Any, ...]], path: str, field: dict[str, Any]
 ) -> None:
     asked = {**PLAIN, "backend": "gloo", **field}
@@ -208,13 +208,13 @@ def test_a_group_is_joined_as_it_was_asked_for(
     assert groups[1] == tuple(asked[name] for name in names) != groups[0]
 
 
-def test_a_group_has_a_name_and_a_backend_anyway(server: Running, groups: list[tuple[Any, ...]]) -> None:
+def test_group_has_default_name_and_backend(server: Running, groups: list[tuple[Any, ...]]) -> None:
     ok(server.post("/init_weights_update_group", {name: PLAIN[name] for name in PLAIN if name != "group_name"}))
     assert (groups[0][0], groups[0][-1]) == ("weight_update_group", "gloo")
 
 
 @pytest.mark.parametrize("name", ["mine", None])
-def test_a_part_comes_from_the_group_that_was_named(
+def test_update_part_is_received_from_named_group(
     server: Running, groups: list[tuple[Any, ...]], name: str | None
 ) -> None:
     ok(server.post("/start_weight_update", {}))
@@ -224,14 +224,14 @@ def test_a_part_comes_from_the_group_that_was_named(
     refused(server.post("/finish_weight_update", {}), 400, "lacks")
 
 
-def test_a_bucket_can_abort_what_runs(server: Running, groups: list[tuple[Any, ...]]) -> None:
+def test_bucket_update_can_abort_running_requests(server: Running, groups: list[tuple[Any, ...]]) -> None:
     for aborts, reason in ((True, "abort"), (False, "length"), (None, "length")):
         stream = Stream(server).started()
         ok(server.post("/update_weights_from_distributed", {**BUCKET_BODY, "abort_all_requests": aborts}))
         assert stream.result().finish_reason == reason
 
 
-def test_what_is_taken_of_a_bucket_changes_nothing(server: Running, groups: list[tuple[Any, ...]]) -> None:
+def test_ignored_bucket_fields_change_nothing(server: Running, groups: list[tuple[Any, ...]]) -> None:
     prompt = tuple(range(1, 101))
     for taken in ({"flush_cache": True}, {"flush_cache": False}, {"torch_empty_cache": True}):
         Stream(server, prompt, SHORT).result()
@@ -249,7 +249,7 @@ def test_what_is_taken_of_a_bucket_changes_nothing(server: Running, groups: list
     ids=str,
 )
 @pytest.mark.parametrize("is_paused", [False, True])
-def test_what_is_taken_of_an_update_changes_nothing(server: Running, field: dict[str, Any], is_paused: bool) -> None:
+def test_ignored_update_fields_change_nothing(server: Running, field: dict[str, Any], is_paused: bool) -> None:
     prompt = tuple(range(1, 101))
     Stream(server, prompt, SHORT).result()
     if is_paused:
@@ -262,12 +262,12 @@ def test_what_is_taken_of_an_update_changes_nothing(server: Running, field: dict
 
 
 @pytest.mark.parametrize("load_format", ["auto", "safetensors"])
-def test_formats_that_are_known_are_taken(server: Running, load_format: str) -> None:
+def test_known_load_formats_are_accepted(server: Running, load_format: str) -> None:
     ok(server.post("/update_weights_from_disk", {"model_path": "one", "load_format": load_format}))
 
 
 @pytest.mark.parametrize("tag", ["weights", "kv_cache"])
-def test_memory_that_was_named_alone_comes_back_alone(server: Running, tag: str) -> None:
+def test_named_memory_is_restored_alone(server: Running, tag: str) -> None:
     engine = server.opened.engine
     other = {"weights": "kv_cache", "kv_cache": "weights"}[tag]
     for released, resumed, is_asleep in (([tag], [tag], False), ([tag, other], [tag], True), ([tag], [other], True)):
@@ -279,21 +279,21 @@ def test_memory_that_was_named_alone_comes_back_alone(server: Running, tag: str)
     assert not server.on_engine(lambda: engine.is_asleep)
 
 
-def test_graphs_alone_put_nothing_to_sleep(server: Running) -> None:
+def test_cuda_graph_tag_alone_does_not_sleep(server: Running) -> None:
     ok(server.post("/release_memory_occupation", {"tags": ["cuda_graph"]}))
     assert Stream(server, params=SHORT).result().finish_reason == "length"
     ok(server.post("/resume_memory_occupation", {"tags": ["cuda_graph"]}))
     assert not server.on_engine(lambda: server.opened.engine.is_asleep)
 
 
-def test_a_flush_makes_prompts_be_computed_again(server: Running) -> None:
+def test_flush_clears_prefix_cache(server: Running) -> None:
     prompt = tuple(range(1, 101))
     Stream(server, prompt, SHORT).result()
     assert ok(server.post("/flush_cache", {}))["flushed_items"] > 0
     assert Stream(server, prompt, SHORT).result().num_cached_tokens == 0
 
 
-def test_what_is_taken_of_a_group_changes_nothing(server: Running, groups: list[tuple[Any, ...]]) -> None:
+def test_ignored_group_fields_change_nothing(server: Running, groups: list[tuple[Any, ...]]) -> None:
     taken = {"packed": False, "packed_buffer_size_bytes": 1 << 20, "packed_num_buffers": 2}
     for more in ({}, taken):
         ok(server.post("/init_weight_transfer_engine", {"init_info": {**PLAIN, "backend": "gloo", **more}}))

@@ -1,4 +1,4 @@
-"""Every field that is known and not done: refused by its name over HTTP on every path, taken where it asks nothing.
+"""Every known field without support: refused by name over HTTP on every path, accepted with a neutral value.
 
 Where a dialect's own tests already send all of a table, that is only held here.
 """
@@ -37,7 +37,7 @@ BODIES: Mapping[str, JSON] = MappingProxyType(
         "/detokenize": {"tokens": [1]},
     }
 )
-"""The paths whose refusals `test_unsupported` does not send."""
+"""Paths that `test_unsupported` does not test."""
 OWN: Mapping[str, Values] = MappingProxyType(
     {
         RESPONSES: responses._NEUTRAL,
@@ -48,13 +48,13 @@ OWN: Mapping[str, Values] = MappingProxyType(
         LLAMA: llamacpp.UNSUPPORTED,
     }
 )
-"""What a dialect knows and does not do -> the values with which it asks for nothing."""
+"""Path -> the dialect's unsupported fields with their neutral values."""
 PARAMS: Mapping[str, Values] = MappingProxyType(
     {GENERATE: generate.UNSUPPORTED_PARAMS, SGLANG: sglang.UNSUPPORTED_PARAMS}
 )
-"""The same among sampling parameters."""
+"""The same for nested sampling parameters."""
 ASKING: Mapping[str, Any] = MappingProxyType({"max_tokens": 2, "response_format": {"type": "text"}, "n": 2})
-"""Fields that are declared all the same, whose types are checked first."""
+"""Unsupported fields that are declared, so that their types are checked first."""
 FOREIGN: Mapping[str, frozenset[str]] = MappingProxyType(
     {
         MESSAGES: messages._FOREIGN,
@@ -62,11 +62,11 @@ FOREIGN: Mapping[str, frozenset[str]] = MappingProxyType(
         RESPONSES: frozenset(responses._CHAT_NAMES) | (frozenset(ChatBody.model_fields) - DECLARED[RESPONSES]),
     }
 )
-"""A chat's fields that have no meaning in a dialect, or another name: refused unless they are null."""
+"""Chat fields that a dialect lacks or calls otherwise: refused unless null."""
 
 
 def refused(server: Running, path: str, body: JSON, param: str) -> None:
-    """Send a body; it must be refused with the field's name, in the place that its dialect has for that."""
+    """Send a body that must be refused naming the field, in the form of its dialect."""
     reply = server.post(path, body)
     error = reply.json()["error"]
     assert reply.status_code == 400, (param, reply.text)
@@ -80,42 +80,42 @@ def taken(server: Running, path: str, body: JSON) -> None:
 
 
 def columns(table: Values) -> list[JSON]:
-    """Return bodies that have every neutral value of every field."""
+    """Return bodies that cover all neutral values of all fields."""
     count = max(map(len, table.values()))
     return [{name: values[column % len(values)] for name, values in table.items()} for column in range(count)]
 
 
 def common(path: str) -> Values:
-    """Return the fields of other servers that a path neither does nor has a say of its own in."""
+    """Return the unsupported fields of other servers that the path does not handle itself."""
     own = DECLARED[path] | set(OWN.get(path, {})) | FOREIGN.get(path, frozenset())
     return {name: values for name, values in NEUTRAL.items() if name not in own}
 
 
-def test_every_path_is_here_or_there() -> None:
+def test_every_path_has_a_refusal_test() -> None:
     assert {*BODIES, *test_unsupported.BODIES} == {one.path for one in GENERATING} | {one.path for one in CONVERTING}
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_what_other_servers_know_is_refused(server: Running, path: str) -> None:
+def test_unsupported_fields_of_other_servers_are_refused(server: Running, path: str) -> None:
     for index, name in enumerate(common(path)):
         values = asking(name)
         refused(server, path, {**BODIES[path], name: values[index % len(values)]}, name)
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_what_other_servers_know_is_taken_when_it_asks_for_nothing(server: Running, path: str) -> None:
+def test_neutral_fields_of_other_servers_are_accepted(server: Running, path: str) -> None:
     for neutral in columns(common(path)):
         taken(server, path, {**BODIES[path], **neutral})
 
 
 @pytest.mark.parametrize("path", [path for path in OWN if path not in PARAMS and path != LLAMA])
-def test_what_a_dialect_knows_is_refused(server: Running, path: str) -> None:
+def test_unsupported_fields_of_the_dialect_are_refused(server: Running, path: str) -> None:
     for name in OWN[path]:
         refused(server, path, {**BODIES[path], name: ASKING.get(name, ["x"])}, name)
 
 
 @pytest.mark.parametrize("path", OWN)
-def test_what_a_dialect_knows_is_taken_when_it_asks_for_nothing(server: Running, path: str) -> None:
+def test_neutral_fields_of_the_dialect_are_accepted(server: Running, path: str) -> None:
     for neutral in columns(OWN[path]):
         taken(server, path, {**BODIES[path], **neutral})
     for neutral in columns(PARAMS[path]) if path in PARAMS else ():
@@ -124,13 +124,13 @@ def test_what_a_dialect_knows_is_taken_when_it_asks_for_nothing(server: Running,
 
 
 @pytest.mark.parametrize("path", FOREIGN)
-def test_a_chat_s_own_fields_are_refused(server: Running, path: str) -> None:
+def test_chat_only_fields_are_refused(server: Running, path: str) -> None:
     for name in FOREIGN[path]:
         refused(server, path, {**BODIES[path], name: ASKING.get(name, "x")}, name)
     taken(server, path, {**BODIES[path], **dict.fromkeys(FOREIGN[path])})
 
 
-def test_the_dialects_own_tests_send_all_of_their_tables() -> None:
+def test_dialect_tests_cover_their_tables() -> None:
     for path, sent in (
         (GENERATE, {param for _, _, param in test_generate.REFUSED}),
         (SGLANG, {param for _, _, param in test_sglang.REFUSED}),
@@ -139,12 +139,12 @@ def test_the_dialects_own_tests_send_all_of_their_tables() -> None:
         assert {*OWN[path], *(f"sampling_params.{name}" for name in PARAMS.get(path, ()))} <= sent
 
 
-def test_what_responses_refuse_is_refused_over_http(server: Running) -> None:
+def test_responses_refusals_over_http(server: Running) -> None:
     for fields, param in test_responses.REFUSED:
         refused(server, RESPONSES, {**BODIES[RESPONSES], **fields}, param)
 
 
-def test_what_messages_refuse_is_refused_over_http(server: Running) -> None:
+def test_messages_refusals_over_http(server: Running) -> None:
     (mark,) = test_messages.test_what_is_not_done_is_refused_by_name.pytestmark  # type: ignore[attr-defined]
     _, cases = mark.args
     assert len(cases) > 40

@@ -1,4 +1,4 @@
-"""Calls of functions over HTTP: told to the model, held to their schemas, read as they come; OpenAI's own client."""
+"""Tool calls over HTTP: rendering, enforced schemas, streamed parsing; also with OpenAI's client."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ ASK: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}], "tools": 
 
 @pytest.fixture(scope="module")
 def roomy_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny model with room for descriptions of functions, a byte a token."""
+    """The tiny model with a context for function descriptions at one byte per token."""
     return make_tiny(tmp_path_factory.mktemp("roomy"), 4096)
 
 
@@ -65,7 +65,7 @@ def check_calls(calls: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_a_required_call_is_made_and_fits_its_schema(server: Running, seed: int) -> None:
+def test_required_call_matches_schema(server: Running, seed: int) -> None:
     choice = choice_of(server, tool_choice="required", parallel_tool_calls=False, seed=seed)
     assert choice["finish_reason"] == "tool_calls" and choice["message"]["content"] is None
     assert len(choice["message"]["tool_calls"]) == 1
@@ -88,7 +88,7 @@ def test_a_named_function_is_called(server: Running, name: str) -> None:
         assert [call["function"]["name"] for call in choice["message"]["tool_calls"]] == [name]
 
 
-def test_a_call_that_was_cut_off_is_no_text(server: Running) -> None:
+def test_incomplete_call_is_not_returned_as_text(server: Running) -> None:
     for limit in (1, 8, 20, 40, 60):
         for path_fields in (
             {"tool_choice": "required"},
@@ -101,14 +101,14 @@ def test_a_call_that_was_cut_off_is_no_text(server: Running) -> None:
             assert not any(chunk["choices"][0]["delta"].get("content") for chunk in chunks)
 
 
-def test_a_call_outranks_the_answers_form(server: Running) -> None:
-    """Agents send both: what must be a call has no content for the form to be of."""
+def test_required_call_overrides_response_format(server: Running) -> None:
+    """Agents send both; a required call has no content to which response_format applies."""
     choice = choice_of(server, tool_choice="required", response_format={"type": "json_object"}, max_tokens=350)
     assert choice["finish_reason"] == "tool_calls" and choice["message"]["content"] is None
     assert len(choice["message"]["tool_calls"]) <= MAX_FORCED_CALLS
 
 
-def test_a_stream_is_the_reply_in_pieces(server: Running, client: OpenAI) -> None:
+def test_stream_joins_to_complete_reply(server: Running, client: OpenAI) -> None:
     fields = {"tool_choice": "required", "seed": 5, "max_tokens": 350}
     whole = choice_of(server, **fields)
     chunks = server.events(CHAT, {**ASK, **fields, "stream": True})
@@ -122,9 +122,9 @@ def test_a_stream_is_the_reply_in_pieces(server: Running, client: OpenAI) -> Non
             if "id" in call:
                 names[call["index"]], arguments[call["index"]] = call["function"]["name"], []
             arguments[call["index"]].append(call["function"]["arguments"])
-    told = [(names[index], "".join(arguments[index])) for index in names]
+    reported = [(names[index], "".join(arguments[index])) for index in names]
     calls = [(one["function"]["name"], one["function"]["arguments"]) for one in whole["message"]["tool_calls"]]
-    assert told == calls
+    assert reported == calls
     assert deltas[-1]["finish_reason"] == whole["finish_reason"]
     assert max(len(pieces) for pieces in arguments.values()) > 3, "arguments come as they are written"
     with client.chat.completions.stream(
@@ -134,25 +134,25 @@ def test_a_stream_is_the_reply_in_pieces(server: Running, client: OpenAI) -> Non
     assert [(c.function.name, c.function.arguments) for c in message.tool_calls or ()] == calls
 
 
-def test_what_is_not_a_call_is_text(server: Running) -> None:
+def test_text_without_call_is_content(server: Running) -> None:
     choice = choice_of(server, max_tokens=20)
     assert choice["finish_reason"] == "length" and "tool_calls" not in choice["message"]
     assert isinstance(choice["message"]["content"], str)
 
 
-def test_none_tells_of_functions_and_reads_none(server: Running) -> None:
-    """TRL renders its tools here and reads the calls itself."""
+def test_tool_choice_none_renders_tools_and_parses_no_calls(server: Running) -> None:
+    """TRL parses the calls itself."""
     plain = server.post("/tokenize", {"messages": ASK["messages"]}).json()["tokens"]
-    told = server.post("/tokenize", {"messages": ASK["messages"], "tools": TOOLS}).json()["tokens"]
-    assert len(told) > len(plain)
+    reported = server.post("/tokenize", {"messages": ASK["messages"], "tools": TOOLS}).json()["tokens"]
+    assert len(reported) > len(plain)
     prompts = []
     for choice in ("none", "auto"):
         reply = server.post(CHAT, {**ASK, "tool_choice": choice, "return_token_ids": True, "max_tokens": 2})
         prompts.append(reply.json()["prompt_token_ids"])
-    assert prompts == [told, told]
+    assert prompts == [reported, reported]
 
 
-def test_a_turn_of_calls_and_results_reaches_the_model(server: Running) -> None:
+def test_calls_and_results_are_rendered_into_prompt(server: Running) -> None:
     call = {"id": "call_1", "type": "function", "function": {"name": "clock", "arguments": '{"zone": "utc"}'}}
     messages = [
         {"role": "user", "content": "What time is it?"},
@@ -166,7 +166,7 @@ def test_a_turn_of_calls_and_results_reaches_the_model(server: Running) -> None:
     assert server.post(CHAT, {**ASK, "messages": messages, "max_tokens": 3}).status_code == 200
 
 
-def test_the_former_fields(server: Running) -> None:
+def test_deprecated_function_fields(server: Running) -> None:
     body = {
         "messages": ASK["messages"],
         "functions": [tool["function"] for tool in TOOLS],
@@ -183,7 +183,7 @@ class City(BaseModel):
 
 
 def test_parse_with_a_schema(client: OpenAI) -> None:
-    """OpenAI's `parse` sends a strict schema and validates what comes."""
+    """OpenAI's `parse` sends a strict schema and validates the reply."""
     for seed in range(4):
         reply = client.chat.completions.parse(
             model="tiny",
@@ -213,7 +213,7 @@ def test_parse_with_a_schema(client: OpenAI) -> None:
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_every_structure_is_kept(server: Running, fields: dict[str, Any], check: Any) -> None:
+def test_answer_matches_every_structure(server: Running, fields: dict[str, Any], check: Any) -> None:
     for seed in range(3):
         for path, body in ((CHAT, {"messages": ASK["messages"]}), ("/v1/completions", {"prompt": "x"})):
             reply = server.post(path, {**body, **fields, "max_tokens": 300, "seed": seed})
@@ -239,7 +239,7 @@ MARKS = {
 
 @pytest.mark.parametrize("mark", MARKS)
 def test_calls_between_special_tokens(mark: str, tmp_path: Path) -> None:
-    """Such a marker is one token, that no text can spell, and is seen by whoever looks for calls."""
+    """The marker is one special token that no text can spell; the call parser sees it."""
     special = (mark, "</tool_call>") if mark == "<tool_call>" else (mark,)
     with running(make_tiny(tmp_path, 4096, template=MARKS[mark], special=special)) as marked:
         for seed in range(3):
@@ -253,7 +253,7 @@ def test_calls_between_special_tokens(mark: str, tmp_path: Path) -> None:
         assert "tool_calls" not in plain["message"]
 
 
-def test_an_answer_of_a_schema_or_a_call(server: Running) -> None:
+def test_answer_is_schema_or_call(server: Running) -> None:
     schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
     kinds = set()
@@ -299,15 +299,15 @@ def one_at_a_time(roomy_directory: Path) -> Iterator[Running]:
         yield one
 
 
-def test_a_preempted_answer_keeps_its_structure(one_at_a_time: Running) -> None:
+def test_preempted_answer_matches_structure(one_at_a_time: Running) -> None:
     body = {**ASK, "tool_choice": "required", "n": 6, "max_tokens": 200}
     for choice in one_at_a_time.post(CHAT, body).json()["choices"]:
         if choice["finish_reason"] == "tool_calls":
             check_calls(choice["message"]["tool_calls"])
 
 
-def test_one_grammar_is_compiled_once_for_all_who_wait(roomy_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many as a trainer has in flight, with one place for compiling: none is turned away."""
+def test_concurrent_requests_share_one_compilation(roomy_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many requests as a trainer has in flight, with one compiling thread: none is refused."""
     compiled, going = [], threading.Event()
     real = Grammars.matcher
 
@@ -321,14 +321,14 @@ def test_one_grammar_is_compiled_once_for_all_who_wait(roomy_directory: Path, mo
         body = {"prompt": "x", "max_tokens": 4, "structured_outputs": {"regex": "ab|cd"}}
         replies = [pool.submit(one.post, "/v1/completions", body) for _ in range(64)]
         for _ in range(2000):
-            if one.client.get("/load").json()["server_load"] == 0 and one.app._compilers._under_way:
+            if one.client.get("/load").json()["server_load"] == 0 and one.app.compilers.num_pending:
                 break
         going.set()
         assert {reply.result(60).status_code for reply in replies} == {200}
     assert len(compiled) == 1
 
 
-def test_structures_of_one_request_are_few(server: Running) -> None:
+def test_number_of_structures_is_limited(server: Running) -> None:
     prompts = [f"p{index}" for index in range(9)]
     params = [{"regex": f"x{index}", "max_new_tokens": 2} for index in range(9)]
     reply = server.post("/generate", {"text": prompts, "sampling_params": params})

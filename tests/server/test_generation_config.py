@@ -1,4 +1,4 @@
-"""The model's generation_config.json over HTTP: used by default, not with `--generation-config none` or a trainer."""
+"""The model's generation_config.json over HTTP: used by default, not with `--generation-config none` or RL."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ def opinionated(tiny_directory: Path, tmp_path_factory: pytest.TempPathFactory) 
 @pytest.mark.parametrize(
     ("fields", "is_used"), [({}, True), ({"generation_config": "none"}, False), ({"enable_rl": True}, False)]
 )
-def test_requests_that_name_no_sampling(opinionated: Path, fields: dict[str, Any], is_used: bool) -> None:
+def test_defaults_of_generation_config(opinionated: Path, fields: dict[str, Any], is_used: bool) -> None:
     with running(opinionated, ServerConfig(port=0, log_requests=False, **fields)) as server:
-        told = server.client.get("/info").json()
+        reported = server.client.get("/info").json()
         texts = [
             server.post("/v1/completions", {**BODY, **more}).json()["choices"][0]["text"]
             for more in ({}, {"temperature": 0}, {"temperature": 1, "top_k": 0})
         ]
     unnamed, likeliest, plain = texts
     assert likeliest != plain and unnamed == (likeliest if is_used else plain)
-    assert told["generation_config"] == ("auto" if is_used else "none")
+    assert reported["generation_config"] == ("auto" if is_used else "none")
     wanted = OWN if is_used else {"top_k": 0, "temperature": 1.0}
-    assert {name: told["sampling_defaults"][name] for name in OWN} == wanted
-    assert {name: told["chat_defaults"][name] for name in OWN} == OWN, "chats use the model's own in any case"
+    assert {name: reported["sampling_defaults"][name] for name in OWN} == wanted
+    assert {name: reported["chat_defaults"][name] for name in OWN} == OWN, "the chat page always uses the model's own"
 
 
-def test_an_invalid_file_that_is_not_used_is_no_obstacle(tiny_directory: Path, tmp_path: Path) -> None:
+def test_unused_invalid_generation_config_is_ignored(tiny_directory: Path, tmp_path: Path) -> None:
     directory = shutil.copytree(tiny_directory, tmp_path / "model")
     (directory / "generation_config.json").write_text('{"top_p": 3, "eos_token_id": 257}')
     with pytest.raises(ModelError, match="top_p"):

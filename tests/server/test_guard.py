@@ -1,4 +1,4 @@
-"""The guard, driven in process: who gets in, what is refused and how, and what every answer carries."""
+"""The guard, called in process: admission, errors, and the headers of every response."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ Noted = tuple[Scope, int | None, float, Exception | None]
 
 @dataclass(frozen=True)
 class Answer:
-    """What the application sent."""
+    """Messages sent by the application."""
 
     sent: list[Message]
     noted: list[Noted]
@@ -85,7 +85,7 @@ def ask(
     messages: Iterable[Message] = (END,),
     host: Sequence[Header] = (HOST,),
 ) -> Answer:
-    """Drive one request through the guard; after its messages the client is gone."""
+    """Send one request through the guard; after its messages the client disconnects."""
     answer = Answer([], [])
     incoming = itertools.chain(messages, itertools.repeat(GONE))
     raw = [(name.encode(), value.encode("latin-1")) for name, value in (*host, *headers)]
@@ -109,7 +109,7 @@ async def request_body(scope: Scope, receive: Receive) -> bytes:
 
 
 async def served(scope: Scope, receive: Receive, send: Send) -> None:
-    """Answer 200 with the guard's findings; read a body where there may be one."""
+    """Answer 200 with the guard's state; read a possible body."""
     body = await request_body(scope, receive) if scope["method"] in ("POST", "PUT", "PATCH") else b""
     state = scope["state"]
     value = {"bytes": len(body), "key": state["key_index"], "id": state["request_id"], "path": scope["path"]}
@@ -151,7 +151,7 @@ def check_refused(answer: Answer, status: int) -> None:
 
 
 @pytest.mark.parametrize("given", ["a", "req-1", "!~", "x" * 128])
-def test_a_client_may_name_its_request(given: str) -> None:
+def test_valid_request_id_is_kept(given: str) -> None:
     answer = ask(served, policy_of(), ("x-request-id", given))
     assert answer.headers["x-request-id"] == given == json.loads(answer.body)["id"]
     refused = ask(failing(ApiError(404, "no")), policy_of(), ("x-request-id", given))
@@ -159,14 +159,14 @@ def test_a_client_may_name_its_request(given: str) -> None:
 
 
 @pytest.mark.parametrize("given", ["", " ", "a b", "é", "x" * 129, "a\tb", "a\x7f"])
-def test_a_name_that_cannot_be_sent_back_is_replaced(given: str) -> None:
+def test_invalid_request_id_is_replaced(given: str) -> None:
     answer = ask(served, policy_of(), ("x-request-id", given))
     made = answer.headers["x-request-id"]
     assert made != given and len(made) == 32 and int(made, 16) >= 0
     assert json.loads(answer.body)["id"] == made
 
 
-def test_ids_that_are_made_differ_and_an_application_cannot_change_them() -> None:
+def test_generated_ids_are_unique_and_not_overridden() -> None:
     assert len({ask(served, policy_of()).headers["x-request-id"] for _ in range(20)}) == 20
     twice = ask(served, policy_of(), ("x-request-id", "a"), ("x-request-id", "b"))
     assert twice.headers["x-request-id"] not in ("a", "b")
@@ -224,7 +224,7 @@ PATHS = ["/health", "/", "/v1/models", "/v1/chat/completions", "/nowhere", "/hea
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("keys", [(), (KEY,)])
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
-def test_a_malformed_host_never_gets_in(path: str, keys: tuple[str, ...], host: str) -> None:
+def test_malformed_host_is_refused(path: str, keys: tuple[str, ...], host: str) -> None:
     policy = policy_of(*keys, host=host)
     for text in MALFORMED:
         for headers in ((), (BEARER,)):
@@ -232,7 +232,7 @@ def test_a_malformed_host_never_gets_in(path: str, keys: tuple[str, ...], host: 
     check_refused(ask(served, policy, BEARER, path=path, host=[]), 400)
 
 
-def test_a_host_cannot_open_a_path() -> None:
+def test_host_header_does_not_affect_path() -> None:
     policy = policy_of(KEY, host="0.0.0.0")
     for text in ("localhost", "health", "x.health", "localhost:8000"):
         assert ask(served, policy, path="/v1/models", host=[("host", text)]).status == 401
@@ -246,7 +246,7 @@ THEIRS += ["127.1", "2130706433", "0x7f000001", "127.0.0.01", "evillocalhost", "
 
 @pytest.mark.parametrize("bound", ["127.0.0.1", "::1", "localhost", "127.0.0.9"])
 @pytest.mark.parametrize("path", ["/health", "/v1/models"])
-def test_on_loopback_only_this_machine_and_allowed_names_are_served(bound: str, path: str) -> None:
+def test_loopback_serves_only_loopback_and_allowed_hosts(bound: str, path: str) -> None:
     policy = policy_of(host=bound)
     assert [ask(served, policy, path=path, host=[("host", text)]).status for text in OURS] == [200] * len(OURS)
     for text in THEIRS:
@@ -260,7 +260,7 @@ def test_on_loopback_only_this_machine_and_allowed_names_are_served(bound: str, 
     assert got == [200] * (len(OURS) + 1) + [403]
 
 
-def test_elsewhere_any_host_is_served_unless_some_are_named() -> None:
+def test_other_addresses_serve_any_host_unless_allowed_host_is_set() -> None:
     everybody = policy_of(host="0.0.0.0")
     assert {ask(served, everybody, host=[("host", text)]).status for text in OURS + THEIRS} == {200}
     named = policy_of(host="192.168.1.5", allowed_host=("nano.example", "[2001:db8::1]", "proxy:8443"))
@@ -275,7 +275,7 @@ def test_elsewhere_any_host_is_served_unless_some_are_named() -> None:
 # Policy
 
 
-def test_the_default_is_loopback_and_elsewhere_needs_a_key() -> None:
+def test_non_loopback_host_needs_a_key() -> None:
     assert ServerConfig().host == "127.0.0.1"
     assert guard_policy(ServerConfig(), KeyRing.of(())).is_loopback
     for host in ("0.0.0.0", "::", "192.168.1.5", "example.org", "::ffff:127.0.0.1", "128.0.0.1"):
@@ -288,13 +288,13 @@ def test_the_default_is_loopback_and_elsewhere_needs_a_key() -> None:
 @pytest.mark.parametrize(
     "origin", ["evil", "https://a/", "https://a/b", "null", "HTTPS://a", "https://a b", "https://"]
 )
-def test_an_origin_that_no_browser_sends_is_refused(origin: str) -> None:
+def test_invalid_cors_origin_is_refused(origin: str) -> None:
     with pytest.raises(ValueError, match=r"^cors_origin"):
         policy_of(cors_origin=(origin,))
 
 
 @pytest.mark.parametrize("host", ["a/b", "http://a", "a b", "*"])
-def test_an_allowed_host_that_no_header_can_have_is_refused(host: str) -> None:
+def test_invalid_allowed_host_is_refused(host: str) -> None:
     with pytest.raises(ValueError, match=r"^allowed_host"):
         policy_of(allowed_host=(host,))
 
@@ -314,7 +314,7 @@ async def plain(request: Request) -> Response:
 
 
 def routed() -> Starlette:
-    """An application with routes and a mount, as servers have."""
+    """An application with routes and a mount."""
     routes = [Route(path, plain, methods=["GET", "POST"]) for path in (*sorted(OPEN_PATHS - {"/"}), "/v1/models")]
     mount = Mount("/metrics", routes=[Route("/", plain)])
     return Starlette(routes=[*routes, mount, Route("/", plain)])
@@ -346,7 +346,7 @@ GUARDED += [
 
 @pytest.mark.parametrize("path", GUARDED)
 @pytest.mark.parametrize("method", METHODS)
-def test_everything_but_the_open_paths_needs_a_key(path: str, method: str) -> None:
+def test_all_but_open_paths_need_a_key(path: str, method: str) -> None:
     policy = policy_of(KEY)
     for headers in ((), (("authorization", "Bearer wrong-key"),), (("origin", "http://localhost"),)):
         answer = ask(routed(), policy, JSON, *headers, method=method, path=path)
@@ -355,7 +355,7 @@ def test_everything_but_the_open_paths_needs_a_key(path: str, method: str) -> No
 
 
 @pytest.mark.parametrize("path", sorted(OPEN_PATHS))
-def test_open_paths_are_open_for_reading_alone(path: str) -> None:
+def test_open_paths_allow_only_get_and_head(path: str) -> None:
     policy = policy_of(KEY)
     assert {method for method in METHODS if ask(routed(), policy, JSON, method=method, path=path).status == 200} == {
         "GET",
@@ -369,7 +369,7 @@ GOOD_KEYS += [("x-api-key", KEY), ("X-Api-Key", KEY)]
 
 
 @pytest.mark.parametrize("header", GOOD_KEYS)
-def test_a_key_comes_as_a_bearer_or_in_its_own_header(header: Header) -> None:
+def test_key_in_bearer_or_x_api_key_header(header: Header) -> None:
     answer = ask(served, policy_of(OTHER_KEY, KEY), header)
     assert (answer.status, json.loads(answer.body)["key"]) == (200, 1)
 
@@ -388,25 +388,25 @@ WRONG_KEYS += [("authorization", "Bearer \xff\xfe"), ("x-api-key", "x" * 60_000)
 
 
 @pytest.mark.parametrize("header", WRONG_KEYS)
-def test_a_wrong_key_is_refused_and_not_repeated(header: Header) -> None:
+def test_wrong_key_is_refused_and_not_echoed(header: Header) -> None:
     answer = ask(served, policy_of(KEY), header)
     check_refused(answer, 401)
     assert KEY not in answer.body.decode() and len(answer.body) < 500
 
 
-def test_two_keys_in_one_header_are_none() -> None:
+def test_two_keys_in_one_header_are_refused() -> None:
     assert ask(served, policy_of(KEY), BEARER, BEARER).status == 401
     assert ask(served, policy_of(KEY), BEARER, ("x-api-key", "other")).status == 200
     assert ask(served, policy_of(KEY), ("authorization", "Basic abc"), ("x-api-key", KEY)).status == 200
 
 
-def test_without_keys_nobody_is_asked_for_one() -> None:
+def test_server_without_keys_needs_none() -> None:
     for headers in ((), (BEARER,)):
         answer = ask(served, policy_of(), *headers)
         assert (answer.status, json.loads(answer.body)["key"]) == (200, None)
 
 
-def test_nothing_but_the_scopes_path_decides() -> None:
+def test_guard_uses_only_scope_path() -> None:
     tree = ast.parse(inspect.getsource(guard_module))
     read = {
         node.slice.value
@@ -435,7 +435,7 @@ def test_cors_is_off_by_default(origin: str) -> None:
 
 
 @pytest.mark.parametrize("app", [served, failing(ApiError(400, "no")), failing(RuntimeError())])
-def test_allowed_pages_may_read_answers_and_errors(app: ASGIApp) -> None:
+def test_allowed_origin_gets_cors_headers(app: ASGIApp) -> None:
     answer = ask(app, policy_of(cors_origin=(PAGE, "https://b.example")), ("origin", PAGE))
     assert answer.headers["access-control-allow-origin"] == PAGE
     assert answer.headers["vary"] == "origin"
@@ -454,7 +454,7 @@ OTHERS = [
 
 
 @pytest.mark.parametrize("origin", OTHERS)
-def test_other_pages_may_not(origin: str) -> None:
+def test_other_origin_gets_no_cors_headers(origin: str) -> None:
     policy = policy_of(KEY, cors_origin=(PAGE,))
     answer = ask(served, policy, BEARER, ("origin", origin))
     assert "access-control-allow-origin" not in answer.headers and answer.headers["vary"] == "origin"
@@ -463,7 +463,7 @@ def test_other_pages_may_not(origin: str) -> None:
     assert "access-control-allow-origin" not in twice.headers
 
 
-def test_a_star_means_any_page_and_is_said_as_one() -> None:
+def test_star_allows_any_origin() -> None:
     policy = policy_of(KEY, cors_origin=("*",))
     answer = ask(served, policy, BEARER, ("origin", "https://any.example"))
     assert answer.headers["access-control-allow-origin"] == "*"
@@ -471,7 +471,7 @@ def test_a_star_means_any_page_and_is_said_as_one() -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/models", "/metrics", "/nowhere"])
-def test_only_a_real_preflight_of_an_allowed_page_needs_no_key(path: str) -> None:
+def test_only_preflight_of_allowed_origin_needs_no_key(path: str) -> None:
     policy = policy_of(KEY, cors_origin=(PAGE,))
     answer = ask(failing(AssertionError("reached")), policy, ("origin", PAGE), ASKS, method="OPTIONS", path=path)
     assert (answer.status, answer.body, answer.is_whole) == (204, b"", True)
@@ -493,7 +493,7 @@ def test_only_a_real_preflight_of_an_allowed_page_needs_no_key(path: str) -> Non
 @pytest.mark.parametrize(
     "kind", ["application/json", "Application/JSON", "application/json; charset=utf-8", "application/json;"]
 )
-def test_json_is_taken(method: str, kind: str) -> None:
+def test_json_content_type_is_accepted(method: str, kind: str) -> None:
     body = {"type": "http.request", "body": b"{}", "more_body": False}
     answer = ask(served, policy_of(), ("content-type", kind), ("content-length", "2"), method=method, messages=[body])
     assert (answer.status, json.loads(answer.body)["bytes"]) == (200, 2)
@@ -506,7 +506,7 @@ BAD_KINDS += ["text/plain; application/json", "application/jsonp", "application/
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "PATCH"])
 @pytest.mark.parametrize("kind", [None, *BAD_KINDS])
-def test_what_a_page_may_send_unasked_is_refused(method: str, kind: str | None) -> None:
+def test_content_types_without_preflight_are_refused(method: str, kind: str | None) -> None:
     headers = [] if kind is None else [("content-type", kind)]
     answer = ask(failing(AssertionError("reached")), policy_of(), *headers, method=method)
     check_refused(answer, 415)
@@ -521,7 +521,7 @@ def test_compressed_bodies_are_refused(coding: str) -> None:
 
 
 @pytest.mark.parametrize("length", ["-1", "+5", "1e3", "5.0", "0x5", " 5", "", "5,5", "٣", "²", "1_000", "9\x0b"])
-def test_a_length_that_is_no_number_is_refused(length: str) -> None:
+def test_invalid_content_length_is_refused(length: str) -> None:
     for raw in (length.encode("utf-8").decode("latin-1"), length.encode("latin-1", "replace").decode("latin-1")):
         check_refused(ask(served, policy_of(), JSON, ("content-length", raw), method="POST"), 400)
 
@@ -551,7 +551,7 @@ def test_a_body_is_counted_while_it_is_read(monkeypatch: pytest.MonkeyPatch) -> 
     assert len(taken) <= 3 + 2, "three to see that it is too large, two to be polite"
 
 
-def test_a_body_that_does_not_come_is_waited_for_no_longer_than_that() -> None:
+def test_missing_body_times_out() -> None:
     async def silence() -> Message:
         await asyncio.Event().wait()
         raise AssertionError
@@ -561,7 +561,7 @@ def test_a_body_that_does_not_come_is_waited_for_no_longer_than_that() -> None:
     assert (caught.value.status, caught.value.code) == (408, "body_timeout")
 
 
-def test_an_unread_body_is_dropped_for_a_moment_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unread_body_is_dropped_for_limited_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(guard_module, "LINGER_SECONDS", 0.01)
     sent: list[Message] = []
 
@@ -579,7 +579,7 @@ def test_an_unread_body_is_dropped_for_a_moment_only(monkeypatch: pytest.MonkeyP
     assert sent[0]["status"] == 415 and sent[1]["body"] and not sent[2]["body"]
 
 
-def test_a_body_is_put_together_and_a_client_that_leaves_is_noticed() -> None:
+def test_read_body_joins_parts_and_detects_disconnect() -> None:
     def receiver(*messages: Message) -> Callable[[], Awaitable[Message]]:
         incoming = iter(messages)
 
@@ -600,7 +600,7 @@ def test_a_body_is_put_together_and_a_client_that_leaves_is_noticed() -> None:
 
 
 @pytest.mark.parametrize("app", [served, failing(ApiError(404, "no")), failing(ValueError("no"))])
-def test_every_answer_says_how_little_a_browser_may_do_with_it(app: ASGIApp) -> None:
+def test_every_response_has_security_headers(app: ASGIApp) -> None:
     headers = ask(app, policy_of()).headers
     assert headers["x-content-type-options"] == "nosniff"
     assert headers["referrer-policy"] == "no-referrer"
@@ -609,7 +609,7 @@ def test_every_answer_says_how_little_a_browser_may_do_with_it(app: ASGIApp) -> 
     assert "server" not in headers
 
 
-def test_an_application_may_set_its_own_policy_but_not_that_of_sniffing() -> None:
+def test_application_can_override_csp_but_not_nosniff() -> None:
     own = [(b"Cache-Control", b"max-age=9"), (b"content-security-policy", b"default-src 'self'")]
     start = {**STARTED, "headers": [*own, (b"X-Content-Type-Options", b"no"), (b"Vary", b"accept")]}
     answer = ask(sending(start, LAST), policy_of(cors_origin=(PAGE,)))
@@ -626,7 +626,7 @@ def test_an_error_keeps_its_own_headers_and_fields() -> None:
     assert answer.headers["retry-after"] == "1" and answer.error["code"] == "queue_full"
 
 
-def test_a_failure_is_logged_once_and_told_to_nobody(caplog: pytest.LogCaptureFixture) -> None:
+def test_failure_is_logged_once_and_hidden_from_client(caplog: pytest.LogCaptureFixture) -> None:
     answer = ask(failing(ValueError("secret of /srv/x.py")), policy_of(), ("x-request-id", "req-7"))
     check_refused(answer, 500)
     assert b"secret" not in answer.body and b"ValueError" not in answer.body
@@ -636,7 +636,7 @@ def test_a_failure_is_logged_once_and_told_to_nobody(caplog: pytest.LogCaptureFi
 
 
 @pytest.mark.parametrize("error", [ValueError("late"), ApiError(400, "late")])
-def test_a_failure_within_an_answer_leaves_it_unfinished(error: Exception, caplog: pytest.LogCaptureFixture) -> None:
+def test_failure_after_response_start_leaves_it_incomplete(error: Exception, caplog: pytest.LogCaptureFixture) -> None:
     answer = ask(failing(error, after=[STARTED, PART]), policy_of())
     assert [message["type"] for message in answer.sent] == ["http.response.start", "http.response.body"]
     assert not answer.is_whole and b"late" not in answer.body
@@ -644,44 +644,44 @@ def test_a_failure_within_an_answer_leaves_it_unfinished(error: Exception, caplo
     assert [(status, noted) for _, status, _, noted in answer.noted] == [(200, error)]
 
 
-def test_an_application_that_says_nothing_is_a_failure(caplog: pytest.LogCaptureFixture) -> None:
+def test_application_without_response_is_answered_with_500(caplog: pytest.LogCaptureFixture) -> None:
     check_refused(ask(sending(), policy_of()), 500)
     assert len(caplog.records) == 1
 
 
-def test_a_task_that_is_cancelled_says_why_and_prints_nothing(caplog: pytest.LogCaptureFixture) -> None:
+def test_cancelled_task_answers_503_without_traceback(caplog: pytest.LogCaptureFixture) -> None:
     answer = ask(failing(asyncio.CancelledError()), policy_of())
     check_refused(answer, 503)
     assert not ask(failing(asyncio.CancelledError(), after=[STARTED, PART]), policy_of()).is_whole
     assert not caplog.records
 
 
-# What is told of each request
+# on_response
 
 
-def noted_of(app: ASGIApp, *headers: Header, **fields: Any) -> tuple[int | None, type | None]:
+def reported_of(app: ASGIApp, *headers: Header, **fields: Any) -> tuple[int | None, type | None]:
     answer = ask(app, policy_of(KEY), *headers, **fields)
     ((scope, status, seconds, error),) = answer.noted
     assert seconds >= 0 and scope["state"]["request_id"]
     return status, None if error is None else type(error)
 
 
-def test_each_request_is_told_of_once() -> None:
-    assert noted_of(served, BEARER) == (200, None)
-    assert noted_of(served) == (401, ApiError)
-    assert noted_of(served, host=[]) == (400, ApiError)
-    assert noted_of(served, BEARER, method="POST") == (415, ApiError)
-    assert noted_of(failing(ApiError(503, "no")), BEARER) == (503, ApiError)
-    assert noted_of(failing(KeyError("no")), BEARER) == (500, KeyError)
-    assert noted_of(sending(STARTED, PART, LAST), BEARER) == (200, None)
-    assert noted_of(sending(STARTED, PART), BEARER) == (200, None)
+def test_on_response_is_called_once_per_request() -> None:
+    assert reported_of(served, BEARER) == (200, None)
+    assert reported_of(served) == (401, ApiError)
+    assert reported_of(served, host=[]) == (400, ApiError)
+    assert reported_of(served, BEARER, method="POST") == (415, ApiError)
+    assert reported_of(failing(ApiError(503, "no")), BEARER) == (503, ApiError)
+    assert reported_of(failing(KeyError("no")), BEARER) == (500, KeyError)
+    assert reported_of(sending(STARTED, PART, LAST), BEARER) == (200, None)
+    assert reported_of(sending(STARTED, PART), BEARER) == (200, None)
 
 
-def test_a_client_that_left_has_no_status() -> None:
+def test_disconnected_client_has_no_status() -> None:
     post = {"method": "POST", "messages": [GONE]}
-    assert noted_of(served, BEARER, JSON, **post) == (None, ClientGone)
+    assert reported_of(served, BEARER, JSON, **post) == (None, ClientGone)
     assert not ask(served, policy_of(), JSON, **post).sent
-    assert noted_of(failing(ClientGone(), after=[STARTED, PART]), BEARER) == (None, ClientGone)
+    assert reported_of(failing(ClientGone(), after=[STARTED, PART]), BEARER) == (None, ClientGone)
 
     async def watch(scope: Scope, receive: Receive, send: Send) -> None:
         await send(STARTED)
@@ -694,15 +694,15 @@ def test_a_client_that_left_has_no_status() -> None:
 
     async def complain(scope: Scope, receive: Receive, send: Send) -> None:
         await receive()
-        raise ApiError(400, "nobody hears this")
+        raise ApiError(400, "not delivered")
 
     assert not ask(complain, policy_of(), messages=[GONE]).sent
-    assert noted_of(complain, BEARER, messages=[GONE]) == (None, ApiError)
-    assert noted_of(watch, BEARER, messages=[GONE]) == (None, None)
-    assert noted_of(watch_after, BEARER, messages=[GONE]) == (200, None)
+    assert reported_of(complain, BEARER, messages=[GONE]) == (None, ApiError)
+    assert reported_of(watch, BEARER, messages=[GONE]) == (None, None)
+    assert reported_of(watch_after, BEARER, messages=[GONE]) == (200, None)
 
 
-def test_whoever_is_told_cannot_break_an_answer(caplog: pytest.LogCaptureFixture) -> None:
+def test_failing_on_response_does_not_affect_response(caplog: pytest.LogCaptureFixture) -> None:
     sent: list[Message] = []
 
     async def receive() -> Message:
@@ -720,7 +720,7 @@ def test_whoever_is_told_cannot_break_an_answer(caplog: pytest.LogCaptureFixture
     assert len(caplog.records) == 1
 
 
-def test_times_are_those_of_a_clock_that_nobody_sets() -> None:
+def test_durations_use_monotonic_clock() -> None:
     tree = ast.parse(inspect.getsource(guard_module))
     called = {ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
     assert {name for name in called if name.startswith("time.")} == {"time.monotonic"}
@@ -729,7 +729,7 @@ def test_times_are_those_of_a_clock_that_nobody_sets() -> None:
 # Other scopes, and Starlette inside
 
 
-def test_lifespan_passes_and_websockets_do_not() -> None:
+def test_lifespan_is_passed_and_websockets_are_refused() -> None:
     seen: list[str] = []
     sent: list[Message] = []
 
@@ -747,7 +747,7 @@ def test_lifespan_passes_and_websockets_do_not() -> None:
     assert seen == ["lifespan"] and [message["type"] for message in sent] == ["websocket.close"]
 
 
-def test_it_works_as_starlettes_middleware() -> None:
+def test_guard_works_as_starlette_middleware() -> None:
     async def echo(request: Request) -> Response:
         return Response(await request_body(request.scope, request.receive))
 

@@ -1,4 +1,4 @@
-"""Names and addresses of hosts. What the guard does with them is in test_guard.py."""
+"""Parsing of hosts. Their use by the guard is tested in test_guard.py."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from nano_inference.config import ServerConfig
 from nano_inference.server.hosts import MAX_HOST, hosts_to_allow, is_loopback_name, parse_host
 
 
-def test_hosts_are_read_as_the_standard_has_them() -> None:
+def test_parse_host_follows_rfc_9110() -> None:
     assert parse_host("A.b-c_d:80") == ("a.b-c_d", 80)
     assert parse_host("[2001:DB8::0:1]:1") == ("2001:db8::1", 1)
     assert parse_host("a" * MAX_HOST) == ("a" * MAX_HOST, None)
@@ -16,7 +16,7 @@ def test_hosts_are_read_as_the_standard_has_them() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "reported"),
     [
         *((text, "Host must be a name or address") for text in ("", "a b", "a/b", "a:", "::1", "[::1", "a" * 256)),
         *((text, r"Host has a port that is not in \[1, 65535\]") for text in ("a:0", "a:65536", "[::1]:99999")),
@@ -24,22 +24,22 @@ def test_hosts_are_read_as_the_standard_has_them() -> None:
         ("[::1::]", "At most one"),
     ],
 )
-def test_what_is_no_host_is_refused(text: str, told: str) -> None:
-    with pytest.raises(ValueError, match=told):
+def test_invalid_host_is_refused(text: str, reported: str) -> None:
+    with pytest.raises(ValueError, match=reported):
         parse_host(text)
 
 
 @pytest.mark.parametrize("name", ["localhost", "LOCALHOST", "127.0.0.1", "127.255.255.255", "::1", "0:0::1"])
-def test_names_of_this_machine(name: str) -> None:
+def test_loopback_names(name: str) -> None:
     assert is_loopback_name(name)
 
 
 @pytest.mark.parametrize("name", ["", "0.0.0.0", "128.0.0.1", "::", "::2", "::ffff:127.0.0.1", "127.1", "x.localhost"])
-def test_names_of_others(name: str) -> None:
+def test_other_names_are_not_loopback(name: str) -> None:
     assert not is_loopback_name(name)
 
 
-def test_the_address_listened_on_is_allowed_where_others_are_named() -> None:
+def test_listening_address_is_allowed_with_allowed_host() -> None:
     assert hosts_to_allow(ServerConfig(host="192.168.1.5")) == ()
     named = ("nano.example", "proxy:8443")
     expected = (("nano.example", None), ("proxy", 8443))

@@ -1,4 +1,4 @@
-"""API keys: what is accepted as one, how one is recognised, and whose cached prefixes it shares."""
+"""API keys: validation, identification, and prefix-cache salts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def key_file(folder: Path, text: str | bytes, mode: int = 0o600) -> ServerConfig
     return ServerConfig(api_key_file=str(path))
 
 
-def test_keys_come_from_the_list_and_the_file_each_once(tmp_path: Path) -> None:
+def test_keys_of_option_and_file_are_distinct(tmp_path: Path) -> None:
     file = key_file(tmp_path, f"# ours\n\n  {SECOND}  \r\n{FIRST}\n#{'x' * 20}\nthird-key-3")
     config = ServerConfig(api_key=(FIRST,), api_key_file=file.api_key_file)
     assert load_keys(config) == (FIRST, SECOND, "third-key-3")
@@ -36,23 +36,23 @@ def test_keys_come_from_the_list_and_the_file_each_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o660, 0o644, 0o610, 0o601])
-def test_a_key_file_that_others_may_open_is_refused(tmp_path: Path, mode: int) -> None:
+def test_key_file_readable_by_others_is_refused(tmp_path: Path, mode: int) -> None:
     with pytest.raises(ValueError, match=rf"^api_key_file may be read by others .*mode {mode:o}"):
         load_keys(key_file(tmp_path, FIRST, mode))
 
 
 @pytest.mark.parametrize("mode", [0o600, 0o400, 0o700])
-def test_a_key_file_of_its_owner_alone_is_read(tmp_path: Path, mode: int) -> None:
+def test_private_key_file_is_read(tmp_path: Path, mode: int) -> None:
     assert load_keys(key_file(tmp_path, FIRST, mode)) == (FIRST,)
 
 
 @pytest.mark.parametrize("text", ["", "\n\n", "# only a comment\n"])
 def test_a_key_file_without_a_key_is_refused(tmp_path: Path, text: str) -> None:
-    with pytest.raises(ValueError, match=r"^api_key_file holds no key"):
+    with pytest.raises(ValueError, match=r"^api_key_file contains no key"):
         load_keys(key_file(tmp_path, text))
 
 
-def test_a_key_file_that_is_none_is_refused(tmp_path: Path) -> None:
+def test_key_file_that_is_not_a_regular_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"^api_key_file cannot be read: .*No such file"):
         load_keys(ServerConfig(api_key_file=str(tmp_path / "missing")))
     os.mkfifo(tmp_path / "pipe", 0o600)
@@ -76,7 +76,7 @@ BAD_KEYS = [
 
 
 @pytest.mark.parametrize("bad", BAD_KEYS)
-def test_a_bad_key_is_refused_without_being_shown(tmp_path: Path, bad: str) -> None:
+def test_invalid_key_error_does_not_show_key(tmp_path: Path, bad: str) -> None:
     with pytest.raises(ValueError, match=r"^api_key: key 2 ") as listed:
         load_keys(ServerConfig(api_key=(FIRST, bad)))
     with pytest.raises(ValueError, match=r"^api_key_file: line 3 ") as filed:
@@ -84,12 +84,14 @@ def test_a_bad_key_is_refused_without_being_shown(tmp_path: Path, bad: str) -> N
     assert bad not in str(listed.value) + str(filed.value)
 
 
-def test_bytes_that_are_no_text_are_a_bad_key(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"^api_key_file: line 1 holds a blank or a character outside visible ASCII"):
+def test_non_utf8_key_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(
+        ValueError, match=r"^api_key_file: line 1 contains a blank or a character outside visible ASCII"
+    ):
         load_keys(key_file(tmp_path, b"\xff\xfe-key-key"))
 
 
-def test_each_key_is_recognised_and_nothing_else() -> None:
+def test_identify_returns_index_of_each_key() -> None:
     ring = KeyRing.of((FIRST, SECOND))
     assert (ring.identify(FIRST), ring.identify(SECOND)) == (0, 1)
     wrong = [None, "", "x", FIRST[:-1], FIRST + "x", FIRST.upper(), f" {FIRST}", FIRST + SECOND, "\udc80", "é" * 10]
@@ -98,14 +100,14 @@ def test_each_key_is_recognised_and_nothing_else() -> None:
     assert KeyRing.of(()).identify(FIRST) is None
 
 
-def test_a_ring_keeps_no_key_and_shows_no_secret() -> None:
+def test_repr_shows_no_key_or_secret() -> None:
     ring = KeyRing.of((FIRST,), secret=b"the-secret")
     assert ring.digests == (hashlib.sha256(FIRST.encode()).digest(),)
     assert FIRST not in repr(ring) and "secret" not in repr(ring) and repr(ring.digests[0]) not in repr(ring)
 
 
 @pytest.mark.parametrize("presented", [FIRST, SECOND, "wrong-key-3", None])
-def test_every_key_is_compared_whatever_matches(presented: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_identify_compares_all_keys(presented: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     compared = []
     compare = hmac.compare_digest
 
@@ -120,7 +122,7 @@ def test_every_key_is_compared_whatever_matches(presented: str | None, monkeypat
     assert all(len(a) == 32 for a, _ in compared)
 
 
-def test_keys_are_compared_by_compare_digest_alone() -> None:
+def test_keys_are_compared_only_by_compare_digest() -> None:
     tree = ast.parse(textwrap.dedent(inspect.getsource(KeyRing.identify)))
     loops = [node for node in ast.walk(tree) if isinstance(node, ast.For | ast.While)]
     assert len(loops) == 1
@@ -142,7 +144,7 @@ def test_different_keys_or_requests_have_different_salts() -> None:
     assert all(len(salt) == 64 and int(salt, 16) >= 0 for salt in salts.values())
 
 
-def test_a_salt_is_the_keyed_hash_of_key_and_request() -> None:
+def test_salt_is_keyed_hash_of_key_and_request() -> None:
     ring = KeyRing.of((FIRST,), secret=b"s")
     message = hashlib.sha256(FIRST.encode()).digest() + b"mine"
     assert ring.cache_salt(0, "mine") == hmac.new(b"s", message, "sha256").hexdigest()
@@ -153,11 +155,11 @@ def test_a_salt_is_the_keyed_hash_of_key_and_request() -> None:
 
 
 @pytest.mark.parametrize("ring", [KeyRing.of(()), KeyRing.of((FIRST, SECOND), is_shared=True)])
-def test_when_prefixes_are_shared_the_request_alone_decides(ring: KeyRing) -> None:
+def test_shared_prefixes_use_only_the_requested_salt(ring: KeyRing) -> None:
     for key in (None, 0, 1):
         assert [ring.cache_salt(key, asked) for asked in SALTS] == ["", "", "a", "b", "a" * 128, "\udc80"]
 
 
-def test_a_salt_without_a_key_is_refused_where_keys_do_not_share() -> None:
+def test_salt_without_key_is_refused_unless_shared() -> None:
     with pytest.raises(ValueError, match=r"^key_index"):
         KeyRing.of((FIRST,)).cache_salt(None, "mine")

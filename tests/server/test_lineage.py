@@ -1,4 +1,4 @@
-"""The lineage of weight versions over HTTP: replies name it, and tokens of another one are refused."""
+"""The lineage of weight versions over HTTP: part of replies; tokens of another lineage are refused."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def server(tiny_directory: Path) -> Iterator[Running]:
         yield one
 
 
-def test_replies_and_trainers_routes_name_the_lineage(server: Running) -> None:
+def test_replies_and_rl_routes_return_lineage(server: Running) -> None:
     for path, body in ((TEXT, {"prompt": "Hi"}), (CHAT, {"messages": MESSAGES})):
         choice = server.post(path, DRAW | body).json()["choices"][0]
         assert choice["lineage"] == "pool-1" and choice["weight_versions"][0]["number"] == 0
@@ -51,7 +51,7 @@ def test_tokens_of_another_lineage_are_refused(server: Running, path: str, body:
     assert server.post(path, DRAW | body).status_code == 200
 
 
-def test_a_server_without_a_name_has_a_lineage_of_its_own(tiny_directory: Path) -> None:
+def test_lineage_defaults_to_a_unique_value(tiny_directory: Path) -> None:
     found = set()
     for _ in range(2):
         with running(tiny_directory, ServerConfig(port=0, log_requests=False)) as one:

@@ -1,4 +1,4 @@
-"""The lines on stderr: one JSON object each, whatever a client sends, and never more than was meant to be told."""
+"""Log lines: one JSON object each for any input of a client, with only the intended fields."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ NUMBERS = st.none() | st.floats()
 
 
 def parsed(line: str) -> dict[str, Any]:
-    """Return the object that a line holds, strictly: one line, ASCII, nothing that is no JSON."""
+    """Return a line's object; the line must be single, ASCII and strict JSON."""
     assert line.isascii() and line.isprintable()
     value = json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
     assert isinstance(value, dict)
     return value
 
 
-def test_a_line_says_what_was_asked_and_what_came_of_it() -> None:
+def test_access_line_has_request_and_result_fields() -> None:
     assert list(parsed(access_line(FULL)).items()) == [
         ("ts", "2023-11-14T22:13:20.125Z"),
         ("level", "info"),
@@ -82,7 +82,7 @@ def test_a_line_says_what_was_asked_and_what_came_of_it() -> None:
     ]
 
 
-def test_what_is_not_known_is_left_out() -> None:
+def test_none_fields_are_omitted() -> None:
     assert parsed(access_line(AccessRecord(ts=0.0, status=404))) == {
         "ts": "1970-01-01T00:00:00.000Z",
         "level": "info",
@@ -91,7 +91,7 @@ def test_what_is_not_known_is_left_out() -> None:
 
 
 @given(HOSTILE, HOSTILE, HOSTILE, HOSTILE, HOSTILE, HOSTILE, HOSTILE)
-def test_no_text_breaks_the_line(a: str, b: str, c: str, d: str, e: str, f: str, g: str) -> None:
+def test_arbitrary_text_stays_on_one_line(a: str, b: str, c: str, d: str, e: str, f: str, g: str) -> None:
     record = AccessRecord(
         ts=1.0, level=a, request_id=b, method=c, path=d, model=e, finish_reason=f, error_type=g, status=200
     )
@@ -104,34 +104,34 @@ def test_no_text_breaks_the_line(a: str, b: str, c: str, d: str, e: str, f: str,
 
 
 @given(NUMBERS, NUMBERS, NUMBERS, st.floats())
-def test_no_number_breaks_the_line(a: float | None, b: float | None, c: float | None, ts: float) -> None:
+def test_arbitrary_numbers_are_valid_json(a: float | None, b: float | None, c: float | None, ts: float) -> None:
     values = parsed(access_line(AccessRecord(ts=ts, queue_ms=a, ttft_ms=b, decode_tps=c)))
     assert all(values[name] >= 0 for name in ("queue_ms", "ttft_ms", "decode_tps") if name in values)
 
 
-def test_a_number_that_is_none_is_left_out_and_one_below_zero_is_zero() -> None:
+def test_nan_is_omitted_and_negative_duration_is_zero() -> None:
     record = AccessRecord(ts=float("nan"), queue_ms=-5.0, ttft_ms=float("inf"), decode_tps=float("nan"), total_ms=0.0)
     assert parsed(access_line(record)) == {"level": "info", "queue_ms": 0.0, "total_ms": 0.0}
 
 
-def test_long_texts_are_cut_where_the_field_says() -> None:
+def test_long_texts_are_cut_at_field_limit() -> None:
     values = parsed(access_line(AccessRecord(ts=0.0, path="/" + "a" * 999, request_id="b" * 999, model="c" * 256)))
     assert values["path"] == "/" + "a" * 254 + "…"
     assert values["request_id"] == "b" * 127 + "…"
     assert values["model"] == "c" * 256
 
 
-def test_a_path_loses_its_query() -> None:
+def test_query_is_removed_from_path() -> None:
     assert parsed(access_line(AccessRecord(ts=0.0, path="/v1/models?api_key=secret")))["path"] == "/v1/models"
 
 
-def test_readable_text_stays_and_the_rest_is_replaced() -> None:
+def test_unprintable_characters_are_replaced() -> None:
     assert clean("模型 é 😀", 99) == "模型 é 😀"
     assert clean("a\r\nb\x1b\x7f\x9b\u202e\u2028\ud800", 99) == "a��b������"
 
 
 @pytest.mark.parametrize("path", ["/health", "/ready", "/ping", "/metrics", "/load", "/health/", "/health?x=1"])
-def test_probes_are_quiet_until_they_fail(path: str) -> None:
+def test_probes_are_logged_only_on_failure(path: str) -> None:
     assert is_quiet(path, 200)
     assert is_quiet(path, 404)
     assert is_quiet(path, 499)
@@ -167,7 +167,7 @@ def test_requests_are_written_to_the_stream_once() -> None:
 
 
 @pytest.mark.usefixtures("restored_logging")
-def test_requests_can_be_left_out() -> None:
+def test_request_logging_can_be_disabled() -> None:
     stream = io.StringIO()
     set_up_logs(stream, log_requests=False)
     log_access(FULL)
@@ -175,7 +175,7 @@ def test_requests_can_be_left_out() -> None:
 
 
 @pytest.mark.usefixtures("restored_logging")
-def test_a_percent_sign_in_a_path_is_no_format() -> None:
+def test_percent_sign_in_path_is_literal() -> None:
     stream = io.StringIO()
     set_up_logs(stream)
     log_access(AccessRecord(ts=0.0, path="/%s%d", status=200))
@@ -183,7 +183,7 @@ def test_a_percent_sign_in_a_path_is_no_format() -> None:
 
 
 @pytest.mark.usefixtures("restored_logging")
-def test_everything_is_json_when_asked() -> None:
+def test_all_logs_are_json_with_as_json() -> None:
     stream, other = io.StringIO(), io.StringIO()
     logging.getLogger().addHandler(logging.StreamHandler(other))
     set_up_logs(stream, as_json=True)
@@ -234,13 +234,13 @@ class Unprintable:
         raise RuntimeError("no")
 
 
-def test_a_log_call_with_a_mistake_in_it_still_writes_json() -> None:
+def test_invalid_log_arguments_still_write_json() -> None:
     assert formatted("%d tokens", "seven")["message"] == "%d tokens"
     assert formatted(Unprintable())["message"] == "Unprintable"
 
 
 @given(HOSTILE, HOSTILE)
-def test_no_message_breaks_the_line(message: str, name: str) -> None:
+def test_arbitrary_message_stays_on_one_line(message: str, name: str) -> None:
     record = logging.LogRecord(name, logging.INFO, "f.py", 1, message, (), None)
     values = parsed(JsonFormatter().format(record))
     assert values["message"].isprintable() and values["logger"].isprintable()

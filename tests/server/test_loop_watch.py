@@ -14,7 +14,7 @@ import threading
 from nano_inference.server.loop_watch import LoopWatchdog
 
 GUARD_S = 120
-"""Seconds until a process counts as frozen."""
+"""Seconds until a process is frozen."""
 START = """
 import asyncio, signal, sys, time
 from nano_inference.server.loop_watch import LoopWatchdog
@@ -36,18 +36,18 @@ NATIVE = f"""
     environment = minijinja.Environment(fuel={FUEL})
     environment.render_str(source)
 """
-"""Native code that holds Python's lock, on the loop."""
+"""Native code that holds the GIL, on the loop."""
 
 
 def process(body: str, limit: float = 1.0) -> subprocess.Popen[str]:
-    """A process whose loop does this."""
+    """Start a process whose loop runs `body`."""
     code = START.format(body=body, limit=limit)
     pipe = subprocess.PIPE
     return subprocess.Popen([sys.executable, "-c", code], stdout=pipe, stderr=pipe, stdin=pipe, text=True)
 
 
 def ended(body: str, limit: float = 1.0) -> tuple[int, str, str]:
-    """The exit code, stdout and stderr of a process that ends by itself."""
+    """Return exit code, stdout and stderr of a process that ends by itself."""
     with process(body, limit) as one:
         try:
             out, errors = one.communicate(timeout=GUARD_S)
@@ -56,20 +56,20 @@ def ended(body: str, limit: float = 1.0) -> tuple[int, str, str]:
     return one.returncode, out, errors
 
 
-def test_a_callback_that_never_returns_ends_the_process_with_one_line_and_its_stacks() -> None:
+def test_blocked_callback_ends_process_with_stack_dump() -> None:
     code, out, errors = ended("    while True: pass")
     assert (code, out) == (1, "ready\n")
     assert errors.count("the event loop has not run for 1 seconds; the process ends") == 1
     assert "Thread 0x" in errors and "in main" in errors
 
 
-def test_native_code_that_holds_the_lock_ends_the_process_with_its_stacks() -> None:
+def test_native_code_holding_gil_ends_process_with_stack_dump() -> None:
     code, out, errors = ended(NATIVE)
     assert (code, out) == (-signal.SIGPROF, "ready\n")
     assert "Thread 0x" in errors and "in render_str" in errors
 
 
-def test_a_loop_that_stops_ends_where_sigterm_cannot() -> None:
+def test_blocked_loop_ends_although_sigterm_is_not_handled() -> None:
     with process("    sys.stdin.readline()", limit=5.0) as one:
         assert one.stdout is not None and one.stdout.readline() == "ready\n"
         one.send_signal(signal.SIGTERM)
@@ -79,7 +79,7 @@ def test_a_loop_that_stops_ends_where_sigterm_cannot() -> None:
             one.kill()
 
 
-def test_a_loop_that_runs_is_left_alone_and_its_watchdog_ends_with_it() -> None:
+def test_running_loop_is_not_ended_and_close_stops_watchdog() -> None:
     threads = set(threading.enumerate())
 
     async def watched() -> None:
@@ -92,7 +92,7 @@ def test_a_loop_that_runs_is_left_alone_and_its_watchdog_ends_with_it() -> None:
     assert set(threading.enumerate()) == threads and signal.getitimer(signal.ITIMER_PROF)[0] == 0
 
 
-def test_a_process_that_was_frozen_for_longer_than_the_limit_resumes() -> None:
+def test_process_frozen_longer_than_limit_resumes() -> None:
     limit = 3.0
     with process("    await loop.run_in_executor(None, sys.stdin.readline)", limit) as one:
         assert one.stdout is not None and one.stdin is not None and one.stdout.readline() == "ready\n"

@@ -1,4 +1,4 @@
-"""/metrics: the series that vLLM's boards ask for are there from the start, and every count adds up exactly."""
+"""/metrics: all series of vLLM's dashboards exist from the start, and all counts are exact."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.sim.fakes import Calculator, fake_config, fake_parts, parrot
 
 ENGINE = {"model_name": "m", "engine": "0"}
 QUANTILES = ("bucket", "sum", "count")
-# What the Grafana boards in vLLM 0.33's source archive (examples/observability) ask for, by the board's file.
+# Series in the Grafana dashboards of vLLM 0.33 (examples/observability), by file.
 BOARDS = {
     "prometheus_grafana/grafana.json": (
         *(f"vllm:e2e_request_latency_seconds_{part}" for part in QUANTILES),
@@ -55,7 +55,7 @@ BOARDS = {
         *("vllm:iteration_tokens_total_count", "vllm:request_success_total"),
     ),
 }
-# What vLLM's own test of /metrics expects of any text model, besides what the boards ask for.
+# Further series that vLLM's test of /metrics expects of any text model.
 EXPECTED = (
     *("vllm:num_requests_waiting_by_reason", "vllm:prefix_cache_queries_total", "vllm:prefix_cache_hits_total"),
     *("vllm:num_preemptions_total", "vllm:prompt_tokens_by_source_total", "vllm:prompt_tokens_cached_total"),
@@ -106,14 +106,14 @@ def samples(text: bytes) -> Iterator[Sample]:
 
 
 def value(metrics: Metrics, name: str, **labels: str) -> float:
-    """Return the one sample of this name that has these labels."""
+    """Return the value of the one sample with this name and these labels."""
     found = [s.value for s in samples(metrics.render()) if s.name == name and labels.items() <= s.labels.items()]
     assert len(found) == 1, f"{name} {labels}: {found}"
     return found[0]
 
 
 def run(metrics: Metrics, prompt_tokens: int, output_tokens: int) -> None:
-    """Tell of one sample that runs alone."""
+    """Record one sample that runs alone."""
     for position in range(output_tokens):
         if position:
             metrics.token_gap(1.0)
@@ -125,12 +125,12 @@ def run(metrics: Metrics, prompt_tokens: int, output_tokens: int) -> None:
 
 
 @pytest.mark.parametrize("board", [*BOARDS, "vLLM's test"])
-def test_every_series_of_a_board_is_there_before_the_first_request(board: str) -> None:
+def test_every_dashboard_series_exists_before_first_request(board: str) -> None:
     found = {s.name: s for s in samples(new().render()) if ENGINE.items() <= s.labels.items() and s.value == 0}
     assert not set(BOARDS.get(board, EXPECTED)) - set(found)
 
 
-def test_everything_of_vllm_names_its_model() -> None:
+def test_vllm_series_have_model_name_label() -> None:
     ours = [s for s in samples(new().render()) if s.name.startswith(("vllm:", "nano_inference"))]
     assert len(ours) > 300
     assert all(ENGINE.items() <= s.labels.items() for s in ours)
@@ -180,7 +180,7 @@ def test_ten_requests_of_ten_tokens_count_exactly() -> None:
 
 
 def serve(engine: InferenceEngine, metrics: Metrics, num_samples: int) -> list[TrainingSample]:
-    """Step until all samples ended, telling the metrics what a server would; return them."""
+    """Step until all samples ended, reporting to the metrics as a server does; return them."""
     seen: set[tuple[int, int]] = set()
     ended: list[TrainingSample] = []
     for _ in range(5000):
@@ -224,7 +224,7 @@ def test_an_engine_of_ten_requests_of_ten_tokens_counts_exactly() -> None:
     assert value(metrics, "vllm:num_requests_running") == value(metrics, "vllm:kv_cache_usage_perc") == 0
 
 
-def test_guessed_tokens_are_counted_and_wrong_ones_are_nobodys_output() -> None:
+def test_draft_tokens_are_counted_and_rejected_ones_are_not_output() -> None:
     parts = fake_parts("paged", 60, 4, drawing=parrot)
     engine, metrics = InferenceEngine(fake_config(speculation="ngram"), parts=parts), new()
     for i in range(20):
@@ -241,7 +241,7 @@ def test_guessed_tokens_are_counted_and_wrong_ones_are_nobodys_output() -> None:
 
 
 @pytest.mark.parametrize("cache_type", ["paged", "radix"])
-def test_a_busy_engines_counts_are_those_of_its_samples(cache_type: str) -> None:
+def test_counts_of_busy_engine_equal_sums_over_samples(cache_type: str) -> None:
     engine = InferenceEngine(fake_config(), parts=fake_parts(cache_type, 20, 4))
     metrics = Metrics(model_name="m", num_blocks=20, block_size=4, cache_config={})
     for i in range(30):
@@ -263,7 +263,7 @@ def test_a_busy_engines_counts_are_those_of_its_samples(cache_type: str) -> None
     assert sum(s.value for s in samples(metrics.render()) if s.name == "vllm:request_success_total") == 60
 
 
-def test_the_bounds_are_vllms() -> None:
+def test_bucket_bounds_equal_vllm() -> None:
     bounds: dict[str, list[str]] = {}
     for sample in samples(new().render()):
         if sample.name.endswith("_bucket"):
@@ -288,14 +288,14 @@ def test_size_buckets_end_at_the_limit(limit: int, bounds: tuple[int, ...]) -> N
     assert buckets_1_2_5(limit) == bounds
 
 
-def test_a_step_shows_which_weights_are_in_force() -> None:
+def test_step_records_weight_version() -> None:
     metrics = new()
     assert value(metrics, "nano_inference_weight_version") == 0
     metrics.step(replace(STEP, weight_version=3))
     assert value(metrics, "nano_inference_weight_version") == 3
 
 
-def test_a_step_shows_how_the_engine_stands() -> None:
+def test_step_records_engine_state() -> None:
     metrics = new()
     metrics.step(replace(STEP, num_running=3, num_waiting=2, num_free_blocks=2, num_preempted=4))
     metrics.step(replace(STEP, num_running=5, num_waiting=6, num_free_blocks=6, num_preempted=1))
@@ -315,7 +315,7 @@ def test_a_step_without_rows_is_no_iteration() -> None:
     assert value(metrics, "vllm:iteration_tokens_total_count") == 1
 
 
-def test_a_dead_engine_runs_nothing_and_is_not_up() -> None:
+def test_dead_engine_is_down_with_nothing_running() -> None:
     metrics = new()
     metrics.step(replace(STEP, num_running=3, num_waiting=2, num_free_blocks=2))
     assert value(metrics, "nano_inference_engine_up") == 1
@@ -358,7 +358,7 @@ def test_a_sample_aborted_in_its_prompt_has_no_first_token() -> None:
     assert value(metrics, "vllm:request_time_per_output_token_seconds_count") == 0
 
 
-def test_a_scored_prompt_is_computed_though_nothing_is_drawn() -> None:
+def test_scored_prompt_counts_as_computed() -> None:
     metrics = new()
     metrics.finished(replace(RECORD, output_tokens=0, params_max_tokens=0, started=None, first_token=None))
     assert value(metrics, "vllm:prompt_tokens_total") == 7
@@ -374,7 +374,7 @@ def test_one_token_has_no_time_between_tokens() -> None:
     assert value(metrics, "vllm:request_time_per_output_token_seconds_sum") == 3.0
 
 
-def test_samples_of_one_request_tell_its_parameters_once() -> None:
+def test_request_parameters_are_recorded_once() -> None:
     metrics = new()
     metrics.finished(replace(RECORD, params_n=3, output_tokens=9, ends_request=False))
     metrics.finished(replace(RECORD, params_n=3, output_tokens=2, ends_request=False))
@@ -395,14 +395,14 @@ def test_output_tokens_count_while_their_sample_runs() -> None:
 
 
 def generated(metrics: Metrics) -> float:
-    """Return the output tokens counted, without reading the rest: this is done often."""
+    """Return the counted output tokens without rendering the other series, for speed."""
     text = metrics.render().decode()
     return float(text.partition("\nvllm:generation_tokens_total{")[2].partition("\n")[0].rpartition(" ")[2])
 
 
 @settings(deadline=None, max_examples=30)
 @given(st.data())
-def test_output_tokens_are_exact_whenever_nothing_runs(data: st.DataObject) -> None:
+def test_output_tokens_are_exact_when_nothing_runs(data: st.DataObject) -> None:
     metrics = new()
     deltas = st.lists(st.integers(1, 4), max_size=4)
     plans = data.draw(st.lists(deltas, min_size=1, max_size=4))
@@ -425,7 +425,7 @@ def test_output_tokens_are_exact_whenever_nothing_runs(data: st.DataObject) -> N
     assert before == value(metrics, "vllm:generation_tokens_total") == sum(map(sum, plans))
 
 
-def test_a_gap_is_shared_by_the_tokens_that_came_after_it() -> None:
+def test_token_gap_is_divided_among_tokens() -> None:
     metrics = new()
     metrics.token_gap(0.5, 4)
     metrics.token_gap(7.0, 0)
@@ -478,7 +478,7 @@ def test_responses_count_by_method_route_and_class_of_status() -> None:
     assert value(metrics, "http_request_duration_seconds_bucket", method="POST", le="0.5", **route) == 2
 
 
-def test_routes_cannot_fill_the_memory() -> None:
+def test_number_of_routes_is_bounded() -> None:
     metrics = new()
     for i in range(MAX_ROUTES + 100):
         metrics.responded("GET", f"/{i}", 200, 0.1)
@@ -493,7 +493,7 @@ HOSTILE = 'a"} 1\nvllm:num_requests_running{model_name="\\b\\n'
 
 
 @pytest.mark.parametrize("name", [HOSTILE, "", "模型/😀", "a\\", "{}", 'x"', "\x00\x85\u2028"])
-def test_no_model_name_can_change_what_the_text_says(name: str) -> None:
+def test_model_name_is_escaped(name: str) -> None:
     metrics = new(name, cache_dtype=name)
     assert value(metrics, "vllm:num_requests_running", model_name=name) == 0
     assert value(metrics, "vllm:cache_config_info", model_name=name, cache_dtype=name) == 1
@@ -501,7 +501,7 @@ def test_no_model_name_can_change_what_the_text_says(name: str) -> None:
     assert [line.split("{")[0].split(" ")[0] for line in metrics.render().decode().split("\n")] == plain
 
 
-def test_names_that_cannot_be_sent_are_mended() -> None:
+def test_unencodable_names_are_replaced() -> None:
     metrics = new("a\udce9\r\nb")
     assert value(metrics, "vllm:num_requests_running", model_name="a??\nb") == 0
     metrics.responded("GET", "/\udce9", 200, 0.1)
@@ -516,25 +516,25 @@ def test_the_cache_is_described_in_labels() -> None:
     assert info.value == 1
 
 
-def test_a_label_name_that_is_none_is_refused() -> None:
+def test_invalid_label_name_is_refused() -> None:
     with pytest.raises(ValueError, match="cache dtype"):
         Metrics(model_name="m", num_blocks=8, block_size=16, cache_config={"cache dtype": "x"})
 
 
-def test_two_models_in_one_process_do_not_meet() -> None:
+def test_two_registries_are_independent() -> None:
     first, second = new("a"), new("b")
     first.step(STEP)
     assert value(second, "vllm:num_requests_running") == 0
     assert not any(family.name.startswith(("vllm", "nano", "http")) for family in REGISTRY.collect())
 
 
-def test_the_process_is_measured_too() -> None:
+def test_process_series_exist() -> None:
     names = {s.name for s in samples(new().render())}
     process = {"process_cpu_seconds_total", "process_resident_memory_bytes", "process_open_fds"}
     assert process | {"process_start_time_seconds", "python_info", "python_gc_collections_total"} <= names
 
 
-def test_without_a_model_there_is_little_to_tell() -> None:
+def test_metrics_without_model() -> None:
     found = {s.name: s.value for s in samples(not_loaded())}
     assert found["nano_inference_engine_up"] == 0
     assert found["process_resident_memory_bytes"] > 0

@@ -1,4 +1,4 @@
-"""nanochat's web chat: its limits, its very events, its counts."""
+"""nanochat's web chat: limits, exact events, stats."""
 
 from __future__ import annotations
 
@@ -34,26 +34,26 @@ def server(tiny_directory: Path) -> Iterator[Running]:
 
 
 def texts(events: Sequence[Any]) -> str:
-    """Return the text of a stream, whose events must be nanochat's."""
+    """Return the text of a stream; its events must have nanochat's form."""
     assert all(set(one) == {"token", "gpu"} and one["gpu"] == 0 and one["token"] for one in events[:-1])
     assert events[-1] == {"done": True}
     return "".join(one["token"] for one in events[:-1])
 
 
 def said(server: Running, **fields: Any) -> str:
-    """Return what the chat route says to the same messages."""
+    """Return the chat route's answer to the same messages."""
     reply = server.post("/v1/chat/completions", {"messages": HELLO, **fields}).json()
     return str(reply["choices"][0]["message"]["content"])
 
 
 @pytest.mark.parametrize("messages", [HELLO, TALK])
-def test_a_stream_is_what_the_model_says(server: Running, messages: list[JSON]) -> None:
+def test_stream_equals_model_output(server: Running, messages: list[JSON]) -> None:
     expected = said(server, messages=messages, temperature=0, max_tokens=40)
     events = server.events(PATH, {"messages": messages, "temperature": 0, "max_tokens": 40})
     assert texts(events) == expected and len(events) > 3
 
 
-def test_the_bytes_are_nanochat_s(server: Running) -> None:
+def test_stream_bytes_equal_nanochat(server: Running) -> None:
     with server.client.stream("POST", PATH, json={"messages": HELLO, "temperature": 0, "max_tokens": 6}) as reply:
         data = reply.read().decode()
     assert reply.headers["content-type"].startswith("text/event-stream")
@@ -62,7 +62,7 @@ def test_the_bytes_are_nanochat_s(server: Running) -> None:
     assert all(block.startswith('data: {"token": "') and block.endswith('", "gpu": 0}') for block in blocks[:-2])
 
 
-def test_the_defaults_are_nanochat_s(server: Running) -> None:
+def test_defaults_equal_nanochat(server: Running) -> None:
     model = server.opened.model
     params = web_call(WebBody.model_validate({"messages": HELLO}), model, ServerConfig(), "").requests[0].params
     assert (params.temperature, params.top_k, params.max_tokens, params.seed) == (0.8, 50, 512, None)
@@ -112,11 +112,11 @@ LIMITS: list[tuple[JSON, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("body", "told"), LIMITS)
-def test_limits_are_nanochat_s(server: Running, body: JSON, told: str) -> None:
+@pytest.mark.parametrize(("body", "reported"), LIMITS)
+def test_limits_equal_nanochat(server: Running, body: JSON, reported: str) -> None:
     reply = server.post(PATH, body)
     assert reply.status_code == 400 and set(reply.json()) == {"detail", "error"}
-    assert told in reply.json()["detail"]
+    assert reported in reply.json()["detail"]
 
 
 @pytest.mark.parametrize("fields", [{"temperature": 2}, {"top_k": 200}, {"max_tokens": 4096}, {"top_k": 0}])
@@ -124,20 +124,20 @@ def test_the_limits_themselves_are_allowed(server: Running, fields: JSON) -> Non
     assert texts(server.events(PATH, {"messages": HELLO, "temperature": 0, **fields}))
 
 
-def test_a_model_that_only_continues_texts_is_said_to(server: Running) -> None:
+def test_base_model_is_refused(server: Running) -> None:
     model = replace(server.opened.model, dialogue=None)
     with pytest.raises(ApiError, match="chat template"):
         web_call(WebBody.model_validate({"messages": HELLO}), model, ServerConfig(), "")
 
 
-def test_a_calculator_answers_where_there_is_one() -> None:
+def test_calculator_is_used_if_available() -> None:
     messages = [{"role": "user", "content": "What is 123 plus 456?"}]
     with mounted(CALCULATOR, ROUTE) as server:
         expected = said(server, messages=messages, temperature=0, calculator=True)
         events = server.events(PATH, {"messages": messages, "temperature": 0})
         assert "→ 579]" in expected and texts(events) == expected
-        told = [{"role": "assistant", "content": expected}, {"role": "user", "content": "What is 1 plus 2?"}]
-        assert texts(server.events(PATH, {"messages": [*messages, *told], "temperature": 0}))
+        reported = [{"role": "assistant", "content": expected}, {"role": "user", "content": "What is 1 plus 2?"}]
+        assert texts(server.events(PATH, {"messages": [*messages, *reported], "temperature": 0}))
 
 
 def test_a_failure_is_an_event(server: Running) -> None:

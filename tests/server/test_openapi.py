@@ -1,4 +1,4 @@
-"""The OpenAPI document: valid, complete, and true of what the server does, as schemathesis finds by asking."""
+"""The OpenAPI document: valid, complete, and consistent with the server (schemathesis)."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ CHECKS = [
     negative_data_rejection,
 ]
 CONFIG = schemathesis.Config.from_dict({"checks": {"negative_data_rejection": {"expected-statuses": [400, 413]}}})
-"""A body with more messages than allowed can be larger than any body may be, which is told first."""
+"""413 for bodies with too many messages: the size limit is checked first."""
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,7 @@ def small(tiny_directory: Path) -> Iterator[Running]:
         yield one
 
 
-def test_the_document_is_valid_and_is_what_is_served(small: Running) -> None:
+def test_served_document_is_valid(small: Running) -> None:
     document = small.client.get("/openapi.json").json()
     assert document == openapi(DIALECTS, needs_key=False)
     assert document["openapi"].startswith("3.1")
@@ -72,9 +72,7 @@ def unserved() -> Iterator[App]:
     one.close()
 
 
-def test_the_document_is_written_in_a_thread_once_it_is_asked_for(
-    unserved: App, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_document_is_created_once_in_a_thread(unserved: App, monkeypatch: pytest.MonkeyPatch) -> None:
     written: list[str] = []
     going = threading.Event()
 
@@ -84,15 +82,15 @@ def test_the_document_is_written_in_a_thread_once_it_is_asked_for(
         return openapi(DIALECTS, needs_key=needs_key)
 
     monkeypatch.setattr(app_module, "openapi", slow)
-    nobody: Any = None
+    unused: Any = None
 
     async def request() -> None:
-        first, *others = [asyncio.create_task(unserved.document(nobody)) for _ in range(4)]
+        first, *others = [asyncio.create_task(unserved.document(unused)) for _ in range(4)]
         await asyncio.sleep(0)
         await asyncio.sleep(0)
-        first.cancel()  # whoever asked first leaves: the others have it all the same
+        first.cancel()  # the first client disconnects; the others still get the document
         going.set()
-        replies = [await other for other in others] + [await unserved.document(nobody)]
+        replies = [await other for other in others] + [await unserved.document(unused)]
         assert {json.loads(bytes(reply.body))["openapi"] for reply in replies} == {"3.1.0"}
         with pytest.raises(asyncio.CancelledError):
             await first
@@ -102,8 +100,8 @@ def test_the_document_is_written_in_a_thread_once_it_is_asked_for(
     assert len(written) == 1 and written[0].startswith("worker-text")
 
 
-def test_a_document_that_could_not_be_written_is_tried_again(unserved: App, monkeypatch: pytest.MonkeyPatch) -> None:
-    nobody: Any = None
+def test_failed_document_is_created_again(unserved: App, monkeypatch: pytest.MonkeyPatch) -> None:
+    unused: Any = None
 
     def broken(dialects: Any, *, needs_key: bool) -> dict[str, Any]:
         raise RuntimeError("not today")
@@ -111,14 +109,14 @@ def test_a_document_that_could_not_be_written_is_tried_again(unserved: App, monk
     async def request() -> None:
         with monkeypatch.context() as patch:
             patch.setattr(app_module, "openapi", broken)
-            failed = await asyncio.gather(*(unserved.document(nobody) for _ in range(2)), return_exceptions=True)
+            failed = await asyncio.gather(*(unserved.document(unused) for _ in range(2)), return_exceptions=True)
             assert [str(error) for error in failed] == ["not today"] * 2
-        assert (await unserved.document(nobody)).status_code == 200
+        assert (await unserved.document(unused)).status_code == 200
 
     asyncio.run(request())
 
 
-def test_every_route_is_described_and_nothing_else(small: Running) -> None:
+def test_document_describes_exactly_the_routes(small: Running) -> None:
     described = {
         (path.replace("{model}", "{model:path}"), method.upper())
         for path, operations in openapi(DIALECTS, needs_key=False)["paths"].items()
@@ -127,14 +125,14 @@ def test_every_route_is_described_and_nothing_else(small: Running) -> None:
     routes = {
         (route.path, method)
         for route in small.app._router.routes
-        if isinstance(route, Route) and route.path not in ADMIN_PATHS | QUESTIONS  # a trainer's, told of in docs/rl.md
+        if isinstance(route, Route) and route.path not in ADMIN_PATHS | QUESTIONS  # RL routes, described in docs/rl.md
         for method in route.methods or ()
         if method != "HEAD"
     }
     assert described == routes
 
 
-def test_references_lead_somewhere() -> None:
+def test_references_are_defined() -> None:
     document = openapi(DIALECTS, needs_key=True)
     targets = set(re.findall(r"#/components/schemas/(\w+)", str(document)))
     assert targets <= document["components"]["schemas"].keys()
@@ -151,7 +149,7 @@ def test_the_limits_are_in_the_document() -> None:
     assert bias["maxProperties"] == bodies.MAX_BIAS
 
 
-def test_keys_are_described_where_they_are_needed() -> None:
+def test_security_scheme_is_described_if_key_is_needed() -> None:
     free, guarded = openapi(DIALECTS, needs_key=False), openapi(DIALECTS, needs_key=True)
     assert "security" not in free and "securitySchemes" not in free["components"]
     assert guarded["security"] == [{"key": []}]
@@ -171,7 +169,7 @@ def operations_of(server: Running) -> list[APIOperation[Any, Any, Any, Any, Any]
 
 
 def statuses(operation: APIOperation[Any, Any, Any, Any, Any], mode: GenerationMode) -> set[int]:
-    """Send what schemathesis makes up for an operation, check each answer, and return the statuses there were."""
+    """Send schemathesis' requests for an operation, check each response, and return the statuses."""
     seen: set[int] = set()
 
     @settings(max_examples=EXAMPLES, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
@@ -185,15 +183,17 @@ def statuses(operation: APIOperation[Any, Any, Any, Any, Any], mode: GenerationM
     return seen
 
 
-def test_what_schemathesis_finds_out(small: Running) -> None:
-    """No server error, and every answer is one of those described."""
+def test_schemathesis_finds_no_server_error(small: Running) -> None:
+    """No 5xx, and every response is described in the document."""
     operations = operations_of(small)
     described = {
         f"{method.upper()} {path}"
         for path, one in openapi(DIALECTS, needs_key=False)["paths"].items()
         for method in one
     }
-    assert {one.label for one in operations} == described - {"GET /openapi.json"}, "it leaves out what it was read from"
+    assert {one.label for one in operations} == described - {"GET /openapi.json"}, (
+        "schemathesis omits the document itself"
+    )
     seen = {f"{one.method} {one.path}": statuses(one, GenerationMode.POSITIVE) for one in operations}
     assert all(200 in seen[name] for name in seen if name.startswith("get ") and "{" not in name), seen
     assert 200 in seen["post /detokenize"], seen
@@ -201,7 +201,7 @@ def test_what_schemathesis_finds_out(small: Running) -> None:
     assert small.client.get("/ready").json() == {"status": "ready"}
 
 
-def test_schemathesis_sends_nothing_wrong_that_is_taken(small: Running) -> None:
+def test_schemathesis_invalid_requests_are_refused(small: Running) -> None:
     for operation in operations_of(small):
         if operation.body:
             assert 200 not in statuses(operation, GenerationMode.NEGATIVE)

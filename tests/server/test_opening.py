@@ -1,4 +1,4 @@
-"""What `serve` makes of a model's files and configurations."""
+"""Loading a model for serving: names, limits, defaults, step size."""
 
 from __future__ import annotations
 
@@ -43,16 +43,16 @@ def test_names_limits_and_defaults_come_from_the_files(tiny_directory: Path, tmp
         loaded.engine.shutdown()
 
 
-def test_the_cache_is_told_to_dashboards(tiny_directory: Path) -> None:
+def test_cache_config_info_labels(tiny_directory: Path) -> None:
     one = opened(tiny_directory, ServerConfig())
-    line = next(line for line in one.observer.render().decode().splitlines() if "cache_config_info{" in line)
+    line = next(line for line in one.metrics.render().decode().splitlines() if "cache_config_info{" in line)
     kv = one.model.limits
     assert f'kv_cache_size_tokens="{kv.num_blocks * kv.block_size}"' in line
     assert "kv_cache_max_concurrency=" in line
     one.engine.shutdown()
 
 
-def test_defaults_that_make_no_sense_are_the_models_fault(tiny_directory: Path, tmp_path: Path) -> None:
+def test_invalid_generation_config_raises_model_error(tiny_directory: Path, tmp_path: Path) -> None:
     broken = shutil.copytree(tiny_directory, tmp_path / "broken")
     (broken / "generation_config.json").write_text(json.dumps({"temperature": -1}))
     with pytest.raises(ModelError, match=r"generation_config.json: temperature must be in"):

@@ -36,7 +36,7 @@ from nano_inference.server.protocol import (
 from nano_inference.server.wiring import guard_policy
 
 PATIENCE = 30.0
-"""Seconds that no test waits unless something is broken."""
+"""Timeout in seconds that only a broken test reaches."""
 KEY = "first-key-1"
 LIMIT = 4096
 HOST = b"Host: localhost\r\n"
@@ -51,7 +51,7 @@ async def request_body(scope: Scope, receive: Receive) -> bytes:
 
 
 class App:
-    """A few routes; remembers the paths that got here."""
+    """A few routes; records the requested paths."""
 
     def __init__(self) -> None:
         self.paths: list[str] = []
@@ -81,7 +81,7 @@ class App:
         raise ValueError("secret")
 
     async def endless(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Stream until the client is gone."""
+        """Stream until the client disconnects."""
         watch = asyncio.ensure_future(receive_until_gone(receive))
         await send(started())
         while not watch.done():
@@ -89,9 +89,9 @@ class App:
             await asyncio.sleep(0)
 
     async def talk(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Begin an answer, and only then read the body."""
+        """Start the response before reading the body."""
         await send(started())
-        await send({"type": "http.response.body", "body": b"begun", "more_body": True})
+        await send({"type": "http.response.body", "body": b"started", "more_body": True})
         await request_body(scope, receive)
 
 
@@ -110,7 +110,7 @@ async def answer(send: Send, body: bytes) -> None:
 
 
 class TimedLoop(asyncio.SelectorEventLoop):
-    """Remembers the timers that were asked for, by their delay."""
+    """Records timers by their delay."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -136,7 +136,7 @@ class Running:
 
 @contextlib.contextmanager
 def running(*, is_guarded: bool = True, is_shared: bool = False, **fields: Any) -> Iterator[Running]:
-    """Run a server in a thread of its own; `is_shared` gives each address its share of the connections."""
+    """Run a server in a thread; `is_shared` limits the connections per address."""
     config = ServerConfig(max_body_bytes=LIMIT, **fields)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         made = Running(listener.getsockname()[1], App(), TimedLoop())
@@ -163,8 +163,8 @@ def running(*, is_guarded: bool = True, is_shared: bool = False, **fields: Any) 
             assert not thread.is_alive()
 
 
-def told(server: Running, path: str) -> Noted:
-    """Wait for what the server says of the next request to this path."""
+def reported(server: Running, path: str) -> Noted:
+    """Wait for the `on_response` report of the next request to this path."""
     for _ in range(10_000):
         noted = server.noted.get(timeout=PATIENCE)
         if noted[0] == path:
@@ -209,7 +209,7 @@ class Wire:
         self.file: BinaryIO = self.socket.makefile("rb")
 
     def send(self, *parts: bytes) -> bool:
-        """Send; False when the server does not take it any more."""
+        """Send; return False if the server has closed the connection."""
         try:
             self.socket.sendall(b"".join(parts))
         except OSError as error:
@@ -237,7 +237,7 @@ class Wire:
         self.file.readline()
 
     def rest(self) -> bytes:
-        """Read until the server closes; a reset is an end, too."""
+        """Read until the server closes or resets the connection."""
         parts = []
         with contextlib.suppress(ConnectionResetError):
             while part := self.file.read1(65536):
@@ -245,7 +245,7 @@ class Wire:
         return b"".join(parts)
 
     def is_cut_while_dripping(self, drip: bytes) -> bool:
-        """Send a byte whenever nothing has come for a moment; whether the server closes at last."""
+        """Send a byte whenever nothing was received for a while; return True once the server closes."""
         self.socket.settimeout(0.05)
         for i in range(200):
             try:
@@ -258,7 +258,7 @@ class Wire:
         return False
 
     def reset(self) -> None:
-        """Go away rudely."""
+        """Close with a reset."""
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self.close()
 
@@ -277,7 +277,7 @@ def wire(server: Running) -> Iterator[Wire]:
 
 
 def request(server: Running, *parts: bytes, method: str = "GET") -> Reply:
-    """Send bytes over a connection of their own, and read the answer."""
+    """Send bytes over a new connection, and read the response."""
     with wire(server) as client:
         client.send(*parts)
         return client.reply(method)
@@ -302,7 +302,7 @@ def check_error(reply: Reply, *statuses: int) -> None:
     assert "server" not in reply.headers
 
 
-# What a client that behaves gets
+# Valid requests
 
 
 def test_requests_are_answered_on_one_connection(server: Running) -> None:
@@ -338,7 +338,7 @@ def test_head_has_no_body(server: Running) -> None:
     assert request(server, b"HEAD / HTTP/1.1\r\n\r\n").status == 400
 
 
-def test_a_client_that_asks_first_is_told_to_go_on(server: Running) -> None:
+def test_expect_continue_is_answered(server: Running) -> None:
     with wire(server) as client:
         client.send(post(b"Content-Length: 5", b"Expect: 100-continue"))
         assert client.reply().status == 100
@@ -350,14 +350,14 @@ def test_a_client_that_asks_first_is_told_to_go_on(server: Running) -> None:
         assert reply.headers["connection"] == "close"
 
 
-def test_old_clients_are_served(server: Running) -> None:
+def test_http_1_0_is_served(server: Running) -> None:
     with wire(server) as client:
         client.send(b"GET /old HTTP/1.0\r\n", HOST, b"\r\n")
         assert b'"/old"' in client.rest()
     assert request(server, b"GET /old HTTP/1.0\r\n\r\n").status == 400
 
 
-def test_an_offer_to_speak_something_else_is_not_taken(server: Running, caplog: pytest.LogCaptureFixture) -> None:
+def test_upgrade_is_ignored(server: Running, caplog: pytest.LogCaptureFixture) -> None:
     for protocol in (b"websocket", b"h2c"):
         reply = request(
             server, get("/up", b"Connection: upgrade", b"Upgrade: " + protocol, b"Sec-WebSocket-Version: 13")
@@ -366,7 +366,7 @@ def test_an_offer_to_speak_something_else_is_not_taken(server: Running, caplog: 
     assert not caplog.records
 
 
-def test_what_follows_a_last_request_is_dropped(server: Running) -> None:
+def test_bytes_after_connection_close_are_dropped(server: Running) -> None:
     with wire(server) as client:
         client.send(get("/last", b"Connection: close"), get("/smuggled"))
         assert json.loads(client.reply().body)["path"] == "/last"
@@ -374,10 +374,10 @@ def test_what_follows_a_last_request_is_dropped(server: Running) -> None:
     assert "/smuggled" not in server.app.paths
 
 
-def test_what_arrives_later_after_a_last_request_is_dropped_too(server: Running) -> None:
+def test_late_bytes_after_connection_close_are_dropped(server: Running) -> None:
     with wire(server) as client:
         client.send(get("/wait", b"Connection: close"))
-        # Two answers later the server has begun to wait, and by the next has seen what came meanwhile.
+        # After two responses the server waits for data; after the next it has read the late bytes.
         assert request(server, get("/x")).status == 200
         client.send(b"\r\n", SMUGGLED)
         assert request(server, get("/open")).status == 200
@@ -393,7 +393,7 @@ PATHS = [b"/health", b"/", b"/v1/models", b"/v1/chat/completions", b"/metrics", 
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_no_host_lets_anybody_in(keyed: Running, path: bytes) -> None:
+def test_host_header_does_not_bypass_key(keyed: Running, path: bytes) -> None:
     served = list(keyed.app.paths)
     for host in HOSTS:
         line = b"" if host is None else b"Host: " + host + b"\r\n"
@@ -409,7 +409,7 @@ def test_no_host_lets_anybody_in(keyed: Running, path: bytes) -> None:
     "target", [b"/v1/models", b"/metrics", b"/nowhere", b"http://localhost/health", b"/health%2f", b"*"]
 )
 @pytest.mark.parametrize("method", [b"GET", b"HEAD", b"OPTIONS", b"POST", b"DELETE", b"CONNECT", b"BREW"])
-def test_nothing_is_answered_without_a_key(keyed: Running, target: bytes, method: bytes) -> None:
+def test_requests_without_key_are_refused(keyed: Running, target: bytes, method: bytes) -> None:
     for lines in (b"", b"Origin: https://page.example\r\n", b"Authorization: Bearer first-key-\r\n"):
         reply = request(
             keyed, method, b" ", target, b" HTTP/1.1\r\n", HOST, JSON, lines, b"\r\n", method=method.decode()
@@ -428,13 +428,13 @@ def test_keys_and_preflights_over_the_wire(keyed: Running) -> None:
     assert reply.status == 401 and "access-control-allow-origin" not in reply.headers
 
 
-def test_a_page_cannot_post_what_needs_no_preflight(server: Running) -> None:
+def test_post_without_preflight_is_refused(server: Running) -> None:
     for kind in (b"text/plain", b"application/x-www-form-urlencoded"):
         reply = request(server, post(b"Content-Length: 2", body=b"{}").replace(b"application/json", kind))
         check_error(reply, 415)
 
 
-# Bytes that two servers might read in two ways
+# Ambiguous framing
 
 CHUNKED = b"Transfer-Encoding: chunked"
 SMUGGLED = get("/smuggled")
@@ -492,7 +492,7 @@ NOT_UNDERSTOOD = {
 
 
 @pytest.mark.parametrize("version", [b"2.0", b"0.9", b"1.2"])
-def test_other_versions_of_http_are_not_spoken(server: Running, version: bytes) -> None:
+def test_other_http_versions_are_refused(server: Running, version: bytes) -> None:
     check_error(request(server, get("/").replace(b"1.1", version)), 505)
 
 
@@ -527,11 +527,11 @@ def test_garbage_after_an_answer_is_refused_after_it(server: Running) -> None:
         assert client.rest() == b""
 
 
-def test_a_bad_chunk_tells_an_application_that_nobody_waits(hasty: Running) -> None:
+def test_bad_chunk_disconnects_application(hasty: Running) -> None:
     with wire(hasty) as client:
         client.send(post(CHUNKED, path=b"/bad-chunk"), b"zz\r\n")
         check_error(client.reply(), 400)
-        assert told(hasty, "/bad-chunk")[1] is None
+        assert reported(hasty, "/bad-chunk")[1] is None
 
 
 def test_a_bad_chunk_within_an_answer_cuts_it(server: Running, caplog: pytest.LogCaptureFixture) -> None:
@@ -612,14 +612,14 @@ def test_a_client_that_sends_all_before_it_looks_sees_why(server: Running, monke
 def test_a_large_body_is_refused_before_it_comes(server: Running) -> None:
     check_error(request(server, post(b"Content-Length: 1000000000")), 413)
     with wire(server) as client:
-        client.send(get("/nobody", b"Content-Length: 5"), b"hello", SMUGGLED)
+        client.send(get("/no-body", b"Content-Length: 5"), b"hello", SMUGGLED)
         reply = client.reply()
         assert (reply.status, reply.headers["connection"]) == (200, "close")
         assert client.rest() == b""
     assert "/smuggled" not in server.app.paths
 
 
-def test_ranges_are_not_looked_at(server: Running) -> None:
+def test_range_header_is_ignored(server: Running) -> None:
     reply = request(server, get("/", b"Range: bytes=" + b"0-," * 10_000 + b"0-"))
     assert (reply.status, json.loads(reply.body)["path"]) == (200, "/")
 
@@ -629,18 +629,18 @@ def test_ranges_are_not_looked_at(server: Running) -> None:
 
 @pytest.mark.parametrize("drip", [b"GET / HTTP/1.1\r\n", b"A: " + b"b" * 300])
 @pytest.mark.parametrize("before", [b"", b"G", b"GET / HTTP/1.1\r\nHost: localhost\r\n"])
-def test_a_head_that_drips_is_cut(hasty: Running, before: bytes, drip: bytes) -> None:
+def test_slow_head_is_disconnected(hasty: Running, before: bytes, drip: bytes) -> None:
     with wire(hasty) as client:
         client.send(before)
         assert client.is_cut_while_dripping(drip)
 
 
-def test_a_connection_that_says_nothing_is_cut(hasty: Running) -> None:
+def test_silent_connection_is_closed(hasty: Running) -> None:
     with wire(hasty) as client:
         assert client.rest() == b""
 
 
-def test_a_next_head_that_drips_is_cut_but_idling_is_not(hasty: Running) -> None:
+def test_slow_second_head_is_disconnected_but_idle_is_not(hasty: Running) -> None:
     with wire(hasty) as client:
         client.send(get("/one"))
         assert client.reply().status == 200
@@ -654,7 +654,7 @@ def test_a_next_head_that_drips_is_cut_but_idling_is_not(hasty: Running) -> None
         assert client.is_cut_while_dripping(b"ee" * 300)
 
 
-def test_a_next_head_that_came_with_the_request_before_is_due_too(hasty: Running) -> None:
+def test_pipelined_incomplete_head_is_disconnected(hasty: Running) -> None:
     with wire(hasty) as client:
         client.send(get("/one"), b"GET /tw")
         assert client.reply().status == 200
@@ -668,7 +668,7 @@ def test_an_idle_connection_is_closed() -> None:
         assert client.rest() == b""
 
 
-def test_a_body_that_does_not_come_is_refused(hasty: Running) -> None:
+def test_missing_body_is_answered_with_408(hasty: Running) -> None:
     with wire(hasty) as client:
         client.send(post(b"Content-Length: 5"), b"he")
         check_error(client.reply(), 408)
@@ -677,26 +677,26 @@ def test_a_body_that_does_not_come_is_refused(hasty: Running) -> None:
         check_error(client.reply(), 408)
 
 
-def test_a_body_that_no_application_waits_for_must_come_in_time_too() -> None:
+def test_unread_body_must_arrive_in_time() -> None:
     with running(is_guarded=False, header_timeout=0.2, keep_alive_timeout=4000) as server, wire(server) as client:
-        client.send(get("/nobody", b"Content-Length: 5"), b"he")
+        client.send(get("/no-body", b"Content-Length: 5"), b"he")
         assert client.reply().status == 200
         assert client.rest() == b""
 
 
-def test_a_client_that_does_not_read_is_cut(hasty: Running) -> None:
+def test_client_that_does_not_read_is_disconnected(hasty: Running) -> None:
     with wire(hasty) as client:
         client.send(get("/endless"))
-        assert told(hasty, "/endless")[1] is None
+        assert reported(hasty, "/endless")[1] is None
         assert not client.rest().endswith(b"0\r\n\r\n")
 
 
-def test_the_end_of_an_answer_that_is_not_read_is_not_waited_for() -> None:
+def test_unread_end_of_response_does_not_delay_shutdown() -> None:
     with running(write_timeout=0.2) as server:
         client = Wire(server.port)
         client.send(get("/big", b"Connection: close"))
-        told(server, "/big")
-        # Leaving waits for the thread, and the thread for every connection, though this client never reads.
+        reported(server, "/big")
+        # Leaving the block waits for all connections, although this client never reads.
     client.close()
 
 
@@ -722,21 +722,21 @@ def test_more_connections_than_allowed_are_refused() -> None:
 
 
 def status_from(server: Running, address: str, stack: contextlib.ExitStack) -> int:
-    """Connect from a local address, ask, and stay connected; return the reply's status."""
+    """Send a request from a local address and stay connected; return the status."""
     client = stack.enter_context(socket.create_connection(("127.0.0.1", server.port), 60, (address, 0)))
     client.sendall(get("/in"))
     return int(client.recv(1 << 16).split()[1])
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere 127.0.0.2 is not this machine")
-def test_one_address_holds_its_share_of_the_connections_only() -> None:
+def test_connections_per_address_are_limited() -> None:
     with running(max_connections=6, client_share=0.5, is_shared=True) as server, contextlib.ExitStack() as stack:
         assert [status_from(server, "127.0.0.1", stack) for _ in range(4)] == [200, 200, 200, 503]
         assert [status_from(server, "127.0.0.2", stack) for _ in range(2)] == [200, 200]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere 127.0.0.2 is not this machine")
-def test_a_trusted_proxy_has_no_share_of_the_connections() -> None:
+def test_trusted_proxy_has_no_connection_limit() -> None:
     trusted = {"client_share": 0.5, "trusted_proxy": ("127.0.0.2",)}
     with running(max_connections=6, is_shared=True, **trusted) as server, contextlib.ExitStack() as stack:
         assert [status_from(server, "127.0.0.2", stack) for _ in range(5)] == [200] * 5
@@ -746,7 +746,7 @@ def test_a_trusted_proxy_has_no_share_of_the_connections() -> None:
     ("soft", "wanted", "expected"),
     [(1024, 1000, 960), (1024, 10, 10), (64, 1000, 8), (70, 1000, 8), (80, 1000, 16), (64, 2, 2), (-1, 1000, 1000)],
 )
-def test_connections_leave_files_for_the_rest(
+def test_connection_limit_reserves_file_descriptors(
     soft: int, wanted: int, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda which: {resource.RLIMIT_NOFILE: (soft, -1)}[which])
@@ -763,31 +763,29 @@ def test_a_failure_is_answered_and_printed_once(server: Running, caplog: pytest.
     assert [record.name for record in caplog.records] == ["nano_inference.server"]
 
 
-def test_a_failure_within_a_stream_does_not_look_like_its_end(
-    server: Running, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_failed_stream_is_cut_without_final_chunk(server: Running, caplog: pytest.LogCaptureFixture) -> None:
     with wire(server) as client:
         client.send(get("/late"), SMUGGLED)
         rest = client.rest()
     assert rest.startswith(b"HTTP/1.1 200") and rest.endswith(b"9\r\ndata: 1\n\n\r\n")
-    _, status, error = told(server, "/late")
+    _, status, error = reported(server, "/late")
     assert (status, type(error)) == (200, ValueError)
     assert len([record for record in caplog.records if record.exc_info]) == 1
     assert "/smuggled" not in server.app.paths
 
 
 @pytest.mark.parametrize("leave", [Wire.close, Wire.reset])
-def test_a_client_that_leaves_is_noticed(server: Running, leave: Callable[[Wire], None]) -> None:
+def test_client_disconnect_is_detected(server: Running, leave: Callable[[Wire], None]) -> None:
     name = f"/{leave.__name__}"
     client = Wire(server.port)
     client.send(post(b"Content-Length: 5", path=name.encode()))
     leave(client)
-    assert told(server, name)[1] is None
+    assert reported(server, name)[1] is None
     client = Wire(server.port)
     client.send(get("/endless"))
     assert client.file.read(1) == b"H"
     leave(client)
-    assert told(server, "/endless")[1] is None
+    assert reported(server, "/endless")[1] is None
 
 
 # Timers
@@ -814,7 +812,7 @@ def test_timers_end_with_their_connection(caplog: pytest.LogCaptureFixture) -> N
 
 
 class Pipe(asyncio.Transport):
-    """A transport that keeps what is written."""
+    """A transport that keeps the written bytes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -838,7 +836,7 @@ class Pipe(asyncio.Transport):
 
 @contextlib.contextmanager
 def protocol(**fields: Any) -> Iterator[tuple[LimitedProtocol, Pipe, TimedLoop]]:
-    """A protocol without a server, its pipe and its loop, which does not run."""
+    """A protocol without a server, its pipe and its loop, which is not run."""
     loop, pipe = TimedLoop(), Pipe()
     config = uvicorn_config(App(), ServerConfig(header_timeout=HEAD, write_timeout=WRITE, **fields))
     config.load()
@@ -856,7 +854,7 @@ def due(loop: TimedLoop) -> list[float]:
     return [delay for delay, handle in loop.timers if not handle.cancelled()]
 
 
-def test_the_reading_timer_runs_from_the_first_byte_and_is_not_put_off() -> None:
+def test_read_timer_is_not_restarted_by_bytes() -> None:
     with protocol() as (made, _, loop):
         assert due(loop) == [HEAD]
         for byte in b"GET / HTTP/1.1\r\n":
@@ -865,7 +863,7 @@ def test_the_reading_timer_runs_from_the_first_byte_and_is_not_put_off() -> None
     assert due(loop) == []
 
 
-def test_the_writing_timer_runs_while_nothing_is_read() -> None:
+def test_write_timer_runs_while_client_does_not_read() -> None:
     with protocol() as (made, pipe, loop):
         assert pipe.calls == ["set_write_buffer_limits 0"], "else 64 KiB could wait for ever"
         made.pause_writing()
@@ -878,7 +876,7 @@ def test_the_writing_timer_runs_while_nothing_is_read() -> None:
     assert due(loop) == []
 
 
-def test_a_refused_connection_is_read_on_for_a_moment_and_then_cut() -> None:
+def test_refused_connection_lingers_then_is_aborted() -> None:
     with protocol() as (made, pipe, loop):
         made.data_received(b"\x00\r\n")
         assert pipe.written.startswith(b"HTTP/1.1 400") and pipe.calls[-1] == "write_eof"
@@ -896,7 +894,7 @@ def test_a_head_of_many_lines_never_reaches_an_application(end: bytes) -> None:
         assert pipe.written.startswith(b"HTTP/1.1 431") and made.cycle is None
 
 
-def test_the_server_is_set_up_as_it_has_to_be() -> None:
+def test_uvicorn_settings() -> None:
     app = App()
     config = uvicorn_config(app, ServerConfig(port=0, keep_alive_timeout=2.5))
     config.load()

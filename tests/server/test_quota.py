@@ -1,4 +1,4 @@
-"""What one client may hold, whose turn it is, and which requests the engine gets: without an engine."""
+"""Quotas, fair queueing and dispatching, without an engine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CAPACITY = Capacity(num_seats=16, num_blocks=1000, block_size=16, step_tokens=25
 
 
 @pytest.mark.parametrize("num_clients", [1, 2, 3, 10])
-def test_quota_leaves_room_however_many_clients_take_all_they_may(num_clients: int) -> None:
+def test_quota_leaves_capacity_free_for_any_number_of_clients(num_clients: int) -> None:
     held = [0] * num_clients
     while True:
         grown = [count + (count < quota(0.75, 1000, sum(held) - count)) * (sum(held) < 1000) for count in held]
@@ -33,7 +33,7 @@ def test_quota_leaves_room_however_many_clients_take_all_they_may(num_clients: i
     assert sum(held) < 1000
 
 
-def test_quota_of_a_sole_client_is_its_share_and_of_anyone_at_least_one() -> None:
+def test_quota_is_share_for_one_client_and_at_least_one() -> None:
     assert [quota(0.75, capacity, 0) for capacity in (1, 2, 4, 512)] == [1, 1, 3, 384]
     assert quota(0.75, 4, 4) == 1
     assert quota(1.0, 512, 100) == 412
@@ -63,7 +63,7 @@ def test_turns_are_weighted_by_cost() -> None:
     assert served(queue, 10) == "abbbbabbbb"
 
 
-def test_a_newcomer_is_neither_behind_nor_ahead_for_what_came_before() -> None:
+def test_new_client_starts_at_virtual_time() -> None:
     queue: FairQueue[str] = FairQueue()
     for number in range(100):
         queue.push("a", 1, f"a{number}")
@@ -75,7 +75,7 @@ def test_a_newcomer_is_neither_behind_nor_ahead_for_what_came_before() -> None:
     assert queue.pop(lambda _: True) == "a54"
 
 
-def test_a_client_that_comes_back_at_once_has_no_extra_turn() -> None:
+def test_returning_client_gets_no_extra_turn() -> None:
     queue: FairQueue[str] = FairQueue()
     for number in range(20):
         queue.push("a", 1, f"a{number}")
@@ -88,7 +88,7 @@ def test_a_client_that_comes_back_at_once_has_no_extra_turn() -> None:
     assert order.count("b") == 10 and order.count("a") >= 9
 
 
-def test_one_that_may_not_run_keeps_its_place_and_gains_none() -> None:
+def test_blocked_client_keeps_position_without_compensation() -> None:
     queue: FairQueue[str] = FairQueue()
     for number in range(20):
         queue.push("a", 1, f"a{number}")
@@ -101,7 +101,7 @@ def test_one_that_may_not_run_keeps_its_place_and_gains_none() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_two_clients_that_wait_get_the_same_but_for_one_cost(seed: int) -> None:
+def test_service_of_two_waiting_clients_differs_by_one_cost(seed: int) -> None:
     chance = random.Random(seed)
     queue: FairQueue[tuple[str, int]] = FairQueue()
     pending: Counter[str] = Counter()
@@ -121,7 +121,7 @@ def test_two_clients_that_wait_get_the_same_but_for_one_cost(seed: int) -> None:
             queue.push("a", 1, ("a", number := number + 1))
 
 
-def test_past_clients_do_not_fill_the_memory() -> None:
+def test_number_of_finish_tags_is_bounded() -> None:
     queue: FairQueue[str] = FairQueue()
     for number in range(3):
         queue.push("always there", 1, f"x{number}")
@@ -131,11 +131,11 @@ def test_past_clients_do_not_fill_the_memory() -> None:
     assert len(queue._finish) <= MAX_TAGS
 
 
-# ---- the engine's part ----------------------------------------------------------------------------------------------
+# ---- dispatcher -----------------------------------------------------------------------------------------------------
 
 
 class World:
-    """A dispatcher, and what it gave to an engine that starts everything at once."""
+    """A dispatcher, and the requests that it passed to an engine that starts them at once."""
 
     def __init__(self, share: float = 0.75, capacity: Capacity = CAPACITY) -> None:
         self.dispatcher = Dispatcher(capacity, share=share)
@@ -144,7 +144,7 @@ class World:
         self.holds: list[object] = []
 
     def request(self, client: Client, *sizes: int, prompt: int = 10, max_tokens: int = 100) -> Ticket:
-        """Open a call with so many samples of each prompt."""
+        """Open a call; `sizes`: samples of each prompt."""
         params = SamplingParams(max_tokens=max_tokens)
         ticket = Ticket(
             [PromptRequest(prompt=(1,) * prompt, params=params, num_samples=size) for size in sizes or (1,)]
@@ -161,7 +161,7 @@ class World:
                 hold.__exit__(None, None, None)  # type: ignore[has-type]
 
     def step(self, num_free_blocks: int | None = None, *, starts: bool = True) -> StepStats:
-        """Run a step in which everything starts that was entered."""
+        """Run a step in which all entered samples start."""
         if starts:
             for ticket, index in self.entered:
                 for clock in ticket.times[index]:
@@ -178,11 +178,11 @@ class World:
                 clock.ended = time.monotonic()
 
     def has(self, ticket: Ticket) -> bool:
-        """Whether the engine got it all."""
+        """Return True if the engine has all its requests."""
         return len([one for one, _ in self.entered if one is ticket]) == len(ticket.requests)
 
     def count(self, tickets: list[Ticket]) -> int:
-        """How many of the tickets the engine got."""
+        """Return how many of the tickets the engine has."""
         return sum(self.has(ticket) for ticket in tickets)
 
 
@@ -203,7 +203,7 @@ def test_a_client_without_a_quota_may_take_every_seat() -> None:
         assert world.count(tickets) == CAPACITY.num_seats + CAPACITY.num_ahead
 
 
-def test_seats_that_come_free_are_given_in_turns() -> None:
+def test_freed_seats_alternate_between_clients() -> None:
     world = World(share=1.0)
     greedy = [world.request(GREEDY) for _ in range(64)]
     for _ in range(20):
@@ -247,7 +247,7 @@ def test_a_full_cache_gets_one_request_at_a_time() -> None:
     assert world.count(tickets) == 2
 
 
-def test_a_client_s_part_of_the_cache_counts_what_its_samples_will_soon_have() -> None:
+def test_cache_share_includes_lookahead_tokens() -> None:
     world = World(capacity=Capacity(num_seats=16, num_blocks=100, block_size=16, step_tokens=256))
     tickets = [world.request(GREEDY, prompt=44, max_tokens=1000) for _ in range(8)]
     world.step()
@@ -267,7 +267,7 @@ def test_the_prompts_of_a_call_are_entered_one_by_one() -> None:
     assert world.has(world.request(OTHER, 2))
 
 
-def test_whoever_leaves_gives_back_seats_and_turns() -> None:
+def test_closed_ticket_releases_seats_and_turns() -> None:
     world = World(share=1.0)
     running = [world.request(GREEDY) for _ in range(17)]
     for _ in range(5):
@@ -286,7 +286,7 @@ def test_whoever_leaves_gives_back_seats_and_turns() -> None:
     assert world.dispatcher.num_waiting == 0 and world.step().num_waiting == 0
 
 
-def test_what_is_about_to_be_ended_is_entered_at_once() -> None:
+def test_dispatch_now_enters_waiting_requests() -> None:
     world = World(share=1.0)
     tickets = [world.request(GREEDY) for _ in range(40)]
     for ticket in tickets:

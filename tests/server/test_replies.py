@@ -1,4 +1,4 @@
-"""Written samples to JSON, without an engine: choices, log-probabilities, usage, chunks; and ends before their time."""
+"""OpenAI replies without an engine: choices, log-probabilities, usage, chunks, timeouts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from nano_inference.server.call import Call, Kind, Transcript, transcripts_of, usage
-from nano_inference.server.replies import OpenAIReply, delta_chunks, openai_body, opening_chunks, usage_chunk
+from nano_inference.server.replies import OpenAIReply
 from nano_inference.server.shape import ReplyShape
 from nano_inference.server.ticket import PromptRequest
 from nano_inference.types import Delta, SamplingParams, TokenLogprob
@@ -56,7 +56,7 @@ def delta(
 
 
 def filled(call: Call, tokens: Sequence[int], reason: str = "length", **sample: Any) -> list[Transcript]:
-    """Drafts that all have the same tokens."""
+    """Return transcripts that all have the same tokens."""
     transcripts = transcripts_of(call)
     for transcript in transcripts:
         done = replace(sample_of(tokens, reason, None), **sample)
@@ -64,7 +64,7 @@ def filled(call: Call, tokens: Sequence[int], reason: str = "length", **sample: 
     return transcripts
 
 
-def test_drafts_are_numbered_prompt_by_prompt() -> None:
+def test_transcripts_are_numbered_prompt_by_prompt() -> None:
     transcripts = transcripts_of(call_of(prompts=((A,), (B,)), n=3))
     assert [(transcript.prompt_index, transcript.index) for transcript in transcripts] == [
         (0, 0),
@@ -76,9 +76,9 @@ def test_drafts_are_numbered_prompt_by_prompt() -> None:
     ]
 
 
-def test_a_whole_completion() -> None:
+def test_completion_body() -> None:
     call = call_of()
-    reply = openai_body(call, filled(call, [A, *EMOJI, END], "stop"), TOKENIZER, 77)
+    reply = OpenAIReply(call, TOKENIZER, 77).body(filled(call, [A, *EMOJI, END], "stop"))
     assert reply == {
         "id": "id-1",
         "object": "text_completion",
@@ -96,10 +96,10 @@ def test_a_whole_completion() -> None:
     json.dumps(reply)
 
 
-def test_a_whole_chat() -> None:
+def test_chat_body() -> None:
     call = call_of("chat", token_ids=True, echo=("Q",), prompt_logprobs=0)
     transcripts = filled(call, [A, B], prompt_logprobs=(), num_cached_tokens=1)
-    reply = openai_body(call, transcripts, TOKENIZER, 1)
+    reply = OpenAIReply(call, TOKENIZER, 1).body(transcripts)
     assert reply["object"] == "chat.completion"
     assert reply["choices"] == [
         {
@@ -136,7 +136,7 @@ def test_completion_logprobs() -> None:
     tokens = [A, *EMOJI, BROKEN]
     top = [[(A, -0.1), (END, -0.2)], [(A, -0.1), (EMOJI[0], -0.2)], [(UNKNOWN, -1.0)], [(B, -0.3), (BROKEN, -0.5)]]
     transcript.add_delta(delta(tokens, top, sample_of(tokens, "length", None)), call.shape, TOKENIZER)
-    (choice,) = openai_body(call, [transcript], TOKENIZER, 1)["choices"]
+    (choice,) = OpenAIReply(call, TOKENIZER, 1).body([transcript])["choices"]
     assert choice["text"] == "xya😀\ufffd"
     assert choice["logprobs"] == {
         "tokens": ["a", "", "😀", "\ufffd"],
@@ -151,11 +151,11 @@ def test_completion_logprobs() -> None:
     }
 
 
-def test_echoed_logprobs_begin_with_null() -> None:
+def test_first_echoed_logprob_is_null() -> None:
     call = call_of(logprobs=1, echo=("ab",), echo_logprobs=True)
     top = ((TokenLogprob(END, -0.1), TokenLogprob(A, -0.3)),)
     (transcript,) = filled(call, [A], prompt_logprobs=(-2.0,), prompt_top_logprobs=top)
-    (choice,) = openai_body(call, [transcript], TOKENIZER, 1)["choices"]
+    (choice,) = OpenAIReply(call, TOKENIZER, 1).body([transcript])["choices"]
     assert choice["text"] == "aba"
     assert choice["logprobs"] == {
         "tokens": ["a", "b", "a"],
@@ -171,7 +171,7 @@ def test_chat_logprobs() -> None:
         call = call_of("chat", logprobs=count)
         (transcript,) = transcripts_of(call)
         transcript.add_delta(delta([A, BROKEN], top, sample_of([A, BROKEN], "length", None)), call.shape, TOKENIZER)
-        content = openai_body(call, [transcript], TOKENIZER, 1)["choices"][0]["logprobs"]["content"]
+        content = OpenAIReply(call, TOKENIZER, 1).body([transcript])["choices"][0]["logprobs"]["content"]
         assert [entry["token"] for entry in content] == ["a", "\ufffd"]
         assert [entry["bytes"] for entry in content] == [[97], [0xEF, 0xBF, 0xBD]]
         assert [len(entry["top_logprobs"]) for entry in content] == [expected] * 2
@@ -185,14 +185,14 @@ def test_chat_logprobs() -> None:
     ]
 
 
-def test_tokens_by_their_ids() -> None:
+def test_tokens_as_token_ids() -> None:
     for kind in ("chat", "completion"):
         call = call_of("chat" if kind == "chat" else "completion", logprobs=1, tokens_as_ids=True)
         (transcript,) = transcripts_of(call)
         transcript.add_delta(
             delta([A, B], [[(A, -0.5)], [(END, -0.1)]], sample_of([A, B], "length", None)), call.shape, TOKENIZER
         )
-        text = json.dumps(openai_body(call, [transcript], TOKENIZER, 1)["choices"][0]["logprobs"])
+        text = json.dumps(OpenAIReply(call, TOKENIZER, 1).body([transcript])["choices"][0]["logprobs"])
         assert f"token_id:{A}" in text and f"token_id:{B}" in text and f"token_id:{END}" in text
         assert '"a"' not in text
 
@@ -206,7 +206,7 @@ def test_prompt_logprobs() -> None:
         "prompt_top_logprobs": top,
         "prompt_ranks": (7, 1),
     }
-    (choice,) = openai_body(call, filled(call, [A], **done), TOKENIZER, 1)["choices"]
+    (choice,) = OpenAIReply(call, TOKENIZER, 1).body(filled(call, [A], **done))["choices"]
     assert choice["prompt_logprobs"] == [
         None,
         {
@@ -221,10 +221,10 @@ def test_prompt_logprobs() -> None:
 
 
 @pytest.mark.parametrize("include_usage", [False, True])
-def test_a_chat_s_chunks(include_usage: bool) -> None:
+def test_chat_chunks(include_usage: bool) -> None:
     call = call_of("chat", n=2, token_ids=True, echo=("Q",), include_usage=include_usage)
     transcripts = transcripts_of(call)
-    chunks = opening_chunks(call, transcripts, 5)
+    chunks = OpenAIReply(call, TOKENIZER, 5).first_chunks(transcripts)
     assert [(c["choices"][0]["index"], c["choices"][0]["delta"]) for c in chunks] == [
         (0, {"role": "assistant", "content": None}),
         (1, {"role": "assistant", "content": None}),
@@ -234,7 +234,7 @@ def test_a_chat_s_chunks(include_usage: bool) -> None:
     assert [c.get("prompt_token_ids") for c in chunks] == [[A, B], None, None, None]
     for tokens, sample in (([A], None), ([END], sample_of([A, END], "stop", None))):
         written = transcripts[1].add_delta(delta(tokens, sample=sample, at=1), call.shape, TOKENIZER)
-        chunks += delta_chunks(call, transcripts[1], written, TOKENIZER, 5)
+        chunks += OpenAIReply(call, TOKENIZER, 5).delta_chunks(transcripts[1], written)
     rest = [c["choices"][0] for c in chunks[4:]]
     assert rest == [
         {
@@ -267,53 +267,53 @@ def test_a_chat_s_chunks(include_usage: bool) -> None:
     for chunk in chunks:
         assert ("usage" in chunk, chunk.get("usage")) == (include_usage, None)
         assert (chunk["id"], chunk["object"], chunk["created"]) == ("id-1", "chat.completion.chunk", 5)
-    last = usage_chunk(call, transcripts, 5)
+    last = OpenAIReply(call, TOKENIZER, 5).usage_chunk(transcripts)
     assert (last["choices"], last["usage"]["completion_tokens"]) == ([], 2)
 
 
-def test_a_completion_s_chunks() -> None:
+def test_completion_chunks() -> None:
     call = call_of(prompts=((A,), (B,)), logprobs=1, token_ids=True, echo=("a", "b"))
     transcripts = transcripts_of(call)
-    heads = [chunk["choices"][0] for chunk in opening_chunks(call, transcripts, 5)]
+    heads = [chunk["choices"][0] for chunk in OpenAIReply(call, TOKENIZER, 5).first_chunks(transcripts)]
     assert [(head["index"], head["text"], head["prompt_token_ids"]) for head in heads] == [(0, "a", [A]), (1, "b", [B])]
     written = transcripts[1].add_delta(delta([EMOJI[0]]), call.shape, TOKENIZER)
-    (chunk,) = delta_chunks(call, transcripts[1], written, TOKENIZER, 5)
+    (chunk,) = OpenAIReply(call, TOKENIZER, 5).delta_chunks(transcripts[1], written)
     assert chunk["choices"][0]["text"] == "" and chunk["choices"][0]["token_ids"] == [EMOJI[0]]
     assert chunk["choices"][0]["logprobs"]["tokens"] == [""]
     written = transcripts[1].add_delta(
         delta([EMOJI[1]], sample=sample_of(EMOJI, "length", None)), call.shape, TOKENIZER
     )
-    text, end = delta_chunks(call, transcripts[1], written, TOKENIZER, 5)
+    text, end = OpenAIReply(call, TOKENIZER, 5).delta_chunks(transcripts[1], written)
     assert text["choices"][0]["text"] == "😀"
     assert (end["choices"][0]["text"], end["choices"][0]["finish_reason"]) == ("", "length")
     assert "token_ids" not in end["choices"][0]
 
 
-def test_what_shows_nothing_sends_nothing() -> None:
+def test_empty_delta_sends_no_chunk() -> None:
     call = call_of()
-    assert opening_chunks(call, transcripts_of(call), 5) == []
+    assert OpenAIReply(call, TOKENIZER, 5).first_chunks(transcripts_of(call)) == []
     (transcript,) = transcripts_of(call)
     written = transcript.add_delta(delta([EMOJI[0]]), call.shape, TOKENIZER)
-    assert delta_chunks(call, transcript, written, TOKENIZER, 5) == []
+    assert OpenAIReply(call, TOKENIZER, 5).delta_chunks(transcript, written) == []
 
 
-def test_a_stream_opens_with_ids_alone_or_an_echo_alone() -> None:
+def test_first_chunk_has_ids_or_echo() -> None:
     for fields, text, ids in (({"token_ids": True}, "", [A, B]), ({"echo": ("ab",)}, "ab", None)):
         call = call_of(**fields)
-        (chunk,) = opening_chunks(call, transcripts_of(call), 5)
+        (chunk,) = OpenAIReply(call, TOKENIZER, 5).first_chunks(transcripts_of(call))
         assert (chunk["choices"][0]["text"], chunk["choices"][0].get("prompt_token_ids")) == (text, ids)
 
 
-def test_cutting_short_gives_what_was_held_back() -> None:
+def test_cut_short_returns_held_back_text() -> None:
     call = call_of(stops=("abc",))
     (transcript,) = transcripts_of(call)
     assert transcript.add_delta(delta([A, B]), call.shape, TOKENIZER).text == ""
     written = transcript.cut_short(ReplyShape(), "timeout")
     assert (written.text, written.finish_reason, written.stop_reason) == ("ab", "length", "timeout")
     assert (transcript.text, transcript.finish_reason, transcript.stop_reason) == ("ab", "length", "timeout")
-    text, end = delta_chunks(call, transcript, written, TOKENIZER, 5)
+    text, end = OpenAIReply(call, TOKENIZER, 5).delta_chunks(transcript, written)
     assert (text["choices"][0]["text"], end["choices"][0]["stop_reason"]) == ("ab", "timeout")
-    assert openai_body(call, [transcript], TOKENIZER, 1)["usage"]["completion_tokens"] == 2
+    assert OpenAIReply(call, TOKENIZER, 1).body([transcript])["usage"]["completion_tokens"] == 2
 
 
 def test_a_sample_that_was_cut_short_has_no_prompt_logprobs() -> None:
@@ -322,10 +322,10 @@ def test_a_sample_that_was_cut_short_has_no_prompt_logprobs() -> None:
         (transcript,) = transcripts_of(call)
         transcript.add_delta(delta([A]), call.shape, TOKENIZER)
         transcript.cut_short(ReplyShape(), "timeout")
-        assert "prompt_logprobs" in json.dumps(openai_body(call, [transcript], TOKENIZER, 1))
+        assert "prompt_logprobs" in json.dumps(OpenAIReply(call, TOKENIZER, 1).body([transcript]))
 
 
-def test_spans_have_labels_where_the_trainer_gave_them() -> None:
+def test_version_spans_use_trainer_labels() -> None:
     call = call_of(versions=True)
     (transcript,) = transcripts_of(call)
     sample = replace(sample_of([A, B, END], "stop", None), token_versions=(4, 4, 5), version_labels={5: "step-9"})
@@ -336,7 +336,7 @@ def test_spans_have_labels_where_the_trainer_gave_them() -> None:
         {"version": "4", "start": 0, "end": 2, "number": 4},
         {"version": "step-9", "start": 2, "end": 3, "number": 5},
     ]
-    (choice,) = openai_body(call, [transcript], TOKENIZER, 5)["choices"]
+    (choice,) = OpenAIReply(call, TOKENIZER, 5).body([transcript])["choices"]
     assert choice["weight_versions"] == spans and "mask" not in choice
-    *_, end = delta_chunks(call, transcript, written, TOKENIZER, 5)
+    *_, end = OpenAIReply(call, TOKENIZER, 5).delta_chunks(transcript, written)
     assert end["choices"][0]["weight_versions"] == spans

@@ -78,7 +78,7 @@ def test_update_from_directory(
     assert (reply["weight_version"], reply["version"]) == ("step-1", 1)
     server.on_engine(lambda: None)  # wait until the event loop has processed the step that installed them
     shown = b'nano_inference_weight_version{engine="0",model_name="tiny"} 1.0'
-    assert shown in server.opened.observer.render()
+    assert shown in server.opened.metrics.render()
     if form == "sglang":
         assert reply["success"] is True and reply["message"] and reply["num_paused_requests"] == 0
     sample = Stream(server, params=SHORT).result()

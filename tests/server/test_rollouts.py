@@ -1,4 +1,4 @@
-"""What a trainer relies on, over HTTP: the halves of rl.md's acceptance tests that the server has a part in."""
+"""What a trainer relies on, over HTTP: the server's part of the acceptance tests of rl.md."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ASK: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def rollouts(tiny_directory: Path) -> Iterator[Running]:
-    """A server as a trainer starts it."""
+    """A server with --enable-rl."""
     with running(tiny_directory, ServerConfig(port=0, log_requests=False, enable_rl=True)) as one:
         yield one
 
@@ -43,23 +43,23 @@ def choices(server: Running, **fields: Any) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("fields", [{}, {"temperature": 0.6, "top_p": 0.9}, {"temperature": 1.0, "top_k": 20}])
-def test_a_logprobs_are_the_trainers_own(rollouts: Running, tiny_directory: Path, fields: dict[str, Any]) -> None:
-    """Processed, as a trainer that knows temperature and truncation computes them again."""
+def test_logprobs_equal_trainer_recomputation(rollouts: Running, tiny_directory: Path, fields: dict[str, Any]) -> None:
+    """Log-probabilities after temperature and truncation, as a trainer recomputes them."""
     (choice,) = choices(rollouts, return_sampling_mask=True, **fields)
     model = transformers.LlamaForCausalLM.from_pretrained(tiny_directory, dtype=torch.float32)
     tokens = torch.tensor([PROMPT + choice["token_ids"]])
     with torch.no_grad():
         logits = model(tokens).logits[0, len(PROMPT) - 1 : -1] / fields.get("temperature", 0.8)
-    for position, (token, told) in enumerate(
+    for position, (token, reported) in enumerate(
         zip(choice["token_ids"], choice["logprobs"]["token_logprobs"], strict=True)
     ):
         row, kept = logits[position], choice["sampling_mask"][position]
         expected = row.log_softmax(-1)[token] if kept is None else row[kept].log_softmax(-1)[kept.index(token)]
-        assert abs(float(expected) - told) < 1e-4
+        assert abs(float(expected) - reported) < 1e-4
     assert (choice["sampling_mask"][0] is None) == (not fields or ("top_p" not in fields and "top_k" not in fields))
 
 
-def test_b_mates_change_nothing(rollouts: Running) -> None:
+def test_concurrent_requests_do_not_change_output(rollouts: Running) -> None:
     """vLLM issue 51226: on a CPU, an unseeded mate changed what a seeded request drew."""
     (alone,) = choices(rollouts)
     mates = [{"prompt": [*PROMPT, i], "seed": None if i % 2 else i, "max_tokens": 8 + i} for i in range(15)]
@@ -70,54 +70,54 @@ def test_b_mates_change_nothing(rollouts: Running) -> None:
     assert among["token_ids"] == alone["token_ids"]
 
 
-def test_c_samples_of_one_seed_differ_and_come_again(rollouts: Running) -> None:
+def test_samples_of_one_seed_differ_and_repeat(rollouts: Running) -> None:
     """tt-metal issue 53077: n samples of one seed were n times the same."""
     first, second = (choices(rollouts, n=8) for _ in range(2))
     assert len({tuple(one["token_ids"]) for one in first}) == 8
     assert [one["token_ids"] for one in first] == [one["token_ids"] for one in second]
 
 
-def test_c_without_a_seed_no_two_processes_draw_the_same(rollouts: Running, tiny_directory: Path) -> None:
-    """TRL issue 7040: engines that were all seeded alike gave groups of duplicates."""
+def test_processes_without_seed_sample_differently(rollouts: Running, tiny_directory: Path) -> None:
+    """TRL issue 7040: engines with equal seeds gave duplicate groups."""
     with running(tiny_directory) as other:
         drawn = [tuple(choices(one, seed=None)[0]["token_ids"]) for one in (rollouts, other, rollouts)]
     assert len(set(drawn)) == 3
 
 
-def test_g_a_partial_answer_goes_on_as_if_it_had_not_been_interrupted(rollouts: Running) -> None:
+def test_partial_answer_continues_identically(rollouts: Running) -> None:
     (whole,) = choices(rollouts)
     for cut in (1, 7, 23):
         ids = whole["token_ids"][:cut]
         (rest,) = choices(rollouts, prompt=PROMPT + ids, max_tokens=24 - cut)
         assert ids + rest["token_ids"] == whole["token_ids"]
-        told = [*whole["logprobs"]["token_logprobs"][:cut], *rest["logprobs"]["token_logprobs"]]
-        assert told == pytest.approx(whole["logprobs"]["token_logprobs"], abs=1e-4)
+        reported = [*whole["logprobs"]["token_logprobs"][:cut], *rest["logprobs"]["token_logprobs"]]
+        assert reported == pytest.approx(whole["logprobs"]["token_logprobs"], abs=1e-4)
 
 
 @pytest.mark.parametrize(
     "fields",
     [
-        {"prompt": PROMPT},  # cached whole by now
+        {"prompt": PROMPT},  # fully cached by now
         {"prompt": PROMPT[:16]},
         {"prompt": [259, 258, 257, 256]},
         {"prompt": [7]},
         {"stop": []},
     ],
 )
-def test_h_odd_prompts(rollouts: Running, fields: dict[str, Any]) -> None:
+def test_odd_prompts(rollouts: Running, fields: dict[str, Any]) -> None:
     first, second = (choices(rollouts, **fields)[0] for _ in range(2))
     assert first["token_ids"] == second["token_ids"] and len(first["token_ids"]) == 24
     assert first["prompt_token_ids"] == fields.get("prompt", PROMPT)
 
 
-def test_h_a_prompt_alone_is_scored(rollouts: Running) -> None:
+def test_prompt_is_scored_without_output(rollouts: Running) -> None:
     (choice,) = choices(rollouts, max_tokens=0, echo=True, logprobs=1)
     assert choice["token_ids"] == [] and len(choice["logprobs"]["token_logprobs"]) == len(PROMPT)
     assert choice["logprobs"]["token_logprobs"][0] is None
 
 
-def test_i_little_memory_changes_nothing(rollouts: Running, tiny_directory: Path) -> None:
-    """Sixty-four requests where the cache has room for a few: all end, with what they would have drawn alone."""
+def test_small_kv_cache_does_not_change_output(rollouts: Running, tiny_directory: Path) -> None:
+    """64 requests in a cache with room for a few: all end with the output that they have alone."""
     prompts = [[*PROMPT, i] for i in range(64)]
     asked = {"prompt": prompts, "max_tokens": 40}
     expected = [one["token_ids"] for one in choices(rollouts, **asked)]
@@ -125,14 +125,14 @@ def test_i_little_memory_changes_nothing(rollouts: Running, tiny_directory: Path
     with running(tiny_directory, config, kv_cache_bytes=64 << 10) as narrow:
         limits = narrow.opened.model.limits
         assert limits.num_blocks * limits.block_size < 8 * (len(prompts[0]) + 40)
-        told = choices(narrow, **asked)
+        reported = choices(narrow, **asked)
         series = narrow.client.get("/metrics").text
-    assert [one["token_ids"] for one in told] == expected
+    assert [one["token_ids"] for one in reported] == expected
     preempted = [line for line in series.splitlines() if line.startswith("vllm:num_preemptions_total")]
     assert float(preempted[0].split()[-1]) > 0
 
 
-def test_every_form_of_reply_tells_masks_and_versions(rollouts: Running) -> None:
+def test_every_reply_format_has_masks_and_versions(rollouts: Running) -> None:
     span = [{"version": "0", "start": 0, "end": 24, "number": 0}]
     chat = {name: value for name, value in ASK.items() if name != "prompt"} | {
         "messages": [{"role": "user", "content": "x"}],
@@ -149,7 +149,7 @@ def test_every_form_of_reply_tells_masks_and_versions(rollouts: Running) -> None
         assert choice["weight_versions"] == span and "mask" not in choice
 
 
-def test_other_dialects_tell_them_too(rollouts: Running) -> None:
+def test_other_dialects_return_masks_and_versions(rollouts: Running) -> None:
     span = [{"version": "0", "start": 0, "end": 4, "number": 0}]
     llama = {"prompt": "x", "n_predict": 4, "ignore_eos": True, "return_tokens": True}
     reply = rollouts.post("/completion", llama).json()

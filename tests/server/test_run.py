@@ -1,4 +1,4 @@
-"""The process of `serve`, from the inside: its socket, and an end that nobody asked for."""
+"""The `serve` process in-process: its socket, and shutdown after a failed listener."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.server.tiny import opened
 CONFIG = ServerConfig(port=0, log_requests=False)
 
 
-def test_a_port_belongs_to_one_server() -> None:
+def test_port_in_use_is_refused() -> None:
     with bind(CONFIG) as first:
         port = first.getsockname()[1]
         with pytest.raises(
@@ -29,17 +29,17 @@ def test_a_port_belongs_to_one_server() -> None:
             bind(ServerConfig(port=port))
 
 
-def test_answers_are_sent_at_once() -> None:
+def test_nagle_algorithm_is_disabled() -> None:
     with bind(CONFIG) as listening:
         assert listening.proto == 6, "asyncio sets TCP_NODELAY only where the protocol is named"
 
 
-def test_the_kernel_keeps_little_for_a_client_that_does_not_read() -> None:
+def test_send_buffer_is_limited() -> None:
     with bind(CONFIG) as listening, socket.create_connection(listening.getsockname()), listening.accept()[0] as taken:
         assert taken.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) <= 2 * SEND_BUFFER
 
 
-def test_the_port_is_open_before_the_model_is_there(tiny_directory: Path) -> None:
+def test_port_is_open_before_model_is_loaded(tiny_directory: Path) -> None:
     may_load = threading.Event()
 
     def slowly() -> LoadedModel:
@@ -69,9 +69,7 @@ def test_the_port_is_open_before_the_model_is_there(tiny_directory: Path) -> Non
 
 
 @pytest.mark.parametrize("when", ["at once", "later"])
-def test_a_listener_that_fails_ends_the_process_in_order(
-    tiny_directory: Path, monkeypatch: pytest.MonkeyPatch, when: str
-) -> None:
+def test_failed_listener_shuts_down(tiny_directory: Path, monkeypatch: pytest.MonkeyPatch, when: str) -> None:
     ready = asyncio.Event()
 
     async def broken(self: Listener, sockets: Any = None) -> None:
@@ -98,6 +96,6 @@ def test_a_listener_that_fails_ends_the_process_in_order(
     with pytest.raises(OSError, match="the listener is lost"):
         asyncio.run(main())
     for thread in threading.enumerate():
-        if thread.name == "engine":  # one that was loading ends when it has loaded
+        if thread.name == "engine":  # a loading engine ends after loading
             thread.join(60)
             assert not thread.is_alive()

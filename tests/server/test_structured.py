@@ -1,4 +1,4 @@
-"""Structured output as clients spell it: every spelling, and every refusal by the name of its field."""
+"""Structured output: all fields of all dialects, and errors that name their field."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ GBNF = 'root ::= "a"'
 
 
 def grammar_of(fields: Mapping[str, Any]) -> Grammar | None:
-    """Return what a request holds its answer to."""
+    """Return the grammar of a request."""
     found = structure_of(fields)
     return None if found is None else found.grammar
 
@@ -59,7 +59,7 @@ def grammar_of(fields: Mapping[str, Any]) -> Grammar | None:
         ({"grammar": GBNF}, Grammar("gbnf", GBNF)),
     ],
 )
-def test_every_spelling(fields: dict[str, Any], expected: Grammar) -> None:
+def test_structured_output_fields(fields: dict[str, Any], expected: Grammar) -> None:
     assert set(fields) <= FIELDS
     assert grammar_of(fields) == expected
     assert grammar_of({**dict.fromkeys(FIELDS), **fields, "prompt": "p", "model": "m"}) == expected
@@ -77,7 +77,7 @@ def test_every_spelling(fields: dict[str, Any], expected: Grammar) -> None:
         {"json_schema": {}, "response_format": None},
     ],
 )
-def test_what_is_null_or_empty_is_not_asked(fields: dict[str, Any]) -> None:
+def test_null_and_empty_fields_are_ignored(fields: dict[str, Any]) -> None:
     assert grammar_of(fields) is None
 
 
@@ -106,7 +106,7 @@ def test_what_is_null_or_empty_is_not_asked(fields: dict[str, Any]) -> None:
         ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs.structural_tag", "is not supported"),
         ({"structured_outputs": {"whitespace_pattern": " "}}, "structured_outputs.whitespace_pattern", "not supported"),
         ({"structured_outputs": {"json": 3}}, "structured_outputs.json", "must be an object"),
-        ({"structured_outputs": {"json": "{"}}, "structured_outputs.json", "is no JSON"),
+        ({"structured_outputs": {"json": "{"}}, "structured_outputs.json", "is not valid JSON"),
         ({"structured_outputs": {"json": "[1]"}}, "structured_outputs.json", "must be an object"),
         ({"structured_outputs": {"json_object": 1}}, "structured_outputs.json_object", "must be true or false"),
         ({"structured_outputs": {"choice": ["a", 2]}}, "structured_outputs.choice", "must be a list of strings"),
@@ -122,7 +122,7 @@ def test_what_is_null_or_empty_is_not_asked(fields: dict[str, Any]) -> None:
         ({"guided_grammar": {"a": 1}}, "guided_grammar", "must be a string"),
         ({"regex": 5}, "regex", "must be a string"),
         ({"json_schema": True}, "json_schema", "must be an object"),
-        ({"json_schema": "nope"}, "json_schema", "is no JSON"),
+        ({"json_schema": "nope"}, "json_schema", "is not valid JSON"),
     ],
 )
 def test_refusals_name_the_field(fields: dict[str, Any], param: str, message: str) -> None:
@@ -145,13 +145,13 @@ def test_refusals_name_the_field(fields: dict[str, Any], param: str, message: st
         ({"structured_outputs": {"regex": "a"}, "guided_json": SCHEMA}, ("structured_outputs.regex", "guided_json")),
     ],
 )
-def test_two_at_once_are_refused_by_both_names(fields: dict[str, Any], names: tuple[str, str]) -> None:
+def test_two_structures_are_refused_naming_both(fields: dict[str, Any], names: tuple[str, str]) -> None:
     with pytest.raises(ApiError) as caught:
         grammar_of(fields)
     assert all(name in caught.value.message for name in names) and caught.value.param == names[1]
 
 
-def test_what_vllm_can_switch_off() -> None:
+def test_vllm_flags() -> None:
     nested = {
         "properties": {"a": {"items": [{"properties": {}}, {"patternProperties": {}, "additionalProperties": True}]}}
     }
@@ -177,6 +177,6 @@ def test_what_vllm_can_switch_off() -> None:
         assert json.loads(found.text) == {"type": "object", **compact}
 
 
-def test_the_order_of_properties_stays() -> None:
+def test_order_of_properties_is_kept() -> None:
     found = grammar_of({"guided_json": json.dumps(SCHEMA)})
     assert found is not None and found.text.index('"b"') < found.text.index('"a"')

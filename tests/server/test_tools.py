@@ -1,4 +1,4 @@
-"""What a request says of tools, and calls as OpenAI has them."""
+"""Tool fields of requests, and tool calls in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from nano_inference.server.tools import (
     ToolUse,
     call_deltas,
     call_id,
-    calls_json,
-    is_told,
+    is_reported,
+    message_content,
     requested_tools,
     tool_use,
 )
@@ -36,7 +36,7 @@ CALCULATOR = {"type": "calculator"}
 
 
 def use(template: str | None = None, **fields: Any) -> ToolUse | None:
-    """Return what a body with these fields wants of tools."""
+    """Return the tools of a body with these fields."""
     return requested_tools(parse(json.dumps(fields).encode(), ToolFields), template)
 
 
@@ -53,7 +53,7 @@ def named(name: str, **more: Any) -> dict[str, Any]:
 # ---- requests
 
 
-def test_functions_reach_the_template_without_what_was_not_given() -> None:
+def test_template_functions_omit_absent_fields() -> None:
     wanted = some(tools=[WEATHER, NOW])
     assert wanted.functions == (
         {"type": "function", "function": {"name": "weather", "description": "d", "parameters": SCHEMA}},
@@ -65,7 +65,7 @@ def test_functions_reach_the_template_without_what_was_not_given() -> None:
     assert wanted.parses and not wanted.must_call and wanted.format == HERMES
 
 
-def test_the_template_decides_on_the_format() -> None:
+def test_tool_format_depends_on_template() -> None:
     assert some("{{ tools }}<|python_tag|>", tools=[NOW]).format == LLAMA
 
 
@@ -88,7 +88,7 @@ def test_choices(choice: Any, expected: str, name: str | None) -> None:
 
 @pytest.mark.parametrize("choice", [None, "auto", "none"])
 @pytest.mark.parametrize("tools", [None, []])
-def test_nothing_is_wanted_without_tools(choice: Any, tools: Any) -> None:
+def test_no_tools_returns_none(choice: Any, tools: Any) -> None:
     assert use(tools=tools, tool_choice=choice, parallel_tool_calls=True) is None
     assert use() is None
 
@@ -98,7 +98,7 @@ def test_parallel_calls(given: Any, expected: bool) -> None:
     assert some(tools=[NOW], parallel_tool_calls=given).parallel == expected
 
 
-def test_the_calculator_is_no_function() -> None:
+def test_calculator_is_not_a_function() -> None:
     alone = some(tools=[CALCULATOR])
     assert alone.calculator and alone.functions == () and not alone.parses
     both = some(tools=[CALCULATOR, NOW], tool_choice="required")
@@ -110,7 +110,7 @@ def test_a_function_may_have_the_name_of_a_choice() -> None:
     assert (wanted.choice, wanted.name) == ("required", "none") and wanted.parses
 
 
-def test_former_fields_are_todays() -> None:
+def test_deprecated_fields_equal_current_ones() -> None:
     functions = [WEATHER["function"], NOW["function"]]
     assert use(functions=functions) == use(tools=[WEATHER, NOW], parallel_tool_calls=False)
     assert use(functions=functions, function_call="none") == use(
@@ -141,7 +141,7 @@ def test_former_fields_are_todays() -> None:
         ({"tools": [named("a", parameters={"properties": []})]}, "tools.0.function.parameters.properties", "object"),
         ({"tools": [named("a", parameters={"required": "b"})]}, "tools.0.function.parameters.required", "names"),
         ({"tools": [named("a", parameters={"required": [1]})]}, "tools.0.function.parameters.required", "names"),
-        ({"tools": [NOW, NOW]}, "tools.1.function.name", "two functions 'now'"),
+        ({"tools": [NOW, NOW]}, "tools.1.function.name", "'now' is given twice"),
         ({"tools": [named(f"f{i}") for i in range(MAX_TOOLS + 1)]}, "tools", "at most 128"),
         ({"tools": [named("a", description="x" * MAX_TOOLS_BYTES)]}, "tools", f"at most {MAX_TOOLS_BYTES} bytes"),
         ({"tools": [named("a", description="é" * (MAX_TOOLS_BYTES // 2))]}, "tools", "bytes"),
@@ -159,12 +159,12 @@ def test_former_fields_are_todays() -> None:
             "'allowed_tools' is not supported",
         ),
         ({"tools": [NOW], "parallel_tool_calls": "yes"}, "parallel_tool_calls", "boolean"),
-        ({"functions": [{"name": "a"}, {"name": "a"}]}, "functions.1.name", "two functions 'a'"),
+        ({"functions": [{"name": "a"}, {"name": "a"}]}, "functions.1.name", "'a' is given twice"),
         ({"functions": [{"name": "a", "parameters": {"type": 1}}]}, "functions.0.parameters.type", "'object'"),
         ({"functions": [{"name": "a"}], "function_call": {"name": "b"}}, "function_call", "no function 'b'"),
         ({"functions": [{"name": "a"}], "function_call": "sometimes"}, "function_call", "must be"),
-        ({"functions": [{"name": "a"}], "tools": [NOW]}, "functions", "exclude"),
-        ({"function_call": "auto", "tool_choice": "auto"}, "functions", "exclude"),
+        ({"functions": [{"name": "a"}], "tools": [NOW]}, "functions", "cannot be combined"),
+        ({"function_call": "auto", "tool_choice": "auto"}, "functions", "cannot be combined"),
     ],
 )
 def test_refusals_name_the_field(fields: dict[str, Any], param: str, said: str) -> None:
@@ -175,13 +175,13 @@ def test_refusals_name_the_field(fields: dict[str, Any], param: str, said: str) 
     assert re.search(said, error.message) and error.message.startswith(param.split(".")[0])
 
 
-def test_as_large_as_may_be() -> None:
+def test_tools_at_size_limit() -> None:
     wanted = some(tools=[named("a", description="x" * (MAX_TOOLS_BYTES - 100))])
     assert wanted.names == {"a"}
     assert len(some(tools=[named("a" * 64)] + [named(f"f.{i}_-") for i in range(MAX_TOOLS - 1)]).functions) == MAX_TOOLS
 
 
-def test_other_dialects_may_call_with_what_they_made() -> None:
+def test_tool_use_accepts_constructed_tools() -> None:
     body = parse(json.dumps({"tools": [NOW]}).encode(), ToolFields)
     wanted = tool_use(body.tools, ToolChoice(type="function", name="now"), None, None)
     assert wanted is not None and wanted.name == "now"
@@ -212,18 +212,18 @@ def entry(number: int, name: str, arguments: str) -> dict[str, Any]:
     return {"id": f"call_{number}", "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def test_a_whole_reply() -> None:
+def test_message_content() -> None:
     both = [entry(0, "weather", '{"city": "Bern"}'), entry(1, "now", "{}")]
-    assert calls_json(EVENTS, new_id=ids()) == ("I look.Done", both)
-    assert calls_json(EVENTS[2:6], new_id=ids()) == (None, both[:1])
-    assert calls_json([Content("Hi")]) == ("Hi", []) and calls_json([]) == ("", [])
-    assert calls_json(EVENTS[2:4], new_id=ids()) == (None, [entry(0, "weather", '{"city": ')])
-    told = calls_json(EVENTS)
-    message = ChatCompletionMessage.model_validate({"role": "assistant", **told._asdict()})
+    assert message_content(EVENTS, new_id=ids()) == ("I look.Done", both)
+    assert message_content(EVENTS[2:6], new_id=ids()) == (None, both[:1])
+    assert message_content([Content("Hi")]) == ("Hi", []) and message_content([]) == ("", [])
+    assert message_content(EVENTS[2:4], new_id=ids()) == (None, [entry(0, "weather", '{"city": ')])
+    reported = message_content(EVENTS)
+    message = ChatCompletionMessage.model_validate({"role": "assistant", **reported._asdict()})
     assert message.tool_calls is not None and message.tool_calls[0].type == "function"
 
 
-def test_a_stream() -> None:
+def test_call_deltas() -> None:
     deltas = call_deltas(EVENTS, new_id=ids())
     assert deltas == [
         {"content": "I "},
@@ -250,11 +250,11 @@ def test_a_stream() -> None:
         ({"tool_choice": {"type": "function", "function": {"name": "now"}}}, EVENTS[2:6]),
     ],
 )
-def test_what_clients_are_told_of(fields: dict[str, Any], expected: list[Event]) -> None:
+def test_reported_events(fields: dict[str, Any], expected: list[Event]) -> None:
     wanted = some(tools=[WEATHER, NOW], **fields)
-    assert [event for event in EVENTS if is_told(event, wanted)] == expected
+    assert [event for event in EVENTS if is_reported(event, wanted)] == expected
 
 
-def test_every_call_has_an_id_of_its_own() -> None:
-    found = {call_id() for _ in range(100)} | {call["id"] for call in calls_json(EVENTS).tool_calls}
+def test_call_ids_are_unique() -> None:
+    found = {call_id() for _ in range(100)} | {call["id"] for call in message_content(EVENTS).tool_calls}
     assert len(found) == 102 and all(re.fullmatch(r"call_[0-9a-f]{24}", one) for one in found)

@@ -1,4 +1,4 @@
-"""Fields that others know: refused when they ask for something, taken when they do not, on every route."""
+"""Unsupported fields of other servers: refused on every route unless their value is neutral."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ BODIES: dict[str, dict[str, Any]] = {
 }
 
 DECLARED = {one.path: frozenset(one.body.model_fields) for one in (*GENERATING, *CONVERTING)}
-"""What each path does, besides what it refuses."""
+"""Fields of `NEUTRAL` that each path supports."""
 
 
 def asking(name: str) -> list[Any]:
-    """Values that are not neutral for a field."""
+    """Return values that are not neutral for a field."""
     tried = [True, False, 1, 0, 2, 0.5, "x", "required", ["x"], {"type": "json_object"}, [{"type": "function"}], "", []]
     neutral = {json.dumps([type(one).__name__, one]) for one in NEUTRAL[name]}
     return [one for one in tried if json.dumps([type(one).__name__, one]) not in neutral]
@@ -42,10 +42,10 @@ def strict(tiny_directory: Path) -> Iterator[Running]:
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_known_fields_that_ask_for_something(server: Running, path: str) -> None:
+def test_non_neutral_fields_are_refused(server: Running, path: str) -> None:
     for index, name in enumerate(NEUTRAL):
         if name in DECLARED[path]:
-            continue  # done here: see the tests of tools and of structures
+            continue  # supported: see the tests of tools and structures
         values = asking(name)
         reply = server.post(path, {**BODIES[path], name: values[index % len(values)]})
         assert reply.status_code == 400
@@ -58,7 +58,7 @@ def test_known_fields_that_ask_for_something(server: Running, path: str) -> None
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_known_fields_that_ask_for_nothing(server: Running, path: str) -> None:
+def test_neutral_fields_are_accepted(server: Running, path: str) -> None:
     for column in range(max(map(len, NEUTRAL.values()))):
         others = ((name, values) for name, values in NEUTRAL.items() if name not in DECLARED[path])
         neutral = {name: values[column % len(values)] for name, values in others}
@@ -67,7 +67,7 @@ def test_known_fields_that_ask_for_nothing(server: Running, path: str) -> None:
 
 
 @pytest.mark.parametrize("name", NEUTRAL)
-def test_every_other_value_of_a_known_field_is_refused(name: str) -> None:
+def test_non_neutral_values_are_refused(name: str) -> None:
     for value in asking(name):
         with pytest.raises(ApiError):
             refuse_unsupported({name: value})
@@ -75,7 +75,7 @@ def test_every_other_value_of_a_known_field_is_refused(name: str) -> None:
         refuse_unsupported({name: value})
 
 
-def test_a_refusal_says_where() -> None:
+def test_refusal_names_location() -> None:
     with pytest.raises(ApiError, match=r"^body\.grammar is not supported"):
         refuse_unsupported({"grammar": "root"}, "body.")
 
@@ -85,7 +85,7 @@ def test_streams_refuse_in_the_same_way(server: Running) -> None:
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, "suffix")
 
 
-def test_unknown_fields_are_told_once(server: Running, caplog: pytest.LogCaptureFixture) -> None:
+def test_unknown_fields_are_logged_once(server: Running, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="nano_inference.server"):
         for _ in range(3):
             reply = server.post(CHAT, {**BODIES[CHAT], "sparkle": 1, "evil\nname": {}})
@@ -95,7 +95,7 @@ def test_unknown_fields_are_told_once(server: Running, caplog: pytest.LogCapture
     assert sum("'evil\\nname'" in message for message in messages) == 1, "no line break gets into the log"
 
 
-def test_a_flood_of_unknown_fields_is_not_remembered(server: Running) -> None:
+def test_number_of_logged_unknown_fields_is_bounded(server: Running) -> None:
     flood = {f"field{index}": 1 for index in range(3000)}
     assert server.post(CHAT, {**BODIES[CHAT], **flood}).status_code == 200
     assert len(server.app._noted) <= 1000

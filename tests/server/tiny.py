@@ -1,4 +1,4 @@
-"""A tiny random model with a byte tokenizer and a chat template, served for tests: in process, or on a real socket."""
+"""A tiny random model with a byte tokenizer and a chat template, served for tests on a real socket."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ MAX_LEN = 512
 def make_tiny(
     directory: Path, positions: int = MAX_LEN, *, template: str = TEMPLATE, special: tuple[str, ...] = ()
 ) -> Path:
-    """Write a random Llama whose tokens are the 256 bytes, four special tokens, and further ones."""
+    """Write a random Llama with 256 byte tokens, four special tokens and those of `special`."""
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     core = tokenizers.Tokenizer(tokenizers.models.BPE({char: i for i, char in enumerate(alphabet)}, []))
     core.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -74,10 +74,10 @@ def opened(directory: Path, config: ServerConfig, **options: Any) -> LoadedModel
 
 
 class StepBlocker:
-    """Holds an engine in mid-answer, for a test to command it there: who wins a race says nothing.
+    """Blocks an engine in the middle of an answer, so that commands of a test do not race with its end.
 
-    While it is on, the engine makes a few steps after each request that comes, then one step for each command, unless
-    a pause waits for what runs.
+    While it is on, the engine runs `FREE_STEPS` turns after each new request, then one per command, except while a
+    pause waits for running requests.
     """
 
     FREE_STEPS = 20
@@ -91,21 +91,21 @@ class StepBlocker:
         engine.add, self._driver._run_watches = self.add, self.end_turn
 
     def put_on(self) -> None:
-        """Hold the engine from the next request on."""
+        """Block the engine after the next request's free steps."""
         self._num_free = self.FREE_STEPS
         self._is_off.clear()
 
     def take_off(self) -> None:
-        """Let the engine go on."""
+        """Unblock the engine."""
         self._is_off.set()
 
     def add(self, *given: Any, **named: Any) -> Any:
-        """Take a request, and allow it its first tokens."""
+        """Add a request and reset the free steps."""
         self._num_free = self.FREE_STEPS
         return self._add(*given, **named)
 
     def end_turn(self) -> None:
-        """End a turn, and stay there when there is nothing that lets the next one begin."""
+        """End a turn; wait while no free step or command allows the next one."""
         self._end_turn()
         self._num_free -= 1
         engine = self._engine
@@ -121,7 +121,7 @@ class StepBlocker:
 
 @dataclass
 class Running:
-    """A server on a real socket, in a thread of its own."""
+    """A server on a real socket, in a separate thread."""
 
     url: str
     app: App
@@ -141,14 +141,14 @@ class Running:
         return self.client.post(path, json=body, headers=headers)
 
     def events(self, path: str, body: Any) -> list[Any]:
-        """POST JSON and return what was streamed, the [DONE] as a string."""
+        """POST JSON and return the streamed events, [DONE] as a string."""
         with self.client.stream("POST", path, json=body) as response:
             assert response.status_code == 200, response.read()
             text = b"".join(response.iter_bytes()).decode()
         return events_in(text)
 
     def comes_to_show(self, line: str) -> bool:
-        """Whether /metrics comes to have a line: a turn of the engine is counted after its commands were answered."""
+        """Return True once /metrics contains a line, False after a minute; metrics change after a turn's commands."""
         deadline = time.monotonic() + 60
         while line not in self.client.get("/metrics").text.splitlines():
             if time.monotonic() > deadline:
@@ -156,7 +156,7 @@ class Running:
         return True
 
     def on_loop(self, work: Any) -> Any:
-        """Run something on the server's event loop and return its result."""
+        """Return `work()`, run on the server's event loop."""
 
         async def call() -> Any:
             return work()
@@ -164,7 +164,7 @@ class Running:
         return asyncio.run_coroutine_threadsafe(call(), self.loop).result(30)
 
     def on_engine(self, work: Any) -> Any:
-        """Run something on the engine's thread, between two steps."""
+        """Return `work()`, run on the engine's thread between two steps."""
         return asyncio.run_coroutine_threadsafe(self.link.call(work), self.loop).result(30)
 
 
@@ -182,7 +182,7 @@ def running(
     dialects: Mapping[str, Dialect] | None = None,
     **options: Any,
 ) -> Iterator[Running]:
-    """Serve the tiny model on 127.0.0.1 while the block runs; `make` opens it. The default is every dialect."""
+    """Serve the tiny model on 127.0.0.1 while the block runs, by default with all dialects; `make` loads it."""
     config = config or ServerConfig(port=0, log_requests=False)
     listening = bind(config)
     ready: list[Running] = []

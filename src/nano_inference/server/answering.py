@@ -19,9 +19,9 @@ from nano_inference.server.call import Call, Reply, Transcript, reply_size
 from nano_inference.server.detokenizer import DecodedDelta
 from nano_inference.server.errors import ApiError, internal_error
 from nano_inference.server.guard import ClientGone
-from nano_inference.server.model import ServedModel
 from nano_inference.server.ticket import Ticket
 from nano_inference.server.worker_pool import WorkerPool
+from nano_inference.text.tokenizer import Tokenizer
 
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
@@ -51,130 +51,108 @@ class Timing:
     """Seconds without an event after which a stream sends a comment; 0: never."""
 
 
-async def answer(
-    call: Call,
-    ticket: Ticket,
-    model: ServedModel,
-    timing: Timing,
-    pool: WorkerPool,
-    receive: Receive,
-    send: Send,
-    transcripts: list[Transcript],
-) -> ApiError | None:
-    """Answer a call and fill `transcripts`; return the error that a stream sent as its last event, if any.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """Sends the reply to one call, and fills `transcripts` with its samples."""
 
-    Raises `ApiError` if nothing has been sent yet, and `ClientGone` if the client disconnected.
-    """
-    reply = call.make_reply(call, model.tokenizer, int(time.time()))
-    with _disconnect_watcher(receive, ticket):
-        if call.stream:
-            return await _stream(call, reply, ticket, model, timing, send, transcripts)
-        await _send_body(call, reply, ticket, model, timing, pool, send, transcripts)
-        return None
+    call: Call
+    ticket: Ticket
+    tokenizer: Tokenizer
+    timing: Timing
+    pool: WorkerPool
+    send: Send
+    transcripts: list[Transcript]
 
+    async def run(self, receive: Receive) -> ApiError | None:
+        """Send the reply; return the error that a stream sent as its last event, if any.
 
-async def _send_body(
-    call: Call,
-    reply: Reply,
-    ticket: Ticket,
-    model: ServedModel,
-    timing: Timing,
-    pool: WorkerPool,
-    send: Send,
-    transcripts: list[Transcript],
-) -> None:
-    async for _ in _events(call, ticket, model, timing, transcripts, lambda transcript, decoded: b""):
-        pass
+        Raises `ApiError` if nothing has been sent yet, and `ClientGone` if the client disconnected.
+        """
+        reply = self.call.make_reply(self.call, self.tokenizer, int(time.time()))
+        with _disconnect_watcher(receive, self.ticket):
+            if self.call.stream:
+                return await self._stream(reply)
+            await self._send_body(reply)
+            return None
 
-    def serialize() -> bytes:
-        return to_json(reply.body(transcripts))
+    async def _send_body(self, reply: Reply) -> None:
+        async for _ in self._events(lambda transcript, decoded: b""):
+            pass
 
-    if reply_size(call, transcripts) <= _SMALL_REPLY:
-        body = serialize()
-    else:
-        body = await pool.run(serialize, seconds=_SERIALIZE_TIMEOUT_S)
-    headers = [*_JSON_HEADERS, (b"content-length", str(len(body)).encode()), *_max_tokens_header(call)]
-    await send({"type": "http.response.start", "status": 200, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
+        def serialize() -> bytes:
+            return to_json(reply.body(self.transcripts))
 
+        if reply_size(self.call, self.transcripts) <= _SMALL_REPLY:
+            body = serialize()
+        else:
+            body = await self.pool.run(serialize, seconds=_SERIALIZE_TIMEOUT_S)
+        await self._start([*_JSON_HEADERS, (b"content-length", str(len(body)).encode())])
+        await self.send({"type": "http.response.body", "body": body})
 
-def _max_tokens_header(call: Call) -> list[tuple[bytes, bytes]]:
-    """Return the header with the token limit of an answer for which the context has less room than `max_tokens`."""
-    return [] if call.reduced_max_tokens is None else [(b"x-max-tokens", str(call.reduced_max_tokens).encode())]
+    async def _stream(self, reply: Reply) -> ApiError | None:
+        """Send events as deltas arrive. A failure is sent as an event, since the status was sent before."""
 
+        def to_events(transcript: Transcript, decoded: DecodedDelta) -> bytes:
+            return reply.delta_events(transcript, decoded, self.transcripts)
 
-async def _stream(
-    call: Call,
-    reply: Reply,
-    ticket: Ticket,
-    model: ServedModel,
-    timing: Timing,
-    send: Send,
-    transcripts: list[Transcript],
-) -> ApiError | None:
-    """Send events as deltas arrive. A failure is sent as an event, since the status was sent before."""
-
-    def to_events(transcript: Transcript, decoded: DecodedDelta) -> bytes:
-        return reply.delta_events(transcript, decoded, transcripts)
-
-    await send({"type": "http.response.start", "status": 200, "headers": [*_EVENT_HEADERS, *_max_tokens_header(call)]})
-    await _send_some(send, reply.first_events(transcripts))
-    try:
-        async for chunk in _events(call, ticket, model, timing, transcripts, to_events):
-            await _send_some(send, chunk)
-        last = reply.last_events(transcripts)
-    except ClientGone:
-        raise
-    except Exception as error:
-        api_error = error if isinstance(error, ApiError) else _unexpected(error)
-        await send({"type": "http.response.body", "body": reply.error_events(api_error), "more_body": False})
+        await self._start(_EVENT_HEADERS)
+        await self._send_some(reply.first_events(self.transcripts))
+        api_error = None
+        try:
+            async for chunk in self._events(to_events):
+                await self._send_some(chunk)
+            last = reply.last_events(self.transcripts)
+        except ClientGone:
+            raise
+        except Exception as error:
+            api_error = error if isinstance(error, ApiError) else _unexpected(error)
+            last = reply.error_events(api_error)
+        await self.send({"type": "http.response.body", "body": last, "more_body": False})
         return api_error
-    await send({"type": "http.response.body", "body": last, "more_body": False})
-    return None
 
+    async def _start(self, headers: Sequence[tuple[bytes, bytes]]) -> None:
+        """Send status and headers, with the token limit of an answer that was reduced to the context."""
+        limit = self.call.reduced_max_tokens
+        extra = [] if limit is None else [(b"x-max-tokens", str(limit).encode())]
+        await self.send({"type": "http.response.start", "status": 200, "headers": [*headers, *extra]})
 
-async def _send_some(send: Send, body: bytes) -> None:
-    if body:
-        await send({"type": "http.response.body", "body": body, "more_body": True})
+    async def _send_some(self, body: bytes) -> None:
+        if body:
+            await self.send({"type": "http.response.body", "body": body, "more_body": True})
 
+    async def _events(self, to_events: ToEvents) -> AsyncIterator[bytes]:
+        """Add deltas to `transcripts` and yield their events; yield a comment after `timing.keep_alive_s` without any.
 
-async def _events(
-    call: Call, ticket: Ticket, model: ServedModel, timing: Timing, transcripts: list[Transcript], to_events: ToEvents
-) -> AsyncIterator[bytes]:
-    """Add deltas to `transcripts` and yield their events; yield a comment after `timing.keep_alive_s` without any.
+        The events of a delta are made before the next delta is added, so that their token counts include no later
+        token. At the deadline, started samples end as "length" with the tokens they have; raises `ApiError` if none has
+        started, and for a sample that the engine could not finish. A sample that a client aborted ends as "abort".
+        """
+        ticket, keep_alive_s = self.ticket, self.timing.keep_alive_s or float("inf")
+        while not ticket.is_done:
+            left = self.timing.deadline - time.monotonic()
+            deltas = await ticket.take(max(0.0, min(keep_alive_s, left)))
+            events: list[bytes] = []
+            for prompt_index, delta in deltas:
+                transcript = self.transcripts[prompt_index * self.call.num_samples + delta.sample_index]
+                decoded = transcript.add_delta(delta, self.call.shape, self.tokenizer, keep=not self.call.stream)
+                if transcript.finish_reason == "abort" and transcript.stop_reason is not None:
+                    yield b"".join(events)
+                    raise _engine_error(self.call, transcript)
+                events.append(to_events(transcript, decoded))
+            if deltas or left > keep_alive_s:
+                yield b"".join(events) if deltas else _KEEP_ALIVE
+            if left <= 0 and not ticket.is_done:
+                ticket.end_reason = "length"
+                yield self._cut_short(to_events)
+                return
 
-    The events of a delta are made before the next delta is added, so that their token counts include no later token.
-    At the deadline, started samples end as "length" with the tokens they have; raises `ApiError` if none has started,
-    and for a sample that the engine could not finish. A sample that a client aborted ends as "abort".
-    """
-    keep_alive_s = timing.keep_alive_s or float("inf")
-    while not ticket.is_done:
-        left = timing.deadline - time.monotonic()
-        deltas = await ticket.take(max(0.0, min(keep_alive_s, left)))
-        events: list[bytes] = []
-        for prompt_index, delta in deltas:
-            transcript = transcripts[prompt_index * call.num_samples + delta.sample_index]
-            decoded = transcript.add_delta(delta, call.shape, model.tokenizer, keep=not call.stream)
-            if transcript.finish_reason == "abort" and transcript.stop_reason is not None:
-                yield b"".join(events)
-                raise _engine_error(call, transcript)
-            events.append(to_events(transcript, decoded))
-        if deltas or left > keep_alive_s:
-            yield b"".join(events) if deltas else _KEEP_ALIVE
-        if left <= 0 and not ticket.is_done:
-            ticket.end_reason = "length"
-            yield _cut_short(call, transcripts, to_events)
-            return
-
-
-def _cut_short(call: Call, transcripts: Sequence[Transcript], to_events: ToEvents) -> bytes:
-    """End all open samples at the deadline; return their events. Raises `ApiError` if no sample has a token."""
-    if not any(transcript.token_ids for transcript in transcripts):
-        raise ApiError(
-            503, "the request timed out before it was started", code="timeout", headers={"x-should-retry": "false"}
-        )
-    still_open = [transcript for transcript in transcripts if transcript.finish_reason is None]
-    return b"".join(to_events(transcript, transcript.cut_short(call.shape, "timeout")) for transcript in still_open)
+    def _cut_short(self, to_events: ToEvents) -> bytes:
+        """End all open samples at the deadline; return their events. Raises `ApiError` if no sample has a token."""
+        if not any(transcript.token_ids for transcript in self.transcripts):
+            message = "the request timed out before it was started"
+            raise ApiError(503, message, code="timeout", headers={"x-should-retry": "false"})
+        still_open = [transcript for transcript in self.transcripts if transcript.finish_reason is None]
+        return b"".join(to_events(one, one.cut_short(self.call.shape, "timeout")) for one in still_open)
 
 
 def _unexpected(error: Exception) -> ApiError:

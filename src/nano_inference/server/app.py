@@ -88,7 +88,7 @@ class App:
         self._further = further
         self._policy = policy
         self.workers = BodyWorkers()
-        self._compilers = Compilers()
+        self.compilers = Compilers()
         self._noted: set[str] = set()
         """Unknown fields that were logged already."""
         self._open_calls = OpenCalls()
@@ -127,7 +127,7 @@ class App:
         if self.serving is not None and self.serving.model.dialogue is not None:
             self.serving.model.dialogue.close()
         self.workers.close()
-        self._compilers.close()
+        self.compilers.close()
 
     def _routes(self) -> list[Route]:
         gets: dict[str, Endpoint] = {
@@ -200,16 +200,18 @@ class App:
         body, call = await self.workers.run(len(data), to_call, renders=route.renders, seconds=seconds)
         self._report_unknown_fields(body)
         left = arrived + self.config.request_timeout - time.monotonic()
-        call = await self._compilers.add_matchers(call, serving.model.grammars, left)
+        call = await self.compilers.add_matchers(call, serving.model.grammars, left)
         call = replace(call, names=call.names | {call.id, request.scope["state"]["request_id"]})
         timing = Timing(deadline=arrived + self.config.request_timeout, keep_alive_s=self.config.sse_keep_alive)
-        return CallResponse(self.link, serving, self._open_calls, call, timing, self.workers.large)
+        return self._response(serving, call, timing)
 
     async def _probe(self, route: Probing, request: Request) -> Response:
         serving = self._require_serving()
         call = route.to_call(serving.model, self.config)
         seconds = min(_PROBE_SECONDS, self.config.request_timeout)  # a paused engine would not answer
-        timing = Timing(deadline=time.monotonic() + seconds, keep_alive_s=0)
+        return self._response(serving, call, Timing(deadline=time.monotonic() + seconds, keep_alive_s=0))
+
+    def _response(self, serving: Serving, call: Call, timing: Timing) -> Response:
         return CallResponse(self.link, serving, self._open_calls, call, timing, self.workers.large)
 
     # ---- text -------------------------------------------------------------------------------------------------------
@@ -320,10 +322,10 @@ class App:
             text = not_loaded()
         else:
             queue_limits = self.serving.queue_limits
-            self.serving.observer.clients(
+            self.serving.metrics.clients(
                 queue_limits.num_clients, queue_limits.largest_part, self.serving.dispatcher.num_waiting
             )
-            text = self.serving.observer.render()
+            text = self.serving.metrics.render()
         return Response(text, headers={"content-type": CONTENT_TYPE})
 
     # ---- helpers ----------------------------------------------------------------------------------------------------
@@ -360,9 +362,9 @@ class App:
         route = scope.get("route")
         template = route.path if isinstance(route, Route) else "other"
         if self.serving is not None:
-            self.serving.observer.responded(scope["method"], template, status or 499, seconds)
+            self.serving.metrics.responded(scope["method"], template, status or 499, seconds)
             if isinstance(error, ApiError) and error.code in _REJECTIONS:
-                self.serving.observer.rejected(_REJECTIONS[error.code])
+                self.serving.metrics.rejected(_REJECTIONS[error.code])
         call_fields = scope["state"].get("log_fields") or {}
         error = call_fields.pop("error", None) or error
         log_access(

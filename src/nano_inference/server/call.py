@@ -80,7 +80,8 @@ class Transcript:
         self.token_ids += decoded.token_ids
         self.mask += delta.mask
         self.versions += delta.versions
-        self._keep(decoded, keep)
+        if keep:
+            self._keep(decoded)
         self.finish_reason, self.stop_reason = decoded.finish_reason, decoded.stop_reason
         self.sample = delta.sample
         return decoded
@@ -88,16 +89,15 @@ class Transcript:
     def cut_short(self, shape: ReplyShape, reason: str) -> DecodedDelta:
         """End the sample at the deadline; return the text that was held back."""
         decoded = self._parse_calls(flush(self.detokenizer, shape, reason), shape.functions, is_end=True)
-        self._keep(decoded, True)
+        self._keep(decoded)
         self.finish_reason, self.stop_reason = decoded.finish_reason, decoded.stop_reason
         return decoded
 
-    def _keep(self, decoded: DecodedDelta, keep: bool) -> None:
-        if keep:
-            self.text += decoded.text
-            self.entries += decoded.entries
-            self.parts += decoded.parts
-            self.events += decoded.events
+    def _keep(self, decoded: DecodedDelta) -> None:
+        self.text += decoded.text
+        self.entries += decoded.entries
+        self.parts += decoded.parts
+        self.events += decoded.events
 
     def _parse_calls(self, decoded: DecodedDelta, use: ToolUse | None, *, is_end: bool) -> DecodedDelta:
         """Parse tool calls in the text; leave out events that the client does not get."""

@@ -24,6 +24,11 @@ class Compilers:
         self._pool = WorkerPool("grammar", 1)
         self._pending: dict[Grammar, asyncio.Task[MatcherFactory]] = {}
 
+    @property
+    def num_pending(self) -> int:
+        """Grammars that are being compiled or wait."""
+        return len(self._pending)
+
     async def add_matchers(self, call: Call, grammars: Grammars, seconds: float) -> Call:
         """Return the call with a grammar matcher in each request that has a structure.
 

@@ -13,8 +13,8 @@ from nano_inference.async_engine import AsyncEngine
 from nano_inference.engine_thread import DrivenEngine, Turn
 from nano_inference.server.dispatch import Enqueue
 from nano_inference.server.errors import ApiError, internal_error
-from nano_inference.server.metrics import SampleRecord
-from nano_inference.server.served import LoadedModel, Observer
+from nano_inference.server.metrics import Metrics, SampleRecord
+from nano_inference.server.served import LoadedModel
 from nano_inference.server.ticket import PromptRequest, SampleTimes, Ticket, bare_id
 from nano_inference.types import BadRequest, Delta, StepStats, TrainingSample
 
@@ -37,7 +37,7 @@ class EngineLink:
         self._step_timeout = step_timeout
         self._engine: AsyncEngine[DrivenEngine] | None = None
         self._open: dict[Ticket, _TicketReceiver] = {}
-        self._observer: Observer | None = None
+        self._metrics: Metrics | None = None
 
     # ---- lifecycle --------------------------------------------------------------------------------------------------
 
@@ -57,7 +57,7 @@ class EngineLink:
         except Exception as error:
             self.state, self.failure = "dead", error
             raise
-        self._observer = loaded[0].observer
+        self._metrics = loaded[0].metrics
         return loaded[0]
 
     def start_accepting(self) -> None:
@@ -107,8 +107,9 @@ class EngineLink:
         it is its turn; without it all are passed at once. Raises `ApiError` unless the engine is ready.
         """
         engine = self._ready_engine()
+        assert self._metrics is not None, "set before the engine is ready"
         ticket = Ticket(requests, names)
-        receiver = self._open[ticket] = _TicketReceiver(ticket, self._observer)
+        receiver = self._open[ticket] = _TicketReceiver(ticket, self._metrics)
         try:
             with engine.submit(requests, receiver, () if enqueue is not None else None) as submission:
                 if enqueue is not None:
@@ -170,23 +171,23 @@ class EngineLink:
     def on_turn(self, turn: Turn) -> None:
         """Publish the counts of a step."""
         self.last_stats = self.after_step(turn.result.stats)
-        if self._observer is not None:
-            self._observer.step(self.last_stats)
-            self._observer.halted(turn.is_halted)
+        if self._metrics is not None:
+            self._metrics.step(self.last_stats)
+            self._metrics.halted(turn.is_halted)
 
     def on_death(self, error: BaseException) -> None:
         """Refuse requests from now on."""
         self.state, self.failure = "dead", error
-        if self._observer is not None:
-            self._observer.engine_died()
+        if self._metrics is not None:
+            self._metrics.engine_died()
 
 
 class _TicketReceiver:
     """Passes the engine's reports to a ticket, and updates its times and the metrics."""
 
-    def __init__(self, ticket: Ticket, observer: Observer | None) -> None:
+    def __init__(self, ticket: Ticket, metrics: Metrics) -> None:
         self._ticket = ticket
-        self._observer = observer
+        self._metrics = metrics
 
     def on_started(self, prompt_index: int, sample_index: int, at: float) -> None:
         """Record when a sample first left the queue."""
@@ -195,16 +196,15 @@ class _TicketReceiver:
 
     def on_delta(self, prompt_index: int, delta: Delta, at: float) -> None:
         """Count a delta's tokens and put it into the ticket."""
-        ticket, observer = self._ticket, self._observer
+        ticket = self._ticket
         times = ticket.times[prompt_index][delta.sample_index]
-        if delta.token_ids and observer is not None:
-            _count_tokens(observer, times, len(delta.token_ids), at)
+        if delta.token_ids:
+            _count_tokens(self._metrics, times, len(delta.token_ids), at)
         if delta.sample is not None:
             times.ended = at
             failed = delta.finish_reason == "abort" and delta.sample.stop_reason is not None
             reason = "error" if failed else delta.sample.finish_reason
-            if observer is not None:
-                observer.finished(_ended_record(ticket, prompt_index, times, reason, delta.sample))
+            self._metrics.finished(_ended_record(ticket, prompt_index, times, reason, delta.sample))
         ticket.put(prompt_index, delta)
 
     def on_failure(self, error: Exception) -> None:
@@ -220,19 +220,18 @@ class _TicketReceiver:
             for times in row:
                 if times.ended is None:
                     times.ended = time.monotonic()
-                    if self._observer is not None:
-                        self._observer.finished(_ended_record(self._ticket, prompt_index, times, reason))
+                    self._metrics.finished(_ended_record(self._ticket, prompt_index, times, reason))
 
 
-def _count_tokens(observer: Observer, times: SampleTimes, num_tokens: int, now: float) -> None:
+def _count_tokens(metrics: Metrics, times: SampleTimes, num_tokens: int, now: float) -> None:
     """Count new tokens of a sample; report its time to first token, or the gap since its last token."""
     times.num_tokens += num_tokens
     before, times.last_token = times.last_token, now
     if before is None:
         times.first_token = now
-        observer.first_token(now - times.arrived)
+        metrics.first_token(now - times.arrived)
     else:
-        observer.token_gap(now - before, num_tokens)
+        metrics.token_gap(now - before, num_tokens)
 
 
 def _ended_record(

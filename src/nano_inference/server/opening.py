@@ -78,7 +78,7 @@ def open_model(
         block_size=parts.kv.block_size,
         cache_config=cache_facts(engine_config, parts),
     )
-    return LoadedModel(engine=engine, observer=metrics, model=model, step_tokens=engine_config.max_tokens_per_batch)
+    return LoadedModel(engine=engine, metrics=metrics, model=model, step_tokens=engine_config.max_tokens_per_batch)
 
 
 def valid_defaults(checkpoint: Checkpoint) -> Mapping[str, Any]:

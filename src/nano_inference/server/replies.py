@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from itertools import groupby
+from types import MappingProxyType
 from typing import Any
 
 from nano_inference.server.call import JSON, Call, Transcript, usage
@@ -24,35 +25,94 @@ from nano_inference.text.dialogue import Part
 from nano_inference.text.tokenizer import Tokenizer
 from nano_inference.types import TrainingSample, spans_of
 
+_NO_EXTRAS: Mapping[str, Any] = MappingProxyType({})
+
 
 class OpenAIReply:
     """The reply to a completion or a chat completion."""
 
     def __init__(self, call: Call, tokenizer: Tokenizer, created: int) -> None:
         self._call = call
+        self._shape = call.shape
+        self._is_chat = call.kind == "chat"
         self._tokenizer = tokenizer
         self._created = created
 
     def body(self, transcripts: Sequence[Transcript]) -> JSON:
-        """See `Reply.body`."""
-        return openai_body(self._call, transcripts, self._tokenizer, self._created)
+        """Return the body of a reply that is not streamed."""
+        call, make = self._call, self._chat_choice if self._is_chat else self._completion_choice
+        reply: JSON = {
+            "id": call.id,
+            "object": "chat.completion" if self._is_chat else "text_completion",
+            "created": self._created,
+            "model": call.model,
+            "choices": [make(transcript) for transcript in transcripts],
+            "usage": usage(call, transcripts),
+            "system_fingerprint": None,
+        }
+        if self._is_chat and self._shape.prompt_logprobs is not None:
+            reply["prompt_logprobs"] = _prompt_logprobs(transcripts[0].sample, self._shape, self._tokenizer)
+        if self._is_chat and self._shape.token_ids:
+            reply["prompt_token_ids"] = list(call.requests[0].prompt)
+        return reply
 
     def first_events(self, transcripts: Sequence[Transcript]) -> bytes:
         """Return the chunks with roles and echoed text."""
-        return self._events(opening_chunks(self._call, transcripts, self._created), transcripts)
+        return self._events(self.first_chunks(transcripts), transcripts)
 
     def delta_events(self, transcript: Transcript, decoded: DecodedDelta, transcripts: Sequence[Transcript]) -> bytes:
         """Return the chunks of a delta."""
-        return self._events(delta_chunks(self._call, transcript, decoded, self._tokenizer, self._created), transcripts)
+        return self._events(self.delta_chunks(transcript, decoded), transcripts)
 
     def last_events(self, transcripts: Sequence[Transcript]) -> bytes:
         """Return the usage chunk if requested, and [DONE]."""
-        last = [usage_chunk(self._call, transcripts, self._created)] if self._call.include_usage else []
-        return events(last) + DONE
+        return events([self.usage_chunk(transcripts)] if self._call.include_usage else []) + DONE
 
     def error_events(self, error: ApiError) -> bytes:
         """Return the error, and [DONE]."""
         return events([error.to_dict()]) + DONE
+
+    def first_chunks(self, transcripts: Sequence[Transcript]) -> list[JSON]:
+        """Return the first chunks of a stream: in a chat each choice's role, then echoed text and the prompt's ids."""
+        shape, requests = self._shape, self._call.requests
+        if self._is_chat:
+            chunks = [self._chunk(one.index, {"role": "assistant", "content": None}) for one in transcripts]
+            if shape.token_ids:
+                chunks[0]["prompt_token_ids"] = list(requests[0].prompt)
+            prefix = _prefix_ids(shape)
+            texts = shape.echo or (("",) if prefix else ())
+            return chunks + [
+                self._chunk(one.index, _echo_delta(shape, text), prefix) for text in texts for one in transcripts
+            ]
+        chunks = []
+        for one in transcripts if shape.echo or shape.token_ids else ():
+            text = shape.echo[one.prompt_index] if shape.echo else ""
+            ids = {"prompt_token_ids": list(requests[one.prompt_index].prompt)} if shape.token_ids else {}
+            chunks.append(self._chunk(one.index, text, ids))
+        return chunks
+
+    def delta_chunks(self, transcript: Transcript, decoded: DecodedDelta) -> list[JSON]:
+        """Return the chunks of one delta: its content, and at its end an empty chunk with the finish reason."""
+        shape = self._shape
+        extras: JSON = {}
+        if shape.logprobs is not None and decoded.entries:
+            extras["logprobs"] = self._logprobs(decoded.entries)
+        extras |= token_facts(decoded, shape)
+        chunks: list[JSON] = []
+        for content in _chat_deltas(decoded, shape, bool(extras)) if self._is_chat else [decoded.text]:
+            if content or extras:
+                chunks.append(self._chunk(transcript.index, content, extras))
+            extras = {}  # only in the first chunk
+        if decoded.finish_reason is not None:
+            reasons = {"stop_reason": decoded.stop_reason} | version_facts(transcript, shape)
+            end = self._chunk(transcript.index, {} if self._is_chat else "", reasons)
+            end["choices"][0]["finish_reason"] = finish_reason_of(transcript)
+            chunks.append(end)
+        return chunks
+
+    def usage_chunk(self, transcripts: Sequence[Transcript]) -> JSON:
+        """Return the usage chunk at the end of a stream."""
+        return {**self._chunk_head(), "choices": [], "usage": usage(self._call, transcripts)}
 
     def _events(self, chunks: Sequence[JSON], transcripts: Sequence[Transcript]) -> bytes:
         if self._call.continuous_usage and chunks:
@@ -60,50 +120,62 @@ class OpenAIReply:
             chunks = [{**chunk, "usage": so_far} for chunk in chunks]
         return events(chunks)
 
+    def _chunk_head(self) -> JSON:
+        kind = "chat.completion.chunk" if self._is_chat else "text_completion"
+        head = {"id": self._call.id, "object": kind, "created": self._created, "model": self._call.model}
+        return {**head, "system_fingerprint": None}
 
-def openai_body(call: Call, transcripts: Sequence[Transcript], tokenizer: Tokenizer, created: int) -> JSON:
-    """Return the body of a reply that is not streamed."""
-    make = _chat_choice if call.kind == "chat" else _completion_choice
-    reply: JSON = {
-        "id": call.id,
-        "object": "chat.completion" if call.kind == "chat" else "text_completion",
-        "created": created,
-        "model": call.model,
-        "choices": [make(call, transcript, tokenizer) for transcript in transcripts],
-        "usage": usage(call, transcripts),
-        "system_fingerprint": None,
-    }
-    if call.kind == "chat":
-        if call.shape.prompt_logprobs is not None:
-            reply["prompt_logprobs"] = _prompt_logprobs(transcripts[0].sample, call.shape, tokenizer)
-        if call.shape.token_ids:
-            reply["prompt_token_ids"] = list(call.requests[0].prompt)
-    return reply
+    def _chunk(self, index: int, content: Any, extras: Mapping[str, Any] = _NO_EXTRAS) -> JSON:
+        choice: JSON = {"index": index, "delta" if self._is_chat else "text": content}
+        choice |= {"logprobs": None, "finish_reason": None, **extras}
+        chunk = {**self._chunk_head(), "choices": [choice]}
+        if self._call.include_usage:
+            chunk["usage"] = None
+        return chunk
 
+    def _chat_choice(self, transcript: Transcript) -> JSON:
+        shape = self._shape
+        echo = shape.echo[transcript.prompt_index] if shape.echo else ""
+        message = message_content(transcript.events)
+        content = None if message.content is None and not echo else echo + (message.content or "")
+        choice: JSON = {
+            "index": transcript.index,
+            "message": {"role": "assistant", "content": content, "refusal": None},
+            "logprobs": None if shape.logprobs is None else self._logprobs(transcript.entries),
+            "finish_reason": finish_reason_of(transcript),
+            "stop_reason": transcript.stop_reason,
+        }
+        if message.tool_calls:
+            choice["message"]["tool_calls"] = message.tool_calls
+        if shape.tool is not None:
+            prefix = prefix_parts(shape)[0] if echo else ()
+            choice["message"]["parts"] = [part._asdict() for part in joined([*prefix, *transcript.parts])]
+        return choice | _prefix_ids(shape) | sample_facts(transcript, shape)
 
-def opening_chunks(call: Call, transcripts: Sequence[Transcript], created: int) -> list[JSON]:
-    """Return the first chunks of a stream: in a chat each choice's role, then echoed text and the prompt's ids."""
-    shape = call.shape
-    chunks: list[JSON] = []
-    if call.kind == "chat":
-        chunks = [
-            _chunk(call, created, transcript.index, {"role": "assistant", "content": None})
-            for transcript in transcripts
-        ]
+    def _completion_choice(self, transcript: Transcript) -> JSON:
+        shape, prompt, sample = self._shape, self._call.requests[transcript.prompt_index].prompt, transcript.sample
+        echo = shape.echo[transcript.prompt_index] if shape.echo else ""
+        entries: Sequence[LogprobEntry] = transcript.entries
+        if shape.echo_logprobs and sample is not None:
+            scores, tops = sample.prompt_logprobs or (), sample.prompt_top_logprobs
+            entries = [*prompt_entries(prompt, scores, tops, shape, self._tokenizer), *transcript.entries]
+        choice: JSON = {
+            "index": transcript.index,
+            "text": echo + transcript.text,
+            "logprobs": None if shape.logprobs is None else self._logprobs(entries),
+            "finish_reason": transcript.finish_reason,
+            "stop_reason": transcript.stop_reason,
+        }
+        if shape.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = _prompt_logprobs(sample, shape, self._tokenizer)
         if shape.token_ids:
-            chunks[0]["prompt_token_ids"] = list(call.requests[0].prompt)
-        prefix = _prefix_ids(shape)
-        texts = shape.echo or (("",) if prefix else ())
-        return chunks + [
-            _chunk(call, created, transcript.index, _echo_delta(shape, text), **prefix)
-            for text in texts
-            for transcript in transcripts
-        ]
-    for transcript in transcripts if shape.echo or shape.token_ids else ():
-        text = shape.echo[transcript.prompt_index] if shape.echo else ""
-        ids = {"prompt_token_ids": list(call.requests[transcript.prompt_index].prompt)} if shape.token_ids else {}
-        chunks.append(_chunk(call, created, transcript.index, text, **ids))
-    return chunks
+            choice["prompt_token_ids"] = list(prompt)
+        return choice | sample_facts(transcript, shape)
+
+    def _logprobs(self, entries: Sequence[LogprobEntry]) -> JSON:
+        if self._is_chat:
+            return {"content": token_logprobs(entries, self._shape, self._tokenizer)}
+        return _completion_logprobs(entries, self._shape, self._tokenizer)
 
 
 def _echo_delta(shape: ReplyShape, text: str) -> JSON:
@@ -115,28 +187,6 @@ def _echo_delta(shape: ReplyShape, text: str) -> JSON:
 def _prefix_ids(shape: ReplyShape) -> JSON:
     """Return the ids of the answer's prefix: the given ones and those that the calculator forced after them."""
     return {"answer_token_ids": list(shape.prefix_ids)} if shape.prefix_ids and shape.token_ids else {}
-
-
-def delta_chunks(
-    call: Call, transcript: Transcript, decoded: DecodedDelta, tokenizer: Tokenizer, created: int
-) -> list[JSON]:
-    """Return the chunks of one delta: its content, and at the sample's end an empty chunk with the finish reason."""
-    shape, is_chat = call.shape, call.kind == "chat"
-    extras: JSON = {}
-    if shape.logprobs is not None and decoded.entries:
-        extras["logprobs"] = _logprobs(call, decoded.entries, tokenizer)
-    extras |= token_facts(decoded, shape)
-    chunks: list[JSON] = []
-    for content in _chat_deltas(decoded, shape, bool(extras)) if is_chat else [decoded.text]:
-        if content or extras:
-            chunks.append(_chunk(call, created, transcript.index, content, **extras))
-        extras = {}  # only in the first chunk
-    if decoded.finish_reason is not None:
-        reasons = {"stop_reason": decoded.stop_reason} | version_facts(transcript, shape)
-        end = _chunk(call, created, transcript.index, {} if is_chat else "", **reasons)
-        end["choices"][0]["finish_reason"] = finish_reason_of(transcript)
-        chunks.append(end)
-    return chunks
 
 
 def finish_reason_of(transcript: Transcript) -> str | None:
@@ -196,76 +246,9 @@ def version_facts(transcript: Transcript, shape: ReplyShape) -> JSON:
     }
 
 
-def usage_chunk(call: Call, transcripts: Sequence[Transcript], created: int) -> JSON:
-    """Return the usage chunk at the end of a stream."""
-    return {**_head(call, created), "choices": [], "usage": usage(call, transcripts)}
-
-
-def _head(call: Call, created: int) -> JSON:
-    kind = "chat.completion.chunk" if call.kind == "chat" else "text_completion"
-    return {"id": call.id, "object": kind, "created": created, "model": call.model, "system_fingerprint": None}
-
-
-def _chunk(call: Call, created: int, index: int, content: Any, **extras: Any) -> JSON:
-    choice: JSON = {"index": index}
-    choice["delta" if call.kind == "chat" else "text"] = content
-    choice |= {"logprobs": None, "finish_reason": None, **extras}
-    chunk = {**_head(call, created), "choices": [choice]}
-    if call.include_usage:
-        chunk["usage"] = None
-    return chunk
-
-
-def _chat_choice(call: Call, transcript: Transcript, tokenizer: Tokenizer) -> JSON:
-    echo = call.shape.echo[transcript.prompt_index] if call.shape.echo else ""
-    message = message_content(transcript.events)
-    content = None if message.content is None and not echo else echo + (message.content or "")
-    choice: JSON = {
-        "index": transcript.index,
-        "message": {"role": "assistant", "content": content, "refusal": None},
-        "logprobs": None if call.shape.logprobs is None else _logprobs(call, transcript.entries, tokenizer),
-        "finish_reason": finish_reason_of(transcript),
-        "stop_reason": transcript.stop_reason,
-    }
-    if message.tool_calls:
-        choice["message"]["tool_calls"] = message.tool_calls
-    if call.shape.tool is not None:
-        prefix = prefix_parts(call.shape)[0] if echo else ()
-        choice["message"]["parts"] = [part._asdict() for part in joined([*prefix, *transcript.parts])]
-    return choice | _prefix_ids(call.shape) | sample_facts(transcript, call.shape)
-
-
-def _completion_choice(call: Call, transcript: Transcript, tokenizer: Tokenizer) -> JSON:
-    shape, prompt = call.shape, call.requests[transcript.prompt_index].prompt
-    echo = shape.echo[transcript.prompt_index] if shape.echo else ""
-    entries: Sequence[LogprobEntry] = transcript.entries
-    sample = transcript.sample
-    if shape.echo_logprobs and sample is not None:
-        scores, tops = sample.prompt_logprobs or (), sample.prompt_top_logprobs
-        entries = [*prompt_entries(prompt, scores, tops, shape, tokenizer), *transcript.entries]
-    choice: JSON = {
-        "index": transcript.index,
-        "text": echo + transcript.text,
-        "logprobs": None if shape.logprobs is None else _logprobs(call, entries, tokenizer),
-        "finish_reason": transcript.finish_reason,
-        "stop_reason": transcript.stop_reason,
-    }
-    if shape.prompt_logprobs is not None:
-        choice["prompt_logprobs"] = _prompt_logprobs(sample, shape, tokenizer)
-    if shape.token_ids:
-        choice["prompt_token_ids"] = list(prompt)
-    return choice | sample_facts(transcript, shape)
-
-
 def joined(parts: Sequence[Part]) -> list[Part]:
     """Return parts with adjacent ones of one kind joined."""
     return [Part(kind, "".join(part.text for part in run)) for kind, run in groupby(parts, key=lambda part: part.type)]
-
-
-def _logprobs(call: Call, entries: Sequence[LogprobEntry], tokenizer: Tokenizer) -> JSON:
-    if call.kind == "chat":
-        return {"content": token_logprobs(entries, call.shape, tokenizer)}
-    return _completion_logprobs(entries, call.shape, tokenizer)
 
 
 def token_logprobs(entries: Sequence[LogprobEntry], shape: ReplyShape, tokenizer: Tokenizer) -> list[JSON]:

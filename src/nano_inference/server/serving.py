@@ -8,15 +8,16 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from nano_inference.server.answering import Timing, answer
+from nano_inference.server.answering import Answer, Timing
 from nano_inference.server.call import Call, Transcript, transcripts_of, usage
 from nano_inference.server.clients import Client
 from nano_inference.server.dispatch import Dispatcher
 from nano_inference.server.engine_link import EngineLink
 from nano_inference.server.errors import ApiError
+from nano_inference.server.metrics import Metrics
 from nano_inference.server.model import ServedModel
 from nano_inference.server.queue_limits import QueueLimits
-from nano_inference.server.served import LoadedModel, Observer
+from nano_inference.server.served import LoadedModel
 from nano_inference.server.ticket import Ticket
 from nano_inference.server.worker_pool import WorkerPool
 
@@ -35,9 +36,9 @@ class Serving:
         return self.loaded.model
 
     @property
-    def observer(self) -> Observer:
-        """The metrics observer."""
-        return self.loaded.observer
+    def metrics(self) -> Metrics:
+        """The model's metrics."""
+        return self.loaded.metrics
 
 
 @dataclass(slots=True)
@@ -47,43 +48,44 @@ class OpenCalls:
     num: int = 0
 
 
+@dataclass
 class CallResponse(Response):
     """Runs a call when it is sent, and releases its resources when sending ends in any way."""
 
-    def __init__(
-        self,
-        link: EngineLink,
-        serving: Serving,
-        open_calls: OpenCalls,
-        call: Call,
-        timing: Timing,
-        pool: WorkerPool,
-    ) -> None:
-        self._link = link
-        self._serving = serving
-        self._open_calls = open_calls
-        self._call = call
-        self._timing = timing
-        self._pool = pool
+    link: EngineLink
+    serving: Serving
+    open_calls: OpenCalls
+    call: Call
+    timing: Timing
+    pool: WorkerPool
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Admit the call, submit it to the engine, send the answer."""
-        call, serving = self._call, self._serving
+        call, serving = self.call, self.serving
         transcripts: list[Transcript] = []
         ticket: Ticket | None = None
         error: ApiError | None = None
         client: Client = scope["state"]["client"]
-        self._open_calls.num += 1
+        self.open_calls.num += 1
         try:
             with (
                 serving.queue_limits.reserve(call, client),
                 serving.dispatcher.queue_for(client) as enqueue,
-                self._link.submit(call.requests, call.names, enqueue) as ticket,
+                self.link.submit(call.requests, call.names, enqueue) as ticket,
             ):
                 transcripts += transcripts_of(call)  # after admission, since there may be many
-                error = await answer(call, ticket, serving.model, self._timing, self._pool, receive, send, transcripts)
+                answer = Answer(
+                    call=call,
+                    ticket=ticket,
+                    tokenizer=serving.model.tokenizer,
+                    timing=self.timing,
+                    pool=self.pool,
+                    send=send,
+                    transcripts=transcripts,
+                )
+                error = await answer.run(receive)
         finally:
-            self._open_calls.num -= 1
+            self.open_calls.num -= 1
             scope["state"]["log_fields"] = log_fields(call, transcripts, ticket, error)
 
 

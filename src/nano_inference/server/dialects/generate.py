@@ -26,7 +26,7 @@ from nano_inference.server.dialect import Dialect, Generating
 from nano_inference.server.errors import ApiError
 from nano_inference.server.events import DONE, events
 from nano_inference.server.model import ServedModel
-from nano_inference.server.replies import openai_body, sample_facts, token_facts, version_facts
+from nano_inference.server.replies import OpenAIReply, sample_facts, token_facts, version_facts
 from nano_inference.server.schema import (
     MAX_BIAS,
     MAX_TOKEN_LIST,
@@ -257,7 +257,7 @@ class GenerateReply:
         if self._call.shape.prompt_logprobs is None:
             return None
         completion = replace(self._call, shape=replace(self._call.shape, logprobs=None))
-        choice: JSON = openai_body(completion, transcripts[:1], self._tokenizer, self._created)["choices"][0]
+        choice: JSON = OpenAIReply(completion, self._tokenizer, self._created).body(transcripts[:1])["choices"][0]
         logprobs: list[JSON | None] = choice["prompt_logprobs"]
         return logprobs
 

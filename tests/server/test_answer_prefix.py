@@ -1,4 +1,4 @@
-"""Answers that begin with given tokens (`answer_token_ids`): exact continuations, echoes, calculators; /info."""
+"""Answers that start with given tokens (`answer_token_ids`): exact continuation, echo, calculator; and /info."""
 
 from __future__ import annotations
 
@@ -32,14 +32,12 @@ def choice(server: Running, **fields: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("cut", range(1, 30, 4))
-def test_the_rest_is_what_would_have_come(server: Running, cut: int) -> None:
+def test_continuation_equals_uninterrupted_answer(server: Running, cut: int) -> None:
     whole = choice(server)
     ids = whole["token_ids"]
     rest = choice(server, answer_token_ids=ids[:cut], max_tokens=30 - cut, echo=True)
     assert rest["token_ids"] == ids[cut:] and rest["answer_token_ids"] == ids[:cut]
-    assert rest["message"]["content"] == whole["message"]["content"], (
-        "bytes of a character that was cut in two come whole"
-    )
+    assert rest["message"]["content"] == whole["message"]["content"], "a character split by the cut is decoded"
     scores, again = whole["logprobs"]["content"][cut:], rest["logprobs"]["content"]
     assert [one["token_id"] for one in again] == ids[cut:]
     for field in ("logprob", "token"):
@@ -55,24 +53,24 @@ def test_the_rest_is_what_would_have_come(server: Running, cut: int) -> None:
         {"top_k": 5, "top_p": 0.8, "min_p": 0.05},
     ],
 )
-def test_the_rest_is_the_same_with_penalties_and_truncation(server: Running, fields: dict[str, Any]) -> None:
+def test_continuation_is_equal_with_penalties_and_truncation(server: Running, fields: dict[str, Any]) -> None:
     ids = choice(server, **fields)["token_ids"]
     for cut in (1, 10, 25):
         rest = choice(server, **fields, answer_token_ids=ids[:cut], max_tokens=30 - cut)
         assert rest["token_ids"] == ids[cut:], cut
 
 
-def test_each_of_several_samples_goes_on_as_itself(server: Running) -> None:
+def test_each_of_several_samples_is_continued_exactly(server: Running) -> None:
     samples = server.post(PATH, {**BODY, "n": 3}).json()["choices"]
     assert len({tuple(one["token_ids"]) for one in samples}) == 3
     for index, one in enumerate(samples):
         ids = one["token_ids"]
         rest = choice(server, answer_token_ids=ids[:11], max_tokens=19, sample_index=index)
         assert rest["token_ids"] == ids[11:]
-        assert choice(server, sample_index=index)["token_ids"] == ids, "and it can be drawn alone"
+        assert choice(server, sample_index=index)["token_ids"] == ids, "sampled alone"
 
 
-def test_a_stream_tells_each_tokens_weights_and_the_beginning(server: Running) -> None:
+def test_stream_has_weight_versions_and_prefix(server: Running) -> None:
     ids = choice(server)["token_ids"]
     body = {**BODY, "answer_token_ids": ids[:9], "max_tokens": 21, "stream": True}
     events = [event["choices"][0] for event in server.events(PATH, body)[:-1]]
@@ -80,7 +78,7 @@ def test_a_stream_tells_each_tokens_weights_and_the_beginning(server: Running) -
     assert [n for event in events for n in event.get("token_versions", [])] == [0] * 21
 
 
-def test_without_echo_only_the_rest_is_told(server: Running) -> None:
+def test_without_echo_reply_omits_prefix(server: Running) -> None:
     whole = choice(server)
     rest = choice(server, answer_token_ids=whole["token_ids"][:9], max_tokens=21)
     echoed = choice(server, answer_token_ids=whole["token_ids"][:9], max_tokens=21, echo=True)
@@ -88,7 +86,7 @@ def test_without_echo_only_the_rest_is_told(server: Running) -> None:
     assert len(rest["message"]["content"]) < len(echoed["message"]["content"])
 
 
-def test_a_stream_begins_with_what_is_echoed(server: Running) -> None:
+def test_stream_starts_with_echoed_prefix(server: Running) -> None:
     whole = choice(server)
     body = {**BODY, "answer_token_ids": whole["token_ids"][:9], "max_tokens": 21, "stream": True, "echo": True}
     events = [event["choices"][0] for event in server.events(PATH, body)[:-1]]
@@ -97,7 +95,7 @@ def test_a_stream_begins_with_what_is_echoed(server: Running) -> None:
     assert [token for event in events for token in event.get("token_ids", [])] == whole["token_ids"][9:]
 
 
-def test_ids_of_alternatives_are_told_with_ids(server: Running) -> None:
+def test_return_token_ids_adds_ids_of_alternatives(server: Running) -> None:
     top = choice(server)["logprobs"]["content"][0]["top_logprobs"]
     assert all(isinstance(one["token_id"], int) for one in top)
     without = choice(server, return_token_ids=False)["logprobs"]["content"][0]
@@ -105,7 +103,7 @@ def test_ids_of_alternatives_are_told_with_ids(server: Running) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "complaint"),
+    ("fields", "message"),
     [
         ({"answer_token_ids": [9999]}, "answer_token_ids: token id 9999 is outside the vocabulary of 260"),
         ({"answer_token_ids": []}, "answer_token_ids"),
@@ -118,9 +116,9 @@ def test_ids_of_alternatives_are_told_with_ids(server: Running) -> None:
         ({"sample_index": -1}, "sample_index"),
     ],
 )
-def test_what_makes_no_sense_is_refused_by_name(server: Running, fields: dict[str, Any], complaint: str) -> None:
+def test_invalid_prefix_is_refused(server: Running, fields: dict[str, Any], message: str) -> None:
     reply = server.post(PATH, {**BODY, **fields})
-    assert reply.status_code == 400 and complaint in reply.json()["error"]["message"]
+    assert reply.status_code == 400 and message in reply.json()["error"]["message"]
 
 
 # ---- the calculator
@@ -144,31 +142,31 @@ SUM: dict[str, Any] = {
 }
 
 
-def test_an_answer_goes_on_from_every_place_in_a_call(calculator: Running) -> None:
+def test_answer_continues_from_every_position_in_a_calculator_call(calculator: Running) -> None:
     whole = calculator.post(PATH, {**SUM, "echo": False}).json()["choices"][0]
     ids, mask = whole["token_ids"], whole["mask"]
     assert 0 in mask and whole["message"]["parts"][0] == {"type": "python", "text": "12+34"}
     for cut in range(1, len(ids)):
         rest = calculator.post(PATH, {**SUM, "answer_token_ids": ids[:cut]}).json()["choices"][0]
-        begun = rest["answer_token_ids"]
-        assert begun + rest["token_ids"] == ids, cut
-        assert all(mask[at] == 0 for at in range(cut, len(begun))), "only forced tokens are added"
+        prefix = rest["answer_token_ids"]
+        assert prefix + rest["token_ids"] == ids, cut
+        assert all(mask[at] == 0 for at in range(cut, len(prefix))), "only forced tokens are added"
         assert rest["message"]["content"] == whole["message"]["content"]
         assert rest["message"]["parts"] == whole["message"]["parts"]
 
 
-def test_a_stream_tells_which_tokens_the_calculator_forced(calculator: Running) -> None:
+def test_stream_prefix_includes_forced_tokens(calculator: Running) -> None:
     whole = calculator.post(PATH, {**SUM, "echo": False}).json()["choices"][0]
     cut = whole["mask"].index(0) + 1
     for echo in (True, False):
         body = {**SUM, "answer_token_ids": whole["token_ids"][:cut], "stream": True, "echo": echo}
         events = [event["choices"][0] for event in calculator.events(PATH, body)[:-1]]
-        (begun,) = [event["answer_token_ids"] for event in events if "answer_token_ids" in event]
-        assert len(begun) > cut and begun == whole["token_ids"][: len(begun)]
-        assert begun + [token for event in events for token in event.get("token_ids", [])] == whole["token_ids"]
+        (prefix,) = [event["answer_token_ids"] for event in events if "answer_token_ids" in event]
+        assert len(prefix) > cut and prefix == whole["token_ids"][: len(prefix)]
+        assert prefix + [token for event in events for token in event.get("token_ids", [])] == whole["token_ids"]
 
 
-def test_other_tokens_than_the_calculators_own_are_refused(calculator: Running) -> None:
+def test_prefix_with_wrong_forced_tokens_is_refused(calculator: Running) -> None:
     whole = calculator.post(PATH, SUM).json()["choices"][0]
     ids = list(whole["token_ids"])
     ids[whole["mask"].index(0) + 1] = ids[1]
@@ -179,14 +177,14 @@ def test_other_tokens_than_the_calculators_own_are_refused(calculator: Running) 
 # ---- /info
 
 
-def test_info_tells_what_a_page_must_know(server: Running, calculator: Running) -> None:
-    told = server.client.get("/info").json()
-    assert told["server"] == f"nano-inference {nano_inference.__version__}" and told["model"] == "tiny"
-    assert (told["context"], told["vocabulary"], told["end_token_ids"]) == (512, 260, [257])
-    assert told["chats"] and not told["calculator"] and told["parameters"] > 10_000
-    assert told["sampling_defaults"]["temperature"] == 1.0 and told["architecture"] == "LlamaForCausalLM"
-    assert told["generation_config"] == "auto" and told["chat_defaults_source"] == "default for chats"
-    assert told["chat_defaults"] == {
+def test_info_fields(server: Running, calculator: Running) -> None:
+    info = server.client.get("/info").json()
+    assert info["server"] == f"nano-inference {nano_inference.__version__}" and info["model"] == "tiny"
+    assert (info["context"], info["vocabulary"], info["end_token_ids"]) == (512, 260, [257])
+    assert info["chats"] and not info["calculator"] and info["parameters"] > 10_000
+    assert info["sampling_defaults"]["temperature"] == 1.0 and info["architecture"] == "LlamaForCausalLM"
+    assert info["generation_config"] == "auto" and info["chat_defaults_source"] == "default for chats"
+    assert info["chat_defaults"] == {
         "temperature": 0.7,
         "top_p": 0.95,
         "top_k": 0,
@@ -194,6 +192,6 @@ def test_info_tells_what_a_page_must_know(server: Running, calculator: Running) 
         "repetition_penalty": 1.0,
         "max_tokens": 1024,
     }
-    assert server.client.get("/v1/models").json()["data"][0]["chat_defaults"] == told["chat_defaults"]
+    assert server.client.get("/v1/models").json()["data"][0]["chat_defaults"] == info["chat_defaults"]
     assert calculator.client.get("/info").json()["calculator"] is True
-    assert "/" not in str({key: value for key, value in told.items() if key != "server"}), "no paths"
+    assert "/" not in str({key: value for key, value in info.items() if key != "server"}), "no paths"

@@ -1,4 +1,4 @@
-"""What a client reads of a request that is refused for its roles, or answered with fewer tokens than it asks for."""
+"""Errors of unknown roles; the header of an answer with fewer tokens than `max_tokens`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ HELLO = [{"role": "user", "content": "hello"}]
 
 @pytest.mark.parametrize("role", ["critic", "User", "", 5])
 @pytest.mark.parametrize("path", [CHAT, "/tokenize", "/apply-template"])
-def test_an_unknown_role_is_refused_with_the_known_ones(path: str, role: object, server: Running) -> None:
+def test_unknown_role_is_refused_with_list_of_roles(path: str, role: object, server: Running) -> None:
     reply = server.post(path, {"messages": [*HELLO, {"role": role, "content": "x"}]})
     error = reply.json()["error"]
     assert (reply.status_code, error["param"]) == (400, "messages.1.role")
@@ -21,13 +21,13 @@ def test_an_unknown_role_is_refused_with_the_known_ones(path: str, role: object,
 
 
 @pytest.mark.parametrize("role", ["system", "developer", "user", "assistant", "tool", "function"])
-def test_known_roles_are_taken(role: str, server: Running) -> None:
+def test_known_roles_are_accepted(role: str, server: Running) -> None:
     body = {"messages": [*HELLO, {"role": role, "content": "x"}, *HELLO], "max_tokens": 1}
     assert server.post(CHAT, body).status_code == 200
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_answer_cut_to_the_context_is_announced_in_a_header(stream: bool, server: Running) -> None:
+def test_header_announces_reduced_max_tokens(stream: bool, server: Running) -> None:
     room = server.client.get("/v1/models").json()["data"][0]["max_model_len"] - 40
     body = {"prompt": [65] * 40, "temperature": 0, "ignore_eos": True, "stream": stream}
     reply = server.post("/v1/completions", {**body, "max_tokens": room + 1})
