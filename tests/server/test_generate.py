@@ -282,8 +282,8 @@ def test_request_fields(server: Running) -> None:
 
 
 def test_answer_has_the_requested_structure(server: Running) -> None:
-    wanted = {"regex": "[ab]{4}", "json": None, "disable_fallback": False}
-    choice = generate(server, {"structured_outputs": wanted, "logprobs": 0})["choices"][0]
+    structure = {"regex": "[ab]{4}", "json": None, "disable_fallback": False}
+    choice = generate(server, {"structured_outputs": structure, "logprobs": 0})["choices"][0]
     assert re.fullmatch("[ab]{4}", written(choice["token_ids"])) and choice["finish_reason"] == "stop"
     assert all(one["logprob"] <= 0 for one in choice["logprobs"]["content"])
 

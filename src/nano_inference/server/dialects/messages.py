@@ -27,7 +27,7 @@ from nano_inference.server.schema import ChatBody
 from nano_inference.server.translating import as_body, errors_reworded, unsupported_field
 from nano_inference.server.unsupported import is_one_of, refuse_unsupported
 
-_UNSUPPORTED: Mapping[str, tuple[Any, ...]] = MappingProxyType(
+UNSUPPORTED: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {
         "container": (None,),
         "mcp_servers": (None, []),
@@ -45,19 +45,10 @@ _UNSUPPORTED: Mapping[str, tuple[Any, ...]] = MappingProxyType(
 """Unsupported fields of Anthropic's API -> the values that are accepted because they have no effect."""
 _IGNORED = frozenset({"user", "store", "prompt_cache_key", "safety_identifier", "verbosity"})
 """Fields without effect in a chat completion."""
-_CHAT_ONLY = frozenset({*ChatBody.model_fields, "reasoning_effort"}) - frozenset(MessagesBody.model_fields) - _IGNORED
+CHAT_ONLY = frozenset({*ChatBody.model_fields, "reasoning_effort"}) - frozenset(MessagesBody.model_fields) - _IGNORED
 """Fields of a chat completion that this API lacks."""
-_SAME_NAME = (
-    "model",
-    "max_tokens",
-    "stream",
-    "temperature",
-    "top_p",
-    "top_k",
-    "seed",
-    "return_token_ids",
-    "cache_salt",
-)
+_SAME = ("model", "max_tokens", "stream", "temperature", "top_p", "top_k", "seed", "return_token_ids", "cache_salt")
+"""Fields with the same name in a chat completion."""
 _ANTHROPIC_NAMES: tuple[tuple[re.Pattern[str], str], ...] = (
     (re.compile(r"^stop\b(?=[ :.\[]|$)"), "stop_sequences"),
     (re.compile(r"\bcontinue_final_message\b"), "messages"),
@@ -94,7 +85,7 @@ def chat_fields(body: CountTokensBody, model: ServedModel) -> tuple[JSON, Sequen
     _refuse(body)
     chat = chat_of(body)
     fields: JSON = {"messages": chat.messages, "max_tokens": 1}
-    fields |= {name: getattr(body, name) for name in _SAME_NAME if getattr(body, name, None) is not None}
+    fields |= {name: getattr(body, name) for name in _SAME if getattr(body, name, None) is not None}
     if isinstance(body, MessagesBody) and body.stop_sequences is not None:
         fields["stop"] = body.stop_sequences
     if chat.is_open:
@@ -143,9 +134,9 @@ def _refuse(body: CountTokensBody) -> None:
     """Raise `ApiError` naming the first field with an unsupported value."""
     extra = body.model_extra or {}
     for name, value in extra.items():
-        if name in _UNSUPPORTED and not is_one_of(value, _UNSUPPORTED[name]):
+        if name in UNSUPPORTED and not is_one_of(value, UNSUPPORTED[name]):
             raise unsupported_field(name)
-        if name in _CHAT_ONLY and value is not None:
+        if name in CHAT_ONLY and value is not None:
             raise unsupported_field(name, f"{name} is not a field of this API")
     refuse_unsupported(extra)
     if body.thinking is not None and body.thinking.type != "disabled":

@@ -37,7 +37,7 @@ _ENCRYPTED = "reasoning.encrypted_content"
 
 _MAX_TOOLS = 1024
 _EMPTY: tuple[Any, ...] = (None, False, [], {})
-_NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType(
+UNSUPPORTED: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {
         "background": (None, False),
         "background_options": (None,),
@@ -57,7 +57,7 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     }
 )
 """Unsupported field -> the values that are accepted because they have no effect."""
-_CHAT_NAMES: Mapping[str, str] = MappingProxyType(
+CHAT_NAMES: Mapping[str, str] = MappingProxyType(
     {
         "messages": "input",
         "max_tokens": "max_output_tokens",
@@ -69,7 +69,7 @@ _CHAT_NAMES: Mapping[str, str] = MappingProxyType(
 )
 """Field of a chat completion -> its name in this API."""
 _CHAT_FIELD = re.compile(
-    rf"(?<![\w.])(?P<head>{'|'.join(_CHAT_NAMES)}|tools|tool_choice)(?P<rest>(?:\.\w+|\[\d+\])*)(?!\w)"
+    rf"(?<![\w.])(?P<head>{'|'.join(CHAT_NAMES)}|tools|tool_choice)(?P<rest>(?:\.\w+|\[\d+\])*)(?!\w)"
 )
 """A chat's field in an error, with its path: `messages[2].content`, `response_format.json_schema.schema`."""
 _ITEM_TYPES = frozenset({"message", "function_call", "function_call_output", "reasoning"})
@@ -173,7 +173,7 @@ def responses_call(body: ResponsesBody, model: ServedModel, config: ServerConfig
     messages = _messages_of(body)
     with errors_reworded(lambda text: _with_own_names(text, messages.places)):
         call = chat_call(as_body(_chat_of(body, messages.chat), ChatBody), model, config, salt)
-    call = rename_structures(call, _CHAT_NAMES)
+    call = rename_structures(call, CHAT_NAMES)
     stem = uuid.uuid4().hex
     make_reply = partial(ResponsesReply, echo=_echo(body, call), id_stem=stem)
     return replace(call, id=f"resp_{body.request_id or stem}", make_reply=make_reply)
@@ -184,10 +184,10 @@ def responses_call(body: ResponsesBody, model: ServedModel, config: ServerConfig
 
 def _refuse(body: ResponsesBody) -> None:
     """Raise `ApiError` for unsupported values and for fields of a chat that this API lacks or names otherwise."""
-    refuse({name: getattr(body, name) for name in _NEUTRAL}, _NEUTRAL)
-    for name in (*_CHAT_NAMES, *(ChatBody.model_fields.keys() - ResponsesBody.model_fields.keys())):
+    refuse({name: getattr(body, name) for name in UNSUPPORTED}, UNSUPPORTED)
+    for name in (*CHAT_NAMES, *(ChatBody.model_fields.keys() - ResponsesBody.model_fields.keys())):
         if getattr(body, name, None) is not None:
-            instead = f"; use {_CHAT_NAMES[name]} instead" if name in _CHAT_NAMES else ""
+            instead = f"; use {CHAT_NAMES[name]} instead" if name in CHAT_NAMES else ""
             raise unsupported_field(name, f"{name} is a field of chat completions{instead}")
     refuse_unsupported(body.model_extra or {})
     _refuse_extras(body)
@@ -196,7 +196,7 @@ def _refuse(body: ResponsesBody) -> None:
     for index, name in enumerate(body.include or ()):
         if name not in (LOGPROBS, _ENCRYPTED):
             raise unsupported_field(f"include.{index}", f"include: {name[:64]!r} is not supported by this server")
-    _refuse_lone_logprobs(body)
+    _refuse_logprobs(body)
 
 
 def _refuse_extras(body: ResponsesBody) -> None:
@@ -210,7 +210,7 @@ def _refuse_extras(body: ResponsesBody) -> None:
                 raise unsupported_field(f"{where}.{name[:64]}")
 
 
-def _refuse_lone_logprobs(body: ResponsesBody) -> None:
+def _refuse_logprobs(body: ResponsesBody) -> None:
     if body.top_logprobs and LOGPROBS not in (body.include or ()):
         raise ApiError(400, f'top_logprobs needs include to be ["{LOGPROBS}"]', param="top_logprobs")
     functions = [tool for tool in body.tools or () if tool.type == "function"]
@@ -366,7 +366,7 @@ def _own_name(head: str, rest: str, places: Sequence[str]) -> str:
         rest = rest.removeprefix(".json_schema")
     elif head != "messages":
         rest = rest.replace(".function", "")
-    return _CHAT_NAMES.get(head, head) + rest
+    return CHAT_NAMES.get(head, head) + rest
 
 
 def _echo(body: ResponsesBody, call: Call) -> JSON:
