@@ -99,21 +99,21 @@ def without_numbers(sampler: Any, victim_id: object) -> Any:
 
 def spoil_writing() -> None:
     """Let writing the marked sample's text fail: it is the one whose stop string is the mark."""
-    from nano_inference.server import writing
+    from nano_inference.server import detokenizer
 
-    patched: Any = writing
-    write = patched.write
+    patched: Any = detokenizer
+    detokenize = patched.detokenize
 
-    def faulty_write(pen: Any, delta: Any, shape: Any, tokenizer: Any) -> Any:
+    def faulty_detokenize(state: Any, delta: Any, shape: Any, tokenizer: Any) -> Any:
         if f"mark{MARK}" in shape.stops:
             raise RuntimeError("injected")
-        return write(pen, delta, shape, tokenizer)
+        return detokenize(state, delta, shape, tokenizer)
 
-    patched.write = faulty_write
+    patched.detokenize = faulty_detokenize
 
 
 class InstallInWriting(MetaPathFinder):
-    """Spoils `writing` just before `call` takes its function. Imported earlier, pydantic would change the options."""
+    """Patches `detokenizer` just before `call` imports it. Importing pydantic earlier would change the options."""
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> None:
         """Find nothing."""

@@ -1214,7 +1214,7 @@ def test_unknown_field_name_is_truncated_in_log(server: Running, caplog: pytest.
     with caplog.at_level(logging.WARNING):
         names = {f"{'y' * 100_000}{i}": 1 for i in range(3)} | {f"z{i:03d}": 1 for i in range(20)}
         assert server.post("/v1/completions", {"prompt": "a", "max_tokens": 1, **names}).status_code == 200
-    assert all(len(name) <= 64 for name in server.app._noted)
+    assert all(len(name) <= 64 for name in server.app.logged_fields)
     expected = [record.getMessage() for record in caplog.records if "unknown fields" in record.getMessage()]
     assert len(expected) == 1 and len(expected[0]) < 1000 and "more" in expected[0]
 
@@ -1239,7 +1239,7 @@ def test_every_route_and_method_needs_key(tiny_directory: Path) -> None:
     """T3: tests the real routes, so that later ones are included."""
     config = ServerConfig(port=0, log_requests=False, api_key=("a-key-of-some-length",))
     with running(tiny_directory, config) as server:
-        paths = {route.path.replace("{model:path}", "tiny") for route in server.app._routes()} | {
+        paths = {route.path.replace("{model:path}", "tiny") for route in server.app.routes} | {
             "/none",
             "/v1",
             "/docs",

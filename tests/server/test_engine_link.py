@@ -332,7 +332,7 @@ def test_observer_error_stops_engine(caplog: pytest.LogCaptureFixture) -> None:
         def broken(seconds: float) -> None:
             raise RuntimeError("the counter broke")
 
-        metrics: Any = link._metrics
+        metrics: Any = link.metrics
         metrics.first_token = broken
         with link.submit([request()]) as ticket, pytest.raises(ApiError) as raised:
             await to_end(ticket)
@@ -350,7 +350,7 @@ def test_open_samples_are_recorded_with_end_reason(reason: str) -> None:
     async def work(link: EngineLink) -> None:
         with link.submit([request()]) as ticket:
             ticket.end_reason = reason
-        metrics: Any = link._metrics
+        metrics: Any = link.metrics
         assert f'vllm:request_success_total{{engine="0",finished_reason="{reason}",model_name="fake"}} 1.0' in (
             metrics.render().decode()
         )

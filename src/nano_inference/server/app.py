@@ -49,7 +49,7 @@ from nano_inference.server.serving import CallResponse, OpenCalls, Serving
 from nano_inference.server.unsupported import unknown_fields
 from nano_inference.server.worker_pool import BodyWorkers
 
-_MAX_NOTED_FIELDS = 1000
+_MAX_LOGGED_FIELDS = 1000
 _PROBE_SECONDS = 20.0
 """Deadline of a probing route: SGLang's value for /health_generate."""
 _REJECTIONS = {
@@ -89,7 +89,7 @@ class App:
         self._policy = policy
         self.workers = BodyWorkers()
         self.compilers = Compilers()
-        self._noted: set[str] = set()
+        self.logged_fields: set[str] = set()
         """Unknown fields that were logged already."""
         self._open_calls = OpenCalls()
         self._max_running = 0
@@ -97,7 +97,8 @@ class App:
         self._document: asyncio.Task[bytes] | None = None
         """Creates the OpenAPI document; started by the first request for it."""
         self._pages: dict[str, Page] = {}
-        self._router = Router(self._routes(), redirect_slashes=False)
+        self.routes = self._make_routes()
+        self._router = Router(self.routes, redirect_slashes=False)
         guard = Guard(self._route, policy, self._on_response, error_bodies(dialects))
         self.asgi: ASGIApp = strip_root_path(config.root_path, guard)
         """The ASGI application."""
@@ -129,7 +130,7 @@ class App:
         self.workers.close()
         self.compilers.close()
 
-    def _routes(self) -> list[Route]:
+    def _make_routes(self) -> list[Route]:
         gets: dict[str, Endpoint] = {
             "/v1/models": self.models,
             "/v1/models/{model:path}": self.model_card,
@@ -177,7 +178,7 @@ class App:
 
     def _no_such_path(self, path: str) -> str:
         """Return the 404 message, with a hint if /v1 is missing or given twice."""
-        known = {route.path for route in self._router.routes if isinstance(route, Route)}
+        known = {route.path for route in self.routes}
         guesses = (f"/v1{path}", path.removeprefix("/v1"))
         hint = next(
             (f"; did you mean {guess}? A client's base URL ends in /v1" for guess in guesses if guess in known), ""
@@ -351,8 +352,8 @@ class App:
         if names and self.config.strict:
             shown = ", ".join(repr(name[:64]) for name in names[:8])
             raise ApiError(400, f"unknown fields: {shown}", param=names[0][:64], code="unknown_field")
-        new = sorted({name[:64] for name in names} - self._noted)[: _MAX_NOTED_FIELDS - len(self._noted)]
-        self._noted.update(new)
+        new = sorted({name[:64] for name in names} - self.logged_fields)[: _MAX_LOGGED_FIELDS - len(self.logged_fields)]
+        self.logged_fields.update(new)
         if new:
             shown = ", ".join(map(repr, new[:8]))
             _log.warning("unknown fields are ignored: %s%s", shown, f" and {len(new) - 8} more" if new[8:] else "")

@@ -16,8 +16,6 @@ MAX_NAME = 200
 """Characters of a field's path in an error."""
 
 _Body = TypeVar("_Body", bound=Body)
-_INTERNAL = ("function-", "tagged-union", "constrained-", "nullable", "list[", "lax-or-strict")
-"""Prefixes of what pydantic adds to an error's location that is not a field of the client's."""
 
 
 def parse(data: bytes, model: type[_Body]) -> _Body:

@@ -19,7 +19,7 @@ from nano_inference.server.prompts import (
     chat_prompt,
     check_known,
     completion_prompts,
-    fitting,
+    fit_to_context,
     require_dialogue,
 )
 from nano_inference.server.refusals import api_errors, to_api_error
@@ -67,8 +67,7 @@ def completion_call(body: CompletionBody, model: ServedModel, config: ServerConf
     tool = _calculator(bool(body.calculator), model, has_others=asked is not None)
     shape = _shape(body, config, body.logprobs, echo, tool=tool, echo_logprobs=echoes_logprobs)
     params = _sampling_params(body, model, config, shape, max_tokens)
-    requests = _requests(body, model, prompts, params, shape, asked, salt, shape.tool)
-    return _call(body, model, "completion", name, requests, shape)
+    return _call(body, model, "completion", name, prompts, params, shape, asked, salt, shape.tool)
 
 
 def chat_call(body: ChatBody, model: ServedModel, config: ServerConfig, salt: str) -> Call:
@@ -111,8 +110,7 @@ def chat_call(body: ChatBody, model: ServedModel, config: ServerConfig, salt: st
         shape = replace(shape, functions=use, markers=_markers(use.format, special))
         structure = _structure(structure, use, special)
     beginning = Beginning(min(len(shape.prefix_ids), len(prompts[0].ids)), body.sample_index or 0)
-    requests = _requests(body, model, prompts, params, shape, structure, salt, program, beginning)
-    return _call(body, model, "chat", name, requests, shape)
+    return _call(body, model, "chat", name, prompts, params, shape, structure, salt, program, beginning)
 
 
 def _check_lineage(lineage: str | None, model: ServedModel) -> None:
@@ -159,7 +157,7 @@ def _prefilled(
     data = shown(model.tokenizer, shape.tool, ids, skip_special=shape.skip_special)
     shape = replace(shape, prefix_bytes=data, prefix_ids=ids)
     text = prefix_text(shape)
-    prompt = Prompt(fitting([*prompt.ids, *ids], body, model, max_tokens), text)
+    prompt = Prompt(fit_to_context([*prompt.ids, *ids], body, model, max_tokens), text)
     return _Prefilled(prompt, replace(shape, echo=(text,) if body.echo else ()), program)
 
 
@@ -254,9 +252,11 @@ def _shape(
     )
 
 
-def _requests(
+def _call(
     body: Sampling,
     model: ServedModel,
+    kind: Kind,
+    name: str,
     prompts: Sequence[Prompt],
     params: SamplingParams,
     shape: ReplyShape,
@@ -264,15 +264,16 @@ def _requests(
     salt: str,
     program: TokenProgram | None,
     beginning: Beginning = FROM_THE_PROMPT,
-) -> tuple[PromptRequest, ...]:
-    """Return the engine's requests, one per prompt."""
+) -> Call:
+    """Return the call with one request per prompt, checked against the engine's limits."""
+    num_samples, options = body.n or 1, body.stream_options
     with api_errors():
         matcher = _matcher(body, model, shape)
-    return tuple(
+    requests = tuple(
         PromptRequest(
             prompt=tuple(prompt.ids),
             params=params,
-            num_samples=body.n or 1,
+            num_samples=num_samples,
             salt=salt,
             make_matcher=matcher,
             structure=structure,
@@ -281,37 +282,22 @@ def _requests(
         )
         for prompt in prompts
     )
-
-
-def _call(
-    body: Sampling,
-    model: ServedModel,
-    kind: Kind,
-    name: str,
-    requests: tuple[PromptRequest, ...],
-    shape: ReplyShape,
-) -> Call:
-    """Return the call, checked against the engine's limits."""
-    options = body.stream_options
-    prefix = "chatcmpl" if kind == "chat" else "cmpl"
     rooms = [_room(request, model, kind) for request in requests]
-    cut = [room for request, room in zip(requests, rooms, strict=True) if room < (request.params.max_tokens or 0)]
+    prefix = "chatcmpl" if kind == "chat" else "cmpl"
     return Call(
         kind=kind,
         id=f"{prefix}-{body.request_id or uuid.uuid4().hex}",
         model=name,
         requests=requests,
-        num_samples=body.n or 1,
-        num_tokens=sum(
-            len(request.prompt) + request.num_samples * room for request, room in zip(requests, rooms, strict=True)
-        ),
-        reduced_max_tokens=min(cut, default=None),
+        num_samples=num_samples,
+        num_tokens=sum(len(one.prompt) + num_samples * room for one, room in zip(requests, rooms, strict=True)),
+        reduced_max_tokens=min((room for room in rooms if room < (params.max_tokens or 0)), default=None),
         shape=shape,
         make_reply=OpenAIReply,
         stream=bool(body.stream),
         include_usage=bool(options and options.include_usage),
         continuous_usage=bool(options and options.continuous_usage_stats),
-        forbids_tokens=bool(body.allowed_token_ids or body.bad_words or body.logit_bias or requests[0].structure),
+        forbids_tokens=bool(body.allowed_token_ids or body.bad_words or body.logit_bias or structure),
     )
 
 

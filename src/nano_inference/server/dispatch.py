@@ -67,7 +67,7 @@ class _Usage(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Entry:
+class _QueuedRequest:
     """One request of a ticket."""
 
     ticket: Ticket
@@ -98,7 +98,7 @@ class _Entry:
 class _Occupancy:
     """What the entered requests occupy at one moment, in total and by client."""
 
-    def __init__(self, capacity: Capacity, share: float, entries: Iterable[_Entry], *, is_full: bool) -> None:
+    def __init__(self, capacity: Capacity, share: float, entries: Iterable[_QueuedRequest], *, is_full: bool) -> None:
         self._capacity = capacity
         self._share = share
         self._seats: Counter[str] = Counter()
@@ -109,7 +109,7 @@ class _Occupancy:
         for entry in entries:
             self.add(entry)
 
-    def add(self, entry: _Entry) -> None:
+    def add(self, entry: _QueuedRequest) -> None:
         used = entry.usage()
         self._seats[entry.client.name] += used.num_seats
         self._tokens[entry.client.name] += used.num_tokens
@@ -128,7 +128,7 @@ class _Occupancy:
         is_short = self._num_unstarted_tokens < 2 * capacity.step_tokens
         return is_short or self._num_unstarted < capacity.num_unstarted
 
-    def fits(self, entry: _Entry) -> bool:
+    def fits(self, entry: _QueuedRequest) -> bool:
         """Return True if the entry is within its client's share, or the client has no other."""
         name = entry.client.name
         seats, tokens = self._seats[name], self._tokens[name]
@@ -146,10 +146,10 @@ class Dispatcher:
     def __init__(self, capacity: Capacity, *, share: float = 1.0) -> None:
         self._capacity = capacity
         self._share = share
-        self._queue: FairQueue[_Entry] = FairQueue()
-        self._waiting: dict[Ticket, dict[int, _Entry]] = {}
+        self._queue: FairQueue[_QueuedRequest] = FairQueue()
+        self._waiting: dict[Ticket, dict[int, _QueuedRequest]] = {}
         """Open ticket -> its waiting requests by index."""
-        self._entered: dict[Ticket, list[_Entry]] = {}
+        self._entered: dict[Ticket, list[_QueuedRequest]] = {}
         """Open ticket -> its requests that the engine has."""
         self._num_waiting = 0
         self._is_full = False
@@ -193,7 +193,7 @@ class Dispatcher:
         self._entered[ticket] = []
         self._waiting[ticket] = {}
         for index in range(len(ticket.requests)):
-            entry = _Entry(ticket, index, client, enter)
+            entry = _QueuedRequest(ticket, index, client, enter)
             self._waiting[ticket][index] = entry
             self._queue.push(client.name, entry.num_samples, entry)
             self._num_waiting += entry.num_samples
@@ -220,7 +220,7 @@ class Dispatcher:
             self._occupancy.add(entry)
             self._enter(entry)
 
-    def _enter(self, entry: _Entry) -> None:
+    def _enter(self, entry: _QueuedRequest) -> None:
         del self._waiting[entry.ticket][entry.index]
         self._entered[entry.ticket].append(entry)
         self._num_waiting -= entry.num_samples

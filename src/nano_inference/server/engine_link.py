@@ -37,7 +37,8 @@ class EngineLink:
         self._step_timeout = step_timeout
         self._engine: AsyncEngine[DrivenEngine] | None = None
         self._open: dict[Ticket, _TicketReceiver] = {}
-        self._metrics: Metrics | None = None
+        self.metrics: Metrics | None = None
+        """Set by `start`."""
 
     # ---- lifecycle --------------------------------------------------------------------------------------------------
 
@@ -57,7 +58,7 @@ class EngineLink:
         except Exception as error:
             self.state, self.failure = "dead", error
             raise
-        self._metrics = loaded[0].metrics
+        self.metrics = loaded[0].metrics
         return loaded[0]
 
     def start_accepting(self) -> None:
@@ -107,9 +108,9 @@ class EngineLink:
         it is its turn; without it all are passed at once. Raises `ApiError` unless the engine is ready.
         """
         engine = self._ready_engine()
-        assert self._metrics is not None, "set before the engine is ready"
+        assert self.metrics is not None, "set before the engine is ready"
         ticket = Ticket(requests, names)
-        receiver = self._open[ticket] = _TicketReceiver(ticket, self._metrics)
+        receiver = self._open[ticket] = _TicketReceiver(ticket, self.metrics)
         try:
             with engine.submit(requests, receiver, () if enqueue is not None else None) as submission:
                 if enqueue is not None:
@@ -171,15 +172,15 @@ class EngineLink:
     def on_turn(self, turn: Turn) -> None:
         """Publish the counts of a step."""
         self.last_stats = self.after_step(turn.result.stats)
-        if self._metrics is not None:
-            self._metrics.step(self.last_stats)
-            self._metrics.halted(turn.is_halted)
+        if self.metrics is not None:
+            self.metrics.step(self.last_stats)
+            self.metrics.halted(turn.is_halted)
 
     def on_death(self, error: BaseException) -> None:
         """Refuse requests from now on."""
         self.state, self.failure = "dead", error
-        if self._metrics is not None:
-            self._metrics.engine_died()
+        if self.metrics is not None:
+            self.metrics.engine_died()
 
 
 class _TicketReceiver:

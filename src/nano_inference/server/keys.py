@@ -78,22 +78,18 @@ def digest(key: str) -> bytes:
 
 def load_keys(config: ServerConfig) -> tuple[str, ...]:
     """Return the distinct keys of `api_key` and `api_key_file`. Raises `ValueError` without the key."""
-    named = [(f"api_key: key {i}", key) for i, key in enumerate(config.api_key, 1)]
-    if config.api_key_file is not None:
-        named += keys_in_file(path_of(config.api_key_file, "api_key_file"))
-    return checked_keys(named)
+    return _load(config.api_key, config.api_key_file, "api_key")
 
 
 def load_admin_keys(config: ServerConfig) -> tuple[str, ...]:
-    """Return the keys of `admin_key` and `admin_key_file`, as `load_keys` does."""
-    named = [(f"admin_key: key {i}", key) for i, key in enumerate(config.admin_key, 1)]
-    if config.admin_key_file is not None:
-        named += keys_in_file(path_of(config.admin_key_file, "admin_key_file"), "admin_key_file")
-    return checked_keys(named)
+    """Return the distinct keys of `admin_key` and `admin_key_file`. Raises `ValueError` without the key."""
+    return _load(config.admin_key, config.admin_key_file, "admin_key")
 
 
-def checked_keys(named: Sequence[tuple[str, str]]) -> tuple[str, ...]:
-    """Return the distinct keys of (place, key) pairs. Raises `ValueError` naming the place of an invalid key."""
+def _load(keys: Sequence[str], file: str | None, name: str) -> tuple[str, ...]:
+    named = [(f"{name}: key {i}", key) for i, key in enumerate(keys, 1)]
+    if file is not None:
+        named += keys_in_file(path_of(file, f"{name}_file"), f"{name}_file")
     for place, key in named:
         check_key(place, key)
     return tuple(dict.fromkeys(key for _, key in named))

@@ -53,7 +53,7 @@ def chat_prompt(
     _check_text_length([text for message in messages for text in _texts_of(message.get("content"))], body, model)
     with api_errors("messages"):
         ids = dialogue.encode(messages, rendering)
-    return Prompt(fitting(ids, body, model, max_tokens), str(messages[-1].get("content") or ""))
+    return Prompt(fit_to_context(ids, body, model, max_tokens), str(messages[-1].get("content") or ""))
 
 
 def read_messages(
@@ -181,7 +181,7 @@ def _completion_prompt(given: Any, body: CompletionBody, model: ServedModel, max
         _check_text_length([given], body, model)
         with api_errors("prompt"):
             ids = tokenizer.encode(given, add_special=body.add_special_tokens is not False)
-    kept = fitting(ids, body, model, max_tokens)
+    kept = fit_to_context(ids, body, model, max_tokens)
     if not body.echo:
         return Prompt(kept, "")
     if isinstance(given, str) and len(kept) == len(ids):
@@ -204,7 +204,7 @@ def _check_text_length(texts: Sequence[str], body: Sampling, model: ServedModel)
         raise _too_long(fewest, f"at least {fewest} tokens", body, model)
 
 
-def fitting(prompt: Sequence[int], body: Sampling, model: ServedModel, max_tokens: int | None) -> Sequence[int]:
+def fit_to_context(prompt: Sequence[int], body: Sampling, model: ServedModel, max_tokens: int | None) -> Sequence[int]:
     """Return the prompt, truncated on the left as requested. Raises `ApiError` if it is too long."""
     longest = model.limits.max_model_len - (0 if max_tokens == 0 else 1)
     keep = body.truncate_prompt_tokens

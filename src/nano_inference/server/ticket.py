@@ -60,7 +60,6 @@ class Ticket:
         """Indexed by prompt and sample."""
         self.dispatch_now: Callable[[], None] = _do_nothing
         """Passes requests that wait for their turn to the engine."""
-        self.is_closed = False
         self.end_reason = "abort"
         """Finish reason recorded for samples that are still open when the ticket is closed."""
         self._unread = Backlog()
@@ -93,7 +92,6 @@ class Ticket:
 
         A raised failure refers to the ticket through its traceback.
         """
-        self.is_closed = True
         self.dispatch_now = _do_nothing
         self._failure = None
 

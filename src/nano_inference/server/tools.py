@@ -143,19 +143,13 @@ def call_deltas(events: Iterable[Event], *, new_id: Callable[[], str] = call_id)
     for event in events:
         if isinstance(event, Content):
             deltas.append({"content": event.text})
-        else:
-            deltas += [{"tool_calls": [entry]} for entry in _entries(event, new_id)]
+        elif isinstance(event, CallStart):
+            function = {"name": event.name, "arguments": ""}
+            entry = {"index": event.index, "id": new_id(), "type": "function", "function": function}
+            deltas.append({"tool_calls": [entry]})
+        elif isinstance(event, CallArguments):
+            deltas.append({"tool_calls": [{"index": event.index, "function": {"arguments": event.text}}]})
     return deltas
-
-
-def _entries(event: Event, new_id: Callable[[], str]) -> list[dict[str, Any]]:
-    """Return the `tool_calls` entries of an event; none for the end of a call."""
-    if isinstance(event, CallStart):
-        function = {"name": event.name, "arguments": ""}
-        return [{"index": event.index, "id": new_id(), "type": "function", "function": function}]
-    if isinstance(event, CallArguments):
-        return [{"index": event.index, "function": {"arguments": event.text}}]
-    return []
 
 
 # ---- checks
