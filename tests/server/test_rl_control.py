@@ -148,7 +148,7 @@ def test_resume_ends_a_waiting_pause(server: Running) -> None:
         until(server, lambda: link.engine.thread.num_commands >= 2)
         server.on_loop(lambda: asyncio.ensure_future(link.call(server.opened.engine.resume)))
         # The engine thread finds all start_three commands in one turn: submit, pause, resume.
-    refused(waiting.result(60), 409, "resumed before it was paused")
+    refused(waiting.result(60), 409, "resumed the engine before it was paused")
     assert len(stream.result().completion_tokens) == 200
 
 

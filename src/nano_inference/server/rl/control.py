@@ -12,7 +12,7 @@ from nano_inference.server.errors import ApiError
 from nano_inference.server.guard import ClientGone
 from nano_inference.server.rl.threads import unless_gone
 from nano_inference.server.rl.updates import client_error
-from nano_inference.types import EnginePaused, PauseMode
+from nano_inference.types import PauseMode
 
 MEMORY = frozenset({"weights", "kv_cache"})
 """The parts whose memory sleep releases; the engine releases both or neither."""
@@ -75,20 +75,16 @@ class Control:
             if self._num_pausing == 1:
                 await self._link.call(engine.cancel_pause)
             raise
-        except ApiError:
-            raise
         except Exception as error:
             raise client_error(error) from None
         finally:
             self._num_pausing -= 1
         if not is_paused:
-            text = (
-                "overtaken by another command: the engine was resumed before it was paused, or paused in another mode"
-            )
+            text = "overtaken by a command that resumed the engine before it was paused, or paused it in another mode"
             raise ApiError(409, text, code="overtaken")
 
     async def resume(self) -> None:
-        """Resume the engine, also after sleep level 0. No effect if it runs."""
+        """Resume the engine, also after sleep level 0 and if it is not paused."""
         engine = self._engine()
 
         def resume() -> None:
@@ -139,18 +135,18 @@ class Control:
             await self.resume()
 
     async def release(self, what: Iterable[str], *, discard_weights: bool = False) -> None:
-        """Release the KV cache and (on a GPU) the weights if `what` names at least one of them."""
+        """Release the KV cache and (on a GPU) the weights if `what` names at least one of them.
+
+        Raises `EnginePaused` while the engine is pausing.
+        """
         engine, named = self._engine(), MEMORY.intersection(what)
 
         def release() -> None:
             engine.sleep(discard_weights=discard_weights)
             self._add_asleep(named)
 
-        try:
-            if named:
-                await self._link.call(release)
-        except EnginePaused as error:
-            raise client_error(error) from None
+        if named:
+            await self._link.call(release)
 
     def _add_asleep(self, what: Iterable[str]) -> None:
         self.asleep |= frozenset(what)

@@ -124,8 +124,6 @@ class Groups:
         shapes_of = self._weight_shapes()
         if faults := misfits(specs, shapes_of):
             shown = "; ".join(faults[:_SHOWN_FAULTS])
-            _log.warning(
-                "an update will be rejected after it is received: %d tensors do not fit: %s", len(faults), shown
-            )
+            _log.warning("an update will be rejected once received: %d tensors do not fit: %s", len(faults), shown)
         source: Source = group.receive(specs, shapes_of)
         return source
