@@ -131,7 +131,7 @@ def test_a_closed_ticket_is_freed_without_the_garbage_collector(is_left: bool) -
     run_with_link(work)
 
 
-def test_the_engines_death_reaches_every_waiter(caplog: pytest.LogCaptureFixture) -> None:
+def test_engine_failure_reaches_every_ticket(caplog: pytest.LogCaptureFixture) -> None:
     engine = fake_engine()
     runner = engine.parts.runner
     assert isinstance(runner, FakeRunner)

@@ -333,7 +333,7 @@ CALLING: Table = {
     "function_call": turn("calls", {"name": "f"}, "none", functions=[F, G], **SURE),
     "function_call.name": turn("calls", "f", "long_g", functions=[F, G], function_call={"name": "f"}, **SURE),
 }  # fmt: skip
-TOOL_FIELDS: Table = {
+RENDERED_TOOL_FIELDS: Table = {
     "tool_choice": turn("error", "required", "none", tools=[]),
     "tool_choice.type": turn("error", "allowed_tools", "function", tools=TOOLS, tool_choice=NAMED),
     "tool_choice.function": turn("error", ABSENT, {"name": "f"}, tools=TOOLS, tool_choice=NAMED),
@@ -705,7 +705,7 @@ def seen_as(what: str, table: Table) -> Table:
 
 
 TOKENIZE_TABLE: Table = {
-    **seen_as("tokens", {**READING, **TOOL_FIELDS}),
+    **seen_as("tokens", {**READING, **RENDERED_TOOL_FIELDS}),
     "model": turn("error", "other", "tiny"),
     "prompt": turn("tokens", "abc", "abd", **TEXT),
     "content": turn("tokens", "abc", "abd", **PIECES),
@@ -718,7 +718,7 @@ DETOKENIZE_TABLE: Table = {
     "model": turn("form", "tiny"),
     "tokens": turn("prompt", ids("abc"), ids("abd")),
 }
-TEMPLATE_TABLE: Table = {**READING, **TOOL_FIELDS, "model": turn("error", "other", "tiny")}
+TEMPLATE_TABLE: Table = {**READING, **RENDERED_TOOL_FIELDS, "model": turn("error", "other", "tiny")}
 TABLES: Mapping[str, Table] = MappingProxyType(
     {
         COMPLETE: COMPLETE_TABLE,

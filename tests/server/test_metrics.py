@@ -307,7 +307,7 @@ def test_step_records_engine_state() -> None:
     assert value(metrics, "vllm:num_preemptions_total") == 5
 
 
-def test_a_step_without_rows_is_no_iteration() -> None:
+def test_step_without_rows_is_not_counted() -> None:
     metrics = new()
     metrics.step(replace(STEP, num_rows=0, num_computed=0, num_running=0))
     assert value(metrics, "vllm:iteration_tokens_total_count") == 0
@@ -433,7 +433,7 @@ def test_token_gap_is_divided_among_tokens() -> None:
     assert value(metrics, "vllm:inter_token_latency_seconds_sum") == 0.5
 
 
-def test_a_clock_that_runs_backwards_adds_nothing() -> None:
+def test_negative_durations_count_as_zero() -> None:
     metrics = new()
     metrics.first_token(-1.0)
     metrics.token_gap(-1.0, 2)

@@ -73,7 +73,7 @@ def test_defaults_equal_nanochat(server: Running) -> None:
     )
 
 
-def test_each_field_changes_something(server: Running) -> None:
+def test_each_field_changes_the_reply(server: Running) -> None:
     greedy = texts(server.events(PATH, {"messages": HELLO, "temperature": 0, "max_tokens": 40}))
     assert texts(server.events(PATH, {"messages": HELLO, "temperature": 2.0, "top_k": 1, "max_tokens": 40})) == greedy
     assert texts(server.events(PATH, {"messages": HELLO, "temperature": 2.0, "top_k": 0, "max_tokens": 40})) != greedy
@@ -81,7 +81,7 @@ def test_each_field_changes_something(server: Running) -> None:
     assert texts(server.events(PATH, {"messages": TALK, "temperature": 0, "max_tokens": 40})) != greedy
 
 
-def test_the_token_that_ends_an_answer_is_not_sent(server: Running, tiny_directory: Path) -> None:
+def test_end_token_is_not_sent(server: Running, tiny_directory: Path) -> None:
     call = web_call(WebBody.model_validate({"messages": HELLO}), server.opened.model, ServerConfig(), "")
     request = call.requests[0]
     ending = replace(call, requests=(replace(request, params=replace(request.params, logit_bias={257: 100.0})),))
@@ -120,7 +120,7 @@ def test_limits_equal_nanochat(server: Running, body: JSON, reported: str) -> No
 
 
 @pytest.mark.parametrize("fields", [{"temperature": 2}, {"top_k": 200}, {"max_tokens": 4096}, {"top_k": 0}])
-def test_the_limits_themselves_are_allowed(server: Running, fields: JSON) -> None:
+def test_values_at_limits_are_accepted(server: Running, fields: JSON) -> None:
     assert texts(server.events(PATH, {"messages": HELLO, "temperature": 0, **fields}))
 
 

@@ -510,7 +510,7 @@ def test_an_ambiguous_request_is_refused_and_nothing_after_it_is_read(
     assert not caplog.records, "anybody could fill a log"
 
 
-def test_every_table_entry_is_refused_for_its_flaw_alone() -> None:
+def test_each_ambiguous_request_is_valid_without_its_flaw() -> None:
     with running() as server:
         for request in (post(b"Content-Length: 0"), post(CHUNKED, body=b"5\r\nhello\r\n0\r\n\r\n"), get("/")):
             with wire(server) as client:
@@ -534,7 +534,7 @@ def test_bad_chunk_disconnects_application(hasty: Running) -> None:
         assert reported(hasty, "/bad-chunk")[1] is None
 
 
-def test_a_bad_chunk_within_an_answer_cuts_it(server: Running, caplog: pytest.LogCaptureFixture) -> None:
+def test_bad_chunk_after_response_start_closes_connection(server: Running, caplog: pytest.LogCaptureFixture) -> None:
     with wire(server) as client:
         client.send(post(CHUNKED, path=b"/talk"))
         assert client.file.readline().startswith(b"HTTP/1.1 200")
@@ -565,7 +565,7 @@ def test_a_giant_header_is_refused(server: Running) -> None:
 
 
 @pytest.mark.parametrize("length", [MAX_HEAD_BYTES, 2 * MAX_HEAD_BYTES])
-def test_a_large_head_is_refused_even_when_it_comes_at_once(server: Running, length: int) -> None:
+def test_large_head_in_one_packet_is_refused(server: Running, length: int) -> None:
     check_error(request(server, get("/", b"A: " + b"a" * length)), 431)
     assert request(server, get("/", b"A: " + b"a" * (MAX_HEAD_BYTES - 100))).status == 200
 
@@ -582,7 +582,7 @@ def test_heads_are_counted_one_by_one(server: Running) -> None:
         assert [client.reply().status for _ in range(10)] == [200] * 10
 
 
-def test_an_endless_body_is_refused_and_not_read_on(server: Running) -> None:
+def test_endless_body_is_refused_and_not_read(server: Running) -> None:
     with wire(server) as client:
         client.send(post(CHUNKED))
         chunk = b"10000\r\n" + b"x" * 65536 + b"\r\n"
@@ -593,7 +593,7 @@ def test_an_endless_body_is_refused_and_not_read_on(server: Running) -> None:
         check_error(client.reply(), 413)
 
 
-def test_a_large_body_is_refused_and_its_client_sees_why(server: Running) -> None:
+def test_large_body_error_reaches_client(server: Running) -> None:
     with wire(server) as client:
         body = b"x" * (LIMIT + 1)
         client.send(post(b"Content-Length: %d" % len(body), body=body), SMUGGLED)
@@ -602,14 +602,14 @@ def test_a_large_body_is_refused_and_its_client_sees_why(server: Running) -> Non
     assert "/smuggled" not in server.app.paths
 
 
-def test_a_client_that_sends_all_before_it_looks_sees_why(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_client_that_reads_after_sending_gets_error(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(guard, "LINGER_SECONDS", PATIENCE)
     with wire(server) as client:
         assert client.send(post(b"Content-Length: %d" % (8 << 20)), b"x" * (8 << 20)), "closed on bytes in flight"
         check_error(client.reply(), 413)
 
 
-def test_a_large_body_is_refused_before_it_comes(server: Running) -> None:
+def test_large_content_length_is_refused_before_body(server: Running) -> None:
     check_error(request(server, post(b"Content-Length: 1000000000")), 413)
     with wire(server) as client:
         client.send(get("/no-body", b"Content-Length: 5"), b"hello", SMUGGLED)

@@ -186,7 +186,7 @@ class World:
         return sum(self.has(ticket) for ticket in tickets)
 
 
-def test_one_client_gets_its_share_of_the_seats_and_another_a_free_one() -> None:
+def test_client_at_share_leaves_seats_to_another() -> None:
     world = World()
     greedy = [world.request(GREEDY) for _ in range(64)]
     for _ in range(20):
@@ -224,7 +224,7 @@ def test_freed_seats_alternate_between_clients() -> None:
     ("prompt", "step_tokens", "ahead"),
     [(9, 256, 52), (300, 256, 4), (9, 2048, 272), (300, 2048, 32)],  # 2 steps of tokens, or a few long prompts
 )
-def test_the_engine_s_own_queue_stays_short(prompt: int, step_tokens: int, ahead: int) -> None:
+def test_engine_queue_stays_short(prompt: int, step_tokens: int, ahead: int) -> None:
     world = World(share=1.0, capacity=Capacity(num_seats=256, num_blocks=9999, block_size=16, step_tokens=step_tokens))
     tickets = [world.request(GREEDY, prompt=prompt) for _ in range(600)]
     assert world.count(tickets) == ahead, "nothing has started yet"
@@ -258,7 +258,7 @@ def test_cache_share_includes_lookahead_tokens() -> None:
     assert long.has(long.request(GREEDY, prompt=1500, max_tokens=90)), "what is more than its share runs alone"
 
 
-def test_the_prompts_of_a_call_are_entered_one_by_one() -> None:
+def test_prompts_of_a_call_are_dispatched_separately() -> None:
     world = World()
     call = world.request(GREEDY, *([4] * 8))
     for _ in range(10):

@@ -37,7 +37,6 @@ class KeyRing:
 
     @property
     def num_keys(self) -> int:
-        """Number of keys."""
         return len(self.digests)
 
     @classmethod

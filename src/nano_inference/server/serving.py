@@ -32,12 +32,10 @@ class Serving:
 
     @property
     def model(self) -> ServedModel:
-        """The served model."""
         return self.loaded.model
 
     @property
     def metrics(self) -> Metrics:
-        """The model's metrics."""
         return self.loaded.metrics
 
 
