@@ -1,4 +1,4 @@
-"""One tiny model, and one server of it for all clients."""
+"""The tiny model and one server of it, shared by all client tests."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from tests.clients.process import Served, serving
 
 @pytest.fixture(scope="session")
 def tiny_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Llama with a byte tokenizer, as Transformers saves one."""
-    from tests.server.tiny import make_tiny  # needs Transformers
+    """Directory of a random Llama with a byte tokenizer, saved by Transformers."""
+    from tests.server.tiny import make_tiny  # imports Transformers
 
     return make_tiny(tmp_path_factory.mktemp("tiny_for_clients"))
 
 
 @pytest.fixture(scope="session")
 def tiny_server(tiny_directory: Path) -> Iterator[Served]:
-    """A server of the tiny model, called tiny."""
+    """A server of the tiny model under the name "tiny"."""
     options = ("--served-model-name", "tiny", "--kv-cache-bytes", "67108864", "--num-threads", "1", "--device", "cpu")
     with serving(tiny_directory, *options) as served:
         yield served

@@ -1,4 +1,4 @@
-"""Calls a server with litellm and prints what came as JSON. Run in litellm's own environment: URL as the argument."""
+"""Calls a server with litellm and prints the results as JSON. Argument: URL. Runs in litellm's virtual environment."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import litellm
 
 
 def main(url: str) -> dict[str, Any]:
-    """Return what every kind of call gave."""
+    """Return the result of every kind of call."""
     place: Any = {"api_base": f"{url}/v1", "api_key": "none", "temperature": 0, "max_tokens": 12, "max_retries": 0}
     chat = place | {"model": "openai/tiny", "messages": [{"role": "user", "content": "hello"}]}
     whole = litellm.completion(**chat)
@@ -40,7 +40,7 @@ async def streamed(chat: Any) -> str:
 
 
 def refusal(call: Any) -> list[str]:
-    """Return the name and the text of the error that a call raises."""
+    """Return the class name and the text of the error that a call raises."""
     try:
         litellm.completion(**call)
     except litellm.exceptions.APIError as error:

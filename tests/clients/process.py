@@ -1,4 +1,4 @@
-"""`nano-inference serve` as a process of its own, and other people's programs as processes that talk to it."""
+"""Starts `nano-inference serve` and client programs as processes."""
 
 from __future__ import annotations
 
@@ -19,34 +19,34 @@ from typing import Any
 import httpx2
 
 PATIENCE = 300.0
-"""Seconds that nothing takes unless something is broken."""
-NEEDED = "the clients are not installed here; `make test-clients` has an environment with them"
-_OTHERS = ("OPENAI_", "LLM_", "LITELLM_", "LANGCHAIN_", "LANGSMITH_", "GUIDELLM_", "NANO_INFERENCE_PORT")
-"""Beginnings of variables that would send a client elsewhere."""
+"""Timeout in seconds."""
+NEEDED = "not installed; `make test-clients` creates an environment with the clients"
+_REDIRECTS = ("OPENAI_", "LLM_", "LITELLM_", "LANGCHAIN_", "LANGSMITH_", "GUIDELLM_", "NANO_INFERENCE_PORT")
+"""Prefixes of environment variables that redirect a client."""
 
 
 @dataclass
 class Served:
-    """A server in a process of its own, and what it wrote to stderr so far."""
+    """A server process and its stderr so far."""
 
     process: subprocess.Popen[str]
     lines: list[str] = field(default_factory=list)
     url: str = ""
 
     def ask(self, path: str, body: Any) -> Any:
-        """POST JSON without any client, and return the reply."""
+        """POST JSON and return the JSON of the reply."""
         response = httpx2.post(f"{self.url}{path}", json=body, timeout=PATIENCE)
         assert response.status_code == 200, response.text
         return response.json()
 
     def answers(self) -> list[dict[str, Any]]:
-        """Return the access log: one record for each finished request."""
+        """Return the access log, one record per finished request."""
         return [json.loads(line) for line in self.lines if line.startswith("{")]
 
 
 @contextmanager
 def serving(model: Path, *options: str) -> Iterator[Served]:
-    """Serve a model while the block runs. Afterwards it must have ended well and never have failed."""
+    """Serve a model while the block runs; then check exit status, traceback and statuses."""
     command = [sys.executable, "-m", "nano_inference", "serve", "-m", str(model), "--port", "0", *options]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=offline())
     served = Served(process)
@@ -64,34 +64,34 @@ def serving(model: Path, *options: str) -> Iterator[Served]:
         finally:
             process.kill()
             reader.join(60)
-    said = "\n".join(served.lines)
-    assert process.returncode == 0 and "Traceback" not in said, said[-4000:]
-    assert all((answer.get("status") or 499) < 500 for answer in served.answers()), said[-4000:]
+    stderr = "\n".join(served.lines)
+    assert process.returncode == 0 and "Traceback" not in stderr, stderr[-4000:]
+    assert all((answer.get("status") or 499) < 500 for answer in served.answers()), stderr[-4000:]
 
 
 def run(command: Sequence[str], cwd: Path, **environ: str) -> subprocess.CompletedProcess[bytes]:
-    """Run a client's program in a directory of its own, without any hub to ask."""
+    """Run a client program in `cwd`, without access to a model hub."""
     return subprocess.run(
         command, cwd=cwd, env=offline(cwd) | environ, capture_output=True, check=False, timeout=PATIENCE
     )
 
 
 def succeed(command: Sequence[str], cwd: Path, **environ: str) -> bytes:
-    """Run a client's program that must succeed; return what it printed."""
+    """Run a client program that must succeed; return its stdout."""
     done = run(command, cwd, **environ)
     assert done.returncode == 0, f"{done.stdout.decode()[-4000:]}\n{done.stderr.decode()[-4000:]}"
     return done.stdout
 
 
 def offline(home: Path | None = None) -> dict[str, str]:
-    """Return the environment without what would send a client elsewhere, hubs and their caches among it."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(_OTHERS)}
+    """Return the environment without variables that redirect a client, and with hubs disabled."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(_REDIRECTS)}
     kept |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
     return kept if home is None else kept | {"HF_HOME": str(home / "hf")}
 
 
 def program(name: str) -> str:
-    """Return a program of the environment that runs the tests."""
+    """Return the path of a program in the Python environment of the tests."""
     return str(Path(sys.executable).parent / name)
 
 
@@ -103,14 +103,14 @@ def _read(process: subprocess.Popen[str], lines: list[str], news: queue.SimpleQu
             news.put(lines[-1])
 
 
-def _line(news: queue.SimpleQueue[str], beginning: str, served: Served) -> str:
-    """Wait for the line that begins so."""
+def _line(news: queue.SimpleQueue[str], prefix: str, served: Served) -> str:
+    """Return the next line with this prefix."""
     deadline = time.monotonic() + PATIENCE
     while served.process.poll() is None and time.monotonic() < deadline:
         try:
             line = news.get(timeout=1.0)
         except queue.Empty:
             continue
-        if line.startswith(beginning):
+        if line.startswith(prefix):
             return line
-    raise AssertionError("the server did not come up:\n" + "\n".join(served.lines))
+    raise AssertionError("the server did not start:\n" + "\n".join(served.lines))

@@ -1,4 +1,4 @@
-"""Anthropic's own client on POST /v1/messages: whole, streamed, asynchronously; tools, errors, counts."""
+"""Anthropic's Python client on POST /v1/messages: whole, streamed and asynchronous replies, tools, errors, counts."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ anthropic = pytest.importorskip("anthropic", reason=f"anthropic: {NEEDED}")
 
 pytest_plugins = ["tests.clients.servers"]
 
-ASKED: dict[str, Any] = {
+REQUEST: dict[str, Any] = {
     "model": "tiny",
     "max_tokens": 12,
     "messages": [{"role": "user", "content": "hello"}],
     "extra_body": {"temperature": 0},
 }
-"""The client has no parameter for a temperature any more."""
+"""The client has no parameter `temperature`."""
 ARGUMENTS = '{"city": "Zürich", "days": [1, 2.5, null]}'
 CALLS: tuple[Event, ...] = (
     Content("I look "),
@@ -51,103 +51,102 @@ def client_of(server: Served, **options: Any) -> Any:
     return anthropic.Anthropic(base_url=server.url, **{"api_key": "none", "max_retries": 0, **options})
 
 
-def ours(server: Served, **fields: Any) -> dict[str, Any]:
-    """What the server says without any client."""
-    body = {name: value for name, value in ASKED.items() if name != "extra_body"}
+def direct_reply(server: Served, **fields: Any) -> dict[str, Any]:
+    """Return the server's reply to the same request, without the client."""
+    body = {name: value for name, value in REQUEST.items() if name != "extra_body"}
     reply: dict[str, Any] = server.ask("/v1/messages", body | {"temperature": 0} | fields)
     return reply
 
 
 def shown(message: Any) -> dict[str, Any]:
-    """Return a message as JSON, without what differs from one call to the next."""
-    told: dict[str, Any] = message.to_dict() if hasattr(message, "to_dict") else dict(message)
-    return {name: told[name] for name in ("type", "role", "model", "content", "stop_reason", "stop_sequence")}
+    """Return a message's JSON without ids and usage."""
+    fields: dict[str, Any] = message.to_dict() if hasattr(message, "to_dict") else dict(message)
+    return {name: fields[name] for name in ("type", "role", "model", "content", "stop_reason", "stop_sequence")}
 
 
-def read(usage: Any) -> int:
-    """Return how many tokens were read."""
+def num_prompt_tokens(usage: Any) -> int:
     return int(usage.input_tokens + usage.cache_read_input_tokens)
 
 
-def test_whole_and_streamed_are_what_the_server_says(tiny_server: Served) -> None:
-    expected = ours(tiny_server)
+def test_whole_and_streamed_messages_equal_the_servers_reply(tiny_server: Served) -> None:
+    expected = direct_reply(tiny_server)
     client = client_of(tiny_server)
-    message = client.messages.create(**ASKED)
+    message = client.messages.create(**REQUEST)
     assert shown(message) == shown(expected) and message.id.startswith("msg_")
-    with client.messages.stream(**ASKED) as stream:
+    with client.messages.stream(**REQUEST) as stream:
         texts = list(stream.text_stream)
         final = stream.get_final_message()
     assert shown(final) == shown(expected) and "".join(texts) == expected["content"][0]["text"]
     assert final.usage.output_tokens == message.usage.output_tokens == expected["usage"]["output_tokens"]
-    kinds = [event.type for event in client.messages.create(**ASKED, stream=True)]
+    kinds = [event.type for event in client.messages.create(**REQUEST, stream=True)]
     assert (kinds[0], kinds[-2:]) == ("message_start", ["message_delta", "message_stop"]) and len(kinds) > 6
 
 
-def test_the_asynchronous_client_gets_the_same(tiny_server: Served) -> None:
+def test_asynchronous_client_returns_the_same(tiny_server: Served) -> None:
     async def both() -> tuple[Any, Any]:
         async with anthropic.AsyncAnthropic(base_url=tiny_server.url, api_key="none", max_retries=0) as client:
-            whole = await client.messages.create(**ASKED)
-            async with client.messages.stream(**ASKED) as stream:
+            whole = await client.messages.create(**REQUEST)
+            async with client.messages.stream(**REQUEST) as stream:
                 return whole, await stream.get_final_message()
 
     whole, streamed = asyncio.run(both())
-    assert shown(whole) == shown(streamed) == shown(ours(tiny_server))
+    assert shown(whole) == shown(streamed) == shown(direct_reply(tiny_server))
 
 
-def test_a_conversation_is_counted_and_continued(tiny_server: Served) -> None:
+def test_count_tokens_of_conversations(tiny_server: Served) -> None:
     client = client_of(tiny_server)
-    first = client.messages.create(**ASKED)
-    talk = [*ASKED["messages"], {"role": "assistant", "content": first.content}, {"role": "user", "content": "more"}]
+    first = client.messages.create(**REQUEST)
+    talk = [*REQUEST["messages"], {"role": "assistant", "content": first.content}, {"role": "user", "content": "more"}]
     system = [{"type": "text", "text": "be brief", "cache_control": {"type": "ephemeral"}}]
-    for messages in (talk, [*ASKED["messages"], {"role": "assistant", "content": "I am"}]):
-        fields = ASKED | {"messages": messages, "system": system}
+    for messages in (talk, [*REQUEST["messages"], {"role": "assistant", "content": "I am"}]):
+        fields = REQUEST | {"messages": messages, "system": system}
         reply = client.messages.create(**fields)
         count = client.messages.count_tokens(model="tiny", messages=messages, system=system)
-        assert count.input_tokens == read(reply.usage)
+        assert count.input_tokens == num_prompt_tokens(reply.usage)
 
 
-def test_results_of_tools_are_read(tiny_server: Served) -> None:
+def test_tool_results_are_part_of_the_prompt(tiny_server: Served) -> None:
     use = {"type": "tool_use", "id": "toolu_1", "name": "weather", "input": {"city": "Zürich"}}
     result = {"type": "tool_result", "tool_use_id": "toolu_1", "content": [{"type": "text", "text": "rain"}]}
-    talk = [*ASKED["messages"], {"role": "assistant", "content": [use]}, {"role": "user", "content": [result]}]
+    talk = [*REQUEST["messages"], {"role": "assistant", "content": [use]}, {"role": "user", "content": [result]}]
     client = client_of(tiny_server)
-    reply = client.messages.create(**(ASKED | {"messages": talk}))
-    assert read(reply.usage) == client.messages.count_tokens(model="tiny", messages=talk).input_tokens
-    assert read(reply.usage) > read(client.messages.create(**ASKED).usage)
+    reply = client.messages.create(**(REQUEST | {"messages": talk}))
+    assert num_prompt_tokens(reply.usage) == client.messages.count_tokens(model="tiny", messages=talk).input_tokens
+    assert num_prompt_tokens(reply.usage) > num_prompt_tokens(client.messages.create(**REQUEST).usage)
 
 
-def test_stop_sequences_end_a_message(tiny_server: Served) -> None:
-    text = ours(tiny_server, max_tokens=40)["content"][0]["text"]
+def test_stop_sequence_ends_the_message(tiny_server: Served) -> None:
+    text = direct_reply(tiny_server, max_tokens=40)["content"][0]["text"]
     stop = next(char for char in text[2:] if char.isascii() and char.isprintable())
-    reply = client_of(tiny_server).messages.create(**(ASKED | {"max_tokens": 40, "stop_sequences": [stop]}))
+    reply = client_of(tiny_server).messages.create(**(REQUEST | {"max_tokens": 40, "stop_sequences": [stop]}))
     assert (reply.stop_reason, reply.stop_sequence) == ("stop_sequence", stop)
     assert "".join(block.text for block in reply.content) == text[: text.index(stop)]
 
 
-def test_refusals_are_the_client_s_errors(tiny_server: Served) -> None:
+def test_refusals_raise_the_clients_errors(tiny_server: Served) -> None:
     client = client_of(tiny_server)
     with pytest.raises(anthropic.BadRequestError, match="thinking") as bad:
-        client.messages.create(**ASKED, thinking={"type": "enabled", "budget_tokens": 1024})
+        client.messages.create(**REQUEST, thinking={"type": "enabled", "budget_tokens": 1024})
     assert bad.value.type == "invalid_request_error" and "thinking.type" in bad.value.api_message
     assert bad.value.error_code == "unsupported_field"
     with pytest.raises(anthropic.NotFoundError, match="claude") as lost:
-        client.messages.create(**(ASKED | {"model": "claude"}))
+        client.messages.create(**(REQUEST | {"model": "claude"}))
     assert lost.value.type == "not_found_error"
     with pytest.raises(anthropic.BadRequestError, match="longer than the context"):
-        client.messages.create(**(ASKED | {"messages": [{"role": "user", "content": "a" * 4000}], "stream": True}))
+        client.messages.create(**(REQUEST | {"messages": [{"role": "user", "content": "a" * 4000}], "stream": True}))
     with pytest.raises(anthropic.BadRequestError, match="web_search_20250305"):
-        client.messages.create(**ASKED, tools=[{"type": "web_search_20250305", "name": "web_search"}])
+        client.messages.create(**REQUEST, tools=[{"type": "web_search_20250305", "name": "web_search"}])
 
 
-def test_keys_are_those_of_the_client(tiny_directory: Path) -> None:
+def test_api_key_of_the_client_is_checked(tiny_directory: Path) -> None:
     options = ("--served-model-name", "tiny", "--kv-cache-bytes", "67108864", "--num-threads", "1", "--device", "cpu")
     with serving(tiny_directory, *options, "--api-key", "the-right-one-of-16") as server:
         with pytest.raises(anthropic.AuthenticationError):
-            client_of(server).messages.create(**ASKED)
-        assert client_of(server, api_key="the-right-one-of-16").messages.create(**ASKED).content
+            client_of(server).messages.create(**REQUEST)
+        assert client_of(server, api_key="the-right-one-of-16").messages.create(**REQUEST).content
 
 
-# ---- functions, by way of the model
+# ---- function calls
 
 
 WEATHER = {
@@ -158,19 +157,19 @@ WEATHER = {
 }
 CLOCK = {"type": "object", "properties": {"zone": {"enum": ["utc", "local"]}}, "required": ["zone"]}
 TOOLS = [
-    {"name": "weather", "description": "Tell it.", "input_schema": WEATHER},
+    {"name": "weather", "description": "Report it.", "input_schema": WEATHER},
     {"name": "clock", "input_schema": CLOCK},
 ]
 
 
 def forced(kind: str, seed: int = 1, **choice: Any) -> dict[str, Any]:
-    """Return what asks for one call."""
-    wanted = {"type": kind, "disable_parallel_tool_use": True, **choice}
-    return ASKED | {"max_tokens": 200, "tools": TOOLS, "tool_choice": wanted, "extra_body": {"seed": seed}}
+    """Return a request for exactly one call."""
+    tool_choice = {"type": kind, "disable_parallel_tool_use": True, **choice}
+    return REQUEST | {"max_tokens": 200, "tools": TOOLS, "tool_choice": tool_choice, "extra_body": {"seed": seed}}
 
 
 def check_use(block: Any) -> None:
-    """Check that a call is one of the functions' and keeps to its schema."""
+    """Check a call's function name and its arguments against the schema."""
     assert block.type == "tool_use" and block.id.startswith("toolu_")
     if block.name == "clock":
         assert set(block.input) == {"zone"} and block.input["zone"] in ("utc", "local")
@@ -179,7 +178,7 @@ def check_use(block: Any) -> None:
         assert len(block.input["city"]) <= 8 and 1 <= block.input["day"] <= 7
 
 
-def test_some_function_is_called(roomy_server: Served) -> None:
+def test_any_function_is_called(roomy_server: Served) -> None:
     client = client_of(roomy_server)
     for seed in range(4):
         message = client.messages.create(**forced("any", seed))
@@ -189,11 +188,11 @@ def test_some_function_is_called(roomy_server: Served) -> None:
 
 
 @pytest.mark.parametrize("name", ["weather", "clock"])
-def test_a_call_comes_in_pieces_of_its_json(roomy_server: Served, name: str) -> None:
-    asked = forced("tool", name=name)
+def test_named_function_call_is_streamed_as_partial_json(roomy_server: Served, name: str) -> None:
+    request = forced("tool", name=name)
     client = client_of(roomy_server)
-    whole = client.messages.create(**asked)
-    with client.messages.stream(**asked) as stream:
+    whole = client.messages.create(**request)
+    with client.messages.stream(**request) as stream:
         deltas = [event.partial_json for event in stream if event.type == "input_json"]
         final = stream.get_final_message()
     (block,) = final.content
@@ -203,30 +202,33 @@ def test_a_call_comes_in_pieces_of_its_json(roomy_server: Served, name: str) -> 
     assert whole.stop_reason == final.stop_reason == "tool_use"
 
 
-def test_a_call_and_its_result_go_back(roomy_server: Served) -> None:
+def test_call_and_result_are_sent_back(roomy_server: Served) -> None:
     client = client_of(roomy_server)
-    called = client.messages.create(**forced("tool", name="weather"))
-    result = {"type": "tool_result", "tool_use_id": called.content[0].id, "content": "heavy rain", "is_error": False}
-    answer = {"role": "assistant", "content": called.content}
-    talk = [*ASKED["messages"], answer, {"role": "user", "content": [result]}]
-    asked = forced("none") | {"messages": talk, "max_tokens": 12, "tool_choice": {"type": "none"}}
-    reply = client.messages.create(**asked)
+    with_call = client.messages.create(**forced("tool", name="weather"))
+    result = {"type": "tool_result", "tool_use_id": with_call.content[0].id, "content": "heavy rain", "is_error": False}
+    answer = {"role": "assistant", "content": with_call.content}
+    talk = [*REQUEST["messages"], answer, {"role": "user", "content": [result]}]
+    request = forced("none") | {"messages": talk, "max_tokens": 12, "tool_choice": {"type": "none"}}
+    reply = client.messages.create(**request)
     assert [block.type for block in reply.content] == ["text"]
-    assert read(reply.usage) == client.messages.count_tokens(model="tiny", messages=talk, tools=TOOLS).input_tokens
-    assert read(reply.usage) > read(called.usage)
+    assert (
+        num_prompt_tokens(reply.usage)
+        == client.messages.count_tokens(model="tiny", messages=talk, tools=TOOLS).input_tokens
+    )
+    assert num_prompt_tokens(reply.usage) > num_prompt_tokens(with_call.usage)
 
 
 @pytest.mark.model
-def test_the_default_model_calls_a_function(default_server: Served) -> None:
-    asked = forced("tool", name="weather") | {"model": "default", "max_tokens": 60}
-    with client_of(default_server).messages.stream(**asked) as stream:
+def test_default_model_calls_a_function(default_server: Served) -> None:
+    request = forced("tool", name="weather") | {"model": "default", "max_tokens": 60}
+    with client_of(default_server).messages.stream(**request) as stream:
         message = stream.get_final_message()
     (block,) = message.content
     check_use(block)
     assert block.name == "weather" and message.stop_reason == "tool_use"
 
 
-# ---- what a model wrote, without a model
+# ---- prepared events, without a model
 
 
 @pytest.fixture(scope="module")
@@ -250,8 +252,8 @@ def call() -> Call:
     )
 
 
-def answered(data: bytes, kind: str = "text/event-stream") -> Any:
-    """Return a client that is answered so, whatever it asks."""
+def client_for(data: bytes, kind: str = "text/event-stream") -> Any:
+    """Return a client with a transport that always returns `data`."""
 
     def reply(request: httpx2.Request) -> httpx2.Response:
         return httpx2.Response(200, content=data, headers={"content-type": kind})
@@ -260,22 +262,23 @@ def answered(data: bytes, kind: str = "text/event-stream") -> Any:
     return anthropic.Anthropic(base_url="http://127.0.0.1:9", api_key="none", max_retries=0, http_client=http)
 
 
-def written(call: Call, tokenizer: Tokenizer, events: Sequence[Event]) -> tuple[dict[str, Any], bytes]:
-    """Return a whole reply and its stream, an event at a time."""
-    drafts = transcripts_of(call)
-    drafts[0].finish_reason = "stop"
-    drafts[0].events += events
+def replies(call: Call, tokenizer: Tokenizer, events: Sequence[Event]) -> tuple[dict[str, Any], bytes]:
+    """Return the whole reply to these events, and its stream with one event per delta."""
+    transcripts = transcripts_of(call)
+    transcripts[0].finish_reason = "stop"
+    transcripts[0].events += events
     reply = MessagesReply(call, tokenizer, 1)
     pieces = [
-        reply.delta_events(drafts[0], DecodedDelta("", (), (), None, None, events=(one,)), drafts) for one in events
+        reply.delta_events(transcripts[0], DecodedDelta("", (), (), None, None, events=(one,)), transcripts)
+        for one in events
     ]
-    data = b"".join([reply.first_events(drafts), *pieces, reply.last_events(drafts)])
-    return MessagesReply(call, tokenizer, 1).body(drafts), data
+    data = b"".join([reply.first_events(transcripts), *pieces, reply.last_events(transcripts)])
+    return MessagesReply(call, tokenizer, 1).body(transcripts), data
 
 
-def test_calls_are_put_together_as_in_the_whole_reply(call: Call, tokenizer: Tokenizer) -> None:
-    whole, data = written(call, tokenizer, CALLS)
-    with answered(data).messages.stream(**ASKED) as stream:
+def test_streamed_calls_equal_the_whole_reply(call: Call, tokenizer: Tokenizer) -> None:
+    whole, data = replies(call, tokenizer, CALLS)
+    with client_for(data).messages.stream(**REQUEST) as stream:
         message = stream.get_final_message()
     assert shown(message) == shown(whole)
     assert [block.type for block in message.content] == ["text", "tool_use", "tool_use"]
@@ -283,16 +286,16 @@ def test_calls_are_put_together_as_in_the_whole_reply(call: Call, tokenizer: Tok
 
 
 @pytest.mark.parametrize("size", [1, 7, 20, len(ARGUMENTS) - 1])
-def test_a_call_that_was_cut_off_is_the_same_either_way(call: Call, tokenizer: Tokenizer, size: int) -> None:
+def test_cut_off_call_is_the_same_whole_and_streamed(call: Call, tokenizer: Tokenizer, size: int) -> None:
     events = (CallStart(0, "weather"), CallArguments(0, ARGUMENTS[:size]))
-    whole, data = written(call, tokenizer, events)
-    with answered(data).messages.stream(**ASKED) as stream:
+    whole, data = replies(call, tokenizer, events)
+    with client_for(data).messages.stream(**REQUEST) as stream:
         assert shown(stream.get_final_message()) == shown(whole)
 
 
-def test_a_stream_that_fails_raises(call: Call, tokenizer: Tokenizer) -> None:
+def test_failed_stream_raises(call: Call, tokenizer: Tokenizer) -> None:
     reply = MessagesReply(call, tokenizer, 1)
     data = reply.first_events(transcripts_of(call)) + reply.error_events(ApiError(500, "broken"))
     with pytest.raises(anthropic.APIStatusError, match="broken") as caught:
-        list(answered(data).messages.create(**ASKED, stream=True))
+        list(client_for(data).messages.create(**REQUEST, stream=True))
     assert caught.value.type == "api_error"

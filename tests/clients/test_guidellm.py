@@ -1,7 +1,7 @@
-"""guidellm puts the default model under a short load and measures it from outside.
+"""guidellm measures the default model under a short load.
 
-The default model is a GGUF file without a tokenizer directory, and guidellm wants one to make prompts of so many
-tokens: Transformers writes it from the file, so no hub is asked.
+guidellm needs a tokenizer directory to build prompts of a given length; the default model is a GGUF file, from which
+Transformers writes that directory without access to a hub.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import pytest
 
 from tests.clients.process import NEEDED, Served, program, serving, succeed
 
-if importlib.util.find_spec("guidellm") is None:  # importing it would change every event loop of this process
+if importlib.util.find_spec("guidellm") is None:  # importing it would replace the event loop policy of this process
     pytest.skip(f"guidellm: {NEEDED}", allow_module_level=True)
 transformers = pytest.importorskip("transformers", reason="writes the tokenizer")
 pytestmark = pytest.mark.model
@@ -42,7 +42,7 @@ def default_server(default_model_path: Path) -> Iterator[Served]:
 
 
 @pytest.mark.parametrize("route", ["/v1/chat/completions", "/v1/completions"])
-def test_a_load_has_no_errors_and_is_measured(
+def test_load_has_no_errors_and_finite_metrics(
     default_server: Served, tokenizer_directory: Path, tmp_path: Path, route: str
 ) -> None:
     report = tmp_path / "report.json"
@@ -66,11 +66,11 @@ def test_a_load_has_no_errors_and_is_measured(
         measured = metrics[name]["successful"]
         assert math.isfinite(measured["mean"]) and measured["mean"] > 0, name
         assert math.isfinite(measured["percentiles"]["p95"]), name
-    assert outputs(benchmark) == [OUTPUT_TOKENS] * NUM_REQUESTS
+    assert num_output_tokens(benchmark) == [OUTPUT_TOKENS] * NUM_REQUESTS
     if route == "/v1/completions":
         assert metrics["prompt_token_count"]["successful"]["mean"] == pytest.approx(PROMPT_TOKENS, abs=2)
 
 
-def outputs(benchmark: Any) -> list[int]:
-    """Return how many tokens each answer has, as the server's usage told the client."""
+def num_output_tokens(benchmark: Any) -> list[int]:
+    """Return the number of tokens of each answer, from the server's usage."""
     return [one["output_metrics"]["text_tokens"] for one in benchmark["requests"]["successful"]]

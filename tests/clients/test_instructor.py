@@ -1,4 +1,4 @@
-"""instructor, which wants an older jiter than the other clients and so has an environment of its own."""
+"""instructor; it needs an older jiter than the other clients and so has a separate virtual environment."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytest_plugins = ["tests.clients.servers"]
 
 
 class Day(BaseModel):
-    """What the script asks for, told once more: answers are checked on this side too."""
+    """The class of `instructor_calls.py` with strict types, to check its answers."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -37,32 +37,32 @@ class Report(BaseModel):
     unit: Literal["C", "F"]
 
 
-def asked(server: Served, directory: Path, name: str, what: str) -> Any:
-    """Return what the script printed."""
+def results_of(server: Served, directory: Path, name: str, kind: str) -> Any:
+    """Return the JSON that the script prints."""
     script = Path(__file__).with_name("instructor_calls.py")
-    printed = succeed([str(PYTHON), str(script), server.url, name, what], directory)
+    printed = succeed([str(PYTHON), str(script), server.url, name, kind], directory)
     return json.loads(printed.decode().splitlines()[-1])
 
 
 @pytest.mark.parametrize("mode", ["TOOLS", "TOOLS_STRICT", "JSON_SCHEMA"])
-def test_every_answer_is_of_its_class(roomy_server: Served, tmp_path: Path, mode: str) -> None:
-    got = asked(roomy_server, tmp_path, "tiny", mode)
+def test_answers_are_valid_in_every_mode(roomy_server: Served, tmp_path: Path, mode: str) -> None:
+    got = results_of(roomy_server, tmp_path, "tiny", mode)
     for answer in (*got["whole"], *got["asynchronous"], *got["streamed"]):
         Report.model_validate(answer)
-    assert got["asynchronous"] == got["whole"][:1], "the seed is the same"
-    assert len({json.dumps(answer) for answer in got["whole"]}) > 1, "the others are not"
-    assert min(got["pieces"]) > 3, "an answer comes as it is written"
+    assert got["asynchronous"] == got["whole"][:1], "same seed"
+    assert len({json.dumps(answer) for answer in got["whole"]}) > 1, "other seeds"
+    assert min(got["pieces"]) > 3, "answers are streamed"
 
 
-def test_other_dialects_and_any_object(roomy_server: Served, tmp_path: Path) -> None:
-    got = asked(roomy_server, tmp_path, "tiny", "others")
+def test_responses_messages_and_json_object(roomy_server: Served, tmp_path: Path) -> None:
+    got = results_of(roomy_server, tmp_path, "tiny", "others")
     for answer in (*got["responses"], *got["messages"]):
         Report.model_validate(answer)
     assert isinstance(got["object"], dict)
 
 
 @pytest.mark.model
-def test_the_default_model_answers_in_a_few_words(default_server: Served, tmp_path: Path) -> None:
-    got = asked(default_server, tmp_path, "default", "small")
+def test_default_model_returns_valid_answers(default_server: Served, tmp_path: Path) -> None:
+    got = results_of(default_server, tmp_path, "default", "small")
     for answer in (got["tools"], got["schema"], got["iterable"]):
         Day.model_validate(answer)

@@ -22,7 +22,7 @@ ROOM: dict[str, Any] = {"max_tokens": 400, "temperature": 1}
 
 
 class Day(BaseModel):
-    """A day's weather, bounded in every part, so that any model comes to an end."""
+    """A day's weather; every field is bounded, so that any model's answer ends."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -32,20 +32,20 @@ class Day(BaseModel):
 
 
 def model_of(server: Served, **options: Any) -> Any:
-    """Return langchain's model of our server, greedy and short."""
-    given = {"model": "tiny", "base_url": f"{server.url}/v1", "api_key": "none", "temperature": 0, "max_tokens": 12}
-    return langchain.ChatOpenAI(**(given | options), max_retries=0)
+    """Return langchain's chat model for the server; greedy and short by default."""
+    defaults = {"model": "tiny", "base_url": f"{server.url}/v1", "api_key": "none", "temperature": 0, "max_tokens": 12}
+    return langchain.ChatOpenAI(**(defaults | options), max_retries=0)
 
 
-def ours(server: Served, text: str, **fields: Any) -> dict[str, Any]:
-    """Return the server's own reply."""
+def direct_reply(server: Served, text: str, **fields: Any) -> dict[str, Any]:
+    """Return the server's reply to the same request, without langchain."""
     body = {"messages": [{"role": "user", "content": text}], "temperature": 0, "max_tokens": 12, **fields}
     reply: dict[str, Any] = server.ask("/v1/chat/completions", body)
     return reply
 
 
-def test_invoke_and_stream_give_what_the_server_says(tiny_server: Served) -> None:
-    expected = ours(tiny_server, "hello")
+def test_invoke_and_stream_equal_the_servers_reply(tiny_server: Served) -> None:
+    expected = direct_reply(tiny_server, "hello")
     message = model_of(tiny_server).invoke("hello")
     assert message.content == expected["choices"][0]["message"]["content"]
     usage = message.usage_metadata
@@ -58,19 +58,19 @@ def test_invoke_and_stream_give_what_the_server_says(tiny_server: Served) -> Non
     assert [usage["total_tokens"] for usage in usages] == [expected["usage"]["total_tokens"]]
 
 
-def test_a_conversation_and_stop_words_reach_the_server(tiny_server: Served) -> None:
+def test_conversation_and_stop_strings_reach_the_server(tiny_server: Served) -> None:
     talk = [("system", "be brief"), ("human", "hello"), ("ai", "yes?"), ("human", "again")]
     roles = {"human": "user", "ai": "assistant"}
     messages = [{"role": roles.get(role, role), "content": text} for role, text in talk]
-    assert model_of(tiny_server).invoke(talk).content == said(ours(tiny_server, "", messages=messages))
-    whole = said(ours(tiny_server, "hello"))
+    assert model_of(tiny_server).invoke(talk).content == text_of(direct_reply(tiny_server, "", messages=messages))
+    whole = text_of(direct_reply(tiny_server, "hello"))
     stop = next(char for char in whole[2:] if char.isascii() and char.isprintable())
     assert model_of(tiny_server).invoke("hello", stop=[stop]).content == whole[: whole.index(stop)]
 
 
-def test_batches_keep_their_order(tiny_server: Served) -> None:
+def test_batches_keep_the_order(tiny_server: Served) -> None:
     texts = [f"number {index}" for index in range(8)]
-    expected = [said(ours(tiny_server, text)) for text in texts]
+    expected = [text_of(direct_reply(tiny_server, text)) for text in texts]
     model = model_of(tiny_server)
     assert [message.content for message in model.batch(texts, config={"max_concurrency": 8})] == expected
 
@@ -83,8 +83,8 @@ def test_batches_keep_their_order(tiny_server: Served) -> None:
 
 
 @pytest.mark.parametrize("method", ["json_schema", "function_calling"])
-@pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")  # langchain's own, of what it parsed
-def test_answers_that_keep_to_a_class(roomy_server: Served, method: str) -> None:
+@pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")  # raised in langchain
+def test_structured_output(roomy_server: Served, method: str) -> None:
     for options in ({"seed": 1}, {"seed": 2}, {"use_responses_api": True}):
         model = model_of(roomy_server, **ROOM, **options).with_structured_output(Day, method=method)
         assert isinstance(model.invoke("hello"), Day)
@@ -92,10 +92,10 @@ def test_answers_that_keep_to_a_class(roomy_server: Served, method: str) -> None
 
 
 @pytest.mark.parametrize("is_response", [False, True])
-def test_functions_are_called(roomy_server: Served, is_response: bool) -> None:
+def test_bound_tools_are_called(roomy_server: Served, is_response: bool) -> None:
     @tools.tool
     def weather(city: Annotated[str, Field(max_length=8)], day: Annotated[int, Field(ge=1, le=7)]) -> str:
-        """Tell it."""
+        """Return the weather."""
         return f"rain in {city} on {day}"
 
     model = model_of(roomy_server, **ROOM, use_responses_api=is_response)
@@ -107,14 +107,14 @@ def test_functions_are_called(roomy_server: Served, is_response: bool) -> None:
     talk = [("human", "hello"), message, result]
     assert model.bind(max_tokens=12).invoke(talk).usage_metadata["input_tokens"] > 12
     chunks = [chunk for chunk in bound.stream("hello") if chunk.tool_call_chunks]
-    assert len(chunks) > 3, "a call comes as it is written"
+    assert len(chunks) > 3, "the call is streamed"
     (whole,) = functools.reduce(operator.add, chunks).tool_calls
     assert weather.invoke(whole).content.startswith("rain in")
 
 
-def test_embeddings_are_those_of_the_server(tiny_server: Served) -> None:
+def test_embeddings_equal_the_servers(tiny_server: Served) -> None:
     place = {"model": "tiny", "base_url": f"{tiny_server.url}/v1", "api_key": "none", "max_retries": 0}
-    # otherwise langchain wants OpenAI's tokenizer, and with it ids that are not this model's
+    # Without the option langchain encodes texts with OpenAI's tokenizer.
     embeddings = langchain.OpenAIEmbeddings(**place, check_embedding_ctx_length=False)
     texts = ["hello", "good morning", "hello"]
     reply = tiny_server.ask("/v1/embeddings", {"input": texts})
@@ -126,12 +126,12 @@ def test_embeddings_are_those_of_the_server(tiny_server: Served) -> None:
     assert len(short.embed_query("hello")) == 8
 
 
-def test_what_is_wrong_is_refused_by_name(tiny_server: Served) -> None:
+def test_invalid_field_is_named(tiny_server: Served) -> None:
     model = model_of(tiny_server).bind(response_format={"type": "structural_tag"})
     with pytest.raises(openai.BadRequestError, match="response_format"):
         model.invoke("hello")
 
 
-def said(reply: dict[str, Any]) -> str:
+def text_of(reply: dict[str, Any]) -> str:
     """Return the text of a reply."""
     return str(reply["choices"][0]["message"]["content"])

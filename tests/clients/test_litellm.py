@@ -1,4 +1,4 @@
-"""litellm, which wants an older openai than the other clients and so has an environment of its own."""
+"""litellm; it needs an older openai than the other clients and so has a separate virtual environment."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ if not PYTHON.exists():
     pytest.skip(f"litellm: {NEEDED}", allow_module_level=True)
 
 
-def test_litellm_gets_what_the_server_says(tiny_server: Served, tmp_path: Path) -> None:
-    asked = {"temperature": 0, "max_tokens": 12}
-    chat = tiny_server.ask("/v1/chat/completions", asked | {"messages": [{"role": "user", "content": "hello"}]})
-    text = tiny_server.ask("/v1/completions", asked | {"prompt": "once"})
+def test_litellm_returns_the_servers_replies(tiny_server: Served, tmp_path: Path) -> None:
+    params = {"temperature": 0, "max_tokens": 12}
+    chat = tiny_server.ask("/v1/chat/completions", params | {"messages": [{"role": "user", "content": "hello"}]})
+    text = tiny_server.ask("/v1/completions", params | {"prompt": "once"})
     script = Path(__file__).with_name("litellm_calls.py")
     printed = succeed([str(PYTHON), str(script), tiny_server.url], tmp_path, LITELLM_LOCAL_MODEL_COST_MAP="True")
     got = json.loads(printed.decode().splitlines()[-1])

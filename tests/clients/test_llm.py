@@ -1,4 +1,4 @@
-"""The `llm` command, told of the server by its extra-openai-models.yaml."""
+"""The `llm` command, configured by extra-openai-models.yaml."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ OPTIONS = ("-o", "temperature", "0", "-o", "max_tokens", "12", "--key", "none")
 
 @pytest.fixture
 def home(tiny_server: Served, tmp_path: Path) -> Path:
-    """A user's directory that knows our server."""
+    """llm's user directory with the server's model."""
     lines = ["- model_id: tiny", "  model_name: tiny", f"  api_base: {tiny_server.url}/v1", ""]
     (tmp_path / "extra-openai-models.yaml").write_text("\n".join(lines))
     return tmp_path
@@ -27,14 +27,14 @@ def llm(home: Path, *arguments: str) -> bytes:
 
 
 def expected(server: Served, *texts: str) -> bytes:
-    """Return what `llm` should print for a conversation."""
+    """Return the expected output of `llm` for a conversation."""
     roles = ("user", "assistant")
     messages: list[Any] = [{"role": roles[index % 2], "content": text} for index, text in enumerate(texts)]
     reply = server.ask("/v1/chat/completions", {"messages": messages, "temperature": 0, "max_tokens": 12})
     return bytes(reply["choices"][0]["message"]["content"].encode())
 
 
-def test_llm_prints_what_the_server_says(tiny_server: Served, home: Path) -> None:
+def test_llm_prints_the_servers_answer(tiny_server: Served, home: Path) -> None:
     answer = expected(tiny_server, "hi")
     assert llm(home, "-m", "tiny", "hi", *OPTIONS) == answer + b"\n"
     assert llm(home, "-m", "tiny", "hi", *OPTIONS, "--no-stream") == answer + b"\n"
@@ -43,6 +43,6 @@ def test_llm_prints_what_the_server_says(tiny_server: Served, home: Path) -> Non
     assert b"tiny" in llm(home, "models", "list")
 
 
-def test_llm_shows_why_the_server_refuses(home: Path) -> None:
+def test_llm_prints_the_servers_error(home: Path) -> None:
     done = run([program("llm"), "-m", "tiny", "a" * 4000, *OPTIONS], home, LLM_USER_PATH=str(home))
     assert done.returncode != 0 and b"longer than the context" in done.stderr

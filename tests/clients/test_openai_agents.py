@@ -1,4 +1,4 @@
-"""OpenAI's agents, by way of chat completions and of Responses: functions, answers of a class, both at once."""
+"""OpenAI's agents through chat completions and Responses: functions, structured answers, and both."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TURNS = 10
 
 
 class Day(BaseModel):
-    """Bounded in every part, so that any model comes to an end."""
+    """Every field is bounded, so that any model's answer ends."""
 
     number: Annotated[int, Field(ge=1, le=31)]
     kind: Literal["sun", "rain"]
@@ -30,12 +30,12 @@ class Day(BaseModel):
 
 @pytest.fixture(autouse=True)
 def no_traces() -> None:
-    """Keep traces from OpenAI's servers."""
+    """Disable the upload of traces."""
     agents.set_tracing_disabled(True)
 
 
-def asked(server: Served, kind: str, work: Callable[[Any], Awaitable[Any]]) -> Any:
-    """Run something with a model of our server."""
+def run_with_model(server: Served, kind: str, work: Callable[[Any], Awaitable[Any]]) -> Any:
+    """Run a coroutine with an agents model of the server."""
 
     async def run() -> Any:
         async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
@@ -45,10 +45,10 @@ def asked(server: Served, kind: str, work: Callable[[Any], Awaitable[Any]]) -> A
 
 
 def agent(model: Any, calls: list[tuple[str, int]] | None, output: Any, **options: Any) -> Any:
-    """Return an agent; with a list for its calls it has a function, and calls that first."""
+    """Return an agent; if `calls` is a list, the agent must call a function first, which appends to it."""
 
     def weather(city: Annotated[str, Field(max_length=8)], day: Annotated[int, Field(ge=1, le=7)]) -> str:
-        """Tell it."""
+        """Return the weather."""
         assert calls is not None
         calls.append((city, day))
         return "heavy rain"
@@ -67,8 +67,8 @@ def agent(model: Any, calls: list[tuple[str, int]] | None, output: Any, **option
     )
 
 
-async def either_way(make: Callable[[], Any]) -> list[Any]:
-    """Return a whole and a streamed run of an agent."""
+async def whole_and_streamed(make: Callable[[], Any]) -> list[Any]:
+    """Return the results of a whole and of a streamed run."""
     whole = await agents.Runner.run(make(), "Bern?", max_turns=TURNS)
     streamed = agents.Runner.run_streamed(make(), "Bern?", max_turns=TURNS)
     kinds = [event.type async for event in streamed.stream_events()]
@@ -77,33 +77,35 @@ async def either_way(make: Callable[[], Any]) -> list[Any]:
 
 
 def check_calls(calls: list[tuple[str, int]]) -> None:
-    assert len(calls) >= 2, "one of each run at least: behind the first the model chooses"
+    assert len(calls) >= 2, "at least one per run; after the first the model chooses"
     assert all(len(city) <= 8 and 1 <= day <= 7 for city, day in calls)
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_an_answer_of_a_class(roomy_server: Served, kind: str) -> None:
-    for result in asked(roomy_server, kind, lambda model: either_way(lambda: agent(model, None, Day))):
+def test_structured_answer(roomy_server: Served, kind: str) -> None:
+    for result in run_with_model(roomy_server, kind, lambda model: whole_and_streamed(lambda: agent(model, None, Day))):
         assert isinstance(result.final_output, Day)
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_a_function_is_called(roomy_server: Served, kind: str) -> None:
+def test_function_call(roomy_server: Served, kind: str) -> None:
     calls: list[tuple[str, int]] = []
 
     def make(model: Any) -> Any:
         return agent(model, calls, str, tool_use_behavior="stop_on_first_tool")
 
-    for result in asked(roomy_server, kind, lambda model: either_way(lambda: make(model))):
+    for result in run_with_model(roomy_server, kind, lambda model: whole_and_streamed(lambda: make(model))):
         assert result.final_output == "heavy rain"
     check_calls(calls)
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_a_function_and_then_an_answer_of_a_class(roomy_server: Served, kind: str) -> None:
-    """The format of the answer is told from the first step on, where a call is required."""
+def test_function_call_then_structured_answer(roomy_server: Served, kind: str) -> None:
+    """The answer's format is sent in every step, also in the first, where a call is required."""
     calls: list[tuple[str, int]] = []
-    for result in asked(roomy_server, kind, lambda model: either_way(lambda: agent(model, calls, Day))):
+    for result in run_with_model(
+        roomy_server, kind, lambda model: whole_and_streamed(lambda: agent(model, calls, Day))
+    ):
         assert isinstance(result.final_output, Day)
         assert [item.type for item in result.new_items][:2] == ["tool_call_item", "tool_call_output_item"]
     check_calls(calls)

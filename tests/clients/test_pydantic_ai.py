@@ -1,4 +1,4 @@
-"""pydantic-ai's agents on three of our dialects: answers by calls and by schemas, functions that are really called."""
+"""pydantic-ai's agents through three dialects: answers by calls and by schemas, and function calls."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ QUESTION = "The weather in Bern?"
 
 
 class Day(BaseModel):
-    """Bounded in every part, so that any model comes to an end."""
+    """Every field is bounded, so that any model's answer ends."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -37,7 +37,7 @@ class Day(BaseModel):
 
 
 class Report(BaseModel):
-    """A list of objects in an object."""
+    """An object with a list of objects."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -47,38 +47,37 @@ class Report(BaseModel):
 
 
 class FirstWeather(capabilities.AbstractCapability):
-    """Have the model call `weather` first and give its answer then."""
+    """Require a call of `weather` in the first step and the answer in the second."""
 
     def get_model_settings(self) -> Any:
-        """Return what decides on each step."""
         return lambda context: {"tool_choice": ["weather" if context.run_step <= 1 else "final_result"]}
 
 
-def asked(server: Served, dialect: str, work: Callable[[Any], Awaitable[Any]], name: str = "tiny") -> Any:
-    """Run something with pydantic-ai's model of our server."""
+def run_with_model(server: Served, dialect: str, work: Callable[[Any], Awaitable[Any]], name: str = "tiny") -> Any:
+    """Run a coroutine with pydantic-ai's model of the server."""
 
     async def run() -> Any:
         if dialect == "messages":
-            async with anthropic.AsyncAnthropic(base_url=server.url, api_key="none", max_retries=0) as theirs:
+            async with anthropic.AsyncAnthropic(base_url=server.url, api_key="none", max_retries=0) as client:
                 return await work(
-                    of_anthropic.AnthropicModel(name, provider=for_anthropic.AnthropicProvider(anthropic_client=theirs))
+                    of_anthropic.AnthropicModel(name, provider=for_anthropic.AnthropicProvider(anthropic_client=client))
                 )
         kind = of_openai.OpenAIChatModel if dialect == "chat" else of_openai.OpenAIResponsesModel
-        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as ours:
-            return await work(kind(name, provider=for_openai.OpenAIProvider(openai_client=ours)))
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+            return await work(kind(name, provider=for_openai.OpenAIProvider(openai_client=client)))
 
     return asyncio.run(run())
 
 
 def agent(model: Any, output: Any, *, max_tokens: int = 700, **options: Any) -> Any:
-    """Return an agent that asks nothing twice, and for one call at a time."""
+    """Return an agent without retries and with one call at a time."""
     settings = pydantic_ai.ModelSettings(max_tokens=max_tokens, parallel_tool_calls=False)
     return pydantic_ai.Agent(model, output_type=output, retries=0, model_settings=settings, **options)
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-def test_an_answer_that_is_a_call(roomy_server: Served, dialect: str) -> None:
-    results = asked(roomy_server, dialect, lambda model: _several(agent(model, Report)))
+def test_answer_as_a_call(roomy_server: Served, dialect: str) -> None:
+    results = run_with_model(roomy_server, dialect, lambda model: _run_three_times(agent(model, Report)))
     for result in results:
         assert isinstance(result.output, Report) and result.usage.requests == 1
         (call,) = result.all_messages()[1].parts
@@ -87,40 +86,42 @@ def test_an_answer_that_is_a_call(roomy_server: Served, dialect: str) -> None:
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-def test_an_answer_comes_in_pieces(roomy_server: Served, dialect: str) -> None:
+def test_answer_is_streamed(roomy_server: Served, dialect: str) -> None:
     async def streamed(model: Any) -> list[Any]:
         async with agent(model, Report).run_stream(QUESTION) as stream:
             return [piece async for piece in stream.stream_output(debounce_by=None)]
 
-    pieces = asked(roomy_server, dialect, streamed)
+    pieces = run_with_model(roomy_server, dialect, streamed)
     assert len(pieces) > 1 and isinstance(pieces[-1], Report)
 
 
 @pytest.mark.parametrize("dialect", ["chat", "responses"])
-def test_an_answer_that_keeps_to_a_schema(roomy_server: Served, dialect: str) -> None:
-    """pydantic-ai asks no model of Anthropic's API for one that it does not know by name."""
-    results = asked(roomy_server, dialect, lambda model: _several(agent(model, pydantic_ai.NativeOutput(Report))))
+def test_answer_by_a_schema(roomy_server: Served, dialect: str) -> None:
+    """For Anthropic's API pydantic-ai uses schemas only with models that it knows."""
+    results = run_with_model(
+        roomy_server, dialect, lambda model: _run_three_times(agent(model, pydantic_ai.NativeOutput(Report)))
+    )
     for result in results:
         (text,) = result.all_messages()[1].parts
         assert Report.model_validate_json(text.content) == result.output
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-def test_a_function_is_called_and_its_result_is_read(roomy_server: Served, dialect: str) -> None:
+def test_function_call_and_result(roomy_server: Served, dialect: str) -> None:
     _check_function(roomy_server, dialect, "tiny", 700)
 
 
 @pytest.mark.model
-def test_the_default_model_calls_a_function(default_server: Served) -> None:
+def test_default_model_calls_a_function(default_server: Served) -> None:
     _check_function(default_server, "chat", "default", 60)
 
 
-def test_one_of_several_answers(roomy_server: Served) -> None:
-    results = asked(roomy_server, "chat", lambda model: _several(agent(model, [Day, Report])))
+def test_answer_of_one_of_several_classes(roomy_server: Served) -> None:
+    results = run_with_model(roomy_server, "chat", lambda model: _run_three_times(agent(model, [Day, Report])))
     assert all(isinstance(result.output, Day | Report) for result in results)
 
 
-async def _several(one: Any) -> list[Any]:
+async def _run_three_times(one: Any) -> list[Any]:
     return [await one.run(QUESTION) for _ in range(3)]
 
 
@@ -128,7 +129,7 @@ def _check_function(server: Served, dialect: str, name: str, max_tokens: int) ->
     calls: list[tuple[str, int]] = []
 
     def weather(city: Annotated[str, Field(max_length=8)], day: Annotated[int, Field(ge=1, le=7)]) -> str:
-        """Tell the weather."""
+        """Return the weather."""
         calls.append((city, day))
         return "heavy rain"
 
@@ -137,11 +138,11 @@ def _check_function(server: Served, dialect: str, name: str, max_tokens: int) ->
         run: Awaitable[Any] = one.run(QUESTION)
         return run
 
-    result = asked(server, dialect, work, name)
+    result = run_with_model(server, dialect, work, name)
     assert isinstance(result.output, Day) and result.usage.requests == 2
     ((city, day),) = calls
     assert len(city) <= 8 and 1 <= day <= 7
     _, called, returned, last, _ = result.all_messages()
     assert json.loads(called.parts[0].args_as_json_str()) == {"city": city, "day": day}
     assert returned.parts[0].content == "heavy rain"
-    assert last.usage.input_tokens > called.usage.input_tokens, "the result is read"
+    assert last.usage.input_tokens > called.usage.input_tokens, "the prompt contains the result"

@@ -1,4 +1,4 @@
-"""renderers' client, which verifiers and prime-rl train with: messages to tokens here, tokens to tokens there."""
+"""renderers' client, which verifiers and prime-rl use: it renders messages to tokens for /inference/v1/generate."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ GREEDY = {"temperature": 0, "max_tokens": 12}
 
 @pytest.fixture(scope="module")
 def renderer(tiny_directory: Path) -> Any:
-    """What turns messages into the tiny model's tokens, by its own template."""
+    """A renderer with the tiny model's chat template."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(tiny_directory)
     return renderers.create_renderer(tokenizer, renderers.DefaultRendererConfig())
 
 
-def told(server: Served, work: Callable[[openai.AsyncOpenAI], Awaitable[Any]]) -> Any:
-    """Run something with a client of our server."""
+def run_with_client(server: Served, work: Callable[[openai.AsyncOpenAI], Awaitable[Any]]) -> Any:
+    """Run a coroutine with an OpenAI client of the server."""
 
     async def run() -> Any:
         async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
@@ -39,17 +39,17 @@ def told(server: Served, work: Callable[[openai.AsyncOpenAI], Awaitable[Any]]) -
 
 
 def generated(server: Served, renderer: Any, messages: Any = HELLO, **fields: Any) -> dict[str, Any]:
-    """Return what renderers makes of our reply."""
+    """Return the result of renderers' `generate`."""
     from renderers.client import generate
 
     params = {"sampling_params": GREEDY, **fields}
-    reply: dict[str, Any] = told(
+    reply: dict[str, Any] = run_with_client(
         server, lambda client: generate(client=client, renderer=renderer, messages=messages, model="tiny", **params)
     )
     return reply
 
 
-def test_generate_gives_what_the_server_says(tiny_server: Served, renderer: Any) -> None:
+def test_generate_equals_the_servers_chat(tiny_server: Served, renderer: Any) -> None:
     reply = generated(tiny_server, renderer)
     chat = tiny_server.ask(
         "/v1/chat/completions", {"messages": HELLO, **GREEDY, "return_token_ids": True, "logprobs": True}
@@ -64,7 +64,7 @@ def test_generate_gives_what_the_server_says(tiny_server: Served, renderer: Any)
     assert reply["routed_experts"] is None and reply["sampling_mask"] is None
 
 
-def test_sampling_parameters_and_salts_reach_the_server(tiny_server: Served, renderer: Any) -> None:
+def test_sampling_params_and_cache_salt_reach_the_server(tiny_server: Served, renderer: Any) -> None:
     params = {"temperature": 1.2, "top_k": 5, "top_p": 0.9, "seed": 3, "max_tokens": 24, "min_tokens": 24}
     replies = [
         generated(tiny_server, renderer, sampling_params=one, cache_salt="policy-1", priority=0)
@@ -75,7 +75,7 @@ def test_sampling_parameters_and_salts_reach_the_server(tiny_server: Served, ren
     assert all(token in mask for token, mask in zip(tokens[3], replies[3]["sampling_mask"], strict=True))
 
 
-def test_a_prompt_of_ids_goes_on_where_the_last_turn_ended(tiny_server: Served, renderer: Any) -> None:
+def test_prompt_of_ids_continues_the_last_turn(tiny_server: Served, renderer: Any) -> None:
     first = generated(tiny_server, renderer)
     ids = first["prompt_ids"] + first["completion_ids"]
     second = generated(tiny_server, renderer, prompt_ids=ids)
@@ -83,7 +83,7 @@ def test_a_prompt_of_ids_goes_on_where_the_last_turn_ended(tiny_server: Served, 
     assert first["completion_ids"] + second["completion_ids"] == whole["choices"][0]["token_ids"]
 
 
-def test_the_context_s_length_is_found_out(tiny_server: Served, renderer: Any) -> None:
+def test_overlong_prompt_error_has_the_context_length(tiny_server: Served, renderer: Any) -> None:
     from renderers.client import OverlongPromptError
 
     with pytest.raises(OverlongPromptError) as caught:
@@ -91,6 +91,6 @@ def test_the_context_s_length_is_found_out(tiny_server: Served, renderer: Any) -
     assert caught.value.max_prompt_len == 512
 
 
-def test_a_mistyped_parameter_is_refused(tiny_server: Served, renderer: Any) -> None:
+def test_mistyped_parameter_is_refused(tiny_server: Served, renderer: Any) -> None:
     with pytest.raises(openai.BadRequestError, match=r"sampling_params\.temprature"):
         generated(tiny_server, renderer, sampling_params={"temprature": 0.5})

@@ -1,4 +1,4 @@
-"""POST /v1/embeddings: what the engine is asked for, each refusal's field, the reply's shape; and over HTTP."""
+"""POST /v1/embeddings: requests to the engine, refusals, the reply, and the route over HTTP."""
 
 from __future__ import annotations
 
@@ -59,13 +59,13 @@ def body_of(**fields: Any) -> EmbeddingBody:
     return parse(json.dumps({"input": "hi", **fields}).encode(), EmbeddingBody)
 
 
-def asks_of(model: ServedModel, /, **fields: Any) -> tuple[PromptRequest, ...]:
+def requests_of(model: ServedModel, /, **fields: Any) -> tuple[PromptRequest, ...]:
     return embedding_requests(body_of(**fields), model, ServerConfig(), "salt")
 
 
 def refusal(model: ServedModel, /, **fields: Any) -> ApiError:
     with pytest.raises(ApiError) as caught:
-        asks_of(model, **fields)
+        requests_of(model, **fields)
     assert caught.value.status in (400, 404)
     return caught.value
 
@@ -78,7 +78,7 @@ def sample(vector: tuple[float, ...] | None, size: int = 3, **changes: Any) -> T
     return TrainingSample(**(base | changes))
 
 
-# ---- what the engine is asked for
+# ---- requests to the engine
 
 
 @pytest.mark.parametrize(
@@ -91,10 +91,10 @@ def sample(vector: tuple[float, ...] | None, size: int = 3, **changes: Any) -> T
         (["a"] * MAX_PROMPTS, ["a"] * MAX_PROMPTS),
     ],
 )
-def test_every_form_of_input(model: ServedModel, given: Any, prompts: list[Any]) -> None:
-    requests = asks_of(model, input=given, model="org/tiny-alias", user="me")
-    wanted = [tuple(model.tokenizer.encode(one)) if isinstance(one, str) else one for one in prompts]
-    assert [request.prompt for request in requests] == wanted
+def test_input_forms(model: ServedModel, given: Any, prompts: list[Any]) -> None:
+    requests = requests_of(model, input=given, model="org/tiny-alias", user="me")
+    expected = [tuple(model.tokenizer.encode(one)) if isinstance(one, str) else one for one in prompts]
+    assert [request.prompt for request in requests] == expected
     for request in requests:
         assert (request.params.max_tokens, request.params.pooling, request.num_samples, request.salt) == (
             0,
@@ -104,18 +104,18 @@ def test_every_form_of_input(model: ServedModel, given: Any, prompts: list[Any])
         )
 
 
-def test_the_fields_beside_the_input(model: ServedModel) -> None:
-    assert asks_of(model, pooling="last")[0].params.pooling == "last"
+def test_pooling_and_truncation_fields(model: ServedModel) -> None:
+    assert requests_of(model, pooling="last")[0].params.pooling == "last"
     ids = list(range(100)) * 6
-    assert asks_of(model, input=ids, truncate_prompt_tokens=7)[0].prompt == tuple(ids[-7:])
-    assert asks_of(model, input=ids, truncate_prompt_tokens=-1)[0].prompt == tuple(ids[-512:])
-    assert asks_of(model, input=[[1, 2], ids], truncate_prompt_tokens=5)[0].prompt == (1, 2)
-    assert len(asks_of(model, input="x" * 10_000, truncate_prompt_tokens=9)[0].prompt) == 9
-    assert len(asks_of(model, input=[1] * 512)[0].prompt) == 512, "no room is kept for an answer"
-    assert asks_of(model, dimensions=32, encoding_format=None, model="", pooling=None, normalize=None)
+    assert requests_of(model, input=ids, truncate_prompt_tokens=7)[0].prompt == tuple(ids[-7:])
+    assert requests_of(model, input=ids, truncate_prompt_tokens=-1)[0].prompt == tuple(ids[-512:])
+    assert requests_of(model, input=[[1, 2], ids], truncate_prompt_tokens=5)[0].prompt == (1, 2)
+    assert len(requests_of(model, input="x" * 10_000, truncate_prompt_tokens=9)[0].prompt) == 9
+    assert len(requests_of(model, input=[1] * 512)[0].prompt) == 512, "no position is reserved for an answer"
+    assert requests_of(model, dimensions=32, encoding_format=None, model="", pooling=None, normalize=None)
 
 
-def test_special_tokens_are_those_of_the_tokenizer(model: ServedModel) -> None:
+def test_add_special_tokens(model: ServedModel) -> None:
     class Beginning:
         vocab_size = 260
 
@@ -124,8 +124,8 @@ def test_special_tokens_are_those_of_the_tokenizer(model: ServedModel) -> None:
 
     tokenizer: Any = Beginning()
     begins = replace(model, tokenizer=tokenizer)
-    assert asks_of(begins)[0].prompt == asks_of(begins, add_special_tokens=True)[0].prompt == (BOS, 104, 105)
-    assert asks_of(begins, add_special_tokens=False)[0].prompt == (104, 105)
+    assert requests_of(begins)[0].prompt == requests_of(begins, add_special_tokens=True)[0].prompt == (BOS, 104, 105)
+    assert requests_of(begins, add_special_tokens=False)[0].prompt == (104, 105)
 
 
 @pytest.mark.parametrize(
@@ -160,25 +160,27 @@ def test_refusals_name_the_field(model: ServedModel, fields: dict[str, Any], par
 
 
 @pytest.mark.parametrize(
-    ("given", "where", "told", "count"),
+    ("given", "field", "found", "count"),
     [
         ([1] * 513, "input", "513 tokens", 513),
         (["ok", "x" * 600], "input.1", "600 tokens", 600),
         ("x" * 100_000, "input", "at least 8333 tokens", 8333),
     ],
 )
-def test_too_long_texts(model: ServedModel, given: Any, where: str, told: str, count: int) -> None:
+def test_text_longer_than_the_context_is_refused(
+    model: ServedModel, given: Any, field: str, found: str, count: int
+) -> None:
     error = refusal(model, input=given)
-    assert (error.code, error.param) == ("context_length_exceeded", where)
-    assert error.message.startswith(f"{where} has {told}, which is longer than the context of 512")
+    assert (error.code, error.param) == ("context_length_exceeded", field)
+    assert error.message.startswith(f"{field} has {found}, which is longer than the context of 512")
     assert error.extra == {"n_prompt_tokens": count, "n_ctx": 512}
 
 
-def test_a_small_cache_bounds_the_length_too(model: ServedModel) -> None:
+def test_length_limit_of_a_small_cache(model: ServedModel) -> None:
     small = replace(model, limits=replace(LIMITS, num_blocks=5))
-    assert len(asks_of(small, input=[1] * 80)[0].prompt) == 80
+    assert len(requests_of(small, input=[1] * 80)[0].prompt) == 80
     assert refusal(small, input=[1] * 81).extra["n_ctx"] == 80
-    assert len(asks_of(small, input=[1] * 81, truncate_prompt_tokens=-1)[0].prompt) == 80
+    assert len(requests_of(small, input=[1] * 81, truncate_prompt_tokens=-1)[0].prompt) == 80
 
 
 # ---- the reply
@@ -187,7 +189,7 @@ def test_a_small_cache_bounds_the_length_too(model: ServedModel) -> None:
 VECTOR = float32([0.5, -1.5, 2.25, 0.1])
 
 
-def test_the_reply_s_shape() -> None:
+def test_reply_form() -> None:
     reply = embedding_reply(body_of(), "tiny", [sample(VECTOR, 3), sample(float32([1, 2, 3, 4]), 5)])
     assert CreateEmbeddingResponse.model_validate(reply).to_dict() == reply
     assert (reply["object"], reply["model"]) == ("list", "tiny")
@@ -197,7 +199,7 @@ def test_the_reply_s_shape() -> None:
     assert json.loads(json.dumps(reply, allow_nan=False)) == reply
 
 
-def test_vectors_have_length_one_unless_told_otherwise() -> None:
+def test_vectors_are_normalized_by_default() -> None:
     def vector(**fields: Any) -> list[float]:
         return embedding_reply(body_of(**fields), "tiny", [sample(VECTOR)])["data"][0]["embedding"]
 
@@ -211,7 +213,7 @@ def test_vectors_have_length_one_unless_told_otherwise() -> None:
 
 
 @pytest.mark.parametrize("fields", [{}, {"dimensions": 3}, {"normalize": False}])
-def test_base64_is_the_same_numbers(fields: dict[str, Any]) -> None:
+def test_base64_decodes_to_the_floats(fields: dict[str, Any]) -> None:
     plain = embedding_reply(body_of(encoding_format="float", **fields), "tiny", [sample(VECTOR)])["data"][0]
     coded = embedding_reply(body_of(encoding_format="base64", **fields), "tiny", [sample(VECTOR)])["data"][0]
     data = base64.b64decode(coded["embedding"], validate=True)
@@ -232,17 +234,17 @@ def test_base64_is_little_endian() -> None:
         (None, 503, "input.1: the request was aborted"),
     ],
 )
-def test_a_sample_without_an_embedding(reason: str | None, status: int, message: str) -> None:
+def test_failed_sample_raises(reason: str | None, status: int, message: str) -> None:
     failed = sample(None, finish_reason="abort", stop_reason=reason)
     with pytest.raises(ApiError) as caught:
         embedding_reply(body_of(), "tiny", [sample(VECTOR), failed])
     assert caught.value.status == status and caught.value.message.startswith(message)
 
 
-# ---- both halves with an engine between
+# ---- with an engine
 
 
-def test_through_an_engine(tiny_directory: Path, model: ServedModel) -> None:
+def test_embeddings_equal_the_engines(tiny_directory: Path, model: ServedModel) -> None:
     texts = ["hello", "another text", "hello"]
     config = EngineConfig(model_path=str(tiny_directory), kv_cache_bytes=8 << 20, device="cpu", num_threads=1)
     with InferenceEngine(config) as engine:
@@ -254,8 +256,8 @@ def test_through_an_engine(tiny_directory: Path, model: ServedModel) -> None:
                 [request.prompt for request in requests], [request.params for request in requests]
             )
             reply = embedding_reply(body, "tiny", samples)
-            wanted = engine.embed([model.tokenizer.encode(one) for one in texts], **fields, normalize=True)
-            for one, vector in zip(reply["data"], wanted, strict=True):
+            expected = engine.embed([model.tokenizer.encode(one) for one in texts], **fields, normalize=True)
+            for one, vector in zip(reply["data"], expected, strict=True):
                 assert one["embedding"] == pytest.approx(vector, abs=1e-5)
             assert reply["usage"]["prompt_tokens"] == sum(len(model.tokenizer.encode(one)) for one in texts)
         assert refusal(served, dimensions=33).param == "dimensions"
@@ -265,7 +267,7 @@ def test_through_an_engine(tiny_directory: Path, model: ServedModel) -> None:
 
 
 def last_hidden(directory: Path, text: bytes) -> torch.Tensor:
-    """What Transformers has after the last norm, [T, E]."""
+    """Return Transformers' hidden states after the last norm, [T, E]."""
     model = transformers.LlamaModel.from_pretrained(directory, dtype=torch.float32)
     tokens = load_tokenizer(TokenizerSource(str(directory))).encode(text.decode())
     with torch.no_grad():
@@ -274,7 +276,7 @@ def last_hidden(directory: Path, text: bytes) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("pooling", "normalize"), [("mean", True), ("mean", False), ("last", True)])
-def test_openais_client_gets_what_transformers_has(
+def test_openai_client_returns_transformers_embeddings(
     server: Running, tiny_directory: Path, pooling: str, normalize: bool
 ) -> None:
     client = OpenAI(base_url=f"{server.url}/v1", api_key="none")
@@ -288,7 +290,7 @@ def test_openais_client_gets_what_transformers_has(
     assert reply.usage.prompt_tokens == sum(map(len, texts)) == reply.usage.total_tokens
 
 
-def test_embeddings_and_answers_share_the_engine(server: Running) -> None:
+def test_embeddings_and_completions_run_concurrently(server: Running) -> None:
     alone = server.post("/v1/embeddings", {"input": "abc"}).json()["data"][0]["embedding"]
     with ThreadPoolExecutor(8) as pool:
         body = {"prompt": "x", "max_tokens": 40, "ignore_eos": True}

@@ -20,32 +20,32 @@ from tests.server.tiny import Running
 from tests.server.trainer import SHORT, Stream, make_weights, ok, refused, serving
 
 ARRIVAL = "test_group_is_joined_with_given_fields"
-BUCKET = "test_sglangs_buckets_are_updates_of_their_own"
-PARTS = "test_vllms_update_in_parts"
-DIRECTORY = "test_an_idle_engine_takes_weights_from_a_directory"
-PAUSES = "test_a_pause_that_keeps_changes_nothing_in_the_end"
-ENDS = "test_all_requests_are_aborted"
-NAMED = "test_a_request_is_aborted_by_its_id_and_no_other"
-SLEEPS = "test_sleeping_and_waking"
-ODD = "test_what_makes_no_sense_is_named"
-UNKNOWN = "test_what_is_not_understood_is_named"
-LABELS = "test_a_label_names_the_weights_in_force"
-CHECKS = "test_the_checksum_tells_the_weights"
-HELD = "test_an_update_is_checked_when_it_says_what_it_must_give"
-TAKEN = "test_a_field_that_changes_nothing_is_taken"
+BUCKET = "test_each_sglang_bucket_is_an_update"
+PARTS = "test_vllm_update_in_parts"
+DIRECTORY = "test_update_from_directory"
+PAUSES = "test_pause_keep_does_not_change_the_output"
+ENDS = "test_abort_all"
+NAMED = "test_abort_by_id_ends_only_that_request"
+SLEEPS = "test_sleep_and_wake_up"
+ODD = "test_invalid_group_field_is_named"
+UNKNOWN = "test_invalid_update_field_is_named"
+LABELS = "test_update_weight_version_sets_the_label"
+CHECKS = "test_weight_checker_returns_and_compares_the_checksum"
+HELD = "test_update_with_checksum_is_verified"
+TAKEN = "test_field_without_effect_is_accepted"
 TAKEN_TOO = "test_ignored_group_fields_change_nothing"
 UPDATES = "test_ignored_update_fields_change_nothing"
 SHOWN: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
-        "Nothing": {},
+        "EmptyBody": {},
         "PauseBody": {
             "mode": PAUSES,
             "clear_cache": PAUSES,
-            "wait_for_inflight_requests": "test_a_pause_that_waits_ends_what_has_begun_and_starts_nothing",
+            "wait_for_inflight_requests": "test_pause_wait_finishes_running_requests_and_starts_no_other",
         },
         "AbortBody": {"request_ids": NAMED},
         "ResetBody": {
-            "reset_running_requests": "test_running_requests_can_be_made_to_compute_again",
+            "reset_running_requests": "test_reset_running_requests_recomputes_their_kv",
             "reset_external": TAKEN,
             "reset_connector": TAKEN,
         },
@@ -79,16 +79,16 @@ SHOWN: Mapping[str, Mapping[str, str]] = MappingProxyType(
             "update_info": DIRECTORY,
             "weight_dir": DIRECTORY,
             "weight_version": DIRECTORY,
-            "version": "test_a_version_may_be_called_so",
+            "version": "test_version_is_another_name_of_weight_version",
             "checksum": HELD,
         },
         "FinishUpdateBody": {
-            "weight_version": "test_an_update_in_parts_is_installed_as_a_whole",
-            "checksum": "test_an_update_in_parts_is_checked_at_its_end",
+            "weight_version": "test_update_in_parts_is_installed_atomically",
+            "checksum": "test_update_in_parts_is_verified_at_its_end",
         },
         "LabelBody": {"new_version": LABELS, "abort_all_requests": ENDS},
         "CheckBody": {"action": CHECKS, "checksum": CHECKS},
-        "PauseGenerationBody": {"mode": "test_sglangs_pauses"},
+        "PauseGenerationBody": {"mode": "test_sglang_pause_modes"},
         "AbortRequestBody": {"rid": NAMED, "abort_all": ENDS, "abort_message": TAKEN},
         "ContinueBody": {"torch_empty_cache": TAKEN},
         "FlushBody": {"timeout": TAKEN},
@@ -97,7 +97,7 @@ SHOWN: Mapping[str, Mapping[str, str]] = MappingProxyType(
             "load_format": UNKNOWN,
             "weight_version": DIRECTORY,
             "checksum": HELD,
-            "abort_all_requests": "test_sglangs_update_can_abort_what_runs",
+            "abort_all_requests": "test_sglang_update_may_abort_running_requests",
             "flush_cache": UPDATES,
             "keep_pause": UPDATES,
             "token_step": UPDATES,
@@ -181,7 +181,7 @@ def test_every_field_has_a_test() -> None:
 
 
 def test_every_refused_command_has_a_test() -> None:
-    refusals: Any = test_rl_control.test_what_is_not_done_here_is_refused_by_name
+    refusals: Any = test_rl_control.test_unsupported_command_is_refused_with_501
     (mark,) = refusals.pytestmark
     assert set(mark.args[1]) == REFUSED_COMMANDS
 
@@ -226,7 +226,7 @@ def test_update_part_is_received_from_named_group(
 
 def test_bucket_update_can_abort_running_requests(server: Running, groups: list[tuple[Any, ...]]) -> None:
     for aborts, reason in ((True, "abort"), (False, "length"), (None, "length")):
-        stream = Stream(server).begun()
+        stream = Stream(server).started()
         ok(server.post("/update_weights_from_distributed", {**BUCKET_BODY, "abort_all_requests": aborts}))
         assert stream.result().finish_reason == reason
 

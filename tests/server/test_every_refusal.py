@@ -40,9 +40,9 @@ BODIES: Mapping[str, JSON] = MappingProxyType(
 """Paths that `test_unsupported` does not test."""
 OWN: Mapping[str, Values] = MappingProxyType(
     {
-        RESPONSES: responses._NEUTRAL,
-        MESSAGES: messages._REFUSED,
-        COUNT: messages._REFUSED,
+        RESPONSES: responses.UNSUPPORTED,
+        MESSAGES: messages.UNSUPPORTED,
+        COUNT: messages.UNSUPPORTED,
         GENERATE: generate.UNSUPPORTED,
         SGLANG: sglang.UNSUPPORTED,
         LLAMA: llamacpp.UNSUPPORTED,
@@ -57,9 +57,9 @@ ASKING: Mapping[str, Any] = MappingProxyType({"max_tokens": 2, "response_format"
 """Unsupported fields that are declared, so that their types are checked first."""
 FOREIGN: Mapping[str, frozenset[str]] = MappingProxyType(
     {
-        MESSAGES: messages._FOREIGN,
-        COUNT: messages._FOREIGN,
-        RESPONSES: frozenset(responses._CHAT_NAMES) | (frozenset(ChatBody.model_fields) - DECLARED[RESPONSES]),
+        MESSAGES: messages.CHAT_ONLY,
+        COUNT: messages.CHAT_ONLY,
+        RESPONSES: frozenset(responses.CHAT_NAMES) | (frozenset(ChatBody.model_fields) - DECLARED[RESPONSES]),
     }
 )
 """Chat fields that a dialect lacks or calls otherwise: refused unless null."""
@@ -145,7 +145,7 @@ def test_responses_refusals_over_http(server: Running) -> None:
 
 
 def test_messages_refusals_over_http(server: Running) -> None:
-    (mark,) = test_messages.test_what_is_not_done_is_refused_by_name.pytestmark  # type: ignore[attr-defined]
+    (mark,) = test_messages.test_unsupported_or_invalid_field_is_named.pytestmark  # type: ignore[attr-defined]
     _, cases = mark.args
     assert len(cases) > 40
     for fields, param in cases:

@@ -1,4 +1,4 @@
-"""vLLM's tokens in, tokens out: what it takes, what it refuses, its replies whole and streamed."""
+"""vLLM's /inference/v1/generate: fields, refusals, whole replies and streams."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.server.mounted import END_TOKEN, JSON, ended_after, engine_sample, id
 from tests.server.tiny import Running
 
 PATH = "/inference/v1/generate"
-ROUTE = Generating(path=PATH, body=GenerateBody, to_call=generate_call, summary="Tokens in, tokens out.")
+ROUTE = Generating(path=PATH, body=GenerateBody, to_call=generate_call, summary="Complete token ids.")
 HOT: JSON = {"temperature": 1.5, "seed": 3, "max_tokens": 40, "ignore_eos": True}
 
 
@@ -37,14 +37,14 @@ def engine(tiny_directory: Path) -> Iterator[InferenceEngine]:
         yield one
 
 
-def asked(sampling: JSON, **fields: Any) -> JSON:
-    """A body; greedy and short unless said otherwise."""
+def body_of(sampling: JSON, **fields: Any) -> JSON:
+    """Return a body; greedy and short by default."""
     return {"token_ids": ids("hello"), "sampling_params": {"temperature": 0, "max_tokens": 12, **sampling}, **fields}
 
 
 def generate(server: Running, sampling: JSON, **fields: Any) -> JSON:
-    """POST what must succeed."""
-    reply = server.post(PATH, asked(sampling, **fields))
+    """Return the JSON of a successful POST."""
+    reply = server.post(PATH, body_of(sampling, **fields))
     assert reply.status_code == 200, reply.text
     answer: JSON = reply.json()
     return answer
@@ -57,20 +57,20 @@ def tokens_of(reply: JSON, index: int = 0) -> list[int]:
 # ---- the reply
 
 
-def test_a_whole_reply_has_vllm_s_shape(server: Running, engine: InferenceEngine) -> None:
+def test_whole_reply_has_vllms_form(server: Running, engine: InferenceEngine) -> None:
     sample = engine_sample(engine, ids("hello"), max_tokens=2, logprobs=2, prompt_logprobs=1)
     reply = generate(server, {"max_tokens": 2, "logprobs": 2, "prompt_logprobs": 1}, request_id="mine-1", model="tiny")
     assert isinstance(reply.pop("created"), int)
     assert sample.top_logprobs is not None and sample.prompt_top_logprobs is not None
 
-    def told(token: int, logprob: float, rank: int) -> JSON:
+    def entry(token: int, logprob: float, rank: int) -> JSON:
         close = pytest.approx(logprob, abs=1e-5)
         return {"token": f"token_id:{token}", "token_id": token, "logprob": close, "rank": rank, "bytes": None}
 
     content = [
         {
-            **told(token, logprob, 1),
-            "top_logprobs": [told(one.token, one.logprob, rank) for rank, one in enumerate(top, start=1)],
+            **entry(token, logprob, 1),
+            "top_logprobs": [entry(one.token, one.logprob, rank) for rank, one in enumerate(top, start=1)],
         }
         for token, logprob, top in zip(sample.completion_tokens, sample.logprobs, sample.top_logprobs, strict=True)
     ]
@@ -108,12 +108,12 @@ def test_a_whole_reply_has_vllm_s_shape(server: Running, engine: InferenceEngine
     }
 
 
-def test_the_defaults_are_vllm_s(server: Running) -> None:
+def test_defaults_equal_vllms(server: Running) -> None:
     reply = server.post(PATH, {"token_ids": [5]}).json()
     assert reply["choices"][0]["logprobs"] is None and reply["prompt_logprobs"] is None
     assert reply["usage"]["completion_tokens"] <= 16 and len(reply["request_id"]) > 8
-    endless = server.post(PATH, {"token_ids": [5], "sampling_params": {"ignore_eos": True}}).json()
-    assert endless["usage"]["completion_tokens"] == 16
+    unlimited = server.post(PATH, {"token_ids": [5], "sampling_params": {"ignore_eos": True}}).json()
+    assert unlimited["usage"]["completion_tokens"] == 16
     room = server.post(PATH, {"token_ids": [5], "sampling_params": {"ignore_eos": True, "max_tokens": None}}).json()
     assert room["usage"]["completion_tokens"] == 511
     params = GenerateParams()
@@ -123,20 +123,20 @@ def test_the_defaults_are_vllm_s(server: Running) -> None:
 
 
 def merged(chunks: list[JSON]) -> dict[int, JSON]:
-    """Put the chunks of a stream together, one choice for each index."""
+    """Return {index: choice} assembled from the chunks of a stream."""
     choices: dict[int, JSON] = {}
     for chunk in chunks:
-        for piece in chunk["choices"]:
-            whole = choices.setdefault(piece["index"], {"token_ids": [], "mask": [], "content": []})
-            whole["token_ids"] += piece["token_ids"]
-            whole["mask"] += piece["mask"]
-            whole["content"] += (piece["logprobs"] or {"content": []})["content"]
+        for part in chunk["choices"]:
+            whole = choices.setdefault(part["index"], {"token_ids": [], "mask": [], "content": []})
+            whole["token_ids"] += part["token_ids"]
+            whole["mask"] += part["mask"]
+            whole["content"] += (part["logprobs"] or {"content": []})["content"]
             for name in ("raw_logprobs", "sampling_mask"):
-                if piece.get(name) is not None:
-                    whole[name] = [*whole.get(name, ()), *piece[name]]
-            if piece["finish_reason"] is not None:
+                if part.get(name) is not None:
+                    whole[name] = [*whole.get(name, ()), *part[name]]
+            if part["finish_reason"] is not None:
                 assert "finish_reason" not in whole, "ends once"
-                whole |= {name: piece[name] for name in ("finish_reason", "stop_reason", "weight_versions")}
+                whole |= {name: part[name] for name in ("finish_reason", "stop_reason", "weight_versions")}
     return choices
 
 
@@ -149,11 +149,11 @@ def merged(chunks: list[JSON]) -> dict[int, JSON]:
         {"logit_bias": {str(END_TOKEN): 100.0}},
     ],
 )
-def test_a_stream_is_the_whole_reply_in_pieces(server: Running, sampling: JSON) -> None:
+def test_stream_adds_up_to_the_whole_reply(server: Running, sampling: JSON) -> None:
     reply = generate(server, sampling, cache_salt="whole")
     options = {"include_usage": True}
     events = server.events(
-        PATH, asked(sampling, stream=True, stream_options=options, request_id="mine-2", cache_salt="s")
+        PATH, body_of(sampling, stream=True, stream_options=options, request_id="mine-2", cache_salt="s")
     )
     assert events[-1] == "[DONE]" and events[-2]["choices"] == []
     usage = {**events[-2]["usage"], "prompt_tokens_details": None}
@@ -171,17 +171,17 @@ def test_a_stream_is_the_whole_reply_in_pieces(server: Running, sampling: JSON) 
     assert not choices
 
 
-def test_usage_in_every_chunk_is_what_has_come(server: Running) -> None:
-    body = asked({**HOT, "n": 3}, stream=True, stream_options={"include_usage": True, "continuous_usage_stats": True})
+def test_continuous_usage_counts_the_tokens_so_far(server: Running) -> None:
+    body = body_of({**HOT, "n": 3}, stream=True, stream_options={"include_usage": True, "continuous_usage_stats": True})
     chunks = server.events(PATH, body)[:-1]
-    brought = [sum(len(choice["token_ids"]) for choice in one["choices"]) for one in chunks]
-    assert [one["usage"]["completion_tokens"] for one in chunks] == list(accumulate(brought))
-    assert sum(brought) == 120
-    plain = server.events(PATH, asked(HOT, stream=True))
+    num_new = [sum(len(choice["token_ids"]) for choice in one["choices"]) for one in chunks]
+    assert [one["usage"]["completion_tokens"] for one in chunks] == list(accumulate(num_new))
+    assert sum(num_new) == 120
+    plain = server.events(PATH, body_of(HOT, stream=True))
     assert all("usage" not in one for one in plain[:-1]) and plain[-2]["choices"]
 
 
-def test_ranks_are_told_where_they_are_known() -> None:
+def test_rank_of_tokens_in_and_outside_the_top() -> None:
     top = (TokenLogprob(7, -0.5), TokenLogprob(9, -1.0))
     assert rank_of(LogprobEntry(9, "", -1.0, top, 0), 2) == 2
     assert rank_of(LogprobEntry(3, "", -4.0, (*top, TokenLogprob(3, -4.0)), 0), 2) is None
@@ -210,13 +210,13 @@ SAMPLING: list[JSON] = [
 
 
 @pytest.mark.parametrize("fields", SAMPLING)
-def test_tokens_and_logprobs_are_the_engine_s(server: Running, engine: InferenceEngine, fields: JSON) -> None:
+def test_tokens_and_logprobs_equal_the_engines(server: Running, engine: InferenceEngine, fields: JSON) -> None:
     choice = generate(server, {"logprobs": 1, **fields})["choices"][0]
     sample = engine_sample(engine, ids("hello"), logprobs=1, **fields)
     assert choice["token_ids"] == list(sample.completion_tokens)
     assert choice["finish_reason"] == sample.finish_reason
-    told = [one["logprob"] for one in choice["logprobs"]["content"]]
-    assert told == pytest.approx(list(sample.logprobs), abs=1e-5)
+    logprobs = [one["logprob"] for one in choice["logprobs"]["content"]]
+    assert logprobs == pytest.approx(list(sample.logprobs), abs=1e-5)
 
 
 CHANGES: list[JSON] = [
@@ -236,13 +236,13 @@ CHANGES: list[JSON] = [
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_each_field_changes_what_is_drawn(server: Running, change: JSON) -> None:
+def test_each_field_changes_the_sampled_tokens(server: Running, change: JSON) -> None:
     plain = tokens_of(generate(server, HOT))
     assert tokens_of(generate(server, HOT)) == plain
     assert tokens_of(generate(server, {**HOT, **change})) != plain
 
 
-def test_stops_and_words(server: Running) -> None:
+def test_stop_tokens_stop_strings_and_bad_words(server: Running) -> None:
     plain = tokens_of(generate(server, HOT))
     at = next(index for index, token in enumerate(plain) if token not in plain[:index] and index > 2)
     stopped = generate(server, {**HOT, "stop_token_ids": [plain[at]]})["choices"][0]
@@ -263,7 +263,7 @@ def test_stops_and_words(server: Running) -> None:
     assert (seen["finish_reason"], seen["token_ids"]) == ("stop", [256, 256])
 
 
-def test_fields_of_the_request(server: Running) -> None:
+def test_request_fields(server: Running) -> None:
     long = ids("a long prompt that fills more than one block of the cache" * 2)
     for salt, cached in (("one", False), ("one", True), ("two", False)):
         reply = generate(server, {}, token_ids=long, cache_salt=salt)
@@ -272,23 +272,23 @@ def test_fields_of_the_request(server: Running) -> None:
     assert fresh["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
     assert generate(server, {}, return_token_ids=True)["prompt_token_ids"] == ids("hello")
     assert "prompt_token_ids" not in generate(server, {})
-    chunks = server.events(PATH, asked({}, stream=True, return_token_ids=True))[:-1]
+    chunks = server.events(PATH, body_of({}, stream=True, return_token_ids=True))[:-1]
     assert [chunk.get("prompt_token_ids") for chunk in chunks] == [ids("hello")] + [None] * (len(chunks) - 1)
-    assert server.post(PATH, asked({}, model="other")).status_code == 404
+    assert server.post(PATH, body_of({}, model="other")).status_code == 404
     masked = generate(server, {**HOT, "top_k": 2, "return_sampling_mask": True, "return_raw_logprobs": True})
     choice = masked["choices"][0]
     assert [len(mask) for mask in choice["sampling_mask"]] == [2] * 40 and len(choice["raw_logprobs"]) == 40
     assert len(generate(server, {**HOT, "n": 3})["choices"]) == 3
 
 
-def test_answers_have_the_structure_that_was_asked_for(server: Running) -> None:
-    wanted = {"regex": "[ab]{4}", "json": None, "disable_fallback": False}
-    choice = generate(server, {"structured_outputs": wanted, "logprobs": 0})["choices"][0]
+def test_answer_has_the_requested_structure(server: Running) -> None:
+    structure = {"regex": "[ab]{4}", "json": None, "disable_fallback": False}
+    choice = generate(server, {"structured_outputs": structure, "logprobs": 0})["choices"][0]
     assert re.fullmatch("[ab]{4}", written(choice["token_ids"])) and choice["finish_reason"] == "stop"
     assert all(one["logprob"] <= 0 for one in choice["logprobs"]["content"])
 
 
-QUIET: list[JSON] = [
+WITHOUT_EFFECT: list[JSON] = [
     {"detokenize": True},
     {"detokenize": False},
     {"flat_logprobs": True},
@@ -301,12 +301,12 @@ QUIET: list[JSON] = [
 ]
 
 
-@pytest.mark.parametrize("fields", QUIET)
-def test_what_says_nothing_here_is_taken(server: Running, fields: JSON) -> None:
+@pytest.mark.parametrize("fields", WITHOUT_EFFECT)
+def test_field_without_effect_is_accepted(server: Running, fields: JSON) -> None:
     assert tokens_of(generate(server, {**HOT, **fields})) == tokens_of(generate(server, HOT))
 
 
-def test_what_a_render_step_adds_is_taken(server: Running) -> None:
+def test_fields_of_a_render_step_are_accepted(server: Running) -> None:
     more = {"token_offsets": [[0, 1]] * 5, "assistant_tokens_mask": [0] * 5, "features": None, "priority": 0}
     assert tokens_of(generate(server, HOT, **more)) == tokens_of(generate(server, HOT))
 
@@ -365,8 +365,8 @@ REFUSED: list[tuple[JSON, JSON, str]] = [
 
 
 @pytest.mark.parametrize(("sampling", "fields", "param"), REFUSED)
-def test_what_is_refused_is_refused_by_its_name(server: Running, sampling: JSON, fields: JSON, param: str) -> None:
-    reply = server.post(PATH, asked(sampling, **fields))
+def test_unsupported_or_invalid_field_is_named(server: Running, sampling: JSON, fields: JSON, param: str) -> None:
+    reply = server.post(PATH, body_of(sampling, **fields))
     error = reply.json()["error"]
     assert (reply.status_code, error["param"]) == (400, param), error
     assert param in error["message"] or "context of 512" in error["message"]
@@ -375,7 +375,7 @@ def test_what_is_refused_is_refused_by_its_name(server: Running, sampling: JSON,
 # ---- ends
 
 
-def test_a_request_ended_by_somebody_gives_what_it_has(server: Running) -> None:
+def test_aborted_request_returns_its_tokens_so_far(server: Running) -> None:
     sampling = {"temperature": 1.0, "seed": 1, "max_tokens": 200, "ignore_eos": True, "logprobs": 1}
     whole = generate(server, sampling)["choices"][0]
     reply = ended_after(server, 20, lambda: generate(server, sampling, request_id="gone"))

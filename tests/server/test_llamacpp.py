@@ -1,4 +1,4 @@
-"""llama.cpp's /completion and /props: what it takes, what it refuses, its replies whole and streamed."""
+"""llama.cpp's /completion and /props: fields, refusals, whole replies and streams."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from nano_inference import EngineConfig, InferenceEngine
 from nano_inference.config import ServerConfig
 from nano_inference.server.call import transcripts_of
 from nano_inference.server.detokenizer import DecodedDelta, token_text
-from nano_inference.server.dialect import Generating
+from nano_inference.server.dialect import Generating, Occupancy
 from nano_inference.server.dialects.llamacpp import LlamaBody, llama_call, props
 from nano_inference.server.dialects.llamacpp_reply import error_body, selected, speeds
 from nano_inference.server.errors import ApiError
@@ -22,7 +22,7 @@ from tests.server.mounted import BYTES, END_TOKEN, JSON, ended_after, engine_sam
 from tests.server.tiny import TEMPLATE, Running, events_in
 
 PATH = "/completion"
-ROUTE = Generating(path=PATH, body=LlamaBody, to_call=llama_call, summary="Continue as llama.cpp does.")
+ROUTE = Generating(path=PATH, body=LlamaBody, to_call=llama_call, summary="Complete as llama.cpp does.")
 HOT: JSON = {"temperature": 1.5, "seed": 3, "n_predict": 40, "ignore_eos": True, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
 GREEDY: JSON = {"temperature": 0, "n_predict": 12}
 LETTERS: JSON = {
@@ -31,7 +31,7 @@ LETTERS: JSON = {
     "seed": 1,
     "n_predict": 60,
 }
-TIMES = [f"{part}_{what}" for part in ("prompt", "predicted") for what in ("ms", "per_token_ms", "per_second")]
+TIMING_FIELDS = [f"{part}_{what}" for part in ("prompt", "predicted") for what in ("ms", "per_token_ms", "per_second")]
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def engine(tiny_directory: Path) -> Iterator[InferenceEngine]:
 
 
 def complete(server: Running, **fields: Any) -> Any:
-    """POST what must succeed; greedy unless said otherwise."""
+    """Return the JSON of a successful POST; greedy by default."""
     reply = server.post(PATH, {"prompt": "hello", **GREEDY, **fields})
     assert reply.status_code == 200, reply.text
     return reply.json()
@@ -58,17 +58,17 @@ def complete(server: Running, **fields: Any) -> Any:
 # ---- the reply
 
 
-def test_a_whole_reply_has_llama_cpp_s_shape(server: Running, engine: InferenceEngine) -> None:
+def test_whole_reply_has_llamacpps_form(server: Running, engine: InferenceEngine) -> None:
     sample = engine_sample(engine, ids("hello"), max_tokens=2, logprobs=2)
     assert sample.top_logprobs is not None
     reply = complete(server, n_predict=2, n_probs=2, return_tokens=True, stop=["zz"], seed=5, cache_prompt=False)
 
-    def told(token: int, logprob: float) -> JSON:
+    def entry(token: int, logprob: float) -> JSON:
         text = token_text(token, server.opened.model.tokenizer)
         return {"id": token, "token": text, "bytes": [BYTES[token]], "logprob": pytest.approx(logprob, abs=1e-5)}
 
     assert reply.pop("completion_probabilities") == [
-        {**told(token, logprob), "top_logprobs": [told(one.token, one.logprob) for one in top]}
+        {**entry(token, logprob), "top_logprobs": [entry(one.token, one.logprob) for one in top]}
         for token, logprob, top in zip(sample.completion_tokens, sample.logprobs, sample.top_logprobs, strict=True)
     ]
     assert reply == {
@@ -106,11 +106,11 @@ def test_a_whole_reply_has_llama_cpp_s_shape(server: Running, engine: InferenceE
         "stop_type": "limit",
         "stopping_word": "",
         "tokens_cached": 0,
-        "timings": {"cache_n": 0, "prompt_n": 5, "predicted_n": 2, **dict.fromkeys(TIMES)},
+        "timings": {"cache_n": 0, "prompt_n": 5, "predicted_n": 2, **dict.fromkeys(TIMING_FIELDS)},
     }
 
 
-def test_ends_are_named(server: Running) -> None:
+def test_stop_types(server: Running) -> None:
     ends = [
         complete(server, **fields) for fields in ({"logit_bias": [[END_TOKEN, 100]]}, {}, {**LETTERS, "stop": "abb"})
     ]
@@ -121,15 +121,15 @@ def test_ends_are_named(server: Running) -> None:
     assert (broken["stop_type"], broken["stop"]) == ("none", True) and 0 < broken["tokens_predicted"] < 400
 
 
-def test_an_answer_takes_all_the_room_unless_told(server: Running) -> None:
-    for endless in ({}, {"n_predict": -1}, {"n_predict": -2}, {"n_predict": None}):
-        body = {"prompt": "hello", "temperature": 0, "ignore_eos": True, **endless}
+def test_answer_fills_the_context_by_default(server: Running) -> None:
+    for unlimited in ({}, {"n_predict": -1}, {"n_predict": -2}, {"n_predict": None}):
+        body = {"prompt": "hello", "temperature": 0, "ignore_eos": True, **unlimited}
         assert server.post(PATH, body).json()["tokens_predicted"] == 512 - 5
     assert complete(server, n_predict=0)["tokens_predicted"] == 0
     assert complete(server, n_predict=0)["content"] == ""
 
 
-def test_a_small_cache_is_room_enough(tiny_directory: Path) -> None:
+def test_answer_fills_a_cache_smaller_than_the_context(tiny_directory: Path) -> None:
     with mounted(tiny_directory, ROUTE, kv_cache_bytes=48 << 10) as server:
         reply = server.post(PATH, {"prompt": "hello", "ignore_eos": True, "temperature": 0})
         assert reply.status_code == 200, reply.text
@@ -147,7 +147,7 @@ def test_a_small_cache_is_room_enough(tiny_directory: Path) -> None:
         {"logit_bias": [[END_TOKEN, 100]]},
     ],
 )
-def test_a_stream_is_the_whole_reply_in_pieces(server: Running, fields: JSON) -> None:
+def test_stream_adds_up_to_the_whole_reply(server: Running, fields: JSON) -> None:
     whole = complete(server, **{**fields, "cache_prompt": False, "return_tokens": True})
     answers = whole if isinstance(whole, list) else [whole]
     body = {"prompt": "hello", **GREEDY, **fields, "cache_prompt": False, "return_tokens": True, "stream": True}
@@ -167,8 +167,9 @@ def test_a_stream_is_the_whole_reply_in_pieces(server: Running, fields: JSON) ->
             for i, one in enumerate(mine)
         ]
         assert all(("timings" in one) is ("timings_per_token" in fields) for one in mine)
-        told = last.pop("timings")
-        assert told["prompt_n"] == answer["timings"]["prompt_n"] and told["prompt_ms"] > 0 and told["predicted_ms"] >= 0
+        timings = last.pop("timings")
+        assert timings["prompt_n"] == answer["timings"]["prompt_n"]
+        assert timings["prompt_ms"] > 0 and timings["predicted_ms"] >= 0
         assert last["generation_settings"].pop("stream") is True
         for name in set(last) - {"content", "tokens"}:
             expected = answer[name]
@@ -177,19 +178,19 @@ def test_a_stream_is_the_whole_reply_in_pieces(server: Running, fields: JSON) ->
             assert last[name] == expected, name
 
 
-def test_a_draft_may_be_ahead_of_what_a_stream_tells(server: Running) -> None:
+def test_stream_counts_sent_tokens_when_the_transcript_is_ahead(server: Running) -> None:
     model = server.opened.model
     call = llama_call(LlamaBody(prompt="a", stream=True), model, ServerConfig(), "")
     reply, transcripts = call.make_reply(call, model.tokenizer, 0), transcripts_of(call)
     transcripts[0].token_ids, transcripts[0].finish_reason = [65, 66], "length"
     pieces = [DecodedDelta("a", (65,), (), None, None), DecodedDelta("b", (66,), (), "length", None)]
-    told = [
+    sent = [
         one for piece in pieces for one in events_in(reply.delta_events(transcripts[0], piece, transcripts).decode())
     ]
-    assert [(one["stop"], one["tokens_predicted"]) for one in told] == [(False, 1), (False, 2), (True, 2)]
+    assert [(one["stop"], one["tokens_predicted"]) for one in sent] == [(False, 1), (False, 2), (True, 2)]
 
 
-def test_parts_of_a_reply(server: Running) -> None:
+def test_response_fields(server: Running) -> None:
     reply = complete(server, response_fields=["content", "generation_settings/n_predict", "nothing", "timings/a/b"])
     assert reply == {"content": complete(server)["content"], "generation_settings/n_predict": 12}
     events = server.events(PATH, {"prompt": "hello", **GREEDY, "stream": True, "response_fields": ["stop"]})
@@ -197,7 +198,7 @@ def test_parts_of_a_reply(server: Running) -> None:
     assert selected({"a": {"b": 0}}, ["a/b"]) == {"a/b": 0} and selected({"a": 1}, []) == {"a": 1}
 
 
-def test_speeds_tell_only_what_is_known() -> None:
+def test_speeds_with_unknown_values() -> None:
     known = {"x_n": 4, "x_ms": 2000.0, "x_per_token_ms": 500.0, "x_per_second": 2.0}
     assert speeds("x", 4, 2.0) == known
     assert speeds("x", 4, None) == {**dict.fromkeys(known), "x_n": 4}
@@ -208,7 +209,7 @@ def test_speeds_tell_only_what_is_known() -> None:
 # ---- prompts
 
 
-def test_prompts_are_texts_and_ids_and_both(server: Running) -> None:
+def test_prompts_of_texts_ids_and_both(server: Running) -> None:
     hello = complete(server, return_tokens=True)
     prompts: list[Any] = [ids("hello"), ["hel", *ids("lo")], [*ids("he"), "llo"]]
     for prompt in prompts:
@@ -243,15 +244,15 @@ SAMPLING: list[tuple[JSON, JSON]] = [
 ]
 
 
-@pytest.mark.parametrize(("theirs", "ours"), SAMPLING)
-def test_tokens_and_logprobs_are_the_engine_s(
-    server: Running, engine: InferenceEngine, theirs: JSON, ours: JSON
+@pytest.mark.parametrize(("fields", "params"), SAMPLING)
+def test_tokens_and_logprobs_equal_the_engines(
+    server: Running, engine: InferenceEngine, fields: JSON, params: JSON
 ) -> None:
-    reply = complete(server, **theirs, n_probs=1, return_tokens=True)
-    sample = engine_sample(engine, ids("hello"), logprobs=1, **ours)
+    reply = complete(server, **fields, n_probs=1, return_tokens=True)
+    sample = engine_sample(engine, ids("hello"), logprobs=1, **params)
     assert reply["tokens"] == list(sample.completion_tokens)
-    told = [one["logprob"] for one in reply["completion_probabilities"]]
-    assert told == pytest.approx(list(sample.logprobs), abs=1e-5)
+    logprobs = [one["logprob"] for one in reply["completion_probabilities"]]
+    assert logprobs == pytest.approx(list(sample.logprobs), abs=1e-5)
 
 
 CHANGES: list[JSON] = [
@@ -269,18 +270,18 @@ CHANGES: list[JSON] = [
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_each_parameter_changes_what_is_drawn(server: Running, change: JSON) -> None:
+def test_each_parameter_changes_the_sampled_tokens(server: Running, change: JSON) -> None:
     plain = complete(server, **HOT, return_tokens=True)["tokens"]
     assert complete(server, **HOT, return_tokens=True)["tokens"] == plain
     assert complete(server, **{**HOT, **change}, return_tokens=True)["tokens"] != plain
 
 
 @pytest.mark.parametrize("seed", [-1, 2**32 - 1, None])
-def test_a_random_seed_is_random(server: Running, seed: Any) -> None:
+def test_default_seeds_are_random(server: Running, seed: Any) -> None:
     assert complete(server, **{**HOT, "seed": seed})["content"] != complete(server, **{**HOT, "seed": seed})["content"]
 
 
-def test_the_cache_is_used_unless_told(server: Running) -> None:
+def test_prefix_cache_is_used_unless_disabled(server: Running) -> None:
     long = "a long prompt that fills more than one block of the cache" * 2
     first, second = (complete(server, prompt=long) for _ in range(2))
     assert first["tokens_cached"] == 0 < second["tokens_cached"] == second["timings"]["cache_n"]
@@ -290,21 +291,21 @@ def test_the_cache_is_used_unless_told(server: Running) -> None:
 
 
 @pytest.mark.parametrize("fields", [{"grammar": 'root ::= ("a" | "b") "ab"'}, {"json_schema": {"enum": ["bab"]}}])
-def test_answers_have_the_structure_that_was_asked_for(server: Running, fields: JSON) -> None:
+def test_answer_has_the_requested_structure(server: Running, fields: JSON) -> None:
     reply = complete(server, **fields)
     assert re.fullmatch(r'"?[ab]ab"?', reply["content"]) and reply["stop_type"] == "eos"
     assert reply["generation_settings"]["grammar"] == fields.get("grammar", "")
 
 
-QUIET: list[JSON] = [
+WITHOUT_EFFECT: list[JSON] = [
     {"samplers": [], "mirostat": 0, "typical_p": 1.0, "dry_multiplier": 0.0, "xtc_probability": 0.0},
     {"id_slot": -1, "n_keep": 0, "return_progress": False, "post_sampling_probs": False, "grammar": ""},
     {"top_n_sigma": -1, "dynatemp_range": 0, "t_max_predict_ms": 0, "lora": [], "json_schema": None},
 ]
 
 
-@pytest.mark.parametrize("fields", QUIET)
-def test_what_says_nothing_here_is_taken(server: Running, fields: JSON) -> None:
+@pytest.mark.parametrize("fields", WITHOUT_EFFECT)
+def test_field_without_effect_is_accepted(server: Running, fields: JSON) -> None:
     assert complete(server, **HOT, **fields)["content"] == complete(server, **HOT)["content"]
 
 
@@ -362,7 +363,7 @@ REFUSED: list[tuple[JSON, str]] = [
 
 
 @pytest.mark.parametrize(("fields", "param"), REFUSED)
-def test_what_is_refused_is_refused_by_its_name(server: Running, fields: JSON, param: str) -> None:
+def test_unsupported_or_invalid_field_is_named(server: Running, fields: JSON, param: str) -> None:
     reply = server.post(PATH, {"prompt": "hello", **GREEDY, **fields})
     error = reply.json()["error"]
     assert (reply.status_code, error["code"], error["type"]) == (400, 400, "invalid_request_error"), error
@@ -370,18 +371,18 @@ def test_what_is_refused_is_refused_by_its_name(server: Running, fields: JSON, p
 
 
 @pytest.mark.parametrize("prompt", ["a" * 600, ["a" * 600, 1], ["a" * 512]])
-def test_a_prompt_that_is_too_long_has_an_error_of_its_own(server: Running, prompt: Any) -> None:
+def test_prompt_longer_than_the_context_has_its_error_type(server: Running, prompt: Any) -> None:
     error = server.post(PATH, {"prompt": prompt, **GREEDY}).json()["error"]
     assert (error["code"], error["type"]) == (400, "exceed_context_size_error")
     assert "context of 512" in error["message"]
 
 
-def test_errors_in_a_stream_are_events_of_this_dialect() -> None:
-    told = error_body(ApiError(503, "no place", code="queue_full"))
-    assert told == {"error": {"code": 503, "message": "no place", "type": "unavailable_error"}}
+def test_error_body() -> None:
+    body = error_body(ApiError(503, "no place", code="queue_full"))
+    assert body == {"error": {"code": 503, "message": "no place", "type": "unavailable_error"}}
 
 
-def test_an_unknown_model_is_refused(server: Running) -> None:
+def test_unknown_model_is_refused(server: Running) -> None:
     reply = server.post(PATH, {"prompt": "a", "model": "other"})
     assert (reply.status_code, reply.json()["error"]["type"]) == (404, "not_found_error")
 
@@ -390,9 +391,9 @@ def test_an_unknown_model_is_refused(server: Running) -> None:
 
 
 def test_props(server: Running) -> None:
-    told = props(server.opened.model, 4)
-    defaults = told.pop("default_generation_settings")
-    assert told == {
+    reply = props(server.opened.model, Occupancy(is_ready=True, num_running=0, max_running=4))
+    defaults = reply.pop("default_generation_settings")
+    assert reply == {
         "total_slots": 4,
         "model_alias": "tiny",
         "model_path": "tiny",

@@ -1,4 +1,4 @@
-"""Anthropic's Messages API: bodies to chats, refusals in its own names, replies and their streams, the routes."""
+"""Anthropic's Messages API: translation to a chat, refusals, whole replies and streams, the routes over HTTP."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ from nano_inference.config import ServerConfig
 from nano_inference.server.body import parse
 from nano_inference.server.call import transcripts_of
 from nano_inference.server.detokenizer import DecodedDelta
-from nano_inference.server.dialects.messages import chat_fields, count_tokens, in_own_names, messages_call
+from nano_inference.server.dialects.messages import chat_fields, count_tokens, messages_call, with_anthropic_names
 from nano_inference.server.dialects.messages_body import CountTokensBody, MessagesBody
 from nano_inference.server.dialects.messages_reply import MessagesReply, arguments_of, error_body
 from nano_inference.server.errors import ApiError
 from nano_inference.server.model import ServedModel
+from nano_inference.server.translating import reworded
 from nano_inference.text.chat import chat_template
 from nano_inference.text.dialogue import TemplateDialogue, load_dialogue
 from nano_inference.text.grammar import Grammars
@@ -37,7 +38,7 @@ from tests.server.tiny import TEMPLATE, Running, running
 JSON = dict[str, Any]
 HELLO = [{"role": "user", "content": "hello"}]
 CONFIG = ServerConfig()
-WEATHER = {"name": "weather", "description": "Tell it.", "input_schema": {"type": "object", "properties": {}}}
+WEATHER = {"name": "weather", "description": "Report it.", "input_schema": {"type": "object", "properties": {}}}
 USE = {"type": "tool_use", "id": "toolu_1", "name": "weather", "input": {"city": "Zürich", "days": [1, 2]}}
 RESULT = {"type": "tool_result", "tool_use_id": "toolu_1", "content": "rain"}
 
@@ -75,8 +76,8 @@ def refusal(model: ServedModel, /, **fields: Any) -> ApiError:
     return caught.value
 
 
-def read(model: ServedModel, /, **fields: Any) -> str:
-    """Return what the model reads."""
+def rendered(model: ServedModel, /, **fields: Any) -> str:
+    """Return the rendered prompt."""
     call = messages_call(body_of(**fields), model, CONFIG, "")
     return model.tokenizer.decode(call.requests[0].prompt, skip_special=False)
 
@@ -84,7 +85,7 @@ def read(model: ServedModel, /, **fields: Any) -> str:
 # ---- bodies
 
 
-def test_a_body_becomes_a_chat_s(model: ServedModel) -> None:
+def test_body_becomes_a_chat_call(model: ServedModel) -> None:
     sampling = {"temperature": 0.5, "top_p": 0.9, "top_k": 4, "stop_sequences": ["x", "yz"], "stream": True}
     informational = {
         "metadata": {"user_id": "u"},
@@ -104,16 +105,16 @@ def test_a_body_becomes_a_chat_s(model: ServedModel) -> None:
     assert call.id.startswith("msg_") and len(call.id) == 4 + 32
 
 
-def test_more_tokens_than_the_context_has_may_be_asked_for(model: ServedModel) -> None:
+def test_max_tokens_beyond_the_context_is_accepted(model: ServedModel) -> None:
     call = messages_call(body_of(max_tokens=64_000), model, CONFIG, "")
-    assert call.num_tokens == model.limits.max_model_len, "clients have to name a number"
+    assert call.num_tokens == model.limits.max_model_len, "max_tokens is a required field"
 
 
-def test_fields_of_a_chat_that_change_nothing_are_let_through(model: ServedModel) -> None:
+def test_chat_fields_without_effect_are_accepted(model: ServedModel) -> None:
     assert "user" not in fields_of(model, user="u", stop=None, container=None, new_field=1)
 
 
-def test_blocks_and_messages_of_one_role_are_one_turn(model: ServedModel) -> None:
+def test_consecutive_messages_of_one_role_are_one_turn(model: ServedModel) -> None:
     cached = {"type": "text", "text": "b", "cache_control": {"type": "ephemeral"}, "citations": None}
     blocks = [{"type": "text", "text": "a"}, cached]
     talk = [
@@ -136,7 +137,7 @@ def test_blocks_and_messages_of_one_role_are_one_turn(model: ServedModel) -> Non
     assert "continue_final_message" not in fields
 
 
-def test_calls_and_results_take_their_places(model: ServedModel) -> None:
+def test_calls_and_results_become_messages_in_order(model: ServedModel) -> None:
     second = {**USE, "id": "toolu_2", "input": {}}
     parts = [{"type": "text", "text": "no"}, {"type": "text", "text": "net"}]
     failed = {"type": "tool_result", "tool_use_id": "toolu_2", "content": parts, "is_error": True}
@@ -163,15 +164,15 @@ def test_calls_and_results_take_their_places(model: ServedModel) -> None:
     assert places == ["messages.0", "messages.1", *["messages.2"] * 3, "messages.3", "messages.4"]
 
 
-def test_a_last_message_of_the_assistant_s_is_continued(model: ServedModel) -> None:
+def test_last_assistant_message_is_continued(model: ServedModel) -> None:
     talk = [*HELLO, {"role": "assistant", "content": "I am"}]
-    assert read(model, messages=talk) == "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\nI am"
-    assert read(model, messages=[*HELLO, {"role": "assistant", "content": ""}]) == read(model)
+    assert rendered(model, messages=talk) == "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\nI am"
+    assert rendered(model, messages=[*HELLO, {"role": "assistant", "content": ""}]) == rendered(model)
     refused = refusal(model, messages=[*HELLO, {"role": "assistant", "content": [USE]}])
     assert (refused.status, refused.param) == (400, "messages.1") and "tool_result" in refused.message
 
 
-def test_tools_are_functions(model: ServedModel) -> None:
+def test_tools_become_functions(model: ServedModel) -> None:
     custom = {**WEATHER, "type": "custom", "strict": True, "cache_control": None, "allowed_callers": ["direct"]}
     tools = [custom, {"type": "calculator"}, {"name": "now", "input_schema": {"type": "object"}}]
     assert fields_of(model, tools=tools)["tools"] == [
@@ -180,7 +181,7 @@ def test_tools_are_functions(model: ServedModel) -> None:
             "function": {
                 "name": "weather",
                 "parameters": WEATHER["input_schema"],
-                "description": "Tell it.",
+                "description": "Report it.",
                 "strict": True,
             },
         },
@@ -203,30 +204,30 @@ def test_tools_are_functions(model: ServedModel) -> None:
         ({"type": "auto", "disable_parallel_tool_use": False}, {"tool_choice": "auto", "parallel_tool_calls": True}),
     ],
 )
-def test_choices_of_tools(model: ServedModel, given: JSON, expected: JSON) -> None:
+def test_tool_choices(model: ServedModel, given: JSON, expected: JSON) -> None:
     fields = fields_of(model, tools=[WEATHER], tool_choice=given)
     assert {name: fields[name] for name in ("tool_choice", "parallel_tool_calls") if name in fields} == expected
 
 
-def test_a_format_is_a_response_format(model: ServedModel) -> None:
-    wanted = {"type": "json_schema", "schema": {"type": "object"}}
+def test_output_format_becomes_response_format(model: ServedModel) -> None:
+    output_format = {"type": "json_schema", "schema": {"type": "object"}}
     expected = {
         "type": "json_schema",
         "json_schema": {"name": "output", "schema": {"type": "object"}, "strict": True},
     }
-    assert fields_of(model, output_config={"format": wanted})["response_format"] == expected
-    assert fields_of(model, output_format=wanted)["response_format"] == expected
-    assert fields_of(model, output_format=wanted, output_config={"effort": None})["response_format"] == expected
+    assert fields_of(model, output_config={"format": output_format})["response_format"] == expected
+    assert fields_of(model, output_format=output_format)["response_format"] == expected
+    assert fields_of(model, output_format=output_format, output_config={"effort": None})["response_format"] == expected
     assert "response_format" not in fields_of(model, output_config={})
 
 
-def test_thinking_is_switched_off_where_it_can_be(model: ServedModel) -> None:
+def test_disabled_thinking_sets_enable_thinking(model: ServedModel) -> None:
     off = {"type": "disabled"}
-    assert "chat_template_kwargs" not in fields_of(model, thinking=off), "a template that never heard of it"
+    assert "chat_template_kwargs" not in fields_of(model, thinking=off), "the template does not use it"
     source = TEMPLATE + "{% if enable_thinking is defined and not enable_thinking %}<no-think>{% endif %}"
     template = chat_template(source, where="template")
     other = replace(model, dialogue=TemplateDialogue(template, model.tokenizer))
-    assert read(other, thinking=off).endswith("<no-think>") and not read(other).endswith("<no-think>")
+    assert rendered(other, thinking=off).endswith("<no-think>") and not rendered(other).endswith("<no-think>")
     mine = {"enable_thinking": True}
     assert fields_of(other, thinking=off, chat_template_kwargs=mine)["chat_template_kwargs"] == mine
 
@@ -297,14 +298,14 @@ def content(*blocks: JSON, role: str = "user") -> JSON:
         ({"chat_template_kwargs": {"tools": 1}}, "chat_template_kwargs"),
     ],
 )
-def test_what_is_not_done_is_refused_by_name(model: ServedModel, fields: JSON, param: str) -> None:
+def test_unsupported_or_invalid_field_is_named(model: ServedModel, fields: JSON, param: str) -> None:
     error = refusal(model, **fields)
     assert error.param == param and error.status == (404 if param == "model" else 400)
     named = {"model": "claude"}.get(param, param.split(".")[-1])
     assert named in error.message or "the prompt has" in error.message
 
 
-def test_a_refused_kind_of_block_is_told_with_its_name(model: ServedModel) -> None:
+def test_unsupported_block_type_is_named(model: ServedModel) -> None:
     error = refusal(model, **content({"type": "image", "source": {}}))
     assert error.code == "unsupported_field" and "'image'" in error.message
 
@@ -331,13 +332,15 @@ def test_a_refused_kind_of_block_is_told_with_its_name(model: ServedModel) -> No
         (None, "the model 'stop' is gone", None, "the model 'stop' is gone"),
     ],
 )
-def test_refusals_of_a_chat_have_this_api_s_names(
+def test_chat_errors_have_this_apis_field_names(
     param: str | None, message: str, own_param: str | None, own_message: str
 ) -> None:
+    places = ["system", "messages.0", "messages.5"]
     error = ApiError(503, message, param=param, code="c", headers={"retry-after": "1"}, extra={"n_ctx": 1})
-    own = in_own_names(error, ["system", "messages.0", "messages.5"])
-    assert (own.param, own.message) == (own_param, own_message)
-    assert (own.status, own.code, own.headers, own.extra) == (503, "c", {"retry-after": "1"}, {"n_ctx": 1})
+    translated = reworded(error, lambda text: with_anthropic_names(text, places))
+    assert (translated.param, translated.message) == (own_param, own_message)
+    others = translated.status, translated.code, translated.headers, translated.extra
+    assert others == (503, "c", {"retry-after": "1"}, {"n_ctx": 1})
 
 
 @pytest.mark.parametrize(
@@ -349,7 +352,7 @@ def test_refusals_of_a_chat_have_this_api_s_names(
         *((500, "api_error"), (501, "api_error"), (503, "overloaded_error")),
     ],
 )
-def test_errors_have_anthropic_s_types(status: int, kind: str) -> None:
+def test_error_types(status: int, kind: str) -> None:
     assert error_body(ApiError(status, "no")) == {
         "type": "error",
         "error": {"type": kind, "message": "no"},
@@ -357,10 +360,10 @@ def test_errors_have_anthropic_s_types(status: int, kind: str) -> None:
     }
 
 
-def test_an_error_tells_programs_what_it_knows() -> None:
-    told = error_body(ApiError(400, "x", param="top_k", code="c", extra={"n_ctx": 3}), "req-1")
-    assert told["error"]["details"] == {"error_code": "c", "param": "top_k", "n_ctx": 3}
-    assert told["request_id"] == "req-1"
+def test_error_details() -> None:
+    body = error_body(ApiError(400, "x", param="top_k", code="c", extra={"n_ctx": 3}), "req-1")
+    assert body["error"]["details"] == {"error_code": "c", "param": "top_k", "n_ctx": 3}
+    assert body["request_id"] == "req-1"
 
 
 # ---- replies
@@ -383,10 +386,10 @@ WRONG: tuple[Event, ...] = (*CUT_OFF, Content("oops"))
 NOTHING: tuple[Event, ...] = ()
 
 
-def replied(
+def replies(
     events: Sequence[Event], size: int, reason: FinishReason = "stop", stop: Any = None, **fields: Any
 ) -> tuple[JSON, bytes]:
-    """Return the whole reply and the stream of what a model wrote; so many events come at once."""
+    """Return the whole reply to these events, and its stream with `size` events per delta."""
     call = replace(call_of("chat", **fields), id="msg_1")
     (transcript,) = transcripts_of(call)
     stream = MessagesReply(call, TOKENIZER, 1)
@@ -401,7 +404,7 @@ def replied(
 
 
 def named_events(data: bytes) -> list[JSON]:
-    """Return a stream's events; each is named as its type."""
+    """Return a stream's events after checking their names."""
     events: list[JSON] = []
     for block in data.decode().removesuffix("\n\n").split("\n\n"):
         head, line = block.split("\n")
@@ -410,8 +413,8 @@ def named_events(data: bytes) -> list[JSON]:
     return events
 
 
-def gathered(events: Sequence[JSON]) -> JSON:
-    """Put a stream together as a client does, checking its order."""
+def assembled(events: Sequence[JSON]) -> JSON:
+    """Return the message that a client assembles from a stream, after checking the order of events."""
     assert [event["type"] for event in (events[0], *events[-2:])] == ["message_start", "message_delta", "message_stop"]
     message: JSON = events[0]["message"]
     assert message["content"] == [] and message["stop_reason"] is None
@@ -439,14 +442,14 @@ def gathered(events: Sequence[JSON]) -> JSON:
 @pytest.mark.parametrize("events", [CALLS, CUT_OFF, WRONG, NOTHING, (Content("hi"),)])
 @pytest.mark.parametrize("size", [1, 3, 100])
 @pytest.mark.parametrize("shown", [False, True])
-def test_a_stream_is_the_whole_reply_in_pieces(events: Sequence[Event], size: int, shown: bool) -> None:
-    whole, data = replied(events, size, token_ids=shown)
-    assert gathered(named_events(data)) == whole
+def test_stream_adds_up_to_the_whole_reply(events: Sequence[Event], size: int, shown: bool) -> None:
+    whole, data = replies(events, size, token_ids=shown)
+    assert assembled(named_events(data)) == whole
     assert ("token_ids" in whole, "prompt_token_ids" in whole) == (shown, shown)
 
 
-def test_a_whole_reply() -> None:
-    whole, _ = replied(CALLS, 1)
+def test_whole_reply() -> None:
+    whole, _ = replies(CALLS, 1)
     city = {"city": "Zürich \n", "days": [1, 2.5, True]}
     assert whole == {
         "id": "msg_1",
@@ -471,12 +474,12 @@ def test_a_whole_reply() -> None:
 
 
 @pytest.mark.parametrize(("forbidden", "expected"), [(None, 2), (False, 2), (True, 1)])
-def test_only_one_call_is_told_of_when_more_are_not_wanted(
+def test_disable_parallel_tool_use_shows_only_one_call(
     model: ServedModel, forbidden: bool | None, expected: int
 ) -> None:
-    roomy = replace(model, limits=replace(model.limits, max_model_len=4096))
+    large = replace(model, limits=replace(model.limits, max_model_len=4096))
     choice = {"type": "auto", "disable_parallel_tool_use": forbidden}
-    call = messages_call(body_of(tools=[WEATHER], tool_choice=choice), roomy, CONFIG, "")
+    call = messages_call(body_of(tools=[WEATHER], tool_choice=choice), large, CONFIG, "")
     one = '<tool_call>\n{"name": "weather", "arguments": {"n": 1}}\n</tool_call>'
     tokens = [*model.tokenizer.encode(f"I look {one}\n{one}"), END_TOKEN]
     (transcript,) = transcripts_of(call)
@@ -491,7 +494,7 @@ def test_only_one_call_is_told_of_when_more_are_not_wanted(
     whole = call.make_reply(call, model.tokenizer, 1).body([transcript])
     uses = [block["input"] for block in whole["content"] if block["type"] == "tool_use"]
     assert uses == [{"n": 1}] * expected and whole["content"][0] == {"type": "text", "text": "I look"}
-    assert whole["stop_reason"] == "tool_use" and gathered(named_events(data)) == whole
+    assert whole["stop_reason"] == "tool_use" and assembled(named_events(data)) == whole
 
 
 @pytest.mark.parametrize(
@@ -509,24 +512,24 @@ def test_only_one_call_is_told_of_when_more_are_not_wanted(
         (NOTHING, "abort", None, ("max_tokens", None)),
     ],
 )
-def test_why_a_message_ended(events: Sequence[Event], reason: FinishReason, stop: Any, expected: Any) -> None:
-    whole, data = replied(events, 1, reason, stop, stops=("no",))
+def test_stop_reasons(events: Sequence[Event], reason: FinishReason, stop: Any, expected: Any) -> None:
+    whole, data = replies(events, 1, reason, stop, stops=("no",))
     assert (whole["stop_reason"], whole["stop_sequence"]) == expected
-    assert gathered(named_events(data)) == whole
+    assert assembled(named_events(data)) == whole
 
 
 @pytest.mark.parametrize("size", range(1, len(ARGUMENTS)))
-def test_arguments_that_were_cut_off_are_there_as_far_as_they_go(size: int) -> None:
+def test_cut_off_arguments_are_parsed_partially(size: int) -> None:
     value = arguments_of(ARGUMENTS[:size])
     assert "raw_arguments" not in value and set(value) <= {"city", "days"}
 
 
 @pytest.mark.parametrize("text", ['{"a": "\\ud800"}', '{"a": 1e999}', "[1]", '{"a": }'])
-def test_arguments_that_json_cannot_tell_again_stay_text(text: str) -> None:
+def test_arguments_that_json_cannot_encode_stay_text(text: str) -> None:
     assert arguments_of(text) == {"raw_arguments": text}
 
 
-def test_a_stream_that_fails_ends_with_an_error(model: ServedModel) -> None:
+def test_failed_stream_ends_with_an_error(model: ServedModel) -> None:
     reply = MessagesReply(call_of("chat"), TOKENIZER, 1)
     assert named_events(reply.error_events(ApiError(500, "broken"))) == [error_body(ApiError(500, "broken"))]
 
@@ -548,14 +551,14 @@ TALKS: tuple[JSON, ...] = (
 
 
 @pytest.mark.parametrize("talk", TALKS)
-def test_what_is_counted_is_what_the_model_reads(model: ServedModel, talk: JSON) -> None:
+def test_count_tokens_equals_the_prompt_length(model: ServedModel, talk: JSON) -> None:
     body = body_of(**talk)
     call = messages_call(body, model, CONFIG, "")
     bare = CountTokensBody(**json.loads(json.dumps({"messages": HELLO, **talk})))
     assert count_tokens(bare, model) == {"input_tokens": len(call.requests[0].prompt)} == count_tokens(body, model)
 
 
-def test_more_than_the_context_can_be_counted(model: ServedModel) -> None:
+def test_count_tokens_beyond_the_context(model: ServedModel) -> None:
     long = CountTokensBody.model_validate({"messages": [{"role": "user", "content": "x" * 50_000}]})
     short = CountTokensBody.model_validate({"messages": [{"role": "user", "content": ""}]})
     assert count_tokens(long, model)["input_tokens"] == 50_000 + count_tokens(short, model)["input_tokens"]
@@ -588,16 +591,16 @@ def stream(server: Running, **fields: Any) -> list[JSON]:
 
 
 def total(usage: JSON) -> int:
-    """Return the tokens that were read, wherever they came from."""
+    """Return the number of prompt tokens, cached or not."""
     return int(usage["input_tokens"] + usage["cache_read_input_tokens"] + usage["cache_creation_input_tokens"])
 
 
 @pytest.mark.parametrize("talk", TALKS)
-def test_the_routes_agree_with_a_chat_and_with_each_other(server: Running, talk: JSON) -> None:
-    request(server, **talk)  # from here on the prompt is in the cache
+def test_message_stream_count_and_chat_agree(server: Running, talk: JSON) -> None:
+    request(server, **talk)  # puts the prompt into the cache
     whole, events = request(server, **talk), stream(server, **talk)
     assert events[0]["message"]["usage"]["output_tokens"] == 0
-    streamed = gathered(events)
+    streamed = assembled(events)
     assert streamed | {"id": whole["id"]} == whole
     count = server.post("/v1/messages/count_tokens", {"messages": HELLO, **talk}).json()["input_tokens"]
     assert count == total(whole["usage"]) == total(events[0]["message"]["usage"])
@@ -607,48 +610,48 @@ def test_the_routes_agree_with_a_chat_and_with_each_other(server: Running, talk:
         assert whole["content"] == [{"type": "text", "text": chat["choices"][0]["message"]["content"]}]
 
 
-def test_cached_tokens_are_counted_apart(server: Running) -> None:
-    text = "a text that is longer than a block of the cache, and not in it yet. " * 2
+def test_cached_tokens_are_counted_separately(server: Running) -> None:
+    text = "a text that is longer than a block of the cache and not cached yet. " * 2
     first, second = (request(server, messages=[{"role": "user", "content": text}])["usage"] for _ in range(2))
     assert first["cache_read_input_tokens"] + 100 < second["cache_read_input_tokens"]
     assert total(first) == total(second)
 
 
-def test_a_prefill_is_gone_on_with(server: Running) -> None:
+def test_last_assistant_message_is_continued_over_http(server: Running) -> None:
     talk = [*HELLO, {"role": "assistant", "content": "I am"}]
-    goes_on = {"continue_final_message": True, "add_generation_prompt": False}
-    chat = {"messages": talk, "max_tokens": 12, "temperature": 0, **goes_on}
+    continuation = {"continue_final_message": True, "add_generation_prompt": False}
+    chat = {"messages": talk, "max_tokens": 12, "temperature": 0, **continuation}
     expected = server.post("/v1/chat/completions", chat).json()["choices"][0]["message"]["content"]
     assert (
         request(server, messages=talk)["content"] == [{"type": "text", "text": expected}] != request(server)["content"]
     )
 
 
-def test_a_stop_sequence_ends_the_message(server: Running) -> None:
+def test_stop_sequence_ends_the_message(server: Running) -> None:
     whole = request(server, max_tokens=40)["content"][0]["text"]
     stop = next(char for char in whole[2:] if char.isascii() and char.isprintable())
     ended = request(server, max_tokens=40, stop_sequences=["never there", stop])
     assert (ended["stop_reason"], ended["stop_sequence"]) == ("stop_sequence", stop)
     assert "".join(block["text"] for block in ended["content"]) == whole[: whole.index(stop)]
-    streamed = gathered(stream(server, max_tokens=40, stop_sequences=["never there", stop]))
+    streamed = assembled(stream(server, max_tokens=40, stop_sequences=["never there", stop]))
     assert (streamed["stop_reason"], streamed["stop_sequence"]) == ("stop_sequence", stop)
 
 
-def test_token_ids_come_when_they_are_asked_for(server: Running) -> None:
+def test_return_token_ids(server: Running) -> None:
     whole = request(server, return_token_ids=True)
     assert len(whole["token_ids"]) == whole["usage"]["output_tokens"] and set(whole["mask"]) == {1}
     assert len(whole["prompt_token_ids"]) == total(whole["usage"]) and whole["weight_versions"][0]["number"] == 0
     assert not {"token_ids", "weight_versions"} & request(server).keys()
 
 
-def test_trainers_are_told_of_the_weights(tiny_directory: Path) -> None:
+def test_weight_versions_are_shown_with_enable_rl(tiny_directory: Path) -> None:
     with running(tiny_directory, ServerConfig(port=0, log_requests=False, enable_rl=True)) as one:
         versions = [{"version": "0", "start": 0, "end": 12, "number": 0}]
         assert request(one)["weight_versions"] == versions
         assert stream(one)[-2]["weight_versions"] == versions
 
 
-def test_errors_come_in_anthropic_s_form(server: Running) -> None:
+def test_errors_have_anthropics_form(server: Running) -> None:
     bad = server.post("/v1/messages", {"messages": HELLO})
     assert bad.status_code == 400 and bad.json()["error"]["message"].startswith("max_tokens: field required")
     lost = server.post("/v1/messages/count_tokens", {"messages": HELLO, "model": "claude"})
@@ -656,6 +659,6 @@ def test_errors_come_in_anthropic_s_form(server: Running) -> None:
     assert server.post("/v1/messages", [1]).json()["type"] == "error"
 
 
-def test_a_stream_is_refused_before_it_begins(server: Running) -> None:
+def test_invalid_stream_request_is_refused_with_400(server: Running) -> None:
     refused = server.post("/v1/messages", {"messages": HELLO, "max_tokens": 4, "stream": True, "top_k": -3})
     assert refused.status_code == 400 and refused.json()["error"]["details"]["param"] == "top_k"

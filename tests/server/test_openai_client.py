@@ -1,4 +1,4 @@
-"""The official client against the server: what it parses, what it raises, when it tries again."""
+"""OpenAI's Python client against the server: parsed replies, exceptions, retries, closed streams."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from tests.server.tiny import Running, running
 
 HELLO: Any = [{"role": "user", "content": "hello"}]
 LETTERS = [ord(letter) - ord("!") for letter in string.ascii_letters]
-"""Tokens of the tiny model that are a letter each: its vocabulary is sorted and begins with the exclamation mark."""
+"""Ids of the tiny model's tokens that are one letter; its vocabulary is sorted and begins with "!"."""
 PATIENCE = 60.0
-"""Seconds that no test waits unless something is broken."""
+"""Timeout in seconds."""
 ENDLESS = {"ignore_eos": True}
 ENDLESS_LETTERS = {"ignore_eos": True, "allowed_token_ids": LETTERS}
 
 
 @contextmanager
 def client_of(server: Running, **options: Any) -> Iterator[openai.OpenAI]:
-    """Return the official client, which asks once unless told otherwise."""
-    given: dict[str, Any] = {"api_key": "none", "max_retries": 0, "timeout": PATIENCE, **options}
-    with openai.OpenAI(base_url=f"{server.url}/v1", **given) as client:
+    """Yield the official client; by default it does not retry."""
+    defaults: dict[str, Any] = {"api_key": "none", "max_retries": 0, "timeout": PATIENCE, **options}
+    with openai.OpenAI(base_url=f"{server.url}/v1", **defaults) as client:
         yield client
 
 
@@ -43,16 +43,16 @@ def client(server: Running) -> Iterator[openai.OpenAI]:
         yield one
 
 
-def wait_until(is_so: Callable[[], bool]) -> None:
-    """Ask again and again until something is so."""
+def wait_until(condition: Callable[[], bool]) -> None:
+    """Poll until a condition is true."""
     deadline = time.monotonic() + PATIENCE
-    while not is_so():
-        assert time.monotonic() < deadline, "it never came to that"
+    while not condition():
+        assert time.monotonic() < deadline, "the condition did not become true in time"
         threading.Event().wait(0.01)
 
 
 def spy_on_answers(server: Running) -> list[tuple[int | None, Any]]:
-    """Return a list that gets the status and the error of every POST from now on."""
+    """Return a list to which the status and error of every later POST are appended."""
     guard: Any = server.app.asgi
     before, seen = guard.on_response, []
 
@@ -66,7 +66,7 @@ def spy_on_answers(server: Running) -> list[tuple[int | None, Any]]:
 
 
 class Gate:
-    """Lets the engine make so many steps, then holds it until it is opened."""
+    """Blocks the engine after `free_steps` steps until `open` is called."""
 
     def __init__(self, server: Running, *, free_steps: int = 0) -> None:
         engine: Any = server.opened.engine
@@ -94,10 +94,10 @@ def gated(server: Running, **options: Any) -> Iterator[Gate]:
         gate.open()
 
 
-# ---- what is parsed ------------------------------------------------------------------------------------------------
+# ---- parsed replies ------------------------------------------------------------------------------------------------
 
 
-def test_models_are_listed_and_found_under_every_name(tiny_directory: Path) -> None:
+def test_models_are_listed_and_retrieved_by_every_name(tiny_directory: Path) -> None:
     names = ("tiny", "org/tiny")
     with running(tiny_directory, ServerConfig(port=0, served_model_name=names)) as server, client_of(server) as client:
         assert tuple(model.id for model in client.models.list()) == names
@@ -112,13 +112,13 @@ def test_models_are_listed_and_found_under_every_name(tiny_directory: Path) -> N
         assert caught.value.code == "model_not_found"
 
 
-def test_a_completion_streamed_is_the_completion(client: openai.OpenAI) -> None:
-    asked: Any = {"model": "tiny", "prompt": "once", "max_tokens": 24, "temperature": 0, "seed": 1}
-    whole = client.completions.create(**asked)
+def test_streamed_completion_equals_the_whole_one(client: openai.OpenAI) -> None:
+    fields: Any = {"model": "tiny", "prompt": "once", "max_tokens": 24, "temperature": 0, "seed": 1}
+    whole = client.completions.create(**fields)
     assert isinstance(whole, Completion) and whole.object == "text_completion" and whole.id.startswith("cmpl-")
     assert whole.usage is not None and whole.usage.prompt_tokens == 4
     assert whole.usage.total_tokens == 4 + whole.usage.completion_tokens
-    chunks = list(client.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
+    chunks = list(client.completions.create(**fields, stream=True, stream_options={"include_usage": True}))
     assert len({chunk.id for chunk in chunks}) == 1
     assert "".join(c.choices[0].text for c in chunks[:-1]) == whole.choices[0].text
     reasons = [c.choices[0].finish_reason for c in chunks[:-1]]
@@ -127,13 +127,13 @@ def test_a_completion_streamed_is_the_completion(client: openai.OpenAI) -> None:
     assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
 
 
-def test_a_chat_streamed_is_the_chat(client: openai.OpenAI) -> None:
-    asked: Any = {"model": "tiny", "messages": HELLO, "max_completion_tokens": 24, "temperature": 0}
-    whole = client.chat.completions.create(**asked)
+def test_streamed_chat_equals_the_whole_one(client: openai.OpenAI) -> None:
+    fields: Any = {"model": "tiny", "messages": HELLO, "max_completion_tokens": 24, "temperature": 0}
+    whole = client.chat.completions.create(**fields)
     assert isinstance(whole, ChatCompletion) and whole.id.startswith("chatcmpl-")
     message = whole.choices[0].message
     assert message.role == "assistant" and message.refusal is None and not message.tool_calls
-    chunks = list(client.chat.completions.create(**asked, stream=True))
+    chunks = list(client.chat.completions.create(**fields, stream=True))
     assert chunks[0].choices[0].delta.role == "assistant"
     assert all(chunk.choices[0].delta.role is None for chunk in chunks[1:])
     assert "".join(c.choices[0].delta.content or "" for c in chunks) == message.content
@@ -141,12 +141,12 @@ def test_a_chat_streamed_is_the_chat(client: openai.OpenAI) -> None:
     assert all(chunk.usage is None for chunk in chunks)
 
 
-def test_samples_have_numbers_and_no_more_than_asked_for(client: openai.OpenAI) -> None:
-    asked: Any = {"model": "tiny", "messages": HELLO, "max_tokens": 6, "seed": 3, "n": 3, "temperature": 1}
-    whole = client.chat.completions.create(**asked)
+def test_choices_are_numbered(client: openai.OpenAI) -> None:
+    fields: Any = {"model": "tiny", "messages": HELLO, "max_tokens": 6, "seed": 3, "n": 3, "temperature": 1}
+    whole = client.chat.completions.create(**fields)
     assert [choice.index for choice in whole.choices] == [0, 1, 2]
     texts = ["", "", ""]
-    for chunk in client.chat.completions.create(**asked, stream=True):
+    for chunk in client.chat.completions.create(**fields, stream=True):
         for choice in chunk.choices:
             texts[choice.index] += choice.delta.content or ""
     assert texts == [choice.message.content for choice in whole.choices]
@@ -155,7 +155,7 @@ def test_samples_have_numbers_and_no_more_than_asked_for(client: openai.OpenAI) 
     assert [choice.index for choice in several.choices] == [0, 1, 2, 3]
 
 
-def test_logprobs_are_the_types_that_the_client_has(client: openai.OpenAI) -> None:
+def test_logprobs_are_parsed(client: openai.OpenAI) -> None:
     reply = client.completions.create(model="tiny", prompt="abc", max_tokens=5, logprobs=3, temperature=0)
     table = reply.choices[0].logprobs
     assert table is not None and table.tokens is not None and table.top_logprobs is not None
@@ -167,17 +167,17 @@ def test_logprobs_are_the_types_that_the_client_has(client: openai.OpenAI) -> No
         model="tiny", messages=HELLO, max_tokens=5, logprobs=True, top_logprobs=2, temperature=0
     )
     content = chat.choices[0].logprobs and chat.choices[0].logprobs.content
-    assert content, "a chat that was asked for log-probabilities has them"
+    assert content, "the chat has log-probabilities"
     assert "".join(entry.token for entry in content) == chat.choices[0].message.content
     for entry in content:
         assert len(entry.top_logprobs) == 2 and entry.logprob == max(top.logprob for top in entry.top_logprobs)
         assert all(isinstance(top.bytes, list) for top in entry.top_logprobs)
 
 
-def test_a_raw_response_has_the_request_id(client: openai.OpenAI) -> None:
-    given = {"X-Request-Id": "mine-1"}
+def test_raw_response_has_the_request_id(client: openai.OpenAI) -> None:
+    headers = {"X-Request-Id": "mine-1"}
     raw = client.chat.completions.with_raw_response.create(
-        model="tiny", messages=HELLO, max_tokens=2, extra_headers=given
+        model="tiny", messages=HELLO, max_tokens=2, extra_headers=headers
     )
     assert raw.request_id == "mine-1" == raw.headers["x-request-id"]
     parsed = raw.parse()
@@ -189,12 +189,12 @@ def test_a_raw_response_has_the_request_id(client: openai.OpenAI) -> None:
 
 
 class Answer(pydantic.BaseModel):
-    """A schema that a client may ask for."""
+    """Schema of an answer."""
 
     value: int
 
 
-def test_parse_works_without_a_schema_and_tells_of_answers_cut_off(client: openai.OpenAI) -> None:
+def test_parse_without_schema_and_length_limit_error(client: openai.OpenAI) -> None:
     free = client.chat.completions.create(
         model="tiny", messages=HELLO, max_tokens=12, temperature=0, extra_body={"allowed_token_ids": LETTERS}
     )
@@ -217,10 +217,10 @@ def test_parse_works_without_a_schema_and_tells_of_answers_cut_off(client: opena
         client.chat.completions.parse(model="tiny", messages=HELLO, max_tokens=4, response_format=Answer)
 
 
-def test_the_stream_helper_tells_its_events(client: openai.OpenAI) -> None:
-    asked: Any = {"model": "tiny", "messages": HELLO, "max_tokens": 16, "temperature": 0}
-    whole = client.chat.completions.create(**asked)
-    with client.chat.completions.stream(**asked, stream_options={"include_usage": True}, logprobs=True) as stream:
+def test_stream_helper_events(client: openai.OpenAI) -> None:
+    fields: Any = {"model": "tiny", "messages": HELLO, "max_tokens": 16, "temperature": 0}
+    whole = client.chat.completions.create(**fields)
+    with client.chat.completions.stream(**fields, stream_options={"include_usage": True}, logprobs=True) as stream:
         events = list(stream)
         final = stream.get_final_completion()
     kinds = [event.type for event in events]
@@ -234,11 +234,11 @@ def test_the_stream_helper_tells_its_events(client: openai.OpenAI) -> None:
     assert final.usage.completion_tokens == whole.usage.completion_tokens
 
 
-# ---- what is raised ------------------------------------------------------------------------------------------------
+# ---- exceptions ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_bad_field_is_a_bad_request_that_names_it(client: openai.OpenAI, stream: bool) -> None:
+def test_invalid_field_raises_bad_request_with_its_name(client: openai.OpenAI, stream: bool) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         client.chat.completions.create(model="tiny", messages=HELLO, temperature=7, stream=stream)
     error = caught.value
@@ -248,7 +248,7 @@ def test_a_bad_field_is_a_bad_request_that_names_it(client: openai.OpenAI, strea
     assert error.request_id and error.response.headers["x-request-id"] == error.request_id
 
 
-def test_a_prompt_that_is_too_long_says_how_long(client: openai.OpenAI) -> None:
+def test_too_long_prompt_error_has_the_counts(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         client.completions.create(model="tiny", prompt="a" * 4000, stream=True)
     body: Any = caught.value.body
@@ -256,7 +256,7 @@ def test_a_prompt_that_is_too_long_says_how_long(client: openai.OpenAI) -> None:
     assert (body["n_prompt_tokens"], body["n_ctx"]) == (4000, 512)
 
 
-def test_an_unknown_model_and_path_are_not_found(client: openai.OpenAI) -> None:
+def test_unknown_model_and_path_raise_not_found(client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError) as caught:
         client.completions.create(model="gpt-4", prompt="a")
     assert (caught.value.param, caught.value.code) == ("model", "model_not_found")
@@ -265,30 +265,30 @@ def test_an_unknown_model_and_path_are_not_found(client: openai.OpenAI) -> None:
     assert caught.value.request_id and caught.value.type == "not_found_error"
 
 
-def test_a_content_type_that_is_not_json_is_refused(client: openai.OpenAI) -> None:
+def test_content_type_other_than_json_is_refused(client: openai.OpenAI) -> None:
     with pytest.raises(openai.APIStatusError) as caught:
         client.completions.create(model="tiny", prompt="a", extra_headers={"Content-Type": "text/plain"})
     assert (caught.value.status_code, caught.value.type) == (415, "unsupported_media_type")
     assert caught.value.request_id
 
 
-def test_a_key_is_asked_for_and_a_body_may_be_too_large(tiny_directory: Path) -> None:
+def test_wrong_key_and_too_large_body_are_refused(tiny_directory: Path) -> None:
     config = ServerConfig(port=0, api_key=("sk-right",), max_body_bytes=4096)
     with running(tiny_directory, config) as server:
-        with client_of(server, api_key="sk-wrong") as stranger, pytest.raises(openai.AuthenticationError) as caught:
-            stranger.models.list()
+        with client_of(server, api_key="sk-wrong") as unauthorized, pytest.raises(openai.AuthenticationError) as caught:
+            unauthorized.models.list()
         assert (caught.value.status_code, caught.value.code) == (401, "invalid_api_key")
         assert caught.value.request_id
-        with client_of(server, api_key="sk-right") as friend:
-            assert friend.completions.create(model="tiny", prompt="a", max_tokens=1).choices
+        with client_of(server, api_key="sk-right") as authorized:
+            assert authorized.completions.create(model="tiny", prompt="a", max_tokens=1).choices
             with pytest.raises(openai.APIStatusError) as large:
-                friend.completions.create(model="tiny", prompt="a" * 8192)
+                authorized.completions.create(model="tiny", prompt="a" * 8192)
             assert (large.value.status_code, large.value.code) == (413, "request_too_large")
             assert large.value.request_id
-            assert friend.completions.create(model="tiny", prompt="a", max_tokens=1).choices
+            assert authorized.completions.create(model="tiny", prompt="a", max_tokens=1).choices
 
 
-def test_a_server_that_shuts_down_says_so(tiny_directory: Path) -> None:
+def test_draining_server_is_reported(tiny_directory: Path) -> None:
     with running(tiny_directory) as server, client_of(server) as client:
         server.on_loop(server.link.drain)
         for stream in (False, True):
@@ -298,18 +298,18 @@ def test_a_server_that_shuts_down_says_so(tiny_directory: Path) -> None:
             assert caught.value.response.headers["retry-after"] == "5" and caught.value.request_id
 
 
-# ---- when it tries again -------------------------------------------------------------------------------------------
+# ---- retries -------------------------------------------------------------------------------------------------------
 
 
 @contextmanager
 def full_server(directory: Path) -> Iterator[tuple[Running, Gate, threading.Thread]]:
-    """Serve with the only place taken by a request that ends when the gate is opened."""
+    """Serve with the queue filled by one request, which ends when the gate is opened."""
     config = ServerConfig(port=0, max_queued_requests=0, log_requests=False)
     with running(directory, config, max_batch_size=1) as server, gated(server) as gate:
         long: Any = {"prompt": "long", "max_tokens": 20, "ignore_eos": True}
         thread = threading.Thread(target=lambda: server.post("/v1/completions", long))
         thread.start()
-        wait_until(lambda: places_taken(server) == 1)
+        wait_until(lambda: num_admitted(server) == 1)
         try:
             yield server, gate, thread
         finally:
@@ -317,33 +317,31 @@ def full_server(directory: Path) -> Iterator[tuple[Running, Gate, threading.Thre
             thread.join(PATIENCE)
 
 
-def places_taken(server: Running) -> int:
-    """Return how many samples the server has let in."""
+def num_admitted(server: Running) -> int:
+    """Return the number of admitted samples."""
     return int(server.on_loop(lambda: server.app.serving.queue_limits.num_samples if server.app.serving else 0))
 
 
-def test_a_full_queue_is_tried_again_when_the_server_says_and_then_succeeds(
-    tiny_directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_client_retries_after_a_full_queue(tiny_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[float] = []
     with full_server(tiny_directory) as (server, gate, thread), client_of(server, max_retries=2) as client:
 
-        def end_the_long_one(seconds: float) -> None:
+        def finish_long_request(seconds: float) -> None:
             waits.append(seconds)
             gate.open()
             thread.join(PATIENCE)
-            wait_until(lambda: places_taken(server) == 0)
+            wait_until(lambda: num_admitted(server) == 0)
 
-        monkeypatch.setattr("openai._base_client.time.sleep", end_the_long_one)
+        monkeypatch.setattr("openai._base_client.time.sleep", finish_long_request)
         answers = spy_on_answers(server)
         reply = client.completions.create(model="tiny", prompt="a", max_tokens=3)
-        assert reply.choices and waits == [1.0], "Retry-After: 1 is obeyed"
+        assert reply.choices and waits == [1.0], "the client waits as Retry-After says"
         wait_until(lambda: len(answers) == 3)
         statuses = [(status, getattr(error, "code", None)) for status, error in answers]
-        assert statuses == [(503, "queue_full"), (200, None), (200, None)], "refused, the long one, the second try"
+        assert statuses == [(503, "queue_full"), (200, None), (200, None)], "refused, the long one, the retry"
 
 
-def test_a_queue_that_stays_full_is_tried_three_times(tiny_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_client_gives_up_after_two_retries(tiny_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[float] = []
     monkeypatch.setattr("openai._base_client.time.sleep", waits.append)
     with full_server(tiny_directory) as (server, _, _), client_of(server, max_retries=2) as client:
@@ -353,44 +351,44 @@ def test_a_queue_that_stays_full_is_tried_three_times(tiny_directory: Path, monk
         assert (caught.value.status_code, caught.value.code) == (503, "queue_full")
         wait_until(lambda: len(answers) == 3)
         assert [status for status, _ in answers] == [503, 503, 503] and waits == [1.0, 1.0]
-        assert places_taken(server) == 1, "there was no fourth, and the long one is still there"
+        assert num_admitted(server) == 1, "only the long request is admitted"
 
 
-# ---- when something goes away --------------------------------------------------------------------------------------
+# ---- closed streams, dead engine ------------------------------------------------------------------------------------
 
 
 def chunk_text(chunk: Any) -> str:
-    """Return the text that a chunk of either kind of stream brings."""
+    """Return the text of a chunk of a chat or a completion."""
     choice = chunk.choices[0]
     return str((choice.delta.content if hasattr(choice, "delta") else choice.text) or "")
 
 
 def loads(server: Running) -> tuple[int, int]:
-    """Return how many samples run and wait."""
+    """Return the numbers of running and waiting samples."""
     load = server.client.get("/load").json()
     return load["running"], load["waiting"]
 
 
 @pytest.mark.parametrize("kind", ["chat", "completion"])
-def test_a_stream_that_is_closed_early_ends_its_request(tiny_directory: Path, kind: str) -> None:
-    asked: Any = {"model": "tiny", "max_tokens": 400, "stream": True, "extra_body": ENDLESS_LETTERS}
+def test_closing_a_stream_aborts_its_request(tiny_directory: Path, kind: str) -> None:
+    fields: Any = {"model": "tiny", "max_tokens": 400, "stream": True, "extra_body": ENDLESS_LETTERS}
     with running(tiny_directory) as server, client_of(server) as client, gated(server, free_steps=3) as gate:
         answers = spy_on_answers(server)
         create = client.chat.completions.create if kind == "chat" else client.completions.create
         text = {"messages": HELLO} if kind == "chat" else {"prompt": "a"}
-        with create(**asked, **text) as stream:
-            assert any(chunk_text(chunk) for chunk in stream), "it has begun"
+        with create(**fields, **text) as stream:
+            assert any(chunk_text(chunk) for chunk in stream), "the stream has started"
         wait_until(lambda: bool(answers))
-        assert answers[0][0] is None, "noted as a client that left"
-        assert server.on_loop(lambda: server.link.num_open) == 0 == places_taken(server)
+        assert answers[0][0] is None, "recorded as a disconnected client"
+        assert server.on_loop(lambda: server.link.num_open) == 0 == num_admitted(server)
         gate.open()
         wait_until(lambda: loads(server) == (0, 0))
-        assert gate.num_steps < 20, "the other tokens were never made"
+        assert gate.num_steps < 20, "the remaining tokens are not computed"
         assert client.completions.create(model="tiny", prompt="a", max_tokens=2).choices
 
 
 def break_engine(server: Running, *, after: int) -> None:
-    """Let the engine fail in one of its next steps."""
+    """Make the engine raise after `after` steps."""
     engine: Any = server.opened.engine
     tick, steps = engine.tick, iter(range(after))
 
@@ -402,28 +400,26 @@ def break_engine(server: Running, *, after: int) -> None:
     server.on_engine(lambda: setattr(engine, "tick", failing))
 
 
-def test_an_engine_that_dies_is_an_error_in_a_stream(tiny_directory: Path) -> None:
+def test_engine_failure_raises_in_a_stream(tiny_directory: Path) -> None:
     with running(tiny_directory) as server, client_of(server, max_retries=2) as client:
         break_engine(server, after=4)
         got: list[Any] = []
         with pytest.raises(openai.APIError, match="internal server error") as caught:
-            asked: Any = {"max_tokens": 100, "stream": True, "extra_body": ENDLESS}
-            got.extend(iter_into(got, client.chat.completions.create(model="tiny", messages=HELLO, **asked)))
+            fields: Any = {"max_tokens": 100, "stream": True, "extra_body": ENDLESS}
+            got.extend(append_all(got, client.chat.completions.create(model="tiny", messages=HELLO, **fields)))
         body: Any = caught.value.body
         assert got and body["type"] == "server_error" and "injected" not in str(body)
         assert server.client.get("/health").status_code == 503
 
 
-def iter_into(got: list[Any], stream: Any) -> list[Any]:
-    """Read a stream into a list, so that what came before an error is kept."""
+def append_all(got: list[Any], stream: Any) -> list[Any]:
+    """Append a stream's chunks to a list; chunks before an error are kept."""
     for one in stream:
         got.append(one)
     return []
 
 
-def test_an_engine_that_dies_is_an_error_that_is_not_tried_again(
-    tiny_directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_engine_failure_is_not_retried(tiny_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[float] = []
     monkeypatch.setattr("openai._base_client.time.sleep", waits.append)
     with running(tiny_directory) as server, client_of(server, max_retries=2) as client:
@@ -439,19 +435,19 @@ def test_an_engine_that_dies_is_an_error_that_is_not_tried_again(
         assert [status for status, _ in answers] == [500, 503] and waits == []
 
 
-# ---- asynchronously ------------------------------------------------------------------------------------------------
+# ---- asynchronous client ---------------------------------------------------------------------------------------------
 
 
-def test_the_asynchronous_client_says_the_same(server: Running, client: openai.OpenAI) -> None:
-    asked: Any = {"model": "tiny", "max_tokens": 12, "temperature": 0}
+def test_asynchronous_client_returns_the_same(server: Running, client: openai.OpenAI) -> None:
+    fields: Any = {"model": "tiny", "max_tokens": 12, "temperature": 0}
 
     async def request() -> tuple[Any, ...]:
         async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
             models = [model.id async for model in client.models.list()]
-            completion = await client.completions.create(**asked, prompt="a")
-            chat = await client.chat.completions.create(**asked, messages=HELLO)
-            raw = await client.chat.completions.with_raw_response.create(**asked, messages=HELLO)
-            async with client.chat.completions.stream(**asked, messages=HELLO) as stream:
+            completion = await client.completions.create(**fields, prompt="a")
+            chat = await client.chat.completions.create(**fields, messages=HELLO)
+            raw = await client.chat.completions.with_raw_response.create(**fields, messages=HELLO)
+            async with client.chat.completions.stream(**fields, messages=HELLO) as stream:
                 await stream.until_done()
             final = stream.current_completion_snapshot
             with pytest.raises(openai.BadRequestError, match="top_p"):
@@ -460,40 +456,40 @@ def test_the_asynchronous_client_says_the_same(server: Running, client: openai.O
 
     models, completion, chat, raw, final = asyncio.run(request())
     assert models == ["tiny"] and raw.request_id
-    assert completion.choices[0].text == client.completions.create(**asked, prompt="a").choices[0].text
+    assert completion.choices[0].text == client.completions.create(**fields, prompt="a").choices[0].text
     assert chat.choices[0].message.content == final.choices[0].message.content
 
 
-def test_sixteen_streams_at_once(server: Running, client: openai.OpenAI) -> None:
+def test_sixteen_concurrent_streams(server: Running, client: openai.OpenAI) -> None:
     prompts = [f"number {index} of many" for index in range(16)]
-    asked: Any = {"model": "tiny", "max_tokens": 40, "temperature": 0}
-    alone = [client.completions.create(**asked, prompt=prompt).choices[0] for prompt in prompts]
+    fields: Any = {"model": "tiny", "max_tokens": 40, "temperature": 0}
+    alone = [client.completions.create(**fields, prompt=prompt).choices[0] for prompt in prompts]
 
     async def one(client: openai.AsyncOpenAI, prompt: str) -> tuple[str, str | None]:
         text, reason = "", None
-        async for chunk in await client.completions.create(**asked, prompt=prompt, stream=True):
+        async for chunk in await client.completions.create(**fields, prompt=prompt, stream=True):
             text += chunk.choices[0].text
             reason = chunk.choices[0].finish_reason or reason
         return text, reason
 
-    async def all_of_them() -> list[tuple[str, str | None]]:
+    async def run_all() -> list[tuple[str, str | None]]:
         async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
             return await asyncio.gather(*(one(client, prompt) for prompt in prompts))
 
-    together = asyncio.run(asyncio.wait_for(all_of_them(), PATIENCE))
+    together = asyncio.run(asyncio.wait_for(run_all(), PATIENCE))
     assert together == [(choice.text, choice.finish_reason) for choice in alone]
     wait_until(lambda: loads(server) == (0, 0))
 
 
-def test_an_asynchronous_stream_that_is_closed_early_ends_its_request(tiny_directory: Path) -> None:
-    asked: Any = {"model": "tiny", "messages": HELLO, "max_tokens": 400, "extra_body": ENDLESS_LETTERS}
+def test_closing_an_asynchronous_stream_aborts_its_request(tiny_directory: Path) -> None:
+    fields: Any = {"model": "tiny", "messages": HELLO, "max_tokens": 400, "extra_body": ENDLESS_LETTERS}
     with running(tiny_directory) as server, gated(server, free_steps=3) as gate:
         answers = spy_on_answers(server)
 
         async def leave() -> None:
             async with (
                 openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client,
-                await client.chat.completions.create(**asked, stream=True) as stream,
+                await client.chat.completions.create(**fields, stream=True) as stream,
             ):
                 async for chunk in stream:
                     if chunk_text(chunk):
@@ -501,7 +497,7 @@ def test_an_asynchronous_stream_that_is_closed_early_ends_its_request(tiny_direc
 
         asyncio.run(asyncio.wait_for(leave(), PATIENCE))
         wait_until(lambda: bool(answers))
-        assert answers[0][0] is None, "noted as a client that left"
+        assert answers[0][0] is None, "recorded as a disconnected client"
         gate.open()
         wait_until(lambda: loads(server) == (0, 0))
-        assert gate.num_steps < 20, "the other tokens were never made"
+        assert gate.num_steps < 20, "the remaining tokens are not computed"

@@ -1,4 +1,4 @@
-"""The Responses API with OpenAI's own client: what it sends, what it gathers, in which order, what is refused."""
+"""OpenAI's Responses API: events, translation to a chat, refusals, and OpenAI's client against a server."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from nano_inference.server.call import Call, Transcript, transcripts_of
 from nano_inference.server.detokenizer import DecodedDelta
 from nano_inference.server.dialects import responses
 from nano_inference.server.dialects.responses import LOGPROBS, ResponsesBody, responses_call
-from nano_inference.server.dialects.responses_stream import Asked, ResponsesReply
+from nano_inference.server.dialects.responses_stream import ResponsesReply
 from nano_inference.server.errors import ApiError
 from nano_inference.server.schema import ChatBody
 from nano_inference.text.dialogue import Part
@@ -38,7 +38,7 @@ PATH = "/v1/responses"
 EVENT: pydantic.TypeAdapter[Any] = pydantic.TypeAdapter(ResponseStreamEvent)
 WEATHER = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 TOOL: Mapping[str, Any] = MappingProxyType(
-    {"type": "function", "name": "weather", "description": "Tells it.", "parameters": WEATHER, "strict": True}
+    {"type": "function", "name": "weather", "description": "Reports it.", "parameters": WEATHER, "strict": True}
 )
 JSON = dict[str, Any]
 
@@ -63,7 +63,7 @@ def client(server: Running) -> Iterator[openai.OpenAI]:
 
 
 def named_events(data: bytes) -> list[JSON]:
-    """Return the events of a stream: named after their types, numbered, as the client's types want them."""
+    """Return a stream's events after checking names, numbers and the client's types."""
     events = []
     for number, block in enumerate(data.decode().removesuffix("\n\n").split("\n\n")):
         name, line = block.split("\n")
@@ -74,7 +74,7 @@ def named_events(data: bytes) -> list[JSON]:
     return events
 
 
-def told(server: Running, **body: Any) -> list[JSON]:
+def streamed(server: Running, **body: Any) -> list[JSON]:
     """POST for a stream and return its events."""
     reply = server.post(PATH, {**body, "stream": True})
     assert reply.status_code == 200, reply.text
@@ -83,17 +83,17 @@ def told(server: Running, **body: Any) -> list[JSON]:
 
 
 def without_ids(response: JSON) -> JSON:
-    """Return a response without what is different each time."""
-    gone = ("id", "call_id", "item_id")
-    output = [{name: value for name, value in item.items() if name not in gone} for item in response["output"]]
+    """Return a response without ids, time and usage."""
+    removed = ("id", "call_id", "item_id")
+    output = [{name: value for name, value in item.items() if name not in removed} for item in response["output"]]
     return {**response, "id": None, "created_at": None, "usage": None, "output": output}
 
 
 # ---- replies without an engine --------------------------------------------------------------------------------------
 
 
-def script(*said: Event) -> tuple[Event, ...]:
-    return said
+def script(*events: Event) -> tuple[Event, ...]:
+    return events
 
 
 CALL = script(CallStart(0, "weather"), CallArguments(0, '{"city": '), CallArguments(0, '"Rome"}'), CallEnd(0))
@@ -113,10 +113,10 @@ SCRIPTS: Mapping[str, tuple[Event, ...]] = MappingProxyType(
 
 
 @dataclass
-class Acted:
-    """A reply whose sample said what a script says, one event a delta."""
+class ScriptedReply:
+    """Builds the reply to a sample that consists of these events, one per delta."""
 
-    said: Sequence[Event]
+    events: Sequence[Event]
     reason: Any = "stop"
     shape: Mapping[str, Any] = field(default_factory=dict)
 
@@ -125,14 +125,14 @@ class Acted:
 
     def reply(self, call: Call) -> ResponsesReply:
         echo = {"parallel_tool_calls": True, "tool_choice": "auto", "tools": [], "temperature": 1.0, "top_p": 1.0}
-        return ResponsesReply(Asked(echo=echo, stem="0" * 32), call, TOKENIZER, 7)
+        return ResponsesReply(call, TOKENIZER, 7, echo=echo, id_stem="0" * 32)
 
     def ended(self, call: Call) -> Transcript:
-        """The draft at its end: a token for each event, and no log-probabilities."""
+        """Return the finished transcript, with a token for each event and without log-probabilities."""
         (transcript,) = transcripts_of(call)
-        tokens = [A] * max(len(self.said), 1)
+        tokens = [A] * max(len(self.events), 1)
         transcript.add_delta(delta(tokens, sample=sample_of(tokens, self.reason, None)), call.shape, TOKENIZER)
-        return replace(transcript, events=[*self.said], entries=[])
+        return replace(transcript, events=[*self.events], entries=[])
 
     def whole(self) -> JSON:
         call = self.call()
@@ -142,7 +142,7 @@ class Acted:
         call = self.call()
         transcript, reply = self.ended(call), self.reply(call)
         data = reply.first_events([transcript])
-        for one in self.said:
+        for one in self.events:
             data += reply.delta_events(transcript, DecodedDelta("", (A,), (), None, None, events=(one,)), [transcript])
         return data + (reply.error_events(until_error) if until_error else reply.last_events([transcript]))
 
@@ -152,18 +152,18 @@ def names(events: Sequence[JSON]) -> list[str]:
 
 
 def client_for(data: bytes, kind: str = "text/event-stream") -> openai.OpenAI:
-    """Return the official client before a server that always says the same."""
+    """Return the official client with a transport that always returns `data`."""
     transport = httpx2.MockTransport(lambda _: httpx2.Response(200, content=data, headers={"content-type": kind}))
     return openai.OpenAI(api_key="none", base_url="http://127.0.0.1/v1", http_client=httpx2.Client(transport=transport))
 
 
 @pytest.mark.parametrize("reason", ["stop", "length", "abort"])
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_a_stream_ends_with_the_whole_reply(name: str, reason: str) -> None:
-    acted = Acted(SCRIPTS[name], reason)
-    whole = acted.whole()
+def test_last_event_has_the_whole_reply(name: str, reason: str) -> None:
+    scripted = ScriptedReply(SCRIPTS[name], reason)
+    whole = scripted.whole()
     Response.model_validate(whole)
-    events = named_events(acted.stream())
+    events = named_events(scripted.stream())
     assert events[-1]["response"] == whole
     assert whole["status"] == {"stop": "completed", "length": "incomplete", "abort": "cancelled"}[reason]
     assert names(events)[-1] == ("completed" if reason == "stop" else "incomplete")
@@ -172,8 +172,8 @@ def test_a_stream_ends_with_the_whole_reply(name: str, reason: str) -> None:
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_the_pieces_of_a_stream_make_its_items(name: str) -> None:
-    events = named_events(Acted(SCRIPTS[name]).stream())
+def test_deltas_add_up_to_the_items(name: str) -> None:
+    events = named_events(ScriptedReply(SCRIPTS[name]).stream())
     response = events[-1]["response"]
     for index, item in enumerate(response["output"]):
         own = [event for event in events if event.get("output_index") == index]
@@ -188,8 +188,8 @@ def test_the_pieces_of_a_stream_make_its_items(name: str) -> None:
     assert len(set(ids)) == len(ids)
 
 
-def test_the_order_of_events() -> None:
-    events = named_events(Acted(SCRIPTS["text and calls"]).stream())
+def test_order_of_events() -> None:
+    events = named_events(ScriptedReply(SCRIPTS["text and calls"]).stream())
     call = ["output_item.added", "function_call_arguments.delta"]
     end = ["function_call_arguments.done", "output_item.done"]
     assert names(events) == [
@@ -204,9 +204,9 @@ def test_the_order_of_events() -> None:
     assert events[3]["part"]["text"] == "" and events[8]["item"]["arguments"] == ""
 
 
-def test_the_status_of_items() -> None:
+def test_status_of_items() -> None:
     def statuses(name: str, reason: str) -> list[str]:
-        return [item["status"] for item in Acted(SCRIPTS[name], reason).whole()["output"]]
+        return [item["status"] for item in ScriptedReply(SCRIPTS[name], reason).whole()["output"]]
 
     assert statuses("text and calls", "length") == ["completed"] * 3
     assert statuses("text", "length") == statuses("text", "abort") == ["incomplete"]
@@ -216,25 +216,28 @@ def test_the_status_of_items() -> None:
     assert statuses("unfinished call", "length") == ["incomplete"]
 
 
-def test_the_last_item_tells_of_the_tokens() -> None:
+def test_last_item_has_the_token_facts() -> None:
     shape = {"token_ids": True, "versions": True}
     for name in SCRIPTS:
-        acted = Acted(SCRIPTS[name], shape=shape)
-        whole = acted.whole()
+        scripted = ScriptedReply(SCRIPTS[name], shape=shape)
+        whole = scripted.whole()
         *others, last = whole["output"]
         count = max(len(SCRIPTS[name]), 1)
         assert (last["token_ids"], last["mask"]) == ([A] * count, [1] * count)
         assert last["weight_versions"] == [{"version": "0", "start": 0, "end": count, "number": 0}]
         assert not any({"token_ids", "mask", "weight_versions"} & item.keys() for item in others)
         assert whole["prompt_token_ids"] == [A, B]
-        assert named_events(acted.stream())[-1]["response"] == whole
-    assert "prompt_token_ids" not in Acted(CALL).whole() and "token_ids" not in Acted(CALL).whole()["output"][0]
+        assert named_events(scripted.stream())[-1]["response"] == whole
+    assert (
+        "prompt_token_ids" not in ScriptedReply(CALL).whole()
+        and "token_ids" not in ScriptedReply(CALL).whole()["output"][0]
+    )
 
 
-def test_the_client_gathers_text_and_calls() -> None:
-    acted = Acted(SCRIPTS["text and calls"])
+def test_client_accumulates_text_and_calls() -> None:
+    scripted = ScriptedReply(SCRIPTS["text and calls"])
     tools: Any = [TOOL]
-    with client_for(acted.stream()) as client, client.responses.stream(model="m", input="x", tools=tools) as stream:
+    with client_for(scripted.stream()) as client, client.responses.stream(model="m", input="x", tools=tools) as stream:
         arguments = [event.snapshot for event in stream if event.type == "response.function_call_arguments.delta"]
         final = stream.get_final_response()
     assert arguments == ['{"city": ', '{"city": "Rome"}', '{"city": "Oslo"}']
@@ -248,19 +251,19 @@ class Answer(pydantic.BaseModel):
     city: str
 
 
-def test_the_client_parses_a_model() -> None:
-    acted = Acted([Content('{"city": '), Content('"Rome"}')])
-    with client_for(json.dumps(acted.whole()).encode(), "application/json") as client:
+def test_client_parses_a_pydantic_model() -> None:
+    scripted = ScriptedReply([Content('{"city": '), Content('"Rome"}')])
+    with client_for(json.dumps(scripted.whole()).encode(), "application/json") as client:
         assert client.responses.parse(model="m", input="x", text_format=Answer).output_parsed == Answer(city="Rome")
-    asked: Any = {"model": "m", "input": "x", "text_format": Answer}
-    with client_for(acted.stream()) as client, client.responses.stream(**asked) as stream:
+    request: Any = {"model": "m", "input": "x", "text_format": Answer}
+    with client_for(scripted.stream()) as client, client.responses.stream(**request) as stream:
         assert stream.get_final_response().output_parsed == Answer(city="Rome")
 
 
 @pytest.mark.parametrize(("status", "code"), [(500, "server_error"), (503, "server_error"), (400, "invalid_prompt")])
 @pytest.mark.parametrize("name", ["text", "call", "nothing"])
-def test_a_stream_that_fails(name: str, status: int, code: str) -> None:
-    data = Acted(SCRIPTS[name]).stream(until_error=ApiError(status, "it broke", param="seed"))
+def test_failed_stream(name: str, status: int, code: str) -> None:
+    data = ScriptedReply(SCRIPTS[name]).stream(until_error=ApiError(status, "it broke", param="seed"))
     *_, last = events = named_events(data)
     assert last["type"] == "response.failed" and "completed" not in names(events)
     response = last["response"]
@@ -279,25 +282,25 @@ def test_a_stream_that_fails(name: str, status: int, code: str) -> None:
 
 @pytest.fixture
 def chats(monkeypatch: pytest.MonkeyPatch) -> list[ChatBody]:
-    """The chats that bodies became."""
+    """The chat bodies that `responses_call` creates."""
     seen: list[ChatBody] = []
 
-    def note(body: ChatBody, *_: Any) -> Call:
+    def record(body: ChatBody, *_: Any) -> Call:
         seen.append(body)
         return call_of("chat")
 
-    monkeypatch.setattr(responses, "chat_call", note)
+    monkeypatch.setattr(responses, "chat_call", record)
     return seen
 
 
-def called(body: JSON) -> Call:
-    """Return the call of a body; the model and the configuration are nobody's business before a chat is made of it."""
+def call_of_body(body: JSON) -> Call:
+    """Return the call of a body; model and configuration are used only by the replaced `chat_call`."""
     nothing: Any = None
     return responses_call(parse(json.dumps(body).encode(), ResponsesBody), nothing, nothing, "")
 
 
 def chat_of(chats: list[ChatBody], **body: Any) -> JSON:
-    called({"input": "x", **body})
+    call_of_body({"input": "x", **body})
     return chats.pop().model_dump(by_alias=True, exclude_none=True)
 
 
@@ -307,7 +310,7 @@ CHAT_CALL = {"id": "call_1", "type": "function", "function": {"name": "weather",
 USER = {"role": "user", "content": "x"}
 
 
-def test_a_conversation_becomes_messages(chats: list[ChatBody]) -> None:
+def test_conversation_becomes_messages(chats: list[ChatBody]) -> None:
     assert chat_of(chats, instructions="Be kind.")["messages"] == [{"role": "system", "content": "Be kind."}, USER]
     items: list[JSON] = [
         {"role": "developer", "content": "Be short."},
@@ -336,8 +339,8 @@ def test_a_conversation_becomes_messages(chats: list[ChatBody]) -> None:
     ]  # fmt: skip
 
 
-def test_an_answer_of_this_server_is_input_of_the_next_turn(chats: list[ChatBody]) -> None:
-    output = Acted(SCRIPTS["text and calls"], shape={"token_ids": True}).whole()["output"]
+def test_output_items_are_accepted_as_input(chats: list[ChatBody]) -> None:
+    output = ScriptedReply(SCRIPTS["text and calls"], shape={"token_ids": True}).whole()["output"]
     results = [{"type": "function_call_output", "call_id": one["call_id"], "output": "ok"} for one in output[1:]]
     _, assistant, *tools = chat_of(chats, input=[USER, *output, *results])["messages"]
     assert [call["function"]["arguments"] for call in assistant["tool_calls"]] == [
@@ -348,10 +351,10 @@ def test_an_answer_of_this_server_is_input_of_the_next_turn(chats: list[ChatBody
     assert assistant["content"] == [{"type": "text", "text": "Well"}]
 
 
-def test_what_a_calculator_did_stays_parts_of_the_message(chats: list[ChatBody]) -> None:
-    acted = Acted(())
-    call = acted.call()
-    transcript, reply = acted.ended(call), acted.reply(call)
+def test_calculator_parts_are_kept_in_the_message(chats: list[ChatBody]) -> None:
+    scripted = ScriptedReply(())
+    call = scripted.call()
+    transcript, reply = scripted.ended(call), scripted.reply(call)
     parts = (Part("text", "It is "), Part("python", "1+"), Part("python", "1"), Part("python_output", "2"))
     text = "It is [1+1 → 2] "
     written = DecodedDelta(text, (A,), (), None, None, parts, events=(Content(text),))
@@ -367,8 +370,8 @@ def test_what_a_calculator_did_stays_parts_of_the_message(chats: list[ChatBody])
     assert message["parts"] == item["parts"]
 
 
-def test_fields_become_a_chats(chats: list[ChatBody]) -> None:
-    function = {"name": "weather", "description": "Tells it.", "parameters": WEATHER, "strict": True}
+def test_fields_are_translated_to_a_chat(chats: list[ChatBody]) -> None:
+    function = {"name": "weather", "description": "Reports it.", "parameters": WEATHER, "strict": True}
     for given, chat in (
         ({"max_output_tokens": 5}, {"max_completion_tokens": 5}),
         ({"include": [LOGPROBS]}, {"logprobs": True}),
@@ -444,9 +447,9 @@ REFUSED: tuple[tuple[JSON, str], ...] = (
 
 
 @pytest.mark.parametrize(("body", "param"), REFUSED, ids=[param for _, param in REFUSED])
-def test_what_is_not_done_is_refused_by_name(chats: list[ChatBody], body: JSON, param: str) -> None:
+def test_unsupported_field_is_refused_by_name(chats: list[ChatBody], body: JSON, param: str) -> None:
     with pytest.raises(ApiError) as caught:
-        called({"input": "x", **body})
+        call_of_body({"input": "x", **body})
     assert (caught.value.status, caught.value.param, caught.value.code) == (400, param, "unsupported_field")
     assert param.split(".")[0] in caught.value.message and not chats
 
@@ -473,9 +476,9 @@ def test_what_is_not_done_is_refused_by_name(chats: list[ChatBody], body: JSON, 
         ({"temperature": 3}, "temperature"),
     ],
 )
-def test_what_is_wrong_is_named(chats: list[ChatBody], body: JSON, param: str) -> None:
+def test_invalid_field_is_named(chats: list[ChatBody], body: JSON, param: str) -> None:
     with pytest.raises(ApiError) as caught:
-        called({"input": "x", **body})
+        call_of_body({"input": "x", **body})
     assert (caught.value.status, caught.value.param) == (400, param)
     assert caught.value.message.startswith(param.split(".")[0]) and not chats
 
@@ -497,10 +500,10 @@ def test_what_is_wrong_is_named(chats: list[ChatBody], body: JSON, param: str) -
         ("tool_choice.function.name", "no such tool_choice.function.name", "tool_choice.name",
          "no such tool_choice.name"),
         ("reasoning_effort", "reasoning_effort is not known", "reasoning.effort", "reasoning.effort is not known"),
-        (None, "nothing named", None, "nothing named"),
+        (None, "no field", None, "no field"),
     ],
 )  # fmt: skip
-def test_refusals_of_a_chat_have_the_clients_names(
+def test_chat_errors_have_this_apis_field_names(
     monkeypatch: pytest.MonkeyPatch, param: str | None, message: str, own_param: str | None, own_message: str
 ) -> None:
     def refuse(*_: Any) -> Call:
@@ -508,7 +511,7 @@ def test_refusals_of_a_chat_have_the_clients_names(
 
     monkeypatch.setattr(responses, "chat_call", refuse)
     with pytest.raises(ApiError) as caught:
-        called({"instructions": "i", "input": [USER, ITEM_CALL, {"type": "reasoning"}, ITEM_RESULT]})
+        call_of_body({"instructions": "i", "input": [USER, ITEM_CALL, {"type": "reasoning"}, ITEM_RESULT]})
     error = caught.value
     assert (error.param, error.message) == (own_param, own_message)
     assert (error.status, error.code, error.headers, error.extra) == (400, "c", {"h": "1"}, {"n_ctx": 1})
@@ -517,16 +520,21 @@ def test_refusals_of_a_chat_have_the_clients_names(
 # ---- with an engine -------------------------------------------------------------------------------------------------
 
 
-ASKED: Mapping[str, Any] = MappingProxyType(
+REQUEST: Mapping[str, Any] = MappingProxyType(
     {"model": "tiny", "input": "once", "temperature": 0, "max_output_tokens": 12}
 )
 
 
-def test_a_response(client: openai.OpenAI) -> None:
+def test_response_fields(client: openai.OpenAI) -> None:
     reply = client.responses.create(
-        **{**ASKED, "temperature": 0.5}, instructions="Be kind.", top_p=0.9, metadata={"a": "b"}, user="u", store=True,
+        **{**REQUEST, "temperature": 0.5},
+        instructions="Be kind.",
+        top_p=0.9,
+        metadata={"a": "b"},
+        user="u",
+        store=True,
         extra_body=ENDLESS,
-    )  # fmt: skip
+    )
     Response.model_validate(reply.to_dict())
     assert reply.id.startswith("resp_") and reply.object == "response" and reply.model == "tiny"
     assert reply.status == "incomplete" and reply.incomplete_details is not None
@@ -540,12 +548,12 @@ def test_a_response(client: openai.OpenAI) -> None:
     assert reply.to_dict()["store"] is False and reply.tool_choice == "auto" and reply.tools == []
 
 
-def test_a_response_says_what_a_chat_says(client: openai.OpenAI) -> None:
+def test_response_equals_the_chats_answer(client: openai.OpenAI) -> None:
     chat = client.chat.completions.create(
         model="tiny", temperature=0, max_tokens=12, extra_body={"return_token_ids": True},
         messages=[{"role": "system", "content": "Be kind."}, {"role": "user", "content": "once"}],
     ).to_dict()  # fmt: skip
-    reply = client.responses.create(**ASKED, instructions="Be kind.", extra_body={"return_token_ids": True})
+    reply = client.responses.create(**REQUEST, instructions="Be kind.", extra_body={"return_token_ids": True})
     choice: Any = chat["choices"]
     assert reply.output_text == choice[0]["message"]["content"] and reply.output_text
     got: Any = reply.to_dict()
@@ -554,38 +562,38 @@ def test_a_response_says_what_a_chat_says(client: openai.OpenAI) -> None:
     assert facts == {name: choice[0][name] for name in facts}
 
 
-def test_the_client_follows_a_stream(client: openai.OpenAI) -> None:
-    asked: Any = {
-        **ASKED,
+def test_streamed_response_equals_the_whole_one(client: openai.OpenAI) -> None:
+    request_fields: Any = {
+        **REQUEST,
         "include": [LOGPROBS],
         "top_logprobs": 2,
         "extra_body": {"stop": "\x00", "return_token_ids": True},
     }
-    client.responses.create(**asked)  # the others find its prompt in the cache, whose sums are rounded elsewhere
-    whole: Any = client.responses.create(**asked).to_dict()
-    *_, last = client.responses.create(**asked, stream=True)
+    client.responses.create(**request_fields)  # later requests use the cached prompt, which is rounded differently
+    whole: Any = client.responses.create(**request_fields).to_dict()
+    *_, last = client.responses.create(**request_fields, stream=True)
     assert last.type == "response.incomplete"
     assert without_ids(last.response.to_dict()) == without_ids(whole)
-    with client.responses.stream(**asked) as stream:
+    with client.responses.stream(**request_fields) as stream:
         text = "".join(event.delta for event in stream if event.type == "response.output_text.delta")
     assert text == whole["output"][0]["content"][0]["text"]
 
 
-def test_a_response_that_ends_by_itself(client: openai.OpenAI) -> None:
-    first = client.responses.create(**ASKED).output_text
-    asked: Any = {**ASKED, "extra_body": {"stop": first[3]}}
-    reply = client.responses.create(**asked)
+def test_response_that_stops_is_completed(client: openai.OpenAI) -> None:
+    first = client.responses.create(**REQUEST).output_text
+    request_fields: Any = {**REQUEST, "extra_body": {"stop": first[3]}}
+    reply = client.responses.create(**request_fields)
     assert (reply.status, reply.incomplete_details) == ("completed", None)
     assert reply.output_text == first[: first.index(first[3])] and reply.to_dict()["stop_reason"] == first[3]
-    with client.responses.stream(**asked) as stream:
+    with client.responses.stream(**request_fields) as stream:
         final = stream.get_final_response()
     assert final.output_text == reply.output_text and final.status == "completed"
 
 
-def test_logprobs_are_the_texts(server: Running) -> None:
-    body = {**ASKED, "include": [LOGPROBS], "top_logprobs": 2, "allowed_token_ids": LETTERS}
-    server.post(PATH, body)  # the others find its prompt in the cache, whose sums are rounded elsewhere
-    events = told(server, **body)
+def test_logprobs_match_the_text(server: Running) -> None:
+    body = {**REQUEST, "include": [LOGPROBS], "top_logprobs": 2, "allowed_token_ids": LETTERS}
+    server.post(PATH, body)  # later requests use the cached prompt, which is rounded differently
+    events = streamed(server, **body)
     (item,) = events[-1]["response"]["output"]
     (content,) = item["content"]
     assert "".join(one["token"] for one in content["logprobs"]) == content["text"]
@@ -595,14 +603,14 @@ def test_logprobs_are_the_texts(server: Running) -> None:
     ]
     whole = server.post(PATH, body).json()
     assert whole["output"][0]["content"][0]["logprobs"] == content["logprobs"]
-    plain = server.post(PATH, dict(ASKED)).json()
+    plain = server.post(PATH, dict(REQUEST)).json()
     assert plain["output"][0]["content"][0]["logprobs"] == []
 
 
-def test_a_conversation_goes_on(client: openai.OpenAI) -> None:
-    first = client.responses.create(**{**ASKED, "input": "once"})
+def test_conversation_continues(client: openai.OpenAI) -> None:
+    first = client.responses.create(**{**REQUEST, "input": "once"})
     items: Any = [{"role": "user", "content": "once"}, *first.output, {"role": "user", "content": "more"}]
-    second = client.responses.create(**{**ASKED, "input": items}, extra_body={"return_token_ids": True})
+    second = client.responses.create(**{**REQUEST, "input": items}, extra_body={"return_token_ids": True})
     chat: Any = client.chat.completions.create(
         model="tiny", temperature=0, max_tokens=12, extra_body={"return_token_ids": True},
         messages=[{"role": "user", "content": "once"}, {"role": "assistant", "content": first.output_text},
@@ -613,9 +621,9 @@ def test_a_conversation_goes_on(client: openai.OpenAI) -> None:
     assert second.usage is not None and second.usage.input_tokens == len(chat["prompt_token_ids"])
 
 
-def test_a_call_and_its_result_reach_the_template(client: openai.OpenAI) -> None:
+def test_call_and_result_reach_the_template(client: openai.OpenAI) -> None:
     items: Any = [USER, ITEM_CALL, ITEM_RESULT]
-    got: Any = client.responses.create(**{**ASKED, "input": items}, extra_body={"return_token_ids": True}).to_dict()
+    got: Any = client.responses.create(**{**REQUEST, "input": items}, extra_body={"return_token_ids": True}).to_dict()
     messages: Any = [USER, {"role": "assistant", "content": "", "tool_calls": [CHAT_CALL]}]
     messages.append({"role": "tool", "content": "sunny", "tool_call_id": "call_1"})
     chat: Any = client.chat.completions.create(
@@ -625,13 +633,13 @@ def test_a_call_and_its_result_reach_the_template(client: openai.OpenAI) -> None
 
 
 @pytest.mark.parametrize("streams", [False, True])
-def test_what_somebody_aborts_is_cancelled(tiny_directory: Path, streams: bool) -> None:
-    asked: Any = {**ASKED, "extra_body": {**ENDLESS, "allowed_token_ids": LETTERS}}
+def test_aborted_response_is_cancelled(tiny_directory: Path, streams: bool) -> None:
+    request_fields: Any = {**REQUEST, "extra_body": {**ENDLESS, "allowed_token_ids": LETTERS}}
 
     def request(client: openai.OpenAI) -> Response:
         if not streams:
-            return client.responses.create(**asked)  # type: ignore[no-any-return]  # what it is given is Any
-        *_, last = client.responses.create(**asked, stream=True)
+            return client.responses.create(**request_fields)  # type: ignore[no-any-return]
+        *_, last = client.responses.create(**request_fields, stream=True)
         assert last.type == "response.incomplete"
         return last.response  # type: ignore[no-any-return]
 
@@ -640,22 +648,22 @@ def test_what_somebody_aborts_is_cancelled(tiny_directory: Path, streams: bool) 
             answering = pool.submit(request, client)
             wait_until(lambda: gate.num_steps == 3 or answering.done())
             ending = asyncio.run_coroutine_threadsafe(server.link.end_requests(), server.loop)
-            server.on_loop(lambda: None)  # so that it waits for the engine before the engine goes on
+            server.on_loop(lambda: None)  # the abort is queued before the engine continues
         assert ending.result(PATIENCE) == 1
         reply = answering.result(PATIENCE)
     assert (reply.status, reply.incomplete_details, reply.error) == ("cancelled", None, None)
     assert reply.output_text and reply.usage is not None and 0 < reply.usage.output_tokens < 12
 
 
-def test_errors_are_the_clients(client: openai.OpenAI) -> None:
+def test_errors_raise_the_clients_exceptions(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
-        client.responses.create(**{**ASKED, "input": "x" * 600})
+        client.responses.create(**{**REQUEST, "input": "x" * 600})
     assert (caught.value.param, caught.value.code) == ("input", "context_length_exceeded")
     with pytest.raises(openai.BadRequestError) as caught:
-        client.responses.create(**{**ASKED, "previous_response_id": "resp_1"}, stream=True)
+        client.responses.create(**{**REQUEST, "previous_response_id": "resp_1"}, stream=True)
     assert (caught.value.param, caught.value.code) == ("previous_response_id", "unsupported_field")
     with pytest.raises(openai.NotFoundError) as missing:
-        client.responses.create(**{**ASKED, "model": "other"})
+        client.responses.create(**{**REQUEST, "model": "other"})
     assert missing.value.code == "model_not_found"
 
 
@@ -663,26 +671,26 @@ class Pick(pydantic.BaseModel):
     city: Literal["Rome", "Oslo"]
 
 
-def test_an_answer_has_the_form_that_was_asked_for(server: Running, client: openai.OpenAI) -> None:
-    asked: Any = {**ASKED, "max_output_tokens": 200, "text_format": Pick}
-    reply = client.responses.parse(**asked)
+def test_answer_matches_the_text_format(server: Running, client: openai.OpenAI) -> None:
+    request_fields: Any = {**REQUEST, "max_output_tokens": 200, "text_format": Pick}
+    reply = client.responses.parse(**request_fields)
     assert reply.status == "completed" and isinstance(reply.output_parsed, Pick)
-    with client.responses.stream(**asked) as stream:
+    with client.responses.stream(**request_fields) as stream:
         assert stream.get_final_response().output_parsed == reply.output_parsed
     form = {"type": "json_schema", "name": "n", "schema": {"type": "bogus"}}
-    refused = server.post(PATH, {**ASKED, "text": {"format": form}})
+    refused = server.post(PATH, {**REQUEST, "text": {"format": form}})
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "text.format")
     assert refused.json()["error"]["message"].startswith("text.format: ")
 
 
-def test_a_function_that_must_be_called_is_called(tmp_path: Path) -> None:
-    asked: Any = {**ASKED, "max_output_tokens": 300, "input": "x", "tool_choice": "required"}
-    asked |= {"temperature": 1, "extra_body": {"seed": 1}}
-    asked["tools"] = [{"type": "function", "name": "f", "parameters": None, "strict": None}]
-    directory = make_tiny(tmp_path, positions=1024)  # what tells a model of its functions is long
+def test_required_function_is_called(tmp_path: Path) -> None:
+    request_fields: Any = {**REQUEST, "max_output_tokens": 300, "input": "x", "tool_choice": "required"}
+    request_fields |= {"temperature": 1, "extra_body": {"seed": 1}}
+    request_fields["tools"] = [{"type": "function", "name": "f", "parameters": None, "strict": None}]
+    directory = make_tiny(tmp_path, positions=1024)  # the description of functions is long
     with mounted(directory) as server, client_of(server) as client:
-        first = client.responses.create(**asked)
-        with client.responses.stream(**asked) as stream:
+        first = client.responses.create(**request_fields)
+        with client.responses.stream(**request_fields) as stream:
             (again,) = stream.get_final_response().output
     (call,) = first.output
     assert first.status == "completed" and call.type == "function_call"
@@ -690,13 +698,13 @@ def test_a_function_that_must_be_called_is_called(tmp_path: Path) -> None:
     assert again.type == "function_call" and (again.name, again.arguments) == (call.name, call.arguments)
 
 
-def test_weights_are_told_where_they_change(tiny_directory: Path) -> None:
+def test_weight_versions_are_shown_with_enable_rl(tiny_directory: Path) -> None:
     with mounted(tiny_directory, enable_rl=True) as server:
-        item = server.post(PATH, dict(ASKED)).json()["output"][-1]
+        item = server.post(PATH, dict(REQUEST)).json()["output"][-1]
         assert item["weight_versions"][0]["number"] == 0 and "token_ids" not in item
 
 
-def test_a_strict_server_knows_every_field_of_the_api(tiny_directory: Path) -> None:
+def test_strict_server_accepts_all_fields_of_the_api(tiny_directory: Path) -> None:
     known = {
         "background": None,
         "conversation": None,
@@ -705,6 +713,6 @@ def test_a_strict_server_knows_every_field_of_the_api(tiny_directory: Path) -> N
         "text": {"verbosity": "low"},
     }
     with mounted(tiny_directory, strict=True) as server:
-        assert server.post(PATH, {**ASKED, **known, "service_tier": "auto"}).status_code == 200
-        reply = server.post(PATH, {**ASKED, "tempo": 1})
+        assert server.post(PATH, {**REQUEST, **known, "service_tier": "auto"}).status_code == 200
+        reply = server.post(PATH, {**REQUEST, "tempo": 1})
         assert (reply.status_code, reply.json()["error"]["code"]) == (400, "unknown_field")

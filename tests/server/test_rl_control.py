@@ -1,4 +1,4 @@
-"""Pause, resume, abort, flush and sleep over HTTP: who is ended, who waits, who goes on as if nothing had been."""
+"""Pause, resume, abort, cache flush, sleep and state queries of trainers over HTTP, and their effect on requests."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from tests.server.tiny import Running
 from tests.server.trainer import LONG, PROMPT, SHORT, Hold, Stream, held, ok, refused, serving, until
 
 WRONG = {"tags": 1, "mode": 1, "is_checkpoint_format": 1}
-"""Wrong types, so that a command that takes these fields does nothing."""
+"""Wrong types, so that commands with these fields are refused without an effect."""
 HALTED = 'nano_inference_engine_halted{engine="0",model_name="tiny"} '
-"""Begins a line of /metrics."""
+"""Start of a line of /metrics."""
 
 
 @pytest.fixture(scope="module")
@@ -47,9 +47,9 @@ def is_paused(server: Running) -> bool:
     return bool(ok(server.client.get("/is_paused"))["is_paused"])
 
 
-def three(server: Running, names: bool = False) -> list[Stream]:
-    """One that runs, one whose long prompt is being computed, one that waits: two may run at once."""
-    first = Stream(server, names=("cmpl-first",) if names else ()).begun()
+def start_three(server: Running, names: bool = False) -> list[Stream]:
+    """Start a running request, one with a long prompt and one that waits (at most two run at once)."""
+    first = Stream(server, names=("cmpl-first",) if names else ()).started()
     with held(server):
         others = [
             Stream(server, tuple(range(1, 101)), names=("chatcmpl-second",) if names else ()),
@@ -64,9 +64,9 @@ def three(server: Running, names: bool = False) -> list[Stream]:
 
 @pytest.mark.parametrize("clear_cache", ["true", "false"])
 @pytest.mark.parametrize("path", ["query", "body"])
-def test_a_pause_that_keeps_changes_nothing_in_the_end(server: Running, clear_cache: str, path: str) -> None:
+def test_pause_keep_does_not_change_the_output(server: Running, clear_cache: str, path: str) -> None:
     expected = [whole(server), whole(server, prompt=tuple(range(1, 101))), whole(server, prompt=(7, 7, 7))]
-    streams = three(server)
+    streams = start_three(server)
     for _ in range(2):
         if path == "query":
             ok(server.client.post(f"/pause?mode=keep&clear_cache={clear_cache}"))
@@ -78,7 +78,7 @@ def test_a_pause_that_keeps_changes_nothing_in_the_end(server: Running, clear_ca
     counts = [len(stream.tokens) for stream in streams]
     kv = server.opened.engine.parts.kv
     assert server.on_engine(lambda: kv.num_free_blocks() == kv.num_blocks) == (clear_cache == "true")
-    assert [len(stream.tokens) for stream in streams] == counts, "a paused engine gave tokens"
+    assert [len(stream.tokens) for stream in streams] == counts, "a paused engine emitted tokens"
     assert not late.tokens and not late.reading.done()
     for _ in range(2):
         assert ok(server.client.post("/resume"))["status"] == "resumed"
@@ -87,9 +87,9 @@ def test_a_pause_that_keeps_changes_nothing_in_the_end(server: Running, clear_ca
     assert late.result().completion_tokens == whole(server, SHORT)
 
 
-def test_vllms_default_aborts_and_gives_back_what_there_is(server: Running) -> None:
+def test_pause_aborts_by_default_and_returns_partial_samples(server: Running) -> None:
     expected = whole(server)
-    streams = three(server)
+    streams = start_three(server)
     reply = ok(server.client.post("/pause"))
     assert (reply["status"], reply["num_aborted"]) == ("paused", 3)
     samples = [stream.result() for stream in streams]
@@ -106,25 +106,25 @@ def test_vllms_default_aborts_and_gives_back_what_there_is(server: Running) -> N
     assert late.result().finish_reason == "length"
 
 
-def test_aborted_samples_are_counted_as_aborted(server: Running) -> None:
+def test_aborted_samples_are_counted_in_metrics(server: Running) -> None:
     def count() -> float:
         lines = server.client.get("/metrics").text.splitlines()
         return sum(float(line.split()[-1]) for line in lines if 'finished_reason="abort"' in line)
 
     before = count()
-    stream = Stream(server).begun()
+    stream = Stream(server).started()
     ok(server.post("/abort_requests", {}))
     stream.result()
     assert count() == before + 1
 
 
-@pytest.mark.parametrize("words", [{"mode": "wait"}, {"wait_for_inflight_requests": True}])
-def test_a_pause_that_waits_ends_what_has_begun_and_starts_nothing(server: Running, words: Any) -> None:
-    streams = three(server)
-    streams[1].begun()
-    reply = ok(server.post("/pause", words))
+@pytest.mark.parametrize("body", [{"mode": "wait"}, {"wait_for_inflight_requests": True}])
+def test_pause_wait_finishes_running_requests_and_starts_no_other(server: Running, body: Any) -> None:
+    streams = start_three(server)
+    streams[1].started()
+    reply = ok(server.post("/pause", body))
     assert reply["status"] == "paused" and is_paused(server)
-    assert streams[0].reading.done() and streams[1].reading.done(), "a pause was told before the last delta"
+    assert streams[0].reading.done() and streams[1].reading.done(), "the pause was reported before the last delta"
     assert len(streams[0].result().completion_tokens) == 200
     assert not streams[2].tokens
     ok(server.client.post("/pause?mode=wait"))
@@ -132,14 +132,14 @@ def test_a_pause_that_waits_ends_what_has_begun_and_starts_nothing(server: Runni
     assert len(streams[2].result().completion_tokens) == 200
 
 
-def test_a_paused_engine_can_be_drained(server: Running) -> None:
-    stream = Stream(server).begun()
+def test_pause_wait_after_pause_keep_finishes_running_requests(server: Running) -> None:
+    stream = Stream(server).started()
     ok(server.client.post("/pause?mode=keep"))
     ok(server.client.post("/pause?mode=wait&clear_cache=false"))
     assert len(stream.result().completion_tokens) == 200 and is_paused(server)
 
 
-def test_resuming_ends_a_pause_that_still_waits(server: Running) -> None:
+def test_resume_ends_a_waiting_pause(server: Running) -> None:
     with ThreadPoolExecutor() as pool, held(server):
         stream = Stream(server)
         assert stream.is_submitted.wait(60)
@@ -147,14 +147,14 @@ def test_resuming_ends_a_pause_that_still_waits(server: Running) -> None:
         waiting = pool.submit(server.client.post, "/pause?mode=wait")
         until(server, lambda: link.engine.thread.num_commands >= 2)
         server.on_loop(lambda: asyncio.ensure_future(link.call(server.opened.engine.resume)))
-        # The thread finds all three commands: it queues, would pause, resumes.
-    refused(waiting.result(60), 409, "resumed before it was paused")
+        # The engine thread finds all start_three commands in one turn: submit, pause, resume.
+    refused(waiting.result(60), 409, "resumed the engine before it was paused")
     assert len(stream.result().completion_tokens) == 200
 
 
 @pytest.mark.parametrize("overtaking", [["/resume", "/pause?mode=wait"], ["/pause?mode=keep&clear_cache=false"]])
-def test_a_pause_that_waits_is_told_that_it_was_overtaken(server: Running, overtaking: list[str]) -> None:
-    stream = Stream(server).begun()
+def test_waiting_pause_fails_when_overtaken(server: Running, overtaking: list[str]) -> None:
+    stream = Stream(server).started()
     with ThreadPoolExecutor() as pool:
         with held(server):
             replies = []
@@ -169,9 +169,9 @@ def test_a_pause_that_waits_is_told_that_it_was_overtaken(server: Running, overt
 
 
 @pytest.mark.parametrize("how", ["paused", "asleep", "pausing", "running"])
-def test_an_end_does_not_wait_for_what_cannot_go_on(tiny_directory: Path, how: str) -> None:
+def test_drain_aborts_requests_that_cannot_continue(tiny_directory: Path, how: str) -> None:
     with serving(tiny_directory, max_batch_size=1) as one:
-        begun = Stream(one).begun()
+        running = Stream(one).started()
         waiting = Stream(one)
         assert waiting.is_submitted.wait(60)
         if how == "pausing":
@@ -179,34 +179,34 @@ def test_an_end_does_not_wait_for_what_cannot_go_on(tiny_directory: Path, how: s
         elif how != "running":
             ok(one.client.post("/sleep?level=1&mode=keep" if how == "asleep" else "/pause?mode=keep"))
         one.on_loop(one.link.drain)
-        reasons = begun.result().finish_reason, waiting.result().finish_reason
+        reasons = running.result().finish_reason, waiting.result().finish_reason
         ends = {"running": ("length", "length"), "pausing": ("length", "abort")}
         assert reasons == ends.get(how, ("abort", "abort"))
-        assert begun.result().completion_tokens == begun.tokens != ()
+        assert running.result().completion_tokens == running.tokens != ()
         until(one, lambda: one.link.num_open == 0)
 
 
 @pytest.mark.parametrize("was_paused", [False, True])
 @pytest.mark.parametrize("another", [False, True])
-def test_a_client_that_leaves_takes_its_pause_back(server: Running, was_paused: bool, another: bool) -> None:
+def test_disconnect_cancels_a_waiting_pause(server: Running, was_paused: bool, another: bool) -> None:
     engine, link = server.opened.engine, server.link
-    stream = Stream(server).begun()
+    stream = Stream(server).started()
     if was_paused:
         ok(server.client.post("/pause?mode=keep&clear_cache=false"))
     with ThreadPoolExecutor() as pool:
         before = Hold(server)
-        assert before.has_come.wait(60)
-        leaving = ask_raw(server, "/pause?mode=wait&clear_cache=false")
+        assert before.is_active.wait(60)
+        leaving = send_raw(server, "/pause?mode=wait&clear_cache=false")
         until(server, lambda: link.engine.thread.num_commands >= 1)
         others = [pool.submit(server.client.post, "/pause?mode=wait&clear_cache=false")] if another else []
         until(server, lambda: link.engine.thread.num_commands >= 1 + another)
         after = Hold(server)
-        before.let_go()
-        assert after.has_come.wait(60)
+        before.release()
+        assert after.is_active.wait(60)
         assert engine.is_pausing
         leaving.close()
         until(server, lambda: link.engine.thread.num_commands >= (1 if another else 2))
-        after.let_go()
+        after.release()
         assert all(ok(one.result(60)) for one in others)
     assert server.on_engine(lambda: (engine.is_pausing, engine.is_paused)) == (False, another or was_paused)
     assert server.on_engine(lambda: link.engine.thread.num_watches) == 0
@@ -215,8 +215,8 @@ def test_a_client_that_leaves_takes_its_pause_back(server: Running, was_paused: 
     assert Stream(server, params=SHORT).result().finish_reason == "length"
 
 
-def ask_raw(server: Running, path: str) -> socket.socket:
-    """Send a command without a body and do not wait for its answer."""
+def send_raw(server: Running, path: str) -> socket.socket:
+    """Send a command without a body; do not wait for the reply."""
     client = socket.create_connection(("127.0.0.1", int(server.url.rsplit(":", 1)[1])))
     client.sendall(f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 0\r\n\r\n".encode())
     return client
@@ -229,8 +229,8 @@ def ask_raw(server: Running, path: str) -> socket.socket:
 @pytest.mark.parametrize(
     ("asked", "ended"), [("cmpl-first", 0), ("first", 0), ("second", 1), ("chatcmpl-third", 2), ("third", 2)]
 )
-def test_a_request_is_aborted_by_its_id_and_no_other(server: Running, form: str, asked: str, ended: int) -> None:
-    streams = three(server, names=True)
+def test_abort_by_id_ends_only_that_request(server: Running, form: str, asked: str, ended: int) -> None:
+    streams = start_three(server, names=True)
     if form == "vllm":
         reply = ok(server.post("/abort_requests", {"request_ids": [asked, "unknown"]}))
     else:
@@ -252,15 +252,15 @@ def test_a_request_is_aborted_by_its_id_and_no_other(server: Running, form: str,
         ("/update_weight_version", {"new_version": "x", "abort_all_requests": True}),
     ],
 )
-def test_all_requests_are_aborted(server: Running, path: str, body: Any) -> None:
-    streams = three(server)
+def test_abort_all(server: Running, path: str, body: Any) -> None:
+    streams = start_three(server)
     ok(server.post(path, body))
     assert [stream.result().finish_reason for stream in streams] == ["abort"] * 3
     assert not is_paused(server)
 
 
-def test_an_unknown_id_ends_nothing(server: Running) -> None:
-    assert ok(server.post("/abort_requests", {"request_ids": ["nobody"]}))["num_aborted"] == 0
+def test_abort_of_unknown_id_has_no_effect(server: Running) -> None:
+    assert ok(server.post("/abort_requests", {"request_ids": ["unknown"]}))["num_aborted"] == 0
     refused(server.post("/abort_request", {}), 400, "rid")
     refused(server.post("/abort_request", {"rid": ""}), 400, "rid")
 
@@ -277,9 +277,9 @@ def test_an_unknown_id_ends_nothing(server: Running) -> None:
         ({"mode": "in_place"}, False, False),
     ],
 )
-def test_sglangs_pauses(server: Running, body: Any, is_aborted: bool, is_free: bool) -> None:
+def test_sglang_pause_modes(server: Running, body: Any, is_aborted: bool, is_free: bool) -> None:
     expected = whole(server)
-    stream = Stream(server).begun()
+    stream = Stream(server).started()
     reply = ok(server.post("/pause_generation", body))
     assert reply["success"] is True and reply["message"]
     assert is_paused(server) and stream.reading.done() == is_aborted
@@ -296,7 +296,7 @@ def test_sglangs_pauses(server: Running, body: Any, is_aborted: bool, is_free: b
 @pytest.mark.parametrize(
     ("method", "path"), [("POST", "/reset_prefix_cache"), ("POST", "/flush_cache"), ("GET", "/flush_cache")]
 )
-def test_cached_prefixes_are_forgotten(server: Running, method: str, path: str) -> None:
+def test_flush_drops_cached_prefixes(server: Running, method: str, path: str) -> None:
     prompt = tuple(range(1, 101))
     whole(server, SHORT, prompt)
     assert Stream(server, prompt, SHORT).result().num_cached_tokens > 0
@@ -305,9 +305,9 @@ def test_cached_prefixes_are_forgotten(server: Running, method: str, path: str) 
     assert Stream(server, prompt, SHORT).result().num_cached_tokens == 0
 
 
-def test_running_requests_can_be_made_to_compute_again(server: Running) -> None:
+def test_reset_running_requests_recomputes_their_kv(server: Running) -> None:
     expected = whole(server)
-    stream = Stream(server).begun()
+    stream = Stream(server).started()
     ok(server.client.post("/reset_prefix_cache?reset_running_requests=true"))
     assert not is_paused(server)
     sample = stream.result()
@@ -316,9 +316,9 @@ def test_running_requests_can_be_made_to_compute_again(server: Running) -> None:
 
 @pytest.mark.parametrize("level", [0, 1])
 @pytest.mark.parametrize("mode", ["abort", "keep", "wait"])
-def test_sleeping_and_waking(server: Running, level: int, mode: str) -> None:
+def test_sleep_and_wake_up(server: Running, level: int, mode: str) -> None:
     expected = whole(server)
-    stream = Stream(server).begun()
+    stream = Stream(server).started()
     reply = ok(server.client.post(f"/sleep?level={level}&mode={mode}"))
     assert (reply["status"], reply["level"]) == ("sleeping", level)
     assert ok(server.client.get("/is_sleeping"))["is_sleeping"] is True
@@ -339,8 +339,8 @@ def test_sleeping_and_waking(server: Running, level: int, mode: str) -> None:
     assert tokens == expected[: len(tokens)] and (len(tokens) == 200) == (mode != "abort")
 
 
-def test_sglangs_memory_comes_back_when_all_of_it_was_named(server: Running) -> None:
-    stream = Stream(server).begun()
+def test_sglang_memory_resumes_once_all_parts_are_named(server: Running) -> None:
+    stream = Stream(server).started()
     engine = server.opened.engine
     assert ok(server.post("/release_memory_occupation", {}))["success"] is True
     assert server.on_engine(lambda: engine.is_asleep)
@@ -351,15 +351,15 @@ def test_sglangs_memory_comes_back_when_all_of_it_was_named(server: Running) -> 
     assert len(stream.result().completion_tokens) == 200
 
 
-def test_a_sleeping_engine_cannot_be_drained(server: Running) -> None:
-    stream = Stream(server).begun()
+def test_pause_wait_of_a_sleeping_engine_is_refused(server: Running) -> None:
+    stream = Stream(server).started()
     ok(server.client.post("/sleep?mode=keep"))
     refused(server.client.post("/pause?mode=wait"), 409, "sleeps")
     ok(server.client.post("/wake_up"))
     assert len(stream.result().completion_tokens) == 200
 
 
-# ---- what is refused ------------------------------------------------------------------------------------------------
+# ---- refusals -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -387,21 +387,21 @@ def test_a_sleeping_engine_cannot_be_drained(server: Running) -> None:
         ("/update_weight_version", {"new_version": ""}, "new_version"),
     ],
 )
-def test_a_wrong_value_is_named_and_changes_nothing(server: Running, path: str, body: Any, part: str) -> None:
+def test_invalid_value_is_refused_and_has_no_effect(server: Running, path: str, body: Any, part: str) -> None:
     response = server.client.post(path) if body is None else server.post(path, body)
     refused(response, 400, part)
     assert not is_paused(server) and ok(server.client.get("/is_sleeping"))["is_sleeping"] is False
 
 
 @pytest.mark.parametrize("path", sorted(REFUSED_COMMANDS))
-def test_what_is_not_done_here_is_refused_by_name(server: Running, path: str) -> None:
+def test_unsupported_command_is_refused_with_501(server: Running, path: str) -> None:
     response = server.post(path, {"serialized_named_tensors": []})
     error = refused(response, 501, path)
     assert response.json()["success"] is False and response.json()["message"] == error["message"]
 
 
 @pytest.mark.parametrize("path", sorted(ADMIN_PATHS | QUESTIONS))
-def test_every_path_is_there_and_takes_its_method_only(server: Running, path: str) -> None:
+def test_every_path_exists_and_rejects_other_methods(server: Running, path: str) -> None:
     wrong = "POST" if path in QUESTIONS else "PUT"
     assert server.client.request(wrong, path, json={}).status_code == 405
     right = "GET" if path in QUESTIONS else "POST"
@@ -410,7 +410,7 @@ def test_every_path_is_there_and_takes_its_method_only(server: Running, path: st
 
 
 @pytest.mark.parametrize("path", sorted(ADMIN_PATHS | QUESTIONS))
-def test_without_the_flag_a_path_says_how_it_is_opened(tiny_directory: Path, closed: Running, path: str) -> None:
+def test_path_without_enable_rl_names_the_option(tiny_directory: Path, closed: Running, path: str) -> None:
     for response in (closed.client.get(path), closed.post(path, {})):
         refused(response, 404, path, "--enable-rl")
 
@@ -421,7 +421,7 @@ def closed(tiny_directory: Path) -> Iterator[Running]:
         yield one
 
 
-def test_unknown_fields_are_refused_by_a_strict_server(tiny_directory: Path) -> None:
+def test_strict_server_refuses_unknown_fields(tiny_directory: Path) -> None:
     with serving(tiny_directory, strict=True) as strict:
         refused(strict.post("/resume", {"sooner": True}), 400, "sooner")
         refused(strict.client.post("/pause?modus=keep"), 400, "modus")
@@ -446,7 +446,7 @@ INIT = {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "worl
         ("/abort_weight_update", {"force": True}, "force"),
     ],
 )
-def test_a_field_that_nobody_knows_is_refused_by_name(server: Running, path: str, body: Any, name: str) -> None:
+def test_unknown_field_is_refused_by_name(server: Running, path: str, body: Any, name: str) -> None:
     response = server.client.post(path) if body is None else server.post(path, body)
     error = refused(response, 400, f"{name}: there is no such field")
     assert (error["param"], error["code"]) == (name, "unknown_field")
@@ -459,17 +459,17 @@ def test_a_field_that_nobody_knows_is_refused_by_name(server: Running, path: str
         ("/continue_generation", {"torch_empty_cache": True}),
         ("/flush_cache", {"timeout": 30.0}),
         ("/flush_cache?timeout=30", None),
-        ("/abort_request", {"rid": "nobody", "abort_message": "late"}),
+        ("/abort_request", {"rid": "unknown", "abort_message": "late"}),
     ],
 )
-def test_a_field_that_changes_nothing_is_taken(server: Running, path: str, body: Any) -> None:
+def test_field_without_effect_is_accepted(server: Running, path: str, body: Any) -> None:
     ok(server.client.post(path) if body is None else server.post(path, body))
 
 
 # ---- questions ------------------------------------------------------------------------------------------------------
 
 
-def test_the_configuration_is_told_as_vllm_tells_it(server: Running) -> None:
+def test_server_info_has_vllms_configuration(server: Running) -> None:
     reply = server.client.get("/server_info?config_format=json").json()
     assert reply["program_version"] == nano_inference.__version__
     assert (reply["version"], reply["weights"]) == (0, "present") and isinstance(reply["weight_version"], str)
@@ -482,7 +482,7 @@ def test_the_configuration_is_told_as_vllm_tells_it(server: Running) -> None:
     refused(server.client.get("/server_info?config_format=text"), 400, "config_format")
 
 
-def test_the_model_is_told_as_sglang_tells_it(server: Running) -> None:
+def test_model_info_has_sglangs_fields(server: Running) -> None:
     for path in ("/get_model_info", "/model_info"):
         reply = ok(server.client.get(path))
         assert (reply["model_path"], reply["is_generation"]) == ("tiny", True)
@@ -491,7 +491,7 @@ def test_the_model_is_told_as_sglang_tells_it(server: Running) -> None:
     assert info["update"] == "idle"
 
 
-def test_the_load_counts_what_runs_and_waits(server: Running) -> None:
+def test_loads_counts_running_and_waiting_requests(server: Running) -> None:
     def load() -> tuple[int, int, int]:
         (one,) = server.client.get("/v1/loads").json()["loads"]
         return one["num_running_reqs"], one["num_waiting_reqs"], one["num_total_reqs"]
@@ -508,7 +508,7 @@ def test_the_load_counts_what_runs_and_waits(server: Running) -> None:
     assert load() == (0, 0, 0)
 
 
-def test_a_label_names_the_weights_in_force(server: Running) -> None:
+def test_update_weight_version_sets_the_label(server: Running) -> None:
     for name, shown in (("policy-7", "policy-7"), (8, "8")):
         reply = ok(server.post("/update_weight_version", {"new_version": name}))
         assert reply["success"] is True and reply["weight_version"] == shown and reply["version"] == 0
@@ -517,7 +517,7 @@ def test_a_label_names_the_weights_in_force(server: Running) -> None:
         assert ok(server.client.get("/model_info"))["weight_version"] == shown
 
 
-def test_the_checksum_tells_the_weights(server: Running) -> None:
+def test_weight_checker_returns_and_compares_the_checksum(server: Running) -> None:
     found = ok(server.post("/weight_checker", {"action": "checksum"}))["checksum"]
     assert found == server.on_engine(server.opened.engine.weights_checksum)
     assert ok(server.post("/weight_checker", {"action": "compare", "checksum": found}))["equal"] is True
@@ -525,7 +525,7 @@ def test_the_checksum_tells_the_weights(server: Running) -> None:
     assert (other["success"], other["equal"]) == (False, False)
 
 
-def test_nothing_is_commanded_while_the_model_loads(tiny_directory: Path) -> None:
+def test_commands_are_refused_while_the_model_loads(tiny_directory: Path) -> None:
     with serving(tiny_directory) as one:
         one.on_loop(lambda: setattr(one.link, "state", "loading"))
         for response in (
@@ -538,7 +538,7 @@ def test_nothing_is_commanded_while_the_model_loads(tiny_directory: Path) -> Non
 
 
 @pytest.mark.parametrize(("fields", "mode"), [({}, "raw"), ({"enable_rl": True}, "processed")])
-def test_the_logprobs_mode_follows_the_flag_unless_given(fields: Any, mode: str) -> None:
+def test_default_logprobs_mode_depends_on_enable_rl(fields: Any, mode: str) -> None:
     assert ServerConfig(**fields).logprobs_mode == mode
     assert ServerConfig(logprobs_mode="tempered", **fields).logprobs_mode == "tempered"
     assert ServerConfig.from_dict(ServerConfig(**fields).to_dict()) == ServerConfig(**fields)

@@ -1,4 +1,4 @@
-"""The queue between routes and the thread that gathers: whoever puts weights in is told whether they were taken."""
+"""`Feed`: futures of the sources, end, abort, and a closed event loop."""
 
 from __future__ import annotations
 
@@ -20,37 +20,37 @@ def broken(closed: list[str]) -> Iterator[tuple[str, Any]]:
         closed.append("broken")
 
 
-def test_what_was_taken_is_told_and_what_was_not_is_cancelled() -> None:
+def test_future_is_done_for_consumed_source_and_cancelled_for_others() -> None:
     closed: list[str] = []
 
     async def work() -> None:
         feed = Feed()
-        taken, failed, left = feed.put(iter([("a", 1)])), feed.put(broken(closed)), feed.put(iter([("c", 3)]))
+        consumed, failed, left = feed.put(iter([("a", 1)])), feed.put(broken(closed)), feed.put(iter([("c", 3)]))
         pairs: list[tuple[str, Any]] = []
         with pytest.raises(ValueError, match="cannot be read"):
             await asyncio.to_thread(lambda: pairs.extend(feed.pairs()))
         assert pairs == [("a", 1), ("b", 2)] and closed == ["broken"]
-        assert taken.result() is None and failed.cancelled() and left.cancelled()
+        assert consumed.result() is None and failed.cancelled() and left.cancelled()
 
     asyncio.run(work())
 
 
-def test_an_update_ends_or_is_given_up() -> None:
+def test_end_stops_pairs_and_abort_raises() -> None:
     async def work() -> None:
-        whole, given_up = Feed(), Feed()
-        futures = [whole.put(iter([("a", 1)])), given_up.put(iter([("a", 1)]))]
+        whole, aborted = Feed(), Feed()
+        futures = [whole.put(iter([("a", 1)])), aborted.put(iter([("a", 1)]))]
         whole.end()
-        given_up.give_up("the trainer left")
-        late = given_up.put(iter([("b", 2)]))
+        aborted.abort("the trainer left")
+        late = aborted.put(iter([("b", 2)]))
         assert await asyncio.to_thread(lambda: list(whole.pairs())) == [("a", 1)]
         with pytest.raises(WeightError, match="the trainer left"):
-            await asyncio.to_thread(lambda: list(given_up.pairs()))
+            await asyncio.to_thread(lambda: list(aborted.pairs()))
         assert [one.done() and not one.cancelled() for one in futures] == [True, True] and late.cancelled()
 
     asyncio.run(work())
 
 
-def test_nobody_is_told_when_the_loop_has_gone() -> None:
+def test_pairs_after_the_event_loop_is_closed() -> None:
     async def put() -> Feed:
         feed = Feed()
         feed.put(iter([("a", 1)]))

@@ -1,4 +1,4 @@
-"""New weights over HTTP from a trainer's process group: a second process that knows only torch, and dies at times."""
+"""Weight updates over HTTP from the process group of a trainer, which is a second process with plain torch."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from tests.server.trainer import (
     until,
     weights_of,
 )
-from tests.weights.plain_trainer import Named, Trainer, told, trainer_process
+from tests.weights.plain_trainer import Named, Trainer, dtypes_and_shapes, trainer_process
 from tests.weights.test_group import free_port
 
 
 @pytest.fixture(scope="module")
 def target(tiny_directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the trainer has."""
+    """Directory of the trainer's weights."""
     return make_weights(tiny_directory, tmp_path_factory.mktemp("trained") / "next", 21)
 
 
 @pytest.fixture(scope="module")
 def named(target: Path) -> Named:
-    """The same, with some that are wrong."""
+    """The trainer's weights, with two invalid ones."""
     good = weights_of(target)
     bad = good["model.norm.weight"].clone()
     bad[0] = float("nan")
@@ -62,29 +62,29 @@ def good_names(named: Named) -> list[str]:
 
 @contextmanager
 def posting(server: Running, path: str, body: Any) -> Iterator[Future[Any]]:
-    """POST from a thread, as trainers do what the server waits in."""
+    """POST from a thread: the reply arrives only after the broadcast or rendezvous."""
     with ThreadPoolExecutor() as pool:
         yield pool.submit(server.client.post, path, json=body)
 
 
-def meet(server: Running, trainer: Trainer, dialect: str = "vllm", **fields: Any) -> None:
-    """Let the server join the trainer's group."""
+def join_group(server: Running, trainer: Trainer, dialect: str = "vllm", **fields: Any) -> None:
+    """Make the server join the trainer's group."""
     info = {"master_address": "127.0.0.1", "master_port": free_port(), "rank_offset": 1, "world_size": 2, **fields}
     path, body = ("/init_weight_transfer_engine", {"init_info": info})
     if dialect == "sglang":
         path, body = "/init_weights_update_group", info
     with posting(server, path, body) as reply:
-        assert server.client.get("/health").status_code == 200, "to wait for a trainer holds up everybody"
+        assert server.client.get("/health").status_code == 200, "waiting for a trainer blocks other requests"
         assert Stream(server, params=SHORT).result().finish_reason == "length"
         trainer.join(info["master_port"], fields.get("group_name", "weight_update_group"))
         trainer.wait()
         ok(reply.result(60))
 
 
-def send_part(server: Running, trainer: Trainer, named: Named, names: Sequence[str], called: Any = None) -> Any:
-    """Announce tensors in vLLM's way, and broadcast them; `called` gives them other names."""
-    dtypes, shapes = told(named, names)
-    info = {"names": [(called or {}).get(name, name) for name in names], "dtype_names": dtypes, "shapes": shapes}
+def send_part(server: Running, trainer: Trainer, named: Named, names: Sequence[str], renamed: Any = None) -> Any:
+    """Announce tensors through /update_weights and broadcast them; `renamed` maps tensors to announced names."""
+    dtypes, shapes = dtypes_and_shapes(named, names)
+    info = {"names": [(renamed or {}).get(name, name) for name in names], "dtype_names": dtypes, "shapes": shapes}
     with posting(server, "/update_weights", {"update_info": info}) as reply:
         trainer.send(names)
         trainer.wait()
@@ -98,7 +98,7 @@ def assert_untouched(server: Running, version: int = 0) -> None:
 
 
 def update_all(server: Running, trainer: Trainer, named: Named) -> dict[str, Any]:
-    """One update in three parts."""
+    """Run an update in three parts."""
     names = good_names(named)
     ok(server.post("/start_weight_update", {}))
     for start in range(0, len(names), 8):
@@ -106,11 +106,11 @@ def update_all(server: Running, trainer: Trainer, named: Named) -> dict[str, Any
     return ok(server.post("/finish_weight_update", {"weight_version": 3}))
 
 
-def test_vllms_update_in_parts(
+def test_vllm_update_in_parts(
     server: Running, trainer: Trainer, named: Named, target: Path, tiny_directory: Path
 ) -> None:
-    meet(server, trainer)
-    streams = [Stream(server, (i, 3)).begun() for i in range(4)]
+    join_group(server, trainer)
+    streams = [Stream(server, (i, 3)).started() for i in range(4)]
     reply = update_all(server, trainer, named)
     assert (reply["weight_version"], reply["version"]) == ("3", 1)
     for stream in streams:
@@ -122,21 +122,21 @@ def test_vllms_update_in_parts(
     assert ok(server.post("/shutdown_weight_transfer_engine", {}))["num_groups"] == 1
 
 
-def test_sglangs_buckets_are_updates_of_their_own(
+def test_each_sglang_bucket_is_an_update(
     server: Running, trainer: Trainer, named: Named, target: Path, tiny_directory: Path
 ) -> None:
-    meet(server, trainer, "sglang", group_name="slime-pp_0", backend="gloo")
+    join_group(server, trainer, "sglang", group_name="slime-pp_0", backend="gloo")
     names = good_names(named)
     for number, start in enumerate(range(0, len(names), 7), start=1):
         bucket = names[start : start + 7]
-        dtypes, shapes = told(named, bucket, prefix="torch.")
+        dtypes, shapes = dtypes_and_shapes(named, bucket, prefix="torch.")
         body = {"names": bucket, "dtypes": dtypes, "shapes": shapes, "group_name": "slime-pp_0"}
         with posting(server, "/update_weights_from_distributed", {**body, "weight_version": f"v{number}"}) as reply:
             trainer.send(bucket)
             trainer.wait()
-            told_back = ok(reply.result(60))
-        assert told_back["success"] is True
-        assert (told_back["weight_version"], told_back["version"]) == (f"v{number}", number)
+            reply_body = ok(reply.result(60))
+        assert reply_body["success"] is True
+        assert (reply_body["weight_version"], reply_body["version"]) == (f"v{number}", number)
     sample = Stream(server, params=SHORT).result()
     assert sample.completion_tokens == fresh_tokens(tiny_directory, target, PROMPT, SHORT)
     assert ok(server.post("/destroy_weights_update_group", {"group_name": "slime-pp_0"}))["success"] is True
@@ -152,15 +152,15 @@ WRONG = {
 
 
 @pytest.mark.parametrize("kind", WRONG)
-def test_a_wrong_tensor_gives_the_update_up_and_leaves_the_group_usable(
+def test_invalid_tensor_aborts_the_update_and_keeps_the_group_usable(
     kind: str, server: Running, trainer: Trainer, named: Named
 ) -> None:
-    names, called, part = WRONG[kind]
-    meet(server, trainer)
+    names, renamed, part = WRONG[kind]
+    join_group(server, trainer)
     ok(server.post("/start_weight_update", {}))
     ok(send_part(server, trainer, named, ["model.embed_tokens.weight"]))
-    # What follows the wrong one is broadcast all the same, and has to be taken in.
-    refused(send_part(server, trainer, named, [*names, "lm_head.weight"], called), 400, part)
+    # The tensors after the invalid one are broadcast too and must be received.
+    refused(send_part(server, trainer, named, [*names, "lm_head.weight"], renamed), 400, part)
     assert_untouched(server)
     assert update_all(server, trainer, named)["version"] == 1
 
@@ -176,16 +176,16 @@ def test_a_wrong_tensor_gives_the_update_up_and_leaves_the_group_usable(
         ("short", "float32", [32], "has fewer"),
     ],
 )
-def test_a_broadcast_of_another_size_harms_nobody(
+def test_broadcast_of_wrong_size_is_refused_and_keeps_the_group_usable(
     dialect: str, sent: str, dtype: str, shape: Any, part: str, server: Running, trainer: Trainer, named: Named
 ) -> None:
-    meet(server, trainer)
-    told_of = {"names": ["model.norm.weight"], "shapes": [shape]}
+    join_group(server, trainer)
+    announced = {"names": ["model.norm.weight"], "shapes": [shape]}
     if dialect == "vllm":
         ok(server.post("/start_weight_update", {}))
-        path, body = "/update_weights", {"update_info": {**told_of, "dtype_names": [dtype]}}
+        path, body = "/update_weights", {"update_info": {**announced, "dtype_names": [dtype]}}
     else:
-        path, body = "/update_weights_from_distributed", {**told_of, "dtypes": [dtype]}
+        path, body = "/update_weights_from_distributed", {**announced, "dtypes": [dtype]}
     with posting(server, path, body) as reply:
         trainer.send([sent])
         trainer.wait()
@@ -194,13 +194,13 @@ def test_a_broadcast_of_another_size_harms_nobody(
     assert update_all(server, trainer, named)["version"] == 1
 
 
-def test_what_will_be_refused_is_logged_before_it_comes(
+def test_tensors_that_do_not_fit_are_logged_before_they_are_received(
     server: Running, trainer: Trainer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    meet(server, trainer)
+    join_group(server, trainer)
     body = {"names": ["model.nothing", "model.norm.weight"], "dtypes": ["float32"] * 2, "shapes": [[32], [3]]}
     with posting(server, "/update_weights_from_distributed", body) as reply:
-        until(server, lambda: "will be refused" in caplog.text)
+        until(server, lambda: "will be rejected" in caplog.text)
         assert "model.nothing: the model has no such tensor" in caplog.text
         assert "model.norm.weight: has the shape (3,), the model (32,)" in caplog.text
         assert not reply.done()
@@ -211,15 +211,15 @@ def test_what_will_be_refused_is_logged_before_it_comes(
 
 
 @pytest.mark.parametrize("dialect", ["vllm", "sglang"])
-def test_an_update_that_waits_for_a_broadcast_can_be_aborted(
+def test_update_that_waits_for_a_broadcast_can_be_aborted(
     dialect: str, server: Running, trainer: Trainer, named: Named, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    taken: list[object] = []
+    received: list[object] = []
     put = Staging.put
-    monkeypatch.setattr(Staging, "put", lambda staging, *item: (put(staging, *item), taken.append(item)))
-    meet(server, trainer)
+    monkeypatch.setattr(Staging, "put", lambda staging, *item: (put(staging, *item), received.append(item)))
+    join_group(server, trainer)
     names = good_names(named)
-    dtypes, shapes = told(named, names)
+    dtypes, shapes = dtypes_and_shapes(named, names)
     path, body = "/update_weights_from_distributed", {"names": names, "dtypes": dtypes, "shapes": shapes}
     if dialect == "vllm":
         ok(server.post("/start_weight_update", {}))
@@ -227,22 +227,22 @@ def test_an_update_that_waits_for_a_broadcast_can_be_aborted(
     with posting(server, path, body) as reply:
         trainer.send(names[:2])
         trainer.wait()
-        until(server, lambda: len(taken) == 2)
+        until(server, lambda: len(received) == 2)
         aborted = ok(server.post("/abort_weight_update", {}))
         assert (aborted["aborted"], aborted["closed_groups"]) == (True, ["weight_update_group"])
         refused(reply.result(60), 409, "aborted")
     refused(server.post("/destroy_weights_update_group", {}), 400, "no group")
     refused(server.post("/finish_weight_update", {}), 400, "no update is open")
     assert_untouched(server)
-    trainer.die()  # what waits in a broadcast still ends by that only
+    trainer.die()  # only this ends the thread that waits in the broadcast
     (tmp_path / "second").mkdir()
     with trainer_process(named, tmp_path / "second") as second:
-        meet(server, second)
+        join_group(server, second)
         assert update_all(server, second, named)["version"] == 1
 
 
-def test_missing_tensors_are_told_at_the_end(server: Running, trainer: Trainer, named: Named) -> None:
-    meet(server, trainer)
+def test_missing_tensors_are_reported_at_the_end(server: Running, trainer: Trainer, named: Named) -> None:
+    join_group(server, trainer)
     ok(server.post("/start_weight_update", {}))
     ok(send_part(server, trainer, named, good_names(named)[1:]))
     refused(server.post("/finish_weight_update", {}), 400, "lacks 1 tensors", good_names(named)[0])
@@ -251,12 +251,12 @@ def test_missing_tensors_are_told_at_the_end(server: Running, trainer: Trainer, 
 
 
 @pytest.mark.parametrize("dialect", ["vllm", "sglang"])
-def test_a_trainer_that_dies_half_way_leaves_a_server_for_the_next(
+def test_server_accepts_next_trainer_after_one_dies_during_broadcast(
     dialect: str, server: Running, trainer: Trainer, named: Named, tmp_path: Path
 ) -> None:
-    meet(server, trainer)
+    join_group(server, trainer)
     names = good_names(named)
-    dtypes, shapes = told(named, names)
+    dtypes, shapes = dtypes_and_shapes(named, names)
     if dialect == "vllm":
         ok(server.post("/start_weight_update", {}))
         path, body = "/update_weights", {"update_info": {"names": names, "dtype_names": dtypes, "shapes": shapes}}
@@ -270,15 +270,15 @@ def test_a_trainer_that_dies_half_way_leaves_a_server_for_the_next(
     assert_untouched(server)
     (tmp_path / "second").mkdir()
     with trainer_process(named, tmp_path / "second") as second:
-        meet(server, second)
+        join_group(server, second)
         assert update_all(server, second, named)["version"] == 1
 
 
-def test_a_trainer_that_falls_silent_is_not_waited_for(tiny_directory: Path, named: Named, tmp_path: Path) -> None:
+def test_update_from_silent_trainer_times_out(tiny_directory: Path, named: Named, tmp_path: Path) -> None:
     names = good_names(named)
-    dtypes, shapes = told(named, names)
+    dtypes, shapes = dtypes_and_shapes(named, names)
     with serving(tiny_directory, weight_timeout=8) as server, trainer_process(named, tmp_path) as trainer:
-        meet(server, trainer)
+        join_group(server, trainer)
         ok(server.post("/start_weight_update", {}))
         info = {"names": names, "dtype_names": dtypes, "shapes": shapes}
         with posting(server, "/update_weights", {"update_info": info}) as reply:
@@ -287,11 +287,11 @@ def test_a_trainer_that_falls_silent_is_not_waited_for(tiny_directory: Path, nam
             assert Stream(server, params=SHORT).result().token_versions == (0,) * 8
             refused(reply.result(60), 400)
         assert_untouched(server)
-        meet(server, trainer, group_name="again")
+        join_group(server, trainer, group_name="again")
         assert ok(server.client.get("/weight_info"))["update"] == "idle"
 
 
-def test_nobody_comes(tiny_directory: Path) -> None:
+def test_join_times_out_without_a_trainer(tiny_directory: Path) -> None:
     info = {"master_address": "127.0.0.1", "master_port": free_port(), "rank_offset": 1, "world_size": 2}
     with serving(tiny_directory, weight_timeout=1) as server:
         with posting(server, "/init_weights_update_group", info) as reply:
@@ -325,23 +325,23 @@ LISTS = {"names": ["a"], "dtypes": ["float32"], "shapes": [[1]]}
         ("/destroy_weights_update_group", {}, "no group"),
     ],
 )
-def test_what_makes_no_sense_is_named(closed_server: Running, path: str, body: Any, part: str) -> None:
-    refused(closed_server.post(path, body), 400, part)
+def test_invalid_group_field_is_named(shared_server: Running, path: str, body: Any, part: str) -> None:
+    refused(shared_server.post(path, body), 400, part)
 
 
 @pytest.mark.parametrize(
     ("lists", "part"),
     [({"dtypes": ["int8"]}, "dtypes[0]"), ({"dtypes": []}, "dtypes"), ({"shapes": []}, "shapes")],
 )
-def test_lists_that_do_not_fit_are_refused_before_anything_is_received(
+def test_inconsistent_lists_are_refused_before_receiving(
     lists: Any, part: str, server: Running, trainer: Trainer
 ) -> None:
-    meet(server, trainer, "sglang")
+    join_group(server, trainer, "sglang")
     refused(server.post("/update_weights_from_distributed", {**LISTS, **lists}), 400, part)
     assert_untouched(server)
 
 
 @pytest.fixture(scope="module")
-def closed_server(tiny_directory: Path) -> Iterator[Running]:
+def shared_server(tiny_directory: Path) -> Iterator[Running]:
     with serving(tiny_directory, weight_timeout=60) as one:
         yield one

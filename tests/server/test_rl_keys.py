@@ -1,4 +1,4 @@
-"""Who may command: admin keys, ordinary keys, web pages, and what a server needs before it listens."""
+"""Keys of the trainer routes: admin keys, ordinary keys, web pages, and checks at server start."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def server(tiny_directory: Path) -> Iterator[Running]:
 
 
 @pytest.mark.parametrize("path", sorted(ADMIN_PATHS))
-def test_a_command_needs_an_admin_key(server: Running, path: str) -> None:
+def test_command_needs_an_admin_key(server: Running, path: str) -> None:
     refused(server.post(path, {"tags": 1}), 401, "admin key")
     assert refused(server.post(path, {"tags": 1}, **bearer(KEY)), 403, "admin key")["code"] == "admin_key_needed"
     refused(server.post(path, {"tags": 1}, **bearer("unknown-key")), 403, "admin key")
@@ -40,13 +40,13 @@ def test_a_command_needs_an_admin_key(server: Running, path: str) -> None:
 
 
 @pytest.mark.parametrize("path", sorted(QUESTIONS))
-def test_a_question_needs_an_ordinary_key(server: Running, path: str) -> None:
+def test_query_needs_an_ordinary_key(server: Running, path: str) -> None:
     refused(server.client.get(path), 401)
     for key in (KEY, ADMIN):
         assert server.client.get(path, headers=bearer(key)).status_code == 200
 
 
-def test_an_admin_key_opens_the_ordinary_routes(server: Running) -> None:
+def test_admin_key_is_accepted_on_ordinary_routes(server: Running) -> None:
     body = {"prompt": "a", "max_tokens": 2}
     for key in (KEY, ADMIN):
         assert server.post("/v1/completions", body, **bearer(key)).status_code == 200
@@ -54,13 +54,13 @@ def test_an_admin_key_opens_the_ordinary_routes(server: Running) -> None:
     refused(server.post("/v1/completions", body, **bearer("unknown-key")), 401)
 
 
-def test_prefixes_are_not_shared_with_the_admin(server: Running) -> None:
-    keys = server.on_loop(lambda: server.app._policy.keys)
+def test_admin_key_has_its_own_cache_salt() -> None:
+    keys = guard_policy(ServerConfig(enable_rl=True, admin_key=(ADMIN,)), KeyRing.of((KEY,))).keys
     indices = [keys.identify(key) for key in (KEY, ADMIN)]
     assert len({keys.cache_salt(index, None) for index in indices}) == 2
 
 
-def test_an_admin_key_alone_leaves_the_ordinary_routes_open(tiny_directory: Path) -> None:
+def test_admin_key_alone_does_not_protect_ordinary_routes(tiny_directory: Path) -> None:
     with serving(tiny_directory, admin_key=(ADMIN,)) as one:
         assert one.post("/v1/completions", {"prompt": "a", "max_tokens": 2}).status_code == 200
         assert one.post("/v1/completions", {"prompt": "a", "max_tokens": 2}, **bearer(ADMIN)).status_code == 200
@@ -69,7 +69,7 @@ def test_an_admin_key_alone_leaves_the_ordinary_routes_open(tiny_directory: Path
         ok(one.post("/resume", {}, **bearer(ADMIN)))
 
 
-def test_without_an_admin_key_an_ordinary_one_commands(tiny_directory: Path) -> None:
+def test_ordinary_key_may_command_if_there_is_no_admin_key(tiny_directory: Path) -> None:
     with serving(tiny_directory, api_key=(KEY,)) as one:
         refused(one.post("/resume", {}), 401)
         ok(one.post("/resume", {}, **bearer(KEY)))
@@ -77,12 +77,12 @@ def test_without_an_admin_key_an_ordinary_one_commands(tiny_directory: Path) -> 
 
 @pytest.mark.parametrize("header", [{"origin": "http://evil.example"}, {"sec-fetch-site": "cross-site"}])
 @pytest.mark.parametrize("method", ["GET", "POST"])
-def test_a_web_page_commands_nothing(server: Running, header: dict[str, str], method: str) -> None:
+def test_command_from_a_web_page_is_refused(server: Running, header: dict[str, str], method: str) -> None:
     response = server.client.request(method, "/flush_cache", headers={**header, **bearer(ADMIN)})
     assert refused(response, 403, "web pages")["code"] == "not_from_pages"
 
 
-def test_a_command_may_come_without_a_body_but_not_as_a_form(server: Running) -> None:
+def test_command_without_body_is_accepted_and_form_is_refused(server: Running) -> None:
     ok(server.client.post("/resume", headers=bearer(ADMIN)))
     for kind in ("text/plain", "application/x-www-form-urlencoded"):
         headers = {**bearer(ADMIN), "content-type": kind}
@@ -98,7 +98,7 @@ PUBLIC: dict[str, Any] = {"host": "0.0.0.0", "api_key": (KEY,)}
 
 
 @pytest.mark.parametrize("more", [{"admin_key": (ADMIN,)}, {"insecure": True}, {"host": "127.0.0.1"}, {"host": "::1"}])
-def test_a_server_that_others_reach_needs_an_admin_key(more: dict[str, Any]) -> None:
+def test_public_server_with_enable_rl_needs_an_admin_key(more: dict[str, Any]) -> None:
     ring = KeyRing.of((KEY,))
     with pytest.raises(ValueError, match=r"^enable_rl: host 0\.0\.0\.0 .*set admin_key_file or admin_key, or insecure"):
         guard_policy(ServerConfig(enable_rl=True, **PUBLIC), ring)
@@ -107,9 +107,9 @@ def test_a_server_that_others_reach_needs_an_admin_key(more: dict[str, Any]) -> 
     assert guard_policy(ServerConfig(**PUBLIC), ring).admin_paths == frozenset()
 
 
-def test_admin_keys_come_from_the_list_and_the_file(tmp_path: Path) -> None:
+def test_admin_keys_are_read_from_option_and_file(tmp_path: Path) -> None:
     file = tmp_path / "keys"
-    file.write_text(f"# ours\n{ADMIN}\nanother-key\n")
+    file.write_text(f"# admin keys\n{ADMIN}\nanother-key\n")
     file.chmod(0o600)
     config = ServerConfig(enable_rl=True, admin_key=(ADMIN,), admin_key_file=str(file))
     assert load_admin_keys(config) == (ADMIN, "another-key") and load_keys(config) == ()
@@ -117,9 +117,9 @@ def test_admin_keys_come_from_the_list_and_the_file(tmp_path: Path) -> None:
     file.chmod(0o644)
     with pytest.raises(ValueError, match=r"^admin_key_file may be read by others"):
         guard_policy(config, KeyRing.of(()))
-    with pytest.raises(ValueError, match=r"^admin_key: key 1 is shorter") as told:
+    with pytest.raises(ValueError, match=r"^admin_key: key 1 is shorter") as caught:
         load_admin_keys(ServerConfig(enable_rl=True, admin_key=("short",)))
-    assert "short-" not in str(told.value)
+    assert "short-" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -136,6 +136,6 @@ def test_admin_keys_come_from_the_list_and_the_file(tmp_path: Path) -> None:
         ({"admin_key": "one-text"}, "admin_key"),
     ],
 )
-def test_options_that_make_no_sense_are_named(fields: dict[str, Any], part: str) -> None:
+def test_invalid_options_are_named(fields: dict[str, Any], part: str) -> None:
     with pytest.raises(ValueError, match=part):
         ServerConfig(**fields)

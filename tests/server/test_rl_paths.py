@@ -1,4 +1,4 @@
-"""No spelling of a path reaches a trainer's command past the admin key, nor a dialect's error past its shape."""
+"""Unusual spellings of command paths do not bypass the admin key; errors of the guard have the dialect's form."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def keyed(tiny_directory: Path) -> Iterator[Running]:
 
 
 @pytest.mark.parametrize("path", sorted(ADMIN_PATHS))
-def test_no_spelling_passes_the_admin_key(keyed: Running, path: str) -> None:
-    """A router may find a path before a line's end; the list of paths has none of those."""
+def test_no_spelling_of_a_command_bypasses_the_admin_key(keyed: Running, path: str) -> None:
+    """A router might match a path with a trailing line break, which is not in `ADMIN_PATHS`."""
     spelled = (path, path + "%0A", path + "%0a%0a", path + "%0D", path + "%00", path + "%7F", path + "/", path.upper())
     for one in (*spelled, "/" + path, "/." + path, path.replace("/", "/%2e/", 1), path + "%3F", path + ";x=1"):
         for method in ("POST", "GET", "PUT", "HEAD", "OPTIONS"):
@@ -32,11 +32,11 @@ def test_no_spelling_passes_the_admin_key(keyed: Running, path: str) -> None:
     assert keyed.client.get("/is_paused", headers={"authorization": f"Bearer {USER}"}).json()["is_paused"] is False
 
 
-def test_what_the_guard_refuses_has_the_dialects_shape(keyed: Running) -> None:
+def test_guard_errors_have_the_form_of_the_dialect(keyed: Running) -> None:
     body = {"model": "tiny", "max_tokens": 1, "messages": [{"role": "user", "content": "x"}]}
-    told = keyed.post("/v1/messages", body)
-    assert told.status_code == 401 and told.json()["type"] == "error"
-    assert told.json()["error"]["type"] == "authentication_error"
+    reply = keyed.post("/v1/messages", body)
+    assert reply.status_code == 401 and reply.json()["type"] == "error"
+    assert reply.json()["error"]["type"] == "authentication_error"
     assert keyed.client.get("/v1/messages", headers={"x-api-key": USER}).json()["type"] == "error"
     assert "detail" in keyed.post("/chat/completions", body).json()
     assert keyed.post("/v1/completions", {"prompt": "x"}).json()["error"]["code"] == "invalid_api_key"

@@ -1,4 +1,4 @@
-"""Commands of trainers that meet: each is told of its own end; what is named wrongly is refused and breaks nothing."""
+"""Concurrent trainer commands, their errors, sleep, query parameters, silent file systems and groups."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ INFO = {"master_address": "127.0.0.1", "rank_offset": 1, "world_size": 2}
 
 @pytest.fixture(scope="module")
 def shelf(tiny_directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Directories of weights: a whole one, one that is none, and links without an end."""
+    """Directories of weights: one valid, one with an invalid file, and a loop of links."""
     root = tmp_path_factory.mktemp("weights")
     make_weights(tiny_directory, root / "one", 11)
     (root / "bad").mkdir()
@@ -43,7 +43,7 @@ def shared(tiny_directory: Path, shelf: Path) -> Iterator[Running]:
 
 @pytest.fixture
 def server(shared: Running) -> Iterator[Running]:
-    """The server, which a test leaves running, without groups, and without an open update."""
+    """The shared server, awake and without groups or open update after each test."""
     yield shared
     shared.post("/wake_up", {})
     shared.post("/resume", {})
@@ -52,7 +52,7 @@ def server(shared: Running) -> Iterator[Running]:
 
 @pytest.fixture
 def own(tiny_directory: Path, shelf: Path) -> Iterator[Running]:
-    """A server whose weights a test may change."""
+    """A server whose weights the test may change."""
     with serving(tiny_directory, shelf, weight_timeout=60) as one:
         yield one
 
@@ -77,21 +77,21 @@ def is_asleep(server: Running) -> bool:
 @pytest.mark.parametrize(
     ("path", "body"), [("/update_weights_from_disk", {"model_path": "one"}), ("/start_weight_update", {})]
 )
-def test_a_failed_update_is_not_told_the_result_of_the_next(own: Running, path: str, body: Any) -> None:
-    """The next one comes after the failure and before the step boundary at which it would be noticed."""
+def test_failed_update_reports_its_own_error_not_the_next_updates_result(own: Running, path: str, body: Any) -> None:
+    """The next update starts after the failure and before the step boundary that reports it."""
     link, engine = own.link, own.opened.engine
     with ThreadPoolExecutor() as pool:
         first = Hold(own)
-        assert first.has_come.wait(60)
+        assert first.is_active.wait(60)
         failing = pool.submit(own.post, "/update_weights_from_disk", {"model_path": "bad"})
         until(own, lambda: link.engine.thread.num_commands >= 1)
         second = Hold(own)
         next_one = pool.submit(own.post, path, body)
         until(own, lambda: link.engine.thread.num_commands >= 3)
-        first.let_go()
-        assert second.has_come.wait(60)
+        first.release()
+        assert second.is_active.wait(60)
         until(own, lambda: engine.weight_info().update == "failed")
-        second.let_go()
+        second.release()
         refused(failing.result(60), 400, "model.safetensors")
         assert refused(next_one.result(60), 409, "the last update has failed")["code"] == "busy"
     assert ok(own.post("/update_weights_from_disk", {"model_path": "one"}))["version"] == 1
@@ -101,14 +101,14 @@ def test_a_failed_update_is_not_told_the_result_of_the_next(own: Running, path: 
     ("path", "body"),
     [("/init_weight_transfer_engine", {"init_info": {**INFO, "master_port": 1}}), ("/start_weight_update", {})],
 )
-def test_an_open_update_in_the_way_says_how_it_is_got_rid_of(server: Running, path: str, body: Any) -> None:
+def test_busy_error_names_the_paths_that_end_an_open_update(server: Running, path: str, body: Any) -> None:
     ok(server.post("/start_weight_update", {}))
     refused(server.post(path, body), 409, "/shutdown_weight_transfer_engine", "/abort_weight_update")
     ok(server.post("/shutdown_weight_transfer_engine", {}))
     ok(server.post("/start_weight_update", {}))
 
 
-def test_the_first_reason_is_told_when_the_rest_of_a_source_fails_too(server: Running) -> None:
+def test_first_error_is_raised_when_closing_the_source_fails_too(server: Running) -> None:
     has_ended = threading.Event()
 
     def source() -> Iterator[tuple[str, torch.Tensor]]:
@@ -126,14 +126,14 @@ def test_the_first_reason_is_told_when_the_rest_of_a_source_fails_too(server: Ru
 # ---- sleep ----------------------------------------------------------------------------------------------------------
 
 
-def test_memory_that_nobody_named_stays(server: Running) -> None:
+def test_release_without_memory_tag_has_no_effect(server: Running) -> None:
     for path in ("/release_memory_occupation", "/resume_memory_occupation"):
         assert ok(server.post(path, {"tags": ["cuda_graph"]}))["success"] is True
         assert not is_asleep(server) and not is_sleeping(server)
     assert Stream(server, params=SHORT).result().finish_reason == "length"
 
 
-def test_a_tag_that_is_no_memory_does_not_wake(server: Running) -> None:
+def test_resume_without_memory_tag_does_not_wake(server: Running) -> None:
     ok(server.post("/release_memory_occupation", {}))
     ok(server.post("/resume_memory_occupation", {"tags": ["cuda_graph"]}))
     assert is_asleep(server) and is_sleeping(server)
@@ -141,7 +141,7 @@ def test_a_tag_that_is_no_memory_does_not_wake(server: Running) -> None:
     assert not is_asleep(server) and not is_sleeping(server)
 
 
-def test_waking_that_fails_can_be_tried_again(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_wake_can_be_retried(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     def wake() -> None:
         raise BadRequest("not now")
 
@@ -154,14 +154,14 @@ def test_waking_that_fails_can_be_tried_again(server: Running, monkeypatch: pyte
     assert not is_asleep(server) and not is_sleeping(server)
 
 
-def test_what_slept_otherwise_is_woken_too(server: Running) -> None:
+def test_wake_up_after_engine_sleep_from_python(server: Running) -> None:
     server.on_engine(server.opened.engine.sleep)
     ok(server.post("/wake_up", {}))
     assert not is_asleep(server)
 
 
 @pytest.mark.parametrize("path", ["/resume", "/continue_generation"])
-def test_resuming_ends_a_sleep_that_only_paused(server: Running, path: str) -> None:
+def test_resume_ends_sleep_level_0(server: Running, path: str) -> None:
     ok(server.client.post("/sleep?level=0"))
     assert is_sleeping(server)
     ok(server.post(path, {}))
@@ -173,17 +173,17 @@ def test_resuming_ends_a_sleep_that_only_paused(server: Running, path: str) -> N
 
 
 @pytest.mark.parametrize("asked", ["x" * 300, "y/" * 2000, "loop"])
-def test_a_path_that_cannot_be_followed_is_refused(server: Running, asked: str) -> None:
+def test_unresolvable_path_is_refused_and_keeps_the_open_update(server: Running, asked: str) -> None:
     reply = server.post("/update_weights_from_disk", {"model_path": asked})
     assert reply.json()["success"] is False
     refused(reply, 400, "model_path: ")
     refused(server.post("/update_weights", {"weight_dir": asked}), 400, "weight_dir: ")
     ok(server.post("/start_weight_update", {}))
     refused(server.post("/update_weights", {"update_info": {"path": asked}}), 400, "update_info.path: ")
-    assert ok(server.client.get("/weight_info"))["update"] == "staging", "a wrong path gave the update up"
+    assert ok(server.client.get("/weight_info"))["update"] == "staging", "a wrong path aborted the update"
 
 
-def test_weights_that_were_dropped_cannot_be_checked(own: Running) -> None:
+def test_checksum_of_discarded_weights_is_refused(own: Running) -> None:
     ok(own.client.post("/sleep?level=2"))
     refused(own.post("/weight_checker", {"action": "checksum"}), 400, "discarded")
 
@@ -192,16 +192,16 @@ def test_weights_that_were_dropped_cannot_be_checked(own: Running) -> None:
     ("error", "status", "part"),
     [
         (WeightError("a wrong weight"), 400, "a wrong weight"),
-        (BadRequest("a wrong word"), 400, "a wrong word"),
+        (BadRequest("a wrong value"), 400, "a wrong value"),
         (UpdateBusy("another one"), 409, "another one"),
         (EnginePaused("it sleeps"), 409, "it sleeps"),
         (EngineDead("gone"), 503, "the engine has failed"),
         (OSError(28, "No space left on device"), 400, "No space left on device"),
-        (RuntimeError("a fault of ours"), 500, "internal server error"),
+        (RuntimeError("a defect"), 500, "internal server error"),
     ],
 )
 @pytest.mark.parametrize(("path", "name"), [("/weight_checker", "weights_checksum"), ("/flush_cache", "flush_cache")])
-def test_what_a_command_fails_of_is_told(
+def test_command_failure_becomes_error_reply(
     server: Running, monkeypatch: pytest.MonkeyPatch, path: str, name: str, error: Exception, status: int, part: str
 ) -> None:
     def fail() -> None:
@@ -214,11 +214,11 @@ def test_what_a_command_fails_of_is_told(
         assert (reply.json().get("success") is False) == (path == "/flush_cache")
 
 
-def test_no_name_is_nobody(server: Running) -> None:
-    stream = Stream(server).begun()
+def test_abort_with_empty_list_aborts_nothing_and_null_aborts_all(server: Running) -> None:
+    stream = Stream(server).started()
     assert ok(server.post("/abort_requests", {"request_ids": []}))["num_aborted"] == 0
     assert stream.result().finish_reason == "length"
-    stream = Stream(server).begun()
+    stream = Stream(server).started()
     assert ok(server.post("/abort_requests", {"request_ids": None}))["num_aborted"] == 1
     assert stream.result().finish_reason == "abort"
 
@@ -228,15 +228,15 @@ def test_no_name_is_nobody(server: Running) -> None:
 
 @pytest.mark.parametrize("body", [{}, None, {"abort_all_requests": False}])
 @pytest.mark.parametrize("text", ["1", "yes", "off", "step-7"])
-def test_a_field_that_is_needed_may_stand_in_the_query(server: Running, text: str, body: Any) -> None:
+def test_required_field_may_be_a_query_parameter(server: Running, text: str, body: Any) -> None:
     path = f"/update_weight_version?new_version={text}"
     reply = ok(server.client.post(path) if body is None else server.post(path, body))
     assert reply["new_version"] == reply["weight_version"] == text
 
 
 @pytest.mark.parametrize(("text", "is_free"), [("1", True), ("ON", True), ("0", False), ("no", False)])
-def test_words_for_yes_and_no_count_where_one_of_them_is_asked(server: Running, text: str, is_free: bool) -> None:
-    stream = Stream(server).begun()
+def test_query_booleans(server: Running, text: str, is_free: bool) -> None:
+    stream = Stream(server).started()
     ok(server.client.post(f"/pause?mode=keep&clear_cache={text}"))
     kv = server.opened.engine.parts.kv
     assert server.on_engine(lambda: kv.num_free_blocks() == kv.num_blocks) is is_free
@@ -244,35 +244,35 @@ def test_words_for_yes_and_no_count_where_one_of_them_is_asked(server: Running, 
     assert stream.result().finish_reason == "length"
 
 
-def test_the_query_and_the_body_are_one(server: Running) -> None:
+def test_query_and_body_are_merged(server: Running) -> None:
     assert ok(server.client.post("/weight_checker?action=checksum"))["checksum"]
     query = "action=compare&checksum=on"
     assert ok(server.post(f"/weight_checker?{query}", {"action": "checksum"}))["equal"] is False
     assert ok(server.post("/sleep?level=1", {"mode": "keep"}))["level"] == 1
     assert ok(server.client.post("/wake_up?tags=weights&tags=kv_cache"))["status"] == "awake"
     for number in (1, 2):
-        ids = "&".join(["request_ids=nobody"] * number)
+        ids = "&".join(["request_ids=unknown"] * number)
         assert ok(server.client.post(f"/abort_requests?{ids}"))["num_aborted"] == 0
     refused(server.client.post("/sleep?level=one"), 400, "level")
     refused(server.client.post("/pause?clear_cache=2"), 400, "clear_cache")
-    refused(server.client.post("/pause?mode=keep&mode=keep"), 400, "mode: is there twice")
+    refused(server.client.post("/pause?mode=keep&mode=keep"), 400, "mode: given twice")
     refused(server.post("/pause?mode=keep", [1]), 400, "must be a JSON object")
 
 
 # ---- directories ----------------------------------------------------------------------------------------------------
 
 
-class Silence(NamedTuple):
-    """A file system that was asked, and answers when it is told to: that it failed."""
+class HangingFileSystem(NamedTuple):
+    """A file system that does not respond until `answer` is set, and then fails."""
 
     asked: threading.Event
     answer: threading.Event
 
 
 @pytest.fixture
-def silence(monkeypatch: pytest.MonkeyPatch) -> Iterator[Silence]:
-    """Let the file system be silent while the test runs."""
-    one = Silence(threading.Event(), threading.Event())
+def hanging(monkeypatch: pytest.MonkeyPatch) -> Iterator[HangingFileSystem]:
+    """Make the resolution of paths hang."""
+    one = HangingFileSystem(threading.Event(), threading.Event())
 
     def place_of(*_: object) -> None:
         one.asked.set()
@@ -284,41 +284,41 @@ def silence(monkeypatch: pytest.MonkeyPatch) -> Iterator[Silence]:
     one.answer.set()
 
 
-def test_a_silent_file_system_holds_nobody_up(
-    server: Running, silence: Silence, monkeypatch: pytest.MonkeyPatch
+def test_hanging_file_system_blocks_no_other_request(
+    server: Running, hanging: HangingFileSystem, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(context, "_PLACE_S", 60.0)
+    monkeypatch.setattr(context, "_FILE_SYSTEM_TIMEOUT_S", 60.0)
     with ThreadPoolExecutor() as pool:
         waiting = pool.submit(server.post, "/update_weights_from_disk", {"model_path": "one"})
-        assert silence.asked.wait(60)
+        assert hanging.asked.wait(60)
         assert server.client.get("/health").status_code == 200
         assert Stream(server, params=SHORT).result().finish_reason == "length"
         assert not waiting.done()
-        monkeypatch.setattr(context, "_PLACE_S", 0.01)
+        monkeypatch.setattr(context, "_FILE_SYSTEM_TIMEOUT_S", 0.01)
         refused(server.post("/update_weights_from_disk", {"model_path": "one"}), 503, "model_path", "did not answer")
-        silence.answer.set()
+        hanging.answer.set()
         refused(waiting.result(60), 400, "Stale file handle")
 
 
 # ---- groups ---------------------------------------------------------------------------------------------------------
 
 
-def is_joining(server: Running) -> bool:
+def is_joining() -> bool:
     return any(thread.name == JOINING for thread in threading.enumerate())
 
 
-def test_a_newer_group_takes_the_place_of_one_that_nobody_comes_to(own: Running, trainer: Trainer) -> None:
+def test_newer_join_replaces_one_that_still_waits(own: Running, trainer: Trainer) -> None:
     port = free_port()
     info = {**INFO, "master_port": port}
     with ThreadPoolExecutor() as pool:
         older = pool.submit(own.post, "/init_weights_update_group", info)
-        until(own, lambda: is_joining(own))
+        until(own, lambda: is_joining())
         newer = pool.submit(own.post, "/init_weight_transfer_engine", {"init_info": info})
-        assert refused(older.result(60), 409, "given up")["code"] == "superseded"
+        assert refused(older.result(60), 409, "cancelled")["code"] == "superseded"
         trainer.join(port, "weight_update_group")
         trainer.wait()
         ok(newer.result(60))
-    until(own, lambda: not is_joining(own))
+    until(own, lambda: not is_joining())
     body = {"names": ["model.norm.weight"], "dtypes": ["float32"], "shapes": [[32]]}
     with ThreadPoolExecutor() as pool:
         update = pool.submit(own.post, "/update_weights_from_distributed", body)
@@ -328,23 +328,23 @@ def test_a_newer_group_takes_the_place_of_one_that_nobody_comes_to(own: Running,
 
 
 @pytest.mark.parametrize("path", ["/shutdown_weight_transfer_engine", "/destroy_weights_update_group"])
-def test_what_waits_for_a_trainer_can_be_left(server: Running, path: str) -> None:
+def test_waiting_join_can_be_cancelled(server: Running, path: str) -> None:
     with ThreadPoolExecutor() as pool:
         joining = pool.submit(server.post, "/init_weights_update_group", {**INFO, "master_port": free_port()})
-        until(server, lambda: is_joining(server))
+        until(server, lambda: is_joining())
         reply = ok(server.post(path, {}))
         assert reply.get("num_groups", 1) == 1
-        refused(joining.result(60), 409, "given up")
-    until(server, lambda: not is_joining(server))
+        refused(joining.result(60), 409, "cancelled")
+    until(server, lambda: not is_joining())
     assert ok(server.post("/shutdown_weight_transfer_engine", {}))["num_groups"] == 0
 
 
-def test_a_group_that_comes_late_is_closed(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    may_come, is_closed = threading.Event(), threading.Event()
+def test_group_that_connects_after_cancellation_is_closed(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    may_connect, is_closed = threading.Event(), threading.Event()
 
     class Late:
         def __init__(self, *_: object, **__: object) -> None:
-            may_come.wait(60)
+            may_connect.wait(60)
 
         def close(self) -> None:
             is_closed.set()
@@ -352,9 +352,9 @@ def test_a_group_that_comes_late_is_closed(server: Running, monkeypatch: pytest.
     monkeypatch.setattr(plain, "PlainGroup", Late)
     with ThreadPoolExecutor() as pool:
         joining = pool.submit(server.post, "/init_weights_update_group", {**INFO, "master_port": 1})
-        until(server, lambda: is_joining(server))
+        until(server, lambda: is_joining())
         ok(server.post("/shutdown_weight_transfer_engine", {}))
-        refused(joining.result(60), 409, "given up")
-    may_come.set()
+        refused(joining.result(60), 409, "cancelled")
+    may_connect.set()
     assert is_closed.wait(60)
     refused(server.post("/destroy_weights_update_group", {}), 400, "no group")

@@ -1,4 +1,4 @@
-"""New weights over HTTP from directories: whole or not at all, at one boundary for everybody, one update at a time."""
+"""Weight updates over HTTP from directories: atomic, one at a time, and only from below --weights-dir."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ from tests.server.trainer import (
     until,
 )
 
-Break = Callable[[dict[str, torch.Tensor]], object]
+Change = Callable[[dict[str, torch.Tensor]], object]
 
 
 @pytest.fixture(scope="module")
 def shelf(tiny_directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Directories of weights, two of them whole."""
+    """A directory with two directories of valid weights."""
     root = tmp_path_factory.mktemp("weights")
     for name, seed in (("one", 11), ("two", 12)):
         make_weights(tiny_directory, root / name, seed)
@@ -52,7 +52,7 @@ def server(tiny_directory: Path, shelf: Path) -> Iterator[Running]:
 
 @pytest.fixture(scope="module")
 def steady(tiny_directory: Path, shelf: Path) -> Iterator[Running]:
-    """A server whose weights no test may change."""
+    """A shared server whose weights no test may change."""
     with serving(tiny_directory, shelf, weight_timeout=60) as one:
         yield one
 
@@ -70,13 +70,13 @@ FORMS = {
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("is_absolute", [True, False])
-def test_an_idle_engine_takes_weights_from_a_directory(
+def test_update_from_directory(
     form: str, is_absolute: bool, server: Running, shelf: Path, tiny_directory: Path
 ) -> None:
     path, body = FORMS[form]
     reply = ok(server.post(path, body(str(shelf / "one") if is_absolute else "one")))
     assert (reply["weight_version"], reply["version"]) == ("step-1", 1)
-    server.on_engine(lambda: None)  # by now the event loop has heard of the step that installed them
+    server.on_engine(lambda: None)  # wait until the event loop has processed the step that installed them
     shown = b'nano_inference_weight_version{engine="0",model_name="tiny"} 1.0'
     assert shown in server.opened.metrics.render()
     if form == "sglang":
@@ -88,7 +88,7 @@ def test_an_idle_engine_takes_weights_from_a_directory(
 
 
 @pytest.mark.parametrize("pause", [None, "keep&clear_cache=false", "keep&clear_cache=true"])
-def test_thirty_two_streams_change_at_one_boundary(
+def test_running_requests_change_weights_at_one_step_boundary(
     pause: str | None, server: Running, shelf: Path, tiny_directory: Path
 ) -> None:
     prompts = [(i, 2 * i + 1, 7) for i in range(32)]
@@ -96,7 +96,7 @@ def test_thirty_two_streams_change_at_one_boundary(
     with held(server):
         streams = [Stream(server, prompt) for prompt in prompts]
         assert all(stream.is_submitted.wait(60) for stream in streams)
-    assert all(stream.begun() for stream in streams)
+    assert all(stream.started() for stream in streams)
     if pause is not None:
         ok(server.client.post(f"/pause?mode={pause}"))
     reply = ok(server.post("/update_weights_from_disk", {"model_path": "one", "weight_version": 5}))
@@ -109,7 +109,9 @@ def test_thirty_two_streams_change_at_one_boundary(
         versions = [version for delta in stream.deltas for version in delta.versions]
         assert tuple(versions) == sample.token_versions and versions == sorted(versions)
         assert set(versions) <= {0, 1}
-    assert any(set(sample.token_versions) == {0, 1} for sample in samples), "the update did not come in flight"
+    assert any(set(sample.token_versions) == {0, 1} for sample in samples), (
+        "the update was not installed during the requests"
+    )
     for old, sample in zip(before, samples[:4], strict=True):
         count = sample.token_versions.count(0)
         assert sample.completion_tokens[:count] == old[:count] and sample.completion_tokens != old
@@ -117,7 +119,7 @@ def test_thirty_two_streams_change_at_one_boundary(
     assert after.completion_tokens == fresh_tokens(tiny_directory, shelf / "one", prompts[0], LONG)
 
 
-def test_a_cached_prompt_is_computed_anew(server: Running, shelf: Path, tiny_directory: Path) -> None:
+def test_cached_prompt_is_not_reused_after_an_update(server: Running, shelf: Path, tiny_directory: Path) -> None:
     prompt = tuple(range(1, 101))
     for _ in range(2):
         Stream(server, prompt, SHORT).result()
@@ -127,8 +129,8 @@ def test_a_cached_prompt_is_computed_anew(server: Running, shelf: Path, tiny_dir
     assert sample.completion_tokens == fresh_tokens(tiny_directory, shelf / "one", prompt, SHORT)
 
 
-def test_sglangs_update_can_abort_what_runs(server: Running) -> None:
-    streams = [Stream(server).begun() for _ in range(3)]
+def test_sglang_update_may_abort_running_requests(server: Running) -> None:
+    streams = [Stream(server).started() for _ in range(3)]
     ok(server.post("/update_weights_from_disk", {"model_path": "one", "abort_all_requests": True}))
     samples = [stream.result() for stream in streams]
     assert {sample.finish_reason for sample in samples} == {"abort"}
@@ -136,7 +138,7 @@ def test_sglangs_update_can_abort_what_runs(server: Running) -> None:
     assert all(sample.completion_tokens for sample in samples)
 
 
-def test_weights_come_to_a_sleeping_engine(server: Running, shelf: Path, tiny_directory: Path) -> None:
+def test_update_after_sleep_level_2(server: Running, shelf: Path, tiny_directory: Path) -> None:
     assert ok(server.client.post("/sleep?level=2"))["weights"] == "discarded"
     late = Stream(server, params=SHORT)
     reply = ok(server.client.post("/wake_up"))
@@ -152,8 +154,8 @@ def test_weights_come_to_a_sleeping_engine(server: Running, shelf: Path, tiny_di
 # ---- bad weights ----------------------------------------------------------------------------------------------------
 
 
-def changed(shelf: Path, target: Path, change: Break) -> None:
-    """Write weights with something wrong."""
+def write_changed(shelf: Path, target: Path, change: Change) -> None:
+    """Write the weights of "one" after applying `change`."""
     target.mkdir()
     tensors = load_file(shelf / "one" / "model.safetensors")
     change(tensors)
@@ -164,7 +166,7 @@ def first_name(tensors: dict[str, torch.Tensor]) -> str:
     return sorted(tensors)[0]
 
 
-BREAKS: dict[str, tuple[Break, str]] = {
+CORRUPTIONS: dict[str, tuple[Change, str]] = {
     "name": (lambda t: t.update({"model.wrong.weight": t.pop(first_name(t))}), "model.wrong.weight"),
     "shape": (lambda t: t.update({first_name(t): torch.zeros(3)}), "has the shape (3,)"),
     "missing": (lambda t: t.pop(first_name(t)), "lacks 1 tensors"),
@@ -180,23 +182,23 @@ def assert_old_weights_serve(server: Running, before: str) -> None:
     assert Stream(server, params=SHORT).result().token_versions == (0,) * 8
 
 
-@pytest.mark.parametrize("kind", [*BREAKS, "truncated", "no header"])
+@pytest.mark.parametrize("kind", [*CORRUPTIONS, "truncated", "no header"])
 @pytest.mark.parametrize("form", ["sglang", "prime-rl"])
-def test_bad_weights_leave_the_old_ones(
+def test_invalid_weights_leave_the_old_ones_in_use(
     kind: str, form: str, steady: Running, shelf: Path, request: pytest.FixtureRequest
 ) -> None:
     before = ok(steady.post("/weight_checker", {"action": "checksum"}))["checksum"]
     target = shelf / f"bad-{form}-{kind.replace(' ', '-')}"
     request.addfinalizer(lambda: shutil.rmtree(target, ignore_errors=True))
-    if kind in BREAKS:
-        change, part = BREAKS[kind]
-        changed(shelf, target, change)
+    if kind in CORRUPTIONS:
+        change, part = CORRUPTIONS[kind]
+        write_changed(shelf, target, change)
     else:
         shutil.copytree(shelf / "one", target)
         data = (target / "model.safetensors").read_bytes()
         (target / "model.safetensors").write_bytes(data[:-1000] if kind == "truncated" else b"12")
         part = "truncated" if kind == "truncated" else "header"
-    stream = Stream(steady).begun()
+    stream = Stream(steady).started()
     path, body = FORMS[form]
     response = steady.post(path, body(target.name))
     error = refused(response, 400, part)
@@ -209,8 +211,8 @@ def test_bad_weights_leave_the_old_ones(
     assert_old_weights_serve(steady, before)
 
 
-def test_a_good_update_follows_a_bad_one(server: Running, shelf: Path, tmp_path: Path) -> None:
-    changed(shelf, shelf / "bad-then-good", BREAKS["nan"][0])
+def test_valid_update_after_an_invalid_one(server: Running, shelf: Path, tmp_path: Path) -> None:
+    write_changed(shelf, shelf / "bad-then-good", CORRUPTIONS["nan"][0])
     try:
         refused(server.post("/update_weights_from_disk", {"model_path": "bad-then-good"}), 400, "NaN")
     finally:
@@ -223,7 +225,7 @@ def test_a_good_update_follows_a_bad_one(server: Running, shelf: Path, tmp_path:
 
 @pytest.fixture(scope="module")
 def outside(shelf: Path, tiny_directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Whole weights beside the shelf, and links on the shelf that lead to them."""
+    """Valid weights outside the shelf, and links to them on the shelf."""
     away = make_weights(tiny_directory, tmp_path_factory.mktemp("outside") / "away", 13)
     (shelf / "link").symlink_to(away)
     (shelf / "files").mkdir()
@@ -237,22 +239,22 @@ def outside(shelf: Path, tiny_directory: Path, tmp_path_factory: pytest.TempPath
     (shelf / "loop").symlink_to(shelf / "loop")
     (shelf / "inner").symlink_to(shelf / "one")
     (shelf / "empty").mkdir()
-    (shelf / "file").write_text("no directory")
+    (shelf / "file").write_text("not a directory")
     (shelf / "pickled").mkdir()
     (shelf / "pickled" / "pytorch_model.bin").write_bytes(b"\x80\x04.")
     return away
 
 
 PLACES = [
-    ("{away}", 403, "leads away"),
-    ("/", 403, "leads away"),
+    ("{away}", 403, "leads outside"),
+    ("/", 403, "leads outside"),
     ("{shelf}/../outside/away", 400, ".."),
     ("../away", 400, ".."),
     ("one/..", 400, ".."),
-    ("link", 403, "leads away"),
-    ("files", 403, "leads away"),
-    ("shards", 403, "leads away"),
-    ("indexed", 403, "leads away"),
+    ("link", 403, "leads outside"),
+    ("files", 403, "leads outside"),
+    ("shards", 403, "leads outside"),
+    ("indexed", 403, "leads outside"),
     ("loop", 400, "model_path"),
     ("missing", 400, "no directory of that name below --weights-dir, to which names are relative"),
     ("file", 400, "no directory"),
@@ -266,20 +268,20 @@ PLACES = [
 
 
 @pytest.mark.parametrize(("place", "status", "part"), PLACES)
-def test_only_directories_below_the_shelf_can_be_named(
+def test_only_directories_below_weights_dir_are_accepted(
     place: str, status: int, part: str, steady: Running, shelf: Path, outside: Path
 ) -> None:
-    asked = place.replace("{away}", str(outside)).replace("{shelf}", str(shelf))
-    error = refused(steady.post("/update_weights_from_disk", {"model_path": asked}), status, part)
+    path = place.replace("{away}", str(outside)).replace("{shelf}", str(shelf))
+    error = refused(steady.post("/update_weights_from_disk", {"model_path": path}), status, part)
     assert error["param"] == "model_path"
     assert ok(steady.client.get("/weight_info"))["version"] == 0
 
 
-def test_a_link_that_stays_below_is_followed(shelf: Path, outside: Path) -> None:
+def test_link_within_weights_dir_is_followed(shelf: Path, outside: Path) -> None:
     assert place_of(weights_root(str(shelf)), "inner", "model_path") == (shelf / "one").resolve()
 
 
-def test_a_file_that_becomes_a_link_while_it_is_read_is_noticed(shelf: Path, outside: Path, tmp_path: Path) -> None:
+def test_file_replaced_by_a_link_while_read_is_detected(shelf: Path, outside: Path, tmp_path: Path) -> None:
     from nano_inference.server.rl.places import weights_below
 
     root = tmp_path.resolve()
@@ -288,18 +290,18 @@ def test_a_file_that_becomes_a_link_while_it_is_read_is_noticed(shelf: Path, out
     next(pairs)
     (root / "one" / "model.safetensors").unlink()
     (root / "one" / "model.safetensors").symlink_to(outside / "model.safetensors")
-    with pytest.raises(ValueError, match=r"leads away|changed while"):
+    with pytest.raises(ValueError, match=r"link outside|changed while"):
         list(pairs)
 
 
-def test_without_a_shelf_no_directory_is_read(tiny_directory: Path, shelf: Path) -> None:
+def test_directory_without_weights_dir_is_refused(tiny_directory: Path, shelf: Path) -> None:
     with serving(tiny_directory) as one:
         refused(one.post("/update_weights_from_disk", {"model_path": str(shelf / "one")}), 403, "--weights-dir")
     with pytest.raises(ApiError):
         place_of(None, "one", "model_path")
 
 
-def test_a_shelf_must_be_there(tmp_path: Path) -> None:
+def test_weights_dir_must_exist(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="weights_dir is not a directory"):
         weights_root(str(tmp_path / "missing"))
     assert weights_root(None) is None
@@ -308,7 +310,7 @@ def test_a_shelf_must_be_there(tmp_path: Path) -> None:
 # ---- one at a time --------------------------------------------------------------------------------------------------
 
 
-def test_of_two_clients_at_once_one_is_refused(server: Running) -> None:
+def test_one_of_two_concurrent_updates_is_refused(server: Running) -> None:
     body = {"model_path": "one"}
     with ThreadPoolExecutor() as pool:
         with held(server):
@@ -321,7 +323,7 @@ def test_of_two_clients_at_once_one_is_refused(server: Running) -> None:
     assert ok(server.client.get("/weight_info"))["version"] == 1
 
 
-def test_an_open_update_keeps_out_every_other(server: Running) -> None:
+def test_open_update_blocks_other_updates(server: Running) -> None:
     ok(server.post("/start_weight_update", {"is_checkpoint_format": True}))
     assert ok(server.client.get("/weight_info"))["update"] == "staging"
     refused(server.post("/start_weight_update", {}), 409, "busy")
@@ -334,7 +336,7 @@ def test_an_open_update_keeps_out_every_other(server: Running) -> None:
     assert ok(server.post("/update_weights_from_disk", {"model_path": "one"}))["version"] == 1
 
 
-def test_an_open_update_can_be_aborted_and_the_message_says_how(server: Running, halves: tuple[str, str]) -> None:
+def test_open_update_can_be_aborted_and_busy_error_names_the_path(server: Running, halves: tuple[str, str]) -> None:
     assert ok(server.post("/abort_weight_update", {}))["aborted"] is False
     ok(server.post("/start_weight_update", {}))
     ok(server.post("/update_weights", part_of(halves[0])))
@@ -357,27 +359,27 @@ def checksum(server: Running) -> str:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_an_update_is_checked_when_it_says_what_it_must_give(form: str, server: Running) -> None:
+def test_update_with_checksum_is_verified(form: str, server: Running) -> None:
     path, body = FORMS[form]
     before = checksum(server)
     refused(server.post(path, {**body("one"), "checksum": "0" * 32}), 400, "checksum: the update has", "0" * 32)
     assert_old_weights_serve(server, before)
     ok(server.post(path, body("one")))
-    wanted = checksum(server)
+    expected = checksum(server)
     ok(server.post(path, body("two")))
-    reply = ok(server.post(path, {**body("one"), "checksum": wanted}))
-    assert reply["version"] == 3 and checksum(server) == wanted != before
+    reply = ok(server.post(path, {**body("one"), "checksum": expected}))
+    assert reply["version"] == 3 and checksum(server) == expected != before
 
 
-def test_an_update_in_parts_is_checked_at_its_end(server: Running, halves: tuple[str, str]) -> None:
+def test_update_in_parts_is_verified_at_its_end(server: Running, halves: tuple[str, str]) -> None:
     before = checksum(server)
 
-    def update(wanted: str | None) -> Any:
+    def update(expected: str | None) -> Any:
         ok(server.post("/start_weight_update", {}))
         refused(server.post("/update_weights", {**part_of(halves[0]), "checksum": "00"}), 400, "finish_weight_update")
         for half in halves:
             ok(server.post("/update_weights", part_of(half)))
-        return server.post("/finish_weight_update", {} if wanted is None else {"checksum": wanted})
+        return server.post("/finish_weight_update", {} if expected is None else {"checksum": expected})
 
     refused(update("0" * 32), 400, "checksum: the update has")
     assert_old_weights_serve(server, before)
@@ -385,7 +387,7 @@ def test_an_update_in_parts_is_checked_at_its_end(server: Running, halves: tuple
     assert ok(update(checksum(server)))["version"] == 2
 
 
-def test_a_version_may_be_called_so(server: Running) -> None:
+def test_version_is_another_name_of_weight_version(server: Running) -> None:
     body = {"weight_dir": "one", "version": "step-7"}
     refused(server.post("/update_weights", {**body, "weight_version": "step-8"}), 400, "disagree")
     assert ok(server.post("/update_weights", body))["weight_version"] == "step-7"
@@ -396,7 +398,7 @@ def test_a_version_may_be_called_so(server: Running) -> None:
 
 @pytest.fixture(scope="module")
 def halves(shelf: Path) -> tuple[str, str]:
-    """The weights of "two" in two directories."""
+    """The weights of "two", split into two directories."""
     tensors = load_file(shelf / "two" / "model.safetensors")
     names = sorted(tensors)
     for part, chosen in (("half-a", names[::2]), ("half-b", names[1::2])):
@@ -409,10 +411,10 @@ def part_of(place: str) -> dict[str, Any]:
     return {"update_info": {"weight_dir": place}}
 
 
-def test_an_update_in_parts_is_installed_as_a_whole(
+def test_update_in_parts_is_installed_atomically(
     server: Running, halves: tuple[str, str], shelf: Path, tiny_directory: Path
 ) -> None:
-    streams = [Stream(server, (i, 3)).begun() for i in range(4)]
+    streams = [Stream(server, (i, 3)).started() for i in range(4)]
     ok(server.post("/start_weight_update", {}))
     for half in halves:
         assert ok(server.post("/update_weights", part_of(half)))["version"] == 0
@@ -427,9 +429,9 @@ def test_an_update_in_parts_is_installed_as_a_whole(
     refused(server.post("/finish_weight_update", {}), 400, "no update is open")
 
 
-def test_a_bad_part_gives_all_of_it_up(server: Running, halves: tuple[str, str], shelf: Path) -> None:
+def test_invalid_part_aborts_the_whole_update(server: Running, halves: tuple[str, str], shelf: Path) -> None:
     before = ok(server.post("/weight_checker", {"action": "checksum"}))["checksum"]
-    changed(shelf, shelf / "bad-part", BREAKS["shape"][0])
+    write_changed(shelf, shelf / "bad-part", CORRUPTIONS["shape"][0])
     try:
         ok(server.post("/start_weight_update", {}))
         ok(server.post("/update_weights", part_of(halves[1])))
@@ -443,13 +445,13 @@ def test_a_bad_part_gives_all_of_it_up(server: Running, halves: tuple[str, str],
     assert ok(server.post("/update_weights_from_disk", {"model_path": "two"}))["version"] == 1
 
 
-def test_an_update_that_is_left_open_is_given_up(tiny_directory: Path, shelf: Path, halves: tuple[str, str]) -> None:
+def test_open_update_times_out(tiny_directory: Path, shelf: Path, halves: tuple[str, str]) -> None:
     with serving(tiny_directory, shelf, weight_timeout=60) as one:
         ok(one.post("/start_weight_update", {}))
         ok(one.post("/update_weights", part_of(halves[0])))
         one.on_engine(lambda: setattr(one.opened.engine.parts.weights._job, "_deadline", time.monotonic() - 1))
         until(one, lambda: not staging(one))
-        one.on_engine(lambda: None)  # by now the update's end has been told
+        one.on_engine(lambda: None)  # wait until the end of the update was reported
         refused(one.post("/update_weights", part_of(halves[1])), 400, "no update is open", "did not come within")
         assert ok(one.client.get("/weight_info"))["version"] == 0
         assert Stream(one, params=SHORT).result().token_versions == (0,) * 8
@@ -459,14 +461,14 @@ def staging(server: Running) -> bool:
     return bool(server.opened.engine.weight_info().update != "idle")
 
 
-def test_shutting_the_transfer_down_gives_an_open_update_up(server: Running) -> None:
+def test_shutdown_of_transfer_aborts_an_open_update(server: Running) -> None:
     ok(server.post("/start_weight_update", {}))
     ok(server.post("/shutdown_weight_transfer_engine", {}))
     refused(server.post("/finish_weight_update", {}), 400, "no update is open")
     assert ok(server.post("/update_weights_from_disk", {"model_path": "one"}))["version"] == 1
 
 
-def test_a_client_that_leaves_in_its_update_leaves_a_server_that_serves(server: Running) -> None:
+def test_server_keeps_serving_after_the_updating_client_disconnects(server: Running) -> None:
     client = httpx2.Client(base_url=server.url, timeout=60)
     ok(client.post("/start_weight_update", json={}))
     client.close()
@@ -492,7 +494,7 @@ def test_a_client_that_leaves_in_its_update_leaves_a_server_that_serves(server: 
         ("/update_weights_from_disk", {"model_path": "one", "abort_all_requests": 1}, 400, "abort_all_requests"),
     ],
 )
-def test_what_is_not_understood_is_named(steady: Running, path: str, body: Any, status: int, part: str) -> None:
+def test_invalid_update_field_is_named(steady: Running, path: str, body: Any, status: int, part: str) -> None:
     refused(steady.post(path, body), status, part)
     info = ok(steady.client.get("/weight_info"))
     assert (info["version"], info["update"]) == (0, "idle")

@@ -1,4 +1,4 @@
-"""SGLang's /generate: what it takes, what it refuses, its replies whole and streamed."""
+"""SGLang's /generate and /health_generate: fields, refusals, whole replies and streams."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ HEALTH = Generating(
     path="/health_generate",
     body=SglangBody,
     to_call=lambda body, model, config, salt: health_generate_call(model, config),
-    summary="Write one token.",
+    summary="Sample one token.",
 )
 HOT: JSON = {"temperature": 1.5, "sampling_seed": 3, "max_new_tokens": 40, "ignore_eos": True}
 GREEDY: JSON = {"temperature": 0, "max_new_tokens": 12}
@@ -54,15 +54,15 @@ def model(server: Running) -> ServedModel:
 
 
 def generate(server: Running, params: Any = GREEDY, **fields: Any) -> Any:
-    """POST what must succeed."""
+    """Return the JSON of a successful POST."""
     prompt = {} if "text" in fields else {"input_ids": ids("hello")}
     reply = server.post(PATH, {**prompt, "sampling_params": params, **fields})
     assert reply.status_code == 200, reply.text
     return reply.json()
 
 
-def timeless(reply: Any) -> Any:
-    """A reply without what differs each time; it must have been there."""
+def without_latency(reply: Any) -> Any:
+    """Return replies without their `e2e_latency`, which must be present."""
     for one in reply if isinstance(reply, list) else [reply]:
         assert 0 < one["meta_info"].pop("e2e_latency") < 600
     return reply
@@ -71,7 +71,7 @@ def timeless(reply: Any) -> Any:
 # ---- the reply
 
 
-def test_a_whole_reply_has_sglang_s_shape(server: Running, engine: InferenceEngine) -> None:
+def test_whole_reply_has_sglangs_form(server: Running, engine: InferenceEngine) -> None:
     params = {"temperature": 0, "max_new_tokens": 2}
     sample = engine_sample(engine, ids("hello"), max_tokens=2, logprobs=2, prompt_logprobs=2)
     assert sample.top_logprobs is not None and sample.prompt_top_logprobs is not None
@@ -83,7 +83,7 @@ def test_a_whole_reply_has_sglang_s_shape(server: Running, engine: InferenceEngi
     reply = generate(
         server, params, rid="mine", return_logprob=True, logprob_start_len=0, top_logprobs_num=2, extra_key="shape"
     )
-    assert timeless(reply) == {
+    assert without_latency(reply) == {
         "text": written(sample.completion_tokens),
         "output_ids": list(sample.completion_tokens),
         "meta_info": {
@@ -105,7 +105,7 @@ def test_a_whole_reply_has_sglang_s_shape(server: Running, engine: InferenceEngi
     }
 
 
-def test_logprobs_are_told_as_they_were_asked_for(server: Running) -> None:
+def test_logprob_options(server: Running) -> None:
     assert not [name for name in generate(server)["meta_info"] if "logprobs" in name]
     assert not [
         name for name in generate(server, top_logprobs_num=2, logprob_start_len=0)["meta_info"] if "logp" in name
@@ -126,7 +126,7 @@ def test_logprobs_are_told_as_they_were_asked_for(server: Running) -> None:
     assert any(token not in [other for _, other, _ in row] for (_, token, _), row in own)
 
 
-def test_ends_are_objects(server: Running) -> None:
+def test_finish_reason_is_an_object(server: Running) -> None:
     ending = {"logit_bias": {str(END_TOKEN): 100.0}, "temperature": 0}
     reply = generate(server, ending)
     assert (reply["text"], reply["output_ids"]) == ("", [END_TOKEN])
@@ -141,39 +141,41 @@ def test_ends_are_objects(server: Running) -> None:
     assert reply["meta_info"]["finish_reason"] == {"type": "stop", "matched": ids("b")[0]}
 
 
-def test_the_defaults_are_sglang_s(server: Running, model: ServedModel) -> None:
+def test_defaults_equal_sglangs(server: Running, model: ServedModel) -> None:
     reply = server.post(PATH, {"input_ids": [5], "sampling_params": {"ignore_eos": True}}).json()
     assert reply["meta_info"]["completion_tokens"] == 128
     room = {"ignore_eos": True, "max_new_tokens": None}
     reply = server.post(PATH, {"input_ids": [5], "sampling_params": room}).json()
     assert reply["meta_info"]["completion_tokens"] == 511
     assert len({tuple(generate(server, None)["output_ids"]) for _ in range(3)}) == 3, "unseeded requests differ"
-    endless = SglangBody.model_validate(
+    unlimited = SglangBody.model_validate(
         {"input_ids": [[5], [5, 6]], "sampling_params": {"max_new_tokens": None, "n": 2}}
     )
-    assert sglang_call(endless, model, ServerConfig(), "").num_tokens == (1 + 2 * 511) + (2 + 2 * 510)
+    assert sglang_call(unlimited, model, ServerConfig(), "").num_tokens == (1 + 2 * 511) + (2 + 2 * 510)
     call = sglang_call(SglangBody(input_ids=[5]), model, ServerConfig(), "")
     params = call.requests[0].params
     assert (params.temperature, params.top_p, params.top_k, params.max_tokens) == (1.0, 1.0, 0, 128)
 
 
-# ---- one and many
+# ---- several prompts
 
 
-def test_lists_give_lists(server: Running) -> None:
+def test_list_of_prompts_returns_a_list(server: Running) -> None:
     texts = ["hello", "other text", "third"]
-    single = [timeless(generate(server, text=text, extra_key="lists")) for text in texts]
+    single = [without_latency(generate(server, text=text, extra_key="lists")) for text in texts]
     assert single[0]["output_ids"] == generate(server)["output_ids"]
-    many = timeless(generate(server, text=texts, rid="batch", extra_key="lists2"))
+    many = without_latency(generate(server, text=texts, rid="batch", extra_key="lists2"))
     assert [one["meta_info"]["id"] for one in many] == ["batch_0", "batch_1", "batch_2"]
-    by_ids = timeless(generate(server, input_ids=[ids(text) for text in texts], rid=["a", "b", "c"], extra_key="l3"))
+    by_ids = without_latency(
+        generate(server, input_ids=[ids(text) for text in texts], rid=["a", "b", "c"], extra_key="l3")
+    )
     assert [one["meta_info"]["id"] for one in by_ids] == ["a", "b", "c"]
     for replies in (many, by_ids):
         assert [(one["text"], one["output_ids"]) for one in replies] == [(o["text"], o["output_ids"]) for o in single]
     assert isinstance(generate(server, text=["hello"]), list)
 
 
-def test_several_samples_stand_prompt_by_prompt(server: Running) -> None:
+def test_samples_are_ordered_by_prompt(server: Running) -> None:
     params = {**HOT, "max_new_tokens": 8}
     alone = [generate(server, {**params, "n": 3}, text=text) for text in ("one", "two")]
     both = generate(server, {**params, "n": 3}, text=["one", "two"], rid=["x", "y"])
@@ -182,7 +184,7 @@ def test_several_samples_stand_prompt_by_prompt(server: Running) -> None:
     assert len({tuple(one["output_ids"]) for one in both}) == 6
 
 
-def test_each_prompt_may_have_its_own_parameters(server: Running) -> None:
+def test_prompts_may_have_different_parameters(server: Running) -> None:
     letters = {"logit_bias": {str(token): 100.0 for token in ids("ab")}, "temperature": 1.5, "sampling_seed": 1}
     params: list[JSON] = [
         letters,
@@ -192,10 +194,10 @@ def test_each_prompt_may_have_its_own_parameters(server: Running) -> None:
         GREEDY,
         GREEDY,
     ]
-    wanted = [False, True, True, False, True, True]
+    logprobs = [False, True, True, False, True, True]
     tops = [1, 1, 0, 3, 2, 0]
     starts = [-1, 0, 2, 0, 0, -1]
-    fields = {"return_logprob": wanted, "top_logprobs_num": tops, "logprob_start_len": starts}
+    fields = {"return_logprob": logprobs, "top_logprobs_num": tops, "logprob_start_len": starts}
     many = generate(server, params, input_ids=[ids("hello")] * 6, **fields, extra_key="own")
     for index, one in enumerate(many):
         mine = {name: value[index] for name, value in fields.items()}
@@ -209,14 +211,14 @@ def test_each_prompt_may_have_its_own_parameters(server: Running) -> None:
             assert one["meta_info"][name] == alone["meta_info"][name]
         for name in ("output_top_logprobs", "input_token_logprobs", "input_top_logprobs"):
             rows, others = one["meta_info"].get(name), alone["meta_info"].get(name)
-            assert json.dumps(shape_of(rows)) == json.dumps(shape_of(others))
+            assert json.dumps(without_logprobs(rows)) == json.dumps(without_logprobs(others))
     assert many[3]["meta_info"]["completion_tokens"] == 507
 
 
-def shape_of(value: Any) -> Any:
-    """Tokens without their log-probabilities, whose last bit depends on the batch."""
+def without_logprobs(value: Any) -> Any:
+    """Return entries without log-probabilities, whose last bit depends on the batch."""
     if isinstance(value, list):
-        return [shape_of(one) for one in value]
+        return [without_logprobs(one) for one in value]
     return None if isinstance(value, float) else value
 
 
@@ -232,15 +234,15 @@ def shape_of(value: Any) -> Any:
         ({**HOT, "max_new_tokens": 300}, {}),
     ],
 )
-def test_a_stream_tells_everything_so_far(server: Running, params: JSON, fields: JSON) -> None:
+def test_each_stream_event_contains_all_text_so_far(server: Running, params: JSON, fields: JSON) -> None:
     whole = generate(server, params, **fields, rid="same", extra_key="whole")
-    expected = timeless(whole if isinstance(whole, list) else [whole])
+    expected = without_latency(whole if isinstance(whole, list) else [whole])
     prompt = {} if "text" in fields else {"input_ids": ids("hello")}
-    asked = {**prompt, "sampling_params": params, **fields, "stream": True, "rid": "same", "extra_key": "stream"}
-    events = server.events(PATH, asked)
+    body = {**prompt, "sampling_params": params, **fields, "stream": True, "rid": "same", "extra_key": "stream"}
+    events = server.events(PATH, body)
     assert events[-1] == "[DONE]"
     last: dict[int, JSON] = {}
-    for event in timeless(events[:-1]):
+    for event in without_latency(events[:-1]):
         index = event.pop("index", 0)
         before = last.get(index)
         if before is not None:
@@ -248,16 +250,16 @@ def test_a_stream_tells_everything_so_far(server: Running, params: JSON, fields:
             assert event["text"].startswith(before["text"])
             count = len(before["output_ids"])
             assert event["output_ids"][:count] == before["output_ids"] and len(event["output_ids"]) >= count
-            told = before["meta_info"].get("output_token_logprobs")
-            assert told is None or event["meta_info"]["output_token_logprobs"][:count] == told
+            earlier = before["meta_info"].get("output_token_logprobs")
+            assert earlier is None or event["meta_info"]["output_token_logprobs"][:count] == earlier
         last[index] = event
-    assert all(("index" in event) is isinstance(whole, list) for event in server.events(PATH, asked)[:-1])
+    assert all(("index" in event) is isinstance(whole, list) for event in server.events(PATH, body)[:-1])
     for one in [*expected, *last.values()]:
         del one["meta_info"]["cached_tokens"]
     assert [last[index] for index in range(len(expected))] == expected
 
 
-def test_a_long_stream_s_events_are_no_square_of_it() -> None:
+def test_total_event_size_is_linear_in_the_answer() -> None:
     sizes = [1]
     while (after := next_event(sizes[-1])) <= 30_000:
         sizes.append(after)
@@ -265,13 +267,13 @@ def test_a_long_stream_s_events_are_no_square_of_it() -> None:
     assert sum(sizes) < 80 * 30_000
 
 
-def test_an_event_that_says_little_new_is_left_out(model: ServedModel) -> None:
+def test_events_with_little_new_text_are_skipped(model: ServedModel) -> None:
     call = sglang_call(SglangBody(input_ids=[5], stream=True), model, ServerConfig(), "")
     reply = call.make_reply(call, model.tokenizer, 0)
     transcripts = transcripts_of(call)
     piece = DecodedDelta("a", (65,), (), None, None)
-    told = [bool(reply.delta_events(transcripts[0], piece, transcripts)) for _ in range(400)]
-    assert all(told[:128]) and 60 < sum(told[128:]) < 140
+    sent = [bool(reply.delta_events(transcripts[0], piece, transcripts)) for _ in range(400)]
+    assert all(sent[:128]) and 60 < sum(sent[128:]) < 140
     assert reply.delta_events(transcripts[0], piece._replace(finish_reason="length"), transcripts)
 
 
@@ -294,15 +296,15 @@ SAMPLING: list[tuple[JSON, JSON]] = [
 ]
 
 
-@pytest.mark.parametrize(("theirs", "ours"), SAMPLING)
-def test_tokens_and_logprobs_are_the_engine_s(
-    server: Running, engine: InferenceEngine, theirs: JSON, ours: JSON
+@pytest.mark.parametrize(("fields", "params"), SAMPLING)
+def test_tokens_and_logprobs_equal_the_engines(
+    server: Running, engine: InferenceEngine, fields: JSON, params: JSON
 ) -> None:
-    reply = generate(server, {**GREEDY, **theirs}, return_logprob=True)
-    sample = engine_sample(engine, ids("hello"), **ours)
+    reply = generate(server, {**GREEDY, **fields}, return_logprob=True)
+    sample = engine_sample(engine, ids("hello"), **params)
     assert reply["output_ids"] == list(sample.completion_tokens)
-    told = [logprob for logprob, _, _ in reply["meta_info"]["output_token_logprobs"]]
-    assert told == pytest.approx(list(sample.logprobs), abs=1e-5)
+    logprobs = [logprob for logprob, _, _ in reply["meta_info"]["output_token_logprobs"]]
+    assert logprobs == pytest.approx(list(sample.logprobs), abs=1e-5)
     assert reply["meta_info"]["finish_reason"]["type"] == sample.finish_reason
 
 
@@ -321,13 +323,13 @@ CHANGES: list[JSON] = [
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_each_parameter_changes_what_is_drawn(server: Running, change: JSON) -> None:
+def test_each_parameter_changes_the_sampled_tokens(server: Running, change: JSON) -> None:
     plain = generate(server, HOT)["output_ids"]
     assert generate(server, HOT)["output_ids"] == plain
     assert generate(server, {**HOT, **change})["output_ids"] != plain
 
 
-def test_fields_of_the_request(server: Running) -> None:
+def test_request_fields(server: Running) -> None:
     long = "a long prompt that fills more than one block of the cache" * 2
     for key, cached in (("one", False), ("one", True), ("two", False)):
         assert (generate(server, text=long, extra_key=key)["meta_info"]["cached_tokens"] > 0) is cached
@@ -348,13 +350,13 @@ STRUCTURES: list[JSON] = [
 
 
 @pytest.mark.parametrize("fields", STRUCTURES)
-def test_answers_have_the_structure_that_was_asked_for(server: Running, fields: JSON) -> None:
+def test_answer_has_the_requested_structure(server: Running, fields: JSON) -> None:
     reply = generate(server, {**fields, "temperature": 1.0, "sampling_seed": 1})
     assert re.fullmatch(r'"?[ab]{4}"?', reply["text"]), reply
     assert reply["meta_info"]["finish_reason"]["type"] == "stop"
 
 
-QUIET: list[tuple[JSON, JSON]] = [
+WITHOUT_EFFECT: list[tuple[JSON, JSON]] = [
     ({"spaces_between_special_tokens": True, "custom_params": None, "stop_regex": None}, {}),
     ({"json_schema": None, "regex": None, "ebnf": None, "stop": []}, {}),
     ({}, {"log_metrics": True, "no_logs": True, "background": False}),
@@ -362,8 +364,8 @@ QUIET: list[tuple[JSON, JSON]] = [
 ]
 
 
-@pytest.mark.parametrize(("params", "fields"), QUIET)
-def test_what_says_nothing_here_is_taken(server: Running, params: JSON, fields: JSON) -> None:
+@pytest.mark.parametrize(("params", "fields"), WITHOUT_EFFECT)
+def test_field_without_effect_is_accepted(server: Running, params: JSON, fields: JSON) -> None:
     assert generate(server, {**HOT, **params}, **fields)["output_ids"] == generate(server, HOT)["output_ids"]
 
 
@@ -428,7 +430,7 @@ REFUSED: list[tuple[Any, JSON, str]] = [
 
 
 @pytest.mark.parametrize(("params", "fields", "param"), REFUSED)
-def test_what_is_refused_is_refused_by_its_name(server: Running, params: Any, fields: JSON, param: str) -> None:
+def test_unsupported_or_invalid_field_is_named(server: Running, params: Any, fields: JSON, param: str) -> None:
     params = params if isinstance(params, list) else {**GREEDY, **params}
     reply = server.post(PATH, {"input_ids": ids("hello"), "sampling_params": params, **fields})
     error = reply.json()["error"]
@@ -436,7 +438,7 @@ def test_what_is_refused_is_refused_by_its_name(server: Running, params: Any, fi
     assert param.rpartition(".")[2] in error["message"] or "context of 512" in error["message"]
 
 
-def test_names_reach_whoever_aborts(model: ServedModel) -> None:
+def test_call_names_are_the_rids(model: ServedModel) -> None:
     def names(**fields: Any) -> set[str]:
         return set(sglang_call(SglangBody(**fields), model, ServerConfig(), "").names)
 
@@ -450,7 +452,7 @@ def test_names_reach_whoever_aborts(model: ServedModel) -> None:
 # ---- partial rollouts, health
 
 
-def test_an_aborted_sample_resubmitted_goes_on_as_if_nothing_had_been(server: Running) -> None:
+def test_resubmitted_aborted_sample_equals_the_uninterrupted_one(server: Running) -> None:
     params = {"temperature": 1.0, "sampling_seed": 7, "max_new_tokens": 120, "ignore_eos": True}
     whole = generate(server, params, return_logprob=True)
     part = ended_after(server, 30, lambda: generate(server, params, return_logprob=True))
@@ -461,11 +463,11 @@ def test_an_aborted_sample_resubmitted_goes_on_as_if_nothing_had_been(server: Ru
     more = {**params, "max_new_tokens": 120 - len(done)}
     rest = generate(server, more, input_ids=ids("hello") + done, return_logprob=True)
     assert done + rest["output_ids"] == whole["output_ids"]
-    told = [one[0] for one in whole["meta_info"]["output_token_logprobs"]]
+    expected = [one[0] for one in whole["meta_info"]["output_token_logprobs"]]
     again = [one[0] for reply in (part, rest) for one in reply["meta_info"]["output_token_logprobs"]]
-    assert again == pytest.approx(told, abs=1e-5)
+    assert again == pytest.approx(expected, abs=1e-5)
 
 
-def test_health_writes_one_token(server: Running) -> None:
+def test_health_generate_samples_one_token(server: Running) -> None:
     reply = server.post("/health_generate", {})
     assert reply.status_code == 200 and reply.json()["meta_info"]["completion_tokens"] == 1

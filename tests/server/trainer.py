@@ -1,4 +1,4 @@
-"""What a trainer's tests need: a server with its routes, requests that are followed from outside, other weights."""
+"""Helpers of the trainer tests: a server with trainer routes, followed requests, weights, a blocked engine thread."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from nano_inference.types import Delta
 from tests.server.tiny import Running, running
 
 LONG = SamplingParams(max_tokens=200, temperature=0.0, ignore_eos=True)
-"""Greedy: K/V that is computed again in other chunks may move a draw of this model."""
+"""Greedy: K/V recomputed in other chunks may change a sampled token of this model."""
 SHORT = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
 PROMPT = (5, 9, 30, 2, 44)
 
 
 @contextmanager
 def serving(directory: Path, weights_dir: Path | None = None, **options: Any) -> Iterator[Running]:
-    """Serve the tiny model with a trainer's routes; options of the server's configuration, or of the engine's."""
+    """Serve the tiny model with the trainer routes; `options` are fields of `ServerConfig` or of `EngineConfig`."""
     names = ServerConfig.__dataclass_fields__
-    given = {name: options.pop(name) for name in tuple(options) if name in names and name != "max_tokens_per_batch"}
-    given = {"enable_rl": True, "weights_dir": str(weights_dir) if weights_dir else None, **given}
-    config = ServerConfig(port=0, log_requests=False, **given)
+    fields = {name: options.pop(name) for name in tuple(options) if name in names and name != "max_tokens_per_batch"}
+    fields = {"enable_rl": True, "weights_dir": str(weights_dir) if weights_dir else None, **fields}
+    config = ServerConfig(port=0, log_requests=False, **fields)
     with running(directory, config, **options) as server:
         yield server
 
 
 def make_weights(tiny: Path, target: Path, seed: int) -> Path:
-    """Write other weights of the tiny model's shape."""
+    """Write random weights of the tiny model's shapes."""
     torch.manual_seed(seed)
     config = transformers.AutoConfig.from_pretrained(tiny)
     transformers.LlamaForCausalLM(config).save_pretrained(target)
@@ -46,28 +46,28 @@ def make_weights(tiny: Path, target: Path, seed: int) -> Path:
 
 
 def fresh_tokens(tiny: Path, weights: Path, prompt: Sequence[int], params: SamplingParams) -> tuple[int, ...]:
-    """Return what an engine draws that was opened with these weights."""
+    """Return the tokens that a new engine with these weights generates."""
     with InferenceEngine(EngineConfig(model_path=str(tiny), device="cpu", kv_cache_bytes=8 << 20)) as engine:
         engine.update_weights(weights_of(weights), blocking=True)
         return engine.generate([list(prompt)], params)[0].completion_tokens
 
 
 def weights_of(directory: Path) -> dict[str, torch.Tensor]:
-    """Return the weights of a directory."""
+    """Return {name: weight} of a directory."""
     model = transformers.LlamaForCausalLM.from_pretrained(directory)
     return {name: weight.detach() for name, weight in model.named_parameters()}
 
 
 @dataclass
 class Stream:
-    """One request of one sample, read as it comes; a long one goes on when its end is waited for, not before."""
+    """One request with one sample. A `LONG` one is held by the step blocker until `result` is called."""
 
     server: Running
     prompt: Sequence[int] = PROMPT
     params: SamplingParams = LONG
     names: Sequence[str] = ()
     deltas: list[Delta] = field(default_factory=list)
-    has_begun: threading.Event = field(default_factory=threading.Event)
+    has_started: threading.Event = field(default_factory=threading.Event)
     is_submitted: threading.Event = field(default_factory=threading.Event)
 
     def __post_init__(self) -> None:
@@ -82,66 +82,65 @@ class Stream:
             while not ticket.is_done:
                 self.deltas += [piece.delta for piece in await ticket.take(60)]
                 if self.deltas:
-                    self.has_begun.set()
+                    self.has_started.set()
         sample = self.deltas[-1].sample
         assert sample is not None
         return sample
 
-    def begun(self) -> Stream:
+    def started(self) -> Stream:
         """Wait for the first token."""
-        assert self.has_begun.wait(60)
+        assert self.has_started.wait(60)
         return self
 
     def result(self) -> TrainingSample:
-        """Let the engine go on, and wait for the end."""
+        """Release the step blocker and return the finished sample."""
         self.server.blocker.take_off()
         return self.reading.result(60)
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """The ids that came in deltas."""
+        """The token ids received so far."""
         return tuple(token for delta in self.deltas for token in delta.token_ids)
 
 
 class Hold:
-    """A command that holds the engine's thread between two steps, from when its turn comes until it is let go."""
+    """A command that blocks the engine thread between two steps until `release` is called."""
 
     def __init__(self, server: Running) -> None:
-        self.has_come = threading.Event()
-        self.leave = threading.Event()
+        self.is_active = threading.Event()
+        self.released = threading.Event()
         self._done = asyncio.run_coroutine_threadsafe(server.link.call(self._hold), server.loop)
-        server.on_loop(lambda: None)  # it is queued now
+        server.on_loop(lambda: None)  # the command is queued now
 
     def _hold(self) -> None:
-        self.has_come.set()
-        self.leave.wait(60)
+        self.is_active.set()
+        self.released.wait(60)
 
-    def let_go(self) -> None:
-        """Go on."""
-        self.leave.set()
+    def release(self) -> None:
+        self.released.set()
         self._done.result(60)
 
 
 @contextmanager
 def held(server: Running) -> Iterator[None]:
-    """Hold the engine's thread between two steps while the block runs."""
+    """Block the engine thread between two steps while the block runs."""
     hold = Hold(server)
     try:
-        assert hold.has_come.wait(60)
+        assert hold.is_active.wait(60)
         yield
     finally:
-        hold.let_go()
+        hold.release()
 
 
 def until(server: Running, condition: Callable[[], object]) -> None:
-    """Let the event loop turn until something holds there."""
+    """Wait until a condition is true on the event loop."""
     deadline = time.monotonic() + 60
     while not server.on_loop(condition):
-        assert time.monotonic() < deadline, "it never came about"
+        assert time.monotonic() < deadline, "the condition did not become true in time"
 
 
 def ok(response: Any) -> dict[str, Any]:
-    """Return a reply's JSON; it must be a success that says the version in force."""
+    """Return the JSON of a successful reply, which must have the weight version."""
     assert response.status_code == 200, response.text
     reply: dict[str, Any] = response.json()
     assert isinstance(reply["weight_version"], str) and isinstance(reply["version"], int)
@@ -149,7 +148,7 @@ def ok(response: Any) -> dict[str, Any]:
 
 
 def refused(response: Any, status: int, *parts: str) -> dict[str, Any]:
-    """Return an error; it must have the status and name what is wrong."""
+    """Return the error object of a reply with this status, whose message must contain `parts`."""
     assert response.status_code == status, response.text
     error: dict[str, Any] = response.json()["error"]
     assert all(part in error["message"] for part in parts), error["message"]

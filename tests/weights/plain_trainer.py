@@ -98,7 +98,7 @@ def trainer_process(named: Named, folder: Path) -> Iterator[Trainer]:
         process.join()
 
 
-def told(named: Named, names: Sequence[str], prefix: str = "") -> tuple[list[str], list[list[int]]]:
+def dtypes_and_shapes(named: Named, names: Sequence[str], prefix: str = "") -> tuple[list[str], list[list[int]]]:
     """Return what is told of tensors before they are broadcast: precisions and shapes."""
     dtypes = [prefix + str(named[name].dtype).removeprefix("torch.") for name in names]
     return dtypes, [list(named[name].shape) for name in names]

@@ -15,7 +15,7 @@ import torch
 from nano_inference import WeightError
 from nano_inference.weights.plain import PlainGroup, PlainSpec, first_device, handed_to, misfits, plain_specs
 from tests.weights.pairs import OpenEngine, Pair
-from tests.weights.plain_trainer import Trainer, told, trainer_process
+from tests.weights.plain_trainer import Trainer, dtypes_and_shapes, trainer_process
 from tests.weights.test_group import free_port
 
 
@@ -29,7 +29,7 @@ def meet(trainer: Trainer, name: str = "updates", timeout: float = 60) -> PlainG
 
 
 def specs_of(named: dict[str, torch.Tensor], names: list[str]) -> tuple[PlainSpec, ...]:
-    return plain_specs(names, *told(named, names))
+    return plain_specs(names, *dtypes_and_shapes(named, names))
 
 
 def kept(pairs: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -18,7 +18,7 @@ from nano_inference.server.call import Call
 from nano_inference.server.errors import ApiError
 from nano_inference.server.schema import Body
 from nano_inference.server.structured import Structure
-from nano_inference.server.unsupported import is_one_of
+from nano_inference.server.unsupported import is_one_of, refuse_unsupported
 
 _WORD = re.compile(r"^[a-z]+(?=[ :.\[])|[a-z]+(?:_[a-z]+)+")
 """A possible field name in a message: its first word, or a name with an underscore anywhere."""
@@ -45,9 +45,29 @@ def renamed_errors(names: Mapping[str, str]) -> Iterator[None]:
 
 def renamed_error(error: ApiError, names: Mapping[str, str]) -> ApiError:
     """Return an error with fields renamed in its message and `param`."""
-    param = None if error.param is None else _renamed_head(error.param, names)
-    text = _WORD.sub(lambda found: names.get(found.group(), found.group()), error.message)
+    return reworded(
+        error,
+        lambda text: _WORD.sub(lambda found: names.get(found.group(), found.group()), text),
+        lambda param: _renamed_head(param, names),
+    )
+
+
+def reworded(
+    error: ApiError, reword: Callable[[str], str], reword_param: Callable[[str], str] | None = None
+) -> ApiError:
+    """Return the error with its message and `param` reworded; `reword_param` is `reword` if not given."""
+    param = None if error.param is None else (reword_param or reword)(error.param)
+    text = reword(error.message)
     return ApiError(error.status, text, param=param, code=error.code, headers=error.headers, extra=error.extra)
+
+
+@contextmanager
+def errors_reworded(reword: Callable[[str], str]) -> Iterator[None]:
+    """Raise every `ApiError` of the block with `reword` applied."""
+    try:
+        yield
+    except ApiError as error:
+        raise reworded(error, reword) from None
 
 
 def rename_structures(call: Call, names: Mapping[str, str]) -> Call:
@@ -69,8 +89,19 @@ def refuse(fields: Mapping[str, Any], neutral: Mapping[str, tuple[Any, ...]], wh
     """Raise `ApiError` naming the first field of `neutral` whose value is not one of its neutral values."""
     for name, value in fields.items():
         if name in neutral and not is_one_of(value, neutral[name]):
-            place = f"{where}{name}"
-            raise ApiError(400, f"{place} is not supported by this server", param=place, code="unsupported_field")
+            raise unsupported_field(f"{where}{name}")
+
+
+def unsupported_field(param: str, message: str | None = None) -> ApiError:
+    """Return the error for a field that this server does not support."""
+    return ApiError(400, message or f"{param} is not supported by this server", param=param, code="unsupported_field")
+
+
+def refuse_foreign(body: Body, neutral: Mapping[str, tuple[Any, ...]]) -> None:
+    """Raise as `refuse` does for a body's undeclared fields, then as `refuse_unsupported` for the others."""
+    extra = body.model_extra or {}
+    refuse(extra, neutral)
+    refuse_unsupported({name: value for name, value in extra.items() if name not in neutral})
 
 
 def refuse_unknown(fields: Mapping[str, Any], neutral: Mapping[str, tuple[Any, ...]], where: str) -> None:

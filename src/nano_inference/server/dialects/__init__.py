@@ -1,1 +1,1 @@
-"""The dialects of this package, a file or some files of one prefix each; `server/wiring.py` lists their rows."""
+"""The built-in dialects: one module each, or several with a common prefix. `server/wiring.py` lists them."""

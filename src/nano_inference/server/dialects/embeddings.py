@@ -1,7 +1,7 @@
-"""POST /v1/embeddings: a body to what the engine is asked for, and samples to OpenAI's reply. Pure.
+"""POST /v1/embeddings: requests to the engine from a body, and OpenAI's reply from samples. Pure.
 
 Format: https://platform.openai.com/docs/api-reference/embeddings; `truncate_prompt_tokens`, `add_special_tokens`,
-`normalize` and `cache_salt` as in vLLM, `pooling` is ours. Taken without effect: `user`.
+`normalize` and `cache_salt` as in vLLM; `pooling` is an extension. Accepted and ignored: `user`.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from nano_inference.text.tokenizer import Tokenizer
 from nano_inference.types import BadRequest, EngineRequest, SamplingParams, TrainingSample
 
 
-def _few(value: Any) -> Any:
-    """Refuse too many texts by that name: none of the forms below would say so of what does not fit the others."""
+def _check_num_texts(value: Any) -> Any:
+    """Reject too many texts; the union below would report a mismatch of each of its members instead."""
     if isinstance(value, list) and len(value) > MAX_PROMPTS and not isinstance(value[0], int):
         raise PydanticCustomError("too_long", "must have at most {limit} entries", {"limit": MAX_PROMPTS})
     return value
@@ -46,9 +46,9 @@ Inputs = Annotated[
     | TokenIds
     | Annotated[list[Text], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
     | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)],
-    BeforeValidator(_few),
+    BeforeValidator(_check_num_texts),
 ]
-"""One text or several, each a string or its ids."""
+"""One text or several, each a string or token ids."""
 
 
 class EmbeddingBody(Body):
@@ -70,7 +70,7 @@ class EmbeddingBody(Body):
 def embedding_requests(
     body: EmbeddingBody, model: ServedModel, config: ServerConfig, salt: str
 ) -> tuple[PromptRequest, ...]:
-    """Return what the engine is asked for, one for each text. Raises `ApiError` naming the field that is wrong."""
+    """Return one request for each text. Raises `ApiError` naming the invalid field."""
     refuse_unsupported(body.model_extra or {})
     model.name_for(body.model)
     size = model.limits.hidden_size
@@ -81,13 +81,13 @@ def embedding_requests(
         raise ApiError(400, "truncate_prompt_tokens leaves no token", param="truncate_prompt_tokens")
     params = SamplingParams(max_tokens=0, pooling=body.pooling or "mean", logprobs_mode=config.logprobs_mode)
     return tuple(
-        PromptRequest(prompt=_prompt(given, where, body, model, params), params=params, salt=salt)
-        for where, given in _inputs(body)
+        PromptRequest(prompt=_prompt(text, field, body, model, params), params=params, salt=salt)
+        for field, text in _inputs_by_field(body)
     )
 
 
 def embedding_call(body: EmbeddingBody, model: ServedModel, config: ServerConfig, salt: str) -> Call:
-    """Return the call of POST /v1/embeddings. Raises as `embedding_requests`."""
+    """Return the call of POST /v1/embeddings. Raises `ApiError` as `embedding_requests` does."""
     requests = embedding_requests(body, model, config, salt)
     return Call(
         kind="completion",
@@ -102,14 +102,14 @@ def embedding_call(body: EmbeddingBody, model: ServedModel, config: ServerConfig
 
 
 class EmbeddingReply:
-    """The reply to a call for embeddings; there is no stream of those."""
+    """The reply to a call for embeddings; it is never streamed."""
 
     def __init__(self, body: EmbeddingBody, call: Call, tokenizer: Tokenizer, created: int) -> None:
         self._body = body
         self._call = call
 
     def body(self, transcripts: Sequence[Transcript]) -> JSON:
-        """Return the reply's JSON. Raises `ApiError` for a text that failed."""
+        """Return the reply's JSON. Raises `ApiError` if a text failed."""
         samples = [transcript.sample for transcript in transcripts if transcript.sample is not None]
         reply = embedding_reply(self._body, self._call.model, samples)
         if self._call.shape.versions:
@@ -118,24 +118,20 @@ class EmbeddingReply:
         return reply
 
     def first_events(self, transcripts: Sequence[Transcript]) -> bytes:
-        """Return nothing."""
         return b""
 
     def delta_events(self, transcript: Transcript, decoded: DecodedDelta, transcripts: Sequence[Transcript]) -> bytes:
-        """Return nothing."""
         return b""
 
     def last_events(self, transcripts: Sequence[Transcript]) -> bytes:
-        """Return nothing."""
         return b""
 
     def error_events(self, error: ApiError) -> bytes:
-        """Return nothing."""
         return b""
 
 
 def embedding_reply(body: EmbeddingBody, model_name: str, samples: Sequence[TrainingSample]) -> dict[str, Any]:
-    """Return the reply, an entry for each sample in the order given. Raises `ApiError` for one that failed."""
+    """Return the reply with one entry for each sample, in order. Raises `ApiError` if a sample failed."""
     vectors = [_vector(body, index, sample) for index, sample in enumerate(samples)]
     num_tokens = sum(len(sample.prompt_tokens) for sample in samples)
     return {
@@ -149,64 +145,47 @@ def embedding_reply(body: EmbeddingBody, model_name: str, samples: Sequence[Trai
     }
 
 
-def _inputs(body: EmbeddingBody) -> list[tuple[str, Any]]:
-    """Return each text, or its ids, after the name that an error calls it by."""
+def _inputs_by_field(body: EmbeddingBody) -> list[tuple[str, Any]]:
+    """Return (field name for errors, text or ids) of each text."""
     given: Any = body.input
     if isinstance(given, str) or isinstance(given[0], int):
         return [("input", given)]
     return [(f"input.{index}", one) for index, one in enumerate(given)]
 
 
-def _prompt(given: Any, where: str, body: EmbeddingBody, model: ServedModel, params: SamplingParams) -> tuple[int, ...]:
-    """Return the ids of one text, checked against the engine's limits."""
-    ids: Sequence[int] = given
-    if isinstance(given, str):
-        _refuse_hopeless(given, where, body, model)
-        with api_errors(where):
-            ids = model.tokenizer.encode(given, add_special=body.add_special_tokens is not False)
-    ids = _fitting(ids, where, body, model)
-    try:
-        return tuple(checked(EngineRequest(prompt=ids, params=params), model.limits)[0].prompt)
-    except BadRequest as error:  # which calls it a prompt
-        raise ApiError(400, f"{where}{str(error).removeprefix('prompt')}", param=where) from None
-
-
-def _refuse_hopeless(text: str, where: str, body: EmbeddingBody, model: ServedModel) -> None:
-    """Refuse a text that cannot fit whatever its tokens are: finding those out takes seconds for megabytes."""
-    fewest = len(text) // model.longest_token
-    if body.truncate_prompt_tokens is None and fewest > _longest(model):
-        raise _too_long(fewest, f"at least {fewest} tokens", where, model)
-
-
-def _fitting(ids: Sequence[int], where: str, body: EmbeddingBody, model: ServedModel) -> Sequence[int]:
-    """Return the ids, cut from the left where that was asked for, as prompts are."""
-    longest, keep = _longest(model), body.truncate_prompt_tokens
+def _prompt(text: Any, field: str, body: EmbeddingBody, model: ServedModel, params: SamplingParams) -> tuple[int, ...]:
+    """Return the token ids of one text, truncated on the left if requested and checked against the engine's limits."""
+    limits, keep = model.limits, body.truncate_prompt_tokens
+    limit = min(limits.max_model_len, limits.num_blocks * limits.block_size)
+    ids: Sequence[int] = text
+    if isinstance(text, str):
+        fewest = len(text) // model.longest_token  # encoding megabytes only to reject them takes seconds
+        if keep is None and fewest > limit:
+            raise _too_long(fewest, f"at least {fewest} tokens", field, limit)
+        with api_errors(field):
+            ids = model.tokenizer.encode(text, add_special=body.add_special_tokens is not False)
     if keep is not None:
-        ids = ids[-(keep if keep > 0 else longest) :]
-    if len(ids) > longest:
-        raise _too_long(len(ids), f"{len(ids)} tokens", where, model)
-    return ids
+        ids = ids[-(keep if keep > 0 else limit) :]
+    if len(ids) > limit:
+        raise _too_long(len(ids), f"{len(ids)} tokens", field, limit)
+    try:
+        return tuple(checked(EngineRequest(prompt=ids, params=params), limits)[0].prompt)
+    except BadRequest as error:  # its message begins with "prompt"
+        raise ApiError(400, f"{field}{str(error).removeprefix('prompt')}", param=field) from None
 
 
-def _longest(model: ServedModel) -> int:
-    """Return how many tokens a text may have: nothing is added to it."""
-    limits = model.limits
-    return min(limits.max_model_len, limits.num_blocks * limits.block_size)
-
-
-def _too_long(num_tokens: int, shown: str, where: str, model: ServedModel) -> ApiError:
-    longest = _longest(model)
+def _too_long(num_tokens: int, found: str, field: str, limit: int) -> ApiError:
     return ApiError(
         400,
-        f"{where} has {shown}, which is longer than the context of {longest}; shorten it or set truncate_prompt_tokens",
-        param=where,
+        f"{field} has {found}, which is longer than the context of {limit}; shorten it or set truncate_prompt_tokens",
+        param=field,
         code="context_length_exceeded",
-        extra={"n_prompt_tokens": num_tokens, "n_ctx": longest},
+        extra={"n_prompt_tokens": num_tokens, "n_ctx": limit},
     )
 
 
 def _vector(body: EmbeddingBody, index: int, sample: TrainingSample) -> Sequence[float]:
-    """Return a sample's embedding, cut and of length 1 as the body wants it."""
+    """Return a sample's embedding, cut to `dimensions` and scaled to length 1 unless `normalize` is false."""
     if sample.embedding is None:
         if sample.stop_reason is None:
             raise ApiError(503, f"input.{index}: the request was aborted", code="aborted")
@@ -219,7 +198,7 @@ def _vector(body: EmbeddingBody, index: int, sample: TrainingSample) -> Sequence
 
 
 def _encoded(body: EmbeddingBody, vector: Sequence[float]) -> str | list[float]:
-    """Return the numbers, or the base64 text of their float32 bytes, lowest first."""
+    """Return a list of floats, or base64 of little-endian float32."""
     if body.encoding_format == "base64":
         return b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode("ascii")
     return list(vector)
@@ -231,7 +210,7 @@ DIALECT = Dialect(
             path="/v1/embeddings",
             body=EmbeddingBody,
             to_call=embedding_call,
-            summary="Return what texts mean to the model, as vectors.",
+            summary="Return embedding vectors of texts.",
             streams=False,
         ),
     ),

@@ -1,11 +1,10 @@
-"""vLLM's tokens in, tokens out: POST /inference/v1/generate. No text goes in or out.
+"""vLLM's POST /inference/v1/generate: token ids in, token ids out.
 
-Fields and reply as in vllm/entrypoints/scale_out/token_in_token_out/protocol.py and vllm/sampling_params.py. Further
-than vLLM's goes `mask` (1 where the model drew a token), `stop_reason`, and the fields `return_raw_logprobs` and
-`return_sampling_mask` among the sampling parameters, which are ours. Taken without effect, because they speak of text
-or of how vLLM keeps its results: `detokenize`, `flat_logprobs`, `skip_clone`, `include_stop_str_in_output`,
-`output_kind` where the reply is not streamed; what a render step says of the ids: `token_offsets`,
-`assistant_tokens_mask`; and `stream_options.include_obfuscation`.
+Fields and reply as in vllm/entrypoints/scale_out/token_in_token_out/protocol.py and vllm/sampling_params.py.
+Extensions: `mask` (1 where the model sampled the token) and `stop_reason` in the reply, `return_raw_logprobs` and
+`return_sampling_mask` in `sampling_params`. Accepted and ignored: `detokenize`, `flat_logprobs`, `skip_clone`,
+`include_stop_str_in_output`, `output_kind` without streaming, `token_offsets`, `assistant_tokens_mask` and
+`stream_options.include_obfuscation`.
 """
 
 from __future__ import annotations
@@ -55,16 +54,16 @@ from nano_inference.server.translating import (
     as_body,
     fill_context,
     given_fields,
-    refuse,
+    refuse_foreign,
     refuse_unknown,
     rename_structures,
     renamed_errors,
     without_prefix_cache,
 )
-from nano_inference.server.unsupported import EMPTY, OFF, refuse_unsupported
+from nano_inference.server.unsupported import EMPTY, OFF
 from nano_inference.text.tokenizer import Tokenizer
 
-_WORDS = Annotated[list[Annotated[str, Field(min_length=1, max_length=256)]], Field(max_length=256)]
+_BadWords = Annotated[list[Annotated[str, Field(min_length=1, max_length=256)]], Field(max_length=256)]
 
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {
@@ -76,7 +75,7 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "priority": (None, 0),
     }
 )
-"""Fields of vLLM's request that are not done -> the values with which they change nothing."""
+"""Unsupported fields of vLLM's request -> the values that are accepted because they have no effect."""
 
 UNSUPPORTED_PARAMS: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {
@@ -97,14 +96,16 @@ UNSUPPORTED_PARAMS: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "early_stopping": OFF,
     }
 )
-"""The same among vLLM's sampling parameters."""
+"""The same for `sampling_params`."""
 
-_OWN = frozenset({"detokenize", "flat_logprobs", "skip_clone", "output_kind", "skip_reading_prefix_cache"})
-"""Fields of `GenerateParams` that a completion does not have."""
+_NOT_IN_COMPLETION = frozenset(
+    {"detokenize", "flat_logprobs", "skip_clone", "output_kind", "skip_reading_prefix_cache"}
+)
+"""Fields of `GenerateParams` that `CompletionBody` lacks."""
 
 
 class GenerateParams(Body):
-    """vLLM's SamplingParams with vLLM's defaults; what the model's files recommend does not count here."""
+    """vLLM's SamplingParams with vLLM's defaults; the model's recommended values are not applied."""
 
     n: Samples | None = 1
     temperature: Temperature | None = 1.0
@@ -113,14 +114,14 @@ class GenerateParams(Body):
     min_p: Share | None = 0.0
     seed: Seed | None = None
     max_tokens: Count | None = 16
-    """None is all the room there is."""
+    """None: up to the end of the context."""
     min_tokens: Count | None = 0
     presence_penalty: Penalty | None = 0.0
     frequency_penalty: Penalty | None = 0.0
     repetition_penalty: Factor | None = 1.0
     logit_bias: Bias | None = None
     allowed_token_ids: Annotated[list[TokenId], Field(min_length=1, max_length=MAX_TOKEN_LIST)] | None = None
-    bad_words: _WORDS | None = None
+    bad_words: _BadWords | None = None
     stop: Stops | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_BIAS)] | None = None
     ignore_eos: bool | None = None
@@ -135,7 +136,7 @@ class GenerateParams(Body):
     skip_clone: bool | None = None
     skip_reading_prefix_cache: bool | None = None
     output_kind: Literal[0, 1, 2] | None = None
-    """0 is everything so far, 1 what is new, 2 only the end. A stream gives what is new."""
+    """0: all tokens so far, 1: new tokens, 2: only the final result. Streams support 1 only."""
     return_raw_logprobs: bool | None = None
     return_sampling_mask: bool | None = None
 
@@ -153,29 +154,27 @@ class GenerateBody(Body):
     stream_options: StreamOptions | None = None
     cache_salt: Salt | None = None
     return_token_ids: bool | None = None
-    """Also give the prompt's ids back."""
+    """Include the prompt's ids in the reply."""
     token_offsets: list[Any] | None = None
     assistant_tokens_mask: list[Any] | None = None
 
 
-NAMES: Mapping[str, str] = MappingProxyType(
+_CLIENT_NAMES: Mapping[str, str] = MappingProxyType(
     {name: f"sampling_params.{name}" for name in GenerateParams.model_fields} | {"prompt": "token_ids"}
 )
-"""Our fields -> the client's."""
+"""Field of `CompletionBody` -> field of `GenerateBody`, for error messages."""
 
 
 def generate_call(body: GenerateBody, model: ServedModel, config: ServerConfig, salt: str) -> Call:
-    """Return the call of a request. Raises `ApiError` naming the field that is wrong, as the client calls it."""
+    """Return the call of a request. Raises `ApiError` naming the invalid field of `GenerateBody`."""
     params = body.sampling_params or GenerateParams()
-    extra = body.model_extra or {}
-    refuse(extra, UNSUPPORTED)
-    refuse_unsupported({name: value for name, value in extra.items() if name not in UNSUPPORTED})
+    refuse_foreign(body, UNSUPPORTED)
     refuse_unknown(params.model_extra or {}, UNSUPPORTED_PARAMS, "sampling_params.")
     _check(body, params)
-    with renamed_errors(NAMES):
+    with renamed_errors(_CLIENT_NAMES):
         call = completion_call(as_body(_fields(body, params), CompletionBody), model, config, salt)
     call = fill_context(call, model.limits) if params.max_tokens is None else call
-    call = rename_structures(call, NAMES)
+    call = rename_structures(call, _CLIENT_NAMES)
     call = without_prefix_cache(call) if params.skip_reading_prefix_cache else call
     name = body.request_id or f"generate-{uuid.uuid4().hex}"
     shape = replace(call.shape, token_ids=True, tokens_as_ids=True)
@@ -185,35 +184,35 @@ def generate_call(body: GenerateBody, model: ServedModel, config: ServerConfig, 
 
 def _check(body: GenerateBody, params: GenerateParams) -> None:
     if body.stream and params.output_kind in (0, 2):
-        message = "sampling_params.output_kind must be 1 in a stream, which gives what is new"
+        message = "sampling_params.output_kind must be 1 (new tokens only) with stream=true"
         raise ApiError(400, message, param="sampling_params.output_kind")
     if params.stop and params.detokenize is False:
         raise ApiError(400, "sampling_params.stop needs detokenize to be true", param="sampling_params.stop")
 
 
 def _fields(body: GenerateBody, params: GenerateParams) -> JSON:
-    """Return the request as a completion's fields."""
-    fields = {name: value for name, value in given_fields(params).items() if name not in _OWN}
-    wanted = {name: value for name, value in (params.structured_outputs or {}).items() if value not in (None, False)}
+    """Return the fields of a `CompletionBody`."""
+    fields = {name: value for name, value in given_fields(params).items() if name not in _NOT_IN_COMPLETION}
+    structure = {name: value for name, value in (params.structured_outputs or {}).items() if value not in (None, False)}
     fields.pop("structured_outputs", None)
-    if wanted:
-        fields["structured_outputs"] = wanted
+    if structure:
+        fields["structured_outputs"] = structure
     if params.max_tokens is None:
-        fields["max_tokens"] = max(1, params.min_tokens or 0)  # for the checks; `roomy` lifts it
+        fields["max_tokens"] = max(1, params.min_tokens or 0)  # passes validation; `fill_context` removes the limit
     options = body.stream_options
     fields |= {"model": body.model, "prompt": body.token_ids, "stream": body.stream}
     return fields | {"stream_options": None if options is None else options.model_dump(exclude_none=True)}
 
 
 class GenerateReply:
-    """The reply to a request for tokens."""
+    """The reply to /inference/v1/generate."""
 
     def __init__(self, call: Call, tokenizer: Tokenizer, created: int, *, with_prompt: bool) -> None:
         self._call = call
         self._tokenizer = tokenizer
         self._created = created
         self._prompt: JSON = {"prompt_token_ids": list(call.requests[0].prompt)} if with_prompt else {}
-        """The prompt, until it has been told: a stream does so once."""
+        """Emptied after the first chunk of a stream."""
 
     def body(self, transcripts: Sequence[Transcript]) -> JSON:
         """Return the reply's JSON."""
@@ -227,22 +226,21 @@ class GenerateReply:
         }
 
     def first_events(self, transcripts: Sequence[Transcript]) -> bytes:
-        """Return nothing: a stream begins with the first tokens."""
         return b""
 
     def delta_events(self, transcript: Transcript, decoded: DecodedDelta, transcripts: Sequence[Transcript]) -> bytes:
-        """Return one chunk with the new tokens, and why the sample ended when it did."""
+        """Return one chunk with the new tokens and, at the end of the sample, its finish reason."""
         if not decoded.token_ids and decoded.finish_reason is None:
             return b""
-        chunk = {**self._head(), **self._prompt, "choices": [_piece(self._call, transcript, decoded)]}
+        chunk = {**self._head(), **self._prompt, "choices": [_chunk_choice(self._call, transcript, decoded)]}
         self._prompt = {}
         if self._call.include_usage:
-            told = usage(self._call, transcripts, with_cached=False) if self._call.continuous_usage else None
-            chunk["usage"] = told
+            so_far = usage(self._call, transcripts, with_cached=False) if self._call.continuous_usage else None
+            chunk["usage"] = so_far
         return events([chunk])
 
     def last_events(self, transcripts: Sequence[Transcript]) -> bytes:
-        """Return the usage when it was asked for, and [DONE]."""
+        """Return the usage if requested, and [DONE]."""
         if not self._call.include_usage:
             return DONE
         return events([{**self._head(), "choices": [], "usage": usage(self._call, transcripts)}]) + DONE
@@ -255,13 +253,13 @@ class GenerateReply:
         return {"request_id": self._call.id, "model": self._call.model, "created": self._created}
 
     def _prompt_logprobs(self, transcripts: Sequence[Transcript]) -> list[JSON | None] | None:
-        """Return them as a completion has them; all samples have one prompt."""
+        """Return the prompt's log-probabilities in the form of a completion; all samples share the prompt."""
         if self._call.shape.prompt_logprobs is None:
             return None
-        plain = replace(self._call, shape=replace(self._call.shape, logprobs=None))
-        choice: JSON = OpenAIReply(plain, self._tokenizer, self._created).body(transcripts[:1])["choices"][0]
-        found: list[JSON | None] = choice["prompt_logprobs"]
-        return found
+        completion = replace(self._call, shape=replace(self._call.shape, logprobs=None))
+        choice: JSON = OpenAIReply(completion, self._tokenizer, self._created).body(transcripts[:1])["choices"][0]
+        logprobs: list[JSON | None] = choice["prompt_logprobs"]
+        return logprobs
 
 
 def _choice(call: Call, transcript: Transcript) -> JSON:
@@ -275,9 +273,8 @@ def _choice(call: Call, transcript: Transcript) -> JSON:
     } | sample_facts(transcript, call.shape)
 
 
-def _piece(call: Call, transcript: Transcript, decoded: DecodedDelta) -> JSON:
-    """Return what a delta brought, in a choice's form; all of a sample's together are its choice."""
-    last = version_facts(transcript, call.shape) if decoded.finish_reason is not None else {}
+def _chunk_choice(call: Call, transcript: Transcript, decoded: DecodedDelta) -> JSON:
+    """Return the choice of a stream's chunk; all of a sample's chunks add up to its `_choice`."""
     return {
         "index": transcript.index,
         "token_ids": [],
@@ -286,12 +283,12 @@ def _piece(call: Call, transcript: Transcript, decoded: DecodedDelta) -> JSON:
         "finish_reason": decoded.finish_reason,
         "stop_reason": decoded.stop_reason,
         **token_facts(decoded, call.shape),
-        **last,
+        **(version_facts(transcript, call.shape) if decoded.finish_reason is not None else {}),
     }
 
 
 def _logprobs(entries: Sequence[LogprobEntry], count: int | None) -> JSON | None:
-    """Return one object a token, by its id; `count` alternatives each, None when none were asked for."""
+    """Return one object per token with `count` alternatives each; None if not requested."""
     if count is None:
         return None
     return {
@@ -312,9 +309,9 @@ def _token(token: int, logprob: float | None, rank: int | None) -> JSON:
 
 
 def rank_of(entry: LogprobEntry, count: int) -> int | None:
-    """Return how likely a token was among all, from 1; None when it is none of the `count` likeliest."""
-    likeliest = [one.token for one in (entry.top or ())[:count]]
-    return likeliest.index(entry.token) + 1 if entry.token in likeliest else None
+    """Return the token's rank by probability, from 1; None if it is not among the `count` most likely."""
+    top_tokens = [one.token for one in (entry.top or ())[:count]]
+    return top_tokens.index(entry.token) + 1 if entry.token in top_tokens else None
 
 
 DIALECT = Dialect(
@@ -323,7 +320,7 @@ DIALECT = Dialect(
             path="/inference/v1/generate",
             body=GenerateBody,
             to_call=generate_call,
-            summary="Continue token ids, as vLLM's route for trainers does.",
+            summary="Complete token ids; the interface of vLLM's route for trainers.",
         ),
     ),
 )

@@ -1,8 +1,8 @@
 """llama.cpp's POST /completion (and /completions), and GET /props.
 
-Fields and reply as in its server's README (tools/server/README.md). What differs: `repeat_penalty` looks at the whole
-prompt and answer, and the other penalties at the whole answer, not at the last 64 tokens; a token forbidden with
-`false` gets a bias of -100; without a stream it is not known when a prompt was done, so `timings` has null there.
+Fields and reply as in its server's README (tools/server/README.md). Differences: `repeat_penalty` covers the whole
+prompt and answer and the other penalties the whole answer, not the last 64 tokens; a token forbidden with `false` gets
+a bias of -100; without streaming the times in `timings` are null.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from nano_inference.config import ServerConfig
 from nano_inference.server.call import JSON, Call
 from nano_inference.server.calls import completion_call
 from nano_inference.server.dialect import Describing, Dialect, Generating, Occupancy
-from nano_inference.server.dialects.llamacpp_reply import LlamaReply, Told, error_body
+from nano_inference.server.dialects.llamacpp_reply import LlamaReply, ReplyOptions, error_body
 from nano_inference.server.errors import ApiError
 from nano_inference.server.model import ServedModel
 from nano_inference.server.refusals import api_errors
@@ -46,16 +46,17 @@ from nano_inference.server.translating import (
     as_body,
     fill_context,
     given_fields,
-    refuse,
+    refuse_foreign,
     renamed_errors,
+    unsupported_field,
     without_prefix_cache,
 )
-from nano_inference.server.unsupported import EMPTY, OFF, refuse_unsupported
+from nano_inference.server.unsupported import EMPTY, OFF
 from nano_inference.text.dialogue import TemplateDialogue
 from nano_inference.text.tokenizer import Tokenizer
 
-_NEVER = -100.0
-"""The bias of a token that must not come: OpenAI's."""
+_FORBIDDEN_BIAS = -100.0
+"""The bias with which OpenAI's API bans a token."""
 _RANDOM_SEEDS = (None, -1, 2**32 - 1)
 _MAX_PIECES = 1 << 20
 
@@ -75,9 +76,9 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "reasoning_budget_tokens": (None, -1),
     }
 )
-"""Fields of llama.cpp's request that are not done -> the values with which they change nothing."""
+"""Unsupported fields of llama.cpp's request -> the values that are accepted because they have no effect."""
 
-NAMES: Mapping[str, str] = MappingProxyType(
+_CLIENT_NAMES: Mapping[str, str] = MappingProxyType(
     {
         "max_tokens": "n_predict",
         "repetition_penalty": "repeat_penalty",
@@ -85,17 +86,17 @@ NAMES: Mapping[str, str] = MappingProxyType(
         "n": "n_cmpl",
     }
 )
-"""Our fields -> llama.cpp's, where they differ."""
+"""Field of `CompletionBody` -> llama.cpp's field, where the names differ."""
 
-_SAME = (
+_SAME_NAME = (
     *("temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty"),
     *("stop", "ignore_eos", "grammar", "json_schema"),
 )
 _SAMPLERS = ("penalties", "temperature", "top_k", "top_p", "min_p")
-"""The order in which they act here."""
+"""Names of the samplers in the order in which they are applied."""
 
 Pieces = Annotated[list[TokenId | str], Field(min_length=1, max_length=_MAX_PIECES, fail_fast=True)]
-"""A prompt of ids and texts."""
+"""A prompt made of token ids and texts."""
 
 
 class LlamaBody(Body):
@@ -104,10 +105,10 @@ class LlamaBody(Body):
     neutral_names: ClassVar[frozenset[str]] = frozenset(UNSUPPORTED)
 
     prompt: str | TokenIds | Pieces | Annotated[list[str | TokenIds | Pieces], Field(min_length=1, max_length=1024)]
-    """A text, a list of ids, a list of both; or a list of such prompts, which a list of texts is too."""
+    """A text, a list of ids or a list of both; or a list of such prompts. A list of texts is several prompts."""
     model: Annotated[str, Field(max_length=512)] | None = None
     n_predict: Annotated[int, Field(ge=-2, le=INT32)] | None = -1
-    """Below 0 is all the room there is; 0 only reads the prompt."""
+    """Negative: up to the end of the context. 0: prefill only."""
     n_cmpl: Samples | None = 1
     temperature: Temperature | None = 0.8
     top_k: CountOrOff | None = 40
@@ -115,7 +116,7 @@ class LlamaBody(Body):
     min_p: Share | None = 0.05
     repeat_penalty: Factor | None = 1.0
     repeat_last_n: CountOrOff | None = None
-    """Only -1, everything, is done; 0 turns the penalty off."""
+    """-1: all tokens; 0: no penalty. Other windows are not supported."""
     presence_penalty: Penalty | None = 0.0
     frequency_penalty: Penalty | None = 0.0
     seed: Annotated[int, Field(ge=-1, le=2**63 - 1)] | None = -1
@@ -127,7 +128,7 @@ class LlamaBody(Body):
         | Annotated[dict[str, float | bool], Field(max_length=MAX_BIAS)]
         | None
     ) = None
-    """[[id or text, bias], …] or {id or text: bias}; a bias of false forbids the token."""
+    """[[id or text, bias], …] or {id or text: bias}; the bias false forbids the token."""
     n_probs: Alternatives | None = 0
     grammar: str | None = None
     """GBNF."""
@@ -137,38 +138,37 @@ class LlamaBody(Body):
     return_tokens: bool | None = None
     timings_per_token: bool | None = None
     response_fields: Annotated[list[Annotated[str, Field(max_length=256)]], Field(max_length=256)] | None = None
-    """Parts of the reply to send, such as `generation_settings/n_predict`; all of it when empty."""
+    """Paths of the reply's fields to send, such as `generation_settings/n_predict`; empty: all fields."""
 
 
 def llama_call(body: LlamaBody, model: ServedModel, config: ServerConfig, salt: str) -> Call:
-    """Return the call of a request. Raises `ApiError` naming the field that is wrong, as the client calls it."""
-    extra = body.model_extra or {}
-    refuse(extra, UNSUPPORTED)
-    refuse_unsupported({name: value for name, value in extra.items() if name not in UNSUPPORTED})
-    _check_window(body)
-    with renamed_errors(NAMES):
-        fields = _fields(body, model)
-        call = completion_call(as_body(fields, CompletionBody), model, config, salt)
-    call = fill_context(call, model.limits) if _is_endless(body) else call
+    """Return the call of a request. Raises `ApiError` naming the invalid field of `LlamaBody`."""
+    refuse_foreign(body, UNSUPPORTED)
+    if body.repeat_last_n is not None and body.repeat_last_n > 0:
+        message = f"repeat_last_n must be -1 (all tokens) or 0 (no penalty), got {body.repeat_last_n}"
+        raise unsupported_field("repeat_last_n", message)
+    with renamed_errors(_CLIENT_NAMES):
+        call = completion_call(as_body(_fields(body, model), CompletionBody), model, config, salt)
+    call = fill_context(call, model.limits) if _is_unlimited(body) else call
     call = without_prefix_cache(call) if body.cache_prompt is False else call
-    told = Told(
+    options = ReplyOptions(
         settings=_settings(body, call),
         tokens=bool(body.return_tokens),
         timings=bool(body.timings_per_token),
-        parts=tuple(body.response_fields or ()),
+        fields=tuple(body.response_fields or ()),
     )
     name = f"cmpl-{uuid.uuid4().hex}"
-    return replace(call, id=name, names=frozenset({name}), make_reply=partial(LlamaReply, told=told))
+    return replace(call, id=name, names=frozenset({name}), make_reply=partial(LlamaReply, options=options))
 
 
-def props(model: ServedModel, total_slots: int) -> JSON:
-    """Return what GET /props says of the server. Of where the model lies it says only the name."""
+def props(model: ServedModel, occupancy: Occupancy) -> JSON:
+    """Return the reply of GET /props; `model_path` is the model's name, not its directory."""
     dialogue, named = model.dialogue, model.tokenizer.named
-    settings = given_fields(LlamaBody(prompt=""))
-    wanted = {name: settings[name] for name in settings if name not in ("prompt", "cache_prompt", "n_cmpl")}
+    defaults = given_fields(LlamaBody(prompt=""))
+    params = {name: defaults[name] for name in defaults if name not in ("prompt", "cache_prompt", "n_cmpl")}
     return {
-        "default_generation_settings": {"n_ctx": model.limits.max_model_len, "params": wanted},
-        "total_slots": total_slots,
+        "default_generation_settings": {"n_ctx": model.limits.max_model_len, "params": params},
+        "total_slots": occupancy.max_running,
         "model_alias": model.name,
         "model_path": model.name,
         "modalities": {"vision": False, "audio": False},
@@ -179,32 +179,27 @@ def props(model: ServedModel, total_slots: int) -> JSON:
     }
 
 
-def _check_window(body: LlamaBody) -> None:
-    """Refuse a penalty that looks at some last tokens only."""
-    if body.repeat_last_n is not None and body.repeat_last_n > 0:
-        message = f"repeat_last_n must be -1 (everything) or 0 (nothing), got {body.repeat_last_n}"
-        raise ApiError(400, message, param="repeat_last_n", code="unsupported_field")
-
-
-def _is_endless(body: LlamaBody) -> bool:
+def _is_unlimited(body: LlamaBody) -> bool:
     return body.n_predict is None or body.n_predict < 0
 
 
 def _fields(body: LlamaBody, model: ServedModel) -> JSON:
-    """Return the request as a completion's fields."""
-    theirs = given_fields(body)
-    fields: JSON = {name: theirs[name] for name in _SAME if name in theirs}
+    """Return the fields of a `CompletionBody`."""
+    values = given_fields(body)
+    fields: JSON = {name: values[name] for name in _SAME_NAME if name in values}
     if body.repeat_last_n == 0:
         fields |= {"presence_penalty": 0.0, "frequency_penalty": 0.0}
     else:
-        fields["repetition_penalty"] = theirs["repeat_penalty"]
+        fields["repetition_penalty"] = values["repeat_penalty"]
     if body.n_probs:
         fields["logprobs"] = body.n_probs
     return fields | {
         "model": body.model,
         "prompt": _prompts(body.prompt, model),
         "n": body.n_cmpl,
-        "max_tokens": 1 if _is_endless(body) else body.n_predict,  # for the checks; `roomy` lifts it
+        "max_tokens": 1
+        if _is_unlimited(body)
+        else body.n_predict,  # 1 passes validation; `fill_context` removes the limit
         "seed": None if body.seed in _RANDOM_SEEDS else body.seed,
         "logit_bias": _bias(body.logit_bias, model.tokenizer),
         "stream": body.stream,
@@ -213,20 +208,20 @@ def _fields(body: LlamaBody, model: ServedModel) -> JSON:
 
 
 def _prompts(prompt: Any, model: ServedModel) -> Any:
-    """Return the prompts as a completion takes them: all of them texts, or all of them ids."""
+    """Return the `prompt` of a `CompletionBody`: all texts, or all lists of ids."""
     if isinstance(prompt, str):
         return prompt
     if any(isinstance(one, int) for one in prompt):
-        return _mixed(prompt, model)
+        return _tokenize_pieces(prompt, model)
     if all(isinstance(one, str) for one in prompt):
         return prompt
-    return [_mixed([one] if isinstance(one, str) else one, model) for one in prompt]
+    return [_tokenize_pieces([one] if isinstance(one, str) else one, model) for one in prompt]
 
 
-def _mixed(pieces: Sequence[int | str], model: ServedModel) -> list[int]:
-    """Return the ids of a prompt of ids and texts. The tokens before every text stand only before a text's first."""
+def _tokenize_pieces(pieces: Sequence[int | str], model: ServedModel) -> list[int]:
+    """Return the ids of a prompt made of ids and texts; special tokens are added only to a text in first position."""
     num_chars = sum(len(piece) for piece in pieces if isinstance(piece, str))
-    if num_chars // model.longest_token > model.limits.max_model_len:  # whose tokens take seconds to find out
+    if num_chars // model.longest_token > model.limits.max_model_len:  # encoding it would take seconds
         message = f"the prompt is longer than the context of {model.limits.max_model_len} tokens"
         raise ApiError(400, message, param="prompt", code="context_length_exceeded")
     ids: list[int] = []
@@ -237,7 +232,7 @@ def _mixed(pieces: Sequence[int | str], model: ServedModel) -> list[int]:
 
 
 def _bias(bias: Any, tokenizer: Tokenizer) -> dict[str, float] | None:
-    """Return llama.cpp's biases as ours. Raises `ApiError` for one that is none."""
+    """Return the biases as {token id: bias}. Raises `ApiError` for a malformed entry."""
     if not bias:
         return None
     pairs = (
@@ -253,12 +248,12 @@ def _bias(bias: Any, tokenizer: Tokenizer) -> dict[str, float] | None:
         key, value = pair
         tokens = [key] if isinstance(key, int) else tokenizer.encode(key, add_special=False)
         for token in tokens:
-            sums[str(token)] = sums.get(str(token), 0.0) + (_NEVER if value is False else float(value))
+            sums[str(token)] = sums.get(str(token), 0.0) + (_FORBIDDEN_BIAS if value is False else float(value))
     return sums
 
 
 def _settings(body: LlamaBody, call: Call) -> JSON:
-    """Return what the reply says of how it was made."""
+    """Return the reply's `generation_settings`."""
     params = call.requests[0].params
     return {
         "n_predict": -1 if params.max_tokens is None else params.max_tokens,
@@ -282,24 +277,20 @@ def _settings(body: LlamaBody, call: Call) -> JSON:
     }
 
 
-def _props(model: ServedModel, occupancy: Occupancy) -> JSON:
-    return props(model, occupancy.max_running)
-
-
 DIALECT = Dialect(
     generating=(
         Generating(
             path="/completion",
             body=LlamaBody,
             to_call=llama_call,
-            summary="Continue a text or token ids, as llama.cpp's server does.",
+            summary="Complete a text or token ids; the interface of llama.cpp's server.",
         ),
     ),
     describing=(
         Describing(
             path="/props",
-            describe=_props,
-            summary="Describe the model and the defaults of /completion, as llama.cpp's server does.",
+            describe=props,
+            summary="Describe the model and the defaults of /completion; the interface of llama.cpp's server.",
         ),
     ),
     error_body=error_body,

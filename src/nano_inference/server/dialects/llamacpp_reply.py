@@ -1,4 +1,4 @@
-"""llama.cpp's reply to /completion, whole or as events; and its errors."""
+"""llama.cpp's reply to /completion, whole or as a stream, and its error body."""
 
 from __future__ import annotations
 
@@ -16,49 +16,52 @@ from nano_inference.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Told:
-    """What a reply tells besides the answer."""
+class ReplyOptions:
+    """What a reply contains in addition to the answer."""
 
     settings: JSON
+    """`generation_settings`."""
     tokens: bool
     timings: bool
-    parts: tuple[str, ...]
+    """Put timings into every event of a stream."""
+    fields: tuple[str, ...]
+    """Paths of the fields to send; empty: all."""
 
 
 def error_body(error: ApiError) -> JSON:
-    """Return an error as llama.cpp has it: the status as its code, and an own type for a prompt that is too long."""
+    """Return llama.cpp's error object: `code` is the HTTP status, and a prompt that is too long has its own type."""
     is_long = error.code == "context_length_exceeded"
     kind = "exceed_context_size_error" if is_long else error.type
     return {"error": {"code": error.status, "message": shortened(error.message), "type": kind, **error.extra}}
 
 
 @dataclass(slots=True)
-class Progress:
-    """What a stream has told of one sample, and when its tokens came. Belongs to the coroutine that answers."""
+class StreamProgress:
+    """What a stream has sent of one sample, and the monotonic times of its first and last tokens."""
 
     num_tokens: int = 0
-    has_line: bool = False
+    has_newline: bool = False
     first: float | None = None
     last: float | None = None
 
     def add(self, decoded: DecodedDelta) -> None:
-        """Take what a delta brought."""
+        """Count the text and tokens of a delta."""
         self.num_tokens += len(decoded.token_ids)
-        self.has_line |= "\n" in decoded.text
+        self.has_newline |= "\n" in decoded.text
         if decoded.token_ids:
-            now = time.monotonic()
-            self.first, self.last = (now if self.first is None else self.first), now
+            self.last = time.monotonic()
+            self.first = self.last if self.first is None else self.first
 
 
 class LlamaReply:
     """The reply to /completion: an object for one answer, a list for several."""
 
-    def __init__(self, call: Call, tokenizer: Tokenizer, created: int, *, told: Told) -> None:
+    def __init__(self, call: Call, tokenizer: Tokenizer, created: int, *, options: ReplyOptions) -> None:
         self._call = call
         self._tokenizer = tokenizer
-        self._told = told
-        self._began = time.monotonic()
-        self._progress = [Progress() for _ in range(call.total_samples)]
+        self._options = options
+        self._started_at = time.monotonic()
+        self._progress = [StreamProgress() for _ in range(call.total_samples)]
 
     def body(self, transcripts: Sequence[Transcript]) -> Any:
         """Return the reply's JSON."""
@@ -66,25 +69,24 @@ class LlamaReply:
         return answers if len(answers) > 1 else answers[0]
 
     def first_events(self, transcripts: Sequence[Transcript]) -> bytes:
-        """Return nothing: a stream begins with the first text."""
         return b""
 
     def delta_events(self, transcript: Transcript, decoded: DecodedDelta, transcripts: Sequence[Transcript]) -> bytes:
-        """Return an event with what is new, and when the sample ended one with all the rest."""
+        """Return an event with the new text and, at the end of the sample, one with all remaining fields."""
         self._progress[transcript.index].add(decoded)
-        out = event(self._piece(transcript, decoded)) if decoded.text or decoded.token_ids else b""
-        return out if decoded.finish_reason is None else out + event(self._answer(transcript))
+        data = event(self._chunk(transcript, decoded)) if decoded.text or decoded.token_ids else b""
+        return data if decoded.finish_reason is None else data + event(self._answer(transcript))
 
     def last_events(self, transcripts: Sequence[Transcript]) -> bytes:
-        """Return nothing: every sample said itself that it ended."""
+        """Return nothing: each sample has its own last event."""
         return b""
 
     def error_events(self, error: ApiError) -> bytes:
         """Return the error."""
         return event(error_body(error))
 
-    def _piece(self, transcript: Transcript, decoded: DecodedDelta) -> JSON:
-        piece: JSON = {
+    def _chunk(self, transcript: Transcript, decoded: DecodedDelta) -> JSON:
+        chunk: JSON = {
             "index": transcript.index,
             "content": decoded.text,
             "tokens": list(decoded.token_ids),
@@ -94,58 +96,54 @@ class LlamaReply:
             "tokens_evaluated": len(self._prompt(transcript)),
         }
         if self._call.shape.logprobs is not None:
-            piece["completion_probabilities"] = self._probabilities(decoded.entries)
-        if self._told.timings:
-            piece["timings"] = self._timings(transcript, self._progress[transcript.index].num_tokens)
+            chunk["completion_probabilities"] = self._probabilities(decoded.entries)
+        if self._options.timings:
+            chunk["timings"] = self._timings(transcript, self._progress[transcript.index].num_tokens)
         if self._call.shape.versions and decoded.delta is not None:
-            piece["mask"] = list(decoded.delta.mask)
-        return piece
+            chunk["mask"] = list(decoded.delta.mask)
+        return chunk
 
     def _answer(self, transcript: Transcript) -> JSON:
-        """Return a whole answer; at the end of a stream, where all of it was sent, one without text and ids."""
-        shape, prompt, is_told = self._call.shape, self._prompt(transcript), self._call.stream
+        """Return a whole answer, or the last event of a stream, which has neither text nor ids."""
+        shape, prompt, is_sent = self._call.shape, self._prompt(transcript), self._call.stream
         kind, word = stop_of(transcript)
         known = [token for token in prompt if token < self._tokenizer.vocab_size]
         answer: JSON = {
             "index": transcript.index,
-            "content": "" if is_told else transcript.text,
-            "tokens": list(transcript.token_ids) if self._told.tokens and not is_told else [],
+            "content": "" if is_sent else transcript.text,
+            "tokens": list(transcript.token_ids) if self._options.tokens and not is_sent else [],
             "id_slot": -1,
             "stop": True,
             "model": self._call.model,
             "tokens_predicted": len(transcript.token_ids),
             "tokens_evaluated": len(prompt),
-            "generation_settings": self._told.settings,
+            "generation_settings": self._options.settings,
             "prompt": self._tokenizer.decode(known, skip_special=False),
-            "has_new_line": self._progress[transcript.index].has_line if is_told else "\n" in transcript.text,
+            "has_new_line": self._progress[transcript.index].has_newline if is_sent else "\n" in transcript.text,
             "truncated": False,
             "stop_type": kind,
             "stopping_word": word,
             "tokens_cached": 0 if transcript.sample is None else transcript.sample.num_cached_tokens,
             "timings": self._timings(transcript, len(transcript.token_ids)),
         }
-        if shape.logprobs is not None and not is_told:
+        if shape.logprobs is not None and not is_sent:
             answer["completion_probabilities"] = self._probabilities(transcript.entries)
-        if shape.versions and self._told.tokens and not is_told:
+        if shape.versions and self._options.tokens and not is_sent:
             answer["mask"] = list(transcript.mask)
         if shape.versions:
             answer |= version_facts(transcript, shape)
-        return selected(answer, self._told.parts)
+        return selected(answer, self._options.fields)
 
     def _prompt(self, transcript: Transcript) -> tuple[int, ...]:
         return tuple(self._call.requests[transcript.prompt_index].prompt)
 
     def _timings(self, transcript: Transcript, num_tokens: int) -> JSON:
-        clock = self._progress[transcript.index]
-        prompt_s = None if clock.first is None else clock.first - self._began
-        answer_s = None if clock.first is None or clock.last is None else clock.last - clock.first
+        progress = self._progress[transcript.index]
+        prompt_s = None if progress.first is None else progress.first - self._started_at
+        answer_s = None if progress.first is None or progress.last is None else progress.last - progress.first
         cached = None if transcript.sample is None else transcript.sample.num_cached_tokens
-        read = None if cached is None else len(self._prompt(transcript)) - cached
-        return {
-            "cache_n": cached,
-            **speeds("prompt", read, prompt_s),
-            **speeds("predicted", num_tokens, answer_s),
-        }
+        prefilled = None if cached is None else len(self._prompt(transcript)) - cached
+        return {"cache_n": cached, **speeds("prompt", prefilled, prompt_s), **speeds("predicted", num_tokens, answer_s)}
 
     def _probabilities(self, entries: Sequence[LogprobEntry]) -> list[JSON]:
         count = self._call.shape.logprobs
@@ -163,14 +161,14 @@ class LlamaReply:
 
 
 def stop_of(transcript: Transcript) -> tuple[str, str]:
-    """Return llama.cpp's stop_type and stopping_word of a sample."""
+    """Return llama.cpp's `stop_type` and `stopping_word`."""
     if transcript.finish_reason == "stop":
         return ("word", transcript.stop_reason) if isinstance(transcript.stop_reason, str) else ("eos", "")
     return ("limit" if transcript.finish_reason == "length" else "none"), ""
 
 
 def speeds(name: str, count: int | None, seconds: float | None) -> JSON:
-    """Return a count with its time as llama.cpp's timings have it; None is what is not known."""
+    """Return the fields of llama.cpp's timings for `count` tokens in `seconds`; unknown values are None."""
     is_known = count is not None and seconds is not None
     return {
         f"{name}_n": count,
@@ -181,14 +179,14 @@ def speeds(name: str, count: int | None, seconds: float | None) -> JSON:
 
 
 def selected(answer: JSON, paths: Sequence[str]) -> JSON:
-    """Return the parts of an answer that were asked for by their paths; all of it when none were."""
+    """Return the answer's values at these `a/b` paths, by path; the whole answer if `paths` is empty."""
     if not paths:
         return answer
-    parts: JSON = {}
+    found: JSON = {}
     for path in paths:
         value: Any = answer
         for name in path.split("/"):
             value = value.get(name) if isinstance(value, dict) else None
         if value is not None:
-            parts[path] = value
-    return parts
+            found[path] = value
+    return found

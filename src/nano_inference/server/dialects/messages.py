@@ -1,17 +1,15 @@
-"""Anthropic's Messages API: bodies to calls, the count of what the model would read, errors in its own form. Pure.
+"""Anthropic's Messages API: POST /v1/messages and /v1/messages/count_tokens. Pure.
 
-A body becomes a chat completion's, so that both are checked and read by the same code; what that refuses is told in
-the names that this API has. Left out, because they change nothing: `metadata`, `service_tier`, `cache_control`,
-`user_profile_id`, `workspace_id`, `citations`, `tools.strict` (arguments are held to their schema whenever a call is
-required), and the headers `anthropic-version` and `anthropic-beta`.
+A body is translated to a chat completion's, and the names of fields in its errors are translated back. Accepted and
+ignored: `metadata`, `service_tier`, `cache_control`, `user_profile_id`, `workspace_id`, `citations`, `tools.strict`
+(arguments follow their schema whenever a call is required), and the headers `anthropic-version` and `anthropic-beta`.
 """
 
 from __future__ import annotations
 
 import re
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
@@ -26,10 +24,10 @@ from nano_inference.server.dialects.messages_reply import MessagesReply, error_b
 from nano_inference.server.errors import ApiError
 from nano_inference.server.model import ServedModel
 from nano_inference.server.schema import ChatBody
-from nano_inference.server.translating import as_body
+from nano_inference.server.translating import as_body, errors_reworded, unsupported_field
 from nano_inference.server.unsupported import is_one_of, refuse_unsupported
 
-_REFUSED: Mapping[str, tuple[Any, ...]] = MappingProxyType(
+UNSUPPORTED: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {
         "container": (None,),
         "mcp_servers": (None, []),
@@ -44,12 +42,14 @@ _REFUSED: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "billing_policy": (None,),
     }
 )
-"""Anthropic's fields that are not done here -> the values with which they change nothing."""
-_HARMLESS = frozenset({"user", "store", "prompt_cache_key", "safety_identifier", "verbosity"})
-_FOREIGN = frozenset({*ChatBody.model_fields, "reasoning_effort"}) - frozenset(MessagesBody.model_fields) - _HARMLESS
-"""What a chat takes and this API does not have, but for what changes nothing there either."""
+"""Unsupported fields of Anthropic's API -> the values that are accepted because they have no effect."""
+_IGNORED = frozenset({"user", "store", "prompt_cache_key", "safety_identifier", "verbosity"})
+"""Fields without effect in a chat completion."""
+CHAT_ONLY = frozenset({*ChatBody.model_fields, "reasoning_effort"}) - frozenset(MessagesBody.model_fields) - _IGNORED
+"""Fields of a chat completion that this API lacks."""
 _SAME = ("model", "max_tokens", "stream", "temperature", "top_p", "top_k", "seed", "return_token_ids", "cache_salt")
-_RENAMED: tuple[tuple[re.Pattern[str], str], ...] = (
+"""Fields with the same name in a chat completion."""
+_ANTHROPIC_NAMES: tuple[tuple[re.Pattern[str], str], ...] = (
     (re.compile(r"^stop\b(?=[ :.\[]|$)"), "stop_sequences"),
     (re.compile(r"\bcontinue_final_message\b"), "messages"),
     (re.compile(r"\bparallel_tool_calls\b"), "tool_choice.disable_parallel_tool_use"),
@@ -59,28 +59,28 @@ _RENAMED: tuple[tuple[re.Pattern[str], str], ...] = (
     (re.compile(r"\btools(?:\.(\d+)|\[(\d+)\])(?:\.function)?\b(?:\.parameters\b)"), r"tools.\1\2.input_schema"),
     (re.compile(r"\btools(?:\.(\d+)|\[(\d+)\])(?:\.function\b)?"), r"tools.\1\2"),
 )
-"""A chat's names -> Anthropic's."""
+"""Pattern of a chat completion's field in an error -> Anthropic's name."""
 _MESSAGE = re.compile(r"\bmessages(?:\.(\d+)|\[(\d+)\])((?:\.\w+)*)")
 _UNLIMITED = 1 << 40
 
 
 def messages_call(body: MessagesBody, model: ServedModel, config: ServerConfig, salt: str) -> Call:
-    """Return the call of POST /v1/messages. Raises `ApiError` naming the field that is wrong."""
+    """Return the call of POST /v1/messages. Raises `ApiError` naming the invalid field."""
     call = _chat_call(body, model, config, salt)
     return replace(call, id=f"msg_{uuid.uuid4().hex}", make_reply=MessagesReply)
 
 
 def count_tokens(body: CountTokensBody, model: ServedModel) -> JSON:
-    """Return {"input_tokens"}: what a model of any context would read. Raises `ApiError` as `messages_call` does."""
-    endless = replace(model, limits=replace(model.limits, max_model_len=_UNLIMITED, num_blocks=_UNLIMITED))
-    call = _chat_call(body, endless, ServerConfig(), "")
+    """Return {"input_tokens"}, also beyond the model's context. Raises `ApiError` as `messages_call` does."""
+    unlimited = replace(model, limits=replace(model.limits, max_model_len=_UNLIMITED, num_blocks=_UNLIMITED))
+    call = _chat_call(body, unlimited, ServerConfig(), "")
     return {"input_tokens": len(call.requests[0].prompt)}
 
 
 def chat_fields(body: CountTokensBody, model: ServedModel) -> tuple[JSON, Sequence[str]]:
-    """Return the body of the chat completion that this is, and where each of its messages was.
+    """Return the fields of a `ChatBody`, and the place in `body` of each of its messages.
 
-    Raises `ApiError` for what this server does not do.
+    Raises `ApiError` for what this server does not support.
     """
     _refuse(body)
     chat = chat_of(body)
@@ -94,85 +94,62 @@ def chat_fields(body: CountTokensBody, model: ServedModel) -> tuple[JSON, Sequen
         fields["tools"] = tools_of(body.tools)
     if body.tool_choice is not None:
         fields |= choice_of(body.tool_choice)
-    wanted = body.output_format if body.output_config is None else body.output_config.format or body.output_format
-    if wanted is not None:
-        fields["response_format"] = format_of(wanted)
+    format_ = body.output_format if body.output_config is None else body.output_config.format or body.output_format
+    if format_ is not None:
+        fields["response_format"] = format_of(format_)
     if body.output_config is not None and body.output_config.effort is not None:
         fields["reasoning_effort"] = body.output_config.effort
     variables = _variables(body, model)
     return fields | ({"chat_template_kwargs": variables} if variables else {}), chat.places
 
 
-def in_own_names(error: ApiError, places: Sequence[str]) -> ApiError:
-    """Return a refusal of a chat completion in the names of this API; `places` are where its messages were."""
-    return ApiError(
-        error.status,
-        _renamed(error.message, places),
-        param=None if error.param is None else _renamed(error.param, places),
-        code=error.code,
-        headers=error.headers,
-        extra=error.extra,
-    )
-
-
-def _chat_call(body: CountTokensBody, model: ServedModel, config: ServerConfig, salt: str) -> Call:
-    fields, places = chat_fields(body, model)
-    with _own_names(places):
-        return chat_call(as_body(fields, ChatBody), model, config, salt)
-
-
-@contextmanager
-def _own_names(places: Sequence[str]) -> Iterator[None]:
-    try:
-        yield
-    except ApiError as error:
-        raise in_own_names(error, places) from None
-
-
-def _renamed(text: str, places: Sequence[str]) -> str:
-    for pattern, name in _RENAMED:
+def with_anthropic_names(text: str, places: Sequence[str]) -> str:
+    """Return a chat completion's error text with Anthropic's field names; `places`: as `chat_fields` returns them."""
+    for pattern, name in _ANTHROPIC_NAMES:
         text = pattern.sub(name, text)
 
-    def placed(found: re.Match[str]) -> str:
+    def place(found: re.Match[str]) -> str:
         index = int(found[1] or found[2])
         if index >= len(places):
             return found[0]
         return places[index] + (found[3] if places[index] != "system" else "")
 
-    return _MESSAGE.sub(placed, text)
+    return _MESSAGE.sub(place, text)
+
+
+def _chat_call(body: CountTokensBody, model: ServedModel, config: ServerConfig, salt: str) -> Call:
+    fields, places = chat_fields(body, model)
+    with errors_reworded(lambda text: with_anthropic_names(text, places)):
+        return chat_call(as_body(fields, ChatBody), model, config, salt)
 
 
 def _variables(body: CountTokensBody, model: ServedModel) -> JSON:
-    """Return the template's variables; one that switches thinking off is set when thinking is disabled."""
+    """Return the chat template's variables; `thinking` sets `enable_thinking` to false if the template uses it."""
     given = body.chat_template_kwargs or {}
     can_think = model.dialogue is not None and model.dialogue.knows("enable_thinking")
     return {"enable_thinking": False, **given} if body.thinking is not None and can_think else given
 
 
 def _refuse(body: CountTokensBody) -> None:
-    """Raise `ApiError` naming the first field that asks for what is not done here."""
+    """Raise `ApiError` naming the first field with an unsupported value."""
     extra = body.model_extra or {}
     for name, value in extra.items():
-        if name in _REFUSED and not is_one_of(value, _REFUSED[name]):
-            raise _unsupported(name)
-        if name in _FOREIGN and value is not None:
-            raise _unsupported(name, "is not a field of this API")
+        if name in UNSUPPORTED and not is_one_of(value, UNSUPPORTED[name]):
+            raise unsupported_field(name)
+        if name in CHAT_ONLY and value is not None:
+            raise unsupported_field(name, f"{name} is not a field of this API")
     refuse_unsupported(extra)
     if body.thinking is not None and body.thinking.type != "disabled":
-        raise _unsupported("thinking.type", f"{body.thinking.type!r} is not supported by this server, only disabled")
+        message = f"thinking.type: {body.thinking.type!r} is not supported by this server, only disabled"
+        raise unsupported_field("thinking.type", message)
     config = body.output_config
     if config is None:
         return
     for name, value in (config.model_extra or {}).items():
         if value is not None:
-            raise _unsupported(f"output_config.{name[:64]}")
+            raise unsupported_field(f"output_config.{name[:64]}")
     if config.format is not None and body.output_format is not None:
         raise ApiError(400, "output_format and output_config.format exclude each other", param="output_format")
-
-
-def _unsupported(name: str, why: str = "is not supported by this server") -> ApiError:
-    colon = ":" if why.startswith("'") else ""
-    return ApiError(400, f"{name}{colon} {why}", param=name, code="unsupported_field")
 
 
 DIALECT = Dialect(
@@ -181,7 +158,7 @@ DIALECT = Dialect(
             path="/v1/messages",
             body=MessagesBody,
             to_call=messages_call,
-            summary="Answer messages, as Anthropic's API has them.",
+            summary="Answer messages; the interface of Anthropic's API.",
             renders=True,
         ),
     ),
@@ -190,7 +167,7 @@ DIALECT = Dialect(
             path="/v1/messages/count_tokens",
             body=CountTokensBody,
             work=count_tokens,
-            summary="Count the tokens of messages, as Anthropic's API has them.",
+            summary="Count the tokens of messages; the interface of Anthropic's API.",
             renders=True,
         ),
     ),

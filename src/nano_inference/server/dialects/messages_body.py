@@ -1,6 +1,6 @@
-"""What clients of Anthropic's Messages API may send: POST /v1/messages and /v1/messages/count_tokens.
+"""Bodies of Anthropic's Messages API: POST /v1/messages and /v1/messages/count_tokens.
 
-Fields as in platform.claude.com/docs/en/api/messages. What this server does not do is refused in `messages`.
+Fields as in platform.claude.com/docs/en/api/messages. `messages.py` rejects those that this server does not support.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ BlockId = Annotated[str, Field(min_length=1, max_length=256)]
 
 
 class TextBlock(Body):
-    """Text. `cache_control` and `citations` change nothing."""
+    """Text. `cache_control` and `citations` are ignored."""
 
     type: Literal["text"]
     text: str
 
 
 class OtherBlock(Body):
-    """A block of any other kind: refused by name."""
+    """A block of an unsupported type, which is named in the error."""
 
     type: str
 
 
 def _block_tag(value: Any) -> str:
-    """Return which of the classes of blocks a value belongs to."""
+    """Return the tag of the `Block` class that validates a value."""
     kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
     return f"block-{kind}" if kind in ("text", "tool_use", "tool_result", *_THOUGHTS) else "block-other"
 
 
 def _text_tag(value: Any) -> str:
-    """Return the same where only text can stand."""
+    """Return the tag of the `TextOnly` class that validates a value."""
     return "block-text" if _block_tag(value) == "block-text" else "block-other"
 
 
@@ -58,7 +58,7 @@ _THOUGHTS = ("thinking", "redacted_thinking")
 
 
 class ToolUseBlock(Body):
-    """A call that the assistant made."""
+    """A tool call by the assistant."""
 
     type: Literal["tool_use"]
     id: BlockId
@@ -67,7 +67,7 @@ class ToolUseBlock(Body):
 
 
 class ToolResultBlock(Body):
-    """What a call gave."""
+    """The result of a tool call."""
 
     type: Literal["tool_result"]
     tool_use_id: BlockId
@@ -76,7 +76,7 @@ class ToolResultBlock(Body):
 
 
 class ThinkingBlock(Body):
-    """What the assistant thought in an earlier turn: left out, as Anthropic does."""
+    """Reasoning of an earlier turn; omitted from the prompt, as Anthropic does."""
 
     type: Literal["thinking", "redacted_thinking"]
 
@@ -93,14 +93,14 @@ Block = Annotated[
 
 
 class MessageParam(Body):
-    """One message; those of one role that follow each other are one turn."""
+    """One message; consecutive messages of one role form one turn."""
 
     role: Literal["user", "assistant", "system"]
     content: str | Annotated[list[Block], Field(max_length=MAX_MESSAGES, fail_fast=True)]
 
 
 class ToolParam(Body):
-    """A function that the model may call, or a tool that is told by its type."""
+    """A function that the model may call, or a built-in tool named by `type`."""
 
     type: Annotated[str, Field(max_length=64)] | None = None
     name: Name | None = None
@@ -110,7 +110,7 @@ class ToolParam(Body):
 
 
 class MessagesToolChoice(Body):
-    """Whether tools are to be called."""
+    """Whether the model may, must or must not call tools."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: Name | None = None
@@ -118,27 +118,27 @@ class MessagesToolChoice(Body):
 
 
 class Thinking(Body):
-    """Whether the model thinks before it answers; only that it does not is done here."""
+    """Whether the model reasons before it answers; only the type `disabled` is supported."""
 
     type: Annotated[str, Field(max_length=64)]
 
 
 class OutputFormat(Body):
-    """What the answer's text must be."""
+    """A JSON schema that the answer must match."""
 
     type: Literal["json_schema"]
     schema_: Annotated[dict[str, Any], Field(alias="schema")]
 
 
 class OutputConfig(Body):
-    """How the answer is to be."""
+    """Reasoning effort and output format."""
 
     effort: Annotated[str, Field(max_length=64)] | None = None
     format: OutputFormat | None = None
 
 
 class CountTokensBody(Body):
-    """POST /v1/messages/count_tokens: what decides on what the model reads."""
+    """POST /v1/messages/count_tokens: the fields that determine the prompt."""
 
     model: Annotated[str, Field(max_length=512)] | None = None
     messages: Annotated[list[MessageParam], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
@@ -148,12 +148,12 @@ class CountTokensBody(Body):
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None
-    """`output_config.format` as older clients have it."""
+    """The name of `output_config.format` in older clients."""
     chat_template_kwargs: dict[str, Any] | None = None
-    """Ours, as in a chat completion."""
+    """Extension: as in a chat completion."""
 
     cache_control: dict[str, Any] | None = None
-    """Taken and left out: whatever was computed is kept anyway."""
+    """Ignored: all prefixes are cached."""
     user_profile_id: str | None = None
     workspace_id: str | None = None
 
@@ -165,15 +165,15 @@ class MessagesBody(CountTokensBody):
     stop_sequences: Annotated[list[StopText], Field(max_length=MAX_STOPS)] | None = None
     stream: bool | None = None
     temperature: Temperature | None = None
-    """Anthropic's ends at 1."""
+    """At most 1 in Anthropic's API."""
     top_p: PositiveShare | None = None
     top_k: Count | None = None
     seed: Seed | None = None
-    """Ours."""
+    """Extension."""
     return_token_ids: bool | None = None
-    """Ours: also the ids of prompt and answer, with what is known of each token."""
+    """Extension: the ids of prompt and answer, the loss mask and the weight versions."""
     cache_salt: Salt | None = None
-    """Ours."""
+    """Extension."""
 
     metadata: dict[str, Any] | None = None
     service_tier: str | None = None

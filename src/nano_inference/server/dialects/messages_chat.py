@@ -1,13 +1,14 @@
-"""Anthropic's messages, tools and formats in the form of a chat completion. Pure.
+"""Translation of Anthropic's messages, tools and formats to those of a chat completion. Pure.
 
-A turn's texts are joined with line breaks, as those of a chat's message are. Results of tools become messages of their
-own, in the place where they stood; one that is an error says so. What the assistant thought is left out.
+The texts of a turn are joined with line breaks, as in a chat's message. Each tool result becomes a separate message in
+the same position; the text of a failed one begins with "Error: ". Reasoning blocks are omitted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from pydantic_core import to_json
@@ -26,31 +27,35 @@ from nano_inference.server.dialects.messages_body import (
     ToolUseBlock,
 )
 from nano_inference.server.errors import ApiError
+from nano_inference.server.translating import unsupported_field
 
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
-_ERROR_MARK = "Error: "
-"""Before what a tool gave that went wrong: chats have no other way to say it."""
+_NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType(
+    {"defer_loading": (None, False), "allowed_callers": (None, ["direct"]), "input_examples": (None, [])}
+)
+"""Unsupported field of a tool -> the values that are accepted because they have no effect."""
+_ERROR_PREFIX = "Error: "
+"""Begins the result of a failed tool call: a chat's message has no field for it."""
 
 
 class Chat(NamedTuple):
-    """A conversation as a chat completion has it."""
+    """The messages of a chat completion."""
 
     messages: list[JSON]
     places: list[str]
-    """Where each message was in the body: `system`, `messages.2`."""
+    """The field of the body that each message is from: `system`, `messages.2`."""
     is_open: bool
-    """The last message is the assistant's, who is to go on with it."""
+    """True if the last message is the assistant's, which the model then continues."""
 
 
-class _Placed(NamedTuple):
-    """A block, and where it was."""
-
+class _PlacedBlock(NamedTuple):
     place: str
+    """Its field in the body, for errors."""
     block: Block
 
 
 def chat_of(body: CountTokensBody) -> Chat:
-    """Return the conversation. Raises `ApiError` naming the block that cannot be shown to the model."""
+    """Return the conversation. Raises `ApiError` naming an unsupported or invalid block."""
     messages: list[JSON] = []
     places: list[str] = []
     if body.system is not None:
@@ -59,9 +64,9 @@ def chat_of(body: CountTokensBody) -> Chat:
     names: dict[str, str] = {}
     role = ""
     for role, place, blocks in _turns(body):
-        made = _turn(role, blocks, names)
-        messages += made
-        places += [place] * len(made)
+        new = _turn(role, blocks, names)
+        messages += new
+        places += [place] * len(new)
     is_open = role == "assistant"
     if is_open and messages[-1].get("tool_calls"):
         message = f"{places[-1]}: tool_use must be followed by a message with its tool_result"
@@ -70,12 +75,12 @@ def chat_of(body: CountTokensBody) -> Chat:
 
 
 def tools_of(tools: Sequence[ToolParam]) -> list[JSON]:
-    """Return tools as functions. Raises `ApiError` for one that a server of Anthropic's would run."""
+    """Return a chat's tools. Raises `ApiError` for tools that run on Anthropic's servers."""
     return [_tool(f"tools.{index}", tool) for index, tool in enumerate(tools)]
 
 
 def choice_of(choice: MessagesToolChoice) -> JSON:
-    """Return the fields that say whether tools are called, and how many at once."""
+    """Return a chat's `tool_choice` and `parallel_tool_calls`."""
     fields: JSON = {}
     if choice.disable_parallel_tool_use is not None:
         fields["parallel_tool_calls"] = not choice.disable_parallel_tool_use
@@ -86,30 +91,26 @@ def choice_of(choice: MessagesToolChoice) -> JSON:
     return fields | {"tool_choice": {"type": "function", "function": {"name": choice.name}}}
 
 
-def format_of(wanted: OutputFormat) -> JSON:
-    """Return a schema for the answer as a response format."""
-    return {"type": "json_schema", "json_schema": {"name": "output", "schema": wanted.schema_, "strict": True}}
+def format_of(output: OutputFormat) -> JSON:
+    """Return a chat's `response_format`."""
+    return {"type": "json_schema", "json_schema": {"name": "output", "schema": output.schema_, "strict": True}}
 
 
-def _turns(body: CountTokensBody) -> Iterator[tuple[str, str, list[_Placed]]]:
-    """Yield role, place and blocks of each turn."""
-    numbered = enumerate(body.messages)
-    for role, run in groupby(numbered, key=lambda pair: pair[1].role):
-        blocks: list[_Placed] = []
-        first: int | None = None
-        for index, message in run:
-            first = index if first is None else first
+def _turns(body: CountTokensBody) -> Iterator[tuple[str, str, list[_PlacedBlock]]]:
+    """Yield (role, place, blocks) of each turn: consecutive messages of one role."""
+    for role, run in groupby(enumerate(body.messages), key=lambda pair: pair[1].role):
+        messages = list(run)
+        blocks: list[_PlacedBlock] = []
+        for index, message in messages:
             content = message.content
-            several: Sequence[Any] = content
-            if isinstance(content, str):
-                several = [TextBlock(type="text", text=content)]
+            several: Sequence[Any] = [TextBlock(type="text", text=content)] if isinstance(content, str) else content
             where = f"messages.{index}.content"
-            blocks += [_Placed(f"{where}.{number}", block) for number, block in enumerate(several)]
-        yield role, f"messages.{first}", blocks
+            blocks += [_PlacedBlock(f"{where}.{number}", block) for number, block in enumerate(several)]
+        yield role, f"messages.{messages[0][0]}", blocks
 
 
-def _turn(role: str, blocks: Sequence[_Placed], names: dict[str, str]) -> list[JSON]:
-    """Return a turn's messages; `names` are those of the calls so far, by id, and get this turn's."""
+def _turn(role: str, blocks: Sequence[_PlacedBlock], names: dict[str, str]) -> list[JSON]:
+    """Return a turn's messages. `names` maps ids of earlier calls to tools; this turn's calls are added to it."""
     if role == "assistant":
         return [_assistant(blocks, names)]
     if role == "system":
@@ -124,7 +125,7 @@ def _turn(role: str, blocks: Sequence[_Placed], names: dict[str, str]) -> list[J
     return messages or [{"role": role, "content": ""}]
 
 
-def _assistant(blocks: Sequence[_Placed], names: dict[str, str]) -> JSON:
+def _assistant(blocks: Sequence[_PlacedBlock], names: dict[str, str]) -> JSON:
     texts: list[str] = []
     calls: list[JSON] = []
     for one in blocks:
@@ -133,9 +134,8 @@ def _assistant(blocks: Sequence[_Placed], names: dict[str, str]) -> JSON:
             continue
         if isinstance(block, ToolUseBlock):
             if block.id in names:
-                raise ApiError(
-                    400, f"{one.place}.id: there is a tool_use with this id already", param=f"{one.place}.id"
-                )
+                where = f"{one.place}.id"
+                raise ApiError(400, f"{where}: an earlier tool_use has the same id", param=where)
             names[block.id] = block.name
             function = {"name": block.name, "arguments": to_json(block.input).decode()}
             calls.append({"id": block.id, "type": "function", "function": function})
@@ -145,31 +145,31 @@ def _assistant(blocks: Sequence[_Placed], names: dict[str, str]) -> JSON:
     return message | ({"tool_calls": calls} if calls else {})
 
 
-def _result(one: _Placed, names: dict[str, str]) -> JSON:
-    """Return what a tool gave, with the name of the tool, which some templates show."""
+def _result(one: _PlacedBlock, names: dict[str, str]) -> JSON:
+    """Return a tool's message; some templates render its `name`."""
     block = one.block
-    assert isinstance(block, ToolResultBlock), "the caller told them apart"
+    assert isinstance(block, ToolResultBlock), "_turn groups blocks by type"
     name = names.get(block.tool_use_id)
     if name is None:
         where = f"{one.place}.tool_use_id"
-        raise ApiError(400, f"{where}: no tool_use before has the id {block.tool_use_id[:64]!r}", param=where)
+        raise ApiError(400, f"{where}: no earlier tool_use has the id {block.tool_use_id[:64]!r}", param=where)
     text = "" if block.content is None else _joined_text(block.content, f"{one.place}.content")
-    mark = _ERROR_MARK if block.is_error else ""
-    return {"role": "tool", "tool_call_id": block.tool_use_id, "name": name, "content": mark + text}
+    prefix = _ERROR_PREFIX if block.is_error else ""
+    return {"role": "tool", "tool_call_id": block.tool_use_id, "name": name, "content": prefix + text}
 
 
 def _joined_text(content: Texts, place: str) -> str:
     if isinstance(content, str):
         return content
-    return "\n".join(_text(_Placed(f"{place}.{number}", block), "text") for number, block in enumerate(content))
+    return "\n".join(_text(_PlacedBlock(f"{place}.{number}", block), "text") for number, block in enumerate(content))
 
 
-def _text(one: _Placed, allowed: str) -> str:
-    """Return a block's text. Raises `ApiError` for a block of another kind."""
+def _text(one: _PlacedBlock, allowed: str) -> str:
+    """Return a block's text. Raises `ApiError` for another type; `allowed` lists the types for its message."""
     if isinstance(one.block, TextBlock):
         return one.block.text
-    message = f"{one.place}.type: {one.block.type[:64]!r} is not supported here, only {allowed}"
-    raise ApiError(400, message, param=f"{one.place}.type", code="unsupported_field")
+    where = f"{one.place}.type"
+    raise unsupported_field(where, f"{where}: {one.block.type[:64]!r} is not supported here, only {allowed}")
 
 
 def _tool(place: str, tool: ToolParam) -> JSON:
@@ -178,19 +178,13 @@ def _tool(place: str, tool: ToolParam) -> JSON:
         return {"type": "calculator"}
     if tool.type not in (None, "custom"):
         message = f"{place}.type: {tool.type!r} is not supported by this server, only custom and calculator"
-        raise ApiError(400, message, param=f"{place}.type", code="unsupported_field")
-    for name, neutral in (("defer_loading", (None, False)), ("allowed_callers", (None, ["direct"]))):
-        _require_neutral(place, name, extra.get(name), neutral)
-    _require_neutral(place, "input_examples", extra.get("input_examples"), (None, []))
+        raise unsupported_field(f"{place}.type", message)
+    for name, neutral in _NEUTRAL.items():
+        if extra.get(name) not in neutral:
+            raise unsupported_field(f"{place}.{name}")
     for name in ("name", "input_schema"):
         if getattr(tool, name) is None:
             raise ApiError(400, f"{place}.{name}: field required", param=f"{place}.{name}")
     function: JSON = {"name": tool.name, "parameters": tool.input_schema}
     function |= {name: getattr(tool, name) for name in ("description", "strict") if getattr(tool, name) is not None}
     return {"type": "function", "function": function}
-
-
-def _require_neutral(place: str, name: str, value: Any, neutral: Sequence[Any]) -> None:
-    if value not in neutral:
-        message = f"{place}.{name} is not supported by this server"
-        raise ApiError(400, message, param=f"{place}.{name}", code="unsupported_field")

@@ -1,8 +1,8 @@
-"""Anthropic's dialect: a message of text and tool_use blocks, whole or as named events; errors in its form.
+"""Anthropic's replies: a message of text and tool_use blocks, whole or as named events, and the error body.
 
-A whole reply is put together from the very events of its stream. The tokens that were found in the cache are counted
-in `cache_read_input_tokens` and not in `input_tokens`; a stream knows them only at its end, so its first event counts
-the whole prompt as `input_tokens` and its `message_delta` corrects that.
+A whole reply is assembled from the events of its stream. Cached tokens count as `cache_read_input_tokens`, not as
+`input_tokens`; a stream knows their number only at its end, so its first event counts the whole prompt as
+`input_tokens` and its `message_delta` has the corrected counts.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ _ERROR_TYPES = {
 }
 
 
-class Blocks(NamedTuple):
-    """Where the writing of a message's blocks stands."""
+class BlockState(NamedTuple):
+    """State of a message's content blocks while they are streamed."""
 
-    number: int = 0
-    """Blocks so far."""
-    inside: Literal["", "text", "tool_use"] = ""
+    num_blocks: int = 0
+    open: Literal["", "text", "tool_use"] = ""
+    """Type of the block that has started and not stopped."""
     has_called: bool = False
-    """A call came to its end."""
+    """True after the end of a tool call."""
 
 
 class MessagesReply:
@@ -49,59 +49,57 @@ class MessagesReply:
 
     def __init__(self, call: Call, tokenizer: Tokenizer, created: int) -> None:
         self._call = call
-        self._blocks = Blocks()
+        self._state = BlockState()
 
     def body(self, transcripts: Sequence[Transcript]) -> JSON:
         """Return the message."""
-        blocks, told = written_blocks(Blocks(), transcripts[0].events, self._call.id)
-        content = content_of([*told, *_closed(blocks)])
-        return message(self._call, content) | _ending(self._call, transcripts, blocks)
+        state, events = content_events(BlockState(), transcripts[0].events, self._call.id)
+        content = content_of([*events, *_stop_block(state)])
+        return message(self._call, content) | _ending(self._call, transcripts, state)
 
     def first_events(self, transcripts: Sequence[Transcript]) -> bytes:
-        """Return the message without content."""
+        """Return the `message_start` event."""
         blank = {"stop_reason": None, "stop_sequence": None, "usage": input_usage(self._call, transcripts)}
-        return named([{"type": "message_start", "message": message(self._call, []) | blank}])
+        return named_events([{"type": "message_start", "message": message(self._call, []) | blank}])
 
     def delta_events(self, transcript: Transcript, decoded: DecodedDelta, transcripts: Sequence[Transcript]) -> bytes:
-        """Return the events of a delta."""
-        self._blocks, told = written_blocks(self._blocks, decoded.events, self._call.id)
-        return named(told)
+        self._state, events = content_events(self._state, decoded.events, self._call.id)
+        return named_events(events)
 
     def last_events(self, transcripts: Sequence[Transcript]) -> bytes:
-        """Return the end of the last block, why the message ended, and its end."""
-        ending = _ending(self._call, transcripts, self._blocks)
+        """Return the end of the last block, `message_delta` with the stop reason, and `message_stop`."""
+        ending = _ending(self._call, transcripts, self._state)
         delta = {name: ending.pop(name) for name in ("stop_reason", "stop_sequence")}
         last = [{"type": "message_delta", "delta": delta, **ending}, {"type": "message_stop"}]
-        return named([*_closed(self._blocks), *last])
+        return named_events([*_stop_block(self._state), *last])
 
     def error_events(self, error: ApiError) -> bytes:
-        """Return the error."""
-        return named([error_body(error)])
+        return named_events([error_body(error)])
 
 
 def error_body(error: ApiError, request_id: str | None = None) -> JSON:
-    """Return an error in Anthropic's form; what programs may want to know of it is in `details`."""
+    """Return Anthropic's error object; code, param and extra fields are in `details`."""
     kind = _ERROR_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
-    told: JSON = {"type": kind, "message": shortened(error.message)}
+    fields: JSON = {"type": kind, "message": shortened(error.message)}
     details = {"error_code": error.code, "param": error.param, **error.extra}
     known = {name: value for name, value in details.items() if value is not None}
-    return {"type": "error", "error": told | ({"details": known} if known else {}), "request_id": request_id}
+    return {"type": "error", "error": fields | ({"details": known} if known else {}), "request_id": request_id}
 
 
-def written_blocks(blocks: Blocks, events: Iterable[Event], call_id: str) -> tuple[Blocks, list[JSON]]:
-    """Return the state behind some events, and what a stream tells of them."""
-    told: list[JSON] = []
+def content_events(state: BlockState, events: Iterable[Event], call_id: str) -> tuple[BlockState, list[JSON]]:
+    """Return the state after some text and tool-call events, and the API's events for them."""
+    out: list[JSON] = []
     for one in events:
-        blocks, more = _write(blocks, one, call_id)
-        told += more
-    return blocks, told
+        state, more = _event(state, one, call_id)
+        out += more
+    return state, out
 
 
-def content_of(told: Iterable[JSON]) -> list[JSON]:
-    """Return the blocks that a stream's events make. The arguments of a call that was cut off are what is there."""
+def content_of(events: Iterable[JSON]) -> list[JSON]:
+    """Return the content blocks described by a stream's events; an incomplete call has partial arguments."""
     content: list[JSON] = []
     pieces: list[list[str]] = []
-    for one in told:
+    for one in events:
         if one["type"] == "content_block_start":
             content.append(dict(one["content_block"]))
             pieces.append([])
@@ -118,9 +116,9 @@ def content_of(told: Iterable[JSON]) -> list[JSON]:
 
 
 def arguments_of(text: str) -> JSON:
-    """Return a call's arguments, as far as they go; what no JSON can tell again is there as {"raw_arguments"}.
+    """Return a call's arguments, parsed from complete or cut-off JSON.
 
-    That is half of a surrogate pair, and a number beyond what floats hold: models write both.
+    Return {"raw_arguments": text} if they cannot be encoded as JSON again: lone surrogates, numbers beyond a float.
     """
     try:
         value = from_json(text, allow_partial=True)
@@ -131,13 +129,13 @@ def arguments_of(text: str) -> JSON:
 
 
 def message(call: Call, content: list[JSON]) -> JSON:
-    """Return a message with its head; why it ended comes later."""
+    """Return a message without stop reason and usage."""
     reply: JSON = {"id": call.id, "type": "message", "role": "assistant", "model": call.model, "content": content}
     return reply | ({"prompt_token_ids": list(call.requests[0].prompt)} if call.shape.token_ids else {})
 
 
 def input_usage(call: Call, transcripts: Sequence[Transcript]) -> JSON:
-    """Return the tokens of a call, those from the cache apart."""
+    """Return a call's `usage`; cached tokens are counted separately."""
     counts = usage(call, transcripts)
     cached = counts["prompt_tokens_details"]["cached_tokens"]
     return {
@@ -149,7 +147,7 @@ def input_usage(call: Call, transcripts: Sequence[Transcript]) -> JSON:
 
 
 def stop_reason(call: Call, transcript: Transcript, has_called: bool) -> tuple[str, str | None]:
-    """Return why a message ended, and the stop sequence. What was cut off or aborted ended as "max_tokens"."""
+    """Return (stop_reason, stop_sequence); "max_tokens" also for an aborted sample."""
     if transcript.finish_reason != "stop":
         return "max_tokens", None
     if isinstance(transcript.stop_reason, str) and transcript.stop_reason in call.shape.stops:
@@ -157,45 +155,40 @@ def stop_reason(call: Call, transcript: Transcript, has_called: bool) -> tuple[s
     return ("tool_use" if has_called else "end_turn"), None
 
 
-def named(values: Iterable[JSON]) -> bytes:
-    """Return events, each under the name of its type."""
+def named_events(values: Iterable[JSON]) -> bytes:
+    """Return server-sent events, each named by its `type`."""
     return b"".join(event(value, value["type"]) for value in values)
 
 
-def _ending(call: Call, transcripts: Sequence[Transcript], blocks: Blocks) -> JSON:
-    reason, sequence = stop_reason(call, transcripts[0], blocks.has_called)
+def _ending(call: Call, transcripts: Sequence[Transcript], state: BlockState) -> JSON:
+    reason, sequence = stop_reason(call, transcripts[0], state.has_called)
     end: JSON = {"stop_reason": reason, "stop_sequence": sequence, "usage": input_usage(call, transcripts)}
     return end | sample_facts(transcripts[0], call.shape)
 
 
-def _write(blocks: Blocks, one: Event, call_id: str) -> tuple[Blocks, list[JSON]]:
-    """Return the state behind one event, and what is told of it."""
+def _event(state: BlockState, one: Event, call_id: str) -> tuple[BlockState, list[JSON]]:
     if isinstance(one, CallStart):
-        use = {"type": "tool_use", "id": tool_use_id(call_id, one.index), "name": one.name, "input": {}}
-        return _opened(blocks, use, "tool_use")
+        tool_use_id = f"toolu_{call_id.removeprefix('msg_')}_{one.index}"
+        use = {"type": "tool_use", "id": tool_use_id, "name": one.name, "input": {}}
+        return _start_block(state, use, "tool_use")
     if isinstance(one, CallArguments):
-        return blocks, [_delta(blocks, {"type": "input_json_delta", "partial_json": one.text})]
+        return state, [_delta(state, {"type": "input_json_delta", "partial_json": one.text})]
     if isinstance(one, CallEnd):
-        return blocks._replace(inside="", has_called=True), _closed(blocks)
-    told: list[JSON] = []
-    if blocks.inside != "text":
-        blocks, told = _opened(blocks, {"type": "text", "text": ""}, "text")
-    return blocks, [*told, _delta(blocks, {"type": "text_delta", "text": one.text})]
+        return state._replace(open="", has_called=True), _stop_block(state)
+    events: list[JSON] = []
+    if state.open != "text":
+        state, events = _start_block(state, {"type": "text", "text": ""}, "text")
+    return state, [*events, _delta(state, {"type": "text_delta", "text": one.text})]
 
 
-def tool_use_id(call_id: str, index: int) -> str:
-    """Return the id of a message's call: the same in every form of the reply."""
-    return f"toolu_{call_id.removeprefix('msg_')}_{index}"
+def _start_block(state: BlockState, block: JSON, kind: Literal["text", "tool_use"]) -> tuple[BlockState, list[JSON]]:
+    start = {"type": "content_block_start", "index": state.num_blocks, "content_block": block}
+    return state._replace(num_blocks=state.num_blocks + 1, open=kind), [*_stop_block(state), start]
 
 
-def _opened(blocks: Blocks, block: JSON, kind: Literal["text", "tool_use"]) -> tuple[Blocks, list[JSON]]:
-    start = {"type": "content_block_start", "index": blocks.number, "content_block": block}
-    return blocks._replace(number=blocks.number + 1, inside=kind), [*_closed(blocks), start]
+def _delta(state: BlockState, delta: JSON) -> JSON:
+    return {"type": "content_block_delta", "index": state.num_blocks - 1, "delta": delta}
 
 
-def _delta(blocks: Blocks, delta: JSON) -> JSON:
-    return {"type": "content_block_delta", "index": blocks.number - 1, "delta": delta}
-
-
-def _closed(blocks: Blocks) -> list[JSON]:
-    return [{"type": "content_block_stop", "index": blocks.number - 1}] if blocks.inside else []
+def _stop_block(state: BlockState) -> list[JSON]:
+    return [{"type": "content_block_stop", "index": state.num_blocks - 1}] if state.open else []

@@ -1,6 +1,6 @@
-"""OpenAI's POST /v1/completions and /v1/chat/completions, which other dialects translate into.
+"""Routes of OpenAI's POST /v1/completions and /v1/chat/completions.
 
-Their bodies are in `server/schema.py`, their calls in `server/calls.py` and their replies in `server/replies.py`.
+Bodies are in `server/schema.py`, calls in `server/calls.py` and replies in `server/replies.py`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""SGLang's POST /generate, and the one token of /health_generate.
+"""SGLang's POST /generate and GET /health_generate.
 
-Fields and reply as in sglang/srt/managers/io_struct.py and sglang/srt/sampling/sampling_params.py. Further goes
-`mask` in `meta_info` (1 where the model drew a token). Ids always keep every token, the one that stopped it too.
-Taken without effect, because they speak of SGLang's own logs and queues: `log_metrics`, `no_logs`, `background`.
+Fields and reply as in sglang/srt/managers/io_struct.py and sglang/srt/sampling/sampling_params.py. Extension: `mask` in
+`meta_info` (1 where the model sampled the token). `output_ids` includes the stop token. Accepted and ignored, because
+they concern SGLang's logs and queues: `log_metrics`, `no_logs`, `background`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from nano_inference.config import ServerConfig
 from nano_inference.server.call import JSON, Call
 from nano_inference.server.calls import completion_call
 from nano_inference.server.dialect import Dialect, Generating, Probing
-from nano_inference.server.dialects.sglang_reply import SglangReply, Told
+from nano_inference.server.dialects.sglang_reply import PromptOptions, SglangReply
 from nano_inference.server.errors import ApiError
 from nano_inference.server.model import ServedModel
 from nano_inference.server.schema import (
@@ -51,12 +51,12 @@ from nano_inference.server.translating import (
     as_body,
     fill_context,
     given_fields,
-    refuse,
+    refuse_foreign,
     refuse_unknown,
     rename_structures,
     renamed_errors,
 )
-from nano_inference.server.unsupported import EMPTY, OFF, refuse_unsupported
+from nano_inference.server.unsupported import EMPTY, OFF
 
 _T = TypeVar("_T")
 
@@ -86,7 +86,7 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "bootstrap_room": (None,),
     }
 )
-"""Fields of SGLang's request that are not done -> the values with which they change nothing."""
+"""Unsupported fields of SGLang's request -> the values that are accepted because they have no effect."""
 
 UNSUPPORTED_PARAMS: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {
@@ -99,9 +99,9 @@ UNSUPPORTED_PARAMS: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "thinking_budget": (None,),
     }
 )
-"""The same among SGLang's sampling parameters."""
+"""The same for `sampling_params`."""
 
-PARAM_NAMES: Mapping[str, str] = MappingProxyType(
+_PARAM_NAMES: Mapping[str, str] = MappingProxyType(
     {
         **{name: name for name in ("temperature", "top_p", "top_k", "min_p", "n", "stop", "stop_token_ids")},
         **{name: name for name in ("ignore_eos", "skip_special_tokens", "logit_bias")},
@@ -113,22 +113,23 @@ PARAM_NAMES: Mapping[str, str] = MappingProxyType(
         "include_stop_str_in_output": "no_stop_trim",
     }
 )
-"""Our fields -> SGLang's sampling parameters."""
+"""Field of `CompletionBody` -> SGLang's sampling parameter."""
 
-_NAMES = MappingProxyType(
+_BODY_NAMES = MappingProxyType(
     {
         "logprobs": "top_logprobs_num",
         "prompt_logprobs": "logprob_start_len",
         "cache_salt": "extra_key",
     }
 )
+"""Field of `CompletionBody` -> field of `SglangBody`, for error messages."""
 
 
 class SglangParams(Body):
-    """SGLang's SamplingParams with SGLang's defaults; what the model's files recommend does not count here."""
+    """SGLang's SamplingParams with SGLang's defaults; the model's recommended values are not applied."""
 
     max_new_tokens: Count | None = 128
-    """None is all the room there is."""
+    """None: up to the end of the context."""
     min_new_tokens: Count | None = 0
     temperature: Temperature | None = 1.0
     top_p: PositiveShare | None = 1.0
@@ -142,7 +143,7 @@ class SglangParams(Body):
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     no_stop_trim: bool | None = None
-    """Leave the stop string in the text."""
+    """Keep the stop string in the text."""
     n: Samples | None = 1
     sampling_seed: Seed | None = None
     logit_bias: Bias | None = None
@@ -151,11 +152,8 @@ class SglangParams(Body):
     ebnf: str | None = None
 
 
-Start = CountOrOff
-
-
 class SglangBody(Body):
-    """POST /generate. What is a list has one entry for each prompt."""
+    """POST /generate. A list has one entry for each prompt."""
 
     neutral_names: ClassVar[frozenset[str]] = frozenset(UNSUPPORTED)
 
@@ -163,55 +161,54 @@ class SglangBody(Body):
     input_ids: TokenIds | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS)] | None = None
     sampling_params: SglangParams | Annotated[list[SglangParams], Field(max_length=MAX_PROMPTS)] | None = None
     return_logprob: bool | Annotated[list[bool], Field(max_length=MAX_PROMPTS)] | None = None
-    logprob_start_len: Start | Annotated[list[Start], Field(max_length=MAX_PROMPTS)] | None = None
-    """From which token of the prompt on log-probabilities are wanted; -1 is none of it."""
+    logprob_start_len: CountOrOff | Annotated[list[CountOrOff], Field(max_length=MAX_PROMPTS)] | None = None
+    """First prompt token with log-probabilities in the reply; -1: none."""
     top_logprobs_num: Alternatives | Annotated[list[Alternatives], Field(max_length=MAX_PROMPTS)] | None = None
     return_text_in_logprobs: bool | None = None
     return_sampling_mask: bool | None = None
     stream: bool | None = None
     rid: Name | Annotated[list[Name], Field(max_length=MAX_PROMPTS)] | None = None
     cache_salt: Salt | None = Field(default=None, alias="extra_key")
-    """Requests share cached prefixes only within one."""
+    """Requests share cached prefixes only if they have the same value."""
     log_metrics: bool | None = None
-    """Taken and left out, like the next: they speak of SGLang's own logs."""
     no_logs: bool | None = None
     background: bool | None = None
 
 
 def sglang_call(body: SglangBody, model: ServedModel, config: ServerConfig, salt: str) -> Call:
-    """Return the call of a request. Raises `ApiError` naming the field that is wrong, as the client calls it."""
-    extra = body.model_extra or {}
-    refuse(extra, UNSUPPORTED)
-    refuse_unsupported({name: value for name, value in extra.items() if name not in UNSUPPORTED})
+    """Return the call of a request. Raises `ApiError` naming the invalid field of `SglangBody`."""
+    refuse_foreign(body, UNSUPPORTED)
     prompts, is_list = _prompts(body)
-    params = _each(body.sampling_params, SglangParams(), len(prompts), "sampling_params")
-    told = _told(body, prompts)
-    wanted = [_fields(one, tell, body) for one, tell in zip(params, told, strict=True)]
+    params = _per_prompt(body.sampling_params, SglangParams(), len(prompts), "sampling_params")
+    options = _prompt_options(body, len(prompts))
+    fields = [_fields(one, option, body) for one, option in zip(params, options, strict=True)]
     source = "text" if body.text is not None else "input_ids"
     calls: list[Call] = []
-    for (fields, _), run in groupby(
-        range(len(prompts)), key=lambda index: (wanted[index], params[index].max_new_tokens)
-    ):
+    for _, run in groupby(range(len(prompts)), key=lambda index: (fields[index], params[index].max_new_tokens)):
         indices = list(run)
-        names = _names(source, indices[0] if isinstance(body.sampling_params, list) else None)
+        first = indices[0]
+        names = _client_names(source, first if isinstance(body.sampling_params, list) else None)
         with renamed_errors(names):
-            asked = as_body({**fields, "prompt": [prompts[index] for index in indices]}, CompletionBody)
-            one = rename_structures(completion_call(asked, model, config, salt), names)
-            calls.append(fill_context(one, model.limits) if params[indices[0]].max_new_tokens is None else one)
-    call = _merged(calls)
-    for index, (request, tell) in enumerate(zip(call.requests, told, strict=True)):
-        if tell.start > len(request.prompt):
+            completion = as_body({**fields[first], "prompt": [prompts[index] for index in indices]}, CompletionBody)
+            call = rename_structures(completion_call(completion, model, config, salt), names)
+            calls.append(fill_context(call, model.limits) if params[first].max_new_tokens is None else call)
+    call = _merge(calls)
+    for index, (request, option) in enumerate(zip(call.requests, options, strict=True)):
+        if option.start > len(request.prompt):
             message = f"logprob_start_len must be at most the length of prompt {index}, {len(request.prompt)}"
-            raise ApiError(400, f"{message}; got {tell.start}", param="logprob_start_len")
-    rids = frozenset(one.rid for one in told) | ({body.rid} if isinstance(body.rid, str) else set())
+            raise ApiError(400, f"{message}; got {option.start}", param="logprob_start_len")
+    rids = frozenset(option.rid for option in options) | ({body.rid} if isinstance(body.rid, str) else set())
     make_reply = partial(
-        SglangReply, told=told, is_list=is_list or call.num_samples > 1, with_text=bool(body.return_text_in_logprobs)
+        SglangReply,
+        options=options,
+        is_list=is_list or call.num_samples > 1,
+        with_text=bool(body.return_text_in_logprobs),
     )
-    return replace(call, id=told[0].rid, names=rids, stream=bool(body.stream), make_reply=make_reply)
+    return replace(call, id=options[0].rid, names=rids, stream=bool(body.stream), make_reply=make_reply)
 
 
 def health_generate_call(model: ServedModel, config: ServerConfig) -> Call:
-    """Return the call of /health_generate: one token behind one token. That an answer comes is the answer."""
+    """Return the call of /health_generate: one greedy token after a prompt of one token."""
     first = 0 if model.tokenizer.bos_id is None else model.tokenizer.bos_id
     params = SglangParams(max_new_tokens=1, temperature=0.0)
     name = f"HEALTH_CHECK_{uuid.uuid4().hex}"
@@ -219,7 +216,7 @@ def health_generate_call(model: ServedModel, config: ServerConfig) -> Call:
 
 
 def _prompts(body: SglangBody) -> tuple[list[Any], bool]:
-    """Return the prompts, and whether they came as a list: their replies do so then."""
+    """Return the prompts, and True if the client sent a list, so that the reply is a list."""
     if (body.text is None) == (body.input_ids is None):
         raise ApiError(400, "exactly one of text and input_ids must be given", param="input_ids")
     if body.input_ids is not None:
@@ -228,8 +225,8 @@ def _prompts(body: SglangBody) -> tuple[list[Any], bool]:
     return (body.text, True) if isinstance(body.text, list) else ([body.text], False)
 
 
-def _each(value: _T | list[_T] | None, default: _T, count: int, name: str) -> list[_T]:
-    """Return one value for each prompt, from one for all or a list of them. Raises `ApiError` for another number."""
+def _per_prompt(value: _T | list[_T] | None, default: _T, count: int, name: str) -> list[_T]:
+    """Return one value for each of `count` prompts. Raises `ApiError` for a list of another length."""
     if isinstance(value, list):
         if len(value) != count:
             raise ApiError(400, f"{name} must have one entry for each of {count} prompts, got {len(value)}", param=name)
@@ -237,71 +234,70 @@ def _each(value: _T | list[_T] | None, default: _T, count: int, name: str) -> li
     return [default if value is None else value] * count
 
 
-def _told(body: SglangBody, prompts: Sequence[Any]) -> list[Told]:
-    """Return what each prompt's reply tells."""
-    count = len(prompts)
+def _prompt_options(body: SglangBody, count: int) -> list[PromptOptions]:
+    """Return the reply's options for each of `count` prompts."""
     base = body.rid if isinstance(body.rid, str) else uuid.uuid4().hex
-    rids = _each(body.rid if isinstance(body.rid, list) else None, base, count, "rid")
+    rids = _per_prompt(body.rid if isinstance(body.rid, list) else None, base, count, "rid")
     if not isinstance(body.rid, list) and count > 1:
         rids = [f"{base}_{index}" for index in range(count)]
     if len(set(rids)) != count:
-        raise ApiError(400, "rid must not name two prompts alike", param="rid")
-    wanted = _each(body.return_logprob, False, count, "return_logprob")
-    starts = _each(body.logprob_start_len, -1, count, "logprob_start_len")
-    tops = _each(body.top_logprobs_num, 0, count, "top_logprobs_num")
+        raise ApiError(400, "rid must be different for each prompt", param="rid")
+    logprobs = _per_prompt(body.return_logprob, False, count, "return_logprob")
+    starts = _per_prompt(body.logprob_start_len, -1, count, "logprob_start_len")
+    tops = _per_prompt(body.top_logprobs_num, 0, count, "top_logprobs_num")
     return [
-        Told(rid, logprobs, start if logprobs else -1, top if logprobs else 0)
-        for rid, logprobs, start, top in zip(rids, wanted, starts, tops, strict=True)
+        PromptOptions(rid, has_logprobs, start if has_logprobs else -1, top if has_logprobs else 0)
+        for rid, has_logprobs, start, top in zip(rids, logprobs, starts, tops, strict=True)
     ]
 
 
-def _fields(params: SglangParams, told: Told, body: SglangBody) -> JSON:
-    """Return the fields of a completion for one prompt, without the prompt."""
+def _fields(params: SglangParams, options: PromptOptions, body: SglangBody) -> JSON:
+    """Return the fields of a `CompletionBody` for one prompt, without the prompt."""
     refuse_unknown(params.model_extra or {}, UNSUPPORTED_PARAMS, "sampling_params.")
-    theirs = given_fields(params)
-    fields: JSON = {ours: theirs[name] for ours, name in PARAM_NAMES.items() if name in theirs}
+    values = given_fields(params)
+    fields: JSON = {field: values[name] for field, name in _PARAM_NAMES.items() if name in values}
     if params.max_new_tokens is None:
-        fields["max_tokens"] = max(1, params.min_new_tokens or 0)  # for the checks; `roomy` lifts it
-    if told.logprobs:
-        fields["logprobs"] = told.top
-    if told.start >= 0:
-        fields["prompt_logprobs"] = told.top
+        fields["max_tokens"] = max(1, params.min_new_tokens or 0)  # passes validation; `fill_context` removes the limit
+    if options.logprobs:
+        fields["logprobs"] = options.top
+    if options.start >= 0:
+        fields["prompt_logprobs"] = options.top
     return fields | {"return_token_ids": True, "return_sampling_mask": body.return_sampling_mask, "stream": body.stream}
 
 
-def _names(source: str, index: int | None) -> dict[str, str]:
-    """Return the client's names of our fields; `index` is of the sampling parameters, when there are several."""
+def _client_names(source: str, index: int | None) -> dict[str, str]:
+    """Return {field of `CompletionBody`: client's field}; `index`: position in a list of `sampling_params`."""
     where = "sampling_params" if index is None else f"sampling_params.{index}"
-    params = {ours: f"{where}.{theirs}" for ours, theirs in PARAM_NAMES.items()}
-    return {**params, **_NAMES, "prompt": source}
+    params = {field: f"{where}.{name}" for field, name in _PARAM_NAMES.items()}
+    return {**params, **_BODY_NAMES, "prompt": source}
 
 
-def _merged(calls: Sequence[Call]) -> Call:
-    """Return several calls as one. Raises `ApiError` for what cannot differ among its prompts."""
+def _merge(calls: Sequence[Call]) -> Call:
+    """Return several calls as one. Raises `ApiError` for options that must be equal for all prompts."""
     first = calls[0]
     for call in calls[1:]:
-        alike = {
+        is_equal = {
             "n": call.num_samples == first.num_samples,
             "no_stop_trim": call.shape.include_stop == first.shape.include_stop,
             "skip_special_tokens": call.shape.skip_special == first.shape.skip_special,
         }
-        for name, is_alike in alike.items():
-            if not is_alike:
-                place = f"sampling_params.{name}"
-                raise ApiError(400, f"{place} must be the same for all prompts of a request", param=place)
+        for name, equal in is_equal.items():
+            if not equal:
+                field = f"sampling_params.{name}"
+                raise ApiError(400, f"{field} must be the same for all prompts of a request", param=field)
     return replace(
         first,
         requests=tuple(request for call in calls for request in call.requests),
         num_tokens=sum(call.num_tokens for call in calls),
-        shape=_joint_shape([call.shape for call in calls]),
+        shape=_merge_shapes([call.shape for call in calls]),
         forbids_tokens=any(call.forbids_tokens for call in calls),
     )
 
 
-def _joint_shape(shapes: Sequence[ReplyShape]) -> ReplyShape:
-    """Return one shape for all prompts: the reply leaves out what is not told of one of them.
+def _merge_shapes(shapes: Sequence[ReplyShape]) -> ReplyShape:
+    """Return a shape that contains what any prompt requests; `SglangReply` leaves out the rest per prompt.
 
-    A stop string of another prompt does no harm: it only holds text back for a while, and the engine alone stops.
+    Stop strings of other prompts only delay text: the engine decides where a sample stops.
     """
     return replace(
         shapes[0],
@@ -317,10 +313,12 @@ DIALECT = Dialect(
             path="/generate",
             body=SglangBody,
             to_call=sglang_call,
-            summary="Continue texts or token ids, as SGLang does.",
+            summary="Complete texts or token ids; the interface of SGLang.",
         ),
     ),
     probing=(
-        Probing(path="/health_generate", to_call=health_generate_call, summary="Draw a token, to see that one comes."),
+        Probing(
+            path="/health_generate", to_call=health_generate_call, summary="Check that the engine samples a token."
+        ),
     ),
 )

@@ -1,4 +1,4 @@
-"""SGLang's reply to /generate: an answer with its `meta_info`, whole, or as events that each say everything so far."""
+"""SGLang's reply to /generate, whole or as a stream whose events each contain all text so far."""
 
 from __future__ import annotations
 
@@ -14,37 +14,37 @@ from nano_inference.server.replies import version_facts
 from nano_inference.text.tokenizer import Tokenizer
 from nano_inference.types import SamplingMask, TopLogprobs
 
-_OFTEN = 64
-"""A stream's event says everything so far. When that is long, the next one waits for a 64th more of it: all events
-together are then a fixed multiple of the reply, not its square."""
+_GROWTH_DIVISOR = 64
+"""Every event contains all text so far, so a long answer's next event waits until it has grown by 1/64. The bytes of
+all events are then linear in the length of the answer, not quadratic."""
 
 
-class Told(NamedTuple):
-    """What the reply to one prompt tells."""
+class PromptOptions(NamedTuple):
+    """What the reply to one prompt contains."""
 
     rid: str
     logprobs: bool
     start: int
-    """First token of the prompt whose log-probability is told; -1 tells of none."""
+    """First prompt token with a log-probability; -1: none."""
     top: int
     """Alternatives of each token."""
 
 
 def next_event(num_tokens: int) -> int:
-    """Return with how many tokens a stream tells of a sample again."""
-    return num_tokens + max(1, num_tokens // _OFTEN)
+    """Return the number of tokens at which the event after `num_tokens` is sent."""
+    return num_tokens + max(1, num_tokens // _GROWTH_DIVISOR)
 
 
-def follow(seen: Transcript, decoded: DecodedDelta) -> None:
-    """Add to what a stream has told of a sample. Its own draft may be ahead of that by several deltas."""
-    seen.text += decoded.text
-    seen.token_ids += decoded.token_ids
-    seen.entries += decoded.entries
-    seen.finish_reason, seen.stop_reason = decoded.finish_reason, decoded.stop_reason
+def append(sent: Transcript, decoded: DecodedDelta) -> None:
+    """Add a delta to a sample's transcript."""
+    sent.text += decoded.text
+    sent.token_ids += decoded.token_ids
+    sent.entries += decoded.entries
+    sent.finish_reason, sent.stop_reason = decoded.finish_reason, decoded.stop_reason
     if decoded.delta is not None:
-        seen.mask += decoded.delta.mask
-        seen.versions += decoded.delta.versions
-        seen.sample = decoded.delta.sample
+        sent.mask += decoded.delta.mask
+        sent.versions += decoded.delta.versions
+        sent.sample = decoded.delta.sample
 
 
 class SglangReply:
@@ -56,21 +56,21 @@ class SglangReply:
         tokenizer: Tokenizer,
         created: int,
         *,
-        told: Sequence[Told],
+        options: Sequence[PromptOptions],
         is_list: bool,
         with_text: bool,
     ) -> None:
         self._call = call
         self._tokenizer = tokenizer
-        self._told = told
+        self._options = options
         self._is_list = is_list
         self._with_text = with_text
-        self._began = time.monotonic()
-        self._seen = transcripts_of(call)
-        """What a stream has told."""
-        self._masks: list[list[SamplingMask]] = [[] for _ in self._seen]
+        self._started_at = time.monotonic()
+        self._sent = transcripts_of(call)
+        """What a stream has sent; the transcripts passed to `delta_events` may be ahead by several deltas."""
+        self._masks: list[list[SamplingMask]] = [[] for _ in self._sent]
         self._next = [1] * call.total_samples
-        """Tokens with which there is another event."""
+        """Number of tokens of each sample at which its next event is sent."""
 
     def body(self, transcripts: Sequence[Transcript]) -> Any:
         """Return the reply's JSON."""
@@ -78,24 +78,22 @@ class SglangReply:
         return answers if self._is_list else answers[0]
 
     def first_events(self, transcripts: Sequence[Transcript]) -> bytes:
-        """Return nothing: a stream begins with the first tokens."""
         return b""
 
     def delta_events(self, transcript: Transcript, decoded: DecodedDelta, transcripts: Sequence[Transcript]) -> bytes:
-        """Return an event with everything so far of one sample, when it is time for one."""
-        index, seen = transcript.index, self._seen[transcript.index]
-        follow(seen, decoded)
+        """Return an event with all of one sample so far, or nothing if its next event is not due."""
+        index, sent = transcript.index, self._sent[transcript.index]
+        append(sent, decoded)
         if decoded.delta is not None:
             self._masks[index] += decoded.delta.sampling_masks or ()
-        count = len(seen.token_ids)
-        if seen.finish_reason is None and count < self._next[index]:
+        count = len(sent.token_ids)
+        if sent.finish_reason is None and count < self._next[index]:
             return b""
         self._next[index] = next_event(count)
-        answer = self._answer(seen, self._masks[index])
+        answer = self._answer(sent, self._masks[index])
         return events([{**answer, "index": index} if self._is_list else answer])
 
     def last_events(self, transcripts: Sequence[Transcript]) -> bytes:
-        """Return [DONE]."""
         return DONE
 
     def error_events(self, error: ApiError) -> bytes:
@@ -103,20 +101,20 @@ class SglangReply:
         return events([error.to_dict()]) + DONE
 
     def _answer(self, transcript: Transcript, masks: Sequence[SamplingMask]) -> JSON:
-        told = self._told[transcript.prompt_index]
-        meta = self._meta(transcript, told)
-        if told.logprobs:
-            meta |= self._logprobs(transcript.entries, told)
-        if told.start >= 0:
-            meta |= self._input_logprobs(transcript, told)
+        options = self._options[transcript.prompt_index]
+        meta = self._meta(transcript, options.rid)
+        if options.logprobs:
+            meta |= self._logprobs(transcript.entries, options.top)
+        if options.start >= 0:
+            meta |= self._input_logprobs(transcript, options)
         if self._call.shape.sampling_masks:
             meta["sampling_mask"] = list(masks)
         return {"text": transcript.text, "output_ids": list(transcript.token_ids), "meta_info": meta}
 
-    def _meta(self, transcript: Transcript, told: Told) -> JSON:
-        sample, several = transcript.sample, self._call.num_samples
+    def _meta(self, transcript: Transcript, rid: str) -> JSON:
+        sample, num_samples = transcript.sample, self._call.num_samples
         return {
-            "id": told.rid if several == 1 else f"{told.rid}_{transcript.index % several}",
+            "id": rid if num_samples == 1 else f"{rid}_{transcript.index % num_samples}",
             "finish_reason": finish_of(transcript),
             "prompt_tokens": len(self._call.requests[transcript.prompt_index].prompt),
             "completion_tokens": len(transcript.token_ids),
@@ -125,29 +123,29 @@ class SglangReply:
             "weight_version": weight_version(transcript),
             **version_facts(transcript, self._call.shape),
             "mask": list(transcript.mask),
-            "e2e_latency": time.monotonic() - self._began,
+            "e2e_latency": time.monotonic() - self._started_at,
         }
 
-    def _logprobs(self, entries: Sequence[LogprobEntry], told: Told) -> JSON:
-        facts: JSON = {"output_token_logprobs": [self._triple(one.logprob, one.token) for one in entries]}
-        if told.top:
-            facts["output_top_logprobs"] = [self._triples(one.top or (), told.top) for one in entries]
-        return facts
+    def _logprobs(self, entries: Sequence[LogprobEntry], top: int) -> JSON:
+        fields: JSON = {"output_token_logprobs": [self._triple(one.logprob, one.token) for one in entries]}
+        if top:
+            fields["output_top_logprobs"] = [self._triples(one.top or (), top) for one in entries]
+        return fields
 
-    def _input_logprobs(self, transcript: Transcript, told: Told) -> JSON:
-        """Return those of the prompt; the first that is told of has none, as in SGLang."""
+    def _input_logprobs(self, transcript: Transcript, options: PromptOptions) -> JSON:
+        """Return the prompt's log-probabilities; the first entry is None, as in SGLang."""
         sample = transcript.sample
         if sample is None:
             return {}
         scores: list[float | None] = [None, *(sample.prompt_logprobs or ())]
-        tokens = sample.prompt_tokens
-        rest = range(told.start + 1, len(tokens))
-        first = [self._triple(None, tokens[told.start])] if told.start < len(tokens) else []
-        facts: JSON = {"input_token_logprobs": [*first, *(self._triple(scores[at], tokens[at]) for at in rest)]}
-        if told.top:
+        tokens, start = sample.prompt_tokens, options.start
+        rest = range(start + 1, len(tokens))
+        first = [self._triple(None, tokens[start])] if start < len(tokens) else []
+        fields: JSON = {"input_token_logprobs": [*first, *(self._triple(scores[at], tokens[at]) for at in rest)]}
+        if options.top:
             tops: Sequence[TopLogprobs] = ((), *(sample.prompt_top_logprobs or ()))
-            facts["input_top_logprobs"] = [None for _ in first] + [self._triples(tops[at], told.top) for at in rest]
-        return facts
+            fields["input_top_logprobs"] = [None for _ in first] + [self._triples(tops[at], options.top) for at in rest]
+        return fields
 
     def _triples(self, top: TopLogprobs, count: int) -> list[list[Any]]:
         return [self._triple(one.logprob, one.token) for one in top[:count]]
@@ -157,7 +155,7 @@ class SglangReply:
 
 
 def finish_of(transcript: Transcript) -> JSON | None:
-    """Return why a sample ended, as SGLang says it; None while it goes on."""
+    """Return SGLang's `finish_reason`; None if the sample has not ended."""
     match transcript.finish_reason:
         case None:
             return None
@@ -171,7 +169,7 @@ def finish_of(transcript: Transcript) -> JSON | None:
 
 
 def weight_version(transcript: Transcript) -> str:
-    """Return the oldest weights that drew a sample's tokens: their trainer's name, or how many there had been."""
+    """Return the oldest weight version of a sample's tokens: the trainer's label, or else the version's number."""
     if transcript.sample is not None:
         number = transcript.sample.weight_version
         return str(transcript.sample.version_labels.get(number, number))

@@ -1,13 +1,13 @@
-"""Text to ids and back over HTTP: /tokenize, /detokenize, /tokenizer_info, /apply-template. Pure.
+"""/tokenize, /detokenize, /tokenizer_info and /apply-template: conversion between text and token ids. Pure.
 
-vLLM and llama.cpp have different bodies and replies under these names; both are taken, and each gets its own.
+vLLM and llama.cpp use these paths with different bodies and replies; both forms are accepted.
 """
 
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
 
+from nano_inference.server.call import JSON
 from nano_inference.server.detokenizer import token_text
 from nano_inference.server.dialect import Converting, Describing, Dialect, Occupancy
 from nano_inference.server.errors import ApiError
@@ -19,8 +19,6 @@ from nano_inference.server.tools import requested_tools
 from nano_inference.server.unsupported import refuse_unsupported
 from nano_inference.text.dialogue import TemplateDialogue
 from nano_inference.types import BadRequest
-
-JSON = dict[str, Any]
 
 
 def tokenize(body: TokenizeBody, model: ServedModel) -> JSON:
@@ -34,8 +32,8 @@ def tokenize(body: TokenizeBody, model: ServedModel) -> JSON:
     if body.content is not None:
         if not body.with_pieces:
             return {"tokens": ids}
-        name = cache(lambda token: token_text(token, model.tokenizer))
-        return {"tokens": [{"id": token, "piece": name(token)} for token in ids]}
+        text = cache(lambda token: token_text(token, model.tokenizer))
+        return {"tokens": [{"id": token, "piece": text(token)} for token in ids]}
     reply: JSON = {"tokens": ids, "count": len(ids), "max_model_len": model.limits.max_model_len, "token_strs": None}
     if body.return_token_strs:
         reply["token_strs"] = [model.tokenizer.token_text(token) for token in ids]
@@ -43,7 +41,7 @@ def tokenize(body: TokenizeBody, model: ServedModel) -> JSON:
 
 
 def detokenize(body: DetokenizeBody, model: ServedModel) -> JSON:
-    """Return {prompt} to a body that names a model (vLLM), else both {content} (llama.cpp) and {prompt}."""
+    """Return {prompt} for a body with `model` (vLLM), else {content, prompt} (llama.cpp)."""
     refuse_unsupported(body.model_extra or {})
     model.name_for(body.model)
     try:
@@ -54,7 +52,7 @@ def detokenize(body: DetokenizeBody, model: ServedModel) -> JSON:
 
 
 def apply_template(body: ApplyTemplateBody, model: ServedModel) -> JSON:
-    """Return {prompt}: the text that the model would read for these messages."""
+    """Return {prompt}: the messages rendered with the model's chat template."""
     refuse_unsupported(body.model_extra or {})
     model.name_for(body.model)
     dialogue = require_dialogue(model)
@@ -65,8 +63,8 @@ def apply_template(body: ApplyTemplateBody, model: ServedModel) -> JSON:
         raise to_api_error(error, "messages") from None
 
 
-def tokenizer_info(model: ServedModel) -> JSON:
-    """Return what a client needs to know to count and cut texts by itself."""
+def tokenizer_info(model: ServedModel, occupancy: Occupancy) -> JSON:
+    """Return vocabulary sizes, special tokens and the chat template, for clients that count tokens themselves."""
     tokenizer, dialogue = model.tokenizer, model.dialogue
     return {
         "tokenizer_class": type(tokenizer).__name__,
@@ -88,14 +86,10 @@ def _ids(body: TokenizeBody, model: ServedModel) -> list[int]:
             use = requested_tools(body, dialogue.tool_template)
             return dialogue.encode(*read_messages(body, dialogue, use, body.model_extra or {}))
         text = body.prompt if body.prompt is not None else body.content
-        wanted = body.add_special_tokens if body.prompt is not None else bool(body.add_special)
-        return model.tokenizer.encode(text or "", add_special=wanted is not False)
+        add_special = body.add_special_tokens if body.prompt is not None else bool(body.add_special)
+        return model.tokenizer.encode(text or "", add_special=add_special is not False)
     except ValueError as error:
         raise to_api_error(error) from None
-
-
-def _described(model: ServedModel, occupancy: Occupancy) -> JSON:
-    return tokenizer_info(model)
 
 
 DIALECT = Dialect(
@@ -104,17 +98,17 @@ DIALECT = Dialect(
             path="/tokenize",
             body=TokenizeBody,
             work=tokenize,
-            summary="Turn a text or messages into token ids.",
+            summary="Encode a text or messages as token ids.",
             renders=True,
         ),
-        Converting(path="/detokenize", body=DetokenizeBody, work=detokenize, summary="Turn token ids into text."),
+        Converting(path="/detokenize", body=DetokenizeBody, work=detokenize, summary="Decode token ids to text."),
         Converting(
             path="/apply-template",
             body=ApplyTemplateBody,
             work=apply_template,
-            summary="Show what the model reads for messages.",
+            summary="Render messages with the model's chat template.",
             renders=True,
         ),
     ),
-    describing=(Describing(path="/tokenizer_info", describe=_described, summary="Describe the tokenizer."),),
+    describing=(Describing(path="/tokenizer_info", describe=tokenizer_info, summary="Describe the tokenizer."),),
 )

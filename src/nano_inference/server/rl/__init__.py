@@ -1,5 +1,5 @@
-"""What a trainer needs of a server: pause, abort, new weights, and their version; in vLLM's words and in SGLang's.
+"""Routes for trainers: pause, abort, sleep and weight updates, under vLLM's paths and under SGLang's.
 
-`control` and `updates` do it, on the event loop, through the bridge; `vllm`, `sglang` and `facts` are thin dialects
-over them; `routes` puts the paths together.
+`control` and `updates` implement the commands on the event loop through `EngineLink`; `vllm`, `sglang` and `facts` map
+paths and bodies to them; `routes` assembles the routes.
 """

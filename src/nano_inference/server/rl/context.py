@@ -1,4 +1,4 @@
-"""What the trainers' routes share: how a command is read, who carries it out, and how it is answered."""
+"""What all trainer routes share: `RLContext`, reading of command bodies, replies and errors."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ from starlette.responses import Response
 from nano_inference.config import ServerConfig
 from nano_inference.control import Control as EngineControl
 from nano_inference.server.body import parse, read_json
+from nano_inference.server.call import JSON
 from nano_inference.server.engine_link import EngineLink
 from nano_inference.server.errors import ApiError
 from nano_inference.server.guard import GuardPolicy, read_body
 from nano_inference.server.rl.control import Control
 from nano_inference.server.rl.feed import Source
 from nano_inference.server.rl.groups import Groups
-from nano_inference.server.rl.places import place_of, shown_below, weights_below, weights_root
+from nano_inference.server.rl.places import place_of, relative_paths, weights_below, weights_root
 from nano_inference.server.rl.schema import GROUP, InitGroupBody, InitInfo
 from nano_inference.server.rl.threads import in_thread
-from nano_inference.server.rl.updates import WAY_OUT, Updates, refusal
+from nano_inference.server.rl.updates import HOW_TO_END, Updates, client_error
 from nano_inference.server.schema import Body
 from nano_inference.server.served import LoadedModel
 from nano_inference.types import (
@@ -41,22 +42,22 @@ from nano_inference.types import (
     WeightLabel,
 )
 
-JSON = dict[str, Any]
 Endpoint = Callable[[Request], Awaitable[Response]]
-Do = Callable[[Request], Awaitable[JSON]]
+Command = Callable[["RLContext", Request], Awaitable[JSON]]
+"""Executes a request and returns the reply's JSON."""
 B = TypeVar("B", bound=Body)
 _TRUE, _FALSE = frozenset({"true", "1", "yes", "on"}), frozenset({"false", "0", "no", "off"})
-NO_WEIGHTS = "the weights were discarded: requests wait until all of them have come in an update"
+NO_WEIGHTS = "the weights were discarded: requests wait until an update has installed all of them"
 _log = logging.getLogger("nano_inference.server")
-_PLACE_S = 10.0
-"""How long a trainer waits for a file system that may be at the other end of a network."""
-_KNOWN = (WeightError, ModelError, BadRequest, UpdateBusy, EnginePaused, EngineDead, OSError)
-"""What a command may fail of without anything being wrong here."""
+_FILE_SYSTEM_TIMEOUT_S = 10.0
+"""Limit for resolving a path, which may be on a network file system."""
+_CLIENT_ERRORS = (WeightError, ModelError, BadRequest, UpdateBusy, EnginePaused, EngineDead, OSError)
+"""Failures of a command that are not defects of the server."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RLContext:
-    """Everything that a route needs."""
+    """What the trainer routes operate on. Accessed on the event loop."""
 
     config: ServerConfig
     policy: GuardPolicy
@@ -69,32 +70,31 @@ class RLContext:
 
     @property
     def engine(self) -> EngineControl:
-        """The engine's control. Raises `ApiError` while a model is loaded."""
+        """The engine's control. Raises `ApiError` while the model is loading."""
         return self.opened().engine.control
 
     @property
     def backend(self) -> Literal["nccl", "gloo"]:
-        """What a group transfers weights with on this engine's device."""
+        """The process group backend for the engine's device."""
         return "nccl" if self.opened().model.facts["device"] == "cuda" else "gloo"
 
     async def read(self, request: Request, kind: type[B]) -> B:
-        """Return the body, with what stands in the query; a command may come without a body.
+        """Return the body merged with the query parameters, which take precedence; an empty body is allowed.
 
-        Raises `ApiError` 400 naming the field that is wrong, or that no command has: what a trainer means by it would
-        not be done.
+        Raises `ApiError` 400 naming an invalid or unknown field.
         """
         self.link.require_ready()
         data = await read_body(request.receive, self.policy.max_body_bytes, self.policy.body_timeout)
         data = data if data.strip() else b"{}"
-        asked = queried(request, kind)
-        body = parse(to_json({**read_json(data), **asked}) if asked else data, kind)
+        query = query_fields(request, kind)
+        body = parse(to_json({**read_json(data), **query}) if query else data, kind)
         refuse_unknown(body)
         return body
 
     async def facts(self, info: WeightInfo | None = None) -> JSON:
-        """Return the version in force, as every reply has it, asked of the engine unless given; and if it has weights.
+        """Return the fields of every reply: weight version, lineage, and whether the engine has weights.
 
-        Without weights (`/sleep?level=2`) requests wait until all of them were brought anew.
+        `info` is read from the engine if not given. After `/sleep?level=2` there are no weights until an update.
         """
         engine = self.engine
         found, has_weights = await self.link.call(lambda: (info or engine.weight_info(), engine.has_weights))
@@ -102,7 +102,7 @@ class RLContext:
         return {"weights": "present" if has_weights else "discarded", **version_facts(found), "lineage": lineage}
 
     async def wake(self, what: Iterable[str] | None) -> JSON:
-        """Wake what is named, or all; return what `facts` does, with a hint for who forgot the weights."""
+        """Wake the named parts, or all; return `facts`, with a hint if the weights are still discarded."""
         await self.control.wake(what)
         facts = await self.facts()
         if facts["weights"] == "present" or self.control.asleep:
@@ -111,7 +111,7 @@ class RLContext:
         return {**facts, "hint": NO_WEIGHTS}
 
     async def abort_update(self) -> JSON:
-        """Give up the update under way; a group that is received from meanwhile is left: it has lost its step."""
+        """Abort the current update and leave the groups it receives from: their ranks are out of step."""
         names = tuple(self.updates.receiving)
         if not await self.updates.abort():
             return {"aborted": False, **await self.facts()}
@@ -121,7 +121,7 @@ class RLContext:
     async def join(self, info: InitInfo | InitGroupBody) -> None:
         """Join a trainer's group. Raises `ApiError` as `Groups.join` does, and 409 while an update is open."""
         if self.updates.is_open:
-            raise ApiError(409, f"busy: an update is open: {WAY_OUT}", code="busy")
+            raise ApiError(409, f"busy: an update is open: {HOW_TO_END}", code="busy")
         await self.groups.join(
             info.group_name or GROUP,
             info.master_address,
@@ -133,29 +133,29 @@ class RLContext:
 
     async def install_directory(
         self,
-        asked: str,
+        path: str,
         field: str,
         *,
         label: WeightLabel | None,
         checksum: str | None,
         on_running: OnRunning = "keep",
     ) -> WeightInfo:
-        """Install the weights of a directory below the root. Raises `ApiError` as `weights_in` and `Updates` do."""
-        source = await self.weights_in(asked, field)
+        """Install the weights of a directory below `root`. Raises `ApiError` as `weights_in` and `Updates` do."""
+        source = await self.weights_in(path, field)
         return await self.updates.install(source, label=label, checksum=checksum, on_running=on_running)
 
-    async def weights_in(self, asked: str, field: str) -> Source:
-        """Return the weights of a directory below the root.
+    async def weights_in(self, path: str, field: str) -> Source:
+        """Return the weights of a directory below `root`. The path is resolved in a thread.
 
-        Raises `ApiError` as `place_of` does, and 503 when the file system does not answer; nobody else waits for it.
+        Raises `ApiError` as `place_of` does, and 503 if the file system does not respond.
         """
-        look = in_thread(lambda: place_of(self.root, asked, field), lambda place: None, "weight-place")
+        resolving = in_thread(lambda: place_of(self.root, path, field), lambda place: None, "weight-place")
         try:
-            place = await asyncio.wait_for(look, _PLACE_S)
+            place = await asyncio.wait_for(resolving, _FILE_SYSTEM_TIMEOUT_S)
         except TimeoutError:
-            text = f"{field}: the file system did not answer within {_PLACE_S:g} seconds"
+            text = f"{field}: the file system did not answer within {_FILE_SYSTEM_TIMEOUT_S:g} seconds"
             raise ApiError(503, text, param=field, code="no_answer") from None
-        assert self.root is not None, "place_of needs it"
+        assert self.root is not None, "place_of raises without a root"
         return weights_below(self.root, place)
 
 
@@ -165,7 +165,7 @@ def make_context(
     policy: GuardPolicy,
     opened: Callable[[], LoadedModel],
 ) -> RLContext:
-    """Return the desk of a server. Raises `ValueError` for a directory of weights that is none."""
+    """Return a server's context. Raises `ValueError` if `config.weights_dir` is not a directory."""
 
     def engine() -> EngineControl:
         return opened().engine.control
@@ -178,25 +178,25 @@ def make_context(
         opened=opened,
         root=root,
         control=Control(link, engine),
-        updates=Updates(link, engine, config.weight_timeout, shown_below(root)),
+        updates=Updates(link, engine, config.weight_timeout, relative_paths(root)),
         groups=Groups(config.weight_timeout, lambda: engine().weight_shapes()),
     )
 
 
-def refuse_unknown(body: Body, place: str = "") -> None:
-    """Raise `ApiError` 400 naming the first field that a command, or an object in it, does not have."""
+def refuse_unknown(body: Body, prefix: str = "") -> None:
+    """Raise `ApiError` 400 naming the first unknown field of a body or of an object in it."""
     for name in body.model_extra or {}:
         if name not in body.neutral_names:
-            shown = f"{place}{name[:64]}"
-            raise ApiError(400, f"{shown}: there is no such field", param=shown, code="unknown_field")
+            field = f"{prefix}{name[:64]}"
+            raise ApiError(400, f"{field}: there is no such field", param=field, code="unknown_field")
     for name in type(body).model_fields:
         value = getattr(body, name)
         if isinstance(value, Body):
-            refuse_unknown(value, f"{place}{name}.")
+            refuse_unknown(value, f"{prefix}{name}.")
 
 
-def queried(request: Request, kind: type[Body]) -> JSON:
-    """Return the query as JSON would have it in a body. Raises `ApiError` 400 for a name that is there twice."""
+def query_fields(request: Request, kind: type[Body]) -> JSON:
+    """Return the query parameters as a body's JSON. Raises `ApiError` 400 for a name that occurs twice."""
     found: JSON = {}
     for name in request.query_params:
         values = request.query_params.getlist(name)
@@ -205,14 +205,14 @@ def queried(request: Request, kind: type[Body]) -> JSON:
         if list in types and (str not in types or len(values) > 1):
             found[name] = values
         elif len(values) > 1:
-            raise ApiError(400, f"{name[:64]}: is there twice", param=name[:64])
+            raise ApiError(400, f"{name[:64]}: given twice in the query", param=name[:64])
         else:
             found[name] = _value(values[0], types)
     return found
 
 
 def _types(annotation: object) -> frozenset[object]:
-    """Return the types that a field may have, without their limits: bool, int, str, list, and others."""
+    """Return the types of an annotation's union, without constraints: bool, int, str, list and others."""
     origin = get_origin(annotation)
     if origin is Annotated:
         return _types(get_args(annotation)[0])
@@ -222,7 +222,7 @@ def _types(annotation: object) -> frozenset[object]:
 
 
 def _value(text: str, types: frozenset[object]) -> str | bool | int:
-    """Return what a text means in a field of these types; the schema refuses a text that means nothing there."""
+    """Return a query parameter converted for a field of these types; other text is left for the schema to reject."""
     if bool in types and text.lower() in _TRUE | _FALSE:
         return text.lower() in _TRUE
     is_number = int in types and str not in types and text.isascii() and text.isdigit() and len(text) < 20
@@ -230,27 +230,26 @@ def _value(text: str, types: frozenset[object]) -> str | bool | int:
 
 
 def version_facts(info: WeightInfo) -> JSON:
-    """Return the weights in force: the trainer's name for them, as text, or else their number; and the number."""
+    """Return the current weight version: the trainer's label (or else the number) as text, and the number."""
     return {"weight_version": str(info.version if info.label is None else info.label), "version": info.version}
 
 
-def answered(do: Do) -> Endpoint:
-    """Return the endpoint that answers with what a coroutine returns."""
+def endpoint_of(command: Command, context: RLContext) -> Endpoint:
+    """Return the endpoint that responds with a command's JSON."""
 
     async def endpoint(request: Request) -> Response:
-        return json_response(await obeyed(do, request))
+        return json_response(await run_command(command, context, request))
 
     return endpoint
 
 
-async def obeyed(do: Do, request: Request) -> JSON:
-    """Return what a command answers. Raises what it fails of as `ApiError`; a fault of ours passes as it is."""
+async def run_command(command: Command, context: RLContext, request: Request) -> JSON:
+    """Return a command's reply. Raises its expected failures as `ApiError`; other exceptions pass unchanged."""
     try:
-        return await do(request)
-    except _KNOWN as error:
-        raise refusal(error) from None
+        return await command(context, request)
+    except _CLIENT_ERRORS as error:
+        raise client_error(error) from None
 
 
 def json_response(value: Mapping[str, Any], status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    """Return a JSON response."""
     return Response(to_json(dict(value)), status, headers=headers, media_type="application/json")

@@ -1,4 +1,4 @@
-"""Pause, abort, sleep: what a trainer does to requests. On the event loop, through the bridge, between two steps."""
+"""Pause, resume, abort, cache flush and sleep for trainers; executed by the engine thread between two steps."""
 
 from __future__ import annotations
 
@@ -11,33 +11,33 @@ from nano_inference.server.engine_link import EngineLink
 from nano_inference.server.errors import ApiError
 from nano_inference.server.guard import ClientGone
 from nano_inference.server.rl.threads import unless_gone
-from nano_inference.server.rl.updates import refusal
-from nano_inference.types import EnginePaused, PauseMode
+from nano_inference.server.rl.updates import client_error
+from nano_inference.types import PauseMode
 
 MEMORY = frozenset({"weights", "kv_cache"})
-"""What sleep gives back; our engine gives both or neither."""
+"""The parts whose memory sleep releases; the engine releases both or neither."""
 SCHEDULING = "scheduling"
-"""What vLLM calls the part that a sleep of level 0 stops."""
+"""vLLM's name of the part that sleep level 0 stops."""
 
 
 class Control:
-    """Owns the knowledge of who waits for a pause, and what sleeps."""
+    """Owns the set of sleeping parts and the number of clients that wait for a pause."""
 
     def __init__(self, link: EngineLink, engine: Callable[[], EngineControl]) -> None:
         self._link = link
         self._engine = engine
         self._num_pausing = 0
-        """Clients that wait for the engine to be paused."""
+        """Clients that wait until the engine is paused."""
         self.asleep: frozenset[str] = frozenset()
-        """What was put to sleep and not woken yet. Changed on the engine's thread, together with the engine."""
-        self._num_overtaken = 0
-        """How often somebody resumed, or paused without waiting for what had begun. The engine's thread's own."""
+        """Sleeping parts. Changed on the engine thread, together with the engine."""
+        self._num_overrides = 0
+        """Commands that ended a waiting pause: resumes, and pauses with mode "keep". Accessed on the engine thread."""
 
     async def pause(self, mode: PauseMode, *, clear_cache: bool, receive: Receive) -> int:
-        """Pause; return how many samples were aborted. Pausing again is allowed.
+        """Pause the engine, which may be paused already; return the number of aborted samples.
 
-        A client that leaves while it waits for "wait" takes its pause back, unless another one waits for it, too.
-        Raises `ApiError` 409 when somebody resumes or pauses otherwise meanwhile, or when the engine sleeps.
+        If the client disconnects during mode "wait", the pause is cancelled unless another client waits for it too.
+        Raises `ApiError` 409 if another command resumes or pauses the engine meanwhile, or if the engine sleeps.
         """
         engine = self._engine()
         if mode == "wait":
@@ -45,7 +45,7 @@ class Control:
             return 0
 
         def pause() -> None:
-            self._num_overtaken += engine.is_pausing and mode == "keep"
+            self._num_overrides += engine.is_pausing and mode == "keep"
             engine.pause("keep", clear_cache=clear_cache)
 
         if mode == "abort":
@@ -56,54 +56,53 @@ class Control:
     async def _pause_when_drained(self, clear_cache: bool, receive: Receive) -> None:
         engine = self._engine()
         self._num_pausing += 1
-        begun_at = 0
+        overrides_at_start = 0
 
-        def begin() -> None:
-            nonlocal begun_at
-            begun_at = self._num_overtaken
+        def start() -> None:
+            nonlocal overrides_at_start
+            overrides_at_start = self._num_overrides
             engine.pause("wait", clear_cache=clear_cache, blocking=False)
 
-        def look() -> bool | None:
-            if self._num_overtaken != begun_at:
+        def check() -> bool | None:
+            if self._num_overrides != overrides_at_start:
                 return False
             return None if engine.is_pausing else engine.is_paused
 
         try:
-            found = await self._link.watch(look, first=begin)
-            is_paused = await unless_gone(receive, found) and await self._link.call(lambda: look() is True)
+            paused = await self._link.watch(check, first=start)
+            is_paused = await unless_gone(receive, paused) and await self._link.call(lambda: check() is True)
         except ClientGone:
             if self._num_pausing == 1:
                 await self._link.call(engine.cancel_pause)
             raise
-        except ApiError:
-            raise
         except Exception as error:
-            raise refusal(error) from None
+            raise client_error(error) from None
         finally:
             self._num_pausing -= 1
         if not is_paused:
-            text = "overtaken by another command: the engine was resumed before it was paused, or paused otherwise"
+            text = "overtaken by a command that resumed the engine before it was paused, or paused it in another mode"
             raise ApiError(409, text, code="overtaken")
 
     async def resume(self) -> None:
-        """Go on, also after a sleep of level 0. Resuming an engine that runs is allowed."""
+        """Resume the engine, also after sleep level 0 and if it is not paused."""
         engine = self._engine()
 
         def resume() -> None:
-            self._num_overtaken += 1
+            self._num_overrides += 1
             engine.resume()
             self.asleep -= {SCHEDULING}
 
         await self._link.call(resume)
 
     async def abort(self, names: Iterable[str] | None) -> int:
-        """End the requests of these names, or all; return how many samples that were."""
+        """Abort the requests with these names, or all if None; return the number of aborted samples."""
         return await self._link.end_requests(names)
 
     async def flush(self, *, recompute: bool = False) -> int:
-        """Forget cached prefixes, with `recompute` also the K/V of what runs; return how many blocks are free by that.
+        """Drop cached prefixes; return the number of freed blocks.
 
-        Raises `ApiError` 409 for `recompute` while the engine is pausing.
+        `recompute` also drops the K/V of running requests, which compute it again. Raises `ApiError` 409 for
+        `recompute` while the engine is pausing.
         """
         engine = self._engine()
 
@@ -121,38 +120,39 @@ class Control:
         return await self._link.call(flush)
 
     async def sleep(self, level: int, mode: PauseMode, receive: Receive) -> None:
-        """Give memory back as vLLM's levels say; `mode` is what happens to requests before. 0 only pauses.
+        """Pause with `mode`, then release memory by vLLM's level: 0 none, 1 KV cache and weights, 2 discards weights.
 
-        On a CPU the weights of level 1 stay where they are. What sleeps does not step, so that no pause is left behind.
+        On a CPU level 1 keeps the weights in place. Levels 1 and 2 leave no pause behind: a sleeping engine does not
+        step.
         """
         was_paused = self._engine().is_paused
         await self.pause(mode, clear_cache=False, receive=receive)
         if level == 0:
-            await self._link.call(lambda: self._note_asleep({SCHEDULING}))
+            await self._link.call(lambda: self._add_asleep({SCHEDULING}))
             return
         await self.release(MEMORY, discard_weights=level == 2)
         if not was_paused:
             await self.resume()
 
     async def release(self, what: Iterable[str], *, discard_weights: bool = False) -> None:
-        """Give memory back: whatever of it is named, the K/V and (on a GPU) the weights go; nothing when none is."""
+        """Release the KV cache and (on a GPU) the weights if `what` names at least one of them.
+
+        Raises `EnginePaused` while the engine is pausing.
+        """
         engine, named = self._engine(), MEMORY.intersection(what)
 
         def release() -> None:
             engine.sleep(discard_weights=discard_weights)
-            self._note_asleep(named)
+            self._add_asleep(named)
 
-        try:
-            if named:
-                await self._link.call(release)
-        except EnginePaused as error:
-            raise refusal(error) from None
+        if named:
+            await self._link.call(release)
 
-    def _note_asleep(self, what: Iterable[str]) -> None:
+    def _add_asleep(self, what: Iterable[str]) -> None:
         self.asleep |= frozenset(what)
 
     async def wake(self, what: Iterable[str] | None) -> None:
-        """Take memory again once everything that was given back has been named; None names all."""
+        """Wake the named parts, or all if None; memory is allocated again once all released parts are named."""
         named = MEMORY | {SCHEDULING} if what is None else frozenset(what)
         engine = self._engine()
 
@@ -161,7 +161,7 @@ class Control:
             if engine.is_asleep and not left & MEMORY:
                 engine.wake()
             if SCHEDULING in before - left:
-                self._num_overtaken += 1
+                self._num_overrides += 1
                 engine.resume()
             self.asleep = left
 

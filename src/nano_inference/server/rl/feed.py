@@ -1,4 +1,4 @@
-"""The weights of one update that come in parts: routes put sources in, the thread that gathers takes them out."""
+"""Queue for the weights of an update in parts: routes put sources in, the gathering thread reads their tensors."""
 
 from __future__ import annotations
 
@@ -8,43 +8,43 @@ from contextlib import closing
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
-from nano_inference.server.rl.threads import tell
+from nano_inference.server.rl.threads import call_in_loop
 from nano_inference.types import WeightError
 
 Source = Iterator[tuple[str, Any]]
-"""Names, and tensors or ranges of files."""
+"""Yields (name, tensor or file range)."""
 
 
 class _Part(NamedTuple):
     source: Source
     loop: asyncio.AbstractEventLoop
-    taken: asyncio.Future[None]
+    consumed: asyncio.Future[None]
 
 
 class Feed:
-    """Owns the queue between the routes and the thread. `pairs` is the thread's; all else is the event loop's."""
+    """Owns the queue. `pairs` is called on the gathering thread, the other methods on the event loop."""
 
     def __init__(self) -> None:
         self._parts: SimpleQueue[_Part | str | None] = SimpleQueue()
-        """None ends the update, a text gives it up."""
+        """None ends the update; a text aborts it with that reason."""
 
     def put(self, source: Source) -> asyncio.Future[None]:
-        """Add a source; the future is done when all of it was taken, and cancelled when it was not."""
+        """Add a source; return a future that is done once the source is consumed, or cancelled if it is not."""
         loop = asyncio.get_running_loop()
         part = _Part(source, loop, loop.create_future())
         self._parts.put(part)
-        return part.taken
+        return part.consumed
 
     def end(self) -> None:
-        """Say that nothing more comes."""
+        """End the update: `pairs` stops after the sources put so far."""
         self._parts.put(None)
 
-    def give_up(self, reason: str) -> None:
-        """Let the update fail where it waits for more."""
+    def abort(self, reason: str) -> None:
+        """Make `pairs` raise `WeightError` after the sources put so far."""
         self._parts.put(reason)
 
     def pairs(self) -> Iterator[tuple[str, Any]]:
-        """Yield what the sources give. Raises `WeightError` when the update was given up."""
+        """Yield the pairs of all sources. Raises `WeightError` if the update was aborted."""
         try:
             while (part := self._parts.get()) is not None:
                 if isinstance(part, str):
@@ -52,24 +52,24 @@ class Feed:
                 try:
                     yield from _closed(part.source)
                 except BaseException:
-                    _settle(part, is_taken=False)
+                    _settle(part, is_consumed=False)
                     raise
-                _settle(part, is_taken=True)
+                _settle(part, is_consumed=True)
         finally:
-            self._refuse_rest()
+            self._cancel_rest()
 
-    def _refuse_rest(self) -> None:
+    def _cancel_rest(self) -> None:
         while True:
             try:
                 part = self._parts.get_nowait()
             except Empty:
                 return
             if isinstance(part, _Part):
-                _settle(part, is_taken=False)
+                _settle(part, is_consumed=False)
 
 
 def _closed(source: Source) -> Iterator[tuple[str, Any]]:
-    """Yield a source's pairs; when the reader stops early the source is closed now, not when it is collected."""
+    """Yield a source's pairs; close it at once if the reader stops early."""
     if isinstance(source, Generator):
         with closing(source):
             yield from source
@@ -77,15 +77,15 @@ def _closed(source: Source) -> Iterator[tuple[str, Any]]:
         yield from source
 
 
-def _settle(part: _Part, *, is_taken: bool) -> None:
-    """Tell whoever put a source in whether it was taken."""
+def _settle(part: _Part, *, is_consumed: bool) -> None:
+    """Complete or cancel a part's future on its event loop."""
 
     def settle() -> None:
-        if part.taken.done():
+        if part.consumed.done():
             return
-        if is_taken:
-            part.taken.set_result(None)
+        if is_consumed:
+            part.consumed.set_result(None)
         else:
-            part.taken.cancel()
+            part.consumed.cancel()
 
-    tell(part.loop, settle)
+    call_in_loop(part.loop, settle)

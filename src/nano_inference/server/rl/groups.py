@@ -1,4 +1,4 @@
-"""The trainers' process groups, by name; joined in threads, because to meet a trainer may take minutes."""
+"""Process groups with trainers, by name. They are joined in threads, because a rendezvous may take minutes."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ _log = logging.getLogger("nano_inference.server")
 
 
 class Groups:
-    """Owns the groups. On the event loop."""
+    """Owns the process groups. Accessed on the event loop."""
 
-    def __init__(self, timeout: float, own: Callable[[], Mapping[str, tuple[int, ...]]]) -> None:
-        """`own` returns the names and shapes of the model's weights."""
+    def __init__(self, timeout: float, weight_shapes: Callable[[], Mapping[str, tuple[int, ...]]]) -> None:
+        """`weight_shapes` returns {name: shape} of the model's weights; `timeout` is in seconds."""
         self._timeout = timeout
-        self._own = own
+        self._weight_shapes = weight_shapes
         self._groups: dict[str, Any] = {}
-        """Name -> `PlainGroup`: its module imports torch, for which a server that only starts does not wait."""
+        """Name -> `PlainGroup`, whose module is imported late: it imports torch."""
         self._joining: dict[str, asyncio.Task[None]] = {}
-        """What waits for a trainer; to cancel it is to give it up."""
+        """Rendezvous in progress; cancelling the task abandons it."""
 
     async def join(
         self,
@@ -40,9 +40,10 @@ class Groups:
         world_size: int,
         backend: Literal["gloo", "nccl"],
     ) -> None:
-        """Meet a trainer, who is rank 0; an older group of that name is left, one that still waits is given up.
+        """Join the group of a trainer, which has rank 0. An existing or joining group of that name is left first.
 
-        Raises `ApiError`: 400 for what makes no sense and when nobody comes, 409 for one that is given up.
+        Raises `ApiError`: 400 for invalid arguments and if no trainer connects, 409 if the join is cancelled by a newer
+        one or by `leave`, or if there are `MAX_GROUPS` groups.
         """
         if len((self._groups.keys() | self._joining.keys()) - {name}) >= MAX_GROUPS:
             raise ApiError(409, f"there are {MAX_GROUPS} groups already; destroy one first", code="busy")
@@ -52,7 +53,7 @@ class Groups:
         self.leave(name)
         given_up = threading.Event()
 
-        def meet() -> Any:
+        def connect() -> Any:
             from nano_inference.weights.plain import PlainGroup
 
             return PlainGroup(
@@ -66,49 +67,50 @@ class Groups:
                 given_up=given_up,
             )
 
-        meeting = asyncio.ensure_future(self._keep(name, meet))
-        meeting.add_done_callback(lambda _: given_up.set())
-        await self._wait(name, meeting)
+        task = asyncio.ensure_future(self._connect(name, connect))
+        task.add_done_callback(lambda _: given_up.set())
+        await self._wait(name, task)
 
-    async def _keep(self, name: str, meet: Callable[[], Any]) -> None:
-        """Meet a trainer in a thread and keep the group; one that comes after this was cancelled is closed."""
-        self._groups[name] = await in_thread(meet, lambda group: group.close())
+    async def _connect(self, name: str, connect: Callable[[], Any]) -> None:
+        """Connect in a thread and store the group; if this was cancelled meanwhile, the group is closed."""
+        self._groups[name] = await in_thread(connect, lambda group: group.close())
 
-    async def _wait(self, name: str, meeting: asyncio.Task[None]) -> None:
-        self._joining[name] = meeting
+    async def _wait(self, name: str, task: asyncio.Task[None]) -> None:
+        self._joining[name] = task
         try:
-            await asyncio.wait({meeting})
+            await asyncio.wait({task})
         finally:
-            meeting.cancel()
-            if self._joining.get(name) is meeting:
+            task.cancel()
+            if self._joining.get(name) is task:
                 del self._joining[name]
-        if meeting.cancelled():
-            raise ApiError(409, f"group_name: {name!r} was given up for a newer one, or was left", code="superseded")
+        if task.cancelled():
+            text = f"group_name: joining {name!r} was cancelled by a newer join or by leaving the group"
+            raise ApiError(409, text, code="superseded")
         try:
-            meeting.result()
+            task.result()
         except (ValueError, WeightError) as error:
             raise ApiError(400, str(error), code="no_group") from None
 
     def leave(self, name: str) -> bool:
-        """Leave a group, or give up one of that name that waits for its trainer; whether there was either."""
-        group, meeting = self._groups.pop(name, None), self._joining.pop(name, None)
+        """Close the group of that name and cancel a join of it; return False if there is neither."""
+        group, task = self._groups.pop(name, None), self._joining.pop(name, None)
         if group is not None:
             group.close()
-        if meeting is not None:
-            meeting.cancel()
-        return group is not None or meeting is not None
+        if task is not None:
+            task.cancel()
+        return group is not None or task is not None
 
     def leave_all(self) -> int:
-        """Leave every group, and give up those that are being joined; return how many there were."""
+        """Leave all groups, also those being joined; return their number."""
         return sum(self.leave(name) for name in self._groups.keys() | self._joining.keys())
 
     def receive(
         self, name: str, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]], dtypes_field: str
     ) -> Source:
-        """Return the tensors that the trainer is about to broadcast. Raises `ApiError` naming what is wrong.
+        """Return a source that receives the tensors that the trainer broadcasts. Raises `ApiError` naming the field.
 
-        What the model cannot use is received all the same, so that the group stays in step, and refused then; the log
-        has it at once.
+        Tensors that do not fit the model are received too, so that the ranks stay in step; the update is rejected
+        afterwards, and a warning is logged at once. `dtypes_field` is the client's name of `dtypes`.
         """
         from nano_inference.weights.plain import misfits, plain_specs
 
@@ -119,9 +121,9 @@ class Groups:
             specs = plain_specs(names, dtypes, shapes, dtypes_field)
         except ValueError as error:
             raise ApiError(400, str(error), param=dtypes_field) from None
-        own = self._own()
-        if faults := misfits(specs, own):
+        shapes_of = self._weight_shapes()
+        if faults := misfits(specs, shapes_of):
             shown = "; ".join(faults[:_SHOWN_FAULTS])
-            _log.warning("an update will be refused once its tensors have come, %d of them: %s", len(faults), shown)
-        source: Source = group.receive(specs, own)
+            _log.warning("an update will be rejected once received: %d tensors do not fit: %s", len(faults), shown)
+        source: Source = group.receive(specs, shapes_of)
         return source

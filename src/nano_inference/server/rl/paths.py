@@ -1,4 +1,4 @@
-"""Which paths the trainers' routes have, and which of them are commands: what changes anything needs an admin key.
+"""Paths of the trainer routes. Those that change state need an admin key.
 
 vLLM's names: vllm/entrypoints/serve/{rlhf,sleep,cache,instrumentator}/api_router.py. SGLang's names:
 sglang/srt/entrypoints/http_server.py.
@@ -6,21 +6,10 @@ sglang/srt/entrypoints/http_server.py.
 
 from __future__ import annotations
 
-VLLM_COMMANDS = frozenset(
-    {
-        *("/pause", "/resume", "/abort_requests", "/reset_prefix_cache", "/sleep", "/wake_up"),
-        *("/init_weight_transfer_engine", "/start_weight_update", "/update_weights", "/finish_weight_update"),
-        *("/update_weight_version", "/weight_checker", "/shutdown_weight_transfer_engine"),
-        "/abort_weight_update",  # ours
-    }
-)
-SGLANG_COMMANDS = frozenset(
-    {
-        *("/pause_generation", "/continue_generation", "/abort_request", "/flush_cache"),
-        *("/update_weights_from_disk", "/init_weights_update_group", "/update_weights_from_distributed"),
-        *("/destroy_weights_update_group", "/release_memory_occupation", "/resume_memory_occupation"),
-    }
-)
+from nano_inference.server.rl.facts import QUERIES
+from nano_inference.server.rl.sglang import SGLANG_COMMANDS
+from nano_inference.server.rl.vllm import VLLM_COMMANDS
+
 REFUSED_COMMANDS = frozenset(
     {
         *("/update_weights_from_tensor", "/update_weights_from_ipc", "/begin_weight_update", "/end_weight_update"),
@@ -28,14 +17,9 @@ REFUSED_COMMANDS = frozenset(
         *("/load_lora_adapter", "/unload_lora_adapter", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
     }
 )
-"""Known to be sent by trainers, and not done here: refused by name."""
-QUESTIONS = frozenset(
-    {
-        *("/is_paused", "/is_sleeping", "/weight_info", "/server_info", "/get_world_size"),
-        *("/get_model_info", "/model_info", "/get_server_info", "/v1/loads"),
-    }
-)
-"""Change nothing, so that an ordinary key is enough."""
+"""Commands that trainers send and this server does not support."""
+QUESTIONS = frozenset(QUERIES)
+"""GET paths, which change nothing; an ordinary key is enough."""
 
-ADMIN_PATHS = VLLM_COMMANDS | SGLANG_COMMANDS | REFUSED_COMMANDS
-"""Every path on which something is changed."""
+ADMIN_PATHS = frozenset({*VLLM_COMMANDS, *SGLANG_COMMANDS}) | REFUSED_COMMANDS
+"""All paths that need an admin key."""

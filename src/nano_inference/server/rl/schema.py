@@ -1,8 +1,8 @@
-"""What trainers may send: one pydantic model for each body, strict, under vLLM's and SGLang's names.
+"""Bodies of the trainer routes: strict pydantic models with vLLM's and SGLang's field names.
 
 vLLM's: vllm/entrypoints/serve/*/api_router.py and distributed/weight_transfer/base.py. SGLang's:
-sglang/srt/managers/io_struct.py. A field that stands in none of them is refused by name: a trainer that misspells
-`checksum` must not believe that it was checked.
+sglang/srt/managers/io_struct.py. Unknown fields are rejected: a trainer that misspells `checksum` must not believe that
+it was checked.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from nano_inference.server.schema import Body
 
 MAX_TENSORS = 100_000
 GROUP = "weight_update_group"
-"""What SGLang's trainers call their group unless they say otherwise."""
+"""SGLang's default name of a group."""
 
 Label = Annotated[str, Field(min_length=1, max_length=256)] | Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 Name = Annotated[str, Field(min_length=1, max_length=512)]
@@ -31,29 +31,29 @@ Count = Annotated[int, Field(ge=0, le=2**31 - 1)]
 
 
 Checksum = Annotated[str, Field(min_length=1, max_length=256)]
-"""What `weights_checksum` gives for all weights of a version."""
+"""The result of `weights_checksum` over all weights of a version."""
 UPDATE_FORMS = ("ipc_handles", "ipc_handles_pickled", "sparse", "handles", "serialized_named_tensors")
-"""Fields of vLLM's other ways to send weights, refused unless they are empty."""
+"""Fields of vLLM's other weight transfer methods, which are rejected unless they are empty."""
 
 
-class Nothing(Body):
-    """A command that needs no words."""
+class EmptyBody(Body):
+    """A command without fields."""
 
 
 # ---- vLLM -----------------------------------------------------------------------------------------------------------
 
 
 class PauseBody(Body):
-    """POST /pause; each field may be in the query instead."""
+    """POST /pause."""
 
     mode: Literal["abort", "wait", "keep"] | None = None
     clear_cache: bool | None = None
     wait_for_inflight_requests: bool | None = None
-    """vLLM's older way to say mode=wait."""
+    """vLLM's older form of mode=wait."""
 
 
 class AbortBody(Body):
-    """POST /abort_requests; without the field, all. An empty list is nobody."""
+    """POST /abort_requests: all requests without the field, none for an empty list."""
 
     request_ids: Annotated[list[Name], Field(max_length=MAX_TENSORS)] | None = None
 
@@ -64,24 +64,24 @@ class ResetBody(Body):
     reset_running_requests: bool | None = None
     reset_external: bool | None = None
     reset_connector: bool | None = None
-    """Both taken: there is no cache outside."""
+    """Both are ignored: there is no external cache."""
 
 
 class SleepBody(Body):
-    """POST /sleep: level 0 only pauses, 1 gives memory back, 2 drops the weights, too."""
+    """POST /sleep: level 0 only pauses, 1 releases memory, 2 also discards the weights."""
 
     level: Annotated[int, Field(ge=0, le=2)] | None = None
     mode: Literal["abort", "wait", "keep"] | None = None
 
 
 class WakeBody(Body):
-    """POST /wake_up; without tags, everything."""
+    """POST /wake_up; without tags, all parts."""
 
     tags: list[Literal["weights", "kv_cache", "scheduling"]] | None = None
 
 
 class InitInfo(Body):
-    """Where to meet the trainer; `group_name` and `backend` are ours."""
+    """The trainer's rendezvous; `group_name` and `backend` are extensions."""
 
     master_address: Address
     master_port: Port
@@ -90,7 +90,7 @@ class InitInfo(Body):
     packed: bool | None = None
     packed_buffer_size_bytes: Count | None = None
     packed_num_buffers: Count | None = None
-    """Both taken: they say nothing without `packed`."""
+    """Both are ignored: they have no effect without `packed`."""
     group_name: GroupName | None = None
     backend: Literal["gloo", "nccl"] | None = None
 
@@ -108,7 +108,7 @@ class StartUpdateBody(Body):
 
 
 class UpdateInfo(Body):
-    """Either tensors that the trainer broadcasts now, or a directory."""
+    """Either tensors that the trainer broadcasts next, or a directory."""
 
     neutral_names: ClassVar[frozenset[str]] = frozenset(UPDATE_FORMS)
 
@@ -118,7 +118,7 @@ class UpdateInfo(Body):
     packed: bool | None = None
     packed_buffer_size_bytes: Count | None = None
     packed_num_buffers: Count | None = None
-    """Both taken: they say nothing without `packed`."""
+    """Both are ignored: they have no effect without `packed`."""
     group_name: GroupName | None = None
     weight_dir: Path | None = None
     path: Path | None = None
@@ -132,7 +132,7 @@ class UpdateWeightsBody(Body):
     weight_dir: Path | None = None
     weight_version: Label | None = None
     version: Label | None = None
-    """The same under another name."""
+    """Another name of `weight_version`."""
     checksum: Checksum | None = None
 
 
@@ -144,7 +144,7 @@ class FinishUpdateBody(Body):
 
 
 class LabelBody(Body):
-    """POST /update_weight_version. Nothing is aborted unless it is asked for, as with vLLM, and unlike SGLang's own."""
+    """POST /update_weight_version. By default no request is aborted, as in vLLM and unlike SGLang."""
 
     new_version: Label
     abort_all_requests: bool | None = None
@@ -155,7 +155,7 @@ class CheckBody(Body):
 
     action: Annotated[str, Field(max_length=64)]
     checksum: Annotated[str, Field(max_length=256)] | None = None
-    """What `compare` compares with."""
+    """Expected checksum, for the action `compare`."""
 
 
 # ---- SGLang ---------------------------------------------------------------------------------------------------------
@@ -173,21 +173,21 @@ class AbortRequestBody(Body):
     rid: Name | Annotated[list[Name], Field(max_length=MAX_TENSORS)] | Literal[""] | None = None
     abort_all: bool | None = None
     abort_message: str | None = None
-    """Taken, and left out."""
+    """Ignored."""
 
 
 class ContinueBody(Body):
     """POST /continue_generation."""
 
     torch_empty_cache: bool | None = None
-    """Taken: that memory is not given back."""
+    """Ignored: torch's cache is kept."""
 
 
 class FlushBody(Body):
     """POST /flush_cache."""
 
     timeout: float | Annotated[str, Field(max_length=32)] | None = None
-    """Taken: nothing is waited for."""
+    """Ignored: the flush does not wait."""
 
 
 class FromDiskBody(Body):
@@ -198,18 +198,18 @@ class FromDiskBody(Body):
     weight_version: Label | None = None
     checksum: Checksum | None = None
     flush_cache: bool | None = None
-    """Taken: cached prefixes of older weights are never found again, whatever it says."""
+    """Ignored: cached prefixes are never reused with other weights."""
     abort_all_requests: bool | None = None
     is_async: bool | None = None
-    """Taken: requests always go on meanwhile, and the reply comes when all is done."""
+    """Ignored: requests always continue during the update, and the reply is sent at its end."""
     torch_empty_cache: bool | None = None
     recapture_cuda_graph: bool | None = None
-    """Both taken: the new weights are computed with, whatever these say."""
+    """Both are ignored."""
     manifest: None = None
     keep_pause: bool | None = None
-    """Taken: an update never ends a pause."""
+    """Ignored: an update never ends a pause."""
     token_step: int | None = None
-    """Taken, and left out."""
+    """Ignored."""
 
 
 class InitGroupBody(Body):
@@ -224,7 +224,7 @@ class InitGroupBody(Body):
 
 
 class FromGroupBody(Body):
-    """POST /update_weights_from_distributed: tensors that are not named keep their values."""
+    """POST /update_weights_from_distributed; weights that are not named keep their values."""
 
     names: Names
     dtypes: Dtypes
@@ -235,7 +235,7 @@ class FromGroupBody(Body):
     checksum: Checksum | None = None
     flush_cache: bool | None = None
     torch_empty_cache: bool | None = None
-    """Both taken, as above."""
+    """Both are ignored, as in `FromDiskBody`."""
     abort_all_requests: bool | None = None
 
 
@@ -246,6 +246,6 @@ class DestroyGroupBody(Body):
 
 
 class MemoryBody(Body):
-    """POST /release_memory_occupation and /resume_memory_occupation; without tags, everything."""
+    """POST /release_memory_occupation and /resume_memory_occupation; without tags, all parts."""
 
     tags: list[Literal["weights", "kv_cache", "cuda_graph"]] | None = None

@@ -1,6 +1,6 @@
-"""The trainers' routes in SGLang's words: sglang/srt/entrypoints/http_server.py and managers/io_struct.py.
+"""Trainer routes with SGLang's paths and bodies: sglang/srt/entrypoints/http_server.py and managers/io_struct.py.
 
-A failure has SGLang's `success` and `message` beside the error object.
+Error replies have SGLang's `success` and `message` in addition to the error object.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from types import MappingProxyType
 from starlette.requests import Request
 from starlette.responses import Response
 
+from nano_inference.server.call import JSON
 from nano_inference.server.errors import ApiError
-from nano_inference.server.rl.context import JSON, Do, Endpoint, RLContext, json_response, obeyed
+from nano_inference.server.rl.context import Command, Endpoint, RLContext, json_response, run_command
 from nano_inference.server.rl.schema import (
     AbortRequestBody,
     ContinueBody,
@@ -24,138 +25,128 @@ from nano_inference.server.rl.schema import (
     MemoryBody,
     PauseGenerationBody,
 )
-from nano_inference.types import OnRunning, PauseMode
+from nano_inference.types import PauseMode
 
 _MODES: Mapping[str, tuple[PauseMode, bool]] = MappingProxyType(
     {"abort": ("abort", False), "retract": ("keep", True), "in_place": ("keep", False)}
 )
-"""SGLang's name of a pause -> ours, and whether the K/V goes."""
+"""SGLang's pause mode -> the engine's, and whether the KV cache is cleared."""
 
 
-def sglang_commands(context: RLContext) -> Mapping[str, Do]:
-    """Return what each path does."""
-    return {**_flow(context), **_memory(context), **_weights(context)}
-
-
-def told(do: Do) -> Endpoint:
-    """Return the endpoint that answers in SGLang's way, also when it fails."""
+def sglang_endpoint_of(command: Command, context: RLContext) -> Endpoint:
+    """Return the endpoint that responds with a command's JSON, and with SGLang's fields on failure."""
 
     async def endpoint(request: Request) -> Response:
         try:
-            return json_response(await obeyed(do, request))
+            return json_response(await run_command(command, context, request))
         except ApiError as error:
             request.scope["state"]["log_fields"] = {"error": error}
-            failed = {"success": False, "message": error.to_dict()["error"]["message"], **error.to_dict()}
+            body = error.to_dict()
+            failed = {"success": False, "message": body["error"]["message"], **body}
             return json_response(failed, error.status, error.headers)
 
     return endpoint
 
 
-def refused(path: str) -> Do:
-    """Return what is answered to a command that is known and not done here."""
+def unsupported(path: str) -> Command:
+    """Return a command that fails with 501."""
 
-    async def refuse(request: Request) -> JSON:
+    async def refuse(context: RLContext, request: Request) -> JSON:
         raise ApiError(501, f"{path} is not supported by this server", code="not_supported")
 
     return refuse
 
 
-def _flow(context: RLContext) -> dict[str, Do]:
-    async def pause(request: Request) -> JSON:
-        body = await context.read(request, PauseGenerationBody)
-        mode, clear_cache = _MODES[body.mode or "abort"]
-        ended = await context.control.pause(mode, clear_cache=clear_cache, receive=request.receive)
-        text = "Generation paused successfully."
-        return {"success": True, "status": "ok", "message": text, "num_aborted": ended, **await context.facts()}
-
-    async def go_on(request: Request) -> JSON:
-        await context.read(request, ContinueBody)
-        await context.control.resume()
-        text = "Generation continued successfully."
-        return {"success": True, "status": "ok", "message": text, **await context.facts()}
-
-    async def abort(request: Request) -> JSON:
-        body = await context.read(request, AbortRequestBody)
-        if not body.rid and not body.abort_all:
-            raise ApiError(400, "rid: name a request, or give abort_all=true", param="rid")
-        names = [body.rid] if isinstance(body.rid, str) else body.rid
-        ended = await context.control.abort(None if body.abort_all else names)
-        return {"success": True, "message": f"{ended} samples aborted", "num_aborted": ended, **await context.facts()}
-
-    async def flush(request: Request) -> JSON:
-        await context.read(request, FlushBody)
-        freed = await context.control.flush()
-        return {"success": True, "message": "Cache flushed.", "flushed_items": freed, **await context.facts()}
-
-    return {"/pause_generation": pause, "/continue_generation": go_on, "/abort_request": abort, "/flush_cache": flush}
+async def _pause(context: RLContext, request: Request) -> JSON:
+    body = await context.read(request, PauseGenerationBody)
+    mode, clear_cache = _MODES[body.mode or "abort"]
+    num_aborted = await context.control.pause(mode, clear_cache=clear_cache, receive=request.receive)
+    text = "Generation paused successfully."
+    return {"success": True, "status": "ok", "message": text, "num_aborted": num_aborted, **await context.facts()}
 
 
-def _memory(context: RLContext) -> dict[str, Do]:
-    async def release(request: Request) -> JSON:
-        body = await context.read(request, MemoryBody)
-        await context.control.release(_tags(body))
-        return {"success": True, "message": "Memory released.", **await context.facts()}
+async def _resume(context: RLContext, request: Request) -> JSON:
+    await context.read(request, ContinueBody)
+    await context.control.resume()
+    text = "Generation continued successfully."
+    return {"success": True, "status": "ok", "message": text, **await context.facts()}
 
-    async def resume(request: Request) -> JSON:
-        body = await context.read(request, MemoryBody)
-        facts = await context.wake(_tags(body))
-        left = ", ".join(sorted(context.control.asleep))
-        text = f"Memory resumes with the rest: {left}." if left else "Memory resumed."
-        return {"success": True, "message": text, **facts}
 
-    return {"/release_memory_occupation": release, "/resume_memory_occupation": resume}
+async def _abort(context: RLContext, request: Request) -> JSON:
+    body = await context.read(request, AbortRequestBody)
+    if not body.rid and not body.abort_all:
+        raise ApiError(400, "rid: name a request, or set abort_all=true", param="rid")
+    names = [body.rid] if isinstance(body.rid, str) else body.rid
+    num_aborted = await context.control.abort(None if body.abort_all else names)
+    text = f"{num_aborted} samples aborted"
+    return {"success": True, "message": text, "num_aborted": num_aborted, **await context.facts()}
+
+
+async def _flush(context: RLContext, request: Request) -> JSON:
+    await context.read(request, FlushBody)
+    freed = await context.control.flush()
+    return {"success": True, "message": "Cache flushed.", "flushed_items": freed, **await context.facts()}
+
+
+async def _release_memory(context: RLContext, request: Request) -> JSON:
+    body = await context.read(request, MemoryBody)
+    await context.control.release(_tags(body))
+    return {"success": True, "message": "Memory released.", **await context.facts()}
+
+
+async def _resume_memory(context: RLContext, request: Request) -> JSON:
+    body = await context.read(request, MemoryBody)
+    facts = await context.wake(_tags(body))
+    asleep = ", ".join(sorted(context.control.asleep))
+    text = f"Memory is resumed once these are resumed, too: {asleep}." if asleep else "Memory resumed."
+    return {"success": True, "message": text, **facts}
 
 
 def _tags(body: MemoryBody) -> list[str]:
     return list(body.tags) if body.tags else ["weights", "kv_cache", "cuda_graph"]
 
 
-def _weights(context: RLContext) -> dict[str, Do]:
-    async def from_disk(request: Request) -> JSON:
-        body = await context.read(request, FromDiskBody)
-        _require_format(body.load_format, ("auto", "safetensors"))
-        info = await context.install_directory(
-            body.model_path,
-            "model_path",
-            label=body.weight_version,
-            checksum=body.checksum,
-            on_running=_on_running(body.abort_all_requests),
-        )
-        text = "Succeeded to update model weights."
-        return {"success": True, "message": text, "num_paused_requests": 0, **await context.facts(info)}
+async def _update_from_disk(context: RLContext, request: Request) -> JSON:
+    body = await context.read(request, FromDiskBody)
+    _require_format(body.load_format, ("auto", "safetensors"))
+    info = await context.install_directory(
+        body.model_path,
+        "model_path",
+        label=body.weight_version,
+        checksum=body.checksum,
+        on_running="abort" if body.abort_all_requests else "keep",
+    )
+    text = "Succeeded to update model weights."
+    return {"success": True, "message": text, "num_paused_requests": 0, **await context.facts(info)}
 
-    async def init(request: Request) -> JSON:
-        body = await context.read(request, InitGroupBody)
-        await context.join(body)
-        return {"success": True, "message": f"Joined the group {body.group_name!r}.", **await context.facts()}
 
-    async def from_group(request: Request) -> JSON:
-        """Every call is an update of its own: trainers send one bucket after the other."""
-        body = await context.read(request, FromGroupBody)
-        _require_format(body.load_format, ())
-        source = context.groups.receive(body.group_name, body.names, body.dtypes, body.shapes, "dtypes")
-        info = await context.updates.install(
-            source,
-            label=body.weight_version,
-            checksum=body.checksum,
-            on_running=_on_running(body.abort_all_requests),
-            partial=True,
-            group=body.group_name,
-        )
-        return {"success": True, "message": "Succeeded to update parameter online.", **await context.facts(info)}
+async def _init_group(context: RLContext, request: Request) -> JSON:
+    body = await context.read(request, InitGroupBody)
+    await context.join(body)
+    return {"success": True, "message": f"Joined the group {body.group_name!r}.", **await context.facts()}
 
-    async def destroy(request: Request) -> JSON:
-        body = await context.read(request, DestroyGroupBody)
-        if not context.groups.leave(body.group_name):
-            raise ApiError(400, f"there is no group {body.group_name!r}", param="group_name", code="no_group")
-        return {"success": True, "message": f"Left the group {body.group_name!r}.", **await context.facts()}
 
-    return {
-        "/update_weights_from_disk": from_disk,
-        "/init_weights_update_group": init,
-        "/update_weights_from_distributed": from_group,
-        "/destroy_weights_update_group": destroy,
-    }
+async def _update_from_group(context: RLContext, request: Request) -> JSON:
+    """Each call is one update: trainers send their weights bucket by bucket."""
+    body = await context.read(request, FromGroupBody)
+    _require_format(body.load_format, ())
+    source = context.groups.receive(body.group_name, body.names, body.dtypes, body.shapes, "dtypes")
+    info = await context.updates.install(
+        source,
+        label=body.weight_version,
+        checksum=body.checksum,
+        on_running="abort" if body.abort_all_requests else "keep",
+        partial=True,
+        group=body.group_name,
+    )
+    return {"success": True, "message": "Succeeded to update parameter online.", **await context.facts(info)}
+
+
+async def _destroy_group(context: RLContext, request: Request) -> JSON:
+    body = await context.read(request, DestroyGroupBody)
+    if not context.groups.leave(body.group_name):
+        raise ApiError(400, f"there is no group {body.group_name!r}", param="group_name", code="no_group")
+    return {"success": True, "message": f"Left the group {body.group_name!r}.", **await context.facts()}
 
 
 def _require_format(load_format: str | None, known: tuple[str, ...]) -> None:
@@ -164,5 +155,17 @@ def _require_format(load_format: str | None, known: tuple[str, ...]) -> None:
         raise ApiError(400, f"load_format {load_format!r} is not supported{only}", param="load_format")
 
 
-def _on_running(abort_all: bool | None) -> OnRunning:
-    return "abort" if abort_all else "keep"
+SGLANG_COMMANDS: Mapping[str, Command] = MappingProxyType(
+    {
+        "/pause_generation": _pause,
+        "/continue_generation": _resume,
+        "/abort_request": _abort,
+        "/flush_cache": _flush,
+        "/release_memory_occupation": _release_memory,
+        "/resume_memory_occupation": _resume_memory,
+        "/update_weights_from_disk": _update_from_disk,
+        "/init_weights_update_group": _init_group,
+        "/update_weights_from_distributed": _update_from_group,
+        "/destroy_weights_update_group": _destroy_group,
+    }
+)

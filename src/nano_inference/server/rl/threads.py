@@ -1,4 +1,4 @@
-"""Waits that may be long and cannot be called off: each in a thread of its own, which nobody waits for at the end."""
+"""Daemon threads for blocking calls that cannot be cancelled; the process does not join them at exit."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from starlette.types import Receive
 from nano_inference.server.guard import ClientGone
 
 JOINING = "weight-joining"
-"""The name of the threads that wait for a trainer."""
+"""Name of the threads that wait for a trainer."""
 T = TypeVar("T")
 
 
 async def in_thread(work: Callable[[], T], drop: Callable[[T], None], name: str = JOINING) -> T:
-    """Return what `work` returns, or raise what it raises; `drop` takes what comes when nobody waits any more."""
+    """Return the result of `work`, or raise its exception; if the caller was cancelled, `drop` receives the result."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[T] = loop.create_future()
 
@@ -27,21 +27,21 @@ async def in_thread(work: Callable[[], T], drop: Callable[[T], None], name: str 
             result = work()
         except BaseException as error:
             failure = error if isinstance(error, Exception) else RuntimeError(type(error).__name__)
-            tell(loop, lambda: None if done.done() else done.set_exception(failure))
+            call_in_loop(loop, lambda: None if done.done() else done.set_exception(failure))
         else:
-            tell(loop, lambda: drop(result) if done.done() else done.set_result(result))
+            call_in_loop(loop, lambda: drop(result) if done.done() else done.set_result(result))
 
     threading.Thread(target=run, name=name, daemon=True).start()
     try:
         return await done
     except asyncio.CancelledError:
         if done.done() and not done.cancelled() and done.exception() is None:
-            drop(done.result())  # it came in the same turn of the loop
+            drop(done.result())  # completed in the same iteration of the loop as the cancellation
         raise
 
 
 async def unless_gone(receive: Receive, found: asyncio.Future[T]) -> T:
-    """Return what a future gives; when the client leaves before, cancel it and raise `ClientGone`."""
+    """Return the future's result; if the client disconnects first, cancel the future and raise `ClientGone`."""
     gone = asyncio.ensure_future(_gone(receive))
     try:
         either: set[asyncio.Future[Any]] = {gone, found}
@@ -59,7 +59,7 @@ async def _gone(receive: Receive) -> None:
         pass
 
 
-def tell(loop: asyncio.AbstractEventLoop, news: Callable[[], None]) -> None:
-    """Run something on an event loop, from whatever thread; nothing when it has gone."""
-    with suppress(RuntimeError):  # the loop may have gone, and whoever waited with it
-        loop.call_soon_threadsafe(news)
+def call_in_loop(loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> None:
+    """Schedule a callback on an event loop, from any thread; do nothing if the loop is closed."""
+    with suppress(RuntimeError):
+        loop.call_soon_threadsafe(callback)
