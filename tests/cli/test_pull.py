@@ -146,7 +146,7 @@ def test_growth_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         if done == 3:
             told.set()
 
-    with hub.counted(tmp_path, 10, tell):
+    with hub.report_growth(tmp_path, 10, tell):
         (tmp_path / "new").write_bytes(b"123")
         assert told.wait(20)
     assert seen[-1] == (3, 10)

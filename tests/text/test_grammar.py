@@ -252,8 +252,8 @@ def nested(depth: int) -> str:
 
 
 REFUSED = [
-    (Grammar("json_schema", "{"), "json_schema: is no JSON"),
-    (Grammar("json_schema", '{"const": NaN}'), "json_schema: is no JSON: NaN is no number"),
+    (Grammar("json_schema", "{"), "json_schema: is not valid JSON"),
+    (Grammar("json_schema", '{"const": NaN}'), "json_schema: is not valid JSON: NaN is not a JSON number"),
     (Grammar("json_schema", "[]"), "json_schema: must be an object"),
     (Grammar("json_schema", '{"not": {}}'), 'json_schema: Unimplemented keys: ."not".'),
     (Grammar("json_schema", '{"type": "stuff"}'), "json_schema: Invalid type: stuff"),
@@ -271,7 +271,7 @@ REFUSED = [
     (Grammar("regex", "(a"), "regex: unclosed group"),
     (Grammar("regex", "a" * (MAX_BYTES["regex"] + 1)), "regex: 8193 bytes are more than 8192"),
     (Grammar("regex", "(" * 100 + ")" * 100), "regex: nested more than 64 levels deep"),
-    (Grammar("regex", "\ud800"), "regex: holds half of a surrogate pair"),
+    (Grammar("regex", "\ud800"), "regex: contains half of a surrogate pair"),
     (Grammar("choice", "[]"), "choice: must be a list of strings"),
     (Grammar("choice", '["a", 1]'), "choice: must be a list of strings"),
     (Grammar("choice", json.dumps(["a"] * (MAX_CHOICES + 1))), "choice: 10001 alternatives are more than 10000"),
