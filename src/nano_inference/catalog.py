@@ -171,10 +171,11 @@ def list_models(cache: Path, *, hub_cache: Path | None = None) -> tuple[ModelEnt
         if is_whole(cache / wheel.file_name, wheel)
     ]
     found += [ModelEntry(one.name, one.directory, bytes_in(one.directory), "package") for one in installed_builtins()]
-    for repo in _hub_repos(_hub_cache(hub_cache)):
+    for repo in sorted(_hub_cache(hub_cache).glob("models--*")):
         snapshot = _newest_snapshot(repo)
-        if snapshot is not None and _has_model(snapshot):
-            found.append(ModelEntry(_repo_name(repo), snapshot, bytes_in(repo / "blobs"), "hub"))
+        if snapshot is not None and (any(snapshot.glob("*.safetensors")) or any(snapshot.glob("*.gguf"))):
+            name = repo.name.removeprefix("models--").replace("--", "/")
+            found.append(ModelEntry(name, snapshot, bytes_in(repo / "blobs"), "hub"))
     return tuple(sorted(found, key=lambda entry: entry.name.lower()))
 
 
@@ -279,11 +280,13 @@ def _hub_files(hub: HubName, name: str, endpoint: str) -> dict[str, int | None]:
 
     Sends one request with a short timeout, where the library would try five times.
     """
-    # Imported here because it takes as long as all other imports of this file.
+    # Imported here because they take longer than all other imports of this file.
     import urllib.error
     import urllib.request
 
-    token = _hub_token()
+    import huggingface_hub
+
+    token = huggingface_hub.get_token()
     url = f"{endpoint}/api/models/{hub.repo}/revision/{hub.revision or 'main'}?blobs=true"
     request = urllib.request.Request(url, headers={"Authorization": f"Bearer {token}"} if token else {})
     tried = f"looked at local paths, in the hub's cache and at {endpoint}"
@@ -299,13 +302,6 @@ def _hub_files(hub: HubName, name: str, endpoint: str) -> dict[str, int | None]:
     except (OSError, ValueError) as error:
         raise ModelError(f"{name}: the hub cannot be reached: {_one_line(error)} ({tried})") from None
     return {entry["rfilename"]: entry.get("size") for entry in data.get("siblings", ())}
-
-
-def _hub_token() -> str | None:
-    import huggingface_hub
-
-    token: str | None = huggingface_hub.get_token()
-    return token
 
 
 def _chosen_files(hub: HubName, names: Iterable[str], name: str) -> list[str]:
@@ -377,15 +373,3 @@ def _has_all_shards(snapshot: Path) -> bool:
     except (OSError, ValueError, KeyError, AttributeError):
         return False
     return all((snapshot / shard).is_file() for shard in shards)
-
-
-def _has_model(snapshot: Path) -> bool:
-    return any(snapshot.glob("*.safetensors")) or any(snapshot.glob("*.gguf"))
-
-
-def _hub_repos(root: Path) -> list[Path]:
-    return sorted(path for path in root.glob("models--*") if path.is_dir()) if root.is_dir() else []
-
-
-def _repo_name(repo: Path) -> str:
-    return repo.name.removeprefix("models--").replace("--", "/")

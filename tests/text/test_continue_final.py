@@ -67,7 +67,7 @@ def test_template_that_trims_content() -> None:
 @pytest.mark.parametrize(
     ("source", "messages", "message"),
     [
-        ("{{ messages[0].role }}", [ASK], "does not show the last message as it is"),
+        ("{{ messages[0].role }}", [ASK], "changes the last message's content"),
         (CHATML, [{"role": "assistant", "content": None, "tool_calls": [{}]}], "whose content is a text"),
         (CHATML, [], "messages must be a non-empty list"),
         (CHATML, [{"role": "assistant"}], r"messages\[0\].content must be a string"),

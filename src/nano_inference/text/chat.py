@@ -157,33 +157,18 @@ def encode_chat(
     The text of a special token inside a message is encoded as plain text, so that a message cannot forge a turn.
     Raises as `render` does, and `BadRequest` if the tokenizer cannot encode such a message as plain text.
     """
+    rendered = partial(render, template, add_generation_prompt=add_generation_prompt, continue_final=continue_final)
     special = _special_pattern(tokenizer)
-    hostile = special is not None and any(special.search(text) for text in _strings([messages, tools, extra]))
-    if special is None or not hostile:
-        text = render(
-            template,
-            messages,
-            add_generation_prompt=add_generation_prompt,
-            continue_final=continue_final,
-            tools=tools,
-            extra=extra,
-        )
-        return tokenizer.encode(text, add_special=False)
+    if special is None or not any(special.search(text) for text in _strings([messages, tools, extra])):
+        return tokenizer.encode(rendered(messages, tools=tools, extra=extra), add_special=False)
     mark = _unused_character([messages, tools, extra, template.source])
 
-    def defused(value: Any) -> Any:
+    def marked(value: Any) -> Any:
         return _map_strings(value, lambda text: special.sub(lambda m: m[0][0] + mark + m[0][1:], text))
 
     check_messages(messages)
-    text = render(
-        template,
-        defused(messages),
-        add_generation_prompt=add_generation_prompt,
-        continue_final=continue_final,
-        tools=defused(tools),
-        extra=defused(extra),
-    )
-    return _encode_defused(tokenizer, text, special, mark)
+    text = rendered(marked(messages), tools=marked(tools), extra=marked(extra))
+    return _encode_marked(tokenizer, text, special, mark)
 
 
 def _render_open(
@@ -203,7 +188,7 @@ def _render_open(
     marked = [*messages[:-1], {**last, "content": last["content"] + mark}]
     text = render(template, marked, add_generation_prompt=False, tools=tools, extra=extra)
     if mark not in text:
-        raise BadRequest("continue_final_message: the chat template does not show the last message as it is")
+        raise BadRequest("continue_final_message: the chat template changes the last message's content")
     return text[: text.rindex(mark)].replace(mark, "")  # a template may write a message twice
 
 
@@ -273,15 +258,15 @@ def _unused_character(values: Any) -> str:
     return free
 
 
-def _encode_defused(tokenizer: Tokenizer, text: str, special: re.Pattern[str], mark: str) -> list[int]:
+def _encode_marked(tokenizer: Tokenizer, text: str, special: re.Pattern[str], mark: str) -> list[int]:
     """Encode a rendering in which special tokens from messages carry a mark; those without one are the template's.
 
     Splitting at special tokens must not change the ids. This is checked on the same text with each mark replaced by
     "x"; a tokenizer that fails (one that strips spaces around special tokens) raises `BadRequest`.
     """
-    harmless = text.replace(mark, "x")
-    if _encode_pieces(tokenizer, harmless, special) != tokenizer.encode(harmless, add_special=False):
-        raise BadRequest("a message spells out a special token, which this model's tokenizer cannot take as text")
+    unmarked = text.replace(mark, "x")
+    if _encode_pieces(tokenizer, unmarked, special) != tokenizer.encode(unmarked, add_special=False):
+        raise BadRequest("a message contains a special token, which this model's tokenizer cannot encode as text")
     return _encode_pieces(tokenizer, text, special, mark)
 
 

@@ -50,15 +50,15 @@ def encode_chat_delta(
     before, after = text_of(answer, ()), text_of(answer, messages)
     _check_appends(template, before, after)
     word = next(word for i in count() if (word := f"answer{i}") not in after)
-    head, _, bridge = text_of(word, messages).partition(word)
+    head, _, delta = text_of(word, messages).partition(word)
     added = after[len(before) :]
-    if not (after.endswith(bridge) and bridge.endswith(added)):
-        raise ModelError(f"{template.where}: what the chat template writes after an answer depends on what it says")
+    if not (after.endswith(delta) and delta.endswith(added)):
+        raise ModelError(f"{template.where}: in this chat template the text after an answer depends on the answer")
     ids = encode_chat(template, tokenizer, [*_chat(word), *messages], tools=tools, extra=extra)
     head_ids = tokenizer.encode(head + word, add_special=False)
     if ids[: len(head_ids)] != head_ids:
         raise ModelError(f"{template.where}: this tokenizer joins the end of an answer with what follows it")
-    return _after_end(tokenizer, ids[len(head_ids) :], bridge.removesuffix(added), sampled)
+    return _after_end(tokenizer, ids[len(head_ids) :], delta.removesuffix(added), sampled)
 
 
 def _chat(answer: str) -> list[Message]:
@@ -71,8 +71,8 @@ def _check_appends(template: ChatTemplate, before: str, after: str) -> None:
         return
     at = next((i for i, (a, b) in enumerate(zip(before, after, strict=False)) if a != b), len(after))
     raise ModelError(
-        f"{template.where}: the chat template rewrites earlier turns when messages follow, so what was sampled cannot "
-        f"be kept: {before[at : at + 40]!r} becomes {after[at : at + 40]!r}"
+        f"{template.where}: the chat template rewrites earlier turns when messages follow, so the sampled tokens "
+        f"cannot be kept: {before[at : at + 40]!r} becomes {after[at : at + 40]!r}"
     )
 
 

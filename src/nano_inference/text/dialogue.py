@@ -112,7 +112,7 @@ def shown(
 ) -> bytes:
     """Return the displayed UTF-8 bytes of a run of tokens: without special tokens, tool calls between marks.
 
-    `spelled` and `parts_with_marks` replace the marks. `skip_special=False` keeps special tokens. A call's forced
+    `spelled` and `parts_of` replace the marks. `skip_special=False` keeps special tokens. A call's forced
     result is always in the same run as the end of the call, unless the answer was truncated there (`is_cut`).
     """
     pieces = []
@@ -133,20 +133,11 @@ def spelled(text: str) -> str:
     return text.translate(_SPELLED)
 
 
-def parts_with_marks(text: str, inside: PartKind = "text") -> tuple[tuple[Part, ...], PartKind]:
-    """Return the parts of a text with its marks spelled out, as parts of kind "text", and the kind at its end.
+def parts_of(text: str, inside: PartKind = "text", *, with_marks: bool = False) -> tuple[tuple[Part, ...], PartKind]:
+    """Return the parts of a text and the kind at its end; `inside` is the kind at its beginning.
 
-    `inside` is the kind at the text's beginning.
+    The text's marks are dropped or, with `with_marks`, spelled out as parts of kind "text".
     """
-    return _parts(text, inside, with_marks=True)
-
-
-def parts_of(text: str, inside: PartKind = "text") -> tuple[tuple[Part, ...], PartKind]:
-    """Return the parts of a text without its marks, and the kind at its end; `inside` is the kind at its beginning."""
-    return _parts(text, inside, with_marks=False)
-
-
-def _parts(text: str, inside: PartKind, *, with_marks: bool) -> tuple[tuple[Part, ...], PartKind]:
     parts: list[Part] = []
     for piece in _MARK.split(text):
         if piece in _ENDS_IN:

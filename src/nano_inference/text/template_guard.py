@@ -122,7 +122,7 @@ def _check(tags: list[Tag], where: str) -> None:
             if dot == "." and name == "format" and paren == "(":
                 raise ModelError(f"{where}: the chat template calls .format(), which is not supported")
         if words.count("*") > 1 or not all(_small_product(words, at) for at, w in enumerate(words) if w == "*"):
-            raise ModelError(f"{where}: the chat template multiplies by more than a number up to {MAX_FACTOR}")
+            raise ModelError(f"{where}: one factor of each product in a chat template must be a number <= {MAX_FACTOR}")
 
 
 def _small_product(words: tuple[str, ...], at: int) -> bool:
