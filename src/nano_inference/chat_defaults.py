@@ -61,8 +61,8 @@ def differing(sampling: Mapping[str, Any], names: Collection[str] = CHAT_FIELDS)
 
 def described(sampling: Mapping[str, Any], source: str, names: Collection[str] = CHAT_FIELDS) -> str:
     """Return the fields among `names` as text. `source` is not the source of `max_tokens`."""
-    drawn = differing(sampling, set(names) - {"max_tokens"}) or ("temperature 1.0" if "temperature" in names else "")
-    parts = [f"{drawn} ({source})"] if drawn else []
+    shape = differing(sampling, set(names) - {"max_tokens"}) or ("temperature 1.0" if "temperature" in names else "")
+    parts = [f"{shape} ({source})"] if shape else []
     if "max_tokens" in names and sampling.get("max_tokens") is not None:
         parts.append(f"at most {sampling['max_tokens']} tokens")
     return ", ".join(parts) or "none"

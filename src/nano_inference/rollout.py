@@ -62,7 +62,7 @@ class Rollout:
         if len(names) > 1:
             raise ValueError(
                 f"turns: their samples have the lineages {names[0]!r} and {names[1]!r}, whose weight versions are "
-                "unrelated; draw all turns of a rollout with one engine, or with engines of one EngineConfig.lineage"
+                "unrelated; sample all turns of a rollout with one engine, or with engines of one EngineConfig.lineage"
             )
 
     @property

@@ -95,7 +95,7 @@ def test_random_text_never_contains_the_words(tmp_path_factory: pytest.TempPathF
 def test_empty_and_too_long_words_are_refused() -> None:
     with pytest.raises(BadRequest, match="bad_words: a word has no tokens"):
         bad_words_matcher(TOKENIZER, [""], TOKENIZER.vocab_size)
-    with pytest.raises(BadRequest, match=f"bad_words: the words come to more than {MAX_TOKENS} tokens"):
+    with pytest.raises(BadRequest, match=f"bad_words: the words have more than {MAX_TOKENS} tokens"):
         bad_words_matcher(TOKENIZER, ["é" * 300, "ж" * 300], TOKENIZER.vocab_size)
 
 

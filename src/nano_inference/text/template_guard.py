@@ -127,8 +127,8 @@ def _check(tags: list[Tag], where: str) -> None:
 
 def _small_product(words: tuple[str, ...], at: int) -> bool:
     """Return True if one side of the `*` at `at` is a small number and the `*` is not part of `**`."""
-    beside = words[max(0, at - 1) : at] + words[at + 1 : at + 2]
-    return "*" not in beside and any(w.isdigit() and int(w) <= MAX_FACTOR for w in beside)
+    neighbours = words[max(0, at - 1) : at] + words[at + 1 : at + 2]
+    return "*" not in neighbours and any(w.isdigit() and int(w) <= MAX_FACTOR for w in neighbours)
 
 
 def _counted(tag: Tag, captured: list[str]) -> str:

@@ -181,12 +181,12 @@ function labelVersions(message, versions, first) {
 
 /** Return an answer's figures: tokens, seconds to the first token, tokens per second after it. */
 function statsOf(message, clock, usage) {
-  const drawn = message.tokens.length - (message.numGiven ?? 0);
+  const numSampled = message.tokens.length - (message.numGiven ?? 0);
   const seconds = clock.first === null ? 0 : (clock.last - clock.first) / 1000;
   return {
     tokens: message.tokens.length,
     first: clock.first === null ? null : (clock.first - clock.asked) / 1000,
-    speed: drawn > 1 && seconds > SHORTEST_S ? (drawn - 1) / seconds : null,
+    speed: numSampled > 1 && seconds > SHORTEST_S ? (numSampled - 1) / seconds : null,
     prompt: usage?.prompt_tokens ?? message.stats?.prompt ?? null,
     cached: usage?.prompt_tokens_details?.cached_tokens ?? message.stats?.cached ?? null,
   };
