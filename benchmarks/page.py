@@ -113,7 +113,7 @@ def scrolled(browser: Browser, server: FakeServer) -> tuple[float, float]:
     chat = ChatDriver(browser.new_context(), server.url)
     for _ in range(100):
         chat.type("Hello")
-        server.answer().tell(*(word + " " for word in 4 * WORDS))
+        server.answer().complete(*(word + " " for word in 4 * WORDS))
         chat.wait_until_idle()
     chat.page.evaluate(FRAMES)
     for step in range(60):

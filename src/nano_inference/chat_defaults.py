@@ -1,6 +1,6 @@
-"""Sampling defaults of chats in the terminal and on the page.
+"""Sampling defaults of chats in the terminal and on the web page.
 
-The clients send them explicitly: HTTP and the Python API do not use them.
+These clients send the defaults explicitly; the HTTP API and the Python API do not apply them.
 """
 
 from __future__ import annotations
@@ -15,29 +15,29 @@ ChatSource = Literal["the model's generation_config.json", "measured for this mo
 
 CHAT_SAMPLING: Mapping[str, Any] = MappingProxyType({"temperature": 0.7, "top_p": 0.95, "min_p": 0.05})
 CHAT_MAX_TOKENS = 1024
-"""Tokens of an answer if neither the user nor the catalog names a limit."""
+"""Default limit on an answer's tokens, unless the catalog has another."""
 CHAT_FIELDS = (*MODELS_OWN, "max_tokens")
-"""Sampling fields that have a default of their own in a chat."""
+"""Sampling fields with a default for chats."""
 _TRUNCATION = ("top_p", "top_k", "min_p")
 _SHAPING = ("temperature", *_TRUNCATION)
 _NEUTRAL = SamplingParams()
 
 
 class ChatDefaults(NamedTuple):
-    """Sampling fields of a chat for which the user named no value."""
+    """The defaults of a chat's sampling fields."""
 
     sampling: Mapping[str, Any]
     """A value for each of `CHAT_FIELDS`."""
     source: ChatSource
-    """Origin of temperature and truncation."""
+    """The source of temperature, top-p, top-k and min-p."""
 
 
 def chat_defaults(generation: Mapping[str, Any], catalog: Mapping[str, Any]) -> ChatDefaults:
     """Return the defaults of a chat with a model.
 
-    `generation` has the fields that the model's generation_config.json names, `catalog` those of its catalog entry.
-    Temperature and truncation come from the first of generation, catalog and `CHAT_SAMPLING` that names one of them;
-    they are never mixed, because a truncation is chosen for a temperature.
+    `generation` has the fields of the model's generation_config.json, `catalog` those of its catalog entry.
+    Temperature, top-p, top-k and min-p all come from the first of `generation`, `catalog` and `CHAT_SAMPLING` that
+    has one of them, because a truncation is chosen for a temperature.
     """
     source: ChatSource
     if any(name in generation for name in _SHAPING):
@@ -53,16 +53,16 @@ def chat_defaults(generation: Mapping[str, Any], catalog: Mapping[str, Any]) -> 
 
 
 def differing(sampling: Mapping[str, Any], names: Collection[str] = CHAT_FIELDS) -> str:
-    """Return those of the named fields that differ from plain sampling, as `name value, …`."""
+    """Return the fields among `names` that differ from `SamplingParams()`, as `name value, …`."""
     inert = _TRUNCATION if sampling.get("temperature") == 0 else ()
     shown = [name for name in CHAT_FIELDS if name in names and name in sampling and name not in inert]
     return ", ".join(f"{name} {sampling[name]}" for name in shown if sampling[name] != getattr(_NEUTRAL, name))
 
 
 def described(sampling: Mapping[str, Any], source: str, names: Collection[str] = CHAT_FIELDS) -> str:
-    """Return the named fields in words. The source is that of temperature and truncation, not of the limit."""
-    drawn = differing(sampling, set(names) - {"max_tokens"}) or ("temperature 1.0" if "temperature" in names else "")
-    parts = [f"{drawn} ({source})"] if drawn else []
+    """Return the fields among `names` as text. `source` is not the source of `max_tokens`."""
+    shape = differing(sampling, set(names) - {"max_tokens"}) or ("temperature 1.0" if "temperature" in names else "")
+    parts = [f"{shape} ({source})"] if shape else []
     if "max_tokens" in names and sampling.get("max_tokens") is not None:
         parts.append(f"at most {sampling['max_tokens']} tokens")
     return ", ".join(parts) or "none"

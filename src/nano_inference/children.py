@@ -1,8 +1,8 @@
-"""Starts child processes: the only room that does, so that none runs code it finds in the current directory.
+"""Start child processes so that none runs code from the current directory; only this module starts processes.
 
-A child's current directory is named by its caller and is one that only this process writes to. Environment variables
-that hold search paths lose their relative entries, which would be looked up in it; Python runs isolated (`-I`: no
-current directory and no PYTHON* variables), and programs are named by absolute paths.
+The caller chooses the child's current directory, to which only this process writes. Relative entries are removed from
+environment variables with search paths. Python runs isolated (`-I`: no current directory, no PYTHON* variables), and
+programs are given by absolute paths.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from pathlib import Path
 from typing import IO
 
 PYTHON: tuple[str, ...] = (sys.executable, "-I")
-"""The start of a Python child's command."""
+"""The first arguments of a Python child's command."""
 _SEARCH_PATHS = (
     *("PATH", "LD_LIBRARY_PATH", "LD_RUN_PATH", "DYLD_LIBRARY_PATH", "DYLD_FALLBACK_LIBRARY_PATH", "PYTHONPATH"),
     *("CPATH", "C_INCLUDE_PATH", "OBJC_INCLUDE_PATH", "CPLUS_INCLUDE_PATH", "LIBRARY_PATH", "COMPILER_PATH"),
 )
-"""Lists of directories; an empty entry means the current one."""
+"""Variables with lists of directories, in which an empty entry means the current directory."""
 _SINGLE_PATHS = ("GCC_EXEC_PREFIX", "PYTHONHOME", "PYTHONUSERBASE", "PYTHONSTARTUP", "TMPDIR", "DEPENDENCIES_OUTPUT")
 _LISTS_OF_FILES = ("LD_PRELOAD", "DYLD_INSERT_LIBRARIES")
 
 
 def environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables for a child: those given, without anything relative in those that say where to look."""
+    """Return the environment for a child: `environ` without relative paths in variables with search paths."""
     out = dict(environ)
     for name in _SEARCH_PATHS:
         if name in out:
             kept = [entry for entry in out[name].split(os.pathsep) if Path(entry).is_absolute()]
             out[name] = os.pathsep.join(kept)
             if not kept:
-                del out[name]  # an empty list would mean the current directory
+                del out[name]  # an empty list means the current directory
     for name in _SINGLE_PATHS:
         if name in out and not Path(out[name]).is_absolute():
             del out[name]
@@ -47,9 +47,9 @@ def environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def find_program(name: str, environ: Mapping[str, str]) -> str | None:
-    """Return the absolute path of a program, None if there is none.
+    """Return the absolute path of a program, None if it is not found.
 
-    A name is looked up in the absolute entries of PATH; one with a separator is what the user wrote, relative or not.
+    A name is searched in the absolute entries of PATH; a name with a separator is a path, which may be relative.
     """
     if Path(name).name != name:
         return shutil.which(str(Path(name).absolute()))
@@ -59,9 +59,9 @@ def find_program(name: str, environ: Mapping[str, str]) -> str | None:
 def run(
     command: Sequence[str], *, cwd: Path, environ: Mapping[str, str], timeout: float
 ) -> subprocess.CompletedProcess[str]:
-    """Run a program to its end and return what it printed. Raises `OSError`, a `TimeoutError` after `timeout` seconds.
+    """Run a program and return its output and exit code. Raises `OSError`; `TimeoutError` after `timeout` seconds.
 
-    `cwd` is a directory that only this process writes to.
+    `cwd` must be a directory to which only this process writes.
     """
     _check(command, cwd)
     try:
@@ -81,9 +81,10 @@ def run(
 
 
 def start(command: Sequence[str], *, cwd: Path, stderr: IO[str]) -> subprocess.Popen[str]:
-    """Start a program whose output is read as it comes; a context manager that waits for its end. Raises `OSError`.
+    """Start a program and return it as a context manager that waits for its end. Raises `OSError`.
 
-    `cwd` is a directory that only this process writes to. The environment is this process's.
+    Its stdout is a pipe of text. `cwd` must be a directory to which only this process writes. The environment is that
+    of this process.
     """
     _check(command, cwd)
     return subprocess.Popen(
@@ -99,9 +100,10 @@ def start(command: Sequence[str], *, cwd: Path, stderr: IO[str]) -> subprocess.P
 
 
 def start_worker(command: Sequence[str], *, cwd: Path) -> subprocess.Popen[bytes]:
-    """Start a program that answers over its standard streams, unbuffered; its errors are dropped. Raises `OSError`.
+    """Start a program with unbuffered pipes as stdin and stdout, and without stderr. Raises `OSError`.
 
-    `cwd` is a directory that only this process, or only the system, writes to. A terminal's Ctrl-C does not reach it.
+    `cwd` must be a directory to which only this process, or only the system, writes. Ctrl-C in a terminal does not
+    reach the program.
     """
     _check(command, cwd)
     return subprocess.Popen(

@@ -1,4 +1,4 @@
-"""Opens files that others wrote, checks who may write to a directory, and replaces files atomically."""
+"""Open files from untrusted sources, check who can write to a directory, and replace files atomically."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from pathlib import Path
 from nano_inference.types import BadRequest, ModelError
 
 MAX_PATH = 4095
-"""Bytes of a path on Linux; other systems allow fewer, and say so when the path is used."""
+"""Limit on the bytes of a path on Linux; a system with a lower limit raises an error when the path is used."""
 MAX_NAME = 255
-"""Bytes of a file's name."""
+"""Limit on the bytes of a file's name."""
 _MAX_LINKS = 40
 _KINDS = (
     (stat.S_ISDIR, "a directory"),
@@ -29,7 +29,7 @@ _KINDS = (
 def open_regular(path: Path) -> io.FileIO:
     """Open a regular file to read, unbuffered. Raises `OSError`, also for a FIFO, socket, device or directory.
 
-    Never waits: opening a FIFO would wait for its writer. Symbolic links are followed: hub caches consist of them.
+    Never blocks, although opening a FIFO would. Symbolic links are followed, because hub caches consist of them.
     """
     if "\0" in str(path):
         raise OSError(errno.EINVAL, "a path cannot contain a zero byte")
@@ -44,7 +44,7 @@ def open_regular(path: Path) -> io.FileIO:
 
 
 def open_buffered(path: Path) -> io.BufferedReader:
-    """Do as `open_regular`, with a buffer."""
+    """Open a regular file like `open_regular`, buffered."""
     return io.BufferedReader(open_regular(path))
 
 
@@ -58,15 +58,15 @@ def read_file(path: Path, limit: int, what: str = "this file") -> bytes:
             size = os.fstat(file.fileno()).st_size
             if size > limit:
                 raise ModelError(f"{path}: {size} bytes are too many for {what} (limit {limit})")
-            return file.read(size)  # `limit` would be allocated whole, and a file may grow meanwhile
+            return file.read(size)  # not `limit`, which would be allocated in full; the file may grow meanwhile
     except OSError as error:
         raise ModelError(f"{path}: cannot be read: {error.strerror}") from error
 
 
 def is_present(path: Path) -> bool:
-    """Whether a regular file is there; False also for a path too long to exist.
+    """Return True if a regular file exists at the path; False also for a path that is too long.
 
-    Raises `ModelError` if something else has the name (a FIFO, a directory, …): it must not count as a missing file.
+    Raises `ModelError` if the path is anything else (a FIFO, a directory, …), which must not count as a missing file.
     """
     found = status_of(path)
     if found is None:
@@ -79,10 +79,9 @@ def is_present(path: Path) -> bool:
 
 
 def path_of(text: str | Path, name: str) -> Path:
-    """Return the path that a user wrote, with `~` expanded. `name` is the flag or field.
+    """Return the path that a user entered, with `~` expanded. `name` is the flag or field for error messages.
 
-    Raises `BadRequest` if no path can be spelled so: it holds a zero byte, is longer than the system allows, or names
-    a home directory that is not known.
+    Raises `BadRequest` if it contains a zero byte, is too long, or refers to an unknown home directory.
     """
     size = _num_bytes(str(text))
     if "\0" in str(text):
@@ -99,7 +98,7 @@ def path_of(text: str | Path, name: str) -> Path:
 
 
 def status_of(path: Path) -> os.stat_result | None:
-    """Return the status of what a path leads to, None where nothing is or can be (also a path longer than allowed)."""
+    """Return the status of a path's target; None if it does not exist, also for a path that is too long."""
     try:
         return path.stat()
     except (OSError, ValueError):
@@ -107,15 +106,15 @@ def status_of(path: Path) -> os.stat_result | None:
 
 
 def exists(path: Path) -> bool:
-    """Whether anything is there. Unlike `Path.exists`, returns False for a path that is too long."""
+    """Return True if the path exists. Unlike `Path.exists`, returns False for a path that is too long."""
     return status_of(path) is not None
 
 
 def untrusted_part(path: Path, user: int | None = None) -> str | None:
-    """Return why others than `user` (default: this process's) and root could replace what lies in a directory.
+    """Return why users other than `user` (default: this process's) and root can replace a directory's files, else None.
 
-    Every directory from the root down, also of symbolic links, must belong to one of the two and be writable by no one
-    else; a sticky one, such as /tmp, may lie on the way. None if that holds. Raises `OSError` if the path is missing.
+    Every directory from the root to `path`, including those of symbolic links, must belong to one of the two and be
+    writable by no other user; parent directories may be sticky, such as /tmp. Raises `OSError` if `path` is missing.
     """
     owners = {0, os.getuid() if user is None else user}
     here = Path("/")
@@ -141,7 +140,7 @@ def untrusted_part(path: Path, user: int | None = None) -> str | None:
 
 
 def why_untrusted_file(status: os.stat_result, user: int | None = None) -> str | None:
-    """Return why others than `user` and root could have written a file, None if they could not."""
+    """Return why users other than `user` (default: this process's) and root could have written a file, else None."""
     if status.st_uid not in {0, os.getuid() if user is None else user}:
         return f"belongs to user {status.st_uid}"
     if status.st_mode & 0o022:
@@ -150,13 +149,13 @@ def why_untrusted_file(status: os.stat_result, user: int | None = None) -> str |
 
 
 def digest_of(file: io.FileIO) -> str:
-    """Return the SHA-256 of an open file, in 64 hexadecimal digits."""
+    """Return the SHA-256 of an open file as hexadecimal digits."""
     file.seek(0)
     return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def sync(path: Path) -> None:
-    """Write a file, or the entries of a directory, to the disk."""
+    """Flush a file, or the entries of a directory, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -165,7 +164,7 @@ def sync(path: Path) -> None:
 
 
 def move_into(made: Path, target: Path) -> None:
-    """Give a finished file its name: on the disk first, so that a crash leaves it whole or absent."""
+    """Rename a finished file to `target`, after flushing it to disk, so that a crash leaves it complete or absent."""
     sync(made)
     made.replace(target)
     with suppress(OSError):  # some network file systems refuse it for directories
@@ -183,7 +182,7 @@ def _require_regular(status: os.stat_result, path: Path) -> None:
 
 
 def _why_open(directory: Path, status: os.stat_result, owners: set[int], *, is_last: bool) -> str | None:
-    """Return why others could change the entries of a directory."""
+    """Return why other users can change the entries of a directory, else None."""
     if not stat.S_ISDIR(status.st_mode):
         return f"{directory} is not a directory"
     if status.st_uid not in owners:
@@ -196,7 +195,7 @@ def _why_open(directory: Path, status: os.stat_result, owners: set[int], *, is_l
 
 
 def _is_private_group(group: int, owners: set[int]) -> bool:
-    """Whether a group has only one of the owners: systems that give each user a group make directories open to it."""
+    """Return True for an owner's personal group, to which some systems make the user's directories writable."""
     import grp
     import pwd
 

@@ -1,6 +1,6 @@
-"""Fetching files from Hugging Face's hub into its cache: bytes are counted as they come, and checksums verified.
+"""Fetch files from Hugging Face's hub into its cache, report progress, and verify checksums.
 
-The cache names what the hub stores as large files by their SHA-256, so that every such file can be checked at any time.
+The hub's cache names large files by their SHA-256, so they can be verified at any time.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from nano_inference.files import open_buffered
 from nano_inference.types import ModelError
 
 Progress = Callable[[int, int | None], None]
-"""Called with the bytes that are there and the bytes in all, None when that is not known."""
+"""Callback receiving (bytes_done, bytes_total); the total is None if unknown."""
 
 TIMEOUT_S = 10
-_LOOK_S = 0.2
+_POLL_S = 0.2
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
@@ -31,16 +31,16 @@ def download(
     endpoint: str,
     cache: Path,
 ) -> Path:
-    """Fetch the files of a repository, by name and size, and return the snapshot's directory.
+    """Fetch the files of a repository and return the snapshot's directory; `sizes` maps names to bytes.
 
-    The library takes up a line that breaks, and begins anew what a process left half done. Raises `ModelError`, one
-    line, when a checksum is wrong: such a file is deleted, so that nothing takes it for a model.
+    The library resumes after a lost connection, and restarts a file that another process left incomplete. Raises
+    `ModelError` for a wrong checksum, after deleting the files.
     """
     import huggingface_hub
 
     blobs = cache / f"models--{repo.replace('/', '--')}" / "blobs"
     total = sum(size or 0 for size in sizes.values()) if all(sizes.values()) else None
-    with counted(blobs, total, progress), _no_bars():
+    with report_growth(blobs, total, progress), _no_bars():
         path = huggingface_hub.snapshot_download(
             repo,
             revision=revision,
@@ -57,12 +57,12 @@ def download(
 
 
 @contextmanager
-def counted(directory: Path, total: int | None, progress: Progress | None) -> Iterator[None]:
-    """Report how the files below a directory grow while the block runs: for what does not say how far it is."""
+def report_growth(directory: Path, total: int | None, progress: Progress | None) -> Iterator[None]:
+    """Report how much the files below a directory grow while the block runs, for downloads that report no progress."""
     before, done = bytes_in(directory), threading.Event()
 
     def watch() -> None:
-        while progress is not None and not done.wait(_LOOK_S):
+        while progress is not None and not done.wait(_POLL_S):
             progress(min(max(0, bytes_in(directory) - before), total or 1 << 62), total)
 
     watcher = threading.Thread(target=watch, name="download-progress", daemon=True)
@@ -76,7 +76,7 @@ def counted(directory: Path, total: int | None, progress: Progress | None) -> It
 
 @contextmanager
 def _no_bars() -> Iterator[None]:
-    """Keep the library from drawing bars of its own, which it does even where nobody can see them."""
+    """Disable the library's progress bars, which it draws even without a terminal."""
     from huggingface_hub import constants
     from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
@@ -91,7 +91,7 @@ def _no_bars() -> Iterator[None]:
 
 
 def verify(snapshot: Path, names: Mapping[str, int | None]) -> None:
-    """Compare files with their checksums; when one is wrong, delete it and what leads to it, and raise `ModelError`."""
+    """Compare files with their checksums; for a wrong one, delete the files and raise `ModelError`."""
     for name in names:
         known = sha256_of(snapshot / name)
         if known is None:
@@ -101,17 +101,17 @@ def verify(snapshot: Path, names: Mapping[str, int | None]) -> None:
             found = hashlib.file_digest(file, "sha256").hexdigest()
         if found != known:
             discard(snapshot, names)
-            raise ModelError(f"{name}: sha256 is {found}, not {known}; what was fetched is deleted")
+            raise ModelError(f"{name}: sha256 is {found}, not {known}; the downloaded files were deleted")
 
 
 def sha256_of(path: Path) -> str | None:
-    """Return the checksum that the hub gave for a file of its cache, None when it gave none."""
+    """Return the SHA-256 of a file in the hub's cache as published by the hub; None if it has none."""
     name = path.resolve().name
     return name if path.is_symlink() and _SHA256.fullmatch(name) else None
 
 
 def discard(snapshot: Path, names: Mapping[str, int | None]) -> None:
-    """Delete files of a snapshot and the blobs they lead to, and every directory that is empty then."""
+    """Delete files of a snapshot with their blobs, and the directories that are then empty."""
     for name in names:
         blob = (snapshot / name).resolve()
         (snapshot / name).unlink(missing_ok=True)
@@ -119,14 +119,14 @@ def discard(snapshot: Path, names: Mapping[str, int | None]) -> None:
     repo = snapshot.parents[1]
     if not bytes_in(repo / "blobs"):
         for path in sorted(repo.rglob("*"), reverse=True):
-            with suppress(OSError):  # another download may just have begun here
+            with suppress(OSError):  # another download may have just started here
                 path.rmdir() if path.is_dir() else path.unlink()
         with suppress(OSError):
             repo.rmdir()
 
 
 def bytes_in(directory: Path) -> int:
-    """Return the bytes of the files below a directory; files that vanish meanwhile do not count."""
+    """Return the bytes of the files below a directory, ignoring files that vanish meanwhile."""
     total = 0
     for path in directory.rglob("*"):
         with suppress(OSError):

@@ -1,7 +1,7 @@
-"""`ModelKinds`: the formats, families and tokenizers that a program chooses from.
+"""The tables of model formats, model families and tokenizers, including those of installed packages.
 
 Packages add rows by entry points (`nano_inference.formats`, `nano_inference.families`, `nano_inference.tokenizers`;
-see docs/adding-a-model.md). A table holds what is installed when it is made; nothing is kept between two calls.
+see docs/adding-a-model.md). The tables are built anew by each call.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from nano_inference.text.tokenizer import installed_tokenizers
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelKinds:
-    """Three tables, each from a name to its row."""
+    """Three tables, each of which maps names to rows."""
 
     formats: Mapping[str, ModelFormat]
     families: Mapping[str, Family]
@@ -26,5 +26,5 @@ class ModelKinds:
 
 
 def installed_kinds() -> ModelKinds:
-    """Return the kinds of this package and of all installed ones. Raises `PluginError` for a row that is unusable."""
+    """Return the tables of this package and all installed packages. Raises `PluginError` for an unusable row."""
     return ModelKinds(formats=installed_formats(), families=installed_families(), tokenizers=installed_tokenizers())

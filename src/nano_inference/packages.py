@@ -1,7 +1,7 @@
-"""Imports of packages that only some features need, and the error when one is not installed.
+"""The packages that only some features need, and the error if one is not installed.
 
-With torch, numpy, safetensors and tokenizers alone, the engine runs on a Hugging Face directory. A module that imports
-one of `PACKAGES` is imported where its feature is used, inside `needed`. docs/dependencies.md lists them.
+The engine runs a model from a Hugging Face directory with only torch, numpy, safetensors and tokenizers. A module that
+imports one of `PACKAGES` is imported where its feature is used, inside `needed`. docs/dependencies.md lists them.
 """
 
 from __future__ import annotations
@@ -31,16 +31,17 @@ PACKAGES: Mapping[str, str] = MappingProxyType(
         "uvicorn": "uvicorn",
     }
 )
-"""Maps each top-level module that a feature imports to the package that pip installs."""
+"""Maps top-level modules to the names of their packages for pip."""
 
 
 class MissingPackage(ModelError, ImportError):
-    """A package that a feature needs is not installed. One line: the feature, the package, the command for pip."""
+    """A package that a feature needs is not installed. The message names the feature, the package and pip's command."""
 
 
 @contextmanager
 def needed(feature: str) -> Iterator[None]:
-    """Raise `MissingPackage` if an import in the block does not find one of `PACKAGES`; `feature` begins the line."""
+    """Raise `MissingPackage` if an import in the block does not find one of `PACKAGES`; its message starts with
+    `feature`."""
     try:
         yield
     except ModuleNotFoundError as error:

@@ -1,4 +1,4 @@
-"""Log-probabilities of samples under a second set of weights: what a KL term or a distillation loss needs."""
+"""Log-probabilities of samples under a second set of weights, for a KL term or a distillation loss."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ def with_ref_logprobs(
 ) -> list[TrainingSample]:
     """Return the samples with `ref_logprobs`: each completion token's log-probability in another engine.
 
-    `reference` is any engine with the same tokens: `engine.copy()` made before training, or one on other files.
-    `temperature` divides its logits, as the one that the samples were drawn with did. Forced tokens get 0.0. The
-    samples are scored together; those of one prompt compute it once. Raises `BadRequest` when one is too long for it.
+    `reference` is an engine with the same vocabulary, such as an `engine.copy()` made before training. `temperature`
+    divides its logits and should be that of the samples. Forced tokens get 0.0. All samples are scored together, and a
+    shared prompt is computed once. Raises `BadRequest` if a sample is too long for `reference`.
     """
     texts = [[*sample.prompt_tokens, *sample.completion_tokens] for sample in samples]
     starts = [len(sample.prompt_tokens) for sample in samples]

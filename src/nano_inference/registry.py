@@ -1,11 +1,11 @@
-"""Tables of what can be chosen by name: our own rows, then those that installed packages add by entry points.
+"""Tables of named rows: those of this package, then those of installed packages, added by entry points.
 
 A package adds a row in its pyproject.toml, for example to the table of families:
 
     [project.entry-points."nano_inference.families"]
     granite = "my_package.granite:FAMILY"
 
-A table is made once, at the start of what uses it, and passed on as an argument.
+The caller builds a table once and passes it on as an argument.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ _T = TypeVar("_T")
 
 
 class PluginError(ValueError):
-    """An installed package adds a row that cannot be used. One line: the entry point, its package, and why."""
+    """An installed package adds an unusable row. The message names the entry point, its package and the reason."""
 
 
 def table(group: str, own: Mapping[str, _T], kind: type[_T]) -> Mapping[str, _T]:
-    """Return `own` and the rows of every entry point in `group`, each an object of `kind`, sorted by name.
+    """Return `own`, followed by the rows of every entry point in `group`, sorted by name.
 
-    Raises `PluginError` for a row that cannot be imported, is of another kind, or has a name that is taken.
+    Raises `PluginError` for a row that cannot be imported, is not an instance of `kind`, or has a name already used.
     """
     rows = dict(own)
     for point in sorted(entry_points(group=group), key=lambda point: (point.name, point.value)):
@@ -38,7 +38,7 @@ def table(group: str, own: Mapping[str, _T], kind: type[_T]) -> Mapping[str, _T]
 def _loaded(point: EntryPoint, kind: type[_T]) -> _T:
     try:
         row = point.load()
-    except Exception as error:  # another package's module can raise anything while it is imported
+    except Exception as error:  # another package's module may raise anything when it is imported
         why = " ".join(str(error).split())
         raise PluginError(f"{_where(point)}: {point.value}: {type(error).__name__}: {why}") from error
     if not isinstance(row, kind):
@@ -47,6 +47,6 @@ def _loaded(point: EntryPoint, kind: type[_T]) -> _T:
 
 
 def _where(point: EntryPoint) -> str:
-    """Name an entry point and the package that has it."""
+    """Return an entry point and its package as text."""
     package = "" if point.dist is None else f" of the package {point.dist.name}"
     return f"entry point {point.group} {point.name}{package}"

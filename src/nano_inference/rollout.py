@@ -1,7 +1,7 @@
-"""Multi-turn rollouts for trainers: the model writes, an environment answers, the tokens only ever grow.
+"""Multi-turn rollouts for trainers: the model samples a turn, an environment appends tokens, and so on.
 
-The prompt of every turn is what stands already, id by id: nothing is decoded and encoded again, so what a trainer
-learns from is what the model saw and drew.
+The prompt of every turn is the sequence of all earlier token ids. Nothing is decoded and encoded again, so the trainer
+gets exactly the tokens that the model saw and sampled.
 """
 
 from __future__ import annotations
@@ -19,80 +19,80 @@ from nano_inference.types import FinishReason, SamplingParams, TokenProgram, Tra
 
 SegmentKind = Literal["prompt", "sampled", "forced", "environment"]
 RolloutFinish = FinishReason | Literal["max_turns"]
-"""Why a rollout ended: "stop" when the environment said so, "length" when there was no room for another turn."""
+"""Why a rollout ended: "stop" if the environment ended it, "length" if there was no room for another turn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """A run of tokens of one origin: given at the start, drawn, forced by a token program, or the environment's."""
+    """A run of tokens of one origin: the prompt, sampled, forced by a token program, or from the environment."""
 
     kind: SegmentKind
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
-    """0.0 where the kind is not "sampled"."""
+    """0.0 unless the kind is "sampled"."""
     token_versions: tuple[int, ...]
-    """The weights in force when the engine wrote the token; -1 for what was given to it."""
+    """The weight version with which the engine sampled or forced each token; -1 for other kinds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """What the model wrote, and what the environment answered."""
+    """A sample of the model and the tokens that the environment appended."""
 
     sample: TrainingSample
-    """Without its prompt, which is everything before it; `Rollout.samples` has it whole."""
+    """The sample without its prompt, which is all tokens before it; `Rollout.samples` includes the prompt."""
     observation: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
-    """A prompt and the turns after it. `loss_mask`, `logprobs` and `token_versions` are aligned with `tokens`."""
+    """A prompt and its turns. `loss_mask`, `logprobs` and `token_versions` have one entry for each of `tokens`."""
 
     prompt_tokens: tuple[int, ...]
     turns: tuple[Turn, ...] = ()
     finish_reason: RolloutFinish | None = None
-    """None while it goes on."""
+    """None while the rollout is running."""
     prompt_index: int = 0
-    """Which of the prompts it is of."""
+    """Index of the prompt in the run."""
     sample_index: int = 0
-    """Which of the prompt's rollouts it is."""
+    """Index among the rollouts of the same prompt."""
 
     def __post_init__(self) -> None:
-        """Raise `ValueError` for turns of engines whose weight versions are unrelated."""
+        """Raise `ValueError` for turns from engines of different lineages."""
         names = list(dict.fromkeys(turn.sample.lineage for turn in self.turns if turn.sample.lineage is not None))
         if len(names) > 1:
             raise ValueError(
                 f"turns: their samples have the lineages {names[0]!r} and {names[1]!r}, whose weight versions are "
-                "unrelated; draw all turns of a rollout with one engine, or with engines of one EngineConfig.lineage"
+                "unrelated; sample all turns of a rollout with one engine, or with engines of one EngineConfig.lineage"
             )
 
     @property
     def lineage(self) -> str | None:
-        """Whose versions `token_versions` counts; None without a turn that says so."""
+        """The lineage of `token_versions`; None if no turn has one."""
         return next((turn.sample.lineage for turn in self.turns if turn.sample.lineage is not None), None)
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """All ids from the first of the prompt on: the prompt of the next turn."""
+        """All token ids: the prompt, then each turn with its observation."""
         parts = (part for turn in self.turns for part in (turn.sample.completion_tokens, turn.observation))
         return tuple(chain(self.prompt_tokens, *parts))
 
     @property
     def completion_tokens(self) -> tuple[int, ...]:
-        """All ids after the prompt."""
+        """All token ids after the prompt."""
         return self.tokens[len(self.prompt_tokens) :]
 
     @property
     def segments(self) -> tuple[Segment, ...]:
-        """The longest runs of one origin, in order; the runs of two turns are never one."""
-        parts = [_given("prompt", self.prompt_tokens)]
+        """The maximal runs of one origin, in order; a run never spans two turns."""
+        parts = [_input_segment("prompt", self.prompt_tokens)]
         for turn in self.turns:
-            parts += _written(turn.sample)
-            parts += [_given("environment", turn.observation)] if turn.observation else []
+            parts += _sample_segments(turn.sample)
+            parts += [_input_segment("environment", turn.observation)] if turn.observation else []
         return tuple(parts)
 
     @property
     def segment_spans(self) -> tuple[tuple[int, int, SegmentKind], ...]:
-        """Where each segment begins and ends in `tokens`, and its kind."""
+        """The start, end and kind of each segment, as indices into `tokens`."""
         spans: list[tuple[int, int, SegmentKind]] = []
         end = 0
         for segment in self.segments:
@@ -102,28 +102,28 @@ class Rollout:
 
     @property
     def loss_mask(self) -> tuple[int, ...]:
-        """1 where the model drew the token; 0 for the prompt, for forced tokens and for the environment's."""
+        """1 for sampled tokens; 0 for the prompt, forced tokens and the environment's tokens."""
         return tuple(int(segment.kind == "sampled") for segment in self.segments for _ in segment.tokens)
 
     @property
     def logprobs(self) -> tuple[float, ...]:
-        """Of the drawn tokens; 0.0 elsewhere."""
+        """Log-probabilities of sampled tokens; 0.0 for all others."""
         return tuple(chain.from_iterable(segment.logprobs for segment in self.segments))
 
     @property
     def token_versions(self) -> tuple[int, ...]:
-        """The weights in force when the engine wrote each token; -1 for the prompt and the environment's."""
+        """The weight version of each sampled or forced token; -1 for all others."""
         return tuple(chain.from_iterable(segment.token_versions for segment in self.segments))
 
     @property
     def samples(self) -> tuple[TrainingSample, ...]:
-        """Each turn as the engine gave it, with all that was asked for and the whole prompt it had."""
-        whole: list[TrainingSample] = []
+        """The sample of each turn with its full prompt, as the engine returned it."""
+        samples: list[TrainingSample] = []
         prompt = self.prompt_tokens
         for turn in self.turns:
-            whole.append(replace(turn.sample, prompt_tokens=prompt))
+            samples.append(replace(turn.sample, prompt_tokens=prompt))
             prompt += turn.sample.completion_tokens + turn.observation
-        return tuple(whole)
+        return tuple(samples)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as plain JSON values."""
@@ -132,7 +132,7 @@ class Rollout:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Rollout:
-        """Build from `to_dict`'s form, or from that form after a trip through JSON."""
+        """Build from the result of `to_dict`, also after conversion to JSON and back."""
         turns = tuple(
             Turn(sample=TrainingSample.from_dict(turn["sample"]), observation=tuple(turn["observation"]))
             for turn in data["turns"]
@@ -142,11 +142,11 @@ class Rollout:
 
 
 Environment = Callable[[Rollout], Iterable[int] | None]
-"""Sees a rollout whose last turn was just written; returns the ids to append, or None to end it."""
+"""Receives a rollout after each of its turns; returns the token ids to append, or None to end the rollout."""
 
 
 def start(prompt_tokens: Collection[int], *, prompt_index: int = 0, sample_index: int = 0) -> Rollout:
-    """Return a rollout of a prompt and no turn. Raises `ValueError` for what is no prompt."""
+    """Return a rollout without turns. Raises `ValueError` for an invalid prompt."""
     prompt = token_ids(f"prompts[{prompt_index}]", prompt_tokens)
     if not prompt:
         raise ValueError(f"prompts[{prompt_index}] must hold at least one token")
@@ -154,7 +154,7 @@ def start(prompt_tokens: Collection[int], *, prompt_index: int = 0, sample_index
 
 
 def extend(rollout: Rollout, sample: TrainingSample) -> Rollout:
-    """Return the rollout with a turn that was drawn after exactly its tokens; `ValueError` for any other."""
+    """Return the rollout with a sample as its next turn. Raises `ValueError` unless its prompt is `rollout.tokens`."""
     tokens = rollout.tokens
     if sample.prompt_tokens != tokens:
         pairs = zip(sample.prompt_tokens, tokens, strict=False)
@@ -169,16 +169,16 @@ def extend(rollout: Rollout, sample: TrainingSample) -> Rollout:
 
 
 def observe(rollout: Rollout, tokens: Iterable[int]) -> Rollout:
-    """Return the rollout with tokens of the environment after its last turn; none leave it as it is."""
+    """Return the rollout with tokens of the environment appended to its last turn."""
     new = token_ids("the environment's tokens", tokens if isinstance(tokens, Collection) else tuple(tokens))
     if not rollout.turns:
-        raise ValueError("the model has written nothing yet: these tokens belong into the prompt")
+        raise ValueError("the rollout has no turn yet: pass these tokens as part of the prompt")
     *before, last = rollout.turns
     return replace(rollout, turns=(*before, replace(last, observation=last.observation + new)), finish_reason=None)
 
 
 def to_trl(rollouts: Iterable[Rollout]) -> dict[str, list[list[int]] | list[list[float]]]:
-    """Return the columns that TRL's `rollout_func` gives back; `env_mask` is 1 where the model drew the token."""
+    """Return the columns for TRL's `rollout_func`; `env_mask` is 1 for sampled tokens."""
     each = [(rollout, len(rollout.prompt_tokens)) for rollout in rollouts]
     return {
         "prompt_ids": [list(rollout.prompt_tokens) for rollout, _ in each],
@@ -190,12 +190,12 @@ def to_trl(rollouts: Iterable[Rollout]) -> dict[str, list[list[int]] | list[list
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Rules:
-    """What holds for every turn of a run."""
+    """The settings of all turns of a run."""
 
     params: SamplingParams
     max_turns: int
     max_tokens: int
-    """Of a whole rollout, its prompt included."""
+    """Limit on the tokens of a rollout, including its prompt."""
     program: TokenProgram | None
 
 
@@ -211,18 +211,19 @@ def run_rollouts(
     program: TokenProgram | None = None,
     progress: Progress | None = None,
 ) -> list[Rollout]:
-    """Return the rollouts of all prompts, prompt-major: the n of a prompt stand together, in order.
+    """Return the rollouts of all prompts, in order, `num_samples_per_prompt` for each prompt.
 
-    A rollout's next turn starts when the environment has answered its last one, whatever the others do. The environment
-    is asked after every turn, also one that `max_tokens` cut short, but not after an abort. A rollout ends when it
-    returns None ("stop"); when its tokens come after turn `max_turns`; when they leave no room for another token in
-    `max_tokens_total` (the prompt included), the model or the whole cache ("length"); when the turn was aborted. Then
-    these tokens are left out: a rollout ends with what the model wrote. Without tokens (`()`) the model just goes on.
+    A rollout's next turn starts as soon as the environment has returned, independently of the other rollouts. The
+    environment is called after every turn, also a truncated one, but not after an abort. A rollout ends when the
+    environment returns None ("stop"); when it returns tokens after turn `max_turns` ("max_turns"); when these leave no
+    room for another token in `max_tokens_total` (which includes the prompt), the model's length or the whole cache
+    ("length"); or when the turn was aborted ("abort"). These last tokens are dropped, so that a rollout ends with a
+    sampled turn. If the environment returns no tokens (`()`), the model continues.
 
-    With a seed, the draws depend on it, on the rollout's place (prompt and sample) and on the absolute position alone.
-    `program` starts anew with every turn. Other requests share the steps and their samples stay where they belong; the
-    environment may use the engine. An exception on the way, the environment's or Ctrl-C, aborts what was asked here
-    and passes on. Raises `ValueError` before anything runs for what makes no sense.
+    With a seed, sampling depends only on the seed, the prompt's and the sample's index, and the absolute position.
+    `program` is restarted for every turn. Other requests run in the same steps; their samples are not affected. The
+    environment may use the engine. An exception, from the environment or by Ctrl-C, aborts this call's requests and is
+    re-raised. Raises `ValueError` for invalid arguments before anything runs.
     """
     rules = _rules(engine, sampling_params or SamplingParams(), max_turns, max_tokens_total, program)
     rollouts = _starts(prompts, num_samples_per_prompt, rules.max_tokens)
@@ -236,16 +237,16 @@ def _take_turns(
     rules: _Rules,
     progress: Progress | None,
 ) -> list[Rollout]:
-    """Run all rollouts to their ends, as one call of the engine: what it asks for ends with it."""
-    pending = {_ask(engine, rollout, rules): place for place, rollout in enumerate(rollouts)}
-    """Request id -> which of the rollouts."""
+    """Run all rollouts to their ends, as one exclusive call of the engine."""
+    pending = {_request_turn(engine, rollout, rules): index for index, rollout in enumerate(rollouts)}
+    """Maps request ids to indices of rollouts."""
     while pending:
         for request_id in engine.wait_for_any(pending, progress):
-            place = pending.pop(request_id)
+            index = pending.pop(request_id)
             (sample,) = engine.collect(request_id)
-            rollout = rollouts[place] = _take_turn(extend(rollouts[place], sample), environment, rules)
+            rollout = rollouts[index] = _observe_turn(extend(rollouts[index], sample), environment, rules)
             if rollout.finish_reason is None:
-                pending[_ask(engine, rollout, rules)] = place
+                pending[_request_turn(engine, rollout, rules)] = index
     return rollouts
 
 
@@ -256,12 +257,14 @@ def _rules(
     max_tokens_total: int | None,
     program: TokenProgram | None,
 ) -> _Rules:
-    """Check what the turns have in common; find how long a rollout may become."""
+    """Check the settings of all turns and compute the limit on a rollout's tokens."""
     check_int("max_turns", max_turns, 1)
     if params.max_tokens == 0:
-        raise ValueError("max_tokens must be >= 1: a turn draws something")
+        raise ValueError("max_tokens must be >= 1: each turn samples at least one token")
     if params.prompt_logprobs is not None:
-        raise ValueError("prompt_logprobs: every turn would score all before it again; use engine.score at the end")
+        raise ValueError(
+            "prompt_logprobs: every turn would score all earlier tokens again; use engine.score at the end"
+        )
     kv = engine.parts.kv
     max_tokens = min(engine.parts.max_model_len, kv.num_blocks * kv.block_size)
     if max_tokens_total is not None:
@@ -271,15 +274,15 @@ def _rules(
 
 
 def _starts(prompts: Seq[Seq[int]], num_samples: int, max_tokens: int) -> list[Rollout]:
-    """Return the rollouts before their first turns; refuse prompts that leave no room for one."""
+    """Return the rollouts before their first turns. Raises `ValueError` for prompts that leave no room for a turn."""
     check_int("num_samples_per_prompt", num_samples, 1)
     if isinstance(prompts, str | bytes) or not isinstance(prompts, list | tuple):
         raise ValueError(f"prompts must be a list of lists of token ids, got {type(prompts).__name__}")
     for index, prompt in enumerate(prompts):
         if len(start(prompt, prompt_index=index).tokens) >= max_tokens:
             raise ValueError(
-                f"prompts[{index}] has {len(prompt)} tokens; a rollout may have {max_tokens}, what is drawn included "
-                "(the least of max_tokens_total, max_model_len and what the cache holds)"
+                f"prompts[{index}] has {len(prompt)} tokens; a rollout may have {max_tokens}, including sampled tokens "
+                "(the minimum of max_tokens_total, max_model_len and the size of the KV cache)"
             )
     return [
         start(prompt, prompt_index=index, sample_index=sample)
@@ -288,8 +291,8 @@ def _starts(prompts: Seq[Seq[int]], num_samples: int, max_tokens: int) -> list[R
     ]
 
 
-def _take_turn(rollout: Rollout, environment: Environment, rules: _Rules) -> Rollout:
-    """Ask the environment about a rollout's new turn; return it with the answer, or ended."""
+def _observe_turn(rollout: Rollout, environment: Environment, rules: _Rules) -> Rollout:
+    """Call the environment after a turn; return the rollout with its tokens, or with a finish reason."""
     if rollout.turns[-1].sample.finish_reason == "abort":
         return replace(rollout, finish_reason="abort")
     answer = environment(rollout)
@@ -302,7 +305,7 @@ def _take_turn(rollout: Rollout, environment: Environment, rules: _Rules) -> Rol
 
 
 def _turn_params(rollout: Rollout, rules: _Rules) -> SamplingParams:
-    """The parameters of a rollout's next turn: its own seed, and no more tokens than there is room for."""
+    """Return the parameters of a rollout's next turn: its derived seed and its remaining tokens."""
     params = rules.params
     room = rules.max_tokens - len(rollout.tokens)
     max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
@@ -312,14 +315,13 @@ def _turn_params(rollout: Rollout, rules: _Rules) -> SamplingParams:
     return replace(params, max_tokens=max_tokens, min_tokens=min(params.min_tokens, max_tokens), seed=seed)
 
 
-def _given(kind: SegmentKind, tokens: tuple[int, ...]) -> Segment:
-    """A segment of tokens that the engine was given."""
+def _input_segment(kind: SegmentKind, tokens: tuple[int, ...]) -> Segment:
     size = len(tokens)
     return Segment(kind=kind, tokens=tokens, logprobs=(0.0,) * size, token_versions=(-1,) * size)
 
 
-def _written(sample: TrainingSample) -> Iterator[Segment]:
-    """Cut a sample where drawn tokens and forced ones meet."""
+def _sample_segments(sample: TrainingSample) -> Iterator[Segment]:
+    """Split a sample into runs of sampled and of forced tokens."""
     end = 0
     for is_sampled, run in groupby(sample.mask):
         start, end = end, end + len(list(run))
@@ -331,6 +333,6 @@ def _written(sample: TrainingSample) -> Iterator[Segment]:
         )
 
 
-def _ask(engine: InferenceEngine, rollout: Rollout, rules: _Rules) -> int:
-    """Queue a rollout's next turn; its sample waits for us, and it ends with the call that runs the rollouts."""
+def _request_turn(engine: InferenceEngine, rollout: Rollout, rules: _Rules) -> int:
+    """Queue a rollout's next turn and return its request id; the request is aborted if this call ends early."""
     return engine.add_request(rollout.tokens, _turn_params(rollout, rules), program=rules.program, for_call=True)

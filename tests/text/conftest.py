@@ -1,4 +1,4 @@
-"""Directories of the small tokenizers, written once a session."""
+"""Directories with small tokenizers, written once per session."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tokenizers import AddedToken
 
 @pytest.fixture(scope="session")
 def chatml_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A byte-level tokenizer's directory, with an added token beyond the vocabulary."""
+    """Directory of a byte-level tokenizer with an added token beyond the vocabulary."""
     tokenizer = byte_level()
     tokenizer.add_tokens([AddedToken("<think>", special=False, normalized=False)])
     return save(
@@ -24,7 +24,7 @@ def chatml_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def llama_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A SentencePiece-like tokenizer's directory."""
+    """Directory of a SentencePiece-like tokenizer."""
     return save(
         sentencepiece_like(), tmp_path_factory.mktemp("llama"), bos_token="<s>", eos_token="</s>", unk_token="<unk>"
     )

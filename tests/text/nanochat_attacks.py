@@ -1,4 +1,4 @@
-"""Attacks on the calculator and on the reader of tokenizer.pkl. Each is harmless: one that were run makes a file."""
+"""Attacks on the calculator and on the reader of tokenizer.pkl. They are harmless: if run, they create a file."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ EXPRESSIONS = (
     *("(" * 200, "[" * 200, "{" * 200, "'" * 255, '"""' * 80, "not " * 60, "-" * 255, "." * 255, "1." * 120),
     *("'a'.split('').count('a')", "open('x').count('y')", "o" + "or " * 80, "1if 1else 2", "0xfor 1", "\\", "#.count("),
 )
-"""What a model can be made to write in a python block; none has an answer."""
+"""Expressions that a model may write in a python block; none has an answer."""
 
 HEAD = b"\x80\x04\x8c\x0dtiktoken.core\x8c\x08Encoding\x93)\x81"
-"""The empty instance, as protocol 4 makes it."""
+"""Opcodes of protocol 4 for an empty instance."""
 
 
 class Runs:
@@ -61,7 +61,7 @@ class Odd:
 
 
 def state(**changes: object) -> dict[str, object]:
-    """Return the state of a good encoding with some fields changed; None takes one away."""
+    """Return the state of a valid encoding with some fields changed; None removes a field."""
     ranks = {word: rank for rank, word in enumerate(RANKS)}
     special = {text: len(ranks) + index for index, text in enumerate(SPECIAL)}
     fields = {"name": "rustbpe", "pat_str": PATTERN, "mergeable_ranks": ranks, "special_tokens": special} | changes
@@ -69,7 +69,7 @@ def state(**changes: object) -> dict[str, object]:
 
 
 def with_state(content: object, protocol: int = 4) -> bytes:
-    """Return a pickle of an Encoding that has this state."""
+    """Return a pickle of an Encoding with this state."""
     data = pickle.dumps(Odd(content), protocol=protocol)
     module, name = Odd.__module__.encode(), b"Odd"
     if protocol >= 4:
@@ -81,7 +81,7 @@ def with_state(content: object, protocol: int = 4) -> bytes:
 
 
 def calls(marker: Path) -> dict[str, bytes]:
-    """Return files that would make the file `marker` if they were unpickled."""
+    """Return pickles that would create the file `marker` if unpickled."""
     touch = f"touch {marker}"
     opened = Runs(builtins.open, str(marker), "w")
     good = {word: rank for rank, word in enumerate(RANKS)}
@@ -119,7 +119,7 @@ def calls(marker: Path) -> dict[str, bytes]:
 
 
 def bombs() -> dict[str, bytes]:
-    """Return files that ask for much time or memory, or for what no encoding has."""
+    """Return files that would take much time or memory, or contain invalid opcodes."""
     return {
         "memo bomb": b"\x80\x04]" + b"\x94" * 200_000 + b".",
         "memo bomb of one text": b"\x80\x04\x8c\x01a" + b"\x94" * 200_000 + b".",
@@ -160,7 +160,7 @@ def bombs() -> dict[str, bytes]:
 
 
 def wrong_states() -> Mapping[str, tuple[object, str]]:
-    """Return states that no encoding of nanochat has, and what is said of each."""
+    """Return invalid states with a part of their error messages."""
     ranks: dict[Any, Any] = {word: rank for rank, word in enumerate(RANKS)}
     first = len(ranks)
     return {

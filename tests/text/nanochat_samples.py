@@ -1,4 +1,4 @@
-"""A small tokenizer of nanochat's kind: real merges, the nine special tokens, pickled as nanochat pickles its own."""
+"""A small nanochat tokenizer: a few merges and the nine special tokens, pickled as by nanochat."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def encoding() -> tiktoken.Encoding:
 
 @cache
 def tokenizer() -> TiktokenTokenizer:
-    """Return the tokenizer over that encoding."""
+    """Return the tokenizer of `encoding()`."""
     return from_encoding(encoding(), "<|bos|>")
 
 

@@ -1,4 +1,4 @@
-"""Words to keep out, against a slow search of what was written; and two matchers as one."""
+"""Forbidden words, compared with a search of the sampled text; combined matchers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ words = st.sets(st.lists(st.integers(0, 5), min_size=1, max_size=4).map(tuple), 
 
 @settings(max_examples=400, deadline=None, derandomize=True)
 @given(words, st.lists(st.integers(0, 5), max_size=20), st.sampled_from([6, 8, 9, 17]))
-def test_exactly_what_would_complete_a_word_is_forbidden(
+def test_exactly_the_tokens_that_complete_a_word_are_banned(
     spellings: set[tuple[int, ...]], tokens: list[int], vocab_size: int
 ) -> None:
     matcher = BadWords(frozenset(spellings), vocab_size)
@@ -48,7 +48,7 @@ def test_exactly_what_would_complete_a_word_is_forbidden(
             assert matcher.advance(tokens[count]) is None
 
 
-def test_a_word_is_kept_out_at_the_start_and_behind_a_space() -> None:
+def test_word_is_banned_at_the_start_and_after_a_space() -> None:
     make = bad_words_matcher(TOKENIZER, ["hello"], TOKENIZER.vocab_size)
     for text in ("hello", " hello"):
         matcher = make()
@@ -57,16 +57,16 @@ def test_a_word_is_kept_out_at_the_start_and_behind_a_space() -> None:
             assert allowed(matcher.mask(), token)
             matcher.advance(token)
         assert not allowed(matcher.mask(), ids[-1])
-    assert make() is not make(), "each sample has its own"
+    assert make() is not make(), "each sample has its own matcher"
 
 
-def test_spaces_before_a_word_do_not_matter() -> None:
+def test_leading_spaces_of_a_word_are_ignored() -> None:
     plain = bad_words_matcher(TOKENIZER, ["count"], TOKENIZER.vocab_size)().mask()
     assert plain == bad_words_matcher(TOKENIZER, [" count"], TOKENIZER.vocab_size)().mask()
     assert plain == bad_words_matcher(TOKENIZER, ["  count"], TOKENIZER.vocab_size)().mask()
 
 
-def test_a_special_token_s_text_is_a_word_like_any_other() -> None:
+def test_text_of_a_special_token_is_banned_as_text() -> None:
     matcher = bad_words_matcher(TOKENIZER, ["<|bos|>"], TOKENIZER.vocab_size)()
     (special,) = TOKENIZER.encode("<|bos|>", add_special=False)
     assert allowed(matcher.mask(), special)
@@ -75,7 +75,7 @@ def test_a_special_token_s_text_is_a_word_like_any_other() -> None:
     assert not allowed(matcher.mask(), spelled("<|bos|>")[-1])
 
 
-def test_random_writing_never_has_the_word(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_random_text_never_contains_the_words(tmp_path_factory: pytest.TempPathFactory) -> None:
     tokenizer: Tokenizer = load_tokenizer(TokenizerSource(str(save(byte_level(), tmp_path_factory.mktemp("bytes")))))
     rng = random.Random(3)
     letters = tokenizer.encode("ab", add_special=False, parse_special=False)
@@ -92,36 +92,38 @@ def test_random_writing_never_has_the_word(tmp_path_factory: pytest.TempPathFact
     assert len(text) == 500 and "ab" not in text and "bbb" not in text
 
 
-def test_words_that_cannot_be() -> None:
+def test_empty_and_too_long_words_are_refused() -> None:
     with pytest.raises(BadRequest, match="bad_words: a word has no tokens"):
         bad_words_matcher(TOKENIZER, [""], TOKENIZER.vocab_size)
-    with pytest.raises(BadRequest, match=f"bad_words: the words come to more than {MAX_TOKENS} tokens"):
+    with pytest.raises(BadRequest, match=f"bad_words: the words have more than {MAX_TOKENS} tokens"):
         bad_words_matcher(TOKENIZER, ["é" * 300, "ж" * 300], TOKENIZER.vocab_size)
 
 
 class Fixed:
-    """A matcher that says what it was told to say."""
+    """A matcher with a constant stop reason and mask."""
 
-    def __init__(self, verdict: StopReason | None, mask: bytes | None) -> None:
+    def __init__(self, reason: StopReason | None, mask: bytes | None) -> None:
         self.seen: list[int] = []
-        self._verdict, self._mask = verdict, mask
+        self._reason, self._mask = reason, mask
 
     def advance(self, token: int) -> StopReason | None:
         self.seen.append(token)
-        return self._verdict
+        return self._reason
 
     def mask(self) -> bytes | None:
         return self._mask
 
 
 @pytest.mark.parametrize(
-    ("first", "second", "verdict"),
+    ("first", "second", "reason"),
     [(None, None, None), ("a", None, "a"), (None, "b", "b"), ("a", "b", "a"), (0, "b", 0)],
 )
-def test_either_of_two_stops(first: StopReason | None, second: StopReason | None, verdict: StopReason | None) -> None:
+def test_both_stops_if_either_stops(
+    first: StopReason | None, second: StopReason | None, reason: StopReason | None
+) -> None:
     pair = Fixed(first, None), Fixed(second, None)
-    assert Both(*pair).advance(7) == verdict
-    assert [one.seen for one in pair] == [[7], [7]], "both see every token"
+    assert Both(*pair).advance(7) == reason
+    assert [one.seen for one in pair] == [[7], [7]], "both receive every token"
 
 
 @pytest.mark.parametrize(
@@ -133,11 +135,11 @@ def test_either_of_two_stops(first: StopReason | None, second: StopReason | None
         (b"\x0f\xff", b"\x3c\x01", b"\x0c\x01"),
     ],
 )
-def test_a_token_must_be_allowed_by_both(first: bytes | None, second: bytes | None, mask: bytes | None) -> None:
+def test_both_allows_tokens_that_both_allow(first: bytes | None, second: bytes | None, mask: bytes | None) -> None:
     assert Both(Fixed(None, first), Fixed(None, second)).mask() == mask
 
 
-def test_makers_of_two() -> None:
+def test_both_combines_factories() -> None:
     stops: Callable[[], Matcher] = stop_matcher(TOKENIZER, ("x",))
     bad = bad_words_matcher(TOKENIZER, ["a"], TOKENIZER.vocab_size)
     assert both(None, None) is None

@@ -1,4 +1,4 @@
-"""nanochat's calculator: its golden answers, Python's own arithmetic, and attacks on it."""
+"""nanochat's calculator: recorded answers, comparison with Python's arithmetic, and attacks."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ GOLDEN: dict[str, Value | None] = {
     **{"'été'.count('t')": None, "'x'.count(1)": None, "(" * 300 + "1" + ")" * 300: None},
     **{"9" * 400 + "/1": None, "9" * 5000: None},
 }
-"""What nanochat's own function answers, row by row."""
+"""Recorded answers of nanochat's function."""
 
 
 @pytest.mark.parametrize("expression", GOLDEN)
-def test_the_answers_are_those_of_nanochat(expression: str) -> None:
+def test_answers_equal_those_of_nanochat(expression: str) -> None:
     answer = calculate(expression)
     assert repr(answer) == repr(GOLDEN[expression]) and type(answer) is type(GOLDEN[expression])
 
 
-def test_the_one_row_that_differs_is_the_length() -> None:
-    # nanochat answers 1 to 150 nested parentheses: more characters, and deeper, than are read here.
+def test_length_and_depth_limits() -> None:
+    # nanochat itself computes 150 nested parentheses, which exceed the limits here.
     assert calculate("(" * 150 + "1" + ")" * 150) is None
     assert calculate("(" * 65 + "1" + ")" * 65) is None
     assert calculate("(" * 64 + "1" + ")" * 64) == 1
@@ -64,7 +64,7 @@ def test_attacks_have_no_result(expression: str) -> None:
     assert calculate(expression) is None and evaluate(expression) is None
 
 
-def test_the_deepest_expression_fits_into_a_small_stack() -> None:
+def test_deepest_expression_fits_into_a_small_stack() -> None:
     code = "import threading; from nano_inference.nanochat.calculator import calculate; out = []"
     kibibytes = 256 if sys.version_info[:2] == (3, 12) else 128  # its parser takes more of the stack for each level
     code += f"\nthreading.stack_size({kibibytes} << 10)"
@@ -92,7 +92,7 @@ SUMS = st.recursive(
 
 
 def reference(expression: str) -> object:
-    """What Python says, None where it raises."""
+    """Return Python's result, None if it raises an error."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -103,7 +103,7 @@ def reference(expression: str) -> object:
 
 @settings(max_examples=600, deadline=None)
 @given(SUMS)
-def test_arithmetic_is_pythons(expression: str) -> None:
+def test_arithmetic_equals_that_of_python(expression: str) -> None:
     expected = reference(expression) if len(expression) <= 256 else None
     assert repr(calculate(expression)) == repr(expected)
     assert repr(evaluate(expression)) == repr(expected)
@@ -115,7 +115,7 @@ def test_arithmetic_is_pythons(expression: str) -> None:
 @example("()+()")
 @example("()*3.")
 @example("()-1")
-def test_any_sum_is_pythons_or_refused_as_one(expression: str) -> None:
+def test_any_arithmetic_text_equals_python_or_has_no_answer(expression: str) -> None:
     expected = None if "**" in expression else reference(expression)
     assert repr(calculate(expression)) == repr(expected)
 
@@ -133,7 +133,7 @@ TRUTHS = st.recursive(
 
 @settings(max_examples=300, deadline=None)
 @given(TRUTHS)
-def test_and_and_or_stop_where_python_does(expression: str) -> None:
+def test_and_or_short_circuit_as_in_python(expression: str) -> None:
     assert repr(evaluate(expression)) == repr(reference(expression) if len(expression) <= 256 else None)
 
 
@@ -155,12 +155,12 @@ METHODS = st.tuples(
 
 @settings(max_examples=300, deadline=None)
 @given(METHODS)
-def test_methods_are_pythons(expression: str) -> None:
+def test_methods_equal_those_of_python(expression: str) -> None:
     assert repr(evaluate(expression)) == repr(reference(expression))
 
 
-def heard(expressions: Iterable[str]) -> list[warnings.WarningMessage]:
-    """The warnings while expressions are evaluated. Recorded: as errors, Python's parser makes them syntax errors."""
+def warnings_of(expressions: Iterable[str]) -> list[warnings.WarningMessage]:
+    """Return the warnings of evaluating expressions (as errors, they would become syntax errors in the parser)."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for expression in expressions:
@@ -172,7 +172,7 @@ def heard(expressions: Iterable[str]) -> list[warnings.WarningMessage]:
 @settings(max_examples=500, deadline=None)
 @given(st.text(max_size=300))
 def test_no_text_raises_or_warns(expression: str) -> None:
-    assert not heard([expression])
+    assert not warnings_of([expression])
 
 
 def test_random_tokens_never_raise_or_warn() -> None:
@@ -196,8 +196,6 @@ def test_random_tokens_never_raise_or_warn() -> None:
         "is",
         "in",
         "e",
-    ]
-    tokens += [
         "+",
         "-",
         "*",
@@ -208,16 +206,9 @@ def test_random_tokens_never_raise_or_warn() -> None:
         "u",
         "f",
         "b",
-        "\\",
-        "True",
-        "None",
-        "[",
-        "]",
-        "{",
-        "}",
-        ":",
     ]
-    assert not heard("".join(rng.choices(tokens, k=rng.randint(1, 12))) for _ in range(5000))
+    tokens += ["\\", "True", "None", "[", "]", "{", "}", ":"]
+    assert not warnings_of("".join(rng.choices(tokens, k=rng.randint(1, 12))) for _ in range(5000))
 
 
 RUNS = (
@@ -234,8 +225,8 @@ RUNS = (
 
 
 @pytest.mark.parametrize("expression", RUNS)
-def test_a_number_that_runs_into_a_word_is_refused_before_python_warns_of_it(expression: str) -> None:
-    assert not heard([expression]) and evaluate(expression) is None
+def test_number_followed_by_a_word_is_refused_without_warning(expression: str) -> None:
+    assert not warnings_of([expression]) and evaluate(expression) is None
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with contextlib.suppress(SyntaxError):
@@ -243,7 +234,7 @@ def test_a_number_that_runs_into_a_word_is_refused_before_python_warns_of_it(exp
     assert caught
 
 
-def test_it_works_in_any_thread() -> None:
+def test_works_in_any_thread() -> None:
     answers: list[Value | None] = []
     threads = [threading.Thread(target=lambda: answers.append(calculate("6*7"))) for _ in range(8)]
     for thread in threads:
@@ -253,7 +244,7 @@ def test_it_works_in_any_thread() -> None:
     assert answers == [42] * 8
 
 
-def test_products_are_refused_before_they_are_computed() -> None:
+def test_large_products_are_refused_before_computation() -> None:
     half = 1 << (MAX_BITS // 2)
     assert calculator._product(half, half - 1) == half * (half - 1)
 
@@ -271,7 +262,7 @@ def test_products_are_refused_before_they_are_computed() -> None:
 
 
 @pytest.mark.parametrize("error", [SyntaxError, ValueError, MemoryError, RecursionError])
-def test_what_pythons_parser_may_raise_is_no_answer(error: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parser_errors_give_no_answer(error: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
     def parse(text: str, mode: str) -> ast.AST:
         raise error
 
@@ -279,14 +270,14 @@ def test_what_pythons_parser_may_raise_is_no_answer(error: type[Exception], monk
     assert evaluate("1+1") is None
 
 
-def test_the_text_of_a_result_is_short() -> None:
+def test_result_text_is_limited() -> None:
     assert result_text(5.0) == "5.0" and result_text(()) == "()" and result_text(...) == "Ellipsis"
     assert result_text(0) == "0" and result_text("") == "" and result_text(None) is None
     assert result_text(10**255) == "1" + "0" * 255 and result_text(10**256) is None
     assert result_text(10**5000) is None and result_text("x" * 257) is None
 
 
-def test_nothing_in_the_room_of_texts_evaluates_or_sets_signals() -> None:
+def test_text_modules_neither_evaluate_code_nor_set_signals() -> None:
     for path in sorted((Path(nano_inference.__file__).parent / "text").glob("*.py")):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
@@ -296,6 +287,6 @@ def test_nothing_in_the_room_of_texts_evaluates_or_sets_signals() -> None:
         assert not imported & {"signal", "builtins", "importlib"} - allowed, path
 
 
-def test_it_needs_no_torch() -> None:
+def test_calculator_imports_no_torch() -> None:
     code = "import sys, nano_inference.nanochat.calculator; assert not {'torch', 'numpy'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -1,4 +1,4 @@
-"""Chat templates: the text that transformers renders, the ids that follow, and templates that mean harm."""
+"""Chat templates: text and ids compared with transformers, limits, and harmful templates."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from nano_inference.text.kinds import TokenizerSource
 from nano_inference.text.tokenizer import Tokenizer, load_tokenizer
 from nano_inference.types import BadRequest, ModelError
 
-# Short templates of our own, each with what its family is known to use.
+# Short templates with the features that each model family uses.
 CHATML = """{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}{{
 '<|im_start|>system\nBe kind<|im_end|>\n' }}{% endif %}{{'<|im_start|>' + message['role'] + '\n' + message['content']
 + '<|im_end|>' + '\n'}}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
@@ -218,7 +218,7 @@ NAMED = {"bos_token": "<s>", "eos_token": "</s>"}
 
 
 def theirs(source: str, messages: Any, **more: Any) -> str | None:
-    """Render as transformers does; None when it refuses."""
+    """Render with transformers; None if the template raises an error."""
     templates = pytest.importorskip("transformers.utils.chat_template_utils")
     jinja2 = pytest.importorskip("jinja2")
     try:
@@ -240,13 +240,13 @@ def ours(source: str, messages: Any, **more: Any) -> str | None:
 @pytest.mark.parametrize("tools", [None, TOOLS])
 @pytest.mark.parametrize("chat", sorted(CHATS))
 @pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_the_text_is_that_of_transformers(family: str, chat: str, tools: Any, prompt: bool) -> None:
+def test_text_equals_that_of_transformers(family: str, chat: str, tools: Any, prompt: bool) -> None:
     source, messages = FAMILIES[family], CHATS[chat]
     expected = theirs(source, messages, tools=tools, add_generation_prompt=prompt)
     assert ours(source, messages, tools=tools, add_generation_prompt=prompt) == expected
 
 
-def test_the_families_are_rendered_not_only_refused() -> None:
+def test_families_are_rendered_not_only_refused() -> None:
     rendered = [theirs(source, chat) is not None for source in FAMILIES.values() for chat in CHATS.values()]
     assert rendered.count(True) >= 18 and rendered.count(False) >= 3
 
@@ -278,14 +278,14 @@ def test_counters_do_not_change_the_text(source: str) -> None:
     assert expected is not None and ours(source, messages, extra=more) == expected
 
 
-def test_variables_and_the_date() -> None:
+def test_variables_and_date() -> None:
     assert ours("{{ enable_thinking }}{{ bos_token }}", CHATS["one"], extra={"enable_thinking": False}) == "False<s>"
     assert ours("{{ strftime_now('%Y') }}", CHATS["one"]) == str(datetime.datetime.now().year)
     with pytest.raises(BadRequest, match="'messages' is reserved"):
         render(chat_template("x", where="m"), CHATS["one"], extra={"messages": []})
 
 
-def test_what_a_template_raises_is_the_callers_fault() -> None:
+def test_error_raised_by_a_template_is_a_bad_request() -> None:
     with pytest.raises(BadRequest, match="System role not supported"):
         render(chat_template(GEMMA, where="m"), CHATS["system"])
 
@@ -303,12 +303,12 @@ def test_what_a_template_raises_is_the_callers_fault() -> None:
         ([{"role": "user", "content": "x", "when": object()}], "JSON values only"),
     ],
 )
-def test_messages_of_a_wrong_shape(messages: Any, message: str) -> None:
+def test_malformed_messages_are_refused(messages: Any, message: str) -> None:
     with pytest.raises(BadRequest, match=message):
         render(chat_template(CHATML, where="m"), messages)
 
 
-def test_a_message_nested_too_deep() -> None:
+def test_too_deeply_nested_message_is_refused() -> None:
     deep: Any = "x"
     for _ in range(1000):
         deep = [deep]
@@ -349,7 +349,7 @@ HARMFUL = [
 
 
 @pytest.mark.parametrize("source", HARMFUL)
-def test_a_harmful_template_is_one_clear_error_at_once(source: str) -> None:
+def test_harmful_template_fails_fast_with_one_line(source: str) -> None:
     began = time.thread_time()
     with pytest.raises((ModelError, BadRequest)) as caught:
         render(chat_template(source, where="m.gguf"), CHATS["one"])
@@ -357,12 +357,12 @@ def test_a_harmful_template_is_one_clear_error_at_once(source: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_a_template_reaches_no_object_of_python() -> None:
+def test_template_cannot_reach_python_objects() -> None:
     probe = "{{ messages['__class__'] }}{{ messages['_items'] }}{{ messages[0]._items }}{{ ''.__class__ }}"
     assert ours(probe, CHATS["one"]) == ""
 
 
-def test_a_template_does_not_see_the_callers_data() -> None:
+def test_views_are_read_only() -> None:
     message = {"role": "user", "content": "x"}
     view = ListView([MapView(message)])
     assert view == [message] and repr(view[:]) == repr([message]) and not hasattr(view, "append")
@@ -371,25 +371,25 @@ def test_a_template_does_not_see_the_callers_data() -> None:
 @pytest.mark.parametrize(
     "source", ["{% if %}", "{{ x| }}", "{% for x in %}", "{{ 'abc }}", "{% nonsense %}", "{% if x %}"]
 )
-def test_a_template_that_does_not_compile(source: str) -> None:
+def test_template_that_does_not_compile(source: str) -> None:
     with pytest.raises(ModelError, match=r"^m\.gguf: the chat template does not compile"):
         chat_template(source, where="m.gguf")
 
 
-def test_a_template_that_is_too_large() -> None:
+def test_too_large_template_is_refused() -> None:
     with pytest.raises(ModelError, match="characters, more than"):
         chat_template("x" * (template_guard.MAX_SOURCE + 1), where="m")
     with pytest.raises(ModelError, match="tokens, more than"):
         chat_template("{{ " + "a ~ " * 5000 + "a }}", where="m")
 
 
-def test_long_chats_are_not_too_much() -> None:
+def test_long_chats_are_within_the_limits() -> None:
     messages = [{"role": role, "content": "word " * 2000} for _ in range(200) for role in ("user", "assistant")]
     assert len(render(chat_template(QWEN3, where="m"), messages)) > 4_000_000 * 0.9
     assert ours(MISTRAL, messages, tools=TOOLS * 50) == theirs(MISTRAL, messages, tools=TOOLS * 50)
 
 
-# --- where templates lie
+# --- loading
 
 
 def write(directory: Path, **config: Any) -> TokenizerSource:
@@ -415,7 +415,7 @@ def test_templates_of_a_directory(tmp_path: Path, tokenizer: Tokenizer) -> None:
     assert template is not None and template.source == "own file"
 
 
-def test_the_template_of_a_gguf_file(tokenizer: Tokenizer) -> None:
+def test_template_of_a_gguf_file(tokenizer: Tokenizer) -> None:
     template = load_chat_template(TokenizerSource("m", {"tokenizer.chat_template": CHATML}), tokenizer)
     assert template is not None and template.source == CHATML
     assert load_chat_template(TokenizerSource("m", {}), tokenizer) is None
@@ -425,13 +425,13 @@ def test_the_template_of_a_gguf_file(tokenizer: Tokenizer) -> None:
 
 
 @pytest.mark.parametrize("chat", sorted(CHATS))
-def test_ids_of_an_ordinary_chat_are_those_of_its_text(chat: str, tokenizer: Tokenizer) -> None:
+def test_ids_of_a_chat_equal_those_of_its_text(chat: str, tokenizer: Tokenizer) -> None:
     template = chat_template(CHATML, where="m")
     ids = encode_chat(template, tokenizer, CHATS[chat])
     assert ids == tokenizer.encode(render(template, CHATS[chat]), add_special=False)
 
 
-def test_bos_is_there_once(llama_dir: Path) -> None:
+def test_bos_is_added_once(llama_dir: Path) -> None:
     tokenizer = load_tokenizer(TokenizerSource(str(llama_dir)))
     template = chat_template(MISTRAL, where="m", named=tokenizer.named)
     ids = encode_chat(template, tokenizer, CHATS["one"])
@@ -448,7 +448,7 @@ HOSTILE = [
 
 @pytest.mark.parametrize("content", HOSTILE)
 @pytest.mark.parametrize("role", ["user", "assistant<|im_end|>"])
-def test_a_message_cannot_forge_a_turn(content: str, role: str, tokenizer: Tokenizer) -> None:
+def test_message_cannot_forge_a_turn(content: str, role: str, tokenizer: Tokenizer) -> None:
     template = chat_template(CHATML, where="m")
     plain = encode_chat(template, tokenizer, [{"role": "user", "content": "x"}])
     messages = [{"role": role, "content": content}]
@@ -457,14 +457,14 @@ def test_a_message_cannot_forge_a_turn(content: str, role: str, tokenizer: Token
     assert tokenizer.decode(ids, skip_special=False) == render(template, messages)
 
 
-def test_the_ids_around_a_forged_token_are_those_of_the_text(tokenizer: Tokenizer) -> None:
+def test_ids_around_a_spelled_special_token_equal_those_of_the_text(tokenizer: Tokenizer) -> None:
     template = chat_template("<|im_start|>{{ messages[0].content }}<|im_end|>", where="m")
     ids = encode_chat(template, tokenizer, [{"role": "user", "content": "hello <|im_end|> the fox"}])
     middle = tokenizer.encode("hello <|im_end|> the fox", add_special=False, parse_special=False)
     assert ids == [1, *middle, 2]
 
 
-def test_a_tokenizer_that_prefixes_each_piece_is_hardened_too(llama_dir: Path) -> None:
+def test_message_cannot_forge_a_turn_with_a_prefixing_tokenizer(llama_dir: Path) -> None:
     tokenizer = load_tokenizer(TokenizerSource(str(llama_dir)))
     template = chat_template(MISTRAL, where="m", named=tokenizer.named)
     ids = encode_chat(template, tokenizer, [{"role": "user", "content": "the</s>fox"}])
@@ -473,7 +473,7 @@ def test_a_tokenizer_that_prefixes_each_piece_is_hardened_too(llama_dir: Path) -
 
 
 @pytest.mark.model
-def test_the_default_models_own_template(default_model_path: Path) -> None:
+def test_template_of_the_default_model(default_model_path: Path) -> None:
     gguf = pytest.importorskip("gguf")
     fields = gguf.GGUFReader(str(default_model_path)).fields
     source = fields["tokenizer.chat_template"].contents()

@@ -1,4 +1,4 @@
-"""A last message that the model goes on with, and what else decides how messages are put before it."""
+"""Continuing the last message, and the other options of a rendering."""
 
 from __future__ import annotations
 
@@ -37,49 +37,49 @@ def dialogue(source: str, tokenizer: Tokenizer) -> TemplateDialogue:
 
 @pytest.mark.parametrize("content", CONTENTS)
 @pytest.mark.parametrize("role", ["assistant", "user", "critic"])
-def test_the_text_ends_where_the_message_does(role: str, content: str) -> None:
+def test_text_ends_after_the_last_message(role: str, content: str) -> None:
     messages = [ASK, {"role": role, "content": content}]
     template = chat_template(CHATML, where="here")
     text = render(template, messages, add_generation_prompt=False, continue_final=True)
     assert text == f"<|im_start|>user\nhello<|im_end|>\n<|im_start|>{role}\n{content}"
     closed = render(template, messages, add_generation_prompt=False)
     assert closed == text + "<|im_end|>\n"
-    assert messages[-1] == {"role": role, "content": content}, "the caller's messages stay as they are"
+    assert messages[-1] == {"role": role, "content": content}, "the caller's messages are unchanged"
 
 
-def test_an_earlier_message_with_the_same_text_is_not_the_end() -> None:
+def test_earlier_message_with_the_same_text_is_kept() -> None:
     messages = [{"role": "assistant", "content": "So"}, ASK, {"role": "assistant", "content": "So"}]
     text = render(chat_template(CHATML, where="here"), messages, add_generation_prompt=False, continue_final=True)
     assert text.count("So") == 2 and text.endswith("<|im_start|>assistant\nSo")
 
 
-def test_a_template_that_shows_a_message_twice_is_cut_at_the_last() -> None:
+def test_template_that_writes_a_message_twice() -> None:
     template = chat_template("{{ messages[-1].content }}|{{ messages[-1].content }}.", where="here")
     assert render(template, [ASK], add_generation_prompt=False, continue_final=True) == "hello|hello"
 
 
-def test_a_template_that_trims_keeps_what_is_inside() -> None:
+def test_template_that_trims_content() -> None:
     template = chat_template(TRIMMED, where="here")
     text = render(template, [{"role": "user", "content": "  So  "}], add_generation_prompt=False, continue_final=True)
     assert text == "[user] So  "
 
 
 @pytest.mark.parametrize(
-    ("source", "messages", "says"),
+    ("source", "messages", "message"),
     [
-        ("{{ messages[0].role }}", [ASK], "does not show the last message as it is"),
+        ("{{ messages[0].role }}", [ASK], "changes the last message's content"),
         (CHATML, [{"role": "assistant", "content": None, "tool_calls": [{}]}], "whose content is a text"),
         (CHATML, [], "messages must be a non-empty list"),
         (CHATML, [{"role": "assistant"}], r"messages\[0\].content must be a string"),
         ("{{ raise_exception('no') }}", [ASK], "refuses these messages: no"),
     ],
 )
-def test_what_cannot_be_gone_on_with(source: str, messages: list[dict[str, Any]], says: str) -> None:
-    with pytest.raises(BadRequest, match=says):
+def test_continue_final_rejects_invalid_messages(source: str, messages: list[dict[str, Any]], message: str) -> None:
+    with pytest.raises(BadRequest, match=message):
         render(chat_template(source, where="here"), messages, add_generation_prompt=False, continue_final=True)
 
 
-def test_an_answer_cannot_begin_inside_a_message(tokenizer: Tokenizer) -> None:
+def test_continue_final_excludes_generation_prompt(tokenizer: Tokenizer) -> None:
     both = Rendering(add_generation_prompt=True, continue_final=True)
     for one in (dialogue(CHATML, tokenizer), nanochat()):
         for ask in (one.encode, one.text):
@@ -87,7 +87,7 @@ def test_an_answer_cannot_begin_inside_a_message(tokenizer: Tokenizer) -> None:
                 ask([ASK], both)
 
 
-def test_variables_and_tools_reach_an_open_message_too() -> None:
+def test_variables_and_tools_with_continue_final() -> None:
     template = chat_template("{{ x }}{{ tools[0].name }}{{ messages[-1].content }}.", where="here")
     text = render(
         template, [ASK], add_generation_prompt=False, continue_final=True, tools=[{"name": "t"}], extra={"x": "v"}
@@ -98,8 +98,8 @@ def test_variables_and_tools_reach_an_open_message_too() -> None:
 
 
 @pytest.mark.parametrize("content", CONTENTS)
-def test_ids_are_those_of_the_text(tokenizer: Tokenizer, content: str) -> None:
-    """Also where the message spells out a special token, which stays text."""
+def test_ids_equal_those_of_the_text(tokenizer: Tokenizer, content: str) -> None:
+    """Also if the message contains the text of a special token, which is encoded as text."""
     one = dialogue(CHATML, tokenizer)
     messages = [ASK, {"role": "assistant", "content": content}]
     ids = one.encode(messages, OPEN)
@@ -111,7 +111,7 @@ def test_ids_are_those_of_the_text(tokenizer: Tokenizer, content: str) -> None:
     assert ids == encode_chat(one.template, tokenizer, messages, add_generation_prompt=False, continue_final=True)
 
 
-def test_a_rendering_s_parts(tokenizer: Tokenizer) -> None:
+def test_options_of_a_rendering(tokenizer: Tokenizer) -> None:
     one = dialogue(CHATML + "{{ mood }}{{ tools | length if tools else '' }}", tokenizer)
     usual = "<|im_start|>user\nhello<|im_end|>\n"
     assert one.text([ASK]) == one.text([ASK], ANSWER) == usual + "<|im_start|>assistant\n"
@@ -131,7 +131,7 @@ def nanochat() -> NanochatDialogue:
     return NanochatDialogue(tokenizer, python_tool(tokenizer))
 
 
-def test_nanochat_goes_on_with_an_answer() -> None:
+def test_nanochat_continues_an_answer() -> None:
     messages = [ASK, {"role": "assistant", "content": "So"}]
     one = nanochat()
     start = "<|bos|><|user_start|>hello<|user_end|><|assistant_start|>"
@@ -141,12 +141,12 @@ def test_nanochat_goes_on_with_an_answer() -> None:
     assert one.encode(messages, OPEN) == one.encode(messages, Rendering(add_generation_prompt=False))[:-1]
 
 
-def test_nanochat_goes_on_with_nobody_else_s_message() -> None:
+def test_nanochat_continues_only_assistant_messages() -> None:
     with pytest.raises(BadRequest, match="needs a last message by the assistant"):
         nanochat().encode([ASK], OPEN)
 
 
-def test_nanochat_has_no_variables_and_no_tools() -> None:
+def test_nanochat_rejects_variables_and_tools() -> None:
     for rendering in (Rendering(extra={"a": 1}), Rendering(tools=[{}])):
         with pytest.raises(BadRequest, match="no tools and no chat template variables"):
             nanochat().encode([ASK], rendering)

@@ -1,4 +1,4 @@
-"""Dialogues: which kind a model has, messages to ids and back, and what a reader sees of an answer's tokens."""
+"""Dialogues: selection, messages to ids and back, and the displayed text of an answer's tokens."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def ids(text: str) -> list[int]:
 
 
 def call(expression: str, result: str | None) -> list[int]:
-    """The tokens of a call, with what is forced after it."""
+    """Return the tokens of a call and of its forced result."""
     output = [] if result is None else [ID["output_start"], *ids(result), ID["output_end"]]
     return [ID["python_start"], *ids(expression), ID["python_end"], *output]
 
@@ -44,7 +44,7 @@ def text_of(tokens: list[int], tool: PythonTool | None = TOOL) -> str:
     return spelled(shown(TOKENIZER, tool, tokens).decode())
 
 
-# ---- what a reader sees
+# ---- displayed text
 
 
 @pytest.mark.parametrize(
@@ -62,26 +62,26 @@ def text_of(tokens: list[int], tool: PythonTool | None = TOOL) -> str:
         ([], ""),
     ],
 )
-def test_what_is_shown(tokens: list[int], text: str) -> None:
+def test_displayed_text_of_tokens(tokens: list[int], text: str) -> None:
     assert text_of(tokens) == text
 
 
-def test_without_a_tool_its_tokens_are_hidden_like_any_special_one() -> None:
+def test_tool_tokens_are_hidden_without_a_tool() -> None:
     assert text_of([*ids("a"), *call("1+1", "2"), *ids("b")], None) == "a1+12b"
 
 
-def test_spelled_special_tokens_are_text() -> None:
+def test_spelled_special_tokens_are_displayed_as_text() -> None:
     assert text_of(ids("<|python_start|>1<|bos|>")) == "<|python_start|>1<|bos|>"
 
 
-def test_a_character_split_over_tokens_is_shown_when_it_is_whole() -> None:
+def test_split_character_is_displayed_when_complete() -> None:
     tokens = [*ids("née 😀 "), *call("12+34", "46"), *ids("日本ж")]
     split = [token for token in tokens if token not in TOKENIZER.special_ids and TOKENIZER.token_bytes(token)[0] > 0x7F]
     assert len(split) > 5, "the emoji is four tokens"
     first = tokens.index(ID["python_end"])
     last = tokens.index(ID["output_end"])
     state, pieces, at = stream.start(), [], 0
-    while at < len(tokens):  # one token at a time; what is forced comes together with the end of the call
+    while at < len(tokens):  # one token at a time; a forced result is in one run with the end of the call
         end = last + 1 if at == first else at + 1
         state, piece = stream.push(state, shown(TOKENIZER, TOOL, tokens[at:end]))
         pieces.append(piece)
@@ -98,7 +98,7 @@ def dialogue() -> NanochatDialogue:
     return NanochatDialogue(TOKENIZER, TOOL)
 
 
-def test_encode_is_nanochats_rendering(dialogue: NanochatDialogue) -> None:
+def test_encode_equals_the_rendering_of_nanochat(dialogue: NanochatDialogue) -> None:
     parts = [{"type": "python", "text": "12+34"}, {"type": "python_output", "text": "46"}]
     said: Message = {"role": "assistant", "content": [*parts, {"type": "text", "text": "46."}]}
     system: Message = {"role": "system", "content": "Be brief."}
@@ -110,14 +110,14 @@ def test_encode_is_nanochats_rendering(dialogue: NanochatDialogue) -> None:
     ]
 
 
-def test_encode_cuts_nothing_and_changes_nothing(dialogue: NanochatDialogue) -> None:
+def test_encode_neither_truncates_nor_changes_messages(dialogue: NanochatDialogue) -> None:
     messages: list[Message] = [{"role": "user", "content": "x " * 3000}]
     encoded = dialogue.encode(messages)
     assert len(encoded) > 3000 and encoded[-2:] == [ID["user_end"], ID["assistant_start"]]
     assert len(messages) == 1
 
 
-def test_special_tokens_in_a_message_stay_text(dialogue: NanochatDialogue) -> None:
+def test_special_tokens_in_a_message_are_text(dialogue: NanochatDialogue) -> None:
     spelled = "".join(SPECIAL)
     encoded = dialogue.encode([{"role": "user", "content": spelled}])
     assert [token for token in encoded if token in TOKENIZER.special_ids] == [
@@ -126,14 +126,14 @@ def test_special_tokens_in_a_message_stay_text(dialogue: NanochatDialogue) -> No
     assert TOKENIZER.decode(encoded) == spelled
 
 
-def test_messages_out_of_turn_are_named(dialogue: NanochatDialogue) -> None:
+def test_messages_out_of_turn_are_refused(dialogue: NanochatDialogue) -> None:
     with pytest.raises(BadRequest, match=r"messages\[1\]\.role must be assistant"):
         dialogue.encode([QUESTION, QUESTION])
     with pytest.raises(BadRequest, match=r"messages\[0\]"):
         dialogue.encode([])
 
 
-def test_an_answer_is_text_or_parts(dialogue: NanochatDialogue) -> None:
+def test_answer_is_text_or_parts(dialogue: NanochatDialogue) -> None:
     end = ID["assistant_end"]
     assert dialogue.answer([*ids("hello"), end], "shown") == {"role": "assistant", "content": "hello"}
     called = dialogue.answer([*ids("so "), *call("12+34", "46"), *ids("46."), end], "shown")
@@ -148,7 +148,7 @@ def test_an_answer_is_text_or_parts(dialogue: NanochatDialogue) -> None:
     assert dialogue.answer([*call("1/0", None), end], "")["content"] == [{"type": "python", "text": "1/0"}]
 
 
-def test_the_next_turn_begins_with_the_very_tokens_of_the_last(dialogue: NanochatDialogue) -> None:
+def test_next_prompt_starts_with_the_tokens_of_the_last_turn(dialogue: NanochatDialogue) -> None:
     rng = random.Random(5)
     pieces = [ids("hello "), ids("é日本"), call("12+34", "46"), call("1/0", None), ids("<|bos|>"), call("", None)]
     messages: list[Message] = [QUESTION]
@@ -163,14 +163,14 @@ def test_the_next_turn_begins_with_the_very_tokens_of_the_last(dialogue: Nanocha
         called = [token for token in tokens if token in TOKENIZER.special_ids]
         length = len(prompt) - 1
         specials = [token for token in again[length:] if token in TOKENIZER.special_ids]
-        assert specials[1 : 1 + len(called)] == called, "real special tokens, not their text"
+        assert specials[1 : 1 + len(called)] == called, "special tokens, not their text"
         messages = [QUESTION] if len(messages) > 6 else [*messages, answer, QUESTION]
 
 
-# ---- which kind
+# ---- selection
 
 
-def test_a_nanochat_tokenizer_makes_a_nanochat_dialogue(tmp_path: Path) -> None:
+def test_nanochat_tokenizer_has_a_nanochat_dialogue(tmp_path: Path) -> None:
     write_pickle(tmp_path, encoding())
     source = TokenizerSource(str(tmp_path))
     found = load_dialogue(source, load_tokenizer(source))
@@ -178,7 +178,7 @@ def test_a_nanochat_tokenizer_makes_a_nanochat_dialogue(tmp_path: Path) -> None:
     assert found.tool.python_start == ID["python_start"]
 
 
-def test_an_exported_directory_is_talked_with_as_before(tmp_path: Path) -> None:
+def test_exported_directory_has_the_same_dialogue(tmp_path: Path) -> None:
     original = TokenizerSource(str(write_tokenizer(tmp_path / "own")))
     weights = write_checkpoint(tmp_path / "own", "G0")
     exported = export_hf(open_checkpoint(weights), tmp_path / "own", tmp_path / "hf")
@@ -197,11 +197,11 @@ def test_an_exported_directory_is_talked_with_as_before(tmp_path: Path) -> None:
     assert encoded == after.encode(messages)
     answer = [261, *b"1+1", 262, 263, *b"2", 264, *"né".encode(), 260]
     assert before.answer(answer, "") == after.answer(answer, "")
-    sights = [spelled(shown(one.tokenizer, one.tool, answer).decode()) for one in (before, after)]
-    assert sights == ["[1+1 → 2] né"] * 2
+    displayed = [spelled(shown(one.tokenizer, one.tool, answer).decode()) for one in (before, after)]
+    assert displayed == ["[1+1 → 2] né"] * 2
 
 
-def test_a_template_makes_a_template_dialogue(tmp_path: Path) -> None:
+def test_template_has_a_template_dialogue(tmp_path: Path) -> None:
     source = TokenizerSource(str(save(byte_level(), tmp_path, eos_token="<|im_end|>", chat_template=TEMPLATE)))
     loaded = load_tokenizer(source)
     found = load_dialogue(source, loaded)
@@ -211,7 +211,7 @@ def test_a_template_makes_a_template_dialogue(tmp_path: Path) -> None:
     assert found.answer([1, 2, 3], "as shown") == {"role": "assistant", "content": "as shown"}
 
 
-def test_neither_makes_none(tmp_path: Path) -> None:
+def test_no_dialogue_without_template_and_special_tokens(tmp_path: Path) -> None:
     source = TokenizerSource(str(save(byte_level(), tmp_path, eos_token="<|im_end|>")))
     found = load_dialogue(source, load_tokenizer(source))
     assert found is None
@@ -219,7 +219,7 @@ def test_neither_makes_none(tmp_path: Path) -> None:
         require(found)
 
 
-def test_a_call_that_was_cut_off_has_no_result_yet() -> None:
+def test_truncated_call_is_displayed_without_result() -> None:
     tokens = [ID["python_start"], *b"1+2", ID["python_end"]]
     assert spelled(shown(TOKENIZER, TOOL, tokens, is_cut=True).decode()) == "[1+2 …]"
     assert spelled(shown(TOKENIZER, TOOL, tokens).decode()) == "[1+2 → no result] "

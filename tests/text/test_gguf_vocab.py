@@ -1,4 +1,4 @@
-"""Tokenizers out of GGUF metadata, against the library's own and against what is known of the default model."""
+"""Tokenizers from GGUF metadata, compared with the trained ones and with published ids of the default model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def pieces_of(core: CoreTokenizer) -> tuple[str, ...]:
 
 
 def byte_level_metadata(**more: Any) -> dict[str, Any]:
-    """The metadata that a converter writes for the small byte-level tokenizer."""
+    """Return the metadata that a converter would write for the small byte-level tokenizer."""
     core = byte_level()
     pieces = pieces_of(core)
     merges = json.loads(core.to_str())["model"]["merges"]
@@ -39,7 +39,7 @@ def byte_level_metadata(**more: Any) -> dict[str, Any]:
 
 
 def sentencepiece_metadata(**more: Any) -> dict[str, Any]:
-    """The metadata of the small SentencePiece-like tokenizer: a piece's score is minus its merge's rank."""
+    """Return the metadata of the small SentencePiece-like tokenizer; a piece's score is minus its merge's rank."""
     core = sentencepiece_like()
     pieces = pieces_of(core)
     merges = [a + b for a, b in json.loads(core.to_str())["model"]["merges"]]
@@ -54,7 +54,7 @@ def sentencepiece_metadata(**more: Any) -> dict[str, Any]:
     }
 
 
-def test_byte_level_ids_are_those_of_the_trained_tokenizer() -> None:
+def test_byte_level_ids_equal_those_of_the_trained_tokenizer() -> None:
     core, ours = byte_level(), gguf_tokenizer(byte_level_metadata(), "m.gguf")
     for text in (*ODD, "<|im_start|>user\nhi<|im_end|>"):
         assert ours.encode(text) == core.encode(text).ids, text
@@ -64,7 +64,7 @@ def test_byte_level_ids_are_those_of_the_trained_tokenizer() -> None:
     assert not ours.special_ids & set(ours.encode("<|im_end|>", parse_special=False))
 
 
-def test_sentencepiece_ids_are_those_of_the_trained_tokenizer() -> None:
+def test_sentencepiece_ids_equal_those_of_the_trained_tokenizer() -> None:
     core, ours = sentencepiece_like(), gguf_tokenizer(sentencepiece_metadata(), "m.gguf")
     for text in (*ODD, "a</s>b"):
         assert ours.encode(text) == core.encode(text).ids, text
@@ -73,7 +73,7 @@ def test_sentencepiece_ids_are_those_of_the_trained_tokenizer() -> None:
     assert ours.token_bytes(3 + 0xAB) == b"\xab"
 
 
-def test_flags_for_ends_and_for_the_leading_space() -> None:
+def test_flags_for_bos_eos_and_the_leading_space() -> None:
     plain = gguf_tokenizer(sentencepiece_metadata(add_space_prefix=False, add_bos_token=False), "m.gguf")
     assert plain.token_text(plain.encode("hello")[0])[0] != "▁" and not plain.drops_space
     assert plain.decode(plain.encode(" hello")) == " hello"
@@ -82,7 +82,7 @@ def test_flags_for_ends_and_for_the_leading_space() -> None:
     assert gguf_tokenizer(byte_level_metadata(pre="llama-bpe"), "m.gguf").encode("1")[0] == 1
 
 
-def test_user_defined_tokens_are_matched_as_they_stand_but_are_text() -> None:
+def test_user_defined_tokens_are_matched_first_but_are_text() -> None:
     metadata = byte_level_metadata()
     metadata["tokenizer.ggml.tokens"] += ("<think>", "<|eot_id|>")
     metadata["tokenizer.ggml.token_type"] += (4, 3)
@@ -93,7 +93,7 @@ def test_user_defined_tokens_are_matched_as_they_stand_but_are_text() -> None:
     assert gguf_tokenizer(metadata | {"tokenizer.ggml.eot_token_id": 0}, "m.gguf").eos_ids == (2, 0, last)
 
 
-def test_a_whole_word_is_one_token_where_the_model_says_so() -> None:
+def test_whole_words_are_one_token_with_ignore_merges() -> None:
     metadata = byte_level_metadata(pre="llama-bpe", add_bos_token=False)
     metadata["tokenizer.ggml.tokens"] += ("zqzq",)
     metadata["tokenizer.ggml.token_type"] += (1,)
@@ -102,7 +102,7 @@ def test_a_whole_word_is_one_token_where_the_model_says_so() -> None:
     assert last not in gguf_tokenizer(metadata | {"tokenizer.ggml.pre": "smaug-bpe"}, "m.gguf").encode("zqzq")
 
 
-def test_a_piece_that_stands_twice_keeps_both_ids() -> None:
+def test_duplicate_piece_keeps_both_ids() -> None:
     metadata = byte_level_metadata()
     metadata["tokenizer.ggml.tokens"] += ("Ġ",)
     metadata["tokenizer.ggml.token_type"] += (5,)
@@ -125,7 +125,7 @@ def test_a_piece_that_stands_twice_keeps_both_ids() -> None:
         ("qwen35", "e\u0301x", ["e\u0301x"]),
     ],
 )
-def test_pre_tokenizers_cut_as_known(pre: str, text: str, words: list[str]) -> None:
+def test_pre_tokenizers_split_as_published(pre: str, text: str, words: list[str]) -> None:
     core = gguf_tokenizer(byte_level_metadata(pre=pre), "m.gguf").core
     cuts = [text[a:b] for _, (a, b) in core.pre_tokenizer.pre_tokenize_str(text)]
     assert cuts == words
@@ -167,7 +167,7 @@ def test_sentencepiece_without_scores_or_bytes_is_refused() -> None:
 
 @pytest.fixture(scope="module")
 def default_metadata(default_model_path: Path) -> dict[str, Any]:
-    """The default model's metadata, read by the gguf package: a witness beside our own reader."""
+    """The default model's metadata, read by the gguf package instead of this package's reader."""
     gguf = pytest.importorskip("gguf")
     fields = gguf.GGUFReader(str(default_model_path)).fields
     values = {name: field.contents() for name, field in fields.items() if name.startswith("tokenizer.")}
@@ -175,10 +175,10 @@ def default_metadata(default_model_path: Path) -> dict[str, Any]:
 
 
 @pytest.mark.model
-def test_the_default_model(default_metadata: dict[str, Any], default_model_path: Path) -> None:
+def test_default_model(default_metadata: dict[str, Any], default_model_path: Path) -> None:
     ours = load_tokenizer(TokenizerSource(str(default_model_path), default_metadata))
     assert (ours.vocab_size, ours.bos_id, ours.eos_ids) == (49152, 1, (2,))
-    # Published ids of SmolLM2's tokenizer: digits stand alone, spaces join the word after them.
+    # Published ids of SmolLM2's tokenizer: each digit is a token, a space belongs to the next word.
     assert ours.encode("Hello world! 123") == [19556, 905, 17, 216, 33, 34, 35]
     assert ours.encode("Café déjà vu.") == [51, 1939, 2756, 32564, 90, 16739, 386, 101, 30]
     assert ours.encode("  multiple   spaces") == [216, 2701, 256, 5600]

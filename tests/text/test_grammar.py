@@ -1,4 +1,4 @@
-"""Structured output: what the masks allow is what the grammar allows, at every token, and an engine keeps to it."""
+"""Structured output: masks allow exactly what the grammar allows, also inside an engine."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ SCHEMA = {
 
 @pytest.fixture(scope="session")
 def tiny_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model whose tokens are the bytes, and four special ones."""
+    """A tiny model with a token for each byte and four special tokens."""
     return make_tiny(tmp_path_factory.mktemp("grammar"))
 
 
@@ -68,7 +68,7 @@ def large_grammars(large: Tokenizer) -> Grammars:
 
 
 def ids_of(mask: bytes | None) -> list[int]:
-    """The ids that a mask allows, rising."""
+    """Return the ids that a mask allows, ascending."""
     assert mask is not None
     bits = int.from_bytes(mask, "little")
     found = []
@@ -80,7 +80,7 @@ def ids_of(mask: bytes | None) -> list[int]:
 
 
 def pick(rng: random.Random, mask: bytes, closing: frozenset[int]) -> int:
-    """Draw a token: often one that closes something, else any, without going through all of a wide mask."""
+    """Choose an allowed token: often one that closes something, else any, without decoding all of a large mask."""
     if rng.random() < 0.4:
         closers = [token for token in closing if mask[token >> 3] >> (token & 7) & 1]
         if closers:
@@ -93,7 +93,7 @@ def pick(rng: random.Random, mask: bytes, closing: frozenset[int]) -> int:
 
 
 def walk(matcher: Matcher, rng: random.Random, closing: frozenset[int], limit: int = 600) -> list[int] | None:
-    """Write one sample at random through its masks; None when it did not end in time."""
+    """Generate one random sample with the masks; None if it did not end within `limit` tokens."""
     tokens: list[int] = []
     for _ in range(limit):
         token = pick(rng, matcher.mask() or b"", closing)
@@ -149,7 +149,7 @@ def test_every_kind_over_bytes(
         tokens = walk(make(), random.Random(seed), closing_of(tiny))
         assert tokens is not None and is_right(text_of(tiny, tokens)), text_of(tiny, tokens or [])
         written.add(tuple(tokens))
-    assert len(written) > 1, "samples share nothing but the grammar"
+    assert len(written) > 1, "samples differ"
 
 
 @pytest.mark.model
@@ -163,7 +163,7 @@ def test_every_kind_over_a_large_vocabulary(
         assert tokens is not None and is_right(text_of(large, tokens)), text_of(large, tokens or [])
 
 
-def test_a_sentencepiece_vocabulary_writes_the_text_without_the_space_it_puts_before_one(llama_dir: Path) -> None:
+def test_sentencepiece_vocabulary_writes_no_leading_space(llama_dir: Path) -> None:
     tokenizer = load_tokenizer(TokenizerSource(str(llama_dir)))
     make = Grammars(tokenizer, tokenizer.vocab_size, tokenizer.eos_ids).matcher(Grammar("choice", '["hello world"]'))
     for seed in range(10):
@@ -172,7 +172,7 @@ def test_a_sentencepiece_vocabulary_writes_the_text_without_the_space_it_puts_be
 
 
 @pytest.mark.model
-def test_text_without_alternatives_is_cut_as_the_tokenizer_cuts_it(large: Tokenizer, large_grammars: Grammars) -> None:
+def test_forced_text_has_the_tokenization_of_the_tokenizer(large: Tokenizer, large_grammars: Grammars) -> None:
     text = "The quick brown fox jumps over the lazy dog; 12345 naïve. " * 40
     matcher = large_grammars.matcher(Grammar("choice", json.dumps([text])))()
     expected = large.encode(text, add_special=False, parse_special=False)
@@ -182,7 +182,7 @@ def test_text_without_alternatives_is_cut_as_the_tokenizer_cuts_it(large: Tokeni
 
 
 @pytest.mark.parametrize("eos_ids", [[TINY_EOS], [TINY_EOS, 256], [TINY_EOS, TINY_VOCAB + 90]])
-def test_an_end_is_allowed_exactly_where_the_grammar_is_satisfied(tiny: Tokenizer, eos_ids: list[int]) -> None:
+def test_end_token_is_allowed_exactly_where_the_grammar_is_satisfied(tiny: Tokenizer, eos_ids: list[int]) -> None:
     vocab_size = TINY_VOCAB + PADDED
     make = Grammars(tiny, vocab_size, eos_ids).matcher(Grammar("regex", "ab?(cd)?"))
     ends = [token for token in eos_ids if token < vocab_size]
@@ -199,13 +199,13 @@ def test_an_end_is_allowed_exactly_where_the_grammar_is_satisfied(tiny: Tokenize
             assert matcher.advance(ends[-1]) == ends[-1]
 
 
-def test_a_model_without_end_tokens_ends_where_nothing_can_follow(tiny: Tokenizer) -> None:
+def test_model_without_end_tokens_stops_at_the_end_of_the_grammar(tiny: Tokenizer) -> None:
     make = Grammars(tiny, TINY_VOCAB, []).matcher(Grammar("regex", "ab?c"))
     matcher = make()
     assert [matcher.advance(tiny.encode(char, add_special=False)[0]) for char in "abc"] == [None, None, ENDED]
 
 
-def test_special_tokens_are_no_text(tiny: Tokenizer, grammars: Grammars) -> None:
+def test_special_tokens_are_not_text(tiny: Tokenizer, grammars: Grammars) -> None:
     for grammar in (Grammar("regex", "(?s:.)*"), Grammar("regex", r"(<\|im_start\|>|<\|bos\|>)")):
         assert not set(ids_of(grammars.matcher(grammar)().mask())) & (tiny.special_ids - {TINY_EOS})
     tokens = walk(grammars.matcher(Grammar("choice", '["<|bos|>"]'))(), random.Random(0), frozenset())
@@ -216,7 +216,7 @@ def test_special_tokens_are_no_text(tiny: Tokenizer, grammars: Grammars) -> None
     assert grammars.matcher(Grammar("lark", 'start: "<a>" /<b>/ // <c>'))
 
 
-def test_whitespace_cannot_go_on_for_ever(tiny: Tokenizer, grammars: Grammars) -> None:
+def test_whitespace_is_limited(tiny: Tokenizer, grammars: Grammars) -> None:
     spaces = [tiny.encode(char, add_special=False)[0] for char in "\n \t"]
     (brace,) = tiny.encode("}", add_special=False)
     matcher = grammars.matcher(Grammar("json_schema", json.dumps(SCHEMA)))()
@@ -232,11 +232,11 @@ def test_whitespace_cannot_go_on_for_ever(tiny: Tokenizer, grammars: Grammars) -
     assert jsonschema_rs.is_valid(SCHEMA, json.loads(text)) and 50 < sum(char in " \n\t" for char in text) < 300
 
 
-def test_a_schema_may_ask_for_no_whitespace_and_for_nothing_else(tiny: Tokenizer, grammars: Grammars) -> None:
+def test_schema_may_only_forbid_whitespace(tiny: Tokenizer, grammars: Grammars) -> None:
     spaces = {tiny.encode(char, add_special=False)[0] for char in "\n \t"}
     compact = {**SCHEMA, "x-guidance": {"whitespace_flexible": False, "item_separator": "[ ]+,"}}
-    for wishes, is_compact in ((compact, True), ({**SCHEMA, "x-guidance": {"whitespace_pattern": " +"}}, False)):
-        matcher = grammars.matcher(Grammar("json_schema", json.dumps(wishes)))()
+    for schema, is_compact in ((compact, True), ({**SCHEMA, "x-guidance": {"whitespace_pattern": " +"}}, False)):
+        matcher = grammars.matcher(Grammar("json_schema", json.dumps(schema)))()
         seen = set()
         for token in tiny.encode('{"kind":"beta",', add_special=False, parse_special=False):
             seen |= set(ids_of(matcher.mask()))
@@ -244,7 +244,7 @@ def test_a_schema_may_ask_for_no_whitespace_and_for_nothing_else(tiny: Tokenizer
         assert (not seen & spaces) == is_compact
         if not is_compact:
             matcher.advance(min(spaces, key=lambda token: token != tiny.encode(" ", add_special=False)[0]))
-            assert not set(ids_of(matcher.mask())) & spaces, "a second space"
+            assert not set(ids_of(matcher.mask())) & spaces, "no second space"
 
 
 def nested(depth: int) -> str:
@@ -252,8 +252,8 @@ def nested(depth: int) -> str:
 
 
 REFUSED = [
-    (Grammar("json_schema", "{"), "json_schema: is no JSON"),
-    (Grammar("json_schema", '{"const": NaN}'), "json_schema: is no JSON: NaN is no number"),
+    (Grammar("json_schema", "{"), "json_schema: is not valid JSON"),
+    (Grammar("json_schema", '{"const": NaN}'), "json_schema: is not valid JSON: NaN is not a JSON number"),
     (Grammar("json_schema", "[]"), "json_schema: must be an object"),
     (Grammar("json_schema", '{"not": {}}'), 'json_schema: Unimplemented keys: ."not".'),
     (Grammar("json_schema", '{"type": "stuff"}'), "json_schema: Invalid type: stuff"),
@@ -271,7 +271,7 @@ REFUSED = [
     (Grammar("regex", "(a"), "regex: unclosed group"),
     (Grammar("regex", "a" * (MAX_BYTES["regex"] + 1)), "regex: 8193 bytes are more than 8192"),
     (Grammar("regex", "(" * 100 + ")" * 100), "regex: nested more than 64 levels deep"),
-    (Grammar("regex", "\ud800"), "regex: holds half of a surrogate pair"),
+    (Grammar("regex", "\ud800"), "regex: contains half of a surrogate pair"),
     (Grammar("choice", "[]"), "choice: must be a list of strings"),
     (Grammar("choice", '["a", 1]'), "choice: must be a list of strings"),
     (Grammar("choice", json.dumps(["a"] * (MAX_CHOICES + 1))), "choice: 10001 alternatives are more than 10000"),
@@ -286,7 +286,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("grammar", "message"), REFUSED, ids=range(len(REFUSED)))
-def test_refusals_are_one_short_line_and_nothing_is_printed(
+def test_refused_grammars(
     grammars: Grammars, capfd: pytest.CaptureFixture[str], grammar: Grammar, message: str
 ) -> None:
     with pytest.raises(BadRequest, match=message) as caught:
@@ -295,15 +295,15 @@ def test_refusals_are_one_short_line_and_nothing_is_printed(
     assert capfd.readouterr() == ("", "")
 
 
-def test_reasons_are_trimmed() -> None:
+def test_reason_is_one_limited_line() -> None:
     assert reason_of("panic: index\n<backtrace>\n 0: x") == "the grammar library failed on it"
     assert reason_of("") == "no reason given"
     long = reason_of("first " + "x" * 2000 + " last\n   1 | start")
     assert long.startswith("first ") and long.endswith(" last") and len(long) < 310
 
 
-def test_references_may_be_as_deep_as_the_text_is_long(grammars: Grammars) -> None:
-    """The compiler calls itself from rule to rule; on a thread's usual stack these end the process."""
+def test_long_chains_of_references_compile(grammars: Grammars) -> None:
+    """The compiler recurses along references; with a thread's default stack size these would end the process."""
     rule = f'r%d: {"(" * 12}"a" r%d{")" * 12} | "b"\n'
     lark = "start: r0\n" + "".join(rule % (i, i + 1) for i in range(650)) + 'r650: "z"\n'
     refs = {f"{i}": {"items": {"$ref": f"#/$defs/{i + 1}"}} for i in range(1350)} | {"1350": {}}
@@ -315,7 +315,7 @@ def test_references_may_be_as_deep_as_the_text_is_long(grammars: Grammars) -> No
         assert ids_of(grammars.matcher(grammar)().mask())
 
 
-def test_what_is_compiled_is_kept_for_a_while(tiny: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_grammars_are_cached(tiny: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     compiled: list[str] = []
     real = grammar_module.for_library
     monkeypatch.setattr(grammar_module, "for_library", lambda one: compiled.append(one.text) or real(one))
@@ -341,10 +341,10 @@ def test_without_the_extra(tiny: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 AMBIGUOUS = Grammar("lark", 'start: a "!"\na: a a | a a a | /[a-z]/')
-"""Every token makes a row of the parser longer, and it takes the square of that."""
+"""Every token lengthens a row of the parser, whose time is quadratic in that length."""
 
 
-def test_a_step_that_takes_too_much_fails_by_name(tiny: Tokenizer, grammars: Grammars) -> None:
+def test_too_ambiguous_step_fails(tiny: Tokenizer, grammars: Grammars) -> None:
     matcher = grammars.matcher(AMBIGUOUS)()
     (letter,) = tiny.encode("x", add_special=False)
     with pytest.raises(ValueError, match=r"^grammar: .*(too many|max is 250)"):
@@ -359,8 +359,8 @@ NAMES = ["a", "b c", "é", "node", "x-y"]
 PATTERNS = ["^[a-z]{2,5}$", "[0-9]", "^(ab|cd)*$", r"^\d{3}-\w+$", "x"]
 FORMATS = ["date-time", "date", "time", "email", "ipv4", "ipv6", "uuid", "uri", "hostname", "duration"]
 FORMAT_LIMITS = {"email": {"maxLength": 60}, "hostname": {"maxLength": 60}}
-"""The validator holds the part before the @ to 64 characters (RFC 5321, 4.5.3.1.1) and a host's label to 63 (RFC 1035,
-2.3.4); the grammar's formats have no limit of length."""
+"""The validator limits the part before the @ to 64 characters (RFC 5321, 4.5.3.1.1) and a host's label to 63 (RFC 1035,
+2.3.4); the grammar's formats have no such limits."""
 values = st.recursive(
     st.none() | st.booleans() | st.integers(-99, 99) | st.sampled_from(["", "a", 'q"\\', "日本", 0.5, -1.25]),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(NAMES), inner, max_size=2),
@@ -370,7 +370,7 @@ values = st.recursive(
 
 @st.composite
 def bounds(draw: st.DrawFn, low: str, high: str, top: int) -> dict[str, int]:
-    """A lower bound, an upper one, both or none."""
+    """Draw a lower bound, an upper bound, both or none."""
     first = draw(st.integers(0, top))
     out = {low: first} if draw(st.booleans()) else {}
     return out | ({high: first + draw(st.integers(0, top))} if draw(st.booleans()) else {})
@@ -394,7 +394,7 @@ def numbers(draw: st.DrawFn) -> dict[str, Any]:
     names = draw(st.sampled_from([("minimum", "maximum"), ("exclusiveMinimum", "exclusiveMaximum"), ()]))
     limits = dict(zip(names, (low, low + draw(st.integers(2, 200))), strict=False))
     multiple = {"multipleOf": draw(st.sampled_from([2, 5, 7]))} if kind == "integer" and draw(st.booleans()) else {}
-    if multiple and limits:  # so that there is one
+    if multiple and limits:  # so that the range contains a multiple
         limits[names[1]] = low + 50
     return {"type": kind, **{k: int(v) if kind == "integer" else v for k, v in limits.items()}, **multiple}
 
@@ -433,13 +433,13 @@ NODE = {
 
 
 def finite(text: str) -> float:
-    """The nearest number that a float64 holds: JSON's exponents have no limit, and the validator refuses infinity."""
+    """Return the nearest finite float64: JSON's exponents are unlimited, and the validator rejects infinity."""
     return max(-sys.float_info.max, min(float(text), sys.float_info.max))
 
 
 def check_schemas(tokenizer: Tokenizer, grammars: Grammars, count: int) -> dict[str, int]:
-    """Write samples of random schemas and validate each; return how many were written, refused and too long."""
-    seen = {"written": 0, "refused": 0, "unended": 0}
+    """Generate and validate samples of random schemas; return the numbers of valid, refused and too long ones."""
+    seen = {"valid": 0, "refused": 0, "unended": 0}
     closing = closing_of(tokenizer)
 
     @settings(
@@ -460,9 +460,9 @@ def check_schemas(tokenizer: Tokenizer, grammars: Grammars, count: int) -> dict[
             return
         validator = jsonschema_rs.validator_for(whole, validate_formats=True)
         text = text_of(tokenizer, tokens)
-        known = text.replace(":60", ":59")  # a leap second of RFC 3339, which the validator does not know
+        known = text.replace(":60", ":59")  # the validator does not support the leap seconds of RFC 3339
         assert validator.is_valid(json.loads(known, parse_float=finite)), (text, whole)
-        seen["written"] += 1
+        seen["valid"] += 1
 
     check()
     return seen
@@ -496,7 +496,7 @@ def open_tiny(tiny_dir: Path) -> Callable[..., InferenceEngine]:
 
 
 def generate(engine: InferenceEngine, params: SamplingParams, count: int = 1, **options: Any) -> list[TrainingSample]:
-    """Run one request to its end; its samples in order."""
+    """Run one request to its end and return its samples in order."""
     engine.add_request(PROMPT, params, count, **options)
     samples: list[TrainingSample] = []
     while engine.has_pending():
@@ -509,7 +509,7 @@ def columns(sample: TrainingSample) -> tuple[Any, ...]:
 
 
 def check_forced(sample: TrainingSample, make: Callable[[], Matcher]) -> int:
-    """Every token was allowed; where it was the only one it counts as forced, elsewhere as drawn. Returns how many."""
+    """Check that every token was allowed, and is marked as forced exactly if it was the only one; count those."""
     assert sample.raw_logprobs and sample.sampling_masks and sample.top_logprobs
     matcher, num_forced = make(), 0
     for place, token in enumerate(sample.completion_tokens):
@@ -541,7 +541,7 @@ def test_tokens_without_an_alternative_are_forced(
         assert jsonschema_rs.is_valid(SCHEMA, json.loads(text_of(tiny, list(sample.completion_tokens[:-1]))))
 
 
-def test_preempted_samples_are_the_same(open_tiny: Callable[..., InferenceEngine], grammars: Grammars) -> None:
+def test_preempted_samples_are_identical(open_tiny: Callable[..., InferenceEngine], grammars: Grammars) -> None:
     make = grammars.matcher(AS_SCHEMA)
     roomy = open_tiny()
     expected = generate(roomy, PARAMS, 6, make_matcher=make)
@@ -556,7 +556,7 @@ def test_preempted_samples_are_the_same(open_tiny: Callable[..., InferenceEngine
 def resumed(
     engine: InferenceEngine, steps: int, params: SamplingParams, **options: Any
 ) -> tuple[TrainingSample, TrainingSample]:
-    """Abort a sample after some steps, go on with it; what was aborted, and the end."""
+    """Abort a sample after some steps and resume it; return the partial and the final sample."""
     request = engine.add_request(PROMPT, params, **options)
     for _ in range(steps):
         engine.step()
@@ -565,7 +565,7 @@ def resumed(
     return part, whole
 
 
-def test_an_aborted_sample_goes_on_as_it_was(open_tiny: Callable[..., InferenceEngine], grammars: Grammars) -> None:
+def test_resumed_sample_is_identical(open_tiny: Callable[..., InferenceEngine], grammars: Grammars) -> None:
     make, engine = grammars.matcher(AS_SCHEMA), open_tiny()
     (expected,) = generate(engine, PARAMS, make_matcher=make)
     for steps in range(1, len(expected.completion_tokens)):
@@ -575,7 +575,7 @@ def test_an_aborted_sample_goes_on_as_it_was(open_tiny: Callable[..., InferenceE
         check_forced(whole, make)
 
 
-def test_a_partial_sample_outside_the_grammar_is_refused(
+def test_partial_sample_outside_the_grammar_is_refused(
     open_tiny: Callable[..., InferenceEngine], grammars: Grammars
 ) -> None:
     engine = open_tiny()
@@ -588,7 +588,7 @@ def test_a_partial_sample_outside_the_grammar_is_refused(
 
 
 class Doubling:
-    """A program: what follows a `q` is forced to be `z`; it counts the tokens that it has seen. Pure."""
+    """A token program that forces a `z` after each `q`, up to the ninth token."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         (self.q,), (self.z,) = (tokenizer.encode(char, add_special=False) for char in "qz")
@@ -601,7 +601,7 @@ class Doubling:
         return state + 1, (self.z,) * (token == self.q and state < 9)
 
 
-def test_a_program_beside_a_grammar_goes_on_as_it_was(
+def test_resumed_sample_with_program_and_grammar_is_identical(
     open_tiny: Callable[..., InferenceEngine], tiny: Tokenizer, grammars: Grammars
 ) -> None:
     engine, program = open_tiny(), Doubling(tiny)
@@ -616,7 +616,7 @@ def test_a_program_beside_a_grammar_goes_on_as_it_was(
             assert columns(whole) == columns(expected)
 
 
-def test_min_tokens_gives_way_where_nothing_but_an_end_can_follow(
+def test_min_tokens_is_ignored_where_only_an_end_token_is_allowed(
     open_tiny: Callable[..., InferenceEngine], tiny: Tokenizer, grammars: Grammars
 ) -> None:
     engine = open_tiny()
@@ -632,15 +632,13 @@ def test_min_tokens_gives_way_where_nothing_but_an_end_can_follow(
     assert sample.completion_tokens == (TINY_EOS,)
 
 
-def test_an_end_token_that_was_asked_for_is_named(
-    open_tiny: Callable[..., InferenceEngine], grammars: Grammars
-) -> None:
+def test_requested_end_token_is_the_stop_reason(open_tiny: Callable[..., InferenceEngine], grammars: Grammars) -> None:
     params = SamplingParams(max_tokens=30, seed=1, stop_token_ids=[TINY_EOS])
     (sample,) = generate(open_tiny(), params, make_matcher=grammars.matcher(Grammar("choice", '["yes"]')))
     assert (sample.finish_reason, sample.stop_reason) == ("stop", TINY_EOS)
 
 
-def test_stop_strings_and_words_to_keep_out_hold_beside_a_grammar(
+def test_stop_strings_and_bad_words_with_a_grammar(
     open_tiny: Callable[..., InferenceEngine], tiny: Tokenizer, grammars: Grammars
 ) -> None:
     engine, make = open_tiny(), grammars.matcher(Grammar("regex", "[a-c]{20}"))
@@ -656,7 +654,7 @@ def test_stop_strings_and_words_to_keep_out_hold_beside_a_grammar(
     assert stuck.finish_reason == "abort" and "no token can be drawn" in str(stuck.stop_reason)
 
 
-def test_a_grammar_that_takes_too_much_ends_its_own_sample_only(
+def test_too_ambiguous_grammar_aborts_only_its_sample(
     open_tiny: Callable[..., InferenceEngine], tiny: Tokenizer, grammars: Grammars
 ) -> None:
     engine = open_tiny()
@@ -664,18 +662,18 @@ def test_a_grammar_that_takes_too_much_ends_its_own_sample_only(
     (expected,) = generate(engine, params)
     (mark,) = tiny.encode("!", add_special=False)
     without = replace(params, logit_bias={mark: -1000.0})
-    beside = engine.add_request(PROMPT, params)
+    other = engine.add_request(PROMPT, params)
     broken = engine.add_request(PROMPT, without, make_matcher=grammars.matcher(AMBIGUOUS))
     found: dict[int, TrainingSample] = {}
     while engine.has_pending():
         found |= {sample.request_id: sample for sample in engine.step()}
     assert found[broken].finish_reason == "abort"
     assert str(found[broken].stop_reason).startswith("ValueError: grammar: ")
-    assert columns(found[beside]) == columns(expected)
+    assert columns(found[other]) == columns(expected)
 
 
-def test_schemas_inside_lark_have_the_same_limits() -> None:
-    """Two large `multipleOf` kept the compiler busy for more than a minute."""
+def test_limits_apply_to_schemas_inside_lark() -> None:
+    """Two large `multipleOf` take more than a minute to compile."""
     schema = '{"allOf": [{"type": "integer", "multipleOf": 999983}, {"type": "integer", "multipleOf": 999979}]}'
     for kind in ("lark", "calls"):
         with pytest.raises(BadRequest, match="common multiple"):

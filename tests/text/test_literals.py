@@ -1,4 +1,4 @@
-"""The pattern of many literal texts: the same matches as alternatives, found in linear time."""
+"""The pattern for many literal texts: the same matches as alternatives, in linear time."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from nano_inference.text.literals import literal_pattern
 
 WORDS = st.frozensets(st.text("ab<|", min_size=1, max_size=6), min_size=1, max_size=12)
 GUARD_S = 120
-"""Seconds until a process counts as frozen; one alternative after the other takes hours here."""
+"""Time limit of the search; trying one alternative after the other takes hours."""
 
 
 @given(WORDS, st.text("ab<|", max_size=60))
-def test_matches_are_those_of_alternatives_with_the_longest_first(words: frozenset[str], text: str) -> None:
+def test_matches_equal_those_of_alternatives_sorted_by_length(words: frozenset[str], text: str) -> None:
     pattern = literal_pattern(words)
     plain = re.compile("|".join(re.escape(word) for word in sorted(words, key=lambda word: (-len(word), word))))
     assert pattern is not None
     assert [match.span() for match in pattern.finditer(text)] == [match.span() for match in plain.finditer(text)]
 
 
-def test_no_texts_have_no_pattern() -> None:
+def test_no_pattern_without_texts() -> None:
     assert literal_pattern(frozenset()) is None and literal_pattern(frozenset({""})) is None
 
 
-def test_texts_that_begin_with_each_other_compile() -> None:
+def test_texts_that_are_prefixes_of_each_other() -> None:
     pattern = literal_pattern(frozenset("a" * length for length in range(1, 300)))
     assert pattern is not None
     found = pattern.search("b" + "a" * 3000)
     assert found is not None and found.span() == (1, 300)
 
 
-def test_thousands_of_special_tokens_cost_no_time_for_each_place() -> None:
+def test_search_time_does_not_grow_with_the_number_of_texts() -> None:
     code = """
 from nano_inference.text.literals import literal_pattern
 pattern = literal_pattern(frozenset(f"<unused{number}>" for number in range(6000)) | {"[multimodal]"})

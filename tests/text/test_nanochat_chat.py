@@ -1,4 +1,4 @@
-"""nanochat's conversations: the layout by hand, the errors, the template, and answers that go round."""
+"""Rendering of nanochat conversations: layout, errors, the chat template, and round trips of answers."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ PARTS = [
 ]
 
 
-def test_the_layout_and_the_mask() -> None:
+def test_layout_and_mask() -> None:
     ids, mask = render_conversation(tokenizer(), {"messages": [user("hello"), assistant(PARTS)]})
     pieces = [
         *[([ID["bos"]], 0), ([ID["user_start"]], 0), (plain("hello"), 0), ([ID["user_end"]], 0)],
@@ -80,7 +80,7 @@ def test_text_answers_and_several_turns() -> None:
     assert render_for_completion(tokenizer(), turns) == ids[:-1]
 
 
-def test_the_system_message_goes_into_the_first_turn_and_nothing_is_changed() -> None:
+def test_system_message_is_merged_into_the_first_turn() -> None:
     conversation = {"messages": [system("be kind"), user("hello"), assistant(copy.deepcopy(PARTS))]}
     before = copy.deepcopy(conversation)
     merged = [user("be kind\n\nhello"), assistant(PARTS)]
@@ -89,7 +89,7 @@ def test_the_system_message_goes_into_the_first_turn_and_nothing_is_changed() ->
     assert conversation == before
 
 
-def test_both_are_cut_to_a_length() -> None:
+def test_renderings_are_truncated_to_max_tokens() -> None:
     turns = [user("hello " * 3000), assistant("x")]
     ids, mask = render_conversation(tokenizer(), turns)
     whole, _ = render_conversation(tokenizer(), turns, max_tokens=None)
@@ -117,7 +117,7 @@ def test_both_are_cut_to_a_length() -> None:
         ([user(None)], r"messages\[0\].content must be a string, not NoneType"),
     ],
 )
-def test_what_nanochat_asserts(turns: list[Any], message: str) -> None:
+def test_messages_out_of_turn_are_refused(turns: list[Any], message: str) -> None:
     with pytest.raises(OutOfTurn, match=message):
         render_conversation(tokenizer(), turns)
 
@@ -141,19 +141,19 @@ def test_what_nanochat_asserts(turns: list[Any], message: str) -> None:
         ([user("x\ud800")], "surrogate"),
     ],
 )
-def test_what_nanochat_calls_wrong_values(turns: Any, message: str) -> None:
+def test_malformed_conversations_are_refused(turns: Any, message: str) -> None:
     with pytest.raises(BadRequest, match=message) as error:
         render_conversation(tokenizer(), turns)
     assert not isinstance(error.value, OutOfTurn)
 
 
 @pytest.mark.parametrize("turns", [[], [user("x")], [user("x"), assistant("y"), user("z")]])
-def test_the_message_to_write_is_the_assistants(turns: list[Any]) -> None:
+def test_completion_needs_a_last_assistant_message(turns: list[Any]) -> None:
     with pytest.raises(OutOfTurn, match=r"must be assistant: that message is the one to write"):
         render_for_completion(tokenizer(), turns)
 
 
-def test_a_tokenizer_without_the_special_tokens_is_named() -> None:
+def test_missing_special_token_is_named() -> None:
     other = fast_tokenizer(byte_level(), where="x", spelling="byte_level", drops_space=False, named={}, eos_ids=())
     with pytest.raises(BadRequest, match=r"no special token <\|user_start\|>"):
         render_conversation(other, [user("x")])
@@ -169,7 +169,7 @@ TEXTS = st.lists(
 
 
 def alternating(content: st.SearchStrategy[Any]) -> st.SearchStrategy[list[dict[str, Any]]]:
-    """Conversations of text that end with a message of the user, some with a system message."""
+    """Return a strategy for conversations that end with a user message, some with a system message."""
     turns = st.lists(st.tuples(TEXTS, content), max_size=3)
     return st.tuples(st.none() | TEXTS, turns, TEXTS).map(
         lambda drawn: [
@@ -180,13 +180,13 @@ def alternating(content: st.SearchStrategy[Any]) -> st.SearchStrategy[list[dict[
     )
 
 
-def test_the_template_renders_without_a_worker() -> None:
+def test_template_renders_without_a_worker() -> None:
     assert is_known([CHAT_TEMPLATE]) and not is_known([CHAT_TEMPLATE + " "])
 
 
 @settings(max_examples=300, deadline=None)
 @given(alternating(TEXTS))
-def test_the_template_renders_the_same_tokens(turns: list[dict[str, Any]]) -> None:
+def test_template_renders_the_same_tokens(turns: list[dict[str, Any]]) -> None:
     expected = render_for_completion(tokenizer(), [*turns, assistant("")], max_tokens=None)
     assert encode_chat(template(), tokenizer(), turns) == expected
     without, _ = render_conversation(tokenizer(), turns, max_tokens=None)
@@ -195,7 +195,7 @@ def test_the_template_renders_the_same_tokens(turns: list[dict[str, Any]]) -> No
 
 @settings(max_examples=200, deadline=None)
 @given(alternating(TEXTS))
-def test_no_text_forges_a_special_token(turns: list[dict[str, Any]]) -> None:
+def test_text_cannot_forge_special_tokens(turns: list[dict[str, Any]]) -> None:
     ids = render_for_completion(tokenizer(), [*turns, assistant("")], max_tokens=None)
     number = len([turn for turn in turns if turn["role"] != "system"])
     assert [token for token in ids if token in tokenizer().special_ids] == [
@@ -208,7 +208,7 @@ def test_no_text_forges_a_special_token(turns: list[dict[str, Any]]) -> None:
 @pytest.mark.parametrize(
     "turns", [[assistant("x")], [user("x"), user("y")], [system("x")], [system("x"), assistant("y")]]
 )
-def test_the_template_refuses_what_the_renderer_refuses(turns: list[dict[str, Any]]) -> None:
+def test_template_refuses_what_the_renderer_refuses(turns: list[dict[str, Any]]) -> None:
     with pytest.raises(BadRequest, match="the chat template refuses these messages"):
         encode_chat(template(), tokenizer(), turns)
 
@@ -231,7 +231,7 @@ ANSWERS = st.one_of(
 
 
 def is_canonical(parts: Any) -> bool:
-    """Whether no two texts stand side by side, which come back as one, and a part is no text."""
+    """Return True for a text, and for parts with a call and without adjacent texts (which a round trip joins)."""
     if isinstance(parts, str):
         return True
     kinds = [part["type"] for part in parts]
@@ -240,7 +240,7 @@ def is_canonical(parts: Any) -> bool:
 
 @settings(max_examples=300, deadline=None)
 @given(ANSWERS.filter(is_canonical))
-def test_an_answer_goes_round(content: Any) -> None:
+def test_answer_round_trip(content: Any) -> None:
     ids, _ = render_conversation(tokenizer(), [user("x"), assistant(content)], max_tokens=None)
     tokens = ids[ids.index(ID["assistant_start"]) + 1 :]
     assert tokens[-1] == ID["assistant_end"]
@@ -250,7 +250,7 @@ def test_an_answer_goes_round(content: Any) -> None:
     assert render_conversation(tokenizer(), [user("x"), message], max_tokens=None)[0] == ids
 
 
-def test_a_generated_call_is_shown_and_rendered_again_with_its_special_tokens() -> None:
+def test_generated_call_is_rendered_again_with_its_special_tokens() -> None:
     tokens = tokenizer().encode(
         "So <|python_start|>6*7<|python_end|><|output_start|>42<|output_end|> it is", add_special=False
     )
@@ -279,7 +279,7 @@ def test_a_generated_call_is_shown_and_rendered_again_with_its_special_tokens() 
         ("<|output_start|>4<|python_end|>2", [{"type": "python_output", "text": "42"}]),
     ],
 )
-def test_odd_answers(text: str, content: Any) -> None:
+def test_messages_of_malformed_answers(text: str, content: Any) -> None:
     message = answer_message(tokenizer(), tokenizer().encode(text, add_special=False))
     assert message == assistant(content)
     render_conversation(tokenizer(), [user("x"), message])
@@ -287,7 +287,7 @@ def test_odd_answers(text: str, content: Any) -> None:
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.integers(0, 280), max_size=30))
-def test_any_tokens_make_a_message_that_renders(tokens: list[int]) -> None:
+def test_message_of_any_tokens_can_be_rendered(tokens: list[int]) -> None:
     message = answer_message(tokenizer(), tokens)
     again = render_conversation(tokenizer(), [user("x"), message], max_tokens=None)[0]
     written = again[again.index(ID["assistant_start"]) + 1 :]

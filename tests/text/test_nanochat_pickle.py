@@ -1,4 +1,4 @@
-"""tokenizer.pkl: what CPython writes is read, everything else is refused, and nothing is ever run."""
+"""tokenizer.pkl: pickles written by CPython are read, all others are refused, and no code is run."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ def test_real_pickles_are_read(tmp_path: Path, protocol: int, pickler: str) -> N
     )
 
 
-def test_a_large_one_is_read(tmp_path: Path) -> None:
+def test_large_pickle_is_read(tmp_path: Path) -> None:
     rng = random.Random(0)
     ranks = dict.fromkeys(bytes([byte]) for byte in range(256))
-    while len(ranks) < 5000:  # more than one batch of a dict, words of more than 255 bytes
+    while len(ranks) < 5000:  # more than one batch of a dict, and words longer than 255 bytes
         ranks.setdefault(rng.randbytes(rng.choice([2, 3, 5, 300])))
     table = {word: rank for rank, word in enumerate(ranks)}
     big = tiktoken.Encoding("big", pat_str=PATTERN, mergeable_ranks=table, special_tokens={"<|bos|>": 5000})
@@ -53,7 +53,7 @@ def test_a_large_one_is_read(tmp_path: Path) -> None:
         assert read_fields(write_pickle(tmp_path, big, protocol)).mergeable_ranks == table
 
 
-def test_the_tokenizer_of_a_directory(tmp_path: Path) -> None:
+def test_tokenizer_of_a_directory(tmp_path: Path) -> None:
     write_pickle(tmp_path, encoding())
     ours = load(tmp_path)
     first = len(RANKS)
@@ -64,7 +64,7 @@ def test_the_tokenizer_of_a_directory(tmp_path: Path) -> None:
     assert not ours.special_ids & set(ours.encode("<|bos|>", add_special=False, parse_special=False))
 
 
-def test_an_encoding_of_openais_begins_with_its_own_token(tmp_path: Path) -> None:
+def test_bos_of_an_openai_encoding(tmp_path: Path) -> None:
     special = {"<|endoftext|>": len(RANKS) + 3}
     write_pickle(tmp_path, pickle_of(special_tokens=special))
     ours = load(tmp_path)
@@ -78,14 +78,14 @@ def pickle_of(**changes: object) -> tiktoken.Encoding:
     return tiktoken.Encoding(**state(**changes))  # type: ignore[arg-type]
 
 
-def test_it_wins_over_a_tokenizer_json_beside_it(tmp_path: Path) -> None:
+def test_pickle_has_precedence_over_tokenizer_json(tmp_path: Path) -> None:
     write_pickle(tmp_path, encoding())
     (tmp_path / "tokenizer.json").write_text("{")
     assert load(tmp_path).vocab_size == len(RANKS) + 9
 
 
 @pytest.mark.parametrize("pattern", ["", r"\w+"])
-def test_a_pattern_that_loses_text_is_refused(tmp_path: Path, pattern: str) -> None:
+def test_pattern_that_loses_text_is_refused(tmp_path: Path, pattern: str) -> None:
     content = {**state(), "pat_str": pattern}
     (tmp_path / "tokenizer.pkl").write_bytes(with_state(content))
     with pytest.raises(ModelError, match=r"tokenizer\.pkl: .*(pat_str is empty|loses parts)"):
@@ -93,7 +93,7 @@ def test_a_pattern_that_loses_text_is_refused(tmp_path: Path, pattern: str) -> N
 
 
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
-def test_the_helper_of_these_tests_spells_a_good_file(tmp_path: Path, protocol: int) -> None:
+def test_with_state_writes_a_valid_file(tmp_path: Path, protocol: int) -> None:
     (tmp_path / "tokenizer.pkl").write_bytes(with_state(state(), protocol))
     assert load(tmp_path).vocab_size == len(RANKS) + 9
 
@@ -109,7 +109,7 @@ def test_calls_are_refused_and_not_run(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["os.system", "builtins.eval", "builtins.exec"])
-def test_the_calls_would_run_if_they_were_unpickled(tmp_path: Path, name: str) -> None:
+def test_unpickling_runs_the_calls(tmp_path: Path, name: str) -> None:
     pickle.loads(calls(tmp_path / "marker")[name])
     assert (tmp_path / "marker").exists()
 
@@ -159,18 +159,18 @@ NAME = b"\x8c\x0dtiktoken.core\x8c\x08Encoding\x93"
         (b"\x80\x04", r"opcode b'\\x80' at byte 2"),
     ],
 )
-def test_what_opcodes_may_not_do(tmp_path: Path, body: bytes, message: str) -> None:
+def test_invalid_opcodes_are_refused(tmp_path: Path, body: bytes, message: str) -> None:
     path = tmp_path / "tokenizer.pkl"
     path.write_bytes(b"\x80\x04" + body + b".")
     with pytest.raises(ModelError, match=message):
         read_fields(path)
 
 
-def test_a_file_cut_at_any_byte_is_refused(tmp_path: Path) -> None:
+def test_truncated_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "tokenizer.pkl"
     for protocol in (2, 4):
         data = pickle.dumps(encoding(), protocol=protocol)
-        middle = range(400, len(data) - 400)  # more of the same
+        middle = range(400, len(data) - 400)  # repetitive content
         for size in (size for size in range(len(data)) if size not in middle):
             path.write_bytes(data[:size])
             with pytest.raises(ModelError):
@@ -206,7 +206,7 @@ def test_random_opcodes_are_refused(tmp_path: Path) -> None:
             read_fields(path)
 
 
-def test_too_large_files_and_what_is_no_file_are_refused(tmp_path: Path) -> None:
+def test_too_large_and_non_regular_files_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "tokenizer.pkl"
     with path.open("wb") as file:
         file.truncate(nanochat_pickle.MAX_FILE + 1)
@@ -220,7 +220,7 @@ def test_too_large_files_and_what_is_no_file_are_refused(tmp_path: Path) -> None
         read_fields(tmp_path / "nothing.pkl")
 
 
-def test_entries_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_number_of_entries_is_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nanochat_pickle, "MAX_ENTRIES", 100)
     with pytest.raises(ModelError, match="more than 100 entries"):
         read_fields(write_pickle(tmp_path, encoding()))

@@ -1,4 +1,4 @@
-"""Stop strings over tokens: the same verdict as over the text, in linear time and bounded memory."""
+"""Stop strings in tokens: the same result as in the text, with limited memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def tokenizer(chatml_dir: Path) -> Tokenizer:
 
 
 def first(matcher: Matcher, ids: list[int]) -> tuple[int, object] | None:
-    """Return after how many tokens the matcher stops, and why."""
+    """Return the number of tokens after which the matcher stops, and the reason."""
     for count, token in enumerate(ids, 1):
         reason = matcher.advance(token)
         if reason is not None:
@@ -29,20 +29,20 @@ def first(matcher: Matcher, ids: list[int]) -> tuple[int, object] | None:
     return None
 
 
-def test_a_stop_string_inside_a_token_stops(tokenizer: Tokenizer) -> None:
+def test_stop_string_inside_a_token(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode(" the")
     assert len(ids) == 1
     assert first(stop_matcher(tokenizer, ("h",))(), ids) == (1, "h")
 
 
-def test_a_stop_string_across_tokens_stops_at_its_last(tokenizer: Tokenizer) -> None:
+def test_stop_string_across_tokens_stops_at_the_last(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("1234567")
     assert first(stop_matcher(tokenizer, ("345",))(), ids) == (5, "345")
     assert first(stop_matcher(tokenizer, ("99", "7"))(), ids) == (7, "7")
     assert first(stop_matcher(tokenizer, ("48",))(), ids) is None
 
 
-def test_each_sample_has_a_matcher_of_its_own(tokenizer: Tokenizer) -> None:
+def test_each_sample_has_its_own_matcher(tokenizer: Tokenizer) -> None:
     make = stop_matcher(tokenizer, ("12",))
     one, two = tokenizer.encode("12")
     a, b = make(), make()
@@ -50,13 +50,13 @@ def test_each_sample_has_a_matcher_of_its_own(tokenizer: Tokenizer) -> None:
     assert a.advance(two) == "12" and a.mask() is None
 
 
-def test_special_tokens_are_no_text_but_can_be_named(tokenizer: Tokenizer) -> None:
+def test_special_tokens_are_not_text_but_can_be_stop_strings(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("1<|im_end|>2")
     assert first(stop_matcher(tokenizer, ("12",))(), ids) == (3, "12")
     assert first(stop_matcher(tokenizer, ("<|im_end|>",))(), ids) == (2, "<|im_end|>")
 
 
-def test_memory_is_bounded_by_the_longest_stop_string(tokenizer: Tokenizer) -> None:
+def test_memory_is_limited_by_the_longest_stop_string(tokenizer: Tokenizer) -> None:
     matcher = StopStrings(tokenizer, ("x" * 9, "y"), frozenset())
     for token in tokenizer.encode("the quick brown fox " * 50):
         if matcher.advance(token):
@@ -66,7 +66,7 @@ def test_memory_is_bounded_by_the_longest_stop_string(tokenizer: Tokenizer) -> N
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(text=st.text("ab é😀1", max_size=16), stops=st.lists(st.text("ab é😀1", min_size=1, max_size=3), max_size=3))
-def test_the_verdict_is_that_of_the_stream(tokenizer: Tokenizer, text: str, stops: list[str]) -> None:
+def test_matcher_stops_where_the_stream_stops(tokenizer: Tokenizer, text: str, stops: list[str]) -> None:
     ids = tokenizer.encode(text)
     state, wanted = start(stops=tuple(stops)), None
     for count, token in enumerate(ids, 1):
@@ -77,26 +77,26 @@ def test_the_verdict_is_that_of_the_stream(tokenizer: Tokenizer, text: str, stop
     assert first(stop_matcher(tokenizer, tuple(stops))(), ids) == wanted
 
 
-def test_an_empty_stop_string_is_refused(tokenizer: Tokenizer) -> None:
+def test_empty_stop_string_is_refused(tokenizer: Tokenizer) -> None:
     with pytest.raises(ValueError, match="empty"):
         stop_matcher(tokenizer, ("a", ""))
 
 
-def test_special_tokens_that_are_shown_are_part_of_the_text(tokenizer: Tokenizer) -> None:
+def test_displayed_special_tokens_are_part_of_the_text(tokenizer: Tokenizer) -> None:
     end = tokenizer.encode("<|im_end|>", add_special=False)
     before, after = (tokenizer.encode(text, add_special=False) for text in ("a", "b"))
-    for skip, verdicts in ((True, [None, None, None]), (False, [None, None, "end|>b"])):
+    for skip, reasons in ((True, [None, None, None]), (False, [None, None, "end|>b"])):
         matcher = stop_matcher(tokenizer, ("end|>b",), skip_special=skip)()
-        assert [matcher.advance(token) for token in (*before, *end, *after)] == verdicts
+        assert [matcher.advance(token) for token in (*before, *end, *after)] == reasons
     hidden, shown = (stop_matcher(tokenizer, ("ab",), skip_special=skip)() for skip in (True, False))
     assert [hidden.advance(token) for token in (*before, *end, *after)][-1] == "ab"
     assert [shown.advance(token) for token in (*before, *end, *after)][-1] is None
 
 
-def test_a_dropped_first_space_is_not_in_the_text(tokenizer: Tokenizer) -> None:
+def test_dropped_leading_space_is_not_part_of_the_text(tokenizer: Tokenizer) -> None:
     tokens = tokenizer.encode(" ab", add_special=False)
-    for drop, verdict in ((False, " ab"), (True, None)):
+    for drop, reason in ((False, " ab"), (True, None)):
         matcher = stop_matcher(tokenizer, (" ab",), drop_space=drop)()
-        assert [matcher.advance(token) for token in tokens][-1] == verdict
+        assert [matcher.advance(token) for token in tokens][-1] == reason
     matcher = stop_matcher(tokenizer, (" ab",), drop_space=True)()
-    assert [matcher.advance(token) for token in (*tokens, *tokens)][-1] == " ab", "only the first one is dropped"
+    assert [matcher.advance(token) for token in (*tokens, *tokens)][-1] == " ab", "only a leading space is dropped"

@@ -1,4 +1,4 @@
-"""Text leaves only when it can no longer change."""
+"""Streamed decoding: text is emitted only when it can no longer change."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from nano_inference.text.stream import finish, first_stop, push, start
 
 
 def run(pieces: list[bytes], stops: tuple[str, ...] = (), *, drop_space: bool = False) -> tuple[list[str], str | None]:
-    """Push all pieces; return what each step emitted, the finish last, and the stop string."""
+    """Push all pieces; return the text emitted by each step and by `finish`, and the stop string."""
     state, out = start(stops=stops, drop_space=drop_space), []
     for piece in pieces:
         state, text = push(state, piece)
@@ -21,7 +21,7 @@ def run(pieces: list[bytes], stops: tuple[str, ...] = (), *, drop_space: bool = 
     return [*out, text], state.stopped
 
 
-def cut(data: bytes, places: list[int]) -> list[bytes]:
+def split(data: bytes, places: list[int]) -> list[bytes]:
     marks = [0, *sorted(place % (len(data) + 1) for place in places), len(data)]
     return [data[a:b] for a, b in pairwise(marks)]
 
@@ -32,14 +32,14 @@ stop_lists = st.lists(st.text("abé😀", min_size=1, max_size=4), max_size=3).m
 
 @settings(max_examples=300, deadline=None)
 @given(data=st.binary(max_size=24) | st.text(max_size=12).map(str.encode), places=places)
-def test_any_cut_of_any_bytes_is_the_decoding_of_the_whole(data: bytes, places: list[int]) -> None:
-    assert "".join(run(cut(data, places))[0]) == data.decode("utf-8", "replace")
+def test_any_split_decodes_to_the_whole_text(data: bytes, places: list[int]) -> None:
+    assert "".join(run(split(data, places))[0]) == data.decode("utf-8", "replace")
 
 
 @settings(max_examples=400, deadline=None)
 @given(text=st.text("abé😀", max_size=14), places=places, stops=stop_lists)
-def test_any_cut_stops_at_the_same_place(text: str, places: list[int], stops: tuple[str, ...]) -> None:
-    emitted, stopped = run(cut(text.encode(), places), stops)
+def test_any_split_stops_at_the_same_place(text: str, places: list[int], stops: tuple[str, ...]) -> None:
+    emitted, stopped = run(split(text.encode(), places), stops)
     ends = [(text.find(stop) + len(stop), text.find(stop), stop) for stop in stops if stop in text]
     wanted = text[: min(ends)[1]] if ends else text
     assert ("".join(emitted), stopped) == (wanted, min(ends)[2] if ends else None)
@@ -47,9 +47,9 @@ def test_any_cut_stops_at_the_same_place(text: str, places: list[int], stops: tu
 
 @settings(max_examples=300, deadline=None)
 @given(text=st.text("abé", max_size=14), places=places, stops=stop_lists)
-def test_no_beginning_of_a_stop_string_leaks(text: str, places: list[int], stops: tuple[str, ...]) -> None:
+def test_prefix_of_a_stop_string_is_withheld(text: str, places: list[int], stops: tuple[str, ...]) -> None:
     state, sent, seen = start(stops=stops), "", b""
-    for piece in cut(text.encode(), places):
+    for piece in split(text.encode(), places):
         state, new = push(state, piece)
         sent, seen = sent + new, seen + piece
         whole = seen.decode("utf-8", "ignore")
@@ -58,11 +58,11 @@ def test_no_beginning_of_a_stop_string_leaks(text: str, places: list[int], stops
         assert state.stopped or len(sent) == len(whole) - longest
 
 
-def test_text_is_not_held_back_longer_than_needed() -> None:
+def test_text_is_not_withheld_longer_than_needed() -> None:
     assert run([b"ab", b"x", b"a"], ("abc",))[0] == ["", "abx", "", "a"]
 
 
-def test_a_character_waits_for_its_last_byte() -> None:
+def test_incomplete_character_is_withheld() -> None:
     assert run([b"\xf0", b"\x9f\x98", b"\x80!"])[0] == ["", "", "😀!", ""]
     assert run([b"\xf0\x9f"])[0] == ["", "\ufffd"]
     assert run([b"a\xffb", b"\xc3", b"("])[0] == ["a\ufffdb", "", "\ufffd(", ""]
@@ -72,18 +72,18 @@ def test_nothing_follows_a_stop_string() -> None:
     assert run([b"one STOP two", b"three"], ("STOP",)) == (["one ", "", ""], "STOP")
 
 
-def test_of_two_stop_strings_the_one_that_is_complete_first_wins() -> None:
+def test_stop_string_that_ends_first_applies() -> None:
     assert run([b"xabcd"], ("abcd", "bc"))[1] == "bc"
     assert first_stop("abc", ("bc", "abc")) == (0, "abc")
     assert first_stop("abc", ("x",)) is None
 
 
-def test_the_first_space_of_sentencepiece() -> None:
+def test_drop_leading_space() -> None:
     assert run([b" Hello", b" world"], drop_space=True)[0] == ["Hello", " world", ""]
     assert run([b"", b"  a"], drop_space=True)[0] == ["", " a", ""]
     assert run([b"a", b" b"], drop_space=True)[0] == ["a", " b", ""]
 
 
-def test_an_empty_stop_string_is_refused() -> None:
+def test_empty_stop_string_is_refused() -> None:
     with pytest.raises(ValueError, match="empty"):
         start(stops=("",))

@@ -1,4 +1,4 @@
-"""Directories' tokenizers against transformers, and what every tokenizer promises."""
+"""Tokenizers of directories: compared with transformers, special tokens, unusable files."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def load(directory: Path) -> Tokenizer:
 
 
 @pytest.mark.parametrize("kind", ["chatml_dir", "llama_dir"])
-def test_ids_and_text_are_those_of_transformers(kind: str, request: pytest.FixtureRequest) -> None:
+def test_ids_and_text_equal_those_of_transformers(kind: str, request: pytest.FixtureRequest) -> None:
     directory = request.getfixturevalue(kind)
     ours, theirs = load(directory), transformers.AutoTokenizer.from_pretrained(directory)
     for text in (*ODD, *(f"a{special}b {special}\n" for special in theirs.all_special_tokens)):
@@ -41,7 +41,7 @@ def test_ids_and_text_are_those_of_transformers(kind: str, request: pytest.Fixtu
 
 
 @pytest.mark.parametrize("kind", ["chatml_dir", "llama_dir"])
-def test_special_tokens_in_a_text_can_be_spelled_out(kind: str, request: pytest.FixtureRequest) -> None:
+def test_special_tokens_can_be_encoded_as_text(kind: str, request: pytest.FixtureRequest) -> None:
     directory = request.getfixturevalue(kind)
     ours = load(directory)
     theirs = transformers.AutoTokenizer.from_pretrained(directory)
@@ -57,7 +57,7 @@ def test_special_tokens_in_a_text_can_be_spelled_out(kind: str, request: pytest.
 @pytest.mark.parametrize("kind", ["chatml_dir", "llama_dir"])
 @settings(max_examples=60, deadline=None)
 @given(text=st.text(max_size=40))
-def test_the_bytes_of_tokens_are_the_text(kind: str, text: str, request: pytest.FixtureRequest) -> None:
+def test_bytes_of_tokens_are_the_text(kind: str, text: str, request: pytest.FixtureRequest) -> None:
     ours = load_cached(request, kind)
     ids = ours.encode(text, add_special=False, parse_special=False)
     data = b"".join(ours.token_bytes(token) for token in ids)
@@ -69,7 +69,7 @@ def load_cached(request: pytest.FixtureRequest, kind: str) -> Tokenizer:
     return load(request.getfixturevalue(kind))
 
 
-def test_bytes_that_are_no_text_are_replaced(chatml_dir: Path) -> None:
+def test_invalid_utf8_is_replaced(chatml_dir: Path) -> None:
     ours = load(chatml_dir)
     halves = ours.encode("é")
     if len(halves) == 1:
@@ -78,44 +78,44 @@ def test_bytes_that_are_no_text_are_replaced(chatml_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("token", [-1, 10**6, 2**70])
-def test_an_unknown_id_is_refused(chatml_dir: Path, token: int) -> None:
+def test_unknown_id_is_refused(chatml_dir: Path, token: int) -> None:
     with pytest.raises(BadRequest, match="not in the vocabulary"):
         load(chatml_dir).token_bytes(token)
 
 
-def test_a_lone_surrogate_is_refused(chatml_dir: Path) -> None:
+def test_lone_surrogate_is_refused(chatml_dir: Path) -> None:
     with pytest.raises(BadRequest, match="surrogate at character 1"):
         load(chatml_dir).encode("a\ud800")
 
 
-def test_added_tokens_spell_their_own_text(chatml_dir: Path) -> None:
+def test_bytes_of_an_added_token_are_its_text(chatml_dir: Path) -> None:
     ours = load(chatml_dir)
     (token,) = ours.encode("<think>", parse_special=False)
     assert ours.token_bytes(token) == b"<think>" and token not in ours.special_ids
 
 
-def test_the_library_settings_of_a_file_do_not_cut_texts(tmp_path: Path) -> None:
+def test_truncation_and_padding_of_the_file_are_ignored(tmp_path: Path) -> None:
     core = byte_level()
     core.enable_truncation(max_length=2)
     core.enable_padding(length=4)
     assert len(load(save(core, tmp_path)).encode("hello world 1234567")) > 4
 
 
-def test_end_tokens_of_the_generation_config_count(tmp_path: Path) -> None:
+def test_end_tokens_of_the_generation_config(tmp_path: Path) -> None:
     directory = save(byte_level(), tmp_path, eos_token="<|im_end|>")
     (directory / "generation_config.json").write_text('{"eos_token_id": [0, 2]}')
     assert load(directory).eos_ids == (2, 0)
 
 
 @pytest.mark.parametrize("bos,eos", [(True, False), (False, True), (True, True), (False, False)])
-def test_explicit_bos_and_eos_are_those_of_transformers(tmp_path: Path, bos: bool, eos: bool) -> None:
+def test_add_bos_and_eos_as_in_transformers(tmp_path: Path, bos: bool, eos: bool) -> None:
     names = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}
     directory = save(byte_level(), tmp_path, add_bos_token=bos, add_eos_token=eos, **names)
     theirs = transformers.AutoTokenizer.from_pretrained(directory)
     assert load(directory).encode("hello") == theirs("hello")["input_ids"]
 
 
-def test_added_tokens_of_the_config_alone_are_known(tmp_path: Path) -> None:
+def test_added_tokens_of_tokenizer_config(tmp_path: Path) -> None:
     size = byte_level().get_vocab_size()
     entry = {"content": "<|tool|>", "special": True}
     directory = save(byte_level(), tmp_path, added_tokens_decoder={str(size): entry})
@@ -142,13 +142,13 @@ def test_byte_pieces() -> None:
         ("readme.txt", b"", "no tokenizer"),
     ],
 )
-def test_what_cannot_be_used_is_refused_by_name(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+def test_unusable_files_are_refused(tmp_path: Path, name: str, content: bytes, message: str) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ModelError, match=message):
         load(tmp_path)
 
 
-def test_other_decoders_are_refused_by_name(tmp_path: Path) -> None:
+def test_unsupported_decoder_is_refused(tmp_path: Path) -> None:
     core = byte_level()
     state = json.loads(core.to_str()) | {"decoder": {"type": "WordPiece", "prefix": "##", "cleanup": True}}
     (tmp_path / "tokenizer.json").write_text(json.dumps(state))
@@ -166,7 +166,7 @@ def write_ranks(path: Path, table: dict[bytes, int]) -> None:
 
 
 @pytest.mark.parametrize("name", ["tokenizer.model", "some.tiktoken"])
-def test_a_tiktoken_file_is_llama_3(tmp_path: Path, name: str) -> None:
+def test_tiktoken_file_defaults_to_llama_3(tmp_path: Path, name: str) -> None:
     write_ranks(tmp_path / name, ranks())
     ours = load(tmp_path)
     plain = tiktoken.Encoding("x", pat_str=LLAMA3_WORDS, mergeable_ranks=ranks(), special_tokens={})
@@ -181,7 +181,7 @@ def test_a_tiktoken_file_is_llama_3(tmp_path: Path, name: str) -> None:
     assert ours.decode(ours.encode("<|eot_id|>", parse_special=False)) == "<|eot_id|>"
 
 
-def test_a_tiktoken_file_with_a_config(tmp_path: Path) -> None:
+def test_tiktoken_file_with_a_config(tmp_path: Path) -> None:
     write_ranks(tmp_path / "x.tiktoken", ranks())
     first = len(ranks())
     config = {"added_tokens_decoder": {str(first + 3): {"content": "<|end|>"}}, "eos_token": "<|end|>"}
@@ -192,7 +192,7 @@ def test_a_tiktoken_file_with_a_config(tmp_path: Path) -> None:
         ours.token_bytes(first)
 
 
-def test_a_damaged_tiktoken_file_is_refused(tmp_path: Path) -> None:
+def test_damaged_tiktoken_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "x.tiktoken"
     write_ranks(path, {word: rank for word, rank in ranks().items() if rank != 7})
     with pytest.raises(ModelError, match="ranks are not 0 to"):
@@ -202,6 +202,6 @@ def test_a_damaged_tiktoken_file_is_refused(tmp_path: Path) -> None:
         load(tmp_path)
 
 
-def test_the_class_is_the_protocol(chatml_dir: Path) -> None:
+def test_class_implements_the_protocol(chatml_dir: Path) -> None:
     ours: Tokenizer = hf_tokenizer(chatml_dir)
     assert isinstance(ours, FastTokenizer) and ours.named["eos_token"] == SPECIALS[2]

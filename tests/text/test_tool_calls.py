@@ -1,4 +1,4 @@
-"""What a model writes becomes content and calls, however the text was cut; a grammar has it write nothing else."""
+"""Parsing replies into content and calls, for every split of the text; call formats and their grammars."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ CITY = '{"city": "Bern }] </tool_call>"}'
 
 
 def run(fmt: ToolFormat, pieces: Iterable[str]) -> list[Event]:
-    """Push all pieces and return every event, those of the end last."""
+    """Push all pieces and return all events, with adjacent pieces joined."""
     state, events = start(fmt, NAMES), []
     for piece in pieces:
         state, new = push(state, piece)
@@ -50,7 +50,7 @@ def run(fmt: ToolFormat, pieces: Iterable[str]) -> list[Event]:
 
 
 def joined(events: Iterable[Event]) -> list[Event]:
-    """Make one event of neighbours that are pieces of the same."""
+    """Join adjacent pieces of content and of a call's arguments."""
     result: list[Event] = []
     for (kind, index), group in groupby(events, key=lambda event: (type(event), getattr(event, "index", None))):
         several: list[Any] = list(group)
@@ -64,17 +64,17 @@ def joined(events: Iterable[Event]) -> list[Event]:
     return result
 
 
-def cut(text: str, places: list[int]) -> list[str]:
+def split(text: str, places: list[int]) -> list[str]:
     marks = [0, *sorted(place % (len(text) + 1) for place in places), len(text)]
     return [text[a:b] for a, b in pairwise(marks)]
 
 
-def whole(index: int, name: str, arguments: str) -> list[Event]:
+def call(index: int, name: str, arguments: str) -> list[Event]:
     return [CallStart(index, name), CallArguments(index, arguments), CallEnd(index)]
 
 
-def told(events: Iterable[Event]) -> tuple[str, list[tuple[str, str, bool]]]:
-    """Return the content, and every call with its arguments and whether it has an end."""
+def summarize(events: Iterable[Event]) -> tuple[str, list[tuple[str, str, bool]]]:
+    """Return the content, and each call's name, arguments, and True if it has an end."""
     content, calls = "", {}
     for event in events:
         if isinstance(event, Content):
@@ -89,66 +89,66 @@ def told(events: Iterable[Event]) -> tuple[str, list[tuple[str, str, bool]]]:
     return content, list(calls.values())
 
 
-WHOLE: list[tuple[ToolFormat, str, list[Event]]] = [
-    (HERMES, f"<tool_call>\n{F}\n</tool_call>", whole(0, "f", '{"a": 1}')),
-    (HERMES, f"<tool_call>{F}</tool_call>", whole(0, "f", '{"a": 1}')),
-    (HERMES, f"<tool_call>{F}", whole(0, "f", '{"a": 1}')),
-    (HERMES, f"<tool_call>{F}\n</tool_", whole(0, "f", '{"a": 1}')),
-    (HERMES, f"<tool_call>{F[:-1]}", whole(0, "f", '{"a": 1}')),
+EXAMPLES: list[tuple[ToolFormat, str, list[Event]]] = [
+    (HERMES, f"<tool_call>\n{F}\n</tool_call>", call(0, "f", '{"a": 1}')),
+    (HERMES, f"<tool_call>{F}</tool_call>", call(0, "f", '{"a": 1}')),
+    (HERMES, f"<tool_call>{F}", call(0, "f", '{"a": 1}')),
+    (HERMES, f"<tool_call>{F}\n</tool_", call(0, "f", '{"a": 1}')),
+    (HERMES, f"<tool_call>{F[:-1]}", call(0, "f", '{"a": 1}')),
     (
         HERMES,
         f"I look.\n\n<tool_call>\n{F}\n</tool_call>\n<tool_call>\n{G}\n</tool_call>\n",
-        [Content("I look."), *whole(0, "f", '{"a": 1}'), *whole(1, "get_weather", CITY)],
+        [Content("I look."), *call(0, "f", '{"a": 1}'), *call(1, "get_weather", CITY)],
     ),
-    (HERMES, f"<tool_call>[{F}, {G}]</tool_call>", [*whole(0, "f", '{"a": 1}'), *whole(1, "get_weather", CITY)]),
-    (HERMES, f"<tool_call>[{F}\n,{G}", [*whole(0, "f", '{"a": 1}'), *whole(1, "get_weather", CITY)]),
-    (HERMES, f" \n<tool_call>{F}</tool_call> \nDone. \n", [*whole(0, "f", '{"a": 1}'), Content("Done. \n")]),
-    (HERMES, f"<tool_call>{F}<tool_call>{F}", [*whole(0, "f", '{"a": 1}'), *whole(1, "f", '{"a": 1}')]),
-    (LLAMA, F, whole(0, "f", '{"a": 1}')),
-    (LLAMA, f"\n<|python_tag|>{F} ", whole(0, "f", '{"a": 1}')),
-    (LLAMA, f"<|python_tag|>\n {F}; {G};\n", [*whole(0, "f", '{"a": 1}'), *whole(1, "get_weather", CITY)]),
-    (LLAMA, '{"type": "function", "id": 7, "name": "f", "parameters": {}}', whole(0, "f", "{}")),
-    (MISTRAL, f"[TOOL_CALLS] [{F}, {G}]", [*whole(0, "f", '{"a": 1}'), *whole(1, "get_weather", CITY)]),
+    (HERMES, f"<tool_call>[{F}, {G}]</tool_call>", [*call(0, "f", '{"a": 1}'), *call(1, "get_weather", CITY)]),
+    (HERMES, f"<tool_call>[{F}\n,{G}", [*call(0, "f", '{"a": 1}'), *call(1, "get_weather", CITY)]),
+    (HERMES, f" \n<tool_call>{F}</tool_call> \nDone. \n", [*call(0, "f", '{"a": 1}'), Content("Done. \n")]),
+    (HERMES, f"<tool_call>{F}<tool_call>{F}", [*call(0, "f", '{"a": 1}'), *call(1, "f", '{"a": 1}')]),
+    (LLAMA, F, call(0, "f", '{"a": 1}')),
+    (LLAMA, f"\n<|python_tag|>{F} ", call(0, "f", '{"a": 1}')),
+    (LLAMA, f"<|python_tag|>\n {F}; {G};\n", [*call(0, "f", '{"a": 1}'), *call(1, "get_weather", CITY)]),
+    (LLAMA, '{"type": "function", "id": 7, "name": "f", "parameters": {}}', call(0, "f", "{}")),
+    (MISTRAL, f"[TOOL_CALLS] [{F}, {G}]", [*call(0, "f", '{"a": 1}'), *call(1, "get_weather", CITY)]),
     (
         MISTRAL,
         f'So: [TOOL_CALLS][{F[:-1]}, "id": "a1"}}] Ok',
-        [Content("So:"), *whole(0, "f", '{"a": 1}'), Content("Ok")],
+        [Content("So:"), *call(0, "f", '{"a": 1}'), Content("Ok")],
     ),
-    (MISTRAL, f"[TOOL_CALLS]{F}", whole(0, "f", '{"a": 1}')),
-    # keys in another order, arguments missing or as a string, raw line breaks
-    (HERMES, '<tool_call>{"arguments": {"a": [1, {}]}, "name": "f"}</tool_call>', whole(0, "f", '{"a": [1, {}]}')),
-    (HERMES, '<tool_call>{"id": [1], "x": {"name": 2}, "name": "f"}</tool_call>', whole(0, "f", "{}")),
-    (HERMES, '<tool_call>{"name": "f", "arguments": " {\\"a\\": \\"\\u00e9\\"} "}', whole(0, "f", '{"a": "é"}')),
-    (HERMES, '<tool_call>{"name": "f", "arguments": "{\n}"}', whole(0, "f", "{\n}")),
-    (HERMES, '<tool_call>{"arguments": {"a": {}}, "x": {"y": 1}, "name": "f"}', whole(0, "f", '{"a": {}}')),
-    (HERMES, '<tool_call>{"parameters": "{}", "name": "\\u0066"}</tool_call>', whole(0, "f", "{}")),
-    (HERMES, '<tool_call>{"name": "f", "arguments": {"a\t":\n"1\n2\x01"}}', whole(0, "f", '{"a\\t":\n"1\\n2\\u0001"}')),
-    (HERMES, '<tool_call>{"arguments": {"a": "1\n"}, "name": "f"}', whole(0, "f", '{"a": "1\\n"}')),
-    # unfinished: what was told stays
+    (MISTRAL, f"[TOOL_CALLS]{F}", call(0, "f", '{"a": 1}')),
+    # keys in another order, missing arguments, arguments as a string, unescaped line breaks
+    (HERMES, '<tool_call>{"arguments": {"a": [1, {}]}, "name": "f"}</tool_call>', call(0, "f", '{"a": [1, {}]}')),
+    (HERMES, '<tool_call>{"id": [1], "x": {"name": 2}, "name": "f"}</tool_call>', call(0, "f", "{}")),
+    (HERMES, '<tool_call>{"name": "f", "arguments": " {\\"a\\": \\"\\u00e9\\"} "}', call(0, "f", '{"a": "é"}')),
+    (HERMES, '<tool_call>{"name": "f", "arguments": "{\n}"}', call(0, "f", "{\n}")),
+    (HERMES, '<tool_call>{"arguments": {"a": {}}, "x": {"y": 1}, "name": "f"}', call(0, "f", '{"a": {}}')),
+    (HERMES, '<tool_call>{"parameters": "{}", "name": "\\u0066"}</tool_call>', call(0, "f", "{}")),
+    (HERMES, '<tool_call>{"name": "f", "arguments": {"a\t":\n"1\n2\x01"}}', call(0, "f", '{"a\\t":\n"1\\n2\\u0001"}')),
+    (HERMES, '<tool_call>{"arguments": {"a": "1\n"}, "name": "f"}', call(0, "f", '{"a": "1\\n"}')),
+    # incomplete calls after their start
     (HERMES, '<tool_call>{"name": "f", "arguments": {"a": "b', [CallStart(0, "f"), CallArguments(0, '{"a": "b')]),
     (LLAMA, '{"name": "f", "parameters": {', [CallStart(0, "f"), CallArguments(0, "{")]),
-    # unfinished before its arguments: content, but not what stands between calls
-    (HERMES, f'<tool_call>[{F}, {{"na', [*whole(0, "f", '{"a": 1}'), Content('{"na')]),
-    (LLAMA, f'{F}; {{"name": "f"', [*whole(0, "f", '{"a": 1}'), Content('{"name": "f"')]),
-    # wrong after it was told: the rest is content, and no end
+    # incomplete calls before their start are content, without the text between calls
+    (HERMES, f'<tool_call>[{F}, {{"na', [*call(0, "f", '{"a": 1}'), Content('{"na')]),
+    (LLAMA, f'{F}; {{"name": "f"', [*call(0, "f", '{"a": 1}'), Content('{"name": "f"')]),
+    # calls that become invalid after their start: the rest is content
     (
         HERMES,
         f'<tool_call>{{"name": "f", "arguments": {{"a": nope}} }}\n</tool_call>\n<tool_call>{F}',
-        [CallStart(0, "f"), CallArguments(0, '{"a": nope'), Content("} }\n</tool_call>"), *whole(1, "f", '{"a": 1}')],
+        [CallStart(0, "f"), CallArguments(0, '{"a": nope'), Content("} }\n</tool_call>"), *call(1, "f", '{"a": 1}')],
     ),
     (
         HERMES,
         '<tool_call>{"name": "f", "arguments": {"a": no } }',
         [CallStart(0, "f"), CallArguments(0, '{"a": no'), Content(" } }")],
     ),
-    (LLAMA, f"{F} and so", [*whole(0, "f", '{"a": 1}'), Content("and so")]),
-    (LLAMA, f"{F}; and so", [*whole(0, "f", '{"a": 1}'), Content("; and so")]),
-    (HERMES, f"<tool_call>{F} and </tool_call>", [*whole(0, "f", '{"a": 1}'), Content("and </tool_call>")]),
+    (LLAMA, f"{F} and so", [*call(0, "f", '{"a": 1}'), Content("and so")]),
+    (LLAMA, f"{F}; and so", [*call(0, "f", '{"a": 1}'), Content("; and so")]),
+    (HERMES, f"<tool_call>{F} and </tool_call>", [*call(0, "f", '{"a": 1}'), Content("and </tool_call>")]),
 ]
 
 
-@pytest.mark.parametrize(("fmt", "text", "expected"), WHOLE)
-def test_calls_are_read_whole_and_character_by_character(fmt: ToolFormat, text: str, expected: list[Event]) -> None:
+@pytest.mark.parametrize(("fmt", "text", "expected"), EXAMPLES)
+def test_calls_are_parsed_at_once_and_character_by_character(fmt: ToolFormat, text: str, expected: list[Event]) -> None:
     assert run(fmt, [text]) == expected
     assert run(fmt, text) == expected
 
@@ -192,17 +192,17 @@ NO_CALLS = [
 
 
 @pytest.mark.parametrize(("fmt", "text"), NO_CALLS)
-def test_what_is_no_call_comes_out_as_it_was_written(fmt: ToolFormat, text: str) -> None:
+def test_text_without_calls_is_returned_unchanged(fmt: ToolFormat, text: str) -> None:
     expected = [Content(text)] if text else []
     assert run(fmt, [text]) == expected and run(fmt, text) == expected
 
 
-def test_a_call_may_follow_what_was_none() -> None:
+def test_call_after_rejected_calls() -> None:
     text = f"a <tool_call>b\n<tool_call>\n<tool_call>{F}</tool_call>"
-    assert run(HERMES, text) == [Content("a <tool_call>b\n<tool_call>"), *whole(0, "f", '{"a": 1}')]
+    assert run(HERMES, text) == [Content("a <tool_call>b\n<tool_call>"), *call(0, "f", '{"a": 1}')]
 
 
-def test_text_and_arguments_leave_as_they_come() -> None:
+def test_text_and_arguments_are_streamed() -> None:
     state, out = start(HERMES, NAMES), []
     for piece in ("Hi", " you", " <to", "ol_call>", '{"name": "f", "argu', 'ments": {"a', '": "x', "y", '"}', "}"):
         state, events = push(state, piece)
@@ -221,13 +221,13 @@ def test_text_and_arguments_leave_as_they_come() -> None:
     ]
 
 
-def test_json_that_cannot_be_a_call_does_not_wait_for_its_end() -> None:
+def test_json_that_is_not_a_call_is_returned_early() -> None:
     state, events = push(start(LLAMA, NAMES), '{"title"')
     assert events == [Content('{"title"')]
     assert push(state, ": 1 ")[1] == [Content(": 1 ")]
 
 
-# ---- any cut
+# ---- any split
 
 fragments = st.sampled_from(
     [
@@ -243,11 +243,11 @@ places = st.lists(st.integers(0, 10**6), max_size=10)
 
 @settings(max_examples=1500, deadline=None)
 @given(fmt=st.sampled_from(FORMATS), text=texts, places=places)
-def test_no_cut_makes_a_difference(fmt: ToolFormat, text: str, places: list[int]) -> None:
+def test_result_does_not_depend_on_the_split(fmt: ToolFormat, text: str, places: list[int]) -> None:
     expected = run(fmt, [text])
-    assert run(fmt, cut(text, places)) == expected
+    assert run(fmt, split(text, places)) == expected
     assert run(fmt, text) == expected
-    content, calls = told(expected)
+    content, calls = summarize(expected)
     if not calls:
         assert content == text
     for name, arguments, is_whole in calls:
@@ -270,7 +270,7 @@ wanted_calls = st.lists(st.tuples(st.sampled_from(NAMES), arguments_of_calls), m
 
 
 def spelled(fmt: ToolFormat, name: str, arguments: Any, style: int) -> str:
-    """Write a call in one of several ways."""
+    """Return a call in one of 16 spellings."""
     fields = {"name": name, fmt.arguments: json.dumps(arguments) if style & 8 else arguments}
     ordered = dict(reversed(fields.items())) if style & 1 else fields
     return json.dumps(ordered, ensure_ascii=bool(style & 2), indent=2 if style & 4 else None)
@@ -286,20 +286,20 @@ def reply(fmt: ToolFormat, calls: Sequence[str]) -> str:
 
 @settings(max_examples=500, deadline=None)
 @given(fmt=st.sampled_from(FORMATS), calls=wanted_calls, style=st.integers(0, 15), places=places)
-def test_every_way_of_writing_calls_is_read(
+def test_calls_are_parsed_in_every_spelling(
     fmt: ToolFormat, calls: list[tuple[str, Any]], style: int, places: list[int]
 ) -> None:
     text = reply(fmt, [spelled(fmt, name, arguments, style) for name, arguments in calls])
-    content, found = told(run(fmt, cut(text, places)))
+    content, found = summarize(run(fmt, split(text, places)))
     assert content == ""
     assert [(name, json.loads(arguments), True) for name, arguments, _ in found] == [(n, a, True) for n, a in calls]
     assert all(is_whole for _, _, is_whole in found)
 
 
-# ---- bounds
+# ---- limits
 
 
-def test_a_beginning_that_is_too_long_is_no_call() -> None:
+def test_too_long_beginning_is_content() -> None:
     before = '<tool_call>{"arguments": "'
     fits = before + "x" * (MAX_HELD - len(before))
     assert push(start(HERMES, NAMES), fits)[1] == []
@@ -309,23 +309,23 @@ def test_a_beginning_that_is_too_long_is_no_call() -> None:
 
 
 @pytest.mark.parametrize("fmt", [HERMES, LLAMA])
-def test_space_is_held_only_so_far(fmt: ToolFormat) -> None:
+def test_withheld_whitespace_is_limited(fmt: ToolFormat) -> None:
     text = "a" + " " * 1000
     events = run(HERMES, text + f"<tool_call>{F}</tool_call>")
-    assert events == [Content("a" + " " * (1000 - MAX_SPACES)), *whole(0, "f", '{"a": 1}')]
+    assert events == [Content("a" + " " * (1000 - MAX_SPACES)), *call(0, "f", '{"a": 1}')]
     assert run(fmt, text) == [Content(text)]
 
 
-def test_what_is_nested_too_deep_is_wrong() -> None:
+def test_too_deep_nesting_is_invalid() -> None:
     def nested(depth: int) -> str:
         return '<tool_call>{"name": "f", "arguments": {"a": ' + "[" * depth + "]" * depth + "}}"
 
-    assert told(run(HERMES, [nested(MAX_DEPTH - 2)]))[1][0][2]
-    assert not told(run(HERMES, [nested(MAX_DEPTH - 1)]))[1][0][2]
+    assert summarize(run(HERMES, [nested(MAX_DEPTH - 2)]))[1][0][2]
+    assert not summarize(run(HERMES, [nested(MAX_DEPTH - 1)]))[1][0][2]
 
 
 def parts_of(state: CallsState) -> list[str]:
-    """Return all texts that a state keeps."""
+    """Return all texts in a state."""
     call = state.call
     inner = () if call is None else (*call.word, *call.arguments, call.key)
     return [state.spaces, state.partial, *state.held, *inner]
@@ -350,8 +350,8 @@ LONG = [
 ]
 
 
-def lines_run(fmt: ToolFormat, pieces: list[str]) -> int:
-    """Return how many lines of the package are run for a reply in these pieces."""
+def num_lines_run(fmt: ToolFormat, pieces: list[str]) -> int:
+    """Return the number of lines of the package that are executed for a reply in these pieces."""
     count = 0
 
     def trace(frame: FrameType, event: str, argument: object) -> Any:
@@ -374,15 +374,15 @@ def lines_run(fmt: ToolFormat, pieces: list[str]) -> int:
 
 
 @pytest.mark.parametrize(("fmt", "before", "more"), LONG)
-@pytest.mark.parametrize("is_cut", [True, False])
-def test_work_grows_with_the_text(fmt: ToolFormat, before: str, more: str, is_cut: bool) -> None:
+@pytest.mark.parametrize("by_character", [True, False])
+def test_work_is_linear_in_the_text(fmt: ToolFormat, before: str, more: str, by_character: bool) -> None:
     short, long = before + more * (1500 // len(more)), before + more * (6000 // len(more))
-    counts = [lines_run(fmt, list(text) if is_cut else [text]) for text in (short, long)]
+    counts = [num_lines_run(fmt, list(text) if by_character else [text]) for text in (short, long)]
     assert counts[1] < 5 * counts[0] + 1000
 
 
 @pytest.mark.parametrize(("fmt", "before", "more"), LONG)
-def test_little_is_copied_however_short_the_pieces_are(fmt: ToolFormat, before: str, more: str) -> None:
+def test_copying_is_limited_for_short_pieces(fmt: ToolFormat, before: str, more: str) -> None:
     text = before + more * (20_000 // len(more))
     state, copied, known = start(fmt, NAMES), 0, set[int]()
     keep: list[list[str]] = []
@@ -392,7 +392,7 @@ def test_little_is_copied_however_short_the_pieces_are(fmt: ToolFormat, before: 
         copied += sum(len(part) for part in parts if id(part) not in known)
         copied += sum(len(event.text) for event in events if isinstance(event, Content | CallArguments))
         known = {id(part) for part in parts}
-        keep = [*keep[-1:], parts]  # so that no id is used again
+        keep = [*keep[-1:], parts]  # so that no id is reused
         assert len(parts) < 80
     assert copied < len(text) * (MAX_SPACES + 40)
     if more not in ("  ", " \n"):
@@ -404,8 +404,8 @@ def test_little_is_copied_however_short_the_pieces_are(fmt: ToolFormat, before: 
 json_text = st.lists(st.sampled_from(list('{}[]:,"\\ \nutrefalsn0123.-+eE\x01é')), max_size=10).map("".join)
 
 
-def follows(text: str) -> bool:
-    """Whether the steps take a whole text as one value."""
+def accepts(text: str) -> bool:
+    """Return True if the steps accept a text as one value."""
     state, at = JsonState(), 0
     text += " "
     while at < len(text):
@@ -437,13 +437,13 @@ def is_json(text: str) -> bool:
 @example(text="[}")
 @example(text="nul")
 @example(text="")
-def test_the_steps_take_what_is_json_and_nothing_else(text: str) -> None:
-    assert follows(text) == is_json(text)
+def test_steps_accept_exactly_json(text: str) -> None:
+    assert accepts(text) == is_json(text)
     assert is_object(text) == (is_json(text) and text.strip(" \t\r\n").startswith("{"))
 
 
-def test_a_number_has_an_end() -> None:
-    assert follows("1" * MAX_SCALAR) and not follows("1" * (MAX_SCALAR + 1))
+def test_length_of_numbers_is_limited() -> None:
+    assert accepts("1" * MAX_SCALAR) and not accepts("1" * (MAX_SCALAR + 1))
 
 
 # ---- formats and grammars
@@ -462,15 +462,15 @@ CHATS = {
 
 
 @pytest.mark.parametrize("name", CHATS)
-def test_the_format_of_a_real_template(name: str) -> None:
+def test_format_of_real_templates(name: str) -> None:
     spec = importlib.util.find_spec("trl")
     if spec is None or spec.origin is None:
-        pytest.skip("the templates are TRL's")
+        pytest.skip("needs the templates of TRL")
     source = Path(spec.origin).parent / "chat_templates" / f"{name}.jinja"
     assert tool_format(source.read_text()) == CHATS[name]
 
 
-def test_the_format_of_a_template_is_seen_in_its_markers() -> None:
+def test_format_follows_from_the_markers_of_a_template() -> None:
     assert tool_format(None) == HERMES
     assert tool_format("{% if tools %}[AVAILABLE_TOOLS]{% endif %}[TOOL_CALLS] [") == MISTRAL
     assert tool_format("{% if tools %}<|python_tag|>{% endif %}") == LLAMA
@@ -501,7 +501,7 @@ SPECIAL = {"<tool_call>": 257, "</tool_call>": 258, "[TOOL_CALLS]": 259, "<|pyth
 
 
 class ByteTokenizer:
-    """What llguidance asks of a tokenizer: a token for every byte, and some special ones."""
+    """A tokenizer for llguidance: a token for every byte, and some special tokens."""
 
     eos_token_id = 256
     bos_token_id = None
@@ -513,7 +513,7 @@ class ByteTokenizer:
 
 
 def allows(grammar: Grammar, text: str, special: bool = False) -> bool:
-    """Whether a grammar takes a text to its end, and may end there; markers as their tokens when `special`."""
+    """Return True if a text matches a grammar; with `special`, markers in the text are special tokens."""
     llguidance = pytest.importorskip("llguidance")
     assert grammar.kind == "calls" and grammar.special <= set(SPECIAL.values())
     tokenizer = llguidance.LLTokenizer(llguidance.TokenizerWrapper(ByteTokenizer()))
@@ -534,7 +534,7 @@ def written(fmt: ToolFormat, *calls: tuple[str, str]) -> str:
 
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize("special", [True, False])
-def test_a_grammar_allows_calls_and_nothing_else(fmt: ToolFormat, special: bool) -> None:
+def test_grammar_allows_only_calls(fmt: ToolFormat, special: bool) -> None:
     tokens = SPECIAL if special else {}
     grammar = calls_grammar(TOOLS, fmt, special=tokens)
     for calls in ([BERN], [NOTHING], [BERN, NOTHING, BERN], [("log", '{"any": ["thing"]}')]):
@@ -555,7 +555,7 @@ def test_a_grammar_allows_calls_and_nothing_else(fmt: ToolFormat, special: bool)
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
-def test_a_grammar_of_one_call(fmt: ToolFormat) -> None:
+def test_grammar_of_one_call(fmt: ToolFormat) -> None:
     one = calls_grammar(TOOLS, fmt, parallel=False)
     assert allows(one, written(fmt, BERN)) and not allows(one, written(fmt, BERN, BERN))
     named = calls_grammar(TOOLS, fmt, name="now", parallel=False)
@@ -563,14 +563,14 @@ def test_a_grammar_of_one_call(fmt: ToolFormat) -> None:
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
-def test_what_a_grammar_allows_is_read_as_calls(fmt: ToolFormat) -> None:
+def test_calls_allowed_by_the_grammar_are_parsed(fmt: ToolFormat) -> None:
     text = written(fmt, BERN, NOTHING)
     assert allows(calls_grammar(TOOLS, fmt), text)
     state, events = push(start(fmt, ("get_weather", "now")), text)
-    assert told([*events, *finish(state)]) == ("", [(*BERN, True), (*NOTHING, True)])
+    assert summarize([*events, *finish(state)]) == ("", [(*BERN, True), (*NOTHING, True)])
 
 
-def test_a_schema_that_speaks_of_other_properties_stays_open() -> None:
+def test_schema_with_other_property_keywords_allows_more_properties() -> None:
     for more in (
         {"additionalProperties": {"type": "integer"}},
         {"required": ["b"]},
@@ -582,13 +582,13 @@ def test_a_schema_that_speaks_of_other_properties_stays_open() -> None:
 
 
 @pytest.mark.parametrize("fmt", [HERMES, MISTRAL])
-def test_an_answer_may_do_instead_of_a_call(fmt: ToolFormat) -> None:
+def test_grammar_allows_an_answer_instead_of_calls(fmt: ToolFormat) -> None:
     grammar = calls_grammar(TOOLS, fmt, answer={"type": "object", "properties": {"a": {"enum": [1, 2]}}})
     assert allows(grammar, written(fmt, BERN, NOTHING)) and allows(grammar, '{"a": 2}')
     assert not allows(grammar, '{"a": 3}') and not allows(grammar, "[]")
 
 
-def test_a_grammar_needs_a_function() -> None:
+def test_grammar_without_a_matching_function_is_refused() -> None:
     with pytest.raises(BadRequest, match="tools has no 'rm'"):
         calls_grammar(TOOLS, HERMES, name="rm")
     with pytest.raises(BadRequest, match="no function to call"):

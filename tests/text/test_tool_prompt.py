@@ -1,4 +1,4 @@
-"""Functions, calls and results reach the model, whatever its chat template can say."""
+"""Functions, calls and results in prompts, for chat templates with and without support for tools."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ TALK: list[dict[str, Any]] = [
 ]
 
 
-# ---- templates that speak of tools
+# ---- templates with support for tools
 
 
 def test_arguments_become_objects() -> None:
@@ -72,17 +72,17 @@ def test_arguments_become_objects() -> None:
 
 
 @pytest.mark.parametrize("arguments", ['{"a": ', "[1]", "3", '{"a": NaN}', "[" * 100_000, "nothing"])
-def test_arguments_that_are_no_object_stay(arguments: str) -> None:
+def test_arguments_that_are_not_an_object_are_unchanged(arguments: str) -> None:
     assert one_call({"name": "f", "arguments": arguments})["arguments"] == arguments
 
 
 @pytest.mark.parametrize("arguments", [None, "", " \n", "{}", {}])
-def test_no_arguments_are_an_empty_object(arguments: Any) -> None:
+def test_missing_arguments_become_an_empty_object(arguments: Any) -> None:
     assert one_call({"name": "f", "arguments": arguments})["arguments"] == {}
     assert one_call({"name": "f"})["arguments"] == {}
 
 
-def test_arguments_that_are_an_object_stay() -> None:
+def test_object_arguments_are_unchanged() -> None:
     assert one_call({"name": "f", "arguments": {"a": 1}})["arguments"] == {"a": 1}
 
 
@@ -92,20 +92,20 @@ def one_call(function: dict[str, Any]) -> Any:
     return plain[0]["tool_calls"][0]["function"]
 
 
-def test_a_template_that_asks_for_none_gets_none() -> None:
+def test_template_that_compares_content_with_none_gets_none() -> None:
     for source in ("{% if message['content'] is none %}", "{% if message.content is  none %}"):
         assert plain_calls(TALK, source)[1]["content"] is None
     assert plain_calls(TALK, "{% if content is string %}")[1]["content"] == ""
 
 
 @pytest.mark.parametrize("calls", [[], None])
-def test_an_empty_list_of_calls_is_none(calls: Any) -> None:
+def test_empty_list_of_calls_is_removed(calls: Any) -> None:
     assert plain_calls([{"role": "assistant", "content": "x", "tool_calls": calls}]) == [
         {"role": "assistant", "content": "x"}
     ]
 
 
-def test_former_fields_become_todays() -> None:
+def test_deprecated_fields_are_converted() -> None:
     plain = plain_calls(
         [
             {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": '{"a": 1}'}},
@@ -123,7 +123,7 @@ def test_former_fields_become_todays() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "said"),
+    ("fields", "message"),
     [
         ({"tool_calls": "x"}, r"^messages\.1\.tool_calls must be a list of at most"),
         ({"tool_calls": {"a": 1}}, r"^messages\.1\.tool_calls must be a list"),
@@ -137,15 +137,15 @@ def test_former_fields_become_todays() -> None:
         ({"function_call": "f"}, r"^messages\.1\.function_call\.0\.function must be an object"),
     ],
 )
-def test_calls_of_another_shape_are_refused_by_name(fields: dict[str, Any], said: str) -> None:
+def test_malformed_calls_are_refused(fields: dict[str, Any], message: str) -> None:
     messages = [ASK, {"role": "assistant", "content": None, **fields}]
     for prepare in (plain_calls, lambda them: with_tools(them, TOOLS, CHATML)):
-        with pytest.raises(BadRequest, match=said):
+        with pytest.raises(BadRequest, match=message):
             prepare(messages)
 
 
 @pytest.mark.parametrize("name", ["qwen2_5", "qwen3", "qwen3_5_think", "llama3_1", "llama3_2"])
-def test_real_templates_write_calls_that_are_read_again(name: str) -> None:
+def test_calls_written_by_real_templates_are_parsed(name: str) -> None:
     source = real_template(name)
     fmt = tool_format(source)
     messages = [ASK, {"role": "assistant", "content": None, "tool_calls": [call("weather", '{"city": "Zürich"}')]}]
@@ -153,19 +153,19 @@ def test_real_templates_write_calls_that_are_read_again(name: str) -> None:
     template = chat_template(source, where="m", named={"bos_token": "<s>", "eos_token": "</s>"})
     text = render(template, with_tools(messages, TOOLS, source), tools=TOOLS)
     assert "Wetter für {city}" in text and "rain" in text
-    if "qwen3_5" not in name:  # which writes XML
+    if "qwen3_5" not in name:  # Qwen 3.5 writes XML
         assert calls_in(fmt, text[text.rindex('{"name": "weather"') :]) == [("weather", {"city": "Zürich"})]
 
 
 def real_template(name: str) -> str:
     spec = importlib.util.find_spec("trl")
     if spec is None or spec.origin is None:
-        pytest.skip("the templates are TRL's")
+        pytest.skip("needs the templates of TRL")
     return (Path(spec.origin).parent / "chat_templates" / f"{name}.jinja").read_text()
 
 
 def calls_in(fmt: ToolFormat, text: str) -> list[tuple[str, Any]]:
-    """Return the calls of a text, whose first marker is added where the format has one."""
+    """Return the calls in a text, after adding the first marker if the format has one."""
     state, events = push(start(fmt, ("weather", "now")), text if fmt.is_whole else f"{fmt.begin}{text}")
     both: list[Event] = [*events, *finish(state)]
     names = {event.index: event.name for event in both if isinstance(event, CallStart)}
@@ -175,14 +175,14 @@ def calls_in(fmt: ToolFormat, text: str) -> list[tuple[str, Any]]:
     return [(name, json.loads(texts[index])) for index, name in names.items()]
 
 
-# ---- templates that do not
+# ---- templates without
 
 
-def test_a_template_that_speaks_of_tools_is_left_to_speak() -> None:
+def test_messages_for_a_template_with_tools() -> None:
     assert with_tools(TALK, TOOLS, "{{ tools }}") == plain_calls(TALK)
 
 
-def test_functions_are_told_before_the_system_message() -> None:
+def test_functions_are_described_before_the_system_message() -> None:
     text = explained(TOOLS)
     assert with_tools([ASK], TOOLS, CHATML) == [{"role": "system", "content": text}, ASK]
     kind = {"role": "system", "content": "Be kind.\n"}
@@ -192,14 +192,14 @@ def test_functions_are_told_before_the_system_message() -> None:
 
 
 @pytest.mark.parametrize("source", [NO_SYSTEM, TURNS])
-def test_functions_are_told_to_the_user_where_a_system_message_is_refused(source: str) -> None:
+def test_functions_are_described_in_the_first_message_without_system_support(source: str) -> None:
     messages = with_tools(TALK, TOOLS, source)
     assert messages[0] == {"role": "user", "content": f"{explained(TOOLS)}\n\nWeather?"}
     assert [message["role"] for message in messages] == ["user", "assistant"] * 2 + ["user"]
     assert "Wetter für {city}" in render(chat_template(source, where="m"), messages)
 
 
-def test_the_explanation_has_every_function_as_json_and_shows_a_call() -> None:
+def test_description_contains_each_function_and_an_example_call() -> None:
     text = explained(TOOLS)
     lines = text[text.index("<tools>\n") + 8 : text.index("\n</tools>")].splitlines()
     assert [json.loads(line) for line in lines] == TOOLS
@@ -207,7 +207,7 @@ def test_the_explanation_has_every_function_as_json_and_shows_a_call() -> None:
     assert set(json.loads(shown)) == {"name", "arguments"}
 
 
-def test_calls_and_results_are_written_out() -> None:
+def test_calls_and_results_become_text() -> None:
     messages = with_tools(TALK, [], CHATML)
     assert messages == [
         ASK,
@@ -227,14 +227,14 @@ def test_calls_and_results_are_written_out() -> None:
     assert not finish(state)
 
 
-def test_text_beside_a_call_and_broken_arguments_stay() -> None:
+def test_content_and_malformed_arguments_are_kept() -> None:
     said = {"role": "assistant", "content": "I look.", "tool_calls": [call("now", '{"a": ')]}
     assert with_tools([ASK, said], [], CHATML)[1]["content"] == (
         'I look.\n<tool_call>\n{"name": "now", "arguments": {"a": }\n</tool_call>'
     )
 
 
-def test_results_apart_stay_apart() -> None:
+def test_only_adjacent_results_are_joined() -> None:
     one = {"role": "tool", "content": "1"}
     messages = with_tools([ASK, one, ASK, one, one, one], [], None)
     assert [message["content"].count("<tool_response>") for message in messages] == [0, 1, 0, 3]
@@ -244,6 +244,6 @@ def test_results_apart_stay_apart() -> None:
     "messages",
     [[], [{"role": "user", "content": None}], [{"role": "tool", "content": None}], [{"role": "tool", "content": [1]}]],
 )
-def test_messages_without_a_text_are_refused(messages: Any) -> None:
+def test_messages_without_text_are_refused(messages: Any) -> None:
     with pytest.raises(BadRequest, match=r"^messages"):
         with_tools(messages, TOOLS, CHATML)

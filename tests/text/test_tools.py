@@ -1,4 +1,4 @@
-"""The calculator as a token program: nanochat's state machine token by token, and inside a sequence."""
+"""The calculator as a token program, compared with nanochat's state machine, and inside a sequence."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def tool() -> PythonTool:
 
 
 def spell(text: str) -> list[int]:
-    """The tokens of a text with its special tokens."""
+    """Return the tokens of a text, with special tokens."""
     return tokenizer().encode(text, add_special=False)
 
 
@@ -37,7 +37,7 @@ def plain(text: str) -> list[int]:
 
 
 def run(tokens: list[int]) -> list[tuple[int, ...]]:
-    """What is forced after each token."""
+    """Return the tokens forced after each token."""
     program: TokenProgram = tool()
     state, forced = program.start(), []
     for token in tokens:
@@ -63,7 +63,7 @@ def all_forced(text: str) -> list[int]:
         ("<|python_start|>1/3<|python_end|>", "0.3333333333333333"),
     ],
 )
-def test_a_result_is_forced_after_the_block(text: str, result: str) -> None:
+def test_result_is_forced_after_the_block(text: str, result: str) -> None:
     assert all_forced(text) == [OUT, *plain(result), DONE]
 
 
@@ -81,11 +81,11 @@ def test_a_result_is_forced_after_the_block(text: str, result: str) -> None:
         "<|python_start|>" + "1+" * 3000 + "1<|python_end|>",
     ],
 )
-def test_without_a_result_nothing_is_forced(text: str) -> None:
+def test_nothing_is_forced_without_a_result(text: str) -> None:
     assert all_forced(text) == []
 
 
-def test_forced_after_the_end_token_itself_and_once_for_each_block() -> None:
+def test_result_is_forced_once_for_each_block() -> None:
     forced = run([*spell("<|python_start|>1+1<|python_end|>"), *spell("<|python_start|>2+2<|python_end|>"), END])
     assert [bool(more) for more in forced] == [False] * 4 + [True] + [False] * 4 + [True, False]
 
@@ -100,7 +100,7 @@ def test_steps_are_pure() -> None:
     assert program.step(inside, END) == (None, ())
 
 
-def test_a_block_without_end_keeps_no_more_than_an_expression_can_have() -> None:
+def test_state_of_an_unclosed_block_is_limited() -> None:
     program = tool()
     state, _ = program.step(program.start(), START)
     for _ in range(5000):
@@ -114,10 +114,10 @@ PIECES = st.sampled_from([*SPECIAL, "1", "+", "2*3", "'a'.count('a')", "x", " ",
 
 @settings(max_examples=400, deadline=None)
 @given(st.lists(PIECES, max_size=25).map("".join))
-def test_the_machine_is_nanochats(text: str) -> None:
+def test_state_machine_equals_that_of_nanochat(text: str) -> None:
     tokens = spell(text)
     inside, buffer, expected = False, [], []
-    for token in tokens:  # the state machine, row by row
+    for token in tokens:  # nanochat's state machine
         forced: tuple[int, ...] = ()
         if token == START:
             inside, buffer = True, []
@@ -133,7 +133,7 @@ def test_the_machine_is_nanochats(text: str) -> None:
     assert run(tokens) == expected
 
 
-def test_a_sequence_takes_the_forced_tokens_and_cuts_them_at_its_length() -> None:
+def test_forced_tokens_are_truncated_at_max_tokens() -> None:
     sampled = spell("<|python_start|>6*7<|python_end|>")
     room = len(sampled) + 2
     params = SamplingParams(max_tokens=room)
@@ -145,7 +145,7 @@ def test_a_sequence_takes_the_forced_tokens_and_cuts_them_at_its_length() -> Non
     assert seq.mask == [1] * len(sampled) + [0, 0] and seq.finish_reason == "length"
 
 
-def test_a_tokenizer_without_the_four_tokens_has_no_tool() -> None:
+def test_tokenizer_without_the_special_tokens_has_no_tool() -> None:
     other = fast_tokenizer(byte_level(), where="x", spelling="byte_level", drops_space=False, named={}, eos_ids=())
     assert python_tool(other) is None
     assert set(special_tokens(tokenizer())) == set(SPECIAL)

@@ -1,4 +1,4 @@
-"""Small tokenizers of both spellings, trained here, and texts that tokenizers get wrong."""
+"""Small trained tokenizers of both spellings, and texts that are difficult for tokenizers."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ def byte_level() -> Tokenizer:
 
 
 def sentencepiece_like() -> Tokenizer:
-    """Return a small BPE spelled as SentencePiece's, in the form of Llama 2's tokenizer.json."""
+    """Return a small BPE with SentencePiece's spelling, in the form of Llama 2's tokenizer.json."""
     return Tokenizer.from_str(_trained_sentencepiece())
 
 
-# Trained once: the trainer breaks ties by the order of a hash table, so two trainings differ.
+# Cached, because the trainer breaks ties by the order of a hash table, so that two trainings differ.
 @cache
 def _trained_byte_level() -> str:
     tokenizer = Tokenizer(models.BPE())

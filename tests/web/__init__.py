@@ -1,1 +1,1 @@
-"""The web pages in a real browser."""
+"""Tests of the web pages in Chromium."""

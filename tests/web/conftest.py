@@ -1,4 +1,4 @@
-"""A real Chromium for the tests of the pages: Debian's, never one that a test tool downloads."""
+"""Fixtures with a real Chromium, the system's own (never downloaded by the test tool)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from playwright.sync_api import Browser, BrowserContext, expect, sync_playwright
 
 from tests.server.tiny import make_tiny, running
 from tests.web.chat_driver import ChatDriver
-from tests.web.fake import PATIENCE_S, FakeServer, serving
+from tests.web.fake import TIMEOUT_S, FakeServer, serving
 
 _NAMES = ("chromium", "chromium-browser", "google-chrome")
 _ARGUMENTS = (
@@ -19,12 +19,12 @@ _ARGUMENTS = (
     *("--disable-component-update", "--disable-sync", "--disable-dev-shm-usage"),
 )
 
-expect.set_options(timeout=1000 * PATIENCE_S)
+expect.set_options(timeout=1000 * TIMEOUT_S)
 
 
-@pytest.fixture(scope="module")  # while it is there an event loop runs in this thread, which other tests need
+@pytest.fixture(scope="module")  # not longer: it occupies this thread's event loop, which other tests need
 def browser() -> Iterator[Browser]:
-    """Chromium without a window; tests are skipped, saying so, where there is none (`make browser` installs it)."""
+    """A headless Chromium; without one the tests are skipped (`make browser` installs it)."""
     path = next((found for name in _NAMES if (found := shutil.which(name))), None)
     if path is None:
         pytest.skip("NO BROWSER: no Chromium on this machine; `make browser` installs Debian's")
@@ -36,9 +36,9 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture
 def context(browser: Browser) -> Iterator[BrowserContext]:
-    """A fresh profile: nothing stored, no other test's pages."""
+    """A new browser profile."""
     context = browser.new_context(viewport={"width": 1280, "height": 800})
-    context.set_default_timeout(1000 * PATIENCE_S)
+    context.set_default_timeout(1000 * TIMEOUT_S)
     yield context
     context.close()
 
@@ -58,12 +58,12 @@ def server_url(tiny_directory: Path) -> Iterator[str]:
 
 @pytest.fixture
 def fake() -> Iterator[FakeServer]:
-    """A server that says what the test tells it to."""
+    """A server with scripted answers."""
     with serving() as server:
         yield server
 
 
 @pytest.fixture
 def chat(context: BrowserContext, fake: FakeServer) -> ChatDriver:
-    """The chat page in front of it."""
+    """The chat page of the fake server."""
     return ChatDriver(context, fake.url)

@@ -1,4 +1,4 @@
-"""A server that says what a test tells it to, at the moment at which the test does: the page's other half."""
+"""A server of the real pages whose answers are scripted by the test."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from starlette.routing import Mount, Route
 
 from nano_inference.server.pages import LATER, load_page, page_response
 
-PATIENCE_S = 60
+TIMEOUT_S = 60
 INFO: dict[str, Any] = {
     "server": "nano-inference test",
     "model": "fake",
@@ -45,7 +45,7 @@ class Answer:
         self._pieces: asyncio.Queue[bytes | None] = asyncio.Queue()
 
     def raw(self, data: bytes | None) -> None:
-        """Send bytes; None breaks the connection off."""
+        """Send bytes; None aborts the connection."""
         self._loop.call_soon_threadsafe(self._pieces.put_nowait, data)
 
     def event(self, value: Any) -> None:
@@ -57,7 +57,7 @@ class Answer:
         self.event({"choices": [{"index": index, "delta": delta, "finish_reason": None, **extras}]})
 
     def say(self, *words: str, index: int = 0) -> None:
-        """Send words, each as one token whose alternatives are "A" and "B" besides."""
+        """Send words, each as one token with the further alternatives "A" and "B"."""
         for word in words:
             top = [
                 {"token": text, "logprob": -1.0 - n, "bytes": [], "token_id": 200 + n} for n, text in enumerate("AB")
@@ -67,7 +67,7 @@ class Answer:
             self.choice({"content": word}, index, token_ids=[7], mask=[1], logprobs={"content": [entry]})
 
     def write(self, *words: str) -> None:
-        """Send words of a completion, each as one token whose alternatives are " A" and " B"."""
+        """Send words of a completion, each as one token with the alternatives " A" and " B"."""
         for word in words:
             top = {word: -0.1, " A": -1.0, " B": -2.0}
             lists = {"tokens": [word], "token_logprobs": [-0.1], "top_logprobs": [top], "text_offset": [0]}
@@ -75,18 +75,18 @@ class Answer:
             self.event({"choices": [{"index": 0, "text": word, "finish_reason": None, **facts}]})
 
     def end_text(self, reason: str = "length") -> None:
-        """End the stream of a completion well."""
+        """End the stream of a completion."""
         self.event({"choices": [{"index": 0, "text": "", "finish_reason": reason, "logprobs": None}]})
         self.event("[DONE]")
         self.raw(b"")
 
     def finish(self, reason: str = "stop", index: int = 0, version: str = "0", count: int = 1) -> None:
-        """Say why a sample ended."""
+        """Send a sample's finish reason."""
         spans = [{"version": version, "start": 0, "end": count, "number": 0}]
         self.choice({}, index, weight_versions=spans, finish_reason=reason)
 
     def end(self, reason: str | None = "stop", *, prompt: int = 20, cached: int = 4) -> None:
-        """End the stream well."""
+        """End the stream, after the finish reason (if any) and the usage."""
         if reason is not None:
             self.finish(reason)
         usage = {"prompt_tokens": prompt, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": cached}}
@@ -94,24 +94,24 @@ class Answer:
         self.event("[DONE]")
         self.raw(b"")
 
-    def tell(self, *words: str) -> None:
+    def complete(self, *words: str) -> None:
         """Send a whole answer."""
         self.say(*words)
         self.end()
 
     async def pieces(self) -> AsyncIterator[bytes]:
-        """Yield what the test sends, until it ends or breaks off."""
+        """Yield the test's bytes until the end of the stream; raise `ConnectionError` for an abort."""
         try:
             while (piece := await self._pieces.get()) != b"":
                 if piece is None:
-                    raise ConnectionError("broken off")
+                    raise ConnectionError("aborted")
                 yield piece
         finally:
             self.gone.set()
 
 
 class FakeServer:
-    """Serves the real pages, and whatever else the test says."""
+    """Serves the real pages, with API answers set by the test."""
 
     def __init__(self, root: str) -> None:
         self.root = root
@@ -121,12 +121,12 @@ class FakeServer:
         self.refusals: list[tuple[int, dict[str, Any]]] = []
         self.tokens_per_word = 1
         self.answer_headers: dict[str, str] = {}
-        """Headers of each answer."""
+        """Additional headers of each answer."""
         self.url = ""
         self.paths: list[str] = []
-        self.later: list[str] = []
-        """Requests for files that the page loads only when it needs them."""
-        self.refuse_later: Response | None = None
+        self.late_requests: list[str] = []
+        """Requests for files that the page loads on demand."""
+        self.late_response: Response | None = None
         self._answers: queue.Queue[Answer] = queue.Queue()
         names = {"/ready": self._ready, "/info": self._info, "/": self._page, "/dashboard": self._dashboard}
         names |= {f"/{name}": self._later for name in LATER}
@@ -139,8 +139,8 @@ class FakeServer:
         self.app = Starlette(routes=[Mount(root, routes=routes)] if root else routes)
 
     def answer(self) -> Answer:
-        """Wait for the page's next request for an answer."""
-        return self._answers.get(timeout=PATIENCE_S)
+        """Wait for the page's next request and return its answer."""
+        return self._answers.get(timeout=TIMEOUT_S)
 
     async def _page(self, request: Request) -> Response:
         return page_response(load_page("chat"), request)
@@ -149,8 +149,8 @@ class FakeServer:
         return page_response(load_page("dashboard"), request)
 
     async def _later(self, request: Request) -> Response:
-        self.later.append(request.url.path)
-        return self.refuse_later or page_response(load_page(request.url.path.rpartition("/")[2]), request)
+        self.late_requests.append(request.url.path)
+        return self.late_response or page_response(load_page(request.url.path.rpartition("/")[2]), request)
 
     async def _ready(self, request: Request) -> Response:
         status, text = self.ready
@@ -186,12 +186,12 @@ class FakeServer:
 
 @contextmanager
 def serving(root: str = "", port: int = 0) -> Iterator[FakeServer]:
-    """Run a fake server while the block runs."""
+    """Run a fake server for the duration of the block."""
     fake = FakeServer(root)
     listening = socket.socket()
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listening.bind(("127.0.0.1", port))
-    listening.listen()  # who comes before the server runs waits for it
+    listening.listen()  # clients that connect before the server runs wait for it
     fake.url = f"http://127.0.0.1:{listening.getsockname()[1]}"
     config = uvicorn.Config(fake.app, log_level="critical", lifespan="off", timeout_graceful_shutdown=1)
     server = uvicorn.Server(config)

@@ -1,4 +1,4 @@
-"""Forty texts that run `pwned()` on a page which shows them as HTML (serving.md T32)."""
+"""Forty texts that run `pwned()` on a page that shows them as HTML."""
 
 from __future__ import annotations
 

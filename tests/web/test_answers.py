@@ -1,4 +1,4 @@
-"""One answer on the page (checklist 1 to 14, 20): streamed, stopped, drawn anew, edited, continued, copied."""
+"""An answer on the page: streaming, stopping, versions, continuing, copying, Markdown, settings, figures."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import pytest
 from playwright.sync_api import expect
 
 from tests.web.chat_driver import ChatDriver, answered, shown_text, started
-from tests.web.fake import PATIENCE_S, FakeServer
+from tests.web.fake import TIMEOUT_S, FakeServer
 
 
-def test_1_text_comes_while_it_is_written(chat: ChatDriver, fake: FakeServer) -> None:
+def test_answer_text_is_streamed(chat: ChatDriver, fake: FakeServer) -> None:
     answer = started(chat, fake, "Hello", "One", " two")
     assert chat.page.locator("#stop").is_visible()
     answer.say(" three")
@@ -21,23 +21,23 @@ def test_1_text_comes_while_it_is_written(chat: ChatDriver, fake: FakeServer) ->
     chat.watch.assert_clean()
 
 
-def test_2_stop_and_escape_end_the_request_and_keep_the_text(chat: ChatDriver, fake: FakeServer) -> None:
+def test_stop_and_escape_abort_the_request_and_keep_the_text(chat: ChatDriver, fake: FakeServer) -> None:
     for stop in (lambda: chat.press("Stop"), lambda: chat.page.keyboard.press("Escape")):
         answer = started(chat, fake, "Hello", "Half")
         stop()
-        assert answer.gone.wait(PATIENCE_S), "the server was not told"
+        assert answer.gone.wait(TIMEOUT_S), "the request was not aborted"
         chat.wait_until_idle()
         expect(chat.last()).to_contain_text("Stopped.")
         expect(chat.last().locator(".body")).to_have_text("Half")
     chat.watch.assert_clean()
 
 
-def test_3_and_5_regenerate_makes_a_version_beside_the_first(chat: ChatDriver, fake: FakeServer) -> None:
+def test_regenerate_adds_a_version(chat: ChatDriver, fake: FakeServer) -> None:
     answered(chat, fake, "Hello", "First")
     chat.press("Regenerate")
     again = fake.answer()
     assert again.body["messages"] == [{"role": "user", "content": "Hello"}]
-    again.tell("Second")
+    again.complete("Second")
     chat.wait_until_idle()
     expect(chat.answers()).to_have_count(1)
     expect(chat.last()).to_contain_text("2/2")
@@ -48,14 +48,14 @@ def test_3_and_5_regenerate_makes_a_version_beside_the_first(chat: ChatDriver, f
     expect(chat.last().locator(".body")).to_have_text("Second")
 
 
-def test_4_and_5_an_edited_message_is_a_version_with_its_own_answers(chat: ChatDriver, fake: FakeServer) -> None:
+def test_edit_adds_a_version_with_separate_answers(chat: ChatDriver, fake: FakeServer) -> None:
     answered(chat, fake, "Good morning", "To you too")
     chat.press("Edit")
     chat.page.get_by_label("Edit your message").fill("Good evening")
     chat.press("Send", chat.page.locator(".message.user"))
     edited = fake.answer()
     assert [one["content"] for one in edited.body["messages"]] == ["Good evening"]
-    edited.tell("Likewise")
+    edited.complete("Likewise")
     chat.wait_until_idle()
     expect(chat.page.locator(".message.user")).to_contain_text("Good evening")
     chat.press("Previous version", chat.page.locator(".message.user"))
@@ -63,7 +63,7 @@ def test_4_and_5_an_edited_message_is_a_version_with_its_own_answers(chat: ChatD
     expect(chat.last().locator(".body")).to_have_text("To you too")
 
 
-def test_6_a_stopped_answer_goes_on_from_its_very_tokens(chat: ChatDriver, fake: FakeServer) -> None:
+def test_continue_sends_the_exact_tokens(chat: ChatDriver, fake: FakeServer) -> None:
     answer = started(chat, fake, "Hello", "Half", " an")
     chat.press("Stop")
     chat.wait_until_idle()
@@ -71,7 +71,7 @@ def test_6_a_stopped_answer_goes_on_from_its_very_tokens(chat: ChatDriver, fake:
     rest = fake.answer()
     assert rest.body["answer_token_ids"] == [7, 7] and rest.body["seed"] == answer.body["seed"]
     assert [one["role"] for one in rest.body["messages"]] == ["user"]
-    rest.tell(" answer")
+    rest.complete(" answer")
     chat.wait_until_idle()
     expect(chat.last().locator(".body")).to_have_text("Half an answer")
     expect(chat.answers()).to_have_count(1)
@@ -80,9 +80,9 @@ def test_6_a_stopped_answer_goes_on_from_its_very_tokens(chat: ChatDriver, fake:
 
 @pytest.mark.parametrize(
     ("headers", "text"),
-    [({}, "The longest answer is reached."), ({"x-max-tokens": "2"}, "The model's context is full.")],
+    [({}, "The answer reached its token limit."), ({"x-max-tokens": "2"}, "The model's context is full.")],
 )
-def test_an_answers_end_names_the_limit_that_it_reached(
+def test_truncated_answer_names_the_limit(
     chat: ChatDriver, fake: FakeServer, headers: dict[str, str], text: str
 ) -> None:
     fake.answer_headers = headers
@@ -95,12 +95,12 @@ def test_an_answers_end_names_the_limit_that_it_reached(
     expect(chat.last().locator(".ending")).to_have_text(text)
     fake.answer_headers = {"x-max-tokens": "5"}
     chat.press("Regenerate")
-    fake.answer().tell("Whole")
+    fake.answer().complete("Whole")
     chat.wait_until_idle()
     expect(chat.last().locator(".ending")).to_have_count(0)
 
 
-def test_7_and_8_messages_and_code_are_copied(chat: ChatDriver, fake: FakeServer) -> None:
+def test_messages_and_code_are_copied(chat: ChatDriver, fake: FakeServer) -> None:
     chat.page.context.grant_permissions(["clipboard-read", "clipboard-write"])
     answered(chat, fake, "Hello", "Look:\n\n```python\n", "x = 1\n", "```\n")
     chat.press("Copy code")
@@ -112,8 +112,8 @@ def test_7_and_8_messages_and_code_are_copied(chat: ChatDriver, fake: FakeServer
     assert chat.page.evaluate("navigator.clipboard.readText()") == "Look:\n\n```python\nx = 1\n```\n"
 
 
-def test_7_copying_works_where_the_browser_has_no_clipboard_object(chat: ChatDriver, fake: FakeServer) -> None:
-    """As over plain http in a local network: there the page copies a selection."""
+def test_copy_without_clipboard_object(chat: ChatDriver, fake: FakeServer) -> None:
+    """As over plain HTTP in a local network, where the page copies a selection instead."""
     chat.page.context.grant_permissions(["clipboard-read", "clipboard-write"])
     answered(chat, fake, "Hello", "World")
     chat.page.evaluate(
@@ -149,7 +149,7 @@ Some *stress*, **weight**, ~~no~~, `code` and a [link](https://example.org/a?b=c
 """
 
 
-def test_9_markdown(chat: ChatDriver, fake: FakeServer) -> None:
+def test_markdown(chat: ChatDriver, fake: FakeServer) -> None:
     answered(chat, fake, "Hello", *MARKDOWN.splitlines(keepends=True))
     body = chat.last().locator(".body")
     for selector, text in {
@@ -163,11 +163,11 @@ def test_9_markdown(chat: ChatDriver, fake: FakeServer) -> None:
         expect(links.nth(index)).to_have_attribute("href", address)
         expect(links.nth(index)).to_have_attribute("rel", "noopener noreferrer")
         expect(links.nth(index)).to_have_attribute("target", "_blank")
-    assert body.locator("img").count() == 0, "a picture would be a request elsewhere"
+    assert body.locator("img").count() == 0, "an image would send a request to another server"
     chat.watch.assert_clean()
 
 
-def test_9_what_is_shown_block_by_block_is_what_is_shown_at_once(chat: ChatDriver, fake: FakeServer) -> None:
+def test_streamed_markdown_equals_markdown_at_once(chat: ChatDriver, fake: FakeServer) -> None:
     chat.type("Hello")
     answer = fake.answer()
     text = MARKDOWN + "\n```js\nlet a = 1;\nlet b = 2;\n```\n\nEnd."
@@ -182,13 +182,13 @@ def test_9_what_is_shown_block_by_block_is_what_is_shown_at_once(chat: ChatDrive
     ]
 
 
-def test_10_code_is_coloured(chat: ChatDriver, fake: FakeServer) -> None:
+def test_code_is_coloured(chat: ChatDriver, fake: FakeServer) -> None:
     answered(chat, fake, "Hello", "```python\ndef f():\n", "    return 'x'\n", "```\n")
     expect(chat.last().locator("pre .hljs-keyword").first).to_have_text("def")
     expect(chat.last().locator("pre .hljs-string")).to_have_text("'x'")
 
 
-def test_11_a_tool_call_is_expression_and_result(chat: ChatDriver, fake: FakeServer) -> None:
+def test_tool_call_shows_expression_and_result(chat: ChatDriver, fake: FakeServer) -> None:
     fake.info["calculator"] = True
     chat.page.reload()
     chat.wait_until_ready()
@@ -213,7 +213,7 @@ def test_11_a_tool_call_is_expression_and_result(chat: ChatDriver, fake: FakeSer
     assert message["parts"] == [{"type": "python", "text": "12+34"}, *parts]
 
 
-def test_13_settings_reach_the_server_and_can_be_reset(chat: ChatDriver, fake: FakeServer) -> None:
+def test_settings_are_sent_and_can_be_reset(chat: ChatDriver, fake: FakeServer) -> None:
     chat.press("Settings")
     assert chat.page.get_attribute("#set-temperature", "placeholder") == "0.7"
     for name, value in {"temperature": "0.2", "top_k": "5", "max_tokens": "50", "presence_penalty": "-1"}.items():
@@ -225,9 +225,9 @@ def test_13_settings_reach_the_server_and_can_be_reset(chat: ChatDriver, fake: F
     assert {name: answer.body[name] for name in ("temperature", "top_k", "max_tokens", "presence_penalty")} == {
         "temperature": 0.2, "top_k": 5, "max_tokens": 50, "presence_penalty": -1,
     }  # fmt: skip
-    assert answer.body["messages"][0] == {"role": "system", "content": "Be brief."}, "checklist 12"
+    assert answer.body["messages"][0] == {"role": "system", "content": "Be brief."}
     assert "top_p" not in answer.body
-    answer.tell("Yes")
+    answer.complete("Yes")
     chat.wait_until_idle()
     chat.press("Settings")
     chat.press("Reset to the server's defaults")
@@ -238,7 +238,7 @@ def test_13_settings_reach_the_server_and_can_be_reset(chat: ChatDriver, fake: F
     assert "temperature" not in body and "top_k" not in body
 
 
-def test_14_and_20_figures_and_facts(chat: ChatDriver, fake: FakeServer) -> None:
+def test_figures_and_facts(chat: ChatDriver, fake: FakeServer) -> None:
     answer = started(chat, fake, "Hello", "One")
     answer.say(" two")
     answer.finish(version="step-7", count=2)
@@ -257,7 +257,7 @@ def test_14_and_20_figures_and_facts(chat: ChatDriver, fake: FakeServer) -> None
         expect(facts).to_contain_text(text)
 
 
-def test_thoughts_are_folded_away(chat: ChatDriver, fake: FakeServer) -> None:
+def test_thoughts_are_collapsed(chat: ChatDriver, fake: FakeServer) -> None:
     chat.type("Hello")
     answer = fake.answer()
     answer.say("<think>Let me", " see")
@@ -269,18 +269,18 @@ def test_thoughts_are_folded_away(chat: ChatDriver, fake: FakeServer) -> None:
     expect(chat.last().locator(".markdown")).to_have_text("Well.")
 
 
-def test_an_end_that_is_taken_early_asks_for_the_beginning_alone(chat: ChatDriver, fake: FakeServer) -> None:
+def test_end_token_as_alternative_requests_only_the_beginning(chat: ChatDriver, fake: FakeServer) -> None:
     fake.info["end_token_ids"] = [200]
     chat.page.reload()
     chat.wait_until_ready()
     answered(chat, fake, "Hello", "One", " two", " three")
     chat.press("Tokens")
     chat.page.locator(".tokens .token").nth(2).click()
-    chat.page.get_by_role("button", name='Go on with "A"').click()
+    chat.page.get_by_role("button", name='Continue with "A"').click()
     answer = fake.answer()
     assert answer.body["answer_token_ids"] == [7, 7] and answer.body["echo"] is True
     answer.choice({"content": "One two"}, answer_token_ids=[7, 7])
-    assert answer.gone.wait(PATIENCE_S), "nothing more is wanted, and the server is told so"
+    assert answer.gone.wait(TIMEOUT_S), "the request is aborted after the beginning"
     chat.wait_until_idle()
     expect(chat.last().locator(".body")).to_have_text("One two")
     expect(chat.last()).to_contain_text("3 tokens")

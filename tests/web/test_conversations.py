@@ -1,4 +1,4 @@
-"""Conversations (checklist 15 to 19): the context's meter, names, deletion, search, files, reloads."""
+"""Conversations: the context meter, renaming, deletion, search, export and import, reloads."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.web.fake import FakeServer
 NAMES = ".chat-name"
 
 
-def test_15_the_meter_counts_and_warns_before_the_context_is_full(chat: ChatDriver, fake: FakeServer) -> None:
+def test_meter_counts_and_warns_before_the_context_is_full(chat: ChatDriver, fake: FakeServer) -> None:
     page = chat.page
     page.fill("#draft", "one two three")
     expect(page.locator("#meter-text")).to_have_text("3 of 1,000 tokens")
@@ -28,7 +28,7 @@ def test_15_the_meter_counts_and_warns_before_the_context_is_full(chat: ChatDriv
     expect(page.locator("#meter-warning")).to_be_visible()
 
 
-def test_16_conversations_are_named_renamed_deleted_and_brought_back(chat: ChatDriver, fake: FakeServer) -> None:
+def test_conversations_are_renamed_deleted_and_restored(chat: ChatDriver, fake: FakeServer) -> None:
     page = chat.page
     answered(chat, fake, "About apples", "Red")
     chat.press("New chat")
@@ -54,7 +54,7 @@ def test_16_conversations_are_named_renamed_deleted_and_brought_back(chat: ChatD
     chat.watch.assert_clean()
 
 
-def test_17_search_looks_into_names_and_texts(chat: ChatDriver, fake: FakeServer) -> None:
+def test_search_finds_titles_and_texts(chat: ChatDriver, fake: FakeServer) -> None:
     answered(chat, fake, "About apples", "They are red")
     chat.press("New chat")
     answered(chat, fake, "About pears", "They are green")
@@ -76,17 +76,15 @@ def downloaded(chat: ChatDriver, *names: str) -> str:
     return Path(download.value.path()).read_text()
 
 
-def test_18_a_conversation_leaves_as_json_or_markdown_and_comes_back(
-    chat: ChatDriver, fake: FakeServer, tmp_path: Path
-) -> None:
+def test_export_as_json_or_markdown_and_import(chat: ChatDriver, fake: FakeServer, tmp_path: Path) -> None:
     answered(chat, fake, "Hello", "First")
     chat.press("Regenerate")
-    fake.answer().tell("Second")
+    fake.answer().complete("Second")
     chat.wait_until_idle()
     assert downloaded(chat, "Export", "Markdown") == "# Hello\n\n## You\n\nHello\n\n## Answer\n\nSecond\n"
     text = downloaded(chat, "Export", "JSON (can be imported)")
-    (exported,) = json.loads(text)["chats"]
-    assert [one["text"] for one in exported["messages"]] == ["Hello", "First", "Second"]
+    (entry,) = json.loads(text)["chats"]
+    assert [one["text"] for one in entry["messages"]] == ["Hello", "First", "Second"]
     assert json.loads(downloaded(chat, "Export all"))["chats"][0]["conversation"]["title"] == "Hello"
     chat.press("Delete Hello")
     expect(chat.page.locator(NAMES)).to_have_count(0)
@@ -114,7 +112,7 @@ def test_18_a_conversation_leaves_as_json_or_markdown_and_comes_back(
         ),
     ],
 )
-def test_18_a_file_that_is_none_is_refused(chat: ChatDriver, tmp_path: Path, text: str, complaint: str) -> None:
+def test_import_of_an_invalid_file_is_refused(chat: ChatDriver, tmp_path: Path, text: str, complaint: str) -> None:
     path = tmp_path / "bad.json"
     path.write_text(text)
     chat.page.set_input_files("#file", path)
@@ -123,7 +121,7 @@ def test_18_a_file_that_is_none_is_refused(chat: ChatDriver, tmp_path: Path, tex
     chat.watch.assert_clean()
 
 
-def test_19_a_reload_keeps_everything_also_half_an_answer(chat: ChatDriver, fake: FakeServer) -> None:
+def test_reload_keeps_conversations_and_partial_answers(chat: ChatDriver, fake: FakeServer) -> None:
     answered(chat, fake, "Hello", "Whole")
     started(chat, fake, "More", "Half", " an")
     chat.page.reload()
@@ -135,23 +133,23 @@ def test_19_a_reload_keeps_everything_also_half_an_answer(chat: ChatDriver, fake
     chat.press("Continue")
     rest = fake.answer()
     assert rest.body["answer_token_ids"] == [7, 7]
-    rest.tell(" answer")
+    rest.complete(" answer")
     expect(chat.last().locator(".body")).to_have_text("Half an answer")
     chat.watch.assert_clean()
 
 
-def test_an_answer_goes_on_in_a_conversation_that_is_not_open(chat: ChatDriver, fake: FakeServer) -> None:
+def test_answer_continues_while_another_conversation_is_open(chat: ChatDriver, fake: FakeServer) -> None:
     answer = started(chat, fake, "Slow", "One")
     chat.press("New chat")
     answered(chat, fake, "Quick", "Done")
-    answer.tell(" two")
+    answer.complete(" two")
     chat.page.locator(NAMES, has_text="Slow").click()
     expect(chat.last().locator(".body")).to_have_text("One two")
     chat.wait_until_idle()
     expect(chat.last()).not_to_contain_text("interrupted")
 
 
-def test_the_system_prompt_belongs_to_its_conversation(chat: ChatDriver, fake: FakeServer) -> None:
+def test_system_prompt_belongs_to_its_conversation(chat: ChatDriver, fake: FakeServer) -> None:
     chat.set(system="Rhyme.")
     answered(chat, fake, "Hello", "Yellow")
     chat.press("New chat")

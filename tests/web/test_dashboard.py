@@ -1,4 +1,4 @@
-"""The dashboard shows what /metrics says: nothing wrong, nothing twice, nothing negative, whatever the server does."""
+"""The dashboard shows the values of /metrics, in all states of the server."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from nano_inference.server.metrics import Metrics, not_loaded
 from nano_inference.server.pages import load_page
 from tests.server.test_metrics import RECORD, STEP
 from tests.server.tiny import Running, running
-from tests.web.fake import PATIENCE_S
+from tests.web.fake import TIMEOUT_S
 from tests.web.watch import Watch, axe_violations
 
 START = 1_800_000_000
-LOOK = 2
-"""Seconds between two looks."""
-REFUSED = "Failed to load resource"
-"""What the browser itself logs for an answer that is no success, or does not come."""
-PARTS = {"p50": 0.5, "p95": 0.95, "p99": 0.99}
+POLL_S = 2
+"""Seconds between two readings of /metrics."""
+FAILED = "Failed to load resource"
+"""Chromium's console message for a failed request."""
+QUANTILES = {"p50": 0.5, "p95": 0.95, "p99": 0.99}
 Answer = bytes | int | None
-"""The text of /metrics, or another status, or no answer."""
+"""The text of /metrics, an error status, or None for no answer."""
 
 
 class Board:
-    """The page at a clock that stands still between looks, with /metrics as a test wants it."""
+    """The dashboard with a controlled clock and, if `answer` is given, a scripted /metrics."""
 
     def __init__(
         self, context: BrowserContext, server: Running, answer: Answer = b"", *, path: str = "/dashboard"
@@ -59,21 +59,21 @@ class Board:
         else:
             route.fulfill(body=self.answer, content_type="text/plain")
 
-    def hold(self) -> Board:
-        """Wait for the first look, and let time stand still from then on."""
+    def freeze(self) -> Board:
+        """Wait for the first reading, stop the clock, and read once more."""
         self.shows("Live")
         self.page.clock.pause_at(START + 100)
-        self._was_read()
-        self.look()
+        self._wait_until_read()
+        self.poll()
         return self
 
-    def look(self, answer: Answer = b"", seconds: float = LOOK) -> None:
-        """Let the page look once more, so many seconds later."""
+    def poll(self, answer: Answer = b"", seconds: float = POLL_S) -> None:
+        """Advance the clock and wait for the next reading."""
         self.answer = answer if answer != b"" else self.answer
         self.page.clock.fast_forward(int(seconds * 1000))
-        self._was_read()
+        self._wait_until_read()
 
-    def _was_read(self) -> None:
+    def _wait_until_read(self) -> None:
         now = self.page.evaluate("new Date().toLocaleTimeString('en-GB')")
         expect(self.page.locator("#read-at")).to_have_text(f"Read at {now}.")
 
@@ -81,22 +81,22 @@ class Board:
         expect(self.page.locator("#state")).to_have_text(state)
 
     def tile(self, name: str) -> float | None:
-        """The number of a tile, None when it shows none."""
+        """Return the number of a tile, None if it shows none."""
         return number(self.page.locator(f"#tile-{name} data").get_attribute("value"))
 
-    def more(self, name: str) -> str:
+    def detail(self, name: str) -> str:
         return self.page.locator(f"#tile-{name} .more").inner_text()
 
     def chart(self, name: str) -> dict[str, float | None]:
-        """The values beside the names of a chart's lines."""
+        """Return the values in a chart's legend by the names of its lines."""
         found = {}
         for item in self.page.locator(f"#chart-{name} .legend li").all():
             value = item.locator("data")
             found[item.inner_text().removesuffix(value.inner_text()).strip()] = number(value.get_attribute("value"))
         return found
 
-    def corners(self, name: str, line: int = 0) -> int:
-        """Through how many points a line goes."""
+    def num_points(self, name: str, line: int = 0) -> int:
+        """Return the number of points of a line."""
         path = self.page.locator(f"#chart-{name} .plot .line-{line}").first.get_attribute("d") or ""
         return path.count("M") + path.count("L")
 
@@ -120,15 +120,15 @@ def new_metrics() -> Metrics:
     return Metrics(model_name="tiny", num_blocks=2048, block_size=16, cache_config={})
 
 
-def told(metrics: Metrics, running: int = 0, generated: int = 0, seconds: float = 0.03) -> bytes:
-    """The text after one more step."""
+def after_step(metrics: Metrics, running: int = 0, generated: int = 0, seconds: float = 0.03) -> bytes:
+    """Record one step and return the text of /metrics."""
     metrics.token_gap(seconds * generated, generated)
     metrics.step(replace(STEP, num_running=running, num_free_blocks=1024))
     return metrics.render()
 
 
 def values(text: str) -> dict[str, float]:
-    """Every sample by name and labels, but for those that all have."""
+    """Return all samples by name and labels, without the labels that all samples have."""
     found = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
@@ -138,7 +138,7 @@ def values(text: str) -> dict[str, float]:
 
 
 def quantile(before: dict[str, float], after: dict[str, float], name: str, q: float) -> float:
-    """As Prometheus' documentation of histogram_quantile has it."""
+    """Return a quantile as defined in Prometheus' documentation of histogram_quantile."""
     start = f"{name}_bucket|le="
     bounds = sorted(float(key.removeprefix(start)) for key in after if key.startswith(start))
     counts = [after[start + text] - before[start + text] for text in (str(b).replace("inf", "+Inf") for b in bounds)]
@@ -147,22 +147,22 @@ def quantile(before: dict[str, float], after: dict[str, float], name: str, q: fl
         if count >= rank:
             return lower if bound == float("inf") else lower + (bound - lower) * (rank - below) / (count - below)
         lower, below = bound, count
-    raise AssertionError("the last bucket holds all")
+    raise AssertionError("the last bucket contains all observations")
 
 
-def test_its_numbers_are_those_of_the_metrics(context: BrowserContext, server: Running) -> None:
-    board = Board(context, server).hold()
+def test_numbers_equal_the_metrics(context: BrowserContext, server: Running) -> None:
+    board = Board(context, server).freeze()
     before = values(server.client.get("/metrics").text)
     for size in (40, 40, 90):
         body = {"model": "tiny", "prompt": "a" * size, "max_tokens": 30, "ignore_eos": True}
         assert server.post("/v1/completions", body).status_code == 200
     after = values(server.client.get("/metrics").text)
-    board.look()
+    board.poll()
     rose = {name: after[name] - before.get(name, 0) for name in after}
     assert rose["vllm:generation_tokens_total"] == 90 and rose["vllm:prompt_tokens_total"] == 170
     assert rose["vllm:prefix_cache_hits_total"] > 0
-    assert board.tile("generated") == pytest.approx(90 / LOOK)
-    assert board.tile("prompt") == pytest.approx(170 / LOOK)
+    assert board.tile("generated") == pytest.approx(90 / POLL_S)
+    assert board.tile("prompt") == pytest.approx(170 / POLL_S)
     hits = rose["vllm:prefix_cache_hits_total"] / rose["vllm:prefix_cache_queries_total"]
     assert board.tile("prefix") == pytest.approx(hits)
     assert board.chart("prompt") == pytest.approx({"all": 85, "from the cache": hits * 85})
@@ -171,47 +171,45 @@ def test_its_numbers_are_those_of_the_metrics(context: BrowserContext, server: R
         "gap": "vllm:inter_token_latency_seconds",
         "queue": "vllm:request_queue_time_seconds",
     }.items():
-        wanted = {part: quantile(before, after, series, q) for part, q in PARTS.items()}
+        wanted = {part: quantile(before, after, series, q) for part, q in QUANTILES.items()}
         assert board.chart(name) == pytest.approx(wanted), name
         if name != "queue":
             assert board.tile(name) == pytest.approx(wanted["p50"])
     assert board.tile("running") == after["vllm:num_requests_running"]
     assert board.tile("waiting") == after["vllm:num_requests_waiting"]
     assert board.tile("kv") == pytest.approx(after["vllm:kv_cache_usage_perc"])
-    assert board.tile("weights") == 0 and board.more("weights") == "as loaded"
+    assert board.tile("weights") == 0 and board.detail("weights") == "as loaded"
     assert board.tile("preempted") == board.tile("aborted") == board.tile("errors") == 0
-    assert board.more("generated") == "90 in 5 min"
-    assert board.more("running") == "of at most 256" and board.more("kv") == "of 32,768 tokens"
+    assert board.detail("generated") == "90 in 5 min"
+    assert board.detail("running") == "of at most 256" and board.detail("kv") == "of 32,768 tokens"
     facts = board.page.locator("#facts").inner_text().split("\n")
     info = server.client.get("/info").json()
     assert {info["server"], info["architecture"], "35,232", "512 tokens"} <= set(facts)
     board.watch.assert_clean()
 
 
-def test_counts_of_trouble_and_new_weights_are_shown(
-    context: BrowserContext, server: Running, metrics: Metrics
-) -> None:
-    board = Board(context, server, metrics.render()).hold()
+def test_error_counts_and_weight_version(context: BrowserContext, server: Running, metrics: Metrics) -> None:
+    board = Board(context, server, metrics.render()).freeze()
     for reason in ("abort", "abort", "error", "stop", "stop", "stop"):
         metrics.finished(replace(RECORD, finish_reason=reason))
     for reason in ("max_num_queued_reqs", "draining", "other"):
         metrics.rejected(reason)
     metrics.step(replace(STEP, num_preempted=5, num_waiting=7, num_free_blocks=512, weight_version=3))
-    board.look(metrics.render())
-    assert board.chart("trouble") == {"preempted": 5, "aborted": 2, "failed": 1, "refused": 3}
+    board.poll(metrics.render())
+    assert board.chart("errors") == {"preempted": 5, "aborted": 2, "failed": 1, "refused": 3}
     assert [board.tile(name) for name in ("preempted", "aborted", "errors")] == [5, 2, 4]
-    assert board.more("errors") == "1 failed, 3 refused" and board.more("preempted") == "in 5 min; 5 in all"
+    assert board.detail("errors") == "1 failed, 3 refused" and board.detail("preempted") == "in 5 min; 5 in all"
     assert board.tile("waiting") == 7 and board.tile("kv") == 0.75
     assert board.tile("weights") == 3
     now = board.page.evaluate("new Date().toLocaleTimeString('en-GB')")
-    assert board.more("weights") == f"since {now}"
-    board.look()
-    assert board.chart("trouble") == {"preempted": 0, "aborted": 0, "failed": 0, "refused": 0}
-    assert board.tile("errors") == 4, "the window still holds them"
+    assert board.detail("weights") == f"since {now}"
+    board.poll()
+    assert board.chart("errors") == {"preempted": 0, "aborted": 0, "failed": 0, "refused": 0}
+    assert board.tile("errors") == 4, "the window still contains them"
 
 
-BY_HAND = (
-    # Observations in the buckets up to 0.1, 0.2, 0.4 and beyond, and where the quantiles lie among them.
+KNOWN_QUANTILES = (
+    # Numbers of observations in the buckets up to 0.1, 0.2, 0.4 and infinity, and their quantiles.
     ((100, 0, 0, 0), (0.05, 0.095, 0.099)),
     ((50, 40, 10, 0), (0.1, 0.3, 0.38)),
     ((0, 0, 4, 0), (0.3, 0.39, 0.398)),
@@ -220,7 +218,7 @@ BY_HAND = (
 )
 
 
-def test_quantiles_of_histograms_made_by_hand(context: BrowserContext, server: Running) -> None:
+def test_quantiles_of_known_histograms(context: BrowserContext, server: Running) -> None:
     def text(counts: tuple[int, ...]) -> bytes:
         name = "vllm:time_to_first_token_seconds_bucket"
         sums = zip(("0.1", "0.2", "0.4", "+Inf"), accumulate(counts), strict=True)
@@ -228,23 +226,23 @@ def test_quantiles_of_histograms_made_by_hand(context: BrowserContext, server: R
         return "\n".join(['vllm:num_requests_running{model_name="m"} 0', *lines, ""]).encode()
 
     so_far: tuple[int, ...] = (7, 1, 900, 3)
-    board = Board(context, server, text(so_far)).hold()
-    for counts, wanted in BY_HAND:
+    board = Board(context, server, text(so_far)).freeze()
+    for counts, wanted in KNOWN_QUANTILES:
         so_far = tuple(old + new for old, new in zip(so_far, counts, strict=True))
-        board.look(text(so_far))
+        board.poll(text(so_far))
         shown = board.chart("first")
-        assert shown == pytest.approx(dict(zip(PARTS, wanted, strict=True))), counts
+        assert shown == pytest.approx(dict(zip(QUANTILES, wanted, strict=True))), counts
     board.watch.assert_clean()
 
 
-def test_charts_move_and_tell_what_was_at_a_time(context: BrowserContext, server: Running, metrics: Metrics) -> None:
-    board = Board(context, server, told(metrics)).hold()
+def test_charts_move_and_show_the_values_at_a_time(context: BrowserContext, server: Running, metrics: Metrics) -> None:
+    board = Board(context, server, after_step(metrics)).freeze()
     page = board.page
     before = page.locator("#chart-requests .plot .line-0").first.get_attribute("d")
-    corners = board.corners("requests")
+    num_points = board.num_points("requests")
     for count in (1, 3, 9):
-        board.look(told(metrics, count, count * 10))
-    assert board.corners("requests") == corners + 3
+        board.poll(after_step(metrics, count, count * 10))
+    assert board.num_points("requests") == num_points + 3
     assert page.locator("#chart-requests .plot .line-0").first.get_attribute("d") != before
     assert board.chart("generated") == {"generated": pytest.approx(45)}
     plot = page.locator("#chart-requests .plot")
@@ -262,8 +260,8 @@ def test_charts_move_and_tell_what_was_at_a_time(context: BrowserContext, server
         page.keyboard.press(key)
     assert board.chart("requests")["running"] == 1
     assert "running 1" in page.locator("#chart-requests [aria-live]").inner_text()
-    board.look(told(metrics, 4))
-    assert board.chart("requests")["running"] == 1, "the chosen time stays while others come"
+    board.poll(after_step(metrics, 4))
+    assert board.chart("requests")["running"] == 1, "the chosen time stays selected"
     page.keyboard.press("Escape")
     assert board.chart("requests")["running"] == 4
     assert "now running 4, waiting 0" in (plot.get_attribute("aria-label") or "")
@@ -274,112 +272,110 @@ def test_charts_move_and_tell_what_was_at_a_time(context: BrowserContext, server
     board.watch.assert_clean()
 
 
-@pytest.mark.parametrize("is_told", [True, False], ids=["its process is another", "its counts are lower"])
-def test_a_restart_gives_no_negative_rate(is_told: bool, context: BrowserContext, server: Running) -> None:
-    def born(text: bytes, second: int) -> bytes:
+@pytest.mark.parametrize("has_new_start", [True, False], ids=["new start time", "lower counts"])
+def test_restart_gives_no_negative_rate(has_new_start: bool, context: BrowserContext, server: Running) -> None:
+    def started_at(text: bytes, second: int) -> bytes:
         lines = [line for line in text.decode().splitlines() if not line.startswith("process_start_time_seconds ")]
         return "\n".join([*lines, f"process_start_time_seconds {second}", ""]).encode()
 
     old, new = new_metrics(), new_metrics()
-    board = Board(context, server, born(told(old, 1, 50, 0.4), 1)).hold()
-    board.look(born(told(old, 1, 10, 0.4), 1))
+    board = Board(context, server, started_at(after_step(old, 1, 50, 0.4), 1)).freeze()
+    board.poll(started_at(after_step(old, 1, 10, 0.4), 1))
     assert board.tile("generated") == 5
-    # 80 tokens since the restart are more than the 60 before it: only the time of birth tells.
-    count = 80 if is_told else 20
-    board.look(born(told(new, 1, count, 0.03), 2 if is_told else 1))
-    assert board.tile("generated") == count / LOOK
+    # 80 tokens after the restart are more than the 60 before it, so only the start time shows the restart.
+    count = 80 if has_new_start else 20
+    board.poll(started_at(after_step(new, 1, count, 0.03), 2 if has_new_start else 1))
+    assert board.tile("generated") == count / POLL_S
     assert board.chart("gap")["p99"] == pytest.approx(0.05, rel=0.02)
-    assert board.more("generated") == f"{10 + count} in 5 min"
-    board.look(born(told(new, 1, 4), 2 if is_told else 1))
+    assert board.detail("generated") == f"{10 + count} in 5 min"
+    board.poll(started_at(after_step(new, 1, 4), 2 if has_new_start else 1))
     assert board.tile("generated") == 2
 
 
-def test_what_was_counted_while_the_model_was_loaded_again_begins_at_nothing(
-    context: BrowserContext, server: Running
-) -> None:
+def test_counters_start_at_zero_after_loading(context: BrowserContext, server: Running) -> None:
     old, new = new_metrics(), new_metrics()
-    board = Board(context, server, told(old, 1, 50)).hold()
-    board.look(not_loaded())
+    board = Board(context, server, after_step(old, 1, 50)).freeze()
+    board.poll(not_loaded())
     board.shows("Loading")
     assert board.tile("running") is None
-    board.look(told(new, 1, 30))
+    board.poll(after_step(new, 1, 30))
     board.shows("Live")
     assert board.tile("generated") == 15
 
 
-WRONG: dict[str, tuple[Answer, str, str]] = {
+PROBLEMS: dict[str, tuple[Answer, str, str]] = {
     "no answer": (None, "Unreachable", "does not answer"),
-    "a proxy without it": (502, "Unreachable", "does not answer"),
+    "a proxy without a server": (502, "Unreachable", "does not answer"),
     "a proxy that waits": (503, "Loading", "being loaded"),
     "no model yet": (not_loaded(), "Loading", "being loaded"),
-    "something else": (418, "Refused", "The server says: not now."),
+    "something else": (418, "Refused", "The server returned: not now."),
 }
 
 
-def test_it_says_what_is_wrong_and_goes_on_by_itself(
+def test_connection_problems_are_shown_and_polling_continues(
     context: BrowserContext, server: Running, metrics: Metrics
 ) -> None:
-    board = Board(context, server, WRONG["no answer"][0])
-    for count, (answer, state, says) in enumerate(WRONG.values()):
+    board = Board(context, server, PROBLEMS["no answer"][0])
+    for count, (answer, state, text) in enumerate(PROBLEMS.values()):
         if count:
             board.answer = answer
-            board.page.clock.fast_forward(LOOK * 1000)
+            board.page.clock.fast_forward(POLL_S * 1000)
         board.shows(state)
-        expect(board.page.locator("#state-text")).to_contain_text(says)
-        board.answer = told(metrics, count)
-        board.page.clock.fast_forward(LOOK * 1000)
+        expect(board.page.locator("#state-text")).to_contain_text(text)
+        board.answer = after_step(metrics, count)
+        board.page.clock.fast_forward(POLL_S * 1000)
         board.shows("Live")
         assert board.tile("running") == count
-    board.watch.assert_clean([REFUSED])
+    board.watch.assert_clean([FAILED])
 
 
-def test_a_failed_engine_and_a_stopping_server_are_told(
+def test_failed_engine_and_draining_server_are_shown(
     context: BrowserContext, server: Running, metrics: Metrics
 ) -> None:
-    board = Board(context, server, told(metrics, 1)).hold()
+    board = Board(context, server, after_step(metrics, 1)).freeze()
     board.page.route("**/health", lambda route: route.fulfill(body='{"status": "draining"}'))
-    board.look()
-    board.shows("Stopping")
+    board.poll()
+    board.shows("Draining")
     metrics.halted(True)
-    board.look(metrics.render())
-    board.shows("Stopping")
+    board.poll(metrics.render())
+    board.shows("Draining")
     metrics.engine_died()
-    board.look(metrics.render())
+    board.poll(metrics.render())
     board.shows("Engine failed")
     assert board.tile("running") == 0
     board.watch.assert_clean()
 
 
-def test_an_engine_that_a_trainer_holds_is_told(context: BrowserContext, tiny_directory: Path) -> None:
+def test_engine_halted_by_a_trainer_is_shown(context: BrowserContext, tiny_directory: Path) -> None:
     halted = 'nano_inference_engine_halted{engine="0",model_name="tiny"} '
     with running(tiny_directory, ServerConfig(port=0, log_requests=False, enable_rl=True)) as one:
         board = Board(context, one)
         board.shows("Live")
         assert one.post("/pause", {}).status_code == 200
         assert one.comes_to_show(halted + "1.0")
-        board.page.clock.fast_forward(LOOK * 1000)
-        board.shows("Held")
+        board.page.clock.fast_forward(POLL_S * 1000)
+        board.shows("Halted")
         expect(board.page.locator("#state-text")).to_contain_text("requests wait")
         late = Board(context, one)
-        late.shows("Held")
+        late.shows("Halted")
         expect(late.page.locator("#facts")).to_contain_text("LlamaForCausalLM")
         late.page.close()
         assert one.post("/resume", {}).status_code == 200
         assert one.comes_to_show(halted + "0.0")
-        board.page.clock.fast_forward(LOOK * 1000)
+        board.page.clock.fast_forward(POLL_S * 1000)
         board.shows("Live")
         board.watch.assert_clean()
 
 
-def test_a_server_with_a_key_is_asked_with_it(context: BrowserContext, tiny_directory: Path) -> None:
+def test_key_is_requested_and_sent(context: BrowserContext, tiny_directory: Path) -> None:
     with running(tiny_directory, ServerConfig(port=0, log_requests=False, api_key=("sesame-open",))) as one:
         board = Board(context, one)
         page = board.page
         dialog, note = page.locator("#key-dialog"), page.locator("#key-note")
         board.shows("Key needed")
-        expect(note).to_contain_text("wants a key")
+        expect(note).to_contain_text("needs a key")
         page.clock.fast_forward(60_000)
-        assert sum(url.endswith("/metrics") for url in board.asked) == 1, "asking again would be of no use"
+        assert sum(url.endswith("/metrics") for url in board.asked) == 1, "no polling without a key"
         page.keyboard.press("Escape")
         expect(dialog).to_be_hidden()
         page.get_by_role("button", name="Enter the key").click()
@@ -387,16 +383,16 @@ def test_a_server_with_a_key_is_asked_with_it(context: BrowserContext, tiny_dire
         page.keyboard.press("Enter")
         expect(note).to_have_text("The server does not accept this key.")
         page.get_by_label("Key", exact=True).fill("sesame-open")
-        page.get_by_role("button", name="Use it").click()
+        page.get_by_role("button", name="Use this key").click()
         board.shows("Live")
         expect(dialog).to_be_hidden()
         assert "sesame-open" in page.evaluate("JSON.stringify(sessionStorage)")
         assert "sesame-open" not in page.evaluate("JSON.stringify(localStorage) + document.cookie + location.href")
-        board.watch.assert_clean([REFUSED])
+        board.watch.assert_clean([FAILED])
 
 
-def test_it_looks_only_while_somebody_watches(context: BrowserContext, server: Running, metrics: Metrics) -> None:
-    board = Board(context, server, told(metrics)).hold()
+def test_polls_only_while_visible_and_not_paused(context: BrowserContext, server: Running, metrics: Metrics) -> None:
+    board = Board(context, server, after_step(metrics)).freeze()
     page = board.page
 
     def hide(is_hidden: str) -> None:
@@ -405,48 +401,46 @@ def test_it_looks_only_while_somebody_watches(context: BrowserContext, server: R
             document.dispatchEvent(new Event("visibilitychange")); }}"""
         )
 
-    def passes(seconds: int) -> int:
-        """How many looks are made in some time."""
+    def num_requests(seconds: int) -> int:
+        """Advance the clock and return the number of requests in that time."""
         num_before = len(board.asked)
         page.clock.fast_forward(seconds * 1000)
         return len(board.asked) - num_before
 
     page.get_by_role("button", name="Pause").click()
     board.shows("Paused")
-    assert passes(60) == 0
+    assert num_requests(60) == 0
     hide("true")
     hide("false")
-    assert passes(60) == 0, "a pause outlasts another tab"
-    board.answer = told(metrics, 6)
-    page.get_by_role("button", name="Go on").click()
+    assert num_requests(60) == 0, "still paused after the tab was hidden"
+    board.answer = after_step(metrics, 6)
+    page.get_by_role("button", name="Resume").click()
     board.shows("Live")
     expect(page.locator("#tile-running data")).to_have_text("6")
     hide("true")
-    assert passes(60) == 0
-    board.answer = told(metrics, 7)
+    assert num_requests(60) == 0
+    board.answer = after_step(metrics, 7)
     hide("false")
     expect(page.locator("#tile-running data")).to_have_text("7")
     board.watch.assert_clean()
 
 
-def test_ten_minutes_are_kept_and_a_window_shows_its_part(
-    context: BrowserContext, server: Running, metrics: Metrics
-) -> None:
-    board = Board(context, server, told(metrics)).hold()
+def test_history_of_ten_minutes_and_shorter_windows(context: BrowserContext, server: Running, metrics: Metrics) -> None:
+    board = Board(context, server, after_step(metrics)).freeze()
     for _ in range(12):
-        board.look(told(metrics, 1, 60), seconds=60)
+        board.poll(after_step(metrics, 1, 60), seconds=60)
     for name, length in (("1 min", 1), ("5 min", 5), ("10 min", 10)):
         board.page.get_by_label(name, exact=True).check()
-        assert board.corners("requests") == length + 1
-        assert board.more("generated") == f"{60 * (length + 1)} in {name}"
+        assert board.num_points("requests") == length + 1
+        assert board.detail("generated") == f"{60 * (length + 1)} in {name}"
     path = board.page.locator("#chart-requests .plot .line-0").first.get_attribute("d") or ""
-    assert "L" not in path, "no line is drawn across a time in which nobody looked"
+    assert "L" not in path, "no line connects points across a gap"
     assert board.tile("generated") == 1
 
 
 @pytest.fixture
 def modules(context: BrowserContext) -> Page:
-    """A blank page that can import the page's modules, each as the file that it is."""
+    """A blank page that can import the dashboard's modules without bundling."""
 
     def fulfil(route: Route) -> None:
         path = files("nano_inference") / "web" / route.request.url.removeprefix("http://modules.test/")
@@ -461,7 +455,7 @@ def modules(context: BrowserContext) -> Page:
     return page
 
 
-def test_what_is_older_than_ten_minutes_is_forgotten(modules: Page) -> None:
+def test_history_drops_older_points(modules: Page) -> None:
     kept = modules.evaluate(
         """async () => {
           const { History } = await import("/dashboard/window.js");
@@ -473,7 +467,7 @@ def test_what_is_older_than_ten_minutes_is_forgotten(modules: Page) -> None:
     assert kept == list(range(3000, 3601, 2))
 
 
-def test_the_marks_of_an_axis_are_few_and_hold_everything(modules: Page) -> None:
+def test_axis_marks_are_few_and_cover_all_values(modules: Page) -> None:
     highest = [0, 1e-9, 0.0031, 0.05, 0.3, 0.999, 1, 3, 7, 9.99, 10, 10.01, 64, 1000, 123456, 9.9e9]
     axes = modules.evaluate(
         """async (all) => {
@@ -486,15 +480,15 @@ def test_the_marks_of_an_axis_are_few_and_hold_everything(modules: Page) -> None
         for axis in (marks, whole):
             assert axis[0] == 0 and 2 <= len(axis) <= 6, most
             assert axis[-1] >= most * (1 - 1e-8), most
-            assert axis[-1] <= max(1.7 * most, axis[1]), "most of the chart would be empty"
+            assert axis[-1] <= max(1.7 * most, axis[1]), "the axis is at most 1.7 times the highest value"
             assert axis == [pytest.approx(i * axis[1]) for i in range(len(axis))], most
         assert all(mark == int(mark) for mark in whole), most
 
 
-def test_a_models_name_is_a_text(context: BrowserContext, server: Running) -> None:
+def test_model_name_is_shown_as_text(context: BrowserContext, server: Running) -> None:
     name = 'a "quoted" \\ one, {x="y"} <b>bold</b>'
     metrics = Metrics(model_name=name, num_blocks=8, block_size=16, cache_config={})
-    board = Board(context, server, told(metrics, 3)).hold()
+    board = Board(context, server, after_step(metrics, 3)).freeze()
     assert board.page.locator("#model").inner_text() == name
     assert board.tile("running") == 3
     board.watch.assert_clean()
@@ -502,34 +496,34 @@ def test_a_models_name_is_a_text(context: BrowserContext, server: Running) -> No
 
 @pytest.mark.parametrize("width", [1280, 360])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_it_is_accessible_and_nothing_jumps(
+def test_page_is_accessible_and_has_no_layout_shift(
     width: int, scheme: str, browser: Browser, server: Running, metrics: Metrics
 ) -> None:
     context = browser.new_context(viewport={"width": width, "height": 800}, color_scheme=scheme)  # type: ignore[arg-type]
-    context.set_default_timeout(1000 * PATIENCE_S)
-    board = Board(context, server, told(metrics)).hold()
+    context.set_default_timeout(1000 * TIMEOUT_S)
+    board = Board(context, server, after_step(metrics)).freeze()
     places = """() => [...document.querySelectorAll(".tile, figure, #pause, #windows")].map((node) => {
         const { x, y, width, height } = node.getBoundingClientRect(); return [node.id, x, y, width, height]; })"""
     before = board.page.evaluate(places)
     for count in (3, 800):
         metrics.first_token(count / 300)
         metrics.finished(replace(RECORD, finish_reason="abort", prompt_tokens=4000 * count, cached_tokens=999))
-        board.look(told(metrics, count, count * 20, 1.7))
+        board.poll(after_step(metrics, count, count * 20, 1.7))
     assert board.page.evaluate(places) == before
     assert board.page.evaluate("document.documentElement.dataset.theme") == scheme
     assert board.page.evaluate("document.documentElement.scrollWidth") == width
     board.page.locator("#chart-gap summary").click()
-    board.page.clock.resume()  # axe-core waits by the clock
+    board.page.clock.resume()  # axe-core needs a running clock
     assert axe_violations(board.page) == []
     board.answer = 401
-    board.page.clock.fast_forward(LOOK * 1000)
+    board.page.clock.fast_forward(POLL_S * 1000)
     expect(board.page.locator("#key-dialog")).to_be_visible()
     assert axe_violations(board.page) == []
-    board.watch.assert_clean([REFUSED])
+    board.watch.assert_clean([FAILED])
     context.close()
 
 
-def test_it_works_below_a_path(context: BrowserContext, tiny_directory: Path) -> None:
+def test_dashboard_works_below_a_path(context: BrowserContext, tiny_directory: Path) -> None:
     with running(tiny_directory, ServerConfig(port=0, log_requests=False, root_path="/some/where")) as one:
         board = Board(context, one, path="/some/where/dashboard")
         board.shows("Live")
@@ -540,7 +534,7 @@ def test_it_works_below_a_path(context: BrowserContext, tiny_directory: Path) ->
         board.watch.assert_clean()
 
 
-def test_the_theme_can_be_changed(context: BrowserContext, server: Running) -> None:
+def test_theme_is_changed_and_stored(context: BrowserContext, server: Running) -> None:
     board = Board(context, server)
     theme: Callable[[Page], str] = lambda page: page.evaluate("document.documentElement.dataset.theme")  # noqa: E731
     assert theme(board.page) == "light"
@@ -550,5 +544,5 @@ def test_the_theme_can_be_changed(context: BrowserContext, server: Running) -> N
     assert theme(board.page) == "dark"
 
 
-def test_the_page_is_small() -> None:
+def test_dashboard_size() -> None:
     assert len(load_page("dashboard").packed) <= 20_000

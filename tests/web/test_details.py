@@ -1,4 +1,4 @@
-"""The page's details: icons, the list, figures, facts, presets, attached files, tables, phones."""
+"""Icons, the list of conversations, details, defaults, presets, attached files, tables, phones."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DEFAULTS = {"temperature": 0.6, "top_p": 0.95, "min_p": 0.05, "top_k": 20, "max_
 NAMES = ".chat-name"
 
 
-def test_a_wide_table_scrolls_in_its_own_box_and_keeps_its_alignment(chat: ChatDriver, fake: FakeServer) -> None:
+def test_wide_table_scrolls_and_keeps_its_alignment(chat: ChatDriver, fake: FakeServer) -> None:
     chat.page.set_viewport_size({"width": 390, "height": 700})
     head = "| left | middle | right | " + " | ".join(f"column number {n}" for n in range(9)) + " |\n"
     rule = "|:--|:-:|--:|" + "---|" * 9 + "\n"
@@ -31,14 +31,14 @@ def test_a_wide_table_scrolls_in_its_own_box_and_keeps_its_alignment(chat: ChatD
     box = chat.page.evaluate(
         "(({scrollWidth, clientWidth}) => [scrollWidth, clientWidth])(document.querySelector('.table'))"
     )
-    assert box[0] > box[1], "the table scrolls, and its words are whole"
+    assert box[0] > box[1], "the table scrolls inside its box"
     assert chat.page.evaluate("document.querySelector('.table').getBoundingClientRect().right") <= 390
     height = chat.page.evaluate("document.querySelector('td:last-child').getBoundingClientRect().height")
-    assert height < 50, "no word is broken to make room"
+    assert height < 50, "words are not broken"
 
 
 def chats(title: str) -> str:
-    """The text of a file with one conversation."""
+    """Return the text of an export file with one conversation."""
     conversation = {"title": title, "system": "", "chosen": {}, "created": 0}
     entries = [{"conversation": conversation, "messages": []}]
     return json.dumps({"format": "nano-inference-chats", "version": 1, "chats": entries})
@@ -61,7 +61,7 @@ def test_conversations_are_grouped_by_date(chat: ChatDriver, tmp_path: Path) -> 
     ]
 
 
-def test_a_conversation_that_goes_on_moves_to_today(chat: ChatDriver, fake: FakeServer, tmp_path: Path) -> None:
+def test_continued_conversation_moves_to_today(chat: ChatDriver, fake: FakeServer, tmp_path: Path) -> None:
     now = datetime(2026, 3, 15, 12)
     path = tmp_path / "chats.json"
     for title, ago in {"Old": 9, "New": 1}.items():
@@ -75,7 +75,7 @@ def test_a_conversation_that_goes_on_moves_to_today(chat: ChatDriver, fake: Fake
     expect(chat.page.locator("#chats h2")).to_have_text(["Today", "Yesterday"])
 
 
-def test_the_list_shows_full_titles_and_buttons_on_hover_or_focus(chat: ChatDriver, fake: FakeServer) -> None:
+def test_list_shows_full_titles_and_buttons_on_hover_or_focus(chat: ChatDriver, fake: FakeServer) -> None:
     page = chat.page
     answered(chat, fake, "A question about many things, so that it needs more than a line", "Yes")
     name = page.locator(NAMES)
@@ -95,10 +95,10 @@ def test_the_list_shows_full_titles_and_buttons_on_hover_or_focus(chat: ChatDriv
     expect(buttons).to_have_css("opacity", "1")
 
 
-def test_buttons_have_drawn_icons_labels_and_tooltips(chat: ChatDriver, fake: FakeServer) -> None:
+def test_buttons_have_icons_labels_and_tooltips(chat: ChatDriver, fake: FakeServer) -> None:
     answered(chat, fake, "Hello", "Yes")
     chat.press("Regenerate")
-    fake.answer().tell("No")
+    fake.answer().complete("No")
     chat.wait_until_idle()
     page = chat.page
     found = page.evaluate(
@@ -108,7 +108,7 @@ def test_buttons_have_drawn_icons_labels_and_tooltips(chat: ChatDriver, fake: Fa
     )
     icons = [one for one in found if one["icon"]]
     for one in found:
-        assert not re.search(r"[^\x00-\x7f]", one["text"]), f"a sign in the place of an icon: {one}"
+        assert not re.search(r"[^\x00-\x7f]", one["text"]), f"a character instead of an icon: {one}"
         if not one["text"]:
             assert one["icon"] and one["label"] and one["title"], one
     labels = {one["label"] or one["text"] for one in icons}
@@ -146,7 +146,7 @@ def test_seed_and_weights_are_in_the_details_only(chat: ChatDriver, fake: FakeSe
     assert fake.answer().body["seed"] == answer.body["seed"]
 
 
-def test_info_is_told_in_words(chat: ChatDriver, fake: FakeServer) -> None:
+def test_info_is_shown_as_sentences(chat: ChatDriver, fake: FakeServer) -> None:
     fake.info |= {
         "architecture": "LlamaForCausalLM", "layers": 30, "parameters": 134_515_008, "device": "cpu",
         "chat_defaults": DEFAULTS, "chat_defaults_source": "measured for this model", "generation": None,
@@ -164,7 +164,7 @@ def test_info_is_told_in_words(chat: ChatDriver, fake: FakeServer) -> None:
         assert raw not in text
 
 
-def test_chat_defaults_are_sent_where_the_user_has_set_nothing(chat: ChatDriver, fake: FakeServer) -> None:
+def test_chat_defaults_are_sent_for_empty_settings(chat: ChatDriver, fake: FakeServer) -> None:
     fake.info |= {
         "chat_defaults": {**DEFAULTS, "repetition_penalty": None},
         "chat_defaults_source": "default for chats",
@@ -186,7 +186,7 @@ def test_chat_defaults_are_sent_where_the_user_has_set_nothing(chat: ChatDriver,
     expect(chat.fact("Settings")).to_contain_text("temperature 0.1, top-p 0.95")
 
 
-def test_details_name_the_settings_of_the_latest_request(chat: ChatDriver, fake: FakeServer) -> None:
+def test_details_show_the_settings_of_the_latest_request(chat: ChatDriver, fake: FakeServer) -> None:
     fake.info["chat_defaults"] = DEFAULTS
     chat.page.reload()
     chat.wait_until_ready()
@@ -197,18 +197,18 @@ def test_details_name_the_settings_of_the_latest_request(chat: ChatDriver, fake:
     chat.press("Continue")
     rest = fake.answer()
     assert rest.body["temperature"] == 0.9
-    rest.tell(" whole")
+    rest.complete(" whole")
     expect(chat.fact("Settings")).to_contain_text("temperature 0.9, top-p 0.95")
     chat.set(**{"set-temperature": 0.4})
     chat.press("Tokens")
     chat.page.locator(".tokens .token").first.click()
-    chat.page.get_by_role("button", name='Go on with "A"').click()
-    fake.answer().tell(" else")
+    chat.page.get_by_role("button", name='Continue with "A"').click()
+    fake.answer().complete(" else")
     expect(chat.last()).to_contain_text("2/2")
     expect(chat.fact("Settings")).to_contain_text("temperature 0.4, top-p 0.95")
 
 
-def test_an_older_server_is_sent_no_defaults(chat: ChatDriver, fake: FakeServer) -> None:
+def test_no_defaults_are_sent_to_an_older_server(chat: ChatDriver, fake: FakeServer) -> None:
     chat.press("Settings")
     assert chat.page.locator("#defaults-source").inner_text() == ""
     chat.press("Done")
@@ -216,7 +216,7 @@ def test_an_older_server_is_sent_no_defaults(chat: ChatDriver, fake: FakeServer)
     assert not {*DEFAULTS, "repetition_penalty"} & fake.answer().body.keys()
 
 
-def test_no_error_stays_after_reconnecting(context: BrowserContext) -> None:
+def test_errors_are_closed_after_reconnecting(context: BrowserContext) -> None:
     with serving() as server:
         chat = ChatDriver(context, server.url)
         started(chat, server, "Hello", "Half")
@@ -229,7 +229,7 @@ def test_no_error_stays_after_reconnecting(context: BrowserContext) -> None:
     chat.watch.assert_clean([FAILED, "ERR_INCOMPLETE_CHUNKED_ENCODING"])
 
 
-def test_no_error_stays_after_continue(chat: ChatDriver, fake: FakeServer) -> None:
+def test_errors_are_closed_after_continue(chat: ChatDriver, fake: FakeServer) -> None:
     answer = started(chat, fake, "Hello", "Half")
     answer.event({"error": {"message": "out of memory"}})
     answer.raw(b"")
@@ -239,7 +239,7 @@ def test_no_error_stays_after_continue(chat: ChatDriver, fake: FakeServer) -> No
     expect(chat.page.locator(TOAST)).to_have_count(0)
 
 
-def test_no_error_stays_after_a_key_is_entered(chat: ChatDriver, fake: FakeServer) -> None:
+def test_errors_are_closed_after_entering_a_key(chat: ChatDriver, fake: FakeServer) -> None:
     fake.key = "secret-key"
     chat.type("Hello")
     expect(chat.page.locator(TOAST)).to_contain_text("an API key is needed")
@@ -257,7 +257,7 @@ def speed_of(chat: ChatDriver, index: int) -> float:
     return float(found[1])
 
 
-def test_samples_side_by_side_have_a_clock_each(chat: ChatDriver, fake: FakeServer) -> None:
+def test_samples_side_by_side_are_timed_separately(chat: ChatDriver, fake: FakeServer) -> None:
     chat.page.evaluate("() => { window.nowMs = 1000; performance.now = () => window.nowMs; }")
     chat.set(samples=2)
     chat.type("Hello")
@@ -279,7 +279,7 @@ def test_samples_side_by_side_have_a_clock_each(chat: ChatDriver, fake: FakeServ
     assert first == [0.05, 0.5]
 
 
-def test_phones_read_nothing_of_keys_that_they_lack(browser: Browser, fake: FakeServer) -> None:
+def test_phones_show_no_keyboard_shortcuts(browser: Browser, fake: FakeServer) -> None:
     context = browser.new_context(viewport={"width": 390, "height": 844}, has_touch=True, is_mobile=True)
     chat = ChatDriver(context, fake.url)
     page = chat.page
@@ -293,7 +293,7 @@ def test_phones_read_nothing_of_keys_that_they_lack(browser: Browser, fake: Fake
 
 
 @pytest.mark.parametrize("width", [1280, 390])
-def test_a_keyboards_owner_reads_of_it(chat: ChatDriver, width: int) -> None:
+def test_keyboard_shortcuts_are_shown_without_touch_screen(chat: ChatDriver, width: int) -> None:
     chat.page.set_viewport_size({"width": width, "height": 800})
     assert chat.page.get_attribute("#search", "placeholder") == "Search (Ctrl+K)"
     chat.press("Help")
@@ -301,7 +301,7 @@ def test_a_keyboards_owner_reads_of_it(chat: ChatDriver, width: int) -> None:
 
 
 @pytest.mark.parametrize("samples", [1, 2])
-def test_token_colours_stay_inside_the_column_on_a_phone(browser: Browser, fake: FakeServer, samples: int) -> None:
+def test_token_colours_do_not_overflow_on_a_phone(browser: Browser, fake: FakeServer, samples: int) -> None:
     context = browser.new_context(viewport={"width": 390, "height": 844}, has_touch=True, is_mobile=True)
     chat = ChatDriver(context, fake.url)
     chat.set(samples=samples)
@@ -323,7 +323,7 @@ def test_token_colours_stay_inside_the_column_on_a_phone(browser: Browser, fake:
     context.close()
 
 
-def test_system_prompts_at_hand(chat: ChatDriver, fake: FakeServer) -> None:
+def test_saved_system_prompts(chat: ChatDriver, fake: FakeServer) -> None:
     page = chat.page
     chat.press("Settings")
     page.select_option("#preset", label="Brief")
@@ -331,7 +331,7 @@ def test_system_prompts_at_hand(chat: ChatDriver, fake: FakeServer) -> None:
     assert "few words" in prompt
     page.fill("#system", "Speak like a sailor.")
     expect(page.locator("#preset")).to_have_value("")
-    chat.press("Save the one below")
+    chat.press("Save current")
     chat.press("Done")
     chat.type("Hello")
     assert fake.answer().body["messages"][0] == {"role": "system", "content": "Speak like a sailor."}
@@ -353,7 +353,7 @@ def attach(chat: ChatDriver, name: str, content: bytes) -> None:
     chat.page.set_input_files("#attach-file", {"name": name, "mimeType": "", "buffer": content})
 
 
-def test_a_text_file_is_attached_seen_and_removed(chat: ChatDriver, fake: FakeServer) -> None:
+def test_text_file_is_attached_shown_and_removed(chat: ChatDriver, fake: FakeServer) -> None:
     page = chat.page
     attach(chat, "notes.md", b"One ```code``` two\n````\nfour\n````\n")
     attach(chat, "gone.txt", b"never sent")
@@ -380,15 +380,13 @@ def test_a_text_file_is_attached_seen_and_removed(chat: ChatDriver, fake: FakeSe
         ("a.bin", b"abc\x00def", "“a.bin” is not a text file (UTF-8)."),
     ],
 )
-def test_what_cannot_be_attached_is_refused_by_one_line(
-    chat: ChatDriver, name: str, content: bytes, complaint: str
-) -> None:
+def test_unsuitable_file_is_refused_with_a_message(chat: ChatDriver, name: str, content: bytes, complaint: str) -> None:
     attach(chat, name, content)
     expect(chat.page.locator(f"{TOAST} span")).to_have_text(complaint)
     assert chat.page.locator("#attached").is_hidden()
 
 
-def test_files_together_have_the_limit(chat: ChatDriver) -> None:
+def test_size_limit_applies_to_all_files_together(chat: ChatDriver) -> None:
     attach(chat, "one.txt", b"x" * 40_000)
     expect(chat.page.locator("#attached li")).to_have_count(1)
     attach(chat, "two.txt", b"x" * 40_000)
@@ -397,7 +395,7 @@ def test_files_together_have_the_limit(chat: ChatDriver) -> None:
 
 
 def drop(chat: ChatDriver, *files: tuple[str, str]) -> None:
-    """Drop files of a name and a content onto the page, each on its own, none waiting for the one before."""
+    """Drop files (name, content) onto the page one by one, without waiting."""
     chat.page.evaluate(
         """(files) => { for (const [name, text] of files) {
             const dataTransfer = new DataTransfer();
@@ -408,18 +406,18 @@ def drop(chat: ChatDriver, *files: tuple[str, str]) -> None:
     )
 
 
-def test_a_file_can_be_dropped(chat: ChatDriver) -> None:
+def test_dropped_file_is_attached(chat: ChatDriver) -> None:
     drop(chat, ("drop.txt", "dropped"))
     expect(chat.page.locator("#attached summary")).to_have_text("drop.txt, 7 bytes")
 
 
-def test_files_dropped_in_quick_succession_have_the_limit_together(chat: ChatDriver) -> None:
+def test_size_limit_applies_to_files_dropped_in_quick_succession(chat: ChatDriver) -> None:
     drop(chat, ("one.txt", "x" * 40_000), ("two.txt", "x" * 40_000))
     expect(chat.page.locator(TOAST)).to_contain_text("“two.txt” is too large: at most 64 kB")
     expect(chat.page.locator("#attached summary")).to_have_text("one.txt, 39.1 kB")
 
 
-def test_a_file_dropped_on_a_text_is_inserted_at_the_cursor(chat: ChatDriver, fake: FakeServer) -> None:
+def test_file_dropped_on_the_text_pane_is_inserted_at_the_cursor(chat: ChatDriver, fake: FakeServer) -> None:
     page = chat.page
     chat.press("Continue a text")
     page.fill("#text-field", "Once  upon")

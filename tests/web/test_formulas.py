@@ -1,4 +1,4 @@
-"""Formulas in answers: where they are found, how they are rendered, and what hostile TeX cannot do."""
+"""Formulas in answers: recognition, rendering, and protection from hostile TeX."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from starlette.responses import Response
 from tests.web.chat_driver import ChatDriver, answered, shown_text, started
 from tests.web.fake import FakeServer
 from tests.web.payloads import PAYLOADS
-from tests.web.test_security import ALLOWED, assert_untouched, trap
+from tests.web.test_security import ALLOWED, assert_harmless, count_runs
 
 FAILED = "Failed to load resource"
 MATHML = {"math", "mrow", "mi", "mn", "mo", "mtext", "msup", "msub", "mfrac", "msqrt", "mspace", "mtable", "mtr", "mtd"}
 
 
 @pytest.mark.parametrize("text", [r"\[a^2\]", r"\(a^2\)", "$$a^2$$", "$a^2$", "\\[\na^2\n\\]", "$$\na^2\n$$"])
-def test_latex_is_rendered_in_every_delimiter(chat: ChatDriver, fake: FakeServer, text: str) -> None:
+def test_latex_is_rendered_with_every_delimiter(chat: ChatDriver, fake: FakeServer, text: str) -> None:
     answered(chat, fake, "Hello", f"Before\n\n{text}\n\nAfter")
     formula = chat.last().locator(".body math")
     expect(formula.locator("msup mi")).to_have_text("a")
@@ -40,14 +40,14 @@ def test_latex_is_rendered_in_every_delimiter(chat: ChatDriver, fake: FakeServer
         r"\$a^2\$",
     ],
 )
-def test_money_variables_and_code_are_no_formulas(chat: ChatDriver, fake: FakeServer, text: str) -> None:
+def test_money_variables_and_code_are_not_formulas(chat: ChatDriver, fake: FakeServer, text: str) -> None:
     answered(chat, fake, "Hello", text)
     expect(chat.last().locator(".markdown")).to_be_visible()
     assert chat.last().locator("math, .math").count() == 0
-    assert fake.later == [], "the renderer is loaded only for a formula"
+    assert fake.late_requests == [], "the renderer is loaded only for a formula"
 
 
-def test_a_formula_is_text_until_it_is_whole(chat: ChatDriver, fake: FakeServer) -> None:
+def test_incomplete_formula_is_shown_as_text(chat: ChatDriver, fake: FakeServer) -> None:
     answer = started(chat, fake, "Hello", "So\n\n", "\\[\n\\frac{a_1*b}{2*c}")
     body = chat.last().locator(".body")
     expect(body.locator(".math-open")).to_have_text("\\[\n\\frac{a_1*b}{2*c}")
@@ -59,41 +59,41 @@ def test_a_formula_is_text_until_it_is_whole(chat: ChatDriver, fake: FakeServer)
     answer.end()
     chat.wait_until_idle()
     expect(body.locator("math")).to_have_count(2)
-    assert fake.later == ["/formulas.js"], "it is loaded once"
+    assert fake.late_requests == ["/formulas.js"], "the renderer is loaded once"
     chat.watch.assert_clean()
 
 
-def test_without_the_renderer_the_source_stays(chat: ChatDriver, fake: FakeServer) -> None:
-    fake.refuse_later = Response("no", 500)
+def test_formula_source_is_shown_without_the_renderer(chat: ChatDriver, fake: FakeServer) -> None:
+    fake.late_response = Response("no", 500)
     answered(chat, fake, "Hello", r"\[a^2\] and \(b\)")
     expect(chat.last().locator(".body")).to_have_text(r"\[a^2\] and \(b\)")
-    assert fake.later == ["/formulas.js"]
+    assert fake.late_requests == ["/formulas.js"]
     chat.watch.assert_clean([FAILED])
 
 
-def test_a_failed_load_is_tried_again_once_in_thirty_seconds(chat: ChatDriver, fake: FakeServer) -> None:
-    fake.refuse_later = Response("no", 500)
+def test_failed_load_is_retried_every_thirty_seconds(chat: ChatDriver, fake: FakeServer) -> None:
+    fake.late_response = Response("no", 500)
     chat.page.clock.install()
     for wait_s, loads in ((0, 1), (20, 1), (11, 2), (20, 2), (11, 3)):
         chat.page.clock.fast_forward(1000 * wait_s)
         answered(chat, fake, "Hello", r"\(a^2\) and \(b\)")
         chat.page.wait_for_timeout(200)
-        assert len(fake.later) == loads, f"{wait_s} s after the formula before"
-    fake.refuse_later = None
+        assert len(fake.late_requests) == loads, f"{wait_s} s after the previous formula"
+    fake.late_response = None
     chat.page.clock.fast_forward(31_000)
     answered(chat, fake, "Hello", r"\(a^2\)")
     expect(chat.last().locator("math")).to_have_count(1)
 
 
-def test_a_renderer_that_was_changed_on_its_way_is_not_run(context: BrowserContext, fake: FakeServer) -> None:
-    trap(context)
-    fake.refuse_later = Response("pwned()", media_type="text/javascript")
+def test_modified_renderer_is_not_run(context: BrowserContext, fake: FakeServer) -> None:
+    count_runs(context)
+    fake.late_response = Response("pwned()", media_type="text/javascript")
     chat = ChatDriver(context, fake.url)
     answered(chat, fake, "Hello", r"\[a^2\]")
     expect(chat.last().locator(".body")).to_have_text(r"\[a^2\]")
     chat.until("document.querySelectorAll('head script[integrity]').length === 1")
     chat.page.wait_for_timeout(200)
-    assert fake.later == ["/formulas.js"]
+    assert fake.late_requests == ["/formulas.js"]
     assert chat.page.evaluate("window.runs") == 0
     expect(chat.last().locator(".body")).to_have_text(r"\[a^2\]")
 
@@ -118,13 +118,13 @@ HOSTILE = [
 
 
 def test_hostile_formulas_are_harmless_and_bounded(context: BrowserContext, fake: FakeServer) -> None:
-    trap(context)
+    count_runs(context)
     chat = ChatDriver(context, fake.url)
     answered(chat, fake, "Hello", r"\(x\)")
     expect(chat.last().locator("math")).to_have_count(1)
     for tex in [*HOSTILE, *PAYLOADS]:
         chat.type("More")
-        fake.answer().tell(f"\\[{tex}\\]")
+        fake.answer().complete(f"\\[{tex}\\]")
         chat.wait_until_idle()
     assert chat.page.evaluate("window.runs") == 0
     found = chat.page.evaluate("[...document.querySelectorAll('.body *')].map((one) => one.tagName)")
@@ -134,23 +134,23 @@ def test_hostile_formulas_are_harmless_and_bounded(context: BrowserContext, fake
         assert (one.get_attribute("href") or "").startswith(("https://", "http://", "mailto:"))
     assert chat.page.locator(".body [style*=url]").count() == 0
     chat.page.evaluate("document.querySelectorAll('.body [style]').forEach((one) => one.removeAttribute('style'))")
-    assert_untouched_but_formulas(chat)
+    assert_harmless_without_formulas(chat)
     chat.watch.assert_clean()
 
 
-def assert_untouched_but_formulas(chat: ChatDriver) -> None:
+def assert_harmless_without_formulas(chat: ChatDriver) -> None:
     chat.page.evaluate("document.querySelectorAll('.body math').forEach((one) => one.remove())")
-    assert_untouched(chat.page)
+    assert_harmless(chat.page)
 
 
-def test_a_bomb_takes_no_time(chat: ChatDriver, fake: FakeServer) -> None:
-    """With definitions allowed and no limits this formula took ten seconds."""
+def test_macro_bomb_is_fast(chat: ChatDriver, fake: FakeServer) -> None:
+    """With macro definitions and without limits this formula takes ten seconds."""
     answered(chat, fake, "Hello", r"\(x\)")
     expect(chat.last().locator("math")).to_have_count(1)
     chat.type("More")
     answer = fake.answer()
     chat.page.evaluate("window.began = performance.now()")
-    answer.tell(
+    answer.complete(
         "\\[\\def\\a{" + "x" * 950 + "}" + "\\a" * 495 + "\\]\n\n",
         *(["\\[" + "\\overline{" * 180 + "}" * 180 + "\\]\n\n"] * 5),
     )
@@ -159,16 +159,16 @@ def test_a_bomb_takes_no_time(chat: ChatDriver, fake: FakeServer) -> None:
 
 
 @pytest.mark.parametrize("piece", ["\\(", "\\[\n\n", "$$\n\n", "$a ", "\\(x\\) "])
-def test_many_delimiters_take_no_time(chat: ChatDriver, fake: FakeServer, piece: str) -> None:
+def test_many_delimiters_are_fast(chat: ChatDriver, fake: FakeServer, piece: str) -> None:
     chat.type("Hello")
     answer = fake.answer()
     chat.page.evaluate("window.began = performance.now()")
-    answer.tell(piece * 3000)
+    answer.complete(piece * 3000)
     chat.wait_until_idle()
     assert chat.page.evaluate("performance.now() - window.began") < 5000
 
 
-def test_a_wide_formula_scrolls_inside_its_own_box(chat: ChatDriver, fake: FakeServer) -> None:
+def test_wide_formula_scrolls_inside_its_box(chat: ChatDriver, fake: FakeServer) -> None:
     chat.page.set_viewport_size({"width": 390, "height": 700})
     answered(chat, fake, "Hello", "\\[" + "=".join(["\\frac{abcdefgh}{ijklmnop}"] * 30) + "\\]")
     expect(chat.last().locator("math")).to_have_count(1)
@@ -177,7 +177,7 @@ def test_a_wide_formula_scrolls_inside_its_own_box(chat: ChatDriver, fake: FakeS
     assert box is not None and box["x"] + box["width"] <= 390
 
 
-def test_a_matrix_keeps_its_lines_without_style_attributes(chat: ChatDriver, fake: FakeServer) -> None:
+def test_matrix_keeps_its_lines_without_style_attributes(chat: ChatDriver, fake: FakeServer) -> None:
     answered(chat, fake, "Hello", r"\[\begin{array}{c|c}1&2\\ \hline 3&4\end{array} \quad \boxed{42}\]")
     cell = chat.last().locator("mtd").first
     expect(cell).to_have_css("border-right-style", "solid")

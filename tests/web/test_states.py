@@ -1,4 +1,4 @@
-"""When the server is not as it should be (checklist 21 to 23, 29; R48): loading, gone, refusing, elsewhere."""
+"""The page while the server is loading, unreachable, rejecting requests, protected by a key, or below a path."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from tests.web.chat_driver import ChatDriver, answered, started
 from tests.web.fake import FakeServer, serving
 
 FAILED = "Failed to load resource"
-"""What Chromium itself writes of a request that fails or is refused."""
+"""Chromium's console message for a failed request."""
 BANNER, SEND, TOAST = "#banner", "#send", ".toast.bad"
 
 
-def test_21_the_page_waits_for_a_model_that_is_loaded_and_goes_on(context: BrowserContext, fake: FakeServer) -> None:
+def test_page_waits_while_the_model_is_loaded(context: BrowserContext, fake: FakeServer) -> None:
     fake.ready = (503, "loading")
     chat = ChatDriver(context, fake.url, ready=False)
     expect(chat.page.locator(BANNER)).to_have_text("The model is being loaded…")
@@ -26,7 +26,7 @@ def test_21_the_page_waits_for_a_model_that_is_loaded_and_goes_on(context: Brows
     chat.watch.assert_clean([FAILED])
 
 
-def test_22_a_refusal_is_told_in_the_servers_words_and_can_be_tried_again(chat: ChatDriver, fake: FakeServer) -> None:
+def test_error_message_of_the_server_is_shown_with_a_retry(chat: ChatDriver, fake: FakeServer) -> None:
     fake.refusals = [
         (400, {"message": "the prompt has 1203 tokens, the context is 1000", "code": "context_length_exceeded"})
     ]
@@ -34,22 +34,22 @@ def test_22_a_refusal_is_told_in_the_servers_words_and_can_be_tried_again(chat: 
     expect(chat.page.locator(TOAST)).to_contain_text("the prompt has 1203 tokens, the context is 1000")
     expect(chat.last()).to_contain_text("the prompt has 1203 tokens")
     chat.press("Try again", chat.page.locator(TOAST))
-    fake.answer().tell("Now it works")
+    fake.answer().complete("Now it works")
     expect(chat.last().locator(".body")).to_have_text("Now it works")
     chat.watch.assert_clean([FAILED])
 
 
-def test_22_a_full_queue_is_told(chat: ChatDriver, fake: FakeServer) -> None:
+def test_full_queue_is_shown_as_an_error(chat: ChatDriver, fake: FakeServer) -> None:
     fake.refusals = [(503, {"message": "256 requests wait already", "code": "queue_full"})]
     chat.type("Hello")
     expect(chat.page.locator(TOAST)).to_contain_text("256 requests wait already")
     chat.wait_until_ready()
     chat.press("Try again", chat.page.locator(TOAST))
-    fake.answer().tell("Now")
+    fake.answer().complete("Now")
     expect(chat.last().locator(".body")).to_have_text("Now")
 
 
-def test_22_an_error_in_the_stream_keeps_what_came(chat: ChatDriver, fake: FakeServer) -> None:
+def test_error_in_the_stream_keeps_the_text(chat: ChatDriver, fake: FakeServer) -> None:
     chat.type("Hello")
     answer = fake.answer()
     answer.say("Half")
@@ -61,12 +61,12 @@ def test_22_an_error_in_the_stream_keeps_what_came(chat: ChatDriver, fake: FakeS
     chat.press("Try again", chat.page.locator(TOAST))
     rest = fake.answer()
     assert rest.body["answer_token_ids"] == [7]
-    rest.tell(" and half")
+    rest.complete(" and half")
     expect(chat.last().locator(".body")).to_have_text("Half and half")
 
 
 @pytest.mark.parametrize("piece", [b"data: {\n\n", b"\xff\xfe\n\n", b"garbage\n\n: comment\n\n"])
-def test_22_a_stream_that_is_none_is_an_error_and_no_hang(chat: ChatDriver, fake: FakeServer, piece: bytes) -> None:
+def test_malformed_stream_is_an_error(chat: ChatDriver, fake: FakeServer, piece: bytes) -> None:
     chat.type("Hello")
     answer = fake.answer()
     answer.raw(piece)
@@ -76,7 +76,7 @@ def test_22_a_stream_that_is_none_is_an_error_and_no_hang(chat: ChatDriver, fake
     chat.watch.assert_clean()
 
 
-def test_23_a_key_is_asked_for_and_kept_for_the_tab_only(context: BrowserContext, fake: FakeServer) -> None:
+def test_key_is_requested_and_stored_for_the_tab_only(context: BrowserContext, fake: FakeServer) -> None:
     fake.key = "secret-key"
     chat = ChatDriver(context, fake.url, ready=False)
     page = chat.page
@@ -90,7 +90,7 @@ def test_23_a_key_is_asked_for_and_kept_for_the_tab_only(context: BrowserContext
     chat.type("Hello")
     answer = fake.answer()
     assert answer.headers["authorization"] == "Bearer secret-key"
-    answer.tell("Yes")
+    answer.complete("Yes")
     chat.wait_until_idle()
     page.reload()
     chat.wait_until_ready()
@@ -102,7 +102,7 @@ def test_23_a_key_is_asked_for_and_kept_for_the_tab_only(context: BrowserContext
     chat.watch.assert_clean([FAILED])
 
 
-def test_48_a_server_that_breaks_off_and_comes_back(context: BrowserContext) -> None:
+def test_page_reconnects_to_a_restarted_server(context: BrowserContext) -> None:
     with serving() as server:
         chat = ChatDriver(context, server.url)
         chat.type("Hello")
@@ -119,26 +119,26 @@ def test_48_a_server_that_breaks_off_and_comes_back(context: BrowserContext) -> 
         chat.press("Continue")
         rest = server.answer()
         assert rest.body["answer_token_ids"] == [7]
-        rest.tell(" whole")
+        rest.complete(" whole")
         expect(chat.last().locator(".body")).to_have_text("Half whole")
     chat.watch.assert_clean([FAILED, "ERR_INCOMPLETE_CHUNKED_ENCODING"])
 
 
-def test_48_offline_in_mid_stream_and_online_again(chat: ChatDriver, fake: FakeServer) -> None:
+def test_offline_during_a_stream_and_online_again(chat: ChatDriver, fake: FakeServer) -> None:
     answer = started(chat, fake, "Hello", "Half")
     chat.page.context.set_offline(True)
     answer.raw(None)
-    expect(chat.last()).to_contain_text("This answer broke off: the connection was lost")
+    expect(chat.last()).to_contain_text("This answer failed: the connection was lost")
     expect(chat.page.locator(BANNER)).to_contain_text("does not answer")
     chat.page.context.set_offline(False)
     chat.wait_until_ready()
     chat.press("Continue")
-    fake.answer().tell(" whole")
+    fake.answer().complete(" whole")
     expect(chat.last().locator(".body")).to_have_text("Half whole")
     chat.watch.assert_clean([FAILED, "ERR_INCOMPLETE_CHUNKED_ENCODING", "ERR_INTERNET_DISCONNECTED"])
 
 
-def test_29_everything_works_below_a_path(context: BrowserContext) -> None:
+def test_chat_works_below_a_path(context: BrowserContext) -> None:
     with serving("/llm/chat") as server:
         chat = ChatDriver(context, server.url, "/llm/chat/")
         answered(chat, server, "Hello", "Yes")
@@ -149,7 +149,7 @@ def test_29_everything_works_below_a_path(context: BrowserContext) -> None:
         expect(chat.page).to_have_url(f"{server.url}/llm/chat/dashboard")
 
 
-def test_a_conversation_with_a_model_that_cannot_chat_says_so(context: BrowserContext, fake: FakeServer) -> None:
+def test_banner_in_a_conversation_without_chat_template(context: BrowserContext, fake: FakeServer) -> None:
     answered(ChatDriver(context, fake.url), fake, "Hello", "Yes")
     fake.info["chats"] = False
     chat = ChatDriver(context, fake.url, ready=False)
@@ -160,7 +160,7 @@ def test_a_conversation_with_a_model_that_cannot_chat_says_so(context: BrowserCo
     expect(chat.page.locator(SEND)).to_be_disabled()
 
 
-def test_a_browser_that_keeps_nothing_is_told_of(context: BrowserContext, fake: FakeServer) -> None:
+def test_notice_if_the_browser_cannot_store_conversations(context: BrowserContext, fake: FakeServer) -> None:
     context.add_init_script("indexedDB.open = () => { throw new Error('not allowed'); }")
     chat = ChatDriver(context, fake.url)
     expect(chat.page.locator("#not-kept")).to_be_visible()

@@ -1,4 +1,4 @@
-"""Texts continued without a chat: a base model's page, with tokens and alternatives; a chat model's too."""
+"""The text pane: continuing a text with a base model and with a chat model."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from playwright.sync_api import BrowserContext, expect
 
 from tests.server.tiny import running
 from tests.web.chat_driver import ChatDriver
-from tests.web.fake import PATIENCE_S, FakeServer
+from tests.web.fake import TIMEOUT_S, FakeServer
 
 FIELD = "#text-field"
 
 
 @pytest.fixture
 def base(context: BrowserContext, fake: FakeServer) -> ChatDriver:
-    """The page in front of a model that has no chat template."""
+    """The page of a model without a chat template."""
     fake.info["chats"] = False
     chat = ChatDriver(context, fake.url, ready=False)
     expect(chat.page.locator("#text")).to_be_visible()
     return chat
 
 
-def test_a_base_model_continues_a_text(base: ChatDriver, fake: FakeServer) -> None:
+def test_base_model_continues_a_text(base: ChatDriver, fake: FakeServer) -> None:
     page = base.page
     assert page.locator("#composer").is_hidden() and page.locator("#banner").is_hidden()
     expect(page.locator("#text-go")).to_be_disabled()
@@ -43,7 +43,7 @@ def test_a_base_model_continues_a_text(base: ChatDriver, fake: FakeServer) -> No
     base.watch.assert_clean()
 
 
-def test_it_can_be_stopped_and_taken_back(base: ChatDriver, fake: FakeServer) -> None:
+def test_continuation_is_stopped_and_undone(base: ChatDriver, fake: FakeServer) -> None:
     page = base.page
     for stop in (lambda: base.press("Stop"), lambda: page.keyboard.press("Escape")):
         page.fill(FIELD, "Once")
@@ -52,13 +52,13 @@ def test_it_can_be_stopped_and_taken_back(base: ChatDriver, fake: FakeServer) ->
         answer.write(" more")
         expect(page.locator(FIELD)).to_have_value("Once more")
         stop()
-        assert answer.gone.wait(PATIENCE_S), "the server was not told"
+        assert answer.gone.wait(TIMEOUT_S), "the request was not aborted"
         expect(page.locator(FIELD)).to_be_editable()
-        base.press("Take back")
+        base.press("Undo")
         expect(page.locator(FIELD)).to_have_value("Once")
 
 
-def test_its_tokens_and_alternatives_are_shown_and_taken(base: ChatDriver, fake: FakeServer) -> None:
+def test_continuation_shows_tokens_and_alternatives(base: ChatDriver, fake: FakeServer) -> None:
     page = base.page
     page.fill(FIELD, "Once")
     base.press("Continue")
@@ -73,7 +73,7 @@ def test_its_tokens_and_alternatives_are_shown_and_taken(base: ChatDriver, fake:
     tokens.nth(1).click()
     panel = page.locator("#alternatives")
     expect(panel).to_contain_text("90.5 %")
-    page.get_by_role("button", name='Go on with " B"').click()
+    page.get_by_role("button", name='Continue with " B"').click()
     other = fake.answer()
     assert other.body["prompt"] == "Once upon B"
     other.write(" side")
@@ -82,7 +82,7 @@ def test_its_tokens_and_alternatives_are_shown_and_taken(base: ChatDriver, fake:
     base.watch.assert_clean()
 
 
-def test_a_failure_is_told_and_the_text_stays(base: ChatDriver, fake: FakeServer) -> None:
+def test_failed_continuation_shows_the_error_and_keeps_the_text(base: ChatDriver, fake: FakeServer) -> None:
     fake.refusals = [(400, {"message": "the prompt has 1203 tokens"})]
     base.page.fill(FIELD, "Once")
     base.press("Continue")
@@ -93,7 +93,7 @@ def test_a_failure_is_told_and_the_text_stays(base: ChatDriver, fake: FakeServer
     expect(base.page.locator(".toast.bad")).to_have_count(0)
 
 
-def test_reconnecting_leaves_the_focus_where_it_is(base: ChatDriver, fake: FakeServer) -> None:
+def test_reconnecting_keeps_the_focus(base: ChatDriver, fake: FakeServer) -> None:
     page = base.page
     page.fill(FIELD, "Once")
     fake.refusals = [(503, {"message": "loading"})]
@@ -109,13 +109,13 @@ def test_reconnecting_leaves_the_focus_where_it_is(base: ChatDriver, fake: FakeS
     expect(page.locator(FIELD)).to_be_focused()
 
 
-def test_the_text_outlives_a_reload(base: ChatDriver) -> None:
+def test_text_survives_a_reload(base: ChatDriver) -> None:
     base.page.fill(FIELD, "Once upon")
     base.page.reload()
     expect(base.page.locator(FIELD)).to_have_value("Once upon")
 
 
-def test_a_chat_model_continues_texts_from_the_list(chat: ChatDriver, fake: FakeServer) -> None:
+def test_chat_model_continues_texts(chat: ChatDriver, fake: FakeServer) -> None:
     page = chat.page
     chat.press("Continue a text")
     expect(page.locator(FIELD)).to_be_focused()
@@ -128,7 +128,7 @@ def test_a_chat_model_continues_texts_from_the_list(chat: ChatDriver, fake: Fake
     expect(page.locator("#draft")).to_be_focused()
 
 
-def test_a_real_server_continues_a_text(context: BrowserContext, tiny_directory: Path) -> None:
+def test_real_server_continues_a_text(context: BrowserContext, tiny_directory: Path) -> None:
     with running(tiny_directory) as server:
         chat = ChatDriver(context, server.url)
         page = chat.page

@@ -1,4 +1,4 @@
-"""Beyond other pages, with a real engine: tokens, alternatives, seeds, samples side by side, tools, weight versions."""
+"""Tests with a real engine: tokens, alternatives, seeds, samples side by side, the calculator, weight versions."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def server(tiny_directory: Path) -> Iterator[Running]:
 
 @pytest.fixture
 def real(context: BrowserContext, server: Running) -> ChatDriver:
-    """The page in front of the tiny model, which writes twenty tokens of nonsense, the same ones each time."""
+    """The page of a tiny random model, which generates the same twenty tokens each time."""
     chat = ChatDriver(context, server.url)
     settings = {"temperature": "1", "max_tokens": "20"}
     chat.press("Settings")
@@ -45,8 +45,8 @@ def ask(chat: ChatDriver, question: str = QUESTION) -> None:
     chat.wait_until_idle()
 
 
-def kept(chat: ChatDriver) -> list[dict[str, Any]]:
-    """The messages that the page has stored, oldest first."""
+def stored_messages(chat: ChatDriver) -> list[dict[str, Any]]:
+    """Return the messages in the page's database, oldest first."""
     found: list[dict[str, Any]] = chat.page.evaluate(
         """() => new Promise((done) => { indexedDB.open("nano-inference", 1).onsuccess = (event) => {
             event.target.result.transaction("messages").objectStore("messages").getAll().onsuccess = (all) =>
@@ -56,7 +56,7 @@ def kept(chat: ChatDriver) -> list[dict[str, Any]]:
 
 
 def answers(chat: ChatDriver) -> list[dict[str, Any]]:
-    return [one for one in kept(chat) if one["role"] == "assistant"]
+    return [one for one in stored_messages(chat) if one["role"] == "assistant"]
 
 
 def ids(answer: dict[str, Any]) -> list[int]:
@@ -69,7 +69,7 @@ def tokens_of(chat: ChatDriver) -> Locator:
 
 
 def chat_defaults(server: Running) -> dict[str, Any]:
-    """What the page sends: the defaults, but for what its settings name."""
+    """Return the sampling fields that the page sends: the server's defaults and the fixture's settings."""
     return {**server.client.get("/info").json()["chat_defaults"], "temperature": 1, "max_tokens": 20}
 
 
@@ -97,7 +97,7 @@ def test_every_token_shows_its_probability_and_alternatives(real: ChatDriver, se
     real.watch.assert_clean()
 
 
-def test_taking_an_alternative_goes_on_from_there(real: ChatDriver, server: Running) -> None:
+def test_alternative_starts_a_new_version_from_its_position(real: ChatDriver, server: Running) -> None:
     ask(real)
     tokens_of(real).nth(4).click()
     real.page.locator("#alternatives li button:enabled").first.click()
@@ -109,7 +109,7 @@ def test_taking_an_alternative_goes_on_from_there(real: ChatDriver, server: Runn
     prompt = server.post("/tokenize", {"messages": [{"role": "user", "content": QUESTION}]}).json()["tokens"]
     body = {"prompt": [*prompt, *ids(after)[:5]], "seed": before["seed"], **chat_defaults(server)}
     answered = server.post("/v1/completions", {**body, "return_token_ids": True}).json()["choices"][0]
-    assert ids(after)[5:] == answered["token_ids"], "the engine's own continuation of those very ids"
+    assert ids(after)[5:] == answered["token_ids"], "equals the engine's continuation of these ids"
     whole = server.post("/detokenize", {"model": "tiny", "tokens": ids(after)}).json()["prompt"]
     shown = re.sub(r"<\|\w+\|>", "", whole)  # special tokens are not shown
     assert after["text"].rstrip("\ufffd") == shown.rstrip("\ufffd")
@@ -118,7 +118,7 @@ def test_taking_an_alternative_goes_on_from_there(real: ChatDriver, server: Runn
     real.watch.assert_clean()
 
 
-def test_alternatives_are_reached_with_the_keyboard(real: ChatDriver) -> None:
+def test_alternatives_are_chosen_with_the_keyboard(real: ChatDriver) -> None:
     ask(real)
     tokens = tokens_of(real)
     tokens.first.focus()
@@ -136,8 +136,8 @@ def test_alternatives_are_reached_with_the_keyboard(real: ChatDriver) -> None:
     assert ids(answers(real)[1])[:2] == ids(answers(real)[0])[:2]
 
 
-def test_an_answer_can_be_told_to_end_early(context: BrowserContext, server: Running) -> None:
-    """The end token among the alternatives ends the answer there; nothing is drawn behind it."""
+def test_end_token_as_alternative_ends_the_answer(context: BrowserContext, server: Running) -> None:
+    """Choosing the end token ends the answer at its position, without sampling."""
     chat = ChatDriver(context, server.url)
     chat.set(seed="4")
     ask(chat)
@@ -164,7 +164,7 @@ def test_an_answer_can_be_told_to_end_early(context: BrowserContext, server: Run
     assert answer["text"].startswith(ended["text"].rstrip("\ufffd"))
 
 
-def test_a_seed_draws_an_answer_again(real: ChatDriver) -> None:
+def test_same_seed_gives_the_same_answer(real: ChatDriver) -> None:
     ask(real)
     real.last().locator("summary", has_text="Details").click()
     real.fact("Seed").get_by_role("button").click()
@@ -180,13 +180,13 @@ def test_a_seed_draws_an_answer_again(real: ChatDriver) -> None:
     assert ids(answers(real)[2]) != ids(first)
 
 
-def test_a_stopped_answer_goes_on_as_if_it_had_not_been(real: ChatDriver) -> None:
+def test_continued_answer_equals_an_uninterrupted_one(real: ChatDriver) -> None:
     real.set(seed="11")
     real.press("Settings")
     real.page.fill("#set-max_tokens", "8")
     real.press("Done")
     ask(real)
-    expect(real.last()).to_contain_text("The longest answer is reached.")
+    expect(real.last()).to_contain_text("The answer reached its token limit.")
     real.press("Continue")
     expect(real.last()).to_contain_text("16 tokens")
     real.wait_until_idle()
@@ -200,7 +200,7 @@ def test_a_stopped_answer_goes_on_as_if_it_had_not_been(real: ChatDriver) -> Non
     assert ids(pieced) == ids(whole) and pieced["text"].rstrip("\ufffd") == whole["text"].rstrip("\ufffd")
 
 
-def test_samples_stand_side_by_side_and_one_is_kept(real: ChatDriver) -> None:
+def test_samples_are_shown_side_by_side_and_one_is_chosen(real: ChatDriver) -> None:
     real.set(samples="3", seed="5")
     real.type(QUESTION)
     columns = real.page.locator(".column")
@@ -223,7 +223,7 @@ def test_samples_stand_side_by_side_and_one_is_kept(real: ChatDriver) -> None:
     real.watch.assert_clean()
 
 
-def test_an_answer_says_which_weights_drew_it(real: ChatDriver, server: Running, tiny_directory: Path) -> None:
+def test_answer_shows_the_weight_version(real: ChatDriver, server: Running, tiny_directory: Path) -> None:
     ask(real)
     expect(real.fact("Weights")).to_have_text("0")
     named = safetensors.torch.load_file(tiny_directory / "model.safetensors")
@@ -240,7 +240,7 @@ def calculator() -> Iterator[Running]:
         yield one
 
 
-def test_the_calculator_answers_and_an_expression_can_be_changed(context: BrowserContext, calculator: Running) -> None:
+def test_calculator_computes_a_changed_expression_again(context: BrowserContext, calculator: Running) -> None:
     chat = ChatDriver(context, calculator.url)
     chat.press("Settings")
     chat.page.fill("#set-temperature", "0")
@@ -263,5 +263,5 @@ def test_the_calculator_answers_and_an_expression_can_be_changed(context: Browse
     python, output = changed["parts"][0], changed["parts"][1]
     assert python["type"] == "python" and python["text"] != "12+34"
     assert output == {"type": "python_output", "text": str(eval(python["text"]))}
-    assert any(token[3] for token in changed["tokens"]), "the result was forced again"
+    assert any(token[3] for token in changed["tokens"]), "the new result is forced"
     chat.watch.assert_clean()

@@ -1,4 +1,4 @@
-"""What a person's browser, model or second tab can do to the page: it stays usable, and nothing is lost in silence."""
+"""The page with hostile or failing surroundings: odd answers and files, missing storage, several tabs, crashes."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from playwright.sync_api import Browser, BrowserContext, expect
 from playwright.sync_api import Error as PlaywrightError
 
 from tests.web.chat_driver import ChatDriver, answered, started
-from tests.web.fake import PATIENCE_S, FakeServer
+from tests.web.fake import TIMEOUT_S, FakeServer
 
 TOAST, NAMES = ".toast.bad", ".chat-name"
 FAILED = "Failed to load resource"
 
 
 @pytest.mark.parametrize("text", [">" * 4000, "1. " * 3000, "[" * 20000])
-def test_an_answer_that_is_no_sane_markdown_is_shown_as_it_is(chat: ChatDriver, fake: FakeServer, text: str) -> None:
+def test_unparsable_markdown_is_shown_unchanged(chat: ChatDriver, fake: FakeServer, text: str) -> None:
     answered(chat, fake, "Hello", text)
     expect(chat.last().locator(".body")).to_contain_text(text.strip()[:100])
     answered(chat, fake, "Again", "Fine")
@@ -37,9 +37,9 @@ GOOD: dict[str, Any] = {
 
 
 def import_message(chat: ChatDriver, directory: Path, **fields: Any) -> None:
-    imported = {"conversation": {"title": "File", "system": ""}, "messages": [{**GOOD, **fields}]}
+    entry = {"conversation": {"title": "File", "system": ""}, "messages": [{**GOOD, **fields}]}
     path = directory / "chats.json"
-    path.write_text(json.dumps({"format": "nano-inference-chats", "version": 1, "chats": [imported]}))
+    path.write_text(json.dumps({"format": "nano-inference-chats", "version": 1, "chats": [entry]}))
     chat.page.set_input_files("#file", path)
 
 
@@ -47,9 +47,7 @@ def import_message(chat: ChatDriver, directory: Path, **fields: Any) -> None:
     "fields",
     [{"versions": [None]}, {"tokens": [[1, "a", "x", 0, []]]}, {"tokens": [[1, "a", 0, 0, [None]]]}, {"parts": [{}]}],
 )
-def test_a_message_that_could_not_be_shown_is_not_taken(
-    chat: ChatDriver, tmp_path: Path, fields: dict[str, Any]
-) -> None:
+def test_import_refuses_malformed_messages(chat: ChatDriver, tmp_path: Path, fields: dict[str, Any]) -> None:
     import_message(chat, tmp_path, **fields)
     expect(chat.page.locator(TOAST)).to_contain_text("is not a conversation with messages")
     chat.page.reload()
@@ -57,7 +55,7 @@ def test_a_message_that_could_not_be_shown_is_not_taken(
     assert chat.page.locator(NAMES).count() == 0
 
 
-def test_what_else_a_file_says_is_made_harmless(chat: ChatDriver, tmp_path: Path) -> None:
+def test_import_sanitizes_other_fields(chat: ChatDriver, tmp_path: Path) -> None:
     odd = {"stats": {"speed": "x", "first": {}}, "finish": {"a": 1}, "seed": "<b>", "sample": "y", "error": {}}
     import_message(chat, tmp_path, **odd, extra="z")
     expect(chat.last().locator(".body")).to_have_text("Text")
@@ -68,21 +66,21 @@ def test_what_else_a_file_says_is_made_harmless(chat: ChatDriver, tmp_path: Path
     chat.watch.assert_clean()
 
 
-def test_a_full_disk_is_told_once_and_the_talk_goes_on(context: BrowserContext, fake: FakeServer) -> None:
+def test_full_disk_is_reported_once_and_the_chat_continues(context: BrowserContext, fake: FakeServer) -> None:
     full = "IDBObjectStore.prototype.put = () => { throw new DOMException('no room', 'QuotaExceededError'); }"
     context.add_init_script(full)
     chat = ChatDriver(context, fake.url)
     answered(chat, fake, "Hello", "First")
     chat.press("Regenerate")
-    fake.answer().tell("Second")
+    fake.answer().complete("Second")
     chat.wait_until_idle()
     expect(chat.last().locator(".body")).to_have_text("Second")
     expect(chat.page.locator(TOAST)).to_have_count(1)
-    expect(chat.page.locator(TOAST)).to_contain_text("does not keep the conversation (QuotaExceededError)")
+    expect(chat.page.locator(TOAST)).to_contain_text("cannot store the conversation (QuotaExceededError)")
     chat.watch.assert_clean()
 
 
-def test_a_browser_that_allows_no_storage_at_all(context: BrowserContext, fake: FakeServer) -> None:
+def test_browser_without_any_storage(context: BrowserContext, fake: FakeServer) -> None:
     denied = "{ get() { throw new DOMException('denied', 'SecurityError'); } }"
     for name in ("localStorage", "sessionStorage", "indexedDB"):
         context.add_init_script(f"Object.defineProperty(window, '{name}', {denied});")
@@ -102,7 +100,7 @@ def test_a_browser_that_allows_no_storage_at_all(context: BrowserContext, fake: 
     chat.watch.assert_clean([FAILED])
 
 
-def test_another_tab_shows_what_this_one_does(context: BrowserContext, fake: FakeServer) -> None:
+def test_tabs_show_the_same_state(context: BrowserContext, fake: FakeServer) -> None:
     one = ChatDriver(context, fake.url)
     answered(one, fake, "Hello", "Yes")
     two = ChatDriver(context, fake.url)
@@ -112,7 +110,7 @@ def test_another_tab_shows_what_this_one_does(context: BrowserContext, fake: Fak
     expect(two.page.locator("#stop")).to_be_visible()
     assert two.page.get_by_text("interrupted").count() == 0
     two.press("Stop")
-    assert answer.gone.wait(PATIENCE_S), "stopped from the other tab"
+    assert answer.gone.wait(TIMEOUT_S), "the request is aborted from the other tab"
     for chat in (one, two):
         expect(chat.last()).to_contain_text("Stopped.")
         expect(chat.last().locator(".body")).to_have_text("Half")
@@ -123,7 +121,7 @@ def test_another_tab_shows_what_this_one_does(context: BrowserContext, fake: Fak
     two.watch.assert_clean()
 
 
-def test_a_tab_that_crashes_while_it_writes_holds_nobody_up(context: BrowserContext, fake: FakeServer) -> None:
+def test_crashed_tab_releases_its_conversation(context: BrowserContext, fake: FakeServer) -> None:
     one = ChatDriver(context, fake.url)
     answered(one, fake, "Hello", "Yes")
     two = ChatDriver(context, fake.url)
@@ -136,7 +134,7 @@ def test_a_tab_that_crashes_while_it_writes_holds_nobody_up(context: BrowserCont
         one.page.goto("chrome://crash")
     expect(two.page.locator("#stop")).to_be_hidden()
     expect(two.last()).to_contain_text("interrupted")
-    assert answer.gone.wait(PATIENCE_S)
+    assert answer.gone.wait(TIMEOUT_S)
     answered(two, fake, "Again", "Whole")
     expect(two.last().locator(".body")).to_have_text("Whole")
     two.watch.assert_clean()
@@ -151,8 +149,8 @@ Object.defineProperty(IDBTransaction.prototype, "oncomplete", {
 """
 
 
-def test_nothing_begins_before_what_ended_is_saved(context: BrowserContext, fake: FakeServer) -> None:
-    """What began then would never have let go of its lock."""
+def test_no_request_starts_before_the_last_answer_is_saved(context: BrowserContext, fake: FakeServer) -> None:
+    """A request that starts earlier would never release its lock."""
     context.add_init_script(_SLOW_SAVES)
     chat = ChatDriver(context, fake.url)
     answer = started(chat, fake, "Hello", "Half")
@@ -170,8 +168,8 @@ def test_nothing_begins_before_what_ended_is_saved(context: BrowserContext, fake
     chat.watch.assert_clean()
 
 
-def test_who_tries_again_at_once_is_heard(context: BrowserContext, fake: FakeServer) -> None:
-    """An answer that failed is under way until it is saved, so that is when a press of its button comes to nothing."""
+def test_try_again_works_as_soon_as_it_is_shown(context: BrowserContext, fake: FakeServer) -> None:
+    """A failed answer counts as running until it is saved, so the button must not appear earlier."""
     context.add_init_script(_SLOW_SAVES)
     chat = ChatDriver(context, fake.url)
     answer = started(chat, fake, "Hello", "Half")
@@ -182,11 +180,11 @@ def test_who_tries_again_at_once_is_heard(context: BrowserContext, fake: FakeSer
     assert chat.page.locator(TOAST).count() == 0
     chat.page.evaluate("() => { window.isSlow = false; for (const one of held) one(); }")
     chat.press("Try again", chat.page.locator(TOAST))
-    fake.answer().tell(" and half")
+    fake.answer().complete(" and half")
     expect(chat.last().locator(".body")).to_have_text("Half and half")
 
 
-def test_who_leaves_while_it_is_saved_loses_nothing(context: BrowserContext, fake: FakeServer) -> None:
+def test_reload_during_a_save_loses_nothing(context: BrowserContext, fake: FakeServer) -> None:
     context.add_init_script(
         """const { put } = IDBObjectStore.prototype;
         IDBObjectStore.prototype.put = function (...given) {
@@ -202,7 +200,8 @@ def test_who_leaves_while_it_is_saved_loses_nothing(context: BrowserContext, fak
     chat = ChatDriver(context, fake.url)
     chat.type("Hello")
     answer = fake.answer()
-    chat.page.evaluate("() => { window.isBroken = true; window.isAsked = false; }")  # as when the page goes before it
+    # The save fails, as if the page were closed before it.
+    chat.page.evaluate("() => { window.isBroken = true; window.isAsked = false; }")
     answer.say("Half")
     chat.until("isAsked")
     chat.page.reload()
@@ -210,12 +209,12 @@ def test_who_leaves_while_it_is_saved_loses_nothing(context: BrowserContext, fak
     expect(chat.last().locator(".body")).to_have_text("Half")
 
 
-def test_settings_hold_for_what_is_sent_at_once(chat: ChatDriver, fake: FakeServer) -> None:
+def test_settings_apply_to_a_message_sent_immediately(chat: ChatDriver, fake: FakeServer) -> None:
     chat.press("Settings")
     chat.page.fill("#seed", "5")
     chat.page.fill("#system", "Rhyme.")
     chat.page.evaluate(
-        """() => {  // the dialog tells of its closing a frame later, which may be late
+        """() => {  // the dialog's close event may come late
           document.addEventListener("close", (event) => event.stopPropagation(), true);
           document.querySelector("#settings button.primary").click();
           document.getElementById("draft").value = "Hello";
@@ -225,7 +224,7 @@ def test_settings_hold_for_what_is_sent_at_once(chat: ChatDriver, fake: FakeServ
     assert body["seed"] == 5 and body["messages"][0] == {"role": "system", "content": "Rhyme."}
 
 
-def test_an_answers_end_leaves_the_list_of_conversations_alone(chat: ChatDriver, fake: FakeServer) -> None:
+def test_end_of_an_answer_keeps_the_rows_of_the_list(chat: ChatDriver, fake: FakeServer) -> None:
     answered(chat, fake, "Other", "Yes")
     chat.press("New chat")
     answered(chat, fake, "Hello", "Yes")
@@ -233,13 +232,13 @@ def test_an_answers_end_leaves_the_list_of_conversations_alone(chat: ChatDriver,
     chat.page.evaluate("() => { window.rows = [...document.querySelectorAll('#chats li')]; }")
     other = chat.page.locator(NAMES, has_text="Other")
     other.focus()
-    answer.tell(" and half")
+    answer.complete(" and half")
     chat.wait_until_idle()
     expect(other).to_be_focused()
     assert chat.page.evaluate("rows.every((row, i) => row === document.querySelectorAll('#chats li')[i])")
 
 
-def test_what_a_tab_left_behind_does_not_undo_what_came_later(context: BrowserContext, fake: FakeServer) -> None:
+def test_recovered_message_does_not_replace_a_newer_one(context: BrowserContext, fake: FakeServer) -> None:
     chat = ChatDriver(context, fake.url)
     started(chat, fake, "Hello", "Half")
     chat.page.reload()
@@ -251,7 +250,7 @@ def test_what_a_tab_left_behind_does_not_undo_what_came_later(context: BrowserCo
                 done(all.target.result.filter((one) => one.role === "assistant")); }; })"""
     )
     chat.press("Continue")
-    fake.answer().tell(" and half")
+    fake.answer().complete(" and half")
     chat.wait_until_idle()
     left = json.dumps([{**one, "finish": None} for one in old])
     chat.page.evaluate("(left) => localStorage.setItem('nano-inference.unsaved.x', left)", left)
@@ -261,7 +260,7 @@ def test_what_a_tab_left_behind_does_not_undo_what_came_later(context: BrowserCo
     assert chat.page.evaluate("Object.keys(localStorage).filter((key) => key.includes('unsaved')).length") == 0
 
 
-def test_nothing_is_asked_for_before_the_server_is_known(context: BrowserContext, fake: FakeServer) -> None:
+def test_edit_and_regenerate_are_disabled_until_the_server_is_ready(context: BrowserContext, fake: FakeServer) -> None:
     chat = ChatDriver(context, fake.url)
     answered(chat, fake, "Hello", "Yes")
     fake.ready = (503, "loading")
@@ -276,43 +275,43 @@ def test_nothing_is_asked_for_before_the_server_is_known(context: BrowserContext
     answered(chat, fake, "More", "Fine")
 
 
-def test_one_conversation_has_one_answer_under_way(chat: ChatDriver, fake: FakeServer) -> None:
+def test_conversation_has_one_running_answer(chat: ChatDriver, fake: FakeServer) -> None:
     answered(chat, fake, "Hello", "One", " two")
     chat.press("Tokens")
     answer = started(chat, fake, "More", "Slow")
     chat.page.locator(".tokens .token").first.click()
-    expect(chat.page.get_by_role("button", name='Go on with "A"')).to_be_disabled()
+    expect(chat.page.get_by_role("button", name='Continue with "A"')).to_be_disabled()
     expect(chat.page.locator("#alternatives")).to_contain_text("when the answer has ended")
     chat.press("Stop")
-    assert answer.gone.wait(PATIENCE_S), "Stop reaches the only one there is"
+    assert answer.gone.wait(TIMEOUT_S), "Stop aborts the only request"
     chat.wait_until_idle()
 
 
-def test_a_message_that_is_sent_twice_at_once_is_sent_once(chat: ChatDriver, fake: FakeServer) -> None:
+def test_double_click_on_send_sends_once(chat: ChatDriver, fake: FakeServer) -> None:
     answered(chat, fake, "Hello", "Yes")
     chat.press("Edit")
     chat.page.evaluate(
         """() => { const send = [...document.querySelectorAll(".message.user button")]
             .find((one) => one.textContent === "Send"); send.click(); send.click(); }"""
     )
-    fake.answer().tell("Once")
+    fake.answer().complete("Once")
     chat.wait_until_idle()
     expect(chat.page.locator(".message.user")).to_contain_text("2/2")
 
 
-def test_leaving_at_once_leaves_the_answer_where_it_belongs(chat: ChatDriver, fake: FakeServer) -> None:
+def test_answer_stays_in_its_conversation_after_opening_a_new_one(chat: ChatDriver, fake: FakeServer) -> None:
     chat.page.fill("#draft", "Hello")
     chat.page.evaluate(
         "() => { document.getElementById('send').click(); document.getElementById('new-chat').click(); }"
     )
-    fake.answer().tell("There")
+    fake.answer().complete("There")
     expect(chat.page.locator(NAMES)).to_have_text(["Hello"])
     chat.page.locator(NAMES).click()
     expect(chat.last().locator(".body")).to_have_text("There")
     expect(chat.page.locator(".message.user")).to_contain_text("Hello")
 
 
-def test_try_again_goes_back_to_where_it_failed(chat: ChatDriver, fake: FakeServer) -> None:
+def test_try_again_opens_the_conversation_of_the_failure(chat: ChatDriver, fake: FakeServer) -> None:
     fake.refusals = [(400, {"message": "not now"})]
     chat.type("Hello")
     expect(chat.page.locator(TOAST)).to_contain_text("not now")
@@ -320,22 +319,22 @@ def test_try_again_goes_back_to_where_it_failed(chat: ChatDriver, fake: FakeServ
     chat.press("Try again", chat.page.locator(TOAST))
     answer = fake.answer()
     assert answer.body["messages"] == [{"role": "user", "content": "Hello"}]
-    answer.tell("Now")
+    answer.complete("Now")
     expect(chat.last().locator(".body")).to_have_text("Now")
     expect(chat.page.locator("#title")).to_have_text("Hello")
 
 
-def test_a_deleted_conversation_does_not_come_back_with_its_answer(chat: ChatDriver, fake: FakeServer) -> None:
+def test_deleted_conversation_is_not_saved_again_by_its_answer(chat: ChatDriver, fake: FakeServer) -> None:
     answer = started(chat, fake, "Hello", "Half")
     chat.press("Delete Hello")
-    assert answer.gone.wait(PATIENCE_S)
+    assert answer.gone.wait(TIMEOUT_S)
     expect(chat.page.locator(NAMES)).to_have_count(0)
     chat.page.reload()
     chat.wait_until_ready()
     expect(chat.page.locator(NAMES)).to_have_count(0)
 
 
-def test_a_name_is_not_taken_before_it_is_written(chat: ChatDriver, fake: FakeServer) -> None:
+def test_end_of_an_answer_does_not_interrupt_renaming(chat: ChatDriver, fake: FakeServer) -> None:
     answer = started(chat, fake, "Hello", "Half")
     chat.press("Rename Hello")
     field = chat.page.get_by_label("Name of the conversation")
@@ -348,7 +347,7 @@ def test_a_name_is_not_taken_before_it_is_written(chat: ChatDriver, fake: FakeSe
     expect(chat.page.locator(NAMES)).to_have_text(["Harvest"])
 
 
-def test_settings_that_escape_leaves_are_not_taken(chat: ChatDriver, fake: FakeServer) -> None:
+def test_escape_discards_settings_and_stored_ones_are_clamped(chat: ChatDriver, fake: FakeServer) -> None:
     chat.press("Settings")
     chat.page.fill("#samples", "5000")
     chat.page.fill("#set-temperature", "-3")
@@ -356,7 +355,7 @@ def test_settings_that_escape_leaves_are_not_taken(chat: ChatDriver, fake: FakeS
     chat.type("Hello")
     answer = fake.answer()
     assert "n" not in answer.body and "temperature" not in answer.body
-    answer.tell("Yes")
+    answer.complete("Yes")
     chat.wait_until_idle()
     wild = json.dumps({"samples": 1e9, "seed": -5, "sampling": {"temperature": 99, "top_k": "x", "max_tokens": 1.7}})
     chat.page.evaluate("(wild) => localStorage.setItem('nano-inference.settings', wild)", wild)
@@ -368,7 +367,7 @@ def test_settings_that_escape_leaves_are_not_taken(chat: ChatDriver, fake: FakeS
     assert (body["n"], body["seed"], body["temperature"], body["max_tokens"]) == (2, 0, 2, 2) and "top_k" not in body
 
 
-def test_a_key_that_no_header_can_carry_is_refused_here(context: BrowserContext, fake: FakeServer) -> None:
+def test_key_with_invalid_characters_is_refused(context: BrowserContext, fake: FakeServer) -> None:
     fake.key = "secret-key"
     chat = ChatDriver(context, fake.url, ready=False)
     chat.page.fill("#key-field", "schlüssel-ключ")
@@ -380,7 +379,7 @@ def test_a_key_that_no_header_can_carry_is_refused_here(context: BrowserContext,
     chat.wait_until_ready()
 
 
-def test_a_proxy_that_finds_no_server_is_waited_for(context: BrowserContext, fake: FakeServer) -> None:
+def test_page_waits_for_the_server_behind_a_proxy(context: BrowserContext, fake: FakeServer) -> None:
     fake.ready = (502, "Bad Gateway")
     chat = ChatDriver(context, fake.url, ready=False)
     expect(chat.page.locator("#banner")).to_contain_text("The server does not answer")
@@ -388,16 +387,16 @@ def test_a_proxy_that_finds_no_server_is_waited_for(context: BrowserContext, fak
     chat.wait_until_ready()
 
 
-def test_the_server_ended_an_answer(chat: ChatDriver, fake: FakeServer) -> None:
+def test_answer_aborted_by_the_server(chat: ChatDriver, fake: FakeServer) -> None:
     chat.type("Hello")
     answer = fake.answer()
     answer.say("Half")
     answer.end("abort")
-    expect(chat.last()).to_contain_text("The server ended this answer.")
+    expect(chat.last()).to_contain_text("The server aborted this answer.")
     expect(chat.last().get_by_role("button", name="Continue")).to_be_visible()
 
 
-def test_a_stopped_answer_says_which_weights_drew_it(chat: ChatDriver, fake: FakeServer) -> None:
+def test_stopped_answer_shows_the_weight_versions(chat: ChatDriver, fake: FakeServer) -> None:
     chat.type("Hello")
     answer = fake.answer()
     answer.choice({"content": "a"}, token_ids=[1, 2], mask=[1, 1], token_versions=[3, 3])
@@ -407,7 +406,7 @@ def test_a_stopped_answer_says_which_weights_drew_it(chat: ChatDriver, fake: Fak
     expect(chat.fact("Weights")).to_have_text("3 → 4")
 
 
-def test_searching_hides_nothing_on_a_desktop(chat: ChatDriver, fake: FakeServer) -> None:
+def test_search_on_a_desktop_does_not_cover_the_page(chat: ChatDriver, fake: FakeServer) -> None:
     answered(chat, fake, "Hello", "Yes")
     chat.page.keyboard.press("Control+k")
     chat.page.fill("#search", "hello")
@@ -415,11 +414,11 @@ def test_searching_hides_nothing_on_a_desktop(chat: ChatDriver, fake: FakeServer
     expect(chat.page.locator("#veil")).to_be_hidden()
 
 
-def test_the_focus_stays_where_it_was_of_use(chat: ChatDriver, fake: FakeServer) -> None:
+def test_focus_is_kept_on_equivalent_elements(chat: ChatDriver, fake: FakeServer) -> None:
     page = chat.page
     answered(chat, fake, "Hello", "One")
     chat.press("Regenerate")
-    fake.answer().tell("Two")
+    fake.answer().complete("Two")
     chat.wait_until_idle()
     back = page.get_by_role("button", name="Previous version")
     back.focus()
@@ -441,7 +440,7 @@ def test_the_focus_stays_where_it_was_of_use(chat: ChatDriver, fake: FakeServer)
     expect(page.locator("#draft")).to_be_focused()
 
 
-def test_escape_ends_a_search_and_not_the_answer(chat: ChatDriver, fake: FakeServer) -> None:
+def test_escape_in_the_search_does_not_stop_the_answer(chat: ChatDriver, fake: FakeServer) -> None:
     answer = started(chat, fake, "Hello", "Slow")
     chat.page.fill("#search", "nothing")
     chat.page.keyboard.press("Escape")
@@ -450,8 +449,8 @@ def test_escape_ends_a_search_and_not_the_answer(chat: ChatDriver, fake: FakeSer
     chat.wait_until_idle()
 
 
-def test_29_over_plain_http_in_a_local_network(browser: Browser, fake: FakeServer) -> None:
-    """Where a page is no secure context, and lacks what only those have."""
+def test_chat_over_plain_http_in_a_local_network(browser: Browser, fake: FakeServer) -> None:
+    """The page is not a secure context there and lacks some browser functions."""
     path = shutil.which("chromium") or shutil.which("google-chrome")
     arguments = ["--no-sandbox", "--disable-gpu", "--host-resolver-rules=MAP lan.test 127.0.0.1"]
     other = browser.browser_type.launch(executable_path=path, args=arguments)

@@ -1,7 +1,4 @@
-"""How heavy the pages are (checklist 30): their size, and work that does not grow with what is there already.
-
-Speed itself is measured by `benchmarks/page.py`.
-"""
+"""Sizes of the pages, and incremental rendering. `benchmarks/page.py` measures the speed."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from tests.web.fake import FakeServer
 MAX_PACKED = 80_000
 
 
-def test_the_pages_are_small_and_whole() -> None:
+def test_pages_are_small_and_self_contained() -> None:
     for name in ("chat", "dashboard"):
         page = load_page(name)
         assert len(page.packed) <= MAX_PACKED and gzip.decompress(page.packed) == page.body
@@ -29,7 +26,7 @@ def test_the_pages_are_small_and_whole() -> None:
         assert bundled(f"{name}/page.html") == html
 
 
-def test_30_blocks_that_are_whole_are_not_made_again(chat: ChatDriver, fake: FakeServer) -> None:
+def test_complete_blocks_are_not_rendered_again(chat: ChatDriver, fake: FakeServer) -> None:
     chat.type("Hello")
     answer = fake.answer()
     answer.say(*(f"Paragraph {n} of *many*.\n\n" for n in range(300)), "```\n", "line 1\n")
@@ -39,21 +36,21 @@ def test_30_blocks_that_are_whole_are_not_made_again(chat: ChatDriver, fake: Fak
     answer.say(*(f"line {n}\n" for n in range(2, 200)))
     expect(body).to_contain_text("line 199")
     marked = "[...document.querySelectorAll('.body .block, .body pre')].every((one, at) => one.mark === at)"
-    assert chat.page.evaluate(marked), "only text was added, to the code that is being written"
+    assert chat.page.evaluate(marked), "text was only appended to the incomplete code block"
     answer.end()
     chat.wait_until_idle()
     expect(body.locator("p")).to_have_count(300)
     expect(body.locator("pre")).to_contain_text("line 199")
 
 
-def test_30_messages_out_of_sight_are_not_laid_out(chat: ChatDriver, fake: FakeServer) -> None:
+def test_invisible_messages_are_not_laid_out(chat: ChatDriver, fake: FakeServer) -> None:
     chat.type("Hello")
-    fake.answer().tell("Yes")
+    fake.answer().complete("Yes")
     chat.wait_until_idle()
     assert chat.page.evaluate("getComputedStyle(document.querySelector('.message')).contentVisibility") == "auto"
 
 
-def test_a_page_is_sent_packed_and_once(server_url: str) -> None:
+def test_page_is_compressed_and_cached(server_url: str) -> None:
     with httpx2.Client(base_url=server_url) as client:
         first = client.get("/", headers={"accept-encoding": "gzip"})
         assert first.headers["content-encoding"] == "gzip" and first.text == load_page("chat").body.decode()

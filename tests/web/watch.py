@@ -1,4 +1,4 @@
-"""What a page must not do unseen: errors in its console, requests elsewhere, violations of its policy."""
+"""Records console errors and requests of a page to other servers; checks accessibility with axe-core."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _AXE = Path(axe_playwright_python.__file__).with_name("axe.min.js")
 
 
 class Watch:
-    """Collects a page's console errors, failures and foreign requests from now on."""
+    """Collects a page's console messages, exceptions and requests to other origins."""
 
     def __init__(self, page: Page, origin: str) -> None:
         self.origin = origin
@@ -31,14 +31,14 @@ class Watch:
             self.foreign.append(request.url)
 
     def assert_clean(self, allowed: Iterable[str] = ()) -> None:
-        """Fail for anything that was seen, but for errors that hold one of the allowed texts."""
+        """Fail for any recorded event, except for errors that contain one of the allowed texts."""
         allowed = tuple(allowed)
         assert [one for one in self.errors if not any(text in one for text in allowed)] == []
         assert self.foreign == []
 
 
 def axe_violations(page: Page) -> list[str]:
-    """Return what axe-core finds wrong with a page as it is now: rule, and the elements."""
+    """Return the violations that axe-core finds in a page's current state: rule and elements."""
     page.evaluate(_AXE.read_text())
     found = page.evaluate("() => axe.run(document, {resultTypes: ['violations']})")
     return [

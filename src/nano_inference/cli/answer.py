@@ -37,7 +37,7 @@ def stream_answer(
 ) -> Answer:
     """Draw one sample and write its text as it becomes certain. Ctrl-C ends it early, with what it has.
 
-    What is written has the calculator's marks in it, for `spelled` or `told_apart`.
+    What is written has the calculator's marks in it, for `spelled` or `parts_of`.
     """
     start = time.perf_counter()
     request_id = session.engine.add_request(prompt, params, program=session.tool)

@@ -20,7 +20,7 @@ from nano_inference.cli.terminal import Interrupts, note
 from nano_inference.config import EngineConfig
 from nano_inference.text import stream
 from nano_inference.text.chat import Message
-from nano_inference.text.dialogue import Dialogue, PartKind, require, told_apart
+from nano_inference.text.dialogue import Dialogue, PartKind, parts_of, require
 from nano_inference.types import BadRequest, SamplingParams, TrainingSample
 
 _MOST_SEEDS = 1_000_000
@@ -93,7 +93,7 @@ class LocalAnswerer:
 
         def take(text: str) -> None:
             nonlocal inside
-            parts, inside = told_apart(text, inside)
+            parts, inside = parts_of(text, inside, with_marks=True)
             write([Piece(part.text, part.type == "python_output") for part in parts])
 
         answer = stream_answer(self.session, prompt, params, interrupts, take, quiet=self.quiet)

@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 import tiktoken
 
 from nano_inference.files import open_buffered
-from nano_inference.text.tiktoken_file import no_panic
+from nano_inference.text.fast import no_panic
 from nano_inference.text.tokenizer_limits import check_added, check_pattern, check_pieces
 from nano_inference.types import ModelError
 

@@ -23,7 +23,8 @@ from nano_inference.nanochat.pickled import PickledEncoding, encoding_of, read_f
 from nano_inference.nanochat.rendering import Conversation, OutOfTurn, render_conversation, render_for_completion
 from nano_inference.nanochat.tokenizer_file import from_encoding, nanochat_tokenizer
 from nano_inference.packages import MissingPackage
-from nano_inference.text.tiktoken_file import TiktokenTokenizer, no_panic
+from nano_inference.text.fast import no_panic
+from nano_inference.text.tiktoken_file import TiktokenTokenizer
 
 SPECIAL_TOKENS = (
     *("<|bos|>", "<|user_start|>", "<|user_end|>", "<|assistant_start|>", "<|assistant_end|>"),

@@ -35,7 +35,7 @@ from nano_inference.text.dialogue import shown
 from nano_inference.text.kinds import Tool
 from nano_inference.text.stops import stop_matcher
 from nano_inference.text.tool_format import ToolFormat, calls_grammar
-from nano_inference.text.tools import behind, special_tokens
+from nano_inference.text.tools import resume_program, special_tokens
 from nano_inference.types import FROM_THE_PROMPT, BadRequest, Beginning, MatcherFactory, SamplingParams, TokenProgram
 
 _DEFAULT_COMPLETION_TOKENS = 16
@@ -152,7 +152,7 @@ def _prefilled(
     check_known(ids, model, field)
     if shape.tool is not None:
         with api_errors(field):
-            program, missing = behind(shape.tool, ids)
+            program, missing = resume_program(shape.tool, ids)
         ids += missing
     data = shown(model.tokenizer, shape.tool, ids, skip_special=shape.skip_special)
     shape = replace(shape, prefix_bytes=data, prefix_ids=ids)

@@ -1,4 +1,4 @@
-"""Words that must not be written, as a matcher: it forbids the last token of a word once the others stand there."""
+"""A matcher for forbidden words: it bans a word's last token when the sample ends with the word's other tokens."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from nano_inference.text.kinds import Tokenizer
 from nano_inference.types import BadRequest, Matcher, StopReason
 
 MAX_TOKENS = 1024
-"""Tokens that all the words of one request may come to."""
+"""Limit on the tokens of all words of one request."""
 
 
 def bad_words_matcher(tokenizer: Tokenizer, words: Sequence[str], vocab_size: int) -> Callable[[], Matcher]:
-    """Return a maker of matchers, one for each sample, that keep `words` out of it.
+    """Return a factory of matchers, one per sample, that prevent `words`.
 
-    A word is kept out as it is spelled at the start of a text and behind a space, as vLLM does; other cuts of its
-    letters into tokens are not seen. Raises `BadRequest` for a word without tokens and for too many tokens.
+    As in vLLM, a word is prevented in its tokenizations at the start of a text and after a space; other tokenizations
+    are not detected. Raises `BadRequest` for a word without tokens and for too many tokens.
     """
     spellings = {
         tuple(tokenizer.encode(text, add_special=False, parse_special=False))
@@ -25,19 +25,19 @@ def bad_words_matcher(tokenizer: Tokenizer, words: Sequence[str], vocab_size: in
     if () in spellings:
         raise BadRequest("bad_words: a word has no tokens")
     if sum(map(len, spellings)) > MAX_TOKENS:
-        raise BadRequest(f"bad_words: the words come to more than {MAX_TOKENS} tokens")
+        raise BadRequest(f"bad_words: the words have more than {MAX_TOKENS} tokens")
     return lambda: BadWords(frozenset(spellings), vocab_size)
 
 
 def both(first: Callable[[], Matcher] | None, second: Callable[[], Matcher] | None) -> Callable[[], Matcher] | None:
-    """Return a maker of matchers that do what two do; the other one when one is None."""
+    """Return a factory of matchers that apply both; if one is None, the other."""
     if first is None or second is None:
         return first or second
     return lambda: Both(first(), second())
 
 
 class BadWords:
-    """Follows one sample; keeps as many tokens as the longest word has, less one."""
+    """Matcher of one sample; keeps one token less than the longest word has."""
 
     def __init__(self, spellings: frozenset[tuple[int, ...]], vocab_size: int) -> None:
         self._spellings = spellings
@@ -46,12 +46,12 @@ class BadWords:
         self._tail: tuple[int, ...] = ()
 
     def advance(self, token: int) -> StopReason | None:
-        """Take the next token; it never stops the sample."""
+        """Add the next token; never stops the sample."""
         self._tail = (*self._tail, token)[-self._keep :] if self._keep else ()
         return None
 
     def mask(self) -> bytes | None:
-        """Return all tokens but those that would complete a word; None when none would."""
+        """Return a bit mask of the tokens that do not complete a word; None if all are allowed."""
         banned = [word[-1] for word in self._spellings if self._ends_with(word[:-1])]
         if not banned:
             return None
@@ -65,19 +65,19 @@ class BadWords:
 
 
 class Both:
-    """Two matchers as one: either stops the sample, and a token must be allowed by both."""
+    """Combines two matchers: either stops the sample; a token must be allowed by both."""
 
     def __init__(self, first: Matcher, second: Matcher) -> None:
         self._first = first
         self._second = second
 
     def advance(self, token: int) -> StopReason | None:
-        """Let both take the token; return the first verdict."""
-        verdicts = (self._first.advance(token), self._second.advance(token))
-        return next((verdict for verdict in verdicts if verdict is not None), None)
+        """Add the token to both; return the first stop reason."""
+        reasons = (self._first.advance(token), self._second.advance(token))
+        return next((reason for reason in reasons if reason is not None), None)
 
     def mask(self) -> bytes | None:
-        """Return the tokens that both allow."""
+        """Return a bit mask of the tokens that both allow; None if all are."""
         first, second = self._first.mask(), self._second.mask()
         if first is None or second is None:
             return first if second is None else second

@@ -1,9 +1,9 @@
-"""Messages to text and to ids, through a model's own chat template.
+"""Render messages with a model's chat template, as text or as token ids.
 
-Templates are code from a model's files. They run in MiniJinja, which has no way to Python's objects, under a limit of
-steps and of text (`template_guard`), with what transformers gives its templates: the special tokens' texts,
-`raise_exception`, `strftime_now`, a `tojson` that escapes nothing, break and continue. Steps do not count iteration
-inside filters and tests, so a template that is not known (`template_digests`) runs in a worker process.
+Templates are untrusted code from a model's files. They run in MiniJinja, which cannot reach Python objects, with limits
+on steps and output (`template_guard`), and get the variables that transformers provides: the special tokens' texts,
+`raise_exception`, `strftime_now`, an unescaped `tojson`, `break` and `continue`. MiniJinja does not count iteration
+inside filters and tests as steps, so a template that is not in `template_digests` runs in a worker process.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from nano_inference.text.templates import Renderer, Templates, size_of
 from nano_inference.types import BadRequest, ModelError
 
 FUEL = 5_000_000
-"""MiniJinja's steps in one rendering: well under a second; a message takes some hundreds."""
+"""Limit on MiniJinja's steps in one rendering, reached in well under a second; a message takes some hundreds."""
 MAX_IN_PROCESS = 1 << 18
-"""Characters of messages that a known template renders in this process; more go to a worker, as unknown ones do."""
+"""Characters of messages above which a known template, too, renders in a worker process."""
 RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now"})
-"""Names that `extra` cannot take."""
+"""Variable names that `extra` must not contain."""
 
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
@@ -43,29 +43,30 @@ class ChatTemplate:
     """A compiled chat template; safe to share between threads."""
 
     source: str
-    """As it stands in the model's files."""
+    """The text of the model's file, unchanged."""
     where: str
-    """The file it is from, for messages of errors."""
+    """The template's file, for error messages."""
     named: Mapping[str, str]
-    """Variables of every rendering: `bos_token`, `eos_token`, … as far as the tokenizer has them."""
+    """Variables of every rendering: those of `bos_token`, `eos_token`, … that the tokenizer has."""
     tool_source: str | None
-    """The template named "tool_use", which takes over when there are tools."""
+    """The template named "tool_use", which replaces `source` when a request has tools."""
     templates: Templates = field(repr=False, compare=False)
     render_here: Callable[[str, Mapping[str, Any]], str] | None = field(repr=False, compare=False)
-    """Renders in this process; None for a template that is not known."""
+    """Renders in this process; None for an unknown template."""
     workers: Renderer = field(repr=False, compare=False)
-    """What renders in processes of their own."""
+    """Renders in worker processes."""
 
     def close(self) -> None:
-        """End the worker processes; without a call they end with this object or the process."""
+        """End the worker processes; they also end when this object is collected or the process exits."""
         self.workers.close()
 
 
 def load_chat_template(source: TokenizerSource, tokenizer: Tokenizer) -> ChatTemplate | None:
-    """Find a model's chat template and compile it; None when the model has none.
+    """Return a model's compiled chat template, None if it has none.
 
-    A directory's chat_template.jinja wins over chat_template.json and tokenizer_config.json, as in transformers;
-    GGUF has `tokenizer.chat_template`. Raises `ModelError` for a template that does not compile or is not allowed.
+    In a directory chat_template.jinja has precedence over chat_template.json, and that over tokenizer_config.json, as
+    in transformers; a GGUF file has `tokenizer.chat_template`. Raises `ModelError` if the template does not compile or
+    `template_guard` refuses it.
     """
     if source.gguf is not None:
         found = source.gguf.get("tokenizer.chat_template")
@@ -76,7 +77,7 @@ def load_chat_template(source: TokenizerSource, tokenizer: Tokenizer) -> ChatTem
     chosen = {name: text for name, text in templates.items() if isinstance(text, str) and text}
     if "default" not in chosen:
         return None
-    _special_pattern(tokenizer)  # compiled now: thousands of tokens take a second
+    _special_pattern(tokenizer)  # cached; thousands of tokens take a second
     return chat_template(
         chosen["default"], where=source.path, named=tokenizer.named, tool_source=chosen.get("tool_use")
     )
@@ -85,9 +86,9 @@ def load_chat_template(source: TokenizerSource, tokenizer: Tokenizer) -> ChatTem
 def chat_template(
     source: str, *, where: str, named: Mapping[str, str] = _NOTHING, tool_source: str | None = None
 ) -> ChatTemplate:
-    """Compile a chat template from its text. Raises `ModelError` naming `where` and the line that is wrong.
+    """Compile a chat template from its text.
 
-    Raises `MissingPackage`, a `ModelError`, without MiniJinja.
+    Raises `ModelError` naming `where` and the wrong line, and `MissingPackage`, a `ModelError`, without MiniJinja.
     """
     with needed(f"{where}: the chat template"):
         from nano_inference.text.rendering import compile_templates, run
@@ -115,11 +116,11 @@ def render(
     tools: Sequence[Mapping[str, Any]] | None = None,
     extra: Mapping[str, Any] = _NOTHING,
 ) -> str:
-    """Return the text that a model reads for these messages.
+    """Return the prompt text of these messages.
 
-    With `continue_final` it ends where the last message's content does, so that the model goes on with that message.
-    `extra` are further variables of the template (`enable_thinking`). Raises `BadRequest` for messages of a wrong
-    shape or that the template refuses, `ModelError` for a template that exceeds a limit of time, memory or text.
+    With `continue_final` it ends after the last message's content, so that the model continues that message. `extra`:
+    further template variables, such as `enable_thinking`. Raises `BadRequest` for malformed messages and for those the
+    template refuses, `ModelError` for a template that exceeds a limit on time, memory or output.
     """
     check_messages(messages)
     if continue_final:
@@ -151,38 +152,23 @@ def encode_chat(
     tools: Sequence[Mapping[str, Any]] | None = None,
     extra: Mapping[str, Any] = _NOTHING,
 ) -> list[int]:
-    """Return the ids of the rendered messages. BOS is there when the template writes it, never a second time.
+    """Return the token ids of the rendered messages; the template alone decides whether they begin with BOS.
 
-    Special tokens spelled out in a message are plain text to the model: they cannot forge a turn. Raises as
-    `render` does, and `BadRequest` for such a message when the tokenizer cannot spell the token out.
+    The text of a special token inside a message is encoded as plain text, so that a message cannot forge a turn.
+    Raises as `render` does, and `BadRequest` if the tokenizer cannot encode such a message as plain text.
     """
+    rendered = partial(render, template, add_generation_prompt=add_generation_prompt, continue_final=continue_final)
     special = _special_pattern(tokenizer)
-    hostile = special is not None and any(special.search(text) for text in _strings([messages, tools, extra]))
-    if special is None or not hostile:
-        text = render(
-            template,
-            messages,
-            add_generation_prompt=add_generation_prompt,
-            continue_final=continue_final,
-            tools=tools,
-            extra=extra,
-        )
-        return tokenizer.encode(text, add_special=False)
+    if special is None or not any(special.search(text) for text in _strings([messages, tools, extra])):
+        return tokenizer.encode(rendered(messages, tools=tools, extra=extra), add_special=False)
     mark = _unused_character([messages, tools, extra, template.source])
 
-    def defused(value: Any) -> Any:
+    def marked(value: Any) -> Any:
         return _map_strings(value, lambda text: special.sub(lambda m: m[0][0] + mark + m[0][1:], text))
 
     check_messages(messages)
-    text = render(
-        template,
-        defused(messages),
-        add_generation_prompt=add_generation_prompt,
-        continue_final=continue_final,
-        tools=defused(tools),
-        extra=defused(extra),
-    )
-    return _encode_defused(tokenizer, text, special, mark)
+    text = rendered(marked(messages), tools=marked(tools), extra=marked(extra))
+    return _encode_marked(tokenizer, text, special, mark)
 
 
 def _render_open(
@@ -192,7 +178,7 @@ def _render_open(
     tools: Sequence[Mapping[str, Any]] | None,
     extra: Mapping[str, Any],
 ) -> str:
-    """Render with a mark at the end of the last message, and cut there."""
+    """Render with a mark at the end of the last message, and cut the text at the mark."""
     last = messages[-1]
     if add_generation_prompt:
         raise BadRequest("continue_final_message and add_generation_prompt exclude each other")
@@ -202,12 +188,12 @@ def _render_open(
     marked = [*messages[:-1], {**last, "content": last["content"] + mark}]
     text = render(template, marked, add_generation_prompt=False, tools=tools, extra=extra)
     if mark not in text:
-        raise BadRequest("continue_final_message: the chat template does not show the last message as it is")
-    return text[: text.rindex(mark)].replace(mark, "")  # a template may show it twice
+        raise BadRequest("continue_final_message: the chat template changes the last message's content")
+    return text[: text.rindex(mark)].replace(mark, "")  # a template may write a message twice
 
 
 def check_messages(messages: object) -> None:
-    """Raise `BadRequest` naming the index unless every message has a role and a text (or tool calls)."""
+    """Raise `BadRequest` naming the index unless each message has a role and a string content (or tool calls)."""
     if isinstance(messages, str | bytes) or not isinstance(messages, Sequence) or not messages:
         raise BadRequest("messages must be a non-empty list")
     for index, message in enumerate(messages):
@@ -259,12 +245,12 @@ def _map_strings(value: Any, change: Callable[[str], str]) -> Any:
 
 
 def _special_pattern(tokenizer: Tokenizer) -> re.Pattern[str] | None:
-    """Return a pattern for the texts of the special tokens; None when there are none."""
+    """Return a pattern that matches the text of any special token; None without special tokens."""
     return literal_pattern(frozenset(tokenizer.token_text(token) for token in tokenizer.special_ids))
 
 
 def _unused_character(values: Any) -> str:
-    """Return a private-use character that stands in none of the texts."""
+    """Return a private-use character that occurs in none of the texts."""
     used = set().union(*map(set, _strings(values)))
     free = next((chr(code) for code in range(0xE000, 0xF900) if chr(code) not in used), None)
     if free is None:
@@ -272,15 +258,15 @@ def _unused_character(values: Any) -> str:
     return free
 
 
-def _encode_defused(tokenizer: Tokenizer, text: str, special: re.Pattern[str], mark: str) -> list[int]:
-    """Encode a rendering whose spelled-out special tokens carry a mark: what has none is the template's own.
+def _encode_marked(tokenizer: Tokenizer, text: str, special: re.Pattern[str], mark: str) -> list[int]:
+    """Encode a rendering in which special tokens from messages carry a mark; those without one are the template's.
 
-    Encoding piece by piece must be what the tokenizer does by itself; that is checked on the same text with the
-    marks made harmless, and a tokenizer that differs (one that eats spaces around its special tokens) is refused.
+    Splitting at special tokens must not change the ids. This is checked on the same text with each mark replaced by
+    "x"; a tokenizer that fails (one that strips spaces around special tokens) raises `BadRequest`.
     """
-    harmless = text.replace(mark, "x")
-    if _encode_pieces(tokenizer, harmless, special) != tokenizer.encode(harmless, add_special=False):
-        raise BadRequest("a message spells out a special token, which this model's tokenizer cannot take as text")
+    unmarked = text.replace(mark, "x")
+    if _encode_pieces(tokenizer, unmarked, special) != tokenizer.encode(unmarked, add_special=False):
+        raise BadRequest("a message contains a special token, which this model's tokenizer cannot encode as text")
     return _encode_pieces(tokenizer, text, special, mark)
 
 

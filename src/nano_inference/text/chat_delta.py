@@ -1,7 +1,8 @@
-"""The ids between an assistant's turn and the next one, so that a chat grows without encoding anything twice.
+"""Extend a chat with new messages without encoding its earlier turns again.
 
-Sampled tokens are kept as they were drawn: their text, encoded again, may give other ids. What is rendered instead is a
-made-up chat whose answer is one word, followed by the new messages; what stands behind that word is the bridge.
+Sampled tokens are kept, because encoding their text may give other ids. To find the tokens between the assistant's turn
+and the next one, a made-up chat with a one-word answer and the new messages is rendered; all that follows the word is
+the result.
 """
 
 from __future__ import annotations
@@ -28,16 +29,16 @@ def encode_chat_delta(
     tools: Sequence[Mapping[str, Any]] | None = None,
     extra: Mapping[str, Any] = _NOTHING,
 ) -> list[int]:
-    """Return the ids that go from an assistant's turn over new messages to where the next turn begins.
+    """Return the ids to append after an assistant's turn: the end of that turn, the new messages, the next header.
 
-    `sampled` are the tokens of the turn. When they end with the template's end of turn, or another of the tokenizer's
-    end tokens in its place, the bridge begins after it; otherwise the turn was cut short and the bridge ends it. Give
-    all tokens since the first prompt to have the earlier turns watched as well.
+    `sampled` are the turn's tokens. If they end with the template's end-of-turn token, or another of the tokenizer's
+    end tokens in its place, the result starts after it; otherwise the turn was truncated and the result ends it. Pass
+    all tokens since the first prompt to have the earlier turns checked as well.
 
-    The text of prompt, turns and bridges together is then what the template writes for the whole chat, but for spaces
-    that it puts around an answer or strips from it. A template that writes an earlier turn differently once messages
-    follow it (drops its thinking, moves the tools) cannot be bridged: `ModelError`, a `ValueError`, shows where. Raises
-    `BadRequest` as `encode_chat` does.
+    The text of the prompt, the turns and the results together equals the template's rendering of the whole chat, except
+    for spaces that the template adds around an answer or strips from it. Raises `ModelError`, a `ValueError`, showing
+    the difference, for a template that changes an earlier turn once messages follow it (drops its thinking, moves the
+    tools); `BadRequest` as `encode_chat` does.
     """
 
     def text_of(answer: str, more: Sequence[Message]) -> str:
@@ -45,19 +46,19 @@ def encode_chat_delta(
         return render(template, chat, add_generation_prompt=bool(more), tools=tools, extra=extra)
 
     check_messages(messages)
-    answer = tokenizer.decode(sampled, skip_special=False)  # to be looked at, never encoded
+    answer = tokenizer.decode(sampled, skip_special=False)  # only compared, never encoded
     before, after = text_of(answer, ()), text_of(answer, messages)
     _check_appends(template, before, after)
     word = next(word for i in count() if (word := f"answer{i}") not in after)
-    head, _, bridge = text_of(word, messages).partition(word)
+    head, _, delta = text_of(word, messages).partition(word)
     added = after[len(before) :]
-    if not (after.endswith(bridge) and bridge.endswith(added)):
-        raise ModelError(f"{template.where}: what the chat template writes after an answer depends on what it says")
+    if not (after.endswith(delta) and delta.endswith(added)):
+        raise ModelError(f"{template.where}: in this chat template the text after an answer depends on the answer")
     ids = encode_chat(template, tokenizer, [*_chat(word), *messages], tools=tools, extra=extra)
     head_ids = tokenizer.encode(head + word, add_special=False)
     if ids[: len(head_ids)] != head_ids:
         raise ModelError(f"{template.where}: this tokenizer joins the end of an answer with what follows it")
-    return _after_end(tokenizer, ids[len(head_ids) :], bridge.removesuffix(added), sampled)
+    return _after_end(tokenizer, ids[len(head_ids) :], delta.removesuffix(added), sampled)
 
 
 def _chat(answer: str) -> list[Message]:
@@ -65,18 +66,18 @@ def _chat(answer: str) -> list[Message]:
 
 
 def _check_appends(template: ChatTemplate, before: str, after: str) -> None:
-    """Raise `ModelError` unless new messages leave the text before them as it was."""
+    """Raise `ModelError` unless the rendering with the new messages starts with the one without them."""
     if after.startswith(before):
         return
     at = next((i for i, (a, b) in enumerate(zip(before, after, strict=False)) if a != b), len(after))
     raise ModelError(
-        f"{template.where}: the chat template rewrites earlier turns when messages follow, so what was sampled cannot "
-        f"be kept: {before[at : at + 40]!r} becomes {after[at : at + 40]!r}"
+        f"{template.where}: the chat template rewrites earlier turns when messages follow, so the sampled tokens "
+        f"cannot be kept: {before[at : at + 40]!r} becomes {after[at : at + 40]!r}"
     )
 
 
 def _after_end(tokenizer: Tokenizer, ids: list[int], tail: str, sampled: Sequence[int]) -> list[int]:
-    """Drop the bridge's end of turn when the sampled tokens have brought one; `tail` is the template's, as text."""
+    """Drop the end of turn from `ids` if `sampled` ends with one; `tail` is the template's end of turn, as text."""
     ends = tokenizer.special_ids.union(tokenizer.eos_ids)
     at = next((i for i, token in enumerate(ids) if token in ends), None)
     if at is None or not sampled or tokenizer.decode(ids[:at]).strip():

@@ -1,6 +1,6 @@
-"""How a model is talked with: messages to ids, what it wrote back to a message, and what a reader sees of it.
+"""Convert messages to token ids, and an answer's tokens to a message and to displayed text.
 
-Here is the kind with a chat template; others come with the table of tokenizers. Callers need not know which it is.
+`TemplateDialogue` does so with a chat template; the rows of the tokenizer table may provide other implementations.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from nano_inference.text.tokenizer import installed_tokenizers
 from nano_inference.types import BadRequest
 
 PartKind = Literal["text", "python", "python_output"]
-"""What a part of an answer is: text, a tool's call, or the result of one."""
+"""Kinds of an answer's parts: text, a tool call, and the result of a call."""
 
 _CALL, _RESULT, _RETURN, _NOTHING, _CUT = "\ufdd0\ufdd1\ufdd2\ufdd3\ufdd4"
 _SPELLED = str.maketrans({_CALL: "[", _RESULT: " → ", _RETURN: "] ", _NOTHING: " → no result] ", _CUT: " …]"})
 _ENDS_IN: Mapping[str, PartKind] = MappingProxyType(
     {_CALL: "python", _RESULT: "python_output", _RETURN: "text", _NOTHING: "text", _CUT: "text"}
 )
-"""What the text behind a mark is."""
+"""Maps each mark to the kind of the text after it."""
 _MARK = re.compile(f"([{_CALL}{_RESULT}{_RETURN}{_NOTHING}{_CUT}])")
 
 
 class Part(NamedTuple):
-    """A piece of an answer: text, the expression that a tool is called with, or its result."""
+    """A part of an answer: text, the expression of a tool call, or its result."""
 
     type: PartKind
     text: str
@@ -40,7 +40,7 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TemplateDialogue:
-    """A model with a chat template."""
+    """Implements `Dialogue` with a chat template."""
 
     template: ChatTemplate
     tokenizer: Tokenizer
@@ -48,11 +48,11 @@ class TemplateDialogue:
 
     @property
     def tool_template(self) -> str | None:
-        """Return the template named "tool_use", or else the only one."""
+        """Return the source of the template named "tool_use", else of the only one."""
         return self.template.tool_source or self.template.source
 
     def encode(self, messages: Sequence[Message], rendering: Rendering = ANSWER) -> list[int]:
-        """Return the rendered messages' ids."""
+        """Return the token ids of the rendered messages."""
         return encode_chat(
             self.template,
             self.tokenizer,
@@ -64,7 +64,7 @@ class TemplateDialogue:
         )
 
     def text(self, messages: Sequence[Message], rendering: Rendering = ANSWER) -> str:
-        """Return the rendered messages."""
+        """Return the rendered messages as text."""
         return render(
             self.template,
             messages,
@@ -75,24 +75,24 @@ class TemplateDialogue:
         )
 
     def knows(self, name: str) -> bool:
-        """Whether the template speaks of a variable of that name."""
+        """Return True if the template mentions a variable of that name."""
         return name in self.template.source or name in (self.template.tool_source or "")
 
     def answer(self, tokens: Sequence[int], text: str) -> Message:
-        """Return the text as a message."""
+        """Return an assistant message with that text."""
         return {"role": "assistant", "content": text}
 
     def close(self) -> None:
-        """End the processes that render."""
+        """End the worker processes."""
         self.template.close()
 
 
 def load_dialogue(
     source: TokenizerSource, tokenizer: Tokenizer, kinds: Mapping[str, TokenizerKind] | None = None
 ) -> Dialogue | None:
-    """Return how a model is talked with, None when neither its tokens nor its template tell. Raises `ModelError`.
+    """Return a model's dialogue: of the last of `kinds` that knows its tokens, else of its chat template, else None.
 
-    `kinds` are asked about the tokens, the last first; by default they are the installed ones.
+    `kinds` defaults to the installed ones. Raises `ModelError`.
     """
     kinds = installed_tokenizers() if kinds is None else kinds
     for kind in reversed([*kinds.values()]):
@@ -110,12 +110,10 @@ def shown(
     is_cut: bool = False,
     skip_special: bool = True,
 ) -> bytes:
-    """Return what a reader sees of tokens that came together: no special ones (unless asked for), a call between marks.
+    """Return the displayed UTF-8 bytes of a run of tokens: without special tokens, tool calls between marks.
 
-    The marks are for `spelled`.
-
-    The tokens that a call forces come in one piece with its end, so what follows an end is always here, unless the
-    answer was cut off there (`is_cut`).
+    `spelled` and `parts_of` replace the marks. `skip_special=False` keeps special tokens. A call's forced
+    result is always in the same run as the end of the call, unless the answer was truncated there (`is_cut`).
     """
     pieces = []
     for index, token in enumerate(tokens):
@@ -128,27 +126,18 @@ def shown(
 
 
 def spelled(text: str) -> str:
-    """Return a text with its marks spelled out: a call as [expression → result].
+    """Replace the marks in a text: a call becomes [expression → result].
 
-    Until here a mark is one of Unicode's noncharacters, so that no stop string is found in what the model never wrote.
+    A mark is a Unicode noncharacter, so that no stop string matches the brackets, which the model did not write.
     """
     return text.translate(_SPELLED)
 
 
-def told_apart(text: str, inside: PartKind = "text") -> tuple[tuple[Part, ...], PartKind]:
-    """Return `spelled`'s text of one that begins inside a part, cut where its kind changes; and what it ends in.
+def parts_of(text: str, inside: PartKind = "text", *, with_marks: bool = False) -> tuple[tuple[Part, ...], PartKind]:
+    """Return the parts of a text and the kind at its end; `inside` is the kind at its beginning.
 
-    The brackets and arrows around a call are text.
+    The text's marks are dropped or, with `with_marks`, spelled out as parts of kind "text".
     """
-    return _parts(text, inside, with_marks=True)
-
-
-def parts_of(text: str, inside: PartKind = "text") -> tuple[tuple[Part, ...], PartKind]:
-    """Return the parts of a text with marks that begins inside one, and what it ends in."""
-    return _parts(text, inside, with_marks=False)
-
-
-def _parts(text: str, inside: PartKind, *, with_marks: bool) -> tuple[tuple[Part, ...], PartKind]:
     parts: list[Part] = []
     for piece in _MARK.split(text):
         if piece in _ENDS_IN:
@@ -161,7 +150,7 @@ def _parts(text: str, inside: PartKind, *, with_marks: bool) -> tuple[tuple[Part
 
 
 def mark_of(tool: Tool, tokens: Sequence[int], index: int, is_cut: bool) -> str | None:
-    """Return what stands for a token of the tool's, None for any other."""
+    """Return the mark to display for a tool's special token (may be empty); None for any other token."""
     after = tokens[index + 1] if index + 1 < len(tokens) else None
     without = _CUT if after is None and is_cut else _NOTHING
     (call_start, call_end), (result_start, result_end) = tool.call, tool.result
@@ -171,7 +160,7 @@ def mark_of(tool: Tool, tokens: Sequence[int], index: int, is_cut: bool) -> str 
 
 
 def require(dialogue: Dialogue | None) -> Dialogue:
-    """Return the dialogue. Raises `BadRequest` for a model that has none."""
+    """Return the dialogue; raise `BadRequest` if it is None."""
     if dialogue is None:
         raise BadRequest("the model has no chat template; `generate --raw` continues a text")
     return dialogue

@@ -1,7 +1,7 @@
-"""A tokenizer over the `tokenizers` library, with its own exact table from ids to bytes.
+"""A tokenizer over the `tokenizers` library that decodes each id to its exact bytes.
 
-The library's decoder is not used: it cannot give the bytes of one token, and a stream of text must be the same text
-as the decoding of the whole.
+The library's decoder is not used, because it cannot return the bytes of one token; streamed text must equal the
+decoding of the whole.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from nano_inference.text.tokenizer_limits import longest_text
 from nano_inference.types import BadRequest, ModelError
 
 Spelling = Literal["byte_level", "sentencepiece"]
-"""How a piece spells its bytes: GPT-2's table of 256 printable characters, or SentencePiece's `▁` and `<0xAB>`."""
+"""A piece's spelling of bytes: GPT-2's 256 printable characters, or SentencePiece's `▁` and `<0xAB>`."""
 
 SPACE_MARK = "▁"
 _SHOWN = 200
 
 
 def _byte_of_char() -> dict[str, int]:
-    """Return GPT-2's spelling of bytes (openai/gpt-2, encoder.py): printable Latin-1 stands for itself, the rest
-    follow from U+0100 on in the order of their values."""
+    """Return GPT-2's characters for bytes (openai/gpt-2, encoder.py): printable Latin-1 characters for their own bytes,
+    U+0100 and following for the others, in order."""
     itself = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     moved = [byte for byte in range(256) if byte not in set(itself)]
     return {chr(byte): byte for byte in itself} | {chr(0x100 + i): byte for i, byte in enumerate(moved)}
@@ -39,57 +39,52 @@ CHAR_OF_BYTE: Mapping[int, str] = MappingProxyType({byte: char for char, byte in
 _LATIN: Mapping[int, int] = MappingProxyType(
     dict.fromkeys(range(256), 256) | {ord(char): byte for char, byte in BYTE_OF_CHAR.items()}
 )
-"""Code point -> byte; what stands for none becomes a character that Latin-1 has not."""
+"""Maps code points to bytes; a Latin-1 character that is not in the table becomes 256, which Latin-1 cannot encode."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class FastTokenizer:
-    """Text to ids and back. Safe to share between threads: nothing changes after it is built."""
+    """Implements `kinds.Tokenizer`, which documents the shared members. Immutable, so safe to share between threads."""
 
     core: tokenizers.Tokenizer
     literal: tokenizers.Tokenizer
-    """The same, but special tokens in a text are plain text to it."""
+    """A copy of `core` that encodes the texts of special tokens as plain text."""
     spelling: Spelling
     vocab_size: int
-    """One more than the largest id."""
     bos_id: int | None
     eos_ids: tuple[int, ...]
-    """The tokens that end a text, the tokenizer's own first."""
     special_ids: frozenset[int]
-    """Tokens that are no text: they are skipped in decoding."""
     drops_space: bool
-    """A decoded text loses one leading space: SentencePiece put it there."""
     named: Mapping[str, str]
-    """The special tokens that have a role: `bos_token`, `eos_token`, … to their text."""
     added: Mapping[int, str]
-    """Tokens matched as they stand, before the text is cut up; their bytes are their text's."""
+    """Added tokens and their texts, which are matched before the text is split; a token's bytes are its text's."""
     doubles: Mapping[int, str]
-    """Ids whose piece also belongs to another id; the library knows only one of them."""
+    """Ids whose piece also has a smaller id, with their pieces; the library knows only that id."""
     growth: int = 1
-    """Bytes that normalizer and pre-tokenizer make of one byte at most (`tokenizer_limits`)."""
+    """The growth of a text (`tokenizer_limits`)."""
 
     def encode(self, text: str, *, add_special: bool = True, parse_special: bool = True) -> list[int]:
-        """Return the ids of a text. `add_special`: with what the model wants before and after (BOS, EOS).
+        """Return the ids of a text; with `add_special` including BOS and EOS as the model's post-processor adds them.
 
-        With `parse_special=False` the text of a special token is spelled out like any other text, so that it cannot
-        forge a turn. Raises `BadRequest` for a text that is no Unicode (a lone surrogate) or that may grow too large.
+        With `parse_special=False` the text of a special token is encoded as plain text, so that it cannot forge a turn.
+        Raises `BadRequest` for a text with a lone surrogate and for one that may grow too large.
         """
         core = self.core if parse_special else self.literal
         check_unicode(text)
         check_text_size(text, self.growth)
         with no_panic(f"a text of {len(text)} characters"):
-            # A batch of one: the library holds Python's lock while it encodes a single text, seconds for a long one.
+            # A batch of one, because `encode` would hold the GIL, for a long text for seconds.
             return core.encode_batch_fast([text], add_special_tokens=add_special)[0].ids
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
-        """Return the text of ids; bytes that are no UTF-8 become U+FFFD. Raises `BadRequest` for an unknown id."""
+        """Return the text of ids; invalid UTF-8 becomes U+FFFD. Raises `BadRequest` for an unknown id."""
         skipped = self.special_ids if skip_special else frozenset()
         data = b"".join(self.token_bytes(token) for token in ids if token not in skipped)
         text = data.decode("utf-8", "replace")
         return text.removeprefix(" ") if self.drops_space else text
 
     def token_text(self, token: int) -> str:
-        """Return the piece of an id as the vocabulary spells it. Raises `BadRequest` for an unknown id."""
+        """Return an id's piece as spelled in the vocabulary. Raises `BadRequest` for an unknown id."""
         piece = self.doubles.get(token)
         if piece is None and 0 <= token < self.vocab_size:
             piece = self.core.id_to_token(token)
@@ -98,7 +93,7 @@ class FastTokenizer:
         return piece
 
     def token_bytes(self, token: int) -> bytes:
-        """Return the bytes that an id writes; a special token's are its text's. `BadRequest` for an unknown id."""
+        """Return an id's bytes; an added token's are those of its text. Raises `BadRequest` for an unknown id."""
         text = self.added.get(token)
         if text is not None:
             return text.encode()
@@ -106,7 +101,7 @@ class FastTokenizer:
 
 
 def piece_bytes(piece: str, spelling: Spelling) -> bytes:
-    """Return the bytes that a piece of the vocabulary stands for."""
+    """Return the bytes of a piece of the vocabulary."""
     if spelling == "sentencepiece":
         byte = byte_piece(piece)
         return piece.replace(SPACE_MARK, " ").encode() if byte is None else bytes([byte])
@@ -117,7 +112,7 @@ def piece_bytes(piece: str, spelling: Spelling) -> bytes:
 
 
 def byte_piece(piece: str) -> int | None:
-    """Return the byte that SentencePiece's `<0xAB>` stands for; None for any other piece."""
+    """Return the byte of a SentencePiece piece `<0xAB>`; None for any other piece."""
     if len(piece) != 6 or not piece.startswith("<0x") or not piece.endswith(">"):
         return None
     digits = piece[3:5]
@@ -126,7 +121,7 @@ def byte_piece(piece: str) -> int | None:
 
 @contextmanager
 def no_panic(what: str) -> Iterator[None]:
-    """Raise `BadRequest` where a library's Rust panics: a pattern's stack overflows, or it backtracks too often."""
+    """Turn a Rust panic of a library (a regex's stack overflow or excessive backtracking) into `BadRequest`."""
     try:
         yield
     except BaseException as error:
@@ -137,7 +132,7 @@ def no_panic(what: str) -> Iterator[None]:
 
 @contextmanager
 def refused_files(where: str, what: str) -> Iterator[None]:
-    """Raise `ModelError`, one line that begins with `where`, for whatever a library makes of a damaged file."""
+    """Turn any error or panic of a library into a one-line `ModelError` that starts with `where`."""
     try:
         yield
     except ModelError:
@@ -149,19 +144,19 @@ def refused_files(where: str, what: str) -> Iterator[None]:
 
 
 def _is_panic(error: BaseException) -> bool:
-    """Whether this is a panic of Rust code: not an `Exception`, and its class is not to be imported."""
+    """Return True for a panic of Rust code: its class is not an `Exception` and cannot be imported."""
     return type(error).__name__ == "PanicException"
 
 
 def shown(value: object) -> str:
-    """Return a value of a file, or what a library says of it, as one short line."""
+    """Return a file's value, or an exception's message, as one line of limited length."""
     text = str(value) if isinstance(value, BaseException) else ascii(value)
     line = " ".join(text.split())
     return line if len(line) <= _SHOWN else f"{line[:_SHOWN]}…"
 
 
 def check_unicode(text: str) -> None:
-    """Raise `BadRequest` when a text holds a lone surrogate, which has no UTF-8."""
+    """Raise `BadRequest` if a text contains a lone surrogate, which UTF-8 cannot encode."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -169,7 +164,7 @@ def check_unicode(text: str) -> None:
 
 
 def check_text_size(text: str, growth: int) -> None:
-    """Raise `BadRequest` when a tokenizer of this growth may make too many bytes of a text."""
+    """Raise `BadRequest` if a text may grow too large with a tokenizer of this growth."""
     longest = longest_text(growth)
     if longest is not None and len(text) * 4 > longest and len(text.encode()) > longest:
         raise BadRequest(f"the text has {len(text.encode())} bytes; this model's tokenizer takes {longest} at most")
@@ -186,9 +181,9 @@ def fast_tokenizer(
     doubles: Mapping[int, str] = MappingProxyType({}),
     growth: int = 1,
 ) -> FastTokenizer:
-    """Finish a tokenizer: collect its special tokens and build the copy that does not parse them.
+    """Build a `FastTokenizer`: collect the special tokens and make the copy that does not parse them.
 
-    `eos_ids` come after the one that `named` tells. Raises `ModelError` naming `where` when the parts disagree.
+    `eos_ids` follow the id of `named["eos_token"]`. Raises `ModelError` naming `where` if the ids do not fit.
     """
     core.no_truncation()
     core.no_padding()
@@ -197,7 +192,7 @@ def fast_tokenizer(
     ends = [token for token in (ids[1], *eos_ids) if token is not None]
     return FastTokenizer(
         core=core,
-        literal=_literal_twin(core, added, where),
+        literal=_literal_copy(core, added, where),
         spelling=spelling,
         vocab_size=max(_size(core), max(doubles, default=-1) + 1),
         bos_id=ids[0],
@@ -212,21 +207,21 @@ def fast_tokenizer(
 
 
 def id_of(core: tokenizers.Tokenizer, text: str | None) -> int | None:
-    """Return the id of a piece, None for none."""
+    """Return the id of a piece, None for None and for an unknown piece."""
     return None if text is None else core.token_to_id(text)
 
 
 def set_bos_eos(core: tokenizers.Tokenizer, bos: str | None, eos: str | None) -> None:
-    """Let the tokenizer put these before and after a text; None puts nothing."""
+    """Set the tokens that the tokenizer adds before and after a text; None for no token."""
     parts = [*([bos] if bos else []), "$A", *([eos] if eos else [])]
     special = [(text, core.token_to_id(text)) for text in dict.fromkeys((bos, eos)) if text]
     core.post_processor = tokenizers.processors.TemplateProcessing(single=parts, special_tokens=special)
 
 
-def _literal_twin(core: tokenizers.Tokenizer, added: Mapping[int, AddedToken], where: str) -> tokenizers.Tokenizer:
-    """Return a tokenizer that shares the model (so it costs nothing) and spells special tokens out.
+def _literal_copy(core: tokenizers.Tokenizer, added: Mapping[int, AddedToken], where: str) -> tokenizers.Tokenizer:
+    """Return a copy, sharing the model's memory, that encodes special tokens as plain text.
 
-    The library's own switch for this is a setting of the whole object: two threads could not differ in it.
+    A copy, because the library's switch `encode_special_tokens` applies to the whole object, for all threads.
     """
     plain = tokenizers.Tokenizer(core.model)
     for part in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
@@ -248,7 +243,7 @@ def _size(core: tokenizers.Tokenizer) -> int:
 
 
 def part_json(part: object) -> dict[str, Any]:
-    """Return a component of a `tokenizers.Tokenizer` as the JSON that it is saved as; empty for None."""
+    """Return a component of a `tokenizers.Tokenizer` as saved in JSON; empty for None."""
     if part is None:
         return {}
     state: dict[str, Any] = json.loads(part.__getstate__())  # type: ignore[arg-type]

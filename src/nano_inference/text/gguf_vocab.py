@@ -1,6 +1,6 @@
-"""Tokenizers out of GGUF metadata (`tokenizer.ggml.*`, ggml-org/ggml docs/gguf.md), built for the `tokenizers` library.
+"""Build tokenizers from GGUF metadata (`tokenizer.ggml.*`, ggml-org/ggml docs/gguf.md) for the `tokenizers` library.
 
-Two models are known: "gpt2", byte-level BPE with its merges, and "llama", SentencePiece's BPE whose merges follow
+Supports the models "gpt2", byte-level BPE with a list of merges, and "llama", SentencePiece BPE, whose merges follow
 from the scores.
 """
 
@@ -29,7 +29,7 @@ UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 2, 3, 4, 5, 6
 """Token types of `tokenizer.ggml.token_type` (llama.cpp, llama_token_type); 1 is an ordinary piece."""
 
 TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end|>")
-"""Control tokens that end a turn: GGUF files of old converters name only one end token."""
+"""Control tokens that end a turn; old converters write only one end token into a GGUF file."""
 
 GPT2_WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 LLAMA3_WORDS = (
@@ -58,18 +58,20 @@ PRE_TOKENIZERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "tekken": (TEKKEN_WORDS,),
     }
 )
-"""`tokenizer.ggml.pre` to the patterns that cut a text up, one after the other, each within the pieces of the last.
-The facts are those of llama.cpp's src/llama-vocab.cpp and of the models' own tokenizer.json files."""
+"""Maps `tokenizer.ggml.pre` to patterns that split a text in turn, each the pieces of the one before.
+
+Sources: llama.cpp's src/llama-vocab.cpp and the models' tokenizer.json files.
+"""
 
 WHOLE_WORDS = frozenset({"llama-bpe", "llama3", "llama-v3", "falcon3", "tekken"})
-"""Here a word that is in the vocabulary is one token whatever the merges say (`ignore_merges`)."""
+"""Pre-tokenizers of models with `ignore_merges`: a word in the vocabulary is one token, whatever the merges."""
 
 ADDS_BOS = frozenset({"llama-bpe", "llama3", "llama-v3", "falcon3", "tekken"})
-"""What `add_bos_token` is when the file does not say."""
+"""Pre-tokenizers for which `add_bos_token` defaults to true."""
 
 
 def gguf_tokenizer(metadata: Mapping[str, Any], where: str) -> FastTokenizer:
-    """Build the tokenizer of a GGUF file. Raises `ModelError` naming the file and what it lacks or is unknown."""
+    """Build the tokenizer of a GGUF file. Raises `ModelError` naming the file and the missing or unsupported key."""
     model = metadata.get("tokenizer.ggml.model")
     if model not in ("gpt2", "llama"):
         raise ModelError(f"{where}: tokenizer.ggml.model {shown(model)} is not supported; known: gpt2, llama")
@@ -104,7 +106,7 @@ def _strings(metadata: Mapping[str, Any], key: str, where: str) -> Sequence[str]
 
 
 def _types(metadata: Mapping[str, Any], count: int, where: str) -> Sequence[int]:
-    """Return each token's type, 1 for all when the file does not say."""
+    """Return each token's type; 1 for all if the file has no types."""
     types = metadata.get("tokenizer.ggml.token_type") or (1,) * count
     if not isinstance(types, list | tuple) or len(types) != count or any(type(kind) is not int for kind in types):
         raise ModelError(
@@ -114,7 +116,7 @@ def _types(metadata: Mapping[str, Any], count: int, where: str) -> Sequence[int]
 
 
 def _token(metadata: Mapping[str, Any], key: str, where: str) -> int | None:
-    """Return an id that the metadata name, None when they do not."""
+    """Return the id of the key `tokenizer.ggml.<key>_token_id`, None if it is missing."""
     token = metadata.get(f"tokenizer.ggml.{key}_token_id")
     if token is not None and type(token) is not int:
         raise ModelError(f"{where}: tokenizer.ggml.{key}_token_id must be an integer, got {shown(token)}")
@@ -122,7 +124,7 @@ def _token(metadata: Mapping[str, Any], key: str, where: str) -> int | None:
 
 
 def _vocabulary(pieces: Sequence[str]) -> tuple[dict[str, int], dict[int, str]]:
-    """Return piece → id, the first id when a piece stands twice, and the other ids with their pieces."""
+    """Return the ids by piece (of duplicates the first id), and the pieces of the duplicates' other ids."""
     vocab: dict[str, int] = {}
     doubles = {token: piece for token, piece in enumerate(pieces) if vocab.setdefault(piece, token) != token}
     return vocab, doubles
@@ -195,8 +197,11 @@ def _sentencepiece(
 def _merges_of_scores(
     pieces: Sequence[str], types: Sequence[int], scores: Sequence[float], vocab: Mapping[str, int]
 ) -> list[tuple[str, str]]:
-    """Return the merges that SentencePiece's BPE would do, best first: it joins the two neighbours whose union has
-    the highest score (google/sentencepiece, bpe_model.cc); every way to cut a piece in two is such a pair."""
+    """Return the merges equivalent to SentencePiece's BPE, best first.
+
+    It joins the two neighbours whose concatenation has the highest score (google/sentencepiece, bpe_model.cc), so
+    every split of a piece into two pieces is a merge.
+    """
     mergeable = {piece for piece, kind in zip(pieces, types, strict=True) if kind in (1, USER_DEFINED)}
     found = []
     for piece in mergeable:
@@ -208,9 +213,9 @@ def _merges_of_scores(
 
 
 def _mark_special(core: tokenizers.Tokenizer, pieces: Sequence[str], types: Sequence[int], *, byte_level: bool) -> None:
-    """Let control tokens and user-defined tokens be matched as they stand.
+    """Add control tokens and user-defined tokens as added tokens, which are matched before the text is split.
 
-    Not the user-defined runs of SentencePiece's own space mark: no text holds that character, merges make them.
+    Except user-defined runs of SentencePiece's space mark, which only merges create: no input contains that mark.
     """
     marked = []
     for piece, kind in zip(pieces, types, strict=True):
@@ -221,7 +226,7 @@ def _mark_special(core: tokenizers.Tokenizer, pieces: Sequence[str], types: Sequ
 
 
 def _named(metadata: Mapping[str, Any], pieces: Sequence[str], where: str) -> dict[str, str]:
-    """Return the roles that the file gives to tokens; SentencePiece files that say nothing have BOS 1 and EOS 2."""
+    """Return the special tokens' texts by role; SentencePiece files default to BOS 1 and EOS 2."""
     named = {}
     defaults = {"bos": 1, "eos": 2} if metadata["tokenizer.ggml.model"] == "llama" else {}
     for role, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
@@ -248,7 +253,7 @@ def _flag(metadata: Mapping[str, Any], key: str, default: bool) -> bool:
 
 
 def _end_ids(metadata: Mapping[str, Any], pieces: Sequence[str], types: Sequence[int], where: str) -> Iterable[int]:
-    """Return the tokens that end a turn or a message, beside the end token proper."""
+    """Yield the tokens that end a turn or a message, in addition to EOS."""
     for key in ("eot", "eom"):
         token = _token(metadata, key, where)
         if token is not None and 0 <= token < len(pieces):

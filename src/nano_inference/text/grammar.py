@@ -1,9 +1,9 @@
-"""Samples that are written in a grammar: JSON of a schema, a regex, one of several texts, Lark, GBNF.
+"""Matchers that constrain a sample to a grammar: a JSON schema, a regex, a choice of texts, Lark, GBNF.
 
-llguidance (the extra `grammar`) says which tokens may come next; what it knows of the tokenizer is built at the first
-use. How an end of the sample is told: an end token is allowed exactly where the grammar is satisfied, and drawing one
-ends the sample, whatever `ignore_eos` says: nothing could follow. The engine lifts the ban on end tokens that
-`min_tokens` asks for where nothing else is allowed. A model without end tokens ends where nothing can follow.
+llguidance (the extra `grammar`) computes the allowed tokens; its copy of the vocabulary is built at the first use. An
+end token is allowed exactly where the grammar is satisfied; sampling one ends the sample, also with `ignore_eos`, since
+nothing could follow. Where only end tokens are allowed, the engine ignores `min_tokens`. With a model without end
+tokens the sample ends where no token can follow.
 """
 
 from __future__ import annotations
@@ -23,73 +23,73 @@ from nano_inference.types import BadRequest, Matcher, StopReason
 __all__ = ["ENDED", "Grammar", "GrammarMatcher", "Grammars"]
 
 MAX_CACHED = 64
-"""Compiled grammars that are kept, those used last."""
+"""Number of compiled grammars kept in the LRU cache."""
 ENDED = "grammar"
-"""The verdict that ends a sample of a model without end tokens."""
+"""The stop reason of a sample of a model without end tokens."""
 STACK_BYTES = 256 << 20
-"""Address space of the stack of a thread that compiles: the compiler follows references from rule to rule by calling
-itself, and dies with its process where the stack ends. 64 KiB of references need a tenth of this."""
+"""Stack size of the thread that compiles: the compiler recurses along references between rules, and a stack overflow
+would end the process. 64 KiB of references need a tenth of this."""
 
 _MAX_ROW_ITEMS = 2000
 _MAX_STEP_ITEMS = 20_000
 _MAX_ROW_ITEMS_FREE = 250
 _MAX_STEP_ITEMS_FREE = 3000
-"""Of Lark and GBNF, which may be ambiguous: then a token's time grows with the square of a row's items."""
+"""Limits for Lark and GBNF, which may be ambiguous: the time per token is then quadratic in a row's items."""
 _STEP_FUEL = 30_000
 _COMPILE_FUEL = 300_000
 _MAX_STATES = 50_000
 _MAX_SYMBOLS = 100_000
 _NICENESS = 15
 _FORCED_CHARS = 256
-"""Characters of a text without alternatives that are cut into tokens: only the first token is ever used."""
+"""Limit on the characters of a forced text that are tokenized; only the first token is used."""
 
 
 class Grammars:
-    """Owns what llguidance knows of a model's tokenizer and the grammars that were compiled for it; thread-safe."""
+    """Owns llguidance's copy of a model's vocabulary and a cache of compiled grammars; thread-safe."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: Iterable[int]) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
-        """Of the model: rows beyond the tokenizer's vocabulary are never allowed."""
+        """Size of the model's vocabulary; ids beyond the tokenizer's are never allowed."""
         self._eos_ids = frozenset(eos_ids)
-        self._view: _View | None = None
+        self._vocabulary: _Vocabulary | None = None
         self._compiled: OrderedDict[Grammar, _Compiled] = OrderedDict()
-        self._books = threading.Lock()
-        self._compiling = threading.Lock()
+        self._cache_lock = threading.Lock()
+        self._compile_lock = threading.Lock()
 
     def matcher(self, grammar: Grammar) -> Callable[[], Matcher]:
-        """Return a maker of matchers, one for each sample, that hold samples to `grammar`.
+        """Return a factory of matchers, one per sample, for `grammar`.
 
-        Compiles, which may take a second, unless it was compiled lately: not for an event loop. One is compiled at a
-        time. Raises `BadRequest` naming the kind for a grammar that passes a limit or does not compile, for a keyword
-        that is not supported, for one that no text satisfies, and when the extra is not installed.
+        Compiles a grammar that is not cached, which blocks for up to a second; one grammar is compiled at a time.
+        Raises `BadRequest` naming the kind if the grammar exceeds a limit, does not compile, uses an unsupported
+        keyword or matches no text, and if the extra is not installed.
         """
-        compiled = self._lately(grammar)
+        compiled = self._cached(grammar)
         if compiled is None:
             check_grammar(grammar)
-            with self._compiling:
-                compiled = self._lately(grammar) or self._compile(grammar)
+            with self._compile_lock:
+                compiled = self._cached(grammar) or self._compile(grammar)
         return lambda: GrammarMatcher(compiled)
 
     def known(self, grammar: Grammar) -> Callable[[], Matcher] | None:
-        """Return the same for a grammar that was compiled lately, at once; None for any other."""
-        compiled = self._lately(grammar)
+        """Return the factory for a cached grammar, without blocking; None for any other."""
+        compiled = self._cached(grammar)
         return None if compiled is None else lambda: GrammarMatcher(compiled)
 
-    def _lately(self, grammar: Grammar) -> _Compiled | None:
-        with self._books:
+    def _cached(self, grammar: Grammar) -> _Compiled | None:
+        with self._cache_lock:
             compiled = self._compiled.get(grammar)
             if compiled is not None:
                 self._compiled.move_to_end(grammar)
             return compiled
 
     def _compile(self, grammar: Grammar) -> _Compiled:
-        if self._view is None:
+        if self._vocabulary is None:
             _check_installed(grammar.kind)
-            self._view = _View.of(self._tokenizer, self._vocab_size, self._eos_ids)
-        view = self._view
-        compiled = _on_deep_stack(lambda: _compile(view, grammar))
-        with self._books:
+            self._vocabulary = _Vocabulary.of(self._tokenizer, self._vocab_size, self._eos_ids)
+        vocabulary = self._vocabulary
+        compiled = _on_deep_stack(lambda: _compile(vocabulary, grammar))
+        with self._cache_lock:
             self._compiled[grammar] = compiled
             if len(self._compiled) > MAX_CACHED:
                 self._compiled.popitem(last=False)
@@ -97,53 +97,53 @@ class Grammars:
 
 
 class GrammarMatcher:
-    """Follows one sample through its grammar; a step that the limits do not suffice for is a `ValueError`."""
+    """Matcher of one sample; raises `ValueError` for a step that exceeds the library's limits."""
 
     def __init__(self, compiled: _Compiled) -> None:
-        self._view = compiled.view
+        self._vocabulary = compiled.vocabulary
         self._inner = compiled.inner.deep_copy()
         self._allowed_bits = compiled.allowed_bits
         self._mask: bytes | None = compiled.mask
 
     def advance(self, token: int) -> StopReason | None:
-        """Take the next token; an end token, and an end without one, stop the sample."""
-        if token in self._view.eos_ids:
+        """Add the next token; return the stop reason for an end token, and at the end of the grammar without one."""
+        if token in self._vocabulary.eos_ids:
             return token
         self._mask = None
         if not self._inner.consume_token(token):
             raise ValueError(f"grammar: {reason_of(self._inner.get_error())}")
-        return ENDED if not self._view.eos_ids and self._inner.is_stopped() else None
+        return ENDED if not self._vocabulary.eos_ids and self._inner.is_stopped() else None
 
     def mask(self) -> bytes:
-        """Return the tokens that the grammar allows next."""
+        """Return a bit mask of the tokens that the grammar allows next."""
         if self._mask is None:
-            self._mask = _mask(self._view, self._inner, self._allowed_bits)
+            self._mask = _mask(self._vocabulary, self._inner, self._allowed_bits)
         return self._mask
 
 
 @dataclass(frozen=True, slots=True)
-class _View:
-    """A model's vocabulary as the library has it."""
+class _Vocabulary:
+    """A model's vocabulary in the library's form."""
 
-    tokenizer: Any  # an LLTokenizer; the library is imported late
+    tokenizer: Any  # an LLTokenizer; the library is imported on demand
     num_bytes: int
-    """Of a mask."""
+    """Size of a mask in bytes."""
     text_bits: int
-    """The ids that write text."""
+    """Bits of the ids that stand for text."""
     eos_ids: frozenset[int]
     eos_bits: int
 
     @staticmethod
-    def of(tokenizer: Tokenizer, vocab_size: int, eos_ids: frozenset[int]) -> _View:
-        """Build the library's trie of tokens; a fraction of a second.
+    def of(tokenizer: Tokenizer, vocab_size: int, eos_ids: frozenset[int]) -> _Vocabulary:
+        """Build the library's trie of tokens, in a fraction of a second.
 
-        Its end token is an id of its own behind all others, so that real ones are nothing but what they are here.
+        The library's end token is an additional id after all others, so that it treats no real token specially.
         """
         from llguidance import LLTokenizer
 
         words = _Words(tokenizer, vocab_size, eos_ids)
-        ll: Any = LLTokenizer  # its stub asks for the library's own wrapper; it takes whatever has these attributes
-        return _View(
+        ll: Any = LLTokenizer  # its stub requires the library's wrapper class; any object with these attributes works
+        return _Vocabulary(
             tokenizer=ll(words, n_vocab=vocab_size + 1, eos_token=vocab_size),
             num_bytes=-(-vocab_size // 8),
             text_bits=_bits(words.text_ids, vocab_size),
@@ -154,17 +154,18 @@ class _View:
 
 @dataclass(frozen=True, slots=True)
 class _Compiled:
-    """A grammar at its start; samples copy it."""
+    """A compiled grammar in its initial state, which samples copy."""
 
-    view: _View
-    inner: Any  # an LLMatcher, of which nobody but a copier makes use
+    vocabulary: _Vocabulary
+    inner: Any  # an LLMatcher, which is only copied
     mask: bytes
+    """The mask of the first token."""
     allowed_bits: int
-    """The ids that may ever be allowed: those that write text, and the special ones that the grammar names."""
+    """Bits of the ids that may ever be allowed: text, and the special tokens that the grammar names."""
 
 
 class _Words:
-    """The tokenizer as the library asks for it: these names are its own. Special tokens write nothing."""
+    """The tokenizer with the attributes that the library reads; special tokens have no bytes."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None
@@ -183,15 +184,15 @@ class _Words:
         self._longest = max(map(len, self._ids), default=1)
 
     def __call__(self, text: str) -> Sequence[int]:
-        """Cut the beginning of a text that must follow into tokens, as the tokenizer would where that spells it."""
+        """Tokenize the beginning of a forced text with the tokenizer, or greedily if that gives other bytes."""
         beginning = text[:_FORCED_CHARS]
         data = beginning.encode("utf-8", "replace")
         ids = self._tokenizer.encode(beginning, add_special=False, parse_special=False)
         spelled = b"".join(self.tokens[token] for token in ids if token < len(self.tokens))
-        return ids if spelled == data else self._greedy(data)  # SentencePiece puts a space before a text
+        return ids if spelled == data else self._greedy(data)  # SentencePiece adds a space before a text
 
     def _greedy(self, data: bytes) -> list[int]:
-        """Cut bytes into the longest tokens; ends where there is none."""
+        """Split bytes into the longest tokens, up to the first byte without a token."""
         ids: list[int] = []
         while data:
             sizes = range(min(self._longest, len(data)), 0, -1)
@@ -204,7 +205,7 @@ class _Words:
 
 
 def _bits(ids: Iterable[int], vocab_size: int) -> int:
-    """Return a number with the bits of these ids set."""
+    """Return an integer with the bits of these ids set."""
     data = bytearray(-(-vocab_size // 8))
     for token in ids:
         data[token // 8] |= 1 << token % 8
@@ -212,7 +213,7 @@ def _bits(ids: Iterable[int], vocab_size: int) -> int:
 
 
 def _bytes_of(tokenizer: Tokenizer, token: int) -> bytes:
-    """Return what a token writes; nothing for an id that the tokenizer skips."""
+    """Return a token's bytes; empty for an id that the tokenizer does not have."""
     try:
         return tokenizer.token_bytes(token)
     except BadRequest:
@@ -227,8 +228,8 @@ def _check_installed(kind: str) -> None:
         raise BadRequest(f"{kind}: structured output {message}") from None
 
 
-def _compile(view: _View, grammar: Grammar) -> _Compiled:
-    """Compile a grammar and find its first mask, so that neither is left to the engine's thread."""
+def _compile(vocabulary: _Vocabulary, grammar: Grammar) -> _Compiled:
+    """Compile a grammar and compute its first mask, which saves the engine thread that time."""
     from llguidance import LLMatcher, LLParserLimits
 
     is_free = grammar.kind in ("lark", "gbnf")
@@ -241,32 +242,35 @@ def _compile(view: _View, grammar: Grammar) -> _Compiled:
         max_grammar_size=_MAX_SYMBOLS,
         verbose_errors=False,
     )
-    inner = LLMatcher(view.tokenizer, for_library(grammar), log_level=0, limits=limits)
+    inner = LLMatcher(vocabulary.tokenizer, for_library(grammar), log_level=0, limits=limits)
     if inner.is_error():
         raise BadRequest(f"{grammar.kind}: {reason_of(inner.get_error())}")
-    allowed_bits = view.text_bits | _bits(grammar.special, 8 * view.num_bytes)
+    allowed_bits = vocabulary.text_bits | _bits(grammar.special, 8 * vocabulary.num_bytes)
     try:
-        mask = _mask(view, inner, allowed_bits)
+        mask = _mask(vocabulary, inner, allowed_bits)
     except ValueError as error:
         raise BadRequest(f"{grammar.kind}: {str(error).removeprefix('grammar: ')}") from None
-    return _Compiled(view, inner, mask, allowed_bits)
+    return _Compiled(vocabulary, inner, mask, allowed_bits)
 
 
-def _mask(view: _View, inner: Any, allowed_bits: int) -> bytes:
-    """Return which tokens of `allowed_bits` may follow, and every end token where the grammar is satisfied."""
+def _mask(vocabulary: _Vocabulary, inner: Any, allowed_bits: int) -> bytes:
+    """Return a bit mask of the next tokens: those of `allowed_bits`, and end tokens if the grammar is satisfied.
+
+    Raises `ValueError` if no token may follow.
+    """
     bits = inner.compute_bitmask()
     if inner.is_error():
         raise ValueError(f"grammar: {reason_of(inner.get_error())}")
-    allowed = int.from_bytes(bits[: view.num_bytes], "little") & allowed_bits
+    allowed = int.from_bytes(bits[: vocabulary.num_bytes], "little") & allowed_bits
     if inner.is_accepting():
-        allowed |= view.eos_bits
+        allowed |= vocabulary.eos_bits
     if not allowed:
         raise ValueError("grammar: no token can follow")
-    return allowed.to_bytes(view.num_bytes, "little")
+    return allowed.to_bytes(vocabulary.num_bytes, "little")
 
 
-def _step_back() -> None:
-    """Let this thread run behind those that compute answers, where threads have priorities of their own (Linux)."""
+def _lower_priority() -> None:
+    """Give this thread a lower priority than the threads that compute, where threads have priorities (Linux)."""
     with suppress(AttributeError, OSError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
 
@@ -277,18 +281,18 @@ def _on_deep_stack(work: Callable[[], _Compiled]) -> _Compiled:
     failed: list[BaseException] = []
 
     def run() -> None:
-        _step_back()
+        _lower_priority()
         try:
             done.append(work())
         except BaseException as error:
             failed.append(error)
 
     thread = threading.Thread(target=run, name="grammar")
-    usual = threading.stack_size(STACK_BYTES)
+    previous = threading.stack_size(STACK_BYTES)
     try:
         thread.start()
-    finally:
-        threading.stack_size(usual if usual != STACK_BYTES else 0)  # of another model's that compiles just now
+    finally:  # another model's thread, compiling at the same time, may have set the size
+        threading.stack_size(previous if previous != STACK_BYTES else 0)
     thread.join()
     if failed:
         raise failed[0]

@@ -1,7 +1,7 @@
-"""A grammar as its request spells it: what is checked before the library sees it, and how the library wants it.
+"""Check the grammar of a request and convert it to llguidance's form.
 
-The library is llguidance. Its compiler is a native one that runs where nothing can stop it, so that everything whose
-time grows faster than its text is bounded here; every figure is from measurements with version 1.9.1.
+llguidance's native compiler cannot be interrupted, so everything whose compile time grows faster than the text has a
+limit here. The limits are from measurements with version 1.9.1.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, Literal
 from nano_inference.types import BadRequest
 
 Kind = Literal["json_schema", "json_object", "regex", "choice", "lark", "gbnf", "calls"]
-"""The last is Lark that this package writes itself (`tool_format`), which alone may name special tokens."""
+""""calls" is Lark written by `tool_format`; only it may contain special tokens."""
 
 MAX_BYTES = MappingProxyType(
     {
@@ -31,43 +31,43 @@ MAX_BYTES = MappingProxyType(
         "calls": 131072,
     }
 )
-"""UTF-8 bytes of a grammar's text: time to compile is at worst quadratic in a regex and linear in a schema."""
+"""Limits on a grammar's UTF-8 bytes; compile time is at worst quadratic in a regex and linear in a schema."""
 MAX_PATTERN = MAX_BYTES["regex"]
-"""Characters of a `pattern` in a schema."""
+"""Limit on the characters of a `pattern` in a schema."""
 MAX_CHOICES = 10_000
 MAX_NESTING = 64
-"""Levels of objects and arrays in a schema, of brackets in the others."""
+"""Limit on the levels of objects and arrays in a schema, of brackets in other grammars."""
 MAX_MULTIPLE = 1000
-"""Least common multiple of all `multipleOf` in a schema, their decimal points left out: the automaton has as many
-states, and an `allOf` of two builds their product."""
+"""Limit on the least common multiple of all `multipleOf` in a schema, without decimal points: the automaton has that
+many states, and an `allOf` of two builds their product."""
 MAX_REASON = 300
-"""Characters of the library's message that are passed on."""
+"""Limit on the characters of the library's message in an error."""
 WHITESPACE = r" |\n[ \t]{0,24}"
-"""What may stand once where JSON allows whitespace: a small model writes spaces for ever when it may."""
+"""Whitespace allowed between JSON tokens, at most once; where it is unlimited, small models write it without end."""
 
 _NO_SPACES = "whitespace_flexible"
 _META = frozenset("\\.+*?()|[]{}^$#&-~/")
 _SPECIAL_NAME = re.compile(r'"(?:\\.|[^"\\\n])*+(?:"|\\?$)|//[^\n]*+|/(?:\\.|[^/\\\n])++(?:/|\\?$)|(<[^<>\s]+>)', re.M)
-"""Strings, comments and regexes of a Lark grammar, which are passed over to their end or that of the line, and what
-names a special token. Possessive: where one does not end, trying shorter ones would take quadratic time."""
+"""Matches a Lark grammar's strings, comments and regexes, to their end or that of the line, or names a special token.
+Possessive, because backtracking in an unterminated one would take quadratic time."""
 _GBNF_ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|[^uU])", re.S)
 
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """What a sample must be: of which kind, and its text; JSON for a schema and, a list, for a choice.
+    """A grammar that a sample must match. `text` is JSON for a schema, and a JSON list of strings for a choice.
 
-    A schema may ask for JSON without any whitespace by `"x-guidance": {"whitespace_flexible": false}`.
+    A schema with `"x-guidance": {"whitespace_flexible": false}` means JSON without any whitespace.
     """
 
     kind: Kind
     text: str
     special: frozenset[int] = frozenset()
-    """The special tokens that calls stand between."""
+    """The special tokens that are markers of calls."""
 
 
 def check_grammar(grammar: Grammar) -> None:
-    """Raise `BadRequest` for a grammar that passes a limit; it says which."""
+    """Raise `BadRequest` naming the limit that a grammar exceeds."""
     _check_size(grammar)
     if grammar.kind == "json_schema":
         _check_schema(_schema_of(grammar))
@@ -83,10 +83,10 @@ def check_grammar(grammar: Grammar) -> None:
 
 
 def for_library(grammar: Grammar) -> str:
-    """Return what llguidance compiles. Raises `BadRequest` for a text that is not of its kind."""
+    """Return a grammar in llguidance's form. Raises `BadRequest` for a text that is not of its kind."""
     from llguidance import LLMatcher
 
-    library: Any = LLMatcher  # whose stub wants its own kind of dictionary
+    library: Any = LLMatcher  # its stub requires another type of dictionary
     try:
         match grammar.kind:
             case "json_schema":
@@ -104,20 +104,20 @@ def for_library(grammar: Grammar) -> str:
                 text = library.grammar_from_lark(_lark_of(grammar.text))
     except BadRequest:
         raise
-    except Exception as error:  # the converters raise ValueError, IndexError and the bare Exception
+    except Exception as error:  # the converters raise ValueError, IndexError and plain Exception
         raise BadRequest(f"{grammar.kind}: {reason_of(str(error))}") from None
     return text
 
 
 def reason_of(message: str) -> str:
-    """Return one line of bounded length from what the library said: not the excerpts of the grammar below it."""
+    """Return one line of limited length from a message of the library, without its excerpts of the grammar."""
     if message.startswith("panic"):
         return "the grammar library failed on it"
     if message.startswith("NoExtension"):
         return "no text satisfies it"
     found = re.search(r"^error: (.+)$", message, re.M)
     line = found[1] if found else next(iter(message.strip().splitlines()), "no reason given")
-    line = " ".join(line.partition("; either increase")[0].split())  # its advice is for who sets the limits
+    line = " ".join(line.partition("; either increase")[0].split())  # a user cannot raise the library's limits
     return line if len(line) <= MAX_REASON else f"{line[: MAX_REASON // 2]} … {line[-MAX_REASON // 2 :]}"
 
 
@@ -125,7 +125,7 @@ def _check_size(grammar: Grammar) -> None:
     try:
         size = len(grammar.text.encode())
     except UnicodeEncodeError:
-        raise BadRequest(f"{grammar.kind}: holds half of a surrogate pair, which no UTF-8 text can") from None
+        raise BadRequest(f"{grammar.kind}: contains half of a surrogate pair, which UTF-8 cannot encode") from None
     limit = MAX_BYTES[grammar.kind]
     if size > limit:
         raise BadRequest(f"{grammar.kind}: {size} bytes are more than {limit}")
@@ -137,16 +137,16 @@ def _parsed(grammar: Grammar) -> Any:
     except RecursionError:
         raise BadRequest(f"{grammar.kind}: nested more than {MAX_NESTING} levels deep") from None
     except ValueError as error:
-        raise BadRequest(f"{grammar.kind}: is no JSON: {error}") from None
+        raise BadRequest(f"{grammar.kind}: is not valid JSON: {error}") from None
     return value
 
 
 def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is no number")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def _schema_of(grammar: Grammar) -> dict[str, Any]:
-    """Return a schema as an object. Python's reader gives up before its stack is full, whatever the nesting."""
+    """Return a schema as an object. Deep nesting is safe: Python's parser raises `RecursionError` in time."""
     schema = _parsed(grammar)
     if not isinstance(schema, dict):
         raise BadRequest("json_schema: must be an object")
@@ -163,7 +163,7 @@ def _choices_of(grammar: Grammar) -> list[str]:
 
 
 def _check_schema(schema: dict[str, Any]) -> None:
-    """Refuse what would take the compiler long, wherever in the schema it stands."""
+    """Raise `BadRequest` for anything in the schema that takes long to compile."""
     multiple = 1
     for level, holder in _containers(schema):
         if level > MAX_NESTING:
@@ -178,7 +178,7 @@ def _check_schema(schema: dict[str, Any]) -> None:
 
 
 def _patterns(holder: dict[str, Any]) -> Iterator[str]:
-    """Return the regexes of one level of a schema."""
+    """Yield the regexes of one object of a schema."""
     if isinstance(holder.get("pattern"), str):
         yield holder["pattern"]
     if isinstance(holder.get("patternProperties"), dict):
@@ -186,7 +186,7 @@ def _patterns(holder: dict[str, Any]) -> Iterator[str]:
 
 
 def _digits(number: object) -> int:
-    """Return a number's digits as an integer, without leading zeros: 25 for 0.025; 1 for what is none."""
+    """Return a number's digits as an integer (25 for 0.025); 1 for anything that is not a number."""
     if isinstance(number, bool) or not isinstance(number, int | float) or not math.isfinite(number):
         return 1
     digits = format(Decimal(str(number)), "f").replace(".", "").lstrip("-0")
@@ -194,7 +194,7 @@ def _digits(number: object) -> int:
 
 
 def _containers(value: Any) -> Iterator[tuple[int, Any]]:
-    """Go through the objects and arrays of a JSON value, each with its level; the value itself is at 1."""
+    """Yield the objects and arrays in a JSON value, each with its level; the value itself has level 1."""
     todo = [(1, value)]
     while todo:
         level, holder = todo.pop()
@@ -205,9 +205,9 @@ def _containers(value: Any) -> Iterator[tuple[int, Any]]:
 
 
 def _split_rules(schema: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return a schema without the library's own options, and those that hold: ours, or no whitespace at all."""
-    wishes = schema.get("x-guidance")
-    is_compact = isinstance(wishes, dict) and wishes.get(_NO_SPACES) is False
+    """Return a schema without the library's options, and the options to use."""
+    options = schema.get("x-guidance")
+    is_compact = isinstance(options, dict) and options.get(_NO_SPACES) is False
     return {name: value for name, value in schema.items() if name != "x-guidance"}, _rules(is_compact=is_compact)
 
 
@@ -216,7 +216,7 @@ def _rules(*, is_compact: bool) -> dict[str, Any]:
 
 
 def _depth(text: str) -> int:
-    """Return how deep brackets nest in a regex or grammar; those behind a backslash do not count."""
+    """Return the nesting depth of brackets in a regex or grammar, ignoring escaped ones."""
     plain = re.sub(r"\\.", "", text, flags=re.S)
     level = deepest = 0
     for char in plain:
@@ -229,12 +229,12 @@ def _depth(text: str) -> int:
 
 
 def _literal(text: str) -> str:
-    """Return a regex that matches just this text."""
+    """Return a regex that matches only this text."""
     return "".join(f"\\{char}" if char in _META else char for char in text)
 
 
 def _check_lark(text: str) -> None:
-    if text.lstrip().startswith("{"):  # the library's own JSON, in which every option could be set
+    if text.lstrip().startswith("{"):  # the library's JSON form, which could set any option
         raise BadRequest("lark: a grammar begins with a rule or a directive, not with {")
     named = next((found[1] for found in _SPECIAL_NAME.finditer(text) if found[1]), None)
     if named is not None:
@@ -242,7 +242,7 @@ def _check_lark(text: str) -> None:
 
 
 def _inline_schemas(text: str) -> Iterator[dict[str, Any]]:
-    """Return the schemas that stand in a Lark grammar behind %json; what cannot be read the library refuses."""
+    """Yield the schemas after %json in a Lark grammar; for invalid JSON the library raises an error."""
     reader = json.JSONDecoder()
     for found in re.finditer(r"%json\s*(?=\{)", text):
         try:
@@ -253,7 +253,7 @@ def _inline_schemas(text: str) -> Iterator[dict[str, Any]]:
 
 
 def _lark_of(text: str) -> str:
-    """Turn llama.cpp's GBNF to Lark. The library's converter does not know four digits behind a backslash and u."""
+    """Convert llama.cpp's GBNF to Lark, with `\\u` and `\\U` decoded, which the library's converter cannot do."""
     from llguidance.gbnf_to_lark import gbnf_to_lark
 
     try:
@@ -267,4 +267,4 @@ def _unescaped(found: re.Match[str]) -> str:
     if not digits:
         return found[0]
     char = chr(int(digits, 16))
-    return f"\\x{ord(char):02x}" if char.isascii() else char  # an ASCII one may mean something where it stands
+    return f"\\x{ord(char):02x}" if char.isascii() else char  # an ASCII character may have a meaning in GBNF

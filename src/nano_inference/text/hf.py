@@ -1,4 +1,4 @@
-"""Hugging Face's tokenizer directories: tokenizer.json and the small JSON files beside it."""
+"""Load tokenizers from Hugging Face directories: tokenizer.json and the small JSON files next to it."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from nano_inference.text.tokenizer_limits import check_added, checked_growth
 from nano_inference.types import ModelError
 
 MAX_FILE = 64 << 20
-"""Bytes of a JSON file; the largest known vocabularies take half as many, and in memory 13 times as many."""
+"""Limit on the bytes of a JSON file; the largest known vocabularies have half. In memory it takes 13 times as many."""
 _PREFIX = re.compile(rb'"(?:continuing_subword_prefix|[^"\\]*\\u00[^"]*)"\s*:\s*"[^"]')
-"""A prefix for pieces, its name plain or spelled with escapes: where it does not fit, the library ends the process."""
+"""A non-empty continuing_subword_prefix, its name plain or escaped: the library aborts if a piece does not match it."""
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 def hf_tokenizer(directory: Path) -> FastTokenizer:
-    """Load a directory's tokenizer.json. Raises `ModelError` naming the file that is damaged or not supported.
+    """Load a directory's tokenizer.json. Raises `ModelError` naming the damaged or unsupported file.
 
-    What stands before and after a text is tokenizer.json's post-processor alone: transformers 5 ignores
-    `add_bos_token` and `add_eos_token` of tokenizer_config.json beside it.
+    Only the post-processor of tokenizer.json adds tokens before and after a text: as in transformers 5,
+    `add_bos_token` and `add_eos_token` of tokenizer_config.json are ignored.
     """
     path = directory / "tokenizer.json"
     core, growth = _read_core(path)
@@ -49,7 +49,7 @@ def hf_tokenizer(directory: Path) -> FastTokenizer:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return a JSON object from a file, empty when there is none. Raises `ModelError` for anything else."""
+    """Return the JSON object in a file, empty if the file is missing. Raises `ModelError` for anything else."""
     if not is_present(path):
         return {}
     text = read_file(path, MAX_FILE, "a tokenizer's file")
@@ -65,18 +65,18 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def named_tokens(config: Mapping[str, Any], special_map: Mapping[str, Any]) -> dict[str, str]:
-    """Return the text of every special token that has a role; tokenizer_config.json wins over the map."""
+    """Return the special tokens' texts by role; `config` (tokenizer_config.json) has precedence over the map."""
     found = {role: _content(config.get(role, special_map.get(role))) for role in ROLES}
     return {role: text for role, text in found.items() if text}
 
 
 def token_number(key: str) -> int | None:
-    """Return the id that a JSON object's name spells, None when it is none."""
+    """Return the token id that a JSON object's key denotes, None for any other key."""
     return int(key) if key.isascii() and key.isdigit() and len(key) < 11 else None
 
 
 def end_ids(directory: Path) -> tuple[int, ...]:
-    """Return the end tokens that generation_config.json names, else config.json (one id or a list)."""
+    """Return `eos_token_id` (one id or a list) of generation_config.json, else of config.json."""
     for name in ("generation_config.json", "config.json"):
         value = read_json(directory / name).get("eos_token_id")
         ids = value if isinstance(value, list) else [value]
@@ -91,7 +91,7 @@ def _content(token: object) -> str | None:
 
 
 def _read_core(path: Path) -> tuple[tokenizers.Tokenizer, int]:
-    """Return the tokenizer of a tokenizer.json, and how many bytes at most it makes of one byte."""
+    """Return the tokenizer of a tokenizer.json and its growth (`tokenizer_limits`)."""
     data = read_file(path, MAX_FILE, "a tokenizer's file")
     with refused_files(str(path), "not a tokenizer.json that can be read"):
         if _PREFIX.search(data):
@@ -101,7 +101,7 @@ def _read_core(path: Path) -> tuple[tokenizers.Tokenizer, int]:
 
 
 def _add_missing(core: tokenizers.Tokenizer, config: Mapping[str, Any], named: Mapping[str, str], path: Path) -> None:
-    """Add what only tokenizer_config.json knows: added tokens, and roles that tokenizer.json does not mark special."""
+    """Add the tokens that only tokenizer_config.json lists, and mark tokens with a role as special."""
     listed = config.get("added_tokens_decoder")
     entries = [(token_number(key), value) for key, value in listed.items()] if isinstance(listed, dict) else []
     check_added([text for _, entry in entries if (text := _content(entry)) is not None], str(path))
@@ -121,7 +121,7 @@ def _add_missing(core: tokenizers.Tokenizer, config: Mapping[str, Any], named: M
 
 
 def _spelling(core: tokenizers.Tokenizer, path: Path) -> tuple[Spelling, bool]:
-    """Tell from the decoder how pieces spell their bytes, and whether a text loses its leading space."""
+    """Return how pieces spell their bytes, and True if decoding drops a leading space, from the decoder."""
     parts = list(_decoders(part_json(core.decoder)))
     kinds = {part["type"] for part in parts}
     if "ByteLevel" in kinds:

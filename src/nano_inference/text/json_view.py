@@ -1,7 +1,7 @@
-"""JSON data that a chat template can read and never change.
+"""Read-only copies of JSON data for chat templates.
 
-MiniJinja lets a template call the methods of Python's lists and dicts, `extend` and `update` among them. These views
-have none, print as the list or dict does, and copy what they are given, so the caller's data is out of reach.
+MiniJinja lets a template call the methods of Python's lists and dicts, such as `extend` and `update`. These views have
+no such methods and print as the list or dict does.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from nano_inference.types import BadRequest
 
 
 class ListView(Sequence[Any]):
-    """A list that cannot change."""
+    """A read-only list."""
 
     __slots__ = ("_items",)
 
@@ -37,7 +37,7 @@ class ListView(Sequence[Any]):
 
 
 class MapView(Mapping[str, Any]):
-    """A dict that cannot change."""
+    """A read-only dict."""
 
     __slots__ = ("_items",)
 
@@ -58,7 +58,7 @@ class MapView(Mapping[str, Any]):
 
 
 def view(value: object, name: str, depth: int = 64) -> Any:
-    """Return JSON data as views. Raises `BadRequest` naming `name` for what is no JSON or nested too deep."""
+    """Return JSON data as views. Raises `BadRequest` naming `name` for other types and for too deep nesting."""
     if value is None or isinstance(value, str | bool | int | float):
         return value
     if depth == 0:
@@ -71,7 +71,7 @@ def view(value: object, name: str, depth: int = 64) -> Any:
 
 
 def unview(value: object) -> Any:
-    """Return what a view shows, one level of it: the `default` of `json.dumps`."""
+    """Return a view's list or dict, one level deep: the `default` of `json.dumps`."""
     if isinstance(value, Mapping):
         return dict(value)
     if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray):

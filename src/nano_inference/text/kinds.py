@@ -1,4 +1,4 @@
-"""What a tokenizer and a dialogue can do, and the row by which a package adds a kind of them."""
+"""Protocols of tokenizers and dialogues, and the table row by which a package adds a kind of tokenizer."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any, NamedTuple, Protocol
 from nano_inference.types import TokenProgram
 
 TOKENIZERS_GROUP = "nano_inference.tokenizers"
-"""The group of entry points by which a package adds a kind of tokenizer."""
+"""The entry-point group by which a package adds a kind of tokenizer."""
 
 Message = Mapping[str, Any]
-"""A message of a conversation: "role", "content" and further fields that a template reads."""
+"""A message of a conversation: "role", "content" and further fields for the template."""
 
 
 class TokenizerSource(NamedTuple):
-    """Where a tokenizer's files lie: a Hugging Face directory, or the metadata of a GGUF file."""
+    """The source of a tokenizer: a directory, or the metadata of a GGUF file."""
 
     path: str
     gguf: Mapping[str, Any] | None = None
@@ -26,7 +26,7 @@ class TokenizerSource(NamedTuple):
 
 
 class Tokenizer(Protocol):
-    """Text to ids and back, shared by all threads: nothing in it changes after it is built."""
+    """Encodes text and decodes token ids; immutable, so all threads share one."""
 
     @property
     def vocab_size(self) -> int:
@@ -34,106 +34,106 @@ class Tokenizer(Protocol):
 
     @property
     def bos_id(self) -> int | None:
-        """The token before every text, for models that have one."""
+        """The id of the BOS token, None without one."""
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
-        """The tokens that end a text, the tokenizer's own first."""
+        """The end tokens: `eos_token` first, then those of generation_config.json or the GGUF file."""
 
     @property
     def special_ids(self) -> frozenset[int]:
-        """Tokens that are no text."""
+        """Tokens that `decode` skips by default."""
 
     @property
     def drops_space(self) -> bool:
-        """Whether a text that begins here loses one leading space when decoded (SentencePiece)."""
+        """True if decoding removes one leading space (SentencePiece)."""
 
     @property
     def named(self) -> Mapping[str, str]:
-        """The special tokens that have a role: `bos_token`, `eos_token`, … to their text."""
+        """Maps roles (`bos_token`, `eos_token`, …) to the special tokens' texts."""
 
     def encode(self, text: str, *, add_special: bool = True, parse_special: bool = True) -> list[int]:
-        """Return the ids; `parse_special=False` spells out special tokens that stand in the text."""
+        """Return the ids; with `parse_special=False` the text of a special token is encoded as plain text."""
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
-        """Return the text; bytes that are no UTF-8 become U+FFFD."""
+        """Return the text; invalid UTF-8 becomes U+FFFD."""
 
     def token_bytes(self, token: int) -> bytes:
-        """Return the bytes that an id writes."""
+        """Return the bytes of an id."""
 
     def token_text(self, token: int) -> str:
-        """Return an id's piece as the vocabulary spells it."""
+        """Return an id's piece as spelled in the vocabulary."""
 
 
 class Tool(TokenProgram, Protocol):
-    """A token program whose calls and results are between special tokens."""
+    """A token program that delimits calls and results by special tokens."""
 
     @property
     def call(self) -> tuple[int, int]:
-        """The tokens that begin and end a call, which the model samples."""
+        """The tokens that start and end a call, which the model samples."""
 
     @property
     def result(self) -> tuple[int, int]:
-        """The tokens that begin and end the result that is forced after a call."""
+        """The tokens that start and end a result, which is forced after a call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rendering:
-    """How messages are put before the model."""
+    """Options for rendering messages to a prompt."""
 
     add_generation_prompt: bool = True
-    """End with the beginning of the answer."""
+    """End with the header of the assistant's turn."""
     continue_final: bool = False
-    """End inside the last message, which the model continues."""
+    """End after the last message's content, so that the model continues it."""
     tools: Sequence[Mapping[str, Any]] | None = None
     extra: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
-    """Further variables of the chat template."""
+    """Further template variables."""
 
 
 ANSWER = Rendering()
-"""The usual way: the model is to answer."""
+"""The default: prompt the model for an answer."""
 
 
 class Dialogue(Protocol):
-    """A way of talking with one model."""
+    """Converts between messages and the tokens of one model."""
 
     @property
     def tool(self) -> Tool | None:
-        """What the model may call while it writes."""
+        """The built-in tool that the model can call while it generates."""
 
     @property
     def tool_template(self) -> str | None:
         """The source of the template that describes functions to the model; None without one."""
 
     def encode(self, messages: Sequence[Message], rendering: Rendering = ANSWER) -> list[int]:
-        """Return the ids that the model reads before it answers. Raises `BadRequest` naming the wrong message."""
+        """Return the prompt's token ids. Raises `BadRequest` naming the wrong message."""
 
     def text(self, messages: Sequence[Message], rendering: Rendering = ANSWER) -> str:
-        """Return what `encode` encodes, as text. Raises as it does."""
+        """Return the prompt as text. Raises as `encode` does."""
 
     def knows(self, name: str) -> bool:
-        """Whether a variable of that name in `Rendering.extra` could change anything."""
+        """Return True if a variable of that name in `Rendering.extra` could affect the prompt."""
 
     def answer(self, tokens: Sequence[int], text: str) -> Message:
-        """Return the message that the model's tokens make, for the next turn; `text` is what was shown of it."""
+        """Return the assistant's message, for the next turn, from its tokens and its displayed text."""
 
     def close(self) -> None:
-        """End the processes that render, if there are any."""
+        """End the worker processes, if any."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenizerKind:
-    """One kind of tokenizer directory: a row of the table that `tokenizer.installed_tokenizers` returns."""
+    """A kind of tokenizer directory: a row of the table that `tokenizer.installed_tokenizers` returns."""
 
     title: str
-    """What its file is called in messages: "tokenizer.json"."""
+    """The file's name in error messages: "tokenizer.json"."""
     description: str
-    """What `models info` prints of a model with such a tokenizer."""
+    """The tokenizer's kind in the output of `models info`."""
     reads: Callable[[Path], bool]
-    """True for a directory that has the files."""
+    """Returns True for a directory that contains this kind's files."""
     load: Callable[[Path], Tokenizer]
-    """Load the tokenizer of such a directory. Raises `ModelError` naming the file that cannot be used."""
+    """Loads the tokenizer of such a directory. Raises `ModelError` naming the unusable file."""
     find: Callable[[Path], TokenizerSource | None] = lambda path: None
-    """The tokenizer of a model without config.json, from the model's path; None for a model of another kind."""
+    """Returns the tokenizer source of a model without config.json, from the model's path; None for other models."""
     dialogue: Callable[[Tokenizer], Dialogue | None] = lambda tokenizer: None
-    """How models with such special tokens are talked with, whatever the files; None for others."""
+    """Returns the dialogue of models with this kind's special tokens; None for other tokenizers."""

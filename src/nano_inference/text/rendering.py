@@ -1,6 +1,6 @@
-"""Compile and render guarded templates under limits of steps and text; imports neither tokenizers nor torch.
+"""Compile and render guarded templates with limits on steps and output.
 
-Both the process that loads a model and the worker processes of `template_process` run this code.
+Imports neither tokenizers nor torch: the worker processes of `template_process` run this code as well.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from nano_inference.text.templates import TemplateLimit, Templates, size_of
 from nano_inference.types import BadRequest, ModelError
 
 MAX_STRING = 1 << 24
-"""Characters that one `replace`, `join` or `indent` may make."""
+"""Limit on the characters of one result of `replace`, `join` or `indent`."""
 
 
 def compile_templates(templates: Templates) -> minijinja.Environment:
-    """Compile guarded templates. Raises `ModelError` naming the file and the line that is wrong."""
+    """Guard and compile templates. Raises `ModelError` naming the file and the wrong line."""
     environment = minijinja.Environment(
         trim_blocks=True,
         lstrip_blocks=True,
@@ -30,8 +30,8 @@ def compile_templates(templates: Templates) -> minijinja.Environment:
         fuel=templates.fuel,
         filters={"tojson": to_json, "replace": _replace, "join": _join, "indent": _indent},
     )
-    for hole in ("format", "attr", "pprint", "batch", "slice"):
-        environment.remove_filter(hole)
+    for unbounded in ("format", "attr", "pprint", "batch", "slice"):
+        environment.remove_filter(unbounded)
     environment.remove_global("debug")
     for name, text in templates.sources.items():
         try:
@@ -45,7 +45,7 @@ def compile_templates(templates: Templates) -> minijinja.Environment:
 def run(environment: minijinja.Environment, templates: Templates, name: str, data: Mapping[str, Any]) -> str:
     """Render one template with JSON data.
 
-    Raises `BadRequest` for messages that the template refuses, `TemplateLimit` for too many steps or too much text.
+    Raises `BadRequest` if the template refuses the messages, `TemplateLimit` for too many steps or too much output.
     """
     values = {key: view(value, key) for key, value in data.items()}
     counter = _counter_for(values, templates.sources)
@@ -69,7 +69,7 @@ def run(environment: minijinja.Environment, templates: Templates, name: str, dat
         raise
     except MemoryError:
         raise
-    except Exception as error:  # of our helpers or of a view, with values they were not made for
+    except Exception as error:  # a helper or a view got arguments of unexpected types
         raise BadRequest(f"the chat template cannot render these messages: {error}") from None
 
 
@@ -80,7 +80,7 @@ def to_json(
     separators: Sequence[str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """The `tojson` of transformers' templates: plain JSON, without the HTML escapes of Jinja's own."""
+    """Return a value as JSON: the `tojson` of transformers, without the HTML escapes of Jinja's `tojson`."""
     pair = None if separators is None else (separators[0], separators[1])
     if indent is not None and not 0 <= indent <= 16:
         raise ModelError(f"the chat template asks for JSON with an indent of {indent}")
@@ -90,7 +90,7 @@ def to_json(
 
 
 class _Helper:
-    """A function that a template may call; printed, it has no address in memory as a function has."""
+    """A function that a template may call; unlike a function's, its repr reveals no memory address."""
 
     __slots__ = ("_function",)
 
@@ -105,18 +105,18 @@ class _Helper:
 
 
 class _Counter:
-    """The text that one rendering may still write or keep."""
+    """Counts down the characters that one rendering may still write or store."""
 
     def __init__(self, budget: int, per_turn: int) -> None:
         self._left = budget
         self._per_turn = per_turn
 
     def turn(self, value: Any) -> bool:
-        """Count one turn of a loop, which writes at most a part of the template's own text."""
+        """Count one iteration of a loop over `value`, and the template text that it may write."""
         return self.spend(value, self._per_turn)
 
     def spend(self, value: Any, more: int = 0) -> bool:
-        """Count a value; raise `ModelError` when the rendering has written too much."""
+        """Count a value and `more` characters. Raises `ModelError` when the budget is exceeded."""
         self._left -= more + size_of(value, self._left)
         if self._left < 0:
             raise ModelError("the chat template writes too much text")
@@ -124,7 +124,7 @@ class _Counter:
 
 
 def _counter_for(values: Mapping[str, Any], sources: Mapping[str, str]) -> _Counter:
-    """Return a counter whose budget follows from the size of the messages and of the templates."""
+    """Return a counter with a budget proportional to the sizes of the messages and of the templates."""
     messages = values.get("messages")
     turns = len(messages) if isinstance(messages, Sequence) else 0
     written = max(map(len, sources.values()))
@@ -158,7 +158,7 @@ def _join_method(separator: str, values: Iterable[Any]) -> str:
 
 
 def _indent(text: str, width: int | str = 4, first: bool = False, blank: bool = False) -> str:
-    """Jinja's `indent`: every line but the first, and not the empty ones, unless asked."""
+    """Indent as Jinja does: neither the first line (`first`) nor empty ones (`blank`), unless asked to."""
     lines = (str(text) + "\n").splitlines()
     step = len(width) if isinstance(width, str) else width
     _check_size(len(str(text)) + len(lines) * step)

@@ -1,7 +1,7 @@
-"""Tokens to safe text, as pure steps: text leaves only when no later token can change it.
+"""Decode the bytes of tokens to text as a stream: text is returned only when no later token can change it.
 
-Held back are the first bytes of a character that is not whole yet and every ending that begins a stop string. The
-state is a frozen value that the caller keeps; nothing here knows a tokenizer, pieces are the bytes of tokens.
+The bytes of an incomplete character and a suffix that is a prefix of a stop string are withheld. The functions are
+pure: the caller keeps the state, a frozen value.
 """
 
 from __future__ import annotations
@@ -12,23 +12,23 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamState:
-    """What one stream of text holds back."""
+    """State of one stream of text."""
 
     stops: tuple[str, ...] = ()
     pending: bytes = b""
-    """The first bytes of a character that is not whole yet: three at most."""
+    """The bytes of an incomplete character, at most three."""
     held: str = ""
-    """The longest ending of the text so far that begins a stop string."""
+    """The longest suffix of the text so far that is a prefix of a stop string."""
     drop_space: bool = False
-    """The next character is dropped when it is a space: SentencePiece writes one before the first word."""
+    """True if a space as the next character is to be dropped: SentencePiece adds one before the first word."""
     stopped: str | None = None
-    """The stop string that was written; nothing comes after it."""
+    """The stop string that was found; no text follows it."""
 
 
 def start(*, stops: tuple[str, ...] = (), drop_space: bool = False) -> StreamState:
-    """Return the state before the first token. `drop_space`: a text that begins here, in a tokenizer with that rule.
+    """Return the initial state. Raises `ValueError` for an empty stop string.
 
-    An empty stop string would end every text before its first character: `ValueError`.
+    `drop_space`: drop a leading space, for a text that begins here with a tokenizer of `drops_space`.
     """
     if "" in stops:
         raise ValueError("stop must not hold an empty string")
@@ -36,23 +36,23 @@ def start(*, stops: tuple[str, ...] = (), drop_space: bool = False) -> StreamSta
 
 
 def push(state: StreamState, piece: bytes) -> tuple[StreamState, str]:
-    """Take the bytes of the next token; return the new state and the text that is safe to send.
+    """Add the bytes of the next token; return the new state and the text that is now final.
 
-    Bytes that are no UTF-8 become U+FFFD exactly as in `bytes.decode("utf-8", "replace")` of the whole.
+    Invalid UTF-8 becomes U+FFFD as in `bytes.decode("utf-8", "replace")` of all bytes.
     """
     return _take(state, piece, final=False)
 
 
 def finish(state: StreamState) -> tuple[StreamState, str]:
-    """Return what was held back, now that no token follows; an unfinished character becomes U+FFFD."""
+    """Return the new state and the withheld text, after the last token; an incomplete character becomes U+FFFD."""
     state, text = _take(state, b"", final=True)
     return replace(state, held=""), text + state.held
 
 
 def first_stop(text: str, stops: tuple[str, ...]) -> tuple[int, str] | None:
-    """Return where the stop string begins that is complete first, and which it is; the longest when two end together.
+    """Return the start and the text of the stop string that ends first; of two with the same end the longest.
 
-    By its end, not its beginning: only that does not depend on how the text was cut into pieces.
+    The end decides because it does not depend on how the text was split into tokens.
     """
     found = [(at + len(stop), at, stop) for stop in stops if (at := text.find(stop)) >= 0]
     if not found:
@@ -84,7 +84,7 @@ def _decoded(data: bytes, final: bool) -> tuple[str, bytes]:
 
 
 def _held_back(text: str, stops: tuple[str, ...]) -> int:
-    """Return the length of the longest ending of `text` that is the beginning of a stop string."""
+    """Return the length of the longest suffix of `text` that is a proper prefix of a stop string."""
     longest = max((len(stop) for stop in stops), default=0) - 1
     for length in range(min(longest, len(text)), 0, -1):
         ending = text[len(text) - length :]

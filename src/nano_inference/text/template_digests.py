@@ -1,4 +1,4 @@
-"""Digests of chat templates that are known to be harmless: they render in this process, without a worker."""
+"""Digests of chat templates that are known to be harmless and therefore render without a worker process."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable
 KNOWN = frozenset(
     {
         "872be49dbb638044ad01b60388f48d469ff2980e5f0dccdc22ec907db54d0788",  # SmolLM2-Instruct, the default model
-        "33a9d15ef718e0669efb01cb5a1563c2c013f65511f5a5607d918391d4596815",  # our exports of nanochat models
+        "33a9d15ef718e0669efb01cb5a1563c2c013f65511f5a5607d918391d4596815",  # nanochat models exported by this package
     }
 )
 """SHA-256 of each template's text in UTF-8."""

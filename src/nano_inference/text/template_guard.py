@@ -1,9 +1,9 @@
-"""Chat templates made harmless: what fuel cannot bound is counted.
+"""Rewrite chat templates so that the text they create is counted.
 
-MiniJinja's fuel bounds steps, not bytes: `{% set x = x ~ x %}` forty times is a terabyte. So a template is rewritten
-before it is compiled: after each value that it keeps, in each turn of a loop and around each value that it writes, it
-calls a counter that `chat.render` gives it. What multiplies text in one step is replaced by a counted form (`replace`,
-`join`) or refused (`format`, a product without a small number).
+MiniJinja's fuel bounds steps, not bytes: `{% set x = x ~ x %}` forty times is a terabyte. A template is therefore
+rewritten before it is compiled: it calls a counter after each assignment, in each iteration of a loop and around each
+value that it writes. Operations that multiply text in one step are replaced by counted ones (`replace`, `join`) or
+refused (`format`, a product without a small number).
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from typing import NamedTuple
 from nano_inference.types import ModelError
 
 MAX_SOURCE = 1 << 18
-"""Characters in a template; the longest known ones have 2¹⁵."""
+"""Limit on a template's characters; the longest known ones have 2¹⁵."""
 MAX_TAG = 2000
-"""Tokens in one tag: one expression can join as many values as it names."""
+"""Limit on the tokens of one tag, because an expression can join as many values as it names."""
 MAX_FACTOR = 64
-"""Of two things that a template multiplies one must be a number as small as this: `'a' * 100000000` is a string."""
+"""One factor of each product must be a number literal up to this: `'a' * 100000000` is a string."""
 
 SPEND, TURN, REPLACE, JOIN = "__spend", "__turn", "__replace", "__join"
-"""The names under which a guarded template calls its counters."""
+"""The names by which a guarded template calls its counters."""
 
 OWN = frozenset((SPEND, TURN, REPLACE, JOIN, "__out"))
-"""Names that a template may not use: it could put something in the counters' place."""
+"""Names that a template must not use, because it could replace the counters."""
 
 _KEYWORDS = frozenset(("and", "or", "not", "in", "is", "if", "else", "elif", "for", "set", "call", "filter", "do"))
 _TOKEN = re.compile(r"""\s+|'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|[^\W\d]\w*|\d[\w.]*|.""", re.DOTALL)
@@ -41,16 +41,16 @@ class Tag(NamedTuple):
     kind: str
     """`{{` or `{%`."""
     left: str
-    """The whitespace mark after the opening: `-`, `+` or nothing."""
+    """The whitespace control after the opening: `-`, `+` or empty."""
     tokens: tuple[str, ...]
     right: str
-    """The whitespace mark before the closing."""
+    """The whitespace control before the closing."""
 
 
 def guarded(source: str, where: str) -> str:
-    """Return a template with counters in it, and `{% generation %}` blocks as plain ones.
+    """Return a template with calls of the counters, and with `{% generation %}` blocks as plain ones.
 
-    Raises `ModelError` naming `where` for a template that is too large or uses what no harmless one needs.
+    Raises `ModelError` naming `where` for a template that is too large or uses a refused operation.
     """
     if len(source) > MAX_SOURCE:
         raise ModelError(f"{where}: the chat template has {len(source)} characters, more than {MAX_SOURCE}")
@@ -61,9 +61,9 @@ def guarded(source: str, where: str) -> str:
 
 
 def split(source: str) -> Iterator[str | Tag]:
-    """Cut a template into its text (with comments and raw blocks) and its tags.
+    """Split a template into text (including comments and raw blocks) and tags.
 
-    A tag that is never closed is given back as text: the compiler says what is wrong with it.
+    An unclosed tag is returned as text, which the compiler reports.
     """
     at = 0
     while (match := _OPEN.search(source, at)) is not None:
@@ -122,17 +122,17 @@ def _check(tags: list[Tag], where: str) -> None:
             if dot == "." and name == "format" and paren == "(":
                 raise ModelError(f"{where}: the chat template calls .format(), which is not supported")
         if words.count("*") > 1 or not all(_small_product(words, at) for at, w in enumerate(words) if w == "*"):
-            raise ModelError(f"{where}: the chat template multiplies by more than a number up to {MAX_FACTOR}")
+            raise ModelError(f"{where}: one factor of each product in a chat template must be a number <= {MAX_FACTOR}")
 
 
 def _small_product(words: tuple[str, ...], at: int) -> bool:
-    """Whether one side of a `*` is a small number, and that number is not itself a power (`2 ** 60`)."""
-    beside = words[max(0, at - 1) : at] + words[at + 1 : at + 2]
-    return "*" not in beside and any(w.isdigit() and int(w) <= MAX_FACTOR for w in beside)
+    """Return True if one side of the `*` at `at` is a small number and the `*` is not part of `**`."""
+    neighbours = words[max(0, at - 1) : at] + words[at + 1 : at + 2]
+    return "*" not in neighbours and any(w.isdigit() and int(w) <= MAX_FACTOR for w in neighbours)
 
 
 def _counted(tag: Tag, captured: list[str]) -> str:
-    """Return the tag with its counter. `captured` is the stack of open `{% set x %}` blocks."""
+    """Return the tag with its counter; `captured` is the stack of open `{% set x %}` blocks."""
     words = _words(tag.tokens)
     body = "".join(_counted_methods(list(tag.tokens)))
     if tag.kind == "{{":
@@ -147,9 +147,9 @@ def _counted(tag: Tag, captured: list[str]) -> str:
 
 
 def _counted_output(tag: Tag, words: tuple[str, ...], body: str) -> str:
-    """Return an output that is caught, counted and then written; a lone string needs no counter.
+    """Return a tag that captures, counts and then writes the output; a string literal needs no counter.
 
-    `{%+` because, unlike `{{`, the tag that is put in its place would eat the spaces before it.
+    `{%+` because a plain `{%`, unlike `{{`, would strip the spaces before it.
     """
     if len(words) == 1 and words[0][0] in "'\"":
         return f"{{{{{tag.left}{body}{tag.right}}}}}"
@@ -158,7 +158,7 @@ def _counted_output(tag: Tag, words: tuple[str, ...], body: str) -> str:
 
 
 def _counter(name: str, words: tuple[str, ...], captured: list[str]) -> str | None:
-    """Return the call that counts what this statement keeps or begins; None when it does neither."""
+    """Return the call that counts the value this statement stores or the loop or macro it starts; else None."""
     if name == "set":
         at = _top_level(words, "=")
         if at is not None:
@@ -186,7 +186,7 @@ def _top_level(words: tuple[str, ...], wanted: str) -> int | None:
 
 
 def _parameters(words: tuple[str, ...]) -> list[str]:
-    """Return the names of a macro's parameters: `macro name ( a , b = 1 )`."""
+    """Return the parameter names of a macro: `macro name ( a , b = 1 )`."""
     names, depth = [], 0
     for before, word in pairwise(words):
         depth += (before in ("(", "[", "{")) - (before in (")", "]", "}"))
@@ -196,7 +196,7 @@ def _parameters(words: tuple[str, ...]) -> list[str]:
 
 
 def _counted_methods(tokens: list[str]) -> list[str]:
-    """Turn `x.replace(a, b)` into `__replace(x, a, b)`, and the same for `join`: last first, so that places hold."""
+    """Replace `x.replace(a, b)` by `__replace(x, a, b)`, likewise `join`; last first, which keeps indices valid."""
     for at in range(len(tokens) - 1, -1, -1):
         if tokens[at] not in _COUNTED:
             continue
@@ -213,7 +213,7 @@ def _counted_methods(tokens: list[str]) -> list[str]:
 
 
 def _step(tokens: list[str], at: int, step: int) -> int | None:
-    """Return the place of the next token that is no space, in one direction."""
+    """Return the index of the next token that is not whitespace, in the direction `step`."""
     at += step
     while 0 <= at < len(tokens) and tokens[at].isspace():
         at += step
@@ -221,7 +221,7 @@ def _step(tokens: list[str], at: int, step: int) -> int | None:
 
 
 def _receiver(tokens: list[str], dot: int) -> int:
-    """Return where the expression before a dot begins: `a.b['c'].d(e)` is one, `x ~ a.b` begins at `a`."""
+    """Return the start of the expression before a dot: all of `a.b['c'].d(e)`, but only `a.b` of `x ~ a.b`."""
     at = _step(tokens, dot, -1)
     start = dot
     while at is not None:
@@ -243,7 +243,7 @@ def _receiver(tokens: list[str], dot: int) -> int:
 
 
 def _is_operand(token: str) -> bool:
-    """Whether an expression can end with this token, so that a bracket after it is a call or an index."""
+    """Return True if an expression can end with this token, so that a bracket after it is a call or an index."""
     return token in (")", "]") or token[0] in "'\"" or (token[0] not in "([{" and _is_name(token))
 
 

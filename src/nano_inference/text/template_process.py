@@ -1,4 +1,4 @@
-"""Renders templates that are not known in worker processes, which are bounded in time and memory and can be killed."""
+"""Render unknown templates in worker processes, which have limits on time and memory and can be killed."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from nano_inference.text.templates import TemplateLimit, Templates
 from nano_inference.types import BadRequest
 
 MAX_WORKERS = 4
-"""Worker processes of one model's templates; further renderings wait for one of them."""
+"""Limit on the worker processes of one model's templates; further renderings wait for a free worker."""
 WALL_PER_CPU = 10
-"""Seconds that a worker may take for each CPU second that it may take: it may have to wait for a CPU."""
+"""Limit on a rendering's wall-clock time, as a multiple of its CPU time limit (a worker may wait for a CPU)."""
 MAX_TEXT = 64 << 20
-"""Bytes of one rendered text."""
-_LOOK_S = 0.1
-"""Seconds of one wait. Waits are counted, not the clock: a process that was frozen resumes with the time it had."""
+"""Limit on the bytes of one rendered text."""
+_POLL_S = 0.1
+"""Seconds of one poll. Polls are counted instead of reading the clock, so that a suspended process loses no time."""
 _CHUNK = 1 << 16
 _CODE = "import sys; sys.path += sys.argv[1:]; from nano_inference.text.template_worker import main; main()"
 _OUT_OF_MEMORY = f"the chat template takes more than {MAX_MEMORY >> 20} MiB of memory to render these messages"
 
 
 class TemplateWorkers:
-    """Owns the worker processes of one model's templates: started when first needed, reused, replaced when killed.
+    """Owns the worker processes of one model's templates, which are started on demand, reused, and replaced if killed.
 
-    Safe to share between threads, and after a fork: a forked process starts workers of its own.
+    Thread-safe; usable after a fork, when the child starts new workers.
     """
 
     def __init__(self, templates: Templates) -> None:
@@ -52,12 +52,12 @@ class TemplateWorkers:
     def render(self, name: str, data: Mapping[str, Any]) -> str:
         """Return the text of one rendering.
 
-        Raises `BadRequest` for messages that the template refuses, `TemplateLimit` for a rendering that exceeds
+        Raises `BadRequest` if the template refuses the messages, `TemplateLimit` for a rendering that exceeds
         `max_cpu_s`, `WALL_PER_CPU` times that, `MAX_MEMORY`, `MAX_TEXT` or the limits of `rendering`.
         """
         try:
             request = json.dumps([name, data], default=unview).encode()
-        except ValueError as error:  # an integer of more digits than Python writes
+        except ValueError as error:  # an integer with more digits than Python converts to text
             raise BadRequest(f"the messages cannot be written as JSON: {error}") from None
         with self._places:
             worker = self._take()
@@ -67,25 +67,25 @@ class TemplateWorkers:
                 self._drop(worker)
                 self._check_open()
                 raise TemplateLimit(self._templates.where, str(failure)) from None
-            except BaseException:  # an interrupt: the rest of a reply may still be on its way
+            except BaseException:  # an interrupt may leave part of a reply in the pipe
                 self._drop(worker)
                 raise
             self._put_back(worker)
         return self._text_of(reply)
 
     def close(self) -> None:
-        """Kill the processes. A rendering that is under way, and any later one, raises `RuntimeError`."""
+        """Kill the processes; running and later calls of `render` raise `RuntimeError`."""
         with self._lock:
             self._is_closed = True
             idle, self._idle = self._idle, []
             busy = self._all.difference(idle)
-        for worker in busy:  # the thread that waits for it closes its pipes
+        for worker in busy:  # the thread that uses a worker closes its pipes
             worker.kill()
         for worker in idle:
             self._drop(worker)
 
     def _take(self) -> _Worker:
-        """Return an idle worker that is alive, or a new one."""
+        """Return an idle live worker, or a new one."""
         while True:
             with self._lock:
                 self._check_open()
@@ -124,23 +124,23 @@ class TemplateWorkers:
 
 
 class _WorkerFailure(Exception):
-    """Why a worker gave no reply."""
+    """A worker did not reply; the message is the reason."""
 
 
 class _Worker:
-    """Owns one worker process and its pipes; used by one thread at a time, killed by any."""
+    """Owns one worker process and its pipes; used by one thread at a time; any thread may call `kill`."""
 
     def __init__(self, templates: Templates) -> None:
-        """Start it, isolated: no site packages but ours and MiniJinja's, nothing from the current directory."""
+        """Start the process, isolated: it can import only this package, MiniJinja and the standard library."""
         homes = [str(Path(str(module.__file__)).parents[1]) for module in (nano_inference, minijinja)]
         self._owner = os.getpid()
         self._process = start_worker([*PYTHON, "-S", "-c", _CODE, *homes], cwd=Path("/"))
         for pipe in (self._input, self._output):
             os.set_blocking(pipe.fileno(), False)
         self._unsent = _frame(json.dumps(templates._asdict()).encode())
-        """The templates, which go before the first request."""
+        """The templates, sent before the first request."""
         self._cpu_s = 0.0
-        """CPU seconds that the latest request may take."""
+        """CPU time limit of the latest request, in seconds."""
 
     @property
     def _input(self) -> IO[bytes]:
@@ -153,37 +153,37 @@ class _Worker:
         return self._process.stdout
 
     def is_usable(self) -> bool:
-        """Whether it is alive and this process's own, not a forked parent's."""
+        """Return True if the process is alive and was started by this process, not by the parent of a fork."""
         return self._owner == os.getpid() and self._process.poll() is None
 
     def ask(self, request: bytes) -> bytes:
-        """Return the reply to a request. Raises `_WorkerFailure`; the worker is of no use afterwards."""
+        """Return the reply to a request. After `_WorkerFailure` the worker must not be used again."""
         self._cpu_s = max_cpu_s(len(request))
-        waits = _Waits(self._cpu_s * WALL_PER_CPU)
+        polls = _PollBudget(self._cpu_s * WALL_PER_CPU)
         unsent, self._unsent = self._unsent + _frame(request), b""
-        self._send(unsent, waits)
-        (size,) = HEADER.unpack(self._receive(HEADER.size, waits))
+        self._send(unsent, polls)
+        (size,) = HEADER.unpack(self._receive(HEADER.size, polls))
         if size > MAX_TEXT:
             raise _WorkerFailure(f"the chat template writes more than {MAX_TEXT >> 20} MiB of text")
-        return self._receive(size, waits)
+        return self._receive(size, polls)
 
     def kill(self) -> None:
-        """Kill the process, unless it is a forked parent's."""
+        """Kill the process, unless the parent of a fork started it."""
         if self._owner == os.getpid():
             self._process.kill()
 
     def end(self) -> None:
-        """Kill the process, collect its exit status and close the pipes."""
+        """Kill the process, wait for it and close the pipes."""
         self.kill()
         if self._owner == os.getpid():
             self._process.wait()
         self._input.close()
         self._output.close()
 
-    def _send(self, data: bytes, waits: _Waits) -> None:
+    def _send(self, data: bytes, polls: _PollBudget) -> None:
         rest = memoryview(data)
         while rest:
-            waits.until_ready(self._input, select.POLLOUT)
+            polls.until_ready(self._input, select.POLLOUT)
             try:
                 rest = rest[os.write(self._input.fileno(), rest[:_CHUNK]) :]
             except BlockingIOError:
@@ -191,10 +191,10 @@ class _Worker:
             except BrokenPipeError:
                 raise self._failure() from None
 
-    def _receive(self, size: int, waits: _Waits) -> bytes:
+    def _receive(self, size: int, polls: _PollBudget) -> bytes:
         parts = bytearray()
         while len(parts) < size:
-            waits.until_ready(self._output, select.POLLIN)
+            polls.until_ready(self._output, select.POLLIN)
             part = os.read(self._output.fileno(), min(_CHUNK, size - len(parts)))
             if not part:
                 raise self._failure()
@@ -202,29 +202,29 @@ class _Worker:
         return bytes(parts)
 
     def _failure(self) -> _WorkerFailure:
-        """Return why the process ended: its pipes are closed."""
-        self._process.kill()  # in case that only the pipes are
+        """Return the reason why the process closed its pipes."""
+        self._process.kill()  # it may have closed its pipes without ending
         code = self._process.wait()
         if code == -signal.SIGPROF:
             message = f"the chat template takes more than {self._cpu_s:.3g} s of CPU time to render these messages"
             return _WorkerFailure(message)
-        if code == -signal.SIGABRT:  # Rust's way when memory runs out
+        if code == -signal.SIGABRT:  # Rust aborts when memory runs out
             return _WorkerFailure(_OUT_OF_MEMORY)
         return _WorkerFailure(f"the chat template ended the process that renders it (exit status {code})")
 
 
-class _Waits:
-    """The waits that one rendering may still take."""
+class _PollBudget:
+    """Counts the polls that one rendering has left."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
-        self._left = round(seconds / _LOOK_S)
+        self._left = round(seconds / _POLL_S)
 
     def until_ready(self, pipe: IO[bytes], event: int) -> None:
-        """Wait until a pipe can be read or written. Raises `_WorkerFailure` when no waits are left."""
+        """Wait until a pipe is ready for `event`. Raises `_WorkerFailure` after the last poll."""
         poll = select.poll()
         poll.register(pipe.fileno(), event)
-        while not poll.poll(_LOOK_S * 1000):
+        while not poll.poll(_POLL_S * 1000):
             self._left -= 1
             if self._left <= 0:
                 message = f"the chat template takes more than {self._seconds:.3g} s to render these messages"
@@ -236,7 +236,7 @@ def _frame(data: bytes) -> bytes:
 
 
 def _end_all(workers: set[_Worker]) -> None:
-    """End the workers of an owner that was collected, or of a process that ends."""
+    """End all workers: a finalizer, for when the owner is collected or the process exits."""
     for worker in tuple(workers):
         worker.end()
     workers.clear()

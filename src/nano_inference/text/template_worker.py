@@ -1,8 +1,8 @@
-"""The worker process that renders templates which are not known: limits on itself, then one rendering per request.
+"""The worker process that renders unknown templates: it limits its own resources, then renders once per request.
 
-Frames on stdin and stdout: a length of eight bytes, then that many. The first frame is the templates, each later one
-a request, both JSON; each reply is one letter for its kind and a text. The process ends when stdin does. It imports
-neither torch nor tokenizers, opens no file and has no terminal.
+Frames on stdin and stdout: a length in eight bytes, then the content. The first frame contains the templates, each
+later one a request, both as JSON; a reply is one byte for its kind, then a text. The process ends when stdin is closed.
+It imports neither torch nor tokenizers, opens no file and has no terminal.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from nano_inference.text.templates import TemplateLimit, Templates
 from nano_inference.types import BadRequest
 
 BASE_CPU_S = 2.0
-"""CPU seconds of one rendering, its JSON included; a chat of 10 KB takes 0.001. SIGPROF ends the process."""
+"""Limit on the CPU seconds of a short rendering, including JSON; a chat of 10 KB takes 0.001. Enforced by SIGPROF."""
 BYTES_PER_CPU_S = 512 << 10
-"""A request of so many bytes adds a CPU second; one of 4 MB with a slow template takes 2.5."""
+"""Bytes of a request that raise its limit by one CPU second; one of 4 MB with a slow template takes 2.5 seconds."""
 MAX_MEMORY = 512 << 20
-"""Bytes of address space of the whole process, of which Python and MiniJinja take 50 MB (not enforced on macOS)."""
+"""Limit on the process's address space in bytes; Python and MiniJinja take 50 MB (not enforced on macOS)."""
 HEADER = struct.Struct(">Q")
 TEXT, REFUSED, LIMIT, MEMORY = b"t", b"r", b"l", b"m"
-"""Kinds of reply: the text; what `BadRequest` says; the reason of a `TemplateLimit`; memory ran out."""
+"""Kinds of reply: the rendered text; the message of a `BadRequest`; the reason of a `TemplateLimit`; out of memory."""
 
 
 def main() -> None:
-    """Serve stdin until it ends."""
+    """Answer the requests on stdin until it is closed."""
     _limit_process()
     source, sink = sys.stdin.buffer, sys.stdout.buffer
     first = _read_frame(source)
@@ -49,12 +49,11 @@ def main() -> None:
 
 
 def max_cpu_s(size: int) -> float:
-    """Return the CPU seconds that a request of that many bytes may take."""
+    """Return the limit on CPU seconds for a request of `size` bytes."""
     return BASE_CPU_S + size / BYTES_PER_CPU_S
 
 
 def _answer(environment: minijinja.Environment, templates: Templates, request: bytes) -> bytes:
-    """Return the reply to one request."""
     try:
         name, data = json.loads(request)
         return TEXT + run(environment, templates, name, data).encode("utf-8", "surrogatepass")
@@ -67,19 +66,19 @@ def _answer(environment: minijinja.Environment, templates: Templates, request: b
 
 
 def _limit_process() -> None:
-    """Bound memory, forbid writing to files and core dumps; leave its end to stdin and to the parent."""
+    """Limit memory, forbid file writes and core dumps, and ignore signals (the parent or stdin ends the process)."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     limits = ((resource.RLIMIT_AS, MAX_MEMORY), (resource.RLIMIT_CORE, 0), (resource.RLIMIT_FSIZE, 0))
     for what, most in limits:
         try:
             resource.setrlimit(what, (most, most))
-        except (ValueError, OSError):  # a lower hard limit is already set, or the system has none of this kind
+        except (ValueError, OSError):  # a lower hard limit is set, or the system lacks this limit
             continue
 
 
 def _read_frame(source: BinaryIO) -> bytes | None:
-    """Return the next frame, None at the end."""
+    """Return the content of the next frame, None at the end of the stream."""
     header = source.read(HEADER.size)
     if len(header) < HEADER.size:
         return None

@@ -1,4 +1,4 @@
-"""A model's chat templates before they are compiled, and what renders them; imports no MiniJinja."""
+"""Types for a model's chat templates and their renderers; does not import MiniJinja."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from nano_inference.types import ModelError
 
 
 class TemplateLimit(ModelError):
-    """A rendering exceeded a limit of time, memory or text; `reason` says which, without the file's name."""
+    """A rendering exceeded a limit on time, memory or output; `reason` is the message without the file's name."""
 
     def __init__(self, where: str, reason: str) -> None:
         super().__init__(f"{where}: {reason}")
@@ -17,28 +17,28 @@ class TemplateLimit(ModelError):
 
 
 class Templates(NamedTuple):
-    """The templates of one model, as they are sent to a worker process."""
+    """The templates of one model, as sent to a worker process."""
 
     where: str
-    """The file they are from, for error messages."""
+    """The templates' file, for error messages."""
     sources: Mapping[str, str]
-    """"default", and "tool_use" if the model has one."""
+    """Template texts by name: "default", and "tool_use" if the model has one."""
     fuel: int
-    """MiniJinja's steps in one rendering."""
+    """Limit on MiniJinja's steps in one rendering."""
 
 
 class Renderer(Protocol):
-    """Renders one model's templates, outside this process."""
+    """Renders one model's templates outside this process."""
 
     def render(self, name: str, data: Mapping[str, Any]) -> str:
         """Return the text of one rendering. Raises `BadRequest` and `TemplateLimit`."""
 
     def close(self) -> None:
-        """End what renders; later calls raise `RuntimeError`."""
+        """End the worker processes; later calls of `render` raise `RuntimeError`."""
 
 
 def size_of(value: Any, limit: int) -> int:
-    """Return about how many characters a value would print; stop counting beyond `limit`."""
+    """Return the approximate number of characters in a JSON value; counting stops once it exceeds `limit`."""
     total, rest = 0, [value]
     while rest and total <= limit:
         item = rest.pop()

@@ -1,4 +1,4 @@
-"""`TiktokenTokenizer`, over any tiktoken encoding, and its loader for directories with tiktoken's ranks."""
+"""A tokenizer over a tiktoken encoding, and its loader for directories with a tiktoken file."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from typing import Any
 
 import tiktoken
 
-from nano_inference.text.fast import check_unicode, refused_files, shown
-from nano_inference.text.fast import no_panic as no_panic  # also found here
+from nano_inference.text.fast import check_unicode, no_panic, refused_files, shown
 from nano_inference.text.gguf_vocab import LLAMA3_WORDS
 from nano_inference.text.hf import end_ids, named_tokens, read_json, token_number
 from nano_inference.text.tiktoken_ranks import read_ranks
@@ -30,12 +29,12 @@ LLAMA3_SPECIALS: Mapping[int, str] = MappingProxyType(
         10: "<|python_tag|>",
     }
 )
-"""The named ones among Llama 3's 256 special tokens, counted from the end of the ranks (meta-llama/llama-models)."""
+"""Llama 3's special tokens with a name, by their offset after the ranks (meta-llama/llama-models); there are 256."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TiktokenTokenizer:
-    """Text to ids and back over tiktoken; see `tokenizer.Tokenizer` for what each member means."""
+    """Implements `kinds.Tokenizer`, which documents the members, over tiktoken."""
 
     core: tiktoken.Encoding
     vocab_size: int
@@ -47,7 +46,7 @@ class TiktokenTokenizer:
     drops_space: bool = False
 
     def encode(self, text: str, *, add_special: bool = True, parse_special: bool = True) -> list[int]:
-        """Return the ids; `parse_special=False` spells out special tokens that stand in the text."""
+        """Return the ids; with `parse_special=False` the text of a special token is encoded as plain text."""
         check_unicode(text)
         allowed: set[str] = self.core.special_tokens_set if parse_special else set()
         with no_panic(f"a text of {len(text)} characters"):
@@ -55,13 +54,13 @@ class TiktokenTokenizer:
         return [self.bos_id, *ids] if add_special and self.adds_bos and self.bos_id is not None else ids
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
-        """Return the text of ids; bytes that are no UTF-8 become U+FFFD. Raises `BadRequest` for an unknown id."""
+        """Return the text of ids; invalid UTF-8 becomes U+FFFD. Raises `BadRequest` for an unknown id."""
         skipped = self.special_ids if skip_special else frozenset()
         data = b"".join(self.token_bytes(token) for token in ids if token not in skipped)
         return data.decode("utf-8", "replace")
 
     def token_bytes(self, token: int) -> bytes:
-        """Return the bytes that an id writes. Raises `BadRequest` for an unknown id."""
+        """Return an id's bytes. Raises `BadRequest` for an unknown id."""
         try:
             data: bytes = self.core.decode_single_token_bytes(token)
         except (KeyError, OverflowError):
@@ -69,14 +68,14 @@ class TiktokenTokenizer:
         return data
 
     def token_text(self, token: int) -> str:
-        """Return an id's text, with U+FFFD for bytes that are no UTF-8: tiktoken has no other spelling."""
+        """Return an id's text, with U+FFFD for invalid UTF-8: tiktoken has no other spelling."""
         return self.token_bytes(token).decode("utf-8", "replace")
 
 
 def tiktoken_tokenizer(directory: Path, path: Path) -> TiktokenTokenizer:
-    """Load tiktoken's ranks with the special tokens and the pattern of tokenizer_config.json, else those of Llama 3.
+    """Load a tiktoken file with the special tokens and the pattern of tokenizer_config.json, else those of Llama 3.
 
-    Raises `ModelError` naming the file when it is damaged or its ids collide.
+    Raises `ModelError` naming the file if it is damaged or ids collide.
     """
     ranks = read_ranks(path)
     config = read_json(directory / "tokenizer_config.json")
@@ -108,7 +107,7 @@ def _llama3_roles(special: Mapping[str, int]) -> dict[str, str]:
 
 
 def _special_tokens(config: Mapping[str, Any], first: int, path: Path) -> dict[str, int]:
-    """Return the special tokens: tokenizer_config.json's added_tokens_decoder, else Llama 3's 256."""
+    """Return the special tokens' ids: those of added_tokens_decoder in tokenizer_config.json, else Llama 3's 256."""
     listed = config.get("added_tokens_decoder")
     if not isinstance(listed, dict) or not listed:
         return {
@@ -121,12 +120,12 @@ def _special_tokens(config: Mapping[str, Any], first: int, path: Path) -> dict[s
             raise ModelError(
                 f"{path}: added token {shown(key)} of tokenizer_config.json is not beyond the {first} ranks"
             )
-        if not text:  # tiktoken would find it everywhere, without end
+        if not text:  # tiktoken would match it at every position, in an endless loop
             raise ModelError(f"{path}: added token {token} of tokenizer_config.json is empty")
         special[text] = token
     return special
 
 
 def _reserved_number(index: int) -> int:
-    """Return the number in the name of the reserved token at this index: they are counted without the named ones."""
+    """Return the number in the name of the reserved token at this offset: its rank among the unnamed ones."""
     return sum(1 for i in range(index) if i not in LLAMA3_SPECIALS)

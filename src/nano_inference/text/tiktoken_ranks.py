@@ -1,4 +1,4 @@
-"""tiktoken's text format: one line a token, its bytes in base64, a space, its rank. Read without tiktoken.
+"""Read tiktoken's text format, without tiktoken: a line per token, its bytes in base64, a space, its rank.
 
 Llama 3's original `tokenizer.model` and Qwen 1's `qwen.tiktoken` are such files (openai/tiktoken, load.py).
 """
@@ -14,7 +14,7 @@ from nano_inference.types import ModelError
 
 
 def find_ranks(directory: Path) -> Path | None:
-    """Return the directory's tiktoken file: a `*.tiktoken`, or a `tokenizer.model` that is text in that format."""
+    """Return the directory's tiktoken file: a `*.tiktoken`, or a `tokenizer.model` in that format; None without one."""
     for path in sorted(directory.glob("*.tiktoken")):
         return path
     path = directory / "tokenizer.model"
@@ -26,7 +26,7 @@ def find_ranks(directory: Path) -> Path | None:
 
 
 def read_ranks(path: Path) -> dict[bytes, int]:
-    """Return the bytes of every token and its rank. Raises `ModelError` naming the file and the line that is wrong."""
+    """Return the ranks by token bytes. Raises `ModelError` naming the file and the wrong line."""
     ranks: dict[bytes, int] = {}
     if not is_present(path):
         raise ModelError(f"{path}: no such file")

@@ -1,7 +1,7 @@
-"""The table of tokenizers, and the function that loads one.
+"""The table of tokenizer kinds, and the function that loads a tokenizer.
 
-Three sources: a directory with Hugging Face's tokenizer.json or with tiktoken's ranks, a GGUF file's metadata; packages
-add more. What would run code (pickles, Python files) is refused by name.
+Sources are a directory with tokenizer.json or a tiktoken file, and a GGUF file's metadata; packages add more. Files
+that would run code (pickles, Python files) raise an error that names them.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ __all__ = ["Tokenizer", "installed_tokenizers", "kind_of", "load_tokenizer"]
 
 
 def installed_tokenizers() -> Mapping[str, TokenizerKind]:
-    """Return the kinds of this package and of all installed ones, by name. Raises `PluginError`."""
+    """Return the tokenizer kinds of this package and of installed packages, by name. Raises `PluginError`."""
     return table(TOKENIZERS_GROUP, OWN_TOKENIZERS, TokenizerKind)
 
 
 def load_tokenizer(source: TokenizerSource, kinds: Mapping[str, TokenizerKind] | None = None) -> Tokenizer:
-    """Load the tokenizer that a source describes. Raises `ModelError` naming the file that cannot be used.
+    """Load the tokenizer of a source. Raises `ModelError` naming the unusable file.
 
-    `kinds` are those to choose from, by default the installed ones; the last row that reads the directory loads it, so
-    that a package's rows precede our own. Raises `MissingPackage`, a `ModelError`, if a kind needs one that is absent.
+    `kinds` defaults to the installed ones; the last row that reads the directory loads it, so that rows of other
+    packages have precedence. Raises `MissingPackage`, a `ModelError`, if the kind needs a package that is missing.
     """
     if source.gguf is not None:
         return gguf_tokenizer(source.gguf, source.path)
@@ -46,13 +46,13 @@ def load_tokenizer(source: TokenizerSource, kinds: Mapping[str, TokenizerKind] |
 
 
 def kind_of(directory: Path, kinds: Mapping[str, TokenizerKind]) -> TokenizerKind | None:
-    """Return the last of `kinds` that reads a directory; None if none does."""
+    """Return the last of `kinds` that reads a directory, else None."""
     return next((one for one in reversed([*kinds.values()]) if one.reads(directory)), None)
 
 
 def _load_ranks(directory: Path) -> Tokenizer:
     ranks = find_ranks(directory)
-    assert ranks is not None, "reads() has found them"
+    assert ranks is not None, "reads() found the file"
     with needed(f"{ranks}: tiktoken's file"):
         from nano_inference.text.tiktoken_file import tiktoken_tokenizer
     return tiktoken_tokenizer(directory, ranks)
@@ -78,7 +78,7 @@ OWN_TOKENIZERS: Mapping[str, TokenizerKind] = MappingProxyType(
 
 
 def _why_none(directory: Path, titles: list[str]) -> str:
-    """Return what a directory has instead of a tokenizer of these titles."""
+    """Return the error message for a directory without a tokenizer of these titles."""
     if (directory / "tokenizer.model").is_file():
         return (
             f"{directory / 'tokenizer.model'}: a SentencePiece model alone cannot be read; convert it once with "

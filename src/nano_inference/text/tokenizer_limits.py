@@ -1,8 +1,9 @@
-"""How much longer a tokenizer can make a text, computed from its file before any text goes through it.
+"""Limits on a tokenizer's file, above all on its growth: the most output bytes per input byte of its normalizers.
 
-The library has no limit of its own: eight normalizers that write 16 letters for one make 4 GB of each letter, and the
-allocation that fails ends the process. Each part's growth is bounded from above in bytes; growths multiply. Sources of
-the constants: Unicode Standard Annex 15 (normalization forms), the parts' own definitions (huggingface/tokenizers).
+The `tokenizers` library has no such limit: eight normalizers that each replace one letter by 16 make 4 GB of a letter,
+and the failed allocation ends the process. The growth is computed from the file before any text is encoded: an upper
+bound for each part, multiplied. Sources of the constants: Unicode Standard Annex 15 (normalization forms) and the
+definitions of the parts in huggingface/tokenizers.
 """
 
 from __future__ import annotations
@@ -22,21 +23,21 @@ import tokenizers
 from nano_inference.types import ModelError
 
 MAX_GROWTH = 4096
-"""Most bytes that normalizer and pre-tokenizer together may make of one byte."""
+"""Limit on the growth of normalizer and pre-tokenizer together."""
 HARMLESS_GROWTH = 12
-"""Up to this growth texts of any length are taken; the families that are known to work have 2 to 12."""
+"""Largest growth for which texts of any length are accepted; the known model families have 2 to 12."""
 MAX_GROWN = 16 << 20
-"""Bytes that a text may grow to with a tokenizer of a larger growth; encoding takes 130 bytes of memory for each."""
+"""Limit on a text's bytes after growth, for larger growths; encoding takes 130 bytes of memory for each."""
 MAX_PIECE = 4096
-"""Characters (bytes for tiktoken) of one piece or added token, which is also what one token can decode to."""
+"""Limit on the characters (bytes for tiktoken) of a piece or added token, and so of what one token decodes to."""
 MAX_ADDED = 1 << 16
-"""Added tokens."""
+"""Limit on the number of added tokens."""
 MAX_ADDED_CHARS = 4 << 20
-"""Characters of all added tokens together."""
+"""Limit on the characters of all added tokens together."""
 MAX_TEMPLATE_IDS = 256
-"""Ids that a post-processor may put around a text."""
+"""Limit on the ids that a post-processor adds to a text."""
 MAX_REPEAT = 4
-"""Times that a pattern may repeat a group with an open repeat inside."""
+"""Largest number of repetitions of a regex group that contains an unbounded repeat."""
 
 _FIXED_GROWTH: Mapping[str, int] = MappingProxyType(
     {
@@ -51,13 +52,13 @@ _FIXED_GROWTH: Mapping[str, int] = MappingProxyType(
 _STUB_MODEL = {"type": "BPE", "vocab": {}, "merges": []}
 _QUANTIFIER = re.compile(r"[*+?]|\{(\d*)(,?)(\d*)\}")
 _MAX_PARTS = 64
-"""Names in an object that is not a vocabulary."""
+"""Objects with fewer names are checked for duplicate names; larger ones are vocabularies."""
 
 
 def checked_growth(data: bytes, where: str) -> int:
-    """Return how many bytes at most a tokenizer.json makes of one byte.
+    """Return the growth of a tokenizer.json.
 
-    Raises `ModelError` naming the file for a part that exceeds a limit, and `ValueError` for what is no JSON.
+    Raises `ModelError` naming the file if a part exceeds a limit, and `ValueError` for invalid JSON.
     """
     state = json.loads(data.decode("utf-8"), object_pairs_hook=_no_doubles)
     if not isinstance(state, dict):
@@ -76,19 +77,19 @@ def checked_growth(data: bytes, where: str) -> int:
 
 
 def longest_text(growth: int) -> int | None:
-    """Return how many bytes a text may have for a tokenizer of that growth, None for any number."""
+    """Return the limit on a text's bytes for a tokenizer of that growth, None for no limit."""
     return None if growth <= HARMLESS_GROWTH else MAX_GROWN // growth
 
 
 def check_pieces(pieces: Iterable[str | bytes], where: str) -> None:
-    """Raise `ModelError` for a vocabulary with a piece of more than `MAX_PIECE`."""
+    """Raise `ModelError` if a piece of the vocabulary is longer than `MAX_PIECE`."""
     longest = max(map(len, pieces), default=0)
     if longest > MAX_PIECE:
         raise ModelError(f"{where}: a piece of the vocabulary has a length of {longest} (limit {MAX_PIECE})")
 
 
 def check_added(texts: Sequence[str], where: str, growth: int = 1) -> None:
-    """Raise `ModelError` for too many, too long or, once they are normalized, too large added tokens."""
+    """Raise `ModelError` if the added tokens are too many or too long, also after their growth."""
     if len(texts) > MAX_ADDED:
         raise ModelError(f"{where}: {len(texts)} added tokens are too many (limit {MAX_ADDED})")
     longest, total = max(map(len, texts), default=0), sum(map(len, texts))
@@ -99,16 +100,16 @@ def check_added(texts: Sequence[str], where: str, growth: int = 1) -> None:
 
 
 def check_pattern(pattern: str, where: str) -> None:
-    """Raise `ModelError` for a pattern that repeats what itself has an open repeat: `(a+)+` backtracks without end."""
+    """Raise `ModelError` for nested unbounded repeats such as `(a+)+`, whose backtracking takes exponential time."""
     if _has_nested_repeats(pattern):
         shown = ascii(pattern[:80])
         raise ModelError(
-            f"{where}: the pattern {shown} repeats a group that has a repeat inside, which takes endless time"
+            f"{where}: the pattern {shown} repeats a group that contains a repeat, which takes exponential time"
         )
 
 
 def _no_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return an object of JSON; refuse one that names a part twice, of which two readers could take different ones."""
+    """Build a JSON object; raise `ValueError` for a duplicate name, of which two parsers may take different values."""
     found = dict(pairs)
     if len(found) != len(pairs) and len(pairs) < _MAX_PARTS:
         raise ValueError("an object has a name twice")
@@ -116,7 +117,7 @@ def _no_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _canonical(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the parts as the library itself writes them: it also reads forms in which a part's type is left out."""
+    """Return the parts as the library saves them, because it also reads forms in which a part has no type."""
     names = ("version", "normalizer", "pre_tokenizer", "post_processor")
     stub = {name: state[name] for name in names if name in state}
     core = tokenizers.Tokenizer.from_str(json.dumps({**stub, "added_tokens": [], "model": _STUB_MODEL}))
@@ -125,7 +126,7 @@ def _canonical(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _checked_part_growth(parts: Mapping[str, Any], where: str) -> int:
-    """Return the growth of normalizer and pre-tokenizer together."""
+    """Return the growth of normalizer and pre-tokenizer together; raise `ModelError` if it exceeds the limit."""
     growth = 1
     for name in ("normalizer", "pre_tokenizer"):
         for part in _leaves(parts.get(name)):
@@ -139,7 +140,7 @@ def _checked_part_growth(parts: Mapping[str, Any], where: str) -> int:
 
 
 def _leaves(part: Any) -> Iterable[dict[str, Any]]:
-    """Yield the parts of nested sequences."""
+    """Yield the parts inside nested sequences."""
     if not isinstance(part, dict):
         return
     if part.get("type") != "Sequence":
@@ -158,12 +159,12 @@ def _check_part_pattern(part: Mapping[str, Any], where: str) -> None:
 
 
 def _growth_of(part: Mapping[str, Any]) -> int:
-    """Return how many bytes one part makes of one byte at most."""
+    """Return the growth of one part."""
     kind = part.get("type")
     if kind == "Replace":
         return _growth_of_replace(part)
     if kind == "Prepend":
-        return 1 + _size(part.get("prepend"))  # before each piece between two added tokens, which may be one byte
+        return 1 + _size(part.get("prepend"))  # before each text between two added tokens, which may be one byte
     if kind == "Metaspace":
         mark = _size(part.get("replacement"))
         return mark if part.get("prepend_scheme") == "never" else mark * (1 + mark)
@@ -179,21 +180,21 @@ def _growth_of_replace(part: Mapping[str, Any]) -> int:
     text = pattern.get("String") if isinstance(pattern, dict) else None
     if isinstance(text, str) and text:
         return max(1, -(-size // _size(text)))
-    return 1 + 2 * size  # a pattern may match the empty text, before and after each byte
+    return 1 + 2 * size  # a pattern may match the empty string, before and after each byte
 
 
 def _growth_of_charsmap(charsmap: object) -> int:
-    """Return the length of the longest replacement: a trie's size, the trie, replacements that end with a zero byte."""
+    """Return the bytes of the longest replacement. Format: size of a trie, the trie, zero-terminated replacements."""
     try:
         blob = base64.b64decode(str(charsmap))
         (size,) = struct.unpack_from("<I", blob)
     except (binascii.Error, struct.error):
-        return 1  # the library refuses it
+        return 1  # the library raises an error for it
     return max(1, *map(len, blob[4 + size :].split(b"\0")))
 
 
 def _check_post_processor(part: Any, where: str) -> None:
-    """Refuse a post-processor that repeats the text or puts many ids around it."""
+    """Raise `ModelError` for a post-processor that repeats the text or adds too many ids."""
     templates = [one for one in _leaves(part) if one.get("type") == "TemplateProcessing"]
     repeats = prod(max(1, sum("Sequence" in item for item in one["single"])) for one in templates)
     if repeats > 1:
@@ -208,7 +209,7 @@ def _check_post_processor(part: Any, where: str) -> None:
 
 
 def _pieces_of(vocab: object) -> Iterable[str]:
-    """Return a model's pieces: the names of an object, or the first of each pair (Unigram)."""
+    """Return a model's pieces: the names of an object, or the first element of each pair (Unigram)."""
     if isinstance(vocab, dict):
         return vocab
     pairs = vocab if isinstance(vocab, list) else []
@@ -220,22 +221,22 @@ def _size(text: object) -> int:
 
 
 def _has_nested_repeats(pattern: str) -> bool:
-    """Return True if a group that is repeated more than `MAX_REPEAT` times has an open repeat inside."""
+    """Return True if a group that repeats more than `MAX_REPEAT` times contains an unbounded repeat."""
     has_repeat = [False]
-    """For the whole pattern and each group that is not closed: whether such a repeat is inside."""
-    at, is_behind_quantifier = 0, False
+    """For the whole pattern and each open group: True if it contains an unbounded repeat."""
+    at, is_after_quantifier = 0, False
     while at < len(pattern):
-        quantifier = None if is_behind_quantifier else _QUANTIFIER.match(pattern, at)
-        is_behind_quantifier = quantifier is not None
+        quantifier = None if is_after_quantifier else _QUANTIFIER.match(pattern, at)
+        is_after_quantifier = quantifier is not None
         if quantifier is not None:
-            has_repeat[-1] |= _is_open(quantifier)
+            has_repeat[-1] |= _is_unbounded(quantifier)
             at = quantifier.end()
         elif pattern[at] == "(":
             has_repeat.append(False)
             at += 1
         elif pattern[at] == ")" and len(has_repeat) > 1:
             inner, outer = has_repeat.pop(), _QUANTIFIER.match(pattern, at + 1)
-            if inner and outer is not None and _is_open(outer):
+            if inner and outer is not None and _is_unbounded(outer):
                 return True
             has_repeat[-1] |= inner
             at += 1
@@ -244,8 +245,8 @@ def _has_nested_repeats(pattern: str) -> bool:
     return False
 
 
-def _is_open(quantifier: re.Match[str]) -> bool:
-    """Return True for a quantifier without a small limit."""
+def _is_unbounded(quantifier: re.Match[str]) -> bool:
+    """Return True for a quantifier without a limit of at most `MAX_REPEAT`."""
     if quantifier.group() in "?*+":
         return quantifier.group() != "?"
     low, comma, high = quantifier.groups()
@@ -254,7 +255,7 @@ def _is_open(quantifier: re.Match[str]) -> bool:
 
 
 def _after_atom(pattern: str, at: int) -> int:
-    """Return the place after an escape, a class of characters or one character."""
+    """Return the index after an escape, a character class or one character."""
     if pattern[at] == "[":
         return _after_class(pattern, at)
     if pattern[at] != "\\":
@@ -269,7 +270,7 @@ def _after(text: str, end: str, at: int) -> int:
 
 
 def _after_class(pattern: str, at: int) -> int:
-    """Return the place after a class of characters, which may hold further ones."""
+    """Return the index after a character class, which may contain nested ones."""
     depth = 0
     while at < len(pattern):
         char = pattern[at]

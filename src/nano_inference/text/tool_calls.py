@@ -1,9 +1,9 @@
-"""What a model writes to calls of functions, as pure steps: text leaves as soon as it is known what it belongs to.
+"""Parse a model's reply into content and function calls, as a stream.
 
-Where the text was cut makes no difference: the same characters give the same events, up to how content and arguments
-are cut. What turns out to be no call comes out as content just as it was written. A call's name is told with the
-beginning of its arguments, which are told as they come; a call that goes wrong after that has no `CallEnd`, and what
-follows the place where it went wrong is content.
+The functions are pure, and each event is returned as soon as it is certain. The result does not depend on how the text
+was split, except that content and arguments may be split into other pieces. Text that turns out not to be a call is
+returned unchanged as content. `CallStart` is returned with the beginning of the arguments, which are then streamed. A
+call that becomes invalid after its start has no `CallEnd`; the text from the invalid character on is content.
 """
 
 from __future__ import annotations
@@ -15,32 +15,32 @@ from itertools import groupby
 from typing import Final, Literal, NamedTuple
 
 from nano_inference.text.tool_format import ToolFormat
-from nano_inference.text.tool_json import SPACE, JsonState, is_object, step, without_bare
+from nano_inference.text.tool_json import SPACE, JsonState, escape_control, is_object, step
 
 MAX_HELD: Final = 1 << 20
-"""Characters that wait to be known as a call; a longer beginning is none."""
+"""Limit on the characters withheld until they are known to be a call; a longer beginning is content."""
 MAX_SPACES: Final = 256
-"""Characters of space that wait for what comes behind; a call drops no more than these."""
+"""Limit on the whitespace withheld before a possible call; a call removes at most this many characters before it."""
 
 _ARGUMENTS = ("arguments", "parameters")
 _HARMLESS = frozenset({"name", "id", "type", "index", *_ARGUMENTS})
-"""Keys before the name in a call without a marker: any other shows that the reply is JSON of its own."""
+"""Keys allowed before "name" in a call without a marker; any other key shows that the reply is other JSON."""
 
 Parts = tuple[str, ...]
-"""A text that grows: its parts at least halve in length, so that adding costs little however short the pieces are."""
+"""A text that grows. Each part is shorter than the one before, so that appending many short pieces is cheap."""
 Phase = Literal["open", "text", "json", "tail", "prose"]
 
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """Text that is no call."""
+    """Text outside of calls."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class CallStart:
-    """A call of a known function; its arguments follow."""
+    """The start of a call of a known function."""
 
     index: int
     name: str
@@ -56,7 +56,7 @@ class CallArguments:
 
 @dataclass(frozen=True, slots=True)
 class CallEnd:
-    """The arguments are whole: one JSON object."""
+    """The end of a call: its arguments are one complete JSON object."""
 
     index: int
 
@@ -65,55 +65,58 @@ Event = Content | CallStart | CallArguments | CallEnd
 
 
 class _Call(NamedTuple):
-    """The call that is being read."""
+    """The call that is being parsed."""
 
     key: str = ""
-    """Whose value is read or due."""
+    """The key of the current or expected value."""
     word: Parts = ()
-    """A key or value that is a string, as far as it was read, with its quotes."""
+    """The parsed part of the current string, a key or a value, with its quotes."""
     name: str | None = None
     arguments: Parts = ()
-    """The arguments, while the name is not known."""
-    stage: Literal["none", "open", "whole"] = "none"
-    """How far the arguments are read."""
-    is_told: bool = False
+    """The arguments so far, before `CallStart` is emitted."""
+    stage: Literal["none", "open", "complete"] = "none"
+    """State of the arguments."""
+    is_started: bool = False
+    """True once `CallStart` was emitted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallsState:
-    """Where the reading of one reply stands."""
+    """State of parsing one reply."""
 
     format: ToolFormat
     names: frozenset[str]
-    """The functions that there are; a call of any other is content."""
+    """The known functions; a call of any other is content."""
     phase: Phase
-    """The beginning of a reply that may be a call, text, calls, behind a call, or text that no call can follow."""
+    """open: the start of a reply that may be a call; text; json: inside calls; tail: after a call; prose: text that no
+    call can follow."""
     index: int = 0
-    """Of the next call."""
-    is_behind_call: bool = False
-    """Space is dropped until other text comes."""
+    """Index of the next call."""
+    is_after_call: bool = False
+    """True if whitespace is to be dropped until other text follows."""
     spaces: str = ""
-    """Space that is dropped if a call follows."""
+    """Withheld whitespace, dropped if a call follows."""
     partial: str = ""
-    """The beginning of a marker."""
+    """The matched prefix of a marker."""
     held: Parts = ()
-    """What becomes content if this is no call."""
+    """Withheld text, which becomes content if it turns out not to be a call."""
     num_held: int = 0
+    """Characters in `held`."""
     json: JsonState = JsonState()
     base: int = 0
-    """Brackets around a call: one in a list."""
-    is_called: bool = False
-    """A call was read since the marker."""
+    """Number of brackets around a call: 1 in a list, else 0."""
+    has_call: bool = False
+    """True if a call was parsed since the marker."""
     call: _Call | None = None
 
 
 def start(fmt: ToolFormat, names: Iterable[str]) -> CallsState:
-    """Return the state before a reply by a model that may call these functions."""
+    """Return the initial state for a reply that may call the functions `names`."""
     return CallsState(format=fmt, names=frozenset(names), phase="open" if fmt.is_whole else "text")
 
 
 def push(state: CallsState, text: str) -> tuple[CallsState, list[Event]]:
-    """Take the next text; return the new state and what is certain now."""
+    """Add the next text; return the new state and the events that are now certain."""
     events: list[Event] = []
     at = 0
     while at < len(text):
@@ -125,153 +128,154 @@ def push(state: CallsState, text: str) -> tuple[CallsState, list[Event]]:
 
 
 def finish(state: CallsState) -> list[Event]:
-    """Return what was held back, now that no text follows: the beginning of a call is content, of its end nothing."""
-    if state.phase == "tail" or (state.phase == "json" and _is_beyond(state)):
+    """Return the withheld text as content after the last `push`; text between and after calls is dropped."""
+    is_between_calls = state.has_call if state.call is None else state.call.is_started
+    if state.phase == "tail" or (state.phase == "json" and is_between_calls):
         return []
     text = state.spaces + "".join(state.held) + state.partial
     return [Content(text)] if text else []
-
-
-def _is_beyond(state: CallsState) -> bool:
-    """Whether what is held is only what stands between and behind calls."""
-    return state.is_called if state.call is None else state.call.is_told
 
 
 # ---- text
 
 
 def _rewound(text: str, at: int, partial: str) -> tuple[str, int]:
-    """Return the place where `partial` begins, which ends at `at`; in front of the text what an earlier one had."""
+    """Return the text and index from which `partial`, which ends at `at`, is scanned again.
+
+    The part of `partial` that came with earlier text is put before the text.
+    """
     missing = len(partial) - at
     return (partial[:missing] + text, 0) if missing > 0 else (text, -missing)
 
 
 def _text(state: CallsState, text: str, at: int, events: list[Event]) -> tuple[CallsState, int]:
-    """Take text up to a marker, or all but what may become one."""
+    """Consume text up to a marker, else all; a suffix that may be the start of a marker is withheld."""
     begin = state.format.begin
     found = text.find(begin, at)
     if found >= 0:
-        state = _say(state, text[at:found], events)
+        state = _emit_content(state, text[at:found], events)
         return replace(_opened(state), held=(begin,), num_held=len(begin)), found + len(begin)
     keep = next((size for size in range(len(begin) - 1, 0, -1) if text.endswith(begin[:size], at)), 0)
-    state = _say(state, text[at : len(text) - keep], events)
+    state = _emit_content(state, text[at : len(text) - keep], events)
     return replace(state, partial=text[len(text) - keep :]), len(text)
 
 
 def _opened(state: CallsState) -> CallsState:
-    return replace(state, phase="json", json=JsonState(), base=0, is_called=False, call=None)
+    return replace(state, phase="json", json=JsonState(), base=0, has_call=False, call=None)
 
 
-def _say(state: CallsState, text: str, events: list[Event]) -> CallsState:
-    """Tell text as content, but for the space at its end; behind a call without the space before it."""
-    if state.is_behind_call:
+def _emit_content(state: CallsState, text: str, events: list[Event]) -> CallsState:
+    """Emit text as content, except for whitespace at its end and, after a call, at its start."""
+    if state.is_after_call:
         text = text.lstrip(SPACE)
     if not text:
         return state
     text = state.spaces + text
     spaces = "" if state.phase == "prose" else text[max(len(text.rstrip(SPACE)), len(text) - MAX_SPACES) :]
     events.append(Content(text[: len(text) - len(spaces)]))
-    return replace(state, spaces=spaces, is_behind_call=False)
+    return replace(state, spaces=spaces, is_after_call=False)
 
 
 def _prose(state: CallsState, text: str, at: int, events: list[Event]) -> tuple[CallsState, int]:
-    return _say(state, text[at:], events), len(text)
+    return _emit_content(state, text[at:], events), len(text)
 
 
-def _given_back(state: CallsState, events: list[Event]) -> CallsState:
-    """Tell what was held back as content: it is no call."""
+def _reject_call(state: CallsState, events: list[Event]) -> CallsState:
+    """Emit the withheld text as content, because it is not a call."""
     text = "".join(state.held) + state.partial
     state = replace(
         state, phase="prose" if state.format.is_whole else "text", held=(), num_held=0, partial="", call=None
     )
-    return _say(state, text, events)
+    return _emit_content(state, text, events)
 
 
-# ---- before and behind calls
+# ---- before and after calls
 
 
 def _open(state: CallsState, text: str, at: int, events: list[Event]) -> tuple[CallsState, int]:
-    """Take the beginning of a reply: space and the marker, if it is there; then a call begins or there is none."""
+    """Consume one character at the start of a reply: whitespace, then an optional marker, then a call or other text."""
     char, begin = text[at], state.format.begin
     if begin.startswith(state.partial + char):
         partial = state.partial + char
         state = replace(state, partial=partial)
-        return (_holding(_opened(replace(state, partial="")), begin) if partial == begin else state), at + 1
+        return (_hold(_opened(replace(state, partial="")), begin) if partial == begin else state), at + 1
     if not state.partial and char == "{":
         return _opened(state), at
     if not state.partial and char in SPACE and state.num_held < MAX_HELD:
-        return _holding(state, char), at + 1
-    return _given_back(state, events), at
+        return _hold(state, char), at + 1
+    return _reject_call(state, events), at
 
 
 def _tail(state: CallsState, text: str, at: int, events: list[Event]) -> tuple[CallsState, int]:
-    """Take what stands behind calls: space, and the end marker or the semicolon before the next call."""
+    """Consume one character after a call: whitespace, the end marker, or the semicolon before the next call."""
     char, end = text[at], state.format.end
     if state.format.is_whole and char == ";":
-        return _holding(replace(_opened(_released(state)), is_called=True), char), at + 1
+        return _hold(replace(_opened(_drop_held(state)), has_call=True), char), at + 1
     if not end and not state.format.is_whole:
-        return replace(_released(state), phase="text"), at
+        return replace(_drop_held(state), phase="text"), at
     if end and end.startswith(state.partial + char):
         partial = state.partial + char
         state = replace(state, partial=partial)
-        return (replace(_released(state), phase="text") if partial == end else state), at + 1
+        return (replace(_drop_held(state), phase="text") if partial == end else state), at + 1
     if not state.partial and char in SPACE and state.num_held < MAX_HELD:
-        return _holding(state, char), at + 1
-    partial = state.partial  # may begin the next call: both markers start with the same character
-    return replace(_given_back(replace(state, partial=""), events), partial=partial), at
+        return _hold(state, char), at + 1
+    partial = state.partial  # may start the next call: both markers begin with the same character
+    return replace(_reject_call(replace(state, partial=""), events), partial=partial), at
 
 
-def _holding(state: CallsState, text: str) -> CallsState:
+def _hold(state: CallsState, text: str) -> CallsState:
     return replace(state, held=_joined(state.held, text), num_held=state.num_held + len(text))
 
 
-def _released(state: CallsState) -> CallsState:
-    """Drop what is held: it belongs to a call."""
-    return replace(state, held=(), num_held=0, partial="", spaces="", is_behind_call=True)
+def _drop_held(state: CallsState) -> CallsState:
+    """Drop the withheld text, which belongs to a call."""
+    return replace(state, held=(), num_held=0, partial="", spaces="", is_after_call=True)
 
 
 # ---- calls
 
 
 def _json(state: CallsState, text: str, at: int, events: list[Event]) -> tuple[CallsState, int]:
-    """Take one step of the JSON between the markers; what is no call is given back, but for what was told of it."""
+    """Consume one step of the JSON of calls; text that is not a call becomes content, except for emitted arguments."""
     call = state.call
-    if call is not None and call.is_told and call.stage == "open":
-        return _told_arguments(state, call, text, at, events)
+    if call is not None and call.is_started and call.stage == "open":
+        return _stream_arguments(state, call, text, at, events)
     room = MAX_HELD - state.num_held
     found = step(state.json, text, at, min(len(text), at + room)) if room > 0 else None
     after = None if found is None else _after_step(state, found[0], text[at : found[1]], events)
     if found is None or after is None:
-        return _given_back(state, events), at
+        return _reject_call(state, events), at
     return after, found[1]
 
 
-def _told_arguments(state: CallsState, call: _Call, text: str, at: int, events: list[Event]) -> tuple[CallsState, int]:
-    """Take and tell arguments of a call that is told, as far as they go."""
+def _stream_arguments(
+    state: CallsState, call: _Call, text: str, at: int, events: list[Event]
+) -> tuple[CallsState, int]:
+    """Consume and emit the available arguments of a call whose `CallStart` was emitted."""
     reader, pieces, depth = state.json, [], state.base + 1
-    is_wrong = False
+    is_invalid = False
     while at < len(text) and len(reader.nest) > depth:
         found = step(reader, text, at, len(text))
         if found is None:
-            is_wrong = True
+            is_invalid = True
             break
         pieces.append(_argument_text(reader, text[at : found[1]]))
         reader, at = found
     events.append(CallArguments(state.index - 1, "".join(pieces)))
-    if is_wrong:
-        return _given_back(replace(state, is_behind_call=False), events), at
+    if is_invalid:
+        return _reject_call(replace(state, is_after_call=False), events), at
     if len(reader.nest) == depth:
         events.append(CallEnd(state.index - 1))
-        call = call._replace(stage="whole")
+        call = call._replace(stage="complete")
     return replace(state, json=reader, call=call), at
 
 
 def _argument_text(reader: JsonState, text: str) -> str:
-    return without_bare(text) if reader.token == '"' else text
+    return escape_control(text) if reader.token == '"' else text
 
 
 def _after_step(state: CallsState, reader: JsonState, text: str, events: list[Event]) -> CallsState | None:
-    """Return the state behind one step; None when it cannot belong to a call."""
+    """Return the state after one JSON step; None if it cannot belong to a call."""
     before, after = len(state.json.nest) - state.base, len(reader.nest) - state.base
     if before <= 0:
         return _between(state, reader, text)
@@ -279,43 +283,43 @@ def _after_step(state: CallsState, reader: JsonState, text: str, events: list[Ev
         return None
     call: _Call | None = state.call
     if after == 0:
-        return _closed(_holding(state, text), reader, state.call, events)
+        return _closed(_hold(state, text), reader, state.call, events)
     if before == 1:
         call = _field(state, state.call, reader, text)
     elif state.call.stage == "open":
         piece = _argument_text(state.json, text)
-        stage: Literal["open", "whole"] = "open" if after > 1 else "whole"
+        stage: Literal["open", "complete"] = "open" if after > 1 else "complete"
         call = state.call._replace(arguments=_joined(state.call.arguments, piece), stage=stage)
     if call is None:
         return None
-    return _told(replace(_holding(state, text), json=reader, call=call), events)
+    return _start_call(replace(_hold(state, text), json=reader, call=call), events)
 
 
 def _between(state: CallsState, reader: JsonState, text: str) -> CallsState | None:
-    """Take a mark around calls: the brackets of a list, commas, the beginning of a call."""
+    """Add a step outside of calls: the brackets of a list, a comma, the start of a call."""
     if text == "{":
-        state = _released(state) if state.is_called else state
-        return replace(_holding(state, text), json=reader, call=_Call())
+        state = _drop_held(state) if state.has_call else state
+        return replace(_hold(state, text), json=reader, call=_Call())
     if text == "[" and not state.format.is_whole:
-        return replace(_holding(state, text), json=reader, base=1)
+        return replace(_hold(state, text), json=reader, base=1)
     if reader.due == "done":  # the end of a list
-        return replace(_released(state), json=reader, phase="tail") if state.is_called else None
+        return replace(_drop_held(state), json=reader, phase="tail") if state.has_call else None
     is_space = state.json == reader
-    return replace(_holding(state, text), json=reader) if is_space or text == "," else None
+    return replace(_hold(state, text), json=reader) if is_space or text == "," else None
 
 
 def _closed(state: CallsState, reader: JsonState, call: _Call, events: list[Event]) -> CallsState | None:
-    """Take the end of a call; one without arguments has an empty object of them."""
+    """Add the end of a call; the arguments default to an empty object. None if the call has no name."""
     if call.name is None:
         return None
     if call.stage == "none":
-        call = call._replace(arguments=("{}",), stage="whole")
-    state = _told(replace(state, json=reader, call=call), events)
-    return replace(_released(state), call=None, is_called=True, phase="tail" if reader.due == "done" else "json")
+        call = call._replace(arguments=("{}",), stage="complete")
+    state = _start_call(replace(state, json=reader, call=call), events)
+    return replace(_drop_held(state), call=None, has_call=True, phase="tail" if reader.due == "done" else "json")
 
 
 def _field(state: CallsState, call: _Call, reader: JsonState, text: str) -> _Call | None:
-    """Take a step among a call's keys and values; None when it shows that this is no call."""
+    """Add a step at the level of a call's keys and values; None if this is not a call."""
     before = state.json
     if before.is_in_string or text == '"':
         call = call._replace(word=_joined(call.word, text))
@@ -330,7 +334,7 @@ def _field(state: CallsState, call: _Call, reader: JsonState, text: str) -> _Cal
 
 
 def _word(state: CallsState, call: _Call, is_key: bool, spelled: Parts) -> _Call | None:
-    """Take a string that is whole now: a key, the name, or arguments that were written as a string."""
+    """Add a complete string: a key, the name, or arguments written as a string; None if this is not a call."""
     word: str = json.loads("".join(spelled), strict=False)
     if is_key:
         return _with_key(state, call, word)
@@ -339,35 +343,35 @@ def _word(state: CallsState, call: _Call, is_key: bool, spelled: Parts) -> _Call
     if call.key not in _ARGUMENTS:
         return call
     is_text = not any("\ud800" <= char <= "\udfff" for char in word)
-    return call._replace(arguments=(word.strip(SPACE),), stage="whole") if is_text and is_object(word) else None
+    return call._replace(arguments=(word.strip(SPACE),), stage="complete") if is_text and is_object(word) else None
 
 
 def _with_key(state: CallsState, call: _Call, key: str) -> _Call | None:
-    """Begin a field; its key must not have been there before, and without a marker be one of a call's."""
+    """Add a key; None if it is a duplicate or, in a reply without a marker, not a key of calls."""
     is_repeated = (key == "name" and call.name is not None) or (key in _ARGUMENTS and call.stage != "none")
     is_foreign = state.format.is_whole and call.name is None and key not in _HARMLESS
     return None if is_repeated or is_foreign else call._replace(key=key)
 
 
-def _told(state: CallsState, events: list[Event]) -> CallsState:
-    """Tell of the call, once its name is known and its arguments have begun."""
+def _start_call(state: CallsState, events: list[Event]) -> CallsState:
+    """Emit `CallStart` once the name is known and the arguments have started."""
     call = state.call
-    if call is None or call.is_told or call.name is None or call.stage == "none":
+    if call is None or call.is_started or call.name is None or call.stage == "none":
         return state
     events.append(CallStart(state.index, call.name))
     events.append(CallArguments(state.index, "".join(call.arguments)))
-    if call.stage == "whole":
+    if call.stage == "complete":
         events.append(CallEnd(state.index))
-    return replace(_released(state), call=call._replace(arguments=(), is_told=True), index=state.index + 1)
+    return replace(_drop_held(state), call=call._replace(arguments=(), is_started=True), index=state.index + 1)
 
 
 # ---- helpers
 
 
 def _merged(events: Iterable[Event]) -> list[Event]:
-    """Return events without empty pieces, neighbours that are pieces of the same made one."""
+    """Return events without empty pieces, with adjacent pieces of content or of one call's arguments joined."""
     merged: list[Event] = []
-    for key, group in groupby(events, key=_whole_of):
+    for key, group in groupby(events, key=_piece_key):
         several = list(group)
         if key is None:
             merged += several
@@ -378,15 +382,15 @@ def _merged(events: Iterable[Event]) -> list[Event]:
     return merged
 
 
-def _whole_of(event: Event) -> int | None:
-    """Return what an event is a piece of: a call by its index, the content as -1, nothing as None."""
+def _piece_key(event: Event) -> int | None:
+    """Return the call's index for arguments, -1 for content, None for events that are never joined."""
     if isinstance(event, CallArguments):
         return event.index
     return -1 if isinstance(event, Content) else None
 
 
 def _joined(parts: Parts, text: str) -> Parts:
-    """Return a text with more at its end; every character is copied about as often as the length can be halved."""
+    """Return a text with more appended; copies each character O(log n) times."""
     while parts and len(parts[-1]) <= len(text):
         parts, text = parts[:-1], parts[-1] + text
     return (*parts, text)

@@ -1,4 +1,4 @@
-"""How models write the calls of functions: the three ways of the chat templates, and the grammar of each."""
+"""The three formats in which models write function calls, and a grammar for each."""
 
 from __future__ import annotations
 
@@ -18,51 +18,51 @@ Tool = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolFormat:
-    """One way of writing a call: {"name": …, "arguments": {…}} between markers, or alone."""
+    """A format of calls: {"name": …, "arguments": {…}} between markers, or without markers."""
 
     name: str
     begin: str
-    """The marker before a call. A reader must be shown it even where it is a special token."""
+    """The marker before a call. The text given to `tool_calls` must contain it even if it is a special token."""
     end: str = ""
-    """The marker behind, when there is one."""
+    """The marker after a call; empty for none."""
     arguments: str = "arguments"
-    """The arguments' key; readers take either."""
+    """The key of the arguments in written calls; the parser accepts "arguments" and "parameters"."""
     is_list: bool = False
-    """All calls are one list behind one marker."""
+    """True if one list after one marker contains all calls."""
     is_whole: bool = False
-    """Calls are the whole reply, separated by semicolons; the marker may be missing and stands only in front."""
+    """True if calls are the whole reply, separated by semicolons, with at most one marker, at the start."""
 
 
 HERMES = ToolFormat(name="hermes", begin="<tool_call>", end="</tool_call>")
-"""Hermes 2 Pro, Qwen 2.5 and 3, SmolLM3; SmolLM2 puts a list between the markers, which is read as well."""
+"""Hermes 2 Pro, Qwen 2.5 and 3, SmolLM3; SmolLM2 writes a list between the markers, which is also parsed."""
 LLAMA = ToolFormat(name="llama", begin="<|python_tag|>", arguments="parameters", is_whole=True)
 """Llama 3.1 to 3.3."""
 MISTRAL = ToolFormat(name="mistral", begin="[TOOL_CALLS]", is_list=True)
-"""Mistral's models up to tokenizer version 3; later ones write no list."""
+"""Mistral's models up to tokenizer version 3; later ones do not write a list."""
 
 MAX_FORCED_CALLS = 4
-"""Calls in one reply that must be calls: a small model that may go on does not stop."""
+"""Limit on the calls of a reply that must be calls, because small models do not stop by themselves."""
 
 _PARAMETERS = re.compile(r"""["']parameters\\?["']\s*:[\s'"{}+~-]*[\w.]*\.arguments""")
-"""A call's arguments written under that key; in a function's description it means their schema."""
+"""A template's expression that writes a call's arguments as "parameters", which elsewhere is a function's schema."""
 _SPEAKS = re.compile(r"\btools\b")
 _NO_SPECIAL: Mapping[str, int] = MappingProxyType({})
 _OTHERS = frozenset(
     {"additionalProperties", "unevaluatedProperties", "patternProperties", "propertyNames", "dependentSchemas"}
     | {"$ref", "allOf", "anyOf", "oneOf", "not", "if", "enum", "const"}
 )
-"""Words of a schema that may have a say in properties it does not name."""
+"""Keywords by which a schema may allow properties that `properties` does not list."""
 _LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""As templates write JSON; free space is where a small model never stops writing."""
+"""JSON layout of templates; where whitespace is free, small models write it without end."""
 
 
 def speaks_of_tools(template_source: str | None) -> bool:
-    """Whether a chat template does something with its variable `tools`."""
+    """Return True if a chat template uses the variable `tools`."""
     return template_source is not None and _SPEAKS.search(template_source) is not None
 
 
 def tool_format(template_source: str | None) -> ToolFormat:
-    """Return how a chat template has calls written; Hermes's way for one that does not tell, or for none."""
+    """Return the call format that a chat template asks for; Hermes for one without a format, or without a template."""
     if not speaks_of_tools(template_source) or template_source is None:
         return HERMES
     if HERMES.begin in template_source:
@@ -82,12 +82,13 @@ def calls_grammar(
     special: Mapping[str, int] = _NO_SPECIAL,
     answer: Mapping[str, Any] | None = None,
 ) -> Grammar:
-    """Return the grammar, in llguidance's Lark, of a reply that is one call of one of the tools.
+    """Return the grammar, in llguidance's Lark, of a reply that consists of calls.
 
-    With `name` of that tool alone, with `parallel` up to `MAX_FORCED_CALLS`. `special` are the special tokens' ids by
-    their text (`tools.special_tokens`): a marker among them is that token, any other is text. Arguments fit the tool's
-    schema; where that says nothing of further properties, there are none. With `answer`, JSON of that schema will do
-    instead of a call, where calls have a marker. Raises `BadRequest` for an unknown `name`.
+    `name` allows only calls of that tool. `parallel` allows up to `MAX_FORCED_CALLS` calls instead of one. `special`
+    maps the special tokens' texts to ids (`tools.special_tokens`); a marker in it is that token, any other is text.
+    Arguments match the tool's schema, without further properties unless it mentions them. With `answer`, a JSON schema,
+    the reply may be JSON of that schema instead (only for formats with a marker). Raises `BadRequest` for an unknown
+    `name`.
     """
     chosen = [tool["function"] for tool in tools if name in (None, tool["function"]["name"])]
     if not chosen:
@@ -115,7 +116,7 @@ def _terminal(marker: str, special: Mapping[str, int]) -> str:
 
 
 def _quoted(text: str) -> str:
-    """Return a text as Lark spells it: as JSON does."""
+    """Return a Lark string, which is spelled as in JSON."""
     return json.dumps(text)
 
 
@@ -126,7 +127,7 @@ def _call_rules(index: int, function: Mapping[str, Any], fmt: ToolFormat) -> tup
 
 
 def _closed_schema(parameters: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return a schema whose object has no properties but those it names, unless it speaks of others or names none."""
+    """Return an object schema without additional properties, unless its keywords or required names allow others."""
     schema: dict[str, Any] = {"properties": {}} if not parameters else dict(parameters)
     named = schema.get("properties")
     is_complete = isinstance(named, Mapping) and set(named).issuperset(schema.get("required") or ())

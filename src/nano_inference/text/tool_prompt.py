@@ -1,8 +1,8 @@
-"""Functions and their calls in what the model reads: in its chat template's terms, or in words where it has none.
+"""Prepare messages with functions and calls for a chat template, with or without support for `tools`.
 
-A template that speaks of `tools` writes the functions, calls and results itself, and wants arguments as objects where
-OpenAI's API has them as JSON text. For any other the functions are told in the system message and calls are written
-the Hermes way, which most small models have seen.
+A template with a variable `tools` writes functions, calls and results itself and expects arguments as objects, where
+OpenAI's API has JSON text. For other templates the system message describes the functions, and calls are written in the
+Hermes format, which most small models were trained on.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from nano_inference.text.tool_format import HERMES, Tool, speaks_of_tools
 from nano_inference.types import BadRequest
 
 MAX_CALLS = 1024
-"""Calls in one message."""
+"""Limit on the calls in one message."""
 
 _RESPONSE = ("<tool_response>\n", "\n</tool_response>")
 _WANTS_NONE = re.compile(r"""content['"]?\]?\s+is\s+none""")
@@ -33,22 +33,23 @@ _EXPLAINED = (
 
 
 def plain_calls(messages: Sequence[Message], template_source: str | None = None) -> list[Message]:
-    """Return messages with calls as chat templates take them: arguments as objects, no empty list of calls.
+    """Return messages with calls as chat templates expect them: arguments as objects, no empty list of calls.
 
-    Arguments that are no JSON object (a model's broken call that is sent back) stay as they are. A content of null
-    beside calls becomes "", but for a template that asks whether it is none. OpenAI's former `function_call` and role
-    "function" become what came after them. Raises `BadRequest` naming messages.N.tool_calls.M for another shape.
+    Arguments that are not a JSON object (a model's malformed call, sent back) are unchanged. A content of null in a
+    message with calls becomes "", unless the template compares it with none. OpenAI's deprecated `function_call` and
+    role "function" become `tool_calls` and role "tool". Raises `BadRequest` naming messages.N.tool_calls.M for a
+    malformed call.
     """
     keeps_none = template_source is not None and _WANTS_NONE.search(template_source) is not None
     return [_plain_message(index, message, keeps_none) for index, message in enumerate(messages)]
 
 
 def with_tools(messages: Sequence[Message], tools: Sequence[Tool], template_source: str | None) -> list[Message]:
-    """Return messages that tell a model of its functions, for a template that does not speak of them.
+    """Return messages that describe functions, calls and results in text, for a template without support for `tools`.
 
-    The functions stand before the system message, in one of their own, or in the first other message where the template
-    takes no system message; calls are written into their message, results become a user's. Messages for a template
-    that does speak of tools are those of `plain_calls`. Raises as that does, and for a content that is no text.
+    The description goes before the text of the system message, into a new system message, or, if the template refuses
+    those, into the first message. Calls are appended to their message's content; results become user messages. For a
+    template with support for `tools` this is `plain_calls`. Raises as `plain_calls`, and for content that is no text.
     """
     plain = plain_calls(messages, template_source)
     if speaks_of_tools(template_source):
@@ -66,19 +67,19 @@ def with_tools(messages: Sequence[Message], tools: Sequence[Tool], template_sour
 
 
 def explained(tools: Sequence[Tool]) -> str:
-    """Return the text that tells a model of functions and of how to call them."""
+    """Return the text that describes functions, and how to call them, to the model."""
     return _EXPLAINED.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
 
 
 def _refuses_system(template_source: str | None) -> bool:
-    """Whether a template raises an error at a system message: Gemma's in so many words, others want turns only."""
+    """Return True if a template raises an error for a system message: explicitly, or by checking alternating turns."""
     if template_source is None:
         return False
     counts_turns = "raise_exception" in template_source and "system" not in template_source
     return counts_turns or _REFUSES_SYSTEM.search(template_source) is not None
 
 
-# ---- for templates that speak of tools
+# ---- for templates with support for tools
 
 
 def _plain_message(index: int, message: Message, keeps_none: bool) -> Message:
@@ -98,7 +99,7 @@ def _plain_message(index: int, message: Message, keeps_none: bool) -> Message:
 
 
 def _plain_call(where: str, call: object) -> dict[str, Any]:
-    """Return a call with its arguments as an object. Raises `BadRequest` naming what is missing."""
+    """Return a call with its arguments as an object. Raises `BadRequest` naming the malformed field."""
     if not isinstance(call, Mapping):
         raise BadRequest(f"{where} must be an object")
     if call.get("type", "function") != "function":
@@ -115,7 +116,7 @@ def _plain_call(where: str, call: object) -> dict[str, Any]:
 
 
 def _object(arguments: str | Mapping[str, Any] | None) -> str | Mapping[str, Any]:
-    """Return arguments as an object; a text that is none as it is, none at all as an empty one."""
+    """Return arguments as an object: empty for none, unchanged for a text that is not a JSON object."""
     if arguments is None or (isinstance(arguments, str) and not arguments.strip()):
         return {}
     if not isinstance(arguments, str):
@@ -128,15 +129,15 @@ def _object(arguments: str | Mapping[str, Any] | None) -> str | Mapping[str, Any
 
 
 def _no_constant(name: str) -> object:
-    """Refuse NaN and the infinities, which are not JSON."""
+    """Raise `ValueError` for NaN and the infinities, which are not JSON."""
     raise ValueError(name)
 
 
-# ---- for templates that do not
+# ---- for templates without
 
 
 def _written(message: Message) -> Message:
-    """Return a message with its calls, or its being a result, written into its content."""
+    """Return a message with its calls, or the markers of a result, written into its content."""
     content = message.get("content") or ""
     if message.get("role") == "tool":
         return {"role": "tool", "content": content.join(_RESPONSE)}
@@ -155,7 +156,7 @@ def _written_call(call: Mapping[str, Any]) -> str:
 
 
 def _joined_results(messages: Sequence[Message]) -> list[Message]:
-    """Return messages with each run of results as one message of the user's: templates want turns to alternate."""
+    """Return messages with each run of results joined to one user message, because turns must alternate."""
     joined: list[Message] = []
     for index, message in enumerate(messages):
         if message.get("role") != "tool":

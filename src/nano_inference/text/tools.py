@@ -1,4 +1,4 @@
-"""Special tokens by their text, and token programs behind an answer that has begun."""
+"""Special tokens by text, and token programs resumed after the first tokens of an answer."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from nano_inference.types import BadRequest, TokenProgram
 
 
 @dataclass(frozen=True, slots=True)
-class Begun:
-    """A `types.TokenProgram` behind the first tokens of an answer, which somebody else drew or chose."""
+class ResumedProgram:
+    """A `types.TokenProgram` that starts after the first tokens of an answer, which the request contains."""
 
     program: TokenProgram
     state: object
 
     def start(self) -> object:
-        """Return the state behind those tokens."""
+        """Return the state after those tokens."""
         return self.state
 
     def step(self, state: object, token: int) -> tuple[object, tuple[int, ...]]:
-        """Take a sampled token, as the program does."""
+        """Add a sampled token; return the new state and the tokens to force."""
         return self.program.step(state, token)
 
 
-def behind(program: TokenProgram, tokens: Sequence[int]) -> tuple[Begun, tuple[int, ...]]:
-    """Return a program behind an answer's first tokens, and what of its forced tokens they lack at their end.
+def resume_program(program: TokenProgram, tokens: Sequence[int]) -> tuple[ResumedProgram, tuple[int, ...]]:
+    """Return a program resumed after an answer's first tokens, and the forced tokens missing at their end.
 
-    Raises `BadRequest` when they hold other tokens where the program forces some.
+    Raises `BadRequest` if `tokens` differ from those that the program forces.
     """
     state, at = program.start(), 0
     missing: tuple[int, ...] = ()
@@ -38,9 +38,9 @@ def behind(program: TokenProgram, tokens: Sequence[int]) -> tuple[Begun, tuple[i
         if given != tuple(forced[: len(given)]):
             raise BadRequest("answer_token_ids: other tokens stand where the calculator forces its result")
         missing, at = tuple(forced[len(given) :]), at + 1 + len(forced)
-    return Begun(program, state), missing
+    return ResumedProgram(program, state), missing
 
 
 def special_tokens(tokenizer: Tokenizer) -> dict[str, int]:
-    """Return the id of every special token by its text."""
+    """Return the special tokens' ids by text."""
     return {tokenizer.token_text(token): token for token in sorted(tokenizer.special_ids)}

@@ -1,4 +1,4 @@
-/** Text files attached to the message that is being written: chosen or dropped, looked at, taken out again. */
+/** Text files attached to the draft message: selected or dropped, listed, removed. */
 
 import { byId, el } from "../shared/dom.js";
 import { iconButton } from "./icons.js";
@@ -6,7 +6,7 @@ import { toast } from "./toast.js";
 
 const MOST_KB = 64;
 
-/** Return a text between fences that nothing in it closes, below its name. */
+/** Return a file's name and its text in a code fence longer than any in the text. */
 function fenced(name, text) {
   const runs = text.match(/`{3,}/g) ?? [];
   const fence = "`".repeat(Math.max(3, ...runs.map((run) => run.length + 1)));
@@ -14,7 +14,7 @@ function fenced(name, text) {
   return `${name}:\n${fence}${language}\n${text.trimEnd()}\n${fence}`;
 }
 
-/** Return a file's text; throws an `Error` that says why it cannot be attached. */
+/** Return a file's text; throws an `Error` with the reason if it cannot be attached. */
 async function textOfFile(file, roomKb) {
   if (file.size > roomKb * 1024) {
     throw new Error(`“${file.name}” is too large: at most ${MOST_KB} kB can be attached to a message`);
@@ -32,7 +32,7 @@ function sizeText(bytes) {
   return bytes < 1024 ? `${bytes} bytes` : `${(bytes / 1024).toFixed(1)} kB`;
 }
 
-/** Owns the files; `onChange` is called when there are others. While the text pane is shown, it gets dropped files. */
+/** Owns the files; calls `onChange` after each change. While the text pane is shown, dropped files go there. */
 export class Attachments {
   constructor(onChange, textPane) {
     this.files = [];
@@ -63,7 +63,7 @@ export class Attachments {
     });
   }
 
-  /** Add files after those that are being read, so that the limit holds for all of them together. */
+  /** Add files, after those being read, so that the limit applies to all of them together. */
   #read(files) {
     this.reading = this.reading.then(() => this.#add(files));
   }
@@ -99,12 +99,12 @@ export class Attachments {
     byId("attach").focus();
   }
 
-  /** Return a message with the attached files behind it. */
+  /** Return a message followed by the attached files. */
   withFiles(text) {
     return [text, ...this.files.map((one) => one.text)].filter(Boolean).join("\n\n");
   }
 
-  /** Attach nothing any more. */
+  /** Remove all files. */
   clear() {
     this.files = [];
     this.#show();

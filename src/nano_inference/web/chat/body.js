@@ -1,11 +1,11 @@
-/** An answer's body on the page, growing with it: at most twenty renderings a second, fewer when they take long. */
+/** An answer's body on the page, rendered at most twenty times a second while it grows, less often if slow. */
 
 import { el } from "../shared/dom.js";
 import { MarkdownView } from "./markdown.js";
 import { segmentsOf } from "./segments.js";
 
 const RENDER_MS = 50;
-/** A rendering may take a quarter of the time. */
+/** The pause after a rendering is this multiple of its time, so that rendering takes a quarter of the time. */
 const RENDER_SHARE = 3;
 
 /** Shows the segments of one answer. */
@@ -21,7 +21,7 @@ export class AnswerBody {
     this.#render();
   }
 
-  /** Show what has been added, soon; at once when the answer has ended. */
+  /** Show additions soon, and the end of the answer at once. */
   update() {
     if (this.message.finish !== null) this.#render();
     else this.timer ??= setTimeout(() => this.#render(), this.pause);
@@ -34,22 +34,22 @@ export class AnswerBody {
     const state = `${text.length} ${parts?.length} ${finish}`;
     if (state === this.state) return;
     this.state = state;
-    const began = performance.now();
-    const isWhole = finish !== null;
+    const startedAt = performance.now();
+    const isComplete = finish !== null;
     const segments = segmentsOf(this.message);
-    segments.forEach((segment, index) => this.#show(segment, index, isWhole || index < segments.length - 1));
+    segments.forEach((segment, index) => this.#show(segment, index, isComplete || index < segments.length - 1));
     for (const view of this.views.splice(segments.length)) view.node.remove();
-    this.pause = Math.max(RENDER_MS, RENDER_SHARE * (performance.now() - began));
+    this.pause = Math.max(RENDER_MS, RENDER_SHARE * (performance.now() - startedAt));
     this.onRendered();
   }
 
-  #show(segment, index, isWhole) {
+  #show(segment, index, isComplete) {
     if (this.views[index]?.kind !== segment.kind) {
       for (const view of this.views.splice(index)) view.node.remove();
       this.views.push({ kind: segment.kind, ...makeView(segment.kind, this.onCopy) });
       this.node.append(this.views[index].node);
     }
-    this.views[index].show(segment, isWhole);
+    this.views[index].show(segment, isComplete);
   }
 }
 
@@ -58,15 +58,15 @@ function makeView(kind, onCopy) {
   if (kind === "thought") return thoughtView();
   const view = new MarkdownView(onCopy);
   let shown = null;
-  const show = ({ text }, isWhole) => {
-    if (shown?.text === text && shown.isWhole === isWhole) return;
-    view.show(text, isWhole);
-    shown = { text, isWhole };
+  const show = ({ text }, isComplete) => {
+    if (shown?.text === text && shown.isComplete === isComplete) return;
+    view.show(text, isComplete);
+    shown = { text, isComplete };
   };
   return { node: view.node, show };
 }
 
-/** A call as expression → result; opened, it says whose words they are. */
+/** Shows a call as expression → result; expanded, it explains which part was forced. */
 function callView() {
   const expression = el("code", { class: "expression" });
   const result = el("code", { class: "result forced" });
@@ -77,8 +77,8 @@ function callView() {
     expression.textContent = segment.text;
     result.textContent = segment.result ?? (segment.open ? "…" : "no result");
     note.textContent = segment.result === null
-      ? "The model has written the expression. Nothing came back."
-      : "The model has written the expression. The underlined result was forced by the calculator, not drawn: its " +
+      ? "The model wrote the expression. There is no result."
+      : "The model wrote the expression. The underlined result was forced by the calculator, not sampled: its " +
         "tokens have mask 0 and no probability.";
   };
   return { node, show };

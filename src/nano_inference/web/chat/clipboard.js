@@ -1,14 +1,14 @@
-/** Copying, also over plain http, where browsers have no clipboard object. */
+/** Copies texts, also over plain HTTP, where browsers have no clipboard object. */
 
 import { el } from "../shared/dom.js";
 import { toast } from "./toast.js";
 
-/** Copy a text and say so. */
+/** Copy a text and show the result as a toast. */
 export async function copyText(text) {
   const isCopied = navigator.clipboard
     ? await navigator.clipboard.writeText(text).then(() => true, () => false)
     : copyBySelection(text);
-  toast(isCopied ? "Copied." : "The browser does not let this page copy.");
+  toast(isCopied ? "Copied." : "The browser does not allow this page to copy.");
 }
 
 function copyBySelection(text) {

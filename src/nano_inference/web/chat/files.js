@@ -1,4 +1,4 @@
-/** Conversations as files: JSON to bring back, Markdown to read. */
+/** Export and import of conversations: JSON, which can be imported, and Markdown. */
 
 import { el } from "../shared/dom.js";
 import { freshId, shownPath } from "./tree.js";
@@ -14,7 +14,7 @@ export function asJson(entries) {
   return JSON.stringify({ format: FORMAT, version: 1, chats: entries }, null, 1);
 }
 
-/** Return what a conversation shows as Markdown. */
+/** Return the shown messages of a conversation as Markdown. */
 export function asMarkdown({ conversation, messages }) {
   const system = conversation.system.trim() ? [`> ${conversation.system.trim().replaceAll("\n", "\n> ")}`] : [];
   const heading = ({ role }) => (role === "user" ? "You" : "Answer");
@@ -23,8 +23,8 @@ export function asMarkdown({ conversation, messages }) {
 }
 
 /**
- * Return the conversations of a JSON file, under new ids, so that none replaces another. Throws an `Error` that says
- * what is wrong with the file.
+ * Return the conversations of a JSON file, with new ids, so that they replace no others. Throws an `Error` naming what
+ * is wrong with the file.
  */
 export function fromJson(text) {
   let file;
@@ -34,7 +34,7 @@ export function fromJson(text) {
     throw new Error("the file is not JSON");
   }
   if (file?.format !== FORMAT || !Array.isArray(file.chats)) throw new Error(`the file has no format "${FORMAT}"`);
-  return file.chats.map((chat, index) => renamed(checked(chat, index)));
+  return file.chats.map((chat, index) => withNewIds(checked(chat, index)));
 }
 
 function checked(chat, index) {
@@ -64,7 +64,7 @@ function isToken(one) {
   return Array.isArray(one) && isChoice(one) && Array.isArray(one[4]) && one[4].every(isChoice);
 }
 
-/** Whether something is a token's id, text and log-probability (null when that is not known). */
+/** Return true for a token's id, text and log-probability (null if unknown). */
 function isChoice(one) {
   return Array.isArray(one) && Number.isInteger(one[0]) && typeof one[1] === "string"
     && (one[2] === null || Number.isFinite(one[2]));
@@ -74,7 +74,7 @@ function numberOr(value, other) {
   return Number.isFinite(value) ? value : other;
 }
 
-/** Return a message of a file as this page keeps them: nothing in it that was not looked at. */
+/** Return a file's message with only the checked fields. */
 function cleaned(one) {
   const { text, role, parts, tokens, versions, stats, sample, error } = one;
   const isSample = Number.isInteger(sample?.index) && Number.isInteger(sample.of);
@@ -90,23 +90,23 @@ function cleaned(one) {
   };
 }
 
-/** Return a conversation under new ids. */
-function renamed({ conversation, messages }) {
-  const names = new Map(messages.map((one) => [one.id, freshId()]));
+/** Return a conversation and its messages with new ids. */
+function withNewIds({ conversation, messages }) {
+  const ids = new Map(messages.map((one) => [one.id, freshId()]));
   const id = freshId();
   const old = Object.entries(conversation.chosen ?? {});
-  const chosen = old.map(([key, value]) => [names.get(key) ?? "root", names.get(value) ?? null]);
+  const chosen = old.map(([key, value]) => [ids.get(key) ?? "root", ids.get(value) ?? null]);
   return {
     conversation: {
       id, title: conversation.title.slice(0, 200), named: true, system: conversation.system, compared: null,
       created: numberOr(conversation.created, Date.now()), updated: Date.now(), chosen: Object.fromEntries(chosen),
     },
     messages: messages.map((one) => (
-      { ...cleaned(one), id: names.get(one.id), parent: names.get(one.parent) ?? null, conversation: id })),
+      { ...cleaned(one), id: ids.get(one.id), parent: ids.get(one.parent) ?? null, conversation: id })),
   };
 }
 
-/** Offer a text as a file to keep. */
+/** Download a text as a file. */
 export function download(name, text, type) {
   const url = URL.createObjectURL(new Blob([text], { type }));
   const link = el("a", { href: url, download: name });
@@ -114,7 +114,7 @@ export function download(name, text, type) {
   setTimeout(() => URL.revokeObjectURL(url), 10000);
 }
 
-/** Return a conversation's name as that of a file. */
+/** Return a conversation's title as a file name, without suffix. */
 export function fileName(title) {
   return title.replace(/[^\p{L}\p{N}]+/gu, "-").replace(/^-|-$/g, "").slice(0, 60) || "chat";
 }

@@ -1,4 +1,4 @@
-/** Icons, drawn as strokes on a grid of 16 by 16. They say nothing to a screen reader: their buttons have labels. */
+/** Icons, as stroked paths on a grid of 16 by 16. Screen readers ignore them; their buttons have labels. */
 
 import { el } from "../shared/dom.js";
 
@@ -30,7 +30,7 @@ const PATHS = {
   undo: "M3 3v4h4M3 7a5.2 5.2 0 1 1 .6 4",
 };
 
-/** Return an icon. */
+/** Return the SVG element of an icon. */
 export function icon(name) {
   const svg = document.createElementNS(SVG, "svg");
   const path = document.createElementNS(SVG, "path");
@@ -42,13 +42,13 @@ export function icon(name) {
   return svg;
 }
 
-/** Return a button that shows an icon alone; its label is its tooltip. */
+/** Return a button with only an icon, whose label is also its tooltip. */
 export function iconButton(name, label, listener, attributes = {}) {
   const names = { "aria-label": label, title: label };
   return el("button", { type: "button", class: "quiet", ...names, on: { click: listener }, ...attributes }, icon(name));
 }
 
-/** Draw the icons of the elements in the page's HTML that name one (`data-icon`), and show labels as tooltips. */
+/** Add the icons of the page's elements with `data-icon`, and their labels as tooltips. */
 export function drawIcons() {
   for (const node of document.querySelectorAll("[data-icon]")) {
     node.prepend(icon(node.dataset.icon));

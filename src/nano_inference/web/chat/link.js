@@ -1,9 +1,9 @@
-/** Whether the server is there, and what it serves: asked until it is ready, and again when it was lost. */
+/** Waits until the server is ready, at the start and after a lost connection. */
 
 import { ServerError, ask } from "../shared/server.js";
 
 const RETRY_MS = 1000;
-/** What waiting does not mend: the wrong key, the wrong address. */
+/** Statuses for which a retry is useless: a wrong key, a wrong address. */
 const FINAL = [400, 401, 403, 404];
 
 function pauseFor(milliseconds) {
@@ -11,8 +11,8 @@ function pauseFor(milliseconds) {
 }
 
 /**
- * Wait until the server takes requests; return what /info says. `onWaiting(text)` is told why it does not yet.
- * Throws `ServerError` 401 when a key is needed.
+ * Wait until the server accepts requests; return the answer of /info. `onWaiting(text)` receives the reason to wait.
+ * Throws `ServerError` 401 if a key is needed.
  */
 export async function reachServer(onWaiting) {
   for (;;) {
@@ -30,6 +30,6 @@ export async function reachServer(onWaiting) {
 function waitingText({ status, message }) {
   if ([undefined, 0, 502, 504].includes(status)) return "The server does not answer. Trying again…";
   if (message === "loading") return "The model is being loaded…";
-  if (message === "dead") return "The engine has failed; the server must be started again.";
+  if (message === "dead") return "The engine has failed; restart the server.";
   return `The server is ${message}. Trying again…`;
 }

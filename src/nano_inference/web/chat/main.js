@@ -1,7 +1,7 @@
-/** The chat page: puts its parts together. */
+/** The chat page: connects its parts. */
 
 import { byId, el } from "../shared/dom.js";
-import { readKept, writeKept } from "../shared/keep.js";
+import { readStored, writeStored } from "../shared/storage.js";
 import { ServerError, apiKey, setApiKey } from "../shared/server.js";
 import { startTheme, toggleTheme } from "../shared/theme.js";
 import { Attachments } from "./attach.js";
@@ -26,8 +26,8 @@ const OPEN_KEY = "nano-inference.open";
 const NEAR_END = 60;
 const KEY_FORM = /^[\x21-\x7e]+$/;
 const NO_TEMPLATE = "This model has no chat template: it continues texts and cannot chat.";
-const WANTS_KEY = "This server needs a key. It is kept for this tab only.";
-/** Touch screens: some phones report that their pointer can hover, so `hover` does not find them. */
+const NEEDS_KEY = "This server needs a key. It is stored for this tab only.";
+/** Matches touch screens; `hover` does not, because some phones report a pointer that can hover. */
 const TOUCH = matchMedia("(pointer: coarse)");
 
 /** Owns the page. */
@@ -44,18 +44,18 @@ class ChatPage {
     this.isReady = false;
     this.isFollowing = true;
     this.speeches = new Map();
-    this.hasLost = false;
-    byId("not-kept").hidden = store.isKept;
+    this.hasShownStorageError = false;
+    byId("not-kept").hidden = store.isPersistent;
   }
 
   #view() {
     return {
       list: () => this.sidebar.show(),
       path: () => this.#showPath(),
-      message: (message) => this.#showGrown(message),
+      message: (message) => this.#showProgress(message),
       failed: (error, message, conversation) => this.#showFailure(error, message, conversation),
       busy: (isBusy) => this.#showBusy(isBusy),
-      lost: (error) => this.#showLost(error),
+      storageFailed: (error) => this.#showStorageError(error),
     };
   }
 
@@ -79,22 +79,25 @@ class ChatPage {
       },
       rename: (conversation, title) => this.chat.rename(conversation, title),
       remove: (conversation) => this.#remove(conversation),
-      textOf: async (conversation) => (await this.chat.whole(conversation)).messages.map((one) => one.text).join("\n"),
+      textOf: async (conversation) => {
+        const { messages } = await this.chat.entryOf(conversation);
+        return messages.map((one) => one.text).join("\n");
+      },
     };
   }
 
   #messageActions() {
     const { chat } = this;
-    const goes = (work) => (...given) => { this.isFollowing = true; return work(...given); };
+    const follow = (work) => (...values) => { this.isFollowing = true; return work(...values); };
     return {
       copy: copyText,
       rendered: () => this.#follow(),
       isBusy: () => chat.isBusy || !this.isReady,
       messages: () => chat.messages,
-      edit: goes((message, text) => chat.edit(message, text)),
-      regenerate: goes((message) => chat.regenerate(message)),
-      goOn: goes((message) => chat.goOn(message)),
-      branch: goes((...given) => chat.branch(...given)),
+      edit: follow((message, text) => chat.edit(message, text)),
+      regenerate: follow((message) => chat.regenerate(message)),
+      resume: follow((message) => chat.resume(message)),
+      branch: follow((...values) => chat.branch(...values)),
       step: (message, by) => chat.step(message, by),
       compare: (message) => chat.compare(message),
       show: (message) => chat.show(message),
@@ -102,15 +105,15 @@ class ChatPage {
     };
   }
 
-  /** Show what is kept, then wait for the server. */
+  /** Show the stored conversations, then wait for the server. */
   async start() {
     this.#listen();
     this.#showBusy(false);
-    await this.chat.load(readKept(OPEN_KEY)).catch((error) => this.#showLost(error));
+    await this.chat.load(readStored(OPEN_KEY)).catch((error) => this.#showStorageError(error));
     await this.connect();
   }
 
-  /** Wait until the server is ready; ask for a key when it wants one. */
+  /** Wait until the server is ready; ask for a key if it needs one. */
   async connect() {
     this.isReady = false;
     this.#showBusy(this.chat.isBusy);
@@ -132,14 +135,14 @@ class ChatPage {
   }
 
   #askForKey(error) {
-    byId("key-text").textContent = apiKey() === null ? WANTS_KEY : `${error.message}.`;
+    byId("key-text").textContent = apiKey() === null ? NEEDS_KEY : `${error.message}.`;
     byId("key-field").value = "";
     this.#showBanner("This server needs an API key.");
     byId("enter-key").hidden = false;
     if (!byId("key").open) byId("key").showModal();
   }
 
-  /** Show the text that is continued, or the conversation; a model that cannot chat says so there. */
+  /** Show the text pane or the conversation; with a model that cannot chat, a banner above the conversation. */
   #showText(isShown) {
     this.text.show(isShown);
     if (this.isReady) this.#showBanner(isShown || this.chat.info.chats ? null : NO_TEMPLATE);
@@ -153,7 +156,7 @@ class ChatPage {
   #showPath() {
     const { chat } = this;
     const { path } = chat;
-    writeKept(OPEN_KEY, chat.current.id);
+    writeStored(OPEN_KEY, chat.current.id);
     byId("title").textContent = chat.current.title;
     document.title = `${chat.current.title} · nano-inference`;
     byId("empty").hidden = path.length > 0;
@@ -162,9 +165,9 @@ class ChatPage {
     this.#follow();
   }
 
-  #showGrown(message) {
+  #showProgress(message) {
     this.list.update(message);
-    if (message.sample?.index) return; // one of several is read out
+    if (message.sample?.index) return; // a screen reader reads only the first of several samples
     if (!this.speeches.has(message.id)) this.speeches.set(message.id, new Speech(message));
     this.speeches.get(message.id).update();
   }
@@ -176,15 +179,15 @@ class ChatPage {
     if (error.status === 0 || error.status === 503) this.connect();
   }
 
-  /** What failed is over: the server is back, or the answer is being written again. */
+  /** Close the error messages: the server is back, or a new answer has started. */
   #closeFailures() {
     for (const close of this.failures.splice(0)) close();
   }
 
-  #showLost(error) {
-    if (this.hasLost) return; // once is enough: it will happen with every save
-    this.hasLost = true;
-    const text = `This browser does not keep the conversation (${error.name}). Export it before you leave.`;
+  #showStorageError(error) {
+    if (this.hasShownStorageError) return; // every later save fails as well
+    this.hasShownStorageError = true;
+    const text = `This browser cannot store the conversation (${error.name}). Export it before you close the page.`;
     toast(text, { isError: true });
   }
 
@@ -196,7 +199,7 @@ class ChatPage {
     byId("send").disabled = !this.isReady || this.chat.info?.chats === false;
   }
 
-  /** Keep the end in sight while an answer grows, unless the reader has scrolled away. */
+  /** Scroll to the end while an answer grows, unless the user has scrolled away from it. */
   #follow() {
     const scroll = byId("scroll");
     if (this.isFollowing) scroll.scrollTop = scroll.scrollHeight;
@@ -206,7 +209,7 @@ class ChatPage {
   #pinSeed(seed) {
     this.settings.seed = seed;
     this.settings.save();
-    toast(`Seed ${seed} is used from now on.`, { action: { label: "Use new ones", run: () => this.#unpinSeed() } });
+    toast(`Seed ${seed} is used from now on.`, { action: { label: "Use new seeds", run: () => this.#unpinSeed() } });
   }
 
   #unpinSeed() {
@@ -219,7 +222,7 @@ class ChatPage {
       const restore = await this.chat.remove(conversation);
       toast(`Deleted “${conversation.title}”.`, { action: { label: "Undo", run: restore } });
     } catch (error) {
-      this.#showLost(error);
+      this.#showStorageError(error);
     }
   }
 
@@ -231,11 +234,11 @@ class ChatPage {
     this.#fitDraft();
     this.isFollowing = true;
     this.chat.send(text);
-    this.#backToDraft();
+    this.#focusDraft();
   }
 
-  /** The button that was pressed is gone; on a touch screen the keyboard would come up. */
-  #backToDraft() {
+  /** Focus the message field after its button was hidden, except on touch screens, where the keyboard would open. */
+  #focusDraft() {
     if (!TOUCH.matches) byId("draft").focus();
   }
 
@@ -272,7 +275,7 @@ class ChatPage {
     on("composer", "submit", (event) => { event.preventDefault(); this.#send(); });
     on("draft", "input", () => this.#fitDraft());
     on("draft", "keydown", (event) => this.#onDraftKey(event));
-    on("stop", "click", () => { this.chat.stop(); this.#backToDraft(); });
+    on("stop", "click", () => { this.chat.stop(); this.#focusDraft(); });
     on("new-chat", "click", () => this.#newChat());
     on("open-sidebar", "click", () => this.#openSidebar());
     on("close-sidebar", "click", () => this.#closeSidebar());
@@ -282,7 +285,7 @@ class ChatPage {
     on("text-open", "click", () => {
       this.#closeSidebar();
       this.#showText(!this.text.isShown);
-      byId("text-field").focus(); // does nothing while it is hidden
+      byId("text-field").focus(); // without effect while it is hidden
     });
     on("help-open", "click", () => byId("help").showModal());
     on("to-end", "click", () => { this.isFollowing = true; this.#follow(); });
@@ -302,7 +305,7 @@ class ChatPage {
     on("model", "click", () => this.#showFacts());
     on("settings-open", "click", () => this.#openSettings());
     on("reset", "click", () => this.#resetSettings());
-    on("settings", "submit", () => this.#takeSettings());
+    on("settings", "submit", () => this.#applySettings());
     on("export", "click", () => { byId("export-choice").returnValue = ""; byId("export-choice").showModal(); });
     on("export-choice", "close", () => this.#export(byId("export-choice").returnValue));
     on("export-all", "click", () => this.#exportAll());
@@ -351,7 +354,7 @@ class ChatPage {
     const key = text.trim();
     if (!key) return;
     if (!KEY_FORM.test(key)) {
-      toast("A key has no blanks and only ASCII characters.", { isError: true });
+      toast("A key must contain only ASCII characters and no spaces.", { isError: true });
       return;
     }
     setApiKey(key);
@@ -369,8 +372,8 @@ class ChatPage {
     byId("settings").showModal();
   }
 
-  /** Take settings over as soon as they are sent off: the dialog tells of its closing only a frame later. */
-  #takeSettings() {
+  /** Apply the settings on submit, because the dialog's `close` event comes a frame later. */
+  #applySettings() {
     this.chat.setSystem(readSettings(this.settings));
     this.#countDraft();
   }
@@ -382,14 +385,14 @@ class ChatPage {
 
   async #export(kind) {
     if (!kind) return;
-    const whole = await this.chat.whole(this.chat.current);
+    const entry = await this.chat.entryOf(this.chat.current);
     const name = fileName(this.chat.current.title);
-    if (kind === "json") download(`${name}.json`, asJson([whole]), "application/json");
-    else download(`${name}.md`, asMarkdown(whole), "text/markdown");
+    if (kind === "json") download(`${name}.json`, asJson([entry]), "application/json");
+    else download(`${name}.md`, asMarkdown(entry), "text/markdown");
   }
 
   async #exportAll() {
-    const all = await Promise.all(this.chat.conversations.map((one) => this.chat.whole(one)));
+    const all = await Promise.all(this.chat.conversations.map((one) => this.chat.entryOf(one)));
     download("chats.json", asJson(all), "application/json");
   }
 
@@ -412,6 +415,6 @@ function startPage() {
 
 startTheme();
 drawIcons();
-// Something is to be seen before anything is done; a tab behind others paints nothing.
+// Paint the page before starting; a hidden tab has no animation frames.
 if (document.hidden) startPage();
 else requestAnimationFrame(() => setTimeout(startPage));

@@ -1,7 +1,8 @@
 /**
- * Markdown to elements: marked reads it, highlight.js colours code, DOMPurify lets only known elements through.
+ * Converts Markdown to elements: marked parses, highlight.js colours code, DOMPurify removes unknown elements.
  *
- * Three walls: HTML in an answer is shown as text, what is left is cleaned, and the page's policy runs nothing inline.
+ * Three layers of protection: HTML in an answer is shown as text, the result is sanitized, and the page's policy blocks
+ * inline scripts.
  */
 
 import { el } from "../shared/dom.js";
@@ -23,7 +24,7 @@ function highlighted(code, language) {
   return hljs.getLanguage(language) ? hljs.highlight(code, { language, ignoreIllegals: true }).value : escaped(code);
 }
 
-/** Return a parser whose headings begin below the page's own and never skip a level. */
+/** Return a parser whose headings start below the page's headings and never skip a level. */
 function makeParser(isGrowing) {
   let level = 1;
   const renderer = {
@@ -72,39 +73,39 @@ function finishTables(fragment) {
   }
 }
 
-/** Renders one text that grows: blocks that are whole stay as they are, only the last one is made anew. */
+/** Renders a growing text: complete blocks are kept, only the last one is rendered again. */
 export class MarkdownView {
   constructor(onCopy) {
     this.node = el("div", { class: "markdown" });
     this.onCopy = onCopy;
-    this.isWhole = false;
-    this.#begin();
+    this.isComplete = false;
+    this.#reset();
   }
 
-  #begin() {
+  #reset() {
     this.text = "";
     this.kept = 0;
-    this.parser = makeParser(() => !this.isWhole);
+    this.parser = makeParser(() => !this.isComplete);
     this.tail = el("div", { class: "block" });
     this.node.replaceChildren(this.tail);
   }
 
-  /** Show a text; `isWhole` when nothing will follow. One that cannot be read as Markdown is shown as it is. */
-  show(text, isWhole) {
+  /** Show a text; `isComplete` if no text will follow. A text that cannot be parsed as Markdown is shown unchanged. */
+  show(text, isComplete) {
     try {
-      this.#show(text.replaceAll("\r\n", "\n"), isWhole);
+      this.#show(text.replaceAll("\r\n", "\n"), isComplete);
     } catch {
       this.node.replaceChildren(el("pre", { class: "said", tabindex: "0" }, text)); // nested too deep
       this.text = null;
     }
   }
 
-  #show(text, isWhole) {
-    this.isWhole = isWhole;
-    if (this.text === null || !text.startsWith(this.text) || isWhole) this.#begin();
+  #show(text, isComplete) {
+    this.isComplete = isComplete;
+    if (this.text === null || !text.startsWith(this.text) || isComplete) this.#reset();
     this.text = text;
     const tokens = this.parser.lexer(text.slice(this.kept));
-    const last = isWhole ? tokens.length : lastOpen(tokens);
+    const last = isComplete ? tokens.length : lastOpen(tokens);
     for (const token of tokens.slice(0, last)) {
       this.kept += token.raw.length;
       if (token.type !== "space") this.node.insertBefore(this.#block([token], tokens.links), this.tail);
@@ -112,7 +113,7 @@ export class MarkdownView {
     this.#showTail(tokens.slice(last), tokens.links);
   }
 
-  /** Show the block that is being written. Code grows by what was added to it, uncoloured: it may be long. */
+  /** Show the last, incomplete block. Code, which may be long, is only appended to, without colours. */
   #showTail(tokens, links) {
     const [first] = tokens;
     const code = this.tail.firstChild?.matches?.(".code.open") ? this.tail.querySelector("code") : null;
@@ -139,7 +140,7 @@ export class MarkdownView {
   }
 }
 
-/** Return where the last block begins that more text may still change. */
+/** Return the index of the last block, which more text may change. */
 function lastOpen(tokens) {
   let last = tokens.length - 1;
   while (last > 0 && tokens[last].type === "space") last -= 1;

@@ -1,16 +1,16 @@
-/** Formulas in Markdown. What renders them, `web/formulas`, is a file of its own, loaded when the first one comes. */
+/** Finds formulas in Markdown. Their renderer, `web/formulas`, is a separate file, loaded for the first formula. */
 
 import { byId } from "../shared/dom.js";
 
-const AGAIN_MS = 30000;
+const RETRY_LOAD_MS = 30000;
 const OPENS_BLOCK = /^ {0,3}(\\\[|\$\$)/;
-/** The length is bounded: ten thousand delimiters without their other halves would each be searched to the end. */
+/** The length is limited, because each of ten thousand unclosed delimiters would be searched to the end of the text. */
 const BLOCK = /^ {0,3}(?:\\\[[^]{1,3000}?\\\]|\$\$[^]{1,3000}?\$\$)[ \t]*(?:\n|$)/;
 const BLOCK_START = /(?<=\n {0,3})(?:\\\[|\$\$)/;
 const INLINE = /^(?:\\\([^]{1,3000}?\\\)|\\\[[^]{1,3000}?\\\]|\$\$[^$]{1,3000}?\$\$)/;
 const INLINE_START = /\\[([]|\$/;
 const DOLLARS = /^\$(?!\s)([^$\n]*[^$\s\\])\$(?![\w$])/;
-/** Marked asks at every word where the next formula starts. */
+/** Limit on the search for the next formula, for which marked asks at every word. */
 const LOOK_AHEAD = 1000;
 
 /** Return true if the text between two dollars is a formula, not an amount of money or the name of a variable. */
@@ -33,8 +33,8 @@ function startOf(src, pattern, end) {
 }
 
 /**
- * Return marked's extensions for formulas. While a text grows (`isGrowing()`), a block that has no end yet takes all
- * that follows. `render(source, tag, kind)` returns its HTML.
+ * Return the extensions of marked for formulas. While a text grows (`isGrowing()`), an unclosed block extends to its
+ * end. `render(source, tag, kind)` returns the HTML.
  */
 export function formulaExtensions(isGrowing, render) {
   const block = {
@@ -55,7 +55,7 @@ export function formulaExtensions(isGrowing, render) {
     start: (src) => startOf(src, INLINE_START, LOOK_AHEAD),
     tokenizer(src, tokens) {
       const raw = inlineFormula(src, tokens.at(-1));
-      // A delimiter whose other half is missing is no escape: its backslash stays.
+      // An unclosed delimiter is not an escape: its backslash is kept.
       const [opener] = /^\\[([]/.exec(src) ?? [];
       if (raw === null) return opener && { type: "text", raw: opener, text: opener };
       return { type: "formula", raw, kind: /^(?:\\\[|\$\$)/.test(raw) ? "math display" : "math" };
@@ -65,7 +65,7 @@ export function formulaExtensions(isGrowing, render) {
   return [block, inline];
 }
 
-/** Owns the load of the renderer; one that failed can be repeated after `AGAIN_MS`. */
+/** Owns the load of the renderer; a failed load can be repeated after `RETRY_LOAD_MS`. */
 class RendererLoad {
   /** Return a promise of the renderer. */
   get done() {
@@ -76,7 +76,7 @@ class RendererLoad {
         script.addEventListener("error", reject);
         document.head.append(script);
       });
-      this.promise.catch(() => setTimeout(() => { this.promise = null; }, AGAIN_MS));
+      this.promise.catch(() => setTimeout(() => { this.promise = null; }, RETRY_LOAD_MS));
     }
     return this.promise;
   }
@@ -84,7 +84,7 @@ class RendererLoad {
 
 const rendererLoad = new RendererLoad();
 
-/** Render the formulas in a fragment, now or once the renderer is there; until then they show their source. */
+/** Render the formulas in a fragment, once the renderer is loaded; until then they show their source. */
 export function showFormulas(fragment) {
   for (const node of fragment.querySelectorAll(".math")) {
     if (window.showFormula) window.showFormula(node);

@@ -1,4 +1,4 @@
-/** The conversation on the page: its messages, what can be done with each, answers side by side. */
+/** The conversation on the page: its messages with their buttons, and answers side by side. */
 
 import { el } from "../shared/dom.js";
 import { AnswerBody } from "./body.js";
@@ -8,21 +8,21 @@ import { siblingsOf } from "./tree.js";
 
 const PAUSE_MS = 50;
 const ENDINGS = {
-  length: "The longest answer is reached.",
+  length: "The answer reached its token limit.",
   context: "The model's context is full.",
   stopped: "Stopped.",
   interrupted: "This answer was interrupted.",
-  abort: "The server ended this answer.",
-  error: "This answer broke off:",
+  abort: "The server aborted this answer.",
+  error: "This answer failed:",
 };
 
-/** Return what the focused button is called when it lies within a node, else null. */
+/** Return the name of the focused button if it is inside a node, else null. */
 function nameOf(focused, within) {
   const isInside = within.contains(focused) && focused !== within;
   return isInside ? focused.getAttribute("aria-label") ?? focused.textContent : null;
 }
 
-/** Give the focus to the button of that name, now that the old one is gone; to `other` when there is none. */
+/** Focus the button of that name, which replaces the formerly focused one, else `other`. */
 function focusNamed(within, name, other) {
   if (name === null) return;
   const buttons = [...within.querySelectorAll("button:enabled")];
@@ -39,7 +39,7 @@ function button(label, listener, attributes = {}) {
   return el("button", { type: "button", class: "quiet", on: { click: listener }, ...attributes }, drawn, label);
 }
 
-/** Return an answer's figures in one line. */
+/** Return an answer's figures as one line of text. */
 export function figures({ stats, tokens }) {
   if (!stats) return "";
   const parts = [`${tokens.length} tokens`];
@@ -48,7 +48,7 @@ export function figures({ stats, tokens }) {
   return parts.join(" · ");
 }
 
-/** Return what else is known of an answer: pairs of a name and a text. */
+/** Return an answer's details as pairs of a name and a text. */
 function detailsOf({ stats, sample, versions, sampling }) {
   const numbers = [...new Set(versions.map((one) => one.version))];
   const set = Object.entries(sampling ?? {}).map(([name, value]) => `${name.replaceAll("_", "-")} ${value}`);
@@ -61,10 +61,10 @@ function detailsOf({ stats, sample, versions, sampling }) {
 }
 
 const SEED = {
-  class: "link", title: "Use this seed for the next answers: with the same settings it draws this one again",
+  class: "link", title: "Use this seed for the next answers; with the same settings it gives the same answer",
 };
 
-/** One message. `actions` are what its buttons do. */
+/** Shows one message. `actions` are the functions of its buttons. */
 class MessageView {
   constructor(message, actions) {
     this.message = message;
@@ -80,14 +80,14 @@ class MessageView {
     this.#showFoot();
   }
 
-  /** Show what has changed. */
+  /** Show the message's current state. */
   update() {
     this.body?.update();
     this.tokens?.update();
     this.#showFoot();
   }
 
-  /** Show the buttons and figures as they are now. */
+  /** Show the current buttons and figures. */
   #showFoot() {
     const { message, actions } = this;
     const key = JSON.stringify([message.finish, actions.isBusy(), this.tokens !== null, this.#siblings()]);
@@ -157,20 +157,20 @@ class MessageView {
     if (message.finish === null) return [];
     const isBusy = actions.isBusy();
     const [, count] = this.#siblings();
-    // Text whose tokens are not known cannot be gone on with from where it ended.
-    const goesOn = message.finish !== "stop" && (message.tokens.length > 0 || message.text === "");
+    // A text without known tokens cannot be continued.
+    const canResume = message.finish !== "stop" && (message.tokens.length > 0 || message.text === "");
     const isOpen = String(this.tokens !== null);
     return [
       button("Copy", () => actions.copy(message.text)),
       button(message.finish === "error" && !message.tokens.length ? "Try again" : "Regenerate",
         () => actions.regenerate(message), { disabled: isBusy }),
-      goesOn ? button("Continue", () => actions.goOn(message), { disabled: isBusy }) : null,
+      canResume ? button("Continue", () => actions.resume(message), { disabled: isBusy }) : null,
       message.tokens.length ? button("Tokens", () => this.toggleTokens(), { "aria-pressed": isOpen }) : null,
       count > 1 ? button("Compare", () => actions.compare(message), { class: "quiet compare" }) : null,
     ];
   }
 
-  /** Show the tokens in the text's place, or the text again. */
+  /** Switch between the text and the token view. */
   toggleTokens() {
     this.tokens = this.tokens ? null : new TokenView(this.message, this.actions);
     closeAlternatives();
@@ -179,7 +179,7 @@ class MessageView {
     this.foot.querySelector("[aria-pressed]")?.focus();
   }
 
-  /** Let the user write another text in this message's place. */
+  /** Replace the message by a field to edit it. */
   edit() {
     const field = el("textarea", { rows: 3, "aria-label": "Edit your message" });
     field.value = this.message.text;
@@ -209,50 +209,50 @@ export class MessageList {
     this.timers = new Map();
   }
 
-  /** Show these messages; `compared` is the one whose answers stand side by side. */
+  /** Show these messages; `compared` is the id of the message whose answers are side by side, or null. */
   show(path, messages, compared) {
     closeAlternatives();
-    const kept = new Map();
+    const shown = new Map();
     const nodes = path.map((message) => {
       if (compared !== null && message.parent === compared && message.role === "assistant") {
-        return this.#columns(siblingsOf(messages, message), kept);
+        return this.#columns(siblingsOf(messages, message), shown);
       }
-      return this.#view(message, kept).node;
+      return this.#view(message, shown).node;
     });
-    this.views = kept;
-    // What is put in anew loses clicks that have begun, and what was marked in it.
+    this.views = shown;
+    // Nodes that are inserted again lose a click in progress and the selection.
     const { children } = this.node;
     const isSame = nodes.length === children.length && nodes.every((one, index) => one === children[index]);
-    if (!isSame) this.#put(nodes);
-    for (const view of kept.values()) view.update();
+    if (!isSame) this.#replace(nodes);
+    for (const view of shown.values()) view.update();
   }
 
-  /** Put other messages on the page; the focus goes from a version of a message to the one in its place. */
-  #put(nodes) {
+  /** Replace the messages on the page; the focus moves from a message to the one that replaces it. */
+  #replace(nodes) {
     const at = [...this.node.children].findIndex((one) => one.contains(document.activeElement));
     const name = at < 0 ? null : nameOf(document.activeElement, this.node.children[at]);
     this.node.replaceChildren(...nodes);
     if (nodes[at]) focusNamed(nodes[at], name, nodes[at]);
   }
 
-  #view(message, kept) {
+  #view(message, shown) {
     const known = this.views.get(message.id);
     const view = known?.message === message ? known : new MessageView(message, this.actions);
-    kept.set(message.id, view);
+    shown.set(message.id, view);
     return view;
   }
 
-  #columns(answers, kept) {
+  #columns(answers, shown) {
     const columns = answers.map((message, index) => {
       const keep = button("Use this one", () => this.actions.show(message), { class: "" });
       return el("div", { class: "column" },
         el("div", { class: "column-head" }, el("strong", {}, `${index + 1} of ${answers.length}`), keep),
-        this.#view(message, kept).node);
+        this.#view(message, shown).node);
     });
     return el("section", { class: "columns", "aria-label": "Answers side by side", tabindex: "0" }, ...columns);
   }
 
-  /** Show how a message has grown: twenty times a second is enough, its end at once. */
+  /** Show a message that has grown, at most twenty times a second, or its end, at once. */
   update(message) {
     const { id, finish } = message;
     if (finish === null && this.timers.has(id)) return;
@@ -266,7 +266,7 @@ export class MessageList {
     this.views.get(id)?.update();
   }
 
-  /** Let the user edit the last message of theirs that is shown. */
+  /** Edit the last shown user message. */
   editLast() {
     [...this.views.values()].filter((view) => view.message.role === "user").at(-1)?.edit();
   }

@@ -1,4 +1,4 @@
-/** How full the context is: counted by the server's own tokenizer, a little after the last change. */
+/** Shows how full the context is, counted by the server's tokenizer shortly after the last change. */
 
 import { byId } from "../shared/dom.js";
 import { ask } from "../shared/server.js";
@@ -15,7 +15,7 @@ export class ContextMeter {
     this.turn = 0;
   }
 
-  /** Count again, soon. */
+  /** Count again after a short delay. */
   update(draft) {
     clearTimeout(this.timer);
     this.timer = setTimeout(() => this.#count(draft), COUNT_MS);
@@ -28,10 +28,10 @@ export class ContextMeter {
     const path = chat.path.at(-1)?.role === "user" ? chat.path.slice(0, -1) : chat.path;
     const messages = asRequest(chat.current.system, [...path, { role: "user", text: draft || " ", parts: null }]);
     try {
-      const told = await (await ask("/tokenize", { body: { model: chat.info.model, messages } })).json();
-      if (turn === this.turn) this.#show(told.count);
+      const { count } = await (await ask("/tokenize", { body: { model: chat.info.model, messages } })).json();
+      if (turn === this.turn) this.#show(count);
     } catch {
-      byId("meter").classList.add("unknown"); // a count is not worth a complaint
+      byId("meter").classList.add("unknown"); // a missing count needs no error message
     }
   }
 
@@ -46,7 +46,7 @@ export class ContextMeter {
     byId("meter").classList.toggle("near", isNear);
     byId("meter-warning").hidden = !isNear;
     byId("meter-warning").textContent = left > 1
-      ? `Only ${left.toLocaleString("en")} tokens are left for the answer; a new chat begins empty.`
-      : "This is longer than the model's context and would be refused: shorten it, or begin a new chat.";
+      ? `Only ${left.toLocaleString("en")} tokens are left for the answer. A new chat starts empty.`
+      : "This is longer than the model's context and would be rejected. Shorten it, or start a new chat.";
   }
 }

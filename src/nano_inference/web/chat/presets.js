@@ -1,7 +1,7 @@
-/** System prompts at hand: a few that come with the page, and the user's own, which this browser keeps. */
+/** Saved system prompts: built-in ones, and the user's own, stored in this browser. */
 
 import { byId, el } from "../shared/dom.js";
-import { readKept, writeKept } from "../shared/keep.js";
+import { readStored, writeStored } from "../shared/storage.js";
 import { titleOf } from "./tree.js";
 
 const PRESETS_KEY = "nano-inference.presets";
@@ -16,14 +16,13 @@ const BUILT_IN = [
 /** Return the user's own prompts, newest last. */
 function ownPrompts() {
   try {
-    const kept = JSON.parse(readKept(PRESETS_KEY));
-    return kept.filter((one) => typeof one === "string");
+    return JSON.parse(readStored(PRESETS_KEY)).filter((one) => typeof one === "string");
   } catch {
     return [];
   }
 }
 
-/** Fill the list; the prompt in the field is the one that is chosen. */
+/** Fill the list, and select the prompt that is in the field. */
 export function showPresets() {
   const text = byId("system").value.trim();
   const option = (name, value) => el("option", { value }, name);
@@ -37,12 +36,12 @@ export function showPresets() {
   byId("preset-save").disabled = !text || byId("preset").value !== "";
 }
 
-function keep(prompts) {
-  writeKept(PRESETS_KEY, JSON.stringify(prompts));
+function savePrompts(prompts) {
+  writeStored(PRESETS_KEY, JSON.stringify(prompts));
   showPresets();
 }
 
-/** Let the list and its buttons work on the system prompt's field. */
+/** Connect the list and its buttons with the field of the system prompt. */
 export function listenToPresets() {
   const text = () => byId("system").value.trim();
   byId("system").addEventListener("input", showPresets);
@@ -50,6 +49,6 @@ export function listenToPresets() {
     byId("system").value = byId("preset").value;
     showPresets();
   });
-  byId("preset-save").addEventListener("click", () => keep([...ownPrompts(), text()]));
-  byId("preset-delete").addEventListener("click", () => keep(ownPrompts().filter((one) => one !== text())));
+  byId("preset-save").addEventListener("click", () => savePrompts([...ownPrompts(), text()]));
+  byId("preset-delete").addEventListener("click", () => savePrompts(ownPrompts().filter((one) => one !== text())));
 }

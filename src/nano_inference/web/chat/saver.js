@@ -1,37 +1,37 @@
-/** Saving while an answer is written: soon, but never so often that it takes more than a few percent of the time. */
+/** Saves answers while they are generated; the interval grows so that saving takes at most 5 percent of the time. */
 
-import { keptKeys, readKept, writeKept } from "../shared/keep.js";
+import { readStored, storedKeys, writeStored } from "../shared/storage.js";
 import { freshId } from "./tree.js";
 
 const SOON_MS = 400;
 const SAVE_SHARE = 20;
 const UNSAVED = "nano-inference.unsaved.";
 
-/** Owns the timer of the next save, and what it will save. `onLost(error)` is told when the browser keeps nothing. */
+/** Owns the unsaved messages and the timer of their save. Calls `onError(error)` if the browser cannot store them. */
 export class Saver {
-  constructor(store, onLost) {
+  constructor(store, onError) {
     this.store = store;
-    this.onLost = onLost;
+    this.onError = onError;
     this.waiting = new Map();
     this.timer = null;
     this.pause = SOON_MS;
-    addEventListener("pagehide", () => this.#leave());
+    addEventListener("pagehide", () => this.#storeUnsaved());
   }
 
-  /** Save now. What cannot be kept is told of, and stays on the page. */
+  /** Save now; after an error the messages stay on the page. */
   async save(conversation, messages = []) {
     const waiting = messages.map((one) => [one.id, this.waiting.get(one.id)]);
     await this.#write([conversation], messages);
     this.#saved(waiting);
   }
 
-  /** Save a message that has grown a little later, with others that grow meanwhile. */
+  /** Save a message after a short time, together with others that change meanwhile. */
   saveSoon(conversation, message) {
     this.waiting.set(message.id, { conversation, message });
     this.timer ??= setTimeout(() => this.#flush(), this.pause);
   }
 
-  /** Do not save what waits of a conversation. */
+  /** Discard a conversation's unsaved messages. */
   forget(conversation) {
     for (const [id, one] of this.waiting) if (one.conversation === conversation) this.waiting.delete(id);
   }
@@ -41,13 +41,13 @@ export class Saver {
     this.timer = null;
     const waiting = [...this.waiting];
     if (!waiting.length) return;
-    const [began, all] = [performance.now(), waiting.map(([, one]) => one)];
+    const [startedAt, all] = [performance.now(), waiting.map(([, one]) => one)];
     await this.#write([...new Set(all.map((one) => one.conversation))], all.map((one) => one.message));
     this.#saved(waiting);
-    this.pause = Math.max(SOON_MS, SAVE_SHARE * (performance.now() - began));
+    this.pause = Math.max(SOON_MS, SAVE_SHARE * (performance.now() - startedAt));
   }
 
-  /** What was written waits no longer, unless it has grown since; until then a page that goes takes it along. */
+  /** Remove saved messages from `waiting`, unless they have changed since; until then `pagehide` stores them. */
   #saved(waiting) {
     for (const [id, one] of waiting) if (this.waiting.get(id) === one) this.waiting.delete(id);
   }
@@ -56,22 +56,22 @@ export class Saver {
     try {
       await this.store.save(conversations, messages);
     } catch (error) {
-      this.onLost(error);
+      this.onError(error);
     }
   }
 
-  /** Leave what is not saved where it can be left at once: a database is not waited for when a page goes. */
-  #leave() {
+  /** Put unsaved messages into localStorage, which is synchronous; a page that closes does not wait for IndexedDB. */
+  #storeUnsaved() {
     const messages = [...this.waiting.values()].map((one) => one.message);
-    if (messages.length) writeKept(UNSAVED + freshId(), JSON.stringify(messages));
+    if (messages.length) writeStored(UNSAVED + freshId(), JSON.stringify(messages));
   }
 
-  /** Save what pages left behind when they went. */
+  /** Save the messages that closed pages have put into localStorage. */
   async recover() {
-    for (const key of keptKeys(UNSAVED)) {
-      const left = JSON.parse(readKept(key) ?? "[]");
-      writeKept(key, null);
-      for (const message of left) await this.store.complete(message).catch(this.onLost);
+    for (const key of storedKeys(UNSAVED)) {
+      const messages = JSON.parse(readStored(key) ?? "[]");
+      writeStored(key, null);
+      for (const message of messages) await this.store.complete(message).catch(this.onError);
     }
   }
 }

@@ -1,10 +1,10 @@
-/** What an answer consists of: text, thoughts before it, and calls of the calculator with what it gave back. */
+/** Splits an answer into text, thoughts before it, and calls of the calculator with their results. */
 
 const THOUGHT = /^\s*<think>([\s\S]*?)(<\/think>|$)/;
 
 /**
- * Return an answer's segments in order: {kind: "text" | "thought", text} or {kind: "call", text, result}; the last two
- * have `open` while they are written. A result that is null has not come.
+ * Return an answer's segments in order: {kind: "text" | "thought", text} or {kind: "call", text, result}. An unfinished
+ * thought or call has `open: true`; `result` is null if there is none.
  */
 export function segmentsOf(message) {
   return message.parts ? callSegments(message.parts, message.finish !== null) : textSegments(message.text);
@@ -18,12 +18,12 @@ function textSegments(text) {
   return rest.trim() ? [first, { kind: "text", text: rest }] : [first];
 }
 
-function callSegments(parts, isWhole) {
+function callSegments(parts, isFinished) {
   const segments = [];
   for (const { type, text } of parts) {
     const last = segments.at(-1);
     if (type === "text") segments.push({ kind: "text", text });
-    else if (type === "python") segments.push({ kind: "call", text, result: null, open: !isWhole });
+    else if (type === "python") segments.push({ kind: "call", text, result: null, open: !isFinished });
     else if (last?.kind === "call") Object.assign(last, { result: text, open: false });
   }
   return segments.map((one, index) => (index < segments.length - 1 && one.open ? { ...one, open: false } : one));

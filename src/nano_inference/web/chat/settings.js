@@ -1,50 +1,50 @@
-/** How answers are drawn: what the user has set, kept in this browser; what is not set is the server's own default. */
+/** Sampling settings, stored in this browser; for a setting without a value the server's default applies. */
 
 import { byId, el } from "../shared/dom.js";
-import { readKept, writeKept } from "../shared/keep.js";
+import { readStored, writeStored } from "../shared/storage.js";
 import { showPresets } from "./presets.js";
 import { chatDefaults } from "./stream.js";
 
 const SETTINGS_KEY = "nano-inference.settings";
 
-/** Name in a request, label, lowest, highest, step. */
+/** Name in a request, label, minimum, maximum, step, hint. */
 const FIELDS = [
-  ["temperature", "Temperature", 0, 2, "any", "0 always takes the likeliest token"],
-  ["top_p", "Top-p", 0.01, 1, "any", "the likeliest tokens that have this share together"],
-  ["top_k", "Top-k", 0, 1000000, 1, "this many likeliest tokens; 0 takes all"],
-  ["min_p", "Min-p", 0, 1, "any", "tokens with this share of the likeliest one's probability"],
+  ["temperature", "Temperature", 0, 2, "any", "0 always chooses the most likely token"],
+  ["top_p", "Top-p", 0.01, 1, "any", "the most likely tokens with this total probability"],
+  ["top_k", "Top-k", 0, 1000000, 1, "number of most likely tokens; 0 for all"],
+  ["min_p", "Min-p", 0, 1, "any", "minimum probability, relative to the most likely token"],
   ["repetition_penalty", "Repetition penalty", 0.01, 10, "any", "1 is off"],
   ["presence_penalty", "Presence penalty", -2, 2, "any", "0 is off"],
   ["frequency_penalty", "Frequency penalty", -2, 2, "any", "0 is off"],
   ["max_tokens", "Longest answer", 1, 1000000, 1, "tokens"],
 ];
-const OWN_DEFAULTS = { presence_penalty: 0, frequency_penalty: 0, max_tokens: "all the room there is" };
+const OWN_DEFAULTS = { presence_penalty: 0, frequency_penalty: 0, max_tokens: "as many as fit" };
 
 const MOST_SAMPLES = 8;
 const MAX_SEED = Number.MAX_SAFE_INTEGER;
 
-/** Return a number held to its bounds, whole where its steps are; null for what is none. */
+/** Return a number clamped to its bounds, rounded if the step is 1; null if the text is not a number. */
 function bounded(text, low, high, step) {
   const value = text === null || String(text).trim() === "" ? NaN : Number(text);
   if (!Number.isFinite(value)) return null;
-  const held = Math.max(low, Math.min(high, value));
-  return step === 1 ? Math.round(held) : held;
+  const clamped = Math.max(low, Math.min(high, value));
+  return step === 1 ? Math.round(clamped) : clamped;
 }
 
 /** Owns the settings. */
 export class Settings {
   constructor() {
-    let kept = {};
+    let stored = {};
     try {
-      kept = JSON.parse(readKept(SETTINGS_KEY) ?? "{}") ?? {};
+      stored = JSON.parse(readStored(SETTINGS_KEY) ?? "{}") ?? {};
     } catch {
-      // what is kept is no JSON: nothing is set
+      // invalid JSON counts as no settings
     }
-    this.take(kept);
+    this.assign(stored);
   }
 
-  /** Set what was kept or written, held to its bounds. */
-  take({ sampling = {}, seed = null, samples = 1, system = "", details = true }) {
+  /** Set all values, clamped to their bounds. */
+  assign({ sampling = {}, seed = null, samples = 1, system = "", details = true }) {
     this.sampling = {};
     for (const [name, , low, high, step] of FIELDS) {
       const value = bounded(sampling?.[name] ?? null, low, high, step);
@@ -56,10 +56,10 @@ export class Settings {
     this.details = Boolean(details);
   }
 
-  /** Keep them. */
+  /** Store the settings in this browser. */
   save() {
     const { sampling, seed, samples, system, details } = this;
-    writeKept(SETTINGS_KEY, JSON.stringify({ sampling, seed, samples, system, details }));
+    writeStored(SETTINGS_KEY, JSON.stringify({ sampling, seed, samples, system, details }));
   }
 }
 
@@ -73,7 +73,7 @@ function numberField(name, label, low, high, step, hint, value, fallback) {
     el("label", { for: input.id }, label), input, el("small", { id: `hint-${name}` }, hint));
 }
 
-/** Fill the form with what is set, and with the server's defaults as placeholders. */
+/** Fill the form with the settings, and with the server's defaults as placeholders. */
 export function showSettings(settings, info, conversation) {
   const fallbacks = { ...OWN_DEFAULTS, ...info?.sampling_defaults, ...chatDefaults(info) };
   byId("sampling").replaceChildren(...FIELDS.map(([name, label, low, high, step, hint]) =>
@@ -89,9 +89,9 @@ export function showSettings(settings, info, conversation) {
   byId("details").checked = settings.details;
 }
 
-/** Take over what the form says; return the conversation's system prompt. */
+/** Read the settings from the form; return the conversation's system prompt. */
 export function readSettings(settings) {
-  settings.take({
+  settings.assign({
     sampling: Object.fromEntries(FIELDS.map(([name]) => [name, byId(`set-${name}`).value])),
     seed: byId("seed").value,
     samples: byId("samples").value,
@@ -102,7 +102,7 @@ export function readSettings(settings) {
   return settings.system;
 }
 
-/** Forget what is set: the server's defaults hold again. The system prompt stays. */
+/** Clear all settings except the system prompt, so that the server's defaults apply. */
 export function resetSettings(settings) {
   Object.assign(settings, { sampling: {}, seed: null, samples: 1, details: true });
   settings.save();

@@ -6,7 +6,7 @@ import { iconButton } from "./icons.js";
 const SEARCH_MS = 120;
 const DAY_MS = 86400000;
 
-/** Return what the time since a conversation's last message is called. */
+/** Return the heading for a conversation's last change, such as "Yesterday". */
 function groupOf(time) {
   const days = Math.ceil((new Date().setHours(0, 0, 0, 0) - time) / DAY_MS);
   if (days < 1) return "Today";
@@ -16,7 +16,7 @@ function groupOf(time) {
   return new Date(time).toLocaleDateString("en", { month: "long", year: "numeric" });
 }
 
-/** Owns the list. `actions`: open, rename, remove, textOf (a promise of all that a conversation says). */
+/** Owns the list. `actions`: open, rename, remove, textOf (returns a promise of a conversation's text). */
 export class Sidebar {
   constructor(chat, actions) {
     this.chat = chat;
@@ -34,7 +34,7 @@ export class Sidebar {
     this.timer = setTimeout(() => this.show(), SEARCH_MS);
   }
 
-  /** Escape ends the search, and nothing else. */
+  /** End the search on Escape, without further effects of the key. */
   #onKey(event) {
     if (event.key !== "Escape" || !byId("search").value) return;
     event.preventDefault();
@@ -43,9 +43,9 @@ export class Sidebar {
     this.show();
   }
 
-  /** Show the conversations that the search finds; all of them while nothing is searched for. */
+  /** Show the conversations that match the search, all of them without one. */
   async show() {
-    if (byId("chats").querySelector("input")) return; // somebody writes a name there; its end shows the list
+    if (byId("chats").querySelector("input")) return; // a conversation is being renamed; its end calls `show`
     const wanted = byId("search").value.trim().toLowerCase();
     const all = this.chat.conversations;
     const found = wanted ? await this.#found(wanted, all) : all;
@@ -55,7 +55,7 @@ export class Sidebar {
     byId("no-chats").textContent = wanted ? "Nothing found." : "No conversations yet.";
   }
 
-  /** Return the conversations' rows, with a heading before the first one of each time. */
+  /** Return the conversations' rows, newest first, with a heading before each group. */
   #grouped(conversations) {
     const latestFirst = conversations.toSorted((a, b) => b.updated - a.updated);
     const groups = Map.groupBy(latestFirst, (one) => groupOf(one.updated));
@@ -70,19 +70,19 @@ export class Sidebar {
     return all.filter((one, index) => `${one.title}\n${texts[index]}`.toLowerCase().includes(wanted));
   }
 
-  /** Return all that a conversation says; read once for each of its states. */
+  /** Return a conversation's text, cached until its next change. */
   async #textOf(conversation) {
     const key = `${conversation.id} ${conversation.updated}`;
     if (!this.texts.has(key)) this.texts.set(key, await this.actions.textOf(conversation));
     return this.texts.get(key);
   }
 
-  /** Return a conversation's row; the one that is there as long as it is right: who is about to press it can. */
+  /** Return a conversation's row; an unchanged row is reused, so that a click in progress is not lost. */
   #rowOf(conversation) {
     const isOpen = conversation === this.chat.current;
     const { id, title } = conversation;
-    const there = this.rows.get(id);
-    if (there?.conversation === conversation && there.title === title && there.isOpen === isOpen) return there.row;
+    const known = this.rows.get(id);
+    if (known?.conversation === conversation && known.title === title && known.isOpen === isOpen) return known.row;
     const row = this.#row(conversation, isOpen);
     this.rows.set(id, { conversation, title, isOpen, row });
     return row;
@@ -123,7 +123,7 @@ export class Sidebar {
   }
 }
 
-/** Have a list contain these rows, in this order; those that are in their places are not touched. */
+/** Make a list contain these rows, in this order, without touching rows already in place. */
 function arrange(list, rows) {
   const wanted = new Set(rows);
   for (const row of [...list.children]) if (!wanted.has(row)) row.remove();

@@ -1,18 +1,18 @@
-/** What a screen reader is told of an answer that is being written: whole sentences, not single tokens. */
+/** Output for screen readers: complete sentences of a growing answer, not single tokens. */
 
 import { byId, el } from "../shared/dom.js";
 
 const SENTENCE = /(?:[^.!?\n]|[.!?]+(?![.!?\s]))*(?:[.!?]+(?=\s)|\n+)/y;
 const KEEP = 20;
 
-/** Reads one answer out, sentence by sentence, into the page's polite live region. */
+/** Adds one answer, sentence by sentence, to the page's polite live region. */
 export class Speech {
   constructor(message) {
     this.message = message;
     this.at = 0;
   }
 
-  /** Say the sentences that are whole; all of the rest when the answer has ended. */
+  /** Add the new complete sentences; at the end of the answer, all remaining text. */
   update() {
     const { text, finish } = this.message;
     SENTENCE.lastIndex = this.at;

@@ -1,4 +1,4 @@
-/** Conversations kept in this browser (IndexedDB); while the page is open only, which `isKept` tells, without that. */
+/** Stores conversations in this browser's IndexedDB, or in memory if that is not available (`isPersistent`). */
 
 const DATABASE = "nano-inference";
 
@@ -25,7 +25,7 @@ function openDatabase() {
   return done(request);
 }
 
-/** Return where conversations are kept: the browser's database, or this page's memory. */
+/** Return the browser's database, or a store in memory. */
 export async function openStore() {
   try {
     return new Store(await openDatabase());
@@ -38,7 +38,7 @@ export async function openStore() {
 class Store {
   constructor(database) {
     this.database = database;
-    this.isKept = true;
+    this.isPersistent = true;
   }
 
   /** Return all conversations. */
@@ -51,7 +51,7 @@ class Store {
     return done(this.#objects("messages", "readonly").index("conversation").getAll(conversation));
   }
 
-  /** Write conversations and messages as they are now. Rejects when the browser has no room. */
+  /** Write conversations and messages. Rejects if the browser has no space. */
   async save(conversations, messages = []) {
     const transaction = this.database.transaction(["conversations", "messages"], "readwrite");
     for (const one of conversations) transaction.objectStore("conversations").put(one);
@@ -59,11 +59,11 @@ class Store {
     await finished(transaction);
   }
 
-  /** Write a message that a page left behind, unless it is gone, or somebody has written more of it since. */
+  /** Write the message of a closed page, unless it was deleted or has more tokens or an end in the database. */
   async complete(message) {
     const objects = this.#objects("messages", "readwrite");
-    const kept = await done(objects.get(message.id));
-    if (kept && kept.finish === null && kept.tokens.length <= message.tokens.length) await done(objects.put(message));
+    const old = await done(objects.get(message.id));
+    if (old && old.finish === null && old.tokens.length <= message.tokens.length) await done(objects.put(message));
   }
 
   /** Delete a conversation and its messages. */
@@ -79,33 +79,33 @@ class Store {
   }
 }
 
-/** The same in memory. */
+/** The same interface, in memory. */
 class MemoryStore {
   constructor() {
-    this.isKept = false;
-    this.all = new Map();
-    this.texts = new Map();
+    this.isPersistent = false;
+    this.conversationById = new Map();
+    this.messageById = new Map();
   }
 
   async conversations() {
-    return [...this.all.values()];
+    return [...this.conversationById.values()];
   }
 
   async messages(conversation) {
-    return [...this.texts.values()].filter((one) => one.conversation === conversation);
+    return [...this.messageById.values()].filter((one) => one.conversation === conversation);
   }
 
   async save(conversations, messages = []) {
-    for (const one of conversations) this.all.set(one.id, one);
-    for (const one of messages) this.texts.set(one.id, one);
+    for (const one of conversations) this.conversationById.set(one.id, one);
+    for (const one of messages) this.messageById.set(one.id, one);
   }
 
   async complete() {
-    // nothing outlives the page, so none left anything behind
+    // messages in memory do not outlive the page
   }
 
   async remove(conversation, messages) {
-    this.all.delete(conversation.id);
-    for (const one of messages) this.texts.delete(one.id);
+    this.conversationById.delete(conversation.id);
+    for (const one of messages) this.messageById.delete(one.id);
   }
 }

@@ -1,15 +1,15 @@
-/** An answer from the server: the request, its events, and what they add to the messages that are being written. */
+/** Requests for answers: the body, the server-sent events, and the updates of messages by events. */
 
 import { ServerError, ask } from "../shared/server.js";
 
 const ALTERNATIVES = 5;
-/** Tokens that came in one piece say nothing of how fast they were drawn. */
+/** Below this duration, the speed is not shown: tokens that arrive in one piece do not indicate it. */
 const SHORTEST_S = 0.02;
-/** Tokens that a text is continued by at a time, unless the settings say otherwise. */
+/** Default `max_tokens` for continuing a text. */
 const CONTINUATION = 200;
 const ENDS = ["stop", "abort"];
 
-/** Yield the data of a response's server-sent events; throws `ServerError` when the connection breaks. */
+/** Yield the data of a response's server-sent events; throws `ServerError` if the connection is lost. */
 async function* eventsOf(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
@@ -22,7 +22,7 @@ async function* eventsOf(response) {
       yield* blocks.map(dataOf).filter((data) => data !== null);
     }
   } finally {
-    reader.cancel().catch(() => {}); // whoever wants no more events lets the server stop, too
+    reader.cancel().catch(() => {}); // stops the server when the caller needs no more events
   }
 }
 
@@ -30,7 +30,7 @@ async function read(reader) {
   try {
     return await reader.read();
   } catch {
-    throw new ServerError(0, "the connection was lost"); // or stopped, which whoever stopped it knows
+    throw new ServerError(0, "the connection was lost"); // also after an abort, which the caller checks
   }
 }
 
@@ -43,18 +43,18 @@ function dataOf(block) {
 /**
  * Return the body of a request for answers.
  *
- * `sampling`: what the user has set, and the server's defaults for the rest. Of `wishes`, `begun` are ids that the
- * answer begins with, or null, and `sample` is the number under which it is drawn.
+ * `sampling`: the user's settings, completed by the server's defaults. In `options`, `given` are the ids with which the
+ * answer starts, or null, and `sample` is the sample's index.
  */
-export function requestBody(info, messages, sampling, wishes) {
-  const { seed, samples = 1, sample = 0, begun = null, echo = false, details = true } = wishes;
+export function requestBody(info, messages, sampling, options) {
+  const { seed, samples = 1, sample = 0, given = null, echo = false, details = true } = options;
   return {
     ...streamed(info), messages, ...sampling, seed,
     ...(details ? { logprobs: true, top_logprobs: Math.min(ALTERNATIVES, info.max_logprobs) } : {}),
     ...(samples > 1 ? { n: samples } : {}),
     ...(sample > 0 ? { sample_index: sample } : {}),
     ...(info.calculator ? { calculator: true } : {}),
-    ...(begun ? { answer_token_ids: begun, echo } : {}),
+    ...(given ? { answer_token_ids: given, echo } : {}),
   };
 }
 
@@ -62,7 +62,7 @@ function streamed({ model }) {
   return { model, stream: true, stream_options: { include_usage: true }, return_token_ids: true };
 }
 
-/** Return what a chat samples with where the user has set nothing; an older server names nothing. */
+/** Return the server's sampling defaults for chats; empty for an older server. */
 export function chatDefaults(info) {
   return Object.fromEntries(Object.entries(info?.chat_defaults ?? {}).filter(([, value]) => value !== null));
 }
@@ -77,16 +77,16 @@ export function completionBody(info, prompt, { sampling, seed, details }) {
 }
 
 /**
- * Ask for answers and write them into `messages`, one for each sample; `onNews(message)` after each addition.
+ * Request answers and write them into `messages`, one for each sample; call `onProgress(message)` after each event.
  *
- * Returns when all have ended; with `onlyBeginning` as soon as the server has said how the answer begins. Throws
- * `ServerError` for what went wrong; the messages then have what came before.
+ * Returns when all answers have ended; with `onlyBeginning`, once the server has sent the ids of the answer's
+ * beginning. Throws `ServerError`; the messages then contain what arrived before.
  */
-export async function writeAnswers(body, messages, signal, onNews, onlyBeginning = false) {
+export async function writeAnswers(body, messages, signal, onProgress, onlyBeginning = false) {
   const asked = performance.now();
   const clocks = messages.map(() => ({ asked, first: null, last: null }));
   const response = await ask("prompt" in body ? "/v1/completions" : "/v1/chat/completions", { body, signal });
-  // The server sends this header when the context leaves less room than max_tokens asks for.
+  // The server sends this header if the context has less room than max_tokens.
   const limit = response.headers.has("x-max-tokens") ? "context" : "length";
   let usage = null;
   for await (const data of eventsOf(response)) {
@@ -102,28 +102,28 @@ export async function writeAnswers(body, messages, signal, onNews, onlyBeginning
         clock.first ??= clock.last;
       }
       message.stats = statsOf(message, clock, usage);
-      onNews(message);
+      onProgress(message);
       if (onlyBeginning && choice.answer_token_ids) return;
     }
   }
   messages.forEach((message, index) => {
     message.stats = statsOf(message, clocks[index], usage);
-    onNews(message);
+    onProgress(message);
   });
   if (messages.some((one) => one.finish === null)) throw new ServerError(0, "the connection was lost");
 }
 
-/** Add what a choice of an event brought; return whether it brought tokens. `limit`: the `finish` of a cut answer. */
+/** Add an event's choice to a message; return true if it has tokens. `limit`: the `finish` of a truncated answer. */
 function addChoice(message, choice, limit) {
   const { delta = {} } = choice;
-  if (choice.answer_token_ids) beginAgain(message, choice.answer_token_ids);
+  if (choice.answer_token_ids) resetBeginning(message, choice.answer_token_ids);
   message.text += choice.text ?? delta.content ?? "";
   if (delta.parts) message.parts = joinedParts(message.parts ?? [], delta.parts);
   const ids = choice.token_ids ?? [];
   const entries = choice.logprobs?.content ?? entriesOf(choice.logprobs);
   ids.forEach((id, index) => message.tokens.push(tokenOf(id, choice.mask[index], entries[index])));
   for (const number of choice.token_versions ?? []) addVersion(message, number);
-  if (choice.weight_versions) labelVersions(message, choice.weight_versions, message.begun ?? 0);
+  if (choice.weight_versions) labelVersions(message, choice.weight_versions, message.numGiven ?? 0);
   if (choice.finish_reason) message.finish = ENDS.includes(choice.finish_reason) ? choice.finish_reason : limit;
   return ids.length > 0;
 }
@@ -137,11 +137,11 @@ function entriesOf(logprobs) {
   }));
 }
 
-/** Let the server say how an answer begins: its text, and tokens that a calculator forced behind the given ones. */
-function beginAgain(message, ids) {
+/** Reset the text, which the server sends again, and add tokens that a calculator forced after the given ones. */
+function resetBeginning(message, ids) {
   Object.assign(message, { text: "", parts: null });
   for (const id of ids.slice(message.tokens.length)) message.tokens.push([id, "", 0, 1, []]);
-  message.begun = ids.length;
+  message.numGiven = ids.length;
 }
 
 function tokenOf(id, isDrawn, entry) {
@@ -153,7 +153,7 @@ function rounded(value) {
   return value === null ? null : Number(value.toFixed(6));
 }
 
-/** Return parts with those of one kind that meet in one. */
+/** Return the parts with adjacent ones of the same kind joined. */
 function joinedParts(before, added) {
   const parts = before.map((one) => ({ ...one }));
   for (const part of added) {
@@ -164,29 +164,29 @@ function joinedParts(before, added) {
   return parts;
 }
 
-/** Note which weights drew the next token. */
+/** Record the weight version of the next token. */
 function addVersion(message, number) {
   const last = message.versions.at(-1);
   if (last?.number === number) last.end += 1;
   else message.versions.push({ version: String(number), number, start: last?.end ?? 0, end: (last?.end ?? 0) + 1 });
 }
 
-/** Take over what the server calls the weights that drew the tokens behind the first `begun` of them. */
-function labelVersions(message, versions, begun) {
+/** Replace the weight versions of the tokens from index `first` on by the server's names for them. */
+function labelVersions(message, versions, first) {
   message.versions = [
-    ...message.versions.filter((one) => one.start < begun).map((one) => ({ ...one, end: Math.min(one.end, begun) })),
-    ...versions.map((one) => ({ ...one, start: one.start + begun, end: one.end + begun })),
+    ...message.versions.filter((one) => one.start < first).map((one) => ({ ...one, end: Math.min(one.end, first) })),
+    ...versions.map((one) => ({ ...one, start: one.start + first, end: one.end + first })),
   ];
 }
 
-/** Return an answer's figures: tokens, seconds to the first of them, tokens a second after it. */
+/** Return an answer's figures: tokens, seconds to the first token, tokens per second after it. */
 function statsOf(message, clock, usage) {
-  const drawn = message.tokens.length - (message.begun ?? 0);
+  const numSampled = message.tokens.length - (message.numGiven ?? 0);
   const seconds = clock.first === null ? 0 : (clock.last - clock.first) / 1000;
   return {
     tokens: message.tokens.length,
     first: clock.first === null ? null : (clock.first - clock.asked) / 1000,
-    speed: drawn > 1 && seconds > SHORTEST_S ? (drawn - 1) / seconds : null,
+    speed: numSampled > 1 && seconds > SHORTEST_S ? (numSampled - 1) / seconds : null,
     prompt: usage?.prompt_tokens ?? message.stats?.prompt ?? null,
     cached: usage?.prompt_tokens_details?.cached_tokens ?? message.stats?.cached ?? null,
   };

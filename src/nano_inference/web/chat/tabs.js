@@ -1,4 +1,4 @@
-/** Other tabs of this page: what one changes the others show, and no two write into one conversation. */
+/** Synchronizes tabs of this page: all show the same conversations, and only one generates in a conversation. */
 
 const CHANNEL = "nano-inference";
 
@@ -7,48 +7,48 @@ function lockOf(id) {
 }
 
 /**
- * Owns the channel between tabs; silent where the browser has none. `on` holds what is done when another tab says
- * "changed", "removed", "writing" or "ended" of a conversation's id; "asking" wants to know who writes there.
+ * Owns the channel between tabs, which some browsers lack. `on` maps kinds of messages to functions of a conversation's
+ * id: "changed", "removed", "writing", "ended", "stop", and "asking", which the tab that writes answers by "writing".
  *
- * Who writes holds a lock, which the browser takes from a tab that crashes: the others wait for it, and then know that
- * nobody writes any more. A page over plain HTTP from elsewhere has no locks; there a tab that crashed cannot say so.
+ * A tab holds a lock while it writes into a conversation. The browser releases the lock if the tab crashes, for which
+ * other tabs wait. Over plain HTTP from another host there are no locks, so a crash is not detected.
  */
 export class Tabs {
   constructor(on) {
     this.channel = "BroadcastChannel" in window ? new BroadcastChannel(CHANNEL) : null;
     this.channel?.addEventListener("message", ({ data }) => on[data.kind]?.(data.id));
-    this.letGo = new Map();
+    this.releases = new Map();
   }
 
-  /** Tell the others from here on that this tab writes there. */
+  /** Lock a conversation and notify the other tabs that this tab writes into it. */
   begin(id) {
-    const tell = () => { if (this.letGo.has(id)) this.tell("writing", id); };
-    this.letGo.set(id, () => {});
-    if (!navigator.locks) tell();
-    else navigator.locks.request(lockOf(id), () => this.#hold(id)).catch(tell);
+    const notify = () => { if (this.releases.has(id)) this.post("writing", id); };
+    this.releases.set(id, () => {});
+    if (!navigator.locks) notify();
+    else navigator.locks.request(lockOf(id), () => this.#hold(id)).catch(notify);
   }
 
-  /** The lock is ours: nobody who hears of it now can take it before. */
+  /** Notify the other tabs once this tab has the lock, so that they request it later; hold it until `end`. */
   #hold(id) {
-    if (!this.letGo.has(id)) return null;
-    this.tell("writing", id);
-    return new Promise((resolve) => this.letGo.set(id, resolve));
+    if (!this.releases.has(id)) return null;
+    this.post("writing", id);
+    return new Promise((resolve) => this.releases.set(id, resolve));
   }
 
-  /** Tell the others that this tab writes there no more. */
+  /** Unlock a conversation and notify the other tabs. */
   end(id) {
-    this.letGo.get(id)?.();
-    this.letGo.delete(id);
-    this.tell("ended", id);
+    this.releases.get(id)?.();
+    this.releases.delete(id);
+    this.post("ended", id);
   }
 
-  /** Call back once the tab that writes there is gone, though it did not say so. */
-  whenGone(id, then) {
+  /** Call `then` once the tab that writes into a conversation has released its lock, also by a crash. */
+  onUnlock(id, then) {
     navigator.locks?.request(lockOf(id), { mode: "shared" }, then).catch(() => {});
   }
 
-  /** Tell the others. */
-  tell(kind, id) {
+  /** Send a message to the other tabs. */
+  post(kind, id) {
     this.channel?.postMessage({ kind, id });
   }
 }

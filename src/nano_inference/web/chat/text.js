@@ -1,14 +1,14 @@
-/** Texts that the model continues, without a chat around them: all that a base model can do. */
+/** The text pane: the model continues a text, without a chat template. */
 
 import { byId } from "../shared/dom.js";
-import { readKept, writeKept } from "../shared/keep.js";
+import { readStored, writeStored } from "../shared/storage.js";
 import { completionBody, writeAnswers } from "./stream.js";
 import { TokenView, closeAlternatives } from "./tokens.js";
 import { newMessage } from "./tree.js";
 
 const TEXT_KEY = "nano-inference.text";
 
-/** Owns the field and the continuation under way. `page`: info(), settings, started(), failed(error), figures(one). */
+/** Owns the field and the running request. `page`: info(), settings, started(), failed(error), figures(message). */
 export class TextPane {
   constructor(page) {
     this.page = page;
@@ -17,26 +17,26 @@ export class TextPane {
     this.before = "";
     this.view = null;
     this.field = byId("text-field");
-    this.field.value = readKept(TEXT_KEY) ?? "";
+    this.field.value = readStored(TEXT_KEY) ?? "";
     const on = (id, listener) => byId(id).addEventListener("click", listener);
-    on("text-go", () => this.#go());
+    on("text-go", () => this.#continue());
     on("text-stop", () => this.stop());
-    on("text-undo", () => this.#takeBack());
+    on("text-undo", () => this.#undo());
     on("text-show", () => this.#showTokens(this.view === null));
     this.field.addEventListener("input", () => this.#forget());
     this.field.addEventListener("keydown", (event) => {
       if (event.key !== "Enter" || !(event.ctrlKey || event.metaKey)) return;
       event.preventDefault();
-      this.#go();
+      this.#continue();
     });
-    addEventListener("pagehide", () => writeKept(TEXT_KEY, this.field.value));
+    addEventListener("pagehide", () => writeStored(TEXT_KEY, this.field.value));
   }
 
   get isShown() {
     return document.body.classList.contains("texting");
   }
 
-  /** Show the text instead of the conversation, or the conversation again. */
+  /** Show the text pane instead of the conversation, or the conversation again. */
   show(isShown) {
     document.body.classList.toggle("texting", isShown);
     byId("text").hidden = !isShown;
@@ -44,7 +44,7 @@ export class TextPane {
     this.update();
   }
 
-  /** Show what can be done now. */
+  /** Show the current state of buttons and figures. */
   update() {
     const isBusy = this.control !== null;
     const hasTokens = Boolean(this.message?.tokens.length);
@@ -63,20 +63,20 @@ export class TextPane {
     this.control?.abort();
   }
 
-  /** Insert a text in place of the selection, unless a continuation is under way. */
+  /** Replace the selection by a text, unless a request is running. */
   insert(text) {
     if (this.control) return;
     this.field.setRangeText(text);
     this.#forget();
   }
 
-  /** What the user changes has no tokens that are known. */
+  /** Discard the tokens of the last continuation, because the user has changed the text. */
   #forget() {
     this.message = null;
     this.#showTokens(false);
   }
 
-  #takeBack() {
+  #undo() {
     this.field.value = this.before;
     this.#forget();
     this.field.focus();
@@ -93,14 +93,14 @@ export class TextPane {
     this.update();
   }
 
-  /** Continue the text that comes before a token with another one in its place. */
+  /** Replace a token by another one, drop the text after it, and continue. */
   #branch(index, [, text]) {
     const kept = this.message.tokens.slice(0, index).map((token) => token[1]).join("");
     this.field.value = this.before + kept + text;
-    this.#go();
+    this.#continue();
   }
 
-  async #go() {
+  async #continue() {
     if (this.control || byId("text-go").disabled) return;
     const { page } = this;
     const hadTokens = this.view !== null;
@@ -112,18 +112,18 @@ export class TextPane {
     byId("text-stop").focus();
     try {
       const body = completionBody(page.info(), this.before, page.settings);
-      await writeAnswers(body, [this.message], this.control.signal, () => this.#grown());
+      await writeAnswers(body, [this.message], this.control.signal, () => this.#showProgress());
     } catch (error) {
       if (!this.control.signal.aborted) page.failed(error);
     }
     this.message.finish ??= "stopped";
     this.control = null;
-    writeKept(TEXT_KEY, this.field.value);
+    writeStored(TEXT_KEY, this.field.value);
     this.update();
     if (document.activeElement === document.body) byId("text-go").focus();
   }
 
-  #grown() {
+  #showProgress() {
     this.field.value = this.before + this.message.text;
     this.field.scrollTop = this.field.scrollHeight;
     this.update();

@@ -1,11 +1,11 @@
-/** The token view: an answer's tokens coloured by probability; each shows its alternatives, which can be taken. */
+/** The token view: an answer's tokens, coloured by probability, with their alternatives. */
 
 import { byId, el } from "../shared/dom.js";
 
 const STEPS = [0.9, 0.7, 0.5, 0.3, 0.1];
 const LEGEND = ["≥ 90 %", "70", "50", "30", "10", "below"];
 const PAGE = 2000;
-/** Below it lies what the settings exclude. */
+/** Tokens that the settings exclude have log-probabilities below this. */
 const IMPOSSIBLE = -9000;
 
 function probability(logprob) {
@@ -17,13 +17,13 @@ function percent(logprob) {
   return share >= 99.95 ? "100 %" : share >= 0.1 ? `${share.toFixed(1)} %` : "< 0.1 %";
 }
 
-/** A token's text as it can be seen: what has none, or only part of a character, by its id. */
+/** Return a token's visible text; its id if it has no text. */
 function visible(text, id) {
   if (text === "") return `⟨${id}⟩`;
   return text.replaceAll("\n", "⏎\n").replaceAll("\t", "⇥\t");
 }
 
-/** Whether a token that is known by its text alone can be put in another's place. */
+/** Return true if a token without an id can be chosen by its text: the text consists of whole characters. */
 function isText(text) {
   return text !== "" && !text.includes("\ufffd");
 }
@@ -40,7 +40,7 @@ function describe([id, text, logprob, forced]) {
   return forced ? `${shown}, forced` : logprob === null ? shown : `${shown}, ${percent(logprob)}`;
 }
 
-/** Shows the tokens of one message. One of them takes the keyboard's focus; arrow keys move it. */
+/** Shows the tokens of one message. One token is in the tab order; arrow keys move the focus. */
 export class TokenView {
   constructor(message, { branch, isBusy }) {
     this.message = message;
@@ -65,7 +65,7 @@ export class TokenView {
     this.update();
   }
 
-  /** Show tokens that have come since. */
+  /** Show the tokens added since the last call. */
   update() {
     const { tokens } = this.message;
     const end = Math.min(tokens.length, this.limit);
@@ -81,14 +81,14 @@ export class TokenView {
   }
 
   #button(token, index) {
-    // A button is a box of its own; only a span breaks where a token has a line's end.
+    // A span, because a button does not break at a newline inside a token.
     return el("span", {
       role: "button", class: classOf(token), "data-index": index, tabindex: index ? "-1" : "0",
       "aria-label": describe(token),
     }, visible(token[1], token[0]));
   }
 
-  /** Whoever moves from token to token sees each one's alternatives; whoever comes back from them does not again. */
+  /** Show the alternatives of a focused token, unless the focus returns from them. */
   #onFocus({ target, relatedTarget }) {
     if (!byId("alternatives").contains(relatedTarget)) this.#open(target.closest(".token"), false);
   }
@@ -130,23 +130,23 @@ function showAlternatives(view, index, button, isPinned) {
   placeAlternatives();
 }
 
-/** Return the token whose alternatives are shown. */
+/** Return the element of the token whose alternatives are shown. */
 function anchorOf() {
   return document.querySelector('.token[aria-expanded="true"]');
 }
 
 function alternatives({ message, isBusy }, index, onTake) {
   const [id, text, logprob, forced, top] = message.tokens[index];
-  const facts = forced ? "forced by the calculator: nothing was drawn here"
-    : logprob === null ? "no log-probability was asked for" : `${percent(logprob)} · logprob ${logprob.toFixed(3)}`;
+  const facts = forced ? "forced by the calculator, not sampled"
+    : logprob === null ? "log-probabilities were not requested" : `${percent(logprob)} · logprob ${logprob.toFixed(3)}`;
   const head = el("p", {}, el("strong", {}, JSON.stringify(text)), ` token ${id} at ${index} · ${facts}`);
   if (forced || !top.length) return [head];
   const canTake = message.finish !== null && !isBusy();
   const isOwn = (one) => (one[0] === null ? one[1] === text : one[0] === id);
   const rows = top.filter(Array.isArray).map((one) => alternative(one, isOwn(one), canTake, onTake));
   const hint = canTake
-    ? "Take another one, and the answer goes on from there."
-    : "Others can be taken when the answer has ended.";
+    ? "Choose another token to continue the answer from it."
+    : "You can choose another token when the answer has ended.";
   return [head, el("ul", {}, ...rows), el("p", { class: "soft" }, hint)];
 }
 
@@ -156,13 +156,13 @@ function alternative(token, isOwn, canTake, onTake) {
   bar.value = probability(logprob);
   const button = el("button", {
     type: "button", disabled: isOwn || !canTake || logprob < IMPOSSIBLE || (id === null && !isText(text)),
-    "aria-label": `Go on with ${JSON.stringify(text)}, ${percent(logprob)}`,
+    "aria-label": `Continue with ${JSON.stringify(text)}, ${percent(logprob)}`,
     on: { click: () => onTake(token) },
   }, el("code", {}, visible(text, id)));
   return el("li", {}, button, bar, el("span", {}, percent(logprob)), el("span", { class: "soft" }, logprob.toFixed(3)));
 }
 
-/** Close the panel of alternatives; return whether it was open. The focus goes back to its token. */
+/** Close the panel of alternatives; return true if it was open. The focus returns to its token. */
 export function closeAlternatives() {
   const panel = byId("alternatives");
   const wasOpen = !panel.hidden;
@@ -174,7 +174,7 @@ export function closeAlternatives() {
   return wasOpen;
 }
 
-/** Put the panel below its token, or above it where there is no room; close it when the token is out of sight. */
+/** Place the panel below its token, or above it if there is no room; close it if the token is not visible. */
 export function placeAlternatives() {
   const panel = byId("alternatives");
   if (panel.hidden) return;

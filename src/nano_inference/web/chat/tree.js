@@ -1,17 +1,17 @@
 /**
- * Conversations as trees: every message but the first has a parent, editing and regenerating add siblings, and
- * `chosen` says which child is shown. Pure but for the records that they are given.
+ * Conversations as trees: each message except the first has a parent, editing and regenerating add siblings, and
+ * `chosen` maps a parent to the shown child. Only `choose` changes its arguments.
  *
  * A conversation: {id, title, named, created, updated, system, chosen: {parent: child}}.
  * A message: {id, conversation, parent, role, text, parts, tokens, versions, stats, seed, sample, finish, error,
  * created}. A token is [id, text, logprob, forced, alternatives], an alternative [id, text, logprob].
- * `finish`: null while it is written, then "stop", "length" (max_tokens), "context" (full), "stopped",
+ * `finish`: null while the answer is generated, then "stop", "length" (max_tokens), "context" (full), "stopped",
  * "interrupted", "abort" or "error".
  */
 
 const ROOT = "root";
 
-/** Return an id that nobody has; `crypto.randomUUID` is missing over plain http. */
+/** Return a random id; `crypto.randomUUID` is not available over plain HTTP. */
 export function freshId() {
   return Array.from(crypto.getRandomValues(new Uint8Array(12)), (byte) => byte.toString(16).padStart(2, "0")).join("");
 }
@@ -22,7 +22,7 @@ export function newConversation(system = "") {
   return { id: freshId(), title: "New chat", named: false, created: now, updated: now, system, chosen: {} };
 }
 
-/** Return a message under a parent (null for a first one). */
+/** Return a new message with a parent's id (null for a first message). */
 export function newMessage(conversation, parent, role, text = "") {
   return {
     id: freshId(), conversation: conversation.id, parent, role, text, parts: null, tokens: [], versions: [],
@@ -39,17 +39,17 @@ export function childrenOf(messages, parent) {
   return messages.filter((one) => one.parent === parent).sort(oldestFirst);
 }
 
-/** Return all versions of a message, itself among them. */
+/** Return all versions of a message, including itself. */
 export function siblingsOf(messages, message) {
   return childrenOf(messages, message.parent).filter((one) => one.role === message.role);
 }
 
-/** Show a message, and so all that leads to it. */
+/** Make a message the shown version among its siblings. */
 export function choose(conversation, message) {
   conversation.chosen[message.parent ?? ROOT] = message.id;
 }
 
-/** Return the messages that are shown, first to last. */
+/** Return the shown messages, first to last. */
 export function shownPath(conversation, messages) {
   const path = [];
   const byParent = groupByParent(messages);
@@ -62,7 +62,7 @@ export function shownPath(conversation, messages) {
   return path;
 }
 
-/** Return messages by their parent, oldest first. One whose parent is gone counts as a first one: nothing is hidden. */
+/** Return messages by their parent, oldest first. A message without its parent counts as a first message. */
 function groupByParent(messages) {
   const ids = new Set(messages.map((one) => one.id));
   const groups = new Map();
@@ -74,7 +74,7 @@ function groupByParent(messages) {
   return groups;
 }
 
-/** Return the messages from the first to the one given, itself included. */
+/** Return the messages from the first to `message`, inclusive. */
 export function pathTo(messages, message) {
   const byId = new Map(messages.map((one) => [one.id, one]));
   const path = [];
@@ -82,13 +82,13 @@ export function pathTo(messages, message) {
   return path;
 }
 
-/** Return a conversation's name made of its first words. */
+/** Return a conversation's title from its first line. */
 export function titleOf(text) {
   const line = text.trim().split("\n")[0];
   return line.length > 100 ? `${line.slice(0, 99)}…` : line || "New chat";
 }
 
-/** Return messages as the server takes them. The parts of an answer have the calculator's calls as they were. */
+/** Return the messages of a request. The parts of an answer contain the calculator's calls unchanged. */
 export function asRequest(system, path) {
   const turns = path.map(({ role, text, parts }) => (parts ? { role, content: text, parts } : { role, content: text }));
   return system.trim() ? [{ role: "system", content: system }, ...turns] : turns;

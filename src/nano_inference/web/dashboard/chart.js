@@ -1,8 +1,8 @@
 import { el } from "../shared/dom.js";
-import { clockText, joined, marked, NOTHING } from "./format.js";
+import { clockText, joined, marked, NO_VALUE } from "./format.js";
 import { marksTo, nearest, pathThrough, timeMarks } from "./scale.js";
 
-/** Line charts in SVG: drawn to the width that there is, read with pointer or arrow keys, and told as a table. */
+/** Line charts in SVG: scaled to the available width, readable by pointer, by arrow keys and as a table. */
 
 const HEIGHT = 172;
 const EDGE = { left: 52, right: 14, top: 10, bottom: 22 };
@@ -16,9 +16,9 @@ function svg(name, attributes = {}, ...children) {
 }
 
 /**
- * One chart. `spec`: `id`; `title`; `note`, what is drawn, in a sentence; `lines`, each `{name, read}`, where `read`
- * returns a point's value or null; `show`, which turns a value into `[number, unit]`; `top`, the axis' end when it is
- * always the same; `least`, the smallest step of the axis.
+ * One chart. `spec`: `id`; `title`; `note`, a description; `lines`, each `{name, read}`, where `read` returns a point's
+ * value or null; `show`, which converts a value to `[number, unit]`; `top`, the fixed end of the axis, if any; `least`,
+ * the smallest step of the axis.
  */
 export class Chart {
   constructor(spec) {
@@ -29,8 +29,8 @@ export class Chart {
     this.width = 400;
     this.plot = svg("svg", { role: "img", tabindex: "0", height: HEIGHT, class: "plot" });
     this.clock = el("span", { class: "at" }, "now");
-    this.told = el("span", { class: "sr-only", "aria-live": "polite" });
-    this.values = spec.lines.map(() => el("data", { value: "" }, NOTHING[0]));
+    this.liveRegion = el("span", { class: "sr-only", "aria-live": "polite" });
+    this.values = spec.lines.map(() => el("data", { value: "" }, NO_VALUE[0]));
     this.body = el("tbody");
     this.table = this.#makeTable();
     this.node = this.#makeFigure();
@@ -38,7 +38,7 @@ export class Chart {
     new ResizeObserver(([entry]) => this.#resize(entry.contentRect.width)).observe(this.plot);
   }
 
-  /** Draw points (see window.js); `span`: `now` and `length` in seconds, and the length's `name`. */
+  /** Draw points (see window.js); `span`: `now` and `length` in seconds, and the `name` of the length. */
   draw(points, span) {
     this.points = points;
     this.span = span;
@@ -52,7 +52,7 @@ export class Chart {
     const onToggle = { toggle: () => this.#fillTable() };
     return el("figure", { id },
       el("figcaption", {}, el("h2", {}, title), this.clock),
-      this.plot, el("ul", { class: "legend" }, ...legend), this.told,
+      this.plot, el("ul", { class: "legend" }, ...legend), this.liveRegion,
       el("details", { on: onToggle }, el("summary", {}, "Values"), el("p", {}, note), this.table));
   }
 
@@ -80,13 +80,13 @@ export class Chart {
     this.#step(ends[event.key]);
   }
 
-  /** Choose the point so many further on, and say it aloud. */
+  /** Choose the point `by` points after the current one, and announce it to screen readers. */
   #step(by) {
     const from = this.points.indexOf(this.#chosenPoint() ?? this.points.at(-1));
     const point = this.points[Math.min(Math.max(from + by, 0), this.points.length - 1)];
     if (point === undefined) return;
     this.#choose({ at: point.at });
-    this.told.textContent = `${this.clock.textContent}: ${this.#sentence(point)}`;
+    this.liveRegion.textContent = `${this.clock.textContent}: ${this.#sentence(point)}`;
   }
 
   #choose(chosen) {
@@ -94,13 +94,13 @@ export class Chart {
     this.#redraw();
   }
 
-  /** The point that pointer or keys have chosen, null without. */
+  /** Return the point chosen by pointer or keys, null if there is none. */
   #chosenPoint() {
     if (this.chosen === null) return null;
     return nearest(this.points, this.chosen.at ?? this.span.now - this.span.length * (1 - this.chosen.part));
   }
 
-  /** Where in the window a position of the pointer lies, from 0 to 1. */
+  /** Return a pointer position as a fraction of the time window, from 0 to 1. */
   #partAt(clientX) {
     const inside = this.width - EDGE.left - EDGE.right;
     return (clientX - this.plot.getBoundingClientRect().left - EDGE.left) / inside;
@@ -131,7 +131,7 @@ export class Chart {
       ...lines.map((line, index) => this.#line(line, index, y)),
       ...(chosen === null ? [] : this.#cross(chosen, y)),
     );
-    this.#tell(chosen);
+    this.#showValues(chosen);
     if (this.node.querySelector("details").open) this.#fillTable();
   }
 
@@ -160,8 +160,8 @@ export class Chart {
       ...dots.map(([value, index]) => svg("circle", { class: `dot line-${index}`, cx: x, cy: y(value), r: 4 }))];
   }
 
-  /** Write the values of the chosen point beside the lines' names, or those of the latest. */
-  #tell(chosen) {
+  /** Show the values of the chosen point, else of the latest, in the legend. */
+  #showValues(chosen) {
     const point = chosen ?? this.points.at(-1);
     this.clock.textContent = chosen === null ? "now" : this.#timeOf(chosen);
     this.spec.lines.forEach((line, index) => {
@@ -179,10 +179,10 @@ export class Chart {
     return this.spec.lines.map((line) => `${line.name} ${joined(this.spec.show(line.read(point)))}`).join(", ");
   }
 
-  /** What the chart shows, for whoever does not see it. */
+  /** Return a description for screen readers. */
   #summary() {
-    const told = this.points.length === 0 ? "nothing yet" : `now ${this.#sentence(this.points.at(-1))}`;
-    return `${this.spec.title}, last ${this.span.name}: ${told}. Arrow keys read other times.`;
+    const values = this.points.length === 0 ? "no values yet" : `now ${this.#sentence(this.points.at(-1))}`;
+    return `${this.spec.title}, last ${this.span.name}: ${values}. Use the arrow keys for other times.`;
   }
 
   #fillTable() {

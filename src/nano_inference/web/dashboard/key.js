@@ -1,9 +1,9 @@
 import { byId } from "../shared/dom.js";
 import { apiKey, setApiKey } from "../shared/server.js";
 
-/** The dialog that asks for the API key. The key stays in this tab. */
+/** The dialog for the API key, which is stored for this tab only. */
 
-/** Prepare the dialog; `onKey` is called once a key is kept. */
+/** Prepare the dialog; `onKey` is called after a key was entered. */
 export function startKeyDialog(onKey) {
   byId("key-form").addEventListener("submit", (event) => {
     event.preventDefault();
@@ -17,10 +17,10 @@ export function startKeyDialog(onKey) {
   byId("key-later").addEventListener("click", () => byId("key-dialog").close());
 }
 
-/** Ask for a key; say so when there is one that the server does not take. */
+/** Open the dialog; if there is a key already, with a note that the server rejects it. */
 export function askForKey() {
   byId("key-note").textContent = apiKey() === null
-    ? "This server wants a key. It is kept in this tab only."
+    ? "This server needs a key. It is stored for this tab only."
     : "The server does not accept this key.";
   if (!byId("key-dialog").open) byId("key-dialog").showModal();
 }

@@ -1,4 +1,4 @@
-/** The dashboard: puts its parts together, and shows what each look at the server gave. */
+/** The dashboard: connects its parts, polls the server and shows the results. */
 
 import { byId, el } from "../shared/dom.js";
 import { address } from "../shared/server.js";
@@ -6,29 +6,29 @@ import { startTheme, toggleTheme } from "../shared/theme.js";
 import { Chart } from "./chart.js";
 import { clockText, joined } from "./format.js";
 import { askForKey, startKeyDialog } from "./key.js";
-import { lookAt, readFacts } from "./look.js";
+import { readFacts, readServer } from "./server_state.js";
 import { CHARTS, factsOf, TILES } from "./panels.js";
 import { Poller } from "./poller.js";
 import { History, sumOf } from "./window.js";
 
-const WAIT_MS = 2000;
-const KEPT_SECONDS = 600;
+const POLL_MS = 2000;
+const HISTORY_SECONDS = 600;
 const STATES = {
   connecting: ["Connecting", "soft", ""],
   live: ["Live", "good", ""],
-  loading: ["Loading", "warn", "The model is being loaded; this page goes on by itself."],
-  held: ["Held", "warn", "A trainer holds the engine; requests wait until it goes on."],
-  draining: ["Stopping", "warn", "The server takes no more requests and ends those that it has."],
-  dead: ["Engine failed", "bad", "The engine has failed and takes no requests until the server is restarted."],
-  locked: ["Key needed", "warn", "The server wants an API key."],
-  unreachable: ["Unreachable", "bad", "The server does not answer; this page goes on by itself."],
+  loading: ["Loading", "warn", "The model is being loaded. This page updates automatically."],
+  halted: ["Halted", "warn", "A trainer has halted the engine; requests wait until it resumes."],
+  draining: ["Draining", "warn", "The server rejects new requests and finishes the running ones."],
+  dead: ["Engine failed", "bad", "The engine has failed. Restart the server."],
+  locked: ["Key needed", "warn", "The server needs an API key."],
+  unreachable: ["Unreachable", "bad", "The server does not answer. This page retries automatically."],
   refused: ["Refused", "bad", ""],
 };
 
 const charts = CHARTS.map((spec) => new Chart(spec));
 const tiles = TILES.map(makeTile);
-const kept = new History(KEPT_SECONDS);
-const poller = new Poller(look, WAIT_MS);
+const metricsHistory = new History(HISTORY_SECONDS);
+const poller = new Poller(poll, POLL_MS);
 const page = {
   state: "connecting", isPaused: false, span: { length: 300, name: "5 min" },
   info: null, load: null, weightsSince: null, readAt: null,
@@ -43,27 +43,27 @@ function makeTile(spec) {
   return { spec, node, value, unit, more };
 }
 
-async function look(signal) {
+async function poll(signal) {
   try {
-    const seen = await lookAt(signal);
-    if (["live", "held"].includes(seen.state)) await updateInfo(seen.scrape, signal);
-    if (!signal.aborted) take(seen);
+    const result = await readServer(signal);
+    if (["live", "halted"].includes(result.state)) await updateInfo(result.scrape, signal);
+    if (!signal.aborted) show(result);
   } catch (error) {
     if (error.name !== "AbortError") throw error;
   }
 }
 
-/** Ask for the model's facts when they are not known, or another process answers. */
+/** Read the model's facts if they are unknown, or if the server was restarted. */
 async function updateInfo(scrape, signal) {
-  const isKnown = page.info !== null && kept.latest?.gauges.started === scrape.gauges.started;
+  const isKnown = page.info !== null && metricsHistory.latest?.gauges.started === scrape.gauges.started;
   if (!isKnown) page.info = await readFacts("/info", signal);
 }
 
-function take({ state, message = "", scrape = null, load = null }) {
+function show({ state, message = "", scrape = null, load = null }) {
   page.load = load;
   if (scrape !== null) {
-    noteWeights(kept.latest, scrape);
-    kept.add(scrape);
+    noteWeights(metricsHistory.latest, scrape);
+    metricsHistory.add(scrape);
     page.readAt = Date.now();
   }
   if (state === "locked") {
@@ -74,7 +74,7 @@ function take({ state, message = "", scrape = null, load = null }) {
   showValues();
 }
 
-/** Note when the weights are seen to change. */
+/** Record the time of a change of the weights. */
 function noteWeights(before, now) {
   const [old, current] = [before?.gauges.weights ?? null, now.gauges.weights];
   if (old !== null && current !== null && old !== current) page.weightsSince = current === 0 ? null : Date.now();
@@ -83,25 +83,25 @@ function noteWeights(before, now) {
 function showState(state, message) {
   page.state = state;
   const [name, kind, text] = page.isPaused ? ["Paused", "soft", ""] : STATES[state];
-  const read = page.readAt === null ? "" : `Read at ${clockText(page.readAt)}.`;
+  const readAt = page.readAt === null ? "" : `Read at ${clockText(page.readAt)}.`;
   byId("state").textContent = name;
   byId("state").className = `state ${kind}`;
-  byId("state-text").textContent = state === "refused" ? `The server says: ${message}.` : text;
-  byId("read-at").textContent = read;
+  byId("state-text").textContent = state === "refused" ? `The server returned: ${message}.` : text;
+  byId("read-at").textContent = readAt;
   byId("enter-key").hidden = state !== "locked";
 }
 
 function showValues() {
-  const now = page.isPaused ? kept.latest?.at ?? 0 : performance.now() / 1000;
+  const now = page.isPaused ? metricsHistory.latest?.at ?? 0 : performance.now() / 1000;
   const span = { ...page.span, now };
-  const points = kept.since(now - span.length);
+  const points = metricsHistory.since(now - span.length);
   for (const chart of charts) chart.draw(points, span);
-  if (kept.latest === null) return;
-  const point = kept.points.at(-1);
-  const view = { ...page, span, scrape: kept.latest, point, sums: sumOf(points) };
+  if (metricsHistory.latest === null) return;
+  const point = metricsHistory.points.at(-1);
+  const view = { ...page, span, scrape: metricsHistory.latest, point, sums: sumOf(points) };
   for (const tile of tiles) showTile(tile, view);
-  byId("model").textContent = kept.latest.model ?? "";
-  byId("facts").replaceChildren(...factsOf(page.info, kept.latest)
+  byId("model").textContent = metricsHistory.latest.model ?? "";
+  byId("facts").replaceChildren(...factsOf(page.info, metricsHistory.latest)
     .map(([name, text]) => el("div", {}, el("dt", {}, name), el("dd", {}, String(text)))));
 }
 
@@ -114,8 +114,8 @@ function showTile({ spec, value, unit, more }, view) {
   more.textContent = view.scrape.model === null ? "" : spec.more(view);
 }
 
-/** Look while somebody watches, and not otherwise. */
-function goOn() {
+/** Poll only while the page is visible and not paused. */
+function updatePolling() {
   if (page.isPaused || document.hidden) poller.stop();
   else poller.start();
 }
@@ -123,9 +123,9 @@ function goOn() {
 function pause() {
   page.isPaused = !page.isPaused;
   byId("pause").setAttribute("aria-pressed", String(page.isPaused));
-  byId("pause").textContent = page.isPaused ? "Go on" : "Pause";
+  byId("pause").textContent = page.isPaused ? "Resume" : "Pause";
   showState(page.state, "");
-  goOn();
+  updatePolling();
 }
 
 function chooseWindow(event) {
@@ -134,7 +134,7 @@ function chooseWindow(event) {
 }
 
 startTheme();
-startKeyDialog(goOn);
+startKeyDialog(updatePolling);
 byId("chat").href = address("/");
 byId("tiles").append(...tiles.map((tile) => tile.node));
 byId("charts").append(...charts.map((chart) => chart.node));
@@ -142,6 +142,6 @@ byId("pause").addEventListener("click", pause);
 byId("enter-key").addEventListener("click", askForKey);
 byId("theme").addEventListener("click", toggleTheme);
 byId("windows").addEventListener("change", chooseWindow);
-document.addEventListener("visibilitychange", () => { if (page.state !== "locked") goOn(); });
+document.addEventListener("visibilitychange", () => { if (page.state !== "locked") updatePolling(); });
 showValues();
-goOn();
+updatePolling();

@@ -3,13 +3,13 @@ import {
 } from "./format.js";
 import { quantile, rate, share } from "./window.js";
 
-/** What the page shows: tiles, charts and facts, each with where its number comes from. */
+/** Definitions of the tiles, charts and facts. */
 
-const PARTS = [["p50", 0.5], ["p95", 0.95], ["p99", 0.99]];
+const QUANTILES = [["p50", 0.5], ["p95", 0.95], ["p99", 0.99]];
 
-function latencyChart(id, title, what) {
-  const lines = PARTS.map(([name, q]) => ({ name, read: (point) => quantile(point.histograms[id], q) }));
-  const note = `${what} Quantiles between two readings of /metrics, estimated inside the histogram's buckets.`;
+function latencyChart(id, title, meaning) {
+  const lines = QUANTILES.map(([name, q]) => ({ name, read: (point) => quantile(point.histograms[id], q) }));
+  const note = `${meaning} Quantiles between two readings of /metrics, interpolated in the histogram's buckets.`;
   return { id: `chart-${id}`, title, note, lines, show: secondsText };
 }
 
@@ -17,21 +17,21 @@ function gauge(name) {
   return (point) => point.gauges[name];
 }
 
-/** The charts, in their order; see chart.js for the fields. */
+/** The charts, in order; see chart.js for the fields. */
 export const CHARTS = [
   {
     id: "chart-requests", title: "Requests", show: countText, least: 1,
-    note: "Samples that the engine computes, and those that wait for room.",
+    note: "Samples that are running, and samples in the queue.",
     lines: [{ name: "running", read: gauge("running") }, { name: "waiting", read: gauge("waiting") }],
   },
   {
     id: "chart-generated", title: "Generated tokens per second", show: rateText,
-    note: "Output tokens of all samples, between two readings of /metrics.",
+    note: "Generated tokens of all samples, between two readings of /metrics.",
     lines: [{ name: "generated", read: (point) => rate(point, "generated") }],
   },
   {
     id: "chart-prompt", title: "Prompt tokens per second", show: rateText,
-    note: "Prompt tokens, and those of them that the cache had. They are counted when their sample ends.",
+    note: "All prompt tokens, and those found in the prefix cache, counted when their sample ends.",
     lines: [
       { name: "all", read: (point) => rate(point, "prompt") },
       { name: "from the cache", read: (point) => rate(point, "hits") },
@@ -39,7 +39,7 @@ export const CHARTS = [
   },
   {
     id: "chart-cache", title: "KV cache", show: percentText, top: 1,
-    note: "Part of the KV cache that is held; part of the prompt tokens that it had already.",
+    note: "Fraction of the KV cache in use; fraction of the prompt tokens found in the prefix cache.",
     lines: [
       { name: "in use", read: gauge("kv") },
       { name: "prefix hits", read: (point) => share(point.counts.hits, point.counts.queries) },
@@ -47,11 +47,11 @@ export const CHARTS = [
   },
   latencyChart("first", "Time to first token", "From a sample's arrival to its first token."),
   latencyChart("gap", "Inter-token latency", "Between two tokens of a sample."),
-  latencyChart("queue", "Time in the queue", "From a sample's arrival until the engine took it up."),
+  latencyChart("queue", "Time in the queue", "From a sample's arrival until the engine starts it."),
   {
-    id: "chart-trouble", title: "Trouble", show: countText, least: 1,
-    note: "Samples put back into the queue for want of room, given up by their clients, ended by a failure; requests "
-      + "refused. Each point is the number since the one before.",
+    id: "chart-errors", title: "Errors", show: countText, least: 1,
+    note: "Samples preempted for lack of KV cache, aborted by clients, and failed; requests refused. Each point is "
+      + "the number since the previous one.",
     lines: ["preempted", "aborted", "failed", "refused"].map((name) => ({ name, read: (point) => point.counts[name] })),
   },
 ];
@@ -60,7 +60,7 @@ function latencyTile(name, label) {
   return {
     id: name, label, show: secondsText,
     read: ({ sums }) => quantile(sums.histograms[name] ?? null, 0.5),
-    more: ({ sums }) => PARTS.slice(1)
+    more: ({ sums }) => QUANTILES.slice(1)
       .map(([part, q]) => `${part}\u00a0${joined(secondsText(quantile(sums.histograms[name] ?? null, q)))}`).join(", "),
   };
 }
@@ -86,9 +86,9 @@ function gaugeTile(name, label, show, more) {
 }
 
 /**
- * The tiles, in their order: `read` returns the number, `more` a line below it. Both are given the latest `scrape` and
- * `point`, the `sums` over the window, the window's `span`, `/info`'s and `/load`'s answers (null without), and
- * `weightsSince`, when the weights were seen to change (milliseconds since 1970, or null).
+ * The tiles, in order: `read` returns the number, `more` the line below it. Their argument has the latest `scrape` and
+ * `point`, the `sums` over the window, the window's `span`, the answers of `/info` and `/load` (or null), and
+ * `weightsSince`, the time of the weights' last change (milliseconds since 1970, or null).
  */
 export const TILES = [
   gaugeTile("running", "Running", countText, ({ info }) => (info === null ? "" : `of at most ${info.max_running}`)),
@@ -118,7 +118,7 @@ export const TILES = [
   }),
 ];
 
-/** Return the model's facts as `[name, text]` pairs; nothing for what the server does not tell. */
+/** Return the model's facts as `[name, text]` pairs, without those that the server does not report. */
 export function factsOf(info, scrape) {
   const known = (value, text) => (value === null || value === undefined ? null : text);
   const { started, memory } = scrape.gauges;

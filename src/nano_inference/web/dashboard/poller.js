@@ -1,31 +1,31 @@
-/** Looks again and again, one look after the other, until it is told to stop. */
+/** Calls an asynchronous function repeatedly, with a pause after each call, until it is stopped. */
 export class Poller {
-  #look;
-  #wait;
+  #poll;
+  #pauseMs;
   #timer = null;
-  #stopping = null;
+  #control = null;
 
-  /** `look` is called with an AbortSignal and is called again `wait` milliseconds after its end. */
-  constructor(look, wait) {
-    this.#look = look;
-    this.#wait = wait;
+  /** `poll` receives an AbortSignal, and is called again `pauseMs` milliseconds after its end. */
+  constructor(poll, pauseMs) {
+    this.#poll = poll;
+    this.#pauseMs = pauseMs;
   }
 
-  /** Look now, and go on. */
+  /** Poll now and repeatedly. */
   start() {
     this.stop();
-    this.#stopping = new AbortController();
-    this.#round(this.#stopping.signal);
+    this.#control = new AbortController();
+    this.#run(this.#control.signal);
   }
 
-  /** Look no more; a look under way is given up. */
+  /** Stop polling, and abort a running call. */
   stop() {
     clearTimeout(this.#timer);
-    this.#stopping?.abort();
+    this.#control?.abort();
   }
 
-  async #round(signal) {
-    await this.#look(signal);
-    if (!signal.aborted) this.#timer = setTimeout(() => this.#round(signal), this.#wait);
+  async #run(signal) {
+    await this.#poll(signal);
+    if (!signal.aborted) this.#timer = setTimeout(() => this.#run(signal), this.#pauseMs);
   }
 }

@@ -1,10 +1,10 @@
-/** Prometheus' text format, read into plain values. Nothing here knows what the series mean. */
+/** Parses the text format of Prometheus. */
 
 const SAMPLE = /^([a-zA-Z_:][\w:]*)(?:\{(.*)\})? +(\S+)/;
 const LABEL = /([a-zA-Z_]\w*)="((?:[^"\\]|\\.)*)"/g;
 const ESCAPED = { n: "\n", '"': '"', "\\": "\\" };
 
-/** Return the series of a text: a Map from a name to its samples, each `{labels, value}`. */
+/** Return the series of a text: a Map of names to samples, each `{labels, value}`. */
 export function parseMetrics(text) {
   const series = new Map();
   for (const line of text.split("\n")) {
@@ -29,7 +29,7 @@ function numberOf(text) {
   return Number(text.replace(/^([+-]?)Inf$/, "$1Infinity"));
 }
 
-/** Return the sum of a name's samples that have these labels, null when there is none. */
+/** Return the sum of a name's samples with these labels, null if there are none. */
 export function total(series, name, labels = {}) {
   const wanted = Object.entries(labels);
   const values = (series.get(name) ?? [])
@@ -39,8 +39,8 @@ export function total(series, name, labels = {}) {
 }
 
 /**
- * Return a histogram, null when there is none: `bounds`, the upper ends of its buckets, rising, the last Infinity; and
- * `counts`, for each of them how many observations were no larger. Series that differ in other labels are added up.
+ * Return a histogram, null if there is none: `bounds`, the ascending upper bounds of its buckets, the last Infinity;
+ * and `counts`, the number of observations up to each bound. Series with different other labels are summed.
  */
 export function histogramOf(series, name) {
   const byBound = new Map();

@@ -1,8 +1,8 @@
-/** Where values and times lie on a chart. Pure. */
+/** Positions of values and times on a chart. All functions are pure. */
 
 /**
- * Return the marks of an axis from 0 that has room for `highest`: even steps of 1, 2 or 5 times a power of ten, so that
- * the axis changes seldom. `least` is the smallest step that makes sense.
+ * Return the marks of an axis from 0 to at least `highest`, in equal steps of 1, 2 or 5 times a power of ten, so that
+ * the axis seldom changes. `least` is the smallest step.
  */
 export function marksTo(highest, least = 0, wanted = 4) {
   const rough = Math.max((highest > 0 ? highest : 1) / wanted, least, 1e-9);
@@ -12,7 +12,7 @@ export function marksTo(highest, least = 0, wanted = 4) {
   return Array.from({ length: number + 1 }, (_, index) => index * step);
 }
 
-/** Return the marks of the time axis for a window of seconds: `[seconds ago, text]`, the oldest first. */
+/** Return the marks of the time axis for a window of `length` seconds: `[seconds ago, text]`, oldest first. */
 export function timeMarks(length) {
   const [unit, size, every] = length <= 60 ? ["s", 1, 10] : ["min", 60, length <= 300 ? 60 : 120];
   const number = Math.round(length / every);
@@ -23,7 +23,7 @@ export function timeMarks(length) {
   });
 }
 
-/** Return the point that is nearest to a time (seconds), null without any. */
+/** Return the point nearest to a time in seconds, null without points. */
 export function nearest(points, at) {
   let best = null;
   for (const point of points) if (best === null || Math.abs(point.at - at) < Math.abs(best.at - at)) best = point;
@@ -31,8 +31,8 @@ export function nearest(points, at) {
 }
 
 /**
- * Return an SVG path through points, each `[x, y, isApart]`: y null leaves a hole, `isApart` lifts the pen before it.
- * A point that stands alone is a stroke without length, which a round pen shows as a dot.
+ * Return an SVG path through points, each `[x, y, isApart]`. The line is interrupted at a point with y null, and before
+ * a point with `isApart`. An isolated point is a stroke of length 0, which a round line cap shows as a dot.
  */
 export function pathThrough(points) {
   let path = "";

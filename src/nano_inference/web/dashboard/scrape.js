@@ -1,6 +1,6 @@
 import { histogramOf, parseMetrics, total } from "./prometheus.js";
 
-/** What this page takes from /metrics, and under which names: vLLM's, and three of our own. */
+/** Selects the metrics that this page shows: those of vLLM, of the process, and three of this server. */
 
 const GAUGES = {
   running: "vllm:num_requests_running",
@@ -29,8 +29,9 @@ const HISTOGRAMS = {
 };
 
 /**
- * Return what a text of /metrics says that came at a time (seconds): `gauges`, `counters` and `histograms` by the names
- * above, null for what is not there; and the `model`'s name and its `capacity` in tokens, null before it is loaded.
+ * Return the metrics of a text of /metrics, read at a time in seconds: `gauges`, `counters` and `histograms` by the
+ * names above, null if missing; the `model`'s name and the KV cache's `capacity` in tokens, null before the model is
+ * loaded.
  */
 export function readScrape(text, at) {
   const series = parseMetrics(text);

@@ -1,12 +1,12 @@
-/** What happened between two scrapes, and over many of them. Pure: scrapes in, numbers out. Times are seconds. */
+/** Changes between scrapes, and their sums over a time window. Times are in seconds. */
 
-/** A longer time between two scrapes is a gap: nobody looked, and charts draw no line across it. Seconds. */
+/** Longest time between two scrapes, in seconds, for which charts connect their points. */
 export const GAP_SECONDS = 10;
 
 /**
- * Return what a scrape adds to the one before (null for the first): `at`; `gauges`, as they were then; `seconds` that
- * passed; and in that time `counts`, by how much each counter rose, and `histograms` of what was observed. A count is
- * null where nothing can be said.
+ * Return the point of a scrape, given the scrape before (null for the first): its time `at` and `gauges`; the `seconds`
+ * since the scrape before; and for that time `counts`, the increases of the counters, and `histograms` of the
+ * observations. Unknown values are null.
  */
 export function pointBetween(before, now) {
   const isNew = before !== null && hasRestarted(before, now);
@@ -24,21 +24,21 @@ export function pointBetween(before, now) {
   };
 }
 
-/** Whether another process answers now: its counters began anew, even where they are higher by now. */
+/** Return true if the server was restarted, and its counters with it, even if they are higher now. */
 function hasRestarted(before, now) {
   const [old, current] = [before.gauges.started, now.gauges.started];
   return old !== null && current !== null && old !== current;
 }
 
 /**
- * Return by how much a counter rose. One that fell began anew at 0; so did one that was not there (null), which is how
- * it looks while the model is loaded.
+ * Return the increase of a counter. A counter that fell was reset to 0, as was one without a value before (null), which
+ * is the case while the model is loaded.
  */
 export function increase(before, now) {
   return before === null || now < before ? now : now - before;
 }
 
-/** Return the histogram of what was observed between two states of one, told like `increase`. */
+/** Return the histogram of the observations between two states of a histogram, with resets as in `increase`. */
 export function added(before, now) {
   const fell = before !== null && now.counts.some((count, index) => count < before.counts[index]);
   if (before === null || fell || !haveSameBounds(before, now)) return now;
@@ -50,8 +50,8 @@ function haveSameBounds(one, other) {
 }
 
 /**
- * Return the value that the part `q` (0 to 1) of a histogram's observations does not exceed, null without any. As
- * Prometheus' histogram_quantile: even inside a bucket; the highest finite bound for what lies beyond it.
+ * Return the quantile `q` (0 to 1) of a histogram, null without observations. As histogram_quantile of Prometheus:
+ * linear interpolation inside a bucket; the highest finite bound for the last bucket.
  */
 export function quantile(histogram, q) {
   if (histogram === null) return null;
@@ -65,18 +65,18 @@ export function quantile(histogram, q) {
   return inside > 0 ? lower + ((bounds[index] - lower) * (rank - below)) / inside : lower;
 }
 
-/** Return a point's count for each second of its time, null where nothing can be said. */
+/** Return a point's count per second, null if unknown. */
 export function rate(point, name) {
   const count = point.counts[name] ?? null;
   return count === null || !(point.seconds > 0) ? null : count / point.seconds;
 }
 
-/** Return one number in proportion to another, null without both or when there is nothing to divide by. */
+/** Return the ratio of two numbers, null if one is missing or `whole` is 0. */
 export function share(part, whole) {
   return part === null || part === undefined || !(whole > 0) ? null : part / whole;
 }
 
-/** Return the sums over points: `counts` and `histograms`, null where no point says anything. */
+/** Return the sums over points: `counts` and `histograms`, null if no point has a value. */
 export function sumOf(points) {
   const sums = { counts: {}, histograms: {} };
   for (const point of points) {
@@ -90,14 +90,14 @@ export function sumOf(points) {
   return sums;
 }
 
-/** Return two histograms as one; of two that cannot be added up, the later. */
+/** Return the sum of two histograms; if their bounds differ, the later one. */
 function merged(one, other) {
   if (one === null || other === null) return one ?? other;
   if (!haveSameBounds(one, other)) return other;
   return { bounds: one.bounds, counts: one.counts.map((count, index) => count + other.counts[index]) };
 }
 
-/** The points of the last `length` seconds. Owns them; nothing is kept elsewhere, or when the page is closed. */
+/** Owns the points of the last `length` seconds, in memory only. */
 export class History {
   constructor(length) {
     this.length = length;
@@ -105,14 +105,14 @@ export class History {
     this.points = [];
   }
 
-  /** Take a scrape, later than all before it. */
+  /** Add a scrape, later than all before it. */
   add(scrape) {
     this.points.push(pointBetween(this.latest, scrape));
     this.latest = scrape;
     this.points = this.since(scrape.at - this.length);
   }
 
-  /** Return the points that are not older than a time. */
+  /** Return the points since a time. */
   since(at) {
     return this.points.filter((point) => point.at >= at);
   }

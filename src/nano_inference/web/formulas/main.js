@@ -1,19 +1,19 @@
 /**
- * Renders formulas as MathML by Temml, with which it is one file that the chat page loads when a formula comes.
+ * Renders formulas as MathML with Temml. Bundled with Temml as one file, which the chat page loads for a formula.
  *
- * Hostile TeX is bounded: nothing is trusted, a formula may define no macros, and both its length and the number of
- * expansions have limits. What cannot be rendered stays as it was written.
+ * Against hostile TeX, no command is trusted, macro definitions are rejected, and length and number of expansions are
+ * limited. A formula that cannot be rendered keeps its source text.
  */
 
 const LONGEST = 2000;
 const OPTIONS = { throwOnError: true, maxExpand: 500, maxSize: [30, 300], errorColor: "currentcolor" };
-/** With definitions 4,000 characters were ten seconds of work and 14 MB. */
+/** Macro definitions: with them, 4,000 characters took ten seconds and 14 MB. */
 const DEFINES = /\\(?:[gex]?def|let|futurelet|(?:re)?newcommand|providecommand)(?![a-z])/i;
 const ONLY_MATHML = {
   USE_PROFILES: { mathMl: true }, ADD_ATTR: ["class", "data-style"], FORBID_ATTR: ["href", "id", "xlink:href"],
   FORBID_TAGS: ["mglyph", "maction"], ALLOW_ARIA_ATTR: false, RETURN_DOM_FRAGMENT: true,
 };
-/** The policy allows no style attributes; these properties are set one by one instead. */
+/** The page's policy forbids style attributes; these properties are set individually instead. */
 const STYLES = /^(?:color|background-color|border(?:-\w+)?|padding(?:-\w+)?|text-align|font-weight|width|math-depth)$/;
 const PLAIN_VALUE = /^[#\w.% -]+$/;
 
@@ -25,7 +25,7 @@ function applyStyle(node) {
   delete node.dataset.style;
 }
 
-/** Render the formula whose source an element shows, its delimiters included. */
+/** Render the formula whose source, including delimiters, is the text of an element. */
 function showFormula(node) {
   const source = node.textContent;
   const size = /^\$(?!\$)/.test(source) ? 1 : 2;

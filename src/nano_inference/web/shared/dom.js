@@ -1,8 +1,8 @@
-/** Elements without HTML texts: everything that comes from elsewhere becomes a text node. */
+/** Creates elements without HTML source: all texts become text nodes. */
 
 /**
- * Make an element. `attributes`: `class`, `data-…`, any attribute; `on` holds listeners by event; true and false
- * switch an attribute on and off. Children are nodes or texts; null leaves one out.
+ * Create an element. `attributes`: any attribute by name, true for an empty value, false or null to omit it; `on` maps
+ * events to listeners. Children are nodes or texts; null is omitted.
  */
 export function el(name, attributes = {}, ...children) {
   const node = document.createElement(name);
@@ -15,7 +15,7 @@ export function el(name, attributes = {}, ...children) {
   return node;
 }
 
-/** Return the element with an id. */
+/** Return the element with this id. */
 export function byId(id) {
   return document.getElementById(id);
 }

@@ -1,10 +1,10 @@
-/** Requests to the server that this page came from: its address, the key, what its errors say. */
+/** Requests to this page's server: addresses, the API key, errors. */
 
-import { readKept, writeKept } from "./keep.js";
+import { readStored, writeStored } from "./storage.js";
 
 const KEY = "nano-inference.key";
 
-/** What the server refused, or what did not reach it (status 0). */
+/** An error response of the server, or a failed request (status 0). */
 export class ServerError extends Error {
   constructor(status, message, { code = null } = {}) {
     super(message);
@@ -13,22 +13,22 @@ export class ServerError extends Error {
   }
 }
 
-/** Return the address of a path of the server, wherever a proxy has put it. */
+/** Return the address of a server's path, including a proxy's path prefix. */
 export function address(path) {
   return location.pathname.replace(/\/(dashboard\/?)?$/, "") + path;
 }
 
-/** Return the API key of this tab, null without one. */
+/** Return the API key of this tab, null if there is none. */
 export function apiKey() {
-  return readKept(KEY, true);
+  return readStored(KEY, true);
 }
 
-/** Keep a key for this tab only; null forgets it. */
+/** Store an API key for this tab only; null removes it. */
 export function setApiKey(key) {
-  writeKept(KEY, key, true);
+  writeStored(KEY, key, true);
 }
 
-/** GET a path, or POST a body as JSON; return the response. Throws `ServerError`, and `AbortError` when stopped. */
+/** GET a path, or POST a body as JSON; return the response. Throws `ServerError`, or `AbortError` after an abort. */
 export async function ask(path, { body = null, signal = null } = {}) {
   const headers = body === null ? {} : { "content-type": "application/json" };
   if (apiKey() !== null) headers.authorization = `Bearer ${apiKey()}`;
@@ -41,14 +41,13 @@ export async function ask(path, { body = null, signal = null } = {}) {
     if (error.name === "AbortError") throw error;
     throw new ServerError(0, navigator.onLine ? "the server does not answer" : "you are offline");
   }
-  if (!response.ok) throw await refusal(response);
+  if (!response.ok) throw await errorOf(response);
   return response;
 }
 
-/** Return the error that a response tells of. */
-async function refusal(response) {
-  const told = await response.json().catch(() => ({}));
-  const error = told.error ?? {};
-  return new ServerError(response.status, error.message ?? told.status ?? `the server says ${response.status}`,
+async function errorOf(response) {
+  const body = await response.json().catch(() => ({}));
+  const error = body.error ?? {};
+  return new ServerError(response.status, error.message ?? body.status ?? `the server returned ${response.status}`,
     { code: error.code ?? null });
 }

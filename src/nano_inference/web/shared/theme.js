@@ -1,6 +1,6 @@
-/** Light and dark: the system's choice until somebody makes one. */
+/** Light and dark theme: the system's setting until the user chooses one. */
 
-import { readKept, writeKept } from "./keep.js";
+import { readStored, writeStored } from "./storage.js";
 
 const THEME_KEY = "nano-inference.theme";
 
@@ -8,22 +8,22 @@ function systemTheme() {
   return matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light";
 }
 
-/** Return the theme that was chosen here, or the system's. */
+/** Return the chosen theme, else the system's. */
 export function currentTheme() {
-  return readKept(THEME_KEY) ?? systemTheme();
+  return readStored(THEME_KEY) ?? systemTheme();
 }
 
-/** Show the current theme, and follow the system while nobody has chosen. */
+/** Apply the current theme, and follow the system's changes until the user chooses. */
 export function startTheme() {
   const show = () => { document.documentElement.dataset.theme = currentTheme(); };
   show();
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", show);
 }
 
-/** Change to the other theme and remember that; return it. */
+/** Change to the other theme, store the choice, and return the new theme. */
 export function toggleTheme() {
   const next = currentTheme() === "dark" ? "light" : "dark";
-  writeKept(THEME_KEY, next === systemTheme() ? null : next);
+  writeStored(THEME_KEY, next === systemTheme() ? null : next);
   document.documentElement.dataset.theme = next;
   return next;
 }

@@ -1,22 +1,22 @@
 import { ask, ServerError } from "../shared/server.js";
 import { readScrape } from "./scrape.js";
 
-/** One look at the server: what it says, and how it stands. */
+/** Reads the server's state: metrics, load and health. */
 
-const PATIENCE_MS = 10000;
+const TIMEOUT_MS = 10000;
 
 async function read(path, signal) {
-  const response = await ask(path, { signal: AbortSignal.any([signal, AbortSignal.timeout(PATIENCE_MS)]) });
+  const response = await ask(path, { signal: AbortSignal.any([signal, AbortSignal.timeout(TIMEOUT_MS)]) });
   const at = performance.now() / 1000;
   try {
     return { text: await response.text(), at };
   } catch (error) {
     if (error.name === "AbortError") throw error;
-    throw new ServerError(0, "the answer broke off");
+    throw new ServerError(0, "the connection was lost");
   }
 }
 
-/** Return the JSON of a path that this page can do without, null where there is none. */
+/** Return the JSON of an optional path, null after an error. */
 export async function readFacts(path, signal) {
   try {
     return JSON.parse((await read(path, signal)).text);
@@ -27,18 +27,17 @@ export async function readFacts(path, signal) {
 }
 
 /**
- * Return what there is now: `state` ("live", "loading", "held", "draining", "dead", "locked", "unreachable" or
- * "refused"), the server's `message` where it refuses, and while it has a model the `scrape`, and /load's answer or
- * null. Throws `AbortError` when stopped.
+ * Return the server's `state` ("live", "loading", "halted", "draining", "dead", "locked", "unreachable" or "refused");
+ * the `message` of an error; the `scrape`, if there is one; and the answer of /load or null. Throws `AbortError`.
  */
-export async function lookAt(signal) {
+export async function readServer(signal) {
   try {
     const { text, at } = await read("/metrics", signal);
     const scrape = readScrape(text, at);
     if (scrape.model === null) return { state: "loading", scrape };
     if (scrape.gauges.up === 0) return { state: "dead", scrape };
     const [load, health] = await Promise.all([readFacts("/load", signal), readFacts("/health", signal)]);
-    const running = scrape.gauges.halted === 1 ? "held" : "live";
+    const running = scrape.gauges.halted === 1 ? "halted" : "live";
     return { state: health?.status === "draining" ? "draining" : running, scrape, load };
   } catch (error) {
     if (!(error instanceof ServerError)) throw error;
