@@ -659,6 +659,15 @@ def test_errors_have_anthropics_form(server: Running) -> None:
     assert server.post("/v1/messages", [1]).json()["type"] == "error"
 
 
+@pytest.mark.parametrize("field", ["output_config.format", "output_format"])
+def test_schema_that_does_not_compile_is_named_as_the_client_wrote_it(server: Running, field: str) -> None:
+    bogus = {"type": "json_schema", "schema": {"type": "bogus"}}
+    fields = {"output_format": bogus} if field == "output_format" else {"output_config": {"format": bogus}}
+    response = server.post("/v1/messages", {"messages": HELLO, "max_tokens": 12, **fields})
+    assert response.status_code == 400
+    assert response.json()["error"]["message"].startswith(f"{field}: ")
+
+
 def test_invalid_stream_request_is_refused_with_400(server: Running) -> None:
     refused = server.post("/v1/messages", {"messages": HELLO, "max_tokens": 4, "stream": True, "top_k": -3})
     assert refused.status_code == 400 and refused.json()["error"]["details"]["param"] == "top_k"

@@ -24,7 +24,7 @@ from nano_inference.server.dialects.messages_reply import MessagesReply, error_b
 from nano_inference.server.errors import ApiError
 from nano_inference.server.model import ServedModel
 from nano_inference.server.schema import ChatBody
-from nano_inference.server.translating import as_body, errors_reworded, unsupported_field
+from nano_inference.server.translating import as_body, errors_reworded, rename_structures, unsupported_field
 from nano_inference.server.unsupported import is_one_of, refuse_unsupported
 
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = MappingProxyType(
@@ -66,7 +66,9 @@ _UNLIMITED = 1 << 40
 
 def messages_call(body: MessagesBody, model: ServedModel, config: ServerConfig, salt: str) -> Call:
     """Return the call of POST /v1/messages. Raises `ApiError` naming the invalid field."""
-    call = _chat_call(body, model, config, salt)
+    is_current = body.output_config is not None and body.output_config.format is not None
+    names = {"response_format": "output_config.format" if is_current else "output_format"}
+    call = rename_structures(_chat_call(body, model, config, salt), names)
     return replace(call, id=f"msg_{uuid.uuid4().hex}", make_reply=MessagesReply)
 
 
