@@ -1,4 +1,4 @@
-"""The table of commands, and how a command ends: one line for an error, and an exit code."""
+"""Dispatch of commands, their exit codes, and errors as one line on stderr."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from nano_inference.types import BadRequest, ModelError
 BAD_USAGE, ENGINE_FAILED, INTERRUPTED, BROKEN_PIPE = 2, 1, 130, 141
 
 _ASKED = "__complete"
-"""With this word a shell's completion script asks."""
+"""First argument when a shell's completion script requests candidates."""
 _HELP = ("--help", "-h")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command line (this process's own by default) and return its exit code."""
+    """Run a command line, by default `sys.argv`, and return its exit code."""
     prepare()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a terminal that is not UTF-8 must not end an answer
+            stream.reconfigure(errors="replace")  # text that the terminal cannot encode must not fail
     try:
         with needed("this command"):
             code = run(list(sys.argv[1:] if argv is None else argv))
@@ -52,12 +52,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(argv: list[str]) -> object:
-    """Run a command, or show its help without parsing the rest first: that would take as long again."""
+    """Run a command and return its result; with --help, print help without parsing the other options (slow)."""
     seen = Seen()
     rows = installed_commands()
     app = build_app(seen, rows)
     if argv[:1] == [_ASKED]:
-        app.config = ()  # what TAB offers does not depend on other options' values, which take time to find
+        app.config = ()  # candidates do not depend on other options' values, which are slow to read
         return app(argv)
     view = _help_asked(argv)
     plain = argv if view is None else [word for word in argv if word.partition("=")[0] not in _HELP]
@@ -76,7 +76,7 @@ def run(argv: list[str]) -> object:
         try:
             return command(*bound.args, **bound.kwargs, **wants_typed)
         except ModelError:
-            raise  # its fields are those of the model's files
+            raise  # names fields of the model's files, not options
         except ValueError as error:
             raise BadRequest(spell(error, names_of(seen))) from error
     bound.apply_defaults()
@@ -86,17 +86,14 @@ def run(argv: list[str]) -> object:
 
 
 def _help_asked(argv: list[str]) -> str | None:
-    """Return which help is wanted: "" for --help, X for --help=X; None when none is."""
+    """Return X for --help=X, "" for --help, None if help is not requested."""
     before = argv[: argv.index("--")] if "--" in argv else argv
     asked = next((word for word in before if word.partition("=")[0] in _HELP), None)
     return None if asked is None else asked.partition("=")[2]
 
 
 def build_app(seen: Seen | None = None, rows: Sequence[Command] | None = None) -> App:
-    """Return the application with the given commands, by default the installed ones.
-
-    Commands are named as strings: none is imported before it is called for.
-    """
+    """Return the application with the given commands, by default the installed ones, without importing them."""
     app = App(
         name="nano-inference",
         usage="Usage: nano-inference COMMAND",
@@ -108,7 +105,7 @@ def build_app(seen: Seen | None = None, rows: Sequence[Command] | None = None) -
         result_action="return_value",
     )
     models = App(
-        name="models", usage="Usage: nano-inference models COMMAND", help="List, fetch, look into and delete models."
+        name="models", usage="Usage: nano-inference models COMMAND", help="List, fetch, inspect and delete models."
     )
     rows = installed_commands() if rows is None else rows
     for row in rows:
@@ -123,7 +120,7 @@ def build_app(seen: Seen | None = None, rows: Sequence[Command] | None = None) -
 
 
 def report(error: Exception) -> int:
-    """Say in one line what went wrong; return the exit code that its kind has."""
+    """Print an error as one line on stderr and return its exit code: 2 for user errors, 1 otherwise."""
     if isinstance(error, OSError) and error.strerror:
         text = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     elif isinstance(error, ValueError | CycloptsError):
@@ -131,11 +128,11 @@ def report(error: Exception) -> int:
     else:
         text = f"{type(error).__name__}: {error}"
     print(f"nano-inference: {' '.join(text.split())}", file=sys.stderr)
-    # BadRequest, ModelError and what the configurations refuse are all ValueErrors.
+    # BadRequest, ModelError and SettingError are ValueErrors.
     return BAD_USAGE if isinstance(error, ValueError | CycloptsError | OSError) else ENGINE_FAILED
 
 
 def _leave_pipe() -> int:
-    """Let nothing more be written to a reader that has gone: flushing at exit would complain."""
+    """Redirect stdout to the null device, because the flush at exit would fail again; return the exit code."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return BROKEN_PIPE

@@ -1,4 +1,4 @@
-"""`bench`: the workloads on this engine, each run once uncounted and then a few times."""
+"""`bench`: measure workloads on this engine, after one warm-up run each."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from nano_inference.workloads import WORKLOADS, Workload, measure
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """The headline figures of a workload's runs."""
+    """Headline figures of a workload's measured runs."""
 
     name: str
     meaning: str
@@ -32,7 +32,7 @@ class Outcome:
 
 
 def run(names: Sequence[str], repeat: int, config: EngineConfig, common: Common) -> int:
-    """Measure and print; the last line of stdout is JSON."""
+    """Measure workloads and print a table; the last line of stdout is JSON."""
     if repeat < 1:
         raise BadRequest(f"--repeat must be >= 1, got {repeat}")
     makers = [find(name) for name in names]
@@ -48,7 +48,7 @@ def run(names: Sequence[str], repeat: int, config: EngineConfig, common: Common)
 
 
 def find(name: str) -> Callable[[int], Workload]:
-    """Return the workload of that name, or say which there are."""
+    """Return the workload of a name. Raises `BadRequest` listing all workloads."""
     known = {make.__name__: make for make in WORKLOADS}
     if name not in known:
         raise BadRequest(f"--workload must be one of {', '.join(known)}, got {name!r}")
@@ -58,7 +58,7 @@ def find(name: str) -> Callable[[int], Workload]:
 def measure_one(
     engine: InferenceEngine, make: Callable[[int], Workload], repeat: int, interrupts: Interrupts
 ) -> Outcome:
-    """Run a workload `repeat` times after one that warms up; other contents each time, so that no prefix is cached."""
+    """Run a workload `repeat` times after one warm-up run; prompts differ, so that no prefix is cached."""
     runs = []
     for repetition in range(repeat + 1):
         if interrupts.pressed:

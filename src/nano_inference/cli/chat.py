@@ -1,4 +1,4 @@
-"""`chat`: turns in a terminal, or lines of a pipe. Who answers is behind `Answerer`: an engine here, or a server."""
+"""`chat`: the loop over messages and slash commands, for an engine in this process or a server."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ _FAILED = 1
 
 
 class Options(NamedTuple):
-    """How the user wants to talk."""
+    """Options of a chat."""
 
     system: str | None = None
     prompt: str | None = None
-    """Answer this and leave."""
+    """If given, answer this message and exit."""
     has_bare_words: bool = False
     plain: bool = False
-    """Show answers without rendering their Markdown."""
+    """Do not render the Markdown of answers."""
 
 
 def run(wishes: Options, answerer: Answerer, sampling: Sampling, common: Common) -> int:
-    """Talk until the user leaves, or answer the one prompt that was given; return the exit code."""
+    """Chat until the input ends, or answer `prompt` alone; return the exit code."""
     chat = Chat(answerer, wishes.plain, common.quiet)
     talk = Talk(sampling=sampling, first_sampling=sampling, system=wishes.system, has_bare_words=wishes.has_bare_words)
     if wishes.prompt is not None:
@@ -40,14 +40,14 @@ def run(wishes: Options, answerer: Answerer, sampling: Sampling, common: Common)
     reader = open_reader(COMMANDS)
     if reader.is_typed:
         note("/help lists the commands; Ctrl-D quits", common.quiet)
-    with no_echo() if reader.can_edit else nullcontext():  # the editor itself shows what is typed
+    with no_echo() if reader.can_edit else nullcontext():  # the editor echoes the input
         while not talk.is_over and (entered := reader.read()) is not None:
             talk = take_line(chat, talk, entered)
     return _FAILED if talk.has_failed and not reader.is_typed else 0
 
 
 def take_line(chat: Chat, talk: Talk, entered: Entered) -> Talk:
-    """Obey a line that begins with a slash, answer any other; return the conversation after it."""
+    """Run a slash command or answer a message; return the new conversation."""
     line = entered.text.strip()
     if not line:
         return talk
@@ -57,5 +57,5 @@ def take_line(chat: Chat, talk: Talk, entered: Entered) -> Talk:
     try:
         return obey(chat, talk, line) if is_command else answer_turn(chat, talk, line)
     except (BadRequest, ServerError, TemplateLimit) as error:
-        note(f"nano-inference: {' '.join(str(error).split())}")  # by their fields, as /set names them
+        note(f"nano-inference: {' '.join(str(error).split())}")  # fields as /set names them
         return replace(talk, has_failed=isinstance(error, ServerError))

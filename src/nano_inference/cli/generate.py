@@ -1,4 +1,4 @@
-"""`generate`: one sample streamed, or many as one batch."""
+"""`generate`: one streamed sample, or several as one batch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _INTERRUPTED = 130
 
 
 class Options(NamedTuple):
-    """What is made of the prompts."""
+    """Options of the command."""
 
     num_samples: int
     raw: bool
@@ -60,13 +60,13 @@ def _stream_one(
 
 
 def print_lengths(session: Session, samples: list[TrainingSample], quiet: bool) -> None:
-    """Print to stderr which limits ended samples, and how many of them."""
+    """Print to stderr which length limits ended samples, and how many."""
     for reason, count in Counter(filter(None, (cut_by(session, sample) for sample in samples))).items():
         note(f"[cut off: {reason}]" if len(samples) == 1 else f"[{count} cut off: {reason}]", quiet)
 
 
 def write_text(text: str) -> None:
-    """Write a piece of an answer to stdout at once."""
+    """Write a piece of an answer to stdout and flush."""
     sys.stdout.write(spelled(text))
     sys.stdout.flush()
 
@@ -79,7 +79,7 @@ def _run_batch(
     common: Common,
     interrupts: Interrupts,
 ) -> list[TrainingSample]:
-    """Run all prompts together, with a bar of finished samples."""
+    """Run all prompts as one batch, with a progress bar of finished samples."""
     total = len(prompts) * wishes.num_samples
     done = 0
     start = time.perf_counter()
@@ -89,7 +89,7 @@ def _run_batch(
         done += len(result.samples)
         tell(done, total)
         if interrupts.pressed:
-            raise KeyboardInterrupt  # here, between two steps, it harms nothing
+            raise KeyboardInterrupt  # safe here, between two steps
 
     with bar("generating", quiet=common.quiet) as tell:
         try:
@@ -126,7 +126,7 @@ def _print_sample(
 
 
 def sample_json(sample: TrainingSample, prompt_index: int, text: str) -> dict[str, Any]:
-    """Return what `--json` prints of a sample. Alternatives are there when they were asked for."""
+    """Return the object that `--json` prints for a sample; optional fields only if they were requested."""
     out: dict[str, Any] = {
         "prompt_index": prompt_index,
         "sample_index": sample.sample_index,

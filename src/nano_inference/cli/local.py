@@ -1,4 +1,4 @@
-"""A chat with a model of this process."""
+"""Chat with an engine in this process."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from nano_inference.types import BadRequest, SamplingParams, TrainingSample
 
 _MOST_SEEDS = 1_000_000
 _RESERVE = 512
-"""Tokens kept free for an answer, when the model is long enough."""
+"""Tokens reserved for an answer; at most a quarter of the context."""
 
 
 def run(wishes: chat.Options, config: EngineConfig, sampling: Sampling, common: Common, typed: Typed) -> int:
-    """Open the model and talk with it; return the exit code."""
+    """Load the model and chat with it; return the exit code."""
 
     def check(dialogue: Dialogue | None) -> None:
         require_chat(dialogue, config.model_path)
@@ -41,7 +41,7 @@ def run(wishes: chat.Options, config: EngineConfig, sampling: Sampling, common: 
 
 
 def require_chat(dialogue: Dialogue | None, name: str) -> None:
-    """Raise `BadRequest` for a model that only continues texts."""
+    """Raise `BadRequest` if a model has no chat template."""
     if dialogue is None:
         model = "" if name == DEFAULT else f" --model {shlex.quote(name)}"
         raise BadRequest(
@@ -52,16 +52,16 @@ def require_chat(dialogue: Dialogue | None, name: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class LocalAnswerer:
-    """Answers with an engine of this process."""
+    """Answers with an engine in this process."""
 
     session: Session
     name: str
-    """What the user called the model."""
+    """The model as the user named it."""
     quiet: bool = False
 
     @property
     def facts(self) -> Mapping[str, str]:
-        """Return what /model shows."""
+        """Facts that /model prints."""
         config, parts = self.session.engine.config, self.session.engine.parts
         checkpoint, executor = parts.checkpoint, parts.executor
         assert checkpoint is not None and executor is not None, "assemble opens a checkpoint and loads it"
@@ -78,11 +78,11 @@ class LocalAnswerer:
         }
 
     def count(self, turns: tuple[Message, ...], system: str | None) -> int | None:
-        """Return the length of the prompt that the conversation is."""
+        """Return the number of tokens of the conversation's prompt."""
         return len(encode(self.session, list(turns), system=system)) if turns else 0
 
     def answer(self, ask: Question, interrupts: Interrupts, write: Write) -> Reply:
-        """Answer with as many of the turns as there is room for."""
+        """Answer; the oldest turns are dropped if the context is too short."""
         params = with_seed(ask.sampling.params)
         params = with_alternatives(params) if ask.has_tokens else params
         prompt, kept = fit(self.session, ask.system, ask.turns, params)
@@ -107,18 +107,18 @@ class LocalAnswerer:
             kept=kept,
             finish_reason=sample.finish_reason,
             cut_by=cut_by(self.session, sample),
-            took=cost if ask.sampling.params.temperature else cost._replace(seed=None),  # which then decides nothing
+            took=cost if ask.sampling.params.temperature else cost._replace(seed=None),  # greedy: no seed
             tokens=shown_tokens(self.session, sample) if ask.has_tokens else (),
         )
 
 
 def with_seed(params: SamplingParams) -> SamplingParams:
-    """Return parameters with a seed of at most six digits, so that it can be typed, where the user named none."""
+    """Return parameters with a random seed of at most six digits, so that it can be typed, unless one is set."""
     return replace(params, seed=secrets.randbelow(_MOST_SEEDS)) if params.seed is None else params
 
 
 def with_alternatives(params: SamplingParams) -> SamplingParams:
-    """Return parameters that also ask for alternatives, of the model's own distribution: it says most."""
+    """Return parameters that request alternatives, by default of the raw distribution."""
     return replace(
         params,
         logprobs=max(NUM_ALTERNATIVES, params.logprobs or 0),
@@ -127,7 +127,7 @@ def with_alternatives(params: SamplingParams) -> SamplingParams:
 
 
 def shown_tokens(session: Session, sample: TrainingSample) -> tuple[ShownToken, ...]:
-    """Return a sample's tokens for a reader: their texts together are the answer, special tokens spelled out."""
+    """Return a sample's tokens; their texts concatenate to the answer, with special tokens as their names."""
     state, out = stream.start(), []
     tops = sample.top_logprobs or ((),) * len(sample.completion_tokens)
     for token, logprob, mask, top in zip(sample.completion_tokens, sample.logprobs, sample.mask, tops, strict=True):
@@ -140,14 +140,14 @@ def shown_tokens(session: Session, sample: TrainingSample) -> tuple[ShownToken, 
 
 
 def _special(session: Session, token: int) -> str | None:
-    """Return the name of a token that is no text."""
+    """Return the name of a special or unknown token; None for other tokens."""
     if token >= session.tokenizer.vocab_size:
         return f"<token {token}>"
     return session.tokenizer.token_text(token) if token in session.tokenizer.special_ids else None
 
 
 def _alone(session: Session, token: int) -> str:
-    """Return a token's text by itself; bytes that are no whole characters as their escapes."""
+    """Return the text of a single token; bytes of incomplete characters are escaped."""
     name = _special(session, token)
     return session.tokenizer.token_bytes(token).decode("utf-8", "backslashreplace") if name is None else name
 
@@ -155,9 +155,9 @@ def _alone(session: Session, token: int) -> str:
 def fit(
     session: Session, system: str | None, turns: tuple[Message, ...], params: SamplingParams
 ) -> tuple[list[int], tuple[Message, ...]]:
-    """Return the prompt of a conversation without its oldest turns, so that an answer has room; and what is left.
+    """Return the prompt of a conversation and its turns, without the oldest ones if the context has no room.
 
-    The last message stays whatever its length: the engine says it when that alone is too long.
+    The last message always remains; the engine rejects it if it is too long.
     """
     limit = session.engine.parts.max_model_len
     wanted = _RESERVE if params.max_tokens is None else min(params.max_tokens, _RESERVE)
@@ -165,7 +165,7 @@ def fit(
     prompt = encode(session, list(turns), system=system)
     if len(prompt) <= room:
         return prompt, turns
-    # Some more than needed: the next turns then begin as this one does, and find its prefix in the cache.
+    # Drop more than necessary, so that the next turns share this prompt's cached prefix.
     while len(prompt) > room * 3 // 4 and len(turns) > 2:
         turns = turns[2:]
         prompt = encode(session, list(turns), system=system)

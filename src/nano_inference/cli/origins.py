@@ -1,4 +1,4 @@
-"""Where each option's value comes from, and `--print-config`, which shows it in a form that is a configuration file."""
+"""Origin of each option's value, and the output of `--print-config`, which is a valid configuration file."""
 
 from __future__ import annotations
 
@@ -25,32 +25,32 @@ _WIDEST_VALUE = 48
 
 @dataclass(slots=True)
 class Seen:
-    """What was parsed last: the command's words, and its arguments with what each was given."""
+    """The command line that was parsed last: the command's words, and its arguments with their tokens."""
 
     commands: tuple[str, ...] = ()
     arguments: ArgumentCollection = field(default_factory=ArgumentCollection)
 
     def __call__(self, _app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
-        """Keep them. Last of the application's sources, so that all the others have had their say."""
+        """Store the arguments; called by cyclopts after all other sources of values."""
         self.commands, self.arguments = commands, arguments
         if self.wants_print:
             for argument in arguments:
                 if argument.is_positional_only() and argument.required and not argument.tokens:
-                    argument.append(Token(value="-", source=BUILT_IN))  # nothing will be done with it
+                    argument.append(Token(value="-", source=BUILT_IN))  # not used
 
     @property
     def wants_print(self) -> bool:
-        """Whether --print-config was given."""
+        """True if --print-config was given."""
         asked = next((a for a in options_of(self.arguments) if key_of(a) == "print-config"), None)
         return asked is not None and bool(asked.tokens) and asked.convert() is True
 
     @property
     def given(self) -> frozenset[str]:
-        """The names of the fields that have a value from somewhere else than the package."""
+        """Names of the fields whose values are not built-in."""
         return frozenset(a.field_info.name for a in options_of(self.arguments) if origin_of(a) != BUILT_IN)
 
     def origin_of(self, name: str) -> str:
-        """Return where the value of a field comes from."""
+        """Return the origin of a field's value."""
         found = next((a for a in options_of(self.arguments) if a.field_info.name == name), None)
         return BUILT_IN if found is None else origin_of(found)
 
@@ -66,7 +66,7 @@ class Setting(NamedTuple):
 
 
 def origin_of(option: Argument) -> str:
-    """Return where an option's value comes from, in words."""
+    """Return the origin of an option's value as text."""
     if not option.tokens:
         return BUILT_IN
     token = option.tokens[-1]
@@ -74,7 +74,7 @@ def origin_of(option: Argument) -> str:
 
 
 def settings_of(commands: tuple[str, ...], arguments: ArgumentCollection, bound: Mapping[str, Any]) -> list[Setting]:
-    """Return every option with the value that the command would get."""
+    """Return every option with its value and origin."""
     open_origin, open_names = (OF_CHAT, CHAT_FIELDS) if commands == ("chat",) else (UNLESS, MODELS_OWN)
     owner = {id(child): parent.field_info.name for parent in arguments for child in parent.children}
     settings = []
@@ -90,7 +90,7 @@ def settings_of(commands: tuple[str, ...], arguments: ArgumentCollection, bound:
 
 
 def as_toml(commands: tuple[str, ...], settings: list[Setting]) -> str:
-    """Return the settings as a table of a configuration file, with the origins as comments."""
+    """Return the settings as a table of a configuration file, with origins as comments."""
     width = min(_WIDEST_VALUE, max((len(_assignment(one)) for one in settings), default=0))
     lines = [f"[{'.'.join(commands)}]"]
     for group, members in groupby(settings, key=lambda one: one.group):
@@ -99,7 +99,7 @@ def as_toml(commands: tuple[str, ...], settings: list[Setting]) -> str:
 
 
 def as_json(settings: list[Setting]) -> str:
-    """Return the settings as one JSON object; of a secret it says only that it is set."""
+    """Return the settings as one JSON object; a secret's value is "set" or null."""
     return json.dumps(
         {
             one.key: {
@@ -112,7 +112,7 @@ def as_json(settings: list[Setting]) -> str:
 
 
 def _assignment(setting: Setting) -> str:
-    """Return `key = value`; a comment for what has no value, and for what must not be shown."""
+    """Return `key = value`; a comment for secrets and for options without a value."""
     if setting.is_secret:
         return f"# {setting.key} is {'set, and not shown' if setting.value else 'not set'}"
     if setting.value is None and setting.origin != BUILT_IN:
@@ -122,21 +122,21 @@ def _assignment(setting: Setting) -> str:
     if setting.origin == OF_CHAT:
         return f"# {setting.key} depends on the model"
     told = f"{setting.key} = {toml_value(_plain(setting.value))}"
-    return f"# {told}" if setting.origin == UNLESS else told  # as a file's, it would win over the model's
+    return f"# {told}" if setting.origin == UNLESS else told  # in a file, the value would override the model's
 
 
 def toml_value(value: Any) -> str:
-    """Return a value as TOML writes it."""
+    """Format a value as TOML."""
     if isinstance(value, list):
         return f"[{', '.join(toml_value(one) for one in value)}]"
     if isinstance(value, str):
-        # JSON's escapes are TOML's, but for the one control character that JSON leaves as it is.
+        # TOML has JSON's escapes, and also forbids U+007F.
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     return json.dumps(value) if isinstance(value, bool) else repr(value)
 
 
 def _plain(value: Any) -> Any:
-    """Return a value as TOML and JSON know it."""
+    """Convert paths and collections to types of TOML and JSON."""
     if isinstance(value, Path):
         return str(value)
     if isinstance(value, Collection) and not isinstance(value, str):

@@ -1,4 +1,4 @@
-"""A chat with a running OpenAI-compatible server. Torch is not needed for it."""
+"""Chat with a running OpenAI-compatible server. Imports no torch."""
 
 from __future__ import annotations
 
@@ -34,21 +34,21 @@ from nano_inference.types import BadRequest, SamplingParams
 
 _FAILED = 1
 _NOT_SENT = ("logprobs_mode", "pooling", "prompt_logprobs", "raw_logprobs", "sampling_mask")
-"""What a chat's stream has no place for."""
+"""Sampling fields whose results a chat stream cannot carry."""
 _RESERVE = 512
-"""Tokens kept free for an answer, when the model is long enough."""
+"""Tokens reserved for an answer; at most a quarter of the context."""
 _DROPPED = "[the conversation is too long for the model: its oldest {} messages were dropped]"
 _OWNER = "nano-inference"
-"""Who owns the models of our own server, which takes fields that others may refuse."""
+"""`owned_by` of models of this package's server, which accepts fields that other servers may reject."""
 
 
 def run(wishes: chat.Options, where: ChatOptions, model: str, sampling: Sampling, common: Common) -> int:
-    """Find the server's model and talk with it; return the exit code."""
+    """Choose the server's model and chat with it; return the exit code."""
     address = read_address(where.server or "", where.api_key)
     try:
         answerer = open_server(address, None if model == SERVED else model)
         if address.tells_key:
-            note(f"[the key goes to {address.host} unencrypted: the address is no https://]")
+            note(f"[the API key is sent to {address.host} unencrypted: the URL is not https://]")
         note(f"[{answerer.model} at {address.url}]", common.quiet)
         if answerer.is_ours:
             print_defaults(sampling, answerer.defaults, "the server's", common.quiet)
@@ -59,11 +59,11 @@ def run(wishes: chat.Options, where: ChatOptions, model: str, sampling: Sampling
 
 
 def open_server(address: Address, wanted: str | None) -> RemoteAnswerer:
-    """Return who answers at an address: the model of that name, or the only one. Raises `BadRequest`, `ServerError`."""
+    """Return the server's model `wanted`, or its only model. Raises `BadRequest`, `ServerError`."""
     cards = _cards(address, is_needed=wanted is None)
     names = [one_line(str(card.get("id", ""))) for card in cards]
     if wanted is None:
-        own = [i for i, card in enumerate(cards) if not card.get("parent")]  # the others are further names of these
+        own = [i for i, card in enumerate(cards) if not card.get("parent")]  # cards with a parent are aliases
         if len(own) != 1:
             raise BadRequest(f"--model must name one of the server's models: {', '.join(names) or 'it lists none'}")
         wanted = str(cards[own[0]].get("id", ""))
@@ -77,7 +77,7 @@ def open_server(address: Address, wanted: str | None) -> RemoteAnswerer:
 
 
 def _defaults(sent: Any) -> Mapping[str, Any]:
-    """Return the chat defaults that our own server sent. Raises `ServerError` if they are no sampling parameters."""
+    """Return the chat defaults of this package's server. Raises `ServerError` if they are invalid."""
     defaults = {name: value for name, value in _mapping(sent).items() if name in CHAT_FIELDS}
     try:
         SamplingParams(**defaults)
@@ -87,7 +87,7 @@ def _defaults(sent: Any) -> Mapping[str, Any]:
 
 
 def _cards(address: Address, *, is_needed: bool) -> list[dict[str, Any]]:
-    """Return the server's list of models; one that has none can be talked with, if the model is named."""
+    """Return the server's list of models; if the model is known, a server may lack the route."""
     try:
         data = get_json(address, "/models")
     except Refused:
@@ -96,40 +96,40 @@ def _cards(address: Address, *, is_needed: bool) -> list[dict[str, Any]]:
         return []
     cards = data.get("data") if isinstance(data, dict) else None
     if not isinstance(cards, list):
-        raise ServerError(f"{address.url}/models: this is no OpenAI-compatible server")
+        raise ServerError(f"{address.url}/models: not an OpenAI-compatible server")
     return [card for card in cards if isinstance(card, dict)]
 
 
 @dataclass(slots=True)
 class RemoteAnswerer:
-    """Answers by a server. Remembers what it learned of it: the size of the conversation, what it refuses."""
+    """Answers with a server. Stores the server's token counts and whether it has a calculator."""
 
     address: Address
     model: str
     defaults: Mapping[str, Any]
-    """Sampling fields that are sent if the user names none: all that our own server lists, else a length limit."""
+    """Sampling fields sent unless the user sets them: chat defaults of this package's server, else a length limit."""
     context: int | None = None
     is_ours: bool = False
-    """It is this package's own server, so masks and weight versions can be had."""
+    """True for this package's server, which returns masks and weight versions."""
     calculator: bool = False
-    """The model has a calculator, which shall answer."""
+    """True to request the model's calculator."""
     num_tokens: int | None = None
-    """Tokens of the conversation after the last answer."""
+    """Length of the conversation after the last answer."""
     tokens_per_char: float = 0.0
-    """Of that conversation, as far as it was sent; 0 while it is not known."""
+    """Tokens per character of the last request and answer; 0 if unknown."""
 
     @property
     def facts(self) -> Mapping[str, str]:
-        """Return what /model shows."""
+        """Facts that /model prints."""
         context = "unknown" if self.context is None else f"{self.context} tokens"
         return {"model": one_line(self.model), "context": context, "backend": f"server {self.address.url}"}
 
     def count(self, turns: tuple[Message, ...], system: str | None) -> int | None:
-        """Return what the server said after the last answer."""
+        """Return the token count that the server reported with the last answer."""
         return self.num_tokens if turns else 0
 
     def answer(self, ask: Question, interrupts: Interrupts, write: Write) -> Reply:
-        """Answer; the oldest turns are left out when the server finds the conversation too long."""
+        """Answer; the oldest turns are dropped if the server rejects the conversation as too long."""
         turns = self._fitting(ask)
         while True:
             try:
@@ -139,12 +139,12 @@ class RemoteAnswerer:
                     turns = turns[2:]
                     note(_DROPPED.format(2))
                 elif error.param == "calculator" and self.calculator:
-                    self.calculator = False  # the server was started again, with another model
+                    self.calculator = False  # the server was restarted with another model
                 else:
                     raise
 
     def _fitting(self, ask: Question) -> tuple[Message, ...]:
-        """Return the newest turns, so that an answer has room: by an estimate, since the tokenizer is the server's."""
+        """Return the latest turns that leave room for an answer; token counts are estimated from characters."""
         if self.context is None:
             return ask.turns
         wanted = _RESERVE if ask.sampling.params.max_tokens is None else min(ask.sampling.params.max_tokens, _RESERVE)
@@ -162,7 +162,7 @@ class RemoteAnswerer:
         return self.tokens_per_char * _num_chars(turns, system)
 
     def _once(self, ask: Question, turns: tuple[Message, ...], interrupts: Interrupts, write: Write) -> Reply:
-        """Send one request and take its stream in. Raises `ServerError` when nothing came."""
+        """Send one request and stream its answer. Raises `ServerError` if no text arrived."""
         body = self._body(ask, turns)
         taken, failure = Taken(start=time.perf_counter()), None
 
@@ -190,10 +190,10 @@ class RemoteAnswerer:
         return reply
 
     def _body(self, ask: Question, turns: tuple[Message, ...]) -> dict[str, Any]:
-        """Return the request. Of the sampling it has what the user named and the defaults for chats."""
+        """Return the request body, with the sampling fields that the user set and the chat defaults."""
         params, named = ask.sampling
         if wrong := sorted(named.intersection(_NOT_SENT)):
-            raise BadRequest(f"{wrong[0]} cannot be asked of a server in a chat")
+            raise BadRequest(f"{wrong[0]} is not available in a chat with a server")
         system: list[Message] = [] if ask.system is None else [{"role": "system", "content": ask.system}]
         body: dict[str, Any] = {"model": self.model, "messages": [*system, *turns], "stream": True}
         body["stream_options"] = {"include_usage": True}
@@ -211,37 +211,37 @@ class RemoteAnswerer:
 
 @dataclass(slots=True)
 class Taken:
-    """What came of an answer so far. `start` is on the clock of `time.perf_counter`."""
+    """The received part of an answer. Times are of `time.perf_counter`."""
 
     start: float
     first: float | None = None
     texts: list[str] = field(default_factory=list)
     parts: list[tuple[str, str]] = field(default_factory=list)
-    """Kind and text, of an answer with a calculator."""
+    """Kind and text of each part, for answers with a calculator."""
     tokens: list[ShownToken] = field(default_factory=list)
     finish_reason: str | None = None
     usage: Mapping[str, Any] = field(default_factory=dict)
     version: str | None = None
     most_new: int | None = None
-    """Tokens that the context has room for, if they are fewer than were asked for."""
+    """Limit of the answer in tokens, if the context has less room than requested."""
 
     @property
     def text(self) -> str:
-        """The answer's text."""
+        """Text of the answer."""
         return "".join(self.texts)
 
     def take_headers(self, headers: Mapping[str, str]) -> None:
-        """Take the length that our own server names where the context leaves less room than was asked for."""
+        """Read the limit that this package's server sends if the context has less room than requested."""
         most = headers.get("x-max-tokens", "")
         self.most_new = int(most) if most.isascii() and most.isdecimal() and len(most) < 10 else None
 
     def take(self, event: Any) -> list[Piece]:
-        """Take an event in; return what it adds to the text. Raises `ServerError` for an error among the events."""
+        """Add an event; return the text that it adds. Raises `ServerError` for an error event."""
         told = error_of(event)
         if told is not None:
             raise ServerError(f"the server failed: {one_line(told[0])}")
         if not isinstance(event, dict):
-            raise ServerError(f"the server sent what is no part of an answer: {one_line(str(event), 80)!r}")
+            raise ServerError(f"the server sent an invalid event: {one_line(str(event), 80)!r}")
         self.usage = _mapping(event.get("usage")) or self.usage
         choices = event.get("choices")
         choice = _mapping(choices[0]) if isinstance(choices, list) and choices else {}
@@ -272,12 +272,12 @@ class Taken:
             self.version = one_line(str(last["version"]), 60) if "version" in last else self.version
 
     def total(self) -> int | None:
-        """Return the tokens of prompt and answer, if the server tells."""
+        """Return the tokens of prompt and answer; None if the server does not report them."""
         prompt, new = _count(self.usage, "prompt_tokens"), _count(self.usage, "completion_tokens")
         return None if prompt is None or new is None else prompt + new
 
     def reply(self, turns: tuple[Message, ...], ask: Question, failure: str | None) -> Reply:
-        """Return it as an answer."""
+        """Return the answer."""
         now = time.perf_counter()
         cached = _count(_mapping(self.usage.get("prompt_tokens_details")), "cached_tokens")
         took = Took(
@@ -301,7 +301,7 @@ class Taken:
         )
 
     def _content(self) -> Any:
-        """Return the message's content: its parts when a calculator was called, so that the calls stay calls."""
+        """Return the message's content; in parts if the calculator was called, so that calls are encoded as calls."""
         if all(kind == "text" for kind, _ in self.parts):
             return self.text
         runs = groupby(self.parts, key=lambda part: part[0])
@@ -309,7 +309,7 @@ class Taken:
 
 
 def _tokens(entries: Sequence[Any], mask: Sequence[Any]) -> Iterator[ShownToken]:
-    """Return the tokens of OpenAI's log-probabilities; `mask` is 0 where one was forced, and may be missing."""
+    """Yield the tokens of OpenAI's log-probabilities; `mask` is 0 for forced tokens and may be shorter."""
     for i, entry in enumerate(map(_mapping, entries)):
         tops = entry.get("top_logprobs")
         pairs = (_named(_mapping(one)) for one in (tops if isinstance(tops, list) else []))
@@ -325,7 +325,7 @@ def _named(entry: Mapping[str, Any]) -> tuple[str, float | None]:
 
 
 def _pieces(content: str, parts: Sequence[tuple[str, str]]) -> list[Piece]:
-    """Return a text with the results of a calculator told apart, which stand in it in the order of the parts."""
+    """Split a text into the model's pieces and the calculator's results, which are `parts` in the text's order."""
     pieces: list[Piece] = []
     told = at = 0
     for kind, text in parts:
@@ -345,7 +345,7 @@ def _parts(given: Any) -> list[tuple[str, str]]:
 
 
 def _num_chars(turns: Sequence[Message], system: str | None) -> int:
-    """Return the characters of a conversation."""
+    """Return the number of characters of a conversation."""
     contents = [message["content"] for message in turns]
     parts = [part["text"] for content in contents if isinstance(content, list) for part in content]
     texts = [system or "", *parts, *(content for content in contents if isinstance(content, str))]
@@ -362,5 +362,5 @@ def _count(data: Mapping[str, Any], name: str) -> int | None:
 
 
 def _whole(text: str) -> str:
-    """Return a text without halves of characters, which JSON can spell and nothing can print."""
+    """Replace unpaired surrogates, which JSON can contain but no encoding can write."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

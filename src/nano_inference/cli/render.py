@@ -1,6 +1,6 @@
-"""How an answer is written: rendered on a terminal while it comes, as plain text on a simple one, untouched in a pipe.
+"""Output of an answer while it is streamed: rendered Markdown, plain text on a simple terminal, unchanged in a pipe.
 
-Whatever reaches a terminal has gone through `printable`, and none of it is ever read as rich's own markup.
+Text for a terminal passes through `printable`, and is never parsed as rich's markup.
 """
 
 from __future__ import annotations
@@ -35,24 +35,24 @@ _FORCED_STYLE = Style(dim=True, underline=True)
 _CODE_THEME = "ansi_dark"
 _MARKS = re.compile(f"([{FORCED}{END_FORCED}])")
 _CONTEXT_LINES = 40
-"""Lines of code before one that decide its colours."""
+"""Preceding lines of code that the syntax highlighter receives with a line."""
 _LEAST_PAUSE_S, _PAUSE_RATIO = 0.03, 4
-"""Between two pictures of an unfinished block: this long, and this many times what the last one took to draw."""
+"""Pause between two drawings of an incomplete block: seconds, and a multiple of the last drawing's time."""
 
 
 class Page(Protocol):
-    """Where an answer is written."""
+    """Output of an answer."""
 
     def write(self, pieces: Sequence[Piece]) -> None:
-        """Write more of it."""
+        """Write pieces of the answer."""
 
     def finish(self) -> None:
-        """End it with its line; nothing when nothing was written."""
+        """End the last line, if anything was written."""
 
 
 @contextmanager
 def open_page(plain: bool) -> Iterator[Page]:
-    """Open the page that suits stdout; it is finished when the block ends, however it ends."""
+    """Open a page on stdout, and finish it at the end of the block."""
     page = page_for(console_of(sys.stdout), plain)
     try:
         yield page
@@ -61,12 +61,12 @@ def open_page(plain: bool) -> Iterator[Page]:
 
 
 def console_of(stream: object) -> Console:
-    """Return rich's view of a stream: it reads NO_COLOR, FORCE_COLOR and TERM. Nothing in a text is markup to it."""
+    """Return a rich console that honours NO_COLOR, FORCE_COLOR and TERM and parses no markup."""
     return Console(file=stream, theme=_THEME, markup=False, emoji=False, highlight=False)  # type: ignore[arg-type]
 
 
 def page_for(console: Console, plain: bool) -> Page:
-    """Return a page of the kind that a console can show."""
+    """Return a page for a console's capabilities."""
     is_simple = console.is_dumb_terminal or console.legacy_windows
     if not console.is_terminal:  # FORCE_COLOR makes a pipe a terminal
         return PlainPage(console, is_pipe=True)
@@ -76,7 +76,7 @@ def page_for(console: Console, plain: bool) -> Page:
 
 
 class PlainPage:
-    """The text as it comes; on a terminal without its control characters, in a pipe with every one."""
+    """Plain text; control characters are replaced on a terminal and kept in a pipe."""
 
     def __init__(self, console: Console, *, is_pipe: bool = False, can_mark: bool = False) -> None:
         self._out = console.file
@@ -85,7 +85,7 @@ class PlainPage:
         self._is_used = False
 
     def write(self, pieces: Sequence[Piece]) -> None:
-        """Write at once."""
+        """Write and flush."""
         self._is_used = True
         for piece in pieces:
             text = piece.text if self._is_pipe else printable(piece.text)
@@ -102,10 +102,9 @@ class PlainPage:
 
 
 class MarkdownPage:
-    """Markdown: blocks that are whole are printed once and for all, the one being written is drawn over.
+    """Rendered Markdown: complete blocks are printed once, the incomplete one is redrawn in place.
 
-    A picture that would follow the last one too closely is drawn a little later, by a timer's thread: no token may wait
-    for the next one to be seen.
+    If the last drawing is too recent, a timer thread draws after the pause, so that no text waits for the next token.
     """
 
     def __init__(self, console: Console) -> None:
@@ -119,7 +118,7 @@ class MarkdownPage:
         self._next_picture = 0.0
 
     def write(self, pieces: Sequence[Piece]) -> None:
-        """Print what has become certain, and show the rest now or in a moment."""
+        """Print completed blocks, and draw the rest now or after the pause."""
         text = "".join(_marked(piece) for piece in pieces)
         with self._drawing:
             self._state, done = blocks.take(self._state, text)
@@ -132,7 +131,7 @@ class MarkdownPage:
                 self._later.start()
 
     def finish(self) -> None:
-        """Print what is left."""
+        """Print the remaining blocks."""
         with self._drawing:
             if self._later is not None:
                 self._later.cancel()
@@ -156,15 +155,15 @@ class MarkdownPage:
             live = [] if rest is None else painter.rows(rest, width)
             current = self._pane.size
             if current.columns >= size.columns and current.rows >= size.rows:
-                break  # rows for a larger window would be broken by this one, and the pane would count too few
+                break  # else the window has shrunk: the rows would wrap, and the pane's count would be wrong
         self._painter = painter
-        self._pane.draw(kept, live[-max(1, size.rows // 2) :])  # so that a lower window still has all of it
+        self._pane.draw(kept, live[-max(1, size.rows // 2) :])  # still fits if the window loses rows
         now = time.monotonic()
         self._next_picture = now + max(_LEAST_PAUSE_S, _PAUSE_RATIO * (now - start))
 
 
 class Painter:
-    """Turns blocks into rows for the terminal. Knows what was printed before: the code above, and whether any was."""
+    """Renders blocks as terminal rows. Stores the preceding code, and whether any row was printed."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -173,7 +172,7 @@ class Painter:
         self._has_rows = False
 
     def keep(self, block: Block, width: int) -> list[str]:
-        """Return the rows of a block that is printed for good."""
+        """Return the rows of a complete block, and record it as printed."""
         rows = self.rows(block, width)
         if block.kind == "fence":
             self._code, self._language = (), block.language
@@ -183,7 +182,7 @@ class Painter:
         return rows
 
     def rows(self, block: Block, width: int) -> list[str]:
-        """Return the rows of a block as they look now, with a blank one before where a block begins."""
+        """Return the rows of a block, after a blank row if it is not the first one."""
         if not block.text.strip() and block.kind == "markdown":
             return []
         if block.kind in ("code", "fence_end"):
@@ -213,7 +212,7 @@ def _dim(text: str) -> Text:
 
 
 def markdown_of(text: str) -> Markdown:
-    """Return Markdown for rich, read by our own rules: a newline is a newline, a heading a bold line, HTML is text."""
+    """Return rich Markdown in which newlines are kept, headings are bold lines and HTML is text."""
     page = Markdown("", code_theme=_CODE_THEME, hyperlinks=False)
     tokens = blocks.parser().parse(text)
     page.parsed = [_simpler(token, before) for before, token in pairwise([None, *tokens]) if token is not None]
@@ -221,7 +220,7 @@ def markdown_of(text: str) -> Markdown:
 
 
 def _simpler(token: Token, before: Token | None) -> Token:
-    """Return a token that rich shows as we want it."""
+    """Rewrite a token: headings to bold paragraphs, soft breaks to hard breaks."""
     if token.type in ("heading_open", "heading_close"):
         return token.copy(type=f"paragraph_{token.type.removeprefix('heading_')}", tag="p")
     if not token.children:
@@ -233,7 +232,7 @@ def _simpler(token: Token, before: Token | None) -> Token:
 
 
 def ansi_rows(lines: Iterable[Sequence[Segment]], console: Console) -> list[str]:
-    """Return rendered lines as text for the terminal: forced text is marked, blanks at the end are left out."""
+    """Return rendered lines as ANSI text, with forced text styled and trailing spaces removed."""
     segments, is_forced = [], False
     for line in lines:
         for text, style in _trimmed(line):
@@ -250,13 +249,13 @@ def ansi_rows(lines: Iterable[Sequence[Segment]], console: Console) -> list[str]
 
 
 def without_blank_ends(rows: Sequence[str]) -> list[str]:
-    """Return rows without the empty ones that rich puts around some blocks."""
+    """Return rows without leading and trailing empty ones, which rich adds to some blocks."""
     filled = [i for i, row in enumerate(rows) if row]
     return list(rows[filled[0] : filled[-1] + 1]) if filled else []
 
 
 def _trimmed(line: Sequence[Segment]) -> list[tuple[str, Style | None]]:
-    """Return a line's texts and styles without the blanks at its end."""
+    """Return a line's texts and styles without trailing spaces."""
     parts = [(segment.text, segment.style) for segment in line if not segment.control]
     while parts and not parts[-1][0].strip():
         parts.pop()

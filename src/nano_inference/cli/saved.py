@@ -1,4 +1,4 @@
-"""A conversation in a file: JSON with its messages, system message and sampling."""
+"""Conversations in JSON files: messages, system message and sampling."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _FORMAT = "nano-inference chat 1"
 
 
 def save(path: Path, talk: Talk, model: str, *, overwrite: bool) -> None:
-    """Write a conversation; its owner alone may read the file.
+    """Write a conversation to a file with mode 0600.
 
-    Raises `BadRequest` naming the file when it cannot be written, or is there already and not to be overwritten.
+    Raises `BadRequest` if the file cannot be written, or exists and `overwrite` is false.
     """
     data = {
         "format": _FORMAT,
@@ -38,13 +38,13 @@ def save(path: Path, talk: Talk, model: str, *, overwrite: bool) -> None:
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | how, 0o600), "w", encoding="utf-8") as file:
             file.write(text)
     except FileExistsError:
-        raise BadRequest(f"{path}: is there already; /save! overwrites it") from None
+        raise BadRequest(f"{path}: already exists; /save! overwrites it") from None
     except (OSError, ValueError) as error:
         raise _unusable(path, error) from None
 
 
 def load(path: Path, talk: Talk) -> Talk:
-    """Return the conversation of a file, to be gone on with. Raises `BadRequest` naming the file and what is wrong."""
+    """Return `talk` with the conversation of a file. Raises `BadRequest` naming the file and the field."""
     data = _read(path)
     try:
         if unknown := set(data) - set(_FIELDS):
@@ -72,14 +72,14 @@ def _read(path: Path) -> Mapping[str, Any]:
     try:
         data = json.loads(text)
     except (ValueError, RecursionError):
-        raise BadRequest(f"{path}: is no JSON") from None
+        raise BadRequest(f"{path}: is not JSON") from None
     if not isinstance(data, dict):
         raise BadRequest(f"{path}: must be a JSON object with messages, got {type(data).__name__}")
     return data
 
 
 def _messages(given: object) -> tuple[Message, ...]:
-    """Return turns, the user's and the assistant's, the last one the assistant's."""
+    """Check and return turns, alternately the user's and the assistant's."""
     if not isinstance(given, list):
         raise BadRequest("messages must be a list")
     for i, message in enumerate(given):
@@ -103,7 +103,7 @@ def _is_content(content: object) -> bool:
 
 
 def _sampling(given: object, first: Sampling) -> Sampling:
-    """Return the sampling of a file over that of the command line."""
+    """Return the command line's sampling, overridden by that of a file."""
     if not isinstance(given, dict):
         raise BadRequest("sampling must be an object")
     if unknown := sorted(set(given) - set(sampling_fields())):

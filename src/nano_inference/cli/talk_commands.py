@@ -1,4 +1,4 @@
-"""The slash commands of a chat: each takes the conversation and what stands behind it, and returns the next one."""
+"""The slash commands of a chat. Each receives the conversation and its argument, and returns the new conversation."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ class Command(NamedTuple):
 
     run: Callable[[Chat, Talk, str], Talk]
     usage: str
-    """What stands behind it."""
+    """Argument."""
     help: str
     complete: Callable[[str], Sequence[str]] = lambda _text: ()
-    """What the word behind it may become."""
+    """Returns completions of the argument."""
 
 
 def obey(chat: Chat, talk: Talk, line: str) -> Talk:
-    """Run a command. Raises `BadRequest` in one line when it is none, or makes no sense."""
+    """Run a slash command. Raises `BadRequest` for an unknown command or an invalid argument."""
     word, _, rest = line.partition(" ")
     command = _TABLE.get(_ALIASES.get(word, word))
     if command is None:
@@ -90,7 +90,7 @@ def _set(chat: Chat, talk: Talk, rest: str) -> Talk:
 
 
 def _with(talk: Talk, name: str, value: Any, named: frozenset[str]) -> Talk:
-    """Return the conversation with another value of a sampling field, which `SamplingParams` checks."""
+    """Return the conversation with a sampling field changed. Raises `BadRequest` for an invalid value."""
     sampling = talk.sampling
     try:
         params = replace(sampling.params, **{name: value})
@@ -107,7 +107,7 @@ def _setting(talk: Talk, name: str) -> str:
 
 
 def _value(name: str, text: str) -> Any:
-    """Return a typed value: JSON, else the text as it stands; `none` for nothing, numbers in a row for token ids."""
+    """Parse a value: `none`, a list of token ids, JSON, or else a plain string."""
     if text == "none":
         return None
     if name == "stop_token_ids" and not text.startswith("["):
@@ -156,7 +156,7 @@ def _load(chat: Chat, talk: Talk, rest: str) -> Talk:
 
 def _path(command: str, text: str) -> Path:
     if not text:
-        raise BadRequest(f"{command} needs the name of a file")
+        raise BadRequest(f"{command} needs a file name")
     return path_of(text, command)
 
 
@@ -167,7 +167,7 @@ def _tokens(chat: Chat, talk: Talk, rest: str) -> Talk:
         return talk
     tokens = () if talk.last is None else talk.last.tokens
     if not tokens:
-        raise BadRequest("/tokens: the last answer came without probabilities; /tokens on, and /regen draws it again")
+        raise BadRequest("/tokens: the last answer has no probabilities; type /tokens on, then /regen")
     if rest == "last":
         show_tokens(tokens)
         return talk
@@ -201,7 +201,7 @@ def _integer(command: str, text: str) -> int:
     try:
         return int(text)
     except ValueError:
-        raise BadRequest(f"{command} must have a whole number behind it, got {one_line(text, 60)!r}") from None
+        raise BadRequest(f"{command} must be followed by a whole number, got {one_line(text, 60)!r}") from None
 
 
 def _field_names(text: str) -> list[str]:
@@ -219,16 +219,16 @@ def _files(text: str) -> list[str]:
 _TABLE: Mapping[str, Command] = MappingProxyType(
     {
         "/help": Command(_help, "", "Show this list."),
-        "/model": Command(_model, "", "Show which model answers, and what computes it."),
-        "/system": Command(_system, "TEXT", "Tell the model how to behave, and start a new conversation."),
-        "/set": Command(_set, "[NAME VALUE]", "List how answers are drawn, or change it: /set top_k 40.", _field_names),
-        "/show": Command(_show, "", "Show the conversation's length and what you have set."),
-        "/save": Command(_save, "FILE", "Write the conversation to a new file; /save! replaces one.", _files),
+        "/model": Command(_model, "", "Show the model and its backend."),
+        "/system": Command(_system, "TEXT", "Set the system message and start a new conversation."),
+        "/set": Command(_set, "[NAME VALUE]", "List the sampling fields, or change one: /set top_k 40.", _field_names),
+        "/show": Command(_show, "", "Show the conversation's length and your settings."),
+        "/save": Command(_save, "FILE", "Write the conversation to a new file; /save! overwrites.", _files),
         "/save!": Command(_overwrite, "FILE", "", _files),
-        "/load": Command(_load, "FILE", "Continue a conversation that was saved.", _files),
+        "/load": Command(_load, "FILE", "Continue a saved conversation.", _files),
         "/clear": Command(_clear, "", "Forget the conversation and start a new one."),
-        "/tokens": Command(_tokens, "[on|off|N]", "Show how likely each token was, or the N-th one's rivals."),
-        "/seed": Command(_seed, "[N|off]", "Give the same answer to the same words each time."),
+        "/tokens": Command(_tokens, "[on|off|N]", "Show each token's probability, or token N's alternatives."),
+        "/seed": Command(_seed, "[N|off]", "Set the random seed, so that answers can be repeated."),
         "/regen": Command(_regen, "[N]", "Answer the last message again (with seed N)."),
         "/exit": Command(_exit, "", "Quit. Ctrl-D and /bye do the same."),
     }
@@ -237,4 +237,4 @@ _ALIASES: Mapping[str, str] = MappingProxyType({"/bye": "/exit", "/quit": "/exit
 COMMANDS: Mapping[str, Callable[[str], Sequence[str]]] = MappingProxyType(
     {name: command.complete for name, command in _TABLE.items()}
 )
-"""What may stand behind each command."""
+"""Maps each command to the completion of its argument."""

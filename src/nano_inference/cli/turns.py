@@ -1,4 +1,4 @@
-"""One turn of a chat: the answer is shown while it comes, and joins the conversation."""
+"""One turn of a chat: stream the answer and add it to the conversation."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from nano_inference.cli.terminal import Interrupts, no_echo, note
 from nano_inference.cli.token_view import show_tokens
 from nano_inference.text.chat import Message
 
-_SOME_LENGTH = "--max-tokens or the model's length is reached"
+_SOME_LENGTH = "--max-tokens or the context's limit reached"
 
 
 class Chat(NamedTuple):
-    """What stays the same from turn to turn."""
+    """Constant parts of a chat."""
 
     answerer: Answerer
     plain: bool = False
@@ -23,14 +23,14 @@ class Chat(NamedTuple):
 
 
 def answer_turn(chat: Chat, talk: Talk, line: str) -> Talk:
-    """Show the answer to a message; return the conversation with both in it."""
+    """Answer a message; return the conversation with both."""
     return answer_turns(chat, talk, (*talk.turns, {"role": "user", "content": line}))
 
 
 def answer_turns(chat: Chat, talk: Talk, turns: tuple[Message, ...]) -> Talk:
-    """Show the answer to a conversation whose last message is the user's; return it with the answer.
+    """Answer a conversation whose last message is the user's; return it with the answer.
 
-    Raises `BadRequest` and `ServerError` as `Answerer.answer` does.
+    Raises `BadRequest` and `ServerError`, as `Answerer.answer` does.
     """
     ask = Question(turns=turns, system=talk.system, sampling=talk.sampling, has_tokens=talk.shows_tokens)
     with Interrupts() as interrupts, no_echo(), open_page(chat.plain) as page:
@@ -41,7 +41,7 @@ def answer_turns(chat: Chat, talk: Talk, turns: tuple[Message, ...]) -> Talk:
 
 
 def _tell(reply: Reply, was_stopped: bool, shows_tokens: bool, quiet: bool) -> None:
-    """Say how an answer ended and what it took."""
+    """Print how an answer ended and its statistics."""
     if reply.failure is not None:
         note(f"nano-inference: {reply.failure}")
     elif was_stopped:
