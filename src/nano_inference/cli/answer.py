@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from nano_inference.cli.conversation import AnswerStats
 from nano_inference.cli.session import Session, tick
-from nano_inference.cli.talk import Took
 from nano_inference.cli.terminal import Interrupts, bar
 from nano_inference.engine import InferenceEngine
 from nano_inference.text import stream
@@ -61,11 +61,11 @@ def stream_answer(
 def _deltas(engine: InferenceEngine, num_prompt: int, interrupts: Interrupts, quiet: bool) -> Iterator[Delta]:
     """Run steps and yield their deltas, until the sample ends or Ctrl-C is pressed."""
     is_short = num_prompt <= engine.config.max_tokens_per_batch
-    with bar("reading the prompt", quiet=quiet or is_short) as tell:
+    with bar("reading the prompt", quiet=quiet or is_short) as progress:
         result, done = tick(engine), 0
         while not result.deltas and not interrupts.pressed:
             done += result.stats.num_computed
-            tell(done, num_prompt)
+            progress(done, num_prompt)
             result = tick(engine)
     while True:
         yield from result.deltas
@@ -100,16 +100,11 @@ def cut_by(session: Session, sample: TrainingSample) -> str | None:
     return f"prompt and answer fill the {what} of {min(limits.max_model_len, num_slots)} tokens"
 
 
-def statistics(answer: Answer) -> str:
-    """Say in one line what an answer took."""
-    return took(answer).line()
-
-
-def took(answer: Answer) -> Took:
-    """Return what an answer took."""
+def answer_stats(answer: Answer) -> AnswerStats:
+    """Return the statistics of an answer."""
     sample = answer.sample
     last = sample.version_spans[-1] if sample.version_spans else None
-    return Took(
+    return AnswerStats(
         num_prompt=len(sample.prompt_tokens),
         num_cached=sample.num_cached_tokens,
         num_new=len(sample.completion_tokens),

@@ -13,12 +13,12 @@ from cyclopts.config import Env
 
 import nano_inference
 from nano_inference.cli.command import Command, installed_commands
-from nano_inference.cli.config_file import take_files
-from nano_inference.cli.fallback import ENV_PREFIX, name_model
+from nano_inference.cli.config_file import apply_files
+from nano_inference.cli.fallback import ENV_PREFIX, fill_defaults
 from nano_inference.cli.help_page import page
-from nano_inference.cli.origins import Seen, as_json, as_toml, settings_of
-from nano_inference.cli.sizes import take_sizes
-from nano_inference.cli.spelling import names_of, spell, typed_in
+from nano_inference.cli.origins import ParsedCommand, as_json, as_toml, settings_of
+from nano_inference.cli.sizes import apply_sizes
+from nano_inference.cli.spelling import Typed, names_of, spell
 from nano_inference.cli.streams import prepare
 from nano_inference.packages import needed
 from nano_inference.types import BadRequest, ModelError
@@ -53,9 +53,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(argv: list[str]) -> object:
     """Run a command and return its result; with --help, print help without parsing the other options (slow)."""
-    seen = Seen()
+    parsed = ParsedCommand()
     rows = installed_commands()
-    app = build_app(seen, rows)
+    app = build_app(parsed, rows)
     if argv[:1] == [_ASKED]:
         app.config = ()  # candidates do not depend on other options' values, which are slow to read
         return app(argv)
@@ -70,18 +70,18 @@ def run(argv: list[str]) -> object:
     try:
         command, bound, unparsed = app.parse_args(plain)
     except (ValueError, CycloptsError) as error:
-        raise BadRequest(spell(error, names_of(seen))) from error
-    if not seen.wants_print:
-        wants_typed = {"typed": typed_in(seen)} if "typed" in unparsed else {}
+        raise BadRequest(spell(error, names_of(parsed))) from error
+    if not parsed.wants_print:
+        typed = {"typed": Typed(parsed.given, names_of(parsed))} if "typed" in unparsed else {}
         try:
-            return command(*bound.args, **bound.kwargs, **wants_typed)
+            return command(*bound.args, **bound.kwargs, **typed)
         except ModelError:
             raise  # names fields of the model's files, not options
         except ValueError as error:
-            raise BadRequest(spell(error, names_of(seen))) from error
+            raise BadRequest(spell(error, names_of(parsed))) from error
     bound.apply_defaults()
-    settings = settings_of(seen.commands, seen.arguments, bound.arguments)
-    print(as_json(settings) if bound.arguments.get("as_json") else as_toml(seen.commands, settings))
+    settings = settings_of(parsed.commands, parsed.arguments, bound.arguments)
+    print(as_json(settings) if bound.arguments.get("as_json") else as_toml(parsed.commands, settings))
     return 0
 
 
@@ -92,7 +92,7 @@ def _help_asked(argv: list[str]) -> str | None:
     return None if asked is None else asked.partition("=")[2]
 
 
-def build_app(seen: Seen | None = None, rows: Sequence[Command] | None = None) -> App:
+def build_app(parsed: ParsedCommand | None = None, rows: Sequence[Command] | None = None) -> App:
     """Return the application with the given commands, by default the installed ones, without importing them."""
     app = App(
         name="nano-inference",
@@ -113,9 +113,9 @@ def build_app(seen: Seen | None = None, rows: Sequence[Command] | None = None) -
         usage = f"Usage: nano-inference {row.words} [OPTIONS]{row.arguments}"
         (models if group else app).command(row.target, name=name, help=row.text, usage=usage)
     app.command(models)
-    sources = (Env(ENV_PREFIX, command=False, show=False), partial(take_files, app), take_sizes)
+    sources = (Env(ENV_PREFIX, command=False, show=False), partial(apply_files, app), apply_sizes)
     fills = tuple(row.fill for row in rows if row.fill is not None)
-    app.config = (*sources, *fills, name_model, seen or Seen())
+    app.config = (*sources, *fills, fill_defaults, parsed or ParsedCommand())
     return app
 
 

@@ -38,9 +38,9 @@ def run(names: Sequence[str], repeat: int, config: EngineConfig, common: Common)
     makers = [find(name) for name in names]
     with open_session(config, common) as session, Interrupts() as interrupts:
         outcomes = []
-        with bar("measuring", quiet=common.quiet) as tell:
+        with bar("measuring", quiet=common.quiet) as progress:
             for i, make in enumerate(makers):
-                tell(i, len(makers))
+                progress(i, len(makers))
                 outcomes.append(measure_one(session.engine, make, repeat, interrupts))
     print_table(_table(outcomes))
     print(json.dumps({"workloads": [_as_json(outcome) for outcome in outcomes]}))

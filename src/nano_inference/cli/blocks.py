@@ -22,7 +22,7 @@ class Block(NamedTuple):
 
     kind: BlockKind
     text: str
-    goes_on: bool = False
+    continues_list: bool = False
     """True for a further item of a list: no blank line precedes it."""
     language: str = ""
     """Language of the code, for kind "fence"."""
@@ -42,7 +42,7 @@ class BlockState:
 START = BlockState()
 
 
-def take(state: BlockState, text: str) -> tuple[BlockState, tuple[Block, ...]]:
+def push(state: BlockState, text: str) -> tuple[BlockState, tuple[Block, ...]]:
     """Add text; return the new state and the blocks that it completes."""
     state = replace(state, rest=state.rest + text)
     blocks: list[Block] = []
@@ -57,7 +57,7 @@ def take(state: BlockState, text: str) -> tuple[BlockState, tuple[Block, ...]]:
 def finish(state: BlockState) -> tuple[Block, ...]:
     """Return the remaining blocks at the end of the text."""
     end = "" if state.rest.endswith("\n") else "\n"
-    state, blocks = take(state, end)
+    state, blocks = push(state, end)
     rest = open_block(state)
     return blocks if rest is None else (*blocks, rest)
 

@@ -6,10 +6,10 @@ from contextlib import nullcontext
 from dataclasses import replace
 from typing import NamedTuple
 
-from nano_inference.cli.lines import Entered, open_reader
+from nano_inference.cli.conversation import ChatBackend, Conversation, Sampling, ServerError
+from nano_inference.cli.lines import Input, open_reader
 from nano_inference.cli.options import Common
-from nano_inference.cli.talk import Answerer, Sampling, ServerError, Talk
-from nano_inference.cli.talk_commands import COMMANDS, obey
+from nano_inference.cli.slash_commands import COMMANDS, run_command
 from nano_inference.cli.terminal import no_echo, note
 from nano_inference.cli.turns import Chat, answer_turn
 from nano_inference.text.templates import TemplateLimit
@@ -30,32 +30,34 @@ class Options(NamedTuple):
     """Do not render the Markdown of answers."""
 
 
-def run(wishes: Options, answerer: Answerer, sampling: Sampling, common: Common) -> int:
+def run(options: Options, backend: ChatBackend, sampling: Sampling, common: Common) -> int:
     """Chat until the input ends, or answer `prompt` alone; return the exit code."""
-    chat = Chat(answerer, wishes.plain, common.quiet)
-    talk = Talk(sampling=sampling, first_sampling=sampling, system=wishes.system, has_bare_words=wishes.has_bare_words)
-    if wishes.prompt is not None:
-        talk = answer_turn(chat, talk, wishes.prompt)
-        return _FAILED if talk.has_failed else 0
+    chat = Chat(backend, options.plain, common.quiet)
+    conversation = Conversation(
+        sampling=sampling, first_sampling=sampling, system=options.system, has_bare_words=options.has_bare_words
+    )
+    if options.prompt is not None:
+        conversation = answer_turn(chat, conversation, options.prompt)
+        return _FAILED if conversation.has_failed else 0
     reader = open_reader(COMMANDS)
     if reader.is_typed:
         note("/help lists the commands; Ctrl-D quits", common.quiet)
     with no_echo() if reader.can_edit else nullcontext():  # the editor echoes the input
-        while not talk.is_over and (entered := reader.read()) is not None:
-            talk = take_line(chat, talk, entered)
-    return _FAILED if talk.has_failed and not reader.is_typed else 0
+        while not conversation.is_over and (entry := reader.read()) is not None:
+            conversation = take_line(chat, conversation, entry)
+    return _FAILED if conversation.has_failed and not reader.is_typed else 0
 
 
-def take_line(chat: Chat, talk: Talk, entered: Entered) -> Talk:
+def take_line(chat: Chat, conversation: Conversation, entry: Input) -> Conversation:
     """Run a slash command or answer a message; return the new conversation."""
-    line = entered.text.strip()
+    line = entry.text.strip()
     if not line:
-        return talk
-    if talk.has_bare_words and line.lower() in _BARE_WORDS:
+        return conversation
+    if conversation.has_bare_words and line.lower() in _BARE_WORDS:
         line = f"/{line.lower()}"
-    is_command = line.startswith("/") and not entered.is_message
+    is_command = line.startswith("/") and not entry.is_message
     try:
-        return obey(chat, talk, line) if is_command else answer_turn(chat, talk, line)
+        return run_command(chat, conversation, line) if is_command else answer_turn(chat, conversation, line)
     except (BadRequest, ServerError, TemplateLimit) as error:
         note(f"nano-inference: {' '.join(str(error).split())}")  # fields as /set names them
-        return replace(talk, has_failed=isinstance(error, ServerError))
+        return replace(conversation, has_failed=isinstance(error, ServerError))

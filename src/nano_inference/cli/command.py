@@ -16,7 +16,7 @@ _LAST = "models rm"
 """Listed after the commands of other packages."""
 
 Fill = Callable[[App, tuple[str, ...], ArgumentCollection], None]
-"""Sets unset options; called for every command, before `fallback.name_model`."""
+"""Sets unset options; called for every command, before `fallback.fill_defaults`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -43,7 +43,7 @@ def chat(
     *,
     system: SystemFlag = None,
     prompt: PromptFlag = None,
-    talk: ChatFlags = CHAT,
+    chat_options: ChatFlags = CHAT,
     engine: EngineFlags,
     sampling: SamplingFlags = PLAIN,
     common: CommonFlags = COMMON,
@@ -55,17 +55,17 @@ def chat(
     With --server, a running OpenAI-compatible server answers; --model then selects one of its models.
     """
     from nano_inference.cli.chat import Options
-    from nano_inference.cli.talk import asked_for
+    from nano_inference.cli.conversation import requested_sampling
 
-    wishes = Options(system, prompt, plain=talk.plain)
-    asked = asked_for(sampling, typed.fields)
-    if talk.server is not None:
+    options = Options(system, prompt, plain=chat_options.plain)
+    requested = requested_sampling(sampling, typed.fields)
+    if chat_options.server is not None:
         from nano_inference.cli import remote
 
-        return remote.run(wishes, talk, engine.model_path, asked, common)
+        return remote.run(options, chat_options, engine.model_path, requested, common)
     from nano_inference.cli import local
 
-    return local.run(wishes, engine, asked, common, typed)
+    return local.run(options, engine, requested, common, typed)
 
 
 def generate(
@@ -99,12 +99,17 @@ def generate(
     --json prints one object per sample: text, token ids, log-probabilities, mask, weight versions and finish reason.
     """
     from nano_inference.cli import generate as work
+    from nano_inference.cli.conversation import requested_sampling
     from nano_inference.cli.prompts import read_prompts
-    from nano_inference.cli.talk import asked_for
 
     prompts = read_prompts(prompt, file)
     return work.run(
-        prompts, work.Options(n, raw, system, as_json), engine, asked_for(sampling, typed.fields), common, typed
+        prompts,
+        work.Options(n, raw, system, as_json),
+        engine,
+        requested_sampling(sampling, typed.fields),
+        common,
+        typed,
     )
 
 
@@ -219,6 +224,6 @@ def completion(
     from nano_inference.cli import shells as work
     from nano_inference.cli.app import build_app
 
-    chosen = work.shell_here(shell)
+    chosen = work.choose_shell(shell)
     print(work.script(build_app(), chosen) if to_stdout else work.install(build_app(), chosen))
     return 0

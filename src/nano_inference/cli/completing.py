@@ -14,7 +14,7 @@ _NAMING = ("model_path", "model", "name")
 """Fields that name a model; all fields of a configuration share one completer."""
 
 
-class Asked(Protocol):
+class CompletionContext(Protocol):
     """Context that cyclopts passes to a completer."""
 
     @property
@@ -27,7 +27,7 @@ class Asked(Protocol):
         ...
 
 
-def cached_names(context: Asked) -> list[tuple[str, str]]:
+def cached_names(context: CompletionContext) -> list[tuple[str, str]]:
     """Return the models on this machine with their sources; for an option that names no model, its choices."""
     if context.argument.field_info.name not in _NAMING:
         return [(choice, "") for choice in context.argument.get_choices(force=True) or ()]
@@ -36,12 +36,12 @@ def cached_names(context: Asked) -> list[tuple[str, str]]:
     return [(entry.name, entry.source) for entry in list_models(place)]
 
 
-def removable_names(context: Asked) -> list[tuple[str, str]]:
+def removable_names(context: CompletionContext) -> list[tuple[str, str]]:
     """Return the models that can be deleted."""
     return [(name, source) for name, source in cached_names(context) if source != "package"]
 
 
-def known_names(_context: Asked) -> list[tuple[str, str]]:
+def known_names(_context: CompletionContext) -> list[tuple[str, str]]:
     """Return the models that can be fetched by a built-in name."""
     wheels = [(name, wheel.requirement) for wheel in WHEELS for name in (wheel.name, *wheel.aliases[:1])]
     return wheels + [(one.name, "comes with the package") for one in installed_builtins()]

@@ -83,7 +83,7 @@ def default_file(environ: Mapping[str, str]) -> Path:
     return base / "nano-inference" / "config.toml"
 
 
-def take_files(root: App, app: App, commands: Table, arguments: ArgumentCollection) -> None:
+def apply_files(root: App, app: App, commands: Table, arguments: ArgumentCollection) -> None:
     """Set options that neither the command line nor the environment sets. Raises `BadRequest`."""
     named = next((a for a in options_of(arguments) if key_of(a) == "config"), None)
     if named is None:

@@ -15,7 +15,7 @@ SERVED = "(the only one that the server has)"
 """Value of --model in a chat with a server, if not given."""
 
 
-def name_model(_app: App, _commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
+def fill_defaults(_app: App, _commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
     """Set --model, which has no default in `EngineConfig`, and the sampling fields of a built-in model."""
     by_name = {argument.field_info.name: argument for argument in arguments}
     model = by_name.get("model_path")
@@ -34,7 +34,7 @@ def name_model(_app: App, _commands: tuple[str, ...], arguments: ArgumentCollect
             fill(argument, value, "the model's own default")
 
 
-def forget_standing(arguments: Iterable[Argument]) -> None:
+def drop_inherited(arguments: Iterable[Argument]) -> None:
     """Drop values from the environment and files, for options of a mode that is off; typed ones stay errors."""
     for argument in arguments:
         argument.tokens[:] = [token for token in argument.tokens if token.source == "cli"]

@@ -80,7 +80,7 @@ def _command(app: App, commands: tuple[str, ...], view: str, width: int, order: 
     if view and view not in (*_VIEWS, *wanted):
         raise BadRequest(f"--help={view}: there are --help={', --help='.join((*_VIEWS, *sorted(wanted)))}")
     if view == "env":
-        return [_twins(sections, width)]
+        return [_variables(sections, width)]
     chosen = {heading: options for heading, options in sections.items() if view in ("", "all", heading.lower())}
     shown = chosen if view else {heading: _main(options) for heading, options in chosen.items()}
     parts = [_positionals(arguments, width)] if view in ("", "all") else []
@@ -158,7 +158,7 @@ def _default(option: Argument, said: str) -> str:
     return f" (default: {whose}{default:g})" if isinstance(default, float) else f" (default: {whose}{default})"
 
 
-def _twins(sections: dict[str, list[Argument]], width: int) -> Lines:
+def _variables(sections: dict[str, list[Argument]], width: int) -> Lines:
     """Return every option with its environment variable."""
     lines = ["Environment variables (several values are separated by spaces; a flag is true or false):"]
     for options in sections.values():

@@ -35,7 +35,7 @@ Complete = Callable[[str], Sequence[str]]
 """Receives the word after a command and returns its completions."""
 
 
-class Entered(NamedTuple):
+class Input(NamedTuple):
     """A message or command as entered."""
 
     text: str
@@ -53,7 +53,7 @@ class Reader:
         self.can_edit = editor is not None
         self._has_pressed = False
 
-    def read(self) -> Entered | None:
+    def read(self) -> Input | None:
         """Return the next message or command; None at the end of the input.
 
         Ctrl-C discards the current line; pressed twice on an empty line, it raises `KeyboardInterrupt`.
@@ -67,9 +67,9 @@ class Reader:
                 self._discard()
                 continue
             self._has_pressed = False
-            return entered(text)
+            return parse_input(text)
         line = sys.stdin.readline()
-        return Entered(line) if line else None
+        return Input(line) if line else None
 
     def _discard(self) -> None:
         """Handle Ctrl-C. Raises `KeyboardInterrupt` at the second one in a row on an empty line."""
@@ -160,17 +160,17 @@ def open_reader(commands: Mapping[str, Complete]) -> Reader:
     return Reader(is_typed, _editor(commands) if can_edit else None)
 
 
-def entered(text: str) -> Entered:
+def parse_input(text: str) -> Input:
     """Parse an entered text: triple quotes are removed, undecodable bytes become U+FFFD."""
     text = text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
     quote, quotes, rest = text.lstrip().partition(_QUOTES)
     if quotes and not quote:
-        return Entered(rest.partition(_QUOTES)[0].strip("\n"), is_message=True)
-    return Entered(text, is_message="\n" in text.strip())
+        return Input(rest.partition(_QUOTES)[0].strip("\n"), is_message=True)
+    return Input(text, is_message="\n" in text.strip())
 
 
-def continued(text: str) -> str | None:
-    """Return the text up to the start of its next line if it is continued (open quotes, backslash), else None."""
+def continuation(text: str) -> str | None:
+    """Return the text up to the start of its next line if it continues (open quotes, backslash), else None."""
     if text.lstrip().startswith(_QUOTES) and text.count(_QUOTES) == 1:
         return f"{text}\n"
     return f"{text[:-1]}\n" if text.endswith("\\") else None
@@ -202,7 +202,7 @@ def _keys() -> KeyBindings:
     @keys.add("enter", filter=is_typing)
     def send_or_continue(event: KeyPressEvent) -> None:
         buffer = event.current_buffer
-        so_far = continued(buffer.text)
+        so_far = continuation(buffer.text)
         if so_far is None:
             buffer.validate_and_handle()
         elif so_far.startswith(buffer.text):  # within quotes, a new line at the cursor
@@ -233,5 +233,5 @@ def _plain_lines() -> str:
             print(file=sys.stderr)
             raise EOFError
         whole = text + line.removesuffix("\n")
-        text = continued(whole)
+        text = continuation(whole)
     return whole

@@ -9,14 +9,23 @@ from dataclasses import dataclass, replace
 
 from nano_inference.catalog import find_builtin, find_wheel
 from nano_inference.cli import chat
-from nano_inference.cli.answer import Answer, cut_by, stream_answer, took
+from nano_inference.cli.answer import Answer, answer_stats, cut_by, stream_answer
+from nano_inference.cli.conversation import (
+    NUM_ALTERNATIVES,
+    Piece,
+    Question,
+    Reply,
+    Sampling,
+    ShownToken,
+    Write,
+    fit_turns,
+)
 from nano_inference.cli.fallback import DEFAULT
 from nano_inference.cli.models import human_bytes
 from nano_inference.cli.options import Common
 from nano_inference.cli.session import Session, encode, open_session, with_chat_defaults
 from nano_inference.cli.spelling import Typed
-from nano_inference.cli.talk import NUM_ALTERNATIVES, Piece, Question, Reply, Sampling, ShownToken, Write
-from nano_inference.cli.terminal import Interrupts, note
+from nano_inference.cli.terminal import Interrupts
 from nano_inference.config import EngineConfig
 from nano_inference.text import stream
 from nano_inference.text.chat import Message
@@ -24,20 +33,18 @@ from nano_inference.text.dialogue import Dialogue, PartKind, require, told_apart
 from nano_inference.types import BadRequest, SamplingParams, TrainingSample
 
 _MOST_SEEDS = 1_000_000
-_RESERVE = 512
-"""Tokens reserved for an answer; at most a quarter of the context."""
 
 
-def run(wishes: chat.Options, config: EngineConfig, sampling: Sampling, common: Common, typed: Typed) -> int:
+def run(options: chat.Options, config: EngineConfig, sampling: Sampling, common: Common, typed: Typed) -> int:
     """Load the model and chat with it; return the exit code."""
 
     def check(dialogue: Dialogue | None) -> None:
         require_chat(dialogue, config.model_path)
 
     with open_session(config, common, typed, check=check) as session:
-        answerer = LocalAnswerer(session, config.model_path, common.quiet)
+        backend = LocalBackend(session, config.model_path, common.quiet)
         sampling = with_chat_defaults(session, config.model_path, sampling, common.quiet)
-        return chat.run(wishes, answerer, sampling, common)
+        return chat.run(options, backend, sampling, common)
 
 
 def require_chat(dialogue: Dialogue | None, name: str) -> None:
@@ -51,7 +58,7 @@ def require_chat(dialogue: Dialogue | None, name: str) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class LocalAnswerer:
+class LocalBackend:
     """Answers with an engine in this process."""
 
     session: Session
@@ -81,14 +88,11 @@ class LocalAnswerer:
         """Return the number of tokens of the conversation's prompt."""
         return len(encode(self.session, list(turns), system=system)) if turns else 0
 
-    def answer(self, ask: Question, interrupts: Interrupts, write: Write) -> Reply:
+    def answer(self, question: Question, interrupts: Interrupts, write: Write) -> Reply:
         """Answer; the oldest turns are dropped if the context is too short."""
-        params = with_seed(ask.sampling.params)
-        params = with_alternatives(params) if ask.has_tokens else params
-        prompt, kept = fit(self.session, ask.system, ask.turns, params)
-        num_left = len(ask.turns) - len(kept)
-        if num_left:
-            note(f"[the conversation is too long for the model: its oldest {num_left} messages were dropped]")
+        params = with_seed(question.sampling.params)
+        params = with_alternatives(params) if question.has_tokens else params
+        prompt, kept = fit_to_context(self.session, question.system, question.turns, params)
         inside: PartKind = "text"
 
         def take(text: str) -> None:
@@ -97,18 +101,18 @@ class LocalAnswerer:
             write([Piece(part.text, part.type == "python_output") for part in parts])
 
         answer = stream_answer(self.session, prompt, params, interrupts, take, quiet=self.quiet)
-        return self._reply(answer, kept, ask)
+        return self._reply(answer, kept, question)
 
-    def _reply(self, answer: Answer, kept: tuple[Message, ...], ask: Question) -> Reply:
+    def _reply(self, answer: Answer, kept: tuple[Message, ...], question: Question) -> Reply:
         sample = answer.sample
-        cost = took(answer)
+        cost = answer_stats(answer)
         return Reply(
             message=require(self.session.dialogue).answer(sample.completion_tokens, answer.text),
             kept=kept,
             finish_reason=sample.finish_reason,
             cut_by=cut_by(self.session, sample),
-            took=cost if ask.sampling.params.temperature else cost._replace(seed=None),  # greedy: no seed
-            tokens=shown_tokens(self.session, sample) if ask.has_tokens else (),
+            stats=cost if question.sampling.params.temperature else cost._replace(seed=None),  # greedy: no seed
+            tokens=shown_tokens(self.session, sample) if question.has_tokens else (),
         )
 
 
@@ -134,7 +138,7 @@ def shown_tokens(session: Session, sample: TrainingSample) -> tuple[ShownToken, 
         text = _special(session, token)
         if text is None:
             state, text = stream.push(state, session.tokenizer.token_bytes(token))
-        others = tuple((_alone(session, one.token), one.logprob) for one in top)
+        others = tuple((_token_text(session, one.token), one.logprob) for one in top)
         out.append(ShownToken(text, logprob, not mask, others))
     return tuple(out)
 
@@ -146,27 +150,22 @@ def _special(session: Session, token: int) -> str | None:
     return session.tokenizer.token_text(token) if token in session.tokenizer.special_ids else None
 
 
-def _alone(session: Session, token: int) -> str:
+def _token_text(session: Session, token: int) -> str:
     """Return the text of a single token; bytes of incomplete characters are escaped."""
     name = _special(session, token)
     return session.tokenizer.token_bytes(token).decode("utf-8", "backslashreplace") if name is None else name
 
 
-def fit(
+def fit_to_context(
     session: Session, system: str | None, turns: tuple[Message, ...], params: SamplingParams
 ) -> tuple[list[int], tuple[Message, ...]]:
-    """Return the prompt of a conversation and its turns, without the oldest ones if the context has no room.
+    """Return the prompt of a conversation and its turns, without the oldest ones if the context has no room."""
+    prompt: list[int] = []
 
-    The last message always remains; the engine rejects it if it is too long.
-    """
-    limit = session.engine.parts.max_model_len
-    wanted = _RESERVE if params.max_tokens is None else min(params.max_tokens, _RESERVE)
-    room = limit - min(wanted, limit // 4)
-    prompt = encode(session, list(turns), system=system)
-    if len(prompt) <= room:
-        return prompt, turns
-    # Drop more than necessary, so that the next turns share this prompt's cached prefix.
-    while len(prompt) > room * 3 // 4 and len(turns) > 2:
-        turns = turns[2:]
+    def count(turns: tuple[Message, ...]) -> int:
+        nonlocal prompt
         prompt = encode(session, list(turns), system=system)
-    return prompt, turns
+        return len(prompt)
+
+    kept = fit_turns(turns, params.max_tokens, session.engine.parts.max_model_len, count)
+    return prompt, kept

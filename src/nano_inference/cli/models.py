@@ -33,8 +33,8 @@ def show_list(as_json: bool, common: Common) -> int:
 
 def pull_model(name: str, common: Common) -> int:
     """Fetch a model; print its path, and on stderr its files."""
-    with bar(f"fetching {name}", is_bytes=True, quiet=common.quiet) as tell:
-        path = pull(name, cache_of(common), tell)
+    with bar(f"fetching {name}", is_bytes=True, quiet=common.quiet) as progress:
+        path = pull(name, cache_of(common), progress)
     files = files_of(path)
     for file in files:
         checked = f"sha256 {file.sha256}" if file.sha256 else "the source gives no sha256"

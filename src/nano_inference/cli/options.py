@@ -19,7 +19,7 @@ _FLAG_OF = {"model_path": "model", "overrides": "override"}
 _SHORT = {"model_path": "-m", "temperature": "-t", "top_k": "-k", "dtype": "-d"}
 _BOTH_HAVE = ("seed", "logprobs_mode")
 """Fields of `EngineConfig` and `SamplingParams`: the flag sets the latter."""
-NOT_TYPED_BY_HAND = ("logit_bias", "allowed_token_ids")
+WITHOUT_FLAG = ("logit_bias", "allowed_token_ids")
 """Sampling fields without a flag."""
 
 _ENGINE_GROUP = Group("Engine")
@@ -89,7 +89,7 @@ class ChatOptions:
 EngineFlags = Annotated[EngineConfig, flags(_ENGINE_GROUP, _BOTH_HAVE)]
 ServedEngineFlags = Annotated[EngineConfig, flags(_ENGINE_GROUP, ("logprobs_mode", "max_tokens_per_batch"))]
 ServerFlags = Annotated[ServerConfig, flags(Group("Server"))]
-SamplingFlags = Annotated[SamplingParams, flags(_SAMPLING_GROUP, NOT_TYPED_BY_HAND)]
+SamplingFlags = Annotated[SamplingParams, flags(_SAMPLING_GROUP, WITHOUT_FLAG)]
 ChatFlags = Annotated[ChatOptions, flags(Group("Chat"))]
 CommonFlags = Annotated[Common, flags(_COMMON_GROUP)]
 SettingsFlags = Annotated[Settings, flags(_COMMON_GROUP)]

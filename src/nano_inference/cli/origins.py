@@ -17,14 +17,14 @@ from nano_inference.cli.config_file import NOT_IN_FILES
 from nano_inference.types import MODELS_OWN
 
 BUILT_IN = "built-in"
-UNLESS = "built-in, unless the model has its own"
-OF_CHAT = "the model's default for chats, else that of all chats"
-_SAID = {"cli": "command line"}
+UNLESS_MODEL = "built-in, unless the model has its own"
+CHAT_DEFAULT = "the model's default for chats, else that of all chats"
+_ORIGIN_NAMES = {"cli": "command line"}
 _WIDEST_VALUE = 48
 
 
 @dataclass(slots=True)
-class Seen:
+class ParsedCommand:
     """The command line that was parsed last: the command's words, and its arguments with their tokens."""
 
     commands: tuple[str, ...] = ()
@@ -70,12 +70,12 @@ def origin_of(option: Argument) -> str:
     if not option.tokens:
         return BUILT_IN
     token = option.tokens[-1]
-    return f"environment {token.keyword}" if token.source == "env" else _SAID.get(token.source, token.source)
+    return f"environment {token.keyword}" if token.source == "env" else _ORIGIN_NAMES.get(token.source, token.source)
 
 
 def settings_of(commands: tuple[str, ...], arguments: ArgumentCollection, bound: Mapping[str, Any]) -> list[Setting]:
     """Return every option with its value and origin."""
-    open_origin, open_names = (OF_CHAT, CHAT_FIELDS) if commands == ("chat",) else (UNLESS, MODELS_OWN)
+    open_origin, open_names = (CHAT_DEFAULT, CHAT_FIELDS) if commands == ("chat",) else (UNLESS_MODEL, MODELS_OWN)
     owner = {id(child): parent.field_info.name for parent in arguments for child in parent.children}
     settings = []
     for option in options_of(arguments):
@@ -119,10 +119,10 @@ def _assignment(setting: Setting) -> str:
         return f'{setting.key} = "none"'
     if setting.value is None:
         return f"# {setting.key} is not set"
-    if setting.origin == OF_CHAT:
+    if setting.origin == CHAT_DEFAULT:
         return f"# {setting.key} depends on the model"
-    told = f"{setting.key} = {toml_value(_plain(setting.value))}"
-    return f"# {told}" if setting.origin == UNLESS else told  # in a file, the value would override the model's
+    line = f"{setting.key} = {toml_value(_plain(setting.value))}"
+    return f"# {line}" if setting.origin == UNLESS_MODEL else line  # in a file, the value would override the model's
 
 
 def toml_value(value: Any) -> str:

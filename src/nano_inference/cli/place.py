@@ -22,8 +22,8 @@ def cache_of(common: Common) -> Path:
 
 def fetch(name: str, common: Common) -> Path:
     """Return a model's path, fetching the model if it is not in the cache."""
-    with bar(f"fetching {name}", is_bytes=True, quiet=common.quiet) as tell:
-        return resolve(name, cache_of(common), progress=tell)
+    with bar(f"fetching {name}", is_bytes=True, quiet=common.quiet) as progress:
+        return resolve(name, cache_of(common), progress=progress)
 
 
 def tokenizer_source(path: Path) -> TokenizerSource:

@@ -10,23 +10,25 @@ from typing import Any
 
 from nano_inference.chat_defaults import CHAT_FIELDS, CHAT_MAX_TOKENS
 from nano_inference.cli import chat
-from nano_inference.cli.fallback import SERVED
-from nano_inference.cli.options import ChatOptions, Common
-from nano_inference.cli.printable import one_line
-from nano_inference.cli.talk import (
+from nano_inference.cli.conversation import (
+    DROPPED,
     NUM_ALTERNATIVES,
+    AnswerStats,
     Piece,
     Question,
     Reply,
     Sampling,
     ServerError,
     ShownToken,
-    Took,
     Write,
+    fit_turns,
     plain_value,
     print_defaults,
     with_defaults,
 )
+from nano_inference.cli.fallback import SERVED
+from nano_inference.cli.options import ChatOptions, Common
+from nano_inference.cli.printable import one_line
 from nano_inference.cli.terminal import Interrupts, note
 from nano_inference.cli.wire import Address, CutOff, Refused, error_of, get_json, read_address, stream_json
 from nano_inference.text.chat import Message
@@ -35,30 +37,27 @@ from nano_inference.types import BadRequest, SamplingParams
 _FAILED = 1
 _NOT_SENT = ("logprobs_mode", "pooling", "prompt_logprobs", "raw_logprobs", "sampling_mask")
 """Sampling fields whose results a chat stream cannot carry."""
-_RESERVE = 512
-"""Tokens reserved for an answer; at most a quarter of the context."""
-_DROPPED = "[the conversation is too long for the model: its oldest {} messages were dropped]"
 _OWNER = "nano-inference"
 """`owned_by` of models of this package's server, which accepts fields that other servers may reject."""
 
 
-def run(wishes: chat.Options, where: ChatOptions, model: str, sampling: Sampling, common: Common) -> int:
+def run(options: chat.Options, where: ChatOptions, model: str, sampling: Sampling, common: Common) -> int:
     """Choose the server's model and chat with it; return the exit code."""
     address = read_address(where.server or "", where.api_key)
     try:
-        answerer = open_server(address, None if model == SERVED else model)
-        if address.tells_key:
+        backend = open_server(address, None if model == SERVED else model)
+        if address.exposes_key:
             note(f"[the API key is sent to {address.host} unencrypted: the URL is not https://]")
-        note(f"[{answerer.model} at {address.url}]", common.quiet)
-        if answerer.is_ours:
-            print_defaults(sampling, answerer.defaults, "the server's", common.quiet)
-        return chat.run(wishes, answerer, with_defaults(sampling, answerer.defaults), common)
+        note(f"[{backend.model} at {address.url}]", common.quiet)
+        if backend.is_ours:
+            print_defaults(sampling, backend.defaults, "the server's", common.quiet)
+        return chat.run(options, backend, with_defaults(sampling, backend.defaults), common)
     except ServerError as error:
         note(f"nano-inference: {error}")
         return _FAILED
 
 
-def open_server(address: Address, wanted: str | None) -> RemoteAnswerer:
+def open_server(address: Address, wanted: str | None) -> RemoteBackend:
     """Return the server's model `wanted`, or its only model. Raises `BadRequest`, `ServerError`."""
     cards = _cards(address, is_needed=wanted is None)
     names = [one_line(str(card.get("id", ""))) for card in cards]
@@ -73,7 +72,7 @@ def open_server(address: Address, wanted: str | None) -> RemoteAnswerer:
     calculates = is_ours and card.get("calculator") is True
     defaults = _defaults(card.get("chat_defaults")) if is_ours else {"max_tokens": CHAT_MAX_TOKENS}
     context = length if isinstance(length, int) else None
-    return RemoteAnswerer(address, wanted, defaults, context, is_ours, calculates)
+    return RemoteBackend(address, wanted, defaults, context, is_ours, calculates)
 
 
 def _defaults(sent: Any) -> Mapping[str, Any]:
@@ -101,7 +100,7 @@ def _cards(address: Address, *, is_needed: bool) -> list[dict[str, Any]]:
 
 
 @dataclass(slots=True)
-class RemoteAnswerer:
+class RemoteBackend:
     """Answers with a server. Stores the server's token counts and whether it has a calculator."""
 
     address: Address
@@ -128,43 +127,30 @@ class RemoteAnswerer:
         """Return the token count that the server reported with the last answer."""
         return self.num_tokens if turns else 0
 
-    def answer(self, ask: Question, interrupts: Interrupts, write: Write) -> Reply:
+    def answer(self, question: Question, interrupts: Interrupts, write: Write) -> Reply:
         """Answer; the oldest turns are dropped if the server rejects the conversation as too long."""
-        turns = self._fitting(ask)
+        turns = question.turns
+        if self.context is not None:  # tokens are estimated, since the tokenizer is the server's
+            max_tokens = question.sampling.params.max_tokens
+            turns = fit_turns(
+                turns, max_tokens, self.context, lambda turns: self.tokens_per_char * _num_chars(turns, question.system)
+            )
         while True:
             try:
-                return self._once(ask, turns, interrupts, write)
+                return self._once(question, turns, interrupts, write)
             except Refused as error:
                 if error.code == "context_length_exceeded" and len(turns) > 2:
                     turns = turns[2:]
-                    note(_DROPPED.format(2))
+                    note(DROPPED.format(2))
                 elif error.param == "calculator" and self.calculator:
                     self.calculator = False  # the server was restarted with another model
                 else:
                     raise
 
-    def _fitting(self, ask: Question) -> tuple[Message, ...]:
-        """Return the latest turns that leave room for an answer; token counts are estimated from characters."""
-        if self.context is None:
-            return ask.turns
-        wanted = _RESERVE if ask.sampling.params.max_tokens is None else min(ask.sampling.params.max_tokens, _RESERVE)
-        room = self.context - min(wanted, self.context // 4)
-        turns = ask.turns
-        if self._estimate(turns, ask.system) <= room:
-            return turns
-        while self._estimate(turns, ask.system) > room * 3 // 4 and len(turns) > 2:
-            turns = turns[2:]
-        if len(turns) < len(ask.turns):
-            note(_DROPPED.format(len(ask.turns) - len(turns)))
-        return turns
-
-    def _estimate(self, turns: Sequence[Message], system: str | None) -> float:
-        return self.tokens_per_char * _num_chars(turns, system)
-
-    def _once(self, ask: Question, turns: tuple[Message, ...], interrupts: Interrupts, write: Write) -> Reply:
+    def _once(self, question: Question, turns: tuple[Message, ...], interrupts: Interrupts, write: Write) -> Reply:
         """Send one request and stream its answer. Raises `ServerError` if no text arrived."""
-        body = self._body(ask, turns)
-        taken, failure = Taken(start=time.perf_counter()), None
+        body = self._body(question, turns)
+        partial, failure = PartialReply(start=time.perf_counter()), None
 
         def on_connect(end: Any) -> None:
             interrupts.on_press = end
@@ -172,36 +158,36 @@ class RemoteAnswerer:
                 end()
 
         try:
-            for event in stream_json(self.address, "/chat/completions", body, on_connect, taken.take_headers):
-                pieces = taken.take(event)
+            for event in stream_json(self.address, "/chat/completions", body, on_connect, partial.add_headers):
+                pieces = partial.add_event(event)
                 if pieces:
                     write(pieces)
         except ServerError as error:
-            was_over = isinstance(error, CutOff) and taken.finish_reason is not None
+            was_over = isinstance(error, CutOff) and partial.finish_reason is not None
             if not interrupts.pressed and not was_over:
-                if not taken.text:
+                if not partial.text:
                     raise
                 failure = str(error)
         write(())
-        reply = taken.reply(turns, ask, failure)
-        self.num_tokens = taken.total()
+        reply = partial.reply(turns, question, failure)
+        self.num_tokens = partial.total()
         if self.num_tokens is not None:
-            self.tokens_per_char = self.num_tokens / max(1, _num_chars([*turns, reply.message], ask.system))
+            self.tokens_per_char = self.num_tokens / max(1, _num_chars([*turns, reply.message], question.system))
         return reply
 
-    def _body(self, ask: Question, turns: tuple[Message, ...]) -> dict[str, Any]:
+    def _body(self, question: Question, turns: tuple[Message, ...]) -> dict[str, Any]:
         """Return the request body, with the sampling fields that the user set and the chat defaults."""
-        params, named = ask.sampling
+        params, named = question.sampling
         if wrong := sorted(named.intersection(_NOT_SENT)):
             raise BadRequest(f"{wrong[0]} is not available in a chat with a server")
-        system: list[Message] = [] if ask.system is None else [{"role": "system", "content": ask.system}]
+        system: list[Message] = [] if question.system is None else [{"role": "system", "content": question.system}]
         body: dict[str, Any] = {"model": self.model, "messages": [*system, *turns], "stream": True}
         body["stream_options"] = {"include_usage": True}
         if params.max_tokens is not None:
             body["max_tokens"] = params.max_tokens
         sent = (named | self.defaults.keys()) - {"max_tokens", "logprobs"}
         body |= {name: plain_value(params, name) for name in sorted(sent)}
-        if ask.has_tokens:
+        if question.has_tokens:
             body |= {"logprobs": True, "top_logprobs": max(NUM_ALTERNATIVES, params.logprobs or 0)}
         if self.is_ours:
             body["return_token_ids"] = True
@@ -210,7 +196,7 @@ class RemoteAnswerer:
 
 
 @dataclass(slots=True)
-class Taken:
+class PartialReply:
     """The received part of an answer. Times are of `time.perf_counter`."""
 
     start: float
@@ -230,16 +216,16 @@ class Taken:
         """Text of the answer."""
         return "".join(self.texts)
 
-    def take_headers(self, headers: Mapping[str, str]) -> None:
+    def add_headers(self, headers: Mapping[str, str]) -> None:
         """Read the limit that this package's server sends if the context has less room than requested."""
         most = headers.get("x-max-tokens", "")
         self.most_new = int(most) if most.isascii() and most.isdecimal() and len(most) < 10 else None
 
-    def take(self, event: Any) -> list[Piece]:
+    def add_event(self, event: Any) -> list[Piece]:
         """Add an event; return the text that it adds. Raises `ServerError` for an error event."""
-        told = error_of(event)
-        if told is not None:
-            raise ServerError(f"the server failed: {one_line(told[0])}")
+        error = error_of(event)
+        if error is not None:
+            raise ServerError(f"the server failed: {one_line(error[0])}")
         if not isinstance(event, dict):
             raise ServerError(f"the server sent an invalid event: {one_line(str(event), 80)!r}")
         self.usage = _mapping(event.get("usage")) or self.usage
@@ -261,7 +247,7 @@ class Taken:
             return []
         self.first = self.first or time.perf_counter()
         parts = _parts(delta.get("parts"))
-        content = _whole(content)
+        content = _without_surrogates(content)
         self.texts.append(content)
         self.parts += parts or [("text", content)]
         return _pieces(content, parts)
@@ -276,17 +262,17 @@ class Taken:
         prompt, new = _count(self.usage, "prompt_tokens"), _count(self.usage, "completion_tokens")
         return None if prompt is None or new is None else prompt + new
 
-    def reply(self, turns: tuple[Message, ...], ask: Question, failure: str | None) -> Reply:
+    def reply(self, turns: tuple[Message, ...], question: Question, failure: str | None) -> Reply:
         """Return the answer."""
         now = time.perf_counter()
         cached = _count(_mapping(self.usage.get("prompt_tokens_details")), "cached_tokens")
-        took = Took(
+        stats = AnswerStats(
             num_prompt=_count(self.usage, "prompt_tokens"),
             num_cached=cached,
             num_new=_count(self.usage, "completion_tokens"),
             first_token_after=(self.first or now) - self.start,
             seconds=now - self.start,
-            seed=ask.sampling.params.seed,
+            seed=question.sampling.params.seed,
             version=self.version,
         )
         message: Message = {"role": "assistant", "content": self._content()}
@@ -295,7 +281,7 @@ class Taken:
             kept=turns,
             finish_reason=self.finish_reason,
             cut_by=None if self.most_new is None else f"the model's context is full after {self.most_new} tokens",
-            took=took,
+            stats=stats,
             tokens=tuple(self.tokens),
             failure=failure,
         )
@@ -312,36 +298,38 @@ def _tokens(entries: Sequence[Any], mask: Sequence[Any]) -> Iterator[ShownToken]
     """Yield the tokens of OpenAI's log-probabilities; `mask` is 0 for forced tokens and may be shorter."""
     for i, entry in enumerate(map(_mapping, entries)):
         tops = entry.get("top_logprobs")
-        pairs = (_named(_mapping(one)) for one in (tops if isinstance(tops, list) else []))
-        text, logprob = _named(entry)
+        pairs = (_token_and_logprob(_mapping(one)) for one in (tops if isinstance(tops, list) else []))
+        text, logprob = _token_and_logprob(entry)
         top = tuple((name, value) for name, value in pairs if value is not None)
         yield ShownToken(text, logprob, i < len(mask) and mask[i] == 0, top)
 
 
-def _named(entry: Mapping[str, Any]) -> tuple[str, float | None]:
+def _token_and_logprob(entry: Mapping[str, Any]) -> tuple[str, float | None]:
     value = entry.get("logprob")
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return _whole(str(entry.get("token", ""))), min(float(value), 0.0) if is_number and value is not None else None
+    return _without_surrogates(str(entry.get("token", ""))), min(
+        float(value), 0.0
+    ) if is_number and value is not None else None
 
 
 def _pieces(content: str, parts: Sequence[tuple[str, str]]) -> list[Piece]:
     """Split a text into the model's pieces and the calculator's results, which are `parts` in the text's order."""
     pieces: list[Piece] = []
-    told = at = 0
+    error = at = 0
     for kind, text in parts:
         found = content.find(text, at)
         if found < 0:
             break
         at = found + len(text)
         if kind == "python_output":
-            pieces += [Piece(content[told:found]), Piece(text, is_forced=True)]
-            told = at
-    return [piece for piece in [*pieces, Piece(content[told:])] if piece.text]
+            pieces += [Piece(content[error:found]), Piece(text, is_forced=True)]
+            error = at
+    return [piece for piece in [*pieces, Piece(content[error:])] if piece.text]
 
 
 def _parts(given: Any) -> list[tuple[str, str]]:
     parts = [_mapping(part) for part in given] if isinstance(given, list) else []
-    return [(str(part.get("type")), _whole(str(part.get("text", "")))) for part in parts]
+    return [(str(part.get("type")), _without_surrogates(str(part.get("text", "")))) for part in parts]
 
 
 def _num_chars(turns: Sequence[Message], system: str | None) -> int:
@@ -361,6 +349,6 @@ def _count(data: Mapping[str, Any], name: str) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
-def _whole(text: str) -> str:
+def _without_surrogates(text: str) -> str:
     """Replace unpaired surrogates, which JSON can contain but no encoding can write."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

@@ -26,9 +26,9 @@ from rich.theme import Theme
 
 from nano_inference.cli import blocks
 from nano_inference.cli.blocks import Block
+from nano_inference.cli.conversation import Piece
 from nano_inference.cli.pane import Pane
 from nano_inference.cli.printable import END_FORCED, FORCED, printable
-from nano_inference.cli.talk import Piece
 
 _THEME = Theme({"markdown.code": "bold cyan"})  # rich's own has a black background
 _FORCED_STYLE = Style(dim=True, underline=True)
@@ -40,7 +40,7 @@ _LEAST_PAUSE_S, _PAUSE_RATIO = 0.03, 4
 """Pause between two drawings of an incomplete block: seconds, and a multiple of the last drawing's time."""
 
 
-class Page(Protocol):
+class AnswerOutput(Protocol):
     """Output of an answer."""
 
     def write(self, pieces: Sequence[Piece]) -> None:
@@ -51,13 +51,13 @@ class Page(Protocol):
 
 
 @contextmanager
-def open_page(plain: bool) -> Iterator[Page]:
-    """Open a page on stdout, and finish it at the end of the block."""
-    page = page_for(console_of(sys.stdout), plain)
+def open_output(plain: bool) -> Iterator[AnswerOutput]:
+    """Open an output on stdout, and finish it at the end of the block."""
+    output = output_for(console_of(sys.stdout), plain)
     try:
-        yield page
+        yield output
     finally:
-        page.finish()
+        output.finish()
 
 
 def console_of(stream: object) -> Console:
@@ -65,17 +65,17 @@ def console_of(stream: object) -> Console:
     return Console(file=stream, theme=_THEME, markup=False, emoji=False, highlight=False)  # type: ignore[arg-type]
 
 
-def page_for(console: Console, plain: bool) -> Page:
-    """Return a page for a console's capabilities."""
+def output_for(console: Console, plain: bool) -> AnswerOutput:
+    """Return an output for a console's capabilities."""
     is_simple = console.is_dumb_terminal or console.legacy_windows
     if not console.is_terminal:  # FORCE_COLOR makes a pipe a terminal
-        return PlainPage(console, is_pipe=True)
+        return PlainOutput(console, is_pipe=True)
     if plain or is_simple or not console.encoding.startswith("utf"):
-        return PlainPage(console, can_mark=not is_simple)
-    return MarkdownPage(console)
+        return PlainOutput(console, can_mark=not is_simple)
+    return MarkdownOutput(console)
 
 
-class PlainPage:
+class PlainOutput:
     """Plain text; control characters are replaced on a terminal and kept in a pipe."""
 
     def __init__(self, console: Console, *, is_pipe: bool = False, can_mark: bool = False) -> None:
@@ -101,7 +101,7 @@ class PlainPage:
             self._out.flush()
 
 
-class MarkdownPage:
+class MarkdownOutput:
     """Rendered Markdown: complete blocks are printed once, the incomplete one is redrawn in place.
 
     If the last drawing is too recent, a timer thread draws after the pause, so that no text waits for the next token.
@@ -121,7 +121,7 @@ class MarkdownPage:
         """Print completed blocks, and draw the rest now or after the pause."""
         text = "".join(_marked(piece) for piece in pieces)
         with self._drawing:
-            self._state, done = blocks.take(self._state, text)
+            self._state, done = blocks.push(self._state, text)
             wait = self._next_picture - time.monotonic()
             if done or (self._is_live and wait <= 0):
                 self._draw(done)
@@ -189,7 +189,7 @@ class Painter:
             return self._code_rows(block, width)
         renderable = _dim(block.text.strip("\n")) if block.kind == "fence" else markdown_of(block.text)
         rows = without_blank_ends(self._painted(renderable, width))
-        return ["", *rows] if self._has_rows and not block.goes_on else rows
+        return ["", *rows] if self._has_rows and not block.continues_list else rows
 
     def _code_rows(self, block: Block, width: int) -> list[str]:
         line = block.text.rstrip("\n")
@@ -213,10 +213,10 @@ def _dim(text: str) -> Text:
 
 def markdown_of(text: str) -> Markdown:
     """Return rich Markdown in which newlines are kept, headings are bold lines and HTML is text."""
-    page = Markdown("", code_theme=_CODE_THEME, hyperlinks=False)
+    output = Markdown("", code_theme=_CODE_THEME, hyperlinks=False)
     tokens = blocks.parser().parse(text)
-    page.parsed = [_simpler(token, before) for before, token in pairwise([None, *tokens]) if token is not None]
-    return page
+    output.parsed = [_simpler(token, before) for before, token in pairwise([None, *tokens]) if token is not None]
+    return output
 
 
 def _simpler(token: Token, before: Token | None) -> Token:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from nano_inference.cli.talk import Sampling, Talk, plain_value, sampling_fields
+from nano_inference.cli.conversation import Conversation, Sampling, plain_value, sampling_fields
 from nano_inference.files import open_buffered
 from nano_inference.text.chat import Message
 from nano_inference.types import BadRequest, SamplingParams
@@ -20,7 +20,7 @@ _FIELDS = ("format", "model", "system", "messages", "sampling")
 _FORMAT = "nano-inference chat 1"
 
 
-def save(path: Path, talk: Talk, model: str, *, overwrite: bool) -> None:
+def save(path: Path, conversation: Conversation, model: str, *, overwrite: bool) -> None:
     """Write a conversation to a file with mode 0600.
 
     Raises `BadRequest` if the file cannot be written, or exists and `overwrite` is false.
@@ -28,9 +28,11 @@ def save(path: Path, talk: Talk, model: str, *, overwrite: bool) -> None:
     data = {
         "format": _FORMAT,
         "model": model,
-        "system": talk.system,
-        "messages": list(talk.turns),
-        "sampling": {name: plain_value(talk.sampling.params, name) for name in sorted(talk.sampling.named)},
+        "system": conversation.system,
+        "messages": list(conversation.turns),
+        "sampling": {
+            name: plain_value(conversation.sampling.params, name) for name in sorted(conversation.sampling.named)
+        },
     }
     text = json.dumps(data, indent=2) + "\n"
     how = os.O_TRUNC if overwrite else os.O_EXCL
@@ -43,8 +45,8 @@ def save(path: Path, talk: Talk, model: str, *, overwrite: bool) -> None:
         raise _unusable(path, error) from None
 
 
-def load(path: Path, talk: Talk) -> Talk:
-    """Return `talk` with the conversation of a file. Raises `BadRequest` naming the file and the field."""
+def load(path: Path, conversation: Conversation) -> Conversation:
+    """Return `conversation` with the conversation of a file. Raises `BadRequest` naming the file and the field."""
     data = _read(path)
     try:
         if unknown := set(data) - set(_FIELDS):
@@ -55,10 +57,10 @@ def load(path: Path, talk: Talk) -> Talk:
         if system is not None and not isinstance(system, str):
             raise BadRequest("system must be a string or null")
         turns = _messages(data.get("messages"))
-        sampling = _sampling(data.get("sampling", {}), talk.first_sampling)
+        sampling = _sampling(data.get("sampling", {}), conversation.first_sampling)
     except ValueError as error:
         raise BadRequest(f"{path}: {error}") from None
-    return replace(talk, system=system, turns=turns, sampling=sampling, last=None)
+    return replace(conversation, system=system, turns=turns, sampling=sampling, last=None)
 
 
 def _read(path: Path) -> Mapping[str, Any]:

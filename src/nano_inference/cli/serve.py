@@ -62,15 +62,15 @@ def listen(engine: EngineConfig, config: ServerConfig, common: Common, typed: Ty
         config, listening, open_model, max_running=max_running, on_listening=on_listening, on_ready=on_ready
     )
     try:
-        return leave(asyncio.run(serving))
+        return end_process(asyncio.run(serving))
     except Exception as error:
         if engine_runs():
             note(f"nano-inference: {spell(error, typed.names)}")
-            leave(1)
+            end_process(1)
         raise
 
 
-def leave(code: int) -> int:
+def end_process(code: int) -> int:
     """Return the exit code; if the engine thread still runs (loading, or a stuck step), end the process here.
 
     Finalizing the interpreter would crash a daemon thread in native code, and would wait for a stuck one.
@@ -117,8 +117,8 @@ def served_name(asked: str, path: Path) -> str:
 
 def tool_lines(opened: Opened) -> list[str]:
     """Return the banner's line about the calculator."""
-    told = '  the model\'s calculator answers in requests with "calculator": true'
-    return [told] if opened.model.calculates else []
+    line = '  the model\'s calculator answers in requests with "calculator": true'
+    return [line] if opened.model.calculates else []
 
 
 def rl_lines(config: ServerConfig) -> list[str]:
@@ -137,7 +137,7 @@ def context_of(opened: Opened, wanted: int) -> str:
     return f"{length} tokens" + ("" if length == models_own else f" of the model's {models_own}")
 
 
-def narrow_lines(opened: Opened) -> list[str]:
+def cache_limit_lines(opened: Opened) -> list[str]:
     """Return the banner's line about a KV cache smaller than the context."""
     limits = opened.model.limits
     num_slots = limits.num_blocks * limits.block_size
@@ -167,7 +167,7 @@ def banner(opened: Opened, config: ServerConfig, url: str, wanted_context: int =
             + ("API key required" if has_key else "no API key"),
             f"  default sampling of requests: {differing(model.generation) or 'temperature 1.0'} ({origin})",
             f"  sampling of the chat page: {described(*model.chat_defaults)}",
-            *narrow_lines(opened),
+            *cache_limit_lines(opened),
             *tool_lines(opened),
             *rl_lines(config),
             f"  curl -N {url}/v1/{path}{key} -H 'content-type: application/json' -d '{{{body}}}'",

@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 from nano_inference.assemble import EngineParts, assemble
 from nano_inference.catalog import catalog_sampling
 from nano_inference.chat_defaults import chat_defaults
+from nano_inference.cli.conversation import Sampling, print_defaults, with_defaults
 from nano_inference.cli.options import Common
 from nano_inference.cli.place import fetch
 from nano_inference.cli.prompts import Prompt
 from nano_inference.cli.spelling import Typed
-from nano_inference.cli.talk import Sampling, print_defaults, with_defaults
 from nano_inference.cli.terminal import bar, note
 from nano_inference.config import EngineConfig
 from nano_inference.engine import InferenceEngine
@@ -65,11 +65,11 @@ def open_session(
         text_sides.append((tokenizer, load_dialogue(checkpoint.tokenizer, tokenizer, kinds.tokenizers)))
         check(text_sides[0][1])
 
-    with bar("loading", is_bytes=True, quiet=common.quiet) as tell:
-        parts = assemble(config, progress=tell, on_open=on_open, kinds=kinds)
+    with bar("loading", is_bytes=True, quiet=common.quiet) as progress:
+        parts = assemble(config, progress=progress, on_open=on_open, kinds=kinds)
     assert parts.checkpoint is not None, "assemble opens a checkpoint"
     tokenizer, dialogue = text_sides[0]
-    tell_inferred(parts.checkpoint, common.quiet)
+    print_inferred(parts.checkpoint, common.quiet)
     print_context(config.max_model_len if "max_model_len" in typed.fields else 0, parts, common.quiet)
     with InferenceEngine(config, parts=parts) as engine:
         try:
@@ -79,7 +79,7 @@ def open_session(
                 dialogue.close()
 
 
-def with_models_own(session: Session, sampling: Sampling, quiet: bool) -> Sampling:
+def with_model_defaults(session: Session, sampling: Sampling, quiet: bool) -> Sampling:
     """Return the sampling with the model's defaults for fields that the user did not set, and print these.
 
     Raises `ModelError` for invalid defaults.
@@ -88,8 +88,8 @@ def with_models_own(session: Session, sampling: Sampling, quiet: bool) -> Sampli
     assert checkpoint is not None, "assemble opens a checkpoint"
     own = sampling_defaults(checkpoint, without=sampling.named)
     if own:
-        told = ", ".join(f"{name} {value}" for name, value in own.items())
-        note(f"[{told}: the model's defaults (generation_config.json)]", quiet)
+        defaults = ", ".join(f"{name} {value}" for name, value in own.items())
+        note(f"[{defaults}: the model's defaults (generation_config.json)]", quiet)
     return sampling._replace(params=replace(sampling.params, **own))
 
 
@@ -115,7 +115,7 @@ def print_context(wanted: int, parts: EngineParts, quiet: bool) -> None:
         note(f"[a request has at most {num_slots} tokens, the size of the KV cache (--kv-cache-bytes sets it)]", quiet)
 
 
-def tell_inferred(checkpoint: Checkpoint, quiet: bool) -> None:
+def print_inferred(checkpoint: Checkpoint, quiet: bool) -> None:
     """Print the inferred constants of a checkpoint, and the warnings."""
     inferred = checkpoint.inferred
     if inferred is None:
@@ -137,13 +137,9 @@ def encode(session: Session, prompt: Prompt, *, system: str | None = None, raw: 
         raise BadRequest(
             "messages need a chat template" + (", which --raw disables" if raw else "; the model has none")
         )
-    return session.dialogue.encode(with_system(prompt, system))
-
-
-def with_system(prompt: str | list[Message], system: str | None) -> list[Message]:
-    """Return a prompt as messages, after the system message if there is one."""
-    messages: list[Message] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    return messages if system is None else [{"role": "system", "content": system}, *messages]
+    first: list[Message] = [] if system is None else [{"role": "system", "content": system}]
+    turns: list[Message] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    return session.dialogue.encode([*first, *turns])
 
 
 def tick(engine: InferenceEngine) -> StepResult:

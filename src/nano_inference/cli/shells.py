@@ -27,7 +27,7 @@ def script(app: App, shell: Shell) -> str:
     )
 
 
-def shell_here(asked: Shell | None) -> Shell:
+def choose_shell(asked: Shell | None) -> Shell:
     """Return the requested shell, or the one that started this process."""
     if asked is not None:
         return asked

@@ -27,7 +27,7 @@ def is_size(option: Argument) -> bool:
     return option.field_info.name in SIZES
 
 
-def take_sizes(_app: App, _commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
+def apply_sizes(_app: App, _commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
     """Replace sizes with units by numbers of bytes. Raises `BadRequest` for other values."""
     for option in options_of(arguments):
         if is_size(option):

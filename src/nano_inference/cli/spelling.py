@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from nano_inference.cli.arguments import key_of, options_of, variable_of
 from nano_inference.cli.config_file import FROM_FILE
-from nano_inference.cli.origins import Seen, origin_of
+from nano_inference.cli.origins import ParsedCommand, origin_of
 from nano_inference.config import SettingError
 
 
@@ -31,19 +31,14 @@ class Typed(NamedTuple):
     """Maps each field to the name under which it was given, or can be given."""
 
 
-def typed_in(seen: Seen) -> Typed:
-    """Return the options given to the command that was parsed last."""
-    return Typed(seen.given, names_of(seen))
-
-
-def names_of(seen: Seen) -> Mapping[str, Given]:
+def names_of(parsed: ParsedCommand) -> Mapping[str, Given]:
     """Map each field of the command's configurations to the name under which it was given.
 
     Parameters of the command itself are excluded: their names (`prompt`) have other meanings in messages.
     """
-    own = {child.field_info.name for parent in seen.arguments for child in parent.children}
+    own = {child.field_info.name for parent in parsed.arguments for child in parent.children}
     names = {}
-    for option in options_of(seen.arguments):
+    for option in options_of(parsed.arguments):
         origin = origin_of(option)
         given = Given(option.name)
         if origin.startswith(FROM_FILE):

@@ -26,7 +26,7 @@ try:
 except ImportError:  # not on Unix
     termios = None
 
-Tell = Callable[[int, int | None], None]
+ProgressCallback = Callable[[int, int | None], None]
 """Receives (done, total); `total` is None if unknown."""
 
 
@@ -56,7 +56,7 @@ def _broken(line: str, indent: int) -> str:
 
 
 @contextmanager
-def bar(label: str, *, is_bytes: bool = False, quiet: bool = False) -> Iterator[Tell]:
+def bar(label: str, *, is_bytes: bool = False, quiet: bool = False) -> Iterator[ProgressCallback]:
     """Show a progress bar on stderr while the block runs, if stderr is a terminal."""
     if quiet or not sys.stderr.isatty():
         yield lambda _done, _total: None

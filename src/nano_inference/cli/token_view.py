@@ -9,9 +9,9 @@ from collections.abc import Iterable
 from rich.style import Style
 from rich.text import Text
 
+from nano_inference.cli.conversation import ShownToken
 from nano_inference.cli.printable import printable
 from nano_inference.cli.render import console_of
-from nano_inference.cli.talk import ShownToken
 from nano_inference.cli.terminal import note
 
 _COLOURS = ((0.8, "green"), (0.4, "cyan"), (0.1, "yellow"), (0.0, "red"))

@@ -18,8 +18,8 @@ from urllib.parse import urlsplit
 
 import httpx2
 
+from nano_inference.cli.conversation import ServerError
 from nano_inference.cli.printable import one_line
-from nano_inference.cli.talk import ServerError
 from nano_inference.types import BadRequest
 
 _CONNECT_TIMEOUT_S = 10
@@ -68,7 +68,7 @@ class Address:
         return f"{self.scheme}://{host}:{self.port}{self.base}"
 
     @property
-    def tells_key(self) -> bool:
+    def exposes_key(self) -> bool:
         """True if the key is sent unencrypted over a network."""
         return self.key is not None and self.scheme == "http" and not is_loopback(self.host)
 
@@ -140,14 +140,14 @@ def _response(
 
     def trace(name: str, info: Mapping[str, Any]) -> None:
         if name in _CONNECTED:
-            on_connect(_ender(info["return_value"].get_extra_info("socket")))
+            on_connect(_closer(info["return_value"].get_extra_info("socket")))
 
     headers = {"Accept": "text/event-stream, application/json", "Accept-Encoding": "identity"}
     headers |= {"User-Agent": "nano-inference"}
     headers |= {"Authorization": f"Bearer {address.key}"} if address.key is not None else {}
     timeout = httpx2.Timeout(_SILENCE_TIMEOUT_S, connect=_CONNECT_TIMEOUT_S)
     verify = ssl.create_default_context()  # the system's certificates, or those of SSL_CERT_FILE
-    has_begun = False
+    has_started = False
     try:
         with (
             httpx2.Client(headers=headers, timeout=timeout, trust_env=False, verify=verify) as client,
@@ -155,19 +155,19 @@ def _response(
         ):
             if response.status_code != httpx2.codes.OK:
                 raise _refusal(address, response)
-            has_begun = True
+            has_started = True
             yield response
     except httpx2.SSEError as error:
         raise ServerError(f"the server sent an event of more than {_MAX_BODY_BYTES >> 20} MiB") from error
     except (httpx2.HTTPError, httpx2.InvalidURL, ValueError) as error:
-        if has_begun and isinstance(error, httpx2.RemoteProtocolError):
+        if has_started and isinstance(error, httpx2.RemoteProtocolError):
             raise CutOff from error
         raise ServerError(f"{address.url}: {_reason(error)}") from error
     finally:
         on_connect(lambda: None)
 
 
-def _ender(sock: socket.socket) -> Callable[[], None]:
+def _closer(sock: socket.socket) -> Callable[[], None]:
     """Return a function that shuts down a connection, so that a blocked read returns."""
 
     def end() -> None:
@@ -184,13 +184,13 @@ def _refusal(address: Address, response: httpx2.Response) -> ServerError:
         target = one_line(response.headers["location"], 120)
         return Refused(f"{address.url}: redirects to {target}; give that URL as --server", 0)
     text = _read(response, _MAX_ERROR_BYTES)
-    message, code, param = _told(text)
+    message, code, param = _error_fields(text)
     reason = one_line(message or text) or one_line(response.reason_phrase)
     hint = "; give the key as --api-key" if status == httpx2.codes.UNAUTHORIZED and address.key is None else ""
     return Refused(f"{address.url}: {status}: {reason}{hint}", status, code, param)
 
 
-def _told(text: str) -> tuple[str, str, str]:
+def _error_fields(text: str) -> tuple[str, str, str]:
     """Return message, code and field of an error body; empty strings if it is not JSON or has another format."""
     try:
         data = json.loads(text)

@@ -7,13 +7,16 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple, Protocol
 
 from nano_inference.chat_defaults import CHAT_FIELDS, described
-from nano_inference.cli.options import NOT_TYPED_BY_HAND
+from nano_inference.cli.options import WITHOUT_FLAG
 from nano_inference.cli.terminal import Interrupts, note
 from nano_inference.text.chat import Message
 from nano_inference.types import FinishReason, SamplingParams
 
 NUM_ALTERNATIVES = 5
 """Number of the most likely tokens that /tokens shows per position."""
+DROPPED = "[the conversation is too long for the model: its oldest {} messages were dropped]"
+_RESERVE = 512
+"""Tokens reserved for an answer; at most a quarter of the context."""
 _PLAIN = SamplingParams()
 
 
@@ -50,7 +53,7 @@ class Sampling(NamedTuple):
     named: frozenset[str] = frozenset()
 
 
-class Took(NamedTuple):
+class AnswerStats(NamedTuple):
     """Token counts and times of an answer; None for counts that a server does not report."""
 
     num_prompt: int | None
@@ -63,7 +66,7 @@ class Took(NamedTuple):
     version: str | None = None
     """Version of the weights, if they were updated after loading."""
 
-    def line(self) -> str:
+    def summary(self) -> str:
         """Format the statistics as one line."""
         facts = [f"first token after {self.first_token_after:.2f} s"]
         if self.num_new is not None:
@@ -100,7 +103,7 @@ class Reply:
     kept: tuple[Message, ...]
     """The turns in the prompt: all, or the latest ones that fit in the context."""
     finish_reason: FinishReason | str | None
-    took: Took
+    stats: AnswerStats
     tokens: tuple[ShownToken, ...] = ()
     cut_by: str | None = None
     """Length limit that ended it, if known."""
@@ -108,7 +111,7 @@ class Reply:
     """Reason of a failure during the answer: one printable line."""
 
 
-class Answerer(Protocol):
+class ChatBackend(Protocol):
     """Generates answers: an engine in this process, or a server."""
 
     @property
@@ -118,7 +121,7 @@ class Answerer(Protocol):
     def count(self, turns: tuple[Message, ...], system: str | None) -> int | None:
         """Return the number of tokens of a conversation; None if unknown."""
 
-    def answer(self, ask: Question, interrupts: Interrupts, write: Write) -> Reply:
+    def answer(self, question: Question, interrupts: Interrupts, write: Write) -> Reply:
         """Answer and stream the text to `write`; Ctrl-C (`interrupts`) ends the answer early.
 
         Raises `BadRequest` for invalid requests, and `ServerError` if no text arrived.
@@ -126,7 +129,7 @@ class Answerer(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Talk:
+class Conversation:
     """State of a chat."""
 
     sampling: Sampling
@@ -143,12 +146,32 @@ class Talk:
     """True if "quit", "exit" and "clear" are commands without a slash."""
 
 
+def fit_turns(
+    turns: tuple[Message, ...], max_tokens: int | None, context: int, count: Callable[[tuple[Message, ...]], float]
+) -> tuple[Message, ...]:
+    """Return the latest turns that leave room for an answer, and print how many were dropped.
+
+    `count` returns the tokens of a prompt; its last call is for the returned turns. The last turn always remains.
+    """
+    reserve = _RESERVE if max_tokens is None else min(max_tokens, _RESERVE)
+    room = context - min(reserve, context // 4)
+    kept, size = turns, count(turns)
+    if size > room:
+        # Drop more than necessary, so that the next turns share this prompt's cached prefix.
+        while size > room * 3 // 4 and len(kept) > 2:
+            kept = kept[2:]
+            size = count(kept)
+    if len(kept) < len(turns):
+        note(DROPPED.format(len(turns) - len(kept)))
+    return kept
+
+
 def sampling_fields() -> tuple[str, ...]:
     """Return the sampling fields that have a flag."""
-    return tuple(f.name for f in fields(SamplingParams) if f.name not in NOT_TYPED_BY_HAND)
+    return tuple(f.name for f in fields(SamplingParams) if f.name not in WITHOUT_FLAG)
 
 
-def asked_for(params: SamplingParams, given: frozenset[str]) -> Sampling:
+def requested_sampling(params: SamplingParams, given: frozenset[str]) -> Sampling:
     """Return the sampling with the names of the fields that the user set, of which `given` are those with an origin.
 
     A given value equal to the built-in one counts only for the fields that chat defaults can replace.

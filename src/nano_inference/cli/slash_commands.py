@@ -6,13 +6,14 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from nano_inference.cli import saved
+from nano_inference.cli.conversation import Conversation, Sampling, plain_value, sampling_fields
 from nano_inference.cli.printable import one_line
-from nano_inference.cli.talk import Sampling, Talk, plain_value, sampling_fields
 from nano_inference.cli.terminal import note
 from nano_inference.cli.token_view import show_tokens, table
 from nano_inference.cli.turns import Chat, answer_turns
@@ -31,7 +32,7 @@ _IN_SHOW = ("model", "context", "backend")
 class Command(NamedTuple):
     """A slash command."""
 
-    run: Callable[[Chat, Talk, str], Talk]
+    run: Callable[[Chat, Conversation, str], Conversation]
     usage: str
     """Argument."""
     help: str
@@ -39,71 +40,71 @@ class Command(NamedTuple):
     """Returns completions of the argument."""
 
 
-def obey(chat: Chat, talk: Talk, line: str) -> Talk:
+def run_command(chat: Chat, conversation: Conversation, line: str) -> Conversation:
     """Run a slash command. Raises `BadRequest` for an unknown command or an invalid argument."""
     word, _, rest = line.partition(" ")
     command = _TABLE.get(_ALIASES.get(word, word))
     if command is None:
         raise BadRequest(f"{one_line(word, 60)}: no such command; /help lists them")
-    return command.run(chat, talk, rest.strip())
+    return command.run(chat, conversation, rest.strip())
 
 
-def _help(chat: Chat, talk: Talk, rest: str) -> Talk:
+def _help(chat: Chat, conversation: Conversation, rest: str) -> Conversation:
     names = {name: f"{name} {command.usage}".rstrip() for name, command in _TABLE.items() if command.help}
     width = max(map(len, names.values())) + 2
     for name, usage in names.items():
         note(f"{usage:<{width}}{_TABLE[name].help}", indent=width)
     for line in _MORE_HELP:
         note(line)
-    return talk
+    return conversation
 
 
-def _system(chat: Chat, talk: Talk, rest: str) -> Talk:
-    return replace(talk, system=rest or None, turns=(), last=None)
+def _system(chat: Chat, conversation: Conversation, rest: str) -> Conversation:
+    return replace(conversation, system=rest or None, turns=(), last=None)
 
 
-def _clear(chat: Chat, talk: Talk, rest: str) -> Talk:
-    return replace(talk, turns=(), last=None)
+def _clear(chat: Chat, conversation: Conversation, rest: str) -> Conversation:
+    return replace(conversation, turns=(), last=None)
 
 
-def _exit(chat: Chat, talk: Talk, rest: str) -> Talk:
-    return replace(talk, is_over=True)
+def _exit(chat: Chat, conversation: Conversation, rest: str) -> Conversation:
+    return replace(conversation, is_over=True)
 
 
-def _set(chat: Chat, talk: Talk, rest: str) -> Talk:
+def _set(chat: Chat, conversation: Conversation, rest: str) -> Conversation:
     if not rest:
-        note("\n".join(_setting(talk, name) for name in sampling_fields()))
-        return talk
+        note("\n".join(_setting(conversation, name) for name in sampling_fields()))
+        return conversation
     name, _, text = rest.partition(" ")
     name = name.replace("-", "_")
     if name not in sampling_fields():
         raise BadRequest(f"/set: no field {one_line(name, 60)!r}; known: {', '.join(sampling_fields())}")
     if text.strip() == "default":
-        first = talk.first_sampling
+        first = conversation.first_sampling
         value, named = getattr(first.params, name), {name} & first.named
     elif text.strip():
         value, named = _value(name, text.strip()), {name}
     else:
-        note(_setting(talk, name))
-        return talk
-    return _with(talk, name, value, frozenset(named))
+        note(_setting(conversation, name))
+        return conversation
+    return _with(conversation, name, value, frozenset(named))
 
 
-def _with(talk: Talk, name: str, value: Any, named: frozenset[str]) -> Talk:
+def _with(conversation: Conversation, name: str, value: Any, named: frozenset[str]) -> Conversation:
     """Return the conversation with a sampling field changed. Raises `BadRequest` for an invalid value."""
-    sampling = talk.sampling
+    sampling = conversation.sampling
     try:
         params = replace(sampling.params, **{name: value})
     except ValueError as error:
         raise BadRequest(one_line(str(error))) from None
-    talk = replace(talk, sampling=Sampling(params, sampling.named - {name} | named))
-    note(_setting(talk, name))
-    return talk
+    conversation = replace(conversation, sampling=Sampling(params, sampling.named - {name} | named))
+    note(_setting(conversation, name))
+    return conversation
 
 
-def _setting(talk: Talk, name: str) -> str:
-    value = json.dumps(plain_value(talk.sampling.params, name)).replace("null", "none")
-    return f"{name} = {value}{'' if name in talk.sampling.named else ' (default)'}"
+def _setting(conversation: Conversation, name: str) -> str:
+    value = json.dumps(plain_value(conversation.sampling.params, name)).replace("null", "none")
+    return f"{name} = {value}{'' if name in conversation.sampling.named else ' (default)'}"
 
 
 def _value(name: str, text: str) -> Any:
@@ -117,41 +118,37 @@ def _value(name: str, text: str) -> Any:
     return text
 
 
-def _model(chat: Chat, talk: Talk, rest: str) -> Talk:
-    facts = chat.answerer.facts
+def _model(chat: Chat, conversation: Conversation, rest: str) -> Conversation:
+    facts = chat.backend.facts
     width = max(map(len, facts)) + 2
     for name, value in facts.items():
         note(f"{name:<{width}}{value}", indent=width)
-    return talk
+    return conversation
 
 
-def _show(chat: Chat, talk: Talk, rest: str) -> Talk:
-    facts = {name: value for name, value in chat.answerer.facts.items() if name in _IN_SHOW}
-    count = chat.answerer.count(talk.turns, talk.system)
-    facts["conversation"] = f"{len(talk.turns)} messages, {'unknown' if count is None else count} tokens"
-    facts["system"] = talk.system or "(the template's own)"
+def _show(chat: Chat, conversation: Conversation, rest: str) -> Conversation:
+    facts = {name: value for name, value in chat.backend.facts.items() if name in _IN_SHOW}
+    count = chat.backend.count(conversation.turns, conversation.system)
+    facts["conversation"] = f"{len(conversation.turns)} messages, {'unknown' if count is None else count} tokens"
+    facts["system"] = conversation.system or "(the template's own)"
     lines = [f"{name}: {value}" for name, value in facts.items()]
-    settings = [_setting(talk, name) for name in sampling_fields() if name in talk.sampling.named]
+    settings = [_setting(conversation, name) for name in sampling_fields() if name in conversation.sampling.named]
     note("\n".join([*lines, f"sampling: {', '.join(settings) or 'defaults'} (/set lists all)"]))
-    return talk
+    return conversation
 
 
-def _save(chat: Chat, talk: Talk, rest: str, *, overwrite: bool = False) -> Talk:
+def _save(chat: Chat, conversation: Conversation, rest: str, *, overwrite: bool = False) -> Conversation:
     path = _path("/save", rest)
-    saved.save(path, talk, chat.answerer.facts["model"], overwrite=overwrite)
-    note(f"{path}: {len(talk.turns)} messages saved")
-    return talk
+    saved.save(path, conversation, chat.backend.facts["model"], overwrite=overwrite)
+    note(f"{path}: {len(conversation.turns)} messages saved")
+    return conversation
 
 
-def _overwrite(chat: Chat, talk: Talk, rest: str) -> Talk:
-    return _save(chat, talk, rest, overwrite=True)
-
-
-def _load(chat: Chat, talk: Talk, rest: str) -> Talk:
+def _load(chat: Chat, conversation: Conversation, rest: str) -> Conversation:
     path = _path("/load", rest)
-    talk = saved.load(path, talk)
-    note(f"{path}: {len(talk.turns)} messages loaded")
-    return talk
+    conversation = saved.load(path, conversation)
+    note(f"{path}: {len(conversation.turns)} messages loaded")
+    return conversation
 
 
 def _path(command: str, text: str) -> Path:
@@ -160,41 +157,41 @@ def _path(command: str, text: str) -> Path:
     return path_of(text, command)
 
 
-def _tokens(chat: Chat, talk: Talk, rest: str) -> Talk:
+def _tokens(chat: Chat, conversation: Conversation, rest: str) -> Conversation:
     if rest in ("", "on", "off"):
-        talk = replace(talk, shows_tokens=not talk.shows_tokens if rest == "" else rest == "on")
-        note(f"probabilities of tokens are {'shown' if talk.shows_tokens else 'not shown'}")
-        return talk
-    tokens = () if talk.last is None else talk.last.tokens
+        conversation = replace(conversation, shows_tokens=not conversation.shows_tokens if rest == "" else rest == "on")
+        note(f"probabilities of tokens are {'shown' if conversation.shows_tokens else 'not shown'}")
+        return conversation
+    tokens = () if conversation.last is None else conversation.last.tokens
     if not tokens:
         raise BadRequest("/tokens: the last answer has no probabilities; type /tokens on, then /regen")
     if rest == "last":
         show_tokens(tokens)
-        return talk
+        return conversation
     number = _integer("/tokens", rest)
     if not 1 <= number <= len(tokens):
         raise BadRequest(f"/tokens must be on, off, last or a number in [1, {len(tokens)}], got {number}")
     note(table(tokens, number))
-    return talk
+    return conversation
 
 
-def _seed(chat: Chat, talk: Talk, rest: str) -> Talk:
+def _seed(chat: Chat, conversation: Conversation, rest: str) -> Conversation:
     if not rest:
-        note(_setting(talk, "seed"))
-        return talk
+        note(_setting(conversation, "seed"))
+        return conversation
     if rest == "off":
-        return _with(talk, "seed", None, frozenset())
-    return _with(talk, "seed", _integer("/seed", rest), frozenset({"seed"}))
+        return _with(conversation, "seed", None, frozenset())
+    return _with(conversation, "seed", _integer("/seed", rest), frozenset({"seed"}))
 
 
-def _regen(chat: Chat, talk: Talk, rest: str) -> Talk:
-    if len(talk.turns) < 2:
+def _regen(chat: Chat, conversation: Conversation, rest: str) -> Conversation:
+    if len(conversation.turns) < 2:
         raise BadRequest("/regen: there is no answer yet")
-    sampling = talk.sampling
+    sampling = conversation.sampling
     if rest:
-        drawn = _with(talk, "seed", _integer("/regen", rest), frozenset({"seed"}))
-        return replace(answer_turns(chat, drawn, talk.turns[:-1]), sampling=sampling)
-    return answer_turns(chat, talk, talk.turns[:-1])
+        drawn = _with(conversation, "seed", _integer("/regen", rest), frozenset({"seed"}))
+        return replace(answer_turns(chat, drawn, conversation.turns[:-1]), sampling=sampling)
+    return answer_turns(chat, conversation, conversation.turns[:-1])
 
 
 def _integer(command: str, text: str) -> int:
@@ -224,7 +221,7 @@ _TABLE: Mapping[str, Command] = MappingProxyType(
         "/set": Command(_set, "[NAME VALUE]", "List the sampling fields, or change one: /set top_k 40.", _field_names),
         "/show": Command(_show, "", "Show the conversation's length and your settings."),
         "/save": Command(_save, "FILE", "Write the conversation to a new file; /save! overwrites.", _files),
-        "/save!": Command(_overwrite, "FILE", "", _files),
+        "/save!": Command(partial(_save, overwrite=True), "FILE", "", _files),
         "/load": Command(_load, "FILE", "Continue a saved conversation.", _files),
         "/clear": Command(_clear, "", "Forget the conversation and start a new one."),
         "/tokens": Command(_tokens, "[on|off|N]", "Show each token's probability, or token N's alternatives."),
