@@ -7,10 +7,10 @@ further learning is by reward alone, 1 for a correct answer and 0 otherwise:
     python examples/grpo.py --seed 0 --plot grpo.png
 
 Each output line is a step: the mean reward, and the difference between the engine's and the trainer's
-log-probabilities of the sampled tokens, with the same weights. With `--in-flight` the next batch is generated during training, and updates
-are committed in the middle of it: samples that span an update have tokens of two versions. Their K/V is kept, so tokens
-after the update attend to K/V of older weights, which the trainer does not have; the column "after" is the difference
-there. With `--in-flight recompute` the K/V is recomputed, and the difference vanishes.
+log-probabilities of the sampled tokens, with the same weights. With `--in-flight` the next batch is generated during
+training, and updates are committed in the middle of it: samples that span an update have tokens of two versions. Their
+K/V is kept, so tokens after the update attend to K/V of older weights, which the trainer does not have; the column
+"after" is the difference there. With `--in-flight recompute` the K/V is recomputed, and the difference vanishes.
 """
 
 from __future__ import annotations

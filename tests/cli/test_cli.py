@@ -15,7 +15,7 @@ import tokenizers
 from nano_inference import EngineConfig, InferenceEngine, ModelError, SamplingParams
 from nano_inference.catalog import WHEELS
 from nano_inference.cli import bench, doctor, machine, main, roofline
-from nano_inference.cli.answer import answer_stats, stream_answer
+from nano_inference.cli.answer import stream_answer
 from nano_inference.cli.lines import Reader
 from nano_inference.cli.local import fit_to_context
 from nano_inference.cli.options import COMMON
@@ -515,7 +515,7 @@ def test_interrupt_during_prefill(tiny: Path) -> None:
         interrupts.pressed = True
         answer = stream_answer(session, [5] * 200, SamplingParams(), interrupts, lambda text: None, quiet=True)
         assert answer.text == "" and answer.sample.finish_reason == "abort" and not answer.sample.completion_tokens
-        assert not session.engine.has_pending() and "0 generated" in answer_stats(answer).summary()
+        assert not session.engine.has_pending() and "0 generated" in answer.stats.summary()
 
 
 class FakeTerminal(io.StringIO):

@@ -17,12 +17,11 @@ from nano_inference.types import Delta, SamplingParams, TrainingSample
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """A finished answer and its times in seconds."""
+    """A finished answer."""
 
     text: str
     sample: TrainingSample
-    first_token_after: float
-    seconds: float
+    stats: AnswerStats
 
 
 def stream_answer(
@@ -53,9 +52,8 @@ def stream_answer(
     if sample is None:
         (sample,) = session.engine.abort(request_id)
     session.engine.step()  # removes the finished sample from the engine, which `delta.sample` has already returned
-    return Answer(
-        text=text + spelled(piece), sample=sample, first_token_after=first, seconds=time.perf_counter() - start
-    )
+    stats = answer_stats(sample, first, time.perf_counter() - start)
+    return Answer(text=text + spelled(piece), sample=sample, stats=stats)
 
 
 def _deltas(engine: InferenceEngine, num_prompt: int, interrupts: Interrupts, quiet: bool) -> Iterator[Delta]:
@@ -100,16 +98,15 @@ def cut_by(session: Session, sample: TrainingSample) -> str | None:
     return f"prompt and answer fill the {what} of {min(limits.max_model_len, num_slots)} tokens"
 
 
-def answer_stats(answer: Answer) -> AnswerStats:
-    """Return the statistics of an answer."""
-    sample = answer.sample
+def answer_stats(sample: TrainingSample, first_token_after: float, seconds: float) -> AnswerStats:
+    """Return the statistics of a sample; times are in seconds after the request."""
     last = sample.version_spans[-1] if sample.version_spans else None
     return AnswerStats(
         num_prompt=len(sample.prompt_tokens),
         num_cached=sample.num_cached_tokens,
         num_new=len(sample.completion_tokens),
-        first_token_after=answer.first_token_after,
-        seconds=answer.seconds,
+        first_token_after=first_token_after,
+        seconds=seconds,
         seed=sample.seed,
         version=None if last is None or not last.version else str(last.label or last.version),
     )

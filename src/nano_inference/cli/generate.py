@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from typing import Any, NamedTuple
 
-from nano_inference.cli.answer import answer_stats, cut_by, stream_answer, text_of
+from nano_inference.cli.answer import cut_by, stream_answer, text_of
 from nano_inference.cli.conversation import Sampling
 from nano_inference.cli.options import Common
 from nano_inference.cli.prompts import Prompt
@@ -42,26 +42,17 @@ def run(
         encoded = [encode(session, prompt, system=options.system, raw=options.raw) for prompt in prompts]
         with Interrupts() as interrupts:
             if len(encoded) == options.num_samples == 1 and not options.as_json:
-                return _stream_one(session, encoded[0], options, params, common, interrupts)
+                answer = stream_answer(
+                    session, encoded[0], params, interrupts, write_text, raw=options.raw, quiet=common.quiet
+                )
+                print()
+                print_limits(session, [answer.sample], common.quiet)
+                note(answer.stats.summary(), common.quiet)
+                return _INTERRUPTED if interrupts.pressed else 0
             samples = _run_batch(session, encoded, options, params, common, interrupts)
         for i, sample in enumerate(samples):
             _print_sample(session, sample, i // options.num_samples, options, params)
     return 0
-
-
-def _stream_one(
-    session: Session,
-    prompt: list[int],
-    options: Options,
-    params: SamplingParams,
-    common: Common,
-    interrupts: Interrupts,
-) -> int:
-    answer = stream_answer(session, prompt, params, interrupts, write_text, raw=options.raw, quiet=common.quiet)
-    print()
-    print_limits(session, [answer.sample], common.quiet)
-    note(answer_stats(answer).summary(), common.quiet)
-    return _INTERRUPTED if interrupts.pressed else 0
 
 
 def print_limits(session: Session, samples: list[TrainingSample], quiet: bool) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from nano_inference.catalog import find_builtin, find_wheel
 from nano_inference.cli import chat
-from nano_inference.cli.answer import Answer, answer_stats, cut_by, stream_answer
+from nano_inference.cli.answer import Answer, cut_by, stream_answer
 from nano_inference.cli.conversation import (
     NUM_ALTERNATIVES,
     Piece,
@@ -37,11 +37,9 @@ _MOST_SEEDS = 1_000_000
 
 def run(options: chat.Options, config: EngineConfig, sampling: Sampling, common: Common, typed: Typed) -> int:
     """Load the model and chat with it; return the exit code."""
-
-    def check(dialogue: Dialogue | None) -> None:
-        require_chat(dialogue, config.model_path)
-
-    with open_session(config, common, typed, check=check) as session:
+    with open_session(
+        config, common, typed, check=lambda dialogue: require_chat(dialogue, config.model_path)
+    ) as session:
         backend = LocalBackend(session, config.model_path, common.quiet)
         sampling = with_chat_defaults(session, config.model_path, sampling, common.quiet)
         return chat.run(options, backend, sampling, common)
@@ -105,13 +103,13 @@ class LocalBackend:
 
     def _reply(self, answer: Answer, kept: tuple[Message, ...], question: Question) -> Reply:
         sample = answer.sample
-        cost = answer_stats(answer)
+        stats = answer.stats
         return Reply(
             message=require(self.session.dialogue).answer(sample.completion_tokens, answer.text),
             kept=kept,
             finish_reason=sample.finish_reason,
             cut_by=cut_by(self.session, sample),
-            stats=cost if question.sampling.params.temperature else cost._replace(seed=None),  # greedy: no seed
+            stats=stats if question.sampling.params.temperature else stats._replace(seed=None),  # greedy: no seed
             tokens=shown_tokens(self.session, sample) if question.has_tokens else (),
         )
 

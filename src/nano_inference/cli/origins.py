@@ -49,11 +49,6 @@ class ParsedCommand:
         """Names of the fields whose values are not built-in."""
         return frozenset(a.field_info.name for a in options_of(self.arguments) if origin_of(a) != BUILT_IN)
 
-    def origin_of(self, name: str) -> str:
-        """Return the origin of a field's value."""
-        found = next((a for a in options_of(self.arguments) if a.field_info.name == name), None)
-        return BUILT_IN if found is None else origin_of(found)
-
 
 class Setting(NamedTuple):
     """An option's value and its origin."""
