@@ -14,7 +14,7 @@ import tokenizers
 
 from nano_inference import EngineConfig, InferenceEngine, ModelError, SamplingParams
 from nano_inference.catalog import WHEELS
-from nano_inference.cli import bench, doctor, machine, main, roofline
+from nano_inference.cli import bench, main
 from nano_inference.cli.answer import stream_answer
 from nano_inference.cli.lines import Reader
 from nano_inference.cli.local import fit_to_context
@@ -22,8 +22,6 @@ from nano_inference.cli.options import COMMON
 from nano_inference.cli.prompts import parse_lines
 from nano_inference.cli.session import open_session
 from nano_inference.cli.terminal import Interrupts, bar
-from nano_inference.models.config import LayerConfig, ModelConfig
-from nano_inference.models.families import program_of
 from nano_inference.workloads import Workload
 
 Capture = pytest.CaptureFixture[str]
@@ -256,7 +254,7 @@ def test_tokenize_round_trip(tiny: Path, capsys: Capture, monkeypatch: pytest.Mo
     assert run(capsys, "tokenize", "-m", str(tiny))[0].split() == [str(token) for token in ids]
 
 
-# ---- models, doctor, bench
+# ---- models, bench
 
 
 def test_models_info(tiny: Path, capsys: Capture) -> None:
@@ -284,68 +282,6 @@ def test_models_list_and_rm(tmp_path: Path, capsys: Capture, monkeypatch: pytest
     assert "98.4 MB freed" in run(capsys, "models", "rm", wheel.name, *place)[1]
     assert not (tmp_path / wheel.file_name).exists()
     assert "is not in" in run(capsys, "models", "rm", wheel.name, *place, code=2)[1]
-
-
-def test_doctor(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "read_bandwidth", lambda: 2e9)
-    monkeypatch.setattr(machine, "gemm_rate", lambda: 3e9)
-    facts = json.loads(run(capsys, "doctor", "--json", "--cache", str(tmp_path))[0])
-    assert facts["measured"] == {"read_bytes_per_s": 2e9, "float32_flops_per_s": 3e9}
-    assert facts["default model"] == {"name": WHEELS[0].name, "here": False} and facts["models"]["cache"] == str(
-        tmp_path
-    )
-    assert facts["processor"]["threads"] >= 1 and "missing" not in facts["libraries"].values()
-    assert facts["kernels"]["code"] in ("avx512", "avx2", "generic")
-    page = run(capsys, "doctor", "--cache", str(tmp_path))[0]
-    assert "2.0 GB/s" in page and "3 GFLOP/s" in page
-
-
-def test_doctor_reports_why_kernels_are_missing(
-    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(machine, "read_bandwidth", lambda: 2e9)
-    monkeypatch.setattr(machine, "gemm_rate", lambda: 3e9)
-    monkeypatch.setenv("CC", str(tmp_path / "none"))
-    facts = json.loads(run(capsys, "doctor", "--json", "--cache", str(tmp_path))[0])
-    assert facts["kernels"]["code"] == "torch" and str(tmp_path) in facts["kernels"]["reason"]
-
-
-@pytest.mark.model
-def test_doctor_bench_prints_roofline(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "read_bandwidth", lambda: 2e9)
-    monkeypatch.setattr(machine, "gemm_rate", lambda: 3e9)
-    monkeypatch.setattr(roofline, "_PREFILL_TOKENS", 40)
-    monkeypatch.setattr(roofline, "_DECODE_TOKENS", 4)
-    page = run(capsys, "doctor", "--bench", "--cache", str(tmp_path))[0]
-    for dtype in ("auto", "bfloat16", "int8"):
-        assert f"weights {dtype}\n" in page
-    assert page.count(" %\n") == 6
-
-
-def test_prefill_flops() -> None:
-    """One layer: q and o 4·4, k and v 4·2, three matrices of the MLP 4·8, and 3/2 · 2·4 for attention."""
-    config = ModelConfig(
-        architecture="x",
-        family="dense",
-        vocab_size=9,
-        hidden_size=4,
-        intermediate_size=8,
-        num_heads=2,
-        num_kv_heads=1,
-        head_dim=2,
-        layers=(LayerConfig(rope=None),),
-        ropes=(),
-        max_positions=8,
-    )
-    assert roofline.prefill_flops(program_of(config), 3) == 2 * 3 * (16 + 16 + 8 + 8 + 96 + 3 / 2 * 2 * 4)
-
-
-def test_measurements_return_rates(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "_READ_FLOATS", 1000)
-    monkeypatch.setattr(machine, "_GEMM_SIZE", 8)
-    monkeypatch.setattr(machine, "_best_time", lambda work, budget: (work(), budget)[1])
-    assert machine.read_bandwidth() == 8000 and machine.gemm_rate() == 2048
-    assert doctor._shown("here", False).startswith("no (")
 
 
 def test_bench(tiny: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:

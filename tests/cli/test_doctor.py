@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,10 +13,13 @@ from safetensors.torch import load_file, save_file
 
 from nano_inference import EngineConfig, InferenceEngine
 from nano_inference.assemble import kernels_here
-from nano_inference.catalog import ModelEntry
-from nano_inference.cli import doctor, estimate, machine, main
+from nano_inference.catalog import WHEELS, ModelEntry
+from nano_inference.cli import doctor, estimate, machine, main, roofline
+from nano_inference.cli.machine import gemm_rate, read_bandwidth
 from nano_inference.config import Dtype
 from nano_inference.loader.checkpoint import open_checkpoint
+from nano_inference.models.config import LayerConfig, ModelConfig
+from nano_inference.models.families import program_of
 from nano_inference.nanochat.builtin import CALCULATOR
 
 Capture = pytest.CaptureFixture[str]
@@ -147,3 +152,66 @@ def test_cgroup_limits(tmp_path: Path) -> None:
 
 def test_free_disk_of_missing_directory(tmp_path: Path) -> None:
     assert machine.free_disk(tmp_path / "a" / "b") is not None
+
+
+# ---- the command
+
+
+def output(capsys: Capture, *options: str) -> str:
+    """Return what `doctor` prints."""
+    assert main(["doctor", *options]) == 0
+    return capsys.readouterr().out
+
+
+def test_doctor(tmp_path: Path, capsys: Capture) -> None:
+    facts = json.loads(output(capsys, "--json", "--cache", str(tmp_path)))
+    assert facts["measured"] == {"read_bytes_per_s": 2e9, "float32_flops_per_s": 3e9}
+    assert facts["default model"] == {"name": WHEELS[0].name, "here": False} and facts["models"]["cache"] == str(
+        tmp_path
+    )
+    assert facts["processor"]["threads"] >= 1 and "missing" not in facts["libraries"].values()
+    assert facts["kernels"]["code"] in ("avx512", "avx2", "generic")
+    page = output(capsys, "--cache", str(tmp_path))
+    assert "2.0 GB/s" in page and "3 GFLOP/s" in page
+    assert "no (`nano-inference models pull default` fetches it)" in page
+
+
+def test_doctor_reports_why_kernels_are_missing(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CC", str(tmp_path / "none"))
+    facts = json.loads(output(capsys, "--json", "--cache", str(tmp_path)))
+    assert facts["kernels"]["code"] == "torch" and str(tmp_path) in facts["kernels"]["reason"]
+
+
+@pytest.mark.model
+def test_doctor_bench_prints_roofline(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(roofline, "_PREFILL_TOKENS", 40)
+    monkeypatch.setattr(roofline, "_DECODE_TOKENS", 4)
+    page = output(capsys, "--bench", "--cache", str(tmp_path))
+    for dtype in ("auto", "bfloat16", "int8"):
+        assert f"weights {dtype}\n" in page
+    assert page.count(" %\n") == 6
+
+
+def test_prefill_flops() -> None:
+    """One layer: q and o 4·4, k and v 4·2, three matrices of the MLP 4·8, and 3/2 · 2·4 for attention."""
+    config = ModelConfig(
+        architecture="x",
+        family="dense",
+        vocab_size=9,
+        hidden_size=4,
+        intermediate_size=8,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=2,
+        layers=(LayerConfig(rope=None),),
+        ropes=(),
+        max_positions=8,
+    )
+    assert roofline.prefill_flops(program_of(config), 3) == 2 * 3 * (16 + 16 + 8 + 8 + 96 + 3 / 2 * 2 * 4)
+
+
+@pytest.mark.parametrize("measure", [read_bandwidth, gemm_rate])
+def test_measurements_are_positive(measure: Callable[[int, float], float]) -> None:
+    assert 0 < measure(8, 0.0) < math.inf

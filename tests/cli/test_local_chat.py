@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import re
 import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,7 +19,6 @@ from nano_inference import InferenceEngine
 from nano_inference.cli import main
 from nano_inference.cli.local import shown_tokens, with_alternatives
 from nano_inference.cli.options import COMMON
-from nano_inference.cli.render import PlainOutput
 from nano_inference.cli.session import encode, open_session
 from nano_inference.config import EngineConfig
 from nano_inference.types import SamplingParams, StepResult
@@ -91,31 +90,24 @@ def test_second_ctrl_c_in_an_answer_quits(
 
 
 def test_seed_repeats_answer_and_regen_changes_it(
-    tiny: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The seed printed with an answer repeats that answer."""
 
     def run_chat(*lines: str) -> tuple[list[str], list[str]]:
-        monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(lines)))
-        written: dict[int, list[str]] = {}
-        honest = PlainOutput.__init__
-
-        def begin(page: PlainOutput, *args: Any, **options: Any) -> None:
-            honest(page, *args, **options)
-            written[len(written)] = page.texts = []  # type: ignore[attr-defined]
-
-        monkeypatch.setattr(PlainOutput, "__init__", begin)
-        monkeypatch.setattr(
-            PlainOutput, "write", lambda page, pieces: page.texts.extend(piece.text for piece in pieces)
-        )
+        """Return the last answer after each line, and the printed seeds."""
+        files = [tmp_path / f"{i}.json" for i in range(len(lines))]
+        commands = [f"{line}\n/save! {file}\n" for line, file in zip(lines, files, strict=True)]
+        monkeypatch.setattr("sys.stdin", io.StringIO("".join(commands)))
         assert main(["chat", "-m", str(tiny), "--max-tokens", "12", "--ignore-eos"]) == 0
-        monkeypatch.setattr(PlainOutput, "__init__", honest)
-        return ["".join(texts) for texts in written.values()], re.findall(r"seed (\d+)\]", capsys.readouterr().err)
+        answers = [json.loads(file.read_text())["messages"][-1]["content"] for file in files]
+        return answers, re.findall(r"seed (\d+)\]", capsys.readouterr().err)
 
     answers, seeds = run_chat("hello", "/regen")
     assert answers[0] != answers[1] and seeds[0] != seeds[1] and all(len(seed) <= 6 for seed in seeds)
     again, same = run_chat("hello", f"/regen {seeds[0]}", f"/seed {seeds[1]}", "/regen", "/regen")
-    assert again[1:] == [answers[0], answers[1], answers[1]] and same[1:] == [seeds[0], seeds[1], seeds[1]]
+    assert again[1:] == [answers[0], answers[0], answers[1], answers[1]]
+    assert same[1:] == [seeds[0], seeds[1], seeds[1]]
 
 
 def test_calculator_in_terminal() -> None:

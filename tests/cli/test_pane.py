@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import fcntl
+import io
 import os
 import random
 import struct
 import termios
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TextIO
 
 import pyte
 import pytest
@@ -23,12 +23,24 @@ from tests.cli.screen import Emulator, shown_on
 from tests.cli.test_terminal_chat import LONG, assert_once
 
 
+class Recorder(io.TextIOWrapper):
+    """A text file that records what is written."""
+
+    def __init__(self, descriptor: int) -> None:
+        super().__init__(os.fdopen(descriptor, "wb"), encoding="utf-8")
+        self.written: list[str] = []
+
+    def write(self, text: str) -> int:
+        self.written.append(text)
+        return super().write(text)
+
+
 class Device:
     """A pseudo-terminal: text written to `out` appears on `screen`."""
 
     def __init__(self, rows: int, columns: int) -> None:
         self._master, slave = os.openpty()
-        self.out: TextIO = os.fdopen(slave, "w", encoding="utf-8")
+        self.out = Recorder(slave)
         self.screen = Emulator(columns, rows, history=100_000, ratio=0.5)
         self._stream = pyte.ByteStream(self.screen)
         os.set_blocking(self._master, False)
@@ -142,10 +154,9 @@ def test_only_changed_rows_are_redrawn(monkeypatch: pytest.MonkeyPatch) -> None:
         output.write([Piece("first line\nsecond line\nthird ")])
         device.update()
         before = device.screen.cursor.y
-        written: list[str] = []
-        monkeypatch.setattr(output._pane, "_out", Recorder(device.out, written))
+        device.out.written.clear()
         output.write([Piece("line")])
-        assert "".join(written) == "\rthird line\x1b[K\x1b[J" and before == 2
+        assert "".join(device.out.written) == "\rthird line\x1b[K\x1b[J" and before == 2
 
 
 def test_rewrapping_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,10 +165,9 @@ def test_rewrapping_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("VTE_VERSION", "7600")
         output.write([Piece("x" * 58 + "\n" + "y" * 10)])
         device.resize(20, 30)
-        written: list[str] = []
-        monkeypatch.setattr(output._pane, "_out", Recorder(device.out, written))
+        device.out.written.clear()
         output.write([Piece("z")])
-        assert "".join(written).startswith("\r\x1b[2A"), "58 cells are two rows of 30, and 10 a third"
+        assert "".join(device.out.written).startswith("\r\x1b[2A"), "58 cells are two rows of 30, and 10 a third"
 
 
 def test_fewer_live_rows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,20 +178,3 @@ def test_fewer_live_rows(monkeypatch: pytest.MonkeyPatch) -> None:
         device.out.write("end\n")
         device.out.flush()
         assert device.text() == "a\nend"
-
-
-class Recorder:
-    """Forwards and records writes."""
-
-    def __init__(self, out: TextIO, written: list[str]) -> None:
-        self._out, self._written = out, written
-
-    def write(self, text: str) -> None:
-        self._written.append(text)
-        self._out.write(text)
-
-    def flush(self) -> None:
-        self._out.flush()
-
-    def fileno(self) -> int:
-        return self._out.fileno()

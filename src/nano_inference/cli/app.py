@@ -88,8 +88,8 @@ def run(argv: list[str]) -> object:
 def _help_asked(argv: list[str]) -> str | None:
     """Return X for --help=X, "" for --help, None if help is not requested."""
     before = argv[: argv.index("--")] if "--" in argv else argv
-    asked = next((word for word in before if word.partition("=")[0] in _HELP), None)
-    return None if asked is None else asked.partition("=")[2]
+    requested = next((word for word in before if word.partition("=")[0] in _HELP), None)
+    return None if requested is None else requested.partition("=")[2]
 
 
 def build_app(parsed: ParsedCommand | None = None, rows: Sequence[Command] | None = None) -> App:

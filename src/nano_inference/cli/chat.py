@@ -11,7 +11,7 @@ from nano_inference.cli.lines import Input, open_reader
 from nano_inference.cli.options import Common
 from nano_inference.cli.slash_commands import COMMANDS, run_command
 from nano_inference.cli.terminal import no_echo, note
-from nano_inference.cli.turns import Chat, answer_turn
+from nano_inference.cli.turns import Chat, answer_message
 from nano_inference.text.templates import TemplateLimit
 from nano_inference.types import BadRequest
 
@@ -37,7 +37,7 @@ def run(options: Options, backend: ChatBackend, sampling: Sampling, common: Comm
         sampling=sampling, first_sampling=sampling, system=options.system, has_bare_words=options.has_bare_words
     )
     if options.prompt is not None:
-        conversation = answer_turn(chat, conversation, options.prompt)
+        conversation = answer_message(chat, conversation, options.prompt)
         return _FAILED if conversation.has_failed else 0
     reader = open_reader(COMMANDS)
     if reader.is_typed:
@@ -57,7 +57,7 @@ def take_line(chat: Chat, conversation: Conversation, entry: Input) -> Conversat
         line = f"/{line.lower()}"
     is_command = line.startswith("/") and not entry.is_message
     try:
-        return run_command(chat, conversation, line) if is_command else answer_turn(chat, conversation, line)
+        return run_command(chat, conversation, line) if is_command else answer_message(chat, conversation, line)
     except (BadRequest, ServerError, TemplateLimit) as error:
         note(f"nano-inference: {' '.join(str(error).split())}")  # fields as /set names them
         return replace(conversation, has_failed=isinstance(error, ServerError))

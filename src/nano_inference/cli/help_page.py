@@ -154,8 +154,8 @@ def _default(option: Argument, said: str) -> str:
         return f" (default: {' '.join(map(str, default))})" if default else ""
     if default is True:
         return " (on by default)"
-    whose = "the model's, else " if option.field_info.name in MODELS_OWN else ""
-    return f" (default: {whose}{default:g})" if isinstance(default, float) else f" (default: {whose}{default})"
+    text = f"{default:g}" if isinstance(default, float) else str(default)
+    return f" (default: the model's, else {text})" if option.field_info.name in MODELS_OWN else f" (default: {text})"
 
 
 def _variables(sections: dict[str, list[Argument]], width: int) -> Lines:

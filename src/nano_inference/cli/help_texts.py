@@ -84,7 +84,7 @@ EXAMPLES: Mapping[str, tuple[tuple[str, str], ...]] = MappingProxyType(
         ),
         "serve": (
             ("nano-inference serve -m Qwen/Qwen3-0.6B --port 9000", "on this machine only"),
-            ("nano-inference serve --host 0.0.0.0 --api-key-file keys.txt", "for others, who need a key"),
+            ("nano-inference serve --host 0.0.0.0 --api-key-file keys.txt", "for other machines, with API keys"),
             ("nano-inference serve --print-config > serve.toml", "a file to edit, for --config"),
         ),
         "bench": (("nano-inference bench --workload decode1 --repeat 5", "one workload, five times"),),

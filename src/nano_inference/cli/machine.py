@@ -26,8 +26,6 @@ LIBRARIES = (
     "cyclopts",
     "numpy",
 )
-_READ_FLOATS = 64 << 20
-_GEMM_SIZE = 1024
 
 
 def processor() -> dict[str, Any]:
@@ -96,16 +94,16 @@ def _version(name: str) -> str:
         return "missing"
 
 
-def read_bandwidth() -> float:
-    """Measure torch's memory read bandwidth in bytes per second: sum of 256 MiB, best of several."""
-    data = torch.ones(_READ_FLOATS)
-    return data.numel() * data.element_size() / _best_time(lambda: data.sum(), 0.5)
+def read_bandwidth(size: int = 64 << 20, budget: float = 0.5) -> float:
+    """Measure torch's memory read bandwidth in bytes per second: best sum of `size` float32 within `budget` seconds."""
+    data = torch.ones(size)
+    return data.numel() * data.element_size() / _best_time(lambda: data.sum(), budget)
 
 
-def gemm_rate() -> float:
-    """Measure float32 operations per second of a 1024 x 1024 matrix product, best of several."""
-    left, right = torch.ones(_GEMM_SIZE, _GEMM_SIZE), torch.ones(_GEMM_SIZE, _GEMM_SIZE)
-    return 2.0 * _GEMM_SIZE**3 / _best_time(lambda: left @ right, 0.5)
+def gemm_rate(size: int = 1024, budget: float = 0.5) -> float:
+    """Measure float32 operations per second: best `size` x `size` matrix product within `budget` seconds."""
+    left, right = torch.ones(size, size), torch.ones(size, size)
+    return 2.0 * size**3 / _best_time(lambda: left @ right, budget)
 
 
 def _best_time(work: Callable[[], object], budget: float) -> float:

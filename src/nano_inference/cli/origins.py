@@ -41,8 +41,8 @@ class ParsedCommand:
     @property
     def wants_print(self) -> bool:
         """True if --print-config was given."""
-        asked = next((a for a in options_of(self.arguments) if key_of(a) == "print-config"), None)
-        return asked is not None and bool(asked.tokens) and asked.convert() is True
+        option = next((a for a in options_of(self.arguments) if key_of(a) == "print-config"), None)
+        return option is not None and bool(option.tokens) and option.convert() is True
 
     @property
     def given(self) -> frozenset[str]:

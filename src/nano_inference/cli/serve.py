@@ -106,13 +106,13 @@ def url_of(config: ServerConfig, listening: socket.socket) -> str:
     return f"http://{host}:{listening.getsockname()[1]}{config.root_path}"
 
 
-def served_name(asked: str, path: Path) -> str:
+def served_name(name: str, path: Path) -> str:
     """Return a model's name for clients: its built-in name, the last part of a path, or the hub id."""
-    known = find_wheel(asked) or find_builtin(asked)
+    known = find_wheel(name) or find_builtin(name)
     if known is not None:
         return known.name
-    is_local = names_path(asked) and exists(path_of(asked, "model"))
-    return path.stem if path.is_file() else (path.name if is_local else asked)
+    is_local = names_path(name) and exists(path_of(name, "model"))
+    return path.stem if path.is_file() else (path.name if is_local else name)
 
 
 def tool_lines(opened: Opened) -> list[str]:

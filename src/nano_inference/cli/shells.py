@@ -27,10 +27,10 @@ def script(app: App, shell: Shell) -> str:
     )
 
 
-def choose_shell(asked: Shell | None) -> Shell:
+def choose_shell(requested: Shell | None) -> Shell:
     """Return the requested shell, or the one that started this process."""
-    if asked is not None:
-        return asked
+    if requested is not None:
+        return requested
     try:
         found = detect_shell()
     except ShellDetectionError:

@@ -50,13 +50,16 @@ def run_command(chat: Chat, conversation: Conversation, line: str) -> Conversati
 
 
 def _help(chat: Chat, conversation: Conversation, rest: str) -> Conversation:
-    names = {name: f"{name} {command.usage}".rstrip() for name, command in _TABLE.items() if command.help}
-    width = max(map(len, names.values())) + 2
-    for name, usage in names.items():
-        note(f"{usage:<{width}}{_TABLE[name].help}", indent=width)
+    _print_rows({f"{name} {one.usage}".rstrip(): one.help for name, one in _TABLE.items() if one.help})
     for line in _MORE_HELP:
         note(line)
     return conversation
+
+
+def _print_rows(rows: Mapping[str, str]) -> None:
+    width = max(map(len, rows)) + 2
+    for name, text in rows.items():
+        note(f"{name:<{width}}{text}", indent=width)
 
 
 def _system(chat: Chat, conversation: Conversation, rest: str) -> Conversation:
@@ -119,10 +122,7 @@ def _value(name: str, text: str) -> Any:
 
 
 def _model(chat: Chat, conversation: Conversation, rest: str) -> Conversation:
-    facts = chat.backend.facts
-    width = max(map(len, facts)) + 2
-    for name, value in facts.items():
-        note(f"{name:<{width}}{value}", indent=width)
+    _print_rows(chat.backend.facts)
     return conversation
 
 

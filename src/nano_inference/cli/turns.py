@@ -22,7 +22,7 @@ class Chat(NamedTuple):
     quiet: bool = False
 
 
-def answer_turn(chat: Chat, conversation: Conversation, line: str) -> Conversation:
+def answer_message(chat: Chat, conversation: Conversation, line: str) -> Conversation:
     """Answer a message; return the conversation with both."""
     return answer_turns(chat, conversation, (*conversation.turns, {"role": "user", "content": line}))
 
