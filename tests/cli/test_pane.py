@@ -74,7 +74,7 @@ class Device:
 @contextmanager
 def output_on(rows: int, columns: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Device, MarkdownOutput]]:
     """Open an output that draws every piece without a pause."""
-    monkeypatch.setattr(render, "_LEAST_PAUSE_S", 0)
+    monkeypatch.setattr(render, "_MIN_PAUSE_S", 0)
     monkeypatch.setattr(render, "_PAUSE_RATIO", 0)
     monkeypatch.setenv("TERM", "xterm-256color")
     for name in ("COLUMNS", "LINES", "VTE_VERSION", "TERM_PROGRAM", "TMUX"):

@@ -18,7 +18,7 @@ from nano_inference.cli.fallback import ENV_PREFIX, fill_defaults
 from nano_inference.cli.help_page import page
 from nano_inference.cli.origins import ParsedCommand, as_json, as_toml, settings_of
 from nano_inference.cli.sizes import apply_sizes
-from nano_inference.cli.spelling import Typed, names_of, spell
+from nano_inference.cli.spelling import Typed, error_text, names_of
 from nano_inference.cli.streams import prepare
 from nano_inference.packages import needed
 from nano_inference.types import BadRequest, ModelError
@@ -70,7 +70,7 @@ def run(argv: list[str]) -> object:
     try:
         command, bound, unparsed = app.parse_args(plain)
     except (ValueError, CycloptsError) as error:
-        raise BadRequest(spell(error, names_of(parsed))) from error
+        raise BadRequest(error_text(error, names_of(parsed))) from error
     if not parsed.wants_print:
         typed = {"typed": Typed(parsed.given, names_of(parsed))} if "typed" in unparsed else {}
         try:
@@ -78,7 +78,7 @@ def run(argv: list[str]) -> object:
         except ModelError:
             raise  # names fields of the model's files, not options
         except ValueError as error:
-            raise BadRequest(spell(error, names_of(parsed))) from error
+            raise BadRequest(error_text(error, names_of(parsed))) from error
     bound.apply_defaults()
     settings = settings_of(parsed.commands, parsed.arguments, bound.arguments)
     print(as_json(settings) if bound.arguments.get("as_json") else as_toml(parsed.commands, settings))

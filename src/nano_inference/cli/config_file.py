@@ -39,15 +39,10 @@ NOT_IN_FILES = ("config", "print-config")
 FROM_FILE = "file "
 """Prefix of the source of a value from a file."""
 
-_TYPES: Mapping[Kind, tuple[tuple[type, ...], str]] = MappingProxyType(
-    {
-        "boolean": ((bool,), "true or false"),
-        "integer": ((int,), "a whole number"),
-        "number": ((int, float), "a number"),
-        "string": ((str,), "a string"),
-    }
+_TYPES: Mapping[Kind, tuple[type, ...]] = MappingProxyType(
+    {"boolean": (bool,), "integer": (int,), "number": (int, float), "string": (str,)}
 )
-"""Types that TOML yields for each kind of value, and the kind's name in messages."""
+"""Types that TOML yields for each kind of value."""
 _NAMES: Mapping[type, str] = MappingProxyType(
     {bool: "true or false", int: "a whole number", float: "a number", str: "a string", list: "a list", dict: "a table"}
 )
@@ -157,7 +152,7 @@ def _check_value(file: ConfigFile, table: Table, key: str, value: Any, option: A
 
         check_private(file.path, file.status, f"{file.path}: {key}")
     kind, is_list = kind_of(option.hint), takes_list(option.hint)
-    types, name = _TYPES[kind]
+    types, name = _TYPES[kind], _NAMES[_TYPES[kind][-1]]
     if is_size(option):
         types, name = (int, str), "a whole number, or a string such as '2GiB'"
     for one in value if is_list and isinstance(value, list) else [value]:

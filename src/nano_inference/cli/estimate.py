@@ -24,7 +24,7 @@ FLOAT32 = 4
 _DEFAULTS = EngineConfig(model_path="any")
 CONTEXT = _DEFAULTS.max_model_len
 """Tokens of context in the estimates of typical sizes."""
-_MOST_SEQUENCES = _DEFAULTS.max_batch_size
+_MAX_SEQUENCES = _DEFAULTS.max_batch_size
 
 
 class Size(NamedTuple):
@@ -63,7 +63,7 @@ def of_models(entries: Iterable[ModelEntry], machine: Machine) -> list[dict[str,
     """Return estimates of every model on this machine, in the file's precision and in int8."""
     rows: list[dict[str, Any]] = []
     for entry in entries:
-        for name, path in _places(entry):
+        for name, path in _models_in(entry):
             try:
                 checkpoint = open_checkpoint(path)
             except (ModelError, BadRequest) as error:
@@ -123,7 +123,7 @@ def _costs(weights: int, read: int, kv_bytes: int, context: int, machine: Machin
         "kv_bytes_per_token": kv_bytes,
         "context": context,
         "context_kv_bytes": kv_bytes * context,
-        "kv_budget_tokens": min(machine.kv_budget // kv_bytes, _MOST_SEQUENCES * context),
+        "kv_budget_tokens": min(machine.kv_budget // kv_bytes, _MAX_SEQUENCES * context),
         "fits": weights + kv_bytes * context <= machine.available,
         "decode_limit_tokens_per_s": machine.bytes_per_s / read,
     }
@@ -133,7 +133,7 @@ def _precisions(machine: Machine) -> tuple[str, ...]:
     return ("auto", "int8") if machine.has_kernels else ("float32",)
 
 
-def _places(entry: ModelEntry) -> list[tuple[str, Path]]:
+def _models_in(entry: ModelEntry) -> list[tuple[str, Path]]:
     """Return the models of an entry: one, or each .gguf file of a repository of such files."""
     if entry.source != "hub" or (entry.path / "config.json").is_file():
         return [(entry.name, entry.path)]

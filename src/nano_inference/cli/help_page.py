@@ -23,8 +23,8 @@ LEFT = 30
 """Width of the left column."""
 _WIDEST = 110
 _NARROWEST = 60
-_OWN = "Options"
-_ORDER = (_OWN, "Server", "Engine", "Sampling")
+_GENERAL = "Options"
+_ORDER = (_GENERAL, "Server", "Engine", "Sampling")
 _LAST = "Common"
 _VIEWS = ("all", "env")
 
@@ -99,7 +99,7 @@ def _sections(options: Iterable[Argument], order: Sequence[str]) -> dict[str, li
 
 def _heading(option: Argument, order: Sequence[str]) -> str:
     name = heading_of(option)
-    return name if name in order else _OWN
+    return name if name in order else _GENERAL
 
 
 def _main(options: list[Argument]) -> list[Argument]:
@@ -181,7 +181,7 @@ def _footer(left_out: int, sections: dict[str, list[Argument]]) -> str:
     variables = f"--help=env lists the environment variables ({option.name} is {variable_of(option)})."
     if not left_out:
         return variables
-    headings = ", ".join(f"--help={heading.lower()}" for heading in sections if heading not in (_OWN, "Common"))
+    headings = ", ".join(f"--help={heading.lower()}" for heading in sections if heading not in (_GENERAL, "Common"))
     return f"{left_out} more options: --help=all lists all, {headings} those of one heading. {variables}"
 
 

@@ -51,7 +51,7 @@ class Reader:
         self.is_typed = is_typed
         """True if stdin is a terminal."""
         self.can_edit = editor is not None
-        self._has_pressed = False
+        self._has_interrupted = False
 
     def read(self) -> Input | None:
         """Return the next message or command; None at the end of the input.
@@ -60,27 +60,27 @@ class Reader:
         """
         while self.is_typed:
             try:
-                text = _plain_lines() if self._editor is None else self._editor.prompt()
+                text = _read_plain() if self._editor is None else self._editor.prompt()
             except EOFError:
                 return None
             except KeyboardInterrupt:
-                self._discard()
+                self._handle_interrupt()
                 continue
-            self._has_pressed = False
+            self._has_interrupted = False
             return parse_input(text)
         line = sys.stdin.readline()
         return Input(line) if line else None
 
-    def _discard(self) -> None:
+    def _handle_interrupt(self) -> None:
         """Handle Ctrl-C. Raises `KeyboardInterrupt` at the second one in a row on an empty line."""
         if self._editor is None:
             print(file=sys.stderr)
         elif self._editor.default_buffer.text.strip():
-            self._has_pressed = False
+            self._has_interrupted = False
             return
-        if self._has_pressed:
+        if self._has_interrupted:
             raise KeyboardInterrupt
-        self._has_pressed = True
+        self._has_interrupted = True
         note("press Ctrl-C again, or Ctrl-D, to quit")
 
 
@@ -222,7 +222,7 @@ def _keys() -> KeyBindings:
     return keys
 
 
-def _plain_lines() -> str:
+def _read_plain() -> str:
     """Read a message without a line editor. Raises `EOFError`."""
     text: str | None = ""
     whole = ""

@@ -32,7 +32,7 @@ from nano_inference.text.chat import Message
 from nano_inference.text.dialogue import Dialogue, PartKind, require, told_apart
 from nano_inference.types import BadRequest, SamplingParams, TrainingSample
 
-_MOST_SEEDS = 1_000_000
+_NUM_SEEDS = 1_000_000
 
 
 def run(options: chat.Options, config: EngineConfig, sampling: Sampling, common: Common, typed: Typed) -> int:
@@ -116,7 +116,7 @@ class LocalBackend:
 
 def with_seed(params: SamplingParams) -> SamplingParams:
     """Return parameters with a random seed of at most six digits, so that it can be typed, unless one is set."""
-    return replace(params, seed=secrets.randbelow(_MOST_SEEDS)) if params.seed is None else params
+    return replace(params, seed=secrets.randbelow(_NUM_SEEDS)) if params.seed is None else params
 
 
 def with_alternatives(params: SamplingParams) -> SamplingParams:

@@ -8,7 +8,7 @@ from types import MappingProxyType
 FORCED, END_FORCED = "\ufff9", "\ufffb"
 """Markers around tool output within a rendered answer; `printable` replaces both in untrusted text."""
 
-_NO_SIGN = 0xFFFD
+_REPLACEMENT = 0xFFFD
 _CONTROLS = {code: 0x2400 + code for code in range(32) if chr(code) not in "\t\n"} | {0x7F: 0x2421, 0x0D: None}
 _MISLEADING = (
     *range(0x80, 0xA0),  # C1 control characters: 0x9b begins an escape sequence
@@ -16,7 +16,7 @@ _MISLEADING = (
     *(0x2028, 0x2029, 0xFFF9, 0xFFFA, 0xFFFB),
     *range(0xD800, 0xE000),  # surrogates, which cannot be encoded
 )
-_SHOWN_AS: Mapping[int, int | None] = MappingProxyType({**_CONTROLS, **dict.fromkeys(_MISLEADING, _NO_SIGN)})
+_SHOWN_AS: Mapping[int, int | None] = MappingProxyType({**_CONTROLS, **dict.fromkeys(_MISLEADING, _REPLACEMENT)})
 
 
 def printable(text: str) -> str:

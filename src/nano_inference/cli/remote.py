@@ -163,8 +163,8 @@ class RemoteBackend:
                 if pieces:
                     write(pieces)
         except ServerError as error:
-            was_over = isinstance(error, CutOff) and partial.finish_reason is not None
-            if not interrupts.pressed and not was_over:
+            is_complete = isinstance(error, CutOff) and partial.finish_reason is not None
+            if not interrupts.pressed and not is_complete:
                 if not partial.text:
                     raise
                 failure = str(error)
@@ -208,7 +208,7 @@ class PartialReply:
     finish_reason: str | None = None
     usage: Mapping[str, Any] = field(default_factory=dict)
     version: str | None = None
-    most_new: int | None = None
+    max_new_tokens: int | None = None
     """Limit of the answer in tokens, if the context has less room than requested."""
 
     @property
@@ -219,7 +219,7 @@ class PartialReply:
     def add_headers(self, headers: Mapping[str, str]) -> None:
         """Read the limit that this package's server sends if the context has less room than requested."""
         most = headers.get("x-max-tokens", "")
-        self.most_new = int(most) if most.isascii() and most.isdecimal() and len(most) < 10 else None
+        self.max_new_tokens = int(most) if most.isascii() and most.isdecimal() and len(most) < 10 else None
 
     def add_event(self, event: Any) -> list[Piece]:
         """Add an event; return the text that it adds. Raises `ServerError` for an error event."""
@@ -280,7 +280,9 @@ class PartialReply:
             message=message,
             kept=turns,
             finish_reason=self.finish_reason,
-            cut_by=None if self.most_new is None else f"the model's context is full after {self.most_new} tokens",
+            cut_by=None
+            if self.max_new_tokens is None
+            else f"the model's context is full after {self.max_new_tokens} tokens",
             stats=stats,
             tokens=tuple(self.tokens),
             failure=failure,

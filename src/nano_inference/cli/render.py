@@ -36,7 +36,7 @@ _CODE_THEME = "ansi_dark"
 _MARKS = re.compile(f"([{FORCED}{END_FORCED}])")
 _CONTEXT_LINES = 40
 """Preceding lines of code that the syntax highlighter receives with a line."""
-_LEAST_PAUSE_S, _PAUSE_RATIO = 0.03, 4
+_MIN_PAUSE_S, _PAUSE_RATIO = 0.03, 4
 """Pause between two drawings of an incomplete block: seconds, and a multiple of the last drawing's time."""
 
 
@@ -115,14 +115,14 @@ class MarkdownOutput:
         self._painter = Painter(console)
         self._drawing = threading.Lock()
         self._later: threading.Timer | None = None
-        self._next_picture = 0.0
+        self._next_draw_at = 0.0
 
     def write(self, pieces: Sequence[Piece]) -> None:
         """Print completed blocks, and draw the rest now or after the pause."""
         text = "".join(_marked(piece) for piece in pieces)
         with self._drawing:
             self._state, done = blocks.push(self._state, text)
-            wait = self._next_picture - time.monotonic()
+            wait = self._next_draw_at - time.monotonic()
             if done or (self._is_live and wait <= 0):
                 self._draw(done)
             elif self._is_live and self._later is None:
@@ -159,7 +159,7 @@ class MarkdownOutput:
         self._painter = painter
         self._pane.draw(kept, live[-max(1, size.rows // 2) :])  # still fits if the window loses rows
         now = time.monotonic()
-        self._next_picture = now + max(_LEAST_PAUSE_S, _PAUSE_RATIO * (now - start))
+        self._next_draw_at = now + max(_MIN_PAUSE_S, _PAUSE_RATIO * (now - start))
 
 
 class Painter:

@@ -42,7 +42,7 @@ def save(path: Path, conversation: Conversation, model: str, *, overwrite: bool)
     except FileExistsError:
         raise BadRequest(f"{path}: already exists; /save! overwrites it") from None
     except (OSError, ValueError) as error:
-        raise _unusable(path, error) from None
+        raise _file_error(path, error) from None
 
 
 def load(path: Path, conversation: Conversation) -> Conversation:
@@ -68,7 +68,7 @@ def _read(path: Path) -> Mapping[str, Any]:
         with open_buffered(path) as file:
             text = file.read(_MAX_BYTES + 1)
     except OSError as error:
-        raise _unusable(path, error) from None
+        raise _file_error(path, error) from None
     if len(text) > _MAX_BYTES:
         raise BadRequest(f"{path}: has more than {_MAX_BYTES >> 20} MiB")
     try:
@@ -114,5 +114,5 @@ def _sampling(given: object, first: Sampling) -> Sampling:
     return Sampling(params, first.named | frozenset(given))
 
 
-def _unusable(path: Path, error: Exception) -> BadRequest:
+def _file_error(path: Path, error: Exception) -> BadRequest:
     return BadRequest(f"{path}: {getattr(error, 'strerror', None) or error}")

@@ -16,7 +16,7 @@ from nano_inference.chat_defaults import described, differing
 from nano_inference.cli.collection import no_collection
 from nano_inference.cli.options import Common
 from nano_inference.cli.place import fetch
-from nano_inference.cli.spelling import Typed, spell
+from nano_inference.cli.spelling import Typed, error_text
 from nano_inference.cli.terminal import note
 from nano_inference.config import EngineConfig, ServerConfig
 from nano_inference.files import exists, path_of
@@ -65,7 +65,7 @@ def listen(engine: EngineConfig, config: ServerConfig, common: Common, typed: Ty
         return end_process(asyncio.run(serving))
     except Exception as error:
         if engine_runs():
-            note(f"nano-inference: {spell(error, typed.names)}")
+            note(f"nano-inference: {error_text(error, typed.names)}")
             end_process(1)
         raise
 

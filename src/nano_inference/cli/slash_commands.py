@@ -25,7 +25,7 @@ _MORE_HELP = (
     'or begin with """ and end with """.',
     "Ctrl-C stops an answer; pressed twice at an empty prompt, it quits.",
 )
-_IN_SHOW = ("model", "context", "backend")
+_SHOWN_FACTS = ("model", "context", "backend")
 """Facts that /show prints; /model prints all of them."""
 
 
@@ -127,7 +127,7 @@ def _model(chat: Chat, conversation: Conversation, rest: str) -> Conversation:
 
 
 def _show(chat: Chat, conversation: Conversation, rest: str) -> Conversation:
-    facts = {name: value for name, value in chat.backend.facts.items() if name in _IN_SHOW}
+    facts = {name: value for name, value in chat.backend.facts.items() if name in _SHOWN_FACTS}
     count = chat.backend.count(conversation.turns, conversation.system)
     facts["conversation"] = f"{len(conversation.turns)} messages, {'unknown' if count is None else count} tokens"
     facts["system"] = conversation.system or "(the template's own)"

@@ -50,7 +50,7 @@ def names_of(parsed: ParsedCommand) -> Mapping[str, Given]:
     return names
 
 
-def spell(error: Exception, known: Mapping[str, Given]) -> str:
+def error_text(error: Exception, known: Mapping[str, Given]) -> str:
     """Return an error's text on one line, with fields named as the user gave them.
 
     Replaces the first word, names with an underscore, and the fields that a `SettingError` lists.

@@ -38,10 +38,10 @@ def note(text: str, quiet: bool = False, *, indent: int = 0, has_command: bool =
     """
     if not quiet:
         lines = printable(text).split("\n")
-        print(*lines if has_command else (_broken(one, indent) for one in lines), sep="\n", file=sys.stderr, flush=True)
+        print(*lines if has_command else (_wrap(one, indent) for one in lines), sep="\n", file=sys.stderr, flush=True)
 
 
-def _broken(line: str, indent: int) -> str:
+def _wrap(line: str, indent: int) -> str:
     """Wrap a line at the terminal's width; unchanged if stderr is not a terminal."""
     try:
         width = os.get_terminal_size(sys.stderr.fileno()).columns

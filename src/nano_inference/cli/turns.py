@@ -11,7 +11,7 @@ from nano_inference.cli.terminal import Interrupts, no_echo, note
 from nano_inference.cli.token_view import show_tokens
 from nano_inference.text.chat import Message
 
-_SOME_LENGTH = "--max-tokens or the context's limit reached"
+_LENGTH_LIMIT = "--max-tokens or the context's limit reached"
 
 
 class Chat(NamedTuple):
@@ -49,7 +49,7 @@ def _print_end(reply: Reply, was_stopped: bool, shows_tokens: bool, quiet: bool)
     elif was_stopped:
         note("[stopped]")
     elif reply.finish_reason == "length":
-        note(f"[cut off: {reply.cut_by or _SOME_LENGTH}]", quiet)
+        note(f"[cut off: {reply.cut_by or _LENGTH_LIMIT}]", quiet)
     if shows_tokens:
         show_tokens(reply.tokens)
     note(reply.stats.summary(), quiet)

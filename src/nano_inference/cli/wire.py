@@ -140,7 +140,7 @@ def _response(
 
     def trace(name: str, info: Mapping[str, Any]) -> None:
         if name in _CONNECTED:
-            on_connect(_closer(info["return_value"].get_extra_info("socket")))
+            on_connect(_make_closer(info["return_value"].get_extra_info("socket")))
 
     headers = {"Accept": "text/event-stream, application/json", "Accept-Encoding": "identity"}
     headers |= {"User-Agent": "nano-inference"}
@@ -167,7 +167,7 @@ def _response(
         on_connect(lambda: None)
 
 
-def _closer(sock: socket.socket) -> Callable[[], None]:
+def _make_closer(sock: socket.socket) -> Callable[[], None]:
     """Return a function that shuts down a connection, so that a blocked read returns."""
 
     def end() -> None:
