@@ -36,7 +36,7 @@ def stream_answer(
 ) -> Answer:
     """Generate one sample and stream its text to `write`; Ctrl-C ends it early.
 
-    The text contains the calculator's marks, which `spelled` and `told_apart` interpret.
+    The text contains the calculator's marks, which `text.dialogue` interprets.
     """
     start = time.perf_counter()
     request_id = session.engine.add_request(prompt, params, program=session.tool)
