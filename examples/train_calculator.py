@@ -1,12 +1,12 @@
-"""Train a very small nanochat model that calculates and counts letters by calling the tool, from nothing, on a CPU.
+"""Train a very small nanochat model from scratch on a CPU, which calculates and counts letters by calling a tool.
 
-The model is nanochat's of today (smear, value embeddings, backout, windows), its tokens are bytes, and the files are
-those that nanochat writes, so that whatever loads a nanochat checkpoint loads this one:
+The model has nanochat's current architecture (smear, value embeddings, backout, windows), its tokens are bytes, and the
+files have nanochat's checkpoint format:
 
     python examples/train_calculator.py --out calculator
 
-At the end it answers questions that training never asked, with the tool and without: the model can only copy, and
-without the tool it has nothing to copy from.
+At the end the model answers held-out questions, with the tool and without. It learns to copy the tool's result, so
+without the tool it fails.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ EPSILON = 1.1920929e-07
 ROPE_BASE, QK_SCALE, SOFTCAP = 100_000.0, 1.2, 15.0
 SMEAR_COLUMNS, GATE_COLUMNS = 24, 12
 WORDS = r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,2}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
-"""nanochat's pattern; it does not matter where every byte is a token."""
+"""nanochat's split pattern; it has no effect if every byte is a token."""
 VOCABULARY = 256 + len(data.SPECIALS)
 FAST_BFLOAT16 = any(torch.cpu.get_capabilities().get(name) for name in ("avx512_bf16", "amx_bf16"))
 PADDED = -(-VOCABULARY // 64) * 64
@@ -49,31 +49,31 @@ CONFIG: Mapping[str, int | str] = MappingProxyType(
 
 
 def norm(x: Tensor) -> Tensor:
-    """Scale the last dimension to a mean square of one."""
+    """Return `x` scaled to a root mean square of one over the last dimension."""
     return functional.rms_norm(x, (x.shape[-1],), eps=EPSILON)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn the pairs (j, j + half) of each head by minus their angle."""
+    """Rotate the pairs (j, j + half) of each head by their negative angle."""
     a, b = x.chunk(2, dim=-1)
     return torch.cat((a * cos + b * sin, b * cos - a * sin), dim=-1)
 
 
 class Matrix(nn.Linear):
-    """A matrix without bias; training multiplies in bfloat16 where the processor can, three times as fast."""
+    """A linear layer without bias; training uses bfloat16 if the processor supports it (three times as fast)."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__(inputs, outputs, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the products, in float32."""
+        """Return the product in float32."""
         if self.training and FAST_BFLOAT16:
             return functional.linear(x.bfloat16(), self.weight.bfloat16()).float()
         return functional.linear(x, self.weight)
 
 
 class Attention(nn.Module):
-    """Causal attention over a window, its values mixed with the token's own in every other layer."""
+    """Causal attention over a window; every other layer adds value embeddings to V."""
 
     def __init__(self, width: int, heads: int, kv_heads: int, gated: bool) -> None:
         super().__init__()
@@ -84,11 +84,11 @@ class Attention(nn.Module):
             self.ve_gate = Matrix(GATE_COLUMNS, kv_heads)
 
     def heads(self, x: Tensor) -> Tensor:
-        """Split the last dimension into heads, and put these before the positions."""
+        """Return [B, T, H * D] as [B, H, T, D]."""
         return x.unflatten(-1, (-1, self.size)).transpose(1, 2)
 
     def forward(self, x: Tensor, own: Tensor | None, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
-        """Return what each position gathers; `own` are the tokens' value embeddings."""
+        """Return the attention output [B, T, C]; `own` is the tokens' value embeddings, if the layer has them."""
         q, k, v = self.heads(self.c_q(x)), self.heads(self.c_k(x)), self.heads(self.c_v(x))
         if own is not None:
             gate = 3 * torch.sigmoid(self.ve_gate(x[..., :GATE_COLUMNS]))
@@ -99,20 +99,20 @@ class Attention(nn.Module):
 
 
 class Mlp(nn.Module):
-    """Two matrices with the square of the positive part between."""
+    """Two matrices with squared ReLU between."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.c_fc, self.c_proj = Matrix(width, 4 * width), Matrix(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return what is to be added to each position."""
+        """Return the output [B, T, C]."""
         hidden = self.c_fc(x).relu()
         return self.c_proj(hidden * hidden)
 
 
 class Model(nn.Module):
-    """nanochat's model as its master trains it since March 2026; the names are those of its checkpoints."""
+    """nanochat's model as of March 2026, with the parameter names of its checkpoints."""
 
     def __init__(self, config: Mapping[str, int | str]) -> None:
         super().__init__()
@@ -135,7 +135,7 @@ class Model(nn.Module):
         self.start(width)
 
     def start(self, width: int) -> None:
-        """Fill the matrices: those that write into the stream with zeros."""
+        """Initialize the matrices; projections into the residual stream are zero."""
         for name, weight in self.named_parameters():
             if weight.dim() < 2:
                 continue
@@ -148,12 +148,12 @@ class Model(nn.Module):
                 nn.init.uniform_(weight, -bound, bound)
 
     def masks(self, length: int) -> list[Tensor | None]:
-        """Return which keys each layer's queries see, None where that is all before them."""
+        """Return each layer's attention mask [T, T]; None for full causal attention."""
         past = torch.arange(length)[:, None] - torch.arange(length)
         return [(past >= 0) & (past <= window) if 0 < window < length - 1 else None for window in self.windows]
 
     def forward(self, ids: Tensor, last: Tensor | None = None) -> Tensor:
-        """Return the logits after every position, or after one in each row."""
+        """Return logits [B, T, V], or [B, V] at position `last[b]` of each row."""
         e = norm(self.transformer["wte"](ids))
         smear = self.smear_lambda * torch.sigmoid(self.smear_gate(e[:, 1:, :SMEAR_COLUMNS]))
         x = x0 = kept = torch.cat((e[:, :1], e[:, 1:] + smear * e[:, :-1]), dim=1)
@@ -172,7 +172,7 @@ class Model(nn.Module):
 
 
 def batches(seed: int, tokens: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield ids and targets (-100 where nothing is learnt) without end, conversations of like length together."""
+    """Yield ids and targets (-100: ignored) without end; a batch has conversations of similar length."""
     rng = random.Random(seed)
     while True:
         pool = sorted((data.render(data.conversation(rng), 256) for _ in range(1024)), key=lambda row: len(row[0]))
@@ -191,7 +191,7 @@ def batches(seed: int, tokens: int) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def optimizers(model: Model, rate: float) -> list[torch.optim.Optimizer]:
-    """Return Muon for the matrices of the blocks, AdamW for embeddings, head and scalars."""
+    """Return Muon for the blocks' matrices and AdamW for embeddings, head and scalars."""
     named = list(model.named_parameters())
     matrices = [p for name, p in named if ".h." in name and "gate" not in name]
     tables = [p for name, p in named if "wte" in name or "value_embeds" in name]
@@ -204,7 +204,7 @@ def optimizers(model: Model, rate: float) -> list[torch.optim.Optimizer]:
 
 
 def schedule(step: int, steps: int) -> float:
-    """Return the share of the full learning rate: a short rise, a level, a linear fall to zero."""
+    """Return the learning rate's factor: linear warm-up, constant, linear decay to zero."""
     return min(1.0, (step + 1) / 50, (steps - step) / (0.6 * steps))
 
 
@@ -236,7 +236,7 @@ def validation_loss(model: Model, seed: int, count: int = 8) -> float:
 
 
 def tool_output(row: list[int]) -> list[int]:
-    """Return what the calculator adds to a row that has just ended a call."""
+    """Return the tokens that the calculator adds to a row; empty if the row does not end a call."""
     if row[-1] != data.PYTHON_END or data.PYTHON not in row:
         return []
     begin = len(row) - row[::-1].index(data.PYTHON)
@@ -246,7 +246,7 @@ def tool_output(row: list[int]) -> list[int]:
 
 @torch.inference_mode()
 def replies(model: Model, questions: list[str], tool: bool) -> list[str]:
-    """Return the last part of each greedy reply, with the calculator or without; every step reads the rows anew."""
+    """Return the last part of each greedy reply, with or without the calculator. There is no KV cache."""
     rows = [[data.BOS, *data.question_ids(question)] for question in questions]
     unfinished, limit = list(rows), int(CONFIG["sequence_len"])
     while unfinished:
@@ -262,14 +262,14 @@ def replies(model: Model, questions: list[str], tool: bool) -> list[str]:
 
 
 def last_part(row: list[int]) -> str:
-    """Return the text behind the last special token but the one that ends the row."""
+    """Return the text after the last special token, not counting one that ends the row."""
     row = row[:-1] if row[-1] >= 256 else row
     begin = max(i for i, token in enumerate(row) if token >= 256) + 1
     return bytes(row[begin:]).decode("utf-8", "replace")
 
 
 def examine(model: Model, seed: int, count: int = 250) -> None:
-    """Print how many held-out questions of each kind are answered rightly, with the tool and without."""
+    """Print how many held-out questions of each kind are answered correctly, with and without the tool."""
     for tool in (True, False):
         right = {}
         for kind in ("arithmetic", "letters"):
@@ -282,7 +282,7 @@ def examine(model: Model, seed: int, count: int = 250) -> None:
 
 
 def write(model: Model, out: Path, args: argparse.Namespace, loss: float) -> None:
-    """Write the checkpoint and its tokenizer as nanochat does, all in one directory."""
+    """Write the checkpoint and tokenizer into one directory, in nanochat's format."""
     out.mkdir(parents=True, exist_ok=True)
     state = {name: weight.bfloat16() if weight.dim() > 1 else weight for name, weight in model.state_dict().items()}
     torch.save(state, out / f"model_{args.steps:06}.pt")
@@ -297,11 +297,11 @@ def write(model: Model, out: Path, args: argparse.Namespace, loss: float) -> Non
 
 
 def main() -> None:
-    """Train, round the matrices to bfloat16 as they will be stored, write, and examine."""
+    """Train, round the matrices to bfloat16 (the stored dtype), write the checkpoint, and evaluate it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="directory for the checkpoint")
     parser.add_argument("--steps", type=int, default=3000)
-    parser.add_argument("--tokens", type=int, default=2048, help="tokens in a batch")
+    parser.add_argument("--tokens", type=int, default=2048, help="tokens per batch")
     parser.add_argument("--rate", type=float, default=0.004, help="learning rate of the matrices")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2)

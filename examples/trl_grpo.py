@@ -1,12 +1,12 @@
-"""TRL's own GRPOTrainer with this engine in the place of vLLM: in the same process, or over HTTP with `--server`.
+"""TRL's GRPOTrainer with this engine instead of vLLM: in the same process, or over HTTP with `--server`.
 
-Task and model are those of grpo.py. TRL hands its generation backend the weights, asks it for samples, and logs how far
-the log-probabilities that come with these lie from its own: "sampling/sampling_logp_difference". In one process another
-request is being decoded all the time, and no update waits for it: `python examples/trl_grpo.py --plot trl.png`.
+Task and model are those of grpo.py. TRL passes weights to its generation backend, requests samples, and logs the
+difference between their log-probabilities and its own as "sampling/sampling_logp_difference". In one process, another
+request is decoded during all updates: `python examples/trl_grpo.py --plot trl.png`.
 
-With `--server`, TRL's server mode and its own client talk to `nano-inference serve --enable-rl`, which is started here:
-`python examples/trl_grpo.py --server --plot trl_server.png`. Nothing of vLLM need be installed: TRL is only told that
-it is there, and two methods of its client, which send weights from GPU to GPU, write them into a directory instead.
+With `--server`, TRL's server mode uses its client with `nano-inference serve --enable-rl`, which this script starts:
+`python examples/trl_grpo.py --server --plot trl_server.png`. vLLM is not needed: TRL's check for it is patched, and two
+methods of its client, which send weights between GPUs, write them into a directory instead.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # before anything below reads it
+os.environ["HF_HUB_OFFLINE"] = "1"  # read by the imports below
 
 from datasets import Dataset
 from grpo import ENGINE, MAX_ANSWER, VOCABULARY, encode, options, problem, report, warm_model
@@ -42,20 +42,20 @@ QUIET = {"report_to": "none", "save_strategy": "no", "logging_steps": 1, "disabl
 
 
 class EngineGeneration:
-    """What TRL expects of a generation backend, done by an engine."""
+    """TRL's interface of a generation backend, implemented with an engine."""
 
     def __init__(self, engine: InferenceEngine, trainer: GRPOTrainer) -> None:
         self.engine, self.trainer, self.background = engine, trainer, list[TrainingSample]()
 
     def decode_background(self) -> None:
-        """Let a request that nobody waits for take a step; begin one when there is none."""
+        """Run one step of the background request; add one if there is none."""
         self.background += self.engine.step()
         if not self.engine.has_pending():
             self.engine.add_request(encode("1+1="), SamplingParams(max_tokens=50, ignore_eos=True))
             self.engine.step()
 
     def sync_weights(self) -> None:
-        """Take the trainer's weights while that request is being decoded."""
+        """Update the engine's weights while the background request is decoded."""
         self.decode_background()
         self.engine.update_weights(self.trainer.model.named_parameters(), blocking=False)
         while self.engine.weight_info().update == "staging":
@@ -63,7 +63,7 @@ class EngineGeneration:
         self.engine.finish_update()
 
     def generate(self, prompts: list[list[int]], images: None, num_generations: int, profiler: Any = None) -> tuple:
-        """Draw completions; every prompt stands there `num_generations` times in a row."""
+        """Return completions; `prompts` has each prompt `num_generations` times in a row."""
         args = self.trainer.args
         same = {name: getattr(args, name) for name in ("temperature", "top_p", "top_k", "repetition_penalty")}
         params = SamplingParams(max_tokens=args.max_completion_length, min_p=args.min_p or 0.0, **same)
@@ -75,7 +75,7 @@ class EngineGeneration:
 
 @contextmanager
 def served(model: str, weights: str, seed: int) -> Iterator[str]:
-    """Serve the model in a process of its own; give its URL."""
+    """Serve the model in another process; yield its URL."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     command = [
@@ -100,10 +100,10 @@ def served(model: str, weights: str, seed: int) -> Iterator[str]:
         process.wait()
 
 
-def let_trl_talk_to(weights: str) -> None:
-    """Let TRL's client for vLLM be used without vLLM, and hand weights over in new directories below this one."""
+def patch_trl_client(weights: str) -> None:
+    """Patch TRL's vLLM client to work without vLLM, and to write weights into new directories below `weights`."""
 
-    def hand_over(client: Any, metadata: list[Any], named: Iterator[tuple[str, Tensor]]) -> None:
+    def write_weights(client: Any, metadata: list[Any], named: Iterator[tuple[str, Tensor]]) -> None:
         number = sum(1 for _ in Path(weights).iterdir()) + 1
         directory = save_weights({name: tensor.clone() for name, tensor in named}, Path(weights, f"version-{number}"))
         body = {"model_path": str(directory), "weight_version": str(number)}
@@ -112,11 +112,11 @@ def let_trl_talk_to(weights: str) -> None:
     for module in (vllm_client, vllm_generation):
         module.is_vllm_available = lambda min_version=None: True
     vllm_client.VLLMClient.init_communicator = lambda client, device=0: None
-    vllm_client.VLLMClient.update_named_params = hand_over
+    vllm_client.VLLMClient.update_named_params = write_weights
 
 
 class Progress(TrainerCallback):
-    """Prints a line for each step."""
+    """Prints a line per step."""
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **_: Any) -> None:
         if "reward" in logs:
@@ -124,12 +124,12 @@ class Progress(TrainerCallback):
 
 
 def is_right(completion_ids: list[list[int]], answer: list[str], **_: Any) -> list[float]:
-    """The reward."""
+    """Return the rewards: 1 for a correct answer, else 0."""
     return [float(ids == encode(right)) for ids, right in zip(completion_ids, answer, strict=True)]
 
 
 def warm_pair(path: str) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
-    """Return the model in `path`, taught first if it is not there, and its tokenizer; both lie there afterwards."""
+    """Return the model in `path`, training and saving it first if it is missing, and save its tokenizer there."""
     characters = Tokenizer(models.BPE({character: i for i, character in enumerate(VOCABULARY)}, []))
     characters.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     characters.decoder = decoders.ByteLevel()
@@ -153,7 +153,7 @@ def make_trainer(args: argparse.Namespace, path: str, output: str, **more: Any) 
 
 
 def train_in_process(args: argparse.Namespace, path: str, output: str) -> tuple[GRPOTrainer, dict[str, float]]:
-    """Train with an engine beside the trainer; count the updates that landed in flight."""
+    """Train with an engine in this process; count the updates committed during background requests."""
     trainer = make_trainer(args, path, output)
     with InferenceEngine(EngineConfig(model_path=path, seed=args.seed, **ENGINE)) as engine:
         trainer.vllm_generation = backend = EngineGeneration(engine, trainer)
@@ -164,10 +164,10 @@ def train_in_process(args: argparse.Namespace, path: str, output: str) -> tuple[
 
 
 def train_over_http(args: argparse.Namespace, path: str, output: str) -> tuple[GRPOTrainer, dict[str, float]]:
-    """Train with TRL's server mode; count the updates that the server took."""
+    """Train with TRL's server mode; count the updates of the server."""
     warm_pair(path)
     with tempfile.TemporaryDirectory() as weights, served(path, weights, args.seed) as url:
-        let_trl_talk_to(weights)
+        patch_trl_client(weights)
         server = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": url, "vllm_server_timeout": 120}
         trainer = make_trainer(args, path, output, **server)
         trainer.train()
@@ -178,7 +178,7 @@ def train_over_http(args: argparse.Namespace, path: str, output: str) -> tuple[G
 def main() -> None:
     """Train, and print a summary as the last line."""
     parser = options(__doc__, "trl.png")
-    parser.add_argument("--server", action="store_true", help="talk to the engine over HTTP")
+    parser.add_argument("--server", action="store_true", help="use the engine over HTTP")
     args = parser.parse_args()
     print(f"step  reward   {METRIC}/mean", flush=True)
     with tempfile.TemporaryDirectory() as temporary:

@@ -1,4 +1,4 @@
-"""`python -m nano_inference` is the command line."""
+"""Run the command line with `python -m nano_inference`."""
 
 from __future__ import annotations
 

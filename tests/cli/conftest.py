@@ -1,4 +1,4 @@
-"""A tiny random model with a tokenizer and a chat template, written once a session."""
+"""Fixtures: a tiny random model with a tokenizer and a chat template, and a clean environment."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TEMPLATE = (
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Llama of two layers whose end token is <|im_end|>."""
+    """A two-layer Llama with random weights whose end token is <|im_end|>."""
     tokenizer = byte_level()
     directory = save(tokenizer, tmp_path_factory.mktemp("tiny"), eos_token="<|im_end|>", chat_template=TEMPLATE)
     config = transformers.LlamaConfig(
@@ -35,16 +35,13 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(3)
     model = transformers.LlamaForCausalLM(config).float()
     with torch.no_grad():
-        model.lm_head.weight.mul_(40)  # sharp enough that no two greedy logits are equal
+        model.lm_head.weight.mul_(40)  # no two greedy logits are equal
     model.save_pretrained(directory)
     return directory
 
 
 @pytest.fixture(autouse=True)
 def quiet_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One thread: two are slow where something else runs. Set through --num-threads' environment variable.
-
-    And no configuration file: that of whoever runs the tests must not change what they see.
-    """
+    """Set one thread, since two are slow on a busy machine, and hide the user's configuration file."""
     monkeypatch.setenv("NANO_INFERENCE_NUM_THREADS", "1")
     monkeypatch.setenv("XDG_CONFIG_HOME", "/no/such/directory")

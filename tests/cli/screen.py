@@ -1,4 +1,4 @@
-"""A command in a real pseudo-terminal whose screen is known: what `pexpect` reads, `pyte` draws."""
+"""A command in a pseudo-terminal: `pexpect` reads its output, `pyte` emulates the screen."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ _CLEAN = ("NO_COLOR", "FORCE_COLOR", "COLUMNS", "LINES", "TERM_PROGRAM", "TMUX",
 
 
 class Emulator(pyte.HistoryScreen):
-    """A terminal that keeps what scrolls away, and whose cursor's row stays when it becomes lower, as xterm's does."""
+    """A terminal with scrollback; losing rows keeps the cursor's row on the screen, as in xterm."""
 
     def resize(self, lines: int | None = None, columns: int | None = None) -> None:
-        """Take another size; rows are cut off, not broken anew."""
+        """Change the size; long rows are truncated, not rewrapped."""
         for _ in range(max(0, self.cursor.y + 1 - (lines or self.lines))):
             top, y = self.cursor.y, self.cursor.x
             self.cursor.y = self.lines - 1
             self.index()
             self.cursor.y, self.cursor.x = top - 1, y
         x, y = self.cursor.x, self.cursor.y
-        old, self.lines = self.lines, lines or self.lines  # so that pyte's own rule, rows off the top, is not applied
+        old, self.lines = self.lines, lines or self.lines  # disables pyte's rule, which removes rows at the top
         for row in range(self.lines, old):
             self.buffer.pop(row, None)
         super().resize(None, columns)
@@ -36,7 +36,7 @@ class Emulator(pyte.HistoryScreen):
 
 
 class Terminal:
-    """A terminal with a command in it. Waiting ends with what is waited for, or after a minute with what is there."""
+    """A command in a terminal. Waits fail after `PATIENCE_S` with the text on the screen."""
 
     def __init__(self, command: list[str], env: Mapping[str, str], rows: int, columns: int) -> None:
         clean = {name: value for name, value in os.environ.items() if name not in _CLEAN}
@@ -46,7 +46,7 @@ class Terminal:
             env={**clean, "TERM": "xterm-256color", **env},
             dimensions=(rows, columns),
             timeout=PATIENCE_S,
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # tests in the background ignore Ctrl-C
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # background processes ignore Ctrl-C
         )
         self.child.delaybeforesend = None
         self.screen = Emulator(columns, rows, history=100_000, ratio=0.5)
@@ -54,24 +54,24 @@ class Terminal:
         self.raw = b""
 
     def send(self, text: str) -> None:
-        """Type."""
+        """Type text."""
         self.child.send(text)
 
     def interrupt(self) -> None:
-        """Press Ctrl-C once the command waits for keys."""
+        """Press Ctrl-C when the command waits for input."""
         deadline = time.monotonic() + PATIENCE_S
         while (state := _state_of(self.child.pid)) != "S":
-            assert state != "Z" and time.monotonic() < deadline, f"it does not wait for keys\n{self.text()}"
+            assert state != "Z" and time.monotonic() < deadline, f"it does not wait for input\n{self.text()}"
             os.sched_yield()
         self.send("\x03")
 
     def wait(self, text: str, count: int = 1) -> None:
-        """Wait until a text stands on the screen or above it that many times."""
+        """Wait until the screen and its scrollback contain a text `count` times."""
         while self.text().count(text) < count:
             self._read(f"{count} x {text!r}")
 
     def prompt(self) -> None:
-        """Wait until the last line is an empty prompt, then forget the raw bytes so far."""
+        """Wait until the last line is an empty prompt, then clear the raw bytes."""
         while not f"\n{self.text()}".endswith("\n>"):
             self._read("prompt")
         self.raw = b""
@@ -84,12 +84,12 @@ class Terminal:
         self.prompt()
 
     def wait_raw(self, text: str) -> None:
-        """Wait until a text was sent, wherever it stands now."""
+        """Wait until the raw output contains a text."""
         while text.encode() not in self.raw:
             self._read(repr(text))
 
     def wait_below(self, text: str) -> None:
-        """Wait until something stands below the last occurrence of a text: the first words of an answer."""
+        """Wait for any text below the last occurrence of a text: the first words of an answer."""
         self.wait(text)
         while not self.text().rpartition(text)[2].strip():
             self._read(f"answer to {text!r}")
@@ -103,15 +103,12 @@ class Terminal:
         self.stream.feed(data)
 
     def resize(self, rows: int, columns: int) -> None:
-        """Change the window's size; the command gets SIGWINCH.
-
-        Wait for its last output first: rows that it wrote for a wider window and that are read later are broken.
-        """
+        """Change the window's size, which sends SIGWINCH; wait for the command's last output before."""
         self.screen.resize(rows, columns)
         self.child.setwinsize(rows, columns)
 
     def text(self) -> str:
-        """What can be seen, what has scrolled away before it."""
+        """Text of the scrollback and the screen."""
         return shown_on(self.screen)
 
     def leave(self) -> int:
@@ -128,12 +125,12 @@ class Terminal:
 
 
 def _state_of(process: int) -> str:
-    """Return what a process's main thread does: "S" sleeps, "R" runs, "Z" has ended (proc_pid_stat(5))."""
+    """Return the state of a process: "S" sleeping, "R" running, "Z" ended (proc_pid_stat(5))."""
     return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
 
 
 def shown_on(screen: Emulator) -> str:
-    """What can be seen on a screen, what has scrolled away before it."""
+    """Return the text of the scrollback and the screen."""
     rows = [*screen.history.top, *(screen.buffer[y] for y in range(screen.lines))]
     return "\n".join("".join(row[x].data for x in range(screen.columns)).rstrip() for row in rows).rstrip()
 
@@ -142,7 +139,7 @@ def shown_on(screen: Emulator) -> str:
 def terminal(
     *argv: str, rows: int = 24, columns: int = 80, python: tuple[str, ...] = ("-m", "nano_inference"), **env: str
 ) -> Iterator[Terminal]:
-    """Run a command line of ours in a terminal while the block runs."""
+    """Run nano-inference in a terminal while the block runs."""
     one = Terminal([sys.executable, *python, *argv], env, rows, columns)
     try:
         yield one

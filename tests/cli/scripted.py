@@ -1,4 +1,4 @@
-"""A server that says exactly what a test tells it to, byte by byte and when it is told."""
+"""An HTTP server whose replies a test sends byte by byte."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 PATIENCE_S = 60
-MODELS = {"object": "list", "data": [{"id": "parrot", "object": "model", "owned_by": "somebody"}]}
+MODELS = {"object": "list", "data": [{"id": "parrot", "object": "model", "owned_by": "someone"}]}
 _END = None
 
 
@@ -31,14 +31,14 @@ def chunk(text: str | None = None, finish: str | None = None, **fields: Any) -> 
 
 
 class Scripted:
-    """One connection at a time. What is put into `script` is sent as the answers to POSTs; `_END` ends one."""
+    """Serves one connection at a time. The script's bytes are the replies to POSTs; `_END` ends a reply."""
 
     def __init__(self) -> None:
         self._listening = socket.create_server(("127.0.0.1", 0))
         self._script: queue.Queue[bytes | None] = queue.Queue()
         self.asked: queue.Queue[Asked] = queue.Queue()
         self.left = threading.Event()
-        """A client went before its answer had ended."""
+        """Set when a client disconnected before the end of its reply."""
         self.models: Any = MODELS
         self.models_status = "200 OK"
         self.head = "HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n\r\n"
@@ -53,11 +53,11 @@ class Scripted:
         self.raw(f"data: {data if isinstance(data, str) else json.dumps(data)}\n\n".encode())
 
     def say(self, text: str) -> None:
-        """Send a piece of an answer."""
+        """Send a text delta."""
         self.event(chunk(text))
 
     def end(self, finish: str = "stop", usage: dict[str, Any] | None = None) -> None:
-        """End an answer as a server should."""
+        """Finish an answer and the stream."""
         self.event(chunk(None, finish))
         if usage is not None:
             self.event({"choices": [], "usage": usage})
@@ -87,7 +87,7 @@ class Scripted:
                 connection, _ = self._listening.accept()
             except OSError:
                 return
-            with connection, suppress(ValueError, ConnectionError):  # what is no HTTP; a client that has gone
+            with connection, suppress(ValueError, ConnectionError):  # invalid HTTP; a disconnected client
                 self._answer(connection)
 
     def close(self) -> None:
@@ -115,7 +115,7 @@ class Scripted:
             connection.sendall(data)
 
     def _next(self, connection: socket.socket) -> bytes | None:
-        """Return the next thing to send; nothing more when the client has gone."""
+        """Return the next bytes to send; `_END` if the client disconnected."""
         while True:
             try:
                 return self._script.get(timeout=0.02)

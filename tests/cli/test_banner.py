@@ -1,4 +1,4 @@
-"""What `serve` says at its start in a narrow terminal."""
+"""The banner of `serve` in a narrow terminal."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ pytest.importorskip("pty", reason="needs a Unix terminal")
 from tests.cli.screen import terminal
 
 
-def test_facts_are_broken_between_words_and_the_command_is_one_line() -> None:
-    """A command that is broken by newlines cannot be copied."""
+def test_banner_wraps_facts_but_not_the_command() -> None:
+    """A wrapped command could not be copied."""
     with terminal("serve", "--model", "calculator", "--port", "0", rows=40, columns=60) as screen:
         screen.wait_raw('"calculator": true}\'\r\n')
         rows = screen.text().splitlines()

@@ -1,4 +1,4 @@
-"""Template bombs against whole processes: `serve` still answers and ends at SIGTERM, `generate` and `chat` say why."""
+"""Template bombs: `serve` keeps answering and ends at SIGTERM, `generate` and `chat` print the reason."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.cli.test_serve import Process, command
 from tests.server.tiny import make_tiny
 
 GUARD_S = 120
-"""Seconds until a process counts as frozen."""
+"""Time limit of a process in seconds."""
 BOMB = (
     "{% if messages[-1].content == 'bomb' %}"
     "{% set l = range(99999)|list %}{% for i in range(9999) %}{% if l|tojson|first %}{% endif %}{% endfor %}"
@@ -34,7 +34,7 @@ def chat(url: str, content: str) -> httpx2.Response:
     return httpx2.post(f"{url}/v1/chat/completions", json=body, timeout=GUARD_S)
 
 
-def test_a_bomb_costs_its_own_request_only_and_sigterm_ends_the_server_amid_one(bombed: Path) -> None:
+def test_template_bomb_fails_alone_and_sigterm_ends_the_server(bombed: Path) -> None:
     process = Process(command(bombed))
     try:
         process.wait_for("^ready: ")
@@ -60,7 +60,7 @@ def test_a_bomb_costs_its_own_request_only_and_sigterm_ends_the_server_amid_one(
         process.end()
 
 
-def test_generate_and_chat_say_in_one_line_what_took_too_long(bombed: Path) -> None:
+def test_generate_and_chat_report_template_timeout_in_one_line(bombed: Path) -> None:
     start = [sys.executable, "-m", "nano_inference"]
     options = ["--model", str(bombed), "--max-tokens", "2"]
     done = subprocess.run([*start, "generate", "bomb", *options], capture_output=True, text=True, timeout=GUARD_S)

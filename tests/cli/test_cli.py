@@ -1,4 +1,4 @@
-"""The command line in process: what is printed where, and the exit codes."""
+"""Commands run in this process: output and exit codes."""
 
 from __future__ import annotations
 
@@ -15,16 +15,14 @@ import tokenizers
 import nano_inference
 from nano_inference import EngineConfig, InferenceEngine, ModelError, SamplingParams
 from nano_inference.catalog import WHEELS
-from nano_inference.cli import bench, doctor, machine, main, roofline
-from nano_inference.cli.answer import statistics, stream_answer
+from nano_inference.cli import bench, main
+from nano_inference.cli.answer import stream_answer
 from nano_inference.cli.lines import Reader
-from nano_inference.cli.local import fit
+from nano_inference.cli.local import fit_to_context
 from nano_inference.cli.options import COMMON
 from nano_inference.cli.prompts import parse_lines
 from nano_inference.cli.session import open_session
 from nano_inference.cli.terminal import Interrupts, bar
-from nano_inference.models.config import LayerConfig, ModelConfig
-from nano_inference.models.families import program_of
 from nano_inference.workloads import Workload
 
 Capture = pytest.CaptureFixture[str]
@@ -63,13 +61,11 @@ def test_every_field_is_a_flag_with_its_help(capsys: Capture) -> None:
                 assert f"--{name} " in words or f"--[no-]{name} " in words
     assert "-m, --model MODEL" in words and "--override NAME=VALUE" in words
     assert "tokens a KV block holds (default: 16)" in words
-    assert "leave out tokens less likely than this share of the likeliest" in words
+    assert "exclude tokens less likely than this share of the most likely token's probability" in words
     assert "logit-bias" not in words and "allowed-token" not in words
 
 
-def test_environment_twin_is_the_default_and_a_flag_wins(
-    tiny: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_flag_overrides_environment_variable(tiny: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NANO_INFERENCE_MODEL", str(tiny))
     monkeypatch.setenv("NANO_INFERENCE_MAX_TOKENS", "3")
     monkeypatch.setenv("NANO_INFERENCE_IGNORE_EOS", "true")
@@ -77,7 +73,7 @@ def test_environment_twin_is_the_default_and_a_flag_wins(
     assert [len(s["token_ids"]) for s in samples_of(capsys, "hello", "--max-tokens", "5")] == [5]
 
 
-def test_default_model_is_taken_when_none_is_named(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_default_model_without_model_option(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(name: str, _: object) -> Path:
         raise ModelError(f"asked for {name!r}")
 
@@ -92,7 +88,7 @@ def test_version(capsys: Capture) -> None:
 # ---- generate
 
 
-def test_streamed_text_is_the_batch_text(tiny: Path, capsys: Capture) -> None:
+def test_streamed_text_equals_batch_text(tiny: Path, capsys: Capture) -> None:
     (sample,) = samples_of(capsys, "hello", "-m", str(tiny), *GREEDY)
     out, err = run(capsys, "generate", "hello", "-m", str(tiny), *GREEDY)
     specials = set(range(3))
@@ -103,7 +99,7 @@ def test_streamed_text_is_the_batch_text(tiny: Path, capsys: Capture) -> None:
     assert out_quiet == out and err_quiet == ""
 
 
-def test_json_of_every_kind_of_prompt(tiny: Path, tmp_path: Path, capsys: Capture) -> None:
+def test_generate_json_for_every_kind_of_prompt(tiny: Path, tmp_path: Path, capsys: Capture) -> None:
     file = tmp_path / "prompts.txt"
     messages = [{"role": "user", "content": "hello"}]
     lines = ["hello", json.dumps({"messages": messages}), json.dumps({"token_ids": [5, 6, 7]}), '{"prompt": "hello"}']
@@ -117,17 +113,17 @@ def test_json_of_every_kind_of_prompt(tiny: Path, tmp_path: Path, capsys: Captur
         assert len(sizes) == 1 and sizes <= {1, 2, 3, 4}
         assert sample["finish_reason"] in ("stop", "length") and "top_logprobs" not in sample
     assert samples[0]["token_ids"] != samples[1]["token_ids"], "two samples of one prompt draw differently"
-    assert samples[1]["num_cached_tokens"] == len(prompts[0]) - 1, "the second sample takes the prompt from the first"
+    assert samples[1]["num_cached_tokens"] == len(prompts[0]) - 1, "the second sample uses the first one's prompt cache"
 
 
-def test_raw_system_and_alternatives(tiny: Path, capsys: Capture) -> None:
+def test_raw_system_and_logprobs_options(tiny: Path, capsys: Capture) -> None:
     tokenizer = core(tiny)
     options = ("-m", str(tiny), "--max-tokens", "2", "--ignore-eos")
     (raw,) = samples_of(capsys, "hello", "--raw", "--logprobs", "2", *options)
     assert tokenizer.decode(raw["prompt_token_ids"], skip_special_tokens=False) == "hello"
     assert [len(top) for top in raw["top_logprobs"]] == [2, 2]
-    (told,) = samples_of(capsys, "hello", "--system", "be brief", *options)
-    assert tokenizer.decode(told["prompt_token_ids"], skip_special_tokens=False) == (
+    (chat,) = samples_of(capsys, "hello", "--system", "be brief", *options)
+    assert tokenizer.decode(chat["prompt_token_ids"], skip_special_tokens=False) == (
         "<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
     )
 
@@ -141,7 +137,7 @@ def test_many_samples_are_printed_in_order(tiny: Path, tmp_path: Path, capsys: C
     assert "4 samples" in err and "48 generated" in err
 
 
-def test_stop_string_ends_the_text_before_it(tiny: Path, capsys: Capture) -> None:
+def test_stop_string_is_not_in_the_text(tiny: Path, capsys: Capture) -> None:
     options = ("-m", str(tiny), *GREEDY)
     (whole,) = samples_of(capsys, "hello", *options)
     stop = whole["text"][3:5]
@@ -151,7 +147,7 @@ def test_stop_string_ends_the_text_before_it(tiny: Path, capsys: Capture) -> Non
     assert run(capsys, "generate", "hello", *options, "--stop", stop)[0] == before + "\n"
 
 
-def test_token_it_stopped_at_is_no_text(tiny: Path, capsys: Capture) -> None:
+def test_stop_token_is_not_in_the_text(tiny: Path, capsys: Capture) -> None:
     (whole,) = samples_of(capsys, "hello", "-m", str(tiny), *GREEDY)
     stop = whole["token_ids"][4]
     (cut,) = samples_of(capsys, "hello", "-m", str(tiny), *GREEDY, "--stop-token-ids", str(stop))
@@ -160,7 +156,7 @@ def test_token_it_stopped_at_is_no_text(tiny: Path, capsys: Capture) -> None:
     assert cut["text"] == core(tiny).decode([t for t in kept if t > 2], skip_special_tokens=False)
 
 
-def test_file_of_stdin_is_many_prompts(tiny: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_dash_reads_one_prompt_per_line(tiny: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("two\nlines\n"))
     samples = samples_of(capsys, "--file", "-", "-m", str(tiny), "--raw", "--max-tokens", "1")
     assert [core(tiny).decode(sample["prompt_token_ids"]) for sample in samples] == ["two", "lines"]
@@ -189,7 +185,7 @@ def test_stdin_is_one_prompt(tiny: Path, capsys: Capture, monkeypatch: pytest.Mo
         (["generate", "--file", "/no/such/file"], "/no/such/file: No such file"),
         (["generate", "x", "-m", "/no/such/model"], "/no/such/model"),
         (["generate", "x", "--max-model-len", "4"], "4"),
-        (["generate", "x", "--raw", "--system", "y"], "--raw leaves out"),
+        (["generate", "x", "--raw", "--system", "y"], "--raw disables"),
         (["bench", "--workload", "sleep"], "decode1, prefill, rollout"),
         (["bench", "--repeat", "0"], "--repeat must be >= 1"),
         (["tokenize", "--decode", "99999"], "99999 is not in [0, "),
@@ -197,7 +193,7 @@ def test_stdin_is_one_prompt(tiny: Path, capsys: Capture, monkeypatch: pytest.Mo
         (["models", "pull", "."], "local path"),
     ],
 )
-def test_bad_usage_is_one_line_and_code_2(
+def test_bad_usage_prints_one_line_and_exits_2(
     tiny: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, argv: list[str], said: str
 ) -> None:
     monkeypatch.setenv("NANO_INFERENCE_MODEL", str(tiny))
@@ -216,13 +212,13 @@ def test_bad_usage_is_one_line_and_code_2(
         ("{not json", "must be JSON"),
     ],
 )
-def test_bad_line_is_named(line: str, said: str) -> None:
+def test_invalid_prompt_line_is_named(line: str, said: str) -> None:
     with pytest.raises(ValueError, match=rf"^f:3: .*{said}|^f:3: {said}"):
         parse_lines(f"fine\n\n{line}\n", "f")
 
 
 @pytest.mark.parametrize("n", ["1", "2"])
-def test_engine_failure_is_code_1(tiny: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, n: str) -> None:
+def test_engine_failure_exits_1(tiny: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, n: str) -> None:
     def fail(_: InferenceEngine) -> None:
         raise ValueError("broken inside")
 
@@ -231,13 +227,13 @@ def test_engine_failure_is_code_1(tiny: Path, capsys: Capture, monkeypatch: pyte
     assert "the engine failed: ValueError: broken inside" in err and "Traceback" not in err
 
 
-def test_traceback_can_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_traceback_variable_raises_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NANO_INFERENCE_TRACEBACK", "1")
     with pytest.raises(ValueError, match="temperature"):
         main(["generate", "x", "--temperature", "-3"])
 
 
-def test_interrupt_is_code_130(tiny: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupt_exits_130(tiny: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(_: InferenceEngine) -> None:
         raise KeyboardInterrupt
 
@@ -248,7 +244,7 @@ def test_interrupt_is_code_130(tiny: Path, capsys: Capture, monkeypatch: pytest.
 # ---- tokenize
 
 
-def test_tokenize_there_and_back(tiny: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokenize_round_trip(tiny: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     text = "naïve café 😀"
     ids = core(tiny).encode(text).ids
     assert run(capsys, "tokenize", text, "-m", str(tiny))[0] == " ".join(map(str, ids)) + "\n"
@@ -259,14 +255,14 @@ def test_tokenize_there_and_back(tiny: Path, capsys: Capture, monkeypatch: pytes
     assert run(capsys, "tokenize", "-m", str(tiny))[0].split() == [str(token) for token in ids]
 
 
-# ---- models, doctor, bench
+# ---- models, bench
 
 
 def test_models_info(tiny: Path, capsys: Capture) -> None:
     facts = json.loads(run(capsys, "models", "info", str(tiny), "--json")[0])
     assert facts["architecture"] == "LlamaForCausalLM" and facts["layers"] == 2 and facts["kv_heads"] == 1
     assert facts["kv_bytes_per_token"] == 2 * 2 * 1 * 16 * 4 and facts["float32_bytes"] == 4 * facts["parameters"]
-    assert facts["file_bytes"] > facts["float32_bytes"], "the header is in the file too"
+    assert facts["file_bytes"] > facts["float32_bytes"], "the file also has a header"
     assert facts["end_tokens"] == {"2": "<|im_end|>"} and facts["chat_template"] is True
     page = run(capsys, "models", "info", str(tiny))[0]
     assert "full in 2 layers" in page and "2 <|im_end|>" in page and "tokenizer.json" in page
@@ -287,66 +283,6 @@ def test_models_list_and_rm(tmp_path: Path, capsys: Capture, monkeypatch: pytest
     assert "98.4 MB freed" in run(capsys, "models", "rm", wheel.name, *place)[1]
     assert not (tmp_path / wheel.file_name).exists()
     assert "is not in" in run(capsys, "models", "rm", wheel.name, *place, code=2)[1]
-
-
-def test_doctor(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "read_bandwidth", lambda: 2e9)
-    monkeypatch.setattr(machine, "gemm_rate", lambda: 3e9)
-    facts = json.loads(run(capsys, "doctor", "--json", "--cache", str(tmp_path))[0])
-    assert facts["measured"] == {"read_bytes_per_s": 2e9, "float32_flops_per_s": 3e9}
-    assert facts["default model"] == {"name": WHEELS[0].name, "here": False} and facts["models"]["cache"] == str(
-        tmp_path
-    )
-    assert facts["processor"]["threads"] >= 1 and "missing" not in facts["libraries"].values()
-    assert facts["kernels"]["code"] in ("avx512", "avx2", "generic")
-    page = run(capsys, "doctor", "--cache", str(tmp_path))[0]
-    assert "2.0 GB/s" in page and "3 GFLOP/s" in page
-
-
-def test_doctor_says_why_torch_computes(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "read_bandwidth", lambda: 2e9)
-    monkeypatch.setattr(machine, "gemm_rate", lambda: 3e9)
-    monkeypatch.setenv("CC", str(tmp_path / "none"))
-    facts = json.loads(run(capsys, "doctor", "--json", "--cache", str(tmp_path))[0])
-    assert facts["kernels"]["code"] == "torch" and str(tmp_path) in facts["kernels"]["reason"]
-
-
-@pytest.mark.model
-def test_doctor_runs_the_roofline_when_asked(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "read_bandwidth", lambda: 2e9)
-    monkeypatch.setattr(machine, "gemm_rate", lambda: 3e9)
-    monkeypatch.setattr(roofline, "_PREFILL_TOKENS", 40)
-    monkeypatch.setattr(roofline, "_DECODE_TOKENS", 4)
-    page = run(capsys, "doctor", "--bench", "--cache", str(tmp_path))[0]
-    for dtype in ("auto", "bfloat16", "int8"):
-        assert f"weights {dtype}\n" in page
-    assert page.count(" %\n") == 6
-
-
-def test_a_prefill_s_operations_are_counted() -> None:
-    """One layer by hand: q and o 4·4, k and v 4·2, three of the MLP 4·8, and 3/2 of 2·4 for scores and sums."""
-    config = ModelConfig(
-        architecture="x",
-        family="dense",
-        vocab_size=9,
-        hidden_size=4,
-        intermediate_size=8,
-        num_heads=2,
-        num_kv_heads=1,
-        head_dim=2,
-        layers=(LayerConfig(rope=None),),
-        ropes=(),
-        max_positions=8,
-    )
-    assert roofline.prefill_flops(program_of(config), 3) == 2 * 3 * (16 + 16 + 8 + 8 + 96 + 3 / 2 * 2 * 4)
-
-
-def test_doctor_measures(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "_READ_FLOATS", 1000)
-    monkeypatch.setattr(machine, "_GEMM_SIZE", 8)
-    monkeypatch.setattr(machine, "_best_time", lambda work, budget: (work(), budget)[1])
-    assert machine.read_bandwidth() == 8000 and machine.gemm_rate() == 2048
-    assert doctor._shown("here", False).startswith("no (")
 
 
 def test_bench(tiny: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -370,19 +306,17 @@ def test_bench(tiny: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.fixture(scope="module")
 def opinionated(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny model; whoever does not say how it is drawn gets the likeliest token."""
+    """The tiny model with top_k 1 in its generation_config.json."""
     directory = shutil.copytree(tiny, tmp_path_factory.mktemp("opinionated") / "model")
     (directory / "generation_config.json").write_text('{"top_k": 1, "temperature": 1.5, "do_sample": true}')
     return directory
 
 
-def test_the_models_own_sampling_is_that_of_whoever_does_not_say(
-    tiny: Path, opinionated: Path, capsys: Capture
-) -> None:
-    """Who types what is built in has said it."""
+def test_generate_uses_models_sampling_for_unset_fields(tiny: Path, opinionated: Path, capsys: Capture) -> None:
+    """Options equal to the built-in defaults override the model's defaults."""
     argv = ("hello", "--seed", "5", "--max-tokens", "12", "--ignore-eos")
     likeliest, err = run(capsys, "generate", *argv, "-m", str(opinionated))
-    assert "[temperature 1.5, top_k 1: the model's own (generation_config.json)]" in err
+    assert "[temperature 1.5, top_k 1: the model's defaults (generation_config.json)]" in err
     assert likeliest == run(capsys, "generate", *argv, "-m", str(tiny), "--temperature", "0")[0]
     drawn, err = run(capsys, "generate", *argv, "-m", str(opinionated), "--top-k", "0", "--temperature", "1")
     assert "generation_config" not in err and drawn != likeliest
@@ -390,45 +324,45 @@ def test_the_models_own_sampling_is_that_of_whoever_does_not_say(
     assert run(capsys, "generate", *argv, "-m", str(opinionated), "--quiet")[1] == ""
 
 
-def test_a_chats_defaults_are_printed_and_used(
+def test_chat_prints_and_uses_chat_defaults(
     tiny: Path, opinionated: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _, err = talk(capsys, monkeypatch, "/set\n", "-m", str(tiny))
+    _, err = run_chat(capsys, monkeypatch, "/set\n", "-m", str(tiny))
     drawn = "temperature 0.7, top_p 0.95, min_p 0.05 (default for chats)"
     assert f"[chat defaults: {drawn}, at most 1024 tokens; /set changes them]" in err
     for line in ("temperature = 0.7", "top_p = 0.95", "min_p = 0.05", "max_tokens = 1024"):
         assert f"{line} (default)" in err
-    _, err = talk(capsys, monkeypatch, "/set\n", "-m", str(tiny), "--temperature", "1", "--max-tokens", "256")
+    _, err = run_chat(capsys, monkeypatch, "/set\n", "-m", str(tiny), "--temperature", "1", "--max-tokens", "256")
     assert "[chat defaults: top_p 0.95, min_p 0.05 (default for chats); /set changes them]" in err
     assert "temperature = 1.0\n" in err and "max_tokens = 256\n" in err
-    _, err = talk(capsys, monkeypatch, "/set\n", "-m", str(opinionated))
+    _, err = run_chat(capsys, monkeypatch, "/set\n", "-m", str(opinionated))
     assert (
         "[chat defaults: temperature 1.5, top_k 1 (the model's generation_config.json), at most 1024 tokens; /set"
         in err
     )
     assert "min_p = 0.0 (default)" in err
-    _, err = talk(capsys, monkeypatch, "/set\n", "-m", str(opinionated), "-t", "1.2", "-k", "3")
-    assert "top_p = 1.0 (default)" in err, "the source does not depend on what the user names"
-    _, err = talk(capsys, monkeypatch, "/set\n", "-m", str(tiny), "-t", "0")
+    _, err = run_chat(capsys, monkeypatch, "/set\n", "-m", str(opinionated), "-t", "1.2", "-k", "3")
+    assert "top_p = 1.0 (default)" in err, "the source does not depend on the user's options"
+    _, err = run_chat(capsys, monkeypatch, "/set\n", "-m", str(tiny), "-t", "0")
     assert "[chat defaults: at most 1024 tokens; /set changes them]" in err
 
 
-def test_the_models_own_sampling_in_a_chat(
+def test_saved_chat_excludes_models_sampling(
     opinionated: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is nobody's wish, so a saved conversation does not carry it to another model."""
+    """Otherwise a saved conversation would apply it to another model."""
     file = tmp_path / "saved.json"
     lines = f"/set top_k\n/set top_k 4\n/set top_k default\n/show\nhello\n/save {file}\n"
-    _, err = talk(capsys, monkeypatch, lines, "-m", str(opinionated), "--max-tokens", "3", "--min-p", "0")
+    _, err = run_chat(capsys, monkeypatch, lines, "-m", str(opinionated), "--max-tokens", "3", "--min-p", "0")
     assert err.count("top_k = 1 (default)") == 2 and "top_k = 4\n" in err
     assert "sampling: max_tokens = 3, min_p = 0.0 (/set lists all)" in err
     assert json.loads(file.read_text())["sampling"] == {"max_tokens": 3, "min_p": 0.0}
-    _, err = talk(capsys, monkeypatch, f"/load {file}\n/show\n/save! {file}\n", "-m", str(opinionated))
+    _, err = run_chat(capsys, monkeypatch, f"/load {file}\n/show\n/save! {file}\n", "-m", str(opinionated))
     assert "sampling: max_tokens = 3, min_p = 0.0 (/set lists all)" in err
     assert json.loads(file.read_text())["sampling"] == {"max_tokens": 3, "min_p": 0.0}
 
 
-def test_a_models_own_sampling_that_makes_no_sense(tiny: Path, tmp_path: Path, capsys: Capture) -> None:
+def test_invalid_model_sampling_is_one_line(tiny: Path, tmp_path: Path, capsys: Capture) -> None:
     directory = shutil.copytree(tiny, tmp_path / "model")
     (directory / "generation_config.json").write_text('{"top_p": 3}')
     for command in (("generate", "x"), ("chat", "-p", "x")):
@@ -440,23 +374,21 @@ def test_a_models_own_sampling_that_makes_no_sense(tiny: Path, tmp_path: Path, c
 # ---- chat
 
 
-def talk(capsys: Capture, monkeypatch: pytest.MonkeyPatch, lines: str, *argv: str) -> tuple[str, str]:
+def run_chat(capsys: Capture, monkeypatch: pytest.MonkeyPatch, lines: str, *argv: str) -> tuple[str, str]:
     monkeypatch.setattr("sys.stdin", io.StringIO(lines))
     return run(capsys, "chat", *argv)
 
 
-def test_chat_reuses_its_prefix_and_obeys_commands(
-    tiny: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_chat_reuses_prefix_and_runs_commands(tiny: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     options = ("-m", str(tiny), *GREEDY)
-    out, err = talk(capsys, monkeypatch, "hello\n\nagain\n/clear\nhello\n/what\n/help\n/exit\nnever\n", *options)
+    out, err = run_chat(capsys, monkeypatch, "hello\n\nagain\n/clear\nhello\n/what\n/help\n/exit\nnever\n", *options)
     answers = out.split("\n")
-    told = [line for line in err.splitlines() if "prompt tokens" in line]
-    assert len(told) == 3 and "(0 cached)" in told[0]
-    cached = [int(line.partition("(")[2].partition(" ")[0]) for line in told]
-    size = [int(line.removeprefix("[").partition(" ")[0]) for line in told]
+    statistics = [line for line in err.splitlines() if "prompt tokens" in line]
+    assert len(statistics) == 3 and "(0 cached)" in statistics[0]
+    cached = [int(line.partition("(")[2].partition(" ")[0]) for line in statistics]
+    size = [int(line.removeprefix("[").partition(" ")[0]) for line in statistics]
     assert cached[1] >= size[0] - 1 and size[1] > size[0], "the second turn starts with the first"
-    assert size[2] == size[0] and cached[2] == size[0] - 1, "after /clear the first turn is said anew"
+    assert size[2] == size[0] and cached[2] == size[0] - 1, "after /clear the prompt is that of the first turn"
     assert "/what: no such command" in err and "/system TEXT" in err and answers[0]
     assert "cut off" in err
 
@@ -473,34 +405,34 @@ def test_chat_system_message_is_in_the_prompt(tiny: Path, capsys: Capture, monke
     options = ("-m", str(tiny), *GREEDY)
     sizes = []
     for lines in ("hello\n", "/system be brief\nhello\n"):
-        _, err = talk(capsys, monkeypatch, lines, *options)
+        _, err = run_chat(capsys, monkeypatch, lines, *options)
         sizes += [int(line[1:].partition(" ")[0]) for line in err.splitlines() if "prompt tokens" in line]
-    _, err = talk(capsys, monkeypatch, "hello\n", *options, "--system", "be brief")
+    _, err = run_chat(capsys, monkeypatch, "hello\n", *options, "--system", "be brief")
     assert sizes[1] > sizes[0] and f"[{sizes[1]} prompt tokens" in err
 
 
 def test_chat_drops_the_oldest_turns(tiny: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     options = ("-m", str(tiny), *GREEDY, "--max-model-len", "160")
-    _, err = talk(capsys, monkeypatch, "hello\n" * 6, *options)
+    _, err = run_chat(capsys, monkeypatch, "hello\n" * 6, *options)
     assert "messages were dropped" in err and err.count("12 generated") == 6
-    _, err = talk(capsys, monkeypatch, "x" * 2000 + "\nhello\n", *options)
-    assert "nano-inference: " in err and err.count("12 generated") == 1, "a message too long is refused, not the chat"
+    _, err = run_chat(capsys, monkeypatch, "x" * 2000 + "\nhello\n", *options)
+    assert "nano-inference: " in err and err.count("12 generated") == 1, "the chat continues"
 
 
 def test_fit_keeps_the_system_message_and_the_last_turn(tiny: Path) -> None:
     config = EngineConfig(model_path=str(tiny), max_model_len=64, num_threads=1)
     turns = tuple({"role": role, "content": "hello world"} for role in ("user", "assistant") * 4)[:-1]
     with open_session(config, COMMON) as session:
-        prompt, kept = fit(session, "brief", turns, SamplingParams(max_tokens=8))
+        prompt, kept = fit_to_context(session, "brief", turns, SamplingParams(max_tokens=8))
         assert len(prompt) <= 64 - 8 and 0 < len(kept) < len(turns) and kept == turns[-len(kept) :]
         assert kept[0]["role"] == "user" and "brief" in session.tokenizer.decode(prompt)
         for size in range(2, 12, 3):
-            kept = fit(session, "b" * size, turns, SamplingParams(max_tokens=8))[1]
-            assert kept[0]["role"] == "user", "turns leave in pairs"
-        assert fit(session, None, ({"role": "user", "content": "x" * 999},), SamplingParams())[1]
+            kept = fit_to_context(session, "b" * size, turns, SamplingParams(max_tokens=8))[1]
+            assert kept[0]["role"] == "user", "turns are dropped in pairs"
+        assert fit_to_context(session, None, ({"role": "user", "content": "x" * 999},), SamplingParams())[1]
 
 
-def test_interrupted_answer_keeps_what_it_has(tiny: Path) -> None:
+def test_interrupted_answer_keeps_its_text(tiny: Path) -> None:
     with open_session(EngineConfig(model_path=str(tiny), num_threads=1), COMMON) as session, Interrupts() as interrupts:
         written: list[str] = []
 
@@ -514,13 +446,13 @@ def test_interrupted_answer_keeps_what_it_has(tiny: Path) -> None:
         assert answer.text == "".join(written) and not session.engine.has_pending()
 
 
-def test_interrupt_while_the_prompt_is_read(tiny: Path) -> None:
+def test_interrupt_during_prefill(tiny: Path) -> None:
     config = EngineConfig(model_path=str(tiny), num_threads=1, max_tokens_per_batch=16)
     with open_session(config, COMMON) as session, Interrupts() as interrupts:
         interrupts.pressed = True
         answer = stream_answer(session, [5] * 200, SamplingParams(), interrupts, lambda text: None, quiet=True)
         assert answer.text == "" and answer.sample.finish_reason == "abort" and not answer.sample.completion_tokens
-        assert not session.engine.has_pending() and "0 generated" in statistics(answer)
+        assert not session.engine.has_pending() and "0 generated" in answer.stats.summary()
 
 
 class FakeTerminal(io.StringIO):
@@ -528,7 +460,7 @@ class FakeTerminal(io.StringIO):
         return True
 
 
-def test_bars_are_for_terminals(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bar_is_shown_on_terminals_only(monkeypatch: pytest.MonkeyPatch) -> None:
     for screen, quiet, has_bar in (
         (FakeTerminal(), False, True),
         (FakeTerminal(), True, False),
@@ -556,11 +488,11 @@ def test_default_model_answers(default_model_path: Path, capsys: Capture) -> Non
 
 
 @pytest.mark.model
-def test_default_model_second_turn_is_cached(
+def test_default_model_reuses_prefix_in_second_turn(
     default_model_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = ("-m", str(default_model_path), "--temperature", "0", "--max-tokens", "8")
-    _, err = talk(capsys, monkeypatch, "Say hi.\nAgain, please.\n", *options)
+    _, err = run_chat(capsys, monkeypatch, "Say hi.\nAgain, please.\n", *options)
     first, second = (line for line in err.splitlines() if "prompt tokens" in line)
     assert "(0 cached)" in first and int(second.partition("(")[2].partition(" ")[0]) >= int(first[1:].split()[0])
 

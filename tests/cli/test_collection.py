@@ -1,4 +1,4 @@
-"""The garbage collector while `serve` starts: off while modules and the model come, and never left off."""
+"""`serve` disables the garbage collector while it imports modules and loads the model, and enables it again."""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ def _collector_on() -> Iterator[None]:
     gc.enable()
 
 
-def test_it_is_off_inside_and_on_again_behind() -> None:
+def test_collector_is_disabled_inside_the_block_only() -> None:
     with no_collection():
         assert not gc.isenabled()
     assert gc.isenabled()
 
 
-def test_an_error_does_not_leave_it_off() -> None:
+def test_collector_is_enabled_after_an_error() -> None:
     with pytest.raises(ValueError, match="no such model"), no_collection():
         raise ValueError("no such model")
     assert gc.isenabled()
 
 
-def test_who_had_it_off_keeps_it_off() -> None:
+def test_collector_stays_disabled_if_it_was() -> None:
     gc.disable()
     with no_collection():
         assert not gc.isenabled()
     assert not gc.isenabled()
 
 
-def test_a_model_is_loaded_without_it_and_fetched_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A download may take hours, and requests for its state come meanwhile."""
+def test_serve_disables_collector_for_loading_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A download can take hours, during which the server answers requests for its state."""
     seen: dict[str, bool] = {}
 
     async def fake(
@@ -75,7 +75,7 @@ def test_a_model_is_loaded_without_it_and_fetched_with_it(monkeypatch: pytest.Mo
     assert seen == {"fetch": True, "load": False, "ready": True}
 
 
-def test_a_model_that_cannot_be_loaded_gives_it_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_serve_enables_collector_after_failed_load(monkeypatch: pytest.MonkeyPatch) -> None:
     async def fake(config: object, listening: socket.socket, open_model: Callable[[], Any], **__: object) -> int:
         listening.close()
         open_model()

@@ -1,4 +1,4 @@
-"""Shell completion: the script in a real shell, which asks the installed command for the names of models."""
+"""Shell completion scripts, run in shells with an installed command."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ words=("${@:2}")
 COMP_WORDS=("${words[@]}"); COMP_CWORD=$((${#words[@]} - 1))
 _nano_inference
 for word in "${COMPREPLY[@]}"; do
-    eval "plain=$word"  # what the shell would make of it on a command line
+    eval "plain=$word"  # as the shell would parse it
     printf '%s\n' "$plain"
 done
 """
@@ -31,7 +31,7 @@ done
 
 @pytest.fixture(scope="module")
 def machine(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with the command, models in both caches, and the scripts."""
+    """A home directory with the command, models in both caches, and the scripts."""
     home = tmp_path_factory.mktemp("machine")
     command = home / "bin" / "nano-inference"
     command.parent.mkdir()
@@ -53,7 +53,7 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def environment(home: Path) -> dict[str, str]:
-    """The environment of a shell on that machine; a wrong one among its options must not matter."""
+    """Environment of a shell on that machine; its invalid option must not matter."""
     return os.environ | {
         "PATH": f"{home / 'bin'}:{os.environ['PATH']}",
         "HF_HUB_CACHE": str(home / "hub"),
@@ -63,7 +63,7 @@ def environment(home: Path) -> dict[str, str]:
 
 
 def complete(home: Path, *words: str) -> set[str]:
-    """What bash offers for the last of these words."""
+    """Return bash's completions of the last word."""
     if shutil.which("bash") is None:
         pytest.skip("bash is not installed")
     done = subprocess.run(
@@ -78,17 +78,17 @@ def complete(home: Path, *words: str) -> set[str]:
     return set(done.stdout.splitlines())
 
 
-def test_bash_completes_models_that_are_here(machine: Path) -> None:
+def test_bash_completes_cached_models(machine: Path) -> None:
     assert complete(machine, "chat", "--model", "") == {*HUB, "calculator", WHEELS[0].name}
     assert complete(machine, "serve", "--port", "9", "-m", "org/pl") == {"org/plain", "org/planets"}
     assert complete(machine, "tokenize", "-m", "smol") == {WHEELS[0].name}
     assert not (machine / "pwned").exists()
 
 
-def test_bash_completes_what_commands_take_by_place(machine: Path) -> None:
+def test_bash_completes_positional_arguments(machine: Path) -> None:
     assert complete(machine, "models", "info", "org/plan") == {"org/planets"}
     assert complete(machine, "models", "export", "calc") == {"calculator"}
-    assert complete(machine, "models", "rm", "") == {*HUB, WHEELS[0].name}, "the package's own cannot be deleted"
+    assert complete(machine, "models", "rm", "") == {*HUB, WHEELS[0].name}, "models of the package cannot be deleted"
     assert complete(machine, "models", "pull", "") == {"calculator", "default", WHEELS[0].name}
 
 
@@ -99,7 +99,7 @@ def test_bash_completes_commands_options_and_choices(machine: Path) -> None:
     assert complete(machine, "models", "export", "--to", "h") == {"hf"}
 
 
-def test_another_cache_on_the_line_is_looked_into(machine: Path, tmp_path: Path) -> None:
+def test_bash_completes_models_of_cache_option(machine: Path, tmp_path: Path) -> None:
     assert WHEELS[0].name not in complete(machine, "chat", "--cache", str(tmp_path), "--model", "")
 
 
@@ -110,13 +110,13 @@ def test_other_shells_accept_their_script(machine: Path, shell: str) -> None:
     subprocess.run([shell, "-n", str(machine / f"script.{shell}")], check=True, env=environment(machine))
 
 
-def test_every_script_asks_for_names_and_bash_offers_files(machine: Path) -> None:
+def test_scripts_call_complete_and_bash_falls_back_to_files(machine: Path) -> None:
     for shell in ("bash", "zsh", "fish"):
         assert "__complete" in (machine / f"script.{shell}").read_text(encoding="utf-8")
     assert "\ncomplete -o default -F _nano_inference nano-inference\n" in (machine / "script.bash").read_text()
 
 
-def test_installing(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_completion_installs_scripts(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("ZSH", "ZSH_CUSTOM", "NANO_INFERENCE_CONFIG"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -132,7 +132,7 @@ def test_installing(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyP
     assert "nano-inference" in (tmp_path / ".bashrc").read_text()
 
 
-def test_a_shell_that_nobody_names_is_one_line(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_undetected_shell_is_one_line(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shells, "detect_shell", lambda: "powershell")
     assert main(["completion"]) == 2
-    assert "--shell bash, zsh or fish names it" in capsys.readouterr().err
+    assert "give --shell bash, --shell zsh or --shell fish" in capsys.readouterr().err

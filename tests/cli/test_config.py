@@ -1,4 +1,4 @@
-"""Where an option's value comes from: the command line, its environment variable, files, the model, ourselves."""
+"""Sources of an option's value: command line, environment variable, files, the model, built-in defaults."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from nano_inference.cli import main
 from nano_inference.cli.app import build_app
 from nano_inference.cli.arguments import kind_of, options_of, takes_list, variable_of, walk_commands
 from nano_inference.cli.config_file import NOT_IN_FILES, default_file, line_of
-from nano_inference.cli.origins import OF_CHAT, UNLESS
+from nano_inference.cli.origins import CHAT_DEFAULT, UNLESS_MODEL
 
 Capture = pytest.CaptureFixture[str]
 NEEDED = {"models pull": ("x",), "models rm": ("x",), "models export": ("x", "y")}
@@ -27,14 +27,14 @@ COMPANIONS = {
     "--attention": {"KERNELS": "off"},
     "--pooling": {"MAX_TOKENS": "0"},
 }
-"""Options that are refused, or not looked at, without another one."""
+"""Options that require another one."""
 
 
 @pytest.fixture(autouse=True)
-def no_twins(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An environment without a single option; and a process that nothing has imported pydantic into yet.
+def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Remove all options from the environment, and pydantic from the imported modules.
 
-    With it cyclopts would check values once more, and refuse those that a configuration resolves itself.
+    If pydantic is imported, cyclopts validates values with it and rejects some that the configurations accept.
     """
     monkeypatch.delitem(sys.modules, "pydantic", raising=False)
     for name in list(os.environ):
@@ -51,7 +51,7 @@ def run(capsys: Capture, *argv: str, code: int = 0) -> tuple[str, str]:
 
 
 def parse(page: str) -> dict[str, tuple[Any, str]]:
-    """Return --print-config's options with their values and origins; None for what has no value, or is not shown."""
+    """Return the options of --print-config with values and origins; None for an option without a printed value."""
     found: dict[str, tuple[Any, str]] = {}
     for line in page.splitlines():
         left, mark, origin = line.rpartition("  # ")
@@ -63,7 +63,7 @@ def parse(page: str) -> dict[str, tuple[Any, str]]:
 
 
 def settings(capsys: Capture, *argv: str) -> dict[str, tuple[Any, str]]:
-    """Return what --print-config says of a command line."""
+    """Return the options of a command line's --print-config."""
     return parse(run(capsys, *argv, "--print-config")[0])
 
 
@@ -80,7 +80,7 @@ def write(path: Path, text: str) -> str:
 
 
 def sample(option: Argument) -> tuple[str, object]:
-    """A value of an option that is not its default, as the environment has it, and as the command gets it."""
+    """Return a value other than the default, as text in the environment and as the command receives it."""
     hint = next((h for h in get_args(option.hint) if get_origin(h) is not None), option.hint)
     choices = [choice for choice in (option.get_choices(force=True) or ()) if choice not in ("", "auto", "mps")]
     if choices and kind_of(option.hint) == "string":
@@ -104,14 +104,14 @@ def every_option() -> list[tuple[tuple[str, ...], Argument]]:
 
 
 def shown_setting(page: str, key: str) -> list[Any]:
-    """The value and the origin of one option in --print-config's output, which is JSON where --json was set."""
+    """Return value and origin of an option in --print-config's output, which is JSON with --json."""
     if page.startswith("{"):
         return list(json.loads(page)[key].values())
     return list(parse(page)[key])
 
 
-def test_every_option_has_a_twin(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
-    """Each is set alone, and must be what the command gets, from there."""
+def test_every_option_has_an_environment_variable(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    """Set each variable alone; the command must receive the value with that origin."""
     wrong = []
     for path, option in every_option():
         text, value = SAMPLES.get(option.name) or sample(option)
@@ -131,8 +131,8 @@ def test_every_option_has_a_twin(monkeypatch: pytest.MonkeyPatch, capsys: Captur
 # ---- files
 
 
-def test_who_wins(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each source is asked for what the ones before it leave out, and named."""
+def test_precedence_of_sources(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A source sets only options that the sources before it do not set."""
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     own = tmp_path / "nano-inference" / "config.toml"
     own.parent.mkdir()
@@ -147,12 +147,12 @@ def test_who_wins(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPat
     assert found["top-k"] == (3, f"file {named}") and found["min-tokens"] == (3, f"file {named}")
     assert found["block-size"] == (2, f"file {own}")
     assert found["temperature"] == (0.0, "the model's own default")
-    assert found["top-p"] == (None, UNLESS)
+    assert found["top-p"] == (None, UNLESS_MODEL)
     write(tmp_path / "named.toml", "temperature = 0.5\n")
     assert settings(capsys, "chat", "--config", named, "-m", "calculator")["temperature"] == (0.5, f"file {named}")
 
 
-def test_the_nearest_table_wins(tmp_path: Path, capsys: Capture) -> None:
+def test_innermost_table_takes_precedence(tmp_path: Path, capsys: Capture) -> None:
     text = "quiet = true\noverride = 'a=1'\n[models]\noverride = ['b=2']\n[models.info]\noverride = ['c=3', 'd=4']\n"
     file = write(tmp_path / "c.toml", text)
     wanted = {("models", "info"): ["c=3", "d=4"], ("models", "export", "x", "y"): ["b=2"], ("bench",): ["a=1"]}
@@ -161,14 +161,14 @@ def test_the_nearest_table_wins(tmp_path: Path, capsys: Capture) -> None:
         assert found["override"] == (value, f"file {file}") and found["quiet"][0] is True
 
 
-def test_a_key_of_other_commands_is_left_to_them(tmp_path: Path, capsys: Capture) -> None:
+def test_keys_of_other_commands_are_ignored(tmp_path: Path, capsys: Capture) -> None:
     file = write(tmp_path / "c.toml", "port = 9000\nmax_tokens = 'none'\n[chat]\nsystem = 'be brief'\n")
     assert settings(capsys, "serve", "--config", file)["port"] == (9000, f"file {file}")
     found = settings(capsys, "chat", "--config", file)
     assert found["system"][0] == "be brief" and found["max-tokens"][0] == "none" and "port" not in found
 
 
-def test_a_command_runs_with_what_a_file_says(tiny: Path, tmp_path: Path, capsys: Capture) -> None:
+def test_command_uses_values_of_file(tiny: Path, tmp_path: Path, capsys: Capture) -> None:
     model = json.dumps(str(tiny))
     file = write(tmp_path / "c.toml", f"model = {model}\nmax-tokens = 3\n[generate]\nignore-eos = true\njson = true\n")
     sample = json.loads(run(capsys, "generate", "hello", "--config", file)[0])
@@ -183,7 +183,7 @@ def test_a_command_runs_with_what_a_file_says(tiny: Path, tmp_path: Path, capsys
         ("# a\n[serve]\n\nprot = 1\n", "line 4: prot in [serve] is not an option; did you mean port?"),
         ("[serv]\nport = 1\n", "line 1: serv is not a command; did you mean serve?"),
         ("[chat]\nport = 1\n", "line 2: port in [chat] is not an option"),
-        ("serve = 1\n", "line 1: serve is a command: its options stand in a table of that name"),
+        ("serve = 1\n", "line 1: serve is a command: put its options in a table of that name"),
         ("port = '80'\n", "line 1: port must be a whole number, not a string"),
         ("port = 80.5\n", "port must be a whole number, not a number"),
         ("port = true\n", "port must be a whole number, not true or false"),
@@ -193,22 +193,22 @@ def test_a_command_runs_with_what_a_file_says(tiny: Path, tmp_path: Path, capsys
         ("host = 1\n", "host must be a string, not a whole number"),
         ("host = 'none'\nport = 'none'\n", "line 2: port must be a whole number, not a string"),
         ("[serve.port]\nx = 1\n", "port in [serve] must be a whole number, not a table"),
-        ("stop = ['a', 2]\n", "stop must be a string, or a list of such, not a whole number"),
-        ("api-key = 12345678\n", "api-key must be a string, or a list of such"),
+        ("stop = ['a', 2]\n", "stop must be a string, or a list of them, not a whole number"),
+        ("api-key = 12345678\n", "api-key must be a string, or a list of them"),
         ("max-n = 1\nmax_n = 2\n", "line 2: max_n is given twice"),
-        ("config = 'x'\n", "config belongs on the command line or in the environment"),
-        ("print-config = true\n", "print-config belongs on the command line"),
+        ("config = 'x'\n", "config can only be set on the command line or in the environment"),
+        ("print-config = true\n", "print-config can only be set on the command line"),
         ("dtype = 'float8'\n", 'Invalid value "float8" for [dtype] from file'),
         ("port = 99999\n", "port must be in [0, 65535], got 99999 (file "),
     ],
 )
-def test_what_is_wrong_in_a_file_is_one_line(tmp_path: Path, capsys: Capture, text: str, said: str) -> None:
+def test_invalid_file_is_one_line(tmp_path: Path, capsys: Capture, text: str, said: str) -> None:
     file = write(tmp_path / "c.toml", text)
     out, err = run(capsys, "serve", "--config", file, "--print-config", code=2)
     assert out == "" and err.count("\n") == 1 and file in err and said in err and "12345678" not in err
 
 
-def test_a_file_that_cannot_be_read(tmp_path: Path, capsys: Capture) -> None:
+def test_unreadable_file_is_one_line(tmp_path: Path, capsys: Capture) -> None:
     (tmp_path / "latin.toml").write_bytes(b'host = "\xe9"\n')
     (tmp_path / "large.toml").write_bytes(b"#" * (1 << 20) + b"\n")
     os.mkfifo(tmp_path / "pipe.toml")
@@ -225,7 +225,7 @@ def test_a_file_that_cannot_be_read(tmp_path: Path, capsys: Capture) -> None:
     assert settings(capsys, "serve", "--config", os.devnull)["port"] == (8000, "built-in")
 
 
-def test_a_key_in_a_file_is_its_owner_s(tmp_path: Path, capsys: Capture) -> None:
+def test_api_key_in_readable_file_is_rejected(tmp_path: Path, capsys: Capture) -> None:
     file = tmp_path / "c.toml"
     write(file, "[serve]\napi-key = ['a-long-secret']\n")
     out, _ = run(capsys, "serve", "--config", str(file), "--print-config")
@@ -236,20 +236,20 @@ def test_a_key_in_a_file_is_its_owner_s(tmp_path: Path, capsys: Capture) -> None
         assert "api-key may be read by others than its owner (mode 640): chmod 600" in err and "secret" not in err
 
 
-def test_a_value_out_of_the_environment_is_blamed_on_it(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_names_environment_variable(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NANO_INFERENCE_PORT", "99999")
     assert "NANO_INFERENCE_PORT must be in [0, 65535], got 99999" in run(capsys, "serve", "--print-config", code=2)[1]
     _, err = run(capsys, "serve", "--port", "99999", "--print-config", code=2)
     assert err == "nano-inference: --port must be in [0, 65535], got 99999\n"
 
 
-def test_the_place_of_the_user_s_file() -> None:
+def test_default_file_path() -> None:
     assert default_file({"HOME": "/h"}) == Path("/h/.config/nano-inference/config.toml")
     assert default_file({"HOME": "/h", "XDG_CONFIG_HOME": "/x"}) == Path("/x/nano-inference/config.toml")
     assert default_file({"HOME": "/h", "XDG_CONFIG_HOME": "x"}) == Path("/h/.config/nano-inference/config.toml")
 
 
-def test_lines_are_found_however_they_are_written() -> None:
+def test_line_of_finds_every_spelling() -> None:
     text = '"a" = 1\n[ serve ] # here\n  b= 2\n[models.info]\nc =3\n[models . "rm"]\nd = {a = 1}\n'
     where = [((), "a"), (("serve",), "b"), (("models", "info"), "c"), (("models", "rm"), "d"), (("serve",), "a")]
     assert [line_of(text, table, key) for table, key in where] == [1, 3, 5, 7, None]
@@ -259,7 +259,7 @@ def test_lines_are_found_however_they_are_written() -> None:
 
 
 @pytest.mark.parametrize("path", [path for path, _ in walk_commands(build_app())], ids="-".join)
-def test_what_is_printed_is_a_file_that_says_the_same(path: tuple[str, ...], tmp_path: Path, capsys: Capture) -> None:
+def test_print_config_output_is_an_equivalent_file(path: tuple[str, ...], tmp_path: Path, capsys: Capture) -> None:
     page, err = run(capsys, *path, "--print-config")
     assert err == "" and page.startswith(f"[{'.'.join(path)}]\n")
     file = write(tmp_path / "c.toml", page)
@@ -267,10 +267,10 @@ def test_what_is_printed_is_a_file_that_says_the_same(path: tuple[str, ...], tmp
     assert {key: value for key, (value, _) in after.items()} == {key: value for key, (value, _) in before.items()}
     after.pop("device-type", None)  # of a mode that is off, what a file says is not looked at
     assert {origin for value, origin in after.values() if value is not None} == {f"file {file}"}
-    assert {origin for _, origin in before.values()} <= {"built-in", UNLESS, OF_CHAT}
+    assert {origin for _, origin in before.values()} <= {"built-in", UNLESS_MODEL, CHAT_DEFAULT}
 
 
-def test_a_chats_defaults_are_no_settings(capsys: Capture) -> None:
+def test_print_config_comments_out_chat_defaults(capsys: Capture) -> None:
     """Read as a file, they would replace those of another model."""
     page, _ = run(capsys, "chat", "--top-k", "0", "--print-config")
     found = tomllib.loads(page)["chat"]
@@ -278,16 +278,16 @@ def test_a_chats_defaults_are_no_settings(capsys: Capture) -> None:
     assert "# max-tokens depends on the model" in page
 
 
-def test_what_the_model_may_say_is_no_setting(capsys: Capture) -> None:
+def test_print_config_comments_out_model_defaults(capsys: Capture) -> None:
     """Read as a file, it would win over the model."""
     page, _ = run(capsys, "generate", "x", "--top-k", "0", "--print-config")
     found = tomllib.loads(page)["generate"]
     assert found["top-k"] == 0 and not {"temperature", "top-p", "min-p", "repetition-penalty"} & set(found)
-    assert parse(page)["top-p"] == (None, UNLESS) and "\n# top-p = 1.0 " in page
+    assert parse(page)["top-p"] == (None, UNLESS_MODEL) and "\n# top-p = 1.0 " in page
     assert settings(capsys, "chat", "-m", "calculator")["temperature"] == (0.0, "the model's own default")
 
 
-def test_awkward_values_come_back_as_they_were(tmp_path: Path, capsys: Capture) -> None:
+def test_print_config_escapes_values(tmp_path: Path, capsys: Capture) -> None:
     text = 'say "é\\n"\t\x7f # no comment'
     argv = ("generate", "x", "--system", text, "--stop", text, "--stop", "b", "--max-tokens", "none", "--n", "2")
     page, _ = run(capsys, *argv, "--stop-token-ids", "7", "--stop-token-ids", "5", "--print-config")

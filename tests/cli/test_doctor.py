@@ -1,8 +1,10 @@
-"""`doctor`: what a model takes and how fast it can be, from its header alone, held against the model itself."""
+"""`doctor`: its estimates from file headers, compared with loaded models, and its output."""
 
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,10 +13,13 @@ from safetensors.torch import load_file, save_file
 
 from nano_inference import EngineConfig, InferenceEngine
 from nano_inference.assemble import kernels_here
-from nano_inference.catalog import ModelEntry
-from nano_inference.cli import doctor, estimate, machine, main
+from nano_inference.catalog import WHEELS, ModelEntry
+from nano_inference.cli import doctor, estimate, machine, main, roofline
+from nano_inference.cli.machine import gemm_rate, read_bandwidth
 from nano_inference.config import Dtype
 from nano_inference.loader.checkpoint import open_checkpoint
+from nano_inference.models.config import LayerConfig, ModelConfig
+from nano_inference.models.families import program_of
 from nano_inference.nanochat.builtin import CALCULATOR
 
 Capture = pytest.CaptureFixture[str]
@@ -23,14 +28,14 @@ MACHINE = estimate.Machine(bytes_per_s=2e9, available=8_000_000_000, kv_budget=1
 
 @pytest.fixture(autouse=True)
 def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No measurements, and no hub's cache."""
+    """Fix the measurements, and use an empty hub cache."""
     monkeypatch.setattr(machine, "read_bandwidth", lambda: 2e9)
     monkeypatch.setattr(machine, "gemm_rate", lambda: 3e9)
     monkeypatch.setattr(pytest.importorskip("huggingface_hub").constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
 
 
-def taken(path: Path, dtype: Dtype, kernels: str = "auto") -> int:
-    """The bytes that the engine's weights take."""
+def weight_bytes(path: Path, dtype: Dtype, kernels: str = "auto") -> int:
+    """Return the bytes of the engine's weights."""
     config = EngineConfig(model_path=str(path), dtype=dtype, kernels=kernels, device="cpu", num_threads=1)  # type: ignore[arg-type]
     with InferenceEngine(config) as engine:
         assert engine.parts.executor is not None
@@ -38,7 +43,7 @@ def taken(path: Path, dtype: Dtype, kernels: str = "auto") -> int:
 
 
 @pytest.fixture(scope="module")
-def half(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def bfloat16_model(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny model in bfloat16, with a separate head."""
     directory = tmp_path_factory.mktemp("half")
     for file in tiny.iterdir():
@@ -51,26 +56,26 @@ def half(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.skipif(kernels_here()["code"] == "torch", reason="no CPU kernels on this machine")
 @pytest.mark.parametrize("precision", ["auto", "int8"])
-def test_weights_take_what_was_estimated(precision: Dtype) -> None:
+def test_weight_estimate_matches_engine(precision: Dtype) -> None:
     path = CALCULATOR.directory
     row = estimate.of_model("calculator", open_checkpoint(path), precision, MACHINE)
-    assert row["weight_bytes"] == pytest.approx(taken(path, precision), rel=0.03)
+    assert row["weight_bytes"] == pytest.approx(weight_bytes(path, precision), rel=0.03)
 
 
-def test_weights_of_torch_take_what_was_estimated(half: Path) -> None:
-    row = estimate.of_model("half", open_checkpoint(half), "float32", MACHINE)
-    assert row["weight_bytes"] == taken(half, "float32", "off")
+def test_weight_estimate_matches_torch_executor(bfloat16_model: Path) -> None:
+    row = estimate.of_model("half", open_checkpoint(bfloat16_model), "float32", MACHINE)
+    assert row["weight_bytes"] == weight_bytes(bfloat16_model, "float32", "off")
 
 
 @pytest.mark.model
 @pytest.mark.parametrize("precision", ["auto", "int8"])
-def test_the_default_model_takes_what_was_estimated(default_model_path: Path, precision: Dtype) -> None:
+def test_weight_estimate_matches_default_model(default_model_path: Path, precision: Dtype) -> None:
     row = estimate.of_model("default", open_checkpoint(default_model_path), precision, MACHINE)
-    assert row["weight_bytes"] == pytest.approx(taken(default_model_path, precision), rel=0.03)
+    assert row["weight_bytes"] == pytest.approx(weight_bytes(default_model_path, precision), rel=0.03)
 
 
-def test_what_follows_from_the_bytes(half: Path) -> None:
-    checkpoint = open_checkpoint(half)
+def test_estimate_derived_from_bytes(bfloat16_model: Path) -> None:
+    checkpoint = open_checkpoint(bfloat16_model)
     config = checkpoint.config
     row = estimate.of_model("half", checkpoint, "auto", MACHINE)
     assert row["precision"] == "auto (bfloat16)" and row["context"] == 8192
@@ -95,21 +100,21 @@ def test_typical_sizes() -> None:
     assert four["int8"]["kv_bytes_per_token"] == 2 * 36 * 8 * 128 * 4
 
 
-def test_models_that_cannot_be_opened_are_named(tmp_path: Path) -> None:
+def test_unreadable_model_has_problem(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "mystery", "architectures": ["Mystery"]}')
     (tmp_path / "model.safetensors").write_bytes(b"")
     (row,) = estimate.of_models([ModelEntry("org/mystery", tmp_path, 0, "hub")], MACHINE)
     assert row["model"] == "org/mystery" and row["problem"]
 
 
-def test_each_gguf_of_a_repository_is_a_model(tmp_path: Path) -> None:
+def test_each_gguf_file_of_a_repository_is_estimated(tmp_path: Path) -> None:
     for name in ("a.gguf", "b.gguf"):
         (tmp_path / name).write_bytes(b"GGUF")
     rows = estimate.of_models([ModelEntry("org/two", tmp_path, 0, "hub")], MACHINE)
     assert [row["model"] for row in rows] == ["org/two:a.gguf", "org/two:b.gguf"]
 
 
-def test_the_page_and_its_json(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_page_and_json(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     config = tmp_path / "c.toml"
     config.write_text("quiet = true\n")
     place = ("doctor", "--cache", str(tmp_path), "--config", str(config))
@@ -128,7 +133,7 @@ def test_the_page_and_its_json(tmp_path: Path, capsys: Capture, monkeypatch: pyt
     assert max(map(len, page.splitlines())) < 140
 
 
-def test_a_container_s_limits(tmp_path: Path) -> None:
+def test_cgroup_limits(tmp_path: Path) -> None:
     assert machine.limits(tmp_path) == {"cgroup_processors": None, "cgroup_memory_bytes": None}
     (tmp_path / "cpu.max").write_text("150000 100000\n")
     (tmp_path / "memory.max").write_text("4294967296\n")
@@ -145,5 +150,68 @@ def test_a_container_s_limits(tmp_path: Path) -> None:
     assert machine.limits(old)["cgroup_processors"] == 0.5
 
 
-def test_free_disk_of_a_place_that_is_not_there_yet(tmp_path: Path) -> None:
+def test_free_disk_of_missing_directory(tmp_path: Path) -> None:
     assert machine.free_disk(tmp_path / "a" / "b") is not None
+
+
+# ---- the command
+
+
+def output(capsys: Capture, *options: str) -> str:
+    """Return what `doctor` prints."""
+    assert main(["doctor", *options]) == 0
+    return capsys.readouterr().out
+
+
+def test_doctor(tmp_path: Path, capsys: Capture) -> None:
+    facts = json.loads(output(capsys, "--json", "--cache", str(tmp_path)))
+    assert facts["measured"] == {"read_bytes_per_s": 2e9, "float32_flops_per_s": 3e9}
+    assert facts["default model"] == {"name": WHEELS[0].name, "here": False} and facts["models"]["cache"] == str(
+        tmp_path
+    )
+    assert facts["processor"]["threads"] >= 1 and "missing" not in facts["libraries"].values()
+    assert facts["kernels"]["code"] in ("avx512", "avx2", "generic")
+    page = output(capsys, "--cache", str(tmp_path))
+    assert "2.0 GB/s" in page and "3 GFLOP/s" in page
+    assert "no (`nano-inference models pull default` fetches it)" in page
+
+
+def test_doctor_reports_why_kernels_are_missing(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CC", str(tmp_path / "none"))
+    facts = json.loads(output(capsys, "--json", "--cache", str(tmp_path)))
+    assert facts["kernels"]["code"] == "torch" and str(tmp_path) in facts["kernels"]["reason"]
+
+
+@pytest.mark.model
+def test_doctor_bench_prints_roofline(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(roofline, "_PREFILL_TOKENS", 40)
+    monkeypatch.setattr(roofline, "_DECODE_TOKENS", 4)
+    page = output(capsys, "--bench", "--cache", str(tmp_path))
+    for dtype in ("auto", "bfloat16", "int8"):
+        assert f"weights {dtype}\n" in page
+    assert page.count(" %\n") == 6
+
+
+def test_prefill_flops() -> None:
+    """One layer: q and o 4·4, k and v 4·2, three matrices of the MLP 4·8, and 3/2 · 2·4 for attention."""
+    config = ModelConfig(
+        architecture="x",
+        family="dense",
+        vocab_size=9,
+        hidden_size=4,
+        intermediate_size=8,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=2,
+        layers=(LayerConfig(rope=None),),
+        ropes=(),
+        max_positions=8,
+    )
+    assert roofline.prefill_flops(program_of(config), 3) == 2 * 3 * (16 + 16 + 8 + 8 + 96 + 3 / 2 * 2 * 4)
+
+
+@pytest.mark.parametrize("measure", [read_bandwidth, gemm_rate])
+def test_measurements_are_positive(measure: Callable[[int, float], float]) -> None:
+    assert 0 < measure(8, 0.0) < math.inf

@@ -1,4 +1,4 @@
-"""`--help`: what matters first, nothing hidden without saying how to see it, and pages that fit the terminal."""
+"""`--help`: main options first, every option on some page, and pages that fit the terminal."""
 
 from __future__ import annotations
 
@@ -35,7 +35,9 @@ def names_on(text: str) -> set[str]:
 
 @pytest.mark.parametrize("path", COMMANDS, ids="-".join)
 @pytest.mark.parametrize("columns", [60, 80, 120])
-def test_a_page_fits(path: tuple[str, ...], columns: int, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_page_fits_the_terminal(
+    path: tuple[str, ...], columns: int, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
     lines = page(capsys, *path, "--help=all").splitlines()
     texts = [line for line in lines if not line.startswith(("  nano-inference", "  echo", "Usage"))]
@@ -43,7 +45,7 @@ def test_a_page_fits(path: tuple[str, ...], columns: int, capsys: Capture, monke
 
 
 @pytest.mark.parametrize("path", COMMANDS, ids="-".join)
-def test_nothing_is_hidden_without_saying_so(path: tuple[str, ...], capsys: Capture) -> None:
+def test_pages_together_list_every_option(path: tuple[str, ...], capsys: Capture) -> None:
     every = {option.name for option in OPTIONS[path]}
     assert names_on(page(capsys, *path, "--help=all")) == every
     short = page(capsys, *path, "--help")
@@ -59,7 +61,7 @@ def test_nothing_is_hidden_without_saying_so(path: tuple[str, ...], capsys: Capt
     assert all(f"{option.name} " in variables and variable_of(option) in variables for option in OPTIONS[path])
 
 
-def test_long_commands_begin_with_a_page_that_can_be_read(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_default_page_of_long_commands_is_short(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     for command in ("chat", "generate", "serve"):
         text = page(capsys, command, "--help")
@@ -68,28 +70,28 @@ def test_long_commands_begin_with_a_page_that_can_be_read(capsys: Capture, monke
         assert page(capsys, command, "-h") == page(capsys, "--help", command) == text
 
 
-def test_every_option_says_what_it_does() -> None:
+def test_every_option_has_help() -> None:
     for path, options in OPTIONS.items():
         for option in options:
-            is_told = heading_of(option) == "Sampling" and option.field_info.name in SAMPLING
-            assert is_told or option.parameter.help, (path, option.name)
+            has_text = heading_of(option) == "Sampling" and option.field_info.name in SAMPLING
+            assert has_text or option.parameter.help, (path, option.name)
     assert set(SAMPLING) < {field.name for field in fields(SamplingParams)}
 
 
-def test_a_default_that_the_model_may_set_says_so(capsys: Capture) -> None:
+def test_model_dependent_defaults_are_marked(capsys: Capture) -> None:
     for command in ("chat", "generate"):
         words = " ".join(page(capsys, command, "--help=sampling").split())
-        assert "takes the likeliest token (default: the model's, else 1)" in words
+        assert "takes the most likely token (default: the model's, else 1)" in words
         assert words.count("(default: the model's, else ") == len(MODELS_OWN)
 
 
-def test_what_the_texts_name_exists() -> None:
+def test_help_texts_name_existing_options() -> None:
     every = {option.name[2:] for options in OPTIONS.values() for option in options}
     assert every >= MAIN and every >= set(VALUES)
     assert {tuple(name.split()) for name in EXAMPLES} <= set(COMMANDS)
 
 
-def test_groups_and_the_program_list_their_commands(capsys: Capture) -> None:
+def test_groups_list_their_commands(capsys: Capture) -> None:
     for argv in ((), ("--help",), ("models",), ("models", "--help")):
         text = page(capsys, *argv)
         wanted = [path[-1] for path in COMMANDS if path[:-1] == tuple(word for word in argv if word != "--help")]
@@ -97,7 +99,7 @@ def test_groups_and_the_program_list_their_commands(capsys: Capture) -> None:
         assert ("--version" in text) == ("models" not in argv)
 
 
-def test_a_heading_that_is_not_there_is_one_line(capsys: Capture) -> None:
+def test_unknown_heading_is_one_line(capsys: Capture) -> None:
     said = page(capsys, "serve", "--help=sampling", code=2)
     assert said == (
         "nano-inference: --help=sampling: there are --help=all, --help=env, --help=common, --help=engine, "

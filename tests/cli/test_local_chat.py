@@ -1,15 +1,15 @@
-"""The chat with a model of its own process: in a terminal, and through pipes."""
+"""Chats with an engine in the same process: in a terminal and through pipes."""
 
 from __future__ import annotations
 
 import io
+import json
 import os
 import re
 import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,7 +19,6 @@ from nano_inference import InferenceEngine
 from nano_inference.cli import main
 from nano_inference.cli.local import shown_tokens, with_alternatives
 from nano_inference.cli.options import COMMON
-from nano_inference.cli.render import PlainPage
 from nano_inference.cli.session import encode, open_session
 from nano_inference.config import EngineConfig
 from nano_inference.types import SamplingParams, StepResult
@@ -34,7 +33,7 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
 
 
-def test_ctrl_c_stops_an_answer_and_twice_at_the_prompt_quits(tiny: Path) -> None:
+def test_ctrl_c_stops_answer_and_twice_at_prompt_quits(tiny: Path) -> None:
     with terminal("chat", "-m", str(tiny), *ENDLESS, columns=WIDE) as screen:
         screen.prompt()
         screen.send("hello\r")
@@ -50,7 +49,7 @@ def test_ctrl_c_stops_an_answer_and_twice_at_the_prompt_quits(tiny: Path) -> Non
         assert screen.leave() == 130 and "Traceback" not in screen.text()
 
 
-def test_model_names_what_runs_and_a_narrow_window_breaks_between_words(tiny: Path) -> None:
+def test_model_and_help_wrap_in_narrow_window(tiny: Path) -> None:
     with terminal("chat", "-m", str(tiny), rows=60, columns=40) as screen:
         screen.ask("/model")
         names = [row.split(" ")[0] for row in screen.text().partition("> /model\n")[2].splitlines() if row[0] != " "]
@@ -61,12 +60,12 @@ def test_model_names_what_runs_and_a_narrow_window_breaks_between_words(tiny: Pa
         screen.ask("/help")
         rows = screen.text().partition("> /help\n")[2].splitlines()
         words = " ".join(row.strip() for row in rows).split()
-        assert {"conversation.", "conversation's", "replaces", "answers,", "backslash,"} <= set(words)
+        assert {"conversation.", "conversation's", "overwrites.", "repeated.", "backslash,"} <= set(words)
         screen.send("\x04")
         assert screen.leave() == 0
 
 
-def test_twice_in_an_answer_quits(
+def test_second_ctrl_c_in_an_answer_quits(
     tiny: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     honest = InferenceEngine.tick
@@ -90,34 +89,29 @@ def test_twice_in_an_answer_quits(
     assert main(["chat", "-m", str(tiny), "-p", "hello"]) == 130 and signal.getsignal(signal.SIGINT) is before
 
 
-def test_a_seed_draws_the_same_answer_and_regen_another(
-    tiny: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_seed_repeats_answer_and_regen_changes_it(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The seed that is told with an answer is the one that draws it again."""
+    """The seed printed with an answer repeats that answer."""
 
-    def talk(*lines: str) -> tuple[list[str], list[str]]:
-        monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(lines)))
-        written: dict[int, list[str]] = {}
-        honest = PlainPage.__init__
-
-        def begin(page: PlainPage, *args: Any, **options: Any) -> None:
-            honest(page, *args, **options)
-            written[len(written)] = page.texts = []  # type: ignore[attr-defined]
-
-        monkeypatch.setattr(PlainPage, "__init__", begin)
-        monkeypatch.setattr(PlainPage, "write", lambda page, pieces: page.texts.extend(piece.text for piece in pieces))
+    def run_chat(*lines: str) -> tuple[list[str], list[str]]:
+        """Return the last answer after each line, and the printed seeds."""
+        files = [tmp_path / f"{i}.json" for i in range(len(lines))]
+        commands = [f"{line}\n/save! {file}\n" for line, file in zip(lines, files, strict=True)]
+        monkeypatch.setattr("sys.stdin", io.StringIO("".join(commands)))
         assert main(["chat", "-m", str(tiny), "--max-tokens", "12", "--ignore-eos"]) == 0
-        monkeypatch.setattr(PlainPage, "__init__", honest)
-        return ["".join(texts) for texts in written.values()], re.findall(r"seed (\d+)\]", capsys.readouterr().err)
+        answers = [json.loads(file.read_text())["messages"][-1]["content"] for file in files]
+        return answers, re.findall(r"seed (\d+)\]", capsys.readouterr().err)
 
-    answers, seeds = talk("hello", "/regen")
+    answers, seeds = run_chat("hello", "/regen")
     assert answers[0] != answers[1] and seeds[0] != seeds[1] and all(len(seed) <= 6 for seed in seeds)
-    again, same = talk("hello", f"/regen {seeds[0]}", f"/seed {seeds[1]}", "/regen", "/regen")
-    assert again[1:] == [answers[0], answers[1], answers[1]] and same[1:] == [seeds[0], seeds[1], seeds[1]]
+    again, same = run_chat("hello", f"/regen {seeds[0]}", f"/seed {seeds[1]}", "/regen", "/regen")
+    assert again[1:] == [answers[0], answers[0], answers[1], answers[1]]
+    assert same[1:] == [seeds[0], seeds[1], seeds[1]]
 
 
-def test_the_calculator_in_a_terminal() -> None:
-    """What the tool forced is marked in the answer, and called forced among the tokens; the call is read again."""
+def test_calculator_in_terminal() -> None:
+    """Tool output is styled in the answer and marked as forced among the tokens; the next prompt has the call."""
     with terminal("chat", "--model", "calculator", columns=WIDE) as screen:
         screen.prompt()
         screen.send("What is 12+34?\r")
@@ -136,8 +130,8 @@ def test_the_calculator_in_a_terminal() -> None:
         assert screen.leave() == 0
 
 
-def test_the_tokens_that_are_shown(tiny: Path) -> None:
-    """Probabilities are the model's own, at any temperature, and asking for them changes no token."""
+def test_shown_tokens_have_raw_logprobs(tiny: Path) -> None:
+    """Probabilities do not depend on the temperature, and requesting them changes no token."""
     with open_session(EngineConfig(model_path=str(tiny), num_threads=1), COMMON) as session:
         prompt = encode(session, "hello")
         params = SamplingParams(temperature=3.0, max_tokens=20, ignore_eos=True, seed=1, raw_logprobs=True)
@@ -164,7 +158,7 @@ def piped(stdin: str, *argv: str, **env: str) -> subprocess.CompletedProcess[str
     return subprocess.run(command, input=stdin, capture_output=True, text=True, check=False, env=os.environ | env)
 
 
-def test_a_question_through_a_pipe() -> None:
+def test_piped_question() -> None:
     done = piped("What is 12+34?\n\n/seed 3\nplus 5\n", "--model", "calculator")
     assert done.returncode == 0
     assert done.stdout == "[12+34 → 46] The answer is 46.\n[46+5 → 51] The answer is 51.\n"

@@ -1,4 +1,4 @@
-"""What a user reads when something is wrong: one line with the name that they typed, the limit, and what to do."""
+"""Error messages: one line with the option as the user gave it, the limit, and what to do."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TOO_MUCH = "100TiB"
 
 @pytest.fixture(autouse=True)
 def no_pydantic(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that nothing has imported pydantic into: with it cyclopts checks values once more."""
+    """Remove pydantic from the imported modules; otherwise cyclopts validates values with it."""
     monkeypatch.delitem(sys.modules, "pydantic", raising=False)
 
 
@@ -43,7 +43,7 @@ def base_model(tiny: Path, tmp_path: Path) -> Path:
 
 
 def refusal(capsys: Capture, *argv: str) -> str:
-    """Run a command that must refuse; return its one line."""
+    """Run a command that must fail with code 2; return its one line."""
     assert main(argv) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.startswith("nano-inference: ") and err.count("\n") == 1 and "Traceback" not in err
@@ -51,7 +51,7 @@ def refusal(capsys: Capture, *argv: str) -> str:
 
 
 def given(place: str, key: str, value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
-    """Give an option on the command line, in the environment or in a file; return the words for the command line."""
+    """Set an option on the command line, in the environment or in a file; return the command line's words."""
     if place == "flag":
         return (f"--{key}", value)
     if place == "environment":
@@ -80,12 +80,12 @@ PLACES = ("flag", "environment", "file")
         *((text, None) for text in ("", "GiB", "1.5", "0.3B", "-1KiB", "1GiBs", "1e9", "one", "1.GiB", "٣GiB")),
     ],
 )
-def test_sizes_have_units(text: str, size: int | None) -> None:
+def test_size_of_parses_units(text: str, size: int | None) -> None:
     assert size_of(text) == size
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_kv_cache_bytes_takes_a_unit(
+def test_kv_cache_bytes_accepts_units(
     place: str, capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = given(place, "kv-cache-bytes", "1.5GiB", tmp_path, monkeypatch)
@@ -101,7 +101,7 @@ def test_kv_cache_bytes_takes_a_unit(
         ("file", "--kv-cache-bytes"),
     ],
 )
-def test_kv_cache_bytes_without_sense_names_what_was_typed(
+def test_invalid_kv_cache_bytes_names_its_source(
     place: str, name: str, capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     line = refusal(capsys, "serve", *given(place, "kv-cache-bytes", "plenty", tmp_path, monkeypatch))
@@ -113,7 +113,7 @@ def test_kv_cache_bytes_without_sense_names_what_was_typed(
     ("place", "name"),
     [("flag", "--kv-cache-bytes"), ("environment", "NANO_INFERENCE_KV_CACHE_BYTES"), ("file", "kv-cache-bytes")],
 )
-def test_a_cache_larger_than_the_memory_is_refused_before_loading(
+def test_cache_larger_than_memory_is_rejected_before_loading(
     place: str, name: str, tiny: Path, capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("nano_inference.assemble.load_kernel_model", None)  # calling it would be a TypeError
@@ -123,7 +123,7 @@ def test_a_cache_larger_than_the_memory_is_refused_before_loading(
     assert "give a smaller size" in line and ("c.toml" in line) == (place == "file")
 
 
-def test_a_cache_larger_than_the_memory_is_refused_with_the_fields_name_in_python(tiny: Path) -> None:
+def test_cache_larger_than_memory_names_the_field_in_python(tiny: Path) -> None:
     config = EngineConfig(model_path=str(tiny), kv_cache_bytes=2 * available_memory() + (64 << 30), device="cpu")
     with pytest.raises(ValueError, match=r"^kv_cache_bytes: \d+ bytes .* more than the available memory, \d+ bytes"):
         InferenceEngine(config)
@@ -132,7 +132,7 @@ def test_a_cache_larger_than_the_memory_is_refused_with_the_fields_name_in_pytho
 @pytest.mark.parametrize(
     ("place", "name"), [("flag", "--host"), ("environment", "NANO_INFERENCE_HOST"), ("file", "host")]
 )
-def test_an_open_address_without_a_key_names_the_flags(
+def test_public_host_without_key_names_the_flags(
     place: str, name: str, capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     line = refusal(capsys, "serve", "--port", "0", *given(place, "host", "0.0.0.0", tmp_path, monkeypatch))
@@ -140,7 +140,7 @@ def test_an_open_address_without_a_key_names_the_flags(
     assert line.startswith(expected) and ("c.toml" in line) == (place == "file")
 
 
-def test_an_open_address_without_a_key_names_the_fields_in_python() -> None:
+def test_public_host_without_key_names_the_fields_in_python() -> None:
     config = ServerConfig(host="0.0.0.0")
     with pytest.raises(ValueError, match=r"^host 0\.0\.0\.0 can .*: set api_key_file or api_key, or insecure$"):
         guard_policy(config, KeyRing.of(load_keys(config)))
@@ -160,13 +160,13 @@ def test_an_open_address_without_a_key_names_the_fields_in_python() -> None:
         (("generate", "a b " * 40, "--max-model-len", "16"), "prompt has "),
     ],
 )
-def test_a_refusal_names_the_flag(words: tuple[str, ...], expected: str, tiny: Path, capsys: Capture) -> None:
+def test_rejection_names_the_flag(words: tuple[str, ...], expected: str, tiny: Path, capsys: Capture) -> None:
     model = ("--model", str(tiny)) if words[0] == "generate" else ()
     line = refusal(capsys, *words, *model)
     assert line.startswith(expected) and "max_model_len" not in line
 
 
-def test_a_value_that_reads_like_a_field_stays(capsys: Capture) -> None:
+def test_value_equal_to_a_field_name_is_unchanged(capsys: Capture) -> None:
     line = refusal(capsys, "serve", "--port", "0", "--host", "insecure")
     assert line.startswith("--host insecure can be reached from other machines: ") or "insecure: cannot listen" in line
 
@@ -174,7 +174,7 @@ def test_a_value_that_reads_like_a_field_stays(capsys: Capture) -> None:
 @pytest.mark.parametrize(
     ("place", "name"), [("flag", "--port"), ("environment", "NANO_INFERENCE_PORT"), ("file", "port")]
 )
-def test_a_port_in_use_suggests_another(
+def test_port_in_use_names_its_source(
     place: str, name: str, capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -188,16 +188,16 @@ def test_a_port_in_use_suggests_another(
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="the superuser may listen on every port")
-def test_a_port_of_the_system_suggests_another(capsys: Capture) -> None:
+def test_privileged_port_suggests_another(capsys: Capture) -> None:
     assert "set --port to 1024 or more" in refusal(capsys, "serve", "--port", "80")
 
 
-def test_an_address_of_another_machine_is_named(capsys: Capture) -> None:
+def test_foreign_address_is_named(capsys: Capture) -> None:
     line = refusal(capsys, "serve", "--host", "192.0.2.1", "--port", "0", "--api-key", "long-enough-key")
     assert line.startswith("--host 192.0.2.1: cannot listen on it: ")
 
 
-def test_a_base_model_is_refused_before_loading(
+def test_base_model_is_rejected_before_loading(
     base_model: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("nano_inference.assemble.load_kernel_model", None)  # calling it would be a TypeError
@@ -208,7 +208,7 @@ def test_a_base_model_is_refused_before_loading(
     assert main([*command[1:], "Once upon a time", "--max-tokens", "2"]) == 0
 
 
-def test_a_context_longer_than_the_models_is_announced(tiny: Path, capsys: Capture) -> None:
+def test_context_above_the_models_limit_is_printed(tiny: Path, capsys: Capture) -> None:
     words = ("generate", "hello", "--model", str(tiny), "--max-tokens", "2", "--kv-cache-bytes", "64MiB")
     assert main([*words, "--max-model-len", "100000"]) == 0
     assert "[context 32768 tokens, the model's limit: --max-model-len 100000 is more]" in capsys.readouterr().err
@@ -216,12 +216,12 @@ def test_a_context_longer_than_the_models_is_announced(tiny: Path, capsys: Captu
     assert "the model's limit" not in capsys.readouterr().err
 
 
-def test_a_cache_smaller_than_the_context_is_announced(tiny: Path, capsys: Capture) -> None:
+def test_cache_smaller_than_context_is_printed(tiny: Path, capsys: Capture) -> None:
     assert main(["generate", "hello", "--model", str(tiny), "--max-tokens", "2", "--kv-cache-bytes", "16KiB"]) == 0
-    assert "tokens: the KV cache is full then (--kv-cache-bytes)]" in capsys.readouterr().err
+    assert "tokens, the size of the KV cache (--kv-cache-bytes sets it)]" in capsys.readouterr().err
 
 
-def test_serve_announces_what_cuts_the_context(tiny: Path) -> None:
+def test_serve_prints_context_limits(tiny: Path) -> None:
     with process(tiny, "--max-model-len", "100000") as server:
         server.wait_for(r"context 32768 tokens, the model's limit \(--max-model-len 100000 is more\)")
     with process(tiny, "--max-model-len", "100") as server:
@@ -229,7 +229,7 @@ def test_serve_announces_what_cuts_the_context(tiny: Path) -> None:
     words = [word if word != str(8 << 20) else "16KiB" for word in command(tiny)]
     server = Process(words)
     try:
-        server.wait_for(r"a request has at most \d+ tokens: the KV cache is full then")
+        server.wait_for(r"a request has at most \d+ tokens, the size of the KV cache")
     finally:
         server.popen.kill()
         server.end()
@@ -238,12 +238,12 @@ def test_serve_announces_what_cuts_the_context(tiny: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (("--max-tokens", "3"), "--max-tokens 3 is reached"),
+        (("--max-tokens", "3"), "--max-tokens 3 reached"),
         (("--max-tokens", "500", "--max-model-len", "40"), "prompt and answer fill the context of 40 tokens"),
     ],
 )
 @pytest.mark.parametrize("command", ["chat", "generate", "batch"])
-def test_an_answer_says_what_cut_it_off(
+def test_length_limit_of_answer_is_printed(
     command: str, words: tuple[str, ...], expected: str, tiny: Path, capsys: Capture
 ) -> None:
     chosen = {"chat": ("chat", "-p", "hi"), "generate": ("generate", "hi"), "batch": ("generate", "hi", "--n", "2")}

@@ -1,4 +1,4 @@
-"""nanochat on the command line: its chat and its flags, the calculator model, what `models` says of checkpoints."""
+"""nanochat on the command line: `chat --nanochat`, the calculator model, and `models` with nanochat checkpoints."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ import torch
 
 from nano_inference.cli import chat, local, main
 from nano_inference.cli.answer import Answer
+from nano_inference.cli.conversation import Sampling
 from nano_inference.cli.options import Common
 from nano_inference.cli.session import Session
 from nano_inference.cli.spelling import Typed
-from nano_inference.cli.talk import Sampling
 from nano_inference.config import EngineConfig
 from nano_inference.nanochat.builtin import CALCULATOR
 from nano_inference.nanochat.rules import GENERATIONS
@@ -40,14 +40,14 @@ def run(capsys: Capture, *argv: str, code: int = 0) -> tuple[str, str]:
 
 
 def refused(capsys: Capture, *argv: str) -> str:
-    """Run a command that must be refused in one line with code 2; return the line."""
+    """Run a command that must fail with one line and code 2; return the line."""
     out, err = run(capsys, *argv, code=2)
     assert out == "" and err.startswith("nano-inference: ") and err.count("\n") == 1, err
     return err
 
 
 class Turn(NamedTuple):
-    """What the model read, and what it wrote."""
+    """A turn's prompt and answer."""
 
     prompt: list[int]
     answer: Answer
@@ -59,7 +59,7 @@ class Turn(NamedTuple):
 
 @pytest.fixture
 def turns(monkeypatch: pytest.MonkeyPatch) -> list[Turn]:
-    """Every turn that a chat takes from here on."""
+    """Record all following turns of chats."""
     seen: list[Turn] = []
     honest: Callable[..., Answer] = local.stream_answer
 
@@ -73,9 +73,9 @@ def turns(monkeypatch: pytest.MonkeyPatch) -> list[Turn]:
 
 
 class Call(NamedTuple):
-    """What `chat` was started with."""
+    """Arguments of a chat."""
 
-    wishes: chat.Options
+    options: chat.Options
     config: EngineConfig
     params: SamplingParams
     named: frozenset[str]
@@ -83,18 +83,18 @@ class Call(NamedTuple):
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
-    """Every chat that is started from here on; none of them runs."""
+    """Record all following chats instead of running them."""
     seen: list[Call] = []
 
-    def note(wishes: chat.Options, config: EngineConfig, sampling: Sampling, common: Common, typed: Typed) -> int:
-        seen.append(Call(wishes, config, sampling.params, sampling.named))
+    def note(options: chat.Options, config: EngineConfig, sampling: Sampling, common: Common, typed: Typed) -> int:
+        seen.append(Call(options, config, sampling.params, sampling.named))
         return 0
 
     monkeypatch.setattr(local, "run", note)
     return seen
 
 
-def talk(capsys: Capture, monkeypatch: pytest.MonkeyPatch, lines: str, *argv: str) -> tuple[str, str]:
+def run_chat(capsys: Capture, monkeypatch: pytest.MonkeyPatch, lines: str, *argv: str) -> tuple[str, str]:
     monkeypatch.setattr("sys.stdin", io.StringIO(lines))
     return run(capsys, "chat", *argv)
 
@@ -115,7 +115,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def home(base: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The same base directory, named by NANOCHAT_BASE_DIR."""
+    """The same base directory, set as NANOCHAT_BASE_DIR."""
     monkeypatch.setenv("NANOCHAT_BASE_DIR", str(base))
     return base
 
@@ -134,12 +134,14 @@ def home(base: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (["--source", "sft", "--model-tag", "d4", "--step", "20"], "chatsft_checkpoints/d4/model_000020.pt"),
     ],
 )
-def test_which_checkpoint(home: Path, capsys: Capture, calls: list[Call], argv: list[str], file: str) -> None:
+def test_nanochat_options_select_checkpoint(
+    home: Path, capsys: Capture, calls: list[Call], argv: list[str], file: str
+) -> None:
     run(capsys, "chat", "--nanochat", *argv)
     assert calls[0].config.model_path == str(home / file)
 
 
-def test_model_names_the_base_directory(
+def test_model_option_names_base_directory(
     base: Path, capsys: Capture, calls: list[Call], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NANOCHAT_BASE_DIR", "/no/such/base")
@@ -154,7 +156,7 @@ def test_model_names_the_base_directory(
     assert "/no/such/base: no such directory; NANOCHAT_BASE_DIR or --model" in refused(capsys, "chat", "--nanochat")
 
 
-def test_a_directory_called_nanochat_is_what_it_holds(
+def test_directory_named_nanochat_is_opened_as_model(
     home: Path, tmp_path: Path, capsys: Capture, calls: list[Call], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_checkpoint(tmp_path / "nanochat", "G0", step=1)
@@ -163,29 +165,29 @@ def test_a_directory_called_nanochat_is_what_it_holds(
     assert calls[0].config.model_path == "nanochat/model_000001.pt"
 
 
-def test_defaults_are_nanochats_own(home: Path, capsys: Capture, calls: list[Call]) -> None:
+def test_nanochat_defaults(home: Path, capsys: Capture, calls: list[Call]) -> None:
     run(capsys, "chat", "--nanochat")
     run(capsys, "chat", "--model", "calculator")
     own, other = calls
     assert own.params == SamplingParams(temperature=0.6, top_k=50, max_tokens=256, seed=42)
-    assert own.named >= set(MODELS_OWN), "the model's own files change nothing"
+    assert own.named >= set(MODELS_OWN), "the model's files are ignored"
     assert "top_p" not in other.named
-    assert own.wishes == chat.Options(system=None, prompt=None, has_bare_words=True)
-    assert other.params == SamplingParams(temperature=0.0) and not other.wishes.has_bare_words
+    assert own.options == chat.Options(system=None, prompt=None, has_bare_words=True)
+    assert other.params == SamplingParams(temperature=0.0) and not other.options.has_bare_words
 
 
-def test_flags_win(home: Path, capsys: Capture, calls: list[Call]) -> None:
+def test_flags_override_nanochat_defaults(home: Path, capsys: Capture, calls: list[Call]) -> None:
     run(capsys, "chat", "--nanochat", "-t", "1.5", "-k", "7", "-p", "hello", "-d", "bfloat16", "--device-type", "cpu")
     run(capsys, "chat", "--nanochat", "--seed", "3", "--max-tokens", "9", "--top-k", "0")
     run(capsys, "chat", "--nanochat", "--device", "cuda:3", "--device-type", "")
     first, second, third = calls
     assert first.params == SamplingParams(temperature=1.5, top_k=7, max_tokens=256, seed=42)
-    assert first.wishes.prompt == "hello" and first.config.dtype == "bfloat16" and first.config.device == "cpu"
+    assert first.options.prompt == "hello" and first.config.dtype == "bfloat16" and first.config.device == "cpu"
     assert second.params == SamplingParams(temperature=0.6, top_k=0, max_tokens=9, seed=3)
-    assert third.config.device == "cuda:3", "empty is nanochat's word for automatic"
+    assert third.config.device == "cuda:3", "nanochat uses an empty string for automatic"
 
 
-def test_environment_twins_win_over_the_defaults_and_lose_to_flags(
+def test_environment_overrides_defaults_and_flags_override_environment(
     home: Path, capsys: Capture, calls: list[Call], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in (("TEMPERATURE", "0.9"), ("TOP_K", "5"), ("SOURCE", "base"), ("NANOCHAT", "true")):
@@ -197,8 +199,8 @@ def test_environment_twins_win_over_the_defaults_and_lose_to_flags(
     assert first.config.model_path.endswith("base_checkpoints/d4/model_000007.pt")
     assert second.params == SamplingParams(temperature=0.1, top_k=5, max_tokens=256, seed=42)
     assert "chatsft_checkpoints" in second.config.model_path
-    run(capsys, "chat", "--no-nanochat", "--model", "calculator")  # where the environment's source means nothing
-    assert calls[2].params == SamplingParams(temperature=0.9, top_k=5), "the calculator's own 0 loses too"
+    run(capsys, "chat", "--no-nanochat", "--model", "calculator")  # the environment's source is ignored
+    assert calls[2].params == SamplingParams(temperature=0.9, top_k=5), "the environment overrides the calculator's 0"
 
 
 @pytest.mark.parametrize(
@@ -220,11 +222,11 @@ def test_environment_twins_win_over_the_defaults_and_lose_to_flags(
         (["--nanochat", "-t", "-1"], "temperature must be in [0, 100], got -1.0"),
     ],
 )
-def test_mistakes_are_one_line(home: Path, capsys: Capture, argv: list[str], said: str) -> None:
+def test_invalid_nanochat_options_are_one_line(home: Path, capsys: Capture, argv: list[str], said: str) -> None:
     assert said in refused(capsys, "chat", "-p", "hello", *argv)
 
 
-def test_no_checkpoint_there(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_checkpoint_is_one_line(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path))
     assert f"{tmp_path}: holds no nanochat checkpoint" in refused(capsys, "chat", "--nanochat", "-p", "hello")
     (tmp_path / "chatsft_checkpoints").mkdir()
@@ -233,7 +235,7 @@ def test_no_checkpoint_there(tmp_path: Path, capsys: Capture, monkeypatch: pytes
     assert "missing: no such directory" in refused(capsys, "chat", "--nanochat", "-p", "hello")
 
 
-def test_a_device_that_is_not_there_is_one_line(home: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_device_is_one_line(home: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     line = refused(capsys, "chat", "--nanochat", "-p", "hello", "--device-type", "cuda")
@@ -243,7 +245,7 @@ def test_a_device_that_is_not_there_is_one_line(home: Path, capsys: Capture, mon
 # ---- chat --nanochat: talking
 
 
-def test_same_words_same_answer(home: Path, capsys: Capture, turns: list[Turn]) -> None:
+def test_fixed_seed_repeats_answer(home: Path, capsys: Capture, turns: list[Turn]) -> None:
     first, err = run(capsys, "chat", "--nanochat", "-p", "hello")
     second, _ = run(capsys, "chat", "--nanochat", "-p", "hello")
     run(capsys, "chat", "--nanochat", "-p", "hello", "--seed", "43")
@@ -254,59 +256,59 @@ def test_same_words_same_answer(home: Path, capsys: Capture, turns: list[Turn]) 
     assert len(turns[0].tokens) == limit or turns[0].tokens[-1] in (END, BOS)
 
 
-def test_the_two_steps_answer_differently(home: Path, capsys: Capture, turns: list[Turn]) -> None:
+def test_steps_answer_differently(home: Path, capsys: Capture, turns: list[Turn]) -> None:
     for step in ("20", "30"):
         run(capsys, "chat", "--nanochat", "-p", "hello", "-s", step, "-t", "0", "--max-tokens", "20")
     assert turns[0].tokens != turns[1].tokens
 
 
-def test_warnings_are_said_even_when_quiet(home: Path, capsys: Capture) -> None:
+def test_quiet_keeps_warnings(home: Path, capsys: Capture) -> None:
     _, err = run(capsys, "chat", "--nanochat", "-i", "base", "-p", "hello", "--max-tokens", "2", "--quiet")
     assert err.startswith("[soft cap 15 is assumed") and err.count("\n") == 1
 
 
-def test_the_prompt_option_answers_once(
+def test_prompt_option_answers_once(
     home: Path, capsys: Capture, turns: list[Turn], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    talk(capsys, monkeypatch, "never\n", "--nanochat", "-p", "hello", "--max-tokens", "3")
+    run_chat(capsys, monkeypatch, "never\n", "--nanochat", "-p", "hello", "--max-tokens", "3")
     assert len(turns) == 1 and bytes(turns[0].prompt[2:-2]) == b"hello"
 
 
 @pytest.mark.parametrize("word", ["quit", "exit", "Quit", " EXIT ", "/exit"])
-def test_words_that_leave(
+def test_exit_words_end_the_chat(
     home: Path, capsys: Capture, turns: list[Turn], monkeypatch: pytest.MonkeyPatch, word: str
 ) -> None:
-    talk(capsys, monkeypatch, f"hello\n{word}\nnever\n", "--nanochat", "--max-tokens", "3")
+    run_chat(capsys, monkeypatch, f"hello\n{word}\nnever\n", "--nanochat", "--max-tokens", "3")
     assert len(turns) == 1
 
 
-def test_the_word_clear_forgets(
+def test_bare_clear_starts_new_conversation(
     home: Path, capsys: Capture, turns: list[Turn], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    talk(capsys, monkeypatch, "hello\nagain\nclear\nhello\n", "--nanochat", "--max-tokens", "3")
+    run_chat(capsys, monkeypatch, "hello\nagain\nclear\nhello\n", "--nanochat", "--max-tokens", "3")
     first, second, third = turns
     assert second.prompt[: len(first.prompt)] == first.prompt and len(second.prompt) > len(first.prompt) + 7
     assert third.prompt == first.prompt and third.tokens == first.tokens
 
 
-def test_bare_words_are_messages_elsewhere(
+def test_bare_words_are_messages_without_nanochat(
     base: Path, capsys: Capture, turns: list[Turn], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    talk(capsys, monkeypatch, "quit\nclear\n/exit\nnever\n", "--model", str(base), "--max-tokens", "3")
+    run_chat(capsys, monkeypatch, "quit\nclear\n/exit\nnever\n", "--model", str(base), "--max-tokens", "3")
     assert [bytes(turn.prompt[-2 - size : -2]) for turn, size in zip(turns, (4, 5), strict=True)] == [b"quit", b"clear"]
 
 
-def test_an_answer_that_is_cut_off_has_its_end_in_the_next_turn(
+def test_truncated_answer_is_closed_in_next_turn(
     home: Path, capsys: Capture, turns: list[Turn], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _, err = talk(capsys, monkeypatch, "hello\nagain\n", "--nanochat", "--max-tokens", "1", "-t", "0")
+    _, err = run_chat(capsys, monkeypatch, "hello\nagain\n", "--nanochat", "--max-tokens", "1", "-t", "0")
     first, second = turns
     assert len(first.tokens) == 1 and "[cut off: " in err
     rest = second.prompt[len(first.prompt) :]
     assert rest[-9:] == [END, USER, *b"again", USER_END, ASSISTANT]
 
 
-def test_a_prompt_that_is_too_long_is_one_line(home: Path, capsys: Capture) -> None:
+def test_prompt_longer_than_context_is_one_line(home: Path, capsys: Capture) -> None:
     _, err = run(capsys, "chat", "--nanochat", "-p", "x" * 300, code=2)
     assert "prompt has 304 tokens; --max-model-len is 256" in err.splitlines()[-1]
 
@@ -314,7 +316,7 @@ def test_a_prompt_that_is_too_long_is_one_line(home: Path, capsys: Capture) -> N
 # ---- the calculator model
 
 
-def test_a_call_is_shown_as_expression_and_result(capsys: Capture, turns: list[Turn]) -> None:
+def test_calculator_call_is_shown_with_result(capsys: Capture, turns: list[Turn]) -> None:
     out, err = run(capsys, "chat", "--model", "calculator", "-p", "What is 12+34?")
     call, _, reply = out.partition("] ")
     assert call == "[12+34 → 46" and "46" in reply and reply.endswith("\n") and "<|" not in out
@@ -325,41 +327,39 @@ def test_a_call_is_shown_as_expression_and_result(capsys: Capture, turns: list[T
     assert call.startswith("['strawberry'.count(") and call.endswith(" → 3") and "3" in reply
 
 
-def test_a_follow_up_reads_the_call_with_its_real_tokens(
+def test_follow_up_prompt_has_tokens_of_call(
     capsys: Capture, turns: list[Turn], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    out, err = talk(capsys, monkeypatch, "What is 12+34?\nplus 5\n", "--model", "calculator")
+    out, err = run_chat(capsys, monkeypatch, "What is 12+34?\nplus 5\n", "--model", "calculator")
     first, second = turns
     assert [token for token in first.tokens if token in TOOL_IDS] == TOOL_IDS
     assert second.prompt == [*first.prompt, *first.tokens, USER, *b"plus 5", USER_END, ASSISTANT]
-    assert "51" in out.splitlines()[1], "the result of the turn before is known"
+    assert "51" in out.splitlines()[1], "the prompt has the previous result"
     cached = [int(line.partition("(")[2].partition(" ")[0]) for line in err.splitlines() if "prompt tokens" in line]
-    assert cached[0] == 0 and cached[1] >= len(first.prompt) + len(first.tokens) - 2, "nothing is read twice"
+    assert cached[0] == 0 and cached[1] >= len(first.prompt) + len(first.tokens) - 2, "the whole prefix is cached"
 
 
-def test_a_message_that_spells_special_tokens_stays_text(capsys: Capture, turns: list[Turn]) -> None:
+def test_special_token_text_in_message_is_encoded_as_text(capsys: Capture, turns: list[Turn]) -> None:
     spelled = "<|python_start|>1+1<|python_end|><|output_start|>3<|output_end|><|assistant_end|>"
     run(capsys, "chat", "--model", "calculator", "-p", spelled)
     assert turns[0].prompt == [BOS, USER, *spelled.encode(), USER_END, ASSISTANT]
 
 
-def test_a_call_without_a_result(capsys: Capture) -> None:
+def test_failed_call_is_shown_without_result(capsys: Capture) -> None:
     out, _ = run(capsys, "chat", "--model", "calculator", "-p", "What is 1/0?")
     assert out.startswith("[1") and " → no result] " in out
 
 
-def test_the_end_of_the_context_drops_the_oldest_turns(
-    capsys: Capture, turns: list[Turn], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_full_context_drops_oldest_turns(capsys: Capture, turns: list[Turn], monkeypatch: pytest.MonkeyPatch) -> None:
     questions = [f"What is {number}+34?" for number in range(12, 22)]
-    out, err = talk(capsys, monkeypatch, "\n".join(questions), "--model", "calculator")
+    out, err = run_chat(capsys, monkeypatch, "\n".join(questions), "--model", "calculator")
     expected = []
     for question, (before, turn) in zip(questions[1:], pairwise(turns), strict=True):
-        assert turn.prompt[:2] == [BOS, USER] and len(turn.prompt) <= 192, "a quarter is left for the answer"
+        assert turn.prompt[:2] == [BOS, USER] and len(turn.prompt) <= 192, "a quarter is reserved for the answer"
         assert turn.answer.sample.finish_reason == "stop"
         whole = [*before.prompt, *before.tokens, USER, *question.encode(), USER_END, ASSISTANT]
-        assert turn.prompt[1:] == whole[len(whole) - len(turn.prompt) + 1 :], "the newest turns are whole"
-        assert turn.prompt.count(USER) == turn.prompt.count(END) + 1 >= 2, "and not the question alone"
+        assert turn.prompt[1:] == whole[len(whole) - len(turn.prompt) + 1 :], "the latest turns are complete"
+        assert turn.prompt.count(USER) == turn.prompt.count(END) + 1 >= 2, "at least one earlier turn remains"
         if len(turn.prompt) < len(whole):
             expected.append(
                 str(whole.count(USER) + whole.count(END) - turn.prompt.count(USER) - turn.prompt.count(END))
@@ -367,10 +367,10 @@ def test_the_end_of_the_context_drops_the_oldest_turns(
     note = r"\[the conversation is too long for the model: its oldest (\d+) messages were dropped\]"
     assert re.findall(note, err) == expected and len(turns) == 10 and len(expected) >= 2
     replies = zip(range(46, 56), out.splitlines(), strict=True)
-    assert sum(str(number) in line for number, line in replies) >= 8, "and it still answers"
+    assert sum(str(number) in line for number, line in replies) >= 8, "it still answers"
 
 
-def test_generate_marks_what_the_calculator_said(capsys: Capture) -> None:
+def test_generate_masks_calculator_tokens(capsys: Capture) -> None:
     argv = ("--model", "calculator", "--json", "--n", "3", "--temperature", "0.5", "--seed", "1")
     out, _ = run(capsys, "generate", "What is 12+34?", *argv)
     samples = [json.loads(line) for line in out.splitlines()]
@@ -383,13 +383,13 @@ def test_generate_marks_what_the_calculator_said(capsys: Capture) -> None:
         assert sample["text"].startswith("[12+34 → 46] ") and len(sample["mask"]) == len(tokens)
 
 
-def test_generate_streams_what_it_prints_of_a_batch(capsys: Capture) -> None:
+def test_generate_streams_same_text_as_batch(capsys: Capture) -> None:
     streamed, _ = run(capsys, "generate", "What is 12+34?", "--model", "calculator")
     batch, _ = run(capsys, "generate", "What is 12+34?", "--model", "calculator", "--n", "2")
     assert batch == "".join(f"--- prompt 1, sample {i} ---\n{streamed}" for i in (1, 2)) and "→ 46]" in streamed
 
 
-def test_models_of_the_package(tmp_path: Path, capsys: Capture) -> None:
+def test_package_model_is_listed_and_kept(tmp_path: Path, capsys: Capture) -> None:
     place = ("--cache", str(tmp_path))
     rows = json.loads(run(capsys, "models", "list", "--json", *place)[0])
     (row,) = [row for row in rows if row["name"] == "calculator"]
@@ -412,7 +412,7 @@ def facts_of(capsys: Capture, *argv: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("generation", GENERATIONS)
-def test_info_tells_every_constant_and_why(generation: str, tmp_path: Path, capsys: Capture) -> None:
+def test_info_lists_constants_with_reasons(generation: str, tmp_path: Path, capsys: Capture) -> None:
     write_checkpoint(tmp_path, generation, meta=base_meta(generation))
     write_tokenizer(tmp_path)
     facts = facts_of(capsys, str(tmp_path))
@@ -438,7 +438,7 @@ def test_info_tells_every_constant_and_why(generation: str, tmp_path: Path, caps
     assert "tiktoken (nanochat)" in page
 
 
-def test_info_says_what_was_filled_in(tmp_path: Path, capsys: Capture) -> None:
+def test_info_lists_assumed_constants(tmp_path: Path, capsys: Capture) -> None:
     config = tiny_config("G1")
     state = state_dict("G1", config)
     del state["x0_lambdas"], config["window_pattern"]
@@ -474,12 +474,12 @@ def test_override_changes_the_value_and_the_reason(base: Path, capsys: Capture) 
         ("short_window=-1", "short_window must be an integer of 1"),
     ],
 )
-def test_bad_overrides_are_one_line(base: Path, capsys: Capture, text: str, said: str) -> None:
+def test_invalid_overrides_are_one_line(base: Path, capsys: Capture, text: str, said: str) -> None:
     assert said in refused(capsys, "models", "info", str(base), "--override", text)
     assert said in refused(capsys, "generate", "x", "--model", str(base), "--override", text)
 
 
-def test_override_reaches_the_arithmetic(base: Path, capsys: Capture) -> None:
+def test_override_changes_logits(base: Path, capsys: Capture) -> None:
     argv = ("generate", "hello", "--model", str(base), "--json", "--temperature", "0", "--max-tokens", "1")
     plain, capped = (json.loads(run(capsys, *argv, *override)[0]) for override in ((), ("--override", "softcap=0.001")))
     assert capped["logprobs"][0] == pytest.approx(-torch.tensor(265.0).log().item(), abs=0.01)
@@ -499,7 +499,7 @@ def drawn(capsys: Capture, model: Path) -> list[int]:
     ("to", "generation"),
     [("hf", "G0"), *((to, name) for to in ("safetensors", "nanochat") for name in ("G0", "G2e", "G4"))],
 )
-def test_export_and_back(to: str, generation: str, tmp_path: Path, capsys: Capture) -> None:
+def test_exported_model_equals_source(to: str, generation: str, tmp_path: Path, capsys: Capture) -> None:
     source, target = tmp_path / "source", tmp_path / "target"
     write_checkpoint(source, generation, meta=base_meta(generation))
     write_tokenizer(source)
@@ -516,12 +516,12 @@ def test_export_and_back(to: str, generation: str, tmp_path: Path, capsys: Captu
         assert values[0] == values[1] and before["parameters"] == after["parameters"]
     if to == "safetensors":
         inferred = [name for name, one in after["constants"].items() if one["reason"] != "config.json"]
-        assert inferred == (["short_window"] if generation == "G0" else []), "which a model without windows has not"
+        assert inferred == (["short_window"] if generation == "G0" else []), "not in a model without windows"
     assert drawn(capsys, source) == drawn(capsys, target)
     run(capsys, "chat", "--nanochat", "--model", str(target), "-p", "hello", "--max-tokens", "2")
 
 
-def test_export_takes_overrides_along(base: Path, tmp_path: Path, capsys: Capture) -> None:
+def test_export_stores_overrides(base: Path, tmp_path: Path, capsys: Capture) -> None:
     source = str(base / "base_checkpoints")
     run(capsys, "models", "export", source, str(tmp_path / "capped"), "--override", "softcap=20")
     assert facts_of(capsys, str(tmp_path / "capped"))["constants"]["softcap"] == {
@@ -535,7 +535,7 @@ def test_export_takes_overrides_along(base: Path, tmp_path: Path, capsys: Captur
 
 
 @pytest.mark.parametrize("generation", [name for name in GENERATIONS if name != "G0"])
-def test_transformers_cannot_have_later_generations(generation: str, tmp_path: Path, capsys: Capture) -> None:
+def test_hf_export_rejects_later_generations(generation: str, tmp_path: Path, capsys: Capture) -> None:
     write_checkpoint(tmp_path / "source", generation, meta=base_meta(generation))
     write_tokenizer(tmp_path / "source")
     line = refused(capsys, "models", "export", str(tmp_path / "source"), str(tmp_path / "hf"), "--to", "hf")
@@ -555,7 +555,7 @@ def test_only_nanochat_models_are_exported(tiny: Path, tmp_path: Path, capsys: C
     assert "only nanochat models are exported" in line and list(tmp_path.iterdir()) == []
 
 
-def test_the_calculator_can_be_exported_and_still_calculates(tmp_path: Path, capsys: Capture) -> None:
+def test_exported_calculator_calculates(tmp_path: Path, capsys: Capture) -> None:
     target = tmp_path / "calculator"
     run(capsys, "models", "export", "calculator", str(target))
     out, _ = run(capsys, "chat", "--model", str(target), "-p", "What is 12+34?", "-t", "0")
@@ -579,23 +579,23 @@ def test_tokenize_with_a_nanochat_tokenizer(base: Path, capsys: Capture) -> None
     assert "265 is not in [0, 264]" in refused(capsys, "tokenize", "--decode", "265", "--model", str(base))
 
 
-def test_a_call_cut_off_before_its_result_is_not_called_without_result(capsys: Capture, turns: list[Turn]) -> None:
+def test_truncated_call_is_not_shown_as_failed(capsys: Capture, turns: list[Turn]) -> None:
     argv = ("chat", "--model", "calculator", "-p", "What is 12+34?")
     run(capsys, *argv)
     num_call = turns[0].tokens.index(TOOL_IDS[1]) + 1
     out, err = run(capsys, *argv, "--max-tokens", str(num_call))
     assert turns[1].tokens == turns[0].tokens[:num_call] and "cut off" in err
-    assert out.startswith("[12+34") and "no result" not in out, "there was one, 46, but no room for it"
+    assert out.startswith("[12+34") and "no result" not in out, "the call has a result, 46, that does not fit"
 
 
-def test_what_is_written_around_a_call_is_no_stop_string(capsys: Capture) -> None:
+def test_stop_string_ignores_decoration_of_calls(capsys: Capture) -> None:
     argv = ("generate", "What is 12+34?", "--model", "calculator", "--json")
     (plain, cut) = (json.loads(run(capsys, *argv, *stop)[0]) for stop in ((), ("--stop", "→")))
     assert cut["token_ids"] == plain["token_ids"] and cut["stop_reason"] is None, "the model never wrote it"
     assert cut["text"] == plain["text"]
 
 
-def test_an_exported_directory_is_talked_with_but_has_no_tags(tmp_path: Path, capsys: Capture) -> None:
+def test_exported_directory_has_no_model_tags(tmp_path: Path, capsys: Capture) -> None:
     run(capsys, "models", "export", "calculator", str(tmp_path / "own"))
     argv = ("chat", "--nanochat", "--model", str(tmp_path / "own"), "-p", "What is 12+34?", "--quiet")
     assert "[12+34 → 46]" in run(capsys, *argv, "-t", "0")[0]

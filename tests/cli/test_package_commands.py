@@ -1,4 +1,4 @@
-"""Commands that an installed package adds by entry points, and those that it puts in the place of ours."""
+"""Commands that an installed package adds or replaces by entry points."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from nano_inference.cli.command import Command
 def fill(app, commands, arguments):
     for argument in arguments:
         if argument.field_info.name == "name" and not argument.tokens:
-            from nano_inference.cli.fallback import fill as give
-            give(argument, "you", "greeting")
+            from nano_inference.cli.fallback import fill as set_option
+            set_option(argument, "you", "greeting")
 
 
 def hello(*, name: Annotated[str, Parameter(group=Group("Greeting"))]):
@@ -54,24 +54,24 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "greeting", raising=False)
 
 
-def test_a_command_of_a_package_runs_with_what_it_fills_in(capsys: Capture) -> None:
+def test_package_command_runs_with_filled_options(capsys: Capture) -> None:
     assert main(["hello"]) == 3 and capsys.readouterr().out == "hello you\n"
     assert main(["hello", "--name", "Ada"]) == 3 and capsys.readouterr().out == "hello Ada\n"
     assert main(["models", "hello", "--name", "Ada"]) == 3 and capsys.readouterr().out == "hello Ada\n"
 
 
-def test_help_lists_it_and_has_its_heading(capsys: Capture) -> None:
+def test_help_lists_package_command_and_heading(capsys: Capture) -> None:
     assert main(["--help"]) == 0 and "  hello                         Greet.\n" in capsys.readouterr().out
     assert main(["hello", "--help"]) == 0 and "\nGreeting:\n  --name" in capsys.readouterr().out
 
 
-def test_a_command_with_our_words_takes_the_place_of_ours(capsys: Capture) -> None:
+def test_package_command_replaces_built_in_one(capsys: Capture) -> None:
     assert main(["doctor"]) == 0 and capsys.readouterr().out == "all is well\n"
     words = [one.words for one in installed_commands()]
     assert words.index("doctor") == [one.words for one in OWN_COMMANDS].index("doctor") and len(words) == len({*words})
 
 
 @pytest.mark.parametrize("words", ["", "group name", "models pull twice"])
-def test_words_of_an_unknown_group_are_refused(words: str) -> None:
+def test_command_rejects_unknown_group(words: str) -> None:
     with pytest.raises(ValueError, match="must be NAME or models NAME"):
         Command(words=words, target="a:b", text="")

@@ -1,34 +1,46 @@
-"""Rendered answers on a real terminal device of many sizes, every piece drawn: what the screen holds at last."""
+"""Rendered answers on a pseudo-terminal of several sizes, with every piece drawn."""
 
 from __future__ import annotations
 
 import fcntl
+import io
 import os
 import random
 import struct
 import termios
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TextIO
 
 import pyte
 import pytest
 from rich.markdown import Markdown
 
 from nano_inference.cli import render
+from nano_inference.cli.conversation import Piece
 from nano_inference.cli.pane import Pane
-from nano_inference.cli.render import MarkdownPage, console_of
-from nano_inference.cli.talk import Piece
+from nano_inference.cli.render import MarkdownOutput, console_of
 from tests.cli.screen import Emulator, shown_on
 from tests.cli.test_terminal_chat import LONG, assert_once
 
 
+class Recorder(io.TextIOWrapper):
+    """A text file that records what is written."""
+
+    def __init__(self, descriptor: int) -> None:
+        super().__init__(os.fdopen(descriptor, "wb"), encoding="utf-8")
+        self.written: list[str] = []
+
+    def write(self, text: str) -> int:
+        self.written.append(text)
+        return super().write(text)
+
+
 class Device:
-    """A terminal's two ends: what is written to `out` is drawn on `screen`."""
+    """A pseudo-terminal: text written to `out` appears on `screen`."""
 
     def __init__(self, rows: int, columns: int) -> None:
         self._master, slave = os.openpty()
-        self.out: TextIO = os.fdopen(slave, "w", encoding="utf-8")
+        self.out = Recorder(slave)
         self.screen = Emulator(columns, rows, history=100_000, ratio=0.5)
         self._stream = pyte.ByteStream(self.screen)
         os.set_blocking(self._master, False)
@@ -41,7 +53,7 @@ class Device:
         self.screen.resize(rows, columns)
 
     def update(self) -> None:
-        """Draw what was written."""
+        """Feed the written bytes to the screen."""
         while True:
             try:
                 self._stream.feed(os.read(self._master, 65536))
@@ -49,7 +61,7 @@ class Device:
                 return
 
     def text(self) -> str:
-        """What can be seen, what has scrolled away before it."""
+        """Return the text of the scrollback and the screen."""
         self.update()
         return shown_on(self.screen)
 
@@ -60,29 +72,29 @@ class Device:
 
 
 @contextmanager
-def page_on(rows: int, columns: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Device, MarkdownPage]]:
-    """Open a page that draws with every piece."""
-    monkeypatch.setattr(render, "_LEAST_PAUSE_S", 0)
+def output_on(rows: int, columns: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Device, MarkdownOutput]]:
+    """Open an output that draws every piece without a pause."""
+    monkeypatch.setattr(render, "_MIN_PAUSE_S", 0)
     monkeypatch.setattr(render, "_PAUSE_RATIO", 0)
     monkeypatch.setenv("TERM", "xterm-256color")
     for name in ("COLUMNS", "LINES", "VTE_VERSION", "TERM_PROGRAM", "TMUX"):
         monkeypatch.delenv(name, raising=False)
     device = Device(rows, columns)
     try:
-        yield device, MarkdownPage(console_of(device.out))
+        yield device, MarkdownOutput(console_of(device.out))
     finally:
         device.close()
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(6, 40), (12, 50), (24, 80), (60, 200)])
-def test_nothing_is_lost_or_told_twice(rows: int, columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    with page_on(rows, columns, monkeypatch) as (device, page):
+def test_every_row_is_shown_once(rows: int, columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    with output_on(rows, columns, monkeypatch) as (device, output):
         device.out.write("before\n")
         for at in range(0, len(LONG), 11):
-            page.write([Piece(LONG[at : at + 11])])
+            output.write([Piece(LONG[at : at + 11])])
             device.update()
             assert device.text().startswith("before\n")
-        page.finish()
+        output.finish()
         device.out.write("after\n")
         device.out.flush()
         text = device.text()
@@ -91,37 +103,35 @@ def test_nothing_is_lost_or_told_twice(rows: int, columns: int, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_window_of_another_size_at_every_moment(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half a window is the most that is drawn of a block, so all of it is still there in any of these."""
+def test_every_row_is_shown_once_with_resizes(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At most half the window's rows are redrawn, so they fit after each of these resizes."""
     chance = random.Random(seed)
-    with page_on(20, 60, monkeypatch) as (device, page):
+    with output_on(20, 60, monkeypatch) as (device, output):
         for at in range(0, len(LONG), 7):
             if chance.random() < 0.1:
                 device.resize(chance.randint(21, 40), chance.randint(30, 100))
-            page.write([Piece(LONG[at : at + 7])])
+            output.write([Piece(LONG[at : at + 7])])
             device.update()
-        page.finish()
+        output.finish()
         assert_once(device.text())
 
 
-def test_a_lower_window_in_the_middle_of_a_long_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is still whole on the screen."""
+def test_block_is_complete_after_losing_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All words are on the screen once."""
     words = [f"word{i}\n" for i in range(40)]
-    with page_on(20, 60, monkeypatch) as (device, page):
+    with output_on(20, 60, monkeypatch) as (device, output):
         for i, word in enumerate(words):
             if i == 15:
                 device.resize(11, 60)
-            page.write([Piece(word)])
+            output.write([Piece(word)])
             device.update()
-        page.finish()
+        output.finish()
         assert device.text().split() == [word.strip() for word in words]
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(20, 30), (6, 60)])
-def test_a_window_that_becomes_smaller_while_rows_are_rendered(
-    rows: int, columns: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Rows that were rendered for the larger window are not written."""
+def test_resize_during_rendering(rows: int, columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows rendered for the larger window are not written."""
     words = [f"word{i}" for i in range(60)]
     markdown_of = render.markdown_of
 
@@ -130,60 +140,41 @@ def test_a_window_that_becomes_smaller_while_rows_are_rendered(
             device.resize(rows, columns)
         return markdown_of(text)
 
-    with page_on(20, 60, monkeypatch) as (device, page):
+    with output_on(20, 60, monkeypatch) as (device, output):
         monkeypatch.setattr(render, "markdown_of", resizing)
-        page.write([Piece(" ".join(words[:50]))])
+        output.write([Piece(" ".join(words[:50]))])
         device.update()
-        page.write([Piece(" " + " ".join(words[50:]))])
-        page.finish()
+        output.write([Piece(" " + " ".join(words[50:]))])
+        output.finish()
         assert device.text().split() == words
 
 
-def test_only_rows_that_change_are_drawn_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    with page_on(20, 60, monkeypatch) as (device, page):
-        page.write([Piece("first line\nsecond line\nthird ")])
+def test_only_changed_rows_are_redrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    with output_on(20, 60, monkeypatch) as (device, output):
+        output.write([Piece("first line\nsecond line\nthird ")])
         device.update()
         before = device.screen.cursor.y
-        written: list[str] = []
-        monkeypatch.setattr(page._pane, "_out", Recorder(device.out, written))
-        page.write([Piece("line")])
-        assert "".join(written) == "\rthird line\x1b[K\x1b[J" and before == 2
+        device.out.written.clear()
+        output.write([Piece("line")])
+        assert "".join(device.out.written) == "\rthird line\x1b[K\x1b[J" and before == 2
 
 
-def test_a_terminal_that_breaks_rows_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It told who it is, so the rows above the block are counted as they stand there now."""
-    with page_on(20, 60, monkeypatch) as (device, page):
+def test_rewrapping_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a terminal known to rewrap, rows are counted at the new width."""
+    with output_on(20, 60, monkeypatch) as (device, output):
         monkeypatch.setenv("VTE_VERSION", "7600")
-        page.write([Piece("x" * 58 + "\n" + "y" * 10)])
+        output.write([Piece("x" * 58 + "\n" + "y" * 10)])
         device.resize(20, 30)
-        written: list[str] = []
-        monkeypatch.setattr(page._pane, "_out", Recorder(device.out, written))
-        page.write([Piece("z")])
-        assert "".join(written).startswith("\r\x1b[2A"), "58 cells are two rows of 30, and 10 a third"
+        device.out.written.clear()
+        output.write([Piece("z")])
+        assert "".join(device.out.written).startswith("\r\x1b[2A"), "58 cells are two rows of 30, and 10 a third"
 
 
-def test_rows_that_vanish(monkeypatch: pytest.MonkeyPatch) -> None:
-    with page_on(20, 60, monkeypatch) as (device, _):
+def test_fewer_live_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    with output_on(20, 60, monkeypatch) as (device, _):
         pane = Pane(device.out)
         for kept, live in (([], ["a", "b", "c"]), ([], ["a"]), ([], ["a", "d"]), (["a"], []), ([], ["e"]), ([], [])):
             pane.draw(kept, live)
         device.out.write("end\n")
         device.out.flush()
         assert device.text() == "a\nend"
-
-
-class Recorder:
-    """Writes on, and remembers."""
-
-    def __init__(self, out: TextIO, written: list[str]) -> None:
-        self._out, self._written = out, written
-
-    def write(self, text: str) -> None:
-        self._written.append(text)
-        self._out.write(text)
-
-    def flush(self) -> None:
-        self._out.flush()
-
-    def fileno(self) -> int:
-        return self._out.fileno()

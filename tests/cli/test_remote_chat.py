@@ -1,4 +1,4 @@
-"""`chat --server`: against our own server, and against one that misbehaves as a test tells it to."""
+"""`chat --server`: with this package's server, and with a scripted server that misbehaves."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NANO_INFERENCE_MODEL", raising=False)
 
 
-def talk(capsys: Capture, url: str, *argv: str, code: int = 0) -> tuple[str, str]:
+def ask(capsys: Capture, url: str, *argv: str, code: int = 0) -> tuple[str, str]:
     """Ask one question; return stdout and stderr."""
     found = main(["chat", "--server", url, "-p", "hello", *argv])
     out, err = capsys.readouterr()
@@ -64,11 +64,11 @@ def talk(capsys: Capture, url: str, *argv: str, code: int = 0) -> tuple[str, str
     return out, err
 
 
-# ---- our own server
+# ---- this package's server
 
 
-def test_a_chat_with_our_server_in_a_terminal(calculating: Running) -> None:
-    """Without torch; the calculator answers, what it forced is marked, and all commands work."""
+def test_chat_with_nano_inference_server(calculating: Running) -> None:
+    """Imports no torch; the calculator answers, tool output is styled, and slash commands work."""
     arguments = ("chat", "--server", calculating.url.removeprefix("http://"))
     with terminal(*arguments, python=("-c", _SPY), columns=WIDE, NANO_INFERENCE_API_KEY=KEY) as screen:
         screen.prompt()
@@ -92,14 +92,14 @@ def test_a_chat_with_our_server_in_a_terminal(calculating: Running) -> None:
         screen.ask("/set stop_token_ids 5")
         screen.ask("/set prompt_logprobs 1")
         screen.ask("again")
-        screen.wait("nano-inference: prompt_logprobs cannot be asked of a server in a chat")
+        screen.wait("nano-inference: prompt_logprobs is not available in a chat with a server")
         screen.send("/exit\r")
         assert screen.leave() == 0
         assert "imported: []" in screen.text()
 
 
 @pytest.mark.parametrize(("env", "shown"), [({}, "\x1b[32m"), ({"NO_COLOR": "1"}, "'3' forced")])
-def test_tokens_in_colours_and_in_numbers(calculating: Running, env: dict[str, str], shown: str) -> None:
+def test_tokens_in_colours_or_numbers(calculating: Running, env: dict[str, str], shown: str) -> None:
     argv = ("chat", "--server", calculating.url)
     with terminal(*argv, columns=WIDE, NANO_INFERENCE_API_KEY=KEY, **env) as screen:
         screen.ask("/tokens on")
@@ -111,7 +111,7 @@ def test_tokens_in_colours_and_in_numbers(calculating: Running, env: dict[str, s
         assert screen.leave() == 0
 
 
-def test_the_whole_context_is_used_and_the_oldest_turns_leave(
+def test_full_context_drops_oldest_turns(
     calculating: Running, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     questions = "".join(f"What is {number}+34?\n" for number in range(12, 24))
@@ -122,39 +122,39 @@ def test_the_whole_context_is_used_and_the_oldest_turns_leave(
     assert len(out.splitlines()) == 12 and out.splitlines()[-1].startswith("[23+34 → 57]")
 
 
-def test_the_key_and_the_name(calculating: Running, capsys: Capture) -> None:
-    _, err = talk(capsys, calculating.url, code=1)
-    assert re.fullmatch(r"nano-inference: http://127\.0\.0\.1:\d+/v1: 401: .*; --api-key gives the key\n", err)
-    _, err = talk(capsys, calculating.url, "--api-key", "wrong-key-of-mine", code=1)
+def test_api_key_and_model_name(calculating: Running, capsys: Capture) -> None:
+    _, err = ask(capsys, calculating.url, code=1)
+    assert re.fullmatch(r"nano-inference: http://127\.0\.0\.1:\d+/v1: 401: .*; give the key as --api-key\n", err)
+    _, err = ask(capsys, calculating.url, "--api-key", "wrong-key-of-mine", code=1)
     assert ": 401: " in err and "wrong-key-of-mine" not in err and err.count("\n") == 1
-    _, err = talk(capsys, calculating.url, "--api-key", KEY, "--model", "nobody", code=1)
-    assert "404: the model 'nobody' does not exist; served: tiny" in err
-    out, err = talk(capsys, calculating.url + "/v1/", "--api-key", KEY, "-m", "tiny", "--max-tokens", "3")
+    _, err = ask(capsys, calculating.url, "--api-key", KEY, "--model", "absent", code=1)
+    assert "404: the model 'absent' does not exist; served: tiny" in err
+    out, err = ask(capsys, calculating.url + "/v1/", "--api-key", KEY, "-m", "tiny", "--max-tokens", "3")
     assert out and "3 generated" in err and "[cut off" in err
 
 
-def test_an_answer_that_the_context_cuts_off(calculating: Running, capsys: Capture) -> None:
-    _, err = talk(capsys, calculating.url, "--api-key", KEY, "--max-tokens", "1000", "--ignore-eos")
+def test_context_limit_of_answer_is_printed(calculating: Running, capsys: Capture) -> None:
+    _, err = ask(capsys, calculating.url, "--api-key", KEY, "--max-tokens", "1000", "--ignore-eos")
     assert re.search(r"\[cut off: the model's context is full after \d+ tokens\]", err)
 
 
-def test_a_model_without_a_calculator_is_not_asked_to_calculate(tmp_path: Path, capsys: Capture) -> None:
+def test_calculator_is_not_requested_without_one(tmp_path: Path, capsys: Capture) -> None:
     with running(make_tiny(tmp_path)) as one:
         assert one.client.get("/v1/models").json()["data"][0]["calculator"] is False
         argv = ("--max-tokens", "8", "--ignore-eos")
-        first = talk(capsys, one.url, *argv, "--seed", "4")
-        assert first[0] == talk(capsys, one.url, *argv, "--seed", "4")[0] and "8 generated" in first[1]
-        assert first[0] != talk(capsys, one.url, *argv, "--seed", "5")[0]
-        assert 'status="4' not in one.client.get("/metrics").text, "a request was refused"
+        first = ask(capsys, one.url, *argv, "--seed", "4")
+        assert first[0] == ask(capsys, one.url, *argv, "--seed", "4")[0] and "8 generated" in first[1]
+        assert first[0] != ask(capsys, one.url, *argv, "--seed", "5")[0]
+        assert 'status="4' not in one.client.get("/metrics").text, "a request was rejected"
 
 
-def test_serve_as_a_process_and_ctrl_c(tmp_path: Path) -> None:
-    """The server stops drawing when the chat's Ctrl-C ends the connection."""
+def test_ctrl_c_aborts_the_servers_request(tmp_path: Path) -> None:
+    """The server aborts the request when the chat's Ctrl-C closes the connection."""
     model = make_tiny(tmp_path / "tiny", 32768)
     command = [sys.executable, "-m", "nano_inference", "serve", "--model", str(model), "--port", "0"]
     env = os.environ | {"NANO_INFERENCE_NUM_THREADS": "1"}
     serving = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=env)
-    watchdog = threading.Timer(120, serving.kill)  # which ends a wait for a line that does not come
+    watchdog = threading.Timer(120, serving.kill)  # ends a wait for a missing line
     watchdog.start()
     try:
         assert serving.stderr is not None
@@ -184,8 +184,8 @@ def test_serve_as_a_process_and_ctrl_c(tmp_path: Path) -> None:
 # ---- pipes
 
 
-def test_a_terminal_that_types_into_a_pipe(server: Scripted) -> None:
-    """stdout is a file: the prompt is not in it."""
+def test_redirected_stdout_has_answers_only(server: Scripted) -> None:
+    """stdout is a pipe, which does not receive the prompt."""
     code = "import subprocess, sys; d = subprocess.run([sys.executable, '-m', 'nano_inference', *sys.argv[1:]], "
     code += "stdout=subprocess.PIPE); print('OUT', d.returncode, d.stdout)"
     server.answer("**hi** \x1b[31m")
@@ -202,7 +202,7 @@ def chat_process(server: Scripted, lines: bytes, **options: Any) -> subprocess.C
     return subprocess.run(command, input=lines, stderr=subprocess.PIPE, check=False, **options)
 
 
-def test_a_reader_that_has_gone(server: Scripted) -> None:
+def test_broken_pipe_exits_141(server: Scripted) -> None:
     read_end, write_end = os.pipe()
     os.close(read_end)
     server.answer("hi")
@@ -211,7 +211,7 @@ def test_a_reader_that_has_gone(server: Scripted) -> None:
     assert (done.returncode, done.stderr) == (141, b"")
 
 
-def test_bytes_that_are_no_text(server: Scripted) -> None:
+def test_undecodable_input_is_replaced(server: Scripted) -> None:
     for _ in range(2):
         server.answer("hi")
     done = chat_process(server, b"caf\xe9 \xff\n\nmore", stdout=subprocess.PIPE, env=os.environ | {"LC_ALL": "C"})
@@ -222,10 +222,10 @@ def test_bytes_that_are_no_text(server: Scripted) -> None:
 # ---- a server that misbehaves
 
 
-def test_what_is_sent(server: Scripted, capsys: Capture) -> None:
-    """Only what was asked for: another server has defaults of its own, and knows none of our fields."""
+def test_request_has_only_requested_fields(server: Scripted, capsys: Capture) -> None:
+    """Other servers have their own defaults and lack this package's fields."""
     server.answer("hi")
-    out, err = talk(capsys, f"{server.url}/below/", "--api-key", "sesame", "--system", "s", "--top-p", "0.5")
+    out, err = ask(capsys, f"{server.url}/below/", "--api-key", "sesame", "--system", "s", "--top-p", "0.5")
     assert out == "hi\n" and f"[parrot at {server.url}/below/v1]" in err
     models, chat = server.asked.get(), server.asked.get()
     assert (models.path, chat.path) == ("/below/v1/models", "/below/v1/chat/completions")
@@ -240,41 +240,39 @@ def test_what_is_sent(server: Scripted, capsys: Capture) -> None:
     }
 
 
-def test_what_is_built_in_is_sent_when_it_was_asked_for(
-    server: Scripted, capsys: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The server may have another default. What only our own fields are by themselves is not sent all the same."""
+def test_given_default_values_are_sent(server: Scripted, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server may have another default; this package's fields are not sent at their defaults."""
     monkeypatch.setenv("NANO_INFERENCE_TOP_P", "1")
     server.answer("hi")
-    talk(capsys, server.url, "--temperature", "1.0", "--no-ignore-eos", "--no-raw-logprobs")
+    ask(capsys, server.url, "--temperature", "1.0", "--no-ignore-eos", "--no-raw-logprobs")
     sent = server.post()
     assert (sent["temperature"], sent["top_p"]) == (1.0, 1.0)
     assert set(sent) == {"model", "messages", "stream", "stream_options", "max_tokens", "temperature", "top_p"}
 
 
-def test_our_own_servers_chat_defaults_are_sent(server: Scripted, capsys: Capture) -> None:
-    """Explicitly, because a request that names nothing is sampled with temperature 1; the user's values come first."""
+def test_chat_defaults_of_nano_inference_server_are_sent(server: Scripted, capsys: Capture) -> None:
+    """A request without fields would be sampled with temperature 1. The user's values take precedence."""
     defaults = {"temperature": 0.2, "top_p": 0.9, "min_p": 0.0, "max_tokens": 77, "unknown_field": 3}
     server.models = {"data": [{"id": "a", "owned_by": "nano-inference", "chat_defaults": defaults}]}
     for _ in range(2):
         server.answer("hi")
-    _, err = talk(capsys, server.url)
+    _, err = ask(capsys, server.url)
     assert "[chat defaults: temperature 0.2, top_p 0.9 (the server's), at most 77 tokens; /set changes them]" in err
     sent = server.post()
     assert {name: sent.get(name) for name in defaults} == {**defaults, "unknown_field": None}
-    talk(capsys, server.url, "--top-p", "1", "--max-tokens", "256")
+    ask(capsys, server.url, "--top-p", "1", "--max-tokens", "256")
     sent = server.post()
     assert (sent["temperature"], sent["top_p"], sent["max_tokens"]) == (0.2, 1.0, 256)
 
 
-def test_invalid_chat_defaults_of_a_server_are_one_line(server: Scripted, capsys: Capture) -> None:
+def test_invalid_chat_defaults_are_one_line(server: Scripted, capsys: Capture) -> None:
     server.models = {"data": [{"id": "a", "owned_by": "nano-inference", "chat_defaults": {"top_p": "all"}}]}
-    _, err = talk(capsys, server.url, code=1)
+    _, err = ask(capsys, server.url, code=1)
     assert err == "nano-inference: the server's chat_defaults are invalid: top_p must be a number, got 'all'\n"
 
 
-def test_a_server_that_lost_its_calculator_is_asked_without(server: Scripted, capsys: Capture) -> None:
-    """It was started again with another model, which has the old one's name."""
+def test_calculator_rejection_is_retried_without(server: Scripted, capsys: Capture) -> None:
+    """The server was restarted with another model of the same name."""
     server.models = {"data": [{"id": "a", "owned_by": "nano-inference", "calculator": True}]}
     head, server.head = server.head, ""
     refusal = {"error": {"message": "the model has no calculator", "param": "calculator"}}
@@ -282,7 +280,7 @@ def test_a_server_that_lost_its_calculator_is_asked_without(server: Scripted, ca
     server.cut()
     server.raw(head.encode())
     server.answer("hi")
-    assert talk(capsys, server.url)[0] == "hi\n"
+    assert ask(capsys, server.url)[0] == "hi\n"
     assert server.post()["calculator"] is True and "calculator" not in server.post()
 
 
@@ -291,56 +289,58 @@ def test_a_server_that_lost_its_calculator_is_asked_without(server: Scripted, ca
     [
         ({"data": []}, "--model must name one of the server's models: it lists none", 2),
         ({"data": [{"id": "a"}, {"id": "b\x1b"}]}, "--model must name one of the server's models: a, b␛", 2),
-        ({"data": 3}, "/v1/models: this is no OpenAI-compatible server", 1),
-        (b"<html>", "the server sent what is no JSON: '<html>'", 1),
+        ({"data": 3}, "/v1/models: not an OpenAI-compatible server", 1),
+        (b"<html>", "the server sent invalid JSON: '<html>'", 1),
     ],
 )
-def test_no_model_to_be_found(server: Scripted, capsys: Capture, models: object, said: str, code: int) -> None:
+def test_missing_model_is_one_line(server: Scripted, capsys: Capture, models: object, said: str, code: int) -> None:
     server.models = models
-    out, err = talk(capsys, server.url, code=code)
+    out, err = ask(capsys, server.url, code=code)
     assert out == "" and said in err and err.count("\n") == 1
 
 
 def test_aliases_are_one_model(server: Scripted, capsys: Capture) -> None:
     server.models = {"data": [{"id": "a", "parent": None}, {"id": "b", "parent": "a"}]}
     server.answer("hi")
-    talk(capsys, server.url)
+    ask(capsys, server.url)
     assert server.post()["model"] == "a"
 
 
-def test_a_server_without_a_list_of_models(server: Scripted, capsys: Capture) -> None:
+def test_server_without_model_list(server: Scripted, capsys: Capture) -> None:
     server.models_status = "404 Not Found"
     server.answer("hi")
-    assert talk(capsys, server.url, "--model", "mine")[0] == "hi\n" and server.post()["model"] == "mine"
+    assert ask(capsys, server.url, "--model", "mine")[0] == "hi\n" and server.post()["model"] == "mine"
 
 
 @pytest.mark.parametrize(
     ("script", "out", "said"),
     [
         ([b'data: {"error": {"message": "out of\\nmemory"}}\n\n'], "", "the server failed: out of memory"),
-        ([b"data: nonsense\n\n"], "", "the server sent what is no JSON: 'nonsense'"),
-        ([b"data: [1]\n\n"], "", "what is no part of an answer: '[1]'"),
+        ([b"data: nonsense\n\n"], "", "the server sent invalid JSON: 'nonsense'"),
+        ([b"data: [1]\n\n"], "", "the server sent an invalid event: '[1]'"),
         ([chunk("half")], "half\n", "the connection was lost in the middle of the answer"),
-        ([chunk("half"), b"\xff\xfe\xfd garbage\n\ndata: {{{\n\n"], "half\n", "no JSON: '{{{'"),
+        ([chunk("half"), b"\xff\xfe\xfd garbage\n\ndata: {{{\n\n"], "half\n", "invalid JSON: '{{{'"),
         ([], "", "the connection was lost in the middle of the answer"),
     ],
 )
-def test_failures_keep_what_came(server: Scripted, capsys: Capture, script: list[object], out: str, said: str) -> None:
+def test_failure_keeps_partial_answer(
+    server: Scripted, capsys: Capture, script: list[object], out: str, said: str
+) -> None:
     for one in script:
         server.raw(one) if isinstance(one, bytes) else server.event(one)
     server.cut()
-    told, err = talk(capsys, server.url, code=1)
+    text, err = ask(capsys, server.url, code=1)
     failures = [line for line in err.splitlines() if line.startswith("nano-inference: ")]
-    assert told == out and len(failures) == 1 and said in failures[0]
+    assert text == out and len(failures) == 1 and said in failures[0]
 
 
-def test_an_end_without_done_is_an_end(server: Scripted, capsys: Capture) -> None:
+def test_finish_reason_without_done_ends_the_answer(server: Scripted, capsys: Capture) -> None:
     server.event(chunk("all", "stop"))
     server.cut()
-    assert talk(capsys, server.url)[0] == "all\n"
+    assert ask(capsys, server.url)[0] == "all\n"
 
 
-def test_a_partial_answer_stays_in_the_conversation(server: Scripted) -> None:
+def test_partial_answer_stays_in_the_conversation(server: Scripted) -> None:
     with terminal("chat", "--server", server.url, columns=WIDE) as screen:
         screen.prompt()
         screen.send("question\r")
@@ -349,25 +349,25 @@ def test_a_partial_answer_stays_in_the_conversation(server: Scripted) -> None:
         screen.wait("nano-inference: the connection was lost in the middle of the answer")
         screen.prompt()
         server.post()
-        screen.send("/tokens on\rgo on\r")
+        screen.send("/tokens on\rmore\r")
         body = server.post()
-        assert [message["content"] for message in body["messages"]] == ["question", "half", "go on"]
+        assert [message["content"] for message in body["messages"]] == ["question", "half", "more"]
         assert body["logprobs"] is True and body["top_logprobs"] == 5
         server.answer("rest")
-        screen.wait("[no probabilities came with this answer]")
+        screen.wait("[this answer has no probabilities]")
         screen.prompt()
         screen.send("\x04")
         assert screen.leave() == 0
 
 
-def test_a_tls_server_and_our_address_alone(capsys: Capture, server: Scripted) -> None:
-    """What speaks no TLS is one line."""
-    _, err = talk(capsys, server.url.replace("http://", "https://"), code=1)
+def test_https_to_plain_server_is_one_line(capsys: Capture, server: Scripted) -> None:
+    """A failed TLS handshake is one line."""
+    _, err = ask(capsys, server.url.replace("http://", "https://"), code=1)
     assert err.startswith("nano-inference: https://127.0.0.1:") and err.count("\n") == 1
 
 
-def test_usage_is_said_before_anything_is_asked(capsys: Capture) -> None:
-    _, err = talk(capsys, "ftp://x", code=2)
+def test_invalid_usage_is_reported_before_requests(capsys: Capture) -> None:
+    _, err = ask(capsys, "ftp://x", code=2)
     assert err == "nano-inference: --server must be a URL such as http://127.0.0.1:8000, got 'ftp://x'\n"
-    _, err = talk(capsys, "x", "--nanochat", code=2)
+    _, err = ask(capsys, "x", "--nanochat", code=2)
     assert err == "nano-inference: --server and --nanochat exclude each other\n"

@@ -1,4 +1,4 @@
-"""`serve` as a process: how it starts, what it refuses, how it ends."""
+"""`serve` as a process: start, rejected settings, shutdown."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ import pytest
 
 from tests.server.tiny import events_in, make_tiny
 
-LONG = {"prompt": "go on", "max_tokens": 480, "ignore_eos": True, "seed": 1, "stream": True}
+LONG = {"prompt": "continue", "max_tokens": 480, "ignore_eos": True, "seed": 1, "stream": True}
 ENDLESS = {**LONG, "max_tokens": 30_000}
-"""It goes on for as long as any test."""
+"""Longer than any test."""
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def patient(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model whose answers may be endless."""
+    """A model with a long context."""
     return make_tiny(tmp_path_factory.mktemp("patient"), positions=32768)
 
 
@@ -42,7 +42,7 @@ def command(directory: Path | str, *options: str) -> list[str]:
 
 
 class Process:
-    """A server of its own; its stderr is read as it comes."""
+    """A server process; a thread reads its stderr."""
 
     def __init__(self, arguments: list[str], before: Callable[[], object] | None = None) -> None:
         self.popen = subprocess.Popen(
@@ -64,7 +64,7 @@ class Process:
             self._news.notify_all()
 
     def wait_for(self, pattern: str) -> re.Match[str]:
-        """Return the match in the first line that has one."""
+        """Return the first match in the lines of stderr."""
         with self._news:
             while True:
                 found = next((m for line in self.lines if (m := re.search(pattern, line))), None)
@@ -77,7 +77,7 @@ class Process:
         return self.wait_for(r"listening on (http://\S+),")[1]
 
     def end(self) -> int:
-        """Wait for the end and return the exit code."""
+        """Wait for the process and return its exit code."""
         code = self.popen.wait(60)
         self._reader.join(60)
         assert self.popen.stderr is not None
@@ -87,7 +87,7 @@ class Process:
 
 @contextmanager
 def process(directory: Path, *options: str, before: Callable[[], object] | None = None) -> Iterator[Process]:
-    """A server that is gone when the block ends; `before` is run in its process first."""
+    """Run a server until the end of the block; `before` runs in its process first."""
     one = Process(command(directory, *options), before)
     try:
         yield one
@@ -96,7 +96,7 @@ def process(directory: Path, *options: str, before: Callable[[], object] | None 
         one.end()
 
 
-def test_a_process_comes_up_and_says_so_in_a_line_for_each_request(directory: Path) -> None:
+def test_process_starts_and_logs_requests(directory: Path) -> None:
     with process(directory) as server, httpx2.Client(base_url=server.url, timeout=60) as client:
         seen = []
         while not seen or seen[-1] != (200, "ok"):
@@ -105,7 +105,7 @@ def test_a_process_comes_up_and_says_so_in_a_line_for_each_request(directory: Pa
         assert set(seen) <= {(503, "loading"), (200, "ok")}
         assert client.get("/ready").status_code == 200
         server.wait_for(r"ready: served\d*")
-        assert not any(line.startswith("{") for line in server.lines), "probes are not worth a line"
+        assert not any(line.startswith("{") for line in server.lines), "probes are not logged"
         early = client.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}, headers={"x-request-id": "mine"})
         assert early.status_code == 200
         line = json.loads(server.wait_for(r"^\{.*")[0])
@@ -115,7 +115,7 @@ def test_a_process_comes_up_and_says_so_in_a_line_for_each_request(directory: Pa
         assert (warning["level"], warning["logger"]) == ("warning", "nano_inference.server")
 
 
-def test_after_a_term_new_requests_are_refused(patient: Path) -> None:
+def test_sigterm_refuses_new_requests(patient: Path) -> None:
     with process(patient) as server, httpx2.Client(base_url=server.url, timeout=60) as client:
         server.wait_for("ready: ")
         with client.stream("POST", "/v1/completions", json=ENDLESS) as stream:
@@ -127,7 +127,7 @@ def test_after_a_term_new_requests_are_refused(patient: Path) -> None:
             assert (refused.status_code, refused.json()["error"]["code"]) == (503, "shutting_down")
 
 
-def test_after_a_term_open_requests_finish(directory: Path) -> None:
+def test_sigterm_finishes_open_requests(directory: Path) -> None:
     with process(directory) as server, httpx2.Client(base_url=server.url, timeout=60) as client:
         server.wait_for("ready: ")
         with client.stream("POST", "/v1/completions", json=LONG) as stream:
@@ -141,16 +141,16 @@ def test_after_a_term_open_requests_finish(directory: Path) -> None:
         assert not any("Traceback" in line for line in server.lines)
 
 
-def test_after_a_hangup_open_requests_finish(directory: Path) -> None:
+def test_sighup_finishes_open_requests(directory: Path) -> None:
     def heed() -> None:
-        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup, under which tests may run, has it ignored
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores SIGHUP
 
     with process(directory, before=heed) as server, httpx2.Client(base_url=server.url, timeout=60) as client:
         server.wait_for("ready: ")
         with client.stream("POST", "/v1/completions", json=LONG) as stream:
             parts = stream.iter_text()
             text = next(parts)
-            for _ in range(3):  # a terminal that goes sends it, and its shell does
+            for _ in range(3):  # both a closing terminal and its shell send it
                 server.popen.send_signal(signal.SIGHUP)
                 while client.get("/ready").status_code == 200:
                     pass
@@ -160,7 +160,7 @@ def test_after_a_hangup_open_requests_finish(directory: Path) -> None:
         assert server.end() == 0
 
 
-def test_a_hangup_that_is_ignored_stays_ignored(directory: Path) -> None:
+def test_ignored_sighup_stays_ignored(directory: Path) -> None:
     with process(directory, before=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN)) as server:
         server.wait_for("ready: ")
         server.popen.send_signal(signal.SIGHUP)
@@ -169,7 +169,7 @@ def test_a_hangup_that_is_ignored_stays_ignored(directory: Path) -> None:
                 assert client.get("/ready").status_code == 200
 
 
-def test_connections_beyond_the_process_s_descriptors_leave_no_trace(directory: Path) -> None:
+def test_connections_above_descriptor_limit_are_refused(directory: Path) -> None:
     def limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128))
 
@@ -177,7 +177,7 @@ def test_connections_beyond_the_process_s_descriptors_leave_no_trace(directory: 
         server.wait_for("ready: ")
         port = int(server.url.rpartition(":")[2])
         for _ in range(3):
-            server.popen.send_signal(signal.SIGSTOP)  # all of them are there when it looks
+            server.popen.send_signal(signal.SIGSTOP)  # so that all connections are pending at once
             crowd = [socket.create_connection(("127.0.0.1", port)) for _ in range(250)]
             server.popen.send_signal(signal.SIGCONT)
             refused = sum(b" 503 " in one.recv(64) for one in crowd[-10:])
@@ -191,7 +191,7 @@ def test_connections_beyond_the_process_s_descriptors_leave_no_trace(directory: 
 
 
 @pytest.mark.parametrize("how", ["twice", "no time"])
-def test_open_requests_are_aborted_when_there_is_no_time(patient: Path, how: str) -> None:
+def test_second_signal_or_zero_timeout_aborts_open_requests(patient: Path, how: str) -> None:
     options = ("--shutdown-timeout", "0") if how == "no time" else ()
     with process(patient, *options) as server, httpx2.Client(base_url=server.url, timeout=60) as client:
         server.wait_for("ready: ")
@@ -211,7 +211,7 @@ def test_open_requests_are_aborted_when_there_is_no_time(patient: Path, how: str
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_an_idle_or_loading_server_ends_at_once(directory: Path, number: signal.Signals) -> None:
+def test_idle_or_loading_server_ends_immediately(directory: Path, number: signal.Signals) -> None:
     with process(directory) as idle, process(directory) as loading:
         loading.wait_for("listening on")
         loading.popen.send_signal(number)
@@ -222,7 +222,7 @@ def test_an_idle_or_loading_server_ends_at_once(directory: Path, number: signal.
         assert not any("Traceback" in line for line in [*idle.lines, *loading.lines])
 
 
-def test_a_server_below_a_path_answers_with_and_without_it(directory: Path) -> None:
+def test_root_path_is_optional_in_requests(directory: Path) -> None:
     with process(directory, "--root-path", "/llm") as server:
         base = server.url
         assert base.endswith("/llm")
@@ -238,7 +238,7 @@ def refusal(*arguments: str, directory: Path | str) -> tuple[int, list[str]]:
     return run.returncode, [line for line in run.stderr.splitlines() if not line.startswith("listening on")]
 
 
-def test_what_cannot_be_served_is_one_line(directory: Path, tmp_path: Path) -> None:
+def test_invalid_model_is_one_line(directory: Path, tmp_path: Path) -> None:
     broken = make_tiny(tmp_path / "broken")
     weights = broken / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
@@ -247,7 +247,7 @@ def test_what_cannot_be_served_is_one_line(directory: Path, tmp_path: Path) -> N
         assert (code, len(lines)) == (2, 1) and expected in lines[0], lines
 
 
-def test_what_is_not_safe_is_refused_before_loading(directory: Path, tmp_path: Path) -> None:
+def test_insecure_settings_are_rejected_before_loading(directory: Path, tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("a-key-of-some-length\n")
     keys.chmod(0o644)
@@ -260,10 +260,10 @@ def test_what_is_not_safe_is_refused_before_loading(directory: Path, tmp_path: P
     ):
         code, lines = refusal(*options, directory=directory)
         assert (code, len(lines)) == (2, 1) and expected in lines[0], (options, lines)
-        assert "short" not in lines[0] or "shorter" in lines[0], "the key is told"
+        assert "short" not in lines[0] or "shorter" in lines[0], "the key is printed"
 
 
-def test_a_port_in_use_is_one_line(directory: Path) -> None:
+def test_port_in_use_is_one_line(directory: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         code, lines = refusal("--port", port, directory=directory)

@@ -1,4 +1,4 @@
-"""Commands whose stdin, stdout or stderr is closed, full or has lost its reader."""
+"""Commands whose stdin, stdout or stderr is closed or full, or whose reader has exited."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def python(text: str, redirection: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("redirection", UNWRITABLE)
-def test_the_server_starts_and_ends_though_it_can_write_to_nobody(directory: Path, redirection: str) -> None:
+def test_server_runs_with_unwritable_streams(directory: Path, redirection: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     words = shlex.join(command(directory, "--port", str(port)))
@@ -38,7 +38,7 @@ def test_the_server_starts_and_ends_though_it_can_write_to_nobody(directory: Pat
     try:
         reply = None
         while reply is None or reply.status_code == 503:
-            assert process.poll() is None, "the server has ended"
+            assert process.poll() is None, "the server has exited"
             with contextlib.suppress(httpx2.TransportError):
                 reply = httpx2.post(f"http://127.0.0.1:{port}/v1/completions", json={"prompt": "a", "max_tokens": 1})
         assert reply.status_code == 200
@@ -50,7 +50,7 @@ def test_the_server_starts_and_ends_though_it_can_write_to_nobody(directory: Pat
 
 
 @pytest.mark.parametrize("redirection", ["2>&-", "<&-", ">&-", "<&- >&- 2>&-"])
-def test_a_closed_stream_s_number_is_not_given_to_the_next_file(redirection: str) -> None:
+def test_closed_descriptors_are_not_reused(redirection: str) -> None:
     text = (
         "import os, sys\n"
         "from nano_inference.cli.streams import prepare\n"
@@ -62,7 +62,7 @@ def test_a_closed_stream_s_number_is_not_given_to_the_next_file(redirection: str
     assert python(text, redirection).returncode == 7
 
 
-def test_messages_are_dropped_and_answers_are_not() -> None:
+def test_stderr_drops_failed_writes_and_stdout_does_not() -> None:
     prepared = "import sys; from nano_inference.cli.streams import prepare; prepare();"
     lost = python(f"{prepared} print('x' * 100_000, file=sys.stderr, flush=True); print('whole')", "2>/dev/full")
     assert (lost.returncode, lost.stdout) == (0, "whole\n")

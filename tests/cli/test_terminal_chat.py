@@ -1,4 +1,4 @@
-"""The chat in a real terminal, answered by a server that speaks when it is told to: what stands on the screen, when."""
+"""Chats in a pseudo-terminal with a scripted server: the screen's contents over time."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ def server() -> Iterator[Scripted]:
 
 @pytest.fixture(autouse=True)
 def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A history of the test's own."""
+    """Use a temporary history."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     return tmp_path / "state" / "nano-inference" / "history"
 
 
 def answer_of(screen: Terminal) -> str:
-    """What stands between the last question and the line of statistics."""
+    """Return the text between the last question and the statistics."""
     return screen.text().rpartition("> question\n")[2].partition("\n[first token")[0]
 
 
-def test_an_answer_is_seen_while_it_is_written(server: Scripted) -> None:
+def test_answer_is_rendered_while_streamed(server: Scripted) -> None:
     with terminal("chat", "--server", server.url, columns=WIDE) as screen:
         screen.prompt()
         screen.send("question\r")
@@ -48,7 +48,7 @@ def test_an_answer_is_seen_while_it_is_written(server: Scripted) -> None:
         screen.wait("| a | b |")
         server.say("---|---|\n| 1 | 2 |\n")
         screen.wait(" 1  2")
-        assert "|" not in screen.text() and "**" not in screen.text(), "what was drawn of the block is drawn over"
+        assert "|" not in screen.text() and "**" not in screen.text(), "the incomplete block was overwritten"
         server.say("\n```python\nprint(1)\n")
         screen.wait("print(1)")
         server.say("```\n\nlast")
@@ -67,7 +67,7 @@ LONG += "| n | square |\n|---|---|\n" + "".join(f"| row{i} | {i * i} |\n" for i 
 
 
 def marks() -> list[str]:
-    """What must stand on the screen once, in this order."""
+    """Return texts that the screen must contain once, in this order."""
     paragraphs = [f"paragraph {i} " for i in range(6)]
     return ["Head", *paragraphs, "• one", "• two", *(f"line_{i} " for i in range(40)), *(f"row{i} " for i in range(30))]
 
@@ -77,7 +77,7 @@ def assert_once(text: str) -> None:
     assert places == sorted(places) and all(text.count(mark) == 1 for mark in marks()), text
 
 
-def test_a_long_answer_scrolls_and_nothing_is_lost_or_told_twice(server: Scripted) -> None:
+def test_long_answer_scrolls_and_is_shown_once(server: Scripted) -> None:
     with terminal("chat", "--server", server.url, rows=12, columns=50) as screen:
         screen.prompt()
         screen.send("question\r")
@@ -93,8 +93,8 @@ def test_a_long_answer_scrolls_and_nothing_is_lost_or_told_twice(server: Scripte
 
 
 @pytest.mark.parametrize("sizes", [((8, 60), (20, 40)), ((30, 90), (10, 35))])
-def test_a_window_that_changes_its_size(server: Scripted, sizes: tuple[tuple[int, int], ...]) -> None:
-    """Twice in the middle of blocks: one of text, and a table; and nothing is lost or told twice."""
+def test_answer_is_shown_once_with_resizes(server: Scripted, sizes: tuple[tuple[int, int], ...]) -> None:
+    """Resize in the middle of a paragraph and of a table; every row is shown once."""
     cuts = [0, LONG.index("paragraph 2") + 40, LONG.index("row3"), len(LONG)]
     last_words = ["paragraph 2 word word word word word wor", "row2  4", "end"]
     with terminal("chat", "--server", server.url, rows=16, columns=70) as screen:
@@ -113,7 +113,7 @@ def test_a_window_that_changes_its_size(server: Scripted, sizes: tuple[tuple[int
         assert screen.leave() == 0
 
 
-def test_ctrl_c_ends_the_answer_and_the_connection(server: Scripted) -> None:
+def test_ctrl_c_ends_answer_and_connection(server: Scripted) -> None:
     with terminal("chat", "--server", server.url, columns=WIDE) as screen:
         screen.prompt()
         screen.send("question\r")
@@ -121,7 +121,7 @@ def test_ctrl_c_ends_the_answer_and_the_connection(server: Scripted) -> None:
         screen.wait("half an ans")
         screen.send("\x03")
         screen.wait("[stopped]")
-        assert server.left.wait(60), "the server knows"
+        assert server.left.wait(60), "the server sees the disconnect"
         screen.prompt()
         server.post()
         screen.send("again\r")
@@ -134,7 +134,7 @@ def test_ctrl_c_ends_the_answer_and_the_connection(server: Scripted) -> None:
         assert screen.leave() == 0
 
 
-def test_ctrl_c_while_nothing_has_come(server: Scripted) -> None:
+def test_ctrl_c_before_first_token(server: Scripted) -> None:
     with terminal("chat", "--server", server.url, columns=WIDE) as screen:
         screen.prompt()
         screen.send("question\r")
@@ -147,7 +147,7 @@ def test_ctrl_c_while_nothing_has_come(server: Scripted) -> None:
 
 
 def test_ctrl_c_at_the_prompt(server: Scripted) -> None:
-    """It clears what is half typed; on an empty line it asks for a second one, which quits with 130."""
+    """It clears a partial line; on an empty line a second Ctrl-C quits with 130."""
     with terminal("chat", "--server", server.url, columns=WIDE) as screen:
         screen.prompt()
         screen.send("half a ques")
@@ -157,7 +157,7 @@ def test_ctrl_c_at_the_prompt(server: Scripted) -> None:
         screen.interrupt()
         screen.wait("press Ctrl-C again, or Ctrl-D, to quit")
         screen.prompt()
-        screen.ask("/seed")  # so the next press is a first one again
+        screen.ask("/seed")  # resets the count of presses
         screen.interrupt()
         screen.wait("press Ctrl-C again", 2)
         screen.prompt()
@@ -165,7 +165,7 @@ def test_ctrl_c_at_the_prompt(server: Scripted) -> None:
         assert screen.leave() == 130 and "Traceback" not in screen.text()
 
 
-def test_what_is_typed_during_an_answer_is_read_afterwards_and_not_shown_in_it(server: Scripted) -> None:
+def test_input_during_answer_is_queued_without_echo(server: Scripted) -> None:
     with terminal("chat", "--server", server.url, columns=WIDE) as screen:
         screen.prompt()
         screen.send("question\r")
@@ -182,7 +182,7 @@ def test_what_is_typed_during_an_answer_is_read_afterwards_and_not_shown_in_it(s
         assert screen.leave() == 0
 
 
-def test_ctrl_d_during_an_answer_quits_after_it(server: Scripted) -> None:
+def test_ctrl_d_during_answer_quits_after_it(server: Scripted) -> None:
     with terminal("chat", "--server", server.url, columns=WIDE) as screen:
         screen.prompt()
         screen.send("question\r")
@@ -194,7 +194,7 @@ def test_ctrl_d_during_an_answer_quits_after_it(server: Scripted) -> None:
         assert screen.leave() == 0
 
 
-def test_messages_of_several_lines(server: Scripted) -> None:
+def test_multi_line_messages(server: Scripted) -> None:
     typed = {
         '"""one\r/two\r\rthree"""\r': "one\n/two\n\nthree",
         '"""onethree\x1b[D\x1b[D\x1b[D\x1b[D\x1b[D\rtwo\r\x1b[F"""\r': "one\ntwo\nthree",
@@ -202,7 +202,7 @@ def test_messages_of_several_lines(server: Scripted) -> None:
         "\x1b[200~/pasted\n  text\n\x1b[201~\r": "/pasted\n  text",
     }
     with terminal("chat", "--server", server.url, columns=WIDE) as screen:
-        screen.wait_raw("\x1b[?2004h")  # the terminal is asked to say what is pasted
+        screen.wait_raw("\x1b[?2004h")  # bracketed paste is enabled
         for keys, message in typed.items():
             screen.prompt()
             screen.send(keys)
@@ -212,7 +212,7 @@ def test_messages_of_several_lines(server: Scripted) -> None:
         screen.prompt()
         long = "w" * (WIDE + 10)
         screen.send(long)
-        screen.wait("\n  w")  # the row goes on: no mark of a new line
+        screen.wait("\n  w")  # a wrapped row has no continuation mark
         screen.interrupt()
         screen.prompt()
         screen.send('"""never sent')
@@ -225,7 +225,7 @@ def test_messages_of_several_lines(server: Scripted) -> None:
         assert screen.leave() == 0 and server.asked.empty()
 
 
-def test_history_lasts_and_tab_completes(server: Scripted, state: Path, tmp_path: Path) -> None:
+def test_history_is_kept_and_tab_completes(server: Scripted, state: Path, tmp_path: Path) -> None:
     for entry in ("hello\\\rthere\r", "/se\t7\r"):
         with terminal("chat", "--server", server.url, columns=WIDE) as screen:
             screen.prompt()
@@ -233,7 +233,7 @@ def test_history_lasts_and_tab_completes(server: Scripted, state: Path, tmp_path
             if entry.startswith("hello"):
                 server.answer("ok")
                 screen.wait("ok")
-            else:  # both /set and /seed, so Tab adds nothing and the command is unknown
+            else:  # /set and /seed match, so Tab adds nothing
                 screen.wait("/se7: no such command")
             screen.prompt()
             screen.send("\x04")
@@ -251,14 +251,12 @@ def test_history_lasts_and_tab_completes(server: Scripted, state: Path, tmp_path
         screen.ask("/set tempe\t0.5")
         screen.wait("temperature = 0.5")
         screen.ask(f"/load {tmp_path}/ke\t")
-        screen.wait("kept.json: is no JSON")
+        screen.wait("kept.json: is not JSON")
         screen.send("\x04")
         assert screen.leave() == 0 and body["model"] == "parrot"
 
 
-def test_a_history_that_cannot_be_written_is_let_go(
-    server: Scripted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unwritable_history_is_ignored(server: Scripted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     with terminal("chat", "--server", server.url, columns=WIDE, XDG_STATE_HOME=str(tmp_path / "file")) as screen:
         screen.ask("/seed 3")
@@ -273,7 +271,7 @@ HARMLESS = "a ␛[31mred␛]0;title␇ �32m b␈ [red]c[/red] &#27;[33m �tur
 
 
 @pytest.mark.parametrize("options", [(), ("--plain",)])
-def test_a_model_does_not_command_the_terminal(server: Scripted, options: tuple[str, ...]) -> None:
+def test_control_sequences_of_a_model_are_shown_as_text(server: Scripted, options: tuple[str, ...]) -> None:
     with terminal("chat", "--server", server.url, *options, columns=WIDE) as screen:
         screen.prompt()
         screen.send("question\r")
@@ -306,7 +304,7 @@ COLOUR_CODES = [f"\x1b[{code}m".encode() for code in (*range(30, 38), *range(90,
         ({"PYTHONIOENCODING": "latin-1"}, False, False),
     ],
 )
-def test_colours_are_for_those_who_want_them(
+def test_colours_depend_on_terminal_and_variables(
     server: Scripted, env: dict[str, str], is_coloured: bool, is_rendered: bool
 ) -> None:
     with terminal("chat", "--server", server.url, columns=WIDE, **env) as screen:
@@ -321,7 +319,7 @@ def test_colours_are_for_those_who_want_them(
         assert ("**" not in answer_of(screen)) == is_rendered and "bold" in answer_of(screen)
         if not is_rendered:
             answer = raw.partition(b"**bold**")[2].partition(b"[first token")[0]
-            assert answer and b"\x1b[" not in answer, "only the line editor may draw"
+            assert answer and b"\x1b[" not in answer, "only the line editor sends escape sequences"
         assert (b"\x1b" in raw) == (env.get("TERM") != "dumb")
         screen.send("\x04")
         assert screen.leave() == 0
@@ -334,7 +332,7 @@ def test_colours_are_for_those_who_want_them(
         ({"LC_ALL": "C"}, "café 日 😀".encode()),
     ],
 )
-def test_a_terminal_that_lacks_the_characters(server: Scripted, env: dict[str, str], shown: bytes) -> None:
+def test_unencodable_characters_are_replaced(server: Scripted, env: dict[str, str], shown: bytes) -> None:
     with terminal("chat", "--server", server.url, columns=WIDE, **env) as screen:
         screen.prompt()
         screen.send("question\r")

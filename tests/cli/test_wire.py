@@ -1,4 +1,4 @@
-"""HTTP to a server: addresses, server-sent events however they are cut, error bodies of every shape."""
+"""The HTTP client: addresses, server-sent events, error replies."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nano_inference.cli.remote import Taken
-from nano_inference.cli.talk import Piece, ServerError
+from nano_inference.cli.conversation import Piece, ServerError
+from nano_inference.cli.remote import PartialReply
 from nano_inference.cli.wire import Address, CutOff, Refused, get_json, read_address, stream_json
 from nano_inference.types import BadRequest
 from tests.cli.scripted import chunk, scripted
@@ -26,7 +26,7 @@ from tests.cli.scripted import chunk, scripted
         ("http://[::1]:9", "http://[::1]:9/v1"),
     ],
 )
-def test_addresses(text: str, url: str) -> None:
+def test_read_address(text: str, url: str) -> None:
     assert read_address(text, None).url == url
 
 
@@ -46,19 +46,15 @@ def test_addresses(text: str, url: str) -> None:
         ("http://h", "clé", "--api-key must be ASCII"),
     ],
 )
-def test_bad_addresses_and_keys_are_named(text: str, key: str | None, said: str) -> None:
+def test_read_address_rejects_invalid_address_or_key(text: str, key: str | None, said: str) -> None:
     with pytest.raises(BadRequest, match=said.replace("?", r"\?")) as raised:
         read_address(text, key)
     assert "\n" not in str(raised.value) and (not key or key not in str(raised.value))
 
 
-def test_who_can_read_the_key() -> None:
-    told = [
-        read_address(text, "key").tells_key for text in ("http://h", "https://h", "http://127.0.0.1", "http://[::1]")
-    ]
-    assert (
-        told == [True, False, False, False] and "key" not in repr(read_address("http://h", "secret-key")).lower()[:60]
-    )
+def test_key_is_exposed_by_remote_http_only() -> None:
+    urls = ("http://h", "https://h", "http://127.0.0.1", "http://[::1]")
+    assert [read_address(url, "key").exposes_key for url in urls] == [True, False, False, False]
     assert "secret" not in repr(read_address("http://h", "secret-key"))
 
 
@@ -68,8 +64,8 @@ STREAM += "data\n\nretry: 3\n\n\n\ndata: cut off"
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.integers(1, 7), min_size=1, max_size=6))
-def test_events_however_they_are_cut(sizes: list[int]) -> None:
-    """Each piece is a chunk of the reply, so that the client reads it by itself."""
+def test_events_do_not_depend_on_chunking(sizes: list[int]) -> None:
+    """Each piece is an HTTP chunk, which the client reads separately."""
     data, found, at, turn = STREAM.encode(), [], 0, 0
     with scripted() as server:
         server.head = "HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -85,7 +81,7 @@ def test_events_however_they_are_cut(sizes: list[int]) -> None:
     assert found == ["one", ["two", 3], "é😀"]
 
 
-def test_an_event_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_event_size_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nano_inference.cli.wire._MAX_BODY_BYTES", 50)
     for line in (b"data: " + b"x" * 60, b"data: xxxxxxxxx\n" * 7):
         with scripted() as server:
@@ -95,7 +91,7 @@ def test_an_event_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
                 list(stream_json(address(server.url), "/chat", {}, lambda end: None))
 
 
-def test_a_reply_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reply_size_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nano_inference.cli.wire._MAX_BODY_BYTES", 50)
     with scripted() as server:
         server.head = "HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n\r\n"
@@ -122,9 +118,9 @@ def address(url: str, key: str | None = None) -> Address:
         ("503 Busy", {"object": "error", "message": "sglang"}, "503: sglang"),
         ("500 Oops", b"<html>\n  broken", "500: <html> broken"),
         ("502 Bad Gateway", b"", "502: Bad Gateway"),
-        ("401 Who", {"error": {"message": "key?"}}, "401: key?; --api-key gives the key"),
-        ("200 OK", b"{", "no JSON: '{'"),
-        ("200 OK", b"[" * 100_000, "no JSON: "),
+        ("401 Who", {"error": {"message": "key?"}}, "401: key?; give the key as --api-key"),
+        ("200 OK", b"{", "invalid JSON: '{'"),
+        ("200 OK", b"[" * 100_000, "invalid JSON: "),
     ],
 )
 def test_errors_are_one_line(status: str, body: object, said: str) -> None:
@@ -138,16 +134,16 @@ def test_errors_are_one_line(status: str, body: object, said: str) -> None:
             assert isinstance(raised.value, Refused) and (raised.value.code, raised.value.param) == ("c", "p")
 
 
-def test_a_redirect_is_not_followed_and_the_key_stays_here() -> None:
+def test_redirect_is_not_followed() -> None:
     with scripted() as server, scripted() as other:
         server.head = f"HTTP/1.1 307 There\r\nLocation: {other.url}/v1\r\nContent-Length: 0\r\n\r\n"
         server.cut()
-        with pytest.raises(ServerError, match=f"redirects to {other.url}/v1, which is not followed"):
+        with pytest.raises(ServerError, match=f"redirects to {other.url}/v1; give that URL as --server"):
             list(stream_json(address(server.url, "key"), "/chat", {}, lambda end: None))
         assert server.asked.get().headers["authorization"] == "Bearer key" and other.asked.empty()
 
 
-def test_nobody_there() -> None:
+def test_refused_connection() -> None:
     with scripted() as server:
         pass
     with pytest.raises(ServerError, match=r"127.0.0.1:\d+/v1: Connection refused"):
@@ -157,7 +153,7 @@ def test_nobody_there() -> None:
 @pytest.mark.parametrize(
     "head", ["SSH-2.0-x\r\n", "HTTP/1.1 nonsense\r\n\r\n", "HTTP/1.1 200 OK\r\n" + "a: b\r\n" * 200]
 )
-def test_what_is_no_http(head: str) -> None:
+def test_invalid_http_reply(head: str) -> None:
     with scripted() as server:
         server.head = head
         server.cut()
@@ -168,7 +164,7 @@ def test_what_is_no_http(head: str) -> None:
 @pytest.mark.parametrize(
     "head", ["Content-Type: text/event-stream\r\n", "Content-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n"]
 )
-def test_a_connection_that_is_cut_is_told_from_an_end(head: str) -> None:
+def test_lost_connection_raises_cut_off(head: str) -> None:
     with scripted() as server:
         server.head = f"HTTP/1.1 200 OK\r\n{head}\r\n"
         data = b'data: {"a": 1}\n\n'
@@ -180,14 +176,14 @@ def test_a_connection_that_is_cut_is_told_from_an_end(head: str) -> None:
             next(events)
 
 
-def test_a_server_that_does_not_stream() -> None:
+def test_reply_without_streaming_is_one_event() -> None:
     with scripted() as server:
         server.head = "HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n\r\n"
         server.raw(json.dumps({"choices": [{"message": {"content": "all"}, "finish_reason": "stop"}]}).encode())
         server.cut()
         (event,) = stream_json(address(server.url), "/chat", {}, lambda end: None)
-        taken = Taken(start=0.0)
-        assert taken.take(event) == [Piece("all")] and taken.finish_reason == "stop"
+        partial = PartialReply(start=0.0)
+        assert partial.add_event(event) == [Piece("all")] and partial.finish_reason == "stop"
 
 
 @pytest.mark.parametrize(
@@ -202,21 +198,21 @@ def test_a_server_that_does_not_stream() -> None:
         {"choices": [{"logprobs": {"content": [7, {"token": None, "logprob": "x", "top_logprobs": [8]}]}}]},
     ],
 )
-def test_events_of_odd_shapes_add_nothing(event: object) -> None:
-    taken = Taken(start=0.0)
-    assert taken.take(event) == [] and taken.text == "" and taken.total() is None
+def test_malformed_events_add_nothing(event: object) -> None:
+    partial = PartialReply(start=0.0)
+    assert partial.add_event(event) == [] and partial.text == "" and partial.total() is None
 
 
 @pytest.mark.parametrize("event", [[], 3, "x", None])
-def test_what_is_no_event_is_an_error(event: object) -> None:
-    with pytest.raises(ServerError, match="no part of an answer"):
-        Taken(start=0.0).take(event)
+def test_invalid_event_raises(event: object) -> None:
+    with pytest.raises(ServerError, match="invalid event"):
+        PartialReply(start=0.0).add_event(event)
 
 
-def test_the_results_of_a_calculator_are_told_apart() -> None:
+def test_calculator_results_are_separate_pieces() -> None:
     parts = [("python", "4+4"), ("python_output", "8"), ("text", "8 it is")]
     event = chunk("[4+4 → 8] 8 it is")
     event["choices"][0]["delta"]["parts"] = [{"type": kind, "text": text} for kind, text in parts]
-    taken = Taken(start=0.0)
-    assert taken.take(event) == [Piece("[4+4 → "), Piece("8", is_forced=True), Piece("] 8 it is")]
-    assert taken.take(chunk("\ud83d")) == [Piece("\ufffd")], "half a character"
+    partial = PartialReply(start=0.0)
+    assert partial.add_event(event) == [Piece("[4+4 → "), Piece("8", is_forced=True), Piece("] 8 it is")]
+    assert partial.add_event(chunk("\ud83d")) == [Piece("\ufffd")], "half a character"

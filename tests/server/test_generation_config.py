@@ -60,7 +60,7 @@ def test_startup_prints_both_defaults(opinionated: Path) -> None:
     text = banner(found, config, "http://127.0.0.1:1")
     found.engine.shutdown()
     own = "the model's generation_config.json"
-    assert f"  sampling of requests that name none: temperature 1.5, top_k 1 ({own})\n" in text
+    assert f"  default sampling of requests: temperature 1.5, top_k 1 ({own})\n" in text
     assert f"  sampling of the chat page: temperature 1.5, top_k 1 ({own}), at most 1024 tokens\n" in text
 
 

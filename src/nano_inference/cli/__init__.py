@@ -1,7 +1,7 @@
-"""The command line. The only room that reads arguments, the environment and the terminal; it decides nothing else.
+"""The command line: the only package that reads arguments, `NANO_INFERENCE_*` variables and the terminal.
 
-`app` names the commands and turns errors into one line, `commands` holds their options (nothing heavy is imported
-until one runs), every other file is what a command does. Text goes to stdout; all the rest goes to stderr.
+`app` dispatches commands and formats errors, `commands` declares their options without importing torch, and the other
+modules implement them. Generated text goes to stdout, everything else to stderr.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ __all__ = ["main"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command line (this process's own by default) and return its exit code; see `app.main`."""
+    """Run a command line, by default `sys.argv`, and return its exit code."""
     try:
         with needed("the command line"):
             from nano_inference.cli import app

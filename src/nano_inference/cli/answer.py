@@ -1,4 +1,4 @@
-"""One answer, written while it is drawn; and what it took."""
+"""Streaming of one answer, and its statistics."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from nano_inference.cli.conversation import AnswerStats
 from nano_inference.cli.session import Session, tick
-from nano_inference.cli.talk import Took
 from nano_inference.cli.terminal import Interrupts, bar
 from nano_inference.engine import InferenceEngine
 from nano_inference.text import stream
@@ -17,12 +17,11 @@ from nano_inference.types import Delta, SamplingParams, TrainingSample
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """A finished answer and its times in seconds."""
+    """A finished answer."""
 
     text: str
     sample: TrainingSample
-    first_token_after: float
-    seconds: float
+    stats: AnswerStats
 
 
 def stream_answer(
@@ -35,9 +34,9 @@ def stream_answer(
     raw: bool = False,
     quiet: bool = False,
 ) -> Answer:
-    """Draw one sample and write its text as it becomes certain. Ctrl-C ends it early, with what it has.
+    """Generate one sample and stream its text to `write`; Ctrl-C ends it early.
 
-    What is written has the calculator's marks in it, for `spelled` or `parts_of`.
+    The text contains the calculator's marks, which `text.dialogue` interprets.
     """
     start = time.perf_counter()
     request_id = session.engine.add_request(prompt, params, program=session.tool)
@@ -52,20 +51,19 @@ def stream_answer(
     write(piece)
     if sample is None:
         (sample,) = session.engine.abort(request_id)
-    session.engine.step()  # the engine keeps finished samples for `step`; this one came with its delta
-    return Answer(
-        text=text + spelled(piece), sample=sample, first_token_after=first, seconds=time.perf_counter() - start
-    )
+    session.engine.step()  # removes the finished sample from the engine, which `delta.sample` has already returned
+    stats = answer_stats(sample, first, time.perf_counter() - start)
+    return Answer(text=text + spelled(piece), sample=sample, stats=stats)
 
 
 def _deltas(engine: InferenceEngine, num_prompt: int, interrupts: Interrupts, quiet: bool) -> Iterator[Delta]:
-    """Run steps and yield what they add, until the sample ends or Ctrl-C is pressed."""
+    """Run steps and yield their deltas, until the sample ends or Ctrl-C is pressed."""
     is_short = num_prompt <= engine.config.max_tokens_per_batch
-    with bar("reading the prompt", quiet=quiet or is_short) as tell:
+    with bar("reading the prompt", quiet=quiet or is_short) as progress:
         result, done = tick(engine), 0
         while not result.deltas and not interrupts.pressed:
             done += result.stats.num_computed
-            tell(done, num_prompt)
+            progress(done, num_prompt)
             result = tick(engine)
     while True:
         yield from result.deltas
@@ -75,46 +73,40 @@ def _deltas(engine: InferenceEngine, num_prompt: int, interrupts: Interrupts, qu
 
 
 def readable(session: Session, tokens: tuple[int, ...], sample: TrainingSample | None) -> bytes:
-    """Return the bytes of tokens that a reader sees: not special ones, and not the one a finished sample stopped at."""
+    """Return the visible bytes of tokens: without special tokens and the token that ended the sample."""
     ended_by_token = sample is not None and sample.finish_reason == "stop" and not isinstance(sample.stop_reason, str)
     is_cut = sample is not None and sample.finish_reason != "stop"
     return shown(session.tokenizer, session.tool, tokens[:-1] if ended_by_token else tokens, is_cut=is_cut)
 
 
 def text_of(session: Session, sample: TrainingSample, params: SamplingParams, *, raw: bool = False) -> str:
-    """Return a finished sample's text: what `stream_answer` would have written."""
+    """Return a finished sample's text, equal to what `stream_answer` writes."""
     state = stream.start(stops=tuple(params.stop), drop_space=session.tokenizer.drops_space and not raw)
     state, text = stream.push(state, readable(session, sample.completion_tokens, sample))
     return spelled(text + stream.finish(state)[1])
 
 
 def cut_by(session: Session, sample: TrainingSample) -> str | None:
-    """Return which length ended a sample, None when none did."""
+    """Return the length limit that ended a sample; None for another finish reason."""
     if sample.finish_reason != "length":
         return None
     limits = session.engine.limits
     num_slots = limits.num_blocks * limits.block_size
     if len(sample.prompt_tokens) + len(sample.completion_tokens) < min(limits.max_model_len, num_slots):
-        return f"--max-tokens {len(sample.completion_tokens)} is reached"
+        return f"--max-tokens {len(sample.completion_tokens)} reached"
     what = "context" if limits.max_model_len <= num_slots else "KV cache"
     return f"prompt and answer fill the {what} of {min(limits.max_model_len, num_slots)} tokens"
 
 
-def statistics(answer: Answer) -> str:
-    """Say in one line what an answer took."""
-    return took(answer).line()
-
-
-def took(answer: Answer) -> Took:
-    """Return what an answer took."""
-    sample = answer.sample
+def answer_stats(sample: TrainingSample, first_token_after: float, seconds: float) -> AnswerStats:
+    """Return the statistics of a sample; times are in seconds after the request."""
     last = sample.version_spans[-1] if sample.version_spans else None
-    return Took(
+    return AnswerStats(
         num_prompt=len(sample.prompt_tokens),
         num_cached=sample.num_cached_tokens,
         num_new=len(sample.completion_tokens),
-        first_token_after=answer.first_token_after,
-        seconds=answer.seconds,
+        first_token_after=first_token_after,
+        seconds=seconds,
         seed=sample.seed,
         version=None if last is None or not last.version else str(last.label or last.version),
     )

@@ -1,4 +1,4 @@
-"""The table of commands, and how a command ends: one line for an error, and an exit code."""
+"""Dispatch of commands, their exit codes, and errors as one line on stderr."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from cyclopts.config import Env
 
 import nano_inference
 from nano_inference.cli.command import Command, installed_commands
-from nano_inference.cli.config_file import take_files
-from nano_inference.cli.fallback import ENV_PREFIX, name_model
+from nano_inference.cli.config_file import apply_files
+from nano_inference.cli.fallback import ENV_PREFIX, fill_defaults
 from nano_inference.cli.help_page import page
-from nano_inference.cli.origins import Seen, as_json, as_toml, settings_of
-from nano_inference.cli.sizes import take_sizes
-from nano_inference.cli.spelling import names_of, spell, typed_in
+from nano_inference.cli.origins import ParsedCommand, as_json, as_toml, settings_of
+from nano_inference.cli.sizes import apply_sizes
+from nano_inference.cli.spelling import Typed, error_text, names_of
 from nano_inference.cli.streams import prepare
 from nano_inference.packages import needed
 from nano_inference.types import BadRequest, ModelError
@@ -26,16 +26,16 @@ from nano_inference.types import BadRequest, ModelError
 BAD_USAGE, ENGINE_FAILED, INTERRUPTED, BROKEN_PIPE = 2, 1, 130, 141
 
 _ASKED = "__complete"
-"""With this word a shell's completion script asks."""
+"""First argument when a shell's completion script requests candidates."""
 _HELP = ("--help", "-h")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command line (this process's own by default) and return its exit code."""
+    """Run a command line, by default `sys.argv`, and return its exit code."""
     prepare()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a terminal that is not UTF-8 must not end an answer
+            stream.reconfigure(errors="replace")  # text that the terminal cannot encode must not fail
     try:
         with needed("this command"):
             code = run(list(sys.argv[1:] if argv is None else argv))
@@ -52,12 +52,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(argv: list[str]) -> object:
-    """Run a command, or show its help without parsing the rest first: that would take as long again."""
-    seen = Seen()
+    """Run a command and return its result; with --help, print help without parsing the other options (slow)."""
+    parsed = ParsedCommand()
     rows = installed_commands()
-    app = build_app(seen, rows)
+    app = build_app(parsed, rows)
     if argv[:1] == [_ASKED]:
-        app.config = ()  # what TAB offers does not depend on other options' values, which take time to find
+        app.config = ()  # candidates do not depend on other options' values, which are slow to read
         return app(argv)
     view = _help_asked(argv)
     plain = argv if view is None else [word for word in argv if word.partition("=")[0] not in _HELP]
@@ -70,33 +70,30 @@ def run(argv: list[str]) -> object:
     try:
         command, bound, unparsed = app.parse_args(plain)
     except (ValueError, CycloptsError) as error:
-        raise BadRequest(spell(error, names_of(seen))) from error
-    if not seen.wants_print:
-        wants_typed = {"typed": typed_in(seen)} if "typed" in unparsed else {}
+        raise BadRequest(error_text(error, names_of(parsed))) from error
+    if not parsed.wants_print:
+        typed = {"typed": Typed(parsed.given, names_of(parsed))} if "typed" in unparsed else {}
         try:
-            return command(*bound.args, **bound.kwargs, **wants_typed)
+            return command(*bound.args, **bound.kwargs, **typed)
         except ModelError:
-            raise  # its fields are those of the model's files
+            raise  # names fields of the model's files, not options
         except ValueError as error:
-            raise BadRequest(spell(error, names_of(seen))) from error
+            raise BadRequest(error_text(error, names_of(parsed))) from error
     bound.apply_defaults()
-    settings = settings_of(seen.commands, seen.arguments, bound.arguments)
-    print(as_json(settings) if bound.arguments.get("as_json") else as_toml(seen.commands, settings))
+    settings = settings_of(parsed.commands, parsed.arguments, bound.arguments)
+    print(as_json(settings) if bound.arguments.get("as_json") else as_toml(parsed.commands, settings))
     return 0
 
 
 def _help_asked(argv: list[str]) -> str | None:
-    """Return which help is wanted: "" for --help, X for --help=X; None when none is."""
+    """Return X for --help=X, "" for --help, None if help is not requested."""
     before = argv[: argv.index("--")] if "--" in argv else argv
-    asked = next((word for word in before if word.partition("=")[0] in _HELP), None)
-    return None if asked is None else asked.partition("=")[2]
+    requested = next((word for word in before if word.partition("=")[0] in _HELP), None)
+    return None if requested is None else requested.partition("=")[2]
 
 
-def build_app(seen: Seen | None = None, rows: Sequence[Command] | None = None) -> App:
-    """Return the application with the given commands, by default the installed ones.
-
-    Commands are named as strings: none is imported before it is called for.
-    """
+def build_app(parsed: ParsedCommand | None = None, rows: Sequence[Command] | None = None) -> App:
+    """Return the application with the given commands, by default the installed ones, without importing them."""
     app = App(
         name="nano-inference",
         usage="Usage: nano-inference COMMAND",
@@ -108,7 +105,7 @@ def build_app(seen: Seen | None = None, rows: Sequence[Command] | None = None) -
         result_action="return_value",
     )
     models = App(
-        name="models", usage="Usage: nano-inference models COMMAND", help="List, fetch, look into and delete models."
+        name="models", usage="Usage: nano-inference models COMMAND", help="List, fetch, inspect and delete models."
     )
     rows = installed_commands() if rows is None else rows
     for row in rows:
@@ -116,14 +113,14 @@ def build_app(seen: Seen | None = None, rows: Sequence[Command] | None = None) -
         usage = f"Usage: nano-inference {row.words} [OPTIONS]{row.arguments}"
         (models if group else app).command(row.target, name=name, help=row.text, usage=usage)
     app.command(models)
-    sources = (Env(ENV_PREFIX, command=False, show=False), partial(take_files, app), take_sizes)
+    sources = (Env(ENV_PREFIX, command=False, show=False), partial(apply_files, app), apply_sizes)
     fills = tuple(row.fill for row in rows if row.fill is not None)
-    app.config = (*sources, *fills, name_model, seen or Seen())
+    app.config = (*sources, *fills, fill_defaults, parsed or ParsedCommand())
     return app
 
 
 def report(error: Exception) -> int:
-    """Say in one line what went wrong; return the exit code that its kind has."""
+    """Print an error as one line on stderr and return its exit code: 2 for user errors, 1 otherwise."""
     if isinstance(error, OSError) and error.strerror:
         text = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     elif isinstance(error, ValueError | CycloptsError):
@@ -131,11 +128,11 @@ def report(error: Exception) -> int:
     else:
         text = f"{type(error).__name__}: {error}"
     print(f"nano-inference: {' '.join(text.split())}", file=sys.stderr)
-    # BadRequest, ModelError and what the configurations refuse are all ValueErrors.
+    # BadRequest, ModelError and SettingError are ValueErrors.
     return BAD_USAGE if isinstance(error, ValueError | CycloptsError | OSError) else ENGINE_FAILED
 
 
 def _leave_pipe() -> int:
-    """Let nothing more be written to a reader that has gone: flushing at exit would complain."""
+    """Redirect stdout to the null device, because the flush at exit would fail again; return the exit code."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return BROKEN_PIPE

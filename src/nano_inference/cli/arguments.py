@@ -1,4 +1,4 @@
-"""What the commands take, asked of the application itself: an option is written once, and everything walks it."""
+"""Queries on the application's commands and options, for help, configuration files and messages."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from cyclopts import App, Argument, Group
 from nano_inference.cli.fallback import ENV_PREFIX
 
 Kind = Literal["boolean", "integer", "number", "string"]
-"""What a value can be in a file."""
+"""Type of a value in a configuration file."""
 
 SECRETS = ("api_key", "admin_key")
-"""Fields whose values are never shown."""
+"""Fields whose values are never printed."""
 
 
 def walk_commands(app: App, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], App]]:
-    """Return every command that does something, with the words that call it."""
+    """Yield every command that can be run, with its words."""
     for name in app:
         if name.startswith("-"):
-            continue  # --help and --version are commands to cyclopts
+            continue  # cyclopts treats --help and --version as commands
         command = app[name]
         if command.default_command is None:
             yield from walk_commands(command, (*path, name))
@@ -30,49 +30,49 @@ def walk_commands(app: App, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[
 
 
 def options_of(arguments: Iterable[Argument]) -> list[Argument]:
-    """Return those arguments that are options; what is positional, or no flag of its own, is left out."""
+    """Return the arguments that are flags: neither positional ones nor the parents of flattened fields."""
     return [argument for argument in arguments if argument.parse and argument.name.startswith("--")]
 
 
 def key_of(argument: Argument) -> str:
-    """Return an option's name in a file: `max-tokens` for `--max-tokens`."""
+    """Return an option's key in a configuration file: `max-tokens` for `--max-tokens`."""
     return argument.name.removeprefix("--")
 
 
 def variable_of(argument: Argument) -> str:
-    """Return an option's name in the environment: `NANO_INFERENCE_MAX_TOKENS` for `--max-tokens`."""
+    """Return an option's environment variable: `NANO_INFERENCE_MAX_TOKENS` for `--max-tokens`."""
     return ENV_PREFIX + key_of(argument).replace("-", "_").upper()
 
 
 def heading_of(argument: Argument) -> str:
-    """Return the heading under which an option stands."""
+    """Return the heading of an option in --help."""
     groups = argument.parameter.group
     first = next(iter(groups), None) if isinstance(groups, tuple | list) else groups
     return first.name if isinstance(first, Group) else str(first or "")
 
 
 def is_secret(argument: Argument) -> bool:
-    """Whether an option's value must never be shown."""
+    """True if an option's value must never be printed."""
     return argument.field_info.name in SECRETS
 
 
 def takes_none(hint: Any) -> bool:
-    """Whether an option has a value for "not set", which is written `none`."""
+    """True if an option accepts `none`."""
     return NoneType in _members(hint)
 
 
 def takes_list(hint: Any) -> bool:
-    """Whether an option can be given several times."""
+    """True if an option can be repeated."""
     return any(_is_list(member) for member in _members(hint))
 
 
 def kind_of(hint: Any) -> Kind:
-    """Return what one value of an option is."""
+    """Return the type of one value of an option."""
     member = next(member for member in _members(hint) if member is not NoneType)
     if _is_list(member):
         member = get_args(member)[0]
     kinds: dict[Any, Kind] = {bool: "boolean", int: "integer", float: "number"}
-    return kinds.get(member, "string")  # a path or a choice is a string, too
+    return kinds.get(member, "string")  # paths and choices are strings
 
 
 def _members(hint: Any) -> tuple[Any, ...]:

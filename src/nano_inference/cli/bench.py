@@ -1,11 +1,10 @@
-"""`bench`: the workloads on this engine, each run once uncounted and then a few times."""
+"""`bench`: measure workloads on this engine, after one warm-up run each."""
 
 from __future__ import annotations
 
 import inspect
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
@@ -21,34 +20,28 @@ from nano_inference.types import BadRequest
 from nano_inference.workloads import WORKLOADS, Workload, measure
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """The headline figures of a workload's runs."""
-
-    name: str
-    meaning: str
-    unit: str
-    values: tuple[float, ...]
-
-
 def run(names: Sequence[str], repeat: int, config: EngineConfig, common: Common) -> int:
-    """Measure and print; the last line of stdout is JSON."""
+    """Measure workloads and print a table; the last line of stdout is JSON."""
     if repeat < 1:
         raise BadRequest(f"--repeat must be >= 1, got {repeat}")
     makers = [find(name) for name in names]
     with open_session(config, common) as session, Interrupts() as interrupts:
-        outcomes = []
-        with bar("measuring", quiet=common.quiet) as tell:
+        rows = []
+        with bar("measuring", quiet=common.quiet) as progress:
             for i, make in enumerate(makers):
-                tell(i, len(makers))
-                outcomes.append(measure_one(session.engine, make, repeat, interrupts))
-    print_table(_table(outcomes))
-    print(json.dumps({"workloads": [_as_json(outcome) for outcome in outcomes]}))
+                progress(i, len(makers))
+                rows.append(measure_one(session.engine, make, repeat, interrupts))
+    table = Table("workload", "figure", "median", "min-max", "what it is", box=None)
+    for make, row in zip(makers, rows, strict=True):
+        meaning = " ".join((inspect.getdoc(make) or "").split())
+        table.add_row(row["name"], row["unit"], f"{row['median']:.1f}", f"{row['min']:.1f}-{row['max']:.1f}", meaning)
+    print_table(table)
+    print(json.dumps({"workloads": rows}))
     return 0
 
 
 def find(name: str) -> Callable[[int], Workload]:
-    """Return the workload of that name, or say which there are."""
+    """Return the workload of a name. Raises `BadRequest` listing all workloads."""
     known = {make.__name__: make for make in WORKLOADS}
     if name not in known:
         raise BadRequest(f"--workload must be one of {', '.join(known)}, got {name!r}")
@@ -57,37 +50,19 @@ def find(name: str) -> Callable[[int], Workload]:
 
 def measure_one(
     engine: InferenceEngine, make: Callable[[int], Workload], repeat: int, interrupts: Interrupts
-) -> Outcome:
-    """Run a workload `repeat` times after one that warms up; other contents each time, so that no prefix is cached."""
+) -> dict[str, Any]:
+    """Return the headline figures of `repeat` runs after a warm-up; prompts differ, so that no prefix is cached."""
     runs = []
     for repetition in range(repeat + 1):
         if interrupts.pressed:
             raise KeyboardInterrupt
         runs.append(measure(engine, make(repetition)).headline(make.__name__))
-    return Outcome(
-        name=make.__name__,
-        meaning=" ".join((inspect.getdoc(make) or "").split()),
-        unit=runs[0][0],
-        values=tuple(value for _, value in runs[1:]),
-    )
-
-
-def _table(outcomes: Sequence[Outcome]) -> Table:
-    table = Table("workload", "figure", "median", "min-max", "what it is", box=None)
-    for outcome in outcomes:
-        low, high = min(outcome.values), max(outcome.values)
-        table.add_row(
-            outcome.name, outcome.unit, f"{median(outcome.values):.1f}", f"{low:.1f}-{high:.1f}", outcome.meaning
-        )
-    return table
-
-
-def _as_json(outcome: Outcome) -> dict[str, Any]:
+    values = [value for _, value in runs[1:]]
     return {
-        "name": outcome.name,
-        "unit": outcome.unit,
-        "median": median(outcome.values),
-        "min": min(outcome.values),
-        "max": max(outcome.values),
-        "values": outcome.values,
+        "name": make.__name__,
+        "unit": runs[0][0],
+        "median": median(values),
+        "min": min(values),
+        "max": max(values),
+        "values": values,
     }

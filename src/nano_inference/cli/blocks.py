@@ -1,7 +1,7 @@
-"""Markdown that is still being written, cut into blocks as soon as nothing that follows can change them. Pure steps.
+"""Incremental splitting of streamed Markdown into blocks that later text cannot change. Pure functions.
 
-A paragraph, a heading, a table is whole when the next block begins; a list is given item by item, and a fence of code
-line by line, since both can be longer than a screen. All blocks together are the text, whatever pieces it came in.
+A paragraph, heading or table is complete when the next block begins; lists are emitted item by item and fenced code
+line by line, since both can be longer than the screen. The blocks concatenate to the text, however it is chunked.
 """
 
 from __future__ import annotations
@@ -11,42 +11,42 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Literal, NamedTuple
 
-from markdown_it import MarkdownIt  # what rich parses Markdown with: it comes with rich
+from markdown_it import MarkdownIt  # a dependency of rich
 from markdown_it.token import Token
 
 BlockKind = Literal["markdown", "fence", "code", "fence_end"]
 
 
 class Block(NamedTuple):
-    """A piece of Markdown that is certain."""
+    """A piece of Markdown."""
 
     kind: BlockKind
     text: str
-    goes_on: bool = False
-    """It is the next item of the list before, so no blank line comes between."""
+    continues_list: bool = False
+    """True for a further item of a list: no blank line precedes it."""
     language: str = ""
-    """Of the code that a fence opens."""
+    """Language of the code, for kind "fence"."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockState:
-    """What is not certain yet."""
+    """Text that is not complete yet."""
 
     rest: str = ""
     fence: str = ""
-    """What opened the fence that the rest is in, such as three backticks; empty outside of one."""
+    """Marker of the open code fence, such as three backticks; empty outside of one."""
     in_list: bool = False
-    """The rest begins with a further item of a list."""
+    """True if `rest` begins with a further item of a list."""
 
 
 START = BlockState()
 
 
-def take(state: BlockState, text: str) -> tuple[BlockState, tuple[Block, ...]]:
-    """Take more text; return the new state and the blocks that became certain."""
+def push(state: BlockState, text: str) -> tuple[BlockState, tuple[Block, ...]]:
+    """Add text; return the new state and the blocks that it completes."""
     state = replace(state, rest=state.rest + text)
     blocks: list[Block] = []
-    while "\n" in text or blocks:  # only a whole line can make something certain
+    while "\n" in text or blocks:  # only a complete line can complete a block
         state, block = _first(state)
         if block is None:
             break
@@ -55,15 +55,15 @@ def take(state: BlockState, text: str) -> tuple[BlockState, tuple[Block, ...]]:
 
 
 def finish(state: BlockState) -> tuple[Block, ...]:
-    """Return what is left, now that no text follows."""
+    """Return the remaining blocks at the end of the text."""
     end = "" if state.rest.endswith("\n") else "\n"
-    state, blocks = take(state, end)
+    state, blocks = push(state, end)
     rest = open_block(state)
     return blocks if rest is None else (*blocks, rest)
 
 
 def open_block(state: BlockState) -> Block | None:
-    """Return the block that is being written; None when there is nothing of it to show."""
+    """Return the incomplete block; None if it is blank."""
     if not state.rest.strip("\n" if state.fence else None):
         return None
     return Block("code" if state.fence else "markdown", state.rest, state.in_list)
@@ -71,15 +71,16 @@ def open_block(state: BlockState) -> Block | None:
 
 @cache
 def parser() -> MarkdownIt:
-    """Return the parser. What it would take for HTML, entities, images or link definitions is text: none of it may
-    vanish, and `&#13;` must not turn into what it stands for.
+    """Return a parser that keeps HTML, entities, images and link definitions as text.
+
+    So no part of an answer is hidden, and `&#13;` does not become a control character.
     """
     parser = MarkdownIt("commonmark", {"html": False}).enable(["table", "strikethrough"])
     return parser.disable(["reference", "entity", "image"])
 
 
 def _first(state: BlockState) -> tuple[BlockState, Block | None]:
-    """Return the first certain block of the rest and the state behind it."""
+    """Split off the first complete block, None if there is none yet."""
     if state.fence:
         return _code_line(state)
     whole = state.rest[: state.rest.rfind("\n") + 1]
@@ -95,7 +96,7 @@ def _first(state: BlockState) -> tuple[BlockState, Block | None]:
 
 
 def _cut(state: BlockState, following: Token, *, in_list: bool) -> tuple[BlockState, Block]:
-    """Cut off what lies before a token's first line."""
+    """Split off the lines before a token."""
     assert following.map is not None, "block tokens know their lines"
     at = _offset(state.rest, following.map[0])
     block = Block("markdown", state.rest[:at], state.in_list)
@@ -103,7 +104,7 @@ def _cut(state: BlockState, following: Token, *, in_list: bool) -> tuple[BlockSt
 
 
 def _fence(state: BlockState, token: Token) -> tuple[BlockState, Block]:
-    """Cut off the line that opens a fence."""
+    """Split off the line that opens a fence."""
     assert token.map is not None, "block tokens know their lines"
     at = _offset(state.rest, token.map[0] + 1)
     words = token.info.split()
@@ -112,7 +113,7 @@ def _fence(state: BlockState, token: Token) -> tuple[BlockState, Block]:
 
 
 def _code_line(state: BlockState) -> tuple[BlockState, Block | None]:
-    """Cut off a line of code, or the one that closes its fence."""
+    """Split off a line of code, or the line that closes its fence."""
     line, newline, rest = state.rest.partition("\n")
     if not newline:
         return state, None
@@ -123,7 +124,7 @@ def _code_line(state: BlockState) -> tuple[BlockState, Block | None]:
 
 
 def _offset(text: str, line: int) -> int:
-    """Return where a line of a text begins, in characters."""
+    """Return the character offset of a line."""
     at = 0
     for _ in range(line):
         at = text.index("\n", at) + 1

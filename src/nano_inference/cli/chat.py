@@ -1,4 +1,4 @@
-"""`chat`: turns in a terminal, or lines of a pipe. Who answers is behind `Answerer`: an engine here, or a server."""
+"""`chat`: the loop over messages and slash commands, for an engine in this process or a server."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from contextlib import nullcontext
 from dataclasses import replace
 from typing import NamedTuple
 
-from nano_inference.cli.lines import Entered, open_reader
+from nano_inference.cli.conversation import ChatBackend, Conversation, Sampling, ServerError
+from nano_inference.cli.lines import Input, open_reader
 from nano_inference.cli.options import Common
-from nano_inference.cli.talk import Answerer, Sampling, ServerError, Talk
-from nano_inference.cli.talk_commands import COMMANDS, obey
+from nano_inference.cli.slash_commands import COMMANDS, run_command
 from nano_inference.cli.terminal import no_echo, note
-from nano_inference.cli.turns import Chat, answer_turn
+from nano_inference.cli.turns import Chat, answer_message
 from nano_inference.text.templates import TemplateLimit
 from nano_inference.types import BadRequest
 
@@ -20,42 +20,44 @@ _FAILED = 1
 
 
 class Options(NamedTuple):
-    """How the user wants to talk."""
+    """Options of a chat."""
 
     system: str | None = None
     prompt: str | None = None
-    """Answer this and leave."""
+    """If given, answer this message and exit."""
     has_bare_words: bool = False
     plain: bool = False
-    """Show answers without rendering their Markdown."""
+    """Do not render the Markdown of answers."""
 
 
-def run(wishes: Options, answerer: Answerer, sampling: Sampling, common: Common) -> int:
-    """Talk until the user leaves, or answer the one prompt that was given; return the exit code."""
-    chat = Chat(answerer, wishes.plain, common.quiet)
-    talk = Talk(sampling=sampling, first_sampling=sampling, system=wishes.system, has_bare_words=wishes.has_bare_words)
-    if wishes.prompt is not None:
-        talk = answer_turn(chat, talk, wishes.prompt)
-        return _FAILED if talk.has_failed else 0
+def run(options: Options, backend: ChatBackend, sampling: Sampling, common: Common) -> int:
+    """Chat until the input ends, or answer `prompt` alone; return the exit code."""
+    chat = Chat(backend, options.plain, common.quiet)
+    conversation = Conversation(
+        sampling=sampling, first_sampling=sampling, system=options.system, has_bare_words=options.has_bare_words
+    )
+    if options.prompt is not None:
+        conversation = answer_message(chat, conversation, options.prompt)
+        return _FAILED if conversation.has_failed else 0
     reader = open_reader(COMMANDS)
     if reader.is_typed:
         note("/help lists the commands; Ctrl-D quits", common.quiet)
-    with no_echo() if reader.can_edit else nullcontext():  # the editor itself shows what is typed
-        while not talk.is_over and (entered := reader.read()) is not None:
-            talk = take_line(chat, talk, entered)
-    return _FAILED if talk.has_failed and not reader.is_typed else 0
+    with no_echo() if reader.can_edit else nullcontext():  # the editor echoes the input
+        while not conversation.is_over and (entry := reader.read()) is not None:
+            conversation = take_line(chat, conversation, entry)
+    return _FAILED if conversation.has_failed and not reader.is_typed else 0
 
 
-def take_line(chat: Chat, talk: Talk, entered: Entered) -> Talk:
-    """Obey a line that begins with a slash, answer any other; return the conversation after it."""
-    line = entered.text.strip()
+def take_line(chat: Chat, conversation: Conversation, entry: Input) -> Conversation:
+    """Run a slash command or answer a message; return the new conversation."""
+    line = entry.text.strip()
     if not line:
-        return talk
-    if talk.has_bare_words and line.lower() in _BARE_WORDS:
+        return conversation
+    if conversation.has_bare_words and line.lower() in _BARE_WORDS:
         line = f"/{line.lower()}"
-    is_command = line.startswith("/") and not entered.is_message
+    is_command = line.startswith("/") and not entry.is_message
     try:
-        return obey(chat, talk, line) if is_command else answer_turn(chat, talk, line)
+        return run_command(chat, conversation, line) if is_command else answer_message(chat, conversation, line)
     except (BadRequest, ServerError, TemplateLimit) as error:
-        note(f"nano-inference: {' '.join(str(error).split())}")  # by their fields, as /set names them
-        return replace(talk, has_failed=isinstance(error, ServerError))
+        note(f"nano-inference: {' '.join(str(error).split())}")  # fields as /set names them
+        return replace(conversation, has_failed=isinstance(error, ServerError))

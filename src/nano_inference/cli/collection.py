@@ -1,6 +1,6 @@
-"""The cyclic garbage collector while a server starts: off, because nearly all that a start makes stays.
+"""Disabling of the cyclic garbage collector while a server starts.
 
-It would look through the modules' objects, a few hundred thousand, again and again, which is a tenth of the start.
+Almost no object created during startup is garbage, and collections would take a tenth of the startup time.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """Hold the collector off; afterwards it is as it was."""
+    """Disable the collector while the block runs; re-enable it if it was enabled."""
     was_on = gc.isenabled()
     gc.disable()
     try:

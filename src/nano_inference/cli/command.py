@@ -1,4 +1,4 @@
-"""`Command`: one command of the application, and the table that installed packages extend."""
+"""`Command`, a command of the application, and the table of commands that installed packages can extend."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ from cyclopts import App, ArgumentCollection
 from nano_inference.registry import table
 
 COMMANDS_GROUP = "nano_inference.commands"
-"""The group of entry points by which a package adds a command, or puts one of its own in the place of ours."""
+"""Entry-point group by which a package adds a command or replaces a built-in one."""
 _HERE = "nano_inference.cli.commands"
 _LAST = "models rm"
-"""Listed behind the commands of other packages."""
+"""Listed after the commands of other packages."""
 
 Fill = Callable[[App, tuple[str, ...], ArgumentCollection], None]
-"""Gives unset options their values, before `fallback.name_model` does; called for every command."""
+"""Sets unset options; called for every command, before `fallback.fill_defaults`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """One command. Its function is imported when the command runs. Raises `ValueError` for words of another group."""
+    """A command. Raises `ValueError` if `words` is neither NAME nor models NAME."""
 
     words: str
-    """What is typed: "chat", or "models export"."""
+    """Name as typed: "chat", or "models export"."""
     target: str
-    """The function, as "module:name"."""
+    """Function as "module:name"; imported when the command runs."""
     text: str
     """One line for --help."""
     arguments: str = ""
-    """Positional arguments in the usage line, each behind a blank."""
+    """Positional arguments in the usage line, each preceded by a space."""
     headings: tuple[str, ...] = ()
-    """Headings in --help of its options that the application does not have itself."""
+    """Headings in --help that the application does not define."""
     fill: Fill | None = None
 
     def __post_init__(self) -> None:
@@ -42,7 +42,7 @@ class Command:
 
 
 OWN_COMMANDS = (
-    Command(words="chat", target=f"{_HERE}:chat", text="Talk with a model in the terminal."),
+    Command(words="chat", target=f"{_HERE}:chat", text="Chat with a model in the terminal."),
     Command(
         words="generate",
         target=f"{_HERE}:generate",
@@ -64,14 +64,17 @@ OWN_COMMANDS = (
         words="models pull", target=f"{_HERE}:models_pull", arguments=" NAME", text="Fetch a model into the cache."
     ),
     Command(
-        words="models info", target=f"{_HERE}:models_info", arguments=" [NAME]", text="Show what a model is made of."
+        words="models info",
+        target=f"{_HERE}:models_info",
+        arguments=" [NAME]",
+        text="Show a model's facts and memory use.",
     ),
     Command(words=_LAST, target=f"{_HERE}:models_rm", arguments=" NAME", text="Delete a model from the cache."),
 )
 
 
 def installed_commands() -> tuple[Command, ...]:
-    """Return our commands and those of installed packages, in the order of --help. Raises `PluginError`."""
+    """Return built-in commands and those of installed packages, in the order of --help. Raises `PluginError`."""
     rows = {one.words: one for one in OWN_COMMANDS}
     rows |= {one.words: one for one in table(COMMANDS_GROUP, {}, Command).values()}
     rows[_LAST] = rows.pop(_LAST)

@@ -1,4 +1,4 @@
-"""The commands' options. What a command does is imported when it runs: `--help` must not wait for torch."""
+"""The commands' options. Implementations are imported when a command runs, so that `--help` does not import torch."""
 
 from __future__ import annotations
 
@@ -31,49 +31,49 @@ from nano_inference.cli.options import (
 CachedName = Annotated[str, Parameter(completer=cached_names, help="a model, as for --model")]
 RemovableName = Annotated[str, Parameter(completer=removable_names, help="a model in the caches")]
 KnownName = Annotated[
-    str, Parameter(completer=known_names, help="a known name, or a hub id: org/name[@revision][:file.gguf]")
+    str, Parameter(completer=known_names, help="a built-in name, or a hub id: org/name[@revision][:file.gguf]")
 ]
 PromptFlag = Annotated[
-    str | None, Parameter(name=("--prompt", "-p"), allow_leading_hyphen=True, help="answer this one and leave")
+    str | None, Parameter(name=("--prompt", "-p"), allow_leading_hyphen=True, help="answer this message and exit")
 ]
-SystemFlag = Annotated[str | None, Parameter(help="the system message; the template's own when not given")]
+SystemFlag = Annotated[str | None, Parameter(help="system message; by default the chat template's")]
 
 
 def chat(
     *,
     system: SystemFlag = None,
     prompt: PromptFlag = None,
-    talk: ChatFlags = CHAT,
+    chat_options: ChatFlags = CHAT,
     engine: EngineFlags,
     sampling: SamplingFlags = PLAIN,
     common: CommonFlags = COMMON,
     typed: TypedFields,
 ) -> int:
-    """Talk with a model in the terminal; piped input is taken line by line.
+    """Chat with a model in the terminal; each line of piped input is one message.
 
-    The first Ctrl-C stops an answer, the second quits; Ctrl-D quits. /help lists what can be typed besides messages.
-    With --server, a running OpenAI-compatible server answers; --model then is one of its names, if it has several.
+    The first Ctrl-C stops an answer, the second quits; Ctrl-D quits. /help lists the slash commands.
+    With --server, a running OpenAI-compatible server answers; --model then selects one of its models.
     """
     from nano_inference.cli.chat import Options
-    from nano_inference.cli.talk import asked_for
+    from nano_inference.cli.conversation import requested_sampling
 
-    wishes = Options(system, prompt, plain=talk.plain)
-    asked = asked_for(sampling, typed.fields)
-    if talk.server is not None:
+    options = Options(system, prompt, plain=chat_options.plain)
+    requested = requested_sampling(sampling, typed.fields)
+    if chat_options.server is not None:
         from nano_inference.cli import remote
 
-        return remote.run(wishes, talk, engine.model_path, asked, common)
+        return remote.run(options, chat_options, engine.model_path, requested, common)
     from nano_inference.cli import local
 
-    return local.run(wishes, engine, asked, common, typed)
+    return local.run(options, engine, requested, common, typed)
 
 
 def generate(
     prompt: Annotated[
         str | None,
         Parameter(
-            allow_leading_hyphen=True,  # for "-" alone; `read_prompts` refuses what looks like a mistyped option
-            help='the prompt; "-" or nothing reads all of a piped stdin',
+            allow_leading_hyphen=True,  # for "-" alone; `read_prompts` rejects text that looks like an option
+            help='the prompt; "-" or nothing reads piped stdin to its end',
         ),
     ] = None,
     /,
@@ -82,11 +82,11 @@ def generate(
         str | None,
         Parameter(
             allow_leading_hyphen=True,
-            help='a prompt a line ("-" is stdin): text, or a JSON object with "prompt", "messages" or "token_ids"',
+            help='file with one prompt per line ("-": stdin): text, or JSON with "prompt", "messages" or "token_ids"',
         ),
     ] = None,
-    n: Annotated[int, Parameter(help="samples of each prompt")] = 1,
-    raw: Annotated[bool, Parameter(negative="", help="continue the text as it is, without the chat template")] = False,
+    n: Annotated[int, Parameter(help="samples per prompt")] = 1,
+    raw: Annotated[bool, Parameter(negative="", help="continue the text without the chat template")] = False,
     system: SystemFlag = None,
     as_json: JsonFlag = False,
     engine: EngineFlags,
@@ -94,26 +94,31 @@ def generate(
     common: CommonFlags = COMMON,
     typed: TypedFields,
 ) -> int:
-    """Answer a prompt, or continue it with --raw. One sample is written as it comes; more run as one batch.
+    """Answer a prompt, or continue it with --raw. A single sample is streamed; several run as one batch.
 
-    --json prints an object for every sample: its text, token ids, log-probabilities, mask, versions and why it ended.
+    --json prints one object per sample: text, token ids, log-probabilities, mask, weight versions and finish reason.
     """
     from nano_inference.cli import generate as work
+    from nano_inference.cli.conversation import requested_sampling
     from nano_inference.cli.prompts import read_prompts
-    from nano_inference.cli.talk import asked_for
 
     prompts = read_prompts(prompt, file)
     return work.run(
-        prompts, work.Options(n, raw, system, as_json), engine, asked_for(sampling, typed.fields), common, typed
+        prompts,
+        work.Options(n, raw, system, as_json),
+        engine,
+        requested_sampling(sampling, typed.fields),
+        common,
+        typed,
     )
 
 
 def serve(
     *, server: ServerFlags = SERVER, engine: ServedEngineFlags, common: CommonFlags = COMMON, typed: TypedFields
 ) -> int:
-    """Serve a model behind an OpenAI-compatible URL, on this machine only unless --host says otherwise.
+    """Serve a model behind an OpenAI-compatible URL; reachable from this machine only, unless --host is given.
 
-    The first Ctrl-C or SIGTERM lets open requests finish, the second aborts them.
+    The first Ctrl-C or SIGTERM drains open requests, the second aborts them.
     """
     from nano_inference.cli.collection import no_collection
 
@@ -127,33 +132,31 @@ def bench(
     *,
     workload: Annotated[
         tuple[str, ...],
-        Parameter(negative_iterable="", help="a workload; may be repeated. An unknown name lists those that exist"),
+        Parameter(negative_iterable="", help="a workload; may be repeated. An unknown name lists all workloads"),
     ] = ("decode1", "prefill"),
-    repeat: Annotated[int, Parameter(help="runs of each, after one that is not counted")] = 3,
+    repeat: Annotated[int, Parameter(help="measured runs of each, after one warm-up run")] = 3,
     engine: EngineFlags,
     common: CommonFlags = COMMON,
 ) -> int:
-    """Measure this engine: a table of medians and ranges, and JSON on the last line."""
+    """Measure this engine: prints a table of medians and ranges, and JSON on the last line."""
     from nano_inference.cli import bench as work
 
     return work.run(workload, repeat, engine, common)
 
 
 def tokenize(
-    text: Annotated[str | None, Parameter(help="the text; without it, stdin is read")] = None,
+    text: Annotated[str | None, Parameter(help="the text; read from stdin if not given")] = None,
     /,
     *,
     decode: Annotated[
-        tuple[int, ...], Parameter(consume_multiple=True, negative_iterable="", help="write the text of these ids")
+        tuple[int, ...], Parameter(consume_multiple=True, negative_iterable="", help="print the text of these ids")
     ] = (),
-    no_special: Annotated[
-        bool, Parameter(negative="", help="do not add the model's own first and last tokens")
-    ] = False,
+    no_special: Annotated[bool, Parameter(negative="", help="do not add the model's start and end tokens")] = False,
     as_json: JsonFlag = False,
     model: ModelFlag = DEFAULT,
     common: CommonFlags = COMMON,
 ) -> int:
-    """Show the token ids of a text, or the text of ids."""
+    """Show the token ids of a text, or with --decode the text of token ids."""
     from nano_inference.cli import tokenize as work
 
     if decode:
@@ -190,9 +193,9 @@ def models_info(
     as_json: JsonFlag = False,
     common: CommonFlags = COMMON,
 ) -> int:
-    """Show what a model is made of, and what it costs to run; fetches it when it is not here.
+    """Show a model's architecture, files and memory use; fetches the model if it is not in the cache.
 
-    If the checkpoint's files leave constants open: each of them, with its value and the reason.
+    Constants that the checkpoint's files do not name are listed with their inferred values and the reasons.
     """
     from nano_inference.cli import info as work
 
@@ -208,19 +211,19 @@ def models_rm(name: RemovableName, /, *, common: CommonFlags = COMMON) -> int:
 
 def completion(
     *,
-    shell: Annotated[Literal["bash", "zsh", "fish"] | None, Parameter(help="found out if not given")] = None,
+    shell: Annotated[Literal["bash", "zsh", "fish"] | None, Parameter(help="detected if not given")] = None,
     to_stdout: Annotated[
-        bool, Parameter(name="--print", negative="", help="write the script to stdout and install nothing")
+        bool, Parameter(name="--print", negative="", help="print the script to stdout instead of installing it")
     ] = False,
     settings: SettingsFlags = SETTINGS,
 ) -> int:
-    """Install shell completion for this user and print the file that was written.
+    """Install shell completion for this user and print the path of the script.
 
-    TAB then completes commands, options, their choices, and the names of the models on this machine.
+    TAB then completes commands, options, their choices, and the names of models on this machine.
     """
     from nano_inference.cli import shells as work
     from nano_inference.cli.app import build_app
 
-    chosen = work.shell_here(shell)
+    chosen = work.choose_shell(shell)
     print(work.script(build_app(), chosen) if to_stdout else work.install(build_app(), chosen))
     return 0

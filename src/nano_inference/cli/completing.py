@@ -1,4 +1,4 @@
-"""What TAB offers for the options and arguments that name a model. Read for every command: nothing heavy, no torch."""
+"""Shell completion of options and arguments that name a model. Imported by every command: no torch."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from nano_inference.catalog import WHEELS, default_cache, installed_builtins, li
 from nano_inference.files import path_of
 
 _NAMING = ("model_path", "model", "name")
-"""Fields that name a model. Those of a configuration share one completer."""
+"""Fields that name a model; all fields of a configuration share one completer."""
 
 
-class Asked(Protocol):
-    """What cyclopts tells a completer: which argument TAB was pressed for, and the others as typed so far."""
+class CompletionContext(Protocol):
+    """Context that cyclopts passes to a completer."""
 
     @property
     def argument(self) -> Argument:
-        """The argument."""
+        """The argument to complete."""
         ...
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Return another one."""
+        """Return another argument as typed so far."""
         ...
 
 
-def cached_names(context: Asked) -> list[tuple[str, str]]:
-    """Return the models on this machine, with where they came from; choices, of an option that does not name one."""
+def cached_names(context: CompletionContext) -> list[tuple[str, str]]:
+    """Return the models on this machine with their sources; for an option that names no model, its choices."""
     if context.argument.field_info.name not in _NAMING:
         return [(choice, "") for choice in context.argument.get_choices(force=True) or ()]
     cache = context.get("--cache")
@@ -36,12 +36,12 @@ def cached_names(context: Asked) -> list[tuple[str, str]]:
     return [(entry.name, entry.source) for entry in list_models(place)]
 
 
-def removable_names(context: Asked) -> list[tuple[str, str]]:
-    """Return the models on this machine that can be deleted."""
+def removable_names(context: CompletionContext) -> list[tuple[str, str]]:
+    """Return the models that can be deleted."""
     return [(name, source) for name, source in cached_names(context) if source != "package"]
 
 
-def known_names(_context: Asked) -> list[tuple[str, str]]:
-    """Return the models that can be fetched by name alone."""
+def known_names(_context: CompletionContext) -> list[tuple[str, str]]:
+    """Return the models that can be fetched by a built-in name."""
     wheels = [(name, wheel.requirement) for wheel in WHEELS for name in (wheel.name, *wheel.aliases[:1])]
     return wheels + [(one.name, "comes with the package") for one in installed_builtins()]

@@ -1,7 +1,7 @@
-"""Options out of TOML files: the one that --config names, and the one in the user's directory for such files.
+"""Options in TOML files: the file of --config, and the user's configuration file.
 
-A key applies to every command below its table that has the option; the nearest table wins. What no command knows is
-an error, wherever in the file it stands: a slip of the pen must not be taken for a setting.
+A key applies to every command below its table that has the option; the innermost table takes precedence. Keys and
+tables that no command has are errors, so that a misspelled option is not ignored.
 """
 
 from __future__ import annotations
@@ -34,40 +34,35 @@ from nano_inference.files import exists, path_of
 from nano_inference.types import BadRequest
 
 MAX_BYTES = 1 << 20
-"""Bytes of the largest file: a wrong path must not read a model into memory."""
+"""Size limit of a file, so that a wrong path does not read a model into memory."""
 NOT_IN_FILES = ("config", "print-config")
 FROM_FILE = "file "
-"""What the source of a value out of a file begins with."""
+"""Prefix of the source of a value from a file."""
 
-_TYPES: Mapping[Kind, tuple[tuple[type, ...], str]] = MappingProxyType(
-    {
-        "boolean": ((bool,), "true or false"),
-        "integer": ((int,), "a whole number"),
-        "number": ((int, float), "a number"),
-        "string": ((str,), "a string"),
-    }
+_TYPES: Mapping[Kind, tuple[type, ...]] = MappingProxyType(
+    {"boolean": (bool,), "integer": (int,), "number": (int, float), "string": (str,)}
 )
-"""For each kind of value: the types that TOML gives for it, and its name in a message."""
+"""Types that TOML yields for each kind of value."""
 _NAMES: Mapping[type, str] = MappingProxyType(
     {bool: "true or false", int: "a whole number", float: "a number", str: "a string", list: "a list", dict: "a table"}
 )
 _HEADER = re.compile(r"\s*\[([^\[\]]+)\]\s*(?:#.*)?")
 
 Table = tuple[str, ...]
-"""The words of a table's header, which are those of a command."""
+"""Parts of a table's header: the words of a command or of a group."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConfigFile:
-    """A file that was read."""
+    """A parsed configuration file."""
 
     path: Path
-    text: str = field(repr=False)  # there may be a key in it
+    text: str = field(repr=False)  # may contain an API key
     data: Mapping[str, Any] = field(repr=False)
     status: os.stat_result
 
     def refuse(self, table: Table, key: str, problem: str) -> BadRequest:
-        """Return the error that names the file, the line when it can be found, and the key."""
+        """Return an error that names the file, the line if it can be found, and the key."""
         line = line_of(self.text, table, key)
         where = f"{self.path}: line {line}" if line else str(self.path)
         inside = f" in [{'.'.join(table)}]" if table else ""
@@ -75,7 +70,7 @@ class ConfigFile:
 
 
 def default_file(environ: Mapping[str, str]) -> Path:
-    """Return the place of the user's own file: below `XDG_CONFIG_HOME`, else below ~/.config."""
+    """Return the path of the user's file: below `XDG_CONFIG_HOME`, else below ~/.config."""
     xdg = environ.get("XDG_CONFIG_HOME", "")
     home = Path(environ.get("HOME") or environ.get("USERPROFILE") or Path.home())
     # The XDG specification: a relative path is invalid and is ignored.
@@ -83,8 +78,8 @@ def default_file(environ: Mapping[str, str]) -> Path:
     return base / "nano-inference" / "config.toml"
 
 
-def take_files(root: App, app: App, commands: Table, arguments: ArgumentCollection) -> None:
-    """Fill in what the command line and the environment leave out. A `BadRequest` names file, line and key."""
+def apply_files(root: App, app: App, commands: Table, arguments: ArgumentCollection) -> None:
+    """Set options that neither the command line nor the environment sets. Raises `BadRequest`."""
     named = next((a for a in options_of(arguments) if key_of(a) == "config"), None)
     if named is None:
         return
@@ -98,20 +93,20 @@ def take_files(root: App, app: App, commands: Table, arguments: ArgumentCollecti
     for path in paths:
         file = read_file(path)
         check_table(file, known)
-        for depth in range(len(commands), -1, -1):  # the command's own table comes first
+        for depth in range(len(commands), -1, -1):  # innermost table first
             table = _table(file, commands[:depth])
             plain: dict[str, Any] = {key: value for key, value in table.items() if not isinstance(value, dict)}
-            for word in reversed(commands):  # all as if in that table: elsewhere cyclopts drops a command's name
+            for word in reversed(commands):  # cyclopts drops keys named like a command outside that command's table
                 plain = {word: plain}
             Dict(plain, source=f"{FROM_FILE}{file.path}", allow_unknown=True)(app, commands, arguments)
 
 
 def read_file(path: Path) -> ConfigFile:
-    """Read and parse a file; raise `BadRequest`, one line that names it, when that cannot be done."""
+    """Read and parse a file. Raises `BadRequest` naming the file."""
     import tomllib
 
     try:
-        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:  # a pipe would wait for its writer
+        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:  # opening a pipe would block
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode) and str(path) != os.devnull:
                 raise BadRequest(f"{path}: is not a file")
@@ -130,7 +125,7 @@ def read_file(path: Path) -> ConfigFile:
 
 
 def check_table(file: ConfigFile, known: Mapping[Table, list[Argument]], table: Table = ()) -> None:
-    """Refuse a table or a key that no command has, a key given twice, and a secret that others can read."""
+    """Raise `BadRequest` for an unknown table or key, a duplicate key, or a secret in a file that others can read."""
     below = {path: options for path, options in known.items() if path[: len(table)] == table}
     names = {path[len(table)] for path in below if len(path) > len(table)}
     options = {key_of(option): option for one in below.values() for option in one}
@@ -142,7 +137,7 @@ def check_table(file: ConfigFile, known: Mapping[Table, list[Argument]], table: 
         elif key not in options:
             raise file.refuse(table, written, _unknown(written, value, names, options))
         elif key in NOT_IN_FILES:
-            raise file.refuse(table, written, "belongs on the command line or in the environment")
+            raise file.refuse(table, written, "can only be set on the command line or in the environment")
         elif key in seen:
             raise file.refuse(table, written, "is given twice")
         else:
@@ -151,26 +146,26 @@ def check_table(file: ConfigFile, known: Mapping[Table, list[Argument]], table: 
 
 
 def _check_value(file: ConfigFile, table: Table, key: str, value: Any, option: Argument) -> None:
-    """Refuse a value of the wrong type, without showing it; and a secret that others can read."""
+    """Raise `BadRequest` for a value of the wrong type, without quoting it, or a secret that others can read."""
     if is_secret(option):
         from nano_inference.server.keys import check_private
 
         check_private(file.path, file.status, f"{file.path}: {key}")
     kind, is_list = kind_of(option.hint), takes_list(option.hint)
-    types, name = _TYPES[kind]
+    types, name = _TYPES[kind], _NAMES[_TYPES[kind][-1]]
     if is_size(option):
-        types, name = (int, str), "a whole number, or a text such as '2GiB'"
+        types, name = (int, str), "a whole number, or a string such as '2GiB'"
     for one in value if is_list and isinstance(value, list) else [value]:
         is_none = one == "none" and takes_none(option.hint)
         if not is_none and (not isinstance(one, types) or (isinstance(one, bool) and kind != "boolean")):
-            wanted = f"{name}, or a list of such" if is_list else name
+            wanted = f"{name}, or a list of them" if is_list else name
             raise file.refuse(table, key, f"must be {wanted}, not {_NAMES.get(type(one), 'a date or time')}")
 
 
 def _unknown(key: str, value: Any, names: Iterable[str], options: Iterable[str]) -> str:
-    """Say what is wrong with a key that no command has, and what may have been meant."""
+    """Return the problem with an unknown key, and the most similar known one."""
     if key in names:
-        return "is a command: its options stand in a table of that name"
+        return "is a command: put its options in a table of that name"
     known = names if isinstance(value, dict) else options
     near = difflib.get_close_matches(key.replace("_", "-"), list(known), 1)
     meant = f"; did you mean {near[0]}?" if near else ""
@@ -178,7 +173,7 @@ def _unknown(key: str, value: Any, names: Iterable[str], options: Iterable[str])
 
 
 def _table(file: ConfigFile, table: Table) -> Mapping[str, Any]:
-    """Return a table's keys; none when the file has no such table."""
+    """Return a table's keys; empty if the file has no such table."""
     data: Any = file.data
     for name in table:
         data = data.get(name, {}) if isinstance(data, dict) else {}
@@ -186,7 +181,7 @@ def _table(file: ConfigFile, table: Table) -> Mapping[str, Any]:
 
 
 def line_of(text: str, table: Table, key: str) -> int | None:
-    """Return the line on which a key of a table stands; None when it is written in a way not looked for."""
+    """Return the line number of a key or table; None for TOML spellings that this search does not cover."""
     written = re.compile(rf"""\s*["']?{re.escape(key)}["']?\s*=""")
     here: Table = ()
     for number, line in enumerate(text.splitlines(), 1):

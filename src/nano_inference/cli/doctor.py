@@ -1,4 +1,4 @@
-"""`doctor`: this machine in a page: what a bug report needs, which models it can run, and how fast they can be."""
+"""`doctor`: facts for a bug report, the models that this machine can run, and upper bounds of their decode speed."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from nano_inference.cli.shells import installed
 
 _HEAD = ["model", "precision", "weights", "KV a token", "KV of context", "KV budget", "fits", "tok/s at most"]
 _NOTE = (
-    "KV budget: tokens that the KV cache holds unless --kv-cache-bytes says otherwise. Fits: the weights and one\n"
-    "whole context, in the memory that is free now. At most: one sequence, which reads every weight from memory for\n"
-    "each token; only a model that fits in the processor's own cache can be faster."
+    "KV budget: capacity of the KV cache in tokens without --kv-cache-bytes. Fits: the weights and the KV cache of\n"
+    "one whole context fit in the memory that is free now. At most: one sequence, which reads every weight from\n"
+    "memory for each token; only a model that fits in the processor's caches can be faster."
 )
 
 
 def run(as_json: bool, common: Common, *, bench: bool = False) -> int:
-    """Print what was found and measured; with `bench`, what the default model reaches of it, too."""
+    """Print the facts and measurements; with `bench`, also the share of them that the default model reaches."""
     facts = examine(cache_of(common), common.config)
     if bench:
         facts |= roofline.measure()
@@ -45,7 +45,7 @@ def run(as_json: bool, common: Common, *, bench: bool = False) -> int:
 
 
 def examine(cache: Path, config: Path | None = None) -> dict[str, Any]:
-    """Return everything as plain JSON values, under headings: facts by name, or a list of rows."""
+    """Return facts as JSON values: each heading has a dictionary, or a list of rows."""
     kernels, bandwidth = kernels_here(), machine.read_bandwidth()
     entries = list_models(cache)
     basis = estimate.Machine(
@@ -81,7 +81,7 @@ def examine(cache: Path, config: Path | None = None) -> dict[str, Any]:
 
 
 def _settings(config: Path | None) -> dict[str, Any]:
-    """Return what changes how commands behave: configuration files and the names of the environment variables set."""
+    """Return the configuration files, the names of environment variables that are set, and installed completions."""
     own = default_file(os.environ)
     return {
         "config_files": [str(path) for path in (config, own if own.exists() else None) if path is not None],
@@ -101,7 +101,7 @@ def _facts(part: dict[str, Any]) -> list[str]:
 
 
 def _table(rows: list[dict[str, Any]]) -> list[str]:
-    """Return rows of estimates for people to read."""
+    """Format rows of estimates as aligned lines."""
     cells = [_HEAD, *([row.get("model") or row["size"], *_cells(row)] for row in rows)]
     widths = [max(len(row[i]) for row in cells if len(row) > i and len(row) > 2) for i in range(len(_HEAD))]
     return ["  " + "  ".join(f"{cell:<{widths[i]}}" for i, cell in enumerate(row)).rstrip() for row in cells]
@@ -129,7 +129,7 @@ def _total_memory() -> int | None:
 
 
 def _shown(key: str, value: Any) -> str:
-    """Return one fact for people to read."""
+    """Format one fact."""
     if value is None:
         return "no limit" if key.startswith("cgroup") else "unknown"
     if isinstance(value, bool) and key != "here":

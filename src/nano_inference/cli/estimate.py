@@ -1,6 +1,6 @@
-"""What a model takes and how fast it can be at most, worked out from its files' headers: no weight is read.
+"""Estimates of a model's memory use and highest decode speed, from its files' headers alone.
 
-A decoded token reads every weight once, and nothing can be faster than the memory that they are read from.
+Decoding a token reads every weight once, so the decode rate is at most memory bandwidth / bytes of weights.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from nano_inference.types import BadRequest, ModelError
 FLOAT32 = 4
 _DEFAULTS = EngineConfig(model_path="any")
 CONTEXT = _DEFAULTS.max_model_len
-"""Tokens of the context that a size's KV cache is worked out for."""
-_MOST_SEQUENCES = _DEFAULTS.max_batch_size
+"""Tokens of context in the estimates of typical sizes."""
+_MAX_SEQUENCES = _DEFAULTS.max_batch_size
 
 
 class Size(NamedTuple):
-    """A typical model: its weights, those that a token reads, and the K and V values that a token leaves."""
+    """A typical model: number of weights, weights read per token, and K and V values cached per token."""
 
     name: str
     parameters: int
@@ -46,24 +46,24 @@ SIZES = (
     Size("8B (Llama 3.1)", 8_030_261_248, 8_030_261_248 - 128_256 * 4096, 2 * 32 * 8 * 128),
 )
 PRECISIONS: Mapping[str, float] = MappingProxyType({"bfloat16": 2.0, "int8": 1.0, "4 bits (Q4_0)": 18 / 32})
-"""Bytes of a weight; scales that int8 has for every row are a few in a thousand."""
+"""Bytes per weight; int8's scales per row are neglected."""
 
 
 class Machine(NamedTuple):
-    """What an estimate stands on."""
+    """Measurements of this machine."""
 
     bytes_per_s: float
     available: int
     kv_budget: int
-    """Bytes that the KV cache may grow to when nobody says how many."""
+    """Default capacity of the KV cache in bytes."""
     has_kernels: bool
 
 
 def of_models(entries: Iterable[ModelEntry], machine: Machine) -> list[dict[str, Any]]:
-    """Return an estimate of every model on this machine, in the file's own precision and in int8."""
+    """Return estimates of every model on this machine, in the file's precision and in int8."""
     rows: list[dict[str, Any]] = []
     for entry in entries:
-        for name, path in _places(entry):
+        for name, path in _models_in(entry):
             try:
                 checkpoint = open_checkpoint(path)
             except (ModelError, BadRequest) as error:
@@ -74,7 +74,7 @@ def of_models(entries: Iterable[ModelEntry], machine: Machine) -> list[dict[str,
 
 
 def of_sizes(machine: Machine) -> list[dict[str, Any]]:
-    """Return an estimate of typical sizes in every precision."""
+    """Return estimates of typical sizes in every precision."""
     return [
         {
             "size": size.name,
@@ -87,7 +87,7 @@ def of_sizes(machine: Machine) -> list[dict[str, Any]]:
 
 
 def of_model(name: str, checkpoint: Checkpoint, precision: str, machine: Machine) -> dict[str, Any]:
-    """Return an estimate of one model. `precision` is "auto", "int8", or "float32" where torch computes."""
+    """Return an estimate of one model. `precision` is "auto", "int8", or "float32" without C kernels."""
     sizes = {
         source_name: weight_bytes(source, precision)
         for source_name, source in checkpoint.sources.items()
@@ -102,7 +102,7 @@ def of_model(name: str, checkpoint: Checkpoint, precision: str, machine: Machine
 
 
 def weight_bytes(source: WeightSource, precision: str) -> int:
-    """Return the bytes that one tensor takes in memory, as `executors.cpu.weights` keeps it."""
+    """Return the bytes of one tensor in memory, in the layout of `executors.cpu.weights`."""
     values = math.prod(source.shape)
     if len(source.shape) != 2 or precision == "float32":
         return FLOAT32 * values
@@ -117,13 +117,13 @@ def weight_bytes(source: WeightSource, precision: str) -> int:
 
 
 def _costs(weights: int, read: int, kv_bytes: int, context: int, machine: Machine) -> dict[str, Any]:
-    """Return what the bytes of weights and of a token's K and V mean on this machine."""
+    """Return the estimate for `weights` bytes, of which a token reads `read`, and `kv_bytes` per token."""
     return {
         "weight_bytes": weights,
         "kv_bytes_per_token": kv_bytes,
         "context": context,
         "context_kv_bytes": kv_bytes * context,
-        "kv_budget_tokens": min(machine.kv_budget // kv_bytes, _MOST_SEQUENCES * context),
+        "kv_budget_tokens": min(machine.kv_budget // kv_bytes, _MAX_SEQUENCES * context),
         "fits": weights + kv_bytes * context <= machine.available,
         "decode_limit_tokens_per_s": machine.bytes_per_s / read,
     }
@@ -133,8 +133,8 @@ def _precisions(machine: Machine) -> tuple[str, ...]:
     return ("auto", "int8") if machine.has_kernels else ("float32",)
 
 
-def _places(entry: ModelEntry) -> list[tuple[str, Path]]:
-    """Return the models of an entry: one, or each .gguf file of a repository that holds nothing else."""
+def _models_in(entry: ModelEntry) -> list[tuple[str, Path]]:
+    """Return the models of an entry: one, or each .gguf file of a repository of such files."""
     if entry.source != "hub" or (entry.path / "config.json").is_file():
         return [(entry.name, entry.path)]
     return [(f"{entry.name}:{file.name}", file) for file in sorted(entry.path.glob("*.gguf"))]

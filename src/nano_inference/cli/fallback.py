@@ -1,4 +1,4 @@
-"""What an option is when the command line does not say: its environment variable, and the default model."""
+"""Values of options that are not given: the default model, and a built-in model's sampling."""
 
 from __future__ import annotations
 
@@ -10,16 +10,13 @@ from nano_inference.catalog import find_builtin
 
 ENV_PREFIX = "NANO_INFERENCE_"
 DEFAULT = "default"
-"""The default model's alias in the catalog."""
+"""Alias of the default model in the catalog."""
 SERVED = "(the only one that the server has)"
-"""The value of --model in a chat with a server."""
+"""Value of --model in a chat with a server, if not given."""
 
 
-def name_model(_app: App, _commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
-    """Fill in what the command line leaves out: the default model, and what a model of the package samples with.
-
-    An `EngineConfig`'s model has no default of its own.
-    """
+def fill_defaults(_app: App, _commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
+    """Set --model, which has no default in `EngineConfig`, and the sampling fields of a built-in model."""
     by_name = {argument.field_info.name: argument for argument in arguments}
     model = by_name.get("model_path")
     if model is None:
@@ -28,7 +25,7 @@ def name_model(_app: App, _commands: tuple[str, ...], arguments: ArgumentCollect
     if not model.tokens:
         fill(model, SERVED if is_served else DEFAULT, "built-in")
     if is_served:
-        return  # it has defaults of its own
+        return  # the server has its own defaults
     builtin = find_builtin(str(model.tokens[0].value))
     own = {} if builtin is None else {name: f"{value:g}" for name, value in builtin.sampling.items()}
     for name, value in own.items():
@@ -37,19 +34,19 @@ def name_model(_app: App, _commands: tuple[str, ...], arguments: ArgumentCollect
             fill(argument, value, "the model's own default")
 
 
-def forget_standing(arguments: Iterable[Argument]) -> None:
-    """Leave out what the environment or a file says of a mode that is off; typed, it would be a mistake."""
+def drop_inherited(arguments: Iterable[Argument]) -> None:
+    """Drop values from the environment and files, for options of a mode that is off; typed ones stay errors."""
     for argument in arguments:
         argument.tokens[:] = [token for token in argument.tokens if token.source == "cli"]
 
 
 def fill(argument: Argument, value: str, source: str) -> None:
-    """Give an option a value; `source` is what --print-config says of where it comes from."""
+    """Set an option; `source` is its origin in --print-config."""
     argument.append(Token(keyword=str(argument.name), value=value, source=source))
 
 
 def is_on(argument: Argument) -> bool:
-    """Whether a flag was given, and not as --no-x or as false in the environment."""
+    """True if a flag was given, neither as --no-x nor as false in the environment."""
     if not argument.tokens:
         return False
     token = argument.tokens[-1]

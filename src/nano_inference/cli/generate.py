@@ -1,4 +1,4 @@
-"""`generate`: one sample streamed, or many as one batch."""
+"""`generate`: one streamed sample, or several as one batch."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import time
 from collections import Counter
 from typing import Any, NamedTuple
 
-from nano_inference.cli.answer import cut_by, statistics, stream_answer, text_of
+from nano_inference.cli.answer import cut_by, stream_answer, text_of
+from nano_inference.cli.conversation import Sampling
 from nano_inference.cli.options import Common
 from nano_inference.cli.prompts import Prompt
-from nano_inference.cli.session import Session, encode, open_session, with_models_own
+from nano_inference.cli.session import Session, encode, open_session, with_model_defaults
 from nano_inference.cli.spelling import Typed
-from nano_inference.cli.talk import Sampling
 from nano_inference.cli.terminal import Interrupts, bar, note
 from nano_inference.config import EngineConfig
 from nano_inference.text.dialogue import spelled
@@ -23,7 +23,7 @@ _INTERRUPTED = 130
 
 
 class Options(NamedTuple):
-    """What is made of the prompts."""
+    """Options of the command."""
 
     num_samples: int
     raw: bool
@@ -32,41 +32,37 @@ class Options(NamedTuple):
 
 
 def run(
-    prompts: list[Prompt], wishes: Options, config: EngineConfig, sampling: Sampling, common: Common, typed: Typed
+    prompts: list[Prompt], options: Options, config: EngineConfig, sampling: Sampling, common: Common, typed: Typed
 ) -> int:
     """Generate for all prompts and print; return the exit code."""
-    if wishes.num_samples < 1:
-        raise BadRequest(f"--n must be >= 1, got {wishes.num_samples}")
+    if options.num_samples < 1:
+        raise BadRequest(f"--n must be >= 1, got {options.num_samples}")
     with open_session(config, common, typed) as session:
-        params = with_models_own(session, sampling, common.quiet).params
-        encoded = [encode(session, prompt, system=wishes.system, raw=wishes.raw) for prompt in prompts]
+        params = with_model_defaults(session, sampling, common.quiet).params
+        encoded = [encode(session, prompt, system=options.system, raw=options.raw) for prompt in prompts]
         with Interrupts() as interrupts:
-            if len(encoded) == wishes.num_samples == 1 and not wishes.as_json:
-                return _stream_one(session, encoded[0], wishes, params, common, interrupts)
-            samples = _run_batch(session, encoded, wishes, params, common, interrupts)
+            if len(encoded) == options.num_samples == 1 and not options.as_json:
+                answer = stream_answer(
+                    session, encoded[0], params, interrupts, write_text, raw=options.raw, quiet=common.quiet
+                )
+                print()
+                print_limits(session, [answer.sample], common.quiet)
+                note(answer.stats.summary(), common.quiet)
+                return _INTERRUPTED if interrupts.pressed else 0
+            samples = _run_batch(session, encoded, options, params, common, interrupts)
         for i, sample in enumerate(samples):
-            _print_sample(session, sample, i // wishes.num_samples, wishes, params)
+            _print_sample(session, sample, i // options.num_samples, options, params)
     return 0
 
 
-def _stream_one(
-    session: Session, prompt: list[int], wishes: Options, params: SamplingParams, common: Common, interrupts: Interrupts
-) -> int:
-    answer = stream_answer(session, prompt, params, interrupts, write_text, raw=wishes.raw, quiet=common.quiet)
-    print()
-    print_lengths(session, [answer.sample], common.quiet)
-    note(statistics(answer), common.quiet)
-    return _INTERRUPTED if interrupts.pressed else 0
-
-
-def print_lengths(session: Session, samples: list[TrainingSample], quiet: bool) -> None:
-    """Print to stderr which limits ended samples, and how many of them."""
+def print_limits(session: Session, samples: list[TrainingSample], quiet: bool) -> None:
+    """Print to stderr which length limits ended samples, and how many."""
     for reason, count in Counter(filter(None, (cut_by(session, sample) for sample in samples))).items():
         note(f"[cut off: {reason}]" if len(samples) == 1 else f"[{count} cut off: {reason}]", quiet)
 
 
 def write_text(text: str) -> None:
-    """Write a piece of an answer to stdout at once."""
+    """Write a piece of an answer to stdout and flush."""
     sys.stdout.write(spelled(text))
     sys.stdout.flush()
 
@@ -74,33 +70,33 @@ def write_text(text: str) -> None:
 def _run_batch(
     session: Session,
     prompts: list[list[int]],
-    wishes: Options,
+    options: Options,
     params: SamplingParams,
     common: Common,
     interrupts: Interrupts,
 ) -> list[TrainingSample]:
-    """Run all prompts together, with a bar of finished samples."""
-    total = len(prompts) * wishes.num_samples
+    """Run all prompts as one batch, with a progress bar of finished samples."""
+    total = len(prompts) * options.num_samples
     done = 0
     start = time.perf_counter()
 
-    def progress(result: StepResult) -> None:
+    def on_step(result: StepResult) -> None:
         nonlocal done
         done += len(result.samples)
-        tell(done, total)
+        progress(done, total)
         if interrupts.pressed:
-            raise KeyboardInterrupt  # here, between two steps, it harms nothing
+            raise KeyboardInterrupt  # safe here, between two steps
 
-    with bar("generating", quiet=common.quiet) as tell:
+    with bar("generating", quiet=common.quiet) as progress:
         try:
             samples = session.engine.generate(
-                prompts, params, wishes.num_samples, program=session.tool, progress=progress
+                prompts, params, options.num_samples, program=session.tool, progress=on_step
             )
         except BadRequest:
             raise
         except Exception as error:
             raise EngineDead(f"the engine failed: {type(error).__name__}: {error}") from error
-    print_lengths(session, samples, common.quiet)
+    print_limits(session, samples, common.quiet)
     note(_batch_statistics(samples, time.perf_counter() - start), common.quiet)
     return samples
 
@@ -116,17 +112,17 @@ def _batch_statistics(samples: list[TrainingSample], seconds: float) -> str:
 
 
 def _print_sample(
-    session: Session, sample: TrainingSample, prompt_index: int, wishes: Options, params: SamplingParams
+    session: Session, sample: TrainingSample, prompt_index: int, options: Options, params: SamplingParams
 ) -> None:
-    text = text_of(session, sample, params, raw=wishes.raw)
-    if wishes.as_json:
+    text = text_of(session, sample, params, raw=options.raw)
+    if options.as_json:
         print(json.dumps(sample_json(sample, prompt_index, text)))
     else:
         print(f"--- prompt {prompt_index + 1}, sample {sample.sample_index + 1} ---\n{text}")
 
 
 def sample_json(sample: TrainingSample, prompt_index: int, text: str) -> dict[str, Any]:
-    """Return what `--json` prints of a sample. Alternatives are there when they were asked for."""
+    """Return the object that `--json` prints for a sample; optional fields only if they were requested."""
     out: dict[str, Any] = {
         "prompt_index": prompt_index,
         "sample_index": sample.sample_index,

@@ -1,6 +1,6 @@
-"""How `--help` looks: names on the left, texts on the right; what matters first, and how to see the rest.
+"""Layout of `--help`: flags in the left column, texts in the right one; without a view, the main options only.
 
-Plain text made here: rich's tables and cyclopts' pages take as long again as everything else before them.
+Plain text, because rich's tables and cyclopts' help pages would double the time of `--help`.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from nano_inference.cli.help_texts import EXAMPLES, KINDS, LONG, MAIN, SAMPLING,
 from nano_inference.types import MODELS_OWN, BadRequest
 
 LEFT = 30
-"""Columns of the names."""
+"""Width of the left column."""
 _WIDEST = 110
 _NARROWEST = 60
-_OWN = "Options"
-_ORDER = (_OWN, "Server", "Engine", "Sampling")
+_GENERAL = "Options"
+_ORDER = (_GENERAL, "Server", "Engine", "Sampling")
 _LAST = "Common"
 _VIEWS = ("all", "env")
 
@@ -32,9 +32,10 @@ Lines = list[str]
 
 
 def page(app: App, commands: tuple[str, ...], usage: str, view: str, headings: Sequence[str] = ()) -> str:
-    """Return a command's help. `view`: "" for the main options, a heading, "all", or "env" for environment variables.
+    """Return a command's help page.
 
-    `headings` are those of other packages' commands.
+    `view` is "" for the main options, a heading, "all", or "env" for the environment variables; `headings` are the
+    additional ones of installed packages. Raises `BadRequest` for another view.
     """
     width = max(_NARROWEST, min(shutil.get_terminal_size().columns, _WIDEST))
     about = "\n".join(textwrap.wrap(app.help, width))
@@ -48,7 +49,7 @@ def page(app: App, commands: tuple[str, ...], usage: str, view: str, headings: S
 
 
 def entry_lines(names: str, text: str, width: int) -> Lines:
-    """Return an entry's lines; a text that does not fit beside its names begins below them."""
+    """Return the lines of an entry; if the names are wider than the left column, the text starts below them."""
     right = textwrap.wrap(text, max(20, width - LEFT - 2), break_on_hyphens=False) or [""]
     first = f"  {names:<{LEFT - 2}}  {right[0]}" if len(names) <= LEFT - 2 else f"  {names}"
     rest = right[1:] if len(names) <= LEFT - 2 else right
@@ -58,8 +59,8 @@ def entry_lines(names: str, text: str, width: int) -> Lines:
 _NOTE = "nano-inference COMMAND --help shows a command's options."
 _ROOT_NOTE = (
     f"{_NOTE} Every option can be set by an environment variable (--model: NANO_INFERENCE_MODEL), in a file "
-    "(--config), and --print-config shows where its value comes from. NANO_INFERENCE_TRACEBACK=1 shows where an error "
-    "came from."
+    "(--config); --print-config prints the origin of each value. NANO_INFERENCE_TRACEBACK=1 prints the traceback of an "
+    "error."
 )
 
 
@@ -72,14 +73,14 @@ def _commands(app: App, width: int) -> Lines:
 
 
 def _command(app: App, commands: tuple[str, ...], view: str, width: int, order: Sequence[str]) -> list[Lines]:
-    """Return the parts of a page after its first lines."""
+    """Return the sections of a command's page."""
     arguments = app.assemble_argument_collection()
     sections = _sections(options_of(arguments), order)
     wanted = {heading.lower() for heading in sections}
     if view and view not in (*_VIEWS, *wanted):
         raise BadRequest(f"--help={view}: there are --help={', --help='.join((*_VIEWS, *sorted(wanted)))}")
     if view == "env":
-        return [_twins(sections, width)]
+        return [_variables(sections, width)]
     chosen = {heading: options for heading, options in sections.items() if view in ("", "all", heading.lower())}
     shown = chosen if view else {heading: _main(options) for heading, options in chosen.items()}
     parts = [_positionals(arguments, width)] if view in ("", "all") else []
@@ -90,7 +91,7 @@ def _command(app: App, commands: tuple[str, ...], view: str, width: int, order: 
 
 
 def _sections(options: Iterable[Argument], order: Sequence[str]) -> dict[str, list[Argument]]:
-    """Return the options below their headings, in that order; those of an unknown heading come first."""
+    """Return options by heading, in the given order; those of an unknown heading come first."""
     named = [(_heading(option, order), option) for option in options]
     named.sort(key=lambda pair: order.index(pair[0]))
     return {heading: [pair[1] for pair in members] for heading, members in groupby(named, key=lambda pair: pair[0])}
@@ -98,11 +99,11 @@ def _sections(options: Iterable[Argument], order: Sequence[str]) -> dict[str, li
 
 def _heading(option: Argument, order: Sequence[str]) -> str:
     name = heading_of(option)
-    return name if name in order else _OWN
+    return name if name in order else _GENERAL
 
 
 def _main(options: list[Argument]) -> list[Argument]:
-    """Return the options of a heading that most people need."""
+    """Return the main options of a heading; all, if it is short."""
     return options if len(options) < LONG else [option for option in options if key_of(option) in MAIN]
 
 
@@ -120,7 +121,7 @@ def _section(heading: str, options: Iterable[Argument], width: int) -> Lines:
 
 
 def _names(option: Argument) -> str:
-    """Return `-m, --model MODEL`, or `--[no-]quiet` for what can be switched on and off."""
+    """Return `-m, --model MODEL`, or `--[no-]quiet` for a flag that can be negated."""
     shorts = [name for name in option.names if not name.startswith("--")]
     if kind_of(option.hint) == "boolean":
         is_switch = any(name.startswith("--no-") for name in option.names) and key_of(option) not in NOT_IN_FILES
@@ -135,7 +136,7 @@ def _choices(option: Argument) -> list[str]:
 
 
 def _text(option: Argument) -> str:
-    """Return what an option does, what it can be, and what it is when nothing is said."""
+    """Return an option's help text, choices and default."""
     text = SAMPLING.get(option.field_info.name) if heading_of(option) == "Sampling" else None
     said = " ".join((text or option.parameter.help or "").split())
     choices = f" [{', '.join(_choices(option))}]" if _choices(option) else ""
@@ -153,13 +154,13 @@ def _default(option: Argument, said: str) -> str:
         return f" (default: {' '.join(map(str, default))})" if default else ""
     if default is True:
         return " (on by default)"
-    whose = "the model's, else " if option.field_info.name in MODELS_OWN else ""
-    return f" (default: {whose}{default:g})" if isinstance(default, float) else f" (default: {whose}{default})"
+    text = f"{default:g}" if isinstance(default, float) else str(default)
+    return f" (default: the model's, else {text})" if option.field_info.name in MODELS_OWN else f" (default: {text})"
 
 
-def _twins(sections: dict[str, list[Argument]], width: int) -> Lines:
-    """Return every option beside its name in the environment."""
-    lines = ["In the environment (several values are separated by blanks; a switch is true or false):"]
+def _variables(sections: dict[str, list[Argument]], width: int) -> Lines:
+    """Return every option with its environment variable."""
+    lines = ["Environment variables (several values are separated by spaces; a flag is true or false):"]
     for options in sections.values():
         for option in options:
             lines += entry_lines(option.name, variable_of(option), width)
@@ -175,13 +176,13 @@ def _examples(commands: tuple[str, ...], width: int) -> Lines:
 
 
 def _footer(left_out: int, sections: dict[str, list[Argument]]) -> str:
-    """Say how to see what is not on the page."""
+    """Return how to list the options that are not on the page."""
     option = next(iter(next(iter(sections.values()))))
     variables = f"--help=env lists the environment variables ({option.name} is {variable_of(option)})."
     if not left_out:
         return variables
-    headings = ", ".join(f"--help={heading.lower()}" for heading in sections if heading not in (_OWN, "Common"))
-    return f"{left_out} more options: --help=all shows every one, {headings} those of a heading. {variables}"
+    headings = ", ".join(f"--help={heading.lower()}" for heading in sections if heading not in (_GENERAL, "Common"))
+    return f"{left_out} more options: --help=all lists all, {headings} those of one heading. {variables}"
 
 
 def _wrapped(text: str, width: int) -> Lines:

@@ -1,4 +1,4 @@
-"""The words of `--help` that no configuration has: which options come first, what values are called, examples."""
+"""Texts of `--help` that are not in the configurations: main options, names of values, sampling texts, examples."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ MAIN = frozenset(
         *("enable-rl", "log-requests"),
     }
 )
-"""Options of the long headings that `--help` shows; the short ones it shows whole."""
+"""Options of long headings that `--help` shows; short headings are shown completely."""
 
 LONG = 9
-"""Options from which a heading is long."""
+"""Number of options from which a heading is long."""
 
 VALUES: Mapping[str, str] = MappingProxyType(
     {
@@ -41,50 +41,50 @@ VALUES: Mapping[str, str] = MappingProxyType(
         "override": "NAME=VALUE",
     }
 )
-"""What a value is called, where its type does not say enough."""
+"""Placeholders of values where the type's is too general."""
 
 KINDS: Mapping[str, str] = MappingProxyType({"integer": "N", "number": "X", "string": "TEXT"})
 
 SAMPLING: Mapping[str, str] = MappingProxyType(
     {
-        "temperature": "how freely to draw; 0 takes the likeliest token",
-        "max_tokens": "most tokens of an answer; none: as many as there is room for",
-        "min_tokens": "fewest tokens of an answer: before, it cannot stop",
-        "top_k": "draw from the K likeliest tokens; 0 is off",
-        "top_p": "draw from the likeliest tokens that make up this share; 1 is off",
-        "min_p": "leave out tokens less likely than this share of the likeliest; 0 is off",
-        "repetition_penalty": "make tokens of prompt and answer less likely, by a factor; 1 is off",
-        "presence_penalty": "make tokens of the answer less likely, once",
-        "frequency_penalty": "make tokens of the answer less likely, for each time they are in it",
+        "temperature": "sampling temperature; 0 takes the most likely token",
+        "max_tokens": "largest number of tokens of an answer; none: up to the context's limit",
+        "min_tokens": "smallest number of tokens of an answer; the model cannot end it earlier",
+        "top_k": "draw from the K most likely tokens; 0 is off",
+        "top_p": "draw from the most likely tokens with this total probability; 1 is off",
+        "min_p": "exclude tokens less likely than this share of the most likely token's probability; 0 is off",
+        "repetition_penalty": "make tokens of prompt and answer less likely by a factor; 1 is off",
+        "presence_penalty": "subtract this from the logits of tokens that are in the answer",
+        "frequency_penalty": "subtract this from the logits of tokens for each time they are in the answer",
         "stop_token_ids": "stop after this token; may be repeated",
         "stop": "stop before this text; may be repeated",
-        "ignore_eos": "go on after the model's own end tokens",
-        "seed": "draw the same again for the same seed; without it, every run differs",
-        "logprobs": "log-probabilities of each token and of the N likeliest (--json)",
+        "ignore_eos": "continue after the model's end tokens",
+        "seed": "random seed: equal seeds give equal answers; without it, every run differs",
+        "logprobs": "log-probabilities of each token and of the N most likely ones (--json)",
         "prompt_logprobs": "the same for the prompt's tokens",
-        "logprobs_mode": "distribution that log-probabilities speak of; the engine's own is processed",
-        "raw_logprobs": "the model's own log-probabilities, too: temperature 1, nothing penalised or cut",
-        "sampling_mask": "tell which tokens could be drawn at each position, too",
+        "logprobs_mode": "distribution of log-probabilities (default: processed)",
+        "raw_logprobs": "also the model's log-probabilities: temperature 1, without penalties and filters",
+        "sampling_mask": "also the tokens that could be drawn at each position",
         "pooling": "an embedding of the prompt, with --max-tokens 0 and no log-probabilities",
     }
 )
-"""What the fields of `SamplingParams` do, in the words of someone who types a command."""
+"""Help texts of the fields of `SamplingParams`."""
 
 EXAMPLES: Mapping[str, tuple[tuple[str, str], ...]] = MappingProxyType(
     {
         "chat": (
-            ("nano-inference chat", "talk with the default model"),
-            ("nano-inference chat -m Qwen/Qwen3-0.6B -t 0.7", "with one of the hub"),
+            ("nano-inference chat", "chat with the default model"),
+            ("nano-inference chat -m Qwen/Qwen3-0.6B -t 0.7", "with a model of the Hugging Face hub"),
             ('echo "Why is the sky blue?" | nano-inference chat', "one answer, through a pipe"),
         ),
         "generate": (
-            ('nano-inference generate "The capital of France is" --raw', "go on with a text"),
-            ("nano-inference generate --file prompts.jsonl --n 4 --json", "a batch, four samples of each"),
+            ('nano-inference generate "The capital of France is" --raw', "continue a text"),
+            ("nano-inference generate --file prompts.jsonl --n 4 --json", "a batch, four samples of each prompt"),
             ("nano-inference generate - < letter.txt", "a prompt from a file"),
         ),
         "serve": (
             ("nano-inference serve -m Qwen/Qwen3-0.6B --port 9000", "on this machine only"),
-            ("nano-inference serve --host 0.0.0.0 --api-key-file keys.txt", "for others, who need a key"),
+            ("nano-inference serve --host 0.0.0.0 --api-key-file keys.txt", "for other machines, with API keys"),
             ("nano-inference serve --print-config > serve.toml", "a file to edit, for --config"),
         ),
         "bench": (("nano-inference bench --workload decode1 --repeat 5", "one workload, five times"),),
@@ -95,4 +95,4 @@ EXAMPLES: Mapping[str, tuple[tuple[str, str], ...]] = MappingProxyType(
         "completion": (("nano-inference completion --shell zsh --print > ~/.zfunc/_nano-inference", "by hand"),),
     }
 )
-"""Command lines, and what each is for."""
+"""Example command lines with their purposes."""

@@ -1,4 +1,4 @@
-"""`models info`: what a model is made of, and what it costs to run."""
+"""`models info`: a model's architecture, files and memory use."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _FLOAT32 = 4
 
 
 def show_info(name: str, overrides: Sequence[str], as_json: bool, common: Common) -> int:
-    """Print what a model is made of."""
+    """Print the facts of a model, fetching it if necessary."""
     kinds = installed_kinds()
     facts = describe(open_checkpoint(fetch(name, common), overrides, kinds.formats), kinds)
     if as_json:
@@ -34,7 +34,7 @@ def show_info(name: str, overrides: Sequence[str], as_json: bool, common: Common
 
 
 def describe(checkpoint: Checkpoint, kinds: ModelKinds) -> dict[str, Any]:
-    """Return the facts of a model as plain JSON values."""
+    """Return the facts of a model as JSON values."""
     config = checkpoint.config
     tokenizer = load_tokenizer(checkpoint.tokenizer, kinds.tokenizers)
     return {
@@ -64,7 +64,7 @@ def describe(checkpoint: Checkpoint, kinds: ModelKinds) -> dict[str, Any]:
 
 
 def _inferred(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return what the checkpoint's files leave open: each constant with its reason, and the warnings."""
+    """Return the inferred constants with their reasons, and the warnings."""
     inferred = checkpoint.inferred
     if inferred is None:
         return {}
@@ -78,13 +78,13 @@ def file_bytes(path: Path) -> int:
 
 
 def _windows(config: ModelConfig) -> dict[str, int]:
-    """Return how many layers have which attention window."""
+    """Return the number of layers per attention window."""
     counts = Counter("full" if layer.window is None else str(layer.window) for layer in config.layers)
     return dict(counts)
 
 
 def _rope(rope: RopeConfig) -> str:
-    """Return one rotary embedding in a few words; a rounded table is named."""
+    """Describe a rotary embedding; the dtype of its tables is named if it is not float32."""
     rounded = "" if rope.table_dtype == "float32" else f", tables in {rope.table_dtype}"
     return f"{rope.kind}, theta {rope.theta:g}, {rope.rotary_dim} dimensions{rounded}"
 
@@ -98,7 +98,7 @@ def _tokenizer_kind(checkpoint: Checkpoint, kinds: ModelKinds) -> str:
 
 
 def _shown(key: str, value: Any) -> str:
-    """Return one fact for people to read."""
+    """Format one fact."""
     if key == "windows":
         return ", ".join(f"{window} in {count} layers" for window, count in value.items())
     if key == "constants":

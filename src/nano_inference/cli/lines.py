@@ -1,4 +1,4 @@
-"""What the user types: lines of a pipe as they are, or in a terminal messages of several lines, edited."""
+"""Input of a chat: lines of a pipe, or multi-line messages from a line editor in a terminal."""
 
 from __future__ import annotations
 
@@ -29,70 +29,70 @@ _QUOTES = '"""'
 _PROMPT, _MORE = "> ", ". "
 _MAX_ENTRIES = 1000
 _MAX_ENTRY = 100_000
-"""Characters; longer messages are not kept in the history."""
+"""Characters; longer messages are not stored in the history."""
 
 Complete = Callable[[str], Sequence[str]]
-"""Takes the word behind a command and returns what it may become."""
+"""Receives the word after a command and returns its completions."""
 
 
-class Entered(NamedTuple):
-    """What was typed before it was sent."""
+class Input(NamedTuple):
+    """A message or command as entered."""
 
     text: str
     is_message: bool = False
-    """It is no command even when it begins with a slash: it has several lines, or quotes."""
+    """True if it has several lines or quotes, and so is a message even if it begins with a slash."""
 
 
 class Reader:
-    """Reads messages. Owns the line editor, and whether Ctrl-C was just pressed."""
+    """Reads messages from stdin. Owns the line editor."""
 
     def __init__(self, is_typed: bool, editor: PromptSession[str] | None) -> None:
         self._editor = editor
         self.is_typed = is_typed
         """True if stdin is a terminal."""
         self.can_edit = editor is not None
-        self._has_pressed = False
+        self._has_interrupted = False
 
-    def read(self) -> Entered | None:
-        """Return the next message or command, None at the end of the input.
+    def read(self) -> Input | None:
+        """Return the next message or command; None at the end of the input.
 
-        Ctrl-C discards what is half typed; pressed twice on an empty line it raises `KeyboardInterrupt`.
+        Ctrl-C discards the current line; pressed twice on an empty line, it raises `KeyboardInterrupt`.
         """
         while self.is_typed:
             try:
-                text = _plain_lines() if self._editor is None else self._editor.prompt()
+                text = _read_plain() if self._editor is None else self._editor.prompt()
             except EOFError:
                 return None
             except KeyboardInterrupt:
-                self._discard()
+                self._handle_interrupt()
                 continue
-            self._has_pressed = False
-            return entered(text)
+            self._has_interrupted = False
+            return parse_input(text)
         line = sys.stdin.readline()
-        return Entered(line) if line else None
+        return Input(line) if line else None
 
-    def _discard(self) -> None:
-        """Forget a line after Ctrl-C. Raises `KeyboardInterrupt` if it was empty and the one before it, too."""
+    def _handle_interrupt(self) -> None:
+        """Handle Ctrl-C. Raises `KeyboardInterrupt` at the second one in a row on an empty line."""
         if self._editor is None:
             print(file=sys.stderr)
         elif self._editor.default_buffer.text.strip():
-            self._has_pressed = False
+            self._has_interrupted = False
             return
-        if self._has_pressed:
+        if self._has_interrupted:
             raise KeyboardInterrupt
-        self._has_pressed = True
+        self._has_interrupted = True
         note("press Ctrl-C again, or Ctrl-D, to quit")
 
 
 class HistoryFile(History):
-    """A file of what was typed, one JSON string a line, readable by its owner alone. Failures are ignored."""
+    """Input history in a file with mode 0600, one JSON string per line. I/O errors are ignored."""
 
     def __init__(self, path: Path | None) -> None:
         super().__init__()
         self._path = path
 
     def load_history_strings(self) -> Iterable[str]:
-        """Return the newest entries, newest first; the file is cut when it has grown to twice as many."""
+        """Return the latest entries, newest first; truncate the file if it has more than twice as many."""
         entries: list[str] = []
         with suppress(OSError):
             lines = [] if self._path is None else self._path.read_text("utf-8", "replace").splitlines()
@@ -105,7 +105,7 @@ class HistoryFile(History):
         return entries[::-1]
 
     def store_string(self, string: str) -> None:
-        """Append an entry; chats that run at the same time share the file."""
+        """Append an entry; concurrent chats share the file."""
         if self._path is None or not string.strip() or len(string) > _MAX_ENTRY:
             return
         with suppress(OSError):
@@ -120,13 +120,13 @@ class HistoryFile(History):
 
 
 class CommandCompleter(Completer):
-    """Offers commands, and what a command takes."""
+    """Completes commands and their arguments."""
 
     def __init__(self, commands: Mapping[str, Complete]) -> None:
         self._commands = commands
 
     def get_completions(self, document: Document, complete_event: CompleteEvent) -> Iterator[Completion]:
-        """Yield what the word before the cursor may become."""
+        """Yield completions of the word before the cursor."""
         word = document.get_word_before_cursor(WORD=True)
         before = document.text_before_cursor.removesuffix(word)
         for text in candidates(before, word, self._commands):
@@ -134,7 +134,7 @@ class CommandCompleter(Completer):
 
 
 def candidates(before: str, text: str, commands: Mapping[str, Complete]) -> list[str]:
-    """Return what a word may become, `before` being the line up to it: a command, or what that one takes."""
+    """Return the completions of the word `text`; `before` is the line up to it."""
     if not before.strip():
         return [f"{name} " for name in commands if name.startswith(text)] if text.startswith("/") else []
     complete = commands.get(before.split()[0])
@@ -142,9 +142,9 @@ def candidates(before: str, text: str, commands: Mapping[str, Complete]) -> list
 
 
 def history_path(environ: Mapping[str, str]) -> Path | None:
-    """Return where the history is kept; None for a user without a home."""
+    """Return the path of the history; None if there is no home directory."""
     state = environ.get("XDG_STATE_HOME", "")
-    if Path(state).is_absolute():  # relative ones are to be ignored, says the XDG specification
+    if Path(state).is_absolute():  # the XDG specification: relative paths are ignored
         return Path(state) / "nano-inference" / "history"
     with suppress(RuntimeError):
         return Path.home() / ".local" / "state" / "nano-inference" / "history"
@@ -152,38 +152,38 @@ def history_path(environ: Mapping[str, str]) -> Path | None:
 
 
 def open_reader(commands: Mapping[str, Complete]) -> Reader:
-    """Return a reader of stdin; in a terminal that is not dumb with editing, a history, and Tab for commands."""
+    """Return a reader of stdin; in a terminal that is not dumb, with line editing, history and completion."""
     if isinstance(sys.stdin, io.TextIOWrapper):
-        sys.stdin.reconfigure(errors="replace")  # bytes that are no text become U+FFFD and do not end the chat
+        sys.stdin.reconfigure(errors="replace")  # undecodable bytes become U+FFFD
     is_typed = sys.stdin.isatty()
     can_edit = is_typed and os.environ.get("TERM") != "dumb" and (sys.stdout.isatty() or sys.stderr.isatty())
     return Reader(is_typed, _editor(commands) if can_edit else None)
 
 
-def entered(text: str) -> Entered:
-    """Return what a typed text is: quotes around a message are left out, bytes that are no text become U+FFFD."""
+def parse_input(text: str) -> Input:
+    """Parse an entered text: triple quotes are removed, undecodable bytes become U+FFFD."""
     text = text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
     quote, quotes, rest = text.lstrip().partition(_QUOTES)
     if quotes and not quote:
-        return Entered(rest.partition(_QUOTES)[0].strip("\n"), is_message=True)
-    return Entered(text, is_message="\n" in text.strip())
+        return Input(rest.partition(_QUOTES)[0].strip("\n"), is_message=True)
+    return Input(text, is_message="\n" in text.strip())
 
 
-def continued(text: str) -> str | None:
-    """Return a text whose last line asks for another one, up to the start of that; None if it is whole."""
+def continuation(text: str) -> str | None:
+    """Return the text up to the start of its next line if it continues (open quotes, backslash), else None."""
     if text.lstrip().startswith(_QUOTES) and text.count(_QUOTES) == 1:
         return f"{text}\n"
     return f"{text[:-1]}\n" if text.endswith("\\") else None
 
 
 def _editor(commands: Mapping[str, Complete]) -> PromptSession[str]:
-    """Return a line editor on the terminal: stdout, or stderr if stdout is for answers alone."""
+    """Return a line editor on the terminal: on stdout, or on stderr if stdout is redirected."""
     output = create_output(always_prefer_tty=True)
     if isinstance(output, Vt100_Output):
-        output.enable_cpr = False  # a late reply to a cursor position request would be read as typed text
+        output.enable_cpr = False  # a late reply to a cursor position request would be read as input
     return PromptSession(
         _PROMPT,
-        multiline=True,  # Enter is ours
+        multiline=True,  # Enter is bound in `_keys`
         prompt_continuation=lambda _width, _line, wrap: " " * len(_MORE) if wrap else _MORE,
         key_bindings=_keys(),
         completer=CommandCompleter(commands),
@@ -197,15 +197,15 @@ def _editor(commands: Mapping[str, Complete]) -> PromptSession[str]:
 
 def _keys() -> KeyBindings:
     keys = KeyBindings()
-    is_typing = has_focus(DEFAULT_BUFFER)  # and not searching the history
+    is_typing = has_focus(DEFAULT_BUFFER)  # not while searching the history
 
     @keys.add("enter", filter=is_typing)
     def send_or_continue(event: KeyPressEvent) -> None:
         buffer = event.current_buffer
-        so_far = continued(buffer.text)
+        so_far = continuation(buffer.text)
         if so_far is None:
             buffer.validate_and_handle()
-        elif so_far.startswith(buffer.text):  # within quotes, a new line wherever the cursor is
+        elif so_far.startswith(buffer.text):  # within quotes, a new line at the cursor
             buffer.insert_text("\n")
         else:
             buffer.document = Document(so_far)
@@ -215,23 +215,23 @@ def _keys() -> KeyBindings:
         buffer = event.current_buffer
         found = list(buffer.completer.get_completions(buffer.document, CompleteEvent(completion_requested=True)))
         if len(found) == 1:
-            buffer.apply_completion(found[0])  # prompt_toolkit's own Tab leaves out the space behind it
+            buffer.apply_completion(found[0])  # prompt_toolkit's binding drops the trailing space
         else:
             display_completions_like_readline(event)
 
     return keys
 
 
-def _plain_lines() -> str:
-    """Return a message typed in a terminal that cannot be drawn on. Raises `EOFError`."""
+def _read_plain() -> str:
+    """Read a message without a line editor. Raises `EOFError`."""
     text: str | None = ""
     whole = ""
     while text is not None:
-        print(_MORE if text else _PROMPT, end="", file=sys.stderr, flush=True)  # stdout is for answers alone
+        print(_MORE if text else _PROMPT, end="", file=sys.stderr, flush=True)  # stdout has answers only
         line = sys.stdin.readline()
         if not line:
             print(file=sys.stderr)
             raise EOFError
         whole = text + line.removesuffix("\n")
-        text = continued(whole)
+        text = continuation(whole)
     return whole

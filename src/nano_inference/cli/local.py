@@ -1,4 +1,4 @@
-"""A chat with a model of this process."""
+"""Chat with an engine in this process."""
 
 from __future__ import annotations
 
@@ -9,39 +9,44 @@ from dataclasses import dataclass, replace
 
 from nano_inference.catalog import find_builtin, find_wheel
 from nano_inference.cli import chat
-from nano_inference.cli.answer import Answer, cut_by, stream_answer, took
+from nano_inference.cli.answer import Answer, cut_by, stream_answer
+from nano_inference.cli.conversation import (
+    NUM_ALTERNATIVES,
+    Piece,
+    Question,
+    Reply,
+    Sampling,
+    ShownToken,
+    Write,
+    fit_turns,
+)
 from nano_inference.cli.fallback import DEFAULT
 from nano_inference.cli.models import human_bytes
 from nano_inference.cli.options import Common
 from nano_inference.cli.session import Session, encode, open_session, with_chat_defaults
 from nano_inference.cli.spelling import Typed
-from nano_inference.cli.talk import NUM_ALTERNATIVES, Piece, Question, Reply, Sampling, ShownToken, Write
-from nano_inference.cli.terminal import Interrupts, note
+from nano_inference.cli.terminal import Interrupts
 from nano_inference.config import EngineConfig
 from nano_inference.text import stream
 from nano_inference.text.chat import Message
 from nano_inference.text.dialogue import Dialogue, PartKind, parts_of, require
 from nano_inference.types import BadRequest, SamplingParams, TrainingSample
 
-_MOST_SEEDS = 1_000_000
-_RESERVE = 512
-"""Tokens kept free for an answer, when the model is long enough."""
+_NUM_SEEDS = 1_000_000
 
 
-def run(wishes: chat.Options, config: EngineConfig, sampling: Sampling, common: Common, typed: Typed) -> int:
-    """Open the model and talk with it; return the exit code."""
-
-    def check(dialogue: Dialogue | None) -> None:
-        require_chat(dialogue, config.model_path)
-
-    with open_session(config, common, typed, check=check) as session:
-        answerer = LocalAnswerer(session, config.model_path, common.quiet)
+def run(options: chat.Options, config: EngineConfig, sampling: Sampling, common: Common, typed: Typed) -> int:
+    """Load the model and chat with it; return the exit code."""
+    with open_session(
+        config, common, typed, check=lambda dialogue: require_chat(dialogue, config.model_path)
+    ) as session:
+        backend = LocalBackend(session, config.model_path, common.quiet)
         sampling = with_chat_defaults(session, config.model_path, sampling, common.quiet)
-        return chat.run(wishes, answerer, sampling, common)
+        return chat.run(options, backend, sampling, common)
 
 
 def require_chat(dialogue: Dialogue | None, name: str) -> None:
-    """Raise `BadRequest` for a model that only continues texts."""
+    """Raise `BadRequest` if a model has no chat template."""
     if dialogue is None:
         model = "" if name == DEFAULT else f" --model {shlex.quote(name)}"
         raise BadRequest(
@@ -51,17 +56,17 @@ def require_chat(dialogue: Dialogue | None, name: str) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class LocalAnswerer:
-    """Answers with an engine of this process."""
+class LocalBackend:
+    """Answers with an engine in this process."""
 
     session: Session
     name: str
-    """What the user called the model."""
+    """The model as the user named it."""
     quiet: bool = False
 
     @property
     def facts(self) -> Mapping[str, str]:
-        """Return what /model shows."""
+        """Facts that /model prints."""
         config, parts = self.session.engine.config, self.session.engine.parts
         checkpoint, executor = parts.checkpoint, parts.executor
         assert checkpoint is not None and executor is not None, "assemble opens a checkpoint and loads it"
@@ -78,17 +83,14 @@ class LocalAnswerer:
         }
 
     def count(self, turns: tuple[Message, ...], system: str | None) -> int | None:
-        """Return the length of the prompt that the conversation is."""
+        """Return the number of tokens of the conversation's prompt."""
         return len(encode(self.session, list(turns), system=system)) if turns else 0
 
-    def answer(self, ask: Question, interrupts: Interrupts, write: Write) -> Reply:
-        """Answer with as many of the turns as there is room for."""
-        params = with_seed(ask.sampling.params)
-        params = with_alternatives(params) if ask.has_tokens else params
-        prompt, kept = fit(self.session, ask.system, ask.turns, params)
-        num_left = len(ask.turns) - len(kept)
-        if num_left:
-            note(f"[the conversation is too long for the model: its oldest {num_left} messages were dropped]")
+    def answer(self, question: Question, interrupts: Interrupts, write: Write) -> Reply:
+        """Answer; the oldest turns are dropped if the context is too short."""
+        params = with_seed(question.sampling.params)
+        params = with_alternatives(params) if question.has_tokens else params
+        prompt, kept = fit_to_context(self.session, question.system, question.turns, params)
         inside: PartKind = "text"
 
         def take(text: str) -> None:
@@ -97,28 +99,28 @@ class LocalAnswerer:
             write([Piece(part.text, part.type == "python_output") for part in parts])
 
         answer = stream_answer(self.session, prompt, params, interrupts, take, quiet=self.quiet)
-        return self._reply(answer, kept, ask)
+        return self._reply(answer, kept, question)
 
-    def _reply(self, answer: Answer, kept: tuple[Message, ...], ask: Question) -> Reply:
+    def _reply(self, answer: Answer, kept: tuple[Message, ...], question: Question) -> Reply:
         sample = answer.sample
-        cost = took(answer)
+        stats = answer.stats
         return Reply(
             message=require(self.session.dialogue).answer(sample.completion_tokens, answer.text),
             kept=kept,
             finish_reason=sample.finish_reason,
             cut_by=cut_by(self.session, sample),
-            took=cost if ask.sampling.params.temperature else cost._replace(seed=None),  # which then decides nothing
-            tokens=shown_tokens(self.session, sample) if ask.has_tokens else (),
+            stats=stats if question.sampling.params.temperature else stats._replace(seed=None),  # greedy: no seed
+            tokens=shown_tokens(self.session, sample) if question.has_tokens else (),
         )
 
 
 def with_seed(params: SamplingParams) -> SamplingParams:
-    """Return parameters with a seed of at most six digits, so that it can be typed, where the user named none."""
-    return replace(params, seed=secrets.randbelow(_MOST_SEEDS)) if params.seed is None else params
+    """Return parameters with a random seed of at most six digits, so that it can be typed, unless one is set."""
+    return replace(params, seed=secrets.randbelow(_NUM_SEEDS)) if params.seed is None else params
 
 
 def with_alternatives(params: SamplingParams) -> SamplingParams:
-    """Return parameters that also ask for alternatives, of the model's own distribution: it says most."""
+    """Return parameters that request alternatives, by default of the raw distribution."""
     return replace(
         params,
         logprobs=max(NUM_ALTERNATIVES, params.logprobs or 0),
@@ -127,46 +129,41 @@ def with_alternatives(params: SamplingParams) -> SamplingParams:
 
 
 def shown_tokens(session: Session, sample: TrainingSample) -> tuple[ShownToken, ...]:
-    """Return a sample's tokens for a reader: their texts together are the answer, special tokens spelled out."""
+    """Return a sample's tokens; their texts concatenate to the answer, with special tokens as their names."""
     state, out = stream.start(), []
     tops = sample.top_logprobs or ((),) * len(sample.completion_tokens)
     for token, logprob, mask, top in zip(sample.completion_tokens, sample.logprobs, sample.mask, tops, strict=True):
         text = _special(session, token)
         if text is None:
             state, text = stream.push(state, session.tokenizer.token_bytes(token))
-        others = tuple((_alone(session, one.token), one.logprob) for one in top)
+        others = tuple((_token_text(session, one.token), one.logprob) for one in top)
         out.append(ShownToken(text, logprob, not mask, others))
     return tuple(out)
 
 
 def _special(session: Session, token: int) -> str | None:
-    """Return the name of a token that is no text."""
+    """Return the name of a special or unknown token; None for other tokens."""
     if token >= session.tokenizer.vocab_size:
         return f"<token {token}>"
     return session.tokenizer.token_text(token) if token in session.tokenizer.special_ids else None
 
 
-def _alone(session: Session, token: int) -> str:
-    """Return a token's text by itself; bytes that are no whole characters as their escapes."""
+def _token_text(session: Session, token: int) -> str:
+    """Return the text of a single token; bytes of incomplete characters are escaped."""
     name = _special(session, token)
     return session.tokenizer.token_bytes(token).decode("utf-8", "backslashreplace") if name is None else name
 
 
-def fit(
+def fit_to_context(
     session: Session, system: str | None, turns: tuple[Message, ...], params: SamplingParams
 ) -> tuple[list[int], tuple[Message, ...]]:
-    """Return the prompt of a conversation without its oldest turns, so that an answer has room; and what is left.
+    """Return the prompt of a conversation and its turns, without the oldest ones if the context has no room."""
+    prompt: list[int] = []
 
-    The last message stays whatever its length: the engine says it when that alone is too long.
-    """
-    limit = session.engine.parts.max_model_len
-    wanted = _RESERVE if params.max_tokens is None else min(params.max_tokens, _RESERVE)
-    room = limit - min(wanted, limit // 4)
-    prompt = encode(session, list(turns), system=system)
-    if len(prompt) <= room:
-        return prompt, turns
-    # Some more than needed: the next turns then begin as this one does, and find its prefix in the cache.
-    while len(prompt) > room * 3 // 4 and len(turns) > 2:
-        turns = turns[2:]
+    def count(turns: tuple[Message, ...]) -> int:
+        nonlocal prompt
         prompt = encode(session, list(turns), system=system)
-    return prompt, turns
+        return len(prompt)
+
+    kept = fit_turns(turns, params.max_tokens, session.engine.parts.max_model_len, count)
+    return prompt, kept

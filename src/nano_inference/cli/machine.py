@@ -1,4 +1,4 @@
-"""What this machine is, and two short measurements of it."""
+"""Facts about this machine, and short measurements of memory bandwidth and arithmetic."""
 
 from __future__ import annotations
 
@@ -26,12 +26,10 @@ LIBRARIES = (
     "cyclopts",
     "numpy",
 )
-_READ_FLOATS = 64 << 20
-_GEMM_SIZE = 1024
 
 
 def processor() -> dict[str, Any]:
-    """Return the processor's name, the instruction sets that matter here, cores and threads."""
+    """Return the processor's name, those of its instruction sets that kernels use, and thread counts."""
     info = _cpuinfo()
     present = set(info.get("flags", info.get("Features", "")).split())
     return {
@@ -43,7 +41,7 @@ def processor() -> dict[str, Any]:
 
 
 def _cpuinfo() -> dict[str, str]:
-    """Return the first processor of /proc/cpuinfo; nothing where there is no such file."""
+    """Return the first processor of /proc/cpuinfo; empty if there is no such file."""
     path = Path("/proc/cpuinfo")
     if not path.is_file():
         return {}
@@ -53,7 +51,7 @@ def _cpuinfo() -> dict[str, str]:
 
 
 def limits(root: Path = Path("/sys/fs/cgroup")) -> dict[str, Any]:
-    """Return what a container allows, None where it sets no limit: processors' worth of time, and bytes."""
+    """Return the limits of this process's cgroup: processors and bytes, None without a limit."""
     quota = _words(root / "cpu.max") or [
         *_words(root / "cpu/cpu.cfs_quota_us"),
         *_words(root / "cpu/cpu.cfs_period_us"),
@@ -74,7 +72,7 @@ def _words(path: Path) -> list[str]:
 
 
 def free_disk(directory: Path) -> int | None:
-    """Return the bytes that are free where a directory is, or will be."""
+    """Return the free bytes of the file system of a directory, which may not exist yet."""
     here = next((place for place in (directory, *directory.absolute().parents) if place.exists()), None)
     return None if here is None else shutil.disk_usage(here).free
 
@@ -85,7 +83,7 @@ def gpus() -> list[str]:
 
 
 def libraries() -> dict[str, str]:
-    """Return the installed versions of the libraries that this package stands on."""
+    """Return the installed versions of the main dependencies."""
     return {name: _version(name) for name in LIBRARIES}
 
 
@@ -96,20 +94,20 @@ def _version(name: str) -> str:
         return "missing"
 
 
-def read_bandwidth() -> float:
-    """Measure how many bytes a second torch reads from memory: the sum of 256 MB, the best of a few."""
-    data = torch.ones(_READ_FLOATS)
-    return data.numel() * data.element_size() / _best_time(lambda: data.sum(), 0.5)
+def read_bandwidth(size: int = 64 << 20, budget: float = 0.5) -> float:
+    """Measure torch's memory read bandwidth in bytes per second: best sum of `size` float32 within `budget` seconds."""
+    data = torch.ones(size)
+    return data.numel() * data.element_size() / _best_time(lambda: data.sum(), budget)
 
 
-def gemm_rate() -> float:
-    """Measure float32 operations a second of a matrix product of 1024 by 1024, the best of a few."""
-    left, right = torch.ones(_GEMM_SIZE, _GEMM_SIZE), torch.ones(_GEMM_SIZE, _GEMM_SIZE)
-    return 2.0 * _GEMM_SIZE**3 / _best_time(lambda: left @ right, 0.5)
+def gemm_rate(size: int = 1024, budget: float = 0.5) -> float:
+    """Measure float32 operations per second: best `size` x `size` matrix product within `budget` seconds."""
+    left, right = torch.ones(size, size), torch.ones(size, size)
+    return 2.0 * size**3 / _best_time(lambda: left @ right, budget)
 
 
 def _best_time(work: Callable[[], object], budget: float) -> float:
-    """Return the shortest time of one call, over calls that take `budget` seconds together, and three at least."""
+    """Return the shortest time of one call in seconds, of at least three calls and `budget` seconds in total."""
     times: list[float] = []
     while len(times) < 3 or sum(times) < budget:
         start = time.perf_counter()

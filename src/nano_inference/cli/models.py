@@ -1,4 +1,4 @@
-"""`models list`, `pull` and `rm`: what lies in the caches. Looking into a model is `info`'s."""
+"""`models list`, `models pull` and `models rm`."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def show_list(as_json: bool, common: Common) -> int:
 
 
 def pull_model(name: str, common: Common) -> int:
-    """Fetch a model; print where it lies, and on stderr what came."""
-    with bar(f"fetching {name}", is_bytes=True, quiet=common.quiet) as tell:
-        path = pull(name, cache_of(common), tell)
+    """Fetch a model; print its path, and on stderr its files."""
+    with bar(f"fetching {name}", is_bytes=True, quiet=common.quiet) as progress:
+        path = pull(name, cache_of(common), progress)
     files = files_of(path)
     for file in files:
         checked = f"sha256 {file.sha256}" if file.sha256 else "the source gives no sha256"
@@ -46,14 +46,14 @@ def pull_model(name: str, common: Common) -> int:
 
 
 def remove_model(name: str, common: Common) -> int:
-    """Delete a model and say what that freed."""
+    """Delete a model and print the freed bytes."""
     freed = remove(name, cache_of(common))
     note(f"removed {name}: {human_bytes(freed)} freed", common.quiet)
     return 0
 
 
 def human_bytes(count: int) -> str:
-    """Return a size for people to read, such as "98.4 MB"."""
+    """Format a size in bytes, such as "98.4 MB"."""
     size, units = float(count), ("B", "kB", "MB", "GB", "TB")
     for unit in units[:-1]:
         if size < 1000:
@@ -63,6 +63,6 @@ def human_bytes(count: int) -> str:
 
 
 def print_table(table: Table) -> None:
-    """Print a table to stdout; a pipe gets it as wide as it is."""
+    """Print a table to stdout; in a pipe, rows are not wrapped at 80 columns."""
     console = Console() if sys.stdout.isatty() else Console(width=200)
     console.print(table)

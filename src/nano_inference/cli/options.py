@@ -1,7 +1,4 @@
-"""Options that several commands share. Flags and help texts come from the fields of the frozen configurations.
-
-Nothing heavy is imported here: this is read for every `--help`.
-"""
+"""Options that several commands share; flags and help texts come from the fields of the configurations. No torch."""
 
 from __future__ import annotations
 
@@ -21,22 +18,22 @@ from nano_inference.types import BadRequest, SamplingParams
 _FLAG_OF = {"model_path": "model", "overrides": "override"}
 _SHORT = {"model_path": "-m", "temperature": "-t", "top_k": "-k", "dtype": "-d"}
 _BOTH_HAVE = ("seed", "logprobs_mode")
-"""Fields of both configurations: the flag is the request's."""
-NOT_TYPED_BY_HAND = ("logit_bias", "allowed_token_ids")
+"""Fields of `EngineConfig` and `SamplingParams`: the flag sets the latter."""
+WITHOUT_FLAG = ("logit_bias", "allowed_token_ids")
 """Sampling fields without a flag."""
 
 _ENGINE_GROUP = Group("Engine")
 _SAMPLING_GROUP = Group("Sampling")
 _COMMON_GROUP = Group("Common")
 
-CONFIG_HELP = "TOML file with options, read before the user's own (~/.config/nano-inference/config.toml)"
-PRINT_HELP = "show every option's value and where it comes from, as such a file, and leave"
+CONFIG_HELP = "TOML file with options; takes precedence over ~/.config/nano-inference/config.toml"
+PRINT_HELP = "print every option's value and its origin as such a file, and exit"
 
 
 def flags(group: Group, skip: Iterable[str] = (), short: Mapping[str, str] = _SHORT) -> Parameter:
-    """Return how cyclopts reads a frozen dataclass: one flag for every field that is not skipped, under one heading.
+    """Return the cyclopts parameter that turns each field of a dataclass, except those in `skip`, into a flag.
 
-    `short` maps fields to their short flags.
+    `group` is the heading in --help; `short` maps fields to short flags.
     """
     skipped = "|".join(skip)
     return Parameter(
@@ -58,17 +55,17 @@ def help_of(cls: type[Any], name: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Common:
-    """What every command that opens a model takes."""
+    """Options of every command that opens a model."""
 
     cache: Path | None = helped(None, "directory of fetched models")
-    quiet: bool = helped(False, "no bars and no statistics on stderr")
+    quiet: bool = helped(False, "no progress bars and no statistics on stderr")
     config: Path | None = helped(None, CONFIG_HELP)
     print_config: bool = helped(False, PRINT_HELP)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What a command takes that opens no model."""
+    """Options of commands that do not open a model."""
 
     config: Path | None = helped(None, CONFIG_HELP)
     print_config: bool = helped(False, PRINT_HELP)
@@ -76,13 +73,13 @@ class Settings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatOptions:
-    """Who answers in a chat, and how the answers are shown."""
+    """Options of `chat` alone."""
 
     server: str | None = helped(
-        None, "talk with a running OpenAI-compatible server: its URL, with or without /v1; nothing is loaded here"
+        None, "URL of a running OpenAI-compatible server, with or without /v1, that answers; no model is loaded"
     )
-    api_key: str | None = helped(None, "the server's key; better in the environment, where `ps` does not show it")
-    plain: bool = helped(False, "show answers as they are written, without rendering their Markdown")
+    api_key: str | None = helped(None, "the server's API key; in the environment it is hidden from `ps`")
+    plain: bool = helped(False, "do not render the Markdown of answers")
 
     def __post_init__(self) -> None:
         if self.server is not None and not self.server.strip():
@@ -92,12 +89,12 @@ class ChatOptions:
 EngineFlags = Annotated[EngineConfig, flags(_ENGINE_GROUP, _BOTH_HAVE)]
 ServedEngineFlags = Annotated[EngineConfig, flags(_ENGINE_GROUP, ("logprobs_mode", "max_tokens_per_batch"))]
 ServerFlags = Annotated[ServerConfig, flags(Group("Server"))]
-SamplingFlags = Annotated[SamplingParams, flags(_SAMPLING_GROUP, NOT_TYPED_BY_HAND)]
+SamplingFlags = Annotated[SamplingParams, flags(_SAMPLING_GROUP, WITHOUT_FLAG)]
 ChatFlags = Annotated[ChatOptions, flags(Group("Chat"))]
 CommonFlags = Annotated[Common, flags(_COMMON_GROUP)]
 SettingsFlags = Annotated[Settings, flags(_COMMON_GROUP)]
 TypedFields = Annotated[Typed, Parameter(parse=False)]
-"""Not a flag: `app.run` fills in what the user gave."""
+"""Not a flag: `app.run` passes the options that the user gave."""
 ModelFlag = Annotated[
     str, Parameter(name=("--model", "-m"), completer=cached_names, help=help_of(EngineConfig, "model_path"))
 ]
@@ -109,7 +106,7 @@ BenchFlag = Annotated[
     Parameter(
         name="--bench",
         negative="",
-        help="also run the default model and say how near it comes to the memory's and the arithmetic's limit",
+        help="also run the default model and print its share of peak memory bandwidth and of peak FLOP/s",
     ),
 ]
 JsonFlag = Annotated[bool, Parameter(name="--json", negative="", help="print JSON")]

@@ -1,4 +1,4 @@
-"""Where each option's value comes from, and `--print-config`, which shows it in a form that is a configuration file."""
+"""Origin of each option's value, and the output of `--print-config`, which is a valid configuration file."""
 
 from __future__ import annotations
 
@@ -17,42 +17,37 @@ from nano_inference.cli.config_file import NOT_IN_FILES
 from nano_inference.types import MODELS_OWN
 
 BUILT_IN = "built-in"
-UNLESS = "built-in, unless the model has its own"
-OF_CHAT = "the model's default for chats, else that of all chats"
-_SAID = {"cli": "command line"}
+UNLESS_MODEL = "built-in, unless the model has its own"
+CHAT_DEFAULT = "the model's default for chats, else that of all chats"
+_ORIGIN_NAMES = {"cli": "command line"}
 _WIDEST_VALUE = 48
 
 
 @dataclass(slots=True)
-class Seen:
-    """What was parsed last: the command's words, and its arguments with what each was given."""
+class ParsedCommand:
+    """The command line that was parsed last: the command's words, and its arguments with their tokens."""
 
     commands: tuple[str, ...] = ()
     arguments: ArgumentCollection = field(default_factory=ArgumentCollection)
 
     def __call__(self, _app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
-        """Keep them. Last of the application's sources, so that all the others have had their say."""
+        """Store the arguments; called by cyclopts after all other sources of values."""
         self.commands, self.arguments = commands, arguments
         if self.wants_print:
             for argument in arguments:
                 if argument.is_positional_only() and argument.required and not argument.tokens:
-                    argument.append(Token(value="-", source=BUILT_IN))  # nothing will be done with it
+                    argument.append(Token(value="-", source=BUILT_IN))  # not used
 
     @property
     def wants_print(self) -> bool:
-        """Whether --print-config was given."""
-        asked = next((a for a in options_of(self.arguments) if key_of(a) == "print-config"), None)
-        return asked is not None and bool(asked.tokens) and asked.convert() is True
+        """True if --print-config was given."""
+        option = next((a for a in options_of(self.arguments) if key_of(a) == "print-config"), None)
+        return option is not None and bool(option.tokens) and option.convert() is True
 
     @property
     def given(self) -> frozenset[str]:
-        """The names of the fields that have a value from somewhere else than the package."""
+        """Names of the fields whose values are not built-in."""
         return frozenset(a.field_info.name for a in options_of(self.arguments) if origin_of(a) != BUILT_IN)
-
-    def origin_of(self, name: str) -> str:
-        """Return where the value of a field comes from."""
-        found = next((a for a in options_of(self.arguments) if a.field_info.name == name), None)
-        return BUILT_IN if found is None else origin_of(found)
 
 
 class Setting(NamedTuple):
@@ -66,16 +61,16 @@ class Setting(NamedTuple):
 
 
 def origin_of(option: Argument) -> str:
-    """Return where an option's value comes from, in words."""
+    """Return the origin of an option's value as text."""
     if not option.tokens:
         return BUILT_IN
     token = option.tokens[-1]
-    return f"environment {token.keyword}" if token.source == "env" else _SAID.get(token.source, token.source)
+    return f"environment {token.keyword}" if token.source == "env" else _ORIGIN_NAMES.get(token.source, token.source)
 
 
 def settings_of(commands: tuple[str, ...], arguments: ArgumentCollection, bound: Mapping[str, Any]) -> list[Setting]:
-    """Return every option with the value that the command would get."""
-    open_origin, open_names = (OF_CHAT, CHAT_FIELDS) if commands == ("chat",) else (UNLESS, MODELS_OWN)
+    """Return every option with its value and origin."""
+    open_origin, open_names = (CHAT_DEFAULT, CHAT_FIELDS) if commands == ("chat",) else (UNLESS_MODEL, MODELS_OWN)
     owner = {id(child): parent.field_info.name for parent in arguments for child in parent.children}
     settings = []
     for option in options_of(arguments):
@@ -90,7 +85,7 @@ def settings_of(commands: tuple[str, ...], arguments: ArgumentCollection, bound:
 
 
 def as_toml(commands: tuple[str, ...], settings: list[Setting]) -> str:
-    """Return the settings as a table of a configuration file, with the origins as comments."""
+    """Return the settings as a table of a configuration file, with origins as comments."""
     width = min(_WIDEST_VALUE, max((len(_assignment(one)) for one in settings), default=0))
     lines = [f"[{'.'.join(commands)}]"]
     for group, members in groupby(settings, key=lambda one: one.group):
@@ -99,7 +94,7 @@ def as_toml(commands: tuple[str, ...], settings: list[Setting]) -> str:
 
 
 def as_json(settings: list[Setting]) -> str:
-    """Return the settings as one JSON object; of a secret it says only that it is set."""
+    """Return the settings as one JSON object; a secret's value is "set" or null."""
     return json.dumps(
         {
             one.key: {
@@ -112,31 +107,31 @@ def as_json(settings: list[Setting]) -> str:
 
 
 def _assignment(setting: Setting) -> str:
-    """Return `key = value`; a comment for what has no value, and for what must not be shown."""
+    """Return `key = value`; a comment for secrets and for options without a value."""
     if setting.is_secret:
         return f"# {setting.key} is {'set, and not shown' if setting.value else 'not set'}"
     if setting.value is None and setting.origin != BUILT_IN:
         return f'{setting.key} = "none"'
     if setting.value is None:
         return f"# {setting.key} is not set"
-    if setting.origin == OF_CHAT:
+    if setting.origin == CHAT_DEFAULT:
         return f"# {setting.key} depends on the model"
-    told = f"{setting.key} = {toml_value(_plain(setting.value))}"
-    return f"# {told}" if setting.origin == UNLESS else told  # as a file's, it would win over the model's
+    line = f"{setting.key} = {toml_value(_plain(setting.value))}"
+    return f"# {line}" if setting.origin == UNLESS_MODEL else line  # in a file, the value would override the model's
 
 
 def toml_value(value: Any) -> str:
-    """Return a value as TOML writes it."""
+    """Format a value as TOML."""
     if isinstance(value, list):
         return f"[{', '.join(toml_value(one) for one in value)}]"
     if isinstance(value, str):
-        # JSON's escapes are TOML's, but for the one control character that JSON leaves as it is.
+        # TOML has JSON's escapes, and also forbids U+007F.
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     return json.dumps(value) if isinstance(value, bool) else repr(value)
 
 
 def _plain(value: Any) -> Any:
-    """Return a value as TOML and JSON know it."""
+    """Convert paths and collections to types of TOML and JSON."""
     if isinstance(value, Path):
         return str(value)
     if isinstance(value, Collection) and not isinstance(value, str):

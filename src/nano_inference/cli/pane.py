@@ -1,4 +1,4 @@
-"""The rows of an answer that may still change: drawn over, in place, without flicker, whatever the window's size."""
+"""In-place redrawing of the rows of an answer that may still change, without flicker, at any window size."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _REWRAPS = (
     *("VTE_VERSION", "KITTY_WINDOW_ID", "ALACRITTY_WINDOW_ID", "WT_SESSION", "WEZTERM_PANE", "KONSOLE_VERSION"),
     *("TERM_PROGRAM", "TMUX"),
 )
-"""Set by terminals that break long rows anew when the window becomes narrower. Others cut them off."""
+"""Variables set by terminals that rewrap long rows when the window becomes narrower; others truncate rows."""
 
 
 class Size(NamedTuple):
@@ -25,10 +25,10 @@ class Size(NamedTuple):
 
 
 class Pane:
-    """Owns the last rows of the screen while an answer is written.
+    """Owns the last rows of the screen while an answer is streamed.
 
-    All escape sequences that move the cursor are here. A row never fills the window's last two columns, so the cursor
-    is where it is thought to be, even behind a ^C that the terminal echoes.
+    Rows must leave the window's last two columns empty, so that the cursor's position is known even after the terminal
+    echoes ^C.
     """
 
     def __init__(self, out: TextIO) -> None:
@@ -38,17 +38,17 @@ class Pane:
 
     @property
     def size(self) -> Size:
-        """The window's size now; 80 x 24 when there is no window."""
+        """Current size of the window; 80 x 24 if there is none."""
         try:
             columns, rows = os.get_terminal_size(self._out.fileno())
         except (OSError, ValueError):
             return Size(80, 24)
-        return Size(columns or 80, rows or 24)  # a serial line says 0
+        return Size(columns or 80, rows or 24)  # a serial line reports 0
 
     def draw(self, kept: Sequence[str], live: Sequence[str]) -> None:
-        """Put rows in place of the live ones: `kept` for good, then new live ones, of which the screen must hold all.
+        """Replace the live rows by `kept`, which are final, and new live rows, which must fit on the screen.
 
-        Everything goes out in one write, and rows that have not changed are left alone.
+        Makes one write, and does not redraw leading rows that are unchanged.
         """
         rows = [*kept, *live]
         size = self.size
@@ -56,7 +56,7 @@ class Pane:
         same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(self._rows, rows, strict=False)))
         start = same if height == len(self._rows) else 0
         if len(rows) <= height:
-            start = max(0, min(start, len(rows) - 1))  # the cursor is to end behind the last row
+            start = max(0, min(start, len(rows) - 1))  # the cursor must end after the last row
         if rows != self._rows or height != len(self._rows):
             self._out.write(self._to(start, height) + "\n".join(f"{row}\x1b[K" for row in rows[start:]) + "\x1b[J")
             self._out.flush()
@@ -66,19 +66,19 @@ class Pane:
             self._out.flush()
 
     def _to(self, start: int, height: int) -> str:
-        """Return what moves the cursor from the last row's end to the beginning of row `start`."""
+        """Return the escape sequence that moves the cursor from the end of the last row to the start of row `start`."""
         if height and start >= height:
             return "\r\n"
         up = height - 1 - start
         return f"\r\x1b[{up}A" if up > 0 else "\r"
 
     def _height(self, size: Size) -> int:
-        """Return how many rows of the window the live rows take, now that it may have become narrower."""
+        """Return the number of window rows of the live rows, which rewrap if the window became narrower."""
         if size.columns >= self._size.columns or not any(os.environ.get(name) for name in _REWRAPS):
             return len(self._rows)
         return sum(max(1, -(-cells_of(row) // size.columns)) for row in self._rows)
 
 
 def cells_of(row: str) -> int:
-    """Return how many cells a row with escape sequences takes."""
+    """Return the width in cells of a row with escape sequences."""
     return cell_len(Text.from_ansi(row).plain)

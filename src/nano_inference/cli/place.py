@@ -1,4 +1,4 @@
-"""Where models and their tokenizers lie. No torch."""
+"""Locations of models and their tokenizers. Imports no torch."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ def cache_of(common: Common) -> Path:
 
 
 def fetch(name: str, common: Common) -> Path:
-    """Return where a model lies, fetching it when it is not here."""
-    with bar(f"fetching {name}", is_bytes=True, quiet=common.quiet) as tell:
-        return resolve(name, cache_of(common), progress=tell)
+    """Return a model's path, fetching the model if it is not in the cache."""
+    with bar(f"fetching {name}", is_bytes=True, quiet=common.quiet) as progress:
+        return resolve(name, cache_of(common), progress=progress)
 
 
 def tokenizer_source(path: Path) -> TokenizerSource:
-    """Return a model's tokenizer files: beside its config.json, of another kind, or a GGUF file's metadata."""
+    """Return a model's tokenizer: files next to config.json, an installed kind's, or a GGUF file's metadata."""
     if path.is_dir() and is_present(path / "config.json"):
         return TokenizerSource(str(path))
     for kind in reversed([*installed_tokenizers().values()]):

@@ -1,4 +1,4 @@
-"""What may reach a terminal of a text that somebody else wrote: a model, a server."""
+"""Sanitizing of untrusted text (from a model or a server) before it is written to a terminal."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 FORCED, END_FORCED = "\ufff9", "\ufffb"
-"""Stand around text that a tool forced into an answer, on its way to the screen. `printable` leaves neither in."""
+"""Markers around tool output within a rendered answer; `printable` replaces both in untrusted text."""
 
-_NO_SIGN = 0xFFFD
+_REPLACEMENT = 0xFFFD
 _CONTROLS = {code: 0x2400 + code for code in range(32) if chr(code) not in "\t\n"} | {0x7F: 0x2421, 0x0D: None}
 _MISLEADING = (
-    *range(0x80, 0xA0),  # further control characters: 0x9b begins an escape sequence as ESC [ does
-    *(0x061C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A)),  # turn the order of what follows
+    *range(0x80, 0xA0),  # C1 control characters: 0x9b begins an escape sequence
+    *(0x061C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A)),  # change the direction of text
     *(0x2028, 0x2029, 0xFFF9, 0xFFFA, 0xFFFB),
-    *range(0xD800, 0xE000),  # halves of a character, which no encoding can write
+    *range(0xD800, 0xE000),  # surrogates, which cannot be encoded
 )
-_SHOWN_AS: Mapping[int, int | None] = MappingProxyType({**_CONTROLS, **dict.fromkeys(_MISLEADING, _NO_SIGN)})
+_SHOWN_AS: Mapping[int, int | None] = MappingProxyType({**_CONTROLS, **dict.fromkeys(_MISLEADING, _REPLACEMENT)})
 
 
 def printable(text: str) -> str:
-    """Return a text whose control characters are pictures of themselves (U+241B for ESC); tabs and newlines stay.
+    """Replace control characters, except tab and newline, by their symbols (U+241B for ESC).
 
-    A carriage return goes: before a newline it says nothing, elsewhere it would overwrite the line.
+    Carriage returns are removed, and bidirectional controls and surrogates become U+FFFD.
     """
     return text.translate(_SHOWN_AS)
 

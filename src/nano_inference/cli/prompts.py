@@ -1,4 +1,4 @@
-"""Where prompts come from: the command line, a file of lines, stdin."""
+"""Reading of prompts from the command line, a file or stdin."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ _KEYS = ("prompt", "messages", "token_ids")
 
 
 def read_prompts(argument: str | None, file: str | None) -> list[Prompt]:
-    """Return the prompts of a command: its argument, a file's lines, or all of a piped stdin as one prompt."""
+    """Return the prompts of a command: its argument, the lines of a file, or piped stdin as one prompt."""
     if argument is not None and _LIKE_OPTION.fullmatch(argument):
-        raise BadRequest(f"unknown option {argument} (a prompt that looks like one can be piped in)")
+        raise BadRequest(f"unknown option {argument} (pipe in a prompt that looks like an option)")
     if argument is not None and file is not None:
         raise BadRequest("give a prompt or --file, not both")
     if file is not None:
         prompts = parse_lines(read_text(file), file)
         if not prompts:
-            raise BadRequest(f"{file}: holds no prompts")
+            raise BadRequest(f"{file}: contains no prompts")
         return prompts
     if argument in (None, "-"):
         if argument is None and sys.stdin.isatty():
@@ -46,7 +46,7 @@ def read_text(name: str) -> str:
 
 
 def parse_lines(text: str, where: str) -> list[Prompt]:
-    """Return a prompt for every line that is not empty; a line that begins with "{" is a JSON object."""
+    """Return one prompt per non-blank line; a line that begins with "{" is a JSON object."""
     lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
     return [
         parse_object(line, f"{where}:{number}") if line.lstrip().startswith("{") else line.removesuffix("\r")

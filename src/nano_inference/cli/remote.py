@@ -1,4 +1,4 @@
-"""A chat with a running OpenAI-compatible server. Torch is not needed for it."""
+"""Chat with a running OpenAI-compatible server. Imports no torch."""
 
 from __future__ import annotations
 
@@ -10,23 +10,25 @@ from typing import Any
 
 from nano_inference.chat_defaults import CHAT_FIELDS, CHAT_MAX_TOKENS
 from nano_inference.cli import chat
-from nano_inference.cli.fallback import SERVED
-from nano_inference.cli.options import ChatOptions, Common
-from nano_inference.cli.printable import one_line
-from nano_inference.cli.talk import (
+from nano_inference.cli.conversation import (
+    DROPPED,
     NUM_ALTERNATIVES,
+    AnswerStats,
     Piece,
     Question,
     Reply,
     Sampling,
     ServerError,
     ShownToken,
-    Took,
     Write,
+    fit_turns,
     plain_value,
     print_defaults,
     with_defaults,
 )
+from nano_inference.cli.fallback import SERVED
+from nano_inference.cli.options import ChatOptions, Common
+from nano_inference.cli.printable import one_line
 from nano_inference.cli.terminal import Interrupts, note
 from nano_inference.cli.wire import Address, CutOff, Refused, error_of, get_json, read_address, stream_json
 from nano_inference.text.chat import Message
@@ -34,36 +36,33 @@ from nano_inference.types import BadRequest, SamplingParams
 
 _FAILED = 1
 _NOT_SENT = ("logprobs_mode", "pooling", "prompt_logprobs", "raw_logprobs", "sampling_mask")
-"""What a chat's stream has no place for."""
-_RESERVE = 512
-"""Tokens kept free for an answer, when the model is long enough."""
-_DROPPED = "[the conversation is too long for the model: its oldest {} messages were dropped]"
+"""Sampling fields whose results a chat stream cannot carry."""
 _OWNER = "nano-inference"
-"""Who owns the models of our own server, which takes fields that others may refuse."""
+"""`owned_by` of models of this package's server, which accepts fields that other servers may reject."""
 
 
-def run(wishes: chat.Options, where: ChatOptions, model: str, sampling: Sampling, common: Common) -> int:
-    """Find the server's model and talk with it; return the exit code."""
+def run(options: chat.Options, where: ChatOptions, model: str, sampling: Sampling, common: Common) -> int:
+    """Choose the server's model and chat with it; return the exit code."""
     address = read_address(where.server or "", where.api_key)
     try:
-        answerer = open_server(address, None if model == SERVED else model)
-        if address.tells_key:
-            note(f"[the key goes to {address.host} unencrypted: the address is no https://]")
-        note(f"[{answerer.model} at {address.url}]", common.quiet)
-        if answerer.is_ours:
-            print_defaults(sampling, answerer.defaults, "the server's", common.quiet)
-        return chat.run(wishes, answerer, with_defaults(sampling, answerer.defaults), common)
+        backend = open_server(address, None if model == SERVED else model)
+        if address.exposes_key:
+            note(f"[the API key is sent to {address.host} unencrypted: the URL is not https://]")
+        note(f"[{backend.model} at {address.url}]", common.quiet)
+        if backend.is_ours:
+            print_defaults(sampling, backend.defaults, "the server's", common.quiet)
+        return chat.run(options, backend, with_defaults(sampling, backend.defaults), common)
     except ServerError as error:
         note(f"nano-inference: {error}")
         return _FAILED
 
 
-def open_server(address: Address, wanted: str | None) -> RemoteAnswerer:
-    """Return who answers at an address: the model of that name, or the only one. Raises `BadRequest`, `ServerError`."""
+def open_server(address: Address, wanted: str | None) -> RemoteBackend:
+    """Return the server's model `wanted`, or its only model. Raises `BadRequest`, `ServerError`."""
     cards = _cards(address, is_needed=wanted is None)
     names = [one_line(str(card.get("id", ""))) for card in cards]
     if wanted is None:
-        own = [i for i, card in enumerate(cards) if not card.get("parent")]  # the others are further names of these
+        own = [i for i, card in enumerate(cards) if not card.get("parent")]  # cards with a parent are aliases
         if len(own) != 1:
             raise BadRequest(f"--model must name one of the server's models: {', '.join(names) or 'it lists none'}")
         wanted = str(cards[own[0]].get("id", ""))
@@ -73,11 +72,11 @@ def open_server(address: Address, wanted: str | None) -> RemoteAnswerer:
     calculates = is_ours and card.get("calculator") is True
     defaults = _defaults(card.get("chat_defaults")) if is_ours else {"max_tokens": CHAT_MAX_TOKENS}
     context = length if isinstance(length, int) else None
-    return RemoteAnswerer(address, wanted, defaults, context, is_ours, calculates)
+    return RemoteBackend(address, wanted, defaults, context, is_ours, calculates)
 
 
 def _defaults(sent: Any) -> Mapping[str, Any]:
-    """Return the chat defaults that our own server sent. Raises `ServerError` if they are no sampling parameters."""
+    """Return the chat defaults of this package's server. Raises `ServerError` if they are invalid."""
     defaults = {name: value for name, value in _mapping(sent).items() if name in CHAT_FIELDS}
     try:
         SamplingParams(**defaults)
@@ -87,7 +86,7 @@ def _defaults(sent: Any) -> Mapping[str, Any]:
 
 
 def _cards(address: Address, *, is_needed: bool) -> list[dict[str, Any]]:
-    """Return the server's list of models; one that has none can be talked with, if the model is named."""
+    """Return the server's list of models; if the model is known, a server may lack the route."""
     try:
         data = get_json(address, "/models")
     except Refused:
@@ -96,75 +95,62 @@ def _cards(address: Address, *, is_needed: bool) -> list[dict[str, Any]]:
         return []
     cards = data.get("data") if isinstance(data, dict) else None
     if not isinstance(cards, list):
-        raise ServerError(f"{address.url}/models: this is no OpenAI-compatible server")
+        raise ServerError(f"{address.url}/models: not an OpenAI-compatible server")
     return [card for card in cards if isinstance(card, dict)]
 
 
 @dataclass(slots=True)
-class RemoteAnswerer:
-    """Answers by a server. Remembers what it learned of it: the size of the conversation, what it refuses."""
+class RemoteBackend:
+    """Answers with a server. Stores the server's token counts and whether it has a calculator."""
 
     address: Address
     model: str
     defaults: Mapping[str, Any]
-    """Sampling fields that are sent if the user names none: all that our own server lists, else a length limit."""
+    """Sampling fields sent unless the user sets them: chat defaults of this package's server, else a length limit."""
     context: int | None = None
     is_ours: bool = False
-    """It is this package's own server, so masks and weight versions can be had."""
+    """True for this package's server, which returns masks and weight versions."""
     calculator: bool = False
-    """The model has a calculator, which shall answer."""
+    """True to request the model's calculator."""
     num_tokens: int | None = None
-    """Tokens of the conversation after the last answer."""
+    """Length of the conversation after the last answer."""
     tokens_per_char: float = 0.0
-    """Of that conversation, as far as it was sent; 0 while it is not known."""
+    """Tokens per character of the last request and answer; 0 if unknown."""
 
     @property
     def facts(self) -> Mapping[str, str]:
-        """Return what /model shows."""
+        """Facts that /model prints."""
         context = "unknown" if self.context is None else f"{self.context} tokens"
         return {"model": one_line(self.model), "context": context, "backend": f"server {self.address.url}"}
 
     def count(self, turns: tuple[Message, ...], system: str | None) -> int | None:
-        """Return what the server said after the last answer."""
+        """Return the token count that the server reported with the last answer."""
         return self.num_tokens if turns else 0
 
-    def answer(self, ask: Question, interrupts: Interrupts, write: Write) -> Reply:
-        """Answer; the oldest turns are left out when the server finds the conversation too long."""
-        turns = self._fitting(ask)
+    def answer(self, question: Question, interrupts: Interrupts, write: Write) -> Reply:
+        """Answer; the oldest turns are dropped if the server rejects the conversation as too long."""
+        turns = question.turns
+        if self.context is not None:  # tokens are estimated, since the tokenizer is the server's
+            max_tokens = question.sampling.params.max_tokens
+            turns = fit_turns(
+                turns, max_tokens, self.context, lambda turns: self.tokens_per_char * _num_chars(turns, question.system)
+            )
         while True:
             try:
-                return self._once(ask, turns, interrupts, write)
+                return self._once(question, turns, interrupts, write)
             except Refused as error:
                 if error.code == "context_length_exceeded" and len(turns) > 2:
                     turns = turns[2:]
-                    note(_DROPPED.format(2))
+                    note(DROPPED.format(2))
                 elif error.param == "calculator" and self.calculator:
-                    self.calculator = False  # the server was started again, with another model
+                    self.calculator = False  # the server was restarted with another model
                 else:
                     raise
 
-    def _fitting(self, ask: Question) -> tuple[Message, ...]:
-        """Return the newest turns, so that an answer has room: by an estimate, since the tokenizer is the server's."""
-        if self.context is None:
-            return ask.turns
-        wanted = _RESERVE if ask.sampling.params.max_tokens is None else min(ask.sampling.params.max_tokens, _RESERVE)
-        room = self.context - min(wanted, self.context // 4)
-        turns = ask.turns
-        if self._estimate(turns, ask.system) <= room:
-            return turns
-        while self._estimate(turns, ask.system) > room * 3 // 4 and len(turns) > 2:
-            turns = turns[2:]
-        if len(turns) < len(ask.turns):
-            note(_DROPPED.format(len(ask.turns) - len(turns)))
-        return turns
-
-    def _estimate(self, turns: Sequence[Message], system: str | None) -> float:
-        return self.tokens_per_char * _num_chars(turns, system)
-
-    def _once(self, ask: Question, turns: tuple[Message, ...], interrupts: Interrupts, write: Write) -> Reply:
-        """Send one request and take its stream in. Raises `ServerError` when nothing came."""
-        body = self._body(ask, turns)
-        taken, failure = Taken(start=time.perf_counter()), None
+    def _once(self, question: Question, turns: tuple[Message, ...], interrupts: Interrupts, write: Write) -> Reply:
+        """Send one request and stream its answer. Raises `ServerError` if no text arrived."""
+        body = self._body(question, turns)
+        partial, failure = PartialReply(start=time.perf_counter()), None
 
         def on_connect(end: Any) -> None:
             interrupts.on_press = end
@@ -172,36 +158,36 @@ class RemoteAnswerer:
                 end()
 
         try:
-            for event in stream_json(self.address, "/chat/completions", body, on_connect, taken.take_headers):
-                pieces = taken.take(event)
+            for event in stream_json(self.address, "/chat/completions", body, on_connect, partial.add_headers):
+                pieces = partial.add_event(event)
                 if pieces:
                     write(pieces)
         except ServerError as error:
-            was_over = isinstance(error, CutOff) and taken.finish_reason is not None
-            if not interrupts.pressed and not was_over:
-                if not taken.text:
+            is_complete = isinstance(error, CutOff) and partial.finish_reason is not None
+            if not interrupts.pressed and not is_complete:
+                if not partial.text:
                     raise
                 failure = str(error)
         write(())
-        reply = taken.reply(turns, ask, failure)
-        self.num_tokens = taken.total()
+        reply = partial.reply(turns, question, failure)
+        self.num_tokens = partial.total()
         if self.num_tokens is not None:
-            self.tokens_per_char = self.num_tokens / max(1, _num_chars([*turns, reply.message], ask.system))
+            self.tokens_per_char = self.num_tokens / max(1, _num_chars([*turns, reply.message], question.system))
         return reply
 
-    def _body(self, ask: Question, turns: tuple[Message, ...]) -> dict[str, Any]:
-        """Return the request. Of the sampling it has what the user named and the defaults for chats."""
-        params, named = ask.sampling
+    def _body(self, question: Question, turns: tuple[Message, ...]) -> dict[str, Any]:
+        """Return the request body, with the sampling fields that the user set and the chat defaults."""
+        params, named = question.sampling
         if wrong := sorted(named.intersection(_NOT_SENT)):
-            raise BadRequest(f"{wrong[0]} cannot be asked of a server in a chat")
-        system: list[Message] = [] if ask.system is None else [{"role": "system", "content": ask.system}]
+            raise BadRequest(f"{wrong[0]} is not available in a chat with a server")
+        system: list[Message] = [] if question.system is None else [{"role": "system", "content": question.system}]
         body: dict[str, Any] = {"model": self.model, "messages": [*system, *turns], "stream": True}
         body["stream_options"] = {"include_usage": True}
         if params.max_tokens is not None:
             body["max_tokens"] = params.max_tokens
         sent = (named | self.defaults.keys()) - {"max_tokens", "logprobs"}
         body |= {name: plain_value(params, name) for name in sorted(sent)}
-        if ask.has_tokens:
+        if question.has_tokens:
             body |= {"logprobs": True, "top_logprobs": max(NUM_ALTERNATIVES, params.logprobs or 0)}
         if self.is_ours:
             body["return_token_ids"] = True
@@ -210,38 +196,38 @@ class RemoteAnswerer:
 
 
 @dataclass(slots=True)
-class Taken:
-    """What came of an answer so far. `start` is on the clock of `time.perf_counter`."""
+class PartialReply:
+    """The received part of an answer. Times are of `time.perf_counter`."""
 
     start: float
     first: float | None = None
     texts: list[str] = field(default_factory=list)
     parts: list[tuple[str, str]] = field(default_factory=list)
-    """Kind and text, of an answer with a calculator."""
+    """Kind and text of each part, for answers with a calculator."""
     tokens: list[ShownToken] = field(default_factory=list)
     finish_reason: str | None = None
     usage: Mapping[str, Any] = field(default_factory=dict)
     version: str | None = None
-    most_new: int | None = None
-    """Tokens that the context has room for, if they are fewer than were asked for."""
+    max_new_tokens: int | None = None
+    """Limit of the answer in tokens, if the context has less room than requested."""
 
     @property
     def text(self) -> str:
-        """The answer's text."""
+        """Text of the answer."""
         return "".join(self.texts)
 
-    def take_headers(self, headers: Mapping[str, str]) -> None:
-        """Take the length that our own server names where the context leaves less room than was asked for."""
+    def add_headers(self, headers: Mapping[str, str]) -> None:
+        """Read the limit that this package's server sends if the context has less room than requested."""
         most = headers.get("x-max-tokens", "")
-        self.most_new = int(most) if most.isascii() and most.isdecimal() and len(most) < 10 else None
+        self.max_new_tokens = int(most) if most.isascii() and most.isdecimal() and len(most) < 10 else None
 
-    def take(self, event: Any) -> list[Piece]:
-        """Take an event in; return what it adds to the text. Raises `ServerError` for an error among the events."""
-        told = error_of(event)
-        if told is not None:
-            raise ServerError(f"the server failed: {one_line(told[0])}")
+    def add_event(self, event: Any) -> list[Piece]:
+        """Add an event; return the text that it adds. Raises `ServerError` for an error event."""
+        error = error_of(event)
+        if error is not None:
+            raise ServerError(f"the server failed: {one_line(error[0])}")
         if not isinstance(event, dict):
-            raise ServerError(f"the server sent what is no part of an answer: {one_line(str(event), 80)!r}")
+            raise ServerError(f"the server sent an invalid event: {one_line(str(event), 80)!r}")
         self.usage = _mapping(event.get("usage")) or self.usage
         choices = event.get("choices")
         choice = _mapping(choices[0]) if isinstance(choices, list) and choices else {}
@@ -261,7 +247,7 @@ class Taken:
             return []
         self.first = self.first or time.perf_counter()
         parts = _parts(delta.get("parts"))
-        content = _whole(content)
+        content = _without_surrogates(content)
         self.texts.append(content)
         self.parts += parts or [("text", content)]
         return _pieces(content, parts)
@@ -272,21 +258,21 @@ class Taken:
             self.version = one_line(str(last["version"]), 60) if "version" in last else self.version
 
     def total(self) -> int | None:
-        """Return the tokens of prompt and answer, if the server tells."""
+        """Return the tokens of prompt and answer; None if the server does not report them."""
         prompt, new = _count(self.usage, "prompt_tokens"), _count(self.usage, "completion_tokens")
         return None if prompt is None or new is None else prompt + new
 
-    def reply(self, turns: tuple[Message, ...], ask: Question, failure: str | None) -> Reply:
-        """Return it as an answer."""
+    def reply(self, turns: tuple[Message, ...], question: Question, failure: str | None) -> Reply:
+        """Return the answer."""
         now = time.perf_counter()
         cached = _count(_mapping(self.usage.get("prompt_tokens_details")), "cached_tokens")
-        took = Took(
+        stats = AnswerStats(
             num_prompt=_count(self.usage, "prompt_tokens"),
             num_cached=cached,
             num_new=_count(self.usage, "completion_tokens"),
             first_token_after=(self.first or now) - self.start,
             seconds=now - self.start,
-            seed=ask.sampling.params.seed,
+            seed=question.sampling.params.seed,
             version=self.version,
         )
         message: Message = {"role": "assistant", "content": self._content()}
@@ -294,14 +280,16 @@ class Taken:
             message=message,
             kept=turns,
             finish_reason=self.finish_reason,
-            cut_by=None if self.most_new is None else f"the model's context is full after {self.most_new} tokens",
-            took=took,
+            cut_by=None
+            if self.max_new_tokens is None
+            else f"the model's context is full after {self.max_new_tokens} tokens",
+            stats=stats,
             tokens=tuple(self.tokens),
             failure=failure,
         )
 
     def _content(self) -> Any:
-        """Return the message's content: its parts when a calculator was called, so that the calls stay calls."""
+        """Return the message's content; in parts if the calculator was called, so that calls are encoded as calls."""
         if all(kind == "text" for kind, _ in self.parts):
             return self.text
         runs = groupby(self.parts, key=lambda part: part[0])
@@ -309,43 +297,45 @@ class Taken:
 
 
 def _tokens(entries: Sequence[Any], mask: Sequence[Any]) -> Iterator[ShownToken]:
-    """Return the tokens of OpenAI's log-probabilities; `mask` is 0 where one was forced, and may be missing."""
+    """Yield the tokens of OpenAI's log-probabilities; `mask` is 0 for forced tokens and may be shorter."""
     for i, entry in enumerate(map(_mapping, entries)):
         tops = entry.get("top_logprobs")
-        pairs = (_named(_mapping(one)) for one in (tops if isinstance(tops, list) else []))
-        text, logprob = _named(entry)
+        pairs = (_token_and_logprob(_mapping(one)) for one in (tops if isinstance(tops, list) else []))
+        text, logprob = _token_and_logprob(entry)
         top = tuple((name, value) for name, value in pairs if value is not None)
         yield ShownToken(text, logprob, i < len(mask) and mask[i] == 0, top)
 
 
-def _named(entry: Mapping[str, Any]) -> tuple[str, float | None]:
+def _token_and_logprob(entry: Mapping[str, Any]) -> tuple[str, float | None]:
     value = entry.get("logprob")
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return _whole(str(entry.get("token", ""))), min(float(value), 0.0) if is_number and value is not None else None
+    return _without_surrogates(str(entry.get("token", ""))), min(
+        float(value), 0.0
+    ) if is_number and value is not None else None
 
 
 def _pieces(content: str, parts: Sequence[tuple[str, str]]) -> list[Piece]:
-    """Return a text with the results of a calculator told apart, which stand in it in the order of the parts."""
+    """Split a text into the model's pieces and the calculator's results, which are `parts` in the text's order."""
     pieces: list[Piece] = []
-    told = at = 0
+    error = at = 0
     for kind, text in parts:
         found = content.find(text, at)
         if found < 0:
             break
         at = found + len(text)
         if kind == "python_output":
-            pieces += [Piece(content[told:found]), Piece(text, is_forced=True)]
-            told = at
-    return [piece for piece in [*pieces, Piece(content[told:])] if piece.text]
+            pieces += [Piece(content[error:found]), Piece(text, is_forced=True)]
+            error = at
+    return [piece for piece in [*pieces, Piece(content[error:])] if piece.text]
 
 
 def _parts(given: Any) -> list[tuple[str, str]]:
     parts = [_mapping(part) for part in given] if isinstance(given, list) else []
-    return [(str(part.get("type")), _whole(str(part.get("text", "")))) for part in parts]
+    return [(str(part.get("type")), _without_surrogates(str(part.get("text", "")))) for part in parts]
 
 
 def _num_chars(turns: Sequence[Message], system: str | None) -> int:
-    """Return the characters of a conversation."""
+    """Return the number of characters of a conversation."""
     contents = [message["content"] for message in turns]
     parts = [part["text"] for content in contents if isinstance(content, list) for part in content]
     texts = [system or "", *parts, *(content for content in contents if isinstance(content, str))]
@@ -361,6 +351,6 @@ def _count(data: Mapping[str, Any], name: str) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
-def _whole(text: str) -> str:
-    """Return a text without halves of characters, which JSON can spell and nothing can print."""
+def _without_surrogates(text: str) -> str:
+    """Replace unpaired surrogates, which JSON can contain but no encoding can write."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

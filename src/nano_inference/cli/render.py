@@ -1,6 +1,6 @@
-"""How an answer is written: rendered on a terminal while it comes, as plain text on a simple one, untouched in a pipe.
+"""Output of an answer while it is streamed: rendered Markdown, plain text on a simple terminal, unchanged in a pipe.
 
-Whatever reaches a terminal has gone through `printable`, and none of it is ever read as rich's own markup.
+Text for a terminal passes through `printable`, and is never parsed as rich's markup.
 """
 
 from __future__ import annotations
@@ -26,57 +26,57 @@ from rich.theme import Theme
 
 from nano_inference.cli import blocks
 from nano_inference.cli.blocks import Block
+from nano_inference.cli.conversation import Piece
 from nano_inference.cli.pane import Pane
 from nano_inference.cli.printable import END_FORCED, FORCED, printable
-from nano_inference.cli.talk import Piece
 
 _THEME = Theme({"markdown.code": "bold cyan"})  # rich's own has a black background
 _FORCED_STYLE = Style(dim=True, underline=True)
 _CODE_THEME = "ansi_dark"
 _MARKS = re.compile(f"([{FORCED}{END_FORCED}])")
 _CONTEXT_LINES = 40
-"""Lines of code before one that decide its colours."""
-_LEAST_PAUSE_S, _PAUSE_RATIO = 0.03, 4
-"""Between two pictures of an unfinished block: this long, and this many times what the last one took to draw."""
+"""Preceding lines of code that the syntax highlighter receives with a line."""
+_MIN_PAUSE_S, _PAUSE_RATIO = 0.03, 4
+"""Pause between two drawings of an incomplete block: seconds, and a multiple of the last drawing's time."""
 
 
-class Page(Protocol):
-    """Where an answer is written."""
+class AnswerOutput(Protocol):
+    """Output of an answer."""
 
     def write(self, pieces: Sequence[Piece]) -> None:
-        """Write more of it."""
+        """Write pieces of the answer."""
 
     def finish(self) -> None:
-        """End it with its line; nothing when nothing was written."""
+        """End the last line, if anything was written."""
 
 
 @contextmanager
-def open_page(plain: bool) -> Iterator[Page]:
-    """Open the page that suits stdout; it is finished when the block ends, however it ends."""
-    page = page_for(console_of(sys.stdout), plain)
+def open_output(plain: bool) -> Iterator[AnswerOutput]:
+    """Open an output on stdout, and finish it at the end of the block."""
+    output = output_for(console_of(sys.stdout), plain)
     try:
-        yield page
+        yield output
     finally:
-        page.finish()
+        output.finish()
 
 
 def console_of(stream: object) -> Console:
-    """Return rich's view of a stream: it reads NO_COLOR, FORCE_COLOR and TERM. Nothing in a text is markup to it."""
+    """Return a rich console that honours NO_COLOR, FORCE_COLOR and TERM and parses no markup."""
     return Console(file=stream, theme=_THEME, markup=False, emoji=False, highlight=False)  # type: ignore[arg-type]
 
 
-def page_for(console: Console, plain: bool) -> Page:
-    """Return a page of the kind that a console can show."""
+def output_for(console: Console, plain: bool) -> AnswerOutput:
+    """Return an output for a console's capabilities."""
     is_simple = console.is_dumb_terminal or console.legacy_windows
     if not console.is_terminal:  # FORCE_COLOR makes a pipe a terminal
-        return PlainPage(console, is_pipe=True)
+        return PlainOutput(console, is_pipe=True)
     if plain or is_simple or not console.encoding.startswith("utf"):
-        return PlainPage(console, can_mark=not is_simple)
-    return MarkdownPage(console)
+        return PlainOutput(console, can_mark=not is_simple)
+    return MarkdownOutput(console)
 
 
-class PlainPage:
-    """The text as it comes; on a terminal without its control characters, in a pipe with every one."""
+class PlainOutput:
+    """Plain text; control characters are replaced on a terminal and kept in a pipe."""
 
     def __init__(self, console: Console, *, is_pipe: bool = False, can_mark: bool = False) -> None:
         self._out = console.file
@@ -85,7 +85,7 @@ class PlainPage:
         self._is_used = False
 
     def write(self, pieces: Sequence[Piece]) -> None:
-        """Write at once."""
+        """Write and flush."""
         self._is_used = True
         for piece in pieces:
             text = piece.text if self._is_pipe else printable(piece.text)
@@ -101,11 +101,10 @@ class PlainPage:
             self._out.flush()
 
 
-class MarkdownPage:
-    """Markdown: blocks that are whole are printed once and for all, the one being written is drawn over.
+class MarkdownOutput:
+    """Rendered Markdown: complete blocks are printed once, the incomplete one is redrawn in place.
 
-    A picture that would follow the last one too closely is drawn a little later, by a timer's thread: no token may wait
-    for the next one to be seen.
+    If the last drawing is too recent, a timer thread draws after the pause, so that no text waits for the next token.
     """
 
     def __init__(self, console: Console) -> None:
@@ -116,14 +115,14 @@ class MarkdownPage:
         self._painter = Painter(console)
         self._drawing = threading.Lock()
         self._later: threading.Timer | None = None
-        self._next_picture = 0.0
+        self._next_draw_at = 0.0
 
     def write(self, pieces: Sequence[Piece]) -> None:
-        """Print what has become certain, and show the rest now or in a moment."""
+        """Print completed blocks, and draw the rest now or after the pause."""
         text = "".join(_marked(piece) for piece in pieces)
         with self._drawing:
-            self._state, done = blocks.take(self._state, text)
-            wait = self._next_picture - time.monotonic()
+            self._state, done = blocks.push(self._state, text)
+            wait = self._next_draw_at - time.monotonic()
             if done or (self._is_live and wait <= 0):
                 self._draw(done)
             elif self._is_live and self._later is None:
@@ -132,7 +131,7 @@ class MarkdownPage:
                 self._later.start()
 
     def finish(self) -> None:
-        """Print what is left."""
+        """Print the remaining blocks."""
         with self._drawing:
             if self._later is not None:
                 self._later.cancel()
@@ -156,15 +155,15 @@ class MarkdownPage:
             live = [] if rest is None else painter.rows(rest, width)
             current = self._pane.size
             if current.columns >= size.columns and current.rows >= size.rows:
-                break  # rows for a larger window would be broken by this one, and the pane would count too few
+                break  # else the window has shrunk: the rows would wrap, and the pane's count would be wrong
         self._painter = painter
-        self._pane.draw(kept, live[-max(1, size.rows // 2) :])  # so that a lower window still has all of it
+        self._pane.draw(kept, live[-max(1, size.rows // 2) :])  # still fits if the window loses rows
         now = time.monotonic()
-        self._next_picture = now + max(_LEAST_PAUSE_S, _PAUSE_RATIO * (now - start))
+        self._next_draw_at = now + max(_MIN_PAUSE_S, _PAUSE_RATIO * (now - start))
 
 
 class Painter:
-    """Turns blocks into rows for the terminal. Knows what was printed before: the code above, and whether any was."""
+    """Renders blocks as terminal rows. Stores the preceding code, and whether any row was printed."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -173,7 +172,7 @@ class Painter:
         self._has_rows = False
 
     def keep(self, block: Block, width: int) -> list[str]:
-        """Return the rows of a block that is printed for good."""
+        """Return the rows of a complete block, and record it as printed."""
         rows = self.rows(block, width)
         if block.kind == "fence":
             self._code, self._language = (), block.language
@@ -183,14 +182,14 @@ class Painter:
         return rows
 
     def rows(self, block: Block, width: int) -> list[str]:
-        """Return the rows of a block as they look now, with a blank one before where a block begins."""
+        """Return the rows of a block, after a blank row if it is not the first one."""
         if not block.text.strip() and block.kind == "markdown":
             return []
         if block.kind in ("code", "fence_end"):
             return self._code_rows(block, width)
         renderable = _dim(block.text.strip("\n")) if block.kind == "fence" else markdown_of(block.text)
         rows = without_blank_ends(self._painted(renderable, width))
-        return ["", *rows] if self._has_rows and not block.goes_on else rows
+        return ["", *rows] if self._has_rows and not block.continues_list else rows
 
     def _code_rows(self, block: Block, width: int) -> list[str]:
         line = block.text.rstrip("\n")
@@ -213,15 +212,15 @@ def _dim(text: str) -> Text:
 
 
 def markdown_of(text: str) -> Markdown:
-    """Return Markdown for rich, read by our own rules: a newline is a newline, a heading a bold line, HTML is text."""
-    page = Markdown("", code_theme=_CODE_THEME, hyperlinks=False)
+    """Return rich Markdown in which newlines are kept, headings are bold lines and HTML is text."""
+    output = Markdown("", code_theme=_CODE_THEME, hyperlinks=False)
     tokens = blocks.parser().parse(text)
-    page.parsed = [_simpler(token, before) for before, token in pairwise([None, *tokens]) if token is not None]
-    return page
+    output.parsed = [_simpler(token, before) for before, token in pairwise([None, *tokens]) if token is not None]
+    return output
 
 
 def _simpler(token: Token, before: Token | None) -> Token:
-    """Return a token that rich shows as we want it."""
+    """Rewrite a token: headings to bold paragraphs, soft breaks to hard breaks."""
     if token.type in ("heading_open", "heading_close"):
         return token.copy(type=f"paragraph_{token.type.removeprefix('heading_')}", tag="p")
     if not token.children:
@@ -233,7 +232,7 @@ def _simpler(token: Token, before: Token | None) -> Token:
 
 
 def ansi_rows(lines: Iterable[Sequence[Segment]], console: Console) -> list[str]:
-    """Return rendered lines as text for the terminal: forced text is marked, blanks at the end are left out."""
+    """Return rendered lines as ANSI text, with forced text styled and trailing spaces removed."""
     segments, is_forced = [], False
     for line in lines:
         for text, style in _trimmed(line):
@@ -250,13 +249,13 @@ def ansi_rows(lines: Iterable[Sequence[Segment]], console: Console) -> list[str]
 
 
 def without_blank_ends(rows: Sequence[str]) -> list[str]:
-    """Return rows without the empty ones that rich puts around some blocks."""
+    """Return rows without leading and trailing empty ones, which rich adds to some blocks."""
     filled = [i for i, row in enumerate(rows) if row]
     return list(rows[filled[0] : filled[-1] + 1]) if filled else []
 
 
 def _trimmed(line: Sequence[Segment]) -> list[tuple[str, Style | None]]:
-    """Return a line's texts and styles without the blanks at its end."""
+    """Return a line's texts and styles without trailing spaces."""
     parts = [(segment.text, segment.style) for segment in line if not segment.control]
     while parts and not parts[-1][0].strip():
         parts.pop()

@@ -1,4 +1,4 @@
-"""How near the kernels come to what this machine's memory and arithmetic allow, on the default model."""
+"""Shares of this machine's memory bandwidth and arithmetic rate that the default model reaches."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _REPEAT = 3
 
 
 def measure(name: str = "default") -> dict[str, dict[str, Any]]:
-    """Return the machine's rates and, for the file's own weights and for bfloat16 and int8, the shares reached.
+    """Return the machine's rates and the shares reached with weights in the file's dtype, bfloat16 and int8.
 
-    A decoded token reads every weight once; that times tokens a second, by what torch reads a second, is the first
-    share. A prefill's operations by the rate of torch's own float32 product are the second. Median of three each.
+    Decode share = bytes of weights * tokens per second / torch's read bandwidth.
+    Prefill share = operations per second / torch's rate of a float32 matrix product. Each is a median of three.
     """
     bandwidth, rate = machine.read_bandwidth(), machine.gemm_rate()
     found: dict[str, dict[str, Any]] = {
@@ -60,7 +60,7 @@ def _shares(name: str, dtype: Dtype, bandwidth: float, rate: float) -> dict[str,
 
 
 def prefill_flops(program: Program, num_tokens: int) -> float:
-    """Return the operations of a prompt's forward pass: products of every layer, and causal attention."""
+    """Return the floating-point operations of a prompt's forward pass: matrix products and causal attention."""
     products = sum(math.prod(spec.shape) for op in program.body if isinstance(op, Linear) for spec in op.matrices)
     attention = sum(num_tokens / 2 * 2 * op.num_heads * op.head_dim for op in program.body if isinstance(op, Attend))
     return 2.0 * num_tokens * (products + attention)
@@ -72,14 +72,14 @@ def _prompt(size: int, index: int) -> list[int]:
 
 
 def _decode_rate(engine: InferenceEngine, index: int) -> float:
-    """Return tokens a second between the first and the last of a short answer."""
+    """Return tokens per second between the first and the last token of a short answer."""
     params = SamplingParams(temperature=0, max_tokens=_DECODE_TOKENS, ignore_eos=True)
     times = [time.perf_counter() for _ in engine.stream(_prompt(32, index), params)]
     return (len(times) - 1) / (times[-1] - times[0])
 
 
 def _prefill_seconds(engine: InferenceEngine, index: int) -> float:
-    """Return the seconds that a prompt takes in one step."""
+    """Return the seconds of a prompt's prefill."""
     start = time.perf_counter()
     params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
     engine.generate([_prompt(_PREFILL_TOKENS, 1000 + index)], params)

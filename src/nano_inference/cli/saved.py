@@ -1,4 +1,4 @@
-"""A conversation in a file: JSON with its messages, system message and sampling."""
+"""Conversations in JSON files: messages, system message and sampling."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from nano_inference.cli.talk import Sampling, Talk, plain_value, sampling_fields
+from nano_inference.cli.conversation import Conversation, Sampling, plain_value, sampling_fields
 from nano_inference.files import open_buffered
 from nano_inference.text.chat import Message
 from nano_inference.types import BadRequest, SamplingParams
@@ -20,17 +20,19 @@ _FIELDS = ("format", "model", "system", "messages", "sampling")
 _FORMAT = "nano-inference chat 1"
 
 
-def save(path: Path, talk: Talk, model: str, *, overwrite: bool) -> None:
-    """Write a conversation; its owner alone may read the file.
+def save(path: Path, conversation: Conversation, model: str, *, overwrite: bool) -> None:
+    """Write a conversation to a file with mode 0600.
 
-    Raises `BadRequest` naming the file when it cannot be written, or is there already and not to be overwritten.
+    Raises `BadRequest` if the file cannot be written, or exists and `overwrite` is false.
     """
     data = {
         "format": _FORMAT,
         "model": model,
-        "system": talk.system,
-        "messages": list(talk.turns),
-        "sampling": {name: plain_value(talk.sampling.params, name) for name in sorted(talk.sampling.named)},
+        "system": conversation.system,
+        "messages": list(conversation.turns),
+        "sampling": {
+            name: plain_value(conversation.sampling.params, name) for name in sorted(conversation.sampling.named)
+        },
     }
     text = json.dumps(data, indent=2) + "\n"
     how = os.O_TRUNC if overwrite else os.O_EXCL
@@ -38,13 +40,13 @@ def save(path: Path, talk: Talk, model: str, *, overwrite: bool) -> None:
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | how, 0o600), "w", encoding="utf-8") as file:
             file.write(text)
     except FileExistsError:
-        raise BadRequest(f"{path}: is there already; /save! overwrites it") from None
+        raise BadRequest(f"{path}: already exists; /save! overwrites it") from None
     except (OSError, ValueError) as error:
-        raise _unusable(path, error) from None
+        raise _file_error(path, error) from None
 
 
-def load(path: Path, talk: Talk) -> Talk:
-    """Return the conversation of a file, to be gone on with. Raises `BadRequest` naming the file and what is wrong."""
+def load(path: Path, conversation: Conversation) -> Conversation:
+    """Return `conversation` with the conversation of a file. Raises `BadRequest` naming the file and the field."""
     data = _read(path)
     try:
         if unknown := set(data) - set(_FIELDS):
@@ -55,10 +57,10 @@ def load(path: Path, talk: Talk) -> Talk:
         if system is not None and not isinstance(system, str):
             raise BadRequest("system must be a string or null")
         turns = _messages(data.get("messages"))
-        sampling = _sampling(data.get("sampling", {}), talk.first_sampling)
+        sampling = _sampling(data.get("sampling", {}), conversation.first_sampling)
     except ValueError as error:
         raise BadRequest(f"{path}: {error}") from None
-    return replace(talk, system=system, turns=turns, sampling=sampling, last=None)
+    return replace(conversation, system=system, turns=turns, sampling=sampling, last=None)
 
 
 def _read(path: Path) -> Mapping[str, Any]:
@@ -66,20 +68,20 @@ def _read(path: Path) -> Mapping[str, Any]:
         with open_buffered(path) as file:
             text = file.read(_MAX_BYTES + 1)
     except OSError as error:
-        raise _unusable(path, error) from None
+        raise _file_error(path, error) from None
     if len(text) > _MAX_BYTES:
         raise BadRequest(f"{path}: has more than {_MAX_BYTES >> 20} MiB")
     try:
         data = json.loads(text)
     except (ValueError, RecursionError):
-        raise BadRequest(f"{path}: is no JSON") from None
+        raise BadRequest(f"{path}: is not JSON") from None
     if not isinstance(data, dict):
         raise BadRequest(f"{path}: must be a JSON object with messages, got {type(data).__name__}")
     return data
 
 
 def _messages(given: object) -> tuple[Message, ...]:
-    """Return turns, the user's and the assistant's, the last one the assistant's."""
+    """Check and return turns, alternately the user's and the assistant's."""
     if not isinstance(given, list):
         raise BadRequest("messages must be a list")
     for i, message in enumerate(given):
@@ -103,7 +105,7 @@ def _is_content(content: object) -> bool:
 
 
 def _sampling(given: object, first: Sampling) -> Sampling:
-    """Return the sampling of a file over that of the command line."""
+    """Return the command line's sampling, overridden by that of a file."""
     if not isinstance(given, dict):
         raise BadRequest("sampling must be an object")
     if unknown := sorted(set(given) - set(sampling_fields())):
@@ -112,5 +114,5 @@ def _sampling(given: object, first: Sampling) -> Sampling:
     return Sampling(params, first.named | frozenset(given))
 
 
-def _unusable(path: Path, error: Exception) -> BadRequest:
+def _file_error(path: Path, error: Exception) -> BadRequest:
     return BadRequest(f"{path}: {getattr(error, 'strerror', None) or error}")

@@ -1,4 +1,4 @@
-"""`serve`: the model behind an OpenAI-compatible URL."""
+"""`serve`: an OpenAI-compatible HTTP server of one model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from nano_inference.chat_defaults import described, differing
 from nano_inference.cli.collection import no_collection
 from nano_inference.cli.options import Common
 from nano_inference.cli.place import fetch
-from nano_inference.cli.spelling import Typed, spell
+from nano_inference.cli.spelling import Typed, error_text
 from nano_inference.cli.terminal import note
 from nano_inference.config import EngineConfig, ServerConfig
 from nano_inference.files import exists, path_of
@@ -37,15 +37,15 @@ def run(engine: EngineConfig, config: ServerConfig, common: Common, typed: Typed
 
 
 def listen(engine: EngineConfig, config: ServerConfig, common: Common, typed: Typed, listening: socket.socket) -> int:
-    """Serve on a socket that listens; return the exit code."""
+    """Serve on a bound socket; return the exit code."""
     url = url_of(config, listening)
 
     def open_model() -> LoadedModel:
         path = fetch(engine.model_path, common)
         with no_collection():
-            from nano_inference.server.opening import open_model as load  # torch: the port is open before it comes
+            from nano_inference.server.opening import open_model as load  # imports torch, after the port is open
 
-            gc.freeze()  # modules stay: `server.run` looks through what loading makes, and not through them
+            gc.freeze()  # excludes modules from the collection in `server.run`
             return load(engine, config, name=served_name(engine.model_path, path), path=path)
 
     def on_listening() -> None:
@@ -62,18 +62,18 @@ def listen(engine: EngineConfig, config: ServerConfig, common: Common, typed: Ty
         config, listening, open_model, max_running=max_running, on_listening=on_listening, on_ready=on_ready
     )
     try:
-        return leave(asyncio.run(serving))
+        return end_process(asyncio.run(serving))
     except Exception as error:
         if engine_runs():
-            note(f"nano-inference: {spell(error, typed.names)}")
-            leave(1)
+            note(f"nano-inference: {error_text(error, typed.names)}")
+            end_process(1)
         raise
 
 
-def leave(code: int) -> int:
-    """Return the exit code; when the engine's thread still runs (a load, a stuck step) the process ends here.
+def end_process(code: int) -> int:
+    """Return the exit code; if the engine thread still runs (loading, or a stuck step), end the process here.
 
-    A daemon thread inside native code must not see the interpreter go, and a stuck one must not delay its end.
+    Finalizing the interpreter would crash a daemon thread in native code, and would wait for a stuck one.
     """
     if engine_runs() or has_stuck_threads():
         sys.stdout.flush()
@@ -83,71 +83,71 @@ def leave(code: int) -> int:
 
 
 def engine_runs() -> bool:
-    """Whether a thread is still there that drives an engine, gathers weights for it or waits for a trainer."""
+    """True if a thread is alive that drives an engine, stages weights or waits for a trainer."""
     names = ("engine", "weight-staging", JOINING)
     return any(thread.name in names and thread.is_alive() for thread in threading.enumerate())
 
 
 def warn(config: ServerConfig) -> None:
-    """Say on stderr what is not safe."""
+    """Print warnings about insecure settings."""
     has_key = bool(config.api_key or config.api_key_file)
     if not is_loopback_name(config.host) and not has_key and config.insecure:
-        note(f"WARNING: anybody who reaches {config.host} may use this server: there is no API key (--insecure)")
+        note(f"WARNING: any client that reaches {config.host} can use this server: there is no API key (--insecure)")
     has_admin_key = bool(config.admin_key or config.admin_key_file)
     if config.enable_rl and not is_loopback_name(config.host) and not has_admin_key and config.insecure:
-        note(f"WARNING: anybody who reaches {config.host} may change the weights: there is no admin key (--insecure)")
+        note(f"WARNING: any client that reaches {config.host} can change weights: there is no admin key (--insecure)")
     if "*" in config.cors_origin:
-        note("WARNING: every web page may call this server (--cors-origin *)")
+        note("WARNING: every web page can call this server (--cors-origin *)")
 
 
 def url_of(config: ServerConfig, listening: socket.socket) -> str:
-    """Return where the server is found."""
+    """Return the server's URL."""
     host = f"[{config.host}]" if ":" in config.host else config.host
     return f"http://{host}:{listening.getsockname()[1]}{config.root_path}"
 
 
-def served_name(asked: str, path: Path) -> str:
-    """Return what clients call a model: its known name, or how it was asked for; a path's last part."""
-    known = find_wheel(asked) or find_builtin(asked)
+def served_name(name: str, path: Path) -> str:
+    """Return a model's name for clients: its built-in name, the last part of a path, or the hub id."""
+    known = find_wheel(name) or find_builtin(name)
     if known is not None:
         return known.name
-    is_local = names_path(asked) and exists(path_of(asked, "model"))
-    return path.stem if path.is_file() else (path.name if is_local else asked)
+    is_local = names_path(name) and exists(path_of(name, "model"))
+    return path.stem if path.is_file() else (path.name if is_local else name)
 
 
 def tool_lines(opened: LoadedModel) -> list[str]:
-    """Return what a user of a model with a tool should know."""
-    told = '  the model\'s calculator answers in requests with "calculator": true'
-    return [told] if opened.model.calculates else []
+    """Return the banner's line about the calculator."""
+    line = '  the model\'s calculator answers in requests with "calculator": true'
+    return [line] if opened.model.calculates else []
 
 
 def rl_lines(config: ServerConfig) -> list[str]:
-    """Return what a trainer should know."""
+    """Return the banner's line about reinforcement learning."""
     if not config.enable_rl:
         return []
     source = f"a process group, or a directory below {config.weights_dir}" if config.weights_dir else "a process group"
-    return [f"  trainers' routes are open; weights come from {source}; logprobs are {config.logprobs_mode}"]
+    return [f"  routes for trainers are enabled; weights come from {source}; logprobs are {config.logprobs_mode}"]
 
 
 def context_of(opened: LoadedModel, wanted: int) -> str:
-    """Return the context's length and the limit that cuts it; `wanted` is the length that the user named, or 0."""
+    """Describe the context's length and its limit; `wanted` is the user's --max-model-len, or 0."""
     length, models_own = opened.model.limits.max_model_len, opened.model.max_positions
     if wanted > models_own:
         return f"{length} tokens, the model's limit (--max-model-len {wanted} is more)"
     return f"{length} tokens" + ("" if length == models_own else f" of the model's {models_own}")
 
 
-def narrow_lines(opened: LoadedModel) -> list[str]:
-    """Return what limits a request when the KV cache is smaller than the context."""
+def cache_limit_lines(opened: LoadedModel) -> list[str]:
+    """Return the banner's line about a KV cache smaller than the context."""
     limits = opened.model.limits
     num_slots = limits.num_blocks * limits.block_size
     if num_slots >= limits.max_model_len:
         return []
-    return [f"  a request has at most {num_slots} tokens: the KV cache is full then (--kv-cache-bytes sets its size)"]
+    return [f"  a request has at most {num_slots} tokens, the size of the KV cache (--kv-cache-bytes sets it)"]
 
 
 def banner(opened: LoadedModel, config: ServerConfig, url: str, wanted_context: int = 0) -> str:
-    """Return what is said once requests are taken."""
+    """Return the text printed when the server accepts requests."""
     model, limits = opened.model, opened.model.limits
     num_slots = limits.num_blocks * limits.block_size
     has_key = bool(config.api_key or config.api_key_file)
@@ -164,10 +164,10 @@ def banner(opened: LoadedModel, config: ServerConfig, url: str, wanted_context: 
             f"ready: {', '.join(model.names)}",
             f"  chat page {url}/, dashboard {url}/dashboard",
             f"  context {context_of(opened, wanted_context)}, KV cache {num_slots} tokens, "
-            + ("an API key is needed" if has_key else "no API key"),
-            f"  sampling of requests that name none: {differing(model.generation) or 'temperature 1.0'} ({origin})",
+            + ("API key required" if has_key else "no API key"),
+            f"  default sampling of requests: {differing(model.generation) or 'temperature 1.0'} ({origin})",
             f"  sampling of the chat page: {described(*model.chat_defaults)}",
-            *narrow_lines(opened),
+            *cache_limit_lines(opened),
             *tool_lines(opened),
             *rl_lines(config),
             f"  curl -N {url}/v1/{path}{key} -H 'content-type: application/json' -d '{{{body}}}'",

@@ -1,4 +1,4 @@
-"""A model opened for text: engine, tokenizer and chat template, with bars while it is fetched and loaded."""
+"""A loaded model for text: engine, tokenizer and chat template, with progress bars while it is fetched and loaded."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 from nano_inference.assemble import EngineParts, assemble
 from nano_inference.catalog import catalog_sampling
 from nano_inference.chat_defaults import chat_defaults
+from nano_inference.cli.conversation import Sampling, print_defaults, with_defaults
 from nano_inference.cli.options import Common
 from nano_inference.cli.place import fetch
 from nano_inference.cli.prompts import Prompt
 from nano_inference.cli.spelling import Typed
-from nano_inference.cli.talk import Sampling, print_defaults, with_defaults
 from nano_inference.cli.terminal import bar, note
 from nano_inference.config import EngineConfig
 from nano_inference.engine import InferenceEngine
@@ -30,16 +30,16 @@ _NOTHING = Typed()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Session:
-    """A running engine and what turns text into its ids and back."""
+    """A running engine with its tokenizer and chat template."""
 
     engine: InferenceEngine
     tokenizer: Tokenizer
     dialogue: Dialogue | None
-    """How messages become ids; None for a model that only continues texts."""
+    """Encodes messages; None for a model without a chat template."""
 
     @property
     def tool(self) -> Tool | None:
-        """What the model may call while it answers."""
+        """Tool that the model can call while it answers."""
         return None if self.dialogue is None else self.dialogue.tool
 
 
@@ -65,11 +65,11 @@ def open_session(
         text_sides.append((tokenizer, load_dialogue(checkpoint.tokenizer, tokenizer, kinds.tokenizers)))
         check(text_sides[0][1])
 
-    with bar("loading", is_bytes=True, quiet=common.quiet) as tell:
-        parts = assemble(config, progress=tell, on_open=on_open, kinds=kinds)
+    with bar("loading", is_bytes=True, quiet=common.quiet) as progress:
+        parts = assemble(config, progress=progress, on_open=on_open, kinds=kinds)
     assert parts.checkpoint is not None, "assemble opens a checkpoint"
     tokenizer, dialogue = text_sides[0]
-    tell_inferred(parts.checkpoint, common.quiet)
+    print_inferred(parts.checkpoint, common.quiet)
     print_context(config.max_model_len if "max_model_len" in typed.fields else 0, parts, common.quiet)
     with InferenceEngine(config, parts=parts) as engine:
         try:
@@ -79,24 +79,24 @@ def open_session(
                 dialogue.close()
 
 
-def with_models_own(session: Session, sampling: Sampling, quiet: bool) -> Sampling:
-    """Return how to draw, with the model's own defaults for what nobody asked for, and say them.
+def with_model_defaults(session: Session, sampling: Sampling, quiet: bool) -> Sampling:
+    """Return the sampling with the model's defaults for fields that the user did not set, and print these.
 
-    Raises `ModelError` for defaults that make no sense.
+    Raises `ModelError` for invalid defaults.
     """
     checkpoint = session.engine.parts.checkpoint
     assert checkpoint is not None, "assemble opens a checkpoint"
     own = sampling_defaults(checkpoint, without=sampling.named)
     if own:
-        told = ", ".join(f"{name} {value}" for name, value in own.items())
-        note(f"[{told}: the model's own (generation_config.json)]", quiet)
+        defaults = ", ".join(f"{name} {value}" for name, value in own.items())
+        note(f"[{defaults}: the model's defaults (generation_config.json)]", quiet)
     return sampling._replace(params=replace(sampling.params, **own))
 
 
 def with_chat_defaults(session: Session, model: str, sampling: Sampling, quiet: bool) -> Sampling:
-    """Return the sampling of a chat with the defaults for what the user did not name, and print them.
+    """Return the sampling with chat defaults for fields that the user did not set, and print these.
 
-    `model` is the name that the user gave. Raises `ModelError` if the model's own defaults are invalid.
+    `model` is the model as the user named it. Raises `ModelError` for invalid defaults.
     """
     checkpoint = session.engine.parts.checkpoint
     assert checkpoint is not None, "assemble opens a checkpoint"
@@ -107,16 +107,16 @@ def with_chat_defaults(session: Session, model: str, sampling: Sampling, quiet: 
 
 
 def print_context(wanted: int, parts: EngineParts, quiet: bool) -> None:
-    """Print the limit that cuts the context: the model's or the KV cache's. `wanted` is the user's length, or 0."""
+    """Print a limit of the context by the model or the KV cache; `wanted` is the user's --max-model-len, or 0."""
     num_slots = parts.kv.num_blocks * parts.kv.block_size
     if wanted > parts.max_model_len:
         note(f"[context {parts.max_model_len} tokens, the model's limit: --max-model-len {wanted} is more]", quiet)
     if num_slots < parts.max_model_len:
-        note(f"[a request has at most {num_slots} tokens: the KV cache is full then (--kv-cache-bytes)]", quiet)
+        note(f"[a request has at most {num_slots} tokens, the size of the KV cache (--kv-cache-bytes sets it)]", quiet)
 
 
-def tell_inferred(checkpoint: Checkpoint, quiet: bool) -> None:
-    """Print what was inferred about the checkpoint, and the warnings."""
+def print_inferred(checkpoint: Checkpoint, quiet: bool) -> None:
+    """Print the inferred constants of a checkpoint, and the warnings."""
     inferred = checkpoint.inferred
     if inferred is None:
         return
@@ -128,26 +128,22 @@ def tell_inferred(checkpoint: Checkpoint, quiet: bool) -> None:
 
 
 def encode(session: Session, prompt: Prompt, *, system: str | None = None, raw: bool = False) -> list[int]:
-    """Return a prompt's ids. Text goes through the model's chat template when it has one, unless `raw`."""
+    """Return a prompt's token ids, through the model's chat template if it has one, unless `raw`."""
     if isinstance(prompt, tuple):
         return list(prompt)
     if isinstance(prompt, str) and system is None and (raw or session.dialogue is None):
         return session.tokenizer.encode(prompt)
     if session.dialogue is None or raw:
         raise BadRequest(
-            "messages need a chat template" + (", which --raw leaves out" if raw else "; the model has none")
+            "messages need a chat template" + (", which --raw disables" if raw else "; the model has none")
         )
-    return session.dialogue.encode(with_system(prompt, system))
-
-
-def with_system(prompt: str | list[Message], system: str | None) -> list[Message]:
-    """Return a prompt as messages, behind a system message when there is one."""
-    messages: list[Message] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    return messages if system is None else [{"role": "system", "content": system}, *messages]
+    first: list[Message] = [] if system is None else [{"role": "system", "content": system}]
+    turns: list[Message] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    return session.dialogue.encode([*first, *turns])
 
 
 def tick(engine: InferenceEngine) -> StepResult:
-    """Run one step. Whatever fails in it is the engine's failure, never the user's: `EngineDead`."""
+    """Run one step. Raises `EngineDead` for any exception in it."""
     try:
         return engine.tick()
     except Exception as error:

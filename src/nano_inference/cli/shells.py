@@ -1,7 +1,7 @@
-"""The scripts that make shells complete, and where they lie.
+"""Shell completion scripts and their locations.
 
-cyclopts writes them. They know commands, options and choices; for the names of models they ask the installed program,
-which answers `nano-inference __complete WORDS`.
+cyclopts generates the scripts, which contain commands, options and choices. For names of models they call
+`nano-inference __complete WORDS`.
 """
 
 from __future__ import annotations
@@ -21,37 +21,37 @@ Shell = Literal["bash", "zsh", "fish"]
 def script(app: App, shell: Shell) -> str:
     """Return a shell's completion script."""
     text = app.generate_completion(shell=shell)
-    # Where nothing of ours fits, bash offers files: a model, a prompt file, a cache may be a path.
+    # Without other candidates, bash completes file names: --model, --file and --cache accept paths.
     return text.replace(
         f"complete -F _{PROGRAM.replace('-', '_')} ", f"complete -o default -F _{PROGRAM.replace('-', '_')} "
     )
 
 
-def shell_here(asked: Shell | None) -> Shell:
-    """Return the shell that was asked for, or the one this process was started from."""
-    if asked is not None:
-        return asked
+def choose_shell(requested: Shell | None) -> Shell:
+    """Return the requested shell, or the one that started this process."""
+    if requested is not None:
+        return requested
     try:
         found = detect_shell()
     except ShellDetectionError:
         found = None
     if found not in ("bash", "zsh", "fish"):
-        raise BadRequest("shell cannot be found out; --shell bash, zsh or fish names it")
+        raise BadRequest("the shell cannot be detected; give --shell bash, --shell zsh or --shell fish")
     return found
 
 
 def install(app: App, shell: Shell) -> Path:
-    """Write a shell's script to where the shell looks for it; return that file."""
+    """Write a shell's script to the directory that the shell searches; return its path."""
     path = get_default_completion_path(shell, PROGRAM)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(script(app, shell), encoding="utf-8")
-    if shell != "fish":  # which looks there by itself
+    if shell != "fish":  # fish loads scripts from this directory
         add_to_rc_file(path, PROGRAM, shell)
     return path
 
 
 def installed(home: Path) -> list[str]:
-    """Return the shells for which there is a script below a home directory, whether or not it is this version's."""
+    """Return the shells with a completion script below a home directory, of any version."""
     places = {
         "bash": home / ".local/share/bash-completion/completions" / PROGRAM,
         "zsh": home / ".zsh/completions" / f"_cyclopts_{PROGRAM}",

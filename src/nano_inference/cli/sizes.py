@@ -1,4 +1,4 @@
-"""Numbers of bytes as people write them: `2GiB` for `--kv-cache-bytes`, wherever the value comes from."""
+"""Sizes with units, such as `2GiB` for `--kv-cache-bytes`, from any source of values."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from nano_inference.cli.arguments import options_of
 from nano_inference.types import BadRequest
 
 SIZES = ("kv_cache_bytes", "max_body_bytes")
-"""Fields that are numbers of bytes."""
+"""Fields in bytes."""
 UNITS: Mapping[str, int] = MappingProxyType(
     {"": 1, "b": 1}
     | {f"{prefix}b": 1000**power for power, prefix in enumerate("kmgt", start=1)}
@@ -23,12 +23,12 @@ _PLAIN = re.compile(r"-?\d+|none", re.ASCII)
 
 
 def is_size(option: Argument) -> bool:
-    """Return True for an option that is a number of bytes."""
+    """True if an option is a number of bytes."""
     return option.field_info.name in SIZES
 
 
-def take_sizes(_app: App, _commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
-    """Replace sizes with units by plain numbers. Raises `BadRequest` for what is no size."""
+def apply_sizes(_app: App, _commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
+    """Replace sizes with units by numbers of bytes. Raises `BadRequest` for other values."""
     for option in options_of(arguments):
         if is_size(option):
             option.tokens[:] = [_plain(option, token) for token in option.tokens]
@@ -36,7 +36,7 @@ def take_sizes(_app: App, _commands: tuple[str, ...], arguments: ArgumentCollect
 
 def _plain(option: Argument, token: Token) -> Token:
     if _PLAIN.fullmatch(token.value):
-        return token  # the configuration refuses numbers that are too small
+        return token  # the configuration checks the range
     size = size_of(token.value)
     if size is None:
         where = token.keyword if token.source == "env" else option.name
@@ -46,7 +46,7 @@ def _plain(option: Argument, token: Token) -> Token:
 
 
 def size_of(text: str) -> int | None:
-    """Return the bytes that a text such as `512MiB`, `1.5 GB` or `4096` names; None when it names none."""
+    """Parse a size such as `512MiB`, `1.5 GB` or `4096`; None if it is not a whole number of bytes."""
     match = _SIZE.fullmatch(text)
     unit = None if match is None else UNITS.get(match["unit"].lower())
     if match is None or unit is None:

@@ -1,4 +1,4 @@
-"""Messages in the user's words: a field's name becomes the flag or the variable that its value came from."""
+"""Rewriting of messages: names of fields become the flags, variables or keys that the user gave."""
 
 from __future__ import annotations
 
@@ -9,41 +9,36 @@ from typing import NamedTuple
 
 from nano_inference.cli.arguments import key_of, options_of, variable_of
 from nano_inference.cli.config_file import FROM_FILE
-from nano_inference.cli.origins import Seen, origin_of
+from nano_inference.cli.origins import ParsedCommand, origin_of
 from nano_inference.config import SettingError
 
 
 class Given(NamedTuple):
-    """How the user gave a field's value."""
+    """Name under which the user gave a field's value."""
 
     name: str
     """`--port`, `NANO_INFERENCE_PORT`, or `port` in a file."""
     file: str = ""
-    """`file PATH` when it came from one."""
+    """`file PATH`, if the value is from a file."""
 
 
 class Typed(NamedTuple):
-    """What the user gave a command."""
+    """Options that the user gave to a command."""
 
     fields: frozenset[str] = frozenset()
-    """Fields that have a value from somewhere else than the package."""
+    """Fields whose values are not built-in."""
     names: Mapping[str, Given] = MappingProxyType({})
-    """How each field was given, or would be."""
+    """Maps each field to the name under which it was given, or can be given."""
 
 
-def typed_in(seen: Seen) -> Typed:
-    """Return what the user gave the command that was parsed last."""
-    return Typed(seen.given, names_of(seen))
+def names_of(parsed: ParsedCommand) -> Mapping[str, Given]:
+    """Map each field of the command's configurations to the name under which it was given.
 
-
-def names_of(seen: Seen) -> Mapping[str, Given]:
-    """Return how each field of the command's configurations was given.
-
-    A parameter of the command itself is left out: its name (`prompt`) may mean something else in a message.
+    Parameters of the command itself are excluded: their names (`prompt`) have other meanings in messages.
     """
-    own = {child.field_info.name for parent in seen.arguments for child in parent.children}
+    own = {child.field_info.name for parent in parsed.arguments for child in parent.children}
     names = {}
-    for option in options_of(seen.arguments):
+    for option in options_of(parsed.arguments):
         origin = origin_of(option)
         given = Given(option.name)
         if origin.startswith(FROM_FILE):
@@ -55,10 +50,10 @@ def names_of(seen: Seen) -> Mapping[str, Given]:
     return names
 
 
-def spell(error: Exception, known: Mapping[str, Given]) -> str:
-    """Return an error's text on one line, its fields named as the user gave them.
+def error_text(error: Exception, known: Mapping[str, Given]) -> str:
+    """Return an error's text on one line, with fields named as the user gave them.
 
-    Replaced are the first word, names with an underscore, and the fields that a `SettingError` lists.
+    Replaces the first word, names with an underscore, and the fields that a `SettingError` lists.
     """
     text = " ".join(str(error).split())
     left = list(error.fields) if isinstance(error, SettingError) else []
@@ -70,7 +65,7 @@ def spell(error: Exception, known: Mapping[str, Given]) -> str:
         if "_" not in word and word not in left and match.start():
             return word
         if word in left:
-            left.remove(word)  # further on, the word may be a value
+            left.remove(word)  # later occurrences may be values
         file = file or known[word].file
         return known[word].name
 

@@ -1,4 +1,4 @@
-"""Standard streams: descriptors 0 to 2 are always open, and a message that cannot be written is dropped."""
+"""Setup of the standard streams: opens closed descriptors, and makes stderr drop failed writes."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ _STDERR = 2
 
 
 class LossyFile(io.RawIOBase):
-    """Writes to a descriptor, and drops what it does not take: a full disk, a reader or a terminal that has gone.
+    """Writes to a descriptor and ignores errors (full disk, closed pipe or terminal).
 
-    Used for stderr alone. What is lost on stdout is an answer, and there an error ends the command.
+    Used for stderr only; failed writes to stdout end the command.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -28,14 +28,14 @@ class LossyFile(io.RawIOBase):
         return True
 
     def isatty(self) -> bool:
-        """Return whether it is a terminal."""
+        """True if the descriptor is a terminal."""
         try:
             return os.isatty(self._descriptor)
         except OSError:
             return False
 
     def write(self, data: Any) -> int:
-        """Write bytes and return how many are dealt with."""
+        """Write bytes; return how many were written or dropped."""
         try:
             return os.write(self._descriptor, data)
         except OSError:
@@ -43,10 +43,10 @@ class LossyFile(io.RawIOBase):
 
 
 def prepare() -> None:
-    """Open what is closed of stdin, stdout and stderr, and let stderr drop what cannot be written.
+    """Open closed standard streams on the null device, and make stderr drop failed writes.
 
-    Without this the next file or socket to be opened would have the closed stream's number, and what is written to that
-    number would go there. A stream that was replaced in this process stays as it is.
+    Otherwise the next file or socket would get a standard descriptor's number and receive output meant for the stream.
+    Streams that were replaced in this process are unchanged.
     """
     for descriptor in (0, 1, 2):
         open_if_closed(descriptor)
@@ -61,7 +61,7 @@ def prepare() -> None:
 
 
 def open_if_closed(descriptor: int) -> None:
-    """Open the null device under a standard descriptor's number when that is free; lower numbers must be taken."""
+    """Open the null device as `descriptor` if that is closed; lower numbers must be open."""
     try:
         os.fstat(descriptor)
     except OSError:

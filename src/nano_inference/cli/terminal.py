@@ -1,4 +1,4 @@
-"""The terminal: bars and notes on stderr, and what Ctrl-C means while the engine works."""
+"""Notes and progress bars on stderr, terminal echo, and Ctrl-C while the engine runs."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ from nano_inference.cli.printable import printable
 
 try:
     termios: ModuleType | None = importlib.import_module("termios")
-except ImportError:  # not a Unix
+except ImportError:  # not on Unix
     termios = None
 
-Tell = Callable[[int, int | None], None]
-"""Takes how much is done and how much there is, None when that is not known."""
+ProgressCallback = Callable[[int, int | None], None]
+"""Receives (done, total); `total` is None if unknown."""
 
 
 def note(text: str, quiet: bool = False, *, indent: int = 0, has_command: bool = False) -> None:
-    """Write lines to stderr, without control characters: they may quote a model or a server.
+    """Print lines to stderr, without control characters, since they may quote a model or a server.
 
-    On a terminal they are broken between words, with `indent` blanks before what is left of a line; not those of a text
-    that `has_command`, which is copied as one line.
+    On a terminal, lines are wrapped at spaces and continued with an indent of `indent`, unless `has_command` (a
+    command to copy).
     """
     if not quiet:
         lines = printable(text).split("\n")
-        print(*lines if has_command else (_broken(one, indent) for one in lines), sep="\n", file=sys.stderr, flush=True)
+        print(*lines if has_command else (_wrap(one, indent) for one in lines), sep="\n", file=sys.stderr, flush=True)
 
 
-def _broken(line: str, indent: int) -> str:
-    """Return a line in rows no wider than the terminal, as far as its words allow; unchanged where there is none."""
+def _wrap(line: str, indent: int) -> str:
+    """Wrap a line at the terminal's width; unchanged if stderr is not a terminal."""
     try:
         width = os.get_terminal_size(sys.stderr.fileno()).columns
     except (OSError, ValueError):
@@ -50,14 +50,14 @@ def _broken(line: str, indent: int) -> str:
     if cell_len(line) <= width or not width:
         return line
     fill = partial(textwrap.fill, width=width, break_long_words=False, break_on_hyphens=False)
-    if 2 * indent > width:  # a narrow window: the text below its name
+    if 2 * indent > width:  # a narrow window: text below the name
         return f"{line[:indent].rstrip()}\n{fill(line[indent:], initial_indent='  ', subsequent_indent='  ')}"
     return fill(line, subsequent_indent=" " * indent)
 
 
 @contextmanager
-def bar(label: str, *, is_bytes: bool = False, quiet: bool = False) -> Iterator[Tell]:
-    """Show a progress bar on stderr while the block runs; nothing is shown when stderr is no terminal."""
+def bar(label: str, *, is_bytes: bool = False, quiet: bool = False) -> Iterator[ProgressCallback]:
+    """Show a progress bar on stderr while the block runs, if stderr is a terminal."""
     if quiet or not sys.stderr.isatty():
         yield lambda _done, _total: None
         return
@@ -70,7 +70,7 @@ def bar(label: str, *, is_bytes: bool = False, quiet: bool = False) -> Iterator[
 
 @contextmanager
 def no_echo() -> Iterator[None]:
-    """Keep what is typed while the block runs for the next prompt, Ctrl-D included, and do not show it in an answer."""
+    """Disable the terminal's echo and Ctrl-D while the block runs; typed input stays queued for the next prompt."""
     if termios is None or not sys.stdin.isatty():
         yield
         return
@@ -87,15 +87,15 @@ def no_echo() -> Iterator[None]:
 
 
 class Interrupts:
-    """Owns SIGINT while its block runs: the first Ctrl-C sets `pressed`, a second raises `KeyboardInterrupt`.
+    """Handles SIGINT while its block runs: the first Ctrl-C sets `pressed`, the second raises `KeyboardInterrupt`.
 
-    An exception in the middle of the engine's bookkeeping would leave it half done; `pressed` is asked between steps.
+    An exception in the middle of a step could corrupt the engine's state; so callers check `pressed` between steps.
     """
 
     def __init__(self) -> None:
         self.pressed = False
         self.on_press: Callable[[], None] = lambda: None
-        """Called at the first press, for what must be woken."""
+        """Called at the first press, to wake up a blocked reader."""
         self._before: Any = None
 
     def __enter__(self) -> Self:

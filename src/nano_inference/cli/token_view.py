@@ -1,4 +1,4 @@
-"""How probable the tokens of an answer were: in colours, or in numbers where there are none. On stderr."""
+"""Display of token probabilities on stderr: as colours, or as numbers without colour support."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from collections.abc import Iterable
 from rich.style import Style
 from rich.text import Text
 
+from nano_inference.cli.conversation import ShownToken
 from nano_inference.cli.printable import printable
 from nano_inference.cli.render import console_of
-from nano_inference.cli.talk import ShownToken
 from nano_inference.cli.terminal import note
 
 _COLOURS = ((0.8, "green"), (0.4, "cyan"), (0.1, "yellow"), (0.0, "red"))
-"""From which probability on a token has which colour."""
+"""Lowest probability of each colour."""
 _FORCED = Style(dim=True, underline=True)
 
 
 def show_tokens(tokens: tuple[ShownToken, ...]) -> None:
-    """Show an answer's tokens with their probabilities."""
+    """Print an answer's tokens with their probabilities."""
     if not tokens:
-        note("[no probabilities came with this answer]")
+        note("[this answer has no probabilities]")
         return
     console = console_of(sys.stderr)
     if console.color_system is None or console.no_color:
@@ -32,14 +32,14 @@ def show_tokens(tokens: tuple[ShownToken, ...]) -> None:
 
 
 def coloured(tokens: Iterable[ShownToken]) -> Text:
-    """Return tokens in the colours of their probabilities, under a legend."""
+    """Return tokens coloured by probability, after a legend."""
     legend = (part for low, colour in _COLOURS for part in (" ", (f"≥{low:.0%}", colour)))
     body = ((_visible(token.text), _style(token)) for token in tokens)
     return Text.assemble("tokens,", *legend, " ", ("forced", _FORCED), ":\n", *body)
 
 
 def table(tokens: tuple[ShownToken, ...], number: int) -> str:
-    """Return what could have stood in the place of the token with that number (the first is 1), as a table."""
+    """Return the alternatives of token `number` (counted from 1) as a table."""
     token = tokens[number - 1]
     head = f"token {number} of {len(tokens)}: {_quoted(token.text)}{_share(token)}"
     if token.is_forced:
@@ -67,7 +67,7 @@ def _number(logprob: float | None) -> str:
 
 
 def _visible(text: str) -> str:
-    """Return a token's text; a newline can be seen, and one without text of its own (half a character) as well."""
+    """Return a token's text with visible newlines; "·" if it is empty (part of a character)."""
     return printable(text).replace("\n", "⏎\n") or "·"
 
 

@@ -1,4 +1,4 @@
-"""`tokenize`: ids of a text and back."""
+"""`tokenize`: token ids of a text, and the text of ids."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from nano_inference.types import BadRequest
 
 
 def show_ids(text: str | None, add_special: bool, as_json: bool, model: str, common: Common) -> int:
-    """Print the ids of a text (of stdin when there is none), with their pieces as JSON."""
+    """Print the ids of a text, or of stdin if it is None; `as_json` adds the text of each token."""
     if text is None and sys.stdin.isatty():
         raise BadRequest("no text: give one, or pipe it in")
     tokenizer = _open(model, common)
@@ -26,7 +26,7 @@ def show_ids(text: str | None, add_special: bool, as_json: bool, model: str, com
 
 
 def show_text(ids: tuple[int, ...], as_json: bool, model: str, common: Common) -> int:
-    """Print the text of ids, special tokens included."""
+    """Print the text of ids, including special tokens."""
     tokenizer = _open(model, common)
     for token in ids:
         if not 0 <= token < tokenizer.vocab_size:

@@ -1,7 +1,7 @@
-"""HTTP to an OpenAI-compatible server by httpx2: addresses, requests, server-sent events.
+"""HTTP client of an OpenAI-compatible server: addresses, requests, server-sent events.
 
-Redirects are not followed, and no proxy or password is taken from the environment: the key is for the address that was
-given. Every failure is a `ServerError` of one line.
+Redirects, and proxies and passwords from the environment, are ignored, so that the API key is sent to the given address
+only. Every failure is a `ServerError` of one line.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from urllib.parse import urlsplit
 
 import httpx2
 
+from nano_inference.cli.conversation import ServerError
 from nano_inference.cli.printable import one_line
-from nano_inference.cli.talk import ServerError
 from nano_inference.types import BadRequest
 
 _CONNECT_TIMEOUT_S = 10
 _SILENCE_TIMEOUT_S = 300
-"""Between two pieces of an answer; a busy server may let a request wait."""
+"""Between two chunks of a reply; a busy server may queue a request."""
 _MAX_ERROR_BYTES = 1 << 16
 _MAX_BODY_BYTES = 16 << 20
-"""Of a whole reply, and of a single event."""
+"""Limit of a reply, and of an event."""
 _CONNECTED = ("connection.connect_tcp.complete", "connection.start_tls.complete")
 """Events of httpx2's `trace` extension whose result is the connection's stream."""
 
 OnConnect = Callable[[Callable[[], None]], None]
-"""Takes what ends the connection at once."""
+"""Receives a function that closes the connection immediately."""
 OnHeaders = Callable[[Mapping[str, str]], None]
 
 
 class Refused(ServerError):
-    """The server answered with an error. Its parts, for whoever can do something about it."""
+    """The server replied with an error status. `status` is 0 for a redirect."""
 
     def __init__(self, text: str, status: int, code: str = "", param: str = "") -> None:
         super().__init__(text)
@@ -45,7 +45,7 @@ class Refused(ServerError):
 
 
 class CutOff(ServerError):
-    """The connection was lost before the server said that its answer was over."""
+    """The connection was lost before the end of the stream."""
 
     def __init__(self) -> None:
         super().__init__("the connection was lost in the middle of the answer")
@@ -53,7 +53,7 @@ class CutOff(ServerError):
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where a server is; its paths begin with `base`, which ends in /v1."""
+    """A server's address; `base` is the prefix of all paths and ends in /v1."""
 
     scheme: str
     host: str
@@ -63,25 +63,25 @@ class Address:
 
     @property
     def url(self) -> str:
-        """The address as it is shown."""
+        """URL without the key."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{self.scheme}://{host}:{self.port}{self.base}"
 
     @property
-    def tells_key(self) -> bool:
-        """Whether others on the way can read the key."""
+    def exposes_key(self) -> bool:
+        """True if the key is sent unencrypted over a network."""
         return self.key is not None and self.scheme == "http" and not is_loopback(self.host)
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host is this machine itself."""
+    """True if a host is this machine."""
     with suppress(ValueError):
         return ipaddress.ip_address(host).is_loopback
     return host == "localhost"
 
 
 def read_address(text: str, key: str | None) -> Address:
-    """Return an address: a URL with or without http://, /v1 and a sub-path. Raises `BadRequest` naming the option."""
+    """Parse a URL, with or without http://, /v1 and a sub-path. Raises `BadRequest` naming the option."""
     text = text.strip()
     try:
         parts = urlsplit(text if "://" in text else f"http://{text}")
@@ -102,7 +102,7 @@ def read_address(text: str, key: str | None) -> Address:
 
 
 def get_json(address: Address, path: str) -> Any:
-    """Return the JSON at a path below the address. Raises `ServerError`."""
+    """GET a path below the address and return its JSON. Raises `ServerError`."""
     with _response(address, "GET", path, None, lambda end: None) as response:
         return parsed(_read(response))
 
@@ -114,16 +114,16 @@ def stream_json(
     on_connect: OnConnect,
     on_headers: OnHeaders = lambda headers: None,
 ) -> Iterator[Any]:
-    """POST JSON and yield the JSON of every event until [DONE] or the end of the reply. Raises `ServerError`.
+    """POST JSON and yield the JSON of every event until [DONE]. Raises `ServerError`, `CutOff` without [DONE].
 
-    A server that does not stream sends its whole reply, which then is the only event.
+    The reply of a server that does not stream is yielded as one event.
     """
     with _response(address, "POST", path, body, on_connect) as response:
         on_headers(response.headers)
         if response.headers.get("content-type", "").partition(";")[0].strip().lower() != "text/event-stream":
             yield parsed(_read(response))
             return
-        response.encoding = "utf-8-sig"  # the HTML standard's, whatever the header says
+        response.encoding = "utf-8-sig"  # the HTML standard: UTF-8 regardless of the header
         for event in httpx2.EventSource(response, max_event_size=_MAX_BODY_BYTES):
             if event.data.strip() == "[DONE]":
                 return
@@ -136,18 +136,18 @@ def stream_json(
 def _response(
     address: Address, method: str, path: str, body: dict[str, Any] | None, on_connect: OnConnect
 ) -> Iterator[httpx2.Response]:
-    """Open a connection for one request; it is closed when the block ends, which tells the server to stop."""
+    """Send a request on a new connection; closing it at the end of the block makes the server abort the answer."""
 
     def trace(name: str, info: Mapping[str, Any]) -> None:
         if name in _CONNECTED:
-            on_connect(_ender(info["return_value"].get_extra_info("socket")))
+            on_connect(_make_closer(info["return_value"].get_extra_info("socket")))
 
     headers = {"Accept": "text/event-stream, application/json", "Accept-Encoding": "identity"}
     headers |= {"User-Agent": "nano-inference"}
     headers |= {"Authorization": f"Bearer {address.key}"} if address.key is not None else {}
     timeout = httpx2.Timeout(_SILENCE_TIMEOUT_S, connect=_CONNECT_TIMEOUT_S)
     verify = ssl.create_default_context()  # the system's certificates, or those of SSL_CERT_FILE
-    has_begun = False
+    has_started = False
     try:
         with (
             httpx2.Client(headers=headers, timeout=timeout, trust_env=False, verify=verify) as client,
@@ -155,43 +155,43 @@ def _response(
         ):
             if response.status_code != httpx2.codes.OK:
                 raise _refusal(address, response)
-            has_begun = True
+            has_started = True
             yield response
     except httpx2.SSEError as error:
         raise ServerError(f"the server sent an event of more than {_MAX_BODY_BYTES >> 20} MiB") from error
     except (httpx2.HTTPError, httpx2.InvalidURL, ValueError) as error:
-        if has_begun and isinstance(error, httpx2.RemoteProtocolError):
+        if has_started and isinstance(error, httpx2.RemoteProtocolError):
             raise CutOff from error
         raise ServerError(f"{address.url}: {_reason(error)}") from error
     finally:
         on_connect(lambda: None)
 
 
-def _ender(sock: socket.socket) -> Callable[[], None]:
-    """Return what ends a connection in the middle of a read, which then sees its end."""
+def _make_closer(sock: socket.socket) -> Callable[[], None]:
+    """Return a function that shuts down a connection, so that a blocked read returns."""
 
     def end() -> None:
         with suppress(OSError):
-            socket.socket.shutdown(sock, socket.SHUT_RDWR)  # TLS or not: the reader is not to wait for a goodbye
+            socket.socket.shutdown(sock, socket.SHUT_RDWR)  # also for TLS, without its close handshake
 
     return end
 
 
 def _refusal(address: Address, response: httpx2.Response) -> ServerError:
-    """Return what a reply with another status than 200 says."""
+    """Return the error of a reply with a status other than 200."""
     status = response.status_code
     if response.is_redirect:
         target = one_line(response.headers["location"], 120)
-        return Refused(f"{address.url}: redirects to {target}, which is not followed; --server can name it", 0)
+        return Refused(f"{address.url}: redirects to {target}; give that URL as --server", 0)
     text = _read(response, _MAX_ERROR_BYTES)
-    message, code, param = _told(text)
+    message, code, param = _error_fields(text)
     reason = one_line(message or text) or one_line(response.reason_phrase)
-    hint = "; --api-key gives the key" if status == httpx2.codes.UNAUTHORIZED and address.key is None else ""
+    hint = "; give the key as --api-key" if status == httpx2.codes.UNAUTHORIZED and address.key is None else ""
     return Refused(f"{address.url}: {status}: {reason}{hint}", status, code, param)
 
 
-def _told(text: str) -> tuple[str, str, str]:
-    """Return message, code and field of an error body, in any of the shapes that servers have for it."""
+def _error_fields(text: str) -> tuple[str, str, str]:
+    """Return message, code and field of an error body; empty strings if it is not JSON or has another format."""
     try:
         data = json.loads(text)
     except (ValueError, RecursionError):
@@ -200,7 +200,7 @@ def _told(text: str) -> tuple[str, str, str]:
 
 
 def error_of(data: Any) -> tuple[str, str, str] | None:
-    """Return message, code and field of what speaks of an error, None when it does not."""
+    """Return message, code and field of an error object, in the formats of several servers; None for other objects."""
     error = data.get("error") if isinstance(data, dict) else None
     if isinstance(error, dict):
         return str(error.get("message") or error), str(error.get("code") or ""), str(error.get("param") or "")
@@ -212,7 +212,7 @@ def error_of(data: Any) -> tuple[str, str, str] | None:
 
 
 def _read(response: httpx2.Response, cut_at: int | None = None) -> str:
-    """Return the body's text, up to `cut_at` bytes of it. Raises `ServerError` for one that is too long without."""
+    """Return the body's text, truncated at `cut_at` bytes; if that is None, raises `ServerError` for a long body."""
     limit = _MAX_BODY_BYTES if cut_at is None else cut_at
     data = b""
     for piece in response.iter_bytes():
@@ -225,15 +225,15 @@ def _read(response: httpx2.Response, cut_at: int | None = None) -> str:
 
 
 def parsed(text: str) -> Any:
-    """Return JSON that a server sent. Raises `ServerError`."""
+    """Parse JSON from a server. Raises `ServerError`."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
-        raise ServerError(f"the server sent what is no JSON: {one_line(text, 80)!r}") from None
+        raise ServerError(f"the server sent invalid JSON: {one_line(text, 80)!r}") from None
 
 
 def _reason(error: Exception) -> str:
-    """Return why there is no answer: what the operating system says where it is the cause."""
+    """Return the reason of a failed request, the operating system's if it is the cause."""
     if isinstance(error, httpx2.TimeoutException):
         return "no answer in time"
     if isinstance(error, httpx2.ProtocolError):

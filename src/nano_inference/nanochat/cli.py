@@ -15,7 +15,7 @@ from cyclopts import App, ArgumentCollection, Group, Parameter
 from nano_inference.cli import commands
 from nano_inference.cli.command import Command
 from nano_inference.cli.commands import CachedName, PromptFlag, SystemFlag
-from nano_inference.cli.fallback import fill, forget_standing, is_on
+from nano_inference.cli.fallback import drop_inherited, fill, is_on
 from nano_inference.cli.options import (
     CHAT,
     COMMON,
@@ -49,7 +49,7 @@ class NanochatOptions:
 
     nanochat: bool = helped(
         False,
-        "talk with a checkpoint of nanochat's base directory ($NANOCHAT_BASE_DIR, or --model DIR), its way: unless "
+        "chat with a checkpoint of nanochat's base directory ($NANOCHAT_BASE_DIR, or --model DIR), its way: unless "
         "given, temperature 0.6, top-k 50, 256 tokens, seed 42; quit, exit and clear need no slash",
     )
     source: Literal["base", "mid", "sft", "rl"] | None = helped(None, "kind of training; sft when there is one")
@@ -73,32 +73,38 @@ def chat(
     *,
     system: SystemFlag = None,
     prompt: PromptFlag = None,
-    talk: ChatFlags = CHAT,
+    chat_options: ChatFlags = CHAT,
     nanochat: NanochatFlags = NOT_NANOCHAT,
     engine: EngineFlags,
     sampling: SamplingFlags = PLAIN,
     common: CommonFlags = COMMON,
     typed: TypedFields,
 ) -> int:
-    """Talk with a model in the terminal, as `cli.commands.chat` does.
+    """Chat with a model in the terminal, as `cli.commands.chat` does.
 
     With --nanochat the options are those of nanochat's chat_cli, with its defaults: -i -g -s -p -t -k -d.
     """
     if not nanochat.nanochat:
         return commands.chat(
-            system=system, prompt=prompt, talk=talk, engine=engine, sampling=sampling, common=common, typed=typed
+            system=system,
+            prompt=prompt,
+            chat_options=chat_options,
+            engine=engine,
+            sampling=sampling,
+            common=common,
+            typed=typed,
         )
     from nano_inference.cli.chat import Options
-    from nano_inference.cli.talk import asked_for
+    from nano_inference.cli.conversation import requested_sampling
 
-    asked = asked_for(sampling, typed.fields)
-    if talk.server is not None:
+    requested = requested_sampling(sampling, typed.fields)
+    if chat_options.server is not None:
         raise BadRequest("--server and --nanochat exclude each other")
     from nano_inference.cli import local
     from nano_inference.nanochat.cli_work import chosen_checkpoint
 
-    wishes = Options(system, prompt, has_bare_words=True, plain=talk.plain)
-    return local.run(wishes, chosen_checkpoint(engine, nanochat), asked, common, typed)
+    options = Options(system, prompt, has_bare_words=True, plain=chat_options.plain)
+    return local.run(options, chosen_checkpoint(engine, nanochat), requested, common, typed)
 
 
 def models_export(
@@ -131,7 +137,7 @@ def fill_options(_app: App, _commands: tuple[str, ...], arguments: ArgumentColle
     if switch is None or model is None:
         return
     if not is_on(switch):
-        forget_standing([by_name[field.name] for field in fields(NanochatOptions) if field.name != "nanochat"])
+        drop_inherited([by_name[field.name] for field in fields(NanochatOptions) if field.name != "nanochat"])
         return
     if not model.tokens:
         fill(model, BASE, "built-in")
@@ -145,7 +151,7 @@ def fill_options(_app: App, _commands: tuple[str, ...], arguments: ArgumentColle
 CHAT_COMMAND = Command(
     words="chat",
     target="nano_inference.nanochat.cli:chat",
-    text="Talk with a model in the terminal.",
+    text="Chat with a model in the terminal.",
     headings=(HEADING,),
     fill=fill_options,
 )

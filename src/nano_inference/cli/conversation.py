@@ -1,4 +1,4 @@
-"""The records of a conversation, and the one Protocol between whoever talks and whoever answers. No torch."""
+"""Records of a chat, and the protocol of its backends. Imports no torch."""
 
 from __future__ import annotations
 
@@ -7,18 +7,21 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple, Protocol
 
 from nano_inference.chat_defaults import CHAT_FIELDS, described
-from nano_inference.cli.options import NOT_TYPED_BY_HAND
+from nano_inference.cli.options import WITHOUT_FLAG
 from nano_inference.cli.terminal import Interrupts, note
 from nano_inference.text.chat import Message
 from nano_inference.types import FinishReason, SamplingParams
 
 NUM_ALTERNATIVES = 5
-"""How many of the likeliest tokens /tokens shows at a position."""
+"""Number of the most likely tokens that /tokens shows per position."""
+DROPPED = "[the conversation is too long for the model: its oldest {} messages were dropped]"
+_RESERVE = 512
+"""Tokens reserved for an answer; at most a quarter of the context."""
 _PLAIN = SamplingParams()
 
 
 class ServerError(RuntimeError):
-    """A server could not be reached, refused a request or answered with something else. One printable line."""
+    """A server cannot be reached, rejects a request or sends an invalid reply. One printable line."""
 
 
 class Piece(NamedTuple):
@@ -26,32 +29,32 @@ class Piece(NamedTuple):
 
     text: str
     is_forced: bool = False
-    """A tool said it, not the model."""
+    """True for a tool's output."""
 
 
 Write = Callable[[Sequence[Piece]], None]
 
 
 class ShownToken(NamedTuple):
-    """A token of an answer, for a reader."""
+    """A token of an answer for display."""
 
     text: str
     logprob: float | None
     """Natural logarithm of its probability."""
     is_forced: bool = False
     top: tuple[tuple[str, float], ...] = ()
-    """The likeliest tokens at its place and their log-probabilities, likeliest first."""
+    """The most likely tokens at its position with their log-probabilities, in descending order."""
 
 
 class Sampling(NamedTuple):
-    """How answers are drawn, and which of the fields somebody asked for: a server has defaults of its own."""
+    """Sampling parameters, and the names of those that the user set; others may be replaced by defaults."""
 
     params: SamplingParams = _PLAIN
     named: frozenset[str] = frozenset()
 
 
-class Took(NamedTuple):
-    """What an answer took. None stands for what a server does not tell."""
+class AnswerStats(NamedTuple):
+    """Token counts and times of an answer; None for counts that a server does not report."""
 
     num_prompt: int | None
     num_cached: int | None
@@ -61,10 +64,10 @@ class Took(NamedTuple):
     seconds: float
     seed: int | None = None
     version: str | None = None
-    """The weights that drew it, when they are not those the model was loaded with."""
+    """Version of the weights, if they were updated after loading."""
 
-    def line(self) -> str:
-        """Say it in one line."""
+    def summary(self) -> str:
+        """Format the statistics as one line."""
         facts = [f"first token after {self.first_token_after:.2f} s"]
         if self.num_new is not None:
             facts.insert(0, f"{self.num_new} generated")
@@ -81,90 +84,110 @@ class Took(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """What an answer is wanted to."""
+    """A request for an answer."""
 
     turns: tuple[Message, ...]
-    """The last one is the user's."""
+    """The last turn is the user's."""
     system: str | None = None
     sampling: Sampling = Sampling()
     has_tokens: bool = False
-    """Tell the tokens' probabilities, too."""
+    """Also return the tokens' probabilities."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
-    """An answer, whole or as far as it came."""
+    """An answer, possibly incomplete."""
 
     message: Message
-    """For the next turn."""
+    """The assistant's turn."""
     kept: tuple[Message, ...]
-    """The turns that were answered: all, or the newest, when the model has no room for all."""
+    """The turns in the prompt: all, or the latest ones that fit in the context."""
     finish_reason: FinishReason | str | None
-    took: Took
+    stats: AnswerStats
     tokens: tuple[ShownToken, ...] = ()
     cut_by: str | None = None
-    """What ended it, when that was a length and is known."""
+    """Length limit that ended it, if known."""
     failure: str | None = None
-    """Why it did not come to its end: one printable line."""
+    """Reason of a failure during the answer: one printable line."""
 
 
-class Answerer(Protocol):
-    """Who answers: an engine of this process, or a server."""
+class ChatBackend(Protocol):
+    """Generates answers: an engine in this process, or a server."""
 
     @property
     def facts(self) -> Mapping[str, str]:
-        """What /model shows, by name: `model`, `context` and `backend`, and what else is known."""
+        """Facts that /model prints; at least `model`, `context` and `backend`."""
 
     def count(self, turns: tuple[Message, ...], system: str | None) -> int | None:
-        """Return how many tokens a conversation takes; None when that is not known."""
+        """Return the number of tokens of a conversation; None if unknown."""
 
-    def answer(self, ask: Question, interrupts: Interrupts, write: Write) -> Reply:
-        """Answer, and write it while it comes; Ctrl-C (`interrupts`) ends it with what it has.
+    def answer(self, question: Question, interrupts: Interrupts, write: Write) -> Reply:
+        """Answer and stream the text to `write`; Ctrl-C (`interrupts`) ends the answer early.
 
-        Raises `BadRequest` for what the model cannot do, `ServerError` when nothing came at all.
+        Raises `BadRequest` for invalid requests, and `ServerError` if no text arrived.
         """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Talk:
-    """A conversation so far."""
+class Conversation:
+    """State of a chat."""
 
     sampling: Sampling
     first_sampling: Sampling
-    """What `/set NAME default` goes back to."""
+    """Restored by `/set NAME default`."""
     system: str | None = None
     turns: tuple[Message, ...] = ()
     shows_tokens: bool = False
     last: Reply | None = None
     is_over: bool = False
     has_failed: bool = False
-    """The last answer ended with a failure of the server."""
+    """True if the server failed during the last answer."""
     has_bare_words: bool = False
-    """Whether "quit", "exit" and "clear" are commands without their slash."""
+    """True if "quit", "exit" and "clear" are commands without a slash."""
+
+
+def fit_turns(
+    turns: tuple[Message, ...], max_tokens: int | None, context: int, count: Callable[[tuple[Message, ...]], float]
+) -> tuple[Message, ...]:
+    """Return the latest turns that leave room for an answer, and print how many were dropped.
+
+    `count` returns the tokens of a prompt; its last call is for the returned turns. The last turn always remains.
+    """
+    reserve = _RESERVE if max_tokens is None else min(max_tokens, _RESERVE)
+    room = context - min(reserve, context // 4)
+    kept, size = turns, count(turns)
+    if size > room:
+        # Drop more than necessary, so that the next turns share this prompt's cached prefix.
+        while size > room * 3 // 4 and len(kept) > 2:
+            kept = kept[2:]
+            size = count(kept)
+    if len(kept) < len(turns):
+        note(DROPPED.format(len(turns) - len(kept)))
+    return kept
 
 
 def sampling_fields() -> tuple[str, ...]:
-    """Return the names of what can be set by hand."""
-    return tuple(f.name for f in fields(SamplingParams) if f.name not in NOT_TYPED_BY_HAND)
+    """Return the sampling fields that have a flag."""
+    return tuple(f.name for f in fields(SamplingParams) if f.name not in WITHOUT_FLAG)
 
 
-def asked_for(params: SamplingParams, given: frozenset[str]) -> Sampling:
-    """Return how to draw, and what of it somebody asked for, who gave the fields in `given`.
+def requested_sampling(params: SamplingParams, given: frozenset[str]) -> Sampling:
+    """Return the sampling with the names of the fields that the user set, of which `given` are those with an origin.
 
-    What everybody gets was asked for where models and servers have defaults of their own, and by nobody elsewhere.
+    A given value equal to the built-in one counts only for the fields that chat defaults can replace.
     """
     differing = {name for name in sampling_fields() if getattr(params, name) != getattr(_PLAIN, name)}
     return Sampling(params, frozenset(differing | (given & set(CHAT_FIELDS))))
 
 
 def with_defaults(sampling: Sampling, defaults: Mapping[str, Any]) -> Sampling:
-    """Return the sampling with defaults for the fields that the user did not name. Raises `ValueError` for bad ones."""
+    """Return the sampling with defaults for fields that the user did not set. Raises `ValueError` for invalid ones."""
     unnamed = {name: value for name, value in defaults.items() if name not in sampling.named}
     return sampling._replace(params=replace(sampling.params, **unnamed))
 
 
 def print_defaults(sampling: Sampling, defaults: Mapping[str, Any], source: str, quiet: bool) -> None:
-    """Print the defaults of a chat that are in force: those of fields that the user did not name."""
+    """Print the chat defaults of fields that the user did not set."""
     unnamed = defaults.keys() - sampling.named
     if unnamed:
         named = {name: getattr(sampling.params, name) for name in sampling.named & defaults.keys()}

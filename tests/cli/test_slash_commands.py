@@ -1,4 +1,4 @@
-"""The slash commands, with somebody who answers at once: what they say, keep and refuse."""
+"""The slash commands, with a fake backend: output, state and errors."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ import pytest
 
 from nano_inference import BadRequest, SamplingParams
 from nano_inference.cli import chat
-from nano_inference.cli.lines import Entered, HistoryFile, candidates, continued, entered, history_path
-from nano_inference.cli.options import Common
-from nano_inference.cli.talk import (
+from nano_inference.cli.conversation import (
+    AnswerStats,
     Piece,
     Question,
     Reply,
     Sampling,
     ServerError,
     ShownToken,
-    Took,
     Write,
     sampling_fields,
 )
-from nano_inference.cli.talk_commands import COMMANDS
+from nano_inference.cli.lines import HistoryFile, Input, candidates, continuation, history_path, parse_input
+from nano_inference.cli.options import Common
+from nano_inference.cli.slash_commands import COMMANDS
 from nano_inference.cli.terminal import Interrupts
 from nano_inference.text.chat import Message
 
@@ -40,40 +40,40 @@ TOKENS = (
 
 @dataclass
 class Parrot:
-    """Says what it heard, and how often it spoke."""
+    """Answers with the question and the number of answers so far."""
 
-    asks: list[Question] = field(default_factory=list)
+    questions: list[Question] = field(default_factory=list)
     facts: Mapping[str, str] = field(default_factory=lambda: {"model": "parrot", "context": "9 tokens", "backend": "b"})
 
     def count(self, turns: tuple[Message, ...], system: str | None) -> int | None:
         return 5 * len(turns)
 
-    def answer(self, ask: Question, interrupts: Interrupts, write: Write) -> Reply:
-        self.asks.append(ask)
-        if ask.turns[-1]["content"] == "refuse":
+    def answer(self, question: Question, interrupts: Interrupts, write: Write) -> Reply:
+        self.questions.append(question)
+        if question.turns[-1]["content"] == "refuse":
             raise BadRequest("refused")
-        if ask.turns[-1]["content"] == "fail":
+        if question.turns[-1]["content"] == "fail":
             raise ServerError("failed")
-        text = f"{ask.turns[-1]['content']} {len(self.asks)}"
+        text = f"{question.turns[-1]['content']} {len(self.questions)}"
         write([Piece(text)])
         return Reply(
             message={"role": "assistant", "content": text},
-            kept=ask.turns,
+            kept=question.turns,
             finish_reason="stop",
-            took=Took(1, 0, 2, 0.5, 1.0, ask.sampling.params.seed, "step-7"),
-            tokens=TOKENS if ask.has_tokens else (),
+            stats=AnswerStats(1, 0, 2, 0.5, 1.0, question.sampling.params.seed, "step-7"),
+            tokens=TOKENS if question.has_tokens else (),
         )
 
 
-Told = tuple[str, str, Parrot]
-Say = Callable[..., Told]
+Result = tuple[str, str, Parrot]
+Say = Callable[..., Result]
 
 
 @pytest.fixture
 def say(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Say:
-    """Send lines through a pipe; return stdout, stderr and who answered."""
+    """Return a function that sends lines through a pipe and returns stdout, stderr and the backend."""
 
-    def send(*lines: str, params: SamplingParams | None = None, code: int = 0) -> Told:
+    def send(*lines: str, params: SamplingParams | None = None, code: int = 0) -> Result:
         parrot = Parrot()
         monkeypatch.setattr("sys.stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
         sampling = Sampling(params or SamplingParams(top_k=7, seed=3), frozenset({"top_k", "seed"}))
@@ -83,7 +83,7 @@ def say(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
     return send
 
 
-def test_an_answer_is_all_that_goes_to_stdout(say: Say) -> None:
+def test_stdout_has_answers_only(say: Say) -> None:
     out, err, _ = say("hello", "", "/show", "/help", "/set", "/tokens on", "again", "/tokens 1")
     assert out == "hello 1\nagain 2\n"
     assert (
@@ -100,11 +100,11 @@ def test_help_names_every_command(say: Say) -> None:
 
 
 @pytest.mark.parametrize("word", ["/exit", "/bye", "/quit"])
-def test_words_that_leave(say: Say, word: str) -> None:
+def test_exit_words_end_the_chat(say: Say, word: str) -> None:
     assert say("a", word, "never")[0] == "a 1\n"
 
 
-def test_set_reaches_the_next_answer_and_default_takes_it_back(say: Say) -> None:
+def test_set_changes_next_answer_and_default_restores(say: Say) -> None:
     lines = (
         "/set temperature 0.25",
         "/set stop END",
@@ -113,7 +113,7 @@ def test_set_reaches_the_next_answer_and_default_takes_it_back(say: Say) -> None
         "/set top_k 9",
     )
     _, err, parrot = say(*lines, "a", "/set top_k default", "/set temperature default", "b", "/set min_p")
-    first, second = (ask.sampling for ask in parrot.asks)
+    first, second = (one.sampling for one in parrot.questions)
     assert (first.params.temperature, first.params.stop, first.params.top_k) == (0.25, ("END",), 9)
     assert first.params.stop_token_ids == frozenset({4, 5}) and first.params.max_tokens is None
     assert first.named == {"temperature", "stop", "stop_token_ids", "max_tokens", "top_k", "seed"}
@@ -121,7 +121,7 @@ def test_set_reaches_the_next_answer_and_default_takes_it_back(say: Say) -> None
     assert "top_k = 7\n" in err and "temperature = 1.0 (default)\n" in err and "min_p = 0.0 (default)\n" in err
 
 
-def test_every_field_is_listed_and_can_be_set_to_what_it_is(say: Say) -> None:
+def test_set_lists_every_field_and_accepts_its_value(say: Say) -> None:
     _, err, _ = say("/set")
     rows = dict(line.removesuffix(" (default)").split(" = ") for line in err.splitlines())
     assert list(rows) == list(sampling_fields()) and len(rows) >= 19
@@ -146,28 +146,28 @@ def test_every_field_is_listed_and_can_be_set_to_what_it_is(say: Say) -> None:
         ("/set seed 99999999999999999999", "seed must be in ["),
         ("/set logit_bias {}", "/set: no field 'logit_bias'; known: temperature, "),
         ("/set nothing 1", "/set: no field 'nothing'; known: temperature, "),
-        ("/seed x", "/seed must have a whole number behind it, got 'x'"),
+        ("/seed x", "/seed must be followed by a whole number, got 'x'"),
         ("/regen", "/regen: there is no answer yet"),
-        ("/tokens last", "the last answer came without probabilities; /tokens on, and /regen"),
-        ("/tokens often", "the last answer came without probabilities"),
-        ("/save", "/save needs the name of a file"),
-        ("/load", "/load needs the name of a file"),
+        ("/tokens last", "the last answer has no probabilities; type /tokens on, then /regen"),
+        ("/tokens often", "the last answer has no probabilities"),
+        ("/save", "/save needs a file name"),
+        ("/load", "/load needs a file name"),
         ("/save /no/such/place", "/no/such/place: No such file or directory"),
         ("/load /no/such/file", "/no/such/file: No such file or directory"),
-        ("/load ~nobody-at-all/x", "/load: ~nobody-at-all/x: Could not determine home directory"),
+        ("/load ~no-such-user/x", "/load: ~no-such-user/x: Could not determine home directory"),
         ("/load a\0b", "/load: a path cannot contain a zero byte"),
         ("/wh\x1bat", "/wh␛at: no such command; /help lists them"),
         ("/", "/: no such command"),
     ],
 )
-def test_what_makes_no_sense_is_one_line_and_changes_nothing(say: Say, line: str, said: str) -> None:
+def test_invalid_commands_are_one_line_without_effect(say: Say, line: str, said: str) -> None:
     out, err, parrot = say(line, "a")
     first = err.splitlines()[0]
     assert out == "a 1\n" and first.startswith("nano-inference: ") and said in first and len(err.splitlines()) == 2
-    assert len(first) < 700 and parrot.asks[0].sampling.params == SamplingParams(top_k=7, seed=3)
+    assert len(first) < 700 and parrot.questions[0].sampling.params == SamplingParams(top_k=7, seed=3)
 
 
-def test_show(say: Say) -> None:
+def test_show_lists_facts(say: Say) -> None:
     _, err, _ = say("/system be\x1b brief", "a", "/show")
     assert err.splitlines()[1:] == [
         *("model: parrot", "context: 9 tokens", "backend: b", "conversation: 2 messages, 10 tokens"),
@@ -176,34 +176,40 @@ def test_show(say: Say) -> None:
     ]  # fmt: skip
 
 
-def test_model_says_what_runs(say: Say) -> None:
+def test_model_lists_facts(say: Say) -> None:
     assert say("/model")[1].splitlines() == ["model    parrot", "context  9 tokens", "backend  b"]
 
 
-def test_help_says_what_each_command_does_in_a_line(say: Say) -> None:
+def test_help_has_one_line_per_command(say: Say) -> None:
     lines = [line for line in say("/help")[1].splitlines() if line.startswith("/")]
     assert [line.split()[0] for line in lines] == [name for name in COMMANDS if name != "/save!"]
     assert all(line[20].isupper() and line.endswith(".") for line in lines)
 
 
-def test_system_and_clear_start_anew(say: Say) -> None:
+def test_system_and_clear_start_new_conversation(say: Say) -> None:
     _, _, parrot = say("a", "/system s", "b", "c", "/clear", "d", "/system", "e")
-    assert [(ask.system, len(ask.turns)) for ask in parrot.asks] == [(None, 1), ("s", 1), ("s", 3), ("s", 1), (None, 1)]
+    assert [(one.system, len(one.turns)) for one in parrot.questions] == [
+        (None, 1),
+        ("s", 1),
+        ("s", 3),
+        ("s", 1),
+        (None, 1),
+    ]
 
 
-def test_regen_draws_the_last_answer_again(say: Say) -> None:
+def test_regen_repeats_last_question(say: Say) -> None:
     out, err, parrot = say("a", "b", "/regen", "/seed 11", "/regen", "/regen 12", "c", "/seed off", "/regen")
-    turns = [[message["content"] for message in ask.turns] for ask in parrot.asks]
+    turns = [[message["content"] for message in one.turns] for one in parrot.questions]
     assert turns[1] == turns[2] == turns[3] == turns[4] == ["a", "a 1", "b"]
     assert turns[5] == turns[6] == ["a", "a 1", "b", "b 5", "c"]
-    seeds = [ask.sampling.params.seed for ask in parrot.asks]
+    seeds = [one.sampling.params.seed for one in parrot.questions]
     assert seeds == [3, 3, 3, 11, 12, 11, None] and "seed = none (default)" in err
     assert out.splitlines() == ["a 1", "b 2", "b 3", "b 4", "b 5", "c 6", "c 7"]
 
 
-def test_tokens_without_colours_are_numbers(say: Say) -> None:
+def test_tokens_without_colour_are_numbers(say: Say) -> None:
     _, err, parrot = say("/tokens", "a", "/tokens last", "/tokens 1", "/tokens 2", "/tokens 9", "/tokens off", "b")
-    assert [ask.has_tokens for ask in parrot.asks] == [True, False]
+    assert [one.has_tokens for one in parrot.questions] == [True, False]
     line = "tokens: 'Hi' 90% '4' forced '' 30% '⏎' ?"
     assert err.count(line) == 2 and "token 2 of 4: '4' forced" in err
     assert "token 1 of 4: 'Hi' 90%, logprob -0.1000\n  1.   -0.1000  90.48%  'Hi' <- drawn\n" in err
@@ -211,9 +217,9 @@ def test_tokens_without_colours_are_numbers(say: Say) -> None:
     assert "/tokens must be on, off, last or a number in [1, 4], got 9" in err
 
 
-def test_a_refusal_leaves_the_conversation_as_it_was(say: Say) -> None:
+def test_rejected_message_is_not_added(say: Say) -> None:
     out, err, parrot = say("a", "refuse", "b")
-    assert out == "a 1\nb 3\n" and "nano-inference: refused" in err and len(parrot.asks[2].turns) == 3
+    assert out == "a 1\nb 3\n" and "nano-inference: refused" in err and len(parrot.questions[2].turns) == 3
     say("a", "fail", "b")
     assert "nano-inference: failed" in say("a", "fail", code=1)[1]
 
@@ -221,18 +227,18 @@ def test_a_refusal_leaves_the_conversation_as_it_was(say: Say) -> None:
 # ---- files
 
 
-def test_what_is_saved_is_loaded(say: Say, tmp_path: Path) -> None:
+def test_save_and_load(say: Say, tmp_path: Path) -> None:
     file = tmp_path / "talk é.json"
     _, err, _ = say("/system s", "a", "/set temperature 0.5", f"/save {file}", "b", f"/save {file}", f"/save! {file}")
-    assert f"{file}: 2 messages saved" in err and f"{file}: is there already; /save! overwrites it" in err
+    assert f"{file}: 2 messages saved" in err and f"{file}: already exists; /save! overwrites it" in err
     assert f"{file}: 4 messages saved" in err and stat.S_IMODE(file.stat().st_mode) == 0o600
     data = json.loads(file.read_text())
     assert data["model"] == "parrot" and data["sampling"] == {"seed": 3, "temperature": 0.5, "top_k": 7}
     _, err, parrot = say("x", f"/load {file}", "c", "/regen")
-    assert f"{file}: 4 messages loaded" in err and parrot.asks[1].system == "s"
-    assert [message["content"] for message in parrot.asks[1].turns] == ["a", "a 1", "b", "b 2", "c"]
-    assert parrot.asks[1].sampling.params == SamplingParams(top_k=7, seed=3, temperature=0.5)
-    assert parrot.asks[1].sampling.named == {"seed", "temperature", "top_k"}
+    assert f"{file}: 4 messages loaded" in err and parrot.questions[1].system == "s"
+    assert [message["content"] for message in parrot.questions[1].turns] == ["a", "a 1", "b", "b 2", "c"]
+    assert parrot.questions[1].sampling.params == SamplingParams(top_k=7, seed=3, temperature=0.5)
+    assert parrot.questions[1].sampling.named == {"seed", "temperature", "top_k"}
 
 
 TURN = [{"role": "user", "content": "a"}, {"role": "assistant", "content": [{"type": "python", "text": "1"}]}]
@@ -254,11 +260,11 @@ TURN = [{"role": "user", "content": "a"}, {"role": "assistant", "content": [{"ty
         ({"messages": TURN, "sampling": []}, "sampling must be an object"),
         ({"messages": TURN, "sampling": {"heat": 1}}, "sampling has no field 'heat'"),
         ({"messages": TURN, "sampling": {"temperature": -1}}, "temperature must be in [0, 100], got -1"),
-        (b"\xff{", "is no JSON"),
-        (b"[" * 100_000, "is no JSON"),
+        (b"\xff{", "is not JSON"),
+        (b"[" * 100_000, "is not JSON"),
     ],
 )
-def test_bad_files_are_one_line(say: Say, tmp_path: Path, data: object, said: str) -> None:
+def test_invalid_files_are_one_line(say: Say, tmp_path: Path, data: object, said: str) -> None:
     file = tmp_path / "bad.json"
     file.write_bytes(data if isinstance(data, bytes) else json.dumps(data).encode())
     out, err, _ = say("a", f"/load {file}", "b")
@@ -266,16 +272,16 @@ def test_bad_files_are_one_line(say: Say, tmp_path: Path, data: object, said: st
     assert f"{file}: " in line and said in line and out == "a 1\nb 2\n"
 
 
-def test_a_file_of_another_program_with_parts_is_fine(say: Say, tmp_path: Path) -> None:
+def test_load_accepts_content_parts(say: Say, tmp_path: Path) -> None:
     (tmp_path / "f").write_text(json.dumps({"messages": TURN}))
     _, _, parrot = say(f"/load {tmp_path / 'f'}", "b")
-    assert list(parrot.asks[0].turns[:2]) == TURN
+    assert list(parrot.questions[0].turns[:2]) == TURN
 
 
 # ---- history and completion
 
 
-def test_history_is_bounded_and_let_go_when_it_cannot_be(tmp_path: Path) -> None:
+def test_history_is_bounded_and_ignores_errors(tmp_path: Path) -> None:
     history = HistoryFile(tmp_path / "a" / "history")
     assert list(history.load_history_strings()) == []
     for i in range(2001):
@@ -292,22 +298,27 @@ def test_history_is_bounded_and_let_go_when_it_cannot_be(tmp_path: Path) -> None
     HistoryFile(None).store_string("x")
 
 
-def test_what_a_typed_text_is() -> None:
-    """Quotes make a message of what begins with a slash; the history keeps them, so that it comes back as one."""
-    assert entered("/set") == Entered("/set") and entered(' """/set\n""" more') == Entered("/set", is_message=True)
-    assert entered("/a\nb").is_message and not entered("/a\n").is_message
-    assert entered("caf\udce9") == Entered("caf\ufffd")
-    assert (continued("a"), continued("a\\"), continued('"""a'), continued('"""a"""')) == (None, "a\n", '"""a\n', None)
+def test_parse_input() -> None:
+    """Quotes make a text that begins with a slash a message; the history stores it with its quotes."""
+    assert parse_input("/set") == Input("/set") and parse_input(' """/set\n""" more') == Input("/set", is_message=True)
+    assert parse_input("/a\nb").is_message and not parse_input("/a\n").is_message
+    assert parse_input("caf\udce9") == Input("caf\ufffd")
+    assert (continuation("a"), continuation("a\\"), continuation('"""a'), continuation('"""a"""')) == (
+        None,
+        "a\n",
+        '"""a\n',
+        None,
+    )
 
 
-def test_where_the_history_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_history_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/me")
     assert history_path({"XDG_STATE_HOME": "/s"}) == Path("/s/nano-inference/history")
     for environ in ({}, {"XDG_STATE_HOME": "relative"}):
         assert history_path(environ) == Path("/home/me/.local/state/nano-inference/history")
 
 
-def test_what_tab_offers(tmp_path: Path) -> None:
+def test_completion_candidates(tmp_path: Path) -> None:
     (tmp_path / "one.json").touch()
     (tmp_path / "onedir").mkdir()
     assert candidates("", "/s", COMMANDS) == ["/system ", "/set ", "/show ", "/save ", "/save! ", "/seed "]
