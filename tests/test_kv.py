@@ -194,7 +194,7 @@ def test_a_full_cache_refuses_without_a_trace(cache_type: str) -> None:
     leave_behind(kv, [1, 2, 3, 4])
     kv.take(1)
     for refused in (lambda: kv.take(4), lambda: kv.allocate([1, 2, 3, 4, 5, 6, 7]), lambda: kv.allocate([9] * 7)):
-        with pytest.raises(CacheFull, match="4 KV blocks asked for, 3 "):
+        with pytest.raises(CacheFull, match="4 KV blocks requested, 3 "):
             refused()
         kv.check()
         assert kv.num_free_blocks() == 3
