@@ -126,7 +126,7 @@ def test_a_request_larger_than_the_whole_cache_is_refused_at_the_door() -> None:
 @pytest.mark.parametrize(
     ("message", "arguments"),
     [
-        ("prompts must be a list of lists .* put it into a list", ([1, 2],)),
+        ("prompts must be a list of lists .* wrap it in a list", ([1, 2],)),
         ("prompts must be a list of lists .* str", ("hello",)),
         ("prompts must be a list of lists .* int", (5,)),
         ("prompt must be a collection of token ids, got int", ([[1], 2],)),

@@ -173,7 +173,7 @@ def test_a_sleeping_engine_cannot_be_drained() -> None:
     started(engine)
     engine.sleep()
     for blocking in (True, False):
-        with pytest.raises(EnginePaused, match="nothing that has begun can end"):
+        with pytest.raises(EnginePaused, match="started requests cannot end"):
             engine.pause("wait", blocking=blocking)
     engine.wake()
     assert is_right(run_out(engine))
@@ -196,7 +196,7 @@ def test_weights_can_be_named_before_and_after_they_come(untied: Pair, open_engi
     engine = open_engine(untied)
     engine.label_weights("first")
     assert engine.weight_info().label == "first"
-    with pytest.raises(BadRequest, match="no update is under way"):
+    with pytest.raises(BadRequest, match="no weight update is in progress"):
         engine.label_weights("next", are_next=True)
     with pytest.raises(BadRequest, match="version must be an integer or a string"):
         engine.label_weights(1.5)  # type: ignore[arg-type]
@@ -244,7 +244,7 @@ def test_wrong_arguments_are_named() -> None:
         engine.pause(clear_cache=1)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="discard_weights must be true or false"):
         engine.sleep(discard_weights=None)  # type: ignore[arg-type]
-    with pytest.raises(BadRequest, match="without weights that could be updated"):
+    with pytest.raises(BadRequest, match="no weights that can be updated"):
         engine.update_weights({})
     assert not engine.is_paused and not engine.is_asleep
 
@@ -318,15 +318,15 @@ def test_a_draining_step_does_not_look_through_the_queue() -> None:
     engine = fake(max_batch_size=2)
     first = started(engine, steps=1)
     others = [engine.add_request(PROMPT, LONG) for _ in range(50)]
-    core = engine._books.core
+    core = engine._state.core
     queue = core._waiting = Watched(core._waiting)
     engine.pause("wait", blocking=False)
     while not engine.is_paused:
         engine.step()
-    assert queue.num_seen <= 2 and len(queue) == 50 and not engine._books.ledger.is_live(first)
-    assert core.begun_requests() == frozenset()
+    assert queue.num_seen <= 2 and len(queue) == 50 and not engine._state.requests.is_live(first)
+    assert core.started_requests() == frozenset()
     engine.resume()
-    assert len(run_out(engine)) == len(others) and core.begun_requests() == frozenset()
+    assert len(run_out(engine)) == len(others) and core.started_requests() == frozenset()
 
 
 def test_waiting_for_any_of_many_looks_them_through_only_when_one_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -335,15 +335,15 @@ def test_waiting_for_any_of_many_looks_them_through_only_when_one_has_ended(monk
     others = [engine.add_request(PROMPT, SamplingParams(max_tokens=length, ignore_eos=True)) for length in (3, 5)]
     ids = [engine.add_request(PROMPT, LONG, claim=True) for _ in range(50)]
     num_steps, looks = 0, []
-    look = engine._books.ledger.ended_among
+    look = engine._state.requests.ended_among
 
     def count(_: object) -> None:
         nonlocal num_steps
         num_steps += 1
 
-    monkeypatch.setattr(engine._books.ledger, "ended_among", lambda ids: looks.append(num_steps) or look(ids))
+    monkeypatch.setattr(engine._state.requests, "ended_among", lambda ids: looks.append(num_steps) or look(ids))
     ended = engine.wait_for_any(ids, progress=count)
     assert ended == [ids[0]] or ended == ids[:2]
-    assert not any(map(engine._books.ledger.is_live, others))
+    assert not any(map(engine._state.requests.is_live, others))
     assert len(looks) == 1 + 3 and num_steps >= 20
     engine.abort_all()

@@ -17,12 +17,12 @@ from nano_inference.ngram_drafter import (
     FIRST_CHANCE,
     LONGEST,
     RATE,
-    Guess,
+    Draft,
     NgramDrafter,
     Offer,
     TextIndex,
     choose_drafts,
-    what_followed,
+    continuation,
 )
 
 few_tokens = st.lists(st.integers(0, 3), max_size=60)
@@ -59,7 +59,7 @@ def test_a_text_finds_the_longest_recent_occurrence_of_its_end(tokens: list[int]
     number, num_read = index.add_text(text), 0
     for token in tokens:
         text.append(token)
-        num_read = index.read(number, num_read)
+        num_read = index.extend(number, num_read)
         place = index.find(text)
         expected = naive_find(text, [(text, end) for end in range(2, len(text))])
         assert (place and (place.tokens, place.end)) == expected
@@ -80,7 +80,7 @@ def test_texts_find_each_other(additions: list[tuple[int, int]]) -> None:
         text.append(token)
         if len(text) > 2:
             places.append((text, len(text) - 1))
-        num_read[number] = index.read(number, num_read[number])
+        num_read[number] = index.extend(number, num_read[number])
         place = index.find(text)
         found = None if place is None else (place.tokens, place.end)
         expected = naive_find(text, places)
@@ -90,16 +90,16 @@ def test_texts_find_each_other(additions: list[tuple[int, int]]) -> None:
 @given(few_tokens.filter(lambda tokens: len(tokens) > 2), st.integers(1, 9), st.data())
 def test_a_text_that_repeats_is_taken_to_go_on_repeating(tokens: list[int], limit: int, data: st.DataObject) -> None:
     index = TextIndex()
-    index.read(index.add_text(tokens), 0)
+    index.extend(index.add_text(tokens), 0)
     place = index.find(tokens)
     if place is None:
         return
     longer = list(tokens)
     for _ in range(limit):
         longer.append(longer[place.end + len(longer) - len(tokens)])
-    assert what_followed(place, tokens, limit) == tuple(longer[len(tokens) :])
+    assert continuation(place, tokens, limit) == tuple(longer[len(tokens) :])
     other = data.draw(st.permutations(tokens))
-    assert what_followed(place._replace(tokens=other), tokens, limit) == tuple(other[place.end : place.end + limit])
+    assert continuation(place._replace(tokens=other), tokens, limit) == tuple(other[place.end : place.end + limit])
 
 
 def test_a_token_more_costs_the_same_however_long_the_text_is() -> None:
@@ -109,11 +109,11 @@ def test_a_token_more_costs_the_same_however_long_the_text_is() -> None:
         tokens = Tokens(rng.randrange(3) for _ in range(size))
         drafter = NgramDrafter(5)
         drafter.open(0, 0, tokens, 10)
-        drafter.guess(0)
+        drafter.draft(0)
         tokens.num_reads = 0
         for _ in range(100):
             tokens.append(rng.randrange(3))
-            drafter.guess(0)
+            drafter.draft(0)
         reads.append(tokens.num_reads)
     assert reads[1] < 100 * 2 * (CANDIDATES * LONGEST + 10) and reads[1] < 1.5 * reads[0]
 
@@ -124,7 +124,7 @@ def test_what_was_kept_goes_with_the_last_sample_of_its_request() -> None:
     kept = [weakref.ref(tokens) for tokens in samples]
     for number, tokens in enumerate(samples):
         drafter.open(number, 7, tokens, 3)
-        drafter.guess(number)
+        drafter.draft(number)
     drafter.open(3, 8, [4, 5], 2)
     del samples, tokens
     for number in (1, 0):
@@ -136,7 +136,7 @@ def test_what_was_kept_goes_with_the_last_sample_of_its_request() -> None:
     assert drafter.num_requests == 1 and not any(ref() for ref in kept)
     drafter.close(3, 8)
     drafter.close(3, 8)
-    assert drafter.num_requests == 0 and drafter.guess(3) == Guess()
+    assert drafter.num_requests == 0 and drafter.draft(3) == Draft()
 
 
 def test_samples_of_a_request_serve_each_other_and_others_do_not() -> None:
@@ -146,14 +146,14 @@ def test_samples_of_a_request_serve_each_other_and_others_do_not() -> None:
     drafter.open(0, 0, first, 4)
     drafter.open(1, 0, second, 4)
     drafter.open(2, 1, stranger, 4)
-    drafter.guess(0)
-    assert drafter.guess(1).tokens == (7, 6, 5) == drafter.last_guess(1)
-    assert drafter.guess(2).tokens == ()
+    drafter.draft(0)
+    assert drafter.draft(1).tokens == (7, 6, 5) == drafter.last_draft(1)
+    assert drafter.draft(2).tokens == ()
     drafter.close(0, 0)
     second += [7]
-    assert drafter.guess(1).tokens == (6, 5), "also when it has ended"
-    drafter.bar(1)
-    assert drafter.guess(1) == Guess()
+    assert drafter.draft(1).tokens == (6, 5), "also when it has ended"
+    drafter.disable(1)
+    assert drafter.draft(1) == Draft()
 
 
 def test_what_a_sample_said_since_it_was_last_asked_serves_the_others_when_it_ends() -> None:
@@ -161,12 +161,12 @@ def test_what_a_sample_said_since_it_was_last_asked_serves_the_others_when_it_en
     first, second = [1, 2, 3], [1, 2, 3]
     drafter.open(0, 0, first, 3)
     drafter.open(1, 0, second, 3)
-    drafter.guess(0)
+    drafter.draft(0)
     first += [6, 7, 8, 9]
     second += [6, 7]
-    assert drafter.guess(1).tokens == ()
+    assert drafter.draft(1).tokens == ()
     drafter.close(0, 0)
-    assert drafter.guess(1).tokens == (8, 9)
+    assert drafter.draft(1).tokens == (8, 9)
 
 
 def test_the_prompt_is_read_once_whoever_comes_first() -> None:
@@ -177,7 +177,7 @@ def test_the_prompt_is_read_once_whoever_comes_first() -> None:
     drafter.close(0, 0)
     for tokens in prompts[1:]:
         tokens += [500, 501]
-    assert drafter.guess(2).tokens == (502, 503, 504, 505) == drafter.guess(1).tokens
+    assert drafter.draft(2).tokens == (502, 503, 504, 505) == drafter.draft(1).tokens
     assert prompts[2].num_reads > 1000 > prompts[1].num_reads
 
 
@@ -185,17 +185,17 @@ def test_an_estimate_learns_from_guesses_that_nobody_computed() -> None:
     drafter = NgramDrafter(3)
     tokens = [1, 2, 3, 1, 2]
     drafter.open(0, 0, tokens, 5)
-    assert drafter.guess(0) == Guess((3, 1, 2), FIRST_CHANCE)
+    assert drafter.draft(0) == Draft((3, 1, 2), FIRST_CHANCE)
     tokens += [3]
     better = FIRST_CHANCE + RATE * (1 - FIRST_CHANCE)
-    assert drafter.guess(0) == Guess((1, 2, 3), pytest.approx(better))
+    assert drafter.draft(0) == Draft((1, 2, 3), pytest.approx(better))
     tokens += [1, 7, 3, 1, 2]
     mixed = (better + RATE * (1 - better)) * (1 - RATE)
-    assert drafter.guess(0).chance == pytest.approx(mixed), "right, then wrong; what comes after that says nothing"
+    assert drafter.draft(0).chance == pytest.approx(mixed), "right, then wrong; what comes after that says nothing"
     for _ in range(60):
         tokens += [3, 1, 2]
-        drafter.guess(0)
-    assert drafter.guess(0).chance > 0.9
+        drafter.draft(0)
+    assert drafter.draft(0).chance > 0.9
 
 
 offers = st.lists(st.builds(Offer, st.integers(0, 4), st.floats(0, 1)), max_size=3)

@@ -118,7 +118,7 @@ def test_what_cannot_go_on_is_refused_by_name() -> None:
         ({"partial": {}}, "partial must be a TrainingSample, got dict"),
         ({"partial": ended}, "ended with a stop"),
         ({"partial": part, "num_samples": 2}, "num_samples must be 1"),
-        ({"partial": part, "prompt": [1, 2]}, "its prompt_tokens are not the prompt"),
+        ({"partial": part, "prompt": [1, 2]}, "its prompt_tokens differ from the prompt"),
         ({"partial": part, "sampling_params": replace(LONG, max_tokens=6)}, "has 6 tokens already, max_tokens is 6"),
         ({"partial": part, "sampling_params": replace(LONG, raw_logprobs=True)}, "has no raw_logprobs"),
         ({"partial": part, "sampling_params": replace(LONG, sampling_mask=True)}, "has no sampling_masks"),

@@ -46,7 +46,7 @@ def tool(rollout: Rollout) -> Iterable[int]:
 def is_idle(engine: InferenceEngine) -> bool:
     kv = engine.parts.kv
     kv.check()
-    return not engine.has_pending() and kv.num_free_blocks() == kv.num_blocks and not engine._books.ledger._mailboxes
+    return not engine.has_pending() and kv.num_free_blocks() == kv.num_blocks and not engine._state.requests._mailboxes
 
 
 def sample_after(tokens: Iterable[int], completion: tuple[int, ...], **fields: Any) -> TrainingSample:
@@ -350,7 +350,7 @@ def test_an_exception_while_the_model_computes_passes_on(error: type[BaseExcepti
     engine.parts.runner.run = breaking
     with pytest.raises(error):
         run_rollouts(engine, PROMPTS, tool, PARAMS, max_turns=5)
-    assert not engine._books.ledger._mailboxes
+    assert not engine._state.requests._mailboxes
     if error is KeyboardInterrupt:
         assert is_idle(engine)
         assert len(run_rollouts(engine, PROMPTS, tool, PARAMS, max_turns=2)) == 3

@@ -10,8 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from nano_inference.config import SchedulerConfig
-from nano_inference.scheduling import schedule
-from nano_inference.types import SchedulerOutput, SeqView, Work
+from nano_inference.scheduling import SchedulerOutput, SeqView, Work, schedule
 
 State = tuple[list[SeqView], list[SeqView], int, SchedulerConfig]
 

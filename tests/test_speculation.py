@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams, TrainingSample
-from nano_inference.ngram_drafter import Guess, NgramDrafter
+from nano_inference.ngram_drafter import Draft, NgramDrafter
 from nano_inference.types import StepStats
 from tests.models.families import VOCAB_SIZE, make_model
 from tests.sim.fakes import Calculator, StopAfter, fake_config, fake_parts, parrot
@@ -178,7 +178,7 @@ def test_a_sample_is_guessed_from_another_that_has_ended() -> None:
 
 def test_nothing_is_kept_of_requests_that_ended() -> None:
     engine = fake()
-    drafter: NgramDrafter = engine._books.core._speculation.drafter  # type: ignore[attr-defined]
+    drafter: NgramDrafter = engine._state.core._speculator.drafter  # type: ignore[attr-defined]
     params = SamplingParams(max_tokens=20, ignore_eos=True)
     ids = [engine.add_request([1, 2, 3], params, 3, make_matcher=matcher) for matcher in (None, StopAfter, None)]
     assert drafter.num_requests == 2
@@ -288,7 +288,7 @@ def test_wrong_guesses_hold_no_blocks() -> None:
         while engine.has_pending():
             engine.step()
             engine.parts.kv.check()
-            for seq in engine._books.core._running:
+            for seq in engine._state.core._running:
                 assert len(seq.blocks) == -(-seq.num_computed // size) and seq.num_computed < len(seq.tokens)
 
 
@@ -400,7 +400,7 @@ def test_a_step_with_guesses_that_fails_costs_nobody_anything(tiny: Path, error:
 
 
 @pytest.mark.parametrize("kernels", ["auto", "off"])
-def test_a_guess_whose_numbers_are_not_finite_harms_nobody(
+def test_draft_with_nonfinite_logits_changes_no_output(
     tiny: Path, kernels: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -410,18 +410,18 @@ def test_a_guess_whose_numbers_are_not_finite_harms_nobody(
         torn["model.embed_tokens.weight"][poison] = float("nan")
         engine.update_weights(torn, allow_nonfinite=True, blocking=True)
         with monkeypatch.context() as patch:
-            patch.setattr(NgramDrafter, "guess", lambda *_: Guess())
+            patch.setattr(NgramDrafter, "draft", lambda *_: Draft())
             expected = engine.generate([[1, 2, 3]], params)[0]
         assert poison not in expected.completion_tokens and expected.finish_reason == "length"
         first = expected.completion_tokens[1]
         asked = []
 
-        def poisoned(drafter: NgramDrafter, sample_id: int) -> Guess:
+        def poisoned(drafter: NgramDrafter, sample_id: int) -> Draft:
             asked.append(sample_id)
-            return Guess() if drafter._lines[sample_id].is_barred else Guess((first, poison, poison), 1.0)
+            return Draft() if drafter._samples[sample_id].is_disabled else Draft((first, poison, poison), 1.0)
 
-        monkeypatch.setattr(NgramDrafter, "guess", poisoned)
-        monkeypatch.setattr(NgramDrafter, "last_guess", lambda *_: (first, poison, poison))
+        monkeypatch.setattr(NgramDrafter, "draft", poisoned)
+        monkeypatch.setattr(NgramDrafter, "last_draft", lambda *_: (first, poison, poison))
         sample = engine.generate([[1, 2, 3]], params)[0]
     assert asked and sample.finish_reason == "length"
     assert sample.completion_tokens == expected.completion_tokens

@@ -13,6 +13,7 @@ from typing import cast
 
 import torch
 
+from nano_inference.admission import StopMatcherFactory
 from nano_inference.catalog import default_cache, resolve
 from nano_inference.config import AttentionName, Dtype, EngineConfig
 from nano_inference.executors.cpu.executor import CpuExecutor
@@ -42,7 +43,7 @@ from nano_inference.sampling import draw
 from nano_inference.text.kinds import Tokenizer, TokenizerKind, TokenizerSource
 from nano_inference.text.stops import stop_matcher
 from nano_inference.text.tokenizer import load_tokenizer
-from nano_inference.types import BadRequest, Matcher
+from nano_inference.types import BadRequest
 from nano_inference.weights.sync import WeightSyncManager
 
 _DTYPES: dict[Dtype, torch.dtype] = {
@@ -60,8 +61,6 @@ _TWIN_SHARE = 8
 
 _log = logging.getLogger("nano_inference")
 
-StopMatcher = Callable[[tuple[str, ...]], Callable[[], Matcher]]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineParts:
@@ -74,7 +73,7 @@ class EngineParts:
     eos_token_ids: frozenset[int] = frozenset()
     lookahead: int = 1
     """Tokens the runner may draw for a row in one step."""
-    stop_matcher: StopMatcher | None = None
+    stop_matcher: StopMatcherFactory | None = None
     """Makes the matchers of stop strings; None when there is no tokenizer."""
     checkpoint: Checkpoint | None = None
     weights: WeightSyncManager | None = None
@@ -357,7 +356,7 @@ def available_memory() -> int:
         return 4 << 30
 
 
-def matcher_maker(source: TokenizerSource, kinds: Mapping[str, TokenizerKind] | None = None) -> StopMatcher:
+def matcher_maker(source: TokenizerSource, kinds: Mapping[str, TokenizerKind] | None = None) -> StopMatcherFactory:
     """Return the maker of stop-string matchers; the tokenizer is loaded when the first one is asked for."""
 
     @cache

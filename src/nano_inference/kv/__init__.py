@@ -18,11 +18,11 @@ from typing import Protocol
 from nano_inference.config import CacheType
 from nano_inference.kv.hashing import compute_block_hash
 from nano_inference.kv.paged import PagedKVCache
-from nano_inference.kv.pool import Hit, KVManager, Salt
+from nano_inference.kv.pool import CacheAllocation, Hit, KVManager, Salt
 from nano_inference.kv.radix import RadixKVCache
-from nano_inference.types import CacheAllocation
 
 __all__ = [
+    "CacheAllocation",
     "Hit",
     "KVCacheManager",
     "KVManager",

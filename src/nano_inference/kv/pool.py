@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from nano_inference.checks import check_int
-from nano_inference.types import CacheAllocation, CacheFull
+from nano_inference.types import CacheFull
 
 Salt = tuple[int, str]
 """Weight version and cache namespace: prefixes are shared only between equal salts."""
@@ -29,6 +29,13 @@ class Hit(NamedTuple):
     partial_block: int = -1
     """A block whose first `partial_tokens` slots continue the prefix, to be copied and never shared; -1 is none."""
     partial_tokens: int = 0
+
+
+class CacheAllocation(NamedTuple):
+    """A prompt's blocks; the K/V of its first `cached_length` tokens exists."""
+
+    block_ids: tuple[int, ...]
+    cached_length: int
 
 
 class BlockPool:
