@@ -23,7 +23,7 @@ from tests.models.families import gap, make_model
 
 IDS = [5, 9, 30, 2, 44, 17, 80, 3, *range(20, 60)]
 CPU = torch.device("cpu")
-TORCHS = "torch computes, slower and not the same in every batch"
+TORCHS = "using torch, which is slower and whose results depend on the batch"
 
 
 @pytest.fixture(scope="module")
@@ -151,11 +151,11 @@ def test_what_only_a_compiler_gives_is_refused_without_one(
     ("options", "line"),
     [
         ({"dtype": "int8", "kernels": "off"}, "dtype=int8: the kernels are off"),
-        ({"dtype": "int8", "attention": "sdpa"}, "dtype=int8: not with attention=sdpa, which is torch's"),
-        ({"dtype": "float16", "kernels": "generic"}, "kernels=generic: not in float16"),
-        ({"deterministic": True, "kernels": "off"}, "deterministic: only the CPU kernels are"),
-        ({"deterministic": True, "attention": "sdpa"}, "deterministic: only the CPU kernels are"),
-        ({"deterministic": True, "dtype": "float16"}, "deterministic: only the CPU kernels are"),
+        ({"dtype": "int8", "attention": "sdpa"}, "dtype=int8: the kernels cannot use attention=sdpa"),
+        ({"dtype": "float16", "kernels": "generic"}, "kernels=generic: the kernels have no float16"),
+        ({"deterministic": True, "kernels": "off"}, "deterministic requires the CPU kernels"),
+        ({"deterministic": True, "attention": "sdpa"}, "deterministic requires the CPU kernels"),
+        ({"deterministic": True, "dtype": "float16"}, "deterministic requires the CPU kernels"),
     ],
 )
 def test_what_does_not_go_together(options: dict[str, Any], line: str) -> None:
@@ -171,7 +171,7 @@ def test_a_gpu_has_no_cpu_kernels() -> None:
     cuda = torch.device("cuda")
     assert assemble.pick_kernels(config(), cuda) is None
     for options, name in (({"kernels": "generic"}, "kernels=generic"), ({"dtype": "int8"}, "dtype=int8")):
-        with pytest.raises(ValueError, match=rf"^{name}: only on a CPU, the device is cuda$"):
+        with pytest.raises(ValueError, match=rf"^{name}: the kernels need a CPU, the device is cuda$"):
             assemble.pick_kernels(config(**options), cuda)
 
 

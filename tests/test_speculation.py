@@ -197,7 +197,7 @@ def test_without_being_asked_for_nothing_is_guessed(tiny: Path) -> None:
 
 
 def test_it_does_not_go_with_a_runner_that_draws_several_tokens() -> None:
-    with pytest.raises(ValueError, match="max_draft_tokens: speculation does not go with a runner that draws several"):
+    with pytest.raises(ValueError, match="max_draft_tokens: speculation cannot be combined with"):
         InferenceEngine(fake_config(speculation="ngram"), parts=fake_parts("radix", 20, 4, lookahead=2))
 
 

@@ -121,7 +121,7 @@ def test_a_scheduler_config_refuses_nonsense_naming_the_field(name: str) -> None
 
 
 def test_a_runner_that_draws_several_tokens_takes_no_guesses() -> None:
-    with pytest.raises(ValueError, match="max_draft_tokens: speculation does not go with a runner that draws several"):
+    with pytest.raises(ValueError, match="max_draft_tokens: speculation cannot be combined with"):
         SchedulerConfig(lookahead=2, max_draft_tokens=1)
     assert SchedulerConfig(lookahead=1, max_draft_tokens=1) == SchedulerConfig(max_draft_tokens=1)
 
