@@ -144,7 +144,7 @@ def test_a_failing_step_reaches_every_waiter_with_its_cause() -> None:
     run(work, fake_engine(runner=Broken(100, 4)))
 
 
-def test_stopping_answers_whoever_still_waits() -> None:
+def test_stop_fails_waiting_callers() -> None:
     async def main() -> None:
         engine = AsyncEngine(lambda: fake_engine(num_blocks=30_000))
         await engine.start()

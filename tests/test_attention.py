@@ -1,4 +1,4 @@
-"""Every backend against a masked softmax in float64, with garbage wherever nobody may look."""
+"""Every backend against a masked softmax in float64, with garbage wherever attention must not read."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def make_scene(
     for span in step.spans:
         k_SKD, v_SKD = torch.randn(2, span.start, num_kv_heads, HEAD_DIM, generator=generator).unbind(0)
         seen = 0 if window is None else max(0, span.start + 1 - window)
-        k_SKD[:seen], v_SKD[:seen] = -GARBAGE, GARBAGE  # behind the window: nobody may look any more
+        k_SKD[:seen], v_SKD[:seen] = -GARBAGE, GARBAGE  # outside the window
         slot_S = torch.tensor([span.blocks[p // block_size] * block_size + p % block_size for p in range(span.start)])
         store.write(LAYER, slot_S.long(), k_SKD, v_SKD)
         own = slice(span.offset, span.offset + span.num_tokens)

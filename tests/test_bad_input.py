@@ -1,4 +1,4 @@
-"""Bad requests and bad luck: one line, at once, naming the field and the limit; everybody else goes on."""
+"""Invalid requests and failures: a one-line error naming field and limit; other requests are unaffected."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ CASES: list[tuple[str, str, Any, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("what", "message", "prompt", "options"), CASES, ids=[case[0] for case in CASES])
-def test_a_bad_request_is_refused_in_one_line_and_harms_nobody(
+def test_bad_request_raises_one_line_error_and_leaves_others_unaffected(
     what: str, message: str, prompt: Any, options: dict[str, Any]
 ) -> None:
     expected = tokens_of(fake().generate([PROMPT], LONG))
@@ -249,7 +249,7 @@ class NothingAllowed:
 
 
 @pytest.mark.parametrize("mode", ["raw", "tempered", "processed"])
-def test_a_row_that_can_draw_nothing_ends_and_harms_nobody(tiny: Path, mode: Any) -> None:
+def test_row_without_drawable_token_aborts_alone(tiny: Path, mode: Any) -> None:
     ours = InferenceEngine(EngineConfig(model_path=str(tiny), kv_cache_bytes=1 << 20, device="cpu"))
     alone = ours.generate([PROMPT], LONG)[0]
     blocked = SamplingParams(logprobs_mode=mode)

@@ -1,4 +1,4 @@
-"""Pause, resume, sleep, wake, abort and flush: nothing is lost, nothing leaks, nobody waits for ever."""
+"""Pause, resume, sleep, wake, abort and flush: no lost requests, no leaks, no endless waits."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_a_pause_that_keeps_freezes_everything_where_it_is(clear_cache: bool) ->
     assert any(s.num_preemptions for s in samples) == clear_cache
 
 
-def test_a_pause_that_waits_ends_what_has_begun_and_starts_nothing() -> None:
+def test_pause_wait_finishes_started_requests_and_starts_none() -> None:
     engine = fake(max_batch_size=2)
     first = started(engine)
     second = engine.add_request([1, 2], LONG)
@@ -111,7 +111,7 @@ def test_a_pause_that_aborts_gives_everybody_what_there_is() -> None:
 
 @pytest.mark.parametrize("clear_cache", [False, True])
 @pytest.mark.parametrize("was_paused", [False, True])
-def test_a_pause_that_waits_can_be_left_to_whoever_drives(clear_cache: bool, was_paused: bool) -> None:
+def test_nonblocking_pause_completes_in_ticks(clear_cache: bool, was_paused: bool) -> None:
     engine = fake(max_batch_size=2)
     first = started(engine)
     if was_paused:
@@ -162,7 +162,7 @@ def test_another_pause_takes_the_place_of_one_that_waits() -> None:
     engine.resume()
     engine.add_request(PROMPT, LONG)
     engine.pause("wait", blocking=False)
-    assert engine.is_paused, "what only waits has not begun"
+    assert engine.is_paused, "a queued request has not started"
     engine.wake()
     engine.resume()
     assert is_right(run_out(engine))
@@ -211,7 +211,7 @@ def test_weights_can_be_named_before_and_after_they_come(untied: Pair, open_engi
     assert engine.weights_dtype() == "float32" and not engine.is_on_cuda
 
 
-def test_whoever_waits_is_told_of_an_update_that_fails(untied: Pair, open_engine: OpenEngine) -> None:
+def test_finish_update_raises_the_error_of_a_failed_update(untied: Pair, open_engine: OpenEngine) -> None:
     engine = open_engine(untied)
     gathered: list[str] = []
     engine.update_weights({}, on_gathered=lambda: gathered.append(engine.weight_info().update))
@@ -221,7 +221,7 @@ def test_whoever_waits_is_told_of_an_update_that_fails(untied: Pair, open_engine
 
 
 @pytest.mark.parametrize("hold", ["pause", "sleep"])
-def test_nobody_waits_for_a_held_engine(hold: str) -> None:
+def test_waiting_on_a_halted_engine_raises(hold: str) -> None:
     engine = fake()
     stream = engine.stream(PROMPT, LONG)
     next(stream)
@@ -314,7 +314,7 @@ def test_a_progress_callback_may_pause_the_engine_under_itself() -> None:
 
 
 def test_a_draining_step_does_not_look_through_the_queue() -> None:
-    """Its cost is that of what has begun, however many wait; nothing is remembered of those that have ended."""
+    """The cost depends on started requests, not on queued ones; ended requests leave no state."""
     engine = fake(max_batch_size=2)
     first = started(engine, steps=1)
     others = [engine.add_request(PROMPT, LONG) for _ in range(50)]

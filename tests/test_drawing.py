@@ -134,7 +134,7 @@ def test_every_wish_is_met_beside_plain_rows(sampler: KernelSampler) -> None:
     assert plain.extras == () and plain.top_logprobs == ((), (), ())
 
 
-def test_extras_are_made_up_only_where_somebody_asked(sampler: KernelSampler) -> None:
+def test_extras_are_returned_only_on_request(sampler: KernelSampler) -> None:
     found = drawn(sampler, randn(2, 40), [row(0), row(1, top_k=3)])
     assert found.extras == ()
 

@@ -206,14 +206,14 @@ def test_an_update_in_the_middle(
 def test_an_update_that_aborts_leaves_no_half_an_embedding(tiny: Witness, newer: transformers.PreTrainedModel) -> None:
     ours = engine(tiny[0], max_tokens_per_batch=32)
     for pooling in POOLINGS:
-        begun = ours.add_request(text(1, 90), asking(pooling))
+        request_id = ours.add_request(text(1, 90), asking(pooling))
         ours.step()
         ours.update_weights(newer.state_dict(), blocking=True, on_running="abort")
-        sample = run_out(ours)[begun]
+        sample = run_out(ours)[request_id]
         assert (sample.finish_reason, sample.embedding) == ("abort", None)
-        begun = ours.add_request(text(1, 90), asking(pooling))
+        request_id = ours.add_request(text(1, 90), asking(pooling))
         ours.step()
-        (partial,) = ours.abort(begun)
+        (partial,) = ours.abort(request_id)
         assert (partial.finish_reason, partial.embedding, partial.stop_reason) == ("abort", None, None)
 
 
@@ -326,7 +326,7 @@ def fake_embedding(prompt: list[int], pooling: str, version: int) -> list[float]
 
 
 class PoolingRunner(VersionedRunner):
-    """Its hidden states tell apart whatever the K/V was computed with; fails when it is told to."""
+    """Hidden states depend on the weights of all earlier K/V; can be set to fail."""
 
     failures: list[BaseException]
 

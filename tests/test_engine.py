@@ -264,7 +264,7 @@ def test_a_real_model_preempts_without_harm(tiny: tuple[Path, Any]) -> None:
 
 
 @pytest.mark.parametrize("kernels", ["auto", "off"])
-def test_what_a_broken_sample_leaves_in_the_cache_harms_nobody(tmp_path: Path, kernels: Any) -> None:
+def test_cached_kv_of_a_failed_sample_leaves_others_unaffected(tmp_path: Path, kernels: Any) -> None:
     make_model("llama-ratio1-untied", tmp_path)
     config = EngineConfig(model_path=str(tmp_path), device="cpu", block_size=8, kv_cache_bytes=1 << 16, kernels=kernels)
     params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)

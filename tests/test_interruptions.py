@@ -46,7 +46,7 @@ def test_an_interruption_before_the_first_step_does_not_count_as_a_long_one() ->
 
 @pytest.mark.parametrize("batch_size", [1, 2, 4])
 @pytest.mark.parametrize("how", ["pause", "update", "abort"])
-def test_a_group_that_has_begun_is_one(how: str, batch_size: int) -> None:
+def test_started_group_ends_together(how: str, batch_size: int) -> None:
     engine = versioned(batch_size)
     engine.add_request(PROMPT, SamplingParams(max_tokens=3, seed=4, ignore_eos=True), 4)
     samples = []
@@ -95,7 +95,7 @@ def test_a_source_that_exits_its_thread_is_a_failed_update(untied: Pair, open_en
         engine.finish_update()
 
 
-def test_a_hostile_partial_sample_harms_nobody() -> None:
+def test_invalid_partial_sample_leaves_engine_unaffected() -> None:
     engine = InferenceEngine(fake_config(), parts=fake_parts("radix", 100, 4))
     request = engine.add_request(PROMPT, LONG)
     engine.step()

@@ -114,7 +114,7 @@ def test_an_instruction_set_by_name(tiny: tuple[Path, Any], isa: Any) -> None:
      {"kernels": "off", "dtype": "bfloat16"}],
     ids=str,
 )  # fmt: skip
-def test_torch_serves_where_it_is_asked_to_and_nobody_warns(
+def test_requested_torch_is_used_without_warning(
     tiny: tuple[Path, Any], options: dict[str, Any], caplog: pytest.LogCaptureFixture, no_compiler: None
 ) -> None:
     with InferenceEngine(config(tiny, **options)) as engine:
@@ -189,10 +189,10 @@ def test_the_kernels_have_as_many_threads_as_asked_for(num_threads: int) -> None
     assert library is not None
     before = threads_here()
     assert library.pool
-    begun = threads_here() - before
-    assert len(begun) == num_threads - 1  # the caller is one of them
+    started = threads_here() - before
+    assert len(started) == num_threads - 1  # the caller is one of them
     library.close()
-    assert have_ended(begun)
+    assert have_ended(started)
 
 
 def scores(tiny: tuple[Path, Any], **options: Any) -> tuple[list[float], InferenceEngine]:

@@ -130,7 +130,7 @@ def make(library: Library, num_blocks: int = 8, *, eager: bool = False, block_si
 
 
 class Spy:
-    """Stands for the library: notes the ranges that are to be brought in, and brings them in."""
+    """Replaces the library: records the ranges to map, and maps them."""
 
     def __init__(self, library: Library) -> None:
         self.notes = Notes()

@@ -89,7 +89,7 @@ def test_a_configured_lineage_is_checked(lineage: Any) -> None:
     assert EngineConfig.from_dict(EngineConfig(model_path="x", lineage="p").to_dict()).lineage == "p"
 
 
-def test_updates_and_sleep_keep_the_lineage_and_twins_have_their_own(untied: Pair, open_engine: OpenEngine) -> None:
+def test_lineage_survives_updates_and_sleep_and_differs_in_copies(untied: Pair, open_engine: OpenEngine) -> None:
     engine = open_engine(untied, lineage="pool")
     first = interrupted(engine)
     engine.sleep()

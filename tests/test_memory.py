@@ -1,4 +1,4 @@
-"""Pieces cut out of slabs: zeroed, in line, their own, and gone when nobody has them."""
+"""Tensors from slabs: zeroed, aligned, disjoint, and freed with their last reference."""
 
 from __future__ import annotations
 

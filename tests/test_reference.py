@@ -48,10 +48,10 @@ def test_a_temperature_is_applied(untied: Pair, open_engine: OpenEngine) -> None
             assert torch.tensor(sample.ref_logprobs).sub(torch.tensor(sample.logprobs)).abs().max() < 1e-5
 
 
-def test_a_twin_stands_on_its_own(tied: Pair, open_engine: OpenEngine) -> None:
+def test_copy_is_independent(tied: Pair, open_engine: OpenEngine) -> None:
     engine = open_engine(tied)
     with pytest.warns(DeprecationWarning, match="is now InferenceEngine.copy"):
-        copy = engine.twin(kv_cache_bytes=1 << 20)
+        copy = engine.twin(kv_cache_bytes=1 << 20)  # quoted
     assert copy.weights_checksum() == engine.weights_checksum()
     copy.update_weights(tied.named(), blocking=True)
     assert copy.weights_checksum() != engine.weights_checksum()

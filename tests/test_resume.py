@@ -1,4 +1,4 @@
-"""An aborted sample goes on as if it had never been interrupted."""
+"""Resuming an aborted sample; output is identical to an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_sample_interrupted_again_and_again_is_the_same(untied: Pair, open_eng
             assert max(abs(a - b) for a, b in zip(ours, theirs, strict=True)) < 1e-5
 
 
-def test_unseeded_samples_go_on_with_the_seed_they_had() -> None:
+def test_resumed_sample_keeps_its_random_seed() -> None:
     engine = fake()
     params = replace(LONG, seed=None)
     parts = interrupted(engine, params, 6, 2)
@@ -61,7 +61,7 @@ def test_unseeded_samples_go_on_with_the_seed_they_had() -> None:
 
 
 @pytest.mark.parametrize("cache_type", ["paged", "radix"])
-def test_programs_and_matchers_go_on_where_they_were(cache_type: str) -> None:
+def test_resume_restores_program_and_matcher(cache_type: str) -> None:
     for seed in range(60):
         rng = random.Random(seed)
         params = SamplingParams(max_tokens=30, seed=seed, ignore_eos=True)
@@ -110,7 +110,7 @@ def test_a_sample_that_reached_its_length_can_be_made_longer() -> None:
     assert longer[0].completion_tokens == engine.generate([PROMPT], LONG)[0].completion_tokens
 
 
-def test_what_cannot_go_on_is_refused_by_name() -> None:
+def test_resume_rejects_invalid_partial_naming_the_field() -> None:
     engine = fake()
     part = interrupted(engine, LONG, 6)[0]
     ended = replace(part, finish_reason="stop")

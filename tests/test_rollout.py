@@ -1,4 +1,4 @@
-"""Multi-turn rollouts: what stands is never touched, nobody waits for a turn that is not its own, nothing is lost."""
+"""Multi-turn rollouts: earlier tokens never change, rollouts do not wait for each other, no sample is lost."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def sample_after(tokens: Iterable[int], completion: tuple[int, ...], **fields: A
 
 @pytest.mark.parametrize("cache_type", ["radix", "paged"])
 @pytest.mark.parametrize("program", [None, Calculator()])
-def test_every_turn_is_drawn_after_exactly_what_stands(cache_type: str, program: Calculator | None) -> None:
+def test_every_turn_continues_the_exact_earlier_tokens(cache_type: str, program: Calculator | None) -> None:
     rollouts = run_rollouts(
         fake(cache_type), PROMPTS, tool, PARAMS, num_samples_per_prompt=3, max_turns=5, program=program
     )
@@ -83,7 +83,7 @@ def test_every_turn_is_drawn_after_exactly_what_stands(cache_type: str, program:
             for k in range(5)
         ]
     reasons = {turn.sample.finish_reason for rollout in rollouts for turn in rollout.turns}
-    assert reasons == {"stop", "length"}, "a turn that was cut short goes on to the environment too"
+    assert reasons == {"stop", "length"}, "a truncated turn is passed to the environment too"
 
 
 def test_a_sample_of_any_other_prompt_is_refused() -> None:
@@ -194,7 +194,7 @@ def test_no_rollout_waits_for_anothers_turn() -> None:
     prompts = [[1 + i, 40 - i, 3 * i] for i in range(6)]
     params = SamplingParams(max_tokens=40, seed=40)
     run_rollouts(fake(max_batch_size=6), prompts, environment, params, max_turns=9, progress=progress)
-    assert len(rows) > 20 and all(num_rows == num_going_on for num_rows, num_going_on in rows), "no rollout stands idle"
+    assert len(rows) > 20 and all(num_rows == num_open for num_rows, num_open in rows), "no rollout is idle"
     first_turns = [order.index((i, 1)) for i in range(6)]
     assert min(order.index((i, 2)) for i in range(6)) < max(first_turns)
     assert min(order.index((i, 4)) for i in range(6)) < max(first_turns)
@@ -309,7 +309,7 @@ def test_an_abort_from_outside_ends_a_rollout_with_what_it_has() -> None:
 
 
 class Stop(Exception):
-    """Something that nobody but these tests raises."""
+    """An exception that only these tests raise."""
 
 
 @pytest.mark.parametrize("error", [Stop, KeyboardInterrupt])

@@ -93,7 +93,7 @@ def test_plans_are_in_order_and_say_everything_once() -> None:
         assert not set(ids) & set(plan.preempted_seqs)
 
 
-def test_victims_come_from_the_young_end_and_the_oldest_goes_on() -> None:
+def test_youngest_are_preempted_and_the_oldest_continues() -> None:
     num_preempting = 0
     for (_, running, _, _), plan in states():
         ids = [v.id for v in running]
@@ -102,11 +102,11 @@ def test_victims_come_from_the_young_end_and_the_oldest_goes_on() -> None:
         if ids and plan.work[:1] != () and plan.work[0].id == ids[0]:
             num_preempting += count > 0
         else:
-            assert count == len(ids), "the oldest stands still only when nobody is left to give way"
+            assert count == len(ids), "the oldest waits only when no victim is left"
     assert num_preempting > 100
 
 
-def test_nobody_is_admitted_in_a_step_that_preempts() -> None:
+def test_preempting_step_admits_no_sequence() -> None:
     num_admitting = 0
     for _, plan in states():
         admitted = [work.id for work in plan.work if work.id >= 100]

@@ -85,7 +85,7 @@ def test_generate_interrupted_anywhere_leaves_an_engine_that_works(cache_type: s
 
 
 def change_everything(engine: InferenceEngine) -> None:
-    """Call what changes the books besides `generate`, on an engine with requests that wait and run."""
+    """Call every state-changing method except `generate`, on an engine with waiting and running requests."""
     engine.add_request(PROMPTS[0], PARAMS, 2, make_matcher=StopAfter)
     engine.step()
     stream = engine.stream(PROMPTS[1], PARAMS)

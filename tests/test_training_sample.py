@@ -65,7 +65,7 @@ def test_version_spans_are_the_longest_runs_and_carry_the_labels() -> None:
 
 
 def test_spans_of_what_was_drawn_so_far() -> None:
-    """A stream tells of versions before there is a sample."""
+    """Deltas report versions before the sample ends."""
     assert spans_of(iter([4, 4, 2]), {2: "two", 9: "never used"}) == (
         VersionSpan(4, 0, 2, None),
         VersionSpan(2, 2, 3, "two"),
@@ -198,7 +198,7 @@ def test_forced_tokens_have_raw_logprob_zero_and_an_empty_mask() -> None:
         assert tuple(x for delta in deltas for x in getattr(delta, name)) == whole
 
 
-def test_what_nobody_asked_for_is_not_kept() -> None:
+def test_unrequested_fields_are_not_stored() -> None:
     seq = sequence()
     advance(seq, 7, -0.5, (), 0, DrawExtras(-1.5, (7,)))
     delta = to_delta(seq, 1, 0)
@@ -360,7 +360,7 @@ class Watch(TorchDispatchMode):
         return out
 
 
-def test_what_nobody_asks_for_costs_nothing() -> None:
+def test_unrequested_fields_are_not_computed() -> None:
     def names(**asked: bool) -> list[str]:
         with Watch() as watch:
             draw(randn(3, 40), [row(i, top_k=4, **asked) for i in range(3)])
@@ -532,7 +532,7 @@ def test_a_trainer_recomputes_what_an_engine_reports(
         assert through_json(one) == one
 
 
-def test_a_stream_tells_the_version_and_the_extras_of_every_token() -> None:
+def test_deltas_report_version_and_extras_of_every_token() -> None:
     engine = InferenceEngine(fake_config(), parts=fake_parts("radix", 200, 4, lookahead=3))
     asked = SamplingParams(max_tokens=30, seed=5, ignore_eos=True, raw_logprobs=True, sampling_mask=True)
     request = engine.add_request(PROMPT, asked, program=Calculator())

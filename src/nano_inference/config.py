@@ -248,7 +248,7 @@ class ServerConfig:
     admin_key_file: str | None = helped(None, "file with an admin key on each line, which only its owner may read")
     weights_dir: str | None = helped(None, "directory below which a trainer may name weights to load")
     weight_timeout: float = helped(300.0, "seconds in which the weights of an update must have come")
-    allowed_host: tuple[str, ...] = helped((), "Host header to accept besides the address itself; may be repeated")
+    allowed_host: tuple[str, ...] = helped((), "Host header to accept in addition to the address; may be repeated")
     cors_origin: tuple[str, ...] = helped((), "web origin whose pages may call this server; may be repeated")
     share_prefix_cache: bool = helped(False, "let clients with different keys reuse each other's cached prefixes")
 

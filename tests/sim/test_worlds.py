@@ -163,7 +163,7 @@ def test_tight_worlds_preempt_and_equal_the_reference(cache_type: str) -> None:
 
 
 @pytest.mark.parametrize("cache_type", CACHES)
-def test_aborts_return_what_there_is_and_harm_nobody(cache_type: str) -> None:
+def test_abort_returns_partial_samples_and_leaves_others_unaffected(cache_type: str) -> None:
     num_aborted = 0
     for seed in range(200):
         world = run_world(make_world(seed, cache_type, tight=seed % 2 == 0), aborts=True)
