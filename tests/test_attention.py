@@ -130,13 +130,13 @@ def test_query_heads_share_the_right_kv_head(backend: Backend, num_kv_heads: int
 
 @pytest.mark.parametrize("window", [1, 5, 17, 1000])
 @pytest.mark.parametrize("block_size", [1, 4, 16])
-def test_a_window_shows_exactly_its_keys(backend: Backend, window: int, block_size: int) -> None:
+def test_window_masks_exactly_the_older_keys(backend: Backend, window: int, block_size: int) -> None:
     check(backend, DECODES + CHUNKS, block_size=block_size, window=window)
 
 
 @pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize("softcap", [0.5, 20.0])
-def test_the_soft_cap_bends_scores_before_the_mask(backend: Backend, window: int | None, softcap: float) -> None:
+def test_soft_cap_applies_before_the_mask(backend: Backend, window: int | None, softcap: float) -> None:
     check(backend, DECODES + CHUNKS, window=window, softcap=softcap, num_kv_heads=2)
 
 

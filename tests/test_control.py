@@ -54,7 +54,7 @@ def is_right(samples: list[TrainingSample]) -> bool:
 
 
 @pytest.mark.parametrize("clear_cache", [False, True])
-def test_a_pause_that_keeps_freezes_everything_where_it_is(clear_cache: bool) -> None:
+def test_pause_keep_suspends_all_requests(clear_cache: bool) -> None:
     engine = fake()
     started(engine)
     computed = engine.parts.runner.num_computed
@@ -94,7 +94,7 @@ def test_a_paused_engine_can_still_be_drained() -> None:
     assert len(engine.step()) == 2 and engine.is_paused
 
 
-def test_a_pause_that_aborts_gives_everybody_what_there_is() -> None:
+def test_pause_abort_returns_partial_samples() -> None:
     engine = fake(max_batch_size=2)
     first = started(engine)
     second = engine.add_request([1, 2], LONG)
@@ -133,7 +133,7 @@ def test_nonblocking_pause_completes_in_ticks(clear_cache: bool, was_paused: boo
 
 
 @pytest.mark.parametrize("was_paused", [False, True])
-def test_a_pause_that_waits_can_be_called_off(was_paused: bool) -> None:
+def test_waiting_pause_can_be_cancelled(was_paused: bool) -> None:
     engine = fake()
     started(engine)
     if was_paused:
@@ -146,7 +146,7 @@ def test_a_pause_that_waits_can_be_called_off(was_paused: bool) -> None:
     assert not engine.is_pausing and is_right(run_out(engine))
 
 
-def test_another_pause_takes_the_place_of_one_that_waits() -> None:
+def test_new_pause_replaces_a_waiting_one() -> None:
     engine = fake()
     started(engine)
     engine.pause("wait", blocking=False)
@@ -168,7 +168,7 @@ def test_another_pause_takes_the_place_of_one_that_waits() -> None:
     assert is_right(run_out(engine))
 
 
-def test_a_sleeping_engine_cannot_be_drained() -> None:
+def test_draining_an_engine_asleep_raises() -> None:
     engine = fake()
     started(engine)
     engine.sleep()
@@ -192,7 +192,7 @@ def test_requests_end_with_their_last_deltas() -> None:
     assert engine.end_requests() == () and engine.step() == [] and not engine.has_pending()
 
 
-def test_weights_can_be_named_before_and_after_they_come(untied: Pair, open_engine: OpenEngine) -> None:
+def test_weights_can_be_labelled_during_and_after_an_update(untied: Pair, open_engine: OpenEngine) -> None:
     engine = open_engine(untied)
     engine.label_weights("first")
     assert engine.weight_info().label == "first"
@@ -236,7 +236,7 @@ def test_waiting_on_a_halted_engine_raises(hold: str) -> None:
     run_out(engine)
 
 
-def test_wrong_arguments_are_named() -> None:
+def test_invalid_arguments_are_named() -> None:
     engine = fake()
     with pytest.raises(BadRequest, match="mode must be one of keep, wait, abort, got 'stop'"):
         engine.pause("stop")  # type: ignore[arg-type]
@@ -249,7 +249,7 @@ def test_wrong_arguments_are_named() -> None:
     assert not engine.is_paused and not engine.is_asleep
 
 
-def test_sleep_keeps_the_requests_and_gives_the_cache_back(untied: Pair, open_engine: OpenEngine) -> None:
+def test_sleep_keeps_requests_and_frees_the_cache(untied: Pair, open_engine: OpenEngine) -> None:
     engine = open_engine(untied)
     undisturbed = engine.generate([PROMPT], LONG, 2)
     engine.flush_cache()
@@ -267,7 +267,7 @@ def test_sleep_keeps_the_requests_and_gives_the_cache_back(untied: Pair, open_en
         assert torch.tensor(ours.logprobs).sub(torch.tensor(theirs.logprobs)).abs().max() < 1e-5
 
 
-def test_discarded_weights_must_come_again_before_anything_runs(untied: Pair, open_engine: OpenEngine) -> None:
+def test_discarded_weights_must_be_replaced_before_steps_run(untied: Pair, open_engine: OpenEngine) -> None:
     engine = open_engine(untied)
     started(engine)
     engine.sleep(discard_weights=True)
@@ -284,7 +284,7 @@ def test_discarded_weights_must_come_again_before_anything_runs(untied: Pair, op
     assert {s.token_versions[-1] for s in run_out(engine)} == {1}
 
 
-def test_flushing_frees_idle_blocks_and_lets_held_ones_die() -> None:
+def test_flush_frees_idle_blocks_now_and_held_ones_on_release() -> None:
     engine = fake()
     engine.generate([[*range(20)]], LONG)
     started(engine)
@@ -305,7 +305,7 @@ def test_all_requests_are_aborted_at_once() -> None:
     assert engine.abort_all() == () and not engine.has_pending()
 
 
-def test_a_progress_callback_may_pause_the_engine_under_itself() -> None:
+def test_progress_callback_can_pause_the_engine() -> None:
     engine = fake()
     with pytest.raises(EnginePaused):
         engine.generate([PROMPT], LONG, progress=lambda _: engine.pause())
@@ -313,7 +313,7 @@ def test_a_progress_callback_may_pause_the_engine_under_itself() -> None:
     assert run_out(engine) == []
 
 
-def test_a_draining_step_does_not_look_through_the_queue() -> None:
+def test_draining_step_does_not_scan_the_queue() -> None:
     """The cost depends on started requests, not on queued ones; ended requests leave no state."""
     engine = fake(max_batch_size=2)
     first = started(engine, steps=1)
@@ -329,7 +329,7 @@ def test_a_draining_step_does_not_look_through_the_queue() -> None:
     assert len(run_out(engine)) == len(others) and core.started_requests() == frozenset()
 
 
-def test_waiting_for_any_of_many_looks_them_through_only_when_one_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wait_for_any_scans_ids_only_after_a_request_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step costs the same however many are waited for; another's end is the one reason to look again."""
     engine = fake(max_batch_size=2)
     others = [engine.add_request(PROMPT, SamplingParams(max_tokens=length, ignore_eos=True)) for length in (3, 5)]

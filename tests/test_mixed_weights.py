@@ -622,7 +622,7 @@ def judged(seed: int, cache_type: str, pool: Pool) -> tuple[Counter[str], list[f
         raise
 
 
-def test_every_token_is_what_the_weights_it_was_computed_with_give(pool: Pool) -> None:
+def test_every_token_agrees_with_the_weights_of_its_kv(pool: Pool) -> None:
     """Whatever updates, pauses, sleeps, aborts and preemptions did to a sample, each of its log-probabilities is the
     witness' to 1e-4, each version is that of the step that sampled it, and no row read stale K/V."""
     counts: Counter[str] = Counter()

@@ -26,7 +26,7 @@ def interrupted(engine: InferenceEngine, params: SamplingParams, steps: int, cou
     return list(engine.abort(request))
 
 
-def test_a_sample_interrupted_again_and_again_is_the_same(untied: Pair, open_engine: OpenEngine) -> None:
+def test_repeatedly_aborted_sample_is_identical(untied: Pair, open_engine: OpenEngine) -> None:
     engine = open_engine(untied)
     params = replace(LONG, temperature=0.9, top_k=20, presence_penalty=0.5, repetition_penalty=1.2, min_tokens=9)
     params = replace(params, raw_logprobs=True, sampling_mask=True, logprobs=2)
@@ -94,7 +94,7 @@ def test_a_completed_sample_keeps_the_versions_of_its_parts(untied: Pair, open_e
     assert elsewhere.version_spans[0].label == "one"
 
 
-def test_what_ended_comes_back_as_it_is() -> None:
+def test_complete_returns_finished_samples_unchanged() -> None:
     engine = fake()
     ended = engine.generate([PROMPT], LONG)
     assert engine.complete(ended, LONG)[0] is ended[0]

@@ -118,7 +118,7 @@ def witness(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     ],
     ids=lambda options: " ".join(f"{name}={value}" for name, value in options.items()) or "plain",
 )
-def test_every_bit_is_the_same(witness: Witness, options: dict[str, Any]) -> None:
+def test_speculation_changes_no_bit(witness: Witness, options: dict[str, Any]) -> None:
     with open_engine(witness.path, **witness.options, **options, speculation="ngram") as engine:
         samples, stats = run_all(engine)
     assert samples == witness.expected
@@ -126,7 +126,7 @@ def test_every_bit_is_the_same(witness: Witness, options: dict[str, Any]) -> Non
     assert 0 < num_accepted < num_drafted
 
 
-def test_every_bit_is_the_same_in_a_tight_cache(tiny: Path) -> None:
+def test_speculation_changes_no_bit_with_preemption(tiny: Path) -> None:
     wanted = [(prompt, replace(params, max_tokens=25), count) for prompt, params, count in ASKS]
     with open_engine(tiny, block_size=4) as engine:
         expected, _ = run_all(engine, wanted)
@@ -138,7 +138,7 @@ def test_every_bit_is_the_same_in_a_tight_cache(tiny: Path) -> None:
     assert sum(one.num_preempted for one in stats) > 0 and drafted(stats)[1] > 0
 
 
-def test_torch_gives_the_same_up_to_its_own_rounding(tiny: Path) -> None:
+def test_speculation_with_torch_is_equal_up_to_rounding(tiny: Path) -> None:
     with open_engine(tiny, kernels="off") as engine:
         expected, _ = run_all(engine)
     with open_engine(tiny, kernels="off", speculation="ngram") as engine:
@@ -176,7 +176,7 @@ def test_drafts_come_from_an_ended_sample() -> None:
     assert counts[1] - counts[0] < 20
 
 
-def test_nothing_is_kept_of_requests_that_ended() -> None:
+def test_ended_requests_free_their_index() -> None:
     engine = fake()
     drafter: NgramDrafter = engine._state.core._speculator.drafter  # type: ignore[attr-defined]
     params = SamplingParams(max_tokens=20, ignore_eos=True)
@@ -196,7 +196,7 @@ def test_no_drafts_by_default(tiny: Path) -> None:
         assert EngineConfig(model_path="m").speculation == "off"
 
 
-def test_it_does_not_go_with_a_runner_that_draws_several_tokens() -> None:
+def test_speculation_rejects_lookahead() -> None:
     with pytest.raises(ValueError, match="max_draft_tokens: speculation cannot be combined with"):
         InferenceEngine(fake_config(speculation="ngram"), parts=fake_parts("radix", 20, 4, lookahead=2))
 
@@ -225,7 +225,7 @@ def test_a_matcher_sees_one_token_a_step() -> None:
 
 
 @pytest.mark.parametrize("cache_type", ["radix", "paged"])
-def test_a_program_forces_its_tokens_where_it_would(cache_type: str) -> None:
+def test_program_forces_tokens_at_the_same_positions(cache_type: str) -> None:
     num_accepted = num_forced = 0
     for seed in range(40):
         params = SamplingParams(max_tokens=40, seed=seed, ignore_eos=True)
@@ -310,7 +310,7 @@ def test_drafts_do_not_change_what_is_published(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("on_running", ["keep", "recompute"])
 @pytest.mark.parametrize("family", ["llama-linear-rope-biases"])
-def test_new_weights_begin_at_the_same_token(tmp_path: Path, on_running: Any, family: str) -> None:
+def test_weight_update_takes_effect_at_the_same_token(tmp_path: Path, on_running: Any, family: str) -> None:
     model = make_model(family, tmp_path)
     changed = {name: weight.detach() * 1.01 for name, weight in model.named_parameters()}
     params = SamplingParams(temperature=0, max_tokens=50, ignore_eos=True, seed=1)

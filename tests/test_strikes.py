@@ -113,7 +113,7 @@ def change_everything(engine: InferenceEngine) -> None:
 # An interrupt inside the finalizer of a stream is reported as unraisable; the engine must work all the same.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("num_strikes", [1, 2])
-def test_controls_interrupted_anywhere_leave_an_engine_that_works(num_strikes: int) -> None:
+def test_commands_interrupted_anywhere_leave_an_engine_that_works(num_strikes: int) -> None:
     length = count_bytecodes(lambda: change_everything(make_engine("radix")))
     engine = make_engine("radix")
     rng = random.Random(num_strikes)
