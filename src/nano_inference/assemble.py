@@ -108,7 +108,7 @@ def assemble(
     device = pick_device(config.device)
     library = pick_kernels(config, device)
     if config.deterministic and library is None:
-        raise ValueError("deterministic requires the CPU kernels (docs/batch-dependence.md)")
+        raise ValueError("deterministic: requires the CPU kernels (docs/batch-dependence.md)")
     check_cache_fits(config.kv_cache_bytes, device)
     kinds = installed_kinds() if kinds is None else kinds
     checkpoint = open_checkpoint(locate(config.model_path), config.overrides, kinds.formats)
@@ -206,7 +206,7 @@ def pick_dtype(name: Dtype, device: torch.device) -> torch.dtype:
     if name == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     if name not in _DTYPES:
-        raise ValueError(f"dtype {name} requires the CPU kernels")
+        raise ValueError(f"dtype {name}: requires the CPU kernels")
     return _DTYPES[name]
 
 
