@@ -354,7 +354,7 @@ def test_sglangs_memory_comes_back_when_all_of_it_was_named(server: Running) -> 
 def test_a_sleeping_engine_cannot_be_drained(server: Running) -> None:
     stream = Stream(server).begun()
     ok(server.client.post("/sleep?mode=keep"))
-    refused(server.client.post("/pause?mode=wait"), 409, "sleeps")
+    refused(server.client.post("/pause?mode=wait"), 409, "asleep")
     ok(server.client.post("/wake_up"))
     assert len(stream.result().completion_tokens) == 200
 
